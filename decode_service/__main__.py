@@ -1,4 +1,4 @@
-"""`python -m decode_service`: a worker with one role."""
+"""Run a worker with the role `decode`: `python -m decode_service`."""
 
 from pdmesh.worker.main import decode_main
 

@@ -1,4 +1,4 @@
-"""What the decode service needs of the worker around it, and how its own work survives the end of an RPC."""
+"""The interfaces that the decode service needs from the worker, tasks that survive the end of an RPC, and settings."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ logger = logging.getLogger(__name__)
 
 
 class EngineCalls(Protocol):
-    """The engine's thread (`pdmesh.engine.loop.EngineLoop`)."""
+    """Call the engine's thread (`pdmesh.engine.loop.EngineLoop`)."""
 
     async def call(self, fn: Callable[[Engine], T]) -> T:
-        """Runs `fn` between two steps."""
+        """Run `fn` between two steps."""
 
 
 class Sink(Protocol):
-    """Who hears of one engine request. Called on the event loop, in order; updates of a step before `on_started` of that step."""
+    """Receive the events of one engine request. Called on the event loop, in order; the updates of a step come before its
+    `on_started`."""
 
     def on_update(self, update: SequenceUpdate) -> None: ...
 
@@ -31,7 +32,7 @@ class Sink(Protocol):
 
 
 class Sinks(Protocol):
-    """The engine's results by engine request id (`pdmesh.worker.step_dispatcher.Dispatcher`)."""
+    """Route the engine's results by engine request id (`pdmesh.worker.step_dispatcher.StepDispatcher`)."""
 
     def add(self, engine_id: str, sink: Sink) -> None: ...
 
@@ -42,12 +43,12 @@ _tasks: set[asyncio.Task[Any]] = set()
 
 
 async def in_own_task(work: Coroutine[Any, Any, T]) -> T:
-    """Runs `work` to its end even if the caller is cancelled while it waits for it."""
+    """Run `work` to its end, even if the caller is cancelled while it waits for it."""
     return await asyncio.shield(start(work))
 
 
 def start(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-    """Runs `work` beside the caller. Its error is logged if nobody else sees it."""
+    """Run `work` in a task. An error that no caller awaits is logged."""
     task = asyncio.create_task(work)
     _tasks.add(task)  # the event loop keeps only weak references
     task.add_done_callback(_finished)
@@ -60,12 +61,13 @@ def _finished(task: asyncio.Task[Any]) -> None:
         logger.debug("%s ended with %r", task.get_coro(), error)
 
 
-# Times of the decode service, in seconds.
+# Times of the decode service.
 
 
 @dataclass(frozen=True)
 class StreamSettings:
-    """Seconds. A router silent for `stream_timeout_s` has a broken stream; one without a stream for `grace_s` is gone."""
+    """Hold seconds. A router that is silent for `stream_timeout_s` has a broken stream; one without a stream for `grace_s` is
+    gone."""
 
     stream_timeout_s: float = 1.0
     grace_s: float = 2.0
@@ -74,7 +76,7 @@ class StreamSettings:
 
 @dataclass(frozen=True)
 class ReservationSettings:
-    """Seconds. Finished output is kept for `keep_output_s`: longer than a router may take to come back for it."""
+    """Hold seconds. Finished output is kept for `keep_output_s`, which is longer than a router may take to reattach."""
 
     lease_s: float = 5.0
     keep_output_s: float = 4.0
@@ -83,7 +85,7 @@ class ReservationSettings:
 
 @dataclass(frozen=True)
 class DecodeSettings:
-    """Times of the decode service, in seconds."""
+    """Hold the times of the decode service, in seconds."""
 
     stream: StreamSettings = field(default_factory=StreamSettings)
     reservation: ReservationSettings = field(default_factory=ReservationSettings)

@@ -1,4 +1,4 @@
-"""Everything this worker knows of one request."""
+"""One request on this decode worker: its attempt, its output that is not sent yet, and its spans."""
 
 from __future__ import annotations
 
@@ -22,32 +22,31 @@ if TYPE_CHECKING:
     from decode_service.token_stream import TokenStream
 
 
-# What decode does for a request, as spans: `submit` below the router's call, the rest below its attempt.
+# Spans of decode for a request: `submit` below the router's call, the rest below its attempt.
 #
-#     submit                     receipt of Submit to its answer; LOCAL: until the engine has the prompt, which waits for no
-# answer
+#     submit                     receipt of Submit to its response; LOCAL: until the engine has the prompt, which does not wait
+#                                for the response
 #     decode ─┬─ prefill.queue, prefill.compute      LOCAL: from then on
 #             └─ decode.queue                        REMOTE: from the commit to the first step
 #
-# Nothing is done for a token; `pdmesh/worker/step_dispatcher.py` makes spans of many steps and links them to the `decode` spans
+# Nothing is recorded per token; `pdmesh/worker/step_dispatcher.py` makes spans of many steps and links them to the `decode` spans
 # in them.
-
 
 MAX_ENDED = 64
 
 
 @dataclass(eq=False)
 class DecodeSpan:
-    """One stay that is being filled by decode itself, or decodes."""
+    """Hold the span of a placement that decodes, or computes its prompt here."""
 
     span: Span
     first_step: int = 0
-    has_finished: bool = False  # in the step that started it, of which more is to be told
+    has_finished: bool = False  # in the step that started it, whose `started` is still to come
 
 
 @dataclass(eq=False)
 class DecodeSpans:
-    """Those of one worker. Records whose Submit came without a context have none."""
+    """Record the spans of one worker. A record whose Submit came without a context has none."""
 
     tracing: Tracing = OFF
     num_steps: Callable[[], int] = lambda: 0  # of the engine, so far
@@ -63,7 +62,7 @@ class DecodeSpans:
         error: BaseException | None,
         ended_ns: int | None = None,
     ) -> None:
-        """Submit was answered, just now if not at `ended_ns`."""
+        """Record the response to Submit, at `ended_ns` or now."""
         if context is None:
             return
         span = self.tracing.begin("submit", context.call, start_ns=received_ns, kind=Kind.SERVER, attributes=attributes)
@@ -72,7 +71,7 @@ class DecodeSpans:
         span.end(ended_ns)
 
     def begin(self, record: DecodeRequest, started_ns: int) -> None:
-        """The record's stay begins: it was committed, or prefills here."""
+        """Begin the `decode` span: the record was committed, or prefills here."""
         context = record.submission.trace
         if context is None:
             return
@@ -86,7 +85,7 @@ class DecodeSpans:
         self._running[record.engine_id] = span.context
 
     def started(self, record: DecodeRequest, started: RequestStarted, ended_ns: int) -> None:
-        """Its first token, or its first step, came with the latest step, which ended at `ended_ns`."""
+        """Record the first token, or the first step, which came with the latest step; that ended at `ended_ns`."""
         if record.span is None:
             return
         step = record.span.first_step = self.num_steps()
@@ -98,7 +97,7 @@ class DecodeSpans:
             self.end(record)
 
     def end(self, record: DecodeRequest, reason: str = "", failure: MeshError | None = None) -> None:
-        """Its stay is over; `reason`: why, unless it has finished; `failure`: what its router is told of it."""
+        """End the `decode` span. `reason`: why, unless the request has finished; `failure`: what its router is told."""
         open_span = record.span
         if open_span is None:
             return
@@ -119,7 +118,7 @@ class DecodeSpans:
             self._ended.append(span.context)
 
     def take_served(self) -> list[SpanContext]:
-        """The `decode` spans that live, and those that ended since the last call."""
+        """Return the open `decode` spans, and those that ended since the last call."""
         ended, self._ended = self._ended, []
         return [*self._running.values(), *ended]
 
@@ -156,7 +155,7 @@ def _outcome(record: DecodeRequest) -> dict[str, Value]:
 
 
 def _steps(span: DecodeSpan, last: int) -> dict[str, Value]:
-    """The engine's steps that it took part in, to be found in `decode.step`."""
+    """Return the engine's steps in which the request took part, to be found in `decode.step`."""
     if not span.first_step:
         return {}
     return {
@@ -166,14 +165,13 @@ def _steps(span: DecodeSpan, last: int) -> dict[str, Value]:
     }
 
 
-# The tokens drawn for a request, kept until its router has them.
+# The output of a request, kept until its router has it.
 #
-# One store serves both ordinary frames and a router that comes back: a frame takes what lies behind `num_sent`, a resume point
-# moves `num_sent` back. A slow router's frames merge by themselves, because nothing is taken before a frame can be sent.
+# The same store serves ordinary frames and a router that reattaches: a frame takes the tokens from `num_sent` on, a resume point
+# moves `num_sent` back. Frames for a slow router merge by themselves, because nothing is taken before a frame can be sent.
 #
 #     token_ids   [ t0 t1 t2 | t3 t4 ]
 #     output index  first_index        num_sent = 3: the next frame starts at first_index + 3
-
 
 _FINISH_REASONS: dict[FinishReason | None, common_pb2.FinishReason.ValueType] = {
     None: common_pb2.FINISH_REASON_UNSPECIFIED,
@@ -184,7 +182,7 @@ _FINISH_REASONS: dict[FinishReason | None, common_pb2.FinishReason.ValueType] = 
 
 @dataclass
 class ChoiceOutput:
-    """One choice's tokens from output index `first_index` on."""
+    """Hold one choice's tokens from output index `first_index` on."""
 
     choice: int
     first_index: int
@@ -201,7 +199,7 @@ class ChoiceOutput:
         return self.finish_reason != common_pb2.FINISH_REASON_UNSPECIFIED
 
     def append(self, update: SequenceUpdate) -> None:
-        """Adds a step's tokens. Raises ValueError when they do not continue the choice: an engine that does so is broken."""
+        """Add a step's tokens. Raises ValueError when they do not continue the choice, which is a bug of the engine."""
         expected = self.first_index + len(self.token_ids)
         if update.index != expected:
             raise ValueError(f"{update.request_id}, choice {self.choice}: the engine drew index {update.index}, not {expected}")
@@ -215,15 +213,15 @@ class ChoiceOutput:
             self.finish_reason = _FINISH_REASONS[update.finish_reason]
 
     def append_committed(self, token_id: int, finish_reason: common_pb2.FinishReason.ValueType, *, wants_logprobs: bool) -> None:
-        """Adds the token that came with the commit. Its log-probability stayed on prefill: here it is unknown, NaN."""
+        """Add the token that came with the commit. Its log-probability stayed on prefill: here it is unknown, NaN."""
         self.token_ids.append(token_id)
         if wants_logprobs:
             self.logprobs.append(common_pb2.Logprobs(chosen=common_pb2.TokenLogprob(token_id=token_id, logprob=math.nan)))
         self.finish_reason = finish_reason
 
     def take(self, request_id: str) -> decode_pb2.SequenceOutput | None:
-        """What has not been sent yet, now counted as sent. None: nothing new. What was drafted is told as a total: a message that
-        is lost, or sent again, changes no sum."""
+        """Return the unsent output, and count it as sent; None: there is none. Draft counts are totals, so that a message that is
+        lost or repeated changes no sum."""
         start, end = self.num_sent, len(self.token_ids)
         if start == end and (self.finish_sent or not self.finished):
             return None
@@ -240,16 +238,16 @@ class ChoiceOutput:
         )
 
     def rewind(self, next_index: int) -> None:
-        """The router needs `next_index` next. What lies before the first token here came from elsewhere and cannot be sent."""
+        """Send again from `next_index` on. Tokens before `first_index` were drawn elsewhere and cannot be sent."""
         self.num_sent = min(max(next_index - self.first_index, 0), len(self.token_ids))
         self.finish_sent = False
 
 
 class RequestOutput:
-    """The choices of one request that are generated here."""
+    """Hold the choices of one request that are generated here."""
 
     def __init__(self, request_id: str, first_indexes: Mapping[int, int]) -> None:
-        """`first_indexes`: for each choice that is not finished yet, the output index of its next token."""
+        """Create empty outputs. `first_indexes`: for each unfinished choice, the output index of its next token."""
         self._request_id = request_id
         self.choices = {choice: ChoiceOutput(choice, index) for choice, index in first_indexes.items()}
 
@@ -258,18 +256,18 @@ class RequestOutput:
         return all(choice.finished for choice in self.choices.values())
 
     def take(self) -> list[decode_pb2.SequenceOutput]:
-        """What is new of all choices, now counted as sent."""
+        """Return the new output of all choices, and count it as sent."""
         taken = (choice.take(self._request_id) for choice in self.choices.values())
         return [output for output in taken if output is not None]
 
     def rewind(self, next_indexes: Mapping[int, int]) -> None:
-        """Sends again from a router's resume points: choice → next output index. A choice that is not named starts over."""
+        """Send again from a router's resume points: choice → next output index. A choice that is not named starts over."""
         for choice in self.choices.values():
             choice.rewind(next_indexes.get(choice.choice, 0))
 
 
 def wire_logprobs(logprobs: TokenLogprobs) -> common_pb2.Logprobs:
-    """The engine's log-probabilities of one position as they travel."""
+    """Return the engine's log-probabilities of one position as a message."""
     chosen, value = logprobs.chosen
     return common_pb2.Logprobs(
         chosen=common_pb2.TokenLogprob(token_id=chosen, logprob=value),
@@ -279,7 +277,8 @@ def wire_logprobs(logprobs: TokenLogprobs) -> common_pb2.Logprobs:
 
 @dataclass(frozen=True)
 class Submission:
-    """A SubmitRequest that was found valid. `received_ns` is monotonic; `deadline` is monotonic seconds, None: no deadline."""
+    """Hold a SubmitRequest that was found valid. `received_ns` is monotonic; `deadline` is monotonic seconds, None: no
+    deadline."""
 
     request_id: str
     router_id: str
@@ -292,7 +291,7 @@ class Submission:
 
     @property
     def next_indexes(self) -> dict[int, int]:
-        """Choice → output index of its next token, for the choices that are not finished."""
+        """Return for each unfinished choice the output index of its next token."""
         request = self.request
         emitted = request.emitted or ((),) * request.sampling.n
         finished = request.finished or (False,) * request.sampling.n
@@ -301,7 +300,7 @@ class Submission:
 
 @dataclass(frozen=True)
 class Handoff:
-    """How the KV came here; nothing for a request that was prefilled here."""
+    """Describe how the KV came here; empty for a request that was prefilled here."""
 
     kv_bytes: int = 0
     transport: str = ""
@@ -309,7 +308,8 @@ class Handoff:
 
 @dataclass(frozen=True)
 class Beginning:
-    """What a hand-off's commit says of each choice: its first token, and for who guesses the state that it was drawn from."""
+    """Hold what a hand-off's commit says of each choice: its first token, and for drafting the hidden state from which it was
+    drawn."""
 
     tokens: Mapping[int, int]
     draft_states: Mapping[int, bytes]
@@ -317,11 +317,11 @@ class Beginning:
 
 @dataclass(eq=False)
 class DecodeRequest:
-    """One request. `reservation` is the state machine's value; `submission` is the newest attempt that was accepted."""
+    """Hold one request. `reservation` is the value of the state machine; `submission` is the newest attempt that was accepted."""
 
     submission: Submission
     reservation_id: str
-    engine_id: str  # unique for each set of blocks, so that late news of a released set reach nobody
+    engine_id: str  # unique for each set of blocks, so that late updates of a released set are dropped
     reservation: ReservationState
     token: bytes
     outbox: TokenStream
@@ -341,7 +341,7 @@ class DecodeRequest:
         self.restart(self.submission)
 
     def restart(self, submission: Submission) -> None:
-        """A newer attempt states the request anew."""
+        """Replace the submission by that of a newer attempt."""
         self.submission = submission
         self.output = RequestOutput(submission.request_id, submission.next_indexes)
 
@@ -351,11 +351,11 @@ class DecodeRequest:
 
     @property
     def trace_name(self) -> str:
-        """As in logs; empty without a trace."""
+        """Return the trace's id for logs; empty without a trace."""
         return "" if self.submission.trace is None else self.submission.trace.call.trace_name
 
     def is_at(self, submission: Submission) -> bool:
-        """`submission` repeats the attempt that is under way (not one that has failed)."""
+        """Return whether `submission` repeats the present attempt, unless that one has failed."""
         known = self.submission
         same = (submission.attempt, submission.mode) == (known.attempt, known.mode)
         return same and self.reservation.attempt == known.attempt
@@ -370,17 +370,18 @@ class DecodeRequest:
 
     @property
     def named_request(self) -> EngineRequest:
-        """The request under the id that the engine knows it by."""
+        """Return the request under the id by which the engine knows it."""
         return replace(self.engine_request, request_id=self.engine_id)
 
     def renew_lease(self, now: float) -> None:
-        """Its router is there and follows it. While blocks are written, only the writer's own progress renews; behind an attempt
-        that failed, only the next one does: its router may not know, if it was prefill that stalled."""
+        """Renew the lease, because its router follows the request. While blocks are written, only the writer's own progress
+        renews it; after an attempt that failed, only the next attempt does, since the router may not know that prefill
+        stalled."""
         if self.reservation.state is State.RESERVED and self.reservation.attempt == self.submission.attempt:
             self.reservation = replace(self.reservation, lease_deadline=now + self.reservation.lease_s)
 
     def on_update(self, update: SequenceUpdate) -> None:
-        """New tokens from the engine (the per-token path: keep it short)."""
+        """Take new tokens from the engine (the per-token path: keep it short)."""
         self.output.choices[update.choice].append(update)
         self.outbox.mark(self)
         if update.finish_reason is not None and self.output.finished:
@@ -394,14 +395,14 @@ class DecodeRequest:
         self.outbox.mark_started(self)
 
     def resume(self, next_indexes: Mapping[int, int]) -> None:
-        """Its router came back and needs these indexes next."""
+        """Send again from the indexes that its router needs next."""
         self.output.rewind(next_indexes)
         if self.started is not None:
             self.outbox.mark_started(self)
         self.outbox.mark(self)
 
     def started_event(self, now_ns: int) -> decode_pb2.RequestEvent:
-        """STARTED with its timings; `now_ns` is when it is handed to gRPC. Call it only once `started` is set."""
+        """Return the event STARTED with its timings; `now_ns`: when it is handed to gRPC. Call it only once `started` is set."""
         assert self.started is not None, f"{self.request_id} has not started"
         event = decode_pb2.RequestEvent(
             request_id=self.request_id,
@@ -430,7 +431,7 @@ class DecodeRequest:
 
 
 def failed_event(request_id: str, attempt: int, failure: MeshError) -> decode_pb2.RequestEvent:
-    """FAILED: nothing more will come for this request."""
+    """Return the event FAILED: nothing more will come for this request."""
     return decode_pb2.RequestEvent(
         request_id=request_id,
         attempt=attempt,
@@ -441,5 +442,5 @@ def failed_event(request_id: str, attempt: int, failure: MeshError) -> decode_pb
 
 
 def monotonic_ns() -> int:
-    """The clock of all timings here; the engine's as well."""
+    """Return the clock of all timings here, which is also the engine's."""
     return time.monotonic_ns()

@@ -1,9 +1,10 @@
-"""The requests that this worker owns: granted, filled, run and released, each exactly once.
+"""The requests of this decode worker: reserved, filled with KV, run and released, each exactly once.
 
-The pure state machine (`kvtransfer.reservation`) decides; this module acts on the engine. Who may free blocks:
+The pure state machine (`kvtransfer.reservation`) decides; this module acts on the engine. What frees the blocks, by state:
 
-    RESERVED, RECEIVING   we, once the state has left them (which fences the writer) and `quiesce` has seen the last writer leave
-    COMMITTED, RUNNING    nobody writes any more: the engine itself when the request finishes, or we when it is ended
+  RESERVED, RECEIVING   this module, once the state has left them (which fences the writer) and `quiesce` has seen the last
+                        writer leave
+  COMMITTED, RUNNING    nothing writes any more: the engine when the request finishes, or this module when it is ended
 
 Everything that changes a request runs under its lock, in a task that the end of an RPC cannot interrupt half-way.
 """
@@ -45,12 +46,13 @@ from pdmesh.runtime.errors import Aborted, MeshError
 from pdmesh.runtime.errors import Cancelled as MeshCancelled
 from pdmesh.runtime.failpoints import hit_async
 
-# Memory of requests that ended here, so that late messages about them have no effect.
+# Tombstones of requests that ended here, so that late messages about them have no effect.
 
 
 @dataclass(frozen=True)
 class Ending:
-    """`attempt` None: cancelled before it was ever submitted, so every attempt is refused. `until` is monotonic seconds."""
+    """Hold how a request ended. `attempt` None: it was cancelled before it was submitted, so every attempt is refused. `until` is
+    monotonic seconds."""
 
     attempt: int | None
     failure: MeshError
@@ -58,7 +60,7 @@ class Ending:
 
 
 class Tombstones:
-    """Remembers endings for a lease. Time is passed in."""
+    """Remember endings for a lease. Time is passed in."""
 
     def __init__(self, keep_s: float) -> None:
         self._keep_s = keep_s
@@ -68,21 +70,22 @@ class Tombstones:
         return len(self._endings)
 
     def note(self, request_id: str, attempt: int, failure: MeshError, now: float) -> None:
-        """The request ended here at `attempt`; a newer attempt may still come. `failure` is what late questions about it get."""
+        """Record that the request ended here at `attempt`; a newer attempt may still come. `failure` is the answer to late
+        messages about it."""
         self._keep(request_id, Ending(attempt, failure, now + self._keep_s))
 
     def note_early_cancel(self, request_id: str, now: float) -> None:
-        """A Cancel came for a request that this worker does not know: a tombstone, unless it is known to have ended here."""
+        """Record a Cancel of an unknown request, unless it is known to have ended here."""
         if self.find(request_id, now) is None:
             self._keep(request_id, Ending(None, errors.Cancelled("it was cancelled before it was submitted"), now + self._keep_s))
 
     def find(self, request_id: str, now: float) -> Ending | None:
-        """How the request ended, if it did within the last lease."""
+        """Return how the request ended, if it did within the last lease."""
         ending = self._endings.get(request_id)
         return ending if ending is not None and ending.until > now else None
 
     def check(self, request_id: str, attempt: int, now: float) -> None:
-        """Raises Cancelled or Aborted if this attempt ended here already."""
+        """Raise Cancelled or Aborted if this attempt ended here already."""
         ending = self.find(request_id, now)
         if ending is None or (ending.attempt is not None and attempt > ending.attempt):
             return
@@ -90,7 +93,7 @@ class Tombstones:
         raise error(f"attempt {attempt} of request {request_id} ended here: {ending.failure.message}; only a newer one can go on")
 
     def forget_old(self, now: float) -> None:
-        """Endings are kept for one and the same time, so the oldest come first."""
+        """Drop old endings. All are kept for the same time, so the oldest come first."""
         while self._endings:
             request_id, ending = next(iter(self._endings.items()))
             if ending.until > now:
@@ -102,11 +105,11 @@ class Tombstones:
         self._endings[request_id] = ending
 
 
-# One lock for each request id in use.
+# Locks by request id.
 
 
 class RequestLocks:
-    """What happens to one request happens one after the other; different requests do not wait for each other."""
+    """Serialize what happens to one request; different requests do not wait for each other."""
 
     def __init__(self) -> None:
         self._locks: dict[str, tuple[asyncio.Lock, int]] = {}
@@ -133,7 +136,7 @@ logger = logging.getLogger(__name__)
 
 
 class Reservations:
-    """The table of requests and what can be done to them. Used on the event loop only."""
+    """Hold the table of requests, and change them. Used on the event loop only."""
 
     def __init__(
         self,
@@ -146,7 +149,8 @@ class Reservations:
         check_new_work: Callable[[], None],
         spans: DecodeSpans | None = None,
     ) -> None:
-        """`quiesce(reservation_id)` returns once nobody writes into its blocks; `check_new_work` raises when none is taken."""
+        """Create the table. `quiesce(reservation_id)` returns once no writer writes into its blocks; `check_new_work` raises
+        while the worker takes no new requests."""
         self._settings = settings
         self._engine = engine
         self._sinks = sinks
@@ -159,7 +163,7 @@ class Reservations:
         self._active: dict[str, DecodeRequest] = {}  # those that hold something in the engine
         self._idle = asyncio.Event()
         self._idle.set()
-        self._kept: deque[tuple[float, DecodeRequest]] = deque()  # finished, until their router has surely had everything
+        self._kept: deque[tuple[float, DecodeRequest]] = deque()  # finished, kept until their router surely has all output
         self._ended = Tombstones(settings.lease_s)
         self._locks = RequestLocks()
         self._serial = itertools.count(1)
@@ -167,36 +171,37 @@ class Reservations:
 
     @property
     def active(self) -> list[DecodeRequest]:
-        """Records that hold something in the engine."""
+        """Return the records that hold something in the engine."""
         return list(self._active.values())
 
     async def wait_idle(self) -> None:
-        """Until no record is active."""
+        """Wait until no record is active."""
         await self._idle.wait()
 
     def find(self, reservation_id: str) -> DecodeRequest | None:
         return self._by_reservation.get(reservation_id)
 
     async def submit(self, submission: Submission) -> DecodeRequest:
-        """Grants a reservation, or drives an existing one on. Raises MeshError; without room nothing is kept."""
+        """Grant a reservation, or start a new attempt on an existing one. Raises MeshError; without room nothing is kept."""
         return await in_own_task(self._submit(submission))
 
     async def cancel(self, request_id: str, reason: str) -> bool:
-        """True if the request was known and has been released."""
+        """Cancel a request. Returns whether it was known and has been released."""
         return await in_own_task(self._cancel(request_id, reason))
 
     async def end(self, record: DecodeRequest, event: Event, failure: MeshError | None = None) -> bool:
-        """Releases `record` if `event` still ends it; tells its router if there is a `failure`. True: released now."""
+        """Release `record` if `event` still ends it, and tell its router if there is a `failure`. Returns whether it was released
+        now."""
         return await in_own_task(self._end_under_lock(record, event, failure))
 
     async def commit(
         self, record: DecodeRequest, attempt: int, beginning: Beginning, handoff: Handoff, accept: Callable[[], None]
     ) -> None:
-        """The KV is in place: decoding goes on behind the first tokens. `accept` is called once that is sure."""
+        """Start decoding behind the first tokens, because the KV is complete. `accept` is called once the start is certain."""
         await in_own_task(self._commit(record, attempt, beginning, handoff, accept))
 
     def sweep(self, now: float) -> None:
-        """Forgets what has been kept long enough."""
+        """Drop tombstones and finished records that were kept long enough."""
         self._ended.forget_old(now)
         while self._kept and self._kept[0][0] <= now:
             _, record = self._kept.popleft()
@@ -204,7 +209,8 @@ class Reservations:
                 self._forget(record, OUTPUT_GONE)
 
     def repeat_ending(self, request_id: str, outbox: TokenStream) -> None:
-        """A router came back for a request that ended meanwhile. One that never was here may be on its way: no word of it."""
+        """Tell a router that resumes an ended request how it ended. Nothing is said about an unknown request, whose Submit may be
+        on its way."""
         ending = self._ended.find(request_id, time.monotonic())
         if ending is not None:
             outbox.post(failed_event(request_id, ending.attempt or 0, ending.failure))
@@ -228,7 +234,7 @@ class Reservations:
     async def _reserve_new(self, submission: Submission) -> DecodeRequest:
         serial = next(self._serial)
         outbox = self._outboxes.of(submission.router_id)
-        outbox.absent_s = 0.0  # whoever submits is there
+        outbox.absent_s = 0.0  # a router that submits is not absent
         record = DecodeRequest(
             submission=submission,
             reservation_id=f"{submission.request_id}.{serial}",
@@ -246,19 +252,19 @@ class Reservations:
         return record
 
     async def _drive_on(self, record: DecodeRequest, submission: Submission) -> DecodeRequest:
-        """An attempt for a request that exists. What the state machine refuses changes nothing."""
+        """Start a new attempt of a known request. If the state machine refuses it, nothing changes."""
         if record.is_at(submission):
             return record
         try:
             record.reservation = transition(record.reservation, NewAttempt(submission.attempt, submission.mode), time.monotonic())
         except InvalidTransition as error:
             raise refusal_of(error) from error
-        await self._quiesce(record.reservation_id)  # the former attempt is fenced now; wait until its writer has seen it
+        await self._quiesce(record.reservation_id)  # the earlier attempt is fenced now; wait until its writer has noticed
         await self._refill(record, submission)
         return record
 
     async def _refill(self, record: DecodeRequest, submission: Submission) -> None:
-        """Fits the blocks to the newer attempt, whose history may be longer."""
+        """Fit the blocks to the newer attempt, whose history may be longer."""
         record.restart(submission)
         record.renew_lease(time.monotonic())
         if submission.mode is Mode.LOCAL:
@@ -267,10 +273,10 @@ class Reservations:
             await self._fill_or_drop(record, lambda engine: engine.restate(record.engine_id, record.named_request))
 
     async def _fill_or_drop(self, record: DecodeRequest, reserve: Callable[[Engine], ReservedBlocks | None]) -> None:
-        """Reserves on the engine and, for LOCAL, starts there. Without room nothing is kept."""
+        """Reserve on the engine and, for LOCAL, start there. Without room nothing is kept."""
         is_local = record.submission.mode is Mode.LOCAL
         if is_local and record.reservation.state is State.RESERVED:
-            # Before the engine runs it: its first tokens may be here sooner than the answer to this call.
+            # Before the engine runs it, because its first tokens may come before the response to this call.
             record.reservation = transition(record.reservation, Started(), time.monotonic())
         if is_local:
             self._spans.begin(record, record.submission.received_ns)
@@ -306,7 +312,7 @@ class Reservations:
 
     async def _start(self, record: DecodeRequest, beginning: Beginning) -> None:
         await hit_async("decode.committed")
-        # Before the engine runs it: its tokens may be here sooner than the answer to this call.
+        # Before the engine runs it, because its tokens may come before the response to this call.
         record.reservation = transition(record.reservation, Started(), time.monotonic())
         await self._engine.call(
             lambda engine: engine.start(record.engine_id, beginning.tokens, draft_states=beginning.draft_states)
@@ -337,7 +343,7 @@ class Reservations:
         record.reservation = after
         reason = after.released_reason or "released"
         self._spans.end(record, reason, failure)
-        with log.about(record.trace_name):  # whoever ends it: another call, or the keeper of leases
+        with log.about(record.trace_name):  # the record's trace, whichever call or tick ends it
             logger.info("request %s attempt %d released: %s", record.request_id, record.submission.attempt, reason)
         await self._free(record, failure or MeshCancelled(reason))
         if failure is not None:
@@ -351,14 +357,15 @@ class Reservations:
         self._settle(record)
 
     def _settle(self, record: DecodeRequest) -> None:
-        """The record holds nothing in the engine any more."""
+        """Record that the request holds nothing in the engine any more."""
         if self._active.get(record.request_id) is record:
             del self._active[record.request_id]
         if not self._active:
             self._idle.set()
 
     def _on_finished(self, record: DecodeRequest) -> None:
-        """The engine has drawn the last token and freed the blocks. The output stays for a router that lost its stream."""
+        """Handle the last token, after which the engine has freed the blocks. The output is kept for a router that lost its
+        stream."""
         record.reservation = transition(record.reservation, Finished(), time.monotonic())
         self._spans.end(record)
         self._sinks.remove(record.engine_id)
@@ -373,7 +380,7 @@ class Reservations:
         self._sinks.add(record.engine_id, record)
 
     def _forget(self, record: DecodeRequest, ending: MeshError | None) -> None:
-        """`ending` is remembered for late messages; None: it never was."""
+        """Drop a record. `ending` is kept as a tombstone for late messages; None: none is needed."""
         self._by_request.pop(record.request_id, None)
         self._by_reservation.pop(record.reservation_id, None)
         record.outbox.forget(record)

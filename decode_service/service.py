@@ -1,4 +1,4 @@
-"""The decode service put together."""
+"""The decode service: its gRPC handlers, the clock of its leases, and its parts put together."""
 
 from __future__ import annotations
 
@@ -29,12 +29,11 @@ if TYPE_CHECKING:
 
 # DecodeService on the wire: each handler checks its message and passes it on.
 
-
 Endpoints = Callable[[], list[common_pb2.TransferEndpoint]]
 
 
 class DecodeServicer(DecodeServiceServicer):
-    """Submit, Cancel and Attach."""
+    """Serve Submit, Cancel and Attach."""
 
     def __init__(
         self,
@@ -68,7 +67,7 @@ class DecodeServicer(DecodeServiceServicer):
             record = await self._submit(request, received_ns, trace)
             attributes.update(_granted_attributes(record))
             if record.submission.mode is Mode.LOCAL:
-                ended_ns = max(received_ns, record.engine_entered_ns)  # of a repeated Submit, it had the prompt before
+                ended_ns = max(received_ns, record.engine_entered_ns)  # a repeated Submit: the engine had the prompt before
             return decode_pb2.SubmitResponse(reservation=self._granted(record))
         except BaseException as caught:
             error = caught
@@ -95,7 +94,7 @@ class DecodeServicer(DecodeServiceServicer):
         outbox = self._outboxes.of(first.router_id)
         opening = outbox.open(first)
         stream = opening.stream
-        # Also when the call ends while gRPC holds a frame: this generator may then not be resumed for a while.
+        # Called also when the call ends while gRPC holds a frame: this generator may not be resumed for a while then.
         context.add_done_callback(cast("Any", lambda _: outbox.close(stream)))
         for request_id in opening.unknown:
             self._reservations.repeat_ending(request_id, outbox)
@@ -144,24 +143,23 @@ def _granted_attributes(record: DecodeRequest) -> dict[str, Value]:
 
 
 async def _read(requests: AsyncIterator[decode_pb2.AttachRequest], outbox: TokenStream, stream: Stream) -> None:
-    """The router's heartbeats: it is there, and what it follows is not forgotten."""
+    """Take the router's heartbeats, which keep the stream and the followed requests alive."""
     async for request in requests:
         if request.router_id != outbox.router_id:
             stream.close(InvalidArgument("router_id", f"it was {outbox.router_id!r} before; one stream serves one router"))
             return
         stream.heard()
         outbox.renew_leases(request.waiting_request_ids, time.monotonic())
-    stream.close()  # the router has said its last word
+    stream.close()  # the router has ended its side
 
 
-# Ends what ran out of time: deadlines, leases, routers that stay away. One tick looks at everything; time is passed in.
-
+# Ends by time: deadlines, leases, absent routers. One tick looks at everything; time is passed in.
 
 TICK_S = 0.02
 
 
 class LeaseKeeper:
-    """Drives the clocks of the decode service."""
+    """Drive the clocks of the decode service."""
 
     def __init__(self, reservations: Reservations, outboxes: TokenStreams) -> None:
         self._reservations = reservations
@@ -169,7 +167,7 @@ class LeaseKeeper:
         self.num_expired = 0  # leases
 
     async def run(self) -> None:
-        """Ticks until cancelled."""
+        """Tick until cancelled."""
         while True:
             self.tick(time.monotonic())
             await asyncio.sleep(TICK_S)
@@ -185,7 +183,7 @@ class LeaseKeeper:
         self._reservations.sweep(now)
 
     def _end(self, record: DecodeRequest, event: Event, failure: MeshError | None) -> None:
-        """Once at a time for each record: ending waits for writers and for the engine, longer than a tick."""
+        """End a record in a task, one at a time for each record: ending waits for writers and the engine, longer than a tick."""
         if not record.is_ending and not record.is_released:
             self.num_expired += isinstance(event, LeaseExpired)
             record.is_ending = True
@@ -198,7 +196,7 @@ def _ended(record: DecodeRequest) -> None:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What the worker around it gives. `quiesce` and `endpoints` are the KV receiver's."""
+    """Hold what the worker provides. `quiesce` and `endpoints` are the KV receiver's."""
 
     epoch: int
     identity: common_pb2.Identity
@@ -215,7 +213,7 @@ class Surroundings:
 
 
 class DecodeService:
-    """Its parts, for the worker to register and run: `servicer`, `delegate` for the receiver, `keeper.run()` as a task."""
+    """Hold the parts that the worker registers and runs: `servicer`, `delegate` for the receiver, `keeper.run()` as a task."""
 
     def __init__(self, settings: DecodeSettings, around: Surroundings) -> None:
         self._outboxes = TokenStreams(
@@ -244,15 +242,15 @@ class DecodeService:
         )
 
     async def wait_idle(self) -> None:
-        """Until no request holds anything in the engine."""
+        """Wait until no request holds anything in the engine."""
         await self.reservations.wait_idle()
 
     async def abandon(self, reason: str) -> None:
-        """Gives up what runs: routers hear UNAVAILABLE and go on elsewhere. Returns when everything is released."""
+        """Give up running requests: routers get UNAVAILABLE and continue elsewhere. Returns when everything is released."""
         for record in self.reservations.active:
             await self.reservations.end(record, Failed(reason), released_by_worker(reason))
         await self.reservations.wait_idle()
 
     def close_streams(self) -> None:
-        """Ends the routers' streams, each after a frame with what is due."""
+        """End the routers' streams, each after a frame with what is due."""
         self._outboxes.close()

@@ -1,11 +1,11 @@
-"""What each router is still to be told, and whether it is still there.
+"""Token streams: what has to be sent to each router, and whether the router is still connected.
 
-An outbox belongs to a router and outlives its streams: while no stream is attached it keeps what comes, for a grace period. A
-stream sends one frame whenever something is due: after an engine step that concerns this router, and at every heartbeat. Whatever
-piles up while gRPC has not yet taken the last frame goes into the next one.
+A TokenStream belongs to a router and outlives its Attach calls: while none is attached it keeps new output, for a grace period.
+An attached stream sends one frame whenever something is due: after an engine step with output for this router, and at every
+heartbeat. What comes while gRPC has not yet taken the last frame goes into the next one.
 
-Silence and absence are counted in this event loop's own time: a tick adds at most MAX_TICK_S, so that a stalled worker does not
-take its own stall for the router's silence.
+Silence and absence are counted in this event loop's own time: a tick adds at most MAX_TICK_S, so that a worker that stalls does
+not take its own stall for silence of the router.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DEFAULT_PERIOD_S = 0.1
 
 @dataclass(eq=False)
 class Stream:
-    """One Attach call. `error` says why it ended; None while it lives or when the router closed it."""
+    """Hold one Attach call. `error` says why it ended; None while it lives, or when the router closed it."""
 
     generation: int
     period_s: float
@@ -36,7 +36,7 @@ class Stream:
     _waiter: asyncio.Future[None] | None = field(default=None, repr=False)
 
     def heard(self) -> None:
-        """The router has said something."""
+        """Record that the router has sent something."""
         self.silence_s = 0.0
 
     def wake(self) -> None:
@@ -49,7 +49,7 @@ class Stream:
             self.wake()
 
     async def wait(self) -> None:
-        """Until `wake`."""
+        """Wait until `wake`."""
         self._waiter = asyncio.get_running_loop().create_future()
         await self._waiter
         self._waiter = None
@@ -57,7 +57,8 @@ class Stream:
 
 @dataclass(frozen=True)
 class Opening:
-    """A stream was attached. `abandoned`: the router no longer follows them. `unknown`: it follows them, but they are not."""
+    """Report a stream that was attached. `abandoned`: requests that the router no longer follows. `unknown`: requests that it
+    follows, but that are not here."""
 
     stream: Stream
     abandoned: list[DecodeRequest]
@@ -65,22 +66,22 @@ class Opening:
 
 
 class TokenStream:
-    """One router's requests, their unsent outputs and events, and its stream if it has one."""
+    """Hold one router's requests, their unsent outputs and events, and its Attach call if there is one."""
 
     def __init__(self, router_id: str) -> None:
         self.router_id = router_id
         self.records: dict[str, DecodeRequest] = {}
         self.stream: Stream | None = None
-        self.absent_s = 0.0  # how long no stream has been attached
+        self.absent_s = 0.0  # how long no call has been attached
         self.since_report_s = 0.0
         self._generation = 0
-        self._fresh: dict[str, DecodeRequest] = {}  # records with something unsent, in the order in which it came
+        self._fresh: dict[str, DecodeRequest] = {}  # records with unsent output, in the order in which it came
         self._started: dict[str, DecodeRequest] = {}
         self._events: list[decode_pb2.RequestEvent] = []
 
     @property
     def generation_of_submit(self) -> int:
-        """A request submitted now is followed by the stream of this generation: the attached one, else the next."""
+        """Return the generation of the Attach call that follows a request submitted now: the attached one, else the next."""
         return self._generation if self.stream is not None else self._generation + 1
 
     @property
@@ -100,14 +101,14 @@ class TokenStream:
         self._wake()
 
     def forget(self, record: DecodeRequest) -> None:
-        """Nothing more is said about `record` but what was posted as an event."""
+        """Drop `record`; only events that were already posted are still sent."""
         if self.records.get(record.request_id) is record:
             del self.records[record.request_id]
             self._fresh.pop(record.request_id, None)
             self._started.pop(record.request_id, None)
 
     def open(self, first: decode_pb2.AttachRequest) -> Opening:
-        """Attaches a stream in place of a former one, and sends again what its resume points ask for."""
+        """Attach a call in place of an earlier one, and send again what its resume points ask for."""
         if self.stream is not None:
             self.stream.close(Aborted("another stream of this router took over"))
         self._generation += 1
@@ -127,15 +128,15 @@ class TokenStream:
         return Opening(self.stream, abandoned, unknown)
 
     def close(self, stream: Stream) -> None:
-        """`stream` ended; idempotent. Absence counts from now."""
+        """Record that `stream` ended; idempotent. Absence counts from now."""
         stream.close()
         if self.stream is stream:
             self.stream = None
             self.absent_s = 0.0
 
     def renew_leases(self, request_ids: Iterable[str], now: float) -> None:
-        """The router waits for these: what stands in a prefill worker's queue must not lapse. What it has forgotten must: a
-        Submit may arrive later than the tombstone of its Cancel lives."""
+        """Renew the leases of requests for which the router waits, so that one in a prefill worker's queue does not lapse. A
+        request that the router has dropped must lapse: its Submit may arrive after the tombstone of its Cancel was dropped."""
         for request_id in request_ids:
             record = self.records.get(request_id)
             if record is not None:
@@ -156,7 +157,7 @@ class TokenStream:
             stream.wake()
 
     def take_frame(self, epoch: int, num_steps: int) -> decode_pb2.Frame:
-        """Everything that is due, now counted as sent."""
+        """Return everything that is due, and count it as sent."""
         now_ns = monotonic_ns()
         fresh, self._fresh = self._fresh, {}
         started, self._started = self._started, {}
@@ -173,7 +174,7 @@ class TokenStream:
 
 
 class TokenStreams:
-    """The outboxes of all routers."""
+    """Hold the token streams of all routers."""
 
     def __init__(
         self,
@@ -192,13 +193,14 @@ class TokenStreams:
         self._is_closing = False
 
     def of(self, router_id: str) -> TokenStream:
-        """The router's outbox, made at its first word."""
+        """Return the router's token stream, which is made at its first message."""
         if router_id not in self._by_router:
             self._by_router[router_id] = TokenStream(router_id)
         return self._by_router[router_id]
 
     async def frames(self, outbox: TokenStream, stream: Stream) -> AsyncIterator[decode_pb2.Frame]:
-        """Frames for one stream until it is closed; the first at once, so that the router knows it is attached."""
+        """Yield frames for one Attach call until it is closed; the first comes at once, so that the router knows it is
+        attached."""
         while outbox.stream is stream:
             is_last = stream.closed
             yield self._frame(outbox)
@@ -210,7 +212,7 @@ class TokenStreams:
             raise stream.error
 
     def tick(self, now: float) -> list[DecodeRequest]:
-        """Counts silence and heartbeats up to `now`. Returns the records of routers that are gone for good."""
+        """Count silence and heartbeats up to `now`. Returns the records of routers that are gone for good."""
         elapsed_s = min(now - self._last_tick, MAX_TICK_S) if self._last_tick is not None else 0.0
         self._last_tick = now
         orphans: list[DecodeRequest] = []
@@ -223,7 +225,7 @@ class TokenStreams:
         return orphans
 
     def close(self) -> None:
-        """Ends all streams, each after one more frame with what is due; none is attached any more."""
+        """End all Attach calls, each after one more frame with what is due; no call is attached any more."""
         self._is_closing = True
         for outbox in self._by_router.values():
             if outbox.stream is not None:
@@ -242,7 +244,7 @@ class TokenStreams:
 
 
 def resume_points_of(first: decode_pb2.AttachRequest) -> dict[str, dict[int, int]]:
-    """request_id → choice → next index."""
+    """Return the resume points: request_id → choice → next index."""
     resumed: dict[str, dict[int, int]] = {}
     for point in first.resume_points:
         resumed.setdefault(point.request_id, {})[point.choice] = point.next_index

@@ -1,4 +1,4 @@
-"""What the transfer receiver asks: may this sender write, may it go on, is the KV complete?"""
+"""The KV receiver's questions to the reservations: may this sender write, may it go on, is the KV complete?"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pdmesh.v1 import common_pb2, transfer_pb2
 
 
 class PushDelegate:
-    """Implements `kvtransfer.receiver.push.ReceiverDelegate` on the table of reservations."""
+    """Implement `kvtransfer.receiver.push.ReceiverDelegate` on the table of reservations."""
 
     def __init__(self, reservations: Reservations, *, epoch: int, block_size: int) -> None:
         self._reservations = reservations
@@ -25,12 +25,14 @@ class PushDelegate:
         self._block_size = block_size
 
     def open_push(self, hello: transfer_pb2.TransferHello) -> PushTarget:
-        """Raises TransferRefused: unknown reservation, wrong epoch, token or attempt, or one that is not to be filled (now)."""
+        """Return the blocks to write into. Raises TransferRefused: unknown reservation, wrong epoch, token or attempt, or one
+        that takes no KV now."""
         check_epoch(hello, self._epoch)
         record = self._reservations.find(hello.reservation_id)
         if record is None or record.blocks is None:
             raise unknown_reservation(hello.reservation_id)
-        # A failed attempt raises the state's number, so that its stragglers are refused; the next one must still be submitted.
+        # A failed attempt raises the number in `reservation`, so that its late pushes are refused; the next attempt has to be
+        # submitted first.
         check_push_token(hello, epoch=self._epoch, token=record.token, attempt=record.reservation.attempt)
         check_push_token(hello, epoch=self._epoch, token=record.token, attempt=record.submission.attempt)
         try:
@@ -42,7 +44,7 @@ class PushDelegate:
         return _target(record, self._block_size)
 
     def push_progress(self, target: PushTarget) -> bool:
-        """Renews the lease; False fences the writer."""
+        """Renew the lease; False fences the writer."""
         record = self._reservations.find(target.reservation_id)
         if record is None or not record.reservation.accepts_bytes(target.attempt):
             return False
@@ -52,7 +54,7 @@ class PushDelegate:
     async def commit_push(
         self, target: PushTarget, commit: transfer_pb2.TransferCommit, *, num_bytes: int, transport: str
     ) -> None:
-        """Starts the sequence behind the first tokens of `commit`. Raises TransferRefused."""
+        """Start the sequence behind the first tokens of `commit`. Raises TransferRefused."""
         record = self._reservations.find(target.reservation_id)
         if record is None:
             raise unknown_reservation(target.reservation_id)
@@ -67,14 +69,14 @@ class PushDelegate:
             raise _refused(error) from error
 
     def push_failed(self, target: PushTarget, reason: str) -> None:
-        """The attempt is over; the reservation waits for the next one under its lease."""
+        """End the attempt; the reservation waits for the next one under its lease."""
         record = self._reservations.find(target.reservation_id)
         self._reservations.num_handoff_failures += 1
         if record is not None and record.reservation.accepts_bytes(target.attempt):
             record.reservation = transition(record.reservation, AttemptFailed(target.attempt, reason), time.monotonic())
 
     def push_finished(self, target: PushTarget) -> None:
-        """Every choice ended with its first token: nothing is left to decode."""
+        """Release the request, because every choice ended with its first token."""
         record = self._reservations.find(target.reservation_id)
         if record is not None and record.reservation.accepts_bytes(target.attempt):
             start(self._reservations.end(record, Finished("finished on prefill")))
@@ -93,7 +95,7 @@ def _target(record: DecodeRequest, block_size: int) -> PushTarget:
 
 
 def _check_commit(record: DecodeRequest, target: PushTarget, commit: transfer_pb2.TransferCommit) -> Beginning:
-    """Raises TransferRefused unless the commit covers exactly what was asked for."""
+    """Return what the commit brings. Raises TransferRefused unless it covers exactly what was asked for."""
     if commit.num_tokens != target.num_tokens:
         raise _invalid(f"num_tokens is {commit.num_tokens}, the reservation is for {target.num_tokens}")
     expected = record.submission.next_indexes
@@ -109,7 +111,8 @@ def _check_commit(record: DecodeRequest, target: PushTarget, commit: transfer_pb
 
 
 def _keep_first_tokens(record: DecodeRequest, commit: transfer_pb2.TransferCommit) -> None:
-    """The tokens that prefill drew are sent with the first frame as well: the router may have lost prefill's stream."""
+    """Add the tokens that prefill drew to the output, to be sent with the first frame: the router may have lost prefill's
+    stream."""
     wants_logprobs = record.engine_request.sampling.logprobs is not None
     for choice in commit.choices:
         reason: common_pb2.FinishReason.ValueType = choice.finish_reason

@@ -1,4 +1,4 @@
-"""Is this message one that we can act on? Each refusal names the field."""
+"""Checks of messages to the decode service, and the errors that it returns. Each error names the field."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pdmesh.engine.request import EngineRequest
 from pdmesh.runtime.errors import Aborted, FailedPrecondition, InvalidArgument, MeshError, ResourceExhausted, Unavailable
 from pdmesh.v1 import common_pb2, decode_pb2, mesh_pb2
 
-# Time travels as time left and becomes a deadline on this worker's own monotonic clock.
+# Deadlines: time travels as time left, and becomes a deadline on this worker's own monotonic clock.
 
 
 def deadline_of(time_left_ms: int, now: float) -> float | None:
-    """Monotonic seconds at which a request's time is up; None for `time_left_ms` 0, which means no deadline."""
+    """Return the monotonic seconds at which a request's time is up; None for `time_left_ms` 0, which means no deadline."""
     return now + time_left_ms / 1000 if time_left_ms else None
 
 
@@ -33,14 +33,15 @@ Translate = Callable[[common_pb2.TokenRequest], Awaitable[EngineRequest]]
 
 @dataclass(frozen=True)
 class SubmitValidator:
-    """Checks against what this worker is. `translate` checks the TokenRequest within and raises InvalidArgument itself."""
+    """Check messages against this worker's identity. `translate` checks the TokenRequest within, and raises InvalidArgument
+    itself."""
 
     epoch: int
     identity: common_pb2.Identity
     translate: Translate
 
     async def check(self, request: decode_pb2.SubmitRequest, *, now: float, received_ns: int) -> Submission:
-        """Raises InvalidArgument or FailedPrecondition naming the field."""
+        """Return the submission. Raises InvalidArgument or FailedPrecondition naming the field."""
         check_id("request_id", request.request_id)
         check_id("router_id", request.router_id)
         if request.attempt < 1:
@@ -80,7 +81,7 @@ def check_id(field: str, value: str) -> None:
 
 
 def check_attach(first: decode_pb2.AttachRequest) -> None:
-    """Raises InvalidArgument naming the field."""
+    """Check the first message of a stream. Raises InvalidArgument naming the field."""
     check_id("router_id", first.router_id)
     if first.period_ms and not MIN_PERIOD_MS <= first.period_ms <= MAX_PERIOD_MS:
         raise InvalidArgument("period_ms", f"{first.period_ms} is not 0 (100) or {MIN_PERIOD_MS} to {MAX_PERIOD_MS}")
@@ -89,31 +90,31 @@ def check_attach(first: decode_pb2.AttachRequest) -> None:
 
 
 def _check_mode(mode: Mode, request: EngineRequest) -> None:
-    """A hand-off carries one history: several unfinished choices must not have any."""
+    """Refuse a hand-off of several unfinished choices with emitted tokens, because it carries only one history."""
     finished = request.finished or (False,) * request.sampling.n
     if mode is Mode.REMOTE and any(request.emitted) and finished.count(False) > 1:
         raise InvalidArgument("mode", "several unfinished choices with emitted tokens cannot be prefilled remotely; use LOCAL")
 
 
-# What routers are told when a request cannot be taken, or cannot go on, here.
+# Errors for requests that cannot be taken, or cannot go on, here.
 
 
-# To a router that asks for finished output too late: it can have the tokens drawn again elsewhere.
+# The answer to a router that asks for finished output too late: it can have the tokens drawn again elsewhere.
 OUTPUT_GONE = Unavailable("it has finished here, and its output is no longer kept")
 
 
 def no_room(retry_delay_s: float) -> ResourceExhausted:
-    """The engine has no blocks or seats for the request now; nothing was kept."""
+    """Return the error for a request for which the engine has no blocks or sequence slots now; nothing was kept."""
     return ResourceExhausted("no room for the request's KV blocks now", retry_delay_s=retry_delay_s)
 
 
 def released_by_worker(reason: str) -> Unavailable:
-    """This worker gives a request up; another one may take it."""
+    """Return the error for a request that this worker gives up; another worker may take it."""
     return Unavailable(f"this worker gave the request up: {reason}")
 
 
 def refusal_of(error: InvalidTransition) -> MeshError:
-    """The status of a Submit that the state machine does not allow."""
+    """Return the status of a Submit that the state machine does not allow."""
     if isinstance(error, StaleAttempt):
         return Aborted(str(error))
     if isinstance(error, AlreadyRunning):

@@ -1,4 +1,4 @@
-"""`python -m prefill_service`: a worker with one role."""
+"""Run a worker with the role `prefill`: `python -m prefill_service`."""
 
 from pdmesh.worker.main import prefill_main
 

@@ -1,4 +1,4 @@
-"""The first tokens of a prefill, as they come from the engine, as they go to the router, and as they go to decode."""
+"""The first tokens of a prefill, in the forms for the router and for decode, and the spans of a Prefill call."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FINISH_REASONS: dict[FinishReason | None, common_pb2.FinishReason.ValueType] = 
 
 @dataclass(frozen=True)
 class FirstTokens:
-    """One update per choice. `drawn_ns` is when the engine's step ended (monotonic)."""
+    """Hold the first tokens, one update per choice. `drawn_ns`: when the engine's step ended (monotonic)."""
 
     updates: tuple[SequenceUpdate, ...]
     timing: PrefillTiming
@@ -30,7 +30,7 @@ class FirstTokens:
 
     @property
     def all_finished(self) -> bool:
-        """Nothing is left to decode."""
+        """Return whether nothing is left to decode."""
         return all(update.finish_reason is not None for update in self.updates)
 
     def for_router(self) -> list[prefill_pb2.FirstToken]:
@@ -49,12 +49,13 @@ class FirstTokens:
         ]
 
     def queue_ns(self, received_ns: int) -> int:
-        """From the receipt of the request to its first step."""
+        """Return the time from the receipt of the request to its first step."""
         return self.timing.opened_ns - received_ns + self.timing.queue_ns
 
     def timings(self, received_ns: int) -> common_pb2.PrefillTimings:
-        """At the hand-over to gRPC, which is now. Where a part ends, the next begins with the same reading of the clock: threads
-        that want the interpreter may wait for it between two readings, and what passes there would be in no part."""
+        """Return the timings at the hand-over to gRPC, which is now. Where one part ends the next begins with the same clock
+        reading, because time between two readings, in which the thread may wait for the interpreter lock, would belong to no
+        part."""
         now_ns = time.monotonic_ns()
         return common_pb2.PrefillTimings(
             prefill_queue_ns=self.queue_ns(received_ns),
@@ -68,7 +69,7 @@ class FirstTokens:
 
 
 class FirstTokensSink:
-    """Collects the engine's results of one prefill. All first tokens are drawn in one step, which also ends the prefill."""
+    """Collect the engine's results of one prefill. All first tokens are drawn in one step, which also ends the prefill."""
 
     def __init__(self) -> None:
         self._updates: list[SequenceUpdate] = []
@@ -83,7 +84,7 @@ class FirstTokensSink:
             self._done.set_result(FirstTokens(tuple(self._updates), started.timing, ended_ns))
 
     async def wait(self, timeout_s: float) -> FirstTokens | None:
-        """None: not yet, after `timeout_s`."""
+        """Return the first tokens; None: there are none after `timeout_s`."""
         await asyncio.wait((self._done,), timeout=timeout_s)
         return self._done.result() if self._done.done() else None
 
@@ -108,53 +109,52 @@ def _wire_logprobs(logprobs: TokenLogprobs) -> common_pb2.Logprobs:
     )
 
 
-# What one Prefill call did, as spans below the router's call.
+# Spans of one Prefill call, below the router's call.
 #
 #     prefill ─┬─ prefill.queue      from its receipt to its first step
 #              ├─ prefill.compute    to the first token; an event for each step
 #              ├─ kv.push            for each part of the KV, a group of layers: from its first byte until decode has verified it
 #              └─ kv.exposed         from the first token to the commit
 #
-# Queue and compute last as long as the timings say. A prompt that was preempted waits between its steps, too: then the queue is
-# longer than it looks from the events. `Spans` itself does nothing.
-
+# Queue and compute have the durations of the timings. A prompt that was preempted also waits between its steps, so its queue time
+# is longer than the events show. `Spans` itself does nothing.
 
 MAX_PUSH_SPANS = 64
-"""Of one push; the last one stands for all that follow."""
+"""Bounds the spans of one push; the last one stands for all parts that follow."""
 
 
 class Spans:
-    """Nobody is told."""
+    """Receive the events of a Prefill call, and do nothing."""
 
     is_on = False
     trace_name = ""
 
     def chunk(self, step: int, num_tokens: int) -> None:
-        """Of the prompt, so many tokens are computed at the end of this step."""
+        """Record that `num_tokens` of the prompt are computed at the end of this step."""
 
     def computed(self, first: FirstTokens, queue_ns: int) -> None:
-        """The first tokens are drawn, `queue_ns` and the time of computing after the receipt."""
+        """Record that the first tokens are drawn, `queue_ns` plus the compute time after the receipt."""
 
     def part_moved(self, part: PartMoved) -> None:
-        """Decode has a part of the KV."""
+        """Record that decode has a part of the KV."""
 
     def committed(self, drawn_ns: int, at_ns: int) -> None:
-        """Decode goes on by itself."""
+        """Record that decode has committed."""
 
     def end(self, error: BaseException | None, problem: str | None = None) -> None:
-        """The call is over; `problem`: why the hand-off failed, if it did."""
+        """End the call's span; `problem`: why the hand-off failed; None: it succeeded."""
 
 
 NO_SPANS = Spans()
 
 
 def open_spans(tracing: Tracing, steps: StepLog, call: SpanContext | None, received_ns: int, attempt: int) -> Spans:
-    """Below the router's `call`; without one, nobody follows this request."""
+    """Return the spans below the router's `call`; without one the request is not traced."""
     return NO_SPANS if call is None else LiveSpans(tracing, steps, call, received_ns, attempt)
 
 
 class LiveSpans(Spans):
-    """Below one call."""
+    """Write spans below one call."""
 
     is_on = True
 
@@ -174,7 +174,7 @@ class LiveSpans(Spans):
         if self._num_tokens is not None:
             self._chunks[step] = num_tokens - self._num_tokens
         else:
-            self._chunks[step] = num_tokens  # less what was cached: known when it has been computed
+            self._chunks[step] = num_tokens  # still includes cached tokens, whose number is known only after the computation
         self._num_tokens = num_tokens
 
     def computed(self, first: FirstTokens, queue_ns: int) -> None:

@@ -1,4 +1,4 @@
-"""One prefill from the engine's queue to decode's commit; the push runs beside the computation and ends shortly after it.
+"""One prefill, from the engine's queue to decode's commit; the push runs beside the computation and ends shortly after it.
 
 The blocks belong to the engine request from `add` to `release`. `release` stands in one `finally`, after everything that reads
 the blocks has ended, so it runs exactly once, however the prefill ends: finished, refused, failed, cancelled or out of time.
@@ -25,21 +25,21 @@ from pdmesh.runtime.failpoints import hit_async
 from pdmesh.v1 import common_pb2, prefill_pb2
 from prefill_service.first_tokens import NO_SPANS, FirstTokens, FirstTokensSink, Spans
 
-# What the prefill service needs of the worker around it.
-
+# The interfaces that the prefill service needs from the worker.
 
 T = TypeVar("T")
 
 
 class EngineCalls(Protocol):
-    """The engine's thread (`pdmesh.engine.loop.EngineLoop`)."""
+    """Call the engine's thread (`pdmesh.engine.loop.EngineLoop`)."""
 
     async def call(self, fn: Callable[[Engine], T]) -> T:
-        """Runs `fn` between two steps."""
+        """Run `fn` between two steps."""
 
 
 class Sink(Protocol):
-    """Who hears of one engine request. Called on the event loop, in order; updates of a step before `on_started` of that step."""
+    """Receive the events of one engine request. Called on the event loop, in order; the updates of a step come before its
+    `on_started`."""
 
     def on_update(self, update: SequenceUpdate) -> None: ...
 
@@ -47,7 +47,7 @@ class Sink(Protocol):
 
 
 class Sinks(Protocol):
-    """The engine's results by engine request id (`pdmesh.worker.step_dispatcher.Dispatcher`)."""
+    """Route the engine's results by engine request id (`pdmesh.worker.step_dispatcher.StepDispatcher`)."""
 
     def add(self, engine_id: str, sink: Sink, on_ready: Callable[[KVReady], None] | None = None) -> None: ...
 
@@ -55,19 +55,19 @@ class Sinks(Protocol):
 
 
 RETRY_DELAY_S = 0.1
-STUCK_S = 0.5  # between two looks at an engine that may have stopped
-MAX_PUSH_S = 60.0  # a push that makes progress but no end; a stuck one ends by the transport's own timeouts
+STUCK_S = 0.5  # between two looks at an engine that may be blocked
+MAX_PUSH_S = 60.0  # for a push that makes progress but does not end; a stuck one ends by the transport's own timeouts
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """A PrefillRequest that was found valid. `engine_request` carries the engine's id; `deadline` is monotonic seconds."""
+    """Hold a PrefillRequest that was found valid. `engine_request` carries the engine's id; `deadline` is monotonic seconds."""
 
     engine_request: EngineRequest
     reservation: common_pb2.Reservation
-    num_tokens: int  # whose KV decode is to have: prompt and history
+    num_tokens: int  # the tokens whose KV decode gets: prompt and history
     deadline: float | None
     received_ns: int
     spans: Spans = NO_SPANS
@@ -75,19 +75,19 @@ class Assignment:
 
 @dataclass(frozen=True)
 class HandoffTools:
-    """What all hand-offs of a worker share."""
+    """Hold what all hand-offs of a worker share."""
 
     engine: EngineCalls
     sinks: Sinks
     sender: Sender
     block_size: int
     num_steps: Callable[[], int]  # of the engine, so far
-    tell_every: Callable[[int], None]  # layers of a step, of which `on_ready` is to hear
-    pushed: Callable[[PushResult, int], None] = lambda result, exposed_ns: None  # hears of each hand-off that succeeded
+    tell_every: Callable[[int], None]  # sets after how many layers of a step `on_ready` is called
+    pushed: Callable[[PushResult, int], None] = lambda result, exposed_ns: None  # called after each hand-off that succeeded
 
 
 class Handoff:
-    """Runs in a task of its own; `events` gives what the router is to be told. `cancel` ends it at any point."""
+    """Run one hand-off in a task of its own; `events` yields what the router is told. `cancel` ends it at any point."""
 
     def __init__(self, assignment: Assignment, tools: HandoffTools) -> None:
         self._assignment = assignment
@@ -102,13 +102,13 @@ class Handoff:
         self.task.add_done_callback(lambda _: self._events.put_nowait(None))
 
     def cancel(self) -> None:
-        """Idempotent: a second cancellation must not interrupt the clean-up after the first."""
+        """Cancel the hand-off; idempotent, since a second cancellation must not interrupt the clean-up after the first."""
         if not self._cancelled:
             self._cancelled = True
             self.task.cancel()
 
     async def events(self) -> AsyncIterator[prefill_pb2.PrefillEvent]:
-        """First tokens, then the outcome. Raises what ended the hand-off before it had one."""
+        """Yield the first tokens, then the outcome. Raises what ended the hand-off before it had one."""
         while (event := await self._events.get()) is not None:
             if isinstance(event, FirstTokens):
                 timings = event.timings(self._assignment.received_ns)
@@ -142,7 +142,7 @@ class Handoff:
         self._events.put_nowait(await self._outcome(first))
 
     def _on_ready(self, ready: KVReady) -> None:
-        """More KV is final; the first time, the push begins."""
+        """Take KV that is final; the first call begins the push."""
         block_size, num_tokens = self._tools.block_size, self._assignment.num_tokens
         num_blocks, num_step_blocks = (
             len(ready.block_ids) if count >= num_tokens else count // block_size
@@ -169,14 +169,14 @@ class Handoff:
             self._push.cancel()
             await asyncio.wait([self._push])
             if not self._push.cancelled():
-                self._push.exception()  # seen: what ended us came before it
+                self._push.exception()  # retrieved, because the error that ended us came before it
         await self._tools.engine.call(lambda engine: engine.release(engine_id))
 
     async def _first_tokens(self, sink: FirstTokensSink) -> FirstTokens:
-        """Raises ResourceExhausted when the engine stands still because reservations hold all blocks.
+        """Wait for the first tokens. Raises ResourceExhausted when the engine stands still because reservations hold all blocks.
 
-        Each of them may wait for a worker that waits, like us, for blocks that are reserved for our push. Whoever notices gives
-        way: the request is prefilled elsewhere, or by decode in the blocks that it holds.
+        Each of these reservations may wait for a worker that waits, like this one, for blocks that are reserved for our push. To
+        end the deadlock this request gives way: it is prefilled elsewhere, or by decode in the blocks that it holds there.
         """
         num_steps: int | None = None
         while (first := await sink.wait(STUCK_S)) is None:
@@ -186,7 +186,7 @@ class Handoff:
         return first
 
     async def _num_steps_if_idle(self) -> int | None:
-        """The engine's steps so far; None while something runs here or is being pushed: that will free its blocks."""
+        """Return the engine's steps so far; None while something runs here or is being pushed, which will free blocks."""
         stats = await self._tools.engine.call(Engine.stats)
         return None if stats.num_running or stats.num_held else stats.num_steps
 
@@ -196,7 +196,7 @@ class Handoff:
         try:
             result = await asyncio.shield(self._push)
         except PushFailed as error:
-            if first.all_finished:  # decode's blocks go with the lease, or when the router cancels there
+            if first.all_finished:  # decode's blocks are freed when the lease expires, or when the router cancels there
                 return _finished(f"decode could not be told: {error}")
             self.failed, self.problem = True, str(error)
             logger.warning("hand-off to reservation %s failed: %s", reservation_id, error)
@@ -230,12 +230,12 @@ def _finished(message: str) -> prefill_pb2.HandoffOutcome:
 
 
 def named(request: EngineRequest, engine_id: str) -> EngineRequest:
-    """The request as the engine is to know it here: under an id of its own, to be held after its first tokens."""
+    """Return the request with an id of its own in this engine, held after its first tokens until it is released."""
     return replace(request, request_id=engine_id, prefill_only=True)
 
 
 async def _to_its_end(work: Coroutine[object, object, object]) -> None:
-    """Awaits `work`; a cancellation meanwhile is raised after it, not instead of it."""
+    """Await `work`; a cancellation meanwhile is raised after it, not instead of it."""
     task = asyncio.create_task(work)
     try:
         await asyncio.shield(task)
@@ -245,5 +245,6 @@ async def _to_its_end(work: Coroutine[object, object, object]) -> None:
 
 
 def _loop_deadline(deadline: float | None) -> float | None:
-    """asyncio's clock is time.monotonic on every platform we run on, but it does not promise so."""
+    """Return the deadline on the event loop's clock, which asyncio does not promise to be time.monotonic, although it is on every
+    supported platform."""
     return None if deadline is None else asyncio.get_running_loop().time() + deadline - time.monotonic()

@@ -1,4 +1,4 @@
-"""PrefillService on the wire."""
+"""PrefillService on the wire: checks of its requests, and the hand-offs that run."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from pdmesh.v1.prefill_pb2_grpc import _ServicerContext
 
 
-# Is this PrefillRequest one that we can act on? Each refusal names the field.
-
+# Checks of a PrefillRequest. Each error names the field.
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -38,14 +37,16 @@ Translate = Callable[[common_pb2.TokenRequest], Awaitable[EngineRequest]]
 
 @dataclass(frozen=True)
 class PrefillValidator:
-    """Checks against what this worker is. `translate` checks the TokenRequest within and raises InvalidArgument itself."""
+    """Check requests against this worker's identity. `translate` checks the TokenRequest within, and raises InvalidArgument
+    itself."""
 
     identity: common_pb2.Identity
     layout: common_pb2.KVLayout
     translate: Translate
 
     async def check(self, request: prefill_pb2.PrefillRequest, engine_id: str, *, now: float, received_ns: int) -> Assignment:
-        """Raises InvalidArgument, or FAILED_PRECONDITION naming the field of identity or layout that differs."""
+        """Return the assignment. Raises InvalidArgument, or FailedPrecondition naming the field of identity or layout that
+        differs."""
         if not _ID.fullmatch(request.request_id):
             raise InvalidArgument("request_id", f"{request.request_id[:80]!r} is not 1 to 64 of [A-Za-z0-9_-]")
         for field in ("request", "reservation", "identity"):
@@ -84,7 +85,8 @@ class PrefillValidator:
 
 
 def _num_kv_tokens(request: EngineRequest) -> int:
-    """Tokens of the prompt, and of the history of the only unfinished choice. Raises InvalidArgument for several with history."""
+    """Return the tokens of the prompt and of the history of the only unfinished choice. Raises InvalidArgument for several
+    choices with history."""
     finished = request.finished or (False,) * request.sampling.n
     unfinished = [choice for choice in range(request.sampling.n) if not finished[choice]]
     if not any(request.emitted):
@@ -95,7 +97,7 @@ def _num_kv_tokens(request: EngineRequest) -> int:
 
 
 class PrefillServicer(PrefillServiceServicer):
-    """Prefill. Knows its running hand-offs, so that a worker can wait for them or give them up."""
+    """Serve Prefill. It knows its running hand-offs, so that a worker can wait for them or give them up."""
 
     def __init__(
         self,
@@ -107,8 +109,9 @@ class PrefillServicer(PrefillServiceServicer):
         tracing: Tracing = OFF,
         steps: StepLog | None = None,
     ) -> None:
-        """`check_new_work` raises when none is taken. While the worker `owns_requests` it computes what continues one, whatever
-        its roles, and also when it drains: that is how they leave it, as its cache holds nearly all of their KV."""
+        """Create the servicer. `check_new_work` raises while the worker takes no new requests. While the worker `owns_requests`
+        it also prefills what continues one of them, whatever its roles and also when it drains: this is how they move away, and
+        its cache holds nearly all of their KV."""
         self._validator = validator
         self._tools = tools
         self._check_new_work = check_new_work
@@ -147,11 +150,11 @@ class PrefillServicer(PrefillServiceServicer):
             spans.end(error, handoff.problem if handoff is not None else None)
 
     async def _accept(self, request: prefill_pb2.PrefillRequest, received_ns: int, spans: Spans) -> Handoff:
-        """Its hand-off runs. Raises MeshError."""
+        """Return the running hand-off of a request. Raises MeshError."""
         self._check(request)
         engine_id = f"p:{request.request_id}:{next(self._serial)}"
         assignment = await self._validator.check(request, engine_id, now=time.monotonic(), received_ns=received_ns)
-        self._check(request)  # compiling a constraint takes a while
+        self._check(request)  # compiling a constraint takes time, in which the roles may change
         return self._begin(Handoff(replace(assignment, spans=spans), self._tools))
 
     def _check(self, request: prefill_pb2.PrefillRequest) -> None:
@@ -159,11 +162,11 @@ class PrefillServicer(PrefillServiceServicer):
             self._check_new_work()
 
     async def wait_idle(self) -> None:
-        """Until no hand-off runs."""
+        """Wait until no hand-off runs."""
         await self._idle.wait()
 
     async def abandon(self) -> None:
-        """Gives up what runs, and waits until its blocks are released."""
+        """Give up all hand-offs, and wait until their blocks are released."""
         for handoff in list(self._running):
             handoff.cancel()
         await self._idle.wait()
@@ -186,7 +189,7 @@ def _cancel(handoff: Handoff, _: object) -> None:
 
 
 async def _events(handoff: Handoff) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
-    """What the router is to be told. Whoever stops listening ends the hand-off."""
+    """Yield the events for the router. Closing the generator ends the hand-off."""
     try:
         async for event in handoff.events():
             yield event

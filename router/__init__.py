@@ -1,1 +1,1 @@
-"""The router: validates, tokenizes, admits, places and follows requests, and streams their tokens to clients."""
+"""The router validates, tokenizes, admits, places and follows requests, and streams their tokens to clients."""

@@ -1,4 +1,4 @@
-"""`python -m router`."""
+"""Run a router: `python -m router`."""
 
 from router.main import main
 

@@ -37,7 +37,7 @@ _POSITIVE = (
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """Everything that can be set. Durations are seconds of the monotonic clock unless the name says `_ms`."""
+    """Configure a router. Durations are seconds of the monotonic clock unless the name says `_ms`."""
 
     host: str = field(default="127.0.0.1", metadata={"help": "address to listen on"})
     port: int = field(default=50051, metadata={"help": "port to listen on; 0 picks a free one"})
@@ -48,7 +48,7 @@ class RouterConfig:
     api_keys: str = field(
         default="",
         metadata={
-            "help": "file with API keys (see pdmesh keys), or the URL of a Redis that holds them; empty: none is asked for",
+            "help": "file with API keys (see pdmesh keys), or the URL of a Redis that holds them; empty: no keys are required",
             "secret": True,
         },
     )
@@ -71,7 +71,7 @@ class RouterConfig:
         default=False, metadata={"help": "let other routers of this user listen on the same ports (SO_REUSEPORT)"}
     )
     sharers: int = field(
-        default=1, metadata={"help": "router processes that share these ports, this one included; set for those of --processes"}
+        default=1, metadata={"help": "router processes that share these ports, this one included; --processes sets it"}
     )
     objectives: str = field(default="", metadata={"help": "TOML or JSON file with objectives per model"})
     tenants: str = field(
@@ -100,7 +100,7 @@ class RouterConfig:
         default=64 << 20, metadata={"help": "bytes that prompts may take while they wait; more are refused"}
     )
     hold_timeout_s: float = field(
-        default=5.0, metadata={"help": "how long predictions may hold requests back while no place comes free"}
+        default=5.0, metadata={"help": "how long predictions may hold requests back while no slot comes free"}
     )
     aging_s: float = field(
         default=5.0, metadata={"help": "after how long a waiting standard request goes before interactive ones; 0: never"}
@@ -114,15 +114,15 @@ class RouterConfig:
         metadata={"help": "how workers are chosen: predict, or for comparison round-robin, least-loaded, prefix"},
     )
     local_prefill_tokens: int = field(
-        default=32, metadata={"help": "prompts with fewer uncached tokens are prefilled by decode itself"}
+        default=32, metadata={"help": "prompts with fewer uncached tokens are prefilled by the decode worker"}
     )
     prefix_index_blocks: int = field(
         default=1_000_000,
-        metadata={"help": "prompt blocks known of workers, for routing by cached prefix; one on two counts twice"},
+        metadata={"help": "prompt blocks in the prefix index; a block on two workers counts twice"},
     )
     stream_timeout_s: float = field(default=1.0, metadata={"help": "silence after which a worker's stream counts as broken"})
     heartbeat_ms: int = field(default=100, metadata={"help": "period of heartbeats to and from decode workers"})
-    report_period_ms: int = field(default=200, metadata={"help": "period of load reports"})
+    report_period_ms: int = field(default=200, metadata={"help": "period of workers' load reports"})
     reattach_grace_s: float = field(default=2.0, metadata={"help": "how long a broken decode stream may take to come back"})
     submit_timeout_s: float = field(default=30.0, metadata={"help": "deadline of one Submit call"})
     place_timeout_s: float = field(
@@ -145,24 +145,26 @@ class RouterConfig:
     drain_grace_s: float = field(default=30.0, metadata={"help": "how long running streams may finish after SIGTERM"})
     linger_s: float = field(
         default=0.5,
-        metadata={"help": "how long new calls are at least answered after SIGTERM (UNAVAILABLE), until balancers have noticed"},
+        metadata={
+            "help": "least time that new calls are answered (UNAVAILABLE) after SIGTERM, until load balancers have noticed"
+        },
     )
     tls: TlsConfig = field(default_factory=TlsConfig, metadata={"flatten": True})
     tls_client_auth: Literal["require", "none"] = field(
         default="require",
-        metadata={"help": "with TLS, whether clients show a certificate of the CA: require, or none to serve anybody"},
+        metadata={"help": "with TLS, whether clients show a certificate of the CA: require, or none to serve any client"},
     )
     log_requests: bool = field(
         default=False, metadata={"help": "write the text of prompts into the log; otherwise nothing that a client says is kept"}
     )
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig, metadata={"flatten": True})
     heartbeat_on_stdout: bool = field(
-        default=False, metadata={"help": "say on stdout each second that this process answers, for the one that started it"}
+        default=False, metadata={"help": "write a line to stdout each second, for the process that started this one"}
     )
     exit_with_parent: bool = field(default=False, metadata={"help": "end when the process that started this one ends"})
 
     def validate(self) -> None:
-        """Raises ValueError that names the field."""
+        """Check all settings. Raises ValueError that names the field."""
         for name in _AT_LEAST_ONE:
             _require(getattr(self, name) >= 1, name, "must be at least 1")
         for name in (
@@ -199,7 +201,7 @@ class RouterConfig:
         self.model_folders()
 
     def _check_metrics_ports(self) -> None:
-        """Each process has the next one."""
+        """Check the metrics ports, which are consecutive, one for each process."""
         first = self.telemetry.metrics_port
         if not first:
             return
@@ -211,7 +213,7 @@ class RouterConfig:
             _require(not is_taken, name, f"the ports of {self.processes} (--processes) include {port}, which is {flag}'s")
 
     def model_folders(self) -> dict[str, str]:
-        """Name of each model with the folder of its tokenizer. Raises ValueError."""
+        """Return the folder of the tokenizer of each model, by name. Raises ValueError."""
         folders: dict[str, str] = {}
         for entry in self.models:
             name, separator, folder = entry.partition("=")

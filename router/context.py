@@ -1,4 +1,5 @@
-"""What all requests of one router share."""
+"""The context that all requests of one router share: its parts, background tasks, and the workers that are told to keep
+traces."""
 
 from __future__ import annotations
 
@@ -37,14 +38,14 @@ if TYPE_CHECKING:
     from router.fleet.worker import Worker
 
 
-# Work that may outlive the call that caused it, such as telling a worker that the client has left. Each bounds itself.
-
+# Background tasks, which may outlive the call that caused them, such as telling a worker that the client has left. Each bounds
+# its own duration.
 
 logger = logging.getLogger(__name__)
 
 
 class Background:
-    """Keeps tasks alive until they are done, and can be awaited at shutdown."""
+    """Keep tasks alive until they are done, and wait for them at shutdown."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
@@ -53,14 +54,14 @@ class Background:
         return len(self._tasks)
 
     def spawn(self, work: Coroutine[object, object, None], name: str) -> asyncio.Task[None]:
-        """Run `work` beside everything else; what it raises is logged."""
+        """Run `work` in a task; an error is logged."""
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._done)
         return task
 
     async def finish(self, timeout_s: float) -> None:
-        """Wait for what is under way, then cancel the rest."""
+        """Wait for the running tasks, then cancel those that are late."""
         if self._tasks:
             _, late = await asyncio.wait(set(self._tasks), timeout=timeout_s)
             for task in late:
@@ -73,8 +74,7 @@ class Background:
             logger.error("background work %s failed", task.get_name(), exc_info=task.exception())
 
 
-# Tells workers which traces are wanted although they were not sampled; a few at a time, soon, and once.
-
+# The trace keeper tells workers which traces to export although they were not sampled: in small batches, soon, and once.
 
 GATHER_S = 0.2
 CALL_TIMEOUT_S = 1.0
@@ -82,7 +82,7 @@ MAX_IDS = 512
 
 
 class TraceKeeper:
-    """What is lost on the way is lost: a trace without a worker's part says as much by itself."""
+    """Tell workers which traces to keep. A lost message is not repeated: the trace shows that a worker's part is missing."""
 
     def __init__(self, background: Background) -> None:
         self._background = background
@@ -90,7 +90,7 @@ class TraceKeeper:
         self._is_gathering = False
 
     def keep(self, trace_id: int, workers: Iterable[Worker]) -> None:
-        """These workers hold a part of the trace."""
+        """Tell these workers, which hold a part of the trace, to export it."""
         for worker in workers:
             if len(self._wanted[worker]) < MAX_IDS:
                 self._wanted[worker].append(trace_id)
@@ -114,9 +114,11 @@ async def _tell(worker: Worker, trace_ids: list[int]) -> None:
 
 @dataclass(eq=False)
 class RouterContext:
-    """The parts of a router process, whose `epoch` tells it from others of its id. `movers` are the requests that have a decode
-    worker now. Without a `forecaster` admission goes by count. `num_token_mismatches` counts repeated indexes whose token
-    differed: not 0 is a bug."""
+    """Hold the parts of a router process.
+
+    `epoch` tells the process from others with its id. `movers`: requests that have a decode worker now. Without a `forecaster`
+    admission goes by counts. `num_token_mismatches` counts repeated indexes whose token differed: any is a bug.
+    """
 
     config: RouterConfig
     router_id: str
@@ -160,14 +162,14 @@ class RouterContext:
         objectives: Iterable[ModelObjective] = (),
         tenants: TenantBook | None = None,
     ) -> RouterContext:
-        """Empty queues and memories from the configuration. Without a book all tenants are equal and unlimited."""
+        """Build the context from the configuration. Without `tenants` all tenants are equal and unlimited."""
         flow_control = FlowController(Admission(_settings(config), tenants))
         prefixes, overheads = PrefixIndex(config.prefix_index_blocks), Overheads()
         goals = {goal.model: goal for goal in objectives}
         return cls(config, router_id, models, fleet, flow_control, prefixes, _policy(config, overheads), overheads, goals)
 
     def max_context(self, model: ServedModel) -> int:
-        """Tokens that a request to `model` may have: the model's, or what the largest worker known has been given."""
+        """Return the tokens that a request to `model` may have: the model's own limit, or that of the largest known worker."""
         largest = self.fleet.max_context(model.name)
         return model.max_context if largest is None else min(model.max_context, largest)
 
@@ -189,11 +191,11 @@ def _policy(config: RouterConfig, overheads: Overheads) -> Policy:
 
 
 def time_left_s(deadline: float | None) -> float | None:
-    """Seconds until `deadline` (event-loop time), at least a millisecond; None without one."""
+    """Return the seconds until `deadline` (event-loop time), at least a millisecond; None without one."""
     return None if deadline is None else max(0.001, deadline - asyncio.get_running_loop().time())
 
 
 def time_left_ms(deadline: float | None) -> int:
-    """As it travels: milliseconds, 0 without a deadline."""
+    """Return the time left as it travels: milliseconds, 0 without a deadline."""
     left_s = time_left_s(deadline)
     return 0 if left_s is None else max(1, round(left_s * 1000))

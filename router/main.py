@@ -1,4 +1,4 @@
-"""The router process: wires the parts together, serves, drains."""
+"""The router process: it wires the parts together, serves, and drains."""
 
 import asyncio
 import gc
@@ -51,10 +51,10 @@ logger = logging.getLogger(__name__)
 
 
 class Router:
-    """A router in this process, from `start` to `stop`."""
+    """Run a router in this process, from `start` to `stop`."""
 
     def __init__(self, config: RouterConfig) -> None:
-        """Raises what loading tokenizers, objectives and certificates raises."""
+        """Load the parts. Raises what loading tokenizers, objectives and certificates raises."""
         self.config = config
         router_id = config.router_id or f"router-{secrets.token_hex(4)}"
         links = StreamSettings(router_id, config.heartbeat_ms, config.stream_timeout_s, config.reattach_grace_s)
@@ -95,7 +95,7 @@ class Router:
         )
         self.server.register(mesh_pb2_grpc.add_MeshServicer_to_server, MeshService(self.frontend), SERVICE_NAME)
         self.http = open_gateway(config, self.frontend, tls, self.keys)
-        # Protocols that others speak, on the same port.
+        # the protocols of other projects, on the same port
         add_kserve = grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server
         add_vllm_engine = vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server
         self.server.register(add_kserve, InferenceService(self.frontend), KSERVE)
@@ -103,7 +103,7 @@ class Router:
         self._health: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Listen and look for workers; returns the address. Health is NOT_SERVING until one can own a request."""
+        """Listen and look for workers; return the address. Health is NOT_SERVING until a decode worker can take a request."""
         self.metrics_url = await self.metrics.start()
         if self.keys is not None:
             await self.keys.start()
@@ -122,12 +122,13 @@ class Router:
         return f"{self.config.host}:{port}"
 
     async def stop(self) -> None:
-        """Drain, then leave nothing behind."""
+        """Drain, then release everything."""
         if self._health is not None:
             self._health.cancel()
             await asyncio.gather(self._health, return_exceptions=True)
         await self.server.set_serving(False)
-        # A call that meets the closing port ends with CANCELLED, which nobody tries again: no balancer is to send one by then.
+        # A call that meets the closing port ends with CANCELLED, which clients do not retry, so balancers must have stopped
+        # sending by then.
         await asyncio.gather(self.frontend.drain(self.config.drain_grace_s), asyncio.sleep(self.config.linger_s))
         await self.mover.stop()
         await self.core.background.finish(BACKGROUND_GRACE_S)
@@ -162,7 +163,7 @@ class Router:
 
 
 def _callers(config: RouterConfig) -> Callers:
-    """Clients need no name of the mesh: they are not its members."""
+    """Return which callers gRPC accepts. Clients need no certificate with the mesh's name, since they are not its members."""
     return "certified" if config.tls_client_auth == "require" else "any"
 
 
@@ -176,9 +177,11 @@ def _limits(config: RouterConfig) -> ConnectionLimits:
 
 
 def spare_collector() -> None:
-    """Keep the garbage collector off what lives as long as the process, and off each hundred objects of a request.
+    """Make the garbage collector skip objects that live as long as the process, and run less often than after each hundred
+    objects.
 
-    The defaults walk all that was imported, for tens of milliseconds, whenever a quarter as much was allocated again."""
+    With the defaults it walks all imported modules, for tens of milliseconds, whenever a quarter as much was allocated again.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS, 20, 20)
@@ -191,7 +194,7 @@ def _mover(core: RouterContext, goals: tuple[objectives.ModelObjective, ...]) ->
 
 
 async def serve(config: RouterConfig, life: process.Lifecycle) -> None:
-    """A router until the process is to stop."""
+    """Run a router until the process is to stop."""
     router = Router(config)
     address = await router.start()
     spare_collector()
@@ -207,7 +210,7 @@ async def serve(config: RouterConfig, life: process.Lifecycle) -> None:
 
 
 def main() -> None:
-    """`python -m router`."""
+    """Run `python -m router`."""
     config = configuration.load(RouterConfig, None, os.environ, prog="router")
     log.configure("router")
     run = serve if config.processes == 1 else processes.serve

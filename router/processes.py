@@ -2,8 +2,8 @@
 
     parent ── holds the ports, starts and restarts ──► router-x-0, router-x-1, …  (each listens on the same ports)
 
-They are routers like any others, with names of their own: what they share, they share through Redis, and one that dies takes
-only its own streams along. The parent serves nothing.
+The processes are ordinary routers with names of their own. They share state through Redis, and one that dies loses only its own
+streams. The parent serves nothing.
 """
 
 from __future__ import annotations
@@ -29,39 +29,41 @@ START_TIMEOUT_S = 120.0
 FIRST_BACKOFF_S = 0.2
 MAX_BACKOFF_S = 10.0
 STABLE_AFTER_S = 30.0
-"""A process that lived so long has earned a quick restart again."""
+"""A process that ran for this long is restarted without back-off."""
 STOP_MARGIN_S = 10.0
 BEAT_PERIOD_S = 1.0
 MAX_MISSED = 10
-"""So many periods without a heartbeat: the kernel still deals connections to it, and nobody answers them."""
+"""After this many periods without a heartbeat a process counts as hung: the kernel still gives it connections, which get no
+answer."""
 BEAT = '{"alive": true}'
 
 logger = logging.getLogger(__name__)
 
 
 def backoff_s(num_failures: int) -> float:
-    """Seconds before the restart that follows `num_failures` (at least 1) short lives in a row."""
+    """Return the seconds before the restart that follows `num_failures` (at least 1) short runs in a row."""
     return float(min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(num_failures - 1, 16)))
 
 
 class Pulse:
-    """Whether a process still answers. Counts periods of the listener's own: one that was suspended suspects nobody for that."""
+    """Detect a process that no longer answers. It counts the parent's own periods, so a parent that was suspended suspects no
+    process for that."""
 
     def __init__(self) -> None:
         self.num_missed = 0
 
     def beat(self) -> None:
-        """It has said so."""
+        """Record a heartbeat."""
         self.num_missed = 0
 
     def is_hung(self) -> bool:
-        """To be asked once each period."""
+        """Return whether the process is hung. Call it once each period."""
         self.num_missed += 1
         return self.num_missed > MAX_MISSED
 
 
 async def beat_forever() -> None:
-    """A child's side: a line each period for as long as the event loop turns, and somebody listens."""
+    """Write a line each period, in the child, as long as the event loop runs and stdout is open."""
     while True:
         try:
             print(BEAT, flush=True)
@@ -71,7 +73,7 @@ async def beat_forever() -> None:
 
 
 class Replica:
-    """One of the processes: between `start` and `stop` it runs, or is about to run again."""
+    """Run one of the processes; between `start` and `stop` it is restarted when it ends."""
 
     def __init__(self, config: RouterConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.name = config.router_id
@@ -85,16 +87,16 @@ class Replica:
 
     @property
     def metrics_url(self) -> str:
-        """Where it shows its metrics; "" where it does not."""
+        """Return the URL of its metrics; "" where it has none."""
         return str(self._process.ready_line.get("metrics_url", ""))
 
     async def start(self) -> None:
-        """Returns when it is ready. Raises StartFailed."""
+        """Start the process, and return when it is ready. Raises StartFailed."""
         await self._process.start(START_TIMEOUT_S)
         self._task = asyncio.create_task(self._supervise(), name=f"supervise {self.name}")
 
     async def stop(self) -> None:
-        """Drains it."""
+        """Drain the process."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -111,7 +113,7 @@ class Replica:
             await self._restart()
 
     async def _ended(self) -> int:
-        """The exit code, once it has ended; one that hangs is made to."""
+        """Return the exit code when the process has ended; a hung process is killed."""
         self._pulse.beat()
         ended = asyncio.create_task(self._process.wait())
         try:
@@ -124,7 +126,7 @@ class Replica:
             ended.cancel()
 
     async def _restart(self) -> None:
-        """One that does not get ready has ended: the supervision sees that as any other end."""
+        """Start a new process. One that fails to get ready has ended, which the supervision handles like any other end."""
         self._process = self._new()
         try:
             await self._process.start(START_TIMEOUT_S)
@@ -136,7 +138,7 @@ class Replica:
         return ManagedProcess(self.name, python_command("-m", "router"), env=self._env, on_line=self._heard)
 
     def _heard(self, line: str) -> None:
-        """Their logs are ours."""
+        """Print the child's log lines as our own."""
         if line == BEAT:
             self._pulse.beat()
         else:
@@ -144,7 +146,7 @@ class Replica:
 
 
 async def serve(config: RouterConfig, life: Lifecycle) -> None:
-    """All of them until the process is to stop. Raises ConfigError when a port is taken, StartFailed."""
+    """Run all processes until the parent is to stop. Raises ConfigError when a port is taken, StartFailed."""
     if not ports.can_share():
         raise ConfigError("--processes", "this system cannot share a port between processes", "give 1")
     if config.tenants and not config.redis:
@@ -170,7 +172,7 @@ async def serve(config: RouterConfig, life: Lifecycle) -> None:
 
 
 def replica_config(config: RouterConfig, base: str, number: int) -> RouterConfig:
-    """That of one process; `config` has real ports. Limits of the whole router are divided among them."""
+    """Return the configuration of one process; `config` has real ports. Limits of the whole router are divided."""
     return replace(
         config,
         processes=1,
@@ -190,7 +192,7 @@ def replica_config(config: RouterConfig, base: str, number: int) -> RouterConfig
 
 
 def _telemetry_of(config: TelemetryConfig, number: int) -> TelemetryConfig:
-    """A scraper wants to see each process: they have consecutive ports."""
+    """Give each process its own metrics port, because each is scraped."""
     return replace(config, metrics_port=config.metrics_port + number) if config.metrics_port else config
 
 

@@ -1,5 +1,6 @@
-"""One worker process: an engine with the prefill service, the decode service, or both on it.
+"""A worker process: an engine with the prefill service, the decode service, or both on it.
 
-`main` is its process, `assembly` puts it together; `dispatch` carries the engine's results to the services, `roles` says which
-services take work, `control` answers what every worker answers, `cpus` where the engine's threads run.
+`main` is the process, `assembly` puts the worker together; `step_dispatcher` carries the engine's results to the services,
+`roles` says which services take requests, `control` serves what every worker answers, `config` holds settings and binds the
+engine's threads to cores.
 """

@@ -1,4 +1,4 @@
-"""`python -m worker`."""
+"""Run a worker: `python -m pdmesh.worker`."""
 
 from pdmesh.worker.main import main
 

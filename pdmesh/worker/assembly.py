@@ -1,4 +1,4 @@
-"""A worker put together: engine, KV transfer, both services, control; started, drained and stopped in this order's reverse."""
+"""A worker put together: engine, KV transfer, both services, control; it is stopped in the reverse order of its start."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ from pdmesh.worker.token_request import VocabularyLimits, compiler_for
 from prefill_service.handoff import HandoffTools
 from prefill_service.service import PrefillServicer, PrefillValidator
 
-STREAM_END_GRACE_S = 2.0  # for frames and answers that are on their way when everything has ended
+STREAM_END_GRACE_S = 2.0  # for frames and responses that are on their way when everything has ended
 
 logger = logging.getLogger(__name__)
 
 
 class Worker:
-    """Owns everything between the engine and the network, and from `start` on the engine as well."""
+    """Own everything between the engine and the network, and from `start` on the engine as well."""
 
     def __init__(
         self,
@@ -57,10 +57,11 @@ class Worker:
         on_failure: Callable[[BaseException], None],
         staged: StagedMemory | None = None,
     ) -> None:
-        """`on_failure` hears what the worker cannot live with: a failed engine, a bug in a background task. `staged`: the way to
-        the engine's pool for transports; unless given, what its device needs.
+        """Put the worker together. `on_failure` is called with what the worker cannot survive: a failed engine, a bug in a
+        background task. `staged`: the memory that transports use for the engine's pool; None: what its device needs.
 
-        Raises ConfigError when the certificates are not good."""
+        Raises ConfigError when the certificates are not good.
+        """
         self.epoch = new_epoch()
         self.gate = RoleGate(roles_of(config.roles))
         self.changes = RoleChanges()
@@ -92,9 +93,9 @@ class Worker:
         self._role_change = asyncio.Lock()
 
     async def start(self) -> Description:
-        """Serves; returns what the worker is. Raises ConfigError when an address is taken."""
+        """Serve; return what the worker is. Raises ConfigError when an address is taken."""
         if self._grammars is not None:
-            with contextlib.suppress(ValueError):  # whoever asks for a constraint is told
+            with contextlib.suppress(ValueError):  # a request with a constraint gets the error
                 self._grammars.warm()
         loop = asyncio.get_running_loop()
         self._engine_loop.start(loop)
@@ -135,12 +136,13 @@ class Worker:
             self._server.register(add_push_service, self._receiver, PUSH_SERVICE)
 
     def info(self) -> worker_pb2.WorkerInfo:
-        """What the worker registers, with the roles of now. Only after `start`."""
+        """Return what the worker registers, with the present roles. Only after `start`."""
         assert self.description is not None, "the worker has not been started"
         return self.description.info()
 
     async def set_roles(self, roles: frozenset[Role], drain_timeout_s: float) -> None:
-        """New roles count at once; a role that is taken away finishes its work, or gives it up after the timeout."""
+        """Set the roles. New ones count at once; a role that is taken away finishes its requests, or gives them up after the
+        timeout."""
         async with self._role_change:
             removed = set(self.gate.roles) - roles
             self.gate.set(roles)
@@ -148,14 +150,15 @@ class Worker:
             await self._finish_work(removed, drain_timeout_s, "the role was taken away")
 
     async def drain(self, grace_s: float) -> None:
-        """No new work; what runs may finish for `grace_s`, pushes until they are acknowledged; the rest is given up."""
+        """Take no new requests. Running ones may finish for `grace_s`, pushes until they are acknowledged; the rest is given
+        up."""
         self.gate.draining = True
         self.changes.notify()
         await self._server.set_serving(False)
         await self._finish_work({worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_DECODE}, grace_s, "the worker is stopping")
 
     async def stop(self) -> None:
-        """Ends streams, sockets and threads and gives the memory back; idempotent. Work that still runs is lost."""
+        """End streams, sockets and threads, and free the memory; idempotent. Requests that still run are lost."""
         self.gate.draining = True
         self.changes.close()
         self.decode.close_streams()
@@ -163,7 +166,7 @@ class Worker:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        with contextlib.suppress(EngineStopped):  # a failed engine has lost its blocks' bookkeeping anyway
+        with contextlib.suppress(EngineStopped):  # a failed engine no longer tracks its blocks anyway
             await self.prefill.abandon()
             await self.decode.abandon("the worker is stopping")
         await self._receiver.stop()
@@ -188,7 +191,7 @@ class Worker:
                 await self.decode.abandon(reason)
 
     async def _wait_idle(self, roles: set[Role]) -> None:
-        """Decode first: routers move its requests elsewhere, which is prefill work here."""
+        """Wait for decode first, because routers move its requests elsewhere, which is prefill work here."""
         if worker_pb2.ROLE_DECODE in roles:
             await self.decode.wait_idle()
         if worker_pb2.ROLE_PREFILL in roles:
@@ -198,14 +201,14 @@ class Worker:
         try:
             self.watch.on_step(result)
             self.metrics.on_step(result)
-            self.load.on_step(result)  # before anybody hears of the tokens and asks how busy this worker is
+            self.load.on_step(result)  # before any request sees its tokens and a router reads the load
             self._step_spans.on_step(result)
             self.dispatcher.on_step(result)
-        except Exception as error:  # noqa: BLE001  results that were lost cannot be had again
+        except Exception as error:  # noqa: BLE001  lost results cannot be produced again
             self._on_failure(error)
 
     def _read_metrics(self, readings: Readings) -> None:
-        # The limits have been measured when the engine started, and are only looked up.
+        # The limits were measured when the engine started; this is a look-up.
         limits = limits_for(self.engine) if self.watch.model is not None else None
         expired = self.decode.keeper.num_expired
         corrupt = {transport: self._receiver.num_corrupt[transport] for transport in self._config.transports}
@@ -269,7 +272,7 @@ class Worker:
 
     @property
     def _address(self) -> str:
-        """ "host:port" of the gRPC server as others reach it; only once it has started."""
+        """Return the host:port at which others reach the gRPC server; only once it has started."""
         host = self._config.advertise or self._config.host
         return f"[{host}]:{self._server.port}" if ":" in host and not host.startswith("[") else f"{host}:{self._server.port}"
 

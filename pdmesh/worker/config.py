@@ -1,4 +1,4 @@
-"""Configuration of a worker process: flags, environment and `--help` come from these dataclasses."""
+"""Configuration of a worker process: flags, environment and `--help` come from these dataclasses. Also binds threads to cores."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from pdmesh.runtime.rpc.tls import TlsConfig
 from pdmesh.runtime.telemetry.config import TelemetryConfig
 from pdmesh.worker.roles import ROLE_NAMES
 
-# Which cores an engine's threads run on: only theirs, the event loop and gRPC stay where the system puts them.
+# Cores of an engine's threads. Only these are bound; the event loop and gRPC stay where the system puts them.
 #
 # A thread inherits its creator's cores. So the thread that loads the engine is bound while the kernels start their own, and the
 # engine thread, which computes with them, before its first step.
 
 
 def problem_with(cpus: Sequence[int], num_threads: int) -> str | None:
-    """Why an engine of `num_threads` (0: as many as there are cores) cannot be bound to `cpus`; None if it can, or to none."""
+    """Return why an engine of `num_threads` (0: one for each core) cannot be bound to `cpus`; None if it can, or if `cpus` is
+    empty."""
     if not cpus:
         return None
     if not hasattr(os, "sched_setaffinity"):
@@ -40,7 +41,7 @@ def problem_with(cpus: Sequence[int], num_threads: int) -> str | None:
 
 @contextlib.contextmanager
 def bound(cpus: Sequence[int]) -> Iterator[None]:
-    """This thread, and those that it starts meanwhile, run on `cpus` (none: anywhere); this one only until the end."""
+    """Run this thread, and those that it starts meanwhile, on `cpus` (none: anywhere); this thread only until the end."""
     if not cpus:
         yield
         return
@@ -53,7 +54,7 @@ def bound(cpus: Sequence[int]) -> Iterator[None]:
 
 
 def bind(cpus: Sequence[int]) -> None:
-    """This thread runs on `cpus` from now on; none: where it does."""
+    """Bind this thread to `cpus`; none: leave it unbound."""
     if cpus:
         os.sched_setaffinity(0, cpus)
 
@@ -62,25 +63,27 @@ def _listed(cpus: Sequence[int]) -> str:
     return ",".join(map(str, cpus))
 
 
-_ROLES_HELP = "services that take work at start: prefill, decode or both"
+_ROLES_HELP = "services that take requests at start: prefill, decode or both"
 _TRANSPORTS_HELP = "KV transports to offer; cuda_ipc: of pools on GPUs; nixl is one more, where its package is installed (RDMA)"
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerConfig:
-    """A worker: an engine with the prefill service, the decode service, or both. Durations in seconds."""
+    """Configure a worker: an engine with the prefill service, the decode service, or both. Durations in seconds."""
 
     engine: EngineConfig = field(metadata={"flatten": True})
     roles: tuple[str, ...] = field(default=("prefill", "decode"), metadata={"help": _ROLES_HELP})
     model_name: str = field(default="", metadata={"help": "name that clients ask for; empty: the model's file or folder name"})
     host: str = field(default="127.0.0.1", metadata={"help": "address to listen on, for gRPC and for KV transfer"})
     port: int = field(default=0, metadata={"help": "gRPC port; 0 picks a free one"})
-    advertise: str = field(default="", metadata={"help": "host that others reach it at; empty: the one it listens on"})
+    advertise: str = field(default="", metadata={"help": "host at which others reach the worker; empty: --host"})
     transfer_port: int = field(default=0, metadata={"help": "port of the KV receiver (tcp; nixl takes any); 0 picks a free one"})
     transports: tuple[str, ...] = field(default=("cuda_ipc", "shm", "tcp", "grpc"), metadata={"help": _TRANSPORTS_HELP})
     worker_id: str = field(default="", metadata={"help": "name of this worker, stable over restarts; empty: a random one"})
-    redis: str = field(default="", metadata={"help": "URL of the registry; empty: routers are told otherwise", "secret": True})
+    redis: str = field(
+        default="", metadata={"help": "URL of the registry; empty: routers list this worker in --workers", "secret": True}
+    )
     mesh: str = field(default="default", metadata={"help": "name of the mesh in the registry"})
     registry_ttl_s: float = field(default=3.0, metadata={"help": "how long a registration lives without renewal"})
     lease_s: float = field(default=5.0, metadata={"help": "how long a reservation lives without progress"})
@@ -94,7 +97,7 @@ class WorkerConfig:
     exit_with_parent: bool = field(default=False, metadata={"help": "end when the process that started this one ends"})
 
     def validate(self) -> None:
-        """Raises ValueError that names the field."""
+        """Check all settings. Raises ValueError that names the field."""
         _require(bool(self.roles) and set(self.roles) <= set(ROLE_NAMES), "roles", f"give one or more of {', '.join(ROLE_NAMES)}")
         _require(bool(self.transports), "transports", f"give one or more of {', '.join(TRANSPORTS)}")
         unknown = set(self.transports) - set(TRANSPORTS)
@@ -119,26 +122,28 @@ class WorkerConfig:
 
     @property
     def served_name(self) -> str:
-        """The name that clients ask for."""
+        """Return the name that clients ask for."""
         return self.model_name or Path(self.engine.model).resolve().name.removesuffix(".gguf")
 
     @property
     def engine_config(self) -> EngineConfig:
-        """Settings of the engine: bound to cores, it has a thread for each unless told otherwise.
+        """Return the engine's settings. Bound to cores, it gets a thread for each unless num_threads is set.
 
-        Only who prefills sends from its pool; a worker that gets that role later sends by another transport than shared memory.
+        Only a worker with the prefill role sends from its pool; one that gets that role later sends through other transports than
+        shared memory.
         """
         num_threads = self.engine.num_threads or len(self.cpus)
         return replace(self.engine, num_threads=num_threads, kv_shared=self.engine.kv_shared or "prefill" in self.roles)
 
     @property
     def keep_output_s(self) -> float:
-        """How long finished output is kept: a router notices a broken stream, and may then take the grace period to come back."""
+        """Return how long finished output is kept: a router needs time to notice a broken stream, and then has the grace period
+        to reattach."""
         return 2 * self.stream_timeout_s + self.grace_s
 
     @property
     def decode_settings(self) -> DecodeSettings:
-        """What of it concerns the decode service."""
+        """Return the settings of the decode service."""
         return DecodeSettings(
             stream=StreamSettings(self.stream_timeout_s, self.grace_s, self.report_period_s),
             reservation=ReservationSettings(lease_s=self.lease_s, keep_output_s=self.keep_output_s),
@@ -147,14 +152,14 @@ class WorkerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillConfig(WorkerConfig):
-    """A worker that computes prompts for others, unless roles say otherwise. Durations in seconds."""
+    """Configure a worker that prefills, unless roles say otherwise. Durations in seconds."""
 
     roles: tuple[str, ...] = field(default=("prefill",), metadata={"help": _ROLES_HELP})
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig(WorkerConfig):
-    """A worker that owns requests, unless roles say otherwise. Durations in seconds."""
+    """Configure a worker that decodes, unless roles say otherwise. Durations in seconds."""
 
     roles: tuple[str, ...] = field(default=("decode",), metadata={"help": _ROLES_HELP})
 

@@ -21,7 +21,7 @@ MAX_TRACES, TRACE_ID_BYTES = 1024, 16
 
 
 class RoleChanges:
-    """Wakes everyone who waits for the next change; ends when the worker stops."""
+    """Wake tasks that wait for the next change of roles or draining; closed when the worker stops."""
 
     def __init__(self) -> None:
         self._next = asyncio.Event()
@@ -29,7 +29,7 @@ class RoleChanges:
         self.closed = False
 
     def subscribe(self, listener: Callable[[], None]) -> None:
-        """`listener` is called at every change, at once."""
+        """Call `listener` at every change, at once."""
         self._listeners.append(listener)
 
     def notify(self) -> None:
@@ -44,11 +44,11 @@ class RoleChanges:
 
     @property
     def next(self) -> asyncio.Event:
-        """Set at the next change from now on: take it before looking at the state, then `wait` for it."""
+        """Return an event that is set at the next change: take it before looking at the state, then `wait` for it."""
         return self._next
 
     async def wait(self, change: asyncio.Event, timeout_s: float) -> None:
-        """Until `change` is set, at most `timeout_s`."""
+        """Wait until `change` is set, at most `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 await change.wait()
@@ -57,7 +57,7 @@ class RoleChanges:
 
 
 class ControlServicer(WorkerControlServicer):
-    """GetInfo, Watch, SetRoles, ListBlocks and KeepTraces."""
+    """Serve GetInfo, Watch, SetRoles, ListBlocks and KeepTraces."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class ControlServicer(WorkerControlServicer):
         list_blocks: Callable[[], AsyncIterator[worker_pb2.BlockList]],
         keep_traces: Callable[[Sequence[int]], None],
     ) -> None:
-        """`set_roles(roles, drain_timeout_s)` returns when removed roles have no work left."""
+        """Create the servicer. `set_roles(roles, drain_timeout_s)` returns when removed roles have no work left."""
         self._info = info
         self._report = report
         self._changes = changes

@@ -1,4 +1,4 @@
-"""What this worker is: identity and layout that peers compare, and what it registers."""
+"""The description of this worker: identity and layout, which peers compare, and what it registers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pdmesh.worker.roles import RoleGate
 
 
 def identity_of(engine: Engine, model: str) -> common_pb2.Identity:
-    """What must be equal on both ends of a hand-off."""
+    """Return what must be equal on both ends of a hand-off."""
     shape = engine.kv.shape
     return common_pb2.Identity(
         model=model,
@@ -27,13 +27,13 @@ def identity_of(engine: Engine, model: str) -> common_pb2.Identity:
 
 
 def layout_of(engine: Engine) -> common_pb2.KVLayout:
-    """What must be convertible between both ends."""
+    """Return what must be convertible between both ends."""
     shape = engine.kv.shape
     dtype = str(shape.dtype).removeprefix("torch.")
     return common_pb2.KVLayout(
         block_size=shape.block_size,
         kv_dtype=dtype,
-        # What peers see of a pool has all heads, however many ranks have them: in memory that these share, or in pieces.
+        # Peers see a pool with all heads, whatever the number of ranks: these share memory, or stage their parts of it.
         tensor_parallel_size=1,
         arrangement=engine.kv_arrangement,
     )
@@ -41,7 +41,7 @@ def layout_of(engine: Engine) -> common_pb2.KVLayout:
 
 @dataclass(frozen=True)
 class Description:
-    """Everything about a worker that does not change while it runs, and its roles, which do."""
+    """Hold what does not change while the worker runs, and its roles, which may change."""
 
     worker_id: str
     epoch: int
@@ -57,7 +57,7 @@ class Description:
     gate: RoleGate
 
     def info(self) -> worker_pb2.WorkerInfo:
-        """With the roles of now."""
+        """Return the message to register, with the present roles."""
         return worker_pb2.WorkerInfo(
             worker_id=self.worker_id,
             epoch=self.epoch,
@@ -86,7 +86,7 @@ def describe(
     model: str,
     transports: tuple[str, ...],
 ) -> Description:
-    """The description of a worker around `engine`."""
+    """Return the description of a worker around `engine`."""
     return Description(
         worker_id=worker_id,
         epoch=epoch,

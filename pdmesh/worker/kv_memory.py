@@ -1,4 +1,5 @@
-"""How the KV of a worker's pool meets the transports: as it lies, or by way of pinned pieces where it lies on a device."""
+"""The memory of a worker's KV pool for the transports: the pool itself, or pinned staging buffers where the pool is on a
+device."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ ARRIVALS = StagingSizes(num_pieces=4)
 
 
 def staged_memory(engine: Engine) -> StagedMemory | None:
-    """None: the pool is in CPU memory, with all heads. Raises ConfigError when a rank cannot take part."""
+    """Return the staged memory; None: the pool is in CPU memory, with all heads. Raises ConfigError when a rank cannot take
+    part."""
     device = engine.kv.tensor.device
     if engine.ranks_with_pools is None:
         return None if device.type == "cpu" else stage(engine, streams_of(device), sharing=sharing_for(device))
@@ -49,24 +51,25 @@ def stage(
     arrivals: StagingSizes = ARRIVALS,
     sharing: PoolSharing | None = None,
 ) -> StagedMemory:
-    """The engine's pool by way of pieces; from now on its steps mark how far they are. Before the first step. `sharing`: how
-    devices of other workers of this host are shown it, too; not where each rank has a pool.
+    """Return the engine's pool through staging buffers. From now on the engine's steps mark their progress, so call it before the
+    first step. `sharing`: how devices of other workers on this host map the pool as well; not where each rank has a pool.
 
-    Raises ValueError for pieces too small for a block of a layer."""
+    Raises ValueError for buffers too small for a block of a layer.
+    """
     pool, ranks = engine.kv.tensor, engine.ranks_with_pools
     if ranks is not None:
         marks, (out, back) = stage_ranks(ranks, pool, streams, (departures, arrivals))
     else:
         marks, out, back = Marks(streams), Staging(pool, streams, departures), Staging(pool, streams, arrivals)
     engine.exports.signal.marks = marks
-    for direction in (out, back):  # what is compiled while requests run would keep the event loop from everybody else
+    for direction in (out, back):  # compiling while requests run would block the event loop
         direction.warm()
     shape = PoolShape(engine.kv.num_layers, engine.kv.num_blocks, out.block_bytes)  # with all heads
     return StagedMemory(shape, out, back, marks, shown_to_others(pool, streams, sharing))
 
 
 def sharing_for(device: torch.device) -> PoolSharing | None:
-    """How workers of this host are shown a pool there; None: not at all."""
+    """Return how workers on this host can map the pool on `device`; None: they cannot."""
     try:
         return CudaSharing(device) if device.type == "cuda" else None
     except NotShared as error:
@@ -75,7 +78,7 @@ def sharing_for(device: torch.device) -> PoolSharing | None:
 
 
 def shown_to_others(pool: Tensor, streams: Streams, sharing: PoolSharing | None) -> ShownPool | None:
-    """Warmed up. None: KV of it goes through memory of the host."""
+    """Return the pool for other processes, warmed up; None: its KV goes through host memory."""
     if sharing is None:
         return None
     try:
@@ -87,7 +90,7 @@ def shown_to_others(pool: Tensor, streams: Streams, sharing: PoolSharing | None)
     return shown
 
 
-# Where KV from other workers arrives in this one.
+# The receiver of KV from other workers.
 
 
 def receiver_for(
@@ -98,7 +101,8 @@ def receiver_for(
     terms: VocabularyLimits,
     tls: Tls | None,
 ) -> Receiver:
-    """Over those of the configured transports that can write to the pool; cuda_ipc and nixl ask whether a staged one is shown."""
+    """Return the receiver, over those of the configured transports that can write to the pool; cuda_ipc and nixl ask whether a
+    staged pool is shared."""
     return Receiver(
         staged or engine.kv,
         decode.delegate,

@@ -1,4 +1,5 @@
-"""How busy this worker is, as it tells routers."""
+"""The load of this worker, as it reports it to routers: engine counts, speculation, and a latency model that is fitted to
+steps."""
 
 from __future__ import annotations
 
@@ -20,24 +21,24 @@ from pdmesh.planning.roofline import ALL_REDUCE_S
 from pdmesh.v1 import worker_pb2
 from pdmesh.worker.roles import RoleGate
 
-# What speculation does on this worker, as it tells routers: counts since start, and what of it is of now. Pure.
-
+# Speculation on this worker, for routers: counts since start, and recent means.
 
 HALF_LIFE_ROWS = 256
-"""What is older by so many rows counts half."""
+"""Results that are older by this number of rows weigh half."""
 FIRST_ROWS = 16
-"""So many count as if they had given one token each, before the first."""
+"""The number of rows, of one token each, that count before the first one."""
 
 
 class RecentDrafts:
-    """Tokens that a row (a sequence's part of a step) gives lately, and that are computed for it. Both are at least 1."""
+    """Hold the recent mean of tokens that a row (a sequence's part of a step) produces, and of those computed for it. Both are at
+    least 1."""
 
     def __init__(self) -> None:
         self.stats = SpeculationStats()
         self.tokens_per_row = self.computed_per_row = 1.0
 
     def take(self, stats: SpeculationStats) -> None:
-        """As of now; what has come since the last ones is the latest."""
+        """Take the present counts; the difference to the last ones is the newest sample."""
         num_rows, num_tokens = stats.num_rows - self.stats.num_rows, stats.num_tokens - self.stats.num_tokens
         num_computed = num_rows + _num_verified(stats) - _num_verified(self.stats)
         self.stats = stats
@@ -52,7 +53,7 @@ def _num_verified(stats: SpeculationStats) -> int:
 
 
 def speculation_message(recent: RecentDrafts) -> worker_pb2.SpeculationReport:
-    """As it travels."""
+    """Return the message to routers."""
     stats = recent.stats
     return worker_pb2.SpeculationReport(
         tokens_per_row=recent.tokens_per_row,
@@ -67,27 +68,27 @@ def speculation_message(recent: RecentDrafts) -> worker_pb2.SpeculationReport:
 
 
 def _proposer(name: str, counts: ProposerStats) -> worker_pb2.ProposerReport:
-    """As deep as its drafts have been."""
+    """Return a proposer's counts, up to the depth that its drafts have reached."""
     deepest = max((depth for depth, count in enumerate(counts.verified, start=1) if count), default=0)
     return worker_pb2.ProposerReport(name=name, verified=counts.verified[:deepest], kept=counts.kept[:deepest])
 
 
-# This worker's latency model: what the machine promises at start, then what every step teaches.
-
+# This worker's latency model: the machine's limits at start, then fitted to each step.
 
 TELL_STEPS = 32
-"""After so many steps the engine is told anew what they cost."""
-_GLOO_SUM_S = 2e-4  # of a row over two processes; 0.3 to 0.5 ms were seen on two busy cores
+"""After this number of steps the engine gets the fitted cost."""
+_GLOO_SUM_S = 2e-4  # for a row over two processes; 0.3 to 0.5 ms were measured on two busy cores
 
 
 def limits_for(engine: Engine) -> MachineLimits:
-    """To be called on the engine thread, whose cores are the ones that count; measures for some 50 ms, once per process."""
+    """Return the machine's limits. Call it on the engine thread, because its cores are measured; takes some 50 ms, once per
+    process."""
     cost, config = engine.cost, engine.config
     return measure_limits(cost.backend, cost.numbers, config.device, config.num_threads, config.tensor_parallel)
 
 
 def prior_for(engine: Engine) -> LatencyModel:
-    """On the engine thread."""
+    """Return the latency model before the first step. Call it on the engine thread."""
     cost, measured = engine.cost, limits_for(engine)
     return prior_of(
         Hardware(measured.operations_per_s, measured.bytes_per_s, _sum_s(engine.config)),
@@ -109,22 +110,22 @@ def _sum_s(config: EngineConfig) -> float:
 
 
 class StepWatch:
-    """Learns from steps. Steps and questions both come on the event loop; the engine thread waits for neither."""
+    """Fit the latency model to steps. Steps and queries both come on the event loop; the engine thread waits for neither."""
 
     def __init__(self, pacer: TpotLimiter | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """`pacer` is told what steps cost, so that the engine can size them. `clock`: seconds."""
+        """Create it. `pacer` gets the cost of steps, by which the engine sizes them. `clock`: seconds."""
         self._pacer = pacer
         self._clock = clock
         self._fit: LatencyFit | None = None
         self._num_seen = 0
 
     def start_from(self, prior: LatencyModel) -> None:
-        """What there is to say before the first step."""
+        """Begin with the model that holds before the first step."""
         self._fit = LatencyFit(prior)
         self._tell()
 
     def on_step(self, result: StepResult) -> None:
-        """Learns from a step. Time between steps, idle or not, is none of a step's."""
+        """Fit the model to a step. Time between steps, idle or not, does not count."""
         if self._fit is not None:
             self._fit.observe(Work(*result.work), (result.ended_ns - result.started_ns) / 1e9)
             self._num_seen += 1
@@ -133,7 +134,7 @@ class StepWatch:
 
     @property
     def model(self) -> LatencyModel | None:
-        """None before `start_from`."""
+        """Return the model; None before `start_from`."""
         return None if self._fit is None else self._fit.model(self._clock())
 
     def _tell(self) -> None:
@@ -152,7 +153,7 @@ class StepWatch:
 
 
 def latency_message(model: LatencyModel) -> worker_pb2.LatencyModel:
-    """As it travels."""
+    """Return the message to routers."""
     return worker_pb2.LatencyModel(
         fixed_s=model.fixed_s,
         per_prefill_token_s=model.per_prefill_token_s,
@@ -169,9 +170,9 @@ REFRESH_S = 0.1
 
 
 class LoadReporter:
-    """Keeps the engine's counts fresh; reading a report never waits for the engine.
+    """Keep the engine's counts fresh; reading a report never waits for the engine.
 
-    While it steps they come with the steps. Asked for are only those that have grown old without any.
+    Counts come with each step. Only while there are no steps does it ask the engine for them.
     """
 
     def __init__(
@@ -199,7 +200,7 @@ class LoadReporter:
         self._clock_ns = clock_ns
 
     async def run(self) -> None:
-        """Refreshes until cancelled."""
+        """Refresh until cancelled."""
         while True:
             if self._age_s() >= REFRESH_S / 2:
                 self._take(await self._engine.call(Engine.stats))
@@ -207,11 +208,11 @@ class LoadReporter:
 
     @property
     def stats(self) -> EngineStats:
-        """As of the last step, or of the last refresh."""
+        """Return the counts of the last step, or of the last refresh."""
         return self._stats
 
     def on_step(self, result: StepResult) -> None:
-        """Called on the event loop, step by step."""
+        """Take a step's counts, on the event loop."""
         if result.stats is not None:
             self._take(result.stats)
 
@@ -225,7 +226,7 @@ class LoadReporter:
         return max(0, self._clock_ns() - self._stats.taken_ns) / 1e9
 
     def report(self) -> worker_pb2.LoadReport:
-        """As of the last step, or of the last refresh without any; roles and draining as of now."""
+        """Return the report, with counts of the last step or refresh, and the present roles and draining."""
         stats, model = self._stats, self._watch.model
         return worker_pb2.LoadReport(
             worker_id=self._worker_id,

@@ -1,4 +1,4 @@
-"""The worker's process: load, serve, announce, drain."""
+"""The worker's process: it loads the model, serves, registers and drains."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ logger = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None, *, config_class: type[WorkerConfig] = WorkerConfig, prog: str = "worker") -> NoReturn:
-    """Runs a worker from flags and environment until it is told to stop."""
+    """Run a worker from flags and environment until it is told to stop."""
     config = load(config_class, argv, os.environ, prog=prog)
     sys.exit(run(lambda life: serve(life, config, prog=prog), exit_with_parent=config.exit_with_parent))
 
 
 def prefill_main() -> NoReturn:
-    """`main` with the prefill role unless the settings say otherwise."""
+    """Run `main` with the prefill role unless the settings say otherwise."""
     main(config_class=PrefillConfig, prog="prefill_service")
 
 
 def decode_main() -> NoReturn:
-    """`main` with the decode role unless the settings say otherwise."""
+    """Run `main` with the decode role unless the settings say otherwise."""
     main(config_class=DecodeConfig, prog="decode_service")
 
 
 async def serve(life: Lifecycle, config: WorkerConfig, *, prog: str = "worker") -> None:
-    """One worker's life. Raises ConfigError when the model cannot be loaded or does not fit, or an address is taken."""
+    """Run one worker. Raises ConfigError when the model cannot be loaded or does not fit, or an address is taken."""
     log.configure(prog)
     engine = await _load_engine(life, config)
     if life.stopping:
@@ -66,7 +66,8 @@ async def serve(life: Lifecycle, config: WorkerConfig, *, prog: str = "worker") 
 
 
 async def _announced(life: Lifecycle, config: WorkerConfig, worker: Worker, address: str) -> None:
-    """Registered and ready from here until the process is to stop; withdrawn before anything is drained."""
+    """Register the worker and report it ready until the process is to stop; the registration is withdrawn before anything is
+    drained."""
     registry = Registry(config.redis, config.mesh, ttl_s=config.registry_ttl_s) if config.redis else None
     announcer = worker_announcer(registry, worker.info) if registry else None
     if announcer is not None:
@@ -82,7 +83,8 @@ async def _announced(life: Lifecycle, config: WorkerConfig, worker: Worker, addr
 
 
 def _config_error(error: Exception) -> ConfigError:
-    """The flag or variable at fault: the engine names it at the beginning of its messages; all else is about the model."""
+    """Return the error with the flag or variable at fault, which the engine names at the beginning of its messages; other errors
+    are about the model."""
     name, _, problem = str(error).partition(": ")
     if name in os.environ:
         return ConfigError(name, problem)
@@ -92,7 +94,7 @@ def _config_error(error: Exception) -> ConfigError:
 
 
 def _gpu_error(error: Exception) -> ConfigError:
-    """What the driver, torch's allocator, Triton or its C compiler refuses. No memory is the most frequent of it."""
+    """Return the error for a refusal of the driver, torch's allocator, Triton or its C compiler. Most often memory is short."""
     said = next(iter(str(error).splitlines()), "") or type(error).__name__
     if isinstance(error, torch.OutOfMemoryError):
         return ConfigError("--kv-memory-share", f"the GPU's memory does not suffice: {said}", "give less, or a smaller model")
@@ -102,18 +104,18 @@ def _gpu_error(error: Exception) -> ConfigError:
 
 
 def _open_engine(config: WorkerConfig, progress: Progress) -> Engine:
-    """Called on a thread of its own; the threads that compute begin here."""
+    """Load the engine, on a thread of its own; the threads that compute start here."""
     check_speculation(config.engine_config)
     with bound(config.cpus):
         loaded = load_model(config.engine_config, progress)
         if names_for(config.engine_config, loaded):
-            progress(0.0, "measuring steps: how many guessed tokens pay")
+            progress(0.0, "measuring steps: how many drafted tokens pay off")
         return Engine(config.engine_config, hash_block=hash_block, loaded=loaded)
 
 
 def _progress_of(life: Lifecycle) -> Progress:
-    """Tells the process around us what loading is busy with: what comes before the weights (the kernels may have to be compiled),
-    then a line each few seconds. Called on the loading thread."""
+    """Return the function that tells the parent process what loading does: first what comes before the weights (kernels may have
+    to be compiled), then a line each few seconds. It is called on the loading thread."""
     loop = asyncio.get_running_loop()
     last = time.monotonic()
 
@@ -121,7 +123,7 @@ def _progress_of(life: Lifecycle) -> Progress:
         nonlocal last
         if share == 0.0 or time.monotonic() - last >= _PROGRESS_PERIOD_S:
             last = time.monotonic()
-            with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody is left to tell
+            with contextlib.suppress(RuntimeError):  # the event loop is closed, so no parent waits for it
                 loop.call_soon_threadsafe(life.progress, f"{text} ({share:.0%})" if share else text)
 
     return progress

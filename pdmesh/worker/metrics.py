@@ -1,6 +1,6 @@
-"""A worker's metrics: a few counts per step and per hand-off; the rest is read from what it knows anyway, at each scrape.
+"""A worker's metrics: a few counts per step and per hand-off; other values are read from its state at each scrape.
 
-Utilization is made of two counters and two measured limits, so that it can be asked about any window and any set of workers:
+Utilization is a quotient of a counter's rate and a measured limit, so it can be computed for any window and any set of workers:
 
     MFU                    = rate(pdmesh_engine_operations_total) / pdmesh_engine_peak_operations
     bandwidth utilization  = rate(pdmesh_engine_moved_bytes_total) / pdmesh_engine_peak_bandwidth
@@ -20,35 +20,36 @@ from pdmesh.runtime.telemetry.metrics import Metrics, Reader, Readings, counter,
 from pdmesh.v1 import worker_pb2
 from pdmesh.worker.config import WorkerConfig
 
-# What a worker counts and measures: the catalogue.
-
+# The list of metrics.
 
 _STEP_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5)
 _BATCH = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
 _TRANSFER_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
-STEP_TIME = histogram("pdmesh.engine.step", "A step, by what it computed: prefill, decode, mixed", _STEP_S, ("kind",), unit="s")
-BATCH_SEQUENCES = histogram("pdmesh.engine.batch.sequences", "Sequences that decode in a step with any", _BATCH)
+STEP_TIME = histogram(
+    "pdmesh.engine.step", "Duration of a step, by what it computed: prefill, decode, mixed", _STEP_S, ("kind",), unit="s"
+)
+BATCH_SEQUENCES = histogram("pdmesh.engine.batch.sequences", "Decoding sequences of a step, where there are any", _BATCH)
 BATCH_TOKENS = histogram("pdmesh.engine.batch.tokens", "Tokens that a step computes", _BATCH)
 OPERATIONS = counter("pdmesh.engine.operations", "Operations of the model; a multiplication and an addition are two")
 BYTES_MOVED = counter("pdmesh.engine.moved", "Weights and KV that steps read and wrote, by the model's shape", unit="By")
 BUSY = counter("pdmesh.engine.busy", "Time in steps", unit="s")
-PEAK_OPERATIONS = gauge("pdmesh.engine.peak.operations", "Operations a second that this machine was measured to reach")
-PEAK_BANDWIDTH = gauge("pdmesh.engine.peak.bandwidth", "Bytes a second that this machine was measured to read")
+PEAK_OPERATIONS = gauge("pdmesh.engine.peak.operations", "Measured limit of operations per second")
+PEAK_BANDWIDTH = gauge("pdmesh.engine.peak.bandwidth", "Measured limit of bytes read per second")
 
 HANDOFF_TIME = histogram("pdmesh.kv.push", "From the beginning of a push to its commit", _TRANSFER_S, ("transport",), unit="s")
 HANDOFF_EXPOSED = histogram(
     "pdmesh.kv.exposed", "From the first token's draw to the commit", _TRANSFER_S, ("transport",), unit="s"
 )
 HANDOFF_BYTES = counter("pdmesh.kv.sent", "KV that was pushed and committed", ("transport",), unit="By")
-HANDOFF_EXPOSED_BYTES = counter("pdmesh.kv.sent.exposed", "Of it, what was sent after prefill had ended", ("transport",), "By")
+HANDOFF_EXPOSED_BYTES = counter("pdmesh.kv.sent.exposed", "KV that was sent after prefill had ended", ("transport",), "By")
 HANDOFFS = counter("pdmesh.kv.handoffs", "Hand-offs that were committed, at the sender", ("transport",))
 HANDOFF_FAILURES = counter("pdmesh.kv.handoff.failures", "Hand-offs that failed, at this end")
 CORRUPT = counter("pdmesh.kv.corrupt.parts", "Parts whose checksum was wrong, at the receiver", ("transport",))
 LEASES_EXPIRED = counter("pdmesh.leases.expired", "Reservations that ended without progress")
 
 SEQUENCES = gauge("pdmesh.engine.sequences", "Sequences by state: running, waiting, reserved, held", ("state",))
-MAX_SEQUENCES = gauge("pdmesh.engine.max_sequences", "Sequences that there may be")
+MAX_SEQUENCES = gauge("pdmesh.engine.max_sequences", "Most sequences at a time")
 WAITING_TOKENS = gauge("pdmesh.engine.waiting.tokens", "Prompt tokens that are still to be computed")
 BLOCKS = gauge("pdmesh.kv.blocks", "Blocks by state: free, of which some are cached, and used", ("state",))
 BLOCKS_TOTAL = gauge("pdmesh.kv.blocks.capacity", "Blocks of the pool")
@@ -58,15 +59,15 @@ TOKENS = counter(
 )
 PREEMPTIONS = counter("pdmesh.engine.preemptions", "Sequences that gave their blocks up")
 DRAFTED = counter("pdmesh.speculation.drafted", "Drafted tokens that were verified, by depth", ("proposer", "position"))
-ACCEPTED = counter("pdmesh.speculation.accepted", "Of them, those that came true", ("proposer", "position"))
-SPECULATION_ROWS = counter("pdmesh.speculation.rows", "Sequences' parts of steps while somebody could guess")
-SPECULATION_TOKENS = counter("pdmesh.speculation.tokens", "Tokens that these gave")
-DRAFTING = counter("pdmesh.speculation.drafting", "Time in which drafts were made", unit="s")
-VERIFYING = counter("pdmesh.speculation.verifying", "Drafted tokens' part of the steps that computed them", unit="s")
-FAILED_PROPOSER = gauge("pdmesh.speculation.failed", "1: this proposer broke and is not asked any more", ("proposer",))
+ACCEPTED = counter("pdmesh.speculation.accepted", "Drafted tokens that were accepted, by depth", ("proposer", "position"))
+SPECULATION_ROWS = counter("pdmesh.speculation.rows", "Sequences' parts of steps while a proposer could draft")
+SPECULATION_TOKENS = counter("pdmesh.speculation.tokens", "Tokens that these parts of steps produced")
+DRAFTING = counter("pdmesh.speculation.drafting", "Time spent on drafting", unit="s")
+VERIFYING = counter("pdmesh.speculation.verifying", "Time of steps that was spent on verifying drafted tokens", unit="s")
+FAILED_PROPOSER = gauge("pdmesh.speculation.failed", "1: this proposer failed and is switched off", ("proposer",))
 MODEL_ERROR = gauge("pdmesh.engine.latency.error", "Median error of the latency model, by kind of step", ("kind",), unit="1")
-ROLES = gauge("pdmesh.worker.role", "1: it takes work of this role", ("role",))
-DRAINING = gauge("pdmesh.worker.draining", "1: it takes no new work")
+ROLES = gauge("pdmesh.worker.role", "1: the worker takes requests of this role", ("role",))
+DRAINING = gauge("pdmesh.worker.draining", "1: the worker takes no new requests")
 
 PER_STEP = (STEP_TIME, BATCH_SEQUENCES, BATCH_TOKENS, OPERATIONS, BYTES_MOVED, BUSY)
 PER_HANDOFF = (HANDOFF_TIME, HANDOFF_EXPOSED, HANDOFF_BYTES, HANDOFF_EXPOSED_BYTES, HANDOFFS)
@@ -83,15 +84,15 @@ _ROLES = {worker_pb2.ROLE_PREFILL: "prefill", worker_pb2.ROLE_DECODE: "decode"}
 
 @dataclass(frozen=True)
 class StepCounts:
-    """What steps cost, by the model's shape. A step reads all weights once; a token that decodes reads the keys and values that
-    it attends to, the tokens of a chunk share what they read."""
+    """Hold what steps cost, by the model's shape. A step reads all weights once; a token that decodes reads the keys and values
+    that it attends to, and the tokens of a prefill chunk share what they read."""
 
     operations: int
     num_bytes: int
 
     @classmethod
     def of(cls, work: StepWork, cost: ModelCost) -> StepCounts:
-        """Of one step."""
+        """Return the cost of one step."""
         num_tokens = work.prefill_tokens + work.num_decoding
         attended = work.prefill_context + work.decode_context
         products = 2 * (num_tokens * cost.num_weights + work.num_decoding * cost.num_head_weights)
@@ -102,7 +103,7 @@ class StepCounts:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a reader looks at: all as of now."""
+    """Hold what is read at a scrape."""
 
     stats: EngineStats
     report: worker_pb2.LoadReport
@@ -112,31 +113,31 @@ class Seen:
 
 
 class WorkerMetrics:
-    """Of one worker, on its event loop."""
+    """Hold the metrics of one worker, on its event loop."""
 
     def __init__(self, metrics: Metrics, cost: ModelCost) -> None:
         self.metrics = metrics
-        self.url = ""  # where they are shown, from `start` on; "" where they are not
+        self.url = ""  # where they are served, from `start` on; "" where they are not
         self._cost = cost
 
     @classmethod
     def open(cls, config: WorkerConfig, worker_id: str, epoch: int, cost: ModelCost, reader: Reader) -> WorkerMetrics:
-        """As the configuration says; `reader` is asked at each scrape. Raises ConfigError."""
+        """Open the metrics that the configuration asks for; `reader` is called at each scrape. Raises ConfigError."""
         resource = resource_of(worker_id, config.mesh, config.roles, epoch)
         metrics = open_metrics(config.telemetry, "pdmesh-worker", resource, os.environ, host=config.host)
         metrics.read_by(reader)
         return cls(metrics, cost)
 
     async def start(self) -> None:
-        """Shows and sends them. Raises ConfigError."""
+        """Start to serve and to send them. Raises ConfigError."""
         self.url = await self.metrics.start()
 
     async def stop(self) -> None:
-        """Idempotent."""
+        """Stop; idempotent."""
         await self.metrics.stop()
 
     def on_step(self, result: StepResult) -> None:
-        """A step has ended (some 10 µs)."""
+        """Count a step that has ended (takes some 10 µs)."""
         metrics, work = self.metrics, result.work
         if not metrics.is_on:
             return
@@ -151,7 +152,7 @@ class WorkerMetrics:
         metrics.add(BUSY, took_s)
 
     def pushed(self, result: PushResult, exposed_ns: int) -> None:
-        """A hand-off was committed, `exposed_ns` after the first token's draw."""
+        """Count a hand-off that was committed, `exposed_ns` after the first token's draw."""
         metrics, transport = self.metrics, result.transport
         metrics.observe(HANDOFF_TIME, result.elapsed_ns / 1e9, transport)
         metrics.observe(HANDOFF_EXPOSED, exposed_ns / 1e9, transport)
@@ -161,7 +162,7 @@ class WorkerMetrics:
 
 
 def read(readings: Readings, seen: Seen) -> None:
-    """All that is known at a scrape."""
+    """Put all values that are read at a scrape."""
     _read_engine(readings, seen.stats)
     _read_report(readings, seen.report)
     if seen.stats.speculation is not None:

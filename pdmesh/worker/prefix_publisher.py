@@ -1,8 +1,9 @@
-"""Tells routers which prompt blocks this worker's prefix cache holds: changes through the registry, all of them on request.
+"""The publisher of KV events: it tells routers which prompt blocks this worker's prefix cache holds, as changes through the
+registry, and as a full list on request.
 
-Changes are taken between two engine steps and sent at most every PERIOD_S. While Redis does not take one it is tried again and
-the engine's log collects the rest, each block once; when that overflows, the sequence has a gap and routers ask for everything.
-Nothing here makes the engine or a request wait.
+Changes are taken between two engine steps and sent at most every PERIOD_S. While Redis does not take a change it is retried, and
+the engine's log collects the rest, each block once; when the log overflows, the sequence has a gap and routers ask for the full
+list. Neither the engine nor a request waits for any of this.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ PART_NAMES = 1 << 15  # 256 KiB on the wire
 
 
 class PrefixPublisher:
-    """The stream of one worker's changes."""
+    """Publish one worker's changes."""
 
     def __init__(self, engine: Engine, engine_loop: EngineLoop, epoch: int, worker_id: str) -> None:
-        """Before the engine's first request."""
+        """Create it, before the engine's first request."""
         self._log = engine.watch_blocks(MAX_NAMES)
         self._engine_loop = engine_loop
         self._epoch = epoch
@@ -32,7 +33,7 @@ class PrefixPublisher:
         self._unsent: worker_pb2.BlockChange | None = None
 
     async def run(self, stream: BlockStream) -> None:
-        """Publishes until cancelled."""
+        """Publish until cancelled."""
         try:
             while True:
                 await self.publish(stream)
@@ -41,7 +42,7 @@ class PrefixPublisher:
             await stream.stop()
 
     async def publish(self, stream: BlockStream) -> None:
-        """One round: sends what is left of the round before, else what has changed since."""
+        """Send what is left of the last round, else what has changed since."""
         if self._unsent is None and self._log.pending:
             changes = await self._engine_loop.call(Engine.take_block_changes)
             if changes is not None:
@@ -54,7 +55,7 @@ class PrefixPublisher:
 
 
 async def list_blocks(engine_loop: EngineLoop, epoch: int) -> AsyncIterator[worker_pb2.BlockList]:
-    """All blocks of the prefix cache at one moment, in parts."""
+    """Yield all blocks of the prefix cache at one moment, in parts."""
     sequence, hashes = await engine_loop.call(Engine.published_blocks)
     for start in range(0, max(1, len(hashes)), PART_NAMES):
         yield worker_pb2.BlockList(

@@ -1,4 +1,4 @@
-"""Which services take work now."""
+"""The roles of a worker: which services take requests now."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NAME_OF = {role: name for name, role in ROLE_NAMES.items()}
 
 
 class RoleGate:
-    """Roles are a set that can change while the worker runs; a worker that drains takes no new work at all."""
+    """Hold the roles, a set that can change while the worker runs; a worker that drains takes no new requests at all."""
 
     def __init__(self, roles: Iterable[Role]) -> None:
         self._roles = self._home_roles = frozenset(roles)
@@ -26,14 +26,14 @@ class RoleGate:
 
     @property
     def home_roles(self) -> list[Role]:
-        """Those that it was started with."""
+        """Return the roles with which it was started."""
         return sorted(self._home_roles)
 
     def set(self, roles: Iterable[Role]) -> None:
         self._roles = check_roles(roles)
 
     def check(self, role: Role) -> None:
-        """Raises Unavailable while draining, FailedPrecondition when the role is off."""
+        """Raise Unavailable while draining, FailedPrecondition when the role is off."""
         if self.draining:
             raise Unavailable("this worker is draining and takes no new work; choose another", retry_delay_s=0.1)
         if role not in self._roles:
@@ -41,12 +41,12 @@ class RoleGate:
             raise FailedPrecondition("roles", f"this worker has the roles {have}, not {_NAME_OF[role]}; choose another")
 
     def checker(self, role: Role) -> Callable[[], None]:
-        """`check` for one service."""
+        """Return `check` for one service."""
         return lambda: self.check(role)
 
 
 def check_roles(roles: Iterable[Role]) -> frozenset[Role]:
-    """Raises InvalidArgument for none or an unknown one."""
+    """Return the roles as a set. Raises InvalidArgument for none or an unknown one."""
     given = frozenset(roles)
     unknown = given - _NAME_OF.keys()
     if unknown:
@@ -57,5 +57,5 @@ def check_roles(roles: Iterable[Role]) -> frozenset[Role]:
 
 
 def roles_of(names: Iterable[str]) -> frozenset[Role]:
-    """Roles by their names in the configuration."""
+    """Return the roles with these names in the configuration."""
     return frozenset(ROLE_NAMES[name] for name in names)

@@ -1,7 +1,7 @@
 """From the wire to the engine: a TokenRequest, checked field by field, becomes an EngineRequest.
 
-Checked here is what only the wire knows (presence, indexes, what is the router's). Vocabulary and context are checked by the
-engine, in one place for all its callers.
+The checks here are those that only the wire needs (presence, indexes, fields of the router). The engine checks vocabulary and
+context, in one place for all its callers.
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ MAX_LOGPROBS = 20
 _Emitted = tuple[tuple[int, ...], ...]
 _Matchers = tuple[Matcher | None, ...]
 
-# Few: each thread allocates apart from the others, and where grammars come and go, six of them leave more gaps than two. What a
-# router let pass takes less time than that.
+# Few threads, because each allocates memory apart from the others: where grammars come and go, six threads leave more gaps than
+# two. A constraint that the router let pass takes less time than the limit.
 threads = WorkThreads("grammar", num_threads=2, max_waiting=64, timeout_s=10.0)
 
 
 @dataclass(frozen=True)
 class TokenRequestTranslator:
-    """For a worker that serves `model`. `cache_root(tenant, cache_salt)` is where its block hashes begin; `grammars` compiles
-    constraints, and is None where the model has no tokenizer."""
+    """Translate requests for a worker that serves `model`. `cache_root(tenant, cache_salt)` is the hash from which block hashes
+    begin; `grammars` compiles constraints, and is None where the model has no tokenizer."""
 
     model: str
     cache_root: Callable[[str, str], bytes]
     grammars: GrammarCompiler | None = None
 
     async def __call__(self, request: common_pb2.TokenRequest) -> EngineRequest:
-        """Raises InvalidArgument, or FailedPrecondition for another model, naming the field from `request` on."""
+        """Return the engine's request. Raises InvalidArgument, or FailedPrecondition for another model, naming the field from
+        `request` on."""
         if request.model != self.model:
             raise FailedPrecondition("request.model", f"this worker serves {self.model!r}, not {request.model[:80]!r}")
         if not request.prompt_token_ids:
@@ -50,7 +51,7 @@ class TokenRequestTranslator:
         emitted, finished = _history(request, sampling.n)
         grammar, matchers = await self._constraint(request.sampling, emitted, finished)
         return EngineRequest(
-            request_id="",  # the services name it
+            request_id="",  # the services set it
             prompt=tuple(request.prompt_token_ids),
             sampling=sampling,
             emitted=emitted,
@@ -63,8 +64,8 @@ class TokenRequestTranslator:
     async def _constraint(
         self, sampling: common_pb2.SamplingParams, emitted: _Emitted, finished: tuple[bool, ...]
     ) -> tuple[Grammar | None, _Matchers]:
-        """Compiled, and replayed behind the history of each unfinished choice, where neither the event loop nor the engine waits
-        for it."""
+        """Return the compiled constraint, and its matchers replayed over the history of each unfinished choice. It runs in
+        threads, so that neither the event loop nor the engine waits."""
         if not sampling.HasField("constraint"):
             return None, ()
         field = "request.sampling.constraint"
@@ -86,7 +87,7 @@ class TokenRequestTranslator:
 
 
 def _replay(grammar: CompiledGrammar, emitted: _Emitted, finished: tuple[bool, ...]) -> _Matchers:
-    """Raises InvalidArgument: a history that does not follow its grammar."""
+    """Return the matchers. Raises InvalidArgument for a history that does not follow its grammar."""
     matchers: list[Matcher | None] = []
     for choice, (output, is_over) in enumerate(zip(emitted, finished, strict=True)):
         matcher, stray = (None, None) if is_over else grammar.follow(output)
@@ -141,7 +142,7 @@ def _check_ranges(params: SamplingParams) -> None:
 
 
 def _history(request: common_pb2.TokenRequest, num_choices: int) -> tuple[_Emitted, tuple[bool, ...]]:
-    """(emitted, finished) by choice; both empty when nothing was emitted."""
+    """Return (emitted, finished) by choice; both empty when nothing was emitted."""
     if not request.emitted:
         return (), ()
     choices = sorted(request.emitted, key=lambda choice: choice.index)
@@ -155,12 +156,13 @@ def _history(request: common_pb2.TokenRequest, num_choices: int) -> tuple[_Emitt
     return emitted, finished
 
 
-# On which terms this worker hands KV over and takes requests: what both its services, and the transfers, are told of it.
+# Identity, layout and translator, which both services and the transfers need.
 
 
 @dataclass(frozen=True)
 class VocabularyLimits:
-    """`identity` must be equal on both ends of a hand-off, `layout` convertible; `translate` makes the engine's requests."""
+    """Hold what both services and the transfers need: `identity` must be equal on both ends of a hand-off, `layout` convertible;
+    `translate` makes the engine's requests."""
 
     identity: common_pb2.Identity
     layout: common_pb2.KVLayout
@@ -168,7 +170,7 @@ class VocabularyLimits:
 
     @classmethod
     def of(cls, engine: Engine, model: str, grammars: GrammarCompiler | None) -> VocabularyLimits:
-        """Of a worker that serves this engine as `model`."""
+        """Return those of a worker that serves this engine as `model`."""
         identity, layout = identity_of(engine, model), layout_of(engine)
 
         def cache_root(tenant: str, cache_salt: str) -> bytes:
@@ -177,12 +179,12 @@ class VocabularyLimits:
         return cls(identity, layout, TokenRequestTranslator(identity.model, cache_root, grammars))
 
 
-# What compiles constraints for the model of an engine.
+# The compiler of constraints for an engine's model.
 
 
 def compiler_for(engine: Engine) -> GrammarCompiler | None:
-    """With the vocabulary and the end-of-sequence tokens that the engine goes by; None when the model is no folder with a
-    tokenizer (to read the one inside a .gguf file takes seconds, at every start)."""
+    """Return the compiler, with the engine's vocabulary and end-of-sequence tokens; None when the model is no folder with a
+    tokenizer (reading the one inside a .gguf file takes seconds, at every start)."""
     try:
         tokenizer = Tokenizer.load(engine.config.model)
     except (OSError, ValueError):

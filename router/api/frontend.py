@@ -199,7 +199,6 @@ class Frontend:
 
 # Request options in gRPC metadata or HTTP headers: for clients and proxies that cannot set the fields of the message.
 
-
 SLO_TTFT, SLO_TPOT = "x-pdmesh-slo-ttft-ms", "x-pdmesh-slo-tpot-ms"
 RETRIES = ("grpc-previous-rpc-attempts", "x-stainless-retry-count")
 """Headers in which gRPC itself and OpenAI's clients give the number of earlier attempts."""

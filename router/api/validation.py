@@ -134,7 +134,6 @@ def _check_emitted(field: str, emitted: common_pb2.EmittedChoice, sampling: comm
 
 # Sampling parameters of a client: checked, completed, and split into what workers get and what the router keeps (stop strings).
 
-
 MAX_TEMPERATURE = 100.0
 MIN_TEMPERATURE = 1e-4
 MAX_REPETITION_PENALTY = 100.0

@@ -1,8 +1,8 @@
-"""API keys: made, kept as hashes, looked up. Pure but for the randomness of a new one.
+"""API keys: records and tables of them, in a file or in Redis, and the store that a router asks.
 
-A key is 256 random bits, so that SHA-256 without salt or stretching is the right hash: nobody finds a preimage by trying, and a
-lookup must cost microseconds, not the tenth of a second that passwords need. The lookup is by hash: how long it takes says
-nothing about the keys there are, because who tries cannot choose the hash of what he sends bit by bit.
+A key is 256 random bits, so SHA-256 without salt or stretching is the right hash: a preimage cannot be found by trying, and a
+lookup must cost microseconds, not the tenth of a second that passwords need. The lookup is by hash, so its duration says nothing
+about the stored keys: a client cannot choose the hash of what it sends bit by bit.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ _NAME = re.compile(rf"[A-Za-z0-9_.@-]{{1,{MAX_NAME_CHARS}}}")
 
 
 class KeyProblem(ValueError):
-    """A record, or a table of them, that cannot be used; the message names the field."""
+    """Report a record, or a table of records, that cannot be used; the message names the field."""
 
 
 @dataclass(frozen=True)
 class ApiKey:
-    """What is known of a key. `created` and `expires` are Unix seconds; `expires` None: never. `admin` may see all tenants."""
+    """Hold the record of a key. `created` and `expires` are Unix seconds; `expires` None: never. `admin`: the key may see all
+    tenants."""
 
     hash: str
     name: str
@@ -57,7 +58,7 @@ class ApiKey:
     admin: bool = False
 
     def __post_init__(self) -> None:
-        """Raises KeyProblem."""
+        """Check all fields. Raises KeyProblem."""
         _require(isinstance(self.hash, str) and bool(_HASH.fullmatch(self.hash)), "hash", "must be 64 hexadecimal digits")
         _require(isinstance(self.name, str) and bool(_NAME.fullmatch(self.name)), "name", "must be 1 to 64 of [A-Za-z0-9_.@-]")
         tenant_fits = isinstance(self.tenant, str) and len(self.tenant) <= MAX_TENANT_CHARS and self.tenant.isprintable()
@@ -67,16 +68,16 @@ class ApiKey:
         _require(isinstance(self.admin, bool), "admin", "must be true or false")
 
     def is_good(self, now: float) -> bool:
-        """Whether it has not expired at `now`, Unix seconds."""
+        """Return whether the key has not expired at `now`, Unix seconds."""
         return self.expires is None or now < self.expires
 
     def to_json(self) -> str:
-        """One line, without anything that would let somebody in."""
+        """Return the record as one line, which does not contain the key itself."""
         return json.dumps(asdict(self), separators=(",", ":"))
 
     @classmethod
     def from_value(cls, value: object) -> ApiKey:
-        """From what JSON gave. Raises KeyProblem naming the field."""
+        """Return the record that JSON gave. Raises KeyProblem naming the field."""
         if not isinstance(value, Mapping):
             raise KeyProblem("a key must be a table with hash, name, tenant and created")
         known = {field.name for field in fields(cls)}
@@ -88,10 +89,10 @@ class ApiKey:
 
 
 class KeyTable:
-    """Keys by hash. Immutable."""
+    """Hold keys by hash. Immutable."""
 
     def __init__(self, keys: Iterable[ApiKey] = ()) -> None:
-        """Raises KeyProblem for two keys of one name, or too many."""
+        """Build the table. Raises KeyProblem for two keys of one name, or too many keys."""
         self._by_hash: dict[str, ApiKey] = {}
         names: set[str] = set()
         for key in keys:
@@ -107,17 +108,17 @@ class KeyTable:
         return iter(sorted(self._by_hash.values(), key=lambda key: (key.tenant, key.name)))
 
     def find(self, shown: str) -> ApiKey | None:
-        """The key that a client shows, expired or not; None: there is none."""
+        """Return the record of the key that a client presents, expired or not; None: there is none."""
         return self._by_hash.get(hash_of(shown))
 
 
 def new_key() -> str:
-    """A key to be shown once. Its prefix lets scanners of repositories find one that got there."""
+    """Return a new key, to be shown once. Its prefix lets scanners find keys that were committed to a repository."""
     return PREFIX + secrets.token_urlsafe(NUM_BYTES)
 
 
 def hash_of(key: str) -> str:
-    """What is stored of a key: SHA-256, in hexadecimal digits."""
+    """Return what is stored of a key: SHA-256, in hexadecimal digits."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 
@@ -132,14 +133,13 @@ def _require(condition: bool, name: str, problem: str) -> None:
 
 # API keys in a file: {"keys": [{"hash": …, "name": …, "tenant": …, "created": …}, …]}.
 #
-# Written by `pdmesh keys`: atomically, under a lock that serializes writers, readable by its owner alone.
-
+# `pdmesh keys` writes it atomically, under a lock that serializes writers; only its owner can read it.
 
 MODE = 0o600
 
 
 def read_key_file(path: Path) -> KeyTable:
-    """Raises OSError, and KeyProblem naming key and field."""
+    """Return the keys in a file. Raises OSError, and KeyProblem naming key and field."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -151,7 +151,7 @@ def read_key_file(path: Path) -> KeyTable:
 
 
 def update(path: Path, change: Callable[[KeyTable], KeyTable]) -> KeyTable:
-    """Replace the file's table by `change` of it; a file that is not there is an empty table. Raises as `read`."""
+    """Replace the file's table by `change` of it; a file that does not exist is an empty table. Raises as `read_key_file`."""
     with _locked(path):
         table = change(read_key_file(path) if path.exists() else KeyTable())
         _write(path, json.dumps({"keys": [json.loads(key.to_json()) for key in table]}, indent=1) + "\n")
@@ -167,7 +167,7 @@ def _parsed(path: Path, number: int, value: object) -> ApiKey:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """The lock is a file of its own: the file itself is replaced."""
+    """Hold the lock, which is a file of its own because the key file is replaced."""
     lock = os.open(path.with_name(f".{path.name}.lock"), os.O_CREAT | os.O_RDWR, MODE)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -177,7 +177,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _write(path: Path, text: str) -> None:
-    """All or nothing, also when the power goes; mkstemp makes files that only their owner reads."""
+    """Replace the file atomically, also across a power failure; mkstemp makes files that only their owner can read."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -190,8 +190,7 @@ def _write(path: Path, text: str) -> None:
         raise
 
 
-# API keys in Redis: one hash per mesh, from a key's SHA-256 to its record, and a number that counts changes of it.
-
+# API keys in Redis: one Redis hash per mesh, from a key's SHA-256 to its record, and a counter of changes.
 
 FULL_PERIOD_S = 30.0
 _UNREAD = b"unread"
@@ -200,10 +199,10 @@ logger = logging.getLogger(__name__)
 
 
 class RedisKeys:
-    """The keys of one mesh. Close it after use."""
+    """Read and write the keys of one mesh. Close it after use."""
 
     def __init__(self, url: str, mesh: str, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Raises ConfigError for a malformed URL, InvalidRecord for a mesh's name."""
+        """Create the client. Raises ConfigError for a malformed URL, InvalidRecord for an invalid name of a mesh."""
         self._link = RedisLink(url)
         self._name = f"pdmesh:{records.check_id('mesh', mesh)}:keys"
         self._version_name = f"{self._name}:version"
@@ -212,16 +211,17 @@ class RedisKeys:
         self._clock = clock
 
     async def read(self) -> KeyTable | None:
-        """All of them; None: Redis does not answer. What is no record is left out, and logged."""
+        """Return all keys; None: Redis does not answer. Invalid records are left out, and logged."""
         found = await self._link.call(self._read_all)
         if found is None:
             return None
         self._version, records_read = found
-        # Not on the event loop: a hundred thousand keys take it a second.
+        # Not on the event loop: a hundred thousand keys take a second.
         return await asyncio.to_thread(_table, self._name, list(records_read.values()))
 
     async def read_changed(self) -> KeyTable | None:
-        """As `read`; None also when nothing has changed since. Who writes without counting is noticed after `FULL_PERIOD_S`."""
+        """Return as `read`, but None also when nothing has changed. A change that was not counted is noticed after
+        `FULL_PERIOD_S`."""
         now = self._clock()
         version = await self._link.call(lambda redis: redis.get(self._version_name))
         if self._version != _UNREAD and version == self._version and now < self._full_at:
@@ -232,10 +232,10 @@ class RedisKeys:
         return table
 
     async def add(self, key: ApiKey) -> bool:
-        """False: Redis does not answer."""
+        """Add a key. False: Redis does not answer."""
 
         async def put(redis: Redis) -> bool:
-            both: Any  # its commands return itself here, which its types do not say
+            both: Any  # its commands return the pipeline itself here, unlike their declared types
             async with redis.pipeline(transaction=True) as both:
                 await both.hset(self._name, key.hash, key.to_json()).incr(self._version_name).execute()
             return True
@@ -243,7 +243,7 @@ class RedisKeys:
         return bool(await self._link.call(put))
 
     async def remove(self, key: ApiKey) -> bool:
-        """False: Redis does not answer."""
+        """Remove a key. False: Redis does not answer."""
 
         async def delete(redis: Redis) -> bool:
             both: Any
@@ -254,11 +254,11 @@ class RedisKeys:
         return bool(await self._link.call(delete))
 
     async def close(self) -> None:
-        """Closes the connection."""
+        """Close the connection."""
         await self._link.close()
 
     async def _read_all(self, redis: Redis) -> tuple[bytes | None, dict[bytes, bytes]]:
-        """The version comes with the keys, in one transaction: what changes after it is seen the next time."""
+        """Read the version and the keys in one transaction: a change after it shows in the next version."""
         both: Any
         async with redis.pipeline(transaction=True) as both:
             version, found = await both.get(self._version_name).hgetall(self._name).execute()
@@ -276,11 +276,10 @@ def _table(name: str, values: list[bytes]) -> KeyTable:
     return KeyTable(keys.values())
 
 
-# The keys that a router knows: read when it starts, followed in the background, asked without waiting.
+# The keys that a router knows: read at start, followed in the background, looked up without waiting.
 #
-# What was read last stands while its source is away or broken: a Redis that is down, or a file half written by hand, locks nobody
-# out and lets nobody in. A revoked key works for at most `PERIOD_S` after that, while the source can be read.
-
+# The keys read last stay valid while their source is unavailable or broken, such as a Redis that is down or a half-written file.
+# A revoked key works for at most `PERIOD_S` more, while the source can be read.
 
 PERIOD_S = 1.0
 REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
@@ -290,7 +289,7 @@ Read = Callable[[], Awaitable[KeyTable | None]]
 
 
 class KeyStore:
-    """One router's keys. `read` gives the table; None: as it was."""
+    """Hold one router's keys. `read` returns the table; None: it has not changed."""
 
     def __init__(self, read: Read, close: Callable[[], Awaitable[None]] | None = None) -> None:
         self._read = read
@@ -299,12 +298,12 @@ class KeyStore:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Read for the first time, then follow."""
+        """Read for the first time, then follow in the background."""
         await self.refresh()
         self._task = asyncio.create_task(self._follow(), name="follow API keys")
 
     async def stop(self) -> None:
-        """Ends the following."""
+        """Stop following."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -312,20 +311,21 @@ class KeyStore:
             await self._close()
 
     def find(self, shown: str) -> ApiKey | None:
-        """The key that a client shows, if it is good now. Raises Unavailable while no keys could be read at all."""
+        """Return the record of the key that a client presents, if it is valid now. Raises Unavailable while no keys could be read
+        at all."""
         if self._table is None:
             raise Unavailable("the API keys cannot be read yet; retry later", retry_delay_s=RETRY_DELAY_S)
         key = self._table.find(shown)
         return key if key is not None and key.is_good(time.time()) else None
 
     async def refresh(self) -> None:
-        """Take what the source has now."""
+        """Read the source again."""
         try:
             table = await self._read()
         except (OSError, KeyProblem) as error:
             logger.error("the API keys cannot be read: %s; those read before stand", error)
             return
-        except Exception:  # who stopped to look would let revoked keys in for as long as he lives
+        except Exception:  # else revoked keys would stay valid for ever
             logger.exception("reading the API keys failed; those read before stand")
             return
         if table is not None:
@@ -338,7 +338,8 @@ class KeyStore:
 
 
 def open_store(source: str, mesh: str) -> KeyStore | None:
-    """`source`: a file, or the URL of a Redis; empty: nobody needs a key. Raises ConfigError for what cannot be read now."""
+    """Return the store for `source`: a file, or the URL of a Redis; None for an empty one: no keys are required. Raises
+    ConfigError if it cannot be read now."""
     if not source:
         return None
     if source.startswith(REDIS_SCHEMES):
@@ -353,7 +354,7 @@ def open_store(source: str, mesh: str) -> KeyStore | None:
 
 
 class _FileReader:
-    """Reads a file when it has changed."""
+    """Read a file when it has changed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -363,5 +364,5 @@ class _FileReader:
         stamp = stamp_of(self.path)
         if stamp == self._stamp:
             return None
-        self._stamp = stamp  # also of a file that is wrong: it is reported once
+        self._stamp = stamp  # also for an invalid file, so that it is reported once
         return await asyncio.to_thread(read_key_file, self.path)

@@ -1,7 +1,7 @@
-"""Who calls: from the key that a client shows to the tenant whose work it is.
+"""The identity of a caller: from the API key that a client presents to its tenant.
 
-The caller of a call stands in a context variable from the moment that its key was accepted: one place (`claim`) checks the
-tenant of every request, whatever protocol it came by, so that no protocol can forget to.
+The caller of an RPC is in a context variable from the moment that its key is accepted. One function (`claim`) checks the tenant
+of every request, for all protocols.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ OPEN_METHODS = (
     "/inference.GRPCInferenceService/ServerReady",
     "/vllm.grpc.engine.VllmEngine/HealthCheck",
 )
-"""What probes ask: they have no key."""
+"""Methods of health probes, which need no key."""
 ADMIN_METHODS = (
     "/pdmesh.v1.Mesh/GetStatus",
     "/pdmesh.v1.Mesh/Explain",
     "/vllm.grpc.engine.VllmEngine/GetLoads",
     "/vllm.grpc.engine.VllmEngine/GetServerInfo",
 )
-"""What shows the work of all tenants."""
+"""Methods that show requests of all tenants."""
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Whoever showed a good key."""
+    """Identify the client of a call by the record of its key."""
 
     tenant: str
     admin: bool
@@ -51,25 +51,25 @@ _caller: ContextVar[Caller | None] = ContextVar("caller", default=None)
 
 
 class Unauthenticated(MeshError):
-    """No key, or none that is good."""
+    """Report that a key is missing or not valid."""
 
     default_code = grpc.StatusCode.UNAUTHENTICATED
 
 
 class PermissionDenied(MeshError):
-    """The key is good, but not for this."""
+    """Report that a valid key does not permit the call."""
 
     default_code = grpc.StatusCode.PERMISSION_DENIED
 
 
 def authenticate(store: KeyStore | None, authorization: str | None) -> None:
-    """Whose call the rest of this task is, by its `authorization`; nobody's where no keys are asked for. Raises Unauthenticated,
-    Unavailable."""
+    """Set the caller of the current task from its `authorization` header; without a store no keys are required, and there is no
+    caller. Raises Unauthenticated, Unavailable."""
     _caller.set(None if store is None else _checked(store, authorization or ""))
 
 
 def claim(options: mesh_pb2.RequestOptions) -> None:
-    """Give the request to its caller's tenant. Raises PermissionDenied when it names another."""
+    """Set the request's tenant to its caller's. Raises PermissionDenied when the request names another one."""
     caller = _caller.get()
     if caller is None:
         return
@@ -79,7 +79,7 @@ def claim(options: mesh_pb2.RequestOptions) -> None:
 
 
 def tenant() -> str | None:
-    """The caller's tenant; None where nobody needs a key."""
+    """Return the caller's tenant; None where no keys are required."""
     caller = _caller.get()
     return None if caller is None else caller.tenant
 
@@ -96,7 +96,7 @@ def _checked(store: KeyStore, authorization: str) -> Caller:
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):
-    """Calls need a key, but for those of probes. Inside the interceptor that maps errors."""
+    """Require a key for every call except those of probes. It runs inside the interceptor that maps errors."""
 
     def __init__(self, store: KeyStore) -> None:
         self._store = store
@@ -106,7 +106,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Req, Resp] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Req, Resp] | None:
-        """The handler behind the check; None for an unknown method. What comes without a good key is not even parsed."""
+        """Return the handler behind the check; None for an unknown method. A request without a valid key is not even parsed."""
         found = await continuation(handler_call_details)
         method = handler_call_details.method
         if found is None or method.startswith(OPEN_METHODS):
@@ -123,7 +123,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
         shown = metadata.get("authorization")
         caller = _checked(self._store, shown if isinstance(shown, str) else "")
         if method in ADMIN_METHODS and not caller.admin:
-            raise PermissionDenied("this shows the work of all tenants: it needs a key with admin")
+            raise PermissionDenied("this shows requests of all tenants: it needs a key with admin")
         return caller
 
 

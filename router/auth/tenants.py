@@ -1,4 +1,4 @@
-"""A router's tenants: limits from the file, followed as it changes, at the part of them that this router gives out."""
+"""The tenants file, and a router's tenants: limits from that file, followed as it changes, scaled to this router's share."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pdmesh.runtime.files import Stamp, stamp_of
 from router.fleet.peers import DemandMeter
 from router.flow_control.capacity import TenantLimits
 
-# The tenants file: what each tenant may take. TOML or JSON (by the file's ending), one table for each:
+# The tenants file: the limits of each tenant, in TOML or JSON (by the file's ending), one table for each:
 #
-# [default]                   # who has no table of his own; without it: weight 1, no limits
+# [default]                   # tenants without a table; if it is absent: weight 1, no limits
 # weight = 1.0
 # [tenants.search]
 # weight = 4.0
@@ -27,29 +27,28 @@ from router.flow_control.capacity import TenantLimits
 # tokens_per_s = 20000        # prompt and output
 # burst_tokens = 200000       # ten seconds of the rate when absent
 
-
 MAX_TENANTS = 100_000
 _KNOWN = tuple(field.name for field in fields(TenantLimits))
 
 
 class TenantsProblem(ValueError):
-    """The file cannot be used; the message names file, tenant and field."""
+    """Report a file that cannot be used; the message names file, tenant and field."""
 
 
 @dataclass(frozen=True)
 class TenantTable:
-    """Limits by tenant. Immutable."""
+    """Hold limits by tenant. Immutable."""
 
     default: TenantLimits = field(default_factory=TenantLimits)
     tenants: Mapping[str, TenantLimits] = field(default_factory=dict)
 
     def limits_of(self, tenant: str) -> TenantLimits:
-        """Of any name; each that has no table of its own has the default's limits to itself."""
+        """Return the limits of any name; each name without a table has the default's limits to itself."""
         return self.tenants.get(tenant, self.default)
 
 
 def read_tenants_file(path: Path) -> TenantTable:
-    """Raises OSError, TenantsProblem."""
+    """Return the table in a file. Raises OSError, TenantsProblem."""
     try:
         text = path.read_text(encoding="utf-8")
         return parse(json.loads(text) if path.suffix == ".json" else tomllib.loads(text))
@@ -60,7 +59,7 @@ def read_tenants_file(path: Path) -> TenantTable:
 
 
 def parse(content: object) -> TenantTable:
-    """Raises ValueError naming tenant and field."""
+    """Return the table in parsed TOML or JSON. Raises ValueError naming tenant and field."""
     content = _table("the file", content)
     unknown = sorted(content.keys() - {"default", "tenants"})
     if unknown:
@@ -103,10 +102,10 @@ logger = logging.getLogger(__name__)
 
 
 class Tenants:
-    """The book that admission looks into. `share` says which part of a tenant's limits is this router's."""
+    """Supply the limits that admission reads. `share` returns this router's part of a tenant's limits."""
 
     def __init__(self, path: str = "", fixed_share: float = 1.0) -> None:
-        """`fixed_share` holds until `share` is set. Raises ConfigError for a file that cannot be used."""
+        """Read the file. `fixed_share` applies until `share` is set. Raises ConfigError for a file that cannot be used."""
         self.share: Share = lambda tenant: fixed_share
         self.routing_request = DemandMeter()
         self._path = Path(path) if path else None
@@ -119,34 +118,34 @@ class Tenants:
             raise ConfigError("--tenants", str(error)) from error
 
     def limits_of(self, tenant: str) -> TenantLimits:
-        """What this router may give the tenant now."""
+        """Return what this router may give the tenant now."""
         limits = self._table.limits_of(tenant)
         if limits.tokens_per_s is None and limits.max_inflight is None:
             return limits
         return at_share(limits, self.share(tenant))
 
     def asked(self, tenant: str, tokens: int) -> None:
-        """A request of the tenant has come, for so many tokens of prompt and output."""
+        """Record a request of the tenant, of `tokens` of prompt and output."""
         self.routing_request.asked(tenant, float(tokens), time.monotonic())
 
     def start(self) -> None:
-        """Follow the file."""
+        """Follow the file in the background."""
         if self._path is not None:
             self._task = asyncio.create_task(self._follow(), name="follow tenants")
 
     async def stop(self) -> None:
-        """Ends it."""
+        """Stop following."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
     def refresh(self) -> None:
-        """Read the file again if it has changed; what is wrong in it is logged, and what was read before stands."""
+        """Read the file again if it has changed. An error in it is logged, and the old limits stay."""
         try:
             self._take()
         except (OSError, TenantsProblem) as error:
             logger.error("the tenants file cannot be used: %s; limits stay as they were", error)
-        except Exception:  # limits are to be followed for as long as the router lives
+        except Exception:  # the limits have to be followed for as long as the router lives
             logger.exception("reading the tenants file %s failed; limits stay as they were", self._path)
 
     def _take(self) -> None:
@@ -164,7 +163,7 @@ class Tenants:
 
 
 def at_share(limits: TenantLimits, share: float) -> TenantLimits:
-    """A part of rate, burst and requests in flight; at least one request, so that a large one is slow rather than never."""
+    """Return a part of rate, burst and requests in flight; at least one request, so that a small share is slow, not a denial."""
     part = limits.at_share(share)
     if part.max_inflight is None:
         return part

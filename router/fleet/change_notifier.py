@@ -1,4 +1,4 @@
-"""Waiting for something to change without missing it."""
+"""Events for changes of state, which callers can wait for without missing one."""
 
 import asyncio
 import contextlib
@@ -9,39 +9,40 @@ T = TypeVar("T")
 
 
 class ChangeNotifier:
-    """Take `next` before looking at the state, then wait for it: a change in between is not lost."""
+    """Notify of changes. A caller takes `next` before it looks at the state, then waits for it, so that a change in between is
+    not lost."""
 
     def __init__(self) -> None:
         self._next = asyncio.Event()
 
     @property
     def next(self) -> asyncio.Event:
-        """Set at the next change from now on."""
+        """Return an event that is set at the next change from now on."""
         return self._next
 
     def fire(self) -> None:
-        """Something changed."""
+        """Report a change."""
         changed, self._next = self._next, asyncio.Event()
         changed.set()
 
 
 async def wait_at_most(event: asyncio.Event, timeout_s: float) -> bool:
-    """Whether `event` was set within `timeout_s` seconds."""
+    """Return whether `event` was set within `timeout_s` seconds."""
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(event.wait(), timeout_s)
     return event.is_set()
 
 
 class Signal(asyncio.Event):
-    """An event that can call back: waiting for it beside some other work needs no task of its own."""
+    """Add callbacks to an event: waiting for it beside some other work needs no task of its own."""
 
     def __init__(self) -> None:
         super().__init__()
         self.callbacks: set[Callable[[], object]] = set()
-        """Who is in it is called, once, when the signal is set."""
+        """Holds the functions to call once, when the signal is set."""
 
     def set(self) -> None:
-        """Wake who waits, call who asked for it."""
+        """Wake the waiting tasks, and call the callbacks."""
         super().set()
         callbacks, self.callbacks = self.callbacks, set()
         for callback in callbacks:
@@ -49,10 +50,10 @@ class Signal(asyncio.Event):
 
 
 async def unless(signal: Signal, work: Coroutine[object, object, T]) -> T | None:
-    """The result of `work`; None when `signal` was set before, and then `work` is cancelled.
+    """Return the result of `work`; None when `signal` was set first, in which case `work` is cancelled.
 
-    As `asyncio.timeout` does, it cancels the task that waits here and takes the cancellation back: two of these stand on the way
-    of each request, and tasks for both sides cost more than the rest of it.
+    Like `asyncio.timeout`, it cancels the task that waits here and takes the cancellation back: each request passes two of these,
+    and two tasks for each would cost more than the rest of it.
     """
     task = asyncio.current_task()
     assert task is not None
@@ -68,7 +69,7 @@ async def unless(signal: Signal, work: Coroutine[object, object, T]) -> T | None
     try:
         return await work
     except asyncio.CancelledError:
-        if cancels and task.cancelling() == cancelled_before + 1:  # nobody else wants it to end
+        if cancels and task.cancelling() == cancelled_before + 1:  # no other cancellation is pending
             return None
         raise
     finally:

@@ -1,12 +1,13 @@
-"""Which workers are left out for a while because they fail, or are far slower than their peers. Pure: time is passed in.
+"""Circuit breakers: workers are ejected for a while when they fail, or are far slower than their peers.
 
     CLOSED ── errors or slowness ─► OPEN, for a time that grows ─► HALF_OPEN, one request is let through ─┬─ good ─► CLOSED
                                      ▲                                                                    └─ bad ──► OPEN
                                      └──────────────── longer, up to `max_ejection_s` ◄──────────────────────────────────┘
 
-A breaker belongs to one incarnation of a worker in one role: a worker that was started again begins anew. Errors count with
-exponentially falling weight, so that one of a hundred ejects nobody and the first three in a row do. Slowness is compared with
-the median of the peers: when everybody is slow, nobody is at fault. At most `max_share` of them are left out, and never the last.
+A breaker belongs to one incarnation of a worker in one role: a restarted worker begins anew. Errors decay exponentially, so that
+one error in a hundred requests ejects no worker and the first three in a row do. Slowness is compared with the median of the
+peers: when all are slow, none is ejected. At most `max_share` of the peers are ejected, and never the last. `CircuitBreaker` is
+pure: time is passed in.
 """
 
 from __future__ import annotations
@@ -27,18 +28,19 @@ from router.routing.fleet_snapshot import FleetSnapshot
 from router.routing.worker_snapshot import WorkerKey, WorkerSnapshot
 
 MAX_BREAKERS = 10_000
-"""Of workers that are gone for good nobody tells; beyond this many the one longest untouched is forgotten."""
+"""Bounds the breakers: no event says that a worker is gone for good, so beyond this number the one that was unused for longest is
+dropped."""
 
 
 class Role(enum.Enum):
-    """What of a worker is judged: one that prefills badly may decode well."""
+    """Name the role in which a worker is judged: one that prefills badly may decode well."""
 
     PREFILL = "prefill"
     DECODE = "decode"
 
 
 class State(enum.Enum):
-    """Of a breaker. HALF_OPEN: its time has passed, and one request is to show whether it is well again."""
+    """Name the state of a breaker. HALF_OPEN: the ejection is over, and one request probes the worker."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -47,24 +49,24 @@ class State(enum.Enum):
 
 @dataclass(frozen=True)
 class HealthLimits:
-    """When a worker is left out, and for how long. Times are seconds."""
+    """Hold when a worker is ejected, and for how long. Times are seconds."""
 
-    min_errors: float = 2.5  # weight of errors below which no share counts: a little less than three just now
+    min_errors: float = 2.5  # decayed number of errors below which the share does not count: slightly less than three in a row
     error_share: float = 0.5
-    memory_s: float = 10.0  # an error of so long ago weighs 1/e
+    memory_s: float = 10.0  # an error of this age weighs 1/e
     slow_factor: float = 4.0  # times the median of the peers
-    min_samples: float = 4.0  # weight of measurements below which nobody is called slow, nor compared with
-    ejection_s: float = 2.0  # the first time; each one after it takes twice as long
+    min_samples: float = 4.0  # decayed number of measurements below which a worker is neither called slow nor compared with
+    ejection_s: float = 2.0  # the first ejection; each further one takes twice as long
     max_ejection_s: float = 60.0
     jitter: float = 0.25  # a random share up to this is added, so that workers do not come back all at once
-    probe_s: float = 10.0  # a probe that has not ended by then is not waited for
+    probe_s: float = 10.0  # another probe is sent if one has not ended by then
     max_share: float = 0.5
 
 
 @dataclass(eq=False)
 class Breaker:
-    """One worker in one role. `times` it was ejected without having been well for long in between; `num_ejections` in all.
-    `reason` of its last change."""
+    """Hold one worker in one role. `times`: ejections without a long healthy period in between; `num_ejections`: all ejections.
+    `reason`: why the state last changed."""
 
     state: State = State.CLOSED
     errors: float = 0.0
@@ -73,13 +75,13 @@ class Breaker:
     samples: float = 0.0
     times: int = 0
     opened_at: float = 0.0
-    until: float = 0.0  # OPEN: the end of the ejection; HALF_OPEN: until when the probe is waited for
+    until: float = 0.0  # OPEN: the end of the ejection; HALF_OPEN: the time limit of the probe
     touched_at: float = 0.0
     num_ejections: int = 0
     reason: str = ""
 
     def fade(self, now: float, memory_s: float) -> None:
-        """What was counted weighs less with time."""
+        """Decay the counts to the time `now`."""
         weight = math.exp(-max(0.0, now - self.touched_at) / memory_s)
         self.errors, self.successes, self.samples = self.errors * weight, self.successes * weight, self.samples * weight
         self.touched_at = now
@@ -87,7 +89,8 @@ class Breaker:
 
 @dataclass(eq=False)
 class CircuitBreaker:
-    """All breakers of a router. `jitter` gives a number in [0, 1); `on_change` hears (worker, role, state, reason)."""
+    """Hold all breakers of a router. `jitter` returns a number in [0, 1); `on_change` is called with (worker, role, state,
+    reason)."""
 
     limits: HealthLimits = field(default_factory=HealthLimits)
     jitter: Callable[[], float] = lambda: 0.5
@@ -97,24 +100,24 @@ class CircuitBreaker:
 
     @property
     def suspects(self) -> bool:
-        """Is any breaker not CLOSED?"""
+        """Return whether any breaker is not CLOSED."""
         return bool(self._suspects)
 
     def suspects_of(self, role: Role) -> list[WorkerKey]:
-        """Those whose breaker in this role is not CLOSED."""
+        """Return the workers whose breaker in this role is not CLOSED."""
         return [worker for worker, judged in self._suspects if judged is role]
 
     def breaker(self, worker: WorkerKey, role: Role) -> Breaker | None:
-        """As of the last thing that was heard of the worker; None when nothing was, or long ago."""
+        """Return the breaker as of the worker's last result; None when there was none, or a long time ago."""
         return self._breakers.get((worker, role))
 
     def state(self, worker: WorkerKey, role: Role) -> State:
-        """That of its breaker; unknown workers are CLOSED."""
+        """Return the breaker's state; unknown workers are CLOSED."""
         breaker = self.breaker(worker, role)
         return State.CLOSED if breaker is None else breaker.state
 
     def succeeded(self, worker: WorkerKey, role: Role, now: float) -> None:
-        """It did what it was asked for."""
+        """Record a success."""
         breaker = self._touch(worker, role, now)
         breaker.successes += 1
         if breaker.state is State.HALF_OPEN:
@@ -123,7 +126,7 @@ class CircuitBreaker:
             breaker.times = 0
 
     def failed(self, worker: WorkerKey, role: Role, now: float, reason: str) -> None:
-        """It did not, through no fault of the request."""
+        """Record a failure that the request did not cause."""
         breaker = self._touch(worker, role, now)
         breaker.errors += 1
         share = breaker.errors / (breaker.errors + breaker.successes)
@@ -133,7 +136,7 @@ class CircuitBreaker:
             self._open(worker, role, breaker, now, f"{share:.0%} of its last requests failed, the last one so: {reason}")
 
     def measured(self, worker: WorkerKey, role: Role, slowness: float, peers: Iterable[WorkerKey], now: float) -> None:
-        """How slow it was: observed ÷ expected, or seconds; of one unit for all peers of a role."""
+        """Record how slow the worker was: observed ÷ expected, or seconds; in the same unit for all peers of a role."""
         breaker = self._touch(worker, role, now)
         breaker.slowness += (slowness - breaker.slowness) * (1 / min(8.0, breaker.samples + 1))
         breaker.samples += 1
@@ -142,11 +145,11 @@ class CircuitBreaker:
             return
         if breaker.slowness > self.limits.slow_factor * usual:
             reason = f"{breaker.slowness / usual:.1f} times slower than its peers"
-            breaker.samples = breaker.slowness = 0.0  # what comes after the ejection counts
+            breaker.samples = breaker.slowness = 0.0  # measurements start anew after the ejection
             self._open(worker, role, breaker, now, reason)
 
     def chosen(self, worker: WorkerKey, role: Role, now: float) -> None:
-        """A request goes there; for a worker whose ejection is over it is the probe."""
+        """Record that a request is sent to the worker; after an ejection it is the probe."""
         breaker = self._breakers.get((worker, role))
         if breaker is not None and breaker.state is not State.CLOSED and now >= breaker.until:
             breaker.until = now + self.limits.probe_s
@@ -154,7 +157,7 @@ class CircuitBreaker:
                 self._change(worker, role, breaker, State.HALF_OPEN, "one request goes there")
 
     def ejected(self, role: Role, peers: Sequence[WorkerKey], now: float) -> frozenset[WorkerKey]:
-        """Those of `peers`, all of one kind, to be left out now: when they are too many, those that were ejected first."""
+        """Return the `peers`, all of one kind, that are ejected now; if they are too many, those that were ejected first."""
         found = [(breaker.opened_at, peer) for peer in peers if (breaker := self._left_out(peer, role, now)) is not None]
         most = min(int(len(peers) * self.limits.max_share), len(peers) - 1)
         return frozenset(peer for _, peer in sorted(found)[: max(0, most)])
@@ -164,7 +167,7 @@ class CircuitBreaker:
         return breaker if breaker is not None and breaker.state is not State.CLOSED and now < breaker.until else None
 
     def _usual(self, worker: WorkerKey, role: Role, peers: Iterable[WorkerKey]) -> float | None:
-        """The median slowness of the others; None when too little is known of them."""
+        """Return the median slowness of the other peers; None when too few were measured."""
         known = [
             breaker.slowness
             for peer in peers
@@ -181,7 +184,7 @@ class CircuitBreaker:
         breaker.num_ejections += 1
         breaker.opened_at = now
         breaker.until = now + min(growing_s, self.limits.max_ejection_s) * (1 + self.limits.jitter * self.jitter())
-        self._change(worker, role, breaker, State.OPEN, f"left out for {breaker.until - now:.1f} s: {reason}")
+        self._change(worker, role, breaker, State.OPEN, f"ejected for {breaker.until - now:.1f} s: {reason}")
 
     def _close(self, worker: WorkerKey, role: Role, breaker: Breaker) -> None:
         self._suspects.discard((worker, role))
@@ -196,7 +199,7 @@ class CircuitBreaker:
         key = (worker, role)
         breaker = self._breakers.pop(key, None) or Breaker(touched_at=now)
         breaker.fade(now, self.limits.memory_s)
-        self._breakers[key] = breaker  # at the end: the order is that of the last touch
+        self._breakers[key] = breaker  # at the end: the dict is in the order of last use
         if len(self._breakers) > MAX_BREAKERS:
             oldest = next(iter(self._breakers))
             del self._breakers[oldest]
@@ -204,27 +207,26 @@ class CircuitBreaker:
         return breaker
 
 
-# What requests tell of the workers they met: evidence for `router.fleet.circuit_breaker`, with this process's clock and log.
-
+# The health recorder: results of requests, for the circuit breaker, with this process's clock and log.
 
 PEERS_FOR_S = 2.0
-"""How long a list of peers is good enough to compare with: to make it takes a look at every worker."""
+"""How long a list of peers is reused for comparisons: making one reads every worker."""
 
 logger = logging.getLogger(__name__)
 
 
 class HealthRecorder:
-    """One for each router. Everybody reports here; the placer asks whom to leave out."""
+    """Take results of requests from all callers, and tell the placer which workers are ejected."""
 
     def __init__(self, views: Callable[[], Iterable[WorkerSnapshot]]) -> None:
-        """`views`: the workers as they are now."""
+        """Create the recorder. `views` returns the current workers."""
         self.health = CircuitBreaker(jitter=random.random, on_change=_log)
         self._views = views
         self._peers: dict[tuple[WorkerKey, Role], Iterable[WorkerKey]] = {}
         self._peers_until = 0.0
 
     def ejected(self, fleet_snapshot: FleetSnapshot, role: Role) -> frozenset[WorkerKey]:
-        """Whom of `roster` to leave out for now, in this role: of each kind at most a share, and never the last."""
+        """Return the workers that are ejected now in this role: of each kind at most a share, and never the last."""
         if not self.health.suspects:
             return frozenset()
         now = _now()
@@ -236,26 +238,27 @@ class HealthRecorder:
     def _with_peers(
         self, suspects: dict[WorkerKey, WorkerSnapshot], fleet_snapshot: FleetSnapshot, role: Role
     ) -> list[WorkerKey]:
-        """With so many others of their kind that more would change nothing: there may be thousands, and every request asks."""
+        """Return the suspects with enough peers of their kind that more would not change the result: there may be thousands of
+        peers, and every request asks."""
         share = self.health.limits.max_share
         enough = math.ceil(len(suspects) / share) + 1 if share else None
         peers = fleet_snapshot.peers(next(iter(suspects.values())), prefill=role is Role.PREFILL)
         return list(suspects | {peer.key: peer for peer in islice(peers, enough)})
 
     def chosen(self, worker: WorkerKey, role: Role) -> None:
-        """A request is sent there."""
+        """Record that a request is sent to the worker."""
         self.health.chosen(worker, role, _now())
 
     def succeeded(self, worker: WorkerKey, role: Role) -> None:
-        """It did its part."""
+        """Record that the worker did its part of a request."""
         self.health.succeeded(worker, role, _now())
 
     def took(self, worker: WorkerKey, role: Role, slowness: float) -> None:
-        """How slow it was: observed ÷ expected, or seconds; of one unit for all workers of a role."""
+        """Record how slow the worker was: observed ÷ expected, or seconds; in the same unit for all workers of a role."""
         self.health.measured(worker, role, slowness, self._peers_of(worker, role), _now())
 
     def failed(self, worker: WorkerKey, role: Role, reason: str) -> None:
-        """It did not do its part, and the request is not to blame."""
+        """Record that the worker failed its part of a request, and that the request did not cause it."""
         self.health.failed(worker, role, _now(), reason)
 
     def _peers_of(self, worker: WorkerKey, role: Role) -> Iterable[WorkerKey]:
@@ -268,7 +271,7 @@ class HealthRecorder:
 
 
 def _groups(views: Iterable[WorkerSnapshot], role: Role) -> list[dict[WorkerKey, WorkerSnapshot]]:
-    """Workers that can stand in for each other."""
+    """Return groups of workers that can replace each other."""
     groups: dict[tuple[object, ...], dict[WorkerKey, WorkerSnapshot]] = defaultdict(dict)
     for view in views:
         if view.decode if role is Role.DECODE else view.prefill:
@@ -285,8 +288,7 @@ def _log(worker: WorkerKey, role: Role, state: State, reason: str) -> None:
     logger.log(level, "%s worker %s (epoch %016x) is %s: %s", role.value, worker[0], worker[1], state.value, reason)
 
 
-# What this router thinks of its workers, as clients ask for it.
-
+# Breakers as messages, for the status.
 
 MAX_REASON_CHARS = 200
 _ROLES = {Role.PREFILL: worker_pb2.ROLE_PREFILL, Role.DECODE: worker_pb2.ROLE_DECODE}
@@ -298,10 +300,10 @@ _STATES = {
 
 
 class BreakerStatuses:
-    """As of one moment: whom requests leave out is asked once for all workers."""
+    """Read the breakers at one moment: ejected workers are computed once for all of them."""
 
     def __init__(self, health_recorder: HealthRecorder, fleet_snapshot: FleetSnapshot, now: float) -> None:
-        """`now` is monotonic seconds."""
+        """Compute the ejected workers. `now` is monotonic seconds."""
         self._health_recorder = health_recorder
         self._left_out: Mapping[Role, frozenset[WorkerKey]] = {
             role: health_recorder.ejected(fleet_snapshot, role) for role in Role
@@ -309,7 +311,7 @@ class BreakerStatuses:
         self._now = now
 
     def of(self, worker: WorkerKey) -> list[mesh_pb2.BreakerStatus]:
-        """Of the roles in which it was ever left out."""
+        """Return the breakers of the roles in which the worker was ever ejected."""
         breakers = ((role, self._health_recorder.health.breaker(worker, role)) for role in Role)
         return [self._status(worker, role, each) for role, each in breakers if each is not None and each.num_ejections]
 

@@ -1,8 +1,8 @@
-"""One Attach stream to one decode worker: tokens of all of this router's requests there, heartbeats both ways.
+"""One Attach stream to one decode worker: tokens of all of this router's requests there, and heartbeats both ways.
 
-The reader gives each output to its request's follower and never waits for anybody. A stream that breaks, or is silent, is opened
-again with the next indexes that the followers need; when that fails for the grace period, when nobody listens at the address any
-more, or when another incarnation answers, the followers are told that they are lost.
+The reader gives each output to its request's follower and never blocks. A stream that breaks, or is silent, is opened again with
+the next indexes that the followers need. When that fails for the grace period, when the port refuses connections, or when another
+incarnation answers, the followers are lost.
 """
 
 import asyncio
@@ -26,24 +26,24 @@ AttachCall = grpc.aio.StreamStreamCall[decode_pb2.AttachRequest, decode_pb2.Fram
 
 
 class Follower(Protocol):
-    """A request that waits for tokens from this worker. Called by the reader: must return at once."""
+    """Receive the tokens of one request on this worker. The reader calls it, so its methods must return at once."""
 
     def on_output(self, output: decode_pb2.SequenceOutput) -> None:
-        """New output of one choice."""
+        """Take new output of one choice."""
 
     def on_event(self, event: decode_pb2.RequestEvent) -> None:
-        """Something about the request."""
+        """Take an event of the request."""
 
     def on_lost(self, reason: str) -> None:
-        """Nothing more will come from this worker; called once, after which the link has forgotten the follower."""
+        """End: nothing more will come from this worker. Called once; the stream has dropped the follower by then."""
 
     def next_indexes(self) -> Sequence[tuple[int, int]]:
-        """(choice, output index needed next) of each choice that goes on."""
+        """Return (choice, next output index) of each choice that goes on."""
 
 
 @dataclass(frozen=True)
 class StreamSettings:
-    """Seconds, but `heartbeat_ms`."""
+    """Hold the settings of a stream; seconds, except `heartbeat_ms`."""
 
     router_id: str
     heartbeat_ms: int = 100
@@ -52,7 +52,7 @@ class StreamSettings:
 
 
 class DecodeStream:
-    """Lives from `start` to `stop`, over any number of streams."""
+    """Keep a stream to one worker open, from `start` to `stop`, over any number of connections."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class DecodeStream:
         self._on_change = on_change
         self._on_load = on_load
         self._followers: dict[str, tuple[int, Follower]] = {}
-        self._waiting: set[str] = set()  # of those, the ones of which nothing has come: decode holds their blocks under a lease
+        self._waiting: set[str] = set()  # those without output so far: the decode worker holds their blocks under a lease
         self._grace: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -87,7 +87,7 @@ class DecodeStream:
         self._lose(reason)
 
     def follow(self, request_id: str, epoch: int, follower: Follower) -> None:
-        """From now on `follower` gets what the incarnation `epoch` says about `request_id`. To be called before its Submit."""
+        """Give `follower` what the incarnation `epoch` sends about `request_id`, from now on. Call it before Submit."""
         self._followers[request_id] = (epoch, follower)
         self._waiting.add(request_id)
 
@@ -110,11 +110,11 @@ class DecodeStream:
             backoff_s = MIN_BACKOFF_S if self.attached else min(MAX_BACKOFF_S, 2 * backoff_s)
             self._broken(problem)
             if self._followers and await is_refused(self.address):
-                self._lose(f"nobody listens at {self.address} any more")
+                self._lose(f"nothing listens at {self.address} any more")
             await asyncio.sleep(backoff_s)
 
     async def _session(self) -> None:
-        """One stream, from opening to its end. Silence ends it, too."""
+        """Run one stream, from opening to its end. Silence ends it, too."""
         call = self._stub.Attach()
         silent = asyncio.Event()
 
@@ -135,7 +135,7 @@ class DecodeStream:
                 await asyncio.gather(heartbeats, return_exceptions=True)
 
     async def _send(self, call: AttachCall) -> None:
-        """The first message, then heartbeats. Whatever is wrong with the stream, the reader finds out."""
+        """Send the first message, then heartbeats. The reader handles errors of the stream."""
         router_id, heartbeat_ms = self._settings.router_id, self._settings.heartbeat_ms
         with contextlib.suppress(grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
             await call.write(
@@ -210,7 +210,7 @@ class DecodeStream:
 
 
 async def is_refused(address: str) -> bool:
-    """Does the host answer that nobody listens there? Then the process is gone, and waiting for it would help nobody."""
+    """Return whether the host refuses connections to the port. Then the process is gone, and waiting for it is useless."""
     host, _, port = address.rpartition(":")
     try:
         _, writer = await asyncio.wait_for(asyncio.open_connection(host.strip("[]"), int(port)), PROBE_TIMEOUT_S)

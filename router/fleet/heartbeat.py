@@ -1,11 +1,11 @@
-"""Silence of a stream, in time during which this process could have heard something."""
+"""Detection of a silent stream, which counts only time in which this process could have received something."""
 
 import asyncio
 from collections.abc import Callable
 
 
 class HeartbeatClock:
-    """Counts silence in ticks: a tick that comes late, because this process was stalled, counts as one tick only.
+    """Count silence in ticks. A tick that comes late, because this process was stalled, counts at most twice its period.
 
     Otherwise a router that was stopped for a second would believe that all of its workers had died.
     """
@@ -17,11 +17,11 @@ class HeartbeatClock:
         self._last: float | None = None
 
     def heard(self) -> None:
-        """Something came."""
+        """Record that a message came."""
         self._silence_s = 0.0
 
     def tick(self, now: float) -> bool:
-        """To be called every `tick_s`; True when the silence has lasted `timeout_s`."""
+        """Return whether the silence has lasted `timeout_s`. Call it every `tick_s`."""
         elapsed = 0.0 if self._last is None else now - self._last
         self._last = now
         self._silence_s += min(elapsed, 2 * self._tick_s)
@@ -29,13 +29,13 @@ class HeartbeatClock:
 
 
 def being_cancelled() -> bool:
-    """Whether somebody wants the current task to end: else a CancelledError says that a call of its own was cancelled."""
+    """Return whether the current task is being cancelled; else a CancelledError comes from a call that it made."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 class Watchdog:
-    """Calls `on_silence` once, on the running event loop, when nothing was heard for `timeout_s`. Use as a context manager."""
+    """Call `on_silence` once, on the running event loop, when nothing was heard for `timeout_s`. Use it as a context manager."""
 
     def __init__(self, timeout_s: float, on_silence: Callable[[], object]) -> None:
         self._tick_s = min(0.1, timeout_s / 5)

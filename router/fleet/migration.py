@@ -1,7 +1,9 @@
-"""Asks running requests to move: all that a decode worker has when it drains, one now and then when loads differ much.
+"""Migration decides which running requests move to another decode worker: all of a worker that drains, and one now and then when
+loads differ much.
 
-How a request moves, router/lifecycle/dispatcher.py knows: its next stay is prepared while the present one goes on, so nobody
-waits for it. Here it is decided who moves, and how many at once: each move is a hand-off that others pay for.
+router/lifecycle/dispatcher.py moves a request: it prepares the next placement while the present one goes on, so that the client
+does not wait. This module decides which requests move, and how many at once, because each move is a hand-off that costs other
+requests time.
 """
 
 import asyncio
@@ -18,28 +20,29 @@ from router.fleet.registry import FleetRegistry
 from router.fleet.worker import Worker
 from router.routing.worker_snapshot import WorkerKey, WorkerSnapshot
 
-# Whether one running sequence should move to another decode worker. Pure: a snapshot and a clock in, a move with its reason out.
+# Rebalancing: whether one running sequence should move to another decode worker. Pure: it maps a snapshot and a clock to a move
+# with its reason.
 #
-# Moving costs a hand-off, so it is rare: a worker must have been in need for `patience_s` without a break, another one of its
-# kind must be much less loaded (`gap`), there is one move in `period_s`, and who has just given or taken a sequence is left
-# alone.
+# A move costs a hand-off, so moves are rare: a worker must have been overloaded for `patience_s` without a break, another worker
+# of its kind must be much less loaded (`gap`), there is one move in `period_s`, and a worker that has just given or taken a
+# sequence is left alone.
 
 
 @dataclass(frozen=True)
 class RebalanceLimits:
-    """Shares are of a worker's blocks or places, whichever is fuller; times are seconds."""
+    """Hold the limits. Shares are of a worker's blocks or sequence slots, whichever is fuller; times are seconds."""
 
     full: float = 0.9
     gap: float = 0.35
     patience_s: float = 2.0
     period_s: float = 1.0
     cooldown_s: float = 5.0
-    tpot_gap: float = 0.6  # the other one's TPOT, as a share of the TPOT that breaks the objective
+    tpot_gap: float = 0.6  # the target's TPOT, as a share of the TPOT that misses the objective
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds per token that a decode worker's sequences get now, and the strictest objective among them (None: none)."""
+    """Hold the TPOT of a decode worker's sequences now, and the strictest objective among them (None: none)."""
 
     tpot_s: float
     objective_s: float | None = None
@@ -47,7 +50,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class Move:
-    """One sequence from `source` to `target`, or wherever the policy would rather have it."""
+    """Name a move of one sequence from `source` to `target`; the policy may choose another target."""
 
     source: WorkerKey
     target: WorkerKey
@@ -56,7 +59,7 @@ class Move:
 
 @dataclass(eq=False)
 class Rebalancer:
-    """Remembers who is in need since when, and when what was last moved."""
+    """Remember since when workers are overloaded, and which ones moved a sequence lately."""
 
     limits: RebalanceLimits = field(default_factory=RebalanceLimits)
     _needy_since: dict[WorkerKey, float] = field(default_factory=dict)
@@ -64,7 +67,7 @@ class Rebalancer:
     _last_move_at: float | None = None
 
     def decide(self, workers: Iterable[WorkerSnapshot], paces: Mapping[WorkerKey, Pace], now: float) -> Move | None:
-        """To be called with every change or a few times a second. A move that is returned counts as made."""
+        """Return the next move, which counts as made. Call it at every change, or a few times a second."""
         decodes = [worker for worker in workers if worker.decode]
         emptiest = _emptiest_by_kind(decodes)
         needs = {worker.key: need for worker in decodes if (need := self._need(worker, emptiest[worker.kind], paces)) is not None}
@@ -85,7 +88,7 @@ class Rebalancer:
 
     def _need(self, worker: WorkerSnapshot, emptiest: list[WorkerSnapshot], paces: Mapping[WorkerKey, Pace]) -> Move | None:
         target = next((other for other in emptiest if other.key != worker.key), None)
-        if target is None or worker.num_seqs < 2:  # a lone sequence is nowhere better off
+        if target is None or worker.num_seqs < 2:  # a lone sequence would be no better off elsewhere
             return None
         used, free = load_share(worker), load_share(target)
         if used - free >= self.limits.gap and used >= self.limits.full:
@@ -104,7 +107,7 @@ class Rebalancer:
 
 
 def _emptiest_by_kind(workers: Iterable[WorkerSnapshot]) -> dict[tuple[object, ...], list[WorkerSnapshot]]:
-    """The two least loaded of each kind: one of them is not the worker that looks for another."""
+    """Return the two least loaded workers of each kind: one of them is not the worker that wants to move a sequence."""
     kinds: dict[tuple[object, ...], list[WorkerSnapshot]] = {}
     for worker in workers:
         kinds.setdefault(worker.kind, []).append(worker)
@@ -112,7 +115,7 @@ def _emptiest_by_kind(workers: Iterable[WorkerSnapshot]) -> dict[tuple[object, .
 
 
 def load_share(worker: WorkerSnapshot) -> float:
-    """How full it is, in blocks or in places, with what was sent there since its report."""
+    """Return how full the worker is, in blocks or sequence slots, with what was sent to it since its heartbeat."""
     blocks = 1 - (worker.num_free_blocks - worker.dispatched_blocks) / worker.num_total_blocks
     limiter = (worker.num_seqs + worker.dispatched_seqs) / worker.max_num_seqs
     return max(blocks, limiter)
@@ -123,48 +126,48 @@ BALANCE_PERIOD_S = 0.5
 MAX_AT_ONCE = 8
 """Requests that may be leaving one draining worker at the same time."""
 AGAIN_AFTER_S = 1.0
-"""A request that found no other place is asked again so much later."""
+"""A request that found no other worker is asked again after this time."""
 MIN_TOKENS_LEFT = 32
-"""For balance only a request moves that has more than this before it: another one frees its place by itself."""
+"""Only a request with more tokens left than this moves for balance: another one frees its slot soon."""
 
 logger = logging.getLogger(__name__)
 
 
 class Migratable(Protocol):
-    """A request on a decode worker."""
+    """Expose a request on a decode worker to migration."""
 
     @property
     def holder(self) -> WorkerKey | None:
-        """The decode worker that it could leave now; None while it cannot, or is about to."""
+        """Return the decode worker that the request could leave now; None while it cannot, or while a move is under way."""
 
     @property
     def model(self) -> str:
-        """What it asks for."""
+        """Return the name of the request's model."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that it has so far."""
+        """Return the tokens that it has so far."""
 
     @property
     def num_left(self) -> int:
-        """Tokens that may still come."""
+        """Return the tokens that may still come."""
 
     def ask_to_move(self, reason: str) -> None:
-        """Go elsewhere, if there is room; only with a `holder`."""
+        """Move elsewhere, if there is room; call it only while `holder` is not None."""
 
 
 @dataclass(eq=False)
 class _Asked:
-    """A request that was asked: where it was, and when."""
+    """Record from which worker, and when, a request was asked to move."""
 
     source: WorkerKey
     at: float
 
 
 class Migrator:
-    """Looks a few times a second, from `start` to `stop`.
+    """Look for requests to move a few times a second, from `start` to `stop`.
 
-    `requests` are those of this router; they come and go by themselves.
+    `requests` are those of this router; the caller adds and removes them.
     """
 
     def __init__(
@@ -175,7 +178,7 @@ class Migrator:
         rebalancer: Rebalancer | None,
         tpot_objectives_s: Mapping[str, float],
     ) -> None:
-        """Without a `rebalancer` only workers that drain are left. `tpot_objectives_s` by model."""
+        """Create it. Without a `rebalancer` requests only leave workers that drain. `tpot_objectives_s`: by model."""
         self._fleet = fleet
         self._requests = requests
         self.rebalancer = rebalancer
@@ -190,13 +193,13 @@ class Migrator:
         self._task = asyncio.create_task(self._run(), name="move requests")
 
     async def stop(self) -> None:
-        """Ask nobody any more."""
+        """Stop; no more requests are asked to move."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
     def look(self, now: float) -> None:
-        """One round. `now` is monotonic seconds."""
+        """Look once. `now` is monotonic seconds."""
         leaving = {_key(worker) for worker in self._fleet.workers.values() if is_leaving(worker)}
         if leaving:
             self._leave(leaving, now)
@@ -225,7 +228,7 @@ class Migrator:
         for request, holder in here:
             if on_their_way[holder] < MAX_AT_ONCE:
                 on_their_way[holder] += 1
-                self._ask(request, holder, "its worker is about to go", now)
+                self._ask(request, holder, "its worker is about to leave", now)
 
     def _balance(self, rebalancer: Rebalancer, now: float) -> None:
         move = rebalancer.decide(self._fleet.views(), self._paces(now), now)
@@ -240,7 +243,7 @@ class Migrator:
         request.ask_to_move(reason)
 
     def _paces(self, now: float) -> dict[WorkerKey, Pace]:
-        """Of the workers whose requests have an objective: mean seconds per token, over the last second or so."""
+        """Return the mean TPOT over the last second or so, for each worker that has requests with an objective."""
         if not self._objectives:
             return {}
         times: dict[WorkerKey, list[float]] = defaultdict(list)
@@ -255,7 +258,7 @@ class Migrator:
         return {holder: Pace(sum(values) / len(values), goals[holder]) for holder, values in times.items()}
 
     def _tpot_s(self, request: Migratable, now: float) -> float | None:
-        """Since it was last counted, up to a second ago; None when nothing has come since."""
+        """Return the TPOT since the last count, up to a second ago; None when no token has come since."""
         num_tokens = request.num_tokens
         at, before = self._counted.setdefault(request, (now, num_tokens))
         if num_tokens <= before:
@@ -267,7 +270,7 @@ class Migrator:
 
 
 def is_leaving(worker: Worker) -> bool:
-    """Does it live, and is it about to stop, or to stop decoding?"""
+    """Return whether the worker is alive, and about to stop, or to stop decoding."""
     current = worker.current
     return current is not None and (current.load.draining or worker_pb2.ROLE_DECODE not in current.load.roles)
 

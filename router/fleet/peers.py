@@ -1,8 +1,9 @@
-"""The other routers, as their messages tell; and this one's part of what all of them may give out. Pure: time is passed in.
+"""The other routers, by their messages, and this router's part of the tenants' limits that all of them give out. Pure: time is
+passed in.
 
-What they sent to a worker counts here until the worker's own report is younger than its arrival, as what this router sent does.
-A router that has been silent for `MAX_SILENCE_S` is gone, with all it said: its part goes to the others. But when this router
-does not even hear itself, it is the messages that fail, not the routers: parts stay as they were last.
+What other routers sent to a worker counts here until the worker's own heartbeat is newer than its arrival, like what this router
+sent. A router that has been silent for `MAX_SILENCE_S` is gone, with all that it said, and its part goes to the others. But when
+this router does not even receive its own messages, the messages fail and not the routers: the parts stay as they were.
 """
 
 from __future__ import annotations
@@ -20,34 +21,37 @@ from operator import add
 from router.fleet.worker import Dispatched
 from router.routing.worker_snapshot import WorkerKey
 
-# What one router tells the others, ten times a second: what it has sent to workers, and what its tenants ask of it. Pure.
+# The message of one router to the others, ten times a second: what it has sent to workers, and what its tenants ask of it.
 #
-# It is soft state: each message replaces what the same router said before, a lost one costs a tenth of a second, and one that
-# cannot be read is as good as lost. Times travel as ages, so that no two clocks need to agree.
-
+# Each message replaces the one before of the same router, a lost one costs a tenth of a second, and one that cannot be read
+# counts as lost. Times travel as ages, so that clocks need not agree.
 
 MAX_BYTES = 256 << 10
 MAX_WORKERS = 4096
 AGES_MS = (0, 100, 300, 700, 1500)
-"""What was sent to one worker is summed up by age; a sum is as old as its youngest part: all of it counts for long enough."""
+"""What was sent to one worker is summed by age class; a sum has the age of its youngest part, so that all of it counts for long
+enough."""
 MAX_PER_WORKER = len(AGES_MS) + 1
 MAX_TENANTS = 1024
 MAX_NAME_BYTES = 32
 MAX_COUNT = 10**9
-"""Of each amount, either way: what has ended counts against what was sent before."""
+"""Bounds each amount, in both directions: what has ended counts negatively."""
 MAX_AMOUNT = 1e12
 MAX_TEXT = 512
 
 
 class UnreadableMessage(ValueError):
-    """Not one of a router's; the text says why."""
+    """Report a message that no router sent; the text says why."""
 
 
 @dataclass(frozen=True)
 class PeerMessage:
-    """`run` tells incarnations of a router apart. `sent`: by worker, what no report can be sure to contain; `arrived_at` of each
-    is on the receiver's clock. `demand`: tokens per second that each tenant asked for, in
-    what is received by the name that `named` gives."""
+    """Hold one message.
+
+    `run` tells incarnations of a router apart. `sent`: by worker, what is not surely contained in its heartbeats; each
+    `arrived_at` is on the receiver's clock. `routing_request`: tokens per second that each tenant asked for; in a received
+    message tenants have the name that `named` returns.
+    """
 
     router_id: str
     run: int
@@ -56,8 +60,8 @@ class PeerMessage:
 
 
 def encode(message: PeerMessage, now: float) -> bytes:
-    """`now`: monotonic seconds. What has not arrived yet for sure is as young as the message. At most MAX_BYTES: with too many
-    workers ages grow coarse, then those with least are left out."""
+    """Return the message as bytes, at most MAX_BYTES: with too many workers age classes are merged, then the workers with least
+    are left out. `now`: monotonic seconds. Entries without a known arrival are as young as the message."""
     greatest = sorted(message.routing_request.items(), key=lambda item: -item[1])[:MAX_TENANTS]
     routing_request = {named(tenant): round(min(rate, MAX_AMOUNT / 2), 3) for tenant, rate in greatest}
     head = {"router": message.router_id, "run": f"{message.run:016x}", "demand": routing_request}
@@ -67,7 +71,7 @@ def encode(message: PeerMessage, now: float) -> bytes:
 
 
 def named(tenant: str) -> str:
-    """The tenant's name as it stands in messages: long or odd ones by a hash, so that a message's size is bounded."""
+    """Return the tenant's name in messages: a hash replaces long or unprintable names, so that a message's size is bounded."""
     plain = len(tenant) <= MAX_NAME_BYTES and tenant.isascii() and tenant.isprintable() and not tenant.startswith("#")
     if plain:
         return tenant
@@ -75,25 +79,25 @@ def named(tenant: str) -> str:
 
 
 def _workers(sent: Mapping[WorkerKey, tuple[Dispatched, ...]], now: float, budget: int) -> list[str]:
-    """What was sent to each, in JSON; together with commas at most `budget` bytes."""
+    """Return what was sent to each worker, as JSON; with commas at most `budget` bytes."""
     written: list[str] = []
     for ages_ms in (AGES_MS, AGES_MS[:2], ()):
         written = [text for key, all_sent in sent.items() if (text := _worker(key, all_sent, ages_ms, now))]
         if len(written) <= MAX_WORKERS and sum(map(len, written)) + len(written) <= budget:
             return written
-    written = sorted(written, key=len, reverse=True)[:MAX_WORKERS]  # more digits: more was sent
+    written = sorted(written, key=len, reverse=True)[:MAX_WORKERS]  # longer text has more digits: more was sent
     ends = accumulate(len(text) + 1 for text in written)
     return [text for text, end in zip(written, ends, strict=True) if end <= budget]
 
 
 def _worker(key: WorkerKey, all_sent: tuple[Dispatched, ...], ages_ms: tuple[int, ...], now: float) -> str:
-    """Empty when nothing is left of it."""
+    """Return one worker's entry; empty when its sums are zero."""
     entries = _summed(all_sent, ages_ms, now)
     return json.dumps([key[0], f"{key[1]:016x}", entries], separators=(",", ":")) if entries else ""
 
 
 def _summed(all_sent: tuple[Dispatched, ...], ages_ms: tuple[int, ...], now: float) -> list[list[int]]:
-    """One entry for each age at which something is left: what was sent and has ended meanwhile is nothing."""
+    """Return an entry for each age class whose sum is not zero."""
     sums: dict[int, list[int]] = {}
     for sent in all_sent:
         age_ms, *figures = _entry(sent, now)
@@ -108,7 +112,7 @@ def _clamped(count: int) -> int:
 
 
 def decode(data: bytes, now: float) -> PeerMessage:
-    """`now`: monotonic seconds here. Raises UnreadableMessage."""
+    """Return the message in `data`. `now`: monotonic seconds of this process. Raises UnreadableMessage."""
     if len(data) > MAX_BYTES:
         raise UnreadableMessage(f"{len(data)} bytes are more than {MAX_BYTES}")
     try:
@@ -126,7 +130,7 @@ def decode(data: bytes, now: float) -> PeerMessage:
 
 
 def total(all_sent: Iterable[Dispatched], arrived_at: float | None) -> Dispatched:
-    """Their sum, as one that arrived then."""
+    """Return the sum of the entries, with the arrival time `arrived_at`."""
     result = Dispatched(arrived_at=arrived_at)
     for sent in all_sent:
         result.seqs += sent.seqs
@@ -149,7 +153,8 @@ def _dispatched(entry: list[object], now: float) -> Dispatched:
 
 
 def _amount(value: object, least: float, most: float) -> float:
-    """Comparing comes first: an integer may have more digits than a float can hold."""
+    """Check an amount. The comparison comes before the conversion, because an integer may have more digits than a float can
+    hold."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
         raise UnreadableMessage(f"{type(value).__name__} is no amount from {least:g} to {most:g}")
     return float(value)
@@ -162,25 +167,25 @@ def _text(value: object) -> str:
 
 
 def _number(value: object) -> int:
-    """An epoch or a run, of 64 bits."""
+    """Parse an epoch or a run, of 64 bits."""
     return int(_text(value)[:17], 16)
 
 
 MAX_SILENCE_S = 0.8
 SENT_SILENCE_S = 0.5
-"""Workers' reports will have told of what was sent long ago."""
+"""After this time heartbeats surely contain what was sent."""
 JOINING_S = 0.3
-"""After its first own message a router knows all others: they speak more often than that."""
+"""How long after its first own message a router knows all others: they publish more often than that."""
 JOINING_SHARE = 0.5
 ALONE_AFTER_S = 1.0
-"""One that starts while no messages pass takes itself for the only one."""
+"""A router that starts while no messages arrive takes itself for the only one after this time."""
 RETURN_GRACE_S = 3.0
 FLOOR = 0.1
 MAX_PEERS = 1024
 
 
 class Peers:
-    """What one router knows of the others. `run` is its own."""
+    """Hold what one router knows of the others. `run` is its own."""
 
     def __init__(self, router_id: str, run: int, now: float) -> None:
         self._own = (router_id, run)
@@ -191,11 +196,11 @@ class Peers:
 
     @property
     def num_others(self) -> int:
-        """Routers that were heard lately, without this one."""
+        """Return the number of routers that sent messages lately, without this one."""
         return len(self._messages) - (self._own in self._messages)
 
     def heard(self, message: PeerMessage, now: float) -> None:
-        """Also of what this router says itself."""
+        """Take in a message, including this router's own."""
         key = (message.router_id, message.run)
         if key == self._own:
             self._heard_itself(now)
@@ -207,22 +212,22 @@ class Peers:
     def _heard_itself(self, now: float) -> None:
         if self._joined_at is None:
             self._joined_at = now
-        elif not self.hears_itself(now):  # messages pass again: the others have their back-offs to end before they speak
+        elif not self.hears_itself(now):  # messages arrive again: the other routers' back-offs have to end before they publish
             self._heard_at = dict.fromkeys(self._heard_at, now + RETURN_GRACE_S)
 
     def tick(self, now: float) -> None:
-        """Forget who is silent, unless everybody is."""
+        """Drop routers that are silent, unless all are."""
         if not self.hears_itself(now):
             return
         for key in [key for key, at in self._heard_at.items() if now - at > MAX_SILENCE_S]:
             del self._messages[key], self._heard_at[key]
 
     def hears_itself(self, now: float) -> bool:
-        """Do messages pass?"""
+        """Return whether this router receives its own messages."""
         return now - self._heard_at.get(self._own, float("-inf")) <= SENT_SILENCE_S
 
     def sent(self, now: float) -> dict[WorkerKey, list[Dispatched]]:
-        """By worker, what the others sent to it; new objects, for the receiver to count down."""
+        """Return by worker what the others sent to it, as new objects, because the receiver counts in them."""
         found: dict[WorkerKey, list[Dispatched]] = {}
         for key, message in self._messages.items():
             if key == self._own or now - self._heard_at[key] > SENT_SILENCE_S:
@@ -232,7 +237,8 @@ class Peers:
         return found
 
     def share(self, tenant: str, now: float) -> float:
-        """This router's part of the tenant's limits, in (0, 1]. Parts of routers with the same messages are 1 together."""
+        """Return this router's part of the tenant's limits, in (0, 1]. The parts of routers with the same messages add up to
+        1."""
         own = self._messages.get(self._own)
         if own is None or self._joined_at is None:
             return 1.0 if now - self._started_at > ALONE_AFTER_S else JOINING_SHARE
@@ -248,8 +254,8 @@ class Peers:
 
 
 def part(own: float, demands: list[float]) -> float:
-    """The part of one of several who ask for `demands`, its own among them: a floor for each, so that who is asked for the first
-    time has something to give; the rest as they ask."""
+    """Return the part of one of several routers with these `demands`, its own among them: a floor for each, so that a router with
+    its first request of a tenant can admit it, and the rest in proportion."""
     num, asked = len(demands), sum(demands)
     if asked <= 0:
         return 1.0 / num
@@ -257,24 +263,24 @@ def part(own: float, demands: list[float]) -> float:
 
 
 class DemandMeter:
-    """Tokens per second that each tenant asks for, over about the last `WINDOW_S` seconds. To count a request costs the same
-    with any number of tenants; of more than `MAX_TENANTS` those who have asked last are known."""
+    """Measure the tokens per second that each tenant asks for, over about the last `WINDOW_S` seconds. Counting a request costs
+    the same with any number of tenants; at most the `MAX_TENANTS` most recent ones are kept."""
 
     WINDOW_S = 1.0
     FORGET_BELOW = 0.01
 
     def __init__(self) -> None:
-        self._levels: OrderedDict[str, tuple[float, float]] = OrderedDict()  # the rate, and when it was so much
+        self._levels: OrderedDict[str, tuple[float, float]] = OrderedDict()  # the rate, and the time at which it had that value
 
     def asked(self, tenant: str, tokens: float, now: float) -> None:
-        """A request came, whatever becomes of it."""
+        """Record a request, whatever becomes of it."""
         self._levels[tenant] = (self._level(tenant, now) + tokens / self.WINDOW_S, now)
         self._levels.move_to_end(tenant)
         if len(self._levels) > MAX_TENANTS:
             self._levels.popitem(last=False)
 
     def rates(self, now: float) -> Mapping[str, float]:
-        """By tenant; those who ask for nothing are not there."""
+        """Return the rates by tenant, without tenants that ask for nothing."""
         rates = {name: self._level(name, now) for name in self._levels}
         for name in [name for name, rate in rates.items() if rate <= self.FORGET_BELOW]:
             del rates[name], self._levels[name]

@@ -1,7 +1,7 @@
-"""All workers this router knows: those of the registry and static peers.
+"""All workers that this router knows: those of the registry, and static peers.
 
-The registry only says where to look. A worker whose stream lives is alive whatever stands there, and an empty or unreachable
-registry takes nobody away; a worker is forgotten when it is unregistered, not static, and has been silent for a while.
+The registry only says where to look. A worker whose stream lives is alive whatever the registry says, and an empty or unreachable
+registry removes no worker; a worker is dropped when it is unregistered, not static, and has been silent for a while.
 """
 
 import asyncio
@@ -18,24 +18,24 @@ from router.fleet.worker import Incarnation, Worker
 from router.routing.fleet_snapshot import FleetSnapshot
 from router.routing.worker_snapshot import WorkerSnapshot
 
-# The largest context of any worker of a model, without a look at every worker: each request asks. Pure.
+# The largest context of any worker of a model, without a look at every worker: each request asks.
 
 
 class ContextLimits:
-    """What workers can hold at most, by address. Few of thousands differ: the sizes are counted."""
+    """Hold the maximum context of workers by address. Few of thousands differ, so the sizes are counted."""
 
     def __init__(self) -> None:
         self._of: dict[str, tuple[str, int]] = {}
         self._sizes: dict[str, Counter[int]] = {}
 
     def put(self, address: str, model: str, max_context: int) -> None:
-        """The worker there serves `model` with contexts of up to `max_context` tokens."""
+        """Record that the worker serves `model` with contexts of up to `max_context` tokens."""
         self.drop(address)
         self._of[address] = (model, max_context)
         self._sizes.setdefault(model, Counter())[max_context] += 1
 
     def drop(self, address: str) -> None:
-        """Nothing is known of the worker there, any more."""
+        """Remove the worker at the address."""
         known = self._of.pop(address, None)
         if known is None:
             return
@@ -48,7 +48,7 @@ class ContextLimits:
             del self._sizes[model]
 
     def largest(self, model: str) -> int | None:
-        """Of the workers of `model`, in tokens; None without one."""
+        """Return the maximum over the workers of `model`, in tokens; None without one."""
         return max(self._sizes.get(model, ()), default=None)
 
 
@@ -58,11 +58,11 @@ logger = logging.getLogger(__name__)
 
 
 class FleetRegistry:
-    """Watches workers by address."""
+    """Watch workers by address."""
 
     def __init__(self, settings: StreamSettings, channels: Channels, *, report_period_ms: int, forget_s: float) -> None:
-        self.changes = ChangeNotifier()  # of workers: they come, go and report
-        self.openings = ChangeNotifier()  # there may be room now: the same, and whenever a request has ended
+        self.changes = ChangeNotifier()  # fires when workers come, go and send heartbeats
+        self.openings = ChangeNotifier()  # fires when there may be room: as `changes`, and whenever a request has ended
         self.on_dispatch: Callable[[], None] | None = None  # called whenever something was sent to a worker
         self._settings = settings
         self._channels = channels
@@ -81,7 +81,7 @@ class FleetRegistry:
         self._sweeper = asyncio.create_task(self._sweep_forever(), name="sweep lost workers")
 
     async def stop(self) -> None:
-        """Stop watching everybody."""
+        """Stop watching all workers."""
         if self._sweeper is not None:
             self._sweeper.cancel()
             await asyncio.gather(self._sweeper, return_exceptions=True)
@@ -91,7 +91,7 @@ class FleetRegistry:
         self._contexts = ContextLimits()
 
     def on_registry(self, registered: Iterable[worker_pb2.WorkerInfo]) -> None:
-        """What the registry holds now."""
+        """Take over the workers that the registry holds now."""
         addresses = {info.address for info in registered}
         for address in addresses - self._workers.keys():
             self._add(address, static=False)
@@ -100,13 +100,13 @@ class FleetRegistry:
 
     @property
     def workers(self) -> Mapping[str, Worker]:
-        """Workers by address, alive or lately lost."""
+        """Return workers by address, alive or lately lost."""
         return self._workers
 
     @property
     def fleet_snapshot(self) -> FleetSnapshot:
-        """Those that are alive and take work, ranked. What changed since the last look is brought up to date now: a worker may
-        report often between two decisions."""
+        """Return the snapshot of workers that are alive and take requests. It applies what changed since the last call: a worker
+        may send many heartbeats between two decisions."""
         while self._outdated:
             address = self._outdated.pop()
             worker = self._workers.get(address)
@@ -114,30 +114,34 @@ class FleetRegistry:
         return self._fleet_snapshot
 
     def views(self) -> list[WorkerSnapshot]:
-        """Those that are alive and take work."""
+        """Return the workers that are alive and take requests."""
         return list(self.fleet_snapshot.views())
 
     def ready(self) -> bool:
-        """Is there a worker that can own a request? It can always prefill by itself, so a pair needs no more than that."""
-        return self.fleet_snapshot.owned  # asked at every report and request, so nobody goes through all workers
+        """Return whether a decode worker can take a request. A decode worker can also prefill, so it suffices alone."""
+        return (
+            self.fleet_snapshot.owned
+        )  # a stored flag: it is asked at every heartbeat and request, too often for a loop over all workers
 
     def max_context(self, model: str) -> int | None:
-        """The largest context of any worker of `model` that is known; None without one."""
+        """Return the largest context of any known worker of `model`; None without one."""
         return self._contexts.largest(model)
 
     async def forget_lost(self, now: float) -> None:
-        """Drop lost workers that nobody names: at once if they came back elsewhere, else after long silence.
+        """Drop lost workers that are neither static nor registered: at once if they came back elsewhere, else after long silence.
 
-        `now` is monotonic seconds."""
+        `now` is monotonic seconds.
+        """
         for worker in list(self._workers.values()):
             if self._is_forgotten(worker, now):
                 await self._drop(worker)
 
     async def reopen_outdated(self, now: float) -> None:
-        """Look again for lost workers that may have refused a certificate of ours which has been replaced meanwhile: a channel
-        keeps its own.
+        """Reconnect to lost workers that may have refused an old certificate of ours: a channel keeps the certificate with which
+        it was opened.
 
-        `now` is monotonic seconds. Not within the grace period: requests may still wait for the stream."""
+        `now` is monotonic seconds. It waits for the grace period, because requests may still wait for the stream.
+        """
         for worker in list(self._workers.values()):
             is_lost = worker.current is None and now - worker.lost_at > self._settings.grace_s
             if is_lost and self._channels.is_outdated(worker.address):
@@ -149,7 +153,7 @@ class FleetRegistry:
                         self._is_up(again.last)
 
     async def _drop(self, worker: Worker) -> None:
-        channel = self._channels.take(worker.address)  # before anything is awaited: its successor has one of its own
+        channel = self._channels.take(worker.address)  # before the first await: its successor has a channel of its own
         del self._workers[worker.address]
         self._outdated.add(worker.address)
         self._contexts.drop(worker.address)
@@ -163,7 +167,7 @@ class FleetRegistry:
         return self._is_replaced(worker) or now - worker.lost_at > self._forget_s
 
     def _is_replaced(self, worker: Worker) -> bool:
-        """Does a worker of the same id live at another address? It was restarted there."""
+        """Return whether a worker of the same id is alive at another address, where it was restarted."""
         alive = {other.current.info.worker_id for other in self._workers.values() if other.current is not None}
         return worker.last is not None and worker.last.info.worker_id in alive
 
@@ -173,7 +177,7 @@ class FleetRegistry:
             try:
                 await self.forget_lost(time.monotonic())
                 await self.reopen_outdated(time.monotonic())
-            except Exception:  # a bug with one worker must not keep all others for ever
+            except Exception:  # a bug with one worker must not stop the sweep for all others
                 logger.exception("sweeping lost workers failed")
 
     def _add(self, address: str, *, static: bool) -> Worker:
@@ -193,8 +197,8 @@ class FleetRegistry:
         return worker
 
     def _is_up(self, incarnation: Incarnation) -> None:
-        who = incarnation.described
-        self._contexts.put(who.address, who.model, who.max_context)
+        described = incarnation.described
+        self._contexts.put(described.address, described.model, described.max_context)
 
     def _was_dispatched(self) -> None:
         if self.on_dispatch is not None:

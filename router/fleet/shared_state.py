@@ -1,7 +1,9 @@
-"""Routers of one mesh tell each other through Redis what they have sent and what they are asked: soft state, nothing more.
+"""Shared state of the routers of a mesh: through Redis each tells the others what it has sent to workers and what tenants ask of
+it.
 
-Each publishes at least every `PERIOD_S`, and `BURST_S` after it has sent something; all listen. There is nothing to be kept in
-Redis, nothing to be cleaned up after a router, and nothing that anybody waits for: without Redis each goes by its own counts.
+It is soft state. Each router publishes at least every `PERIOD_S`, and `BURST_S` after it has sent something; all subscribe.
+Nothing is stored in Redis, nothing has to be cleaned up after a router, and nothing waits for a message: without Redis each
+router goes by its own counts.
 """
 
 from __future__ import annotations
@@ -32,10 +34,11 @@ Demand = Callable[[float], Mapping[str, float]]
 
 
 class SharedState:
-    """One router's side, from `start` to `stop`."""
+    """Publish and receive for one router, from `start` to `stop`."""
 
     def __init__(self, url: str, mesh: str, router_id: str, fleet: FleetRegistry, routing_request: Demand) -> None:
-        """`demand`: tokens per second by tenant, at monotonic seconds. Raises ConfigError for a malformed URL."""
+        """Create it. `routing_request`: returns tokens per second by tenant, at monotonic seconds. Raises ConfigError for a
+        malformed URL."""
         self._channel = f"pdmesh:{records.check_id('mesh', mesh)}:routers"
         self._url = url
         self._link = RedisLink(url, timeout_s=TIMEOUT_S)
@@ -51,7 +54,7 @@ class SharedState:
         self.num_unreadable = 0
 
     def start(self) -> None:
-        """Begin to tell and to listen."""
+        """Begin to publish and to listen."""
         self._fleet.on_dispatch = self._wake.set
         self._tasks = [
             asyncio.create_task(self._tell_forever(), name="tell routers"),
@@ -59,18 +62,18 @@ class SharedState:
         ]
 
     async def stop(self) -> None:
-        """Silence; the others notice within a second."""
+        """Stop; the other routers notice within a second."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._link.close()
 
     def share(self, tenant: str) -> float:
-        """This router's part of the tenant's limits."""
+        """Return this router's part of the tenant's limits."""
         return self.peers.share(tenant, time.monotonic())
 
     def heard(self, data: bytes) -> None:
-        """A message of any router, this one included."""
+        """Take in a message of any router, this one included."""
         now = time.monotonic()
         try:
             message = peers.decode(data, now)
@@ -84,7 +87,7 @@ class SharedState:
             self._count(now)
 
     def _count(self, now: float) -> None:
-        """Tell the workers' views what the others have sent."""
+        """Update the workers' snapshots with what the other routers have sent."""
         sent = self.peers.sent(now)
         if not sent and not self._has_foreign:
             return
@@ -100,13 +103,13 @@ class SharedState:
             try:
                 await self._tell_once()
                 backoff_s = FIRST_BACKOFF_S
-            except Exception:  # one that fell silent for good would give out limits twice
+            except Exception:  # a router that is silent while it works would give out limits twice
                 logger.exception("telling the other routers failed")
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
     async def _tell_once(self) -> None:
-        """And wait until there is something to tell again."""
+        """Publish once, and wait until there is something new to publish."""
         self._wake.clear()
         await self._tell()
         now = time.monotonic()
@@ -115,7 +118,7 @@ class SharedState:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(PERIOD_S):
                 await self._wake.wait()
-            await asyncio.sleep(BURST_S)  # what comes with it goes along
+            await asyncio.sleep(BURST_S)  # one message carries all that is sent within this time
 
     async def _tell(self) -> None:
         now = time.monotonic()
@@ -140,13 +143,13 @@ class SharedState:
             except (RedisError, OSError, TimeoutError, ValueError) as error:
                 if heard_before:
                     logger.warning("the other routers cannot be heard (%s); going by what this one knows", error)
-            except Exception:  # whatever answers there may be no Redis at all
+            except Exception:  # the server that answers may not be a Redis
                 logger.exception("listening to the other routers failed")
             backoff_s = FIRST_BACKOFF_S if heard_before else min(2 * backoff_s, MAX_BACKOFF_S / 2)
             await asyncio.sleep(backoff_s)
 
     async def _listen(self) -> None:
-        """Until the connection fails, or nothing comes: our own messages should."""
+        """Listen until the connection fails, or nothing comes: our own messages should."""
         redis = open_redis(self._url, TIMEOUT_S)
         try:
             async with redis.pubsub(ignore_subscribe_messages=True) as subscription:

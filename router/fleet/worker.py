@@ -1,4 +1,4 @@
-"""One worker at one address: who it is, how loaded, whether it lives. Its Watch stream is the truth, not the registry."""
+"""One worker at one address: its identity, its load, and whether it is alive. Its Watch stream decides that, not the registry."""
 
 import asyncio
 import logging
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Incarnation:
-    """A worker process as long as its Watch stream lives; `lost` is set when the stream ends or falls silent."""
+    """Hold a worker process as long as its Watch stream lives; `lost` is set when the stream ends or falls silent."""
 
     info: worker_pb2.WorkerInfo
     load: worker_pb2.LoadReport
@@ -40,9 +40,10 @@ class Incarnation:
 
 @dataclass(eq=False)
 class Dispatched:
-    """What was sent to a worker and no report can be sure to contain.
+    """Count what was sent to a worker and is not surely contained in its latest heartbeat.
 
-    `decodes` sequences will attend to `context` tokens. `arrived_at`: monotonic seconds at which the worker surely had it.
+    `decodes` sequences will attend to `context` tokens. `arrived_at`: monotonic seconds at which the worker surely had it; None:
+    not known.
     """
 
     seqs: int = 0
@@ -51,21 +52,22 @@ class Dispatched:
     decodes: int = 0
     context: int = 0
     arrived_at: float | None = None
-    num_reports: int = 0  # that have come since
+    num_reports: int = 0  # heartbeats that have come since
 
     def is_contained(self, figures_at: float) -> bool:
-        """Does a report whose figures are of `figures_at` tell of it? Where it is not known when it arrived, the second report
-        does: the first may have left before."""
+        """Return whether a heartbeat with figures of the time `figures_at` contains it. Where its arrival is not known, the
+        second heartbeat does: the first one may have left the worker before the arrival."""
         self.num_reports += 1
         return self.num_reports >= 2 or (self.arrived_at is not None and figures_at > self.arrived_at)
 
     def ended(self, now: float) -> "Dispatched":
-        """What takes it back from `now` (monotonic seconds) on; a report may still contain it. Its prompt is `done` by then."""
+        """Return the entry that takes this one back from `now` (monotonic seconds) on, while a heartbeat may still contain it.
+        Its prompt is `done` by then."""
         return Dispatched(-self.seqs, -self.blocks, decodes=-self.decodes, context=-self.context, arrived_at=now)
 
 
 def counted(dispatched: Iterable[Dispatched]) -> worker_reports.Counted:
-    """All of it together."""
+    """Return the sum of all entries."""
     seqs = blocks = tokens = decodes = context = 0
     for sent in dispatched:
         seqs += sent.seqs
@@ -77,11 +79,11 @@ def counted(dispatched: Iterable[Dispatched]) -> worker_reports.Counted:
 
 
 def _nothing(*_: object) -> None:
-    """Nobody wants to hear of it."""
+    """Ignore a callback."""
 
 
 class Worker:
-    """Connects, asks for GetInfo, then follows Watch; again after every break. With the decode role it has a DecodeLink, too."""
+    """Follow one worker: GetInfo, then Watch, again after every break. With the decode role it has a DecodeStream, too."""
 
     def __init__(
         self,
@@ -124,7 +126,7 @@ class Worker:
         self._task = asyncio.create_task(self._run(), name=f"watch {self.address}")
 
     async def stop(self) -> None:
-        """Stop watching; requests that follow the worker are lost."""
+        """Stop watching; requests on the worker are lost."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -137,7 +139,7 @@ class Worker:
 
     @property
     def view(self) -> WorkerSnapshot | None:
-        """What the policy sees; None while the worker is not alive or takes no new work."""
+        """Return the snapshot for the routing policy; None while the worker is not alive or takes no new requests."""
         current = self.current
         if current is None or current.load.draining:
             return None
@@ -149,20 +151,20 @@ class Worker:
         return self._view
 
     def dispatched(self, sent: Dispatched) -> None:
-        """Count what was just sent there, until the reports contain it or `done`."""
+        """Count what was just sent to the worker, until its heartbeats contain it or `done` is called."""
         self._dispatched.append(sent)
         self._view_changed()
         self._on_dispatch()
 
     def sent_lately(self, now: float) -> tuple[Dispatched, ...]:
-        """What this router sent there and other routers' reports may not contain yet: this one's may be younger. `now`:
-        monotonic seconds."""
+        """Return what this router sent to the worker and other routers' heartbeats may not contain yet: the heartbeats of this
+        router may be newer than theirs. `now`: monotonic seconds."""
         since = now - 2 * self._report_period_ms / 1000 - TRANSIT_S
         self._told = [sent for sent in self._told if sent.arrived_at is not None and sent.arrived_at >= since]
         return (*self._told, *self._dispatched)
 
     def heard(self, foreign: list[Dispatched]) -> None:
-        """All that other routers have sent to this incarnation, as they say now; `arrived_at` is known of each."""
+        """Replace what other routers have sent to this incarnation, by their latest messages; each has an `arrived_at`."""
         figures_at = self._figures_at()
         young = [sent for sent in foreign if sent.arrived_at is None or sent.arrived_at >= figures_at]
         if young or self._foreign:
@@ -170,11 +172,11 @@ class Worker:
             self._view_changed()
 
     def released(self, sent: Dispatched, now: float) -> None:
-        """What was sent has come to its end here, at `now` (monotonic seconds): a report may still contain it."""
+        """Count that what was sent has ended, at `now` (monotonic seconds), while a heartbeat may still contain it."""
         self.dispatched(sent.ended(now))
 
     def done(self, sent: Dispatched) -> None:
-        """The worker has no more work with what was sent, as its answer says; idempotent."""
+        """Stop counting what was sent, because the worker's response says that it has ended there; idempotent."""
         if sent in self._told:
             self._told.remove(sent)
         if sent in self._dispatched:
@@ -182,16 +184,16 @@ class Worker:
             self._view_changed()
 
     def list_blocks(self, timeout_s: float) -> grpc.aio.UnaryStreamCall[worker_pb2.ListBlocksRequest, worker_pb2.BlockList]:
-        """All blocks of the worker's prefix cache, from itself."""
+        """Return the call that lists all blocks of the worker's prefix cache."""
         return self._control.ListBlocks(worker_pb2.ListBlocksRequest(), timeout=timeout_s)
 
     async def keep_traces(self, trace_ids: Iterable[int], timeout_s: float) -> None:
-        """Spans that the worker holds of these traces are wanted. Raises AioRpcError."""
+        """Tell the worker to export the spans that it holds of these traces. Raises AioRpcError."""
         ids = [trace_id.to_bytes(16, "big") for trace_id in trace_ids]
         await self._control.KeepTraces(worker_pb2.KeepTracesRequest(trace_ids=ids), timeout=timeout_s)
 
     def link_changed(self) -> None:
-        """The DecodeLink attached or broke."""
+        """Record that the DecodeStream attached or broke."""
         self._view_changed()
 
     def _counted(self) -> worker_reports.Counted:
@@ -206,7 +208,7 @@ class Worker:
         self._told = [*self._told, *contained][-MAX_TOLD:]
 
     def _figures_at(self) -> float:
-        """Monotonic seconds of the latest report's figures."""
+        """Return the monotonic seconds of the latest heartbeat's figures."""
         current = self.current
         return float("-inf") if current is None else current.reported_at - current.load.age_ms / 1000
 
@@ -230,7 +232,7 @@ class Worker:
             await asyncio.sleep(backoff_s)
 
     async def _session(self) -> None:
-        """One incarnation, from its first report until the stream breaks, falls silent or tells of another epoch."""
+        """Follow one incarnation, from its first heartbeat until the stream breaks, falls silent or shows another epoch."""
         info = await self._control.GetInfo(worker_pb2.GetInfoRequest(), timeout=self._settings.stream_timeout_s)
         problem = worker_reports.problem_of(info)
         if problem is not None:

@@ -1,4 +1,5 @@
-"""Who holds a place, and what they were charged for it. Pure."""
+"""Limits of admission and what is charged against them: tenant limits, token rates, admission counts, requests in flight.
+Pure."""
 
 from collections import Counter
 from collections.abc import Hashable
@@ -7,16 +8,18 @@ from typing import Protocol
 
 from router.flow_control.slo_admission import FlowItem, Ticket, TicketState
 
-# What a tenant may take, and who knows it.
-
+# Limits of tenants, and the protocol by which admission reads them.
 
 MAX_WEIGHT = 1000.0
 
 
 @dataclass(frozen=True)
 class TenantLimits:
-    """`weight` is its share beside others of the same priority. `max_inflight` and the rate `tokens_per_s` (prompt + output)
-    bound it even when the mesh is idle, None: they do not. `burst_tokens` may come at once; None: ten seconds of the rate."""
+    """Hold the limits of one tenant.
+
+    `weight`: its share relative to other tenants. `max_inflight` and `tokens_per_s` (prompt + output) bound it even when the mesh
+    is idle; None: no bound. `burst_tokens` may come at once; None: ten seconds of the rate.
+    """
 
     weight: float = 1.0
     max_inflight: int | None = None
@@ -25,13 +28,13 @@ class TenantLimits:
 
     @property
     def burst(self) -> float:
-        """Tokens that the bucket holds when it is full; 0 without a rate."""
+        """Return the tokens that the bucket holds when it is full; 0 without a rate."""
         if self.burst_tokens is not None:
             return self.burst_tokens
         return 10.0 * (self.tokens_per_s or 0.0)
 
     def validate(self) -> None:
-        """Raises ValueError that names the field."""
+        """Check all fields. Raises ValueError that names the field."""
         _require(0 < self.weight <= MAX_WEIGHT, "weight", f"must be more than 0 and at most {MAX_WEIGHT:g}")
         _require(self.max_inflight is None or self.max_inflight >= 1, "max_inflight", "must be at least 1")
         _require(self.tokens_per_s is None or self.tokens_per_s > 0, "tokens_per_s", "must be positive")
@@ -39,27 +42,27 @@ class TenantLimits:
         _require(self.burst_tokens is None or self.tokens_per_s is not None, "burst_tokens", "needs tokens_per_s")
 
     def at_share(self, share: float) -> "TenantLimits":
-        """The part of rate and burst that one of several routers gives out; `share` in (0, 1]."""
+        """Return the limits with the part of rate and burst that one of several routers gives out; `share` in (0, 1]."""
         if self.tokens_per_s is None:
             return self
         return replace(self, tokens_per_s=self.tokens_per_s * share, burst_tokens=self.burst * share)
 
 
 class TenantBook(Protocol):
-    """Looked at whenever a request asks, so that changed limits hold from the next request on."""
+    """Supply the limits of tenants. They are read for every request, so changed limits apply from the next request on."""
 
     def limits_of(self, tenant: str) -> TenantLimits:
-        """Of any name, also one never heard of; "" is the default tenant. Cheap: no I/O."""
+        """Return the limits of any name, also of an unknown one; "" is the default tenant. Cheap: no I/O."""
 
 
 class SameForAll:
-    """Every tenant has the same limits: none but an equal share, unless told otherwise."""
+    """Give every tenant the same limits; by default an equal weight and no bounds."""
 
     def __init__(self, limits: TenantLimits | None = None) -> None:
         self._limits = limits or TenantLimits()
 
     def limits_of(self, tenant: str) -> TenantLimits:
-        """The same for every name."""
+        """Return the same limits for every name."""
         return self._limits
 
 
@@ -68,15 +71,15 @@ def _require(condition: bool, name: str, what: str) -> None:
         raise ValueError(f"{name}: {what}")
 
 
-# Token rates of tenants: a bucket each, filled at its rate, charged with what a request is expected to take. Pure.
-
+# Token rates of tenants: a bucket each, filled at its rate and charged with the tokens that a request is expected to take.
 
 MAX_BUCKETS = 4096
 
 
 @dataclass
 class TokenBucket:
-    """`level` tokens at the time `at` (monotonic seconds); at most `burst`. A debt is paid off at the rate, too."""
+    """Hold `level` tokens at the time `at` (monotonic seconds), at most `burst`. A negative level is a debt, which the rate pays
+    off, too."""
 
     rate: float
     burst: float
@@ -84,36 +87,38 @@ class TokenBucket:
     at: float
 
     def follow(self, rate: float, burst: float, now: float) -> None:
-        """Fill up to now at the old rate; the new one holds from here on. What is in it stays, as far as it fits."""
+        """Fill up to `now` at the old rate; the new rate applies from then on. The level is kept, as far as it fits the new
+        burst."""
         self.level = min(self.burst, self.level + max(0.0, now - self.at) * self.rate)
         self.at = max(self.at, now)
         self.rate, self.burst = rate, burst
         self.level = min(self.level, burst)
 
     def delay_s(self, tokens: float) -> float:
-        """Seconds until `tokens` may be taken; 0: now. More than the bucket holds is given when it is full, and owed."""
+        """Return the seconds until `tokens` may be taken; 0: now. A request for more than `burst` is granted when the bucket is
+        full, and leaves a debt."""
         return max(0.0, min(tokens, self.burst) - self.level) / self.rate
 
     def take(self, tokens: float) -> None:
-        """Charge, or with a negative number give back, never above the brim."""
+        """Charge `tokens`; a negative number gives tokens back, up to `burst`."""
         self.level = min(self.burst, self.level - tokens)
 
 
 class TokenRates:
-    """The buckets of one router's tenants. Who shares a rate with other routers gives this one limits at its share
-    (TenantLimits.at_share): they are looked at with every request, and `spent` says how much each tenant took here."""
+    """Hold the buckets of one router's tenants. Where several routers share a rate, the limits come at this router's share
+    (TenantLimits.at_share) and may change with every request; `spent` is how much each tenant took here."""
 
     def __init__(self) -> None:
         self.spent: dict[str, float] = {}
         self._buckets: dict[str, TokenBucket] = {}
 
     def delay_s(self, tenant: str, limits: TenantLimits, tokens: float, now: float) -> float:
-        """0: a request of so many tokens may come now. Else in how many seconds."""
+        """Return in how many seconds a request of `tokens` may come; 0: now."""
         bucket = self._bucket(tenant, limits, now)
         return 0.0 if bucket is None else bucket.delay_s(tokens)
 
     def take(self, tenant: str, tokens: float) -> None:
-        """Charge what a request is expected to take; negative: give back what it did not take."""
+        """Charge what a request is expected to take; a negative number gives back what it did not take."""
         bucket = self._buckets.get(tenant)
         if bucket is not None:
             bucket.take(tokens)
@@ -132,7 +137,7 @@ class TokenRates:
         return bucket
 
     def _make_room(self, now: float) -> None:
-        """A full bucket remembers nothing: a new one is the same. If none is full, the one with the most in it goes."""
+        """Drop full buckets, since a new bucket is full as well; if none is full, drop the one that is fullest."""
         if len(self._buckets) < MAX_BUCKETS:
             return
         for bucket in self._buckets.values():
@@ -143,43 +148,42 @@ class TokenRates:
             self.spent.pop(tenant, None)
 
 
-# What admission did, by tenant and priority: for the status. Bounded: tenants name themselves. Pure.
-
+# Admission counts by tenant and priority, for the status. They are bounded, because clients choose tenant names.
 
 MAX_TENANTS = 64
 OTHERS = "(others)"
-"""The sum of tenants that there was no room for."""
+"""Holds the sum of the tenants that do not fit into MAX_TENANTS."""
 
 
 @dataclass(eq=False)
 class Tally:
-    """One tenant's requests of one priority. `refused` counts by reason."""
+    """Count one tenant's requests of one priority. `refused` counts by reason."""
 
     num_inflight: int = 0
     num_queued: int = 0
     num_admitted: int = 0
-    num_waited: int = 0  # of those that got a place, and of others, for an answer
+    num_waited: int = 0  # requests that were queued before their decision
     refused: Counter[str] = field(default_factory=Counter)
 
 
 class AdmissionCounts:
-    """The tallies; at most MAX_TENANTS names beside OTHERS."""
+    """Hold the tallies of at most MAX_TENANTS names beside OTHERS."""
 
     def __init__(self) -> None:
         self.tallies: dict[tuple[str, int], Tally] = {}
         self._tenants: dict[str, None] = {}
 
     def of(self, tenant: str, priority: int) -> Tally:
-        """The tally to count in. A ticket keeps to its own: the name may be summed up with others meanwhile."""
+        """Return the tally to count in. A ticket keeps its tally, because the name may be merged into OTHERS meanwhile."""
         if tenant not in self._tenants and len(self._tenants) >= MAX_TENANTS and not self._forget_one():
             tenant = OTHERS
         if tenant != OTHERS:
             self._tenants.pop(tenant, None)
-            self._tenants[tenant] = None  # the latest is last
+            self._tenants[tenant] = None  # the most recent name is last
         return self.tallies.setdefault((tenant, priority), Tally())
 
     def _forget_one(self) -> bool:
-        """Sum the tenant that has been quiet for longest up with the others; False: all have requests here."""
+        """Merge the tenant that has been idle for longest into OTHERS; False: every tenant has requests here."""
         busy = {name for (name, _), tally in self.tallies.items() if tally.num_inflight or tally.num_queued}
         quiet = next((tenant for tenant in self._tenants if tenant not in busy), None)
         if quiet is None:
@@ -195,8 +199,8 @@ class AdmissionCounts:
 
 @dataclass(frozen=True)
 class AdmissionSettings:
-    """`hold_timeout_s`: how long forecasts may hold everybody back while nothing moves. `aging_s`: after how long a standard
-    request gets a turn beside interactive ones; 0: never."""
+    """Hold the settings of admission. `hold_timeout_s`: how long forecasts may hold a lane back while nothing moves. `aging_s`:
+    after how long a standard request gets a turn before interactive ones; 0: never."""
 
     max_inflight: int = 256
     max_queued: int = 256
@@ -206,7 +210,8 @@ class AdmissionSettings:
 
 
 class InflightLimiter:
-    """At most `max_inflight`, of one tenant at most what its limits say; keeps tokens and tallies of all tickets that live."""
+    """Bound the requests in flight, of all tenants by `max_inflight` and of each tenant by its limits; charge token rates, and
+    keep the tallies of live tickets."""
 
     def __init__(self, max_inflight: int, tracker: TenantBook) -> None:
         self.max_inflight = max_inflight
@@ -220,30 +225,30 @@ class InflightLimiter:
 
     @property
     def is_full(self) -> bool:
-        """Nobody can be admitted."""
+        """Return whether no slot is free."""
         return self.num_inflight >= self.max_inflight
 
     def within_limit(self, tenant: str) -> bool:
-        """The tenant itself may have one more."""
+        """Return whether the tenant's own limit allows one more request."""
         bound = self.tracker.limits_of(tenant).max_inflight
         return bound is None or self._by_tenant.get(tenant, 0) < bound
 
     def num_in_lane(self, lane: Hashable, below: int) -> int:
-        """Of the lane, of ranks that come before `below`."""
+        """Return the number of requests in flight of the lane, of ranks that come before `below`."""
         num, by_lane = 0, self._by_lane
-        for rank in range(below):  # asked about each forecast, several times
+        for rank in range(below):  # runs several times for each forecast
             num += by_lane.get((lane, rank), 0)
         return num
 
     def open(self, ticket: Ticket, tally: Tally) -> None:
-        """A new ticket, that waits: its tenant is charged what it is expected to take."""
+        """Register a new, waiting ticket: its tenant is charged the tokens that it is expected to take."""
         self._tallies[ticket.number] = tally
         tally.num_queued += 1
         ticket.charged = ticket.item.cost
         self.rates.take(ticket.item.tenant, ticket.charged)
 
     def admit(self, ticket: Ticket) -> None:
-        """It waits no more."""
+        """Move a ticket from waiting to in flight."""
         ticket.state = TicketState.ADMITTED
         self._count(ticket.item, 1)
         tally = self._tallies[ticket.number]
@@ -252,18 +257,18 @@ class InflightLimiter:
         tally.num_admitted += 1
 
     def refuse(self, ticket: Ticket, reason: str) -> None:
-        """It waited in vain."""
+        """Refuse a waiting ticket."""
         ticket.state = TicketState.REFUSED
         self._tallies[ticket.number].refused[reason] += 1
         self._forget(ticket)
 
     def leave(self, ticket: Ticket) -> None:
-        """It gives its turn up."""
+        """Drop a waiting ticket whose caller gave up."""
         ticket.state = TicketState.RELEASED
         self._forget(ticket)
 
     def release(self, ticket: Ticket, used_tokens: float) -> None:
-        """It gives its place back; its tenant has paid what was used."""
+        """Free the slot of an admitted ticket, and charge its tenant `used_tokens` instead of the expected tokens."""
         ticket.state = TicketState.RELEASED
         self._count(ticket.item, -1)
         self._tallies.pop(ticket.number).num_inflight -= 1

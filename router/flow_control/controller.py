@@ -1,11 +1,12 @@
-"""Admission: who may start now, who waits, who is refused with a reason and a retry delay. Pure: no clock, no I/O, no tasks.
+"""Flow control: which requests start now, which wait, and which are refused with a reason and a retry delay.
 
-ask ──► Ticket(admitted)                                     a place is free and the forecast is good
+ask ──► Ticket(admitted)                                     a slot is free and the forecast is good
     ──► Ticket(waiting) ─┬► admitted                         by `release` or `look`: fair between tenants, then by rank
-                         └► refused                          its objective can no longer be met, or it makes way for another
-    ──► Refusal(reason, message, retry_delay_s)              over its rate; too late by prediction; the room is full
+                         └► refused                          its objective can no longer be met, or it was evicted for another
+    ──► Refusal(reason, message, retry_delay_s)              over its rate; too late by prediction; the queue is full
 
-What is known of the mesh comes in through `Applicant.foresee`; without a forecast everything goes by count.
+`Admission` is pure: no clock, no I/O, no tasks. What it knows of the mesh comes through `FlowItem.foresee`; without a forecast it
+decides by counts alone. `FlowController` runs it on the event loop.
 """
 
 import asyncio
@@ -28,8 +29,8 @@ from router.flow_control.slo_admission import (
 
 
 class Admission:
-    """One router's. Every ticket is given back with `release`. Who was decided on while waiting is in what `release` and `look`
-    return; after `ask`, in `decided`."""
+    """Decide for one router. Every ticket is given back with `release`. `release` and `look` return the waiting tickets that were
+    decided; after `ask` they are in `decided`."""
 
     def __init__(self, settings: AdmissionSettings, tracker: TenantBook | None = None) -> None:
         self.settings = settings
@@ -40,31 +41,31 @@ class Admission:
 
     @property
     def max_inflight(self) -> int:
-        """The bound on tickets that are admitted."""
+        """Return the bound on admitted tickets."""
         return self.settings.max_inflight
 
     @property
     def max_queued(self) -> int:
-        """The bound on tickets that wait."""
+        """Return the bound on waiting tickets."""
         return self.settings.max_queued
 
     @property
     def num_inflight(self) -> int:
-        """Tickets that hold a place."""
+        """Return the number of admitted tickets."""
         return self.limiter.num_inflight
 
     @property
     def num_queued(self) -> int:
-        """Tickets that wait."""
+        """Return the number of waiting tickets."""
         return self._room.num_queued
 
     @property
     def num_queued_bytes(self) -> int:
-        """What they hold."""
+        """Return the bytes that waiting tickets hold."""
         return self._room.num_bytes
 
     def ask(self, item: FlowItem, now: float) -> Ticket | Refusal:
-        """A ticket (look at its state), or a refusal. `now`: monotonic seconds, as in all calls."""
+        """Return a ticket, which is admitted or waiting, or a refusal. `now`: monotonic seconds, as in all calls."""
         limits = self.limiter.tracker.limits_of(item.tenant)
         tally = self.limiter.counts.of(item.tenant, item.priority)
         answer = self._rate_refusal(item, limits, now) or self._place_or_queue(item, limits, tally, now)
@@ -73,9 +74,9 @@ class Admission:
         return answer
 
     def release(self, ticket: Ticket, now: float, used_tokens: int | None = None) -> list[Ticket]:
-        """Give a place or a turn back, in any state, as often as one likes; returns the tickets that were decided on meanwhile.
+        """Give a ticket back, in any state and any number of times; return the tickets that were decided meanwhile.
 
-        `used_tokens`, prompt and output, replace what was expected of an admitted request; None: it was right.
+        `used_tokens`, prompt and output, replace the tokens that an admitted request was expected to take; None: they were right.
         """
         if ticket.state is TicketState.WAITING:
             self._room.remove(ticket)
@@ -86,26 +87,26 @@ class Admission:
         return self.decided()
 
     def answered(self, ticket: Ticket, now: float) -> None:
-        """Its first token is there: says how far forecasts can be trusted."""
+        """Record that the request's first token has come: it shows how accurate forecasts are."""
         item, expected_s = ticket.item, ticket.expected_s
         if expected_s is not None and item.ttft_s is not None:
             accuracy = self._room.lane(item.lane, now).accuracy
             accuracy.observe(expected_s, now - ticket.arrived, item.ttft_s, now)
 
     def placed(self, ticket: Ticket, now: float) -> list[Ticket]:
-        """Its prompt is on its way to a worker: forecasts contain it from now on; returns as `look`."""
+        """Record that the prompt has been sent to a worker, so that forecasts contain it from now on; return as `look`."""
         self._room.lane(ticket.item.lane, now).transit.leave(ticket.number)
         return self.look(now) if self.num_queued else []
 
     def look(self, now: float) -> list[Ticket]:
-        """Look at the mesh again: admit those who may go, refuse those who are too late; returns both."""
+        """Look at the mesh again: admit the tickets that may start, refuse those that are too late; return both."""
         self._dispatch_order.take(now)
         for lane in self._room.lanes.values():
             lane.tick(now, is_full=self.limiter.is_full)
         return self.decided()
 
     def decided(self) -> list[Ticket]:
-        """Tickets that waited and wait no more, since this was last asked."""
+        """Return the tickets that were decided since the last call."""
         decided, self._dispatch_order.decided = self._dispatch_order.decided, []
         return decided
 
@@ -162,7 +163,7 @@ class Admission:
         return ticket
 
     def _hopeless(self, lane: Lane, item: FlowItem, limits: TenantLimits, now: float) -> Refusal | None:
-        """Reasons to refuse that cost no forecast: a flood is answered by them."""
+        """Return a refusal that needs no forecast, so that a flood of requests is cheap to refuse."""
         if not self._room.fits(item) and self._room.victim(item, limits.weight) is None:
             return self._full(lane)
         wait_s = lane.wait_s(lane.shares.cost_ahead(item, limits.weight))
@@ -187,7 +188,7 @@ class Admission:
         return ticket
 
     def _make_room(self, item: FlowItem, limits: TenantLimits) -> bool:
-        """Whoever makes way for it does; False: nobody has to."""
+        """Evict waiting tickets until the item fits; False: there is none that it may evict."""
         if self._room.fits(item):
             return True
         while True:
@@ -195,8 +196,8 @@ class Admission:
             if victim is None:
                 return False
             for_rank = victim.item.rank > item.rank
-            whom = "requests of higher priority" if for_rank else "tenants that hold less of it"
-            message = f"the queue is full, and this request makes way for {whom}; retry later"
+            favoured = "requests of higher priority" if for_rank else "tenants that hold less of it"
+            message = f"the queue is full, and this request makes way for {favoured}; retry later"
             delay_s = self._full_delay_s(self._room.lanes[victim.item.lane])
             self._dispatch_order.refuse(victim, Refusal("priority" if for_rank else "share", message, delay_s))
             if self._room.holds(item):
@@ -219,15 +220,14 @@ def _note_expected(ticket: Ticket, forecast: Forecast | None, wait_s: float | No
         ticket.expected_s = expected_ttft_s(forecast, wait_s)
 
 
-# Admission for coroutines: waits for the place that `router.admission` decides on.
-
+# Flow control for coroutines: they wait for the decisions of `Admission`.
 
 LOOK_PERIOD_S = 0.02
-"""While somebody waits, the mesh is looked at so often: reports, first tokens and time itself open the gate, too."""
+"""The period between looks at the mesh while requests wait: heartbeats, first tokens and time itself change the forecast, too."""
 
 
 class FlowController:
-    """One admission and those who wait at it."""
+    """Run one `Admission`, and wake the coroutines that wait for it."""
 
     def __init__(self, admission: Admission) -> None:
         self.admission = admission
@@ -235,7 +235,7 @@ class FlowController:
         self._next_look: asyncio.TimerHandle | None = None
 
     async def enter(self, item: FlowItem) -> Ticket:
-        """A ticket that holds a place; to be given back with `leave`. Raises ResourceExhausted with a retry delay."""
+        """Return an admitted ticket, to be given back with `leave`. Raises ResourceExhausted with a retry delay."""
         ticket = self.admission.ask(item, asyncio.get_running_loop().time())
         self._wake(self.admission.decided())
         if isinstance(ticket, Refusal):
@@ -245,15 +245,16 @@ class FlowController:
         return ticket
 
     def leave(self, ticket: Ticket, used_tokens: int | None = None) -> None:
-        """Give the place back, as often as one likes; wakes those who get one instead. `used_tokens`: see Admission.release."""
+        """Give the ticket back, any number of times, and wake requests that are admitted instead. `used_tokens`: see
+        Admission.release."""
         self._wake(self.admission.release(ticket, asyncio.get_running_loop().time(), used_tokens))
 
     def placed(self, ticket: Ticket) -> None:
-        """It has been sent to a worker."""
+        """Record that the request has been sent to a worker."""
         self._wake(self.admission.placed(ticket, asyncio.get_running_loop().time()))
 
     def close(self, error: MeshError) -> None:
-        """Turn away all who wait; those who hold a place keep it."""
+        """Fail all waiting requests; admitted ones keep their slots."""
         for waiter in self._waiting.values():
             if not waiter.done():
                 waiter.set_exception(error)

@@ -1,10 +1,10 @@
 """Tenants share a lane by weight, whatever ranks they declare: start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996). Pure.
 
-Every tenant has a virtual start: the tokens that it was given, divided by its weight. The one with the earliest is served next,
-so that whoever has a backlog gets its share however many requests another one sends, and however important it calls them. Who
-comes back after a pause starts at the present virtual time less the little that can be saved up: two requests of a modest tenant
-that come together do not wait as those of a flood. Rank orders a tenant's own, and those of
-tenants that were given equally much: as all who stay below their share were.
+Every tenant has a virtual start: the tokens that it was given, divided by its weight. The tenant with the earliest start is
+served next, so a tenant with a backlog gets its share, however many requests another tenant sends and whatever rank it gives
+them. A tenant that was idle starts at the present virtual time less a bounded saving (SAVED): two requests of a modest tenant
+that come together do not wait like those of a flood. Rank orders the requests of one tenant, and of tenants with equal starts,
+which includes all tenants below their share.
 """
 
 import heapq
@@ -16,11 +16,11 @@ from typing import Generic, Protocol, TypeVar
 
 from router.flow_control.slo_admission import BATCH, INTERACTIVE, RANKS, STANDARD, FlowItem, SloEstimate, Ticket, TicketState
 
-# Who holds most of a room: a heap whose old entries are void. Pure.
+# The heaviest load: a heap whose stale entries are skipped.
 
 
 class Holder(Protocol):
-    """`load`: what it holds of the room, for its weight."""
+    """Have a load. `load`: the part of the queue that the tenant holds, divided by its weight."""
 
     num_waiting: int
 
@@ -32,7 +32,7 @@ Item = TypeVar("Item", bound=Holder)
 
 
 class IndexedHeap(Generic[Item]):
-    """Items by load; whoever changes an entry's load says so with `weigh`."""
+    """Order items by load. The caller reports an increase with `weigh`."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Item]] = []
@@ -40,7 +40,7 @@ class IndexedHeap(Generic[Item]):
         self._bound = 64
 
     def weigh(self, entry: Item) -> None:
-        """It holds more than before; who holds less is found out by `top`."""
+        """Record that the load has grown; `top` finds out by itself that a load has shrunk."""
         self._entries += 1
         heapq.heappush(self._heap, (-entry.load, self._entries, entry))
         if len(self._heap) > self._bound:
@@ -50,50 +50,49 @@ class IndexedHeap(Generic[Item]):
             self._bound = 4 * len(self._heap) + 64
 
     def top(self) -> Item | None:
-        """None when nobody waits."""
+        """Return the heaviest item; None when nothing waits."""
         while self._heap:
             load, _, entry = self._heap[0]
             if entry.num_waiting and -load == entry.load:
                 return entry
             heapq.heappop(self._heap)
             if entry.num_waiting:
-                self.weigh(entry)  # it was heavier once
+                self.weigh(entry)  # its load was larger before
         return None
 
 
-# Who was given how much of late, and who of them less than its share. Pure: time is counted in tokens that anybody was given.
+# Recent use of tenants. Time is counted in tokens that were given to any tenant.
 #
-#     use      = tokens given to a tenant, a token that was given WINDOW_TOKENS tokens ago counting 1/e
+#     use      = tokens given to a tenant; a token that was given WINDOW_TOKENS tokens ago counts 1/e
 #     level    = use / weight
-#     typical  = the mean level over recent tokens: that of the tenant to whom the typical token went
+#     typical  = the mean level over recent tokens: the level of the tenant to which the typical token went
 #
-# A tenant well below the typical level takes less than the others beside it. Nobody's level is below it where all take equally
-# much, and not that of a tenant alone. Each charge costs the same however many tenants there are.
-
+# A tenant well below the typical level takes less than the others. No tenant is below it where all take equally much, nor one
+# that is alone. A charge costs the same however many tenants there are.
 
 WINDOW_TOKENS = 32768.0
 BELOW = 0.9
-"""Of the typical level: above it, tenants that take equally much would be called poor by turns."""
+"""Fraction of the typical level. Closer to 1, tenants that take equally much would be found below it in turn."""
 
 
 @dataclass
 class Use:
-    """One tenant's: its tokens as of when so many had been given to anybody."""
+    """Hold one tenant's use, as of the time when `as_of` tokens had been given to all tenants."""
 
     tokens: float = 0.0
     as_of: float = 0.0
 
 
 class RecentUse:
-    """All tenants'. Whoever is forgotten fades from the sums by itself."""
+    """Hold the sums over all tenants. A tenant that is dropped fades from the sums by itself."""
 
     def __init__(self) -> None:
-        self._given = 0.0  # ever, to anybody
-        self._tokens = 0.0  # of late
-        self._squares = 0.0  # of late: use²/weight over all tenants
+        self._given = 0.0  # to all tenants, since the start
+        self._tokens = 0.0  # recent
+        self._squares = 0.0  # recent: use²/weight over all tenants
 
     def charge(self, use: Use, tokens: float, weight: float) -> None:
-        """A tenant was given so many."""
+        """Record that a tenant was given `tokens`."""
         kept = math.exp(-tokens / WINDOW_TOKENS)
         before = self._of(use) * kept
         self._given += tokens
@@ -102,34 +101,34 @@ class RecentUse:
         use.tokens, use.as_of = before + tokens, self._given
 
     def is_below(self, use: Use, weight: float) -> bool:
-        """Was this tenant given less than its share?"""
+        """Return whether this tenant was given less than its share."""
         return self._of(use) / weight * self._tokens < BELOW * self._squares
 
     def _of(self, use: Use) -> float:
         return use.tokens * math.exp((use.as_of - self._given) / WINDOW_TOKENS)
 
 
-# Those of one lane and rank who wait, by tenant: the tenant that was given least for its weight is the head. Pure.
+# Waiting tickets of one lane and rank, by tenant: the head belongs to the tenant with the earliest virtual start.
 
 
 @dataclass(eq=False)
 class Share:
-    """One tenant's in one lane, whatever ranks it declares. `start`: the tokens that it was given, for its weight."""
+    """Hold one tenant's share of a lane, over all ranks. `start`: its virtual start, in tokens divided by weight."""
 
     tenant: str
     weight: float
     start: float
     num_waiting: int = 0
     num_bytes: int = 0
-    load: float = 0.0  # what it holds of the room, for its weight
+    load: float = 0.0  # the part of the queue that it holds, divided by its weight
     outlooks: dict[int, SloEstimate] = field(default_factory=dict)
     recent: Use = field(default_factory=Use)
 
 
 @dataclass(eq=False)
 class Flow:
-    """One tenant's part of a queue. `resumed`: those whose clients have tokens already. `aside`: those who wait for something of
-    their own. All three may hold some that wait no more: they are skipped."""
+    """Hold one tenant's tickets in a queue. `resumed`: those whose clients have tokens already. `aside`: those that wait for
+    their own objective. All three may contain tickets that no longer wait, which are skipped."""
 
     share: Share
     tickets: deque[Ticket] = field(default_factory=deque)
@@ -139,11 +138,11 @@ class Flow:
     num_bytes: int = 0
     cost: float = 0.0
     load: float = 0.0
-    parked: bool = False  # the whole tenant waits for something of its own
+    parked: bool = False  # the whole tenant is blocked, by its own limit or rank
     resumed_is_next: bool = True
 
     def head(self) -> Ticket | None:
-        """Whose turn it is: the oldest, in turn of those who continue and of the others."""
+        """Return the next ticket: the oldest one, alternating between resumed and other tickets."""
         for line in (self.tickets, self.resumed):
             while line and line[0].state is not TicketState.WAITING:
                 line.popleft()
@@ -151,7 +150,7 @@ class Flow:
         return line[0] if line else None
 
     def newest(self) -> Ticket | None:
-        """The latest that waits."""
+        """Return the ticket that came last."""
         waiting = []
         for line in (self.tickets, self.resumed, self.aside):
             while line and line[-1].state is not TicketState.WAITING:
@@ -160,11 +159,11 @@ class Flow:
         return max(waiting, key=lambda ticket: ticket.number, default=None)
 
     def line_of(self, ticket: Ticket) -> deque[Ticket]:
-        """Where it waits for its turn."""
+        """Return the deque in which the ticket waits for its turn."""
         return self.resumed if ticket.item.started else self.tickets
 
     def tidy(self, gone: Ticket) -> None:
-        """Not many who wait no more are kept; `gone` is about to be one of them."""
+        """Bound the number of stale tickets; `gone` is about to become one."""
         if not self.num_waiting:
             for line in (self.tickets, self.resumed, self.aside):
                 line.clear()
@@ -176,7 +175,7 @@ class Flow:
 
 
 class FairQueue:
-    """Tickets of one lane and rank. `load`: what so many requests and bytes are of the room, for a weight."""
+    """Hold the tickets of one lane and rank. `load`: maps number, bytes and weight to the part of the queue that they are."""
 
     def __init__(self, load: Callable[[int, int, float], float]) -> None:
         self._load = load
@@ -188,20 +187,20 @@ class FairQueue:
         self._entries = 0
 
     def heaviest(self) -> Flow | None:
-        """Of the tenant that holds most of this queue for its weight; None when nobody waits."""
+        """Return the flow of the tenant that holds most of this queue for its weight; None when nothing waits."""
         return self._heaviest.top()
 
     def flow(self, tenant: str) -> Flow | None:
-        """The tenant's, if it waits here."""
+        """Return the tenant's flow, if it waits here."""
         return self._flows.get(tenant)
 
     def newest(self, tenant: str) -> Ticket | None:
-        """The tenant's latest that waits here."""
+        """Return the tenant's last ticket that waits here."""
         flow = self._flows.get(tenant)
         return None if flow is None else flow.newest()
 
     def push(self, ticket: Ticket, share: Share) -> None:
-        """Wait behind the tenant's own."""
+        """Append a ticket to the tenant's flow."""
         flow = self._flows.get(share.tenant)
         if flow is None:
             flow = self._flows[share.tenant] = Flow(share)
@@ -211,7 +210,7 @@ class FairQueue:
         self._enter(flow)
 
     def head(self) -> Ticket | None:
-        """Whose turn it is; None when nobody waits for a turn. It stays until `remove`, `set_aside` or `park`."""
+        """Return the next ticket; None when no ticket waits for a turn. It stays until `remove`, `set_aside` or `park`."""
         while self._heap:
             start, _, flow = self._heap[0]
             if start == flow.share.start and not flow.parked and flow.num_waiting:
@@ -222,7 +221,7 @@ class FairQueue:
         return None
 
     def remove(self, ticket: Ticket, *, served: bool = False) -> None:
-        """It waits no more; the caller changes its state. `served`: it was its turn."""
+        """Remove a ticket; the caller changes its state. `served`: it was admitted."""
         flow = self._flows[ticket.item.tenant]
         self._count(flow, ticket, -1)
         if served:
@@ -232,30 +231,30 @@ class FairQueue:
             del self._flows[ticket.item.tenant]
 
     def moved(self, tenant: str) -> None:
-        """Its share starts elsewhere: its old entry in the heap is void."""
+        """Record that the share's start has changed, which makes its old entry in the heap stale."""
         flow = self._flows.get(tenant)
         if flow is not None:
             self._enter(flow)
 
     def set_aside(self, ticket: Ticket) -> None:
-        """The head waits for something of its own: the tenant's others go on."""
+        """Set the tenant's head aside, because it waits for its own objective: the tenant's other tickets go on."""
         flow = self._flows[ticket.item.tenant]
         flow.line_of(ticket).popleft()
         flow.aside.append(ticket)
 
     def bring_back(self, ticket: Ticket) -> None:
-        """Somebody set aside, who still waits, is the first of its tenant."""
+        """Put a ticket that was set aside, and still waits, back at the head of its tenant."""
         flow = self._flows[ticket.item.tenant]
         flow.aside.remove(ticket)
         flow.line_of(ticket).appendleft(ticket)
         self._enter(flow)
 
     def park(self, tenant: str) -> None:
-        """The tenant waits for something of its own; others go on."""
+        """Block the tenant; others go on."""
         self._flows[tenant].parked = True
 
     def unpark(self, tenant: str) -> None:
-        """It takes part again, if it still waits."""
+        """Let the tenant take part again, if it still waits."""
         flow = self._flows.get(tenant)
         if flow is not None and flow.parked:
             flow.parked = False
@@ -281,35 +280,38 @@ class FairQueue:
 
 MAX_IDLE_SHARES = 1024
 SAVED = 2048.0
-"""Tokens, for a weight of 1: who takes less than its share can be given so many at once, before others have theirs again."""
+"""Tokens, for a weight of 1: a tenant that takes less than its share can be given this many at once before other tenants come
+again."""
 BATCH_YIELDS = 8192.0
-"""Tokens, for a weight of 1: batch lets others have so much more than its own tenant was given before its turn comes."""
+"""Tokens, for a weight of 1: other tenants may be given this many more than a batch request's own tenant before its turn
+comes."""
 
 
 class FairShare:
-    """One lane's tenants. `per_request` and `per_byte`: what one takes of the room, whose whole is 1."""
+    """Share one lane between tenants. `per_request` and `per_byte`: the part of the queue, of 1, that one request or one byte
+    takes."""
 
     def __init__(self, per_request: float, per_byte: float) -> None:
         self.queues = {rank: FairQueue(self.load) for rank in RANKS}
         self.num_waiting = 0
         self._per_request = per_request
         self._per_byte = per_byte
-        self._weight = 0.0  # of all who wait
+        self._weight = 0.0  # of all waiting tenants
         self._virtual = 0.0
         self._shares: dict[str, Share] = {}
         self._heaviest: IndexedHeap[Share] = IndexedHeap()
         self._recent = RecentUse()
 
     def load(self, num: int, num_bytes: int, weight: float) -> float:
-        """What so many requests, or so many bytes, are of the room, for their weight."""
+        """Return the part of the queue that the requests and their bytes are, divided by the weight."""
         return max(num * self._per_request, num_bytes * self._per_byte) / weight
 
     def heaviest(self) -> Share | None:
-        """Of the tenant that holds most for its weight; None when nobody waits."""
+        """Return the share of the tenant that holds most for its weight; None when nothing waits."""
         return self._heaviest.top()
 
     def share(self, tenant: str, weight: float) -> Share:
-        """The tenant's, made if there is none; a new weight holds from here on."""
+        """Return the tenant's share, which is made if there is none; a new weight applies from now on."""
         share = self._shares.get(tenant)
         if share is None:
             self._forget_idle()
@@ -320,12 +322,12 @@ class FairShare:
         return share
 
     def outlook(self, tenant: str, rank: int) -> SloEstimate:
-        """Whether the tenant is being refused at present; of one that is not known, not."""
+        """Return the estimate that says whether the tenant is refused at present; for an unknown tenant it is not."""
         share = self._shares.get(tenant)
         return SloEstimate() if share is None else share.outlooks.setdefault(rank, SloEstimate())
 
     def push(self, ticket: Ticket, weight: float) -> None:
-        """Wait behind the tenant's own of that rank."""
+        """Append a ticket to the tenant's tickets of its rank."""
         item, share = ticket.item, self.share(ticket.item.tenant, weight)
         if not share.num_waiting:
             self._weight += weight
@@ -335,16 +337,16 @@ class FairShare:
         self.queues[item.rank].push(ticket, share)
 
     def serve(self, ticket: Ticket) -> None:
-        """It was its turn and it goes: its tenant is charged."""
+        """Remove an admitted ticket, and charge its tenant."""
         self.charge(ticket.item, self._shares[ticket.item.tenant].weight)
         self._remove(ticket, served=True)
 
     def remove(self, ticket: Ticket) -> None:
-        """It waits no more; the caller changes its state. What the tenant was charged stays as it is."""
+        """Remove a ticket that is not admitted; the caller changes its state. What the tenant was charged stays."""
         self._remove(ticket, served=False)
 
     def charge(self, item: FlowItem, weight: float) -> None:
-        """Its tenant was given what it costs, also past the queue."""
+        """Charge the item's tenant for its cost, also when the item did not wait in the queue."""
         share = self.share(item.tenant, weight)
         begin = self._begin(share)
         flow = self.queues[item.rank].flow(item.tenant)
@@ -354,13 +356,13 @@ class FairShare:
         self._recent.charge(share.recent, item.cost, weight)
 
     def settle(self, tenant: str, extra: float) -> None:
-        """It took `extra` tokens more (negative: fewer) than it was charged."""
+        """Correct a charge: the request took `extra` tokens more (negative: fewer) than it was charged."""
         share = self._shares.get(tenant)
         if share is not None:
             self._move(share, max(self._virtual - SAVED, share.start + extra / share.weight))
 
     def first(self, ranks: Sequence[int]) -> FairQueue | None:
-        """Whose head is next; `ranks`: those that are asked, the first of them first among equals."""
+        """Return the queue whose head is next. `ranks`: those that take part; of equal tenants the earlier rank goes first."""
         best: FairQueue | None = None
         best_start = 0.0
         for rank in ranks:
@@ -373,7 +375,7 @@ class FairShare:
         return best
 
     def is_first(self, item: FlowItem) -> bool:
-        """It would be before everybody who waits for a turn."""
+        """Return whether the item would be served before every ticket that waits for a turn."""
         if not self.num_waiting:
             return True
         share = self._shares.get(item.tenant)
@@ -388,14 +390,14 @@ class FairShare:
         return True
 
     def is_owed(self, tenant: str) -> bool:
-        """Others were given more of late, for their weight. Its virtual start would not do: every request that it was given
-        puts that ahead for a while, and a second one that came soon would be taken for greed."""
+        """Return whether other tenants were given more recently, for their weight. The virtual start would not do: each request
+        puts it ahead for a while, so a second request soon after would seem greedy."""
         share = self._shares.get(tenant)
         return bool(self._shares) if share is None else self._recent.is_below(share.recent, share.weight)
 
     def cost_ahead(self, item: FlowItem, weight: float) -> float:
-        """Tokens that are served before a newcomer's: of its tenant's, what is not of lower rank; and what others are given
-        meanwhile, before batch all that is not batch."""
+        """Return the tokens that are served before a new item: those of its own tenant, except of lower ranks, and those that
+        other tenants are given meanwhile; for batch also everything that is not batch."""
         share = self.share(item.tenant, weight)
         others_weight = self._weight - (share.weight if share.num_waiting else 0.0)
         above = self.queues[INTERACTIVE].cost + self.queues[STANDARD].cost
@@ -415,12 +417,14 @@ class FairShare:
         return max(self._virtual - SAVED, share.start)
 
     def _turn(self, start: float, rank: int) -> float:
-        """All who are below their share are equal: between them rank decides, and then what they have saved up."""
+        """Return the place in the order. All tenants below their share are equal: rank decides between them, then what they have
+        saved."""
         start = max(self._virtual, start)
         return start + BATCH_YIELDS if rank == BATCH else start
 
     def _first_start(self, begin: float) -> float:
-        """Virtual time is the start of what is in service: it never goes back, nor beyond the earliest who waits."""
+        """Return the new virtual time, which is the start of what is in service: it never goes back, nor beyond the earliest
+        waiting start."""
         heads = (queue.head() for queue in self.queues.values() if queue.num_waiting)
         starts = [self._shares[head.item.tenant].start for head in heads if head is not None]
         return max(self._virtual, min((begin, *starts)))
@@ -431,7 +435,7 @@ class FairShare:
         self.queues[item.rank].remove(ticket, served=served)
         self._count(share, item, -1)
         if not share.num_waiting:
-            self._weight = self._weight - share.weight if self.num_waiting else 0.0  # rounding errors are not carried along
+            self._weight = self._weight - share.weight if self.num_waiting else 0.0  # drops accumulated rounding errors
 
     def _count(self, share: Share, item: FlowItem, sign: int) -> None:
         self.num_waiting += sign
@@ -445,7 +449,8 @@ class FairShare:
             queue.moved(share.tenant)
 
     def _forget_idle(self) -> None:
-        """Who waits for nothing and is not ahead of others needs no memory; beyond the bound nobody idle is remembered."""
+        """Drop shares that wait for nothing and are not ahead of virtual time; if there are none beyond the bound, drop all idle
+        ones."""
         if len(self._shares) < MAX_IDLE_SHARES + self.num_waiting:
             return
         idle = [share for share in self._shares.values() if not share.num_waiting]

@@ -1,8 +1,9 @@
-"""Where requests wait for admission: bounded by count and bytes, by rank, fair between tenants. Pure.
+"""The request queue, in which requests wait for admission, bounded by count and bytes, and the order in which they are
+dispatched. Pure.
 
-A lower rank cannot fill the room: the last quarter is closed to batch, the last eighth to standard. In a full room the tenant
-that holds most for its weight makes way for one that holds less, whatever ranks they declare; among equals, and within a tenant,
-lower ranks make way for higher ones. The newest request goes, of the lowest rank. Batch pushes nobody out but batch.
+A lower rank cannot fill the queue: the last quarter is closed to batch, the last eighth to standard. In a full queue the tenant
+that holds most for its weight loses a request to one that holds less, whatever ranks they declare; among equal tenants, and
+within a tenant, lower ranks lose to higher ones. The newest request of the lowest rank is evicted. Batch evicts only batch.
 """
 
 import heapq
@@ -41,8 +42,9 @@ OPEN_EIGHTHS = {INTERACTIVE: 8, STANDARD: 7, BATCH: 6}
 
 
 class Patience:
-    """How long a lane believes forecasts that hold everybody back while nothing moves. A worker that hangs, or reports nothing
-    new, must not hold them for ever: after `timeout_s` one goes by count alone, after another one two, then four."""
+    """Bound how long a lane believes forecasts that hold it back while nothing moves. A worker that hangs, or reports nothing
+    new, must not block it for ever: after `timeout_s` one request goes by count alone, after another `timeout_s` two, then
+    four."""
 
     def __init__(self, now: float) -> None:
         self._progress_at = now
@@ -50,16 +52,16 @@ class Patience:
         self._allowance = 0
 
     def progress(self, now: float) -> None:
-        """Somebody was placed as forecasts wanted it, or the first one began to wait."""
+        """Record that a request was admitted by its forecast, or that the first one began to wait."""
         self._progress_at = now
 
     def moved(self, now: float) -> None:
-        """A place came free: the mesh is alive."""
+        """Record that a slot came free: the mesh works."""
         self._progress_at = now
         self._next_allowance, self._allowance = 1, 0
 
     def is_over(self, now: float, timeout_s: float) -> bool:
-        """Somebody may go whatever the forecast says; says so to one at a time."""
+        """Return whether one request may go whatever its forecast says, and use that permission up."""
         if now - self._progress_at >= timeout_s:
             self._progress_at = now
             self._allowance, self._next_allowance = self._next_allowance, 2 * self._next_allowance
@@ -70,21 +72,22 @@ class Patience:
 
 
 class Transit:
-    """Prompts that were let in and have not reached a worker: no forecast contains them yet."""
+    """Hold admitted prompts that have not reached a worker: no forecast contains them yet."""
 
     def __init__(self) -> None:
         self._under_way: dict[int, tuple[float, float]] = {}
 
     def enter(self, number: int, seconds: float, now: float) -> None:
-        """The ticket with this number has been let in; its prompt takes so long."""
+        """Add the admitted ticket with this number; its prompt takes `seconds`."""
         self._under_way[number] = (now + MAX_TRANSIT_S, seconds)
 
     def leave(self, number: int) -> None:
-        """It has been sent to a worker, or given up; idempotent."""
+        """Remove a ticket that was sent to a worker, or given up; idempotent."""
         self._under_way.pop(number, None)
 
     def seconds(self, now: float) -> float:
-        """Of all who are on their way. Whoever takes too long waits for something else, and stands in nobody's way."""
+        """Return the time of all prompts in transit. One that takes longer than MAX_TRANSIT_S waits for something else, and is
+        dropped."""
         while self._under_way:
             number = next(iter(self._under_way))
             if self._under_way[number][0] > now:
@@ -94,7 +97,7 @@ class Transit:
 
 
 class Lane:
-    """Those who wait for the same workers, by tenant and rank; and what is known of them."""
+    """Hold the requests that wait for the same workers, by tenant and rank, with what is known about those workers."""
 
     def __init__(self, now: float, max_queued: int, max_bytes: int) -> None:
         self.shares = FairShare(1 / max(1, max_queued), 1 / max_bytes)
@@ -109,41 +112,41 @@ class Lane:
 
     @property
     def queues(self) -> dict[int, FairQueue]:
-        """By rank."""
+        """Return the queues by rank."""
         return self.shares.queues
 
     @property
     def num_waiting(self) -> int:
-        """Of all ranks."""
+        """Return the number of waiting requests of all ranks."""
         return self.shares.num_waiting
 
     @property
     def cost(self) -> float:
-        """Tokens of all who wait."""
+        """Return the tokens of all waiting requests."""
         return sum(queue.cost for queue in self.queues.values())
 
     @property
     def top_rank(self) -> int:
-        """The highest that waits; somebody does."""
+        """Return the highest rank that waits; some request must wait."""
         return next(rank for rank in RANKS if self.queues[rank].num_waiting)
 
     def wait_s(self, cost: float) -> float | None:
-        """Until so many tokens have had their turn; None while nothing is known. Turns tell it sooner than places that come free:
-        who is let in leaves only when its answer is whole."""
+        """Return the seconds until `cost` tokens have been admitted; None while nothing is known. The rate of admissions reacts
+        sooner than that of releases: a request is released only at the end of its response."""
         waits_s = self.dispatch_order.seconds_for(cost, self.clock.now)
         return self.drain.seconds_for(cost, self.clock.now) if waits_s is None else waits_s
 
     def tick(self, now: float, *, is_full: bool) -> float:
-        """Seconds in which somebody of this lane needed a place."""
+        """Return the clock of this lane: seconds in which some request needed a slot."""
         return self.clock.advance(now, busy=is_full or self.num_waiting > 0)
 
     def outlook(self, item: FlowItem) -> SloEstimate:
-        """Of its tenant: who floods does not close the gate to others."""
+        """Return the estimate of the item's tenant, so that one tenant's flood does not close the lane to others."""
         return self.shares.outlook(item.tenant, item.rank)
 
 
 class RequestQueue:
-    """All lanes of one router."""
+    """Hold all lanes of one router."""
 
     def __init__(self, max_queued: int, max_bytes: int) -> None:
         self.max_queued = max_queued
@@ -153,7 +156,7 @@ class RequestQueue:
         self.lanes: dict[Hashable, Lane] = {}
 
     def lane(self, key: Hashable, now: float) -> Lane:
-        """Of that name; made when it is new."""
+        """Return the lane of that name, which is made when it is new."""
         if key not in self.lanes:
             if len(self.lanes) >= MAX_LANES:
                 self.lanes = {name: lane for name, lane in self.lanes.items() if lane.num_waiting}
@@ -161,11 +164,12 @@ class RequestQueue:
         return self.lanes[key]
 
     def fits(self, item: FlowItem) -> bool:
-        """There is room without anybody making way."""
+        """Return whether there is room without an eviction."""
         return self._is_open(item, OPEN_EIGHTHS[item.rank])
 
     def holds(self, item: FlowItem) -> bool:
-        """There is room in the whole of it: enough for somebody for whom others have made way."""
+        """Return whether the whole queue has room, including the part closed to its rank: enough for a request that evicted
+        another."""
         return self._is_open(item, 8)
 
     def _is_open(self, item: FlowItem, open_eighths: int) -> bool:
@@ -174,13 +178,13 @@ class RequestQueue:
         return self.num_queued < num_open and self.num_bytes + item.num_bytes <= bytes_open
 
     def victim(self, item: FlowItem, weight: float) -> Ticket | None:
-        """Who makes way for the newcomer; None: nobody, it is refused."""
+        """Return the ticket that is evicted for a new item; None: there is none, and the item is refused."""
         if item.num_bytes > self.max_bytes or not self.max_queued:
             return None
         return self._of_heaviest(item, weight) or self._of_lower_rank(item, weight) or self._own(item)
 
     def push(self, ticket: Ticket, weight: float, now: float) -> None:
-        """The caller has seen to it that it fits."""
+        """Append a ticket; the caller has checked that it fits."""
         lane = self.lane(ticket.item.lane, now)
         if not lane.num_waiting:
             lane.patience.progress(now)
@@ -188,12 +192,12 @@ class RequestQueue:
         self._count(ticket, 1)
 
     def serve(self, ticket: Ticket) -> None:
-        """It leaves for a place."""
+        """Remove a ticket that is admitted."""
         self._shares_of(ticket).serve(ticket)
         self._count(ticket, -1)
 
     def remove(self, ticket: Ticket) -> None:
-        """It leaves for nothing."""
+        """Remove a ticket that is not admitted."""
         self._shares_of(ticket).remove(ticket)
         self._count(ticket, -1)
 
@@ -205,7 +209,7 @@ class RequestQueue:
         self.num_bytes += sign * ticket.item.num_bytes
 
     def _load_with(self, item: FlowItem, weight: float) -> float:
-        """What its tenant would hold of the room."""
+        """Return the load that the item's tenant would have with it."""
         lane = self.lanes.get(item.lane)
         if lane is None:
             return max(1 / max(1, self.max_queued), item.num_bytes / self.max_bytes) / weight
@@ -213,7 +217,7 @@ class RequestQueue:
         return lane.shares.load(share.num_waiting + 1, share.num_bytes + item.num_bytes, weight)
 
     def _of_heaviest(self, item: FlowItem, weight: float) -> Ticket | None:
-        """Of another tenant, that holds more for its weight than the newcomer's would."""
+        """Return a ticket of another tenant that holds more, for its weight, than the item's tenant would."""
         tops = [(top.load, lane, top) for lane in self.lanes.values() if (top := lane.shares.heaviest()) is not None]
         if not tops:
             return None
@@ -224,7 +228,7 @@ class RequestQueue:
         return next((ticket for rank in ranks if (ticket := lane.queues[rank].newest(top.tenant)) is not None), None)
 
     def _of_lower_rank(self, item: FlowItem, weight: float) -> Ticket | None:
-        """Of a tenant that holds at least as much as the newcomer's would."""
+        """Return a ticket of lower rank, of a tenant that holds at least as much as the item's tenant would."""
         mine = self._load_with(item, weight)
         for rank in range(BATCH, item.rank, -1):
             for lane in self.lanes.values():
@@ -234,32 +238,32 @@ class RequestQueue:
         return None
 
     def _own(self, item: FlowItem) -> Ticket | None:
-        """Of its own tenant, of a lower rank."""
+        """Return a ticket of the item's own tenant, of a lower rank."""
         lane = self.lanes.get(item.lane)
         ranks = range(BATCH, item.rank, -1) if lane is not None else ()
         found = (lane.queues[rank].newest(item.tenant) for rank in ranks if lane is not None)
         return next((ticket for ticket in found if ticket is not None), None)
 
 
-# Whose turn it is among those who wait: fair between tenants, by rank, when the forecast is good. Pure.
+# The order of dispatch: fair between tenants, by rank, when the forecast is good.
 #
-# A request that waits because of its own objective, its tenant's own limit or its rank (batch) is passed;
-# one that waits because the mesh is saturated is not, or large prompts would starve behind small ones.
-
+# A request that waits because of its own objective, its tenant's limit or its rank (batch) is passed over; one that waits because
+# the mesh is saturated is not, or large prompts would starve behind small ones.
 
 AGED_TURN = 4
-"""Of so many places one is for standard requests that have waited for too long beside interactive ones."""
+"""Of this many admissions, one goes to a standard request that has waited too long behind interactive ones."""
 MAX_PASSED = 4
-"""How many of a rank are passed in one go, beside those whose tenant has no place: each costs a forecast."""
+"""The number of requests of a rank that are passed over in one look, beside those whose tenant is at its limit: each costs a
+forecast."""
 MAX_BROUGHT_BACK = 2
-"""How many of those who wait for their own objective are asked again at each look, before others."""
+"""The number of requests waiting for their own objective that are tried again at each look, before others."""
 
 MAX_WAIT_S = 3600.0
-"""Nobody waits for longer, whatever it waits for."""
+"""No request waits longer than this."""
 
 
 class DispatchOrder:
-    """Admits and refuses those who wait. `decided` collects them; `refuse` ends the wait of one."""
+    """Admit and refuse waiting tickets. `decided` collects them; `refuse` ends the wait of one."""
 
     def __init__(self, settings: AdmissionSettings, room: RequestQueue, limiter: InflightLimiter) -> None:
         self.decided: list[Ticket] = []
@@ -272,7 +276,7 @@ class DispatchOrder:
         self._expiries: list[tuple[float, int, Ticket]] = []
 
     def take(self, now: float) -> None:
-        """Everybody who may go now, and those who are too late."""
+        """Admit every ticket that may start now, and refuse those that are too late."""
         self._expire(now)
         self._bring_back()
         while self._room.num_queued and not self._limiter.is_full:
@@ -282,14 +286,14 @@ class DispatchOrder:
             self._admit(ticket, now)
 
     def refuse(self, ticket: Ticket, refusal: Refusal) -> None:
-        """It has waited in vain."""
+        """Refuse a waiting ticket."""
         ticket.refusal = refusal
         self._room.remove(ticket)
         self._limiter.refuse(ticket, refusal.reason)
         self.decided.append(ticket)
 
     def way(self, lane: Lane, item: FlowItem, forecast: Forecast | None, now: float) -> Verdict:
-        """Who would be alone is let in."""
+        """Return the verdict on a new or waiting item. It is OPEN when nothing else is in flight in the lane."""
         if not self._limiter.num_in_lane(item.lane, BATCH + 1):
             return Verdict.OPEN
         others_above = self._limiter.num_in_lane(item.lane, BATCH) > 0
@@ -298,7 +302,8 @@ class DispatchOrder:
     def too_late(
         self, lane: Lane, item: FlowItem, forecast: Forecast | None, wait_s: float | None, now: float, waited_s: float = 0.0
     ) -> Refusal | None:
-        """Its deadline counts always, its objective unless it would be alone. `wait_s`: from now on; None: it is placed now."""
+        """Return a refusal if the item is too late. Its deadline always counts; its objective only while the lane has other
+        requests in flight. `wait_s`: expected wait from now on; None: it is placed now."""
         refusal = deadline_refusal(item, forecast, wait_s, now)
         if refusal is not None or not self._limiter.num_in_lane(item.lane, BATCH + 1):
             return refusal
@@ -307,14 +312,14 @@ class DispatchOrder:
         )
 
     def _margin(self, lane: Lane, item: FlowItem, wait_s: float | None, now: float) -> float:
-        """For whom there is a place while nobody waits, and for whom its tenant is below its share, what is expected counts, not
-        what is feared: in the first case nobody else would take the place, in the second the fear comes of others."""
+        """Return the safety factor on the forecast. It is 1 where a slot is free and nothing waits, since no other request would
+        take the slot, and for a tenant below its share, since other tenants cause the uncertainty."""
         is_contended = wait_s is not None or lane.num_waiting > 0
         return lane.accuracy.margin(now) if is_contended and not lane.shares.is_owed(item.tenant) else 1.0
 
     def note_latest_start(self, ticket: Ticket, forecast: Forecast | None) -> None:
-        """When it will be too late for it, at the latest when it has waited for MAX_WAIT_S. Without a forecast nobody is taken to
-        miss an objective, but a deadline is a deadline."""
+        """Record when it will be too late for the ticket, at most MAX_WAIT_S after its arrival. Without a forecast only its
+        deadline counts, not its objective."""
         item, ends = ticket.item, [ticket.arrived + MAX_WAIT_S]
         needed_s = 0.0 if forecast is None else alone_s(forecast)
         if item.ttft_s is not None and forecast is not None:
@@ -335,7 +340,8 @@ class DispatchOrder:
             heapq.heapify(self._expiries)
 
     def _first(self, now: float) -> Ticket | None:
-        """Of the lane whose latest place is longest ago: a rank counts within its lane, but for batch."""
+        """Return the next ticket of the lane that was served longest ago. Rank counts within a lane, except that lanes with only
+        batch come last."""
         lanes = [lane for lane in self._room.lanes.values() if lane.num_waiting]
         for lane in sorted(lanes, key=lambda lane: (lane.top_rank == BATCH, lane.served_at)):
             ticket = self._first_of(lane, now)
@@ -344,7 +350,8 @@ class DispatchOrder:
         return None
 
     def _first_of(self, lane: Lane, now: float) -> Ticket | None:
-        """Who of this lane may go. In each queue not many are asked in vain; at the next look it goes on after them."""
+        """Return the ticket of this lane that may start. In each queue few are tried in vain; the next look continues after
+        them."""
         ranks, num_passed = self._in_order(lane, now), dict.fromkeys(RANKS, 0)
         while (queue := lane.shares.first(ranks)) is not None and (ticket := queue.head()) is not None:
             rank = ticket.item.rank
@@ -369,7 +376,8 @@ class DispatchOrder:
         return None
 
     def _pass(self, queue: FairQueue, ticket: Ticket, forecast: Forecast | None, waited_s: float) -> None:
-        """It waits for something of its own: for its objective only so long, and beside its tenant's others."""
+        """Pass over a ticket that waits because of its own limits. For its objective it waits a bounded time, and its tenant's
+        other tickets go on."""
         refusal = too_slow(ticket.item, forecast)
         if refusal is None:
             self._park(queue, ticket)
@@ -384,7 +392,7 @@ class DispatchOrder:
         self._parked.append((queue, ticket.item.tenant))
 
     def _bring_back(self) -> None:
-        """Whole tenants, and some of those set aside, so that others are asked, too."""
+        """Bring back blocked tenants and some of the tickets set aside, so that later tickets are tried, too."""
         parked, self._parked = self._parked, []
         for queue, tenant in parked:
             queue.unpark(tenant)

@@ -1,7 +1,7 @@
-"""What a forecast means for a request at the gate: place it, hold it, or refuse it. Pure.
+"""Admission by objectives: what a forecast means for a request, and the values that flow control passes around. Pure.
 
-Objectives are met or missed as a whole: a request that is bound to miss its own only takes from those that could meet theirs.
-So it is refused at once, as long as the mesh has other work; one that would be alone is always let in.
+An objective is met or missed as a whole: a request that is bound to miss its own only takes from those that could meet theirs. So
+it is refused at once as long as the mesh has other work; a request that would be alone is always admitted.
 """
 
 import enum
@@ -13,18 +13,14 @@ from typing import Protocol
 from router.routing.cost_model import MAX_AHEAD_S, is_saturated
 from router.tokenization.prepared_request import PreparedRequest
 
-# What admission knows of a request, the ticket that it gets, and how it is told no.
-
-
-# What the policy expects for a request, as admission asks for it: the mesh's answer to "would it meet its objective?".
-
 
 @dataclass(frozen=True)
 class Forecast:
-    """`ttft_s` from the moment at which it is placed, `tpot_s` of its own tokens: of the best placement there is.
+    """Hold the prediction for the best placement: `ttft_s` from the moment of placement, `tpot_s` of the request's own tokens.
 
-    `has_room`: some worker could hold it now. `ahead_s`: the part of `ttft_s` that other requests' prompts take.
-    `idle_tpot_s`: what the fastest worker would give it with nothing else to do; None: it was not looked at, or is not known."""
+    `has_room`: some worker could hold it now. `ahead_s`: the part of `ttft_s` that other requests' prompts take. `idle_tpot_s`:
+    the TPOT on the fastest worker with no other load; None: not computed, or not known.
+    """
 
     ttft_s: float
     tpot_s: float
@@ -34,29 +30,30 @@ class Forecast:
 
 
 class Forecaster(Protocol):
-    """Looks at the fleet as it is now."""
+    """Predict from the fleet as it is now."""
 
     def forecast(self, prepared: PreparedRequest) -> Forecast | None:
-        """None while nothing is known: no worker, or none that says how fast it is."""
+        """Return the forecast; None while nothing is known: no worker, or none that reports its speed."""
 
 
 INTERACTIVE, STANDARD, BATCH = RANKS = (1, 2, 3)
-"""Who comes first; numbered as the priorities of common.proto."""
+"""Ranks in order, numbered as the priorities of common.proto."""
 
 
 def nothing_known() -> Forecast | None:
-    """The forecast of a mesh that says nothing."""
+    """Return the forecast of a mesh about which nothing is known."""
     return None
 
 
 @dataclass(frozen=True, eq=False)
 class FlowItem:
-    """One request at the gate.
+    """Hold one request as flow control sees it.
 
-    `priority` is that of common.proto. `started`: a stream that was lost elsewhere, of which the client has tokens. `lane`:
-    requests of different lanes run on different workers, and do not wait for each other. `ttft_s` and `tpot_s` are its
-    objectives, `guard_ttft_s` and `guard_tpot_s` those of others that it must not spoil (batch); None: there is none. `deadline`
-    is on the clock that admission is given. `num_bytes` is what it holds while it waits. `foresee` looks at the mesh as it is.
+    `priority` is that of common.proto. `started`: the client resumes a stream and has tokens of it. `lane`: requests of different
+    lanes run on different workers, and do not wait for each other. `ttft_s` and `tpot_s` are its objectives, `guard_ttft_s` and
+    `guard_tpot_s` those of other requests that it must not spoil (batch); None: there is none. `deadline` is on the clock that
+    admission is given. `num_bytes`: the memory that it holds while it waits. `foresee` returns a forecast for the fleet as it is
+    now.
     """
 
     tenant: str = ""
@@ -75,17 +72,18 @@ class FlowItem:
 
     @property
     def rank(self) -> int:
-        """Its priority. A stream that was lost elsewhere has no other: anybody can claim to continue."""
+        """Return its priority. A resumed stream gets no other rank, because any client can claim to resume."""
         return self.priority
 
     @property
     def cost(self) -> float:
-        """Tokens that it is expected to take: prompt and output."""
+        """Return the tokens that it is expected to take: prompt and output."""
         return float(self.prompt_tokens + self.output_tokens)
 
 
 class TicketState(enum.Enum):
-    """WAITING in the queue, ADMITTED (holds a place), REFUSED while it waited, or RELEASED. The last two hold nothing."""
+    """Name the state of a ticket: WAITING in the queue, ADMITTED (holds a slot), REFUSED while it waited, or RELEASED. The last
+    two hold nothing."""
 
     WAITING = "waiting"
     ADMITTED = "admitted"
@@ -95,8 +93,8 @@ class TicketState(enum.Enum):
 
 @dataclass(frozen=True)
 class Refusal:
-    """`reason` is a word for programs (`queue_full`, `share`, `priority`, `rate`, `objective`, `deadline`), `message` is for
-    people; `retry_delay_s` is when a try is likely to succeed."""
+    """Hold why a request is refused. `reason` is for programs (`queue_full`, `share`, `priority`, `rate`, `objective`,
+    `deadline`), `message` for people; `retry_delay_s`: when a retry is likely to succeed."""
 
     reason: str
     message: str
@@ -105,19 +103,19 @@ class Refusal:
 
 @dataclass(eq=False)
 class Ticket:
-    """A request's place or its turn in the queue. `number` counts arrivals; `refusal`: why it was refused while it waited."""
+    """Hold a request's slot or its place in the queue. `number` counts arrivals; `refusal`: why it was refused while it
+    waited."""
 
     item: FlowItem
     number: int
     arrived: float
     state: TicketState = TicketState.WAITING
     refusal: Refusal | None = None
-    expected_s: float | None = None  # until its first token, as was thought when it came
+    expected_s: float | None = None  # predicted time to first token, on arrival
     charged: float = field(default=0.0, repr=False)  # tokens taken from the tenant's bucket
 
 
-# How fast places come free while somebody needs one. Pure: seconds are passed in.
-
+# The rate at which slots come free while requests need them.
 
 MIN_RETRY_DELAY_S = 0.1
 MAX_RETRY_DELAY_S = 30.0
@@ -126,14 +124,15 @@ RATE_WINDOW = 32
 
 
 def retry_delay_s(seconds: float | None) -> float:
-    """What a client is told: within bounds, a default while nothing is known."""
+    """Return the retry delay that a client gets: within bounds, and a default while nothing is known."""
     if seconds is None:
         return UNKNOWN_RETRY_DELAY_S
     return min(MAX_RETRY_DELAY_S, max(MIN_RETRY_DELAY_S, seconds))
 
 
 class BusyClock:
-    """Seconds in which somebody needed a place. What comes free meanwhile says how fast it can, an idle hour says nothing."""
+    """Count the seconds in which some request needed a slot. The rate of releases in that time is a limit of the mesh; in idle
+    time it is not."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -141,7 +140,7 @@ class BusyClock:
         self._busy = False
 
     def advance(self, now: float, *, busy: bool) -> float:
-        """`busy`: from `now` on. Returns the clock's own time, which stands still while nobody is busy."""
+        """Return the clock's own time, which stands still while it is not busy. `busy`: from `now` on."""
         if self._busy and self._looked_at is not None:
             self.now += max(0.0, now - self._looked_at)
         self._looked_at, self._busy = now, busy
@@ -149,21 +148,22 @@ class BusyClock:
 
 
 class DrainRate:
-    """How much comes free in a second, over the last releases. `now` is seconds of a BusyClock, amounts are the caller's."""
+    """Measure the amount that comes free per second, over the last releases. `now` is seconds of a BusyClock, amounts are the
+    caller's."""
 
     def __init__(self) -> None:
         self._releases: deque[tuple[float, float]] = deque(maxlen=RATE_WINDOW)
         self._total = 0.0
 
     def record(self, now: float, amount: float = 1.0) -> None:
-        """So much came free."""
+        """Record that `amount` came free."""
         if len(self._releases) == RATE_WINDOW:
             self._total -= self._releases[0][1]
         self._releases.append((now, amount))
         self._total += amount
 
     def seconds_for(self, amount: float, now: float) -> float | None:
-        """Until `amount` and one release more have come free; None while nothing is known.
+        """Return the seconds until `amount` and one more release have come free; None while nothing is known.
 
         The window ends now, not at the last release, so that a mesh that stands still promises nothing soon.
         """
@@ -173,13 +173,12 @@ class DrainRate:
         return (amount + self._total / len(self._releases)) * spent_s / self._total
 
 
-# How far forecasts of the time to the first token are to be trusted: by what came of those who were let in on them. Pure.
+# Accuracy of TTFT forecasts, from the requests that were admitted by them.
 #
-# A forecast is a middle: of two requests one is late. Who promises an objective needs the far end. So there is a margin: the
-# factor that all but a few of the latest requests stayed within. One that did not raises it by a step; one that did lowers it by
-# the fraction of a step with which the two are in balance when a share of FEW exceeds it (a quantile, followed by steps). A stall
-# makes many late at once and is one thing to learn from; and what was learned fades.
-
+# A forecast is a median: half of the requests are later. An objective needs the upper tail, so there is a margin: the factor
+# within which all but a few of the latest requests stayed. A request beyond it raises the margin by a step; one within it lowers
+# the margin by the fraction of a step that balances the two when a share of FEW exceeds it (a quantile, tracked by steps). A
+# stall makes many requests late at once and counts once; and the margin decays over time.
 
 FEW = 0.03
 STEP = 0.2
@@ -187,11 +186,11 @@ MIN_MARGIN, MAX_MARGIN = 1 / 0.95, 2.0
 HALF_LIFE_S = 30.0
 RAISE_PERIOD_S = 0.5
 CLOSE = 0.4
-"""Of the objective: from there on an error is of interest. That of a short time is large beside it, and harmless."""
+"""Fraction of the objective. Errors of forecasts below it are ignored: they are relatively large, and harmless."""
 
 
 class PredictorAccuracy:
-    """In the forecasts for one lane. Times are seconds, `now` is monotonic."""
+    """Track the accuracy of the forecasts for one lane. Times are seconds, `now` is monotonic."""
 
     def __init__(self) -> None:
         self._margin = MIN_MARGIN
@@ -199,12 +198,12 @@ class PredictorAccuracy:
         self._raised_at = -RAISE_PERIOD_S
 
     def margin(self, now: float) -> float:
-        """For a request that comes now."""
+        """Return the margin for a request that arrives now."""
         faded: float = 0.5 ** (max(0.0, now - self._margin_at) / HALF_LIFE_S)
         return MIN_MARGIN + (self._margin - MIN_MARGIN) * faded
 
     def observe(self, expected_s: float, seen_s: float, objective_s: float, now: float) -> None:
-        """What was expected when it was let in or began to wait, and what came."""
+        """Record the TTFT that was expected at admission or at arrival in the queue, and the one that was measured."""
         if expected_s < CLOSE * objective_s:
             return
         margin = self.margin(now)
@@ -217,15 +216,17 @@ class PredictorAccuracy:
 
 
 REOPEN = 0.95
-"""Once a tenant is refused, its next one is taken only with a little to spare; else the gate would flutter with each report."""
+"""Once a tenant is refused, its next request is admitted only with some reserve; else admission would flap with each
+heartbeat."""
 BATCH_ROOM = 0.8
-"""Batch leaves so much of the objectives of others untouched."""
+"""Batch may use at most this fraction of the objectives of other requests."""
 MAX_WAIT_S = 3600.0
-"""Nobody waits for longer, whatever for."""
+"""No request waits longer than this."""
 
 
 class Verdict(enum.Enum):
-    """OPEN: place it now. SATURATED: nobody can be placed well now. OWN: it waits because of its own objective or rank."""
+    """Say what to do with a request. OPEN: place it now. SATURATED: no request can be placed well now. OWN: it waits because of
+    its own objective or rank."""
 
     OPEN = "open"
     SATURATED = "saturated"
@@ -233,8 +234,8 @@ class Verdict(enum.Enum):
 
 
 def verdict(item: FlowItem, forecast: Forecast | None, *, others_above: bool, transit_s: float = 0.0) -> Verdict:
-    """May it be placed now? `others_above`: somebody of a higher rank runs, whom batch must not disturb. `transit_s`: the prompts
-    of those who were let in and are on their way: the forecast cannot know of them."""
+    """Return whether the item may be placed now. `others_above`: a request of a higher rank runs, which batch must not disturb.
+    `transit_s`: time of admitted prompts that have not reached a worker, which the forecast does not contain."""
     if forecast is None:
         return Verdict.OPEN
     if not forecast.has_room or is_saturated(forecast.ttft_s, forecast.ahead_s, transit_s):
@@ -254,13 +255,13 @@ def _disturbs(item: FlowItem, forecast: Forecast) -> bool:
 
 
 def alone_s(forecast: Forecast) -> float:
-    """Time to the first token that nobody else's prompt is to blame for."""
+    """Return the part of the TTFT that is not caused by other requests' prompts."""
     return max(0.0, forecast.ttft_s - forecast.ahead_s)
 
 
 @dataclass
 class SloEstimate:
-    """One tenant's, in one lane and rank: whether it is refused for its objective at present."""
+    """Hold whether one tenant, in one lane and rank, is refused for its objective at present."""
 
     refusing: bool = False
 
@@ -272,23 +273,25 @@ class SloEstimate:
         waited_s: float = 0.0,
         margin: float = MIN_MARGIN,
     ) -> Refusal | None:
-        """`wait_s`: expected in the queue, None: it would be placed now, `waited_s` it has already. None: it will be in time.
+        """Return a refusal if the item would miss its TTFT objective; None: it will be in time.
 
-        Who comes is taken only with `margin` times what is expected; who has waited goes unless it is hopeless."""
+        `wait_s`: expected wait in the queue; None: it would be placed now. `waited_s`: its wait so far. A new item has to fit
+        with `margin` times the expected time; one that has waited is refused only if it is hopeless.
+        """
         if forecast is None or item.ttft_s is None:
             return None
         expected_s = waited_s + expected_ttft_s(forecast, wait_s)
         ratio = expected_s / item.ttft_s if waited_s else margin * expected_s / item.ttft_s
         late = ratio > (REOPEN if self.refusing and not waited_s else 1.0)
         if alone_s(forecast) <= REOPEN * item.ttft_s and not waited_s:
-            self.refusing = late  # a prompt too long for its objective says nothing about the load
+            self.refusing = late  # a prompt too long for its objective shows nothing about the load
         if not late:
             return None
         return Refusal("objective", _objective_words(item.ttft_s, expected_s, forecast, wait_s, waited_s),
                        retry_delay_s(expected_s - REOPEN * item.ttft_s))  # fmt: skip
 
     def unless_waiting_alone(self, item: FlowItem, wait_s: float | None) -> Refusal | None:
-        """The queue alone takes too long, whatever the mesh would forecast: the cheap way to say no."""
+        """Return a refusal if the wait in the queue alone exceeds the objective: this needs no forecast."""
         if item.ttft_s is None or wait_s is None or wait_s <= item.ttft_s:
             return None
         self.refusing = True
@@ -297,7 +300,7 @@ class SloEstimate:
 
 
 def deadline_refusal(item: FlowItem, forecast: Forecast | None, wait_s: float | None, now: float) -> Refusal | None:
-    """Its first token would come after its deadline."""
+    """Return a refusal if the first token would come after the deadline."""
     if forecast is None or item.deadline is None:
         return None
     left_s, expected_s = item.deadline - now, expected_ttft_s(forecast, wait_s)
@@ -308,9 +311,9 @@ def deadline_refusal(item: FlowItem, forecast: Forecast | None, wait_s: float | 
 
 
 def expired(item: FlowItem, waited_s: float, now: float, delay_s: float) -> Refusal:
-    """It has waited until it was too late."""
+    """Return the refusal of a ticket that has waited too long."""
     if waited_s >= MAX_WAIT_S:
-        return Refusal("deadline", f"it has waited {_ms(waited_s)}, the longest that anybody waits", delay_s)
+        return Refusal("deadline", f"it has waited {_ms(waited_s)}, the longest that any request waits", delay_s)
     if item.ttft_s is not None and (item.deadline is None or max(now, now - waited_s + item.ttft_s) < item.deadline):
         words = f"it has waited {_ms(waited_s)} and cannot meet its objective (slo_ttft_ms) of {_ms(item.ttft_s)} any more"
         return Refusal("objective", words, delay_s)
@@ -318,7 +321,7 @@ def expired(item: FlowItem, waited_s: float, now: float, delay_s: float) -> Refu
 
 
 def too_slow(item: FlowItem, forecast: Forecast | None) -> Refusal | None:
-    """Its outputs' pace would miss its objective at the present load."""
+    """Return a refusal if TPOT would miss its objective at the present load."""
     if forecast is None or item.tpot_s is None or forecast.tpot_s <= item.tpot_s:
         return None
     pace = f"an output token is predicted every {forecast.tpot_s * 1000:.1f} ms"
@@ -327,7 +330,7 @@ def too_slow(item: FlowItem, forecast: Forecast | None) -> Refusal | None:
 
 
 def never_fast_enough(item: FlowItem, forecast: Forecast | None) -> Refusal | None:
-    """No worker would meet its objective for the pace of its output, not even an idle one: to wait is of no use."""
+    """Return a refusal if no worker would meet the TPOT objective, not even an idle one, so that waiting is useless."""
     if forecast is None or item.tpot_s is None or forecast.idle_tpot_s is None or forecast.idle_tpot_s <= item.tpot_s:
         return None
     pace = f"the fastest worker takes {forecast.idle_tpot_s * 1000:.1f} ms for an output token with nothing else to do"
@@ -336,7 +339,7 @@ def never_fast_enough(item: FlowItem, forecast: Forecast | None) -> Refusal | No
 
 
 def expected_ttft_s(forecast: Forecast, wait_s: float | None) -> float:
-    """From now. Who waits here finds workers that are busy for as long as they are ever given work in advance."""
+    """Return the expected TTFT from now. After a wait, workers are as busy as they ever get work in advance (MAX_AHEAD_S)."""
     if wait_s is None:
         return forecast.ttft_s
     return wait_s + alone_s(forecast) + min(forecast.ahead_s, MAX_AHEAD_S)

@@ -1,4 +1,4 @@
-"""What admission asks before it lets a request wait: what the best placement there is now would give it."""
+"""Forecasts for flow control: what the best placement there is now would give a request."""
 
 import time
 
@@ -15,7 +15,7 @@ IDLE_FOR_S, MAX_IDLE, CONTEXT_STEP = 1.0, 256, 256
 
 
 class TtftPredictor:
-    """`Forecaster` on the router's own policy and fleet; looks, and changes nothing."""
+    """Implement `Forecaster` with the router's own policy and fleet. It changes neither."""
 
     def __init__(self, core: RouterContext) -> None:
         self._core = core
@@ -23,8 +23,8 @@ class TtftPredictor:
         self._idle_until = 0.0
 
     def forecast(self, prepared: PreparedRequest) -> Forecast | None:
-        """None while nothing is known: no worker that could take it, none of them says how fast it is, or a policy that predicts
-        nothing."""
+        """Return the forecast; None while nothing is known: no worker could take the request, none of them reports its speed, or
+        the policy does not predict."""
         fleet_snapshot, health_recorder = self._core.fleet.fleet_snapshot, self._core.health_recorder
         routing_request = routing_request_of(
             self._core,
@@ -46,8 +46,8 @@ class TtftPredictor:
         return Forecast(predicted.ttft_s, predicted.tpot_s, best.has_room, predicted.ahead_s, idle_tpot_s)
 
     def _idle_tpot_s(self, routing_request: RoutingRequest) -> float | None:
-        """Of the fastest worker; None as long as one of them does not say how fast it is. Remembered for IDLE_FOR_S: it takes a
-        look at all of them."""
+        """Return the TPOT of the fastest worker with no other load; None while some worker does not report its speed. The value
+        is cached for IDLE_FOR_S, because all workers are asked."""
         now, context = time.monotonic(), round(routing_request.num_choices * routing_request.num_tokens)
         if now >= self._idle_until or len(self._idle) > MAX_IDLE:
             self._idle, self._idle_until = {}, now + IDLE_FOR_S
@@ -64,15 +64,14 @@ class TtftPredictor:
         return min(told) if told and len(told) == len(views) else None
 
 
-# From a job to what admission knows of it: what it may cost, what it was promised, what it holds while it waits.
-
+# From a prepared request to what flow control knows of it: its cost, its objectives, the memory that it holds while it waits.
 
 HELD_BYTES_PER_TOKEN = 44
-"""A token of a prompt that waits: a number, its place in the prompt, and its text in the client's message."""
+"""Memory for one prompt token of a waiting request: an int, its slot in the tuple, and its text in the client's message."""
 
 
 def flow_item_of(core: RouterContext, prepared: PreparedRequest) -> FlowItem:
-    """What a request is at the gate. Its own objectives win over those of its model and priority."""
+    """Return the request as flow control sees it. Its own objectives win over those of its model and priority."""
     promised, guarded = _bounds(core, prepared, prepared.priority), _bounds(core, prepared, common_pb2.PRIORITY_STANDARD)
     emitted = num_emitted(prepared)
     max_tokens = max(1, prepared.sampling.max_tokens - emitted // prepared.num_choices)
@@ -97,7 +96,7 @@ def flow_item_of(core: RouterContext, prepared: PreparedRequest) -> FlowItem:
 
 
 def num_emitted(prepared: PreparedRequest) -> int:
-    """Tokens of all choices that a client has already: the mesh computes them as if they were prompt."""
+    """Return the tokens of all choices that the client has already: the mesh computes them as if they were prompt."""
     return sum(len(choice.token_ids) for choice in prepared.emitted)
 
 

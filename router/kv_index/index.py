@@ -1,6 +1,7 @@
-"""How much of a prompt each worker holds: what workers tell, and what this router has just sent them.
+"""The prefix index: how many tokens of a prompt each worker has cached, from workers' KV events and from what this router sent
+lately.
 
-An index that is wrong or empty sends a request to the wrong worker, which computes what it has not. That costs time and no token.
+A wrong or missing entry sends a request to a worker without the prefix, which computes it. That costs time, never correctness.
 """
 
 import asyncio
@@ -17,24 +18,24 @@ from router.routing.worker_reports import kind_of
 from router.routing.worker_snapshot import WorkerKey
 from router.tokenization.prepared_request import PreparedRequest
 
-# Which worker holds which prompt blocks: bounded, and quick to ask however many workers there are.
+# A bounded map from blocks to workers, with lookups whose cost does not depend on the number of workers.
 #
-# _masks   name of a block → bit set of the slots of its holders       match() is one `and` for each block of a prompt
-# _held    slot of a worker → its blocks, the oldest first             forgetting a worker touches its own blocks only
-
+# _masks   block hash → bit set of the slots of workers that have the block    match() is one `and` for each block of a prompt
+# _held    slot of a worker → its blocks, the oldest first                     dropping a worker touches its own blocks only
 
 EVICTED_SHARE = 16
 
 
 class Level(NamedTuple):
-    """`holders`, a bit set of slots, hold at least the first `num_blocks` blocks of a prompt."""
+    """Say that the workers in `holders`, a bit set of slots, have at least the first `num_blocks` blocks of a prompt."""
 
     holders: int
     num_blocks: int
 
 
 class BlockMap:
-    """At most `max_entries` pairs of a block's short name and a worker. When it is full, who holds most loses its oldest."""
+    """Map short block hashes to workers, at most `max_entries` pairs. When it is full, the worker with most blocks loses its
+    oldest."""
 
     def __init__(self, max_entries: int) -> None:
         self._max_entries = max_entries
@@ -45,24 +46,25 @@ class BlockMap:
         self._slots: dict[WorkerKey, int] = {}
 
     def __len__(self) -> int:
-        """Pairs of a block and a worker."""
+        """Return the number of pairs of a block and a worker."""
         return self._num_entries
 
     @property
     def is_crowded(self) -> bool:
-        """Will it soon have to evict?"""
+        """Return whether evictions are near."""
         return self._num_entries > self._max_entries // 8 * 7
 
     def blocks_of(self, worker: WorkerKey) -> Collection[int]:
-        """Names of what it holds, the oldest first."""
+        """Return the hashes of the worker's blocks, the oldest first."""
         slot = self._slots.get(worker)
         return () if slot is None else self._held[slot].keys()
 
     def add(self, worker: WorkerKey, names: Sequence[int]) -> None:
-        """`worker` holds these. In the order of a prompt: its beginning, without which the end is worthless, stays longer."""
+        """Add blocks of `worker`, given in the order of a prompt. The first blocks count as the youngest, since the later ones
+        are useless without them."""
         slot = self._slot(worker)
         held, bit = self._held[slot], 1 << slot
-        grown: dict[int, int] = {0: bit}  # equal masks are one object: they are as long as there are workers
+        grown: dict[int, int] = {0: bit}  # equal masks share one int object, because each is as long as the number of workers
         for name in reversed(names):
             if name not in held:
                 held[name] = None
@@ -73,7 +75,7 @@ class BlockMap:
             self._evict()
 
     def touch(self, worker: WorkerKey, names: Sequence[int]) -> None:
-        """What it holds of these is of use, and becomes its youngest."""
+        """Make those of the blocks that the worker has its youngest."""
         slot = self._slots.get(worker)
         if slot is not None:
             held = self._held[slot]
@@ -83,24 +85,25 @@ class BlockMap:
                     held[name] = None
 
     def remove(self, worker: WorkerKey, names: Iterable[int]) -> None:
-        """`worker` does not hold these any more; what it did not hold is ignored."""
+        """Remove blocks of `worker`; unknown ones are ignored."""
         slot = self._slots.get(worker)
         if slot is not None:
             self._drop(slot, names)
 
     def forget(self, worker: WorkerKey) -> None:
-        """`worker` is gone; its slot is free for another."""
+        """Remove a worker that is gone, and free its slot."""
         slot = self._slots.pop(worker, None)
         if slot is not None:
             self._drop(slot, list(self._held[slot]))
             self._held[slot], self._workers[slot] = {}, None
 
     def match(self, names: Sequence[int]) -> dict[WorkerKey, int]:
-        """Number of leading blocks that each worker holds; workers with none are absent. O(blocks + workers found)."""
+        """Return the number of leading blocks that each worker has; workers with none are absent. O(blocks + workers found)."""
         return self.workers_of(self.levels(names))
 
     def levels(self, names: Sequence[int]) -> list[Level]:
-        """Who holds at least so many leading blocks: each level more blocks, and a part of the holders. O(blocks)."""
+        """Return the levels of a prompt: each has more leading blocks, and a subset of the workers, than the one before.
+        O(blocks)."""
         masks, found, holders = self._masks, list[Level](), -1
         for number, name in enumerate(names):
             left = holders & masks.get(name, 0)
@@ -115,7 +118,7 @@ class BlockMap:
         return found
 
     def workers_of(self, levels: Sequence[Level]) -> dict[WorkerKey, int]:
-        """All holders, each with its number of leading blocks."""
+        """Return all workers in the levels, each with its number of leading blocks."""
         matched, deeper = dict[WorkerKey, int](), 0
         for level in reversed(levels):
             matched.update(dict.fromkeys(self._workers_in(level.holders & ~deeper), level.num_blocks))
@@ -123,12 +126,12 @@ class BlockMap:
         return matched
 
     def depth_of(self, worker: WorkerKey, levels: Sequence[Level]) -> int:
-        """Number of leading blocks that `worker` holds."""
+        """Return the number of leading blocks that `worker` has."""
         slot = self._slots.get(worker)
         if slot is None:
             return 0
         above, below = 0, len(levels)
-        while above < below:  # `bisect` would call a function for each step, and decisions ask about every candidate
+        while above < below:  # faster than `bisect` with a key function: placement asks about every candidate
             middle = (above + below) // 2
             if levels[middle].holders >> slot & 1:
                 above = middle + 1
@@ -141,7 +144,7 @@ class BlockMap:
         slot = bits.find("1")
         while slot >= 0:
             worker = self._workers[slot]
-            if worker is not None:  # forgotten since the levels were made
+            if worker is not None:  # removed since the levels were made
                 yield worker
             slot = bits.find("1", slot + 1)
 
@@ -170,23 +173,22 @@ class BlockMap:
 
     def _evict(self) -> None:
         slot = max(range(len(self._held)), key=lambda slot: len(self._held[slot]))
-        count = max(1, len(self._held[slot]) // EVICTED_SHARE)  # several at once: the front of a dict is slow to find
+        count = max(1, len(self._held[slot]) // EVICTED_SHARE)  # several at once, because the front of a dict is slow to find
         self._drop(slot, list(islice(self._held[slot], count)))
 
 
-# How many tokens of one prompt each worker holds, answered for the few workers that somebody asks about.
+# Cached tokens of one prompt by worker.
 #
-# A prompt that thousands of workers share would fill a dictionary of thousands for every request; the maps of blocks can tell of
-# one worker from its bit. Holders of a few are still listed.
-
+# A prefix that thousands of workers share would need a dictionary of thousands for every request, but placement asks about few of
+# them. So the answer is looked up in the block maps, bit by bit; only a small number of workers is listed.
 
 LISTED = 64
-"""Up to so many holders a plain dictionary is quicker."""
+"""Up to this number of workers a plain dictionary is faster."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one map says of the prompt, in blocks of `block_size` tokens."""
+    """Hold what one map has of the prompt, in blocks of `block_size` tokens."""
 
     blocks: BlockMap
     levels: Sequence[Level]
@@ -194,12 +196,12 @@ class Part:
 
     @property
     def num_holders(self) -> int:
-        """Workers with at least the first block."""
+        """Return the number of workers with at least the first block."""
         return self.levels[0].holders.bit_count()
 
 
 def together(parts: Sequence[Part]) -> Mapping[WorkerKey, int]:
-    """By worker the most that any part says; workers with none are absent. Parts without levels are left out by the caller."""
+    """Return by worker the maximum over the parts; workers with none are absent. Parts without levels must be left out."""
     if sum(part.num_holders for part in parts) > LISTED:
         return CachedTokens(parts)
     cached: dict[WorkerKey, int] = {}
@@ -210,10 +212,11 @@ def together(parts: Sequence[Part]) -> Mapping[WorkerKey, int]:
 
 
 class CachedTokens(Mapping[WorkerKey, int]):
-    """As the dictionary would say. Good for a moment: a worker that comes into the place of a lost one gets its bit."""
+    """Look like the dictionary of cached tokens, computed on access. Use it at once: a new worker may get the slot, and so the
+    bits, of a lost one."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
-        """At least one part."""
+        """Take the parts; at least one."""
         self._parts = sorted(parts, key=lambda part: -part.num_holders)
         self._len: int | None = None
 
@@ -224,7 +227,7 @@ class CachedTokens(Mapping[WorkerKey, int]):
         return tokens
 
     def get(self, worker: WorkerKey, default: int = 0) -> int:  # type: ignore[override]
-        """Asked for every candidate: without an exception for those that hold nothing."""
+        """Return the tokens of one worker. It is called for every candidate, so it raises nothing for workers without a hit."""
         most = 0
         for part in self._parts:
             tokens = part.blocks.depth_of(worker, part.levels) * part.block_size
@@ -248,27 +251,27 @@ class CachedTokens(Mapping[WorkerKey, int]):
         yield from self._others()
 
     def _others(self) -> Iterator[WorkerKey]:
-        """Holders that only the smaller parts know."""
+        """Return the workers that only the smaller parts have."""
         first, *others = self._parts
         told = dict.fromkeys(worker for part in others for worker in part.blocks.workers_of(part.levels[:1]))
         return (worker for worker in told if not first.blocks.depth_of(worker, first.levels[:1]))
 
 
-# What this router has sent where: credited before a worker tells of it, and for good where nobody tells.
+# What this router has sent to which worker: counted until the worker's KV events arrive, and for good where it sends none.
 #
-# Approximate, bounded, forgotten with the worker. A wrong answer costs speed, never correctness.
-
+# Approximate, bounded, removed with the worker. A wrong entry costs speed, never correctness.
 
 MAX_IN_FLIGHT = 100_000
-"""Pairs of a block and a worker in one generation, which is dropped in one go."""
+"""Bounds the pairs of a block and a worker in one generation, which is dropped as a whole."""
 
 
 class PrefixMemory:
-    """Two generations of what was sent to anybody lately; apart from them what was sent to workers that do not tell."""
+    """Hold two generations of what was sent lately to any worker, and apart from them what was sent to workers without KV
+    events."""
 
     def __init__(self, max_blocks: int, lately_s: float) -> None:
-        """At most `max_blocks` pairs of block and worker are kept. What was sent counts as lately for `lately_s`, at most for
-        twice as long."""
+        """Keep at most `max_blocks` pairs of block and worker. An entry counts as recent for `lately_s`, at most for twice as
+        long."""
         self.kept = BlockMap(max_blocks)
         self._max_in_flight = min(max_blocks, MAX_IN_FLIGHT)
         self._lately_s = lately_s
@@ -277,19 +280,20 @@ class PrefixMemory:
         self._young_since = float("-inf")
 
     def record(self, worker: WorkerKey, names: Sequence[int], now: float, *, keep: bool) -> None:
-        """`worker` computes or receives these blocks; `keep`: it will not tell of them. `now`: monotonic seconds."""
+        """Record that `worker` computes or receives these blocks. `keep`: the worker sends no KV events. `now`: monotonic
+        seconds."""
         self._grow_old(now)
         if keep and self.kept.is_crowded:
             self.kept.touch(worker, names)
         (self.kept if keep else self._young).add(worker, names)
 
     def maps(self, now: float) -> Iterator[BlockMap]:
-        """Where to look a prompt up."""
+        """Return the maps in which a prompt is looked up."""
         self._grow_old(now)
         return (blocks for blocks in (self.kept, self._young, self._old) if len(blocks))
 
     def forget(self, worker: WorkerKey) -> None:
-        """`worker` is gone."""
+        """Remove a worker that is gone."""
         for blocks in (self.kept, self._young, self._old):
             blocks.forget(worker)
 
@@ -302,10 +306,10 @@ class PrefixMemory:
 
 
 IN_FLIGHT_S = 10.0
-"""How long a prompt that was sent is credited to a worker that tells of its blocks, before it does; at most twice as long."""
+"""Blocks of a prompt count for a worker from sending until its KV event arrives, for this long, at most for twice as long."""
 
 FRESH_S = 0.005
-"""A request is looked up for its forecast and again, soon, for its placement."""
+"""A prompt is looked up for its forecast and, shortly after, for its placement: the second lookup reuses the first."""
 
 SLICE_BLOCKS = 1000
 
@@ -317,10 +321,10 @@ class _LookedUp(NamedTuple):
 
 
 class PrefixIndex:
-    """The prefix caches of all workers, as far as this router knows them."""
+    """Index the prefix caches of all workers, as far as this router knows them."""
 
     def __init__(self, max_blocks: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """`max_blocks` bounds the pairs of block and worker that workers tell of, and apart from them those sent."""
+        """Create the index. `max_blocks` bounds the pairs from KV events, and apart from them the pairs from sent prompts."""
         self.told = BlockMap(max_blocks)
         self._sent = PrefixMemory(max_blocks, IN_FLIGHT_S)
         self._clock = clock
@@ -331,7 +335,7 @@ class PrefixIndex:
         self._kinds: dict[tuple[object, ...], worker_pb2.WorkerInfo] = {}
 
     def cached_tokens(self, prepared: PreparedRequest) -> Mapping[WorkerKey, int]:
-        """Tokens of the prompt that each worker is thought to hold; workers with none are absent. To be used at once."""
+        """Return the cached tokens of the prompt by worker; workers with none are absent. Use the result at once."""
         now = self._clock()
         known = self._looked_up.get(prepared)
         if known is not None and known.version == self._version and now - known.at < FRESH_S:
@@ -343,8 +347,8 @@ class PrefixIndex:
         return cached
 
     def remember(self, prepared: PreparedRequest, incarnations: Iterable[Incarnation]) -> None:
-        """The prompt's blocks are, or will soon be, on these workers. What is said of one that is gone is ignored: nobody would
-        have it forgotten again."""
+        """Record that the prompt's blocks are, or will soon be, on these workers. A worker that is gone is ignored, since nothing
+        would remove its entry again."""
         now = self._clock()
         self._looked_up.pop(prepared, None)
         for incarnation in incarnations:
@@ -356,20 +360,21 @@ class PrefixIndex:
                     self.told.touch(worker, names)
 
     def set_workers(self, infos: Iterable[worker_pb2.WorkerInfo]) -> None:
-        """Workers that live: a prompt is looked up under the root of each kind among them."""
+        """Set the live workers: a prompt is looked up under the hash root of each kind among them."""
         alive = list(infos)
         self._kinds = {(kind_of(info), info.layout.block_size): info for info in alive}
         self._alive = {(info.address, info.epoch) for info in alive}
         self._version += 1
 
     def apply(self, worker: WorkerKey, stored: Sequence[int], evicted: Iterable[int]) -> None:
-        """What a worker's cache has gained and lost."""
+        """Apply what a worker's cache has gained and lost."""
         self.told.add(worker, stored)
         self.told.remove(worker, evicted)
         self._version += 1
 
     async def replace(self, worker: WorkerKey, names: Sequence[int]) -> None:
-        """All that a worker's cache holds. In slices, because streams go on meanwhile; nothing else may change the worker's."""
+        """Set all blocks of a worker's cache. It works in slices, so that streams go on meanwhile; nothing else may change this
+        worker then."""
         kept = set(names)
         await self._remove(self._sent.kept, worker, list(self._sent.kept.blocks_of(worker)))
         await self._remove(self.told, worker, [name for name in self.told.blocks_of(worker) if name not in kept])
@@ -379,7 +384,7 @@ class PrefixIndex:
             await asyncio.sleep(0)
 
     async def forget(self, worker: WorkerKey) -> None:
-        """The worker, or this incarnation of it, is gone. As `replace`."""
+        """Remove a worker, or this incarnation of it, in slices as `replace`."""
         self._followed.discard(worker)
         for blocks in (self.told, self._sent.kept):
             await self._remove(blocks, worker, list(blocks.blocks_of(worker)))
@@ -394,7 +399,7 @@ class PrefixIndex:
             await asyncio.sleep(0)
 
     def set_followed(self, workers: Iterable[WorkerKey]) -> None:
-        """Workers whose changes arrive: what they were sent long ago and do not tell of, they do not hold."""
+        """Set the workers whose KV events arrive: they do not hold what they were sent before and do not report."""
         before, self._followed = self._followed, set(workers)
         for worker in self._followed - before:
             self._sent.kept.forget(worker)  # nearly nothing: it has just been listed

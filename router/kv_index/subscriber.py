@@ -1,10 +1,11 @@
-"""Keeps the prefix index after the workers: their changes from Redis, everything from the worker itself when some are missing.
+"""The subscriber keeps the prefix index up to date: KV events come from Redis, and the full list from a worker when events are
+missing.
 
-    new worker ──► list ──► follow ── next change in order ──► apply
+    new worker ──► list ──► follow ── next event in order ──► apply
                     ▲          │
-                    └── gap ───┘   also: an entry that is none, and Redis that comes back
+                    └── gap ───┘   also: an invalid entry, and a Redis that comes back
 
-Without Redis a worker is listed once, and what this router sends it counts from then on.
+Without Redis a worker is listed once, and after that only what this router sends it counts.
 """
 
 import asyncio
@@ -35,13 +36,13 @@ logger = logging.getLogger(__name__)
 
 
 class InvalidList(ValueError):
-    """An answer to ListBlocks is not what it has to be; the message names the field."""
+    """Report an invalid response to ListBlocks; the message names the field."""
 
 
 @dataclass(eq=False)
 class Followed:
-    """One incarnation. `position`: sequence that the index contains, None until listed. `list_gap_s`: before it is listed
-    again; grows until a change fits."""
+    """Hold one incarnation of a worker. `position`: sequence number up to which the index is current, None until listed.
+    `list_gap_s`: the delay before the next list; it grows until an event fits."""
 
     worker: Worker
     info: worker_pb2.WorkerInfo
@@ -51,20 +52,20 @@ class Followed:
 
     @property
     def key(self) -> WorkerKey:
-        """In the index."""
+        """Return the worker's key in the index."""
         return (self.info.address, self.info.epoch)
 
     @property
     def source(self) -> Source:
-        """In the registry's streams."""
+        """Return the worker's key in the registry's streams."""
         return (self.info.worker_id, self.info.epoch)
 
 
 class PrefixFollower:
-    """Follows all workers of a fleet. On one event loop, from `start` to `stop`."""
+    """Follow all workers of a fleet, on one event loop, from `start` to `stop`."""
 
     def __init__(self, fleet: FleetRegistry, index: PrefixIndex, stream: BlockStream | None) -> None:
-        """`stream` None: there is no Redis. It is closed by `stop`."""
+        """Create it. `stream` None: there is no Redis. `stop` closes it."""
         self._fleet = fleet
         self._index = index
         self._stream = stream
@@ -75,13 +76,13 @@ class PrefixFollower:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Begins; returns at once."""
+        """Start the tasks, and return at once."""
         self._tasks.append(asyncio.create_task(self._look_forever(), name="workers of the prefix index"))
         if self._stream is not None:
             self._tasks.append(asyncio.create_task(self._read_forever(self._stream), name="changes of the prefix index"))
 
     async def stop(self) -> None:
-        """Ends everything; the index stays as it is."""
+        """Stop all tasks; the index stays as it is."""
         listing = [each.listing for each in self._followed.values() if each.listing is not None]
         tasks = (*self._tasks, *listing, *self._forgetting.values())
         for task in tasks:
@@ -91,7 +92,7 @@ class PrefixFollower:
             await self._stream.stop()
 
     def look(self) -> None:
-        """Begins with workers that have come, forgets those that are lost."""
+        """Start to follow new workers, and remove those that are lost."""
         alive = {key: worker for worker in self._fleet.workers.values() if (key := _key_of(worker)) is not None}
         if alive.keys() == self._followed.keys():
             return
@@ -106,7 +107,7 @@ class PrefixFollower:
         self._tell_followed()
 
     def take(self, entries: Iterable[Entry]) -> None:
-        """Applies what follows in order; anything else makes its worker be listed."""
+        """Apply the entries that follow in order; any other entry makes its worker be listed."""
         by_source = {each.source: each for each in self._followed.values()}
         for entry in entries:
             followed = by_source.get(entry.source)
@@ -135,7 +136,7 @@ class PrefixFollower:
             if listing is not None:
                 await asyncio.gather(listing, return_exceptions=True)
             await self._index.forget(key)
-        except Exception:  # a bug here costs memory, and must not keep the worker from being listed when it comes back
+        except Exception:  # a bug here costs memory, and must not stop the worker from being listed when it comes back
             logger.exception("forgetting the blocks of %s failed", key[0])
         finally:
             del self._forgetting[key]
@@ -144,7 +145,7 @@ class PrefixFollower:
         self._index.set_followed(key for key, each in self._followed.items() if self._is_up and each.position is not None)
 
     def _list(self, followed: Followed) -> None:
-        """Asks the worker, soon; its changes are not read until it has answered."""
+        """List the worker's blocks in a task; its events are ignored until that is done."""
         followed.position = None
         if followed.listing is None or followed.listing.done():
             followed.listing = asyncio.create_task(
@@ -169,11 +170,12 @@ class PrefixFollower:
                 if being_cancelled():
                     raise
                 logger.info("the blocks of %s are not known: its channel was closed", followed.info.worker_id)
-            except Exception:  # a bug costs what is known of this worker until the next try, and not for good
+            except Exception:  # a bug costs the index of this worker until the next try only
                 logger.exception("listing the blocks of %s failed", followed.info.worker_id)
 
     async def _list_once(self, followed: Followed) -> None:
-        """Raises InvalidList, AioRpcError; CancelledError also when only the call is cancelled, as its channel closes."""
+        """List once. Raises InvalidList, AioRpcError; CancelledError also when only the call is cancelled, as its channel
+        closes."""
         async with self._lists:
             sequence, names = await _all_blocks(followed)
         await self._index.replace(followed.key, names)
@@ -187,7 +189,7 @@ class PrefixFollower:
                 self.look()
             except Exception:  # a bug here costs speed, and must not cost more
                 logger.exception("looking for workers to follow failed")
-            await asyncio.sleep(LOOK_PERIOD_S)  # reports come often
+            await asyncio.sleep(LOOK_PERIOD_S)  # heartbeats come often
             await change.wait()
 
     async def _read_forever(self, stream: BlockStream) -> None:
@@ -207,7 +209,7 @@ class PrefixFollower:
         return {each.source: each.position for each in self._followed.values() if each.position is not None}
 
     def _answered(self, is_up: bool) -> None:
-        """Redis that comes back may have lost changes that nothing follows."""
+        """Record whether Redis answers. After an outage it may have lost events, so all workers are listed."""
         if is_up == self._is_up:
             return
         was_up, self._is_up = self._is_up, is_up
@@ -223,7 +225,7 @@ def _key_of(worker: Worker) -> WorkerKey | None:
 
 
 async def _all_blocks(followed: Followed) -> tuple[int, list[int]]:
-    """Sequence and names. Raises InvalidList, AioRpcError."""
+    """Return sequence number and block hashes. Raises InvalidList, AioRpcError."""
     names: list[int] = []
     sequence: int | None = None
     call = followed.worker.list_blocks(LIST_TIMEOUT_S)
@@ -240,5 +242,5 @@ async def _all_blocks(followed: Followed) -> tuple[int, list[int]]:
             if part.is_last:
                 return sequence, names
     finally:
-        call.cancel()  # whatever else it would say
+        call.cancel()  # drops further messages
     raise InvalidList("is_last is in no part")

@@ -1,4 +1,4 @@
-"""What a router knows anyway, as metrics: looked at when somebody scrapes, never counted twice."""
+"""Metrics that are read from a router's state at each scrape."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ROLES = {worker_pb2.ROLE_PREFILL: "prefill", worker_pb2.ROLE_DECODE: "decode"}
 
 
 class StatusReader:
-    """Reads one router on its event loop."""
+    """Read one router on its event loop."""
 
     def __init__(self, core: RouterContext, registry_connected: Callable[[], bool]) -> None:
         self._core = core
@@ -29,7 +29,7 @@ class StatusReader:
         self._admission = AdmissionTotals()
 
     def read(self, readings: Readings) -> None:
-        """For `Metrics.read_by`."""
+        """Put all values; `Metrics.read_by` calls it."""
         self._read_counts(readings)
         self._read_admission(readings)
         self._read_traffic(readings)
@@ -99,8 +99,8 @@ class StatusReader:
 
 @dataclass(eq=False)
 class AdmissionTotals:
-    """Counts of admission that never go back, made of tallies that do: those of tenants that are quiet are added to others' when
-    there are many, and begin anew when they come back."""
+    """Turn tallies of admission into counters that never decrease: a quiet tenant's tally is merged into OTHERS when there are
+    many, and starts at zero when the tenant returns."""
 
     counters: Mapping[Instrument, Counter[tuple[str, ...]]] = field(
         default_factory=lambda: {each: Counter() for each in (metrics.ADMITTED, metrics.WAITED, metrics.REFUSED)}
@@ -109,8 +109,8 @@ class AdmissionTotals:
     _seen: dict[tuple[str, int], Counter[tuple[Instrument, str]]] = field(default_factory=dict)
 
     def look(self, tallies: Mapping[tuple[str, int], Tally]) -> None:
-        """What has come since the last look, under the name that it was counted for. What a tenant did between the last look and
-        being added to the others is others'."""
+        """Count what has come since the last look, under the tenant's name. What a tenant did between the last look and its merge
+        counts as OTHERS."""
         now = {key: _counts(tally) for key, tally in tallies.items()}
         moved: defaultdict[int, Counter[tuple[Instrument, str]]] = defaultdict(Counter)
         for (tenant, priority), counts in self._seen.items():
@@ -126,7 +126,7 @@ class AdmissionTotals:
         if tenant not in self._names and len(self._names) >= MAX_TENANTS:
             tenant = OTHERS
         self._names.add(tenant)
-        for instrument in (metrics.ADMITTED, metrics.WAITED):  # shown from the beginning: a rate needs a first value
+        for instrument in (metrics.ADMITTED, metrics.WAITED):  # shown from the beginning, because a rate needs a first value
             self.counters[instrument][tenant_name(tenant), priority_name(priority)] += 0
         for (instrument, reason), count in counts.items():
             labels = (tenant_name(tenant), priority_name(priority))

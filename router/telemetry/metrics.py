@@ -1,4 +1,4 @@
-"""What a request that has ended adds to the metrics. Once for each request; nothing is counted per token."""
+"""The metrics of a router, and what a request adds to them when it ends: once for each request; nothing is counted per token."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from router.routing.decisions import Decision
 from router.telemetry.timings import RequestTimings
 from router.tokenization.prepared_request import PreparedRequest
 
-# What a router counts and measures: the catalogue. Names and buckets of `gen_ai.*` are OpenTelemetry's conventions.
+# The list of metrics. Names and buckets of `gen_ai.*` are OpenTelemetry's conventions.
 #
-# A class of requests is its model, tenant and priority. Whatever grows with clients (tenants, models that are asked for) is
-# bounded by `pdmesh/runtime/telemetry/metrics_registry.py`.
-
+# A class of requests is its model, tenant and priority. `pdmesh/runtime/telemetry/metrics_registry.py` bounds the label values
+# that clients choose (tenants, models).
 
 MODEL, PROVIDER, OPERATION = "gen_ai.request.model", "gen_ai.provider.name", "gen_ai.operation.name"
 CLASS = (MODEL, "tenant", "priority")
@@ -38,7 +37,7 @@ DURATION = histogram(
     "gen_ai.server.request.duration", "From receipt to the last message", _DURATION_S, (*_OF_REQUEST, "error.type"), unit="s"
 )
 TTFT = histogram("gen_ai.server.time_to_first_token", "From receipt to the first token", _TTFT_S, _OF_REQUEST, unit="s")
-TPOT = histogram("gen_ai.server.time_per_output_token", "Of each token behind the first", _TPOT_S, _OF_REQUEST, unit="s")
+TPOT = histogram("gen_ai.server.time_per_output_token", "Time per output token after the first", _TPOT_S, _OF_REQUEST, unit="s")
 TOKEN_USAGE = histogram(
     "gen_ai.client.token.usage",
     "Tokens of a request",
@@ -49,7 +48,7 @@ TOKEN_USAGE = histogram(
 
 REQUESTS = counter(
     "pdmesh.requests",
-    "Requests that have ended; ttft_met and tpot_met: true, false, or none where nothing was promised or measured",
+    "Requests that have ended; ttft_met and tpot_met: true, false, or none without an objective or a measurement",
     (*CLASS, "mode", "error.type", "ttft_met", "tpot_met"),
 )
 TOKENS = counter("pdmesh.tokens", "Tokens of requests that have ended: input, output, and cached of the input", (*CLASS, "type"))
@@ -66,37 +65,39 @@ HANDOFF_PART = histogram(
 RETRIES = counter("pdmesh.request.retries", "Prefills that were tried again", (MODEL,))
 RESUBMISSIONS = counter("pdmesh.request.resubmissions", "Losses of a decode worker that requests survived", (MODEL,))
 PREDICTION_ERROR = histogram(
-    "pdmesh.prediction.error", "Predicted less measured, of requests without trouble", _ERROR_S, ("what",), unit="s"
+    "pdmesh.prediction.error", "Predicted less measured, of requests without retries", _ERROR_S, ("what",), unit="s"
 )
 PREDICTION_MISS = histogram(
-    "pdmesh.prediction.deviation", "The same without its sign, as a share of what was measured", _ERROR_SHARE, ("what",), unit="1"
+    "pdmesh.prediction.deviation",
+    "Absolute error of the prediction, as a share of the measured value",
+    _ERROR_SHARE,
+    ("what",),
+    unit="1",
 )
-DECISION_TIME = histogram("pdmesh.policy.decision", "What a choice of workers takes", _DECISION_S, ("policy",), unit="s")
+DECISION_TIME = histogram("pdmesh.policy.decision", "Duration of a placement decision", _DECISION_S, ("policy",), unit="s")
 
-DECISIONS = counter("pdmesh.policy.decisions", "Choices of workers", ("policy", "mode"))
+DECISIONS = counter("pdmesh.policy.decisions", "Placement decisions", ("policy", "mode"))
 MIGRATIONS = counter("pdmesh.migrations", "Requests that moved to another decode worker while they ran")
 HEDGES = counter("pdmesh.hedges", "Prompts that were given to another worker because the first was late")
 MISMATCHES = counter("pdmesh.token.mismatches", "Repeated tokens that differed: a bug if there are any")
 ARRIVALS = counter("pdmesh.arrivals", "Valid requests that came, each once however often it was tried", (MODEL,))
-ADMITTED = counter("pdmesh.admission.admitted", "Requests that got a place", ("tenant", "priority"))
-WAITED = counter("pdmesh.admission.waited", "Requests that had to wait for an answer of admission", ("tenant", "priority"))
+ADMITTED = counter("pdmesh.admission.admitted", "Requests that were admitted", ("tenant", "priority"))
+WAITED = counter("pdmesh.admission.waited", "Requests that waited in the request queue", ("tenant", "priority"))
 REFUSED = counter("pdmesh.admission.refused", "Requests that admission refused", ("tenant", "priority", "reason"))
-INFLIGHT = gauge("pdmesh.admission.inflight", "Requests that hold a place", ("tenant", "priority"))
-QUEUED = gauge("pdmesh.admission.queued", "Requests that wait for a place", ("tenant", "priority"))
-MAX_INFLIGHT = gauge("pdmesh.admission.max_inflight", "Places of this router")
-MAX_QUEUED = gauge("pdmesh.admission.max_queued", "Requests that may wait here")
-UNPLACED = gauge("pdmesh.unplaced.requests", "Requests that wait for a worker, with or without a place", (MODEL,))
-UNPLACED_AGE = gauge(
-    "pdmesh.unplaced.age", "For how long the first of them has waited that was promised something", (MODEL,), "s"
-)
-OBJECTIVE = gauge("pdmesh.objective", "What is promised", (MODEL, "priority", "what"), unit="s")
-OBJECTIVE_SHARE = gauge("pdmesh.objective.share", "Share of requests that are to meet it", (MODEL,))
+INFLIGHT = gauge("pdmesh.admission.inflight", "Admitted requests that have not ended", ("tenant", "priority"))
+QUEUED = gauge("pdmesh.admission.queued", "Requests in the request queue", ("tenant", "priority"))
+MAX_INFLIGHT = gauge("pdmesh.admission.max_inflight", "Most requests that this router admits at once")
+MAX_QUEUED = gauge("pdmesh.admission.max_queued", "Most requests in the request queue")
+UNPLACED = gauge("pdmesh.unplaced.requests", "Requests that wait for a worker, admitted or not", (MODEL,))
+UNPLACED_AGE = gauge("pdmesh.unplaced.age", "How long the first of them with an objective has waited", (MODEL,), "s")
+OBJECTIVE = gauge("pdmesh.objective", "Latency objectives", (MODEL, "priority", "what"), unit="s")
+OBJECTIVE_SHARE = gauge("pdmesh.objective.share", "Share of requests that are to meet the objective", (MODEL,))
 WORKERS = gauge("pdmesh.router.workers", "Workers that this router knows", ("role", "state"))
-REPORT_AGE = gauge("pdmesh.router.worker.report.age", "Since the latest report of a worker that lives", ("worker",), unit="s")
-BREAKER_OPEN = gauge("pdmesh.breaker.open", "1: this router leaves the worker out", ("worker", "role"))
-EJECTIONS = counter("pdmesh.breaker.ejections", "Times that this router left the worker out", ("worker", "role"))
+REPORT_AGE = gauge("pdmesh.router.worker.report.age", "Time since the latest heartbeat of a live worker", ("worker",), unit="s")
+BREAKER_OPEN = gauge("pdmesh.breaker.open", "1: this router ejects the worker", ("worker", "role"))
+EJECTIONS = counter("pdmesh.breaker.ejections", "Ejections of the worker by this router", ("worker", "role"))
 REGISTRY = gauge("pdmesh.registry.connected", "1: the registry answers")
-PREFIX_BLOCKS = gauge("pdmesh.prefix.index.blocks", "Prompt blocks known of workers; one on two counts twice")
+PREFIX_BLOCKS = gauge("pdmesh.prefix.index.blocks", "Prompt blocks in the prefix index; a block on two workers counts twice")
 
 PER_REQUEST = (
     DURATION, TTFT, TPOT, TOKEN_USAGE, REQUESTS, TOKENS, TTFT_PART, HANDOFF_PART, RETRIES, RESUBMISSIONS, PREDICTION_ERROR,
@@ -109,18 +110,18 @@ AT_SCRAPE = (
 ALL = (*PER_REQUEST, *AT_SCRAPE)
 
 
-# Whether a request met what was promised to it: one rule for metrics, traces and so the console. Pure.
+# SLO attainment: whether a request met its objectives. Metrics, traces and the console share this rule.
 #
-# What never came is missed, also where there was no room for the request, and where the client left when it was late already:
-# many leave because nothing comes. Who left before, asked for something wrong or spent its own rate is judged only for what came.
-
+# A token that never came counts as missed, also where there was no room for the request, and where the client left when it was
+# already late: many clients leave because no token comes. A request whose client left earlier, that was invalid, or that exceeded
+# its tenant's rate is judged only by the tokens that came.
 
 OVER_ITS_RATE = "rate"
-"""`Refusal.reason` of a tenant that has spent what it may: however fast the mesh is."""
+"""The `Refusal.reason` of a tenant that has used its rate up, which does not depend on the speed of the mesh."""
 
 
 class Verdict(NamedTuple):
-    """Of each objective: None: not judged. `overall`: all of them met, and the answer complete."""
+    """Say for each objective whether it was met; None: not judged. `overall`: all were met, and the response is complete."""
 
     ttft: bool | None
     tpot: bool | None
@@ -128,7 +129,8 @@ class Verdict(NamedTuple):
 
 
 def verdict(parts: mesh_pb2.Timings, goals_ms: tuple[int, int], problem: MeshError | None) -> Verdict:
-    """Of a request with these objectives (TTFT and TPOT, 0: none) that `problem` has ended, None: that was answered."""
+    """Return the verdict on a request with these objectives (TTFT and TPOT, 0: none). `problem`: the error that ended it; None:
+    it was completed."""
     ttft, tpot = _ttft_met(parts, goals_ms[0], problem), _met(parts.tpot_ns, goals_ms[1], problem)
     if not any(goals_ms):
         overall = None
@@ -142,7 +144,7 @@ def verdict(parts: mesh_pb2.Timings, goals_ms: tuple[int, int], problem: MeshErr
 
 
 def mesh_error_of(error: BaseException) -> MeshError:
-    """A stream that is closed or cancelled before its end is one whose client has left."""
+    """Return the error of a stream; one that is closed or cancelled before its end is one whose client has left."""
     if isinstance(error, (GeneratorExit, asyncio.CancelledError)):
         return Cancelled("the client left")
     return error if isinstance(error, MeshError) else as_mesh_error(error)
@@ -183,7 +185,7 @@ Goals = tuple[int, int]
 
 
 class RequestMetrics:
-    """Of one router."""
+    """Update the metrics of one router when requests end."""
 
     def __init__(self, metrics: Metrics = OFF) -> None:
         self.metrics = metrics
@@ -199,12 +201,13 @@ class RequestMetrics:
         *,
         trace: str = "",
     ) -> None:
-        """`job` None: the request was not valid. `error` None: its last message was made. `trace`: its id, if it is sent."""
+        """Count a request. `prepared` None: it was not valid. `error` None: it was completed. `trace`: its id, if it is
+        exported."""
         if not self.metrics.is_on:
             return
         try:
             self._note(prepared, goals, num_output_tokens, timings, error, trace)
-        except Exception:  # a bug in what is counted of a request must not end it
+        except Exception:  # a bug in the metrics must not end the request
             logger.exception("a request is not in the metrics")
 
     def _note(
@@ -225,21 +228,21 @@ class RequestMetrics:
         self._measured(prepared, parts, error_type, trace)
         self._counted(prepared, parts, num_output_tokens)
         met = verdict(parts, goals, problem)
-        who = (*_class_of(prepared), _MODES.get(parts.mode, ""))
-        self.metrics.add(REQUESTS, 1, *who, error_type, _word(met.ttft), _word(met.tpot))
+        labels = (*_class_of(prepared), _MODES.get(parts.mode, ""))
+        self.metrics.add(REQUESTS, 1, *labels, error_type, _word(met.ttft), _word(met.tpot))
         if problem is None and timings.decision is not None:
             self._predicted(prepared, parts, timings.decision)
 
     def _measured(self, prepared: PreparedRequest, parts: mesh_pb2.Timings, error_type: str, trace: str) -> None:
         observe = self.metrics.observe
-        who = (_operation(prepared), PROVIDER_NAME, *_class_of(prepared), _MODES.get(parts.mode, ""))
-        observe(DURATION, parts.total_ns / 1e9, *who, error_type, trace=trace)
+        labels = (_operation(prepared), PROVIDER_NAME, *_class_of(prepared), _MODES.get(parts.mode, ""))
+        observe(DURATION, parts.total_ns / 1e9, *labels, error_type, trace=trace)
         if parts.tpot_ns:
-            observe(TPOT, parts.tpot_ns / 1e9, *who, trace=trace)
+            observe(TPOT, parts.tpot_ns / 1e9, *labels, trace=trace)
         if not parts.ttft_ns:
             return
-        observe(TTFT, parts.ttft_ns / 1e9, *who, trace=trace)
-        model, priority = prepared.model.name, who[4]
+        observe(TTFT, parts.ttft_ns / 1e9, *labels, trace=trace)
+        model, priority = prepared.model.name, labels[4]
         for part in _TTFT_PARTS:
             observe(TTFT_PART, getattr(parts, f"{part}_ns") / 1e9, model, priority, part)
         if parts.mode == mesh_pb2.PREFILL_MODE_REMOTE and parts.kv_bytes:
@@ -257,7 +260,8 @@ class RequestMetrics:
         self.metrics.add(RESUBMISSIONS, parts.num_resubmissions, model)
 
     def _predicted(self, prepared: PreparedRequest, parts: mesh_pb2.Timings, decision: Decision) -> None:
-        """How far the policy was off; of a request that was tried again or lost, it was not asked about what came."""
+        """Record the error of the policy's prediction. Requests with retries or losses are left out, since they were not placed
+        as predicted."""
         self.metrics.observe(DECISION_TIME, decision.decision_ns / 1e9, decision.policy)
         chosen = decision.placement.chosen
         if chosen is None or chosen.prediction is None or parts.num_retries or parts.num_resubmissions or prepared.emitted:
@@ -271,12 +275,13 @@ class RequestMetrics:
 
 
 def priority_name(priority: int) -> str:
-    """As people write it."""
+    """Return the name of a priority as users write it."""
     return _PRIORITIES.get(priority, "")
 
 
 def tenant_name(tenant: str) -> str:
-    """Who names none has one, too: an empty label is none. Others together are called as everywhere in the metrics."""
+    """Return a tenant's label. The default tenant gets a name, because an empty label is none; other tenants together get the
+    name that is usual in the metrics."""
     return OTHER if tenant == OTHERS else tenant or NO_TENANT
 
 

@@ -1,7 +1,8 @@
-"""One request's trace at the router: the `generate` span, what the GenAI conventions and we say of it, and whether it is kept.
+"""One request's trace at the router: the `generate` span, its attributes of the GenAI conventions and of pdmesh, and whether it
+is exported.
 
-A trace that is not sampled is sent all the same when its request failed or missed an objective: this process is told, and so are
-the workers that took part (router/context.py). Neither prompts nor outputs are in any attribute.
+A trace that is not sampled is still exported when its request failed or missed an objective: this process is told, and so are the
+workers that took part (router/context.py). No attribute holds a prompt or an output.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _MODES = {mesh_pb2.PREFILL_MODE_LOCAL: "local", mesh_pb2.PREFILL_MODE_REMOTE: "r
 
 @dataclass(frozen=True)
 class Yield:
-    """What a request has brought when it ends. `finish_reasons`: one of each choice."""
+    """Hold the output of a request at its end. `finish_reasons`: one for each choice."""
 
     num_tokens: int
     finish_reasons: tuple[common_pb2.FinishReason.ValueType, ...]
@@ -46,19 +47,20 @@ class Yield:
 
 
 class RequestTrace:
-    """Nobody is told."""
+    """Receive the events of a request, and do nothing."""
 
     spans: Spans = NO_SPANS
 
     def admitted(self, prepared: PreparedRequest) -> None:
-        """The request was found valid."""
+        """Record that the request was found valid."""
 
     def ended(self, timings: RequestTimings, brought: Yield | None, error: BaseException | None) -> None:
-        """The last message was handed over, or `error` ended the stream; `brought` None: it was never valid."""
+        """Record the end: the last message was handed over, or `error` ended the stream; `brought` None: the request was not
+        valid."""
 
     @property
     def sent_as(self) -> str:
-        """The trace's id, if it is sent: what an exemplar may name. Known once it has ended."""
+        """Return the trace's id if it is exported, for exemplars. Known once the request has ended."""
         return ""
 
 
@@ -66,12 +68,12 @@ OFF = RequestTrace()
 
 
 def open_trace(core: RouterContext, operation: str, caller: SpanContext | None, received_ns: int) -> RequestTrace:
-    """Of a request that came at `received_ns`; `caller` is its context, if it has one."""
+    """Return the trace of a request that came at `received_ns`; `caller`: the caller's context, if there is one."""
     return LiveTrace(core, operation, caller, received_ns) if core.tracing.is_on else OFF
 
 
 class LiveTrace(RequestTrace):
-    """Between the request's arrival and its end."""
+    """Trace a request from its arrival to its end."""
 
     def __init__(self, core: RouterContext, operation: str, caller: SpanContext | None, received_ns: int) -> None:
         self._core = core
@@ -86,7 +88,7 @@ class LiveTrace(RequestTrace):
 
     @property
     def root(self) -> Span:
-        """The `generate` span."""
+        """Return the `generate` span."""
         return self._root
 
     @property
@@ -102,7 +104,7 @@ class LiveTrace(RequestTrace):
     def ended(self, timings: RequestTimings, brought: Yield | None, error: BaseException | None) -> None:
         try:
             self._end(timings, brought, error)
-        except Exception:  # a bug in what is said of a request must not end it
+        except Exception:  # a bug in the trace must not end the request
             logger.exception("the trace of a request is incomplete")
 
     def _end(self, timings: RequestTimings, brought: Yield | None, error: BaseException | None) -> None:
@@ -141,7 +143,7 @@ def _request_attributes(prepared: PreparedRequest) -> dict[str, Value]:
         "gen_ai.request.temperature": sampling.temperature,
         "gen_ai.request.top_p": sampling.top_p,
         "gen_ai.request.top_k": sampling.top_k,
-        "gen_ai.request.seed": str(sampling.seed),  # 64 bits without a sign: more than OTLP's numbers hold
+        "gen_ai.request.seed": str(sampling.seed),  # an unsigned 64-bit number, which OTLP's integers cannot hold
         "gen_ai.request.choice.count": sampling.n,
         "gen_ai.usage.input_tokens": len(prepared.prompt),
         "pdmesh.tenant": prepared.tenant,

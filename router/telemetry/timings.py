@@ -1,15 +1,15 @@
-"""Where one request's time went: each part of TTFT is measured by itself, and they add up.
+"""The time of one request, as timings and as spans: each part of TTFT is measured by itself, and the parts add up.
 
     received ─ route ─ admission_queue ─ route ─┬─ reserve ─ prefill_queue ─ prefill_compute ─ first_token_return ─► to gRPC
                                                 └─ retry: from the Submit of an attempt that failed until the next one begins
 
-REMOTE  the Submit call, then, from its answer on, the Prefill call. Of the latter the worker measures queue, compute, return and
-        the whole (service); call duration − service is the wire, which belongs to first_token_return, like the router's own time
-        until the hand-over.
-LOCAL   one call's worth: the worker measures from the receipt of Submit on, reserve until its engine has the prompt, then queue,
-        compute and return. The prompt waits for no answer to Submit, which may even come behind its first token.
-All values are monotonic nanoseconds of this router; durations of workers travel as durations. What is counted here is told to
-`spans` with the same two clock readings, so that the spans of a trace have the durations of the timings.
+REMOTE  (disaggregated) the Submit call, then, after its response, the Prefill call. Of the latter the worker measures queue,
+        compute, return and the whole (service); call duration − service is the wire, which belongs to first_token_return, like
+        the router's own time until the hand-over.
+LOCAL   (aggregated) one call: from the receipt of Submit on, the worker measures reserve until its engine has the prompt, then
+        queue, compute and return. The prompt does not wait for the response to Submit, which may even come after its first token.
+All values are monotonic nanoseconds of this router; durations of workers travel as durations. `spans` gets the same two clock
+readings, so that the spans of a trace have the durations of the timings.
 """
 
 from __future__ import annotations
@@ -29,81 +29,81 @@ if TYPE_CHECKING:
     from router.routing.decisions import Decision
 
 
-# What `RequestTimings` measures, as spans: one placement after another, until a worker decodes.
+# What `RequestTimings` measures, as spans: one placement after another, until a decode worker has the KV.
 #
-#     generate ─┬─ route, admission          as they are counted, so durations are those of the timings
-#               ├─ attempt ─┬─ reserve       the Submit call; decode is told the attempt's context, too, for what it does later
+#     generate ─┬─ route, admission          with the clock readings of the timings
+#               ├─ attempt ─┬─ reserve       the Submit call, which also carries the attempt's context for later spans of decode
 #               │           └─ prefill       the Prefill call, until its outcome
 #               ├─ retry                     beside an attempt that failed before the first token
-#               └─ migrate ─── the same      a move to another worker while it runs
+#               └─ migrate ─── the same      a move to another worker while the request runs
 #
-# `Spans` itself does nothing: where traces are off, everybody has that one.
-
+# `Spans` itself does nothing, and stands in where traces are off.
 
 MAX_PARTS = 64
-"""Of `route` and `admission`: a request that waits for room tries again and again."""
+"""Bounds the `route` and `admission` spans: a request that waits for room tries again and again."""
 
 
 class Spans:
-    """Nobody is told. Times are monotonic nanoseconds."""
+    """Receive the events of a request, and do nothing. Times are monotonic nanoseconds."""
 
     is_on = False
     trace_name = ""  # the trace's id for logs
 
     def routed(self, started_ns: int, ended_ns: int) -> None:
-        """Validation, tokenization or a choice of workers."""
+        """Record validation, tokenization or a placement decision."""
 
     def queued(self, started_ns: int, ended_ns: int) -> None:
-        """It waited for a place or for room."""
+        """Record a wait for admission or for room on workers."""
 
     def submitting(self, at_ns: int, attributes: Attributes) -> None:
-        """An attempt begins. One that is under way stays so until this one is `reserved`."""
+        """Begin an attempt. An earlier one stays open until this one is `submitted`."""
 
     def submitted(self, at_ns: int, attributes: Attributes) -> None:
-        """Submit was answered: now the attempt is in force, and one before it is over."""
+        """Record the response to Submit: now the attempt is in force, and the one before is over."""
 
     def withdrawn(self, at_ns: int, problem: str) -> None:
-        """Submit was refused, and the attempt before goes on."""
+        """Record that Submit was refused, and the attempt before goes on."""
 
     def superseded(self, since_ns: int | None, at_ns: int, reason: str) -> None:
-        """The attempt under way is over if the next one is `submitted`. `since_ns`: from when on its time counts as retry."""
+        """Record that the present attempt ends if the next one is `submitted`. `since_ns`: from when on its time counts as
+        retry."""
 
     def failed(self, since_ns: int | None, at_ns: int, reason: str) -> None:
-        """The attempt under way is over. `since_ns`: see `superseded`."""
+        """Record that the present attempt has failed. `since_ns`: see `superseded`."""
 
     def prefilling(self, at_ns: int, worker_id: str) -> None:
-        """The Prefill call is being sent."""
+        """Record that the Prefill call is being sent."""
 
     def prefilled(self, attributes: Attributes, problem: str | None) -> None:
-        """It has ended; `problem` None: as it should."""
+        """Record the end of the Prefill call; `problem` None: it succeeded."""
 
     def first_token(self, at_ns: int) -> None:
-        """The attempt has reached what it was for."""
+        """Record the first token, which ends the attempt successfully."""
 
     def filled(self) -> None:
-        """Decode goes on by itself."""
+        """Record that the decode worker has the KV."""
 
     def returned(self, started_ns: int, ended_ns: int) -> None:
-        """The first token came back."""
+        """Record the way of the first token to the client's stream."""
 
     def moving(self, at_ns: int, worker_id: str, reason: str) -> Spans:
-        """Spans of the next stay, while the one on `worker_id` goes on."""
+        """Return the spans of a move, while the placement on `worker_id` goes on."""
         return self
 
     def moved(self, worker_id: str | None) -> None:
-        """The move of these spans has ended there; None: it came to nothing."""
+        """End the move of these spans, on the new worker; None: the request stayed."""
 
     def took_part(self, worker: Worker) -> None:
-        """It holds spans of this trace."""
+        """Record that the worker holds spans of this trace."""
 
     @property
     def submit_metadata(self) -> Metadata | None:
-        """Of the Submit call."""
+        """Return the metadata of the Submit call."""
         return None
 
     @property
     def prefill_metadata(self) -> Metadata | None:
-        """Of the Prefill call."""
+        """Return the metadata of the Prefill call."""
         return None
 
 
@@ -112,7 +112,7 @@ NO_SPANS = Spans()
 
 @dataclass
 class _AttemptSpan:
-    """One try: its spans, and how it ended if the next one is accepted."""
+    """Hold the spans of one attempt, and how it ended if the next one is accepted."""
 
     span: Span
     reserve: Span
@@ -123,12 +123,12 @@ class _AttemptSpan:
 
 
 class LiveSpans(Spans):
-    """Below `root`: a request's `generate` span, or the `migrate` span of a move."""
+    """Write spans below `root`, which is a request's `generate` span, or the `migrate` span of a move."""
 
     is_on = True
 
     def __init__(self, tracing: Tracing, root: Span, workers: set[Worker]) -> None:
-        """`workers` that take part are added."""
+        """Create it. Workers that take part are added to `workers`."""
         self.trace_name = root.context.trace_name
         self.workers = workers
         self._tracing = tracing
@@ -197,7 +197,7 @@ class LiveSpans(Spans):
 
     def first_token(self, at_ns: int) -> None:
         for attempt in (self._former, self._attempt):
-            if attempt is not None:  # while a hedge is being asked for, it is the attempt before it that has brought the token
+            if attempt is not None:  # during a hedge's Submit the token comes from the attempt before it
                 attempt.span.end(at_ns)
                 return
 
@@ -218,7 +218,7 @@ class LiveSpans(Spans):
         self.close()
 
     def close(self, at_ns: int | None = None) -> None:
-        """All that is open ends, just now if not at `at_ns`."""
+        """End all open spans, at `at_ns` or now."""
         self._bury_former()
         if self._attempt is not None:
             for span in (self._attempt.reserve, self._attempt.prefill, self._attempt.span):
@@ -243,7 +243,7 @@ class LiveSpans(Spans):
             self._bury(former, former.ended_ns, former.reason)
 
     def _bury(self, attempt: _AttemptSpan, at_ns: int, reason: str) -> None:
-        """It has failed, unless it had its first token before."""
+        """End the attempt as failed, unless it had its first token before."""
         has_failed = attempt.span.is_open
         for span in (attempt.reserve, attempt.prefill, attempt.span):
             if span is not None and span.is_open:
@@ -266,7 +266,7 @@ class _ChoicePace:
 
 @dataclass(frozen=True, slots=True)
 class _Attempt:
-    """What is known of the attempt before a hedge: it may stay in force."""
+    """Hold the state of the attempt before a hedge, which may stay in force."""
 
     attempt_ns: int
     submit_ns: int
@@ -277,9 +277,10 @@ class _Attempt:
 
 @dataclass(slots=True)
 class RequestTimings:
-    """Collects while the request lives; `message` sums up. Before the first token a failed attempt starts the parts anew.
+    """Collect a request's timings; `message` sums them up. Before the first token a failed attempt resets the parts.
 
-    `decision`: the latest that placed the request."""
+    `decision`: the latest one that placed the request.
+    """
 
     received_ns: int
     parts: mesh_pb2.Timings = field(default_factory=mesh_pb2.Timings)
@@ -298,13 +299,14 @@ class RequestTimings:
     _before: _Attempt | None = None
 
     def routed(self, started_ns: int) -> None:
-        """Since `started_ns` it has been the router's turn: validation, tokenization, a choice of workers. Until it waits in a
-        line or an attempt begins: between its parts nothing is left out, whoever took the processor meanwhile."""
+        """Record that the router works on the request since `started_ns`: validation, tokenization, placement. This lasts until
+        the request waits in a queue or an attempt begins, so no time between parts is lost."""
         if self.route_since_ns is None:
             self.route_since_ns = started_ns
 
     def queued(self, started_ns: int) -> None:
-        """The request waited for a place or for room from `started_ns` until now; then it is the router's turn."""
+        """Record that the request waited for admission or for room from `started_ns` until now; then the router works on it
+        again."""
         self._end_route(started_ns)
         now = now_ns()
         if self.first_received_ns is None:
@@ -321,8 +323,8 @@ class RequestTimings:
         self.spans.routed(since_ns, at_ns)
 
     def submitting(self, attributes: Attributes | None = None, reason: str = "") -> None:
-        """An attempt begins: Submit is being sent. What an earlier one took counts as retry; `reason` is what speaks against it.
-        `attributes` say where the new one goes."""
+        """Begin an attempt: Submit is being sent. The time of an earlier attempt counts as retry, for `reason`. `attributes`
+        describe the new one."""
         if self.on_submitting is not None:
             self.on_submitting()
             self.on_submitting = None
@@ -334,22 +336,22 @@ class RequestTimings:
         self.spans.submitting(now, attributes or {})
 
     def withdrawn(self, problem: str) -> None:
-        """Submit was refused, and the attempt that was to be superseded goes on."""
+        """Record that Submit was refused, and the attempt that was to be superseded goes on."""
         self._go_back()
         self.spans.withdrawn(now_ns(), problem)
 
     def _go_back(self) -> None:
-        """To the figures of the attempt that a hedge was to supersede."""
+        """Restore the figures of the attempt that a hedge was to supersede."""
         before, self._before = self._before, None
         if before is not None:
             self.attempt_ns, self.submit_ns, self.call_ns = before.attempt_ns, before.submit_ns, before.call_ns
             self.first_local, self.parts.retry_ns = before.first_local, before.retry_ns
 
     def submitted(self, mode: mesh_pb2.PrefillMode.ValueType, decode_worker: str, num_cached_tokens: int) -> None:
-        """Submit was answered. LOCAL: the prompt is being computed already."""
+        """Record the response to Submit. LOCAL: the prompt is being computed already."""
         now = now_ns()
         if self.first_received_ns is not None and self._before is not None:
-            self._go_back()  # the token came from the attempt before, while this one was being asked for
+            self._go_back()  # the token came from the attempt before, during this one's Submit
         elif self.attempt_ns is not None:
             self.submit_ns = now - self.attempt_ns
             self.first_local = mode == mesh_pb2.PREFILL_MODE_LOCAL
@@ -361,25 +363,25 @@ class RequestTimings:
         self.parts.decode_cached_tokens = num_cached_tokens
 
     def prefilling(self, prefill_worker: str) -> None:
-        """The Prefill call is being sent."""
+        """Record that the Prefill call is being sent."""
         self.parts.prefill_worker = prefill_worker
         self.spans.prefilling(now_ns(), prefill_worker)
 
     def failed(self, reason: str = "") -> None:
-        """The current attempt, if any, is given up; before the first token its time is retry time."""
+        """Give the present attempt up, if there is one; before the first token its time is retry time."""
         now = now_ns()
         self.spans.failed(self._count_retry(now), now, reason)
         self._before = None
         self.route_since_ns = now
 
     def _supersede(self, now: int, reason: str) -> None:
-        """As `failed`, but `withdrawn` takes it back."""
+        """End an attempt as `failed` does, but so that `withdrawn` can restore it."""
         if self.attempt_ns is not None:
             self._before = _Attempt(self.attempt_ns, self.submit_ns, self.call_ns, self.first_local, self.parts.retry_ns)
         self.spans.superseded(self._count_retry(now), now, reason)
 
     def _count_retry(self, now: int) -> int | None:
-        """Since when the attempt's time counts as retry; None: it does not."""
+        """Return since when the attempt's time counts as retry; None: it does not."""
         since_ns, self.attempt_ns = self.attempt_ns, None
         if since_ns is None or self.first_received_ns is not None:
             return None
@@ -387,19 +389,19 @@ class RequestTimings:
         return since_ns
 
     def first_token(self) -> None:
-        """A token has reached this router; only the first call counts."""
+        """Record that a token has reached this router; only the first call counts."""
         if self.first_received_ns is None:
             self.first_received_ns = now_ns()
             self.spans.first_token(self.first_received_ns)
 
     def prefilled(self, timings: common_pb2.PrefillTimings) -> None:
-        """What the worker that computed the prompt measured; the first one counts."""
+        """Record what the worker measured that computed the prompt; only the first call counts."""
         if self.prefill is None:
             self.prefill = timings
             self.parts.prefill_cached_tokens = timings.num_cached_tokens
 
     def handed(self, choice: int, num_tokens: int) -> None:
-        """A delta with `num_tokens` tokens of `choice` is handed to gRPC (per-token path)."""
+        """Record that a delta with `num_tokens` tokens of `choice` is handed to gRPC (per-token path)."""
         now = now_ns()
         if self.first_handed_ns is None and num_tokens:
             self.first_handed_ns = now
@@ -411,7 +413,7 @@ class RequestTimings:
             pace.num_tokens += num_tokens
 
     def message(self) -> mesh_pb2.Timings:
-        """The sum-up, at completion."""
+        """Return the sum-up, at completion."""
         now = now_ns()
         self._end_route(now if self.first_received_ns is None else 0)
         self.parts.total_ns = now - self.received_ns

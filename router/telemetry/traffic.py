@@ -1,9 +1,9 @@
-"""Counts what comes in, for who decides how many workers there are to be: sums that only grow, since the counting began. Pure.
+"""Traffic counts for the planner, which decides the number of workers: sums that only grow. Pure.
 
 arrive ──► Visit ─┬► placed ──► ended       it got a worker, and tokens
                   └► refused ─► ended       or neither
 
-The difference of two looks is what happened between them, however many look and how often.
+The difference of two readings is what happened between them, for any number of readers at any period.
 """
 
 from collections import Counter
@@ -16,14 +16,14 @@ from pdmesh.v1 import mesh_pb2
 
 @dataclass(eq=False)
 class Sums:
-    """Of one kind of figure: how many, their sum, and the sum of their squares."""
+    """Hold the count of one kind of figure, its sum, and the sum of its squares."""
 
     count: int = 0
     total: float = 0.0
     squared: float = 0.0
 
     def add(self, value: float) -> None:
-        """One more."""
+        """Add one value."""
         self.count += 1
         self.total += value
         self.squared += value * value
@@ -31,23 +31,25 @@ class Sums:
 
 @dataclass(eq=False)
 class Durations:
-    """What was observed and what had been predicted of the same requests: counts by class
-    (`pdmesh/planning/duration_histogram.py`)."""
+    """Hold observed and predicted durations of the same requests: counts by class (`pdmesh/planning/duration_histogram.py`)."""
 
     observed: Counter[int] = field(default_factory=Counter)
     predicted: Counter[int] = field(default_factory=Counter)
 
     def add(self, observed_s: float, predicted_s: float) -> None:
-        """One request's."""
+        """Add one request."""
         self.observed[class_of(observed_s)] += 1
         self.predicted[class_of(predicted_s)] += 1
 
 
 @dataclass(eq=False)
 class ModelTraffic:
-    """Of one model. `inputs` of all that came, each once however often it was tried, `gaps` between them in seconds, `outputs` of
-    those that got a token and have ended, `answered_inputs` and `cached_tokens` of the same. `began` and all other times: one
-    monotonic clock's, in seconds."""
+    """Count the traffic of one model.
+
+    `inputs`: prompt tokens of all requests that came, each request once however often it was tried; `gaps`: seconds between them;
+    `outputs`: output tokens of requests that got a token and have ended; `answered_inputs` and `cached_tokens`: of the same
+    requests. `began` and all other times are seconds of one monotonic clock.
+    """
 
     began: float
     inputs: Sums = field(default_factory=Sums)
@@ -63,8 +65,8 @@ class ModelTraffic:
     _batch: "dict[Visit, float]" = field(default_factory=dict)
 
     def arrive(self, num_tokens: int, now: float, *, is_batch: bool = False, is_new: bool = True) -> "Visit":
-        """A request with a prompt of so many tokens; it waits from now on. `is_batch`: nobody promised it anything. `is_new`: it
-        has not come before; whoever was refused and tries again asks for no more than before."""
+        """Count a request with a prompt of `num_tokens`, which waits from now on. `is_batch`: it has no objective. `is_new`: it
+        has not come before; a retry is not counted again."""
         if is_new:
             self._count(num_tokens, now)
         visit = Visit(self, num_tokens)
@@ -79,21 +81,21 @@ class ModelTraffic:
 
     @property
     def num_queued(self) -> int:
-        """Requests that wait for a worker."""
+        """Return the number of requests that wait for a worker."""
         return len(self._promised) + len(self._batch)
 
     def queue_wait_s(self, now: float) -> float:
-        """For how long the first of those has waited that were promised something."""
+        """Return how long the first waiting request with an objective has waited."""
         return max(0.0, now - next(iter(self._promised.values()), now))
 
     def stop_waiting(self, visit: "Visit") -> None:
-        """Idempotent."""
+        """Stop counting the request as waiting; idempotent."""
         self._promised.pop(visit, None)
         self._batch.pop(visit, None)
 
 
 class Visit:
-    """One request, from its arrival to its end."""
+    """Follow one request, from its arrival to its end."""
 
     __slots__ = ("_ended", "_num_tokens", "_traffic")
 
@@ -101,15 +103,15 @@ class Visit:
         self._traffic, self._num_tokens, self._ended = traffic, num_tokens, False
 
     def placed(self) -> None:
-        """It waits no more: a worker is being asked."""
+        """Record that a worker is being asked, so that the request no longer waits."""
         self._traffic.stop_waiting(self)
 
     def refused(self) -> None:
-        """There was no room for it."""
+        """Record that there was no room for it."""
         self._traffic.num_refused += 1
 
     def ended(self, num_output_tokens: int, num_cached_tokens: int) -> None:
-        """However it did; idempotent. `num_cached_tokens` of its prompt were not computed."""
+        """Record its end, whatever it was; idempotent. `num_cached_tokens` of its prompt were not computed."""
         if self._ended:
             return
         self._ended = True
@@ -121,21 +123,21 @@ class Visit:
 
 
 class Traffic:
-    """Of all models that a router serves."""
+    """Count the traffic of all models that a router serves."""
 
     def __init__(self, models: Iterable[str], now: float) -> None:
         self.models = {model: ModelTraffic(now) for model in models}
 
     def of(self, model: str) -> ModelTraffic:
-        """One model's. Raises KeyError for one that is not served."""
+        """Return one model's traffic. Raises KeyError for one that is not served."""
         return self.models[model]
 
 
-# What was counted of the traffic, as clients ask for it.
+# Traffic as messages, for the status.
 
 
 def traffic_status(traffic: Traffic, now: float) -> list[mesh_pb2.TrafficStatus]:
-    """Of each model, also of one that nobody has asked for."""
+    """Return the traffic of each model, also of one without requests."""
     return [_of_model(model, counted, now) for model, counted in traffic.models.items()]
 
 

@@ -1,4 +1,4 @@
-"""A validated request: what is left of a client's message once every field has been checked."""
+"""A prepared request, which is the result of checking and tokenizing a client's message, and the models that a router serves."""
 
 import contextlib
 from dataclasses import dataclass, field
@@ -12,12 +12,12 @@ from pdmesh.text.tokenizer import Tokenizer
 from pdmesh.v1 import common_pb2
 from router.routing.worker_snapshot import Mode
 
-# A model as the router knows it: its name and its tokenizer. No weights here.
+# A model as the router knows it: its name, tokenizer and grammar compiler, without weights.
 
 
 @dataclass(frozen=True, eq=False)
 class ServedModel:
-    """One model that clients may ask for."""
+    """Hold one model that clients may name."""
 
     name: str
     tokenizer: Tokenizer
@@ -25,17 +25,17 @@ class ServedModel:
 
     @property
     def max_context(self) -> int:
-        """Tokens of prompt and output together."""
+        """Return the maximum of prompt and output tokens together."""
         return self.tokenizer.max_context
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Tokens that end an output."""
+        """Return the tokens that end an output."""
         return self.tokenizer.eos_token_ids
 
 
 def load(folders: dict[str, str]) -> dict[str, ServedModel]:
-    """Models by name from NAME → folder; a folder that two names share is read once. Raises ConfigError."""
+    """Return models by name from NAME → folder; a folder that two names share is read once. Raises ConfigError."""
     read = lru_cache(maxsize=None)(_read)
     return {name: ServedModel(name, *read(folder)) for name, folder in folders.items()}
 
@@ -48,19 +48,18 @@ def _read(folder: str) -> tuple[Tokenizer, GrammarCompiler]:
     if not tokenizer.max_context:
         raise ConfigError("--models", f"{folder}/config.json names no max_position_embeddings", "add the model's config.json")
     grammars = GrammarCompiler(tokenizer.to_json(), tokenizer.vocab_size, tokenizer.eos_token_ids)
-    with contextlib.suppress(ValueError):  # whoever asks for a constraint is told
+    with contextlib.suppress(ValueError):  # a request with a constraint gets the error
         grammars.warm()
     return tokenizer, grammars
 
 
 @dataclass(frozen=True, eq=False)
 class PreparedRequest:
-    """One request, ready to be placed.
+    """Hold one request, ready for placement.
 
-    `sampling` is what workers get: seed, max_tokens and n are set; stop strings are the router's and stand in `stop` instead.
-    `emitted` is empty, or holds one entry for each choice in order. `deadline` is monotonic seconds, None without one.
-    `slo_ttft_ms` and `slo_tpot_ms` are its own objectives; 0: those of its model and priority. `attempt`: how often it was sent
-    before.
+    `sampling` is what workers get: seed, max_tokens and n are set; stop strings stay in the router, in `stop`. `emitted` is
+    empty, or holds one entry for each choice in order. `deadline` is monotonic seconds, None without one. `slo_ttft_ms` and
+    `slo_tpot_ms` are the request's own objectives; 0: those of its model and priority. `attempt`: how often it was sent before.
     """
 
     request_id: str
@@ -82,17 +81,17 @@ class PreparedRequest:
 
     @property
     def num_choices(self) -> int:
-        """n of the request."""
+        """Return n of the request."""
         return self.sampling.n
 
     @property
     def ending_token_ids(self) -> frozenset[int]:
-        """Tokens that end a choice: stop tokens, and end-of-sequence unless ignored."""
+        """Return the tokens that end a choice: stop tokens, and end-of-sequence unless it is ignored."""
         stops = frozenset(self.sampling.stop_token_ids)
         return stops if self.sampling.ignore_eos else stops | self.model.eos_token_ids
 
     def block_names(self, identity: common_pb2.Identity, kv_dtype: str, block_size: int) -> list[int]:
-        """Short names of the prompt's full blocks, as workers of this kind call them."""
+        """Return the short block hashes of the prompt's full blocks, as workers of this kind compute them."""
         root = cache_root_of(identity, kv_dtype, tenant=self.tenant, cache_salt=self.cache_salt)
         names = self._names.get((root, block_size))
         if names is None:
@@ -101,7 +100,7 @@ class PreparedRequest:
         return names
 
     def token_request(self, emitted: list[common_pb2.EmittedChoice]) -> common_pb2.TokenRequest:
-        """The request as workers see it, forced to `emitted`."""
+        """Return the message for workers, with `emitted` as forced tokens."""
         return common_pb2.TokenRequest(
             model=self.model.name,
             prompt_token_ids=self.prompt,
@@ -114,5 +113,6 @@ class PreparedRequest:
 
 
 def scoped_salt(tenant: str, cache_salt: str) -> str:
-    """The salt on the wire: caches are shared within a tenant and, with a salt, within that. Empty if both are."""
+    """Return the salt on the wire: prefix caches are shared within a tenant and, with a salt, within that salt. Empty if both
+    are."""
     return f"{len(tenant)}:{tenant}:{cache_salt}" if tenant or cache_salt else ""

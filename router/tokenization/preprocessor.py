@@ -1,4 +1,4 @@
-"""From a client's message to a Job: find the model, check, tokenize, complete."""
+"""From a client's message to a PreparedRequest: find the model, check, tokenize, complete."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ from router.context import RouterContext
 from router.tokenization.prepared_request import PreparedRequest, ServedModel, scoped_salt
 from router.tokenization.queue import TokenizationPool
 
-# Text and conversations as tokens: short ones at once, long ones in the line of `Tokenizing`.
-
+# Tokens of texts and chats: short ones at once, long ones through the tokenization queue.
 
 LARGE_TEXT_CHARS = 8192
-"""Longer texts are tokenized in a thread: the event loop has streams to serve."""
+"""Longer texts are tokenized in a thread, so that they do not block the streams on the event loop."""
 
 
 @dataclass(frozen=True)
 class Asker:
-    """For whom a text is tokenized, and until when (event-loop time)."""
+    """Hold the tenant for which a text is tokenized, and the deadline (event-loop time)."""
 
     tenant: str
     deadline: float | None
 
 
 class Prompts:
-    """Makes prompts for one router."""
+    """Tokenize prompts for one router."""
 
     def __init__(self, core: RouterContext, tokenizing: TokenizationPool | None = None) -> None:
         self._core = core
         self._tokenizing = tokenizing or TokenizationPool()
         for model in core.models.values():
-            model.tokenizer.fewest_tokens("")  # reads the vocabulary: now, not when the first long text comes
+            model.tokenizer.fewest_tokens("")  # reads the vocabulary now, not when the first long text comes
 
     async def of_text(self, model: ServedModel, text: str, asker: Asker, *, must_fit: bool = True) -> list[int]:
-        """Token ids. `must_fit`: refuse what cannot fit the context before any work on it.
+        """Return token ids. `must_fit`: refuse a text that cannot fit the context before it is tokenized.
 
-        Raises InvalidArgument, ResourceExhausted, DeadlineExceeded."""
+        Raises InvalidArgument, ResourceExhausted, DeadlineExceeded.
+        """
         if len(text) <= LARGE_TEXT_CHARS:
             return model.tokenizer.encode(text)
         if must_fit:
@@ -58,7 +58,8 @@ class Prompts:
     async def of_chat(
         self, model: ServedModel, messages: validation.Messages, asker: Asker, *, must_fit: bool = True
     ) -> list[int]:
-        """As `of_text`. A template may leave out much of what it is given: what cannot fit is refused once it is rendered."""
+        """Return token ids of a rendered chat, as `of_text`. A template may drop much of its input, so a chat that cannot fit is
+        refused only after it is rendered."""
         validation.check_messages(messages, self._core.config.max_prompt_bytes)
         dispatch_order = [Message(message.role, message.content) for message in messages]
         if sum(len(turn.content) for turn in dispatch_order) <= LARGE_TEXT_CHARS:
@@ -82,7 +83,7 @@ def _of_turns(model: ServedModel, dispatch_order: list[Message]) -> list[int]:
 
 
 def _of_long_turns(model: ServedModel, dispatch_order: list[Message], check: Callable[[str], None] | None) -> list[int]:
-    """Rendered, checked, encoded; in a thread."""
+    """Render, check and encode a long chat; called in a thread."""
     try:
         text = model.tokenizer.render_chat(dispatch_order)
         if check is not None:
@@ -100,7 +101,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Rest:
-    """What Generate and Chat have in common besides the prompt."""
+    """Hold what Generate and Chat have in common besides the prompt."""
 
     sampling: common_pb2.SamplingParams
     options: mesh_pb2.RequestOptions
@@ -111,14 +112,14 @@ class _Rest:
 
 
 class Preprocessor:
-    """Makes jobs for one router."""
+    """Prepare requests for one router."""
 
     def __init__(self, core: RouterContext) -> None:
         self._core = core
         self._prompts = Prompts(core)
 
     async def from_generate(self, request: mesh_pb2.GenerateRequest, time_left_s: float | None) -> PreparedRequest:
-        """Raises InvalidArgument naming the field, NotFound, DeadlineExceeded."""
+        """Return the prepared request. Raises InvalidArgument naming the field, NotFound, DeadlineExceeded."""
         deadline = deadline_of(time_left_s)
         model = self._model(request.model)
         validation.check_options(request.options)
@@ -127,7 +128,7 @@ class Preprocessor:
         return await self._checked_job(model, prompt, await _rest(model, request, deadline))
 
     async def from_chat(self, request: mesh_pb2.ChatRequest, time_left_s: float | None) -> PreparedRequest:
-        """Raises as `from_generate`."""
+        """Return the prepared request of a chat. Raises as `from_generate`."""
         deadline = deadline_of(time_left_s)
         model = self._model(request.model)
         validation.check_options(request.options)
@@ -136,7 +137,7 @@ class Preprocessor:
         return await self._checked_job(model, prompt, await _rest(model, request, deadline))
 
     async def tokenize(self, request: mesh_pb2.TokenizeRequest, time_left_s: float | None) -> mesh_pb2.TokenizeResponse:
-        """Also of texts that are longer than the context. Raises as `from_generate`."""
+        """Return token ids, also of texts that are longer than the context. Raises as `from_generate`."""
         asker = Asker(identity.tenant() or "", deadline_of(time_left_s))
         model = self._model(request.model)
         if request.text and request.messages:
@@ -213,7 +214,7 @@ class Preprocessor:
 
 
 def deadline_of(time_left_s: float | None) -> float | None:
-    """Time left as a deadline of the event loop's clock; None without one. Raises DeadlineExceeded."""
+    """Return the remaining time as a deadline on the event loop's clock; None without one. Raises DeadlineExceeded."""
     if time_left_s is None or time_left_s > FAR_AWAY_S:
         return None
     if time_left_s <= 0:

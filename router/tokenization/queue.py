@@ -1,4 +1,4 @@
-"""Long texts become tokens in threads of their own, in a fair and bounded line, while the event loop serves its streams."""
+"""Tokenization of long texts in threads, through a fair and bounded queue, so that the event loop can serve its streams."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Generic, TypeVar
 
 from pdmesh.runtime.errors import DeadlineExceeded, ResourceExhausted
 
-# Whose text is tokenized next. Pure: no clock, no threads.
+# The order of tokenization. Pure: no clock, no threads.
 #
-# Short texts before long ones, but for one long after every SHORT_IN_A_ROW; among each kind the tenants take turns. What waits is
-# bounded by count and by bytes, in all and of each tenant, so that one tenant's flood is refused while others find room.
-
+# Short texts go before long ones, except for one long text after every SHORT_IN_A_ROW; within each kind tenants take turns.
+# Waiting texts are bounded by count and bytes, in total and for each tenant, so that one tenant's flood is refused while other
+# tenants find room.
 
 LONG_TEXT_BYTES = 64 << 10
 SHORT_IN_A_ROW = 8
@@ -27,7 +27,7 @@ P = TypeVar("P")
 
 @dataclass(frozen=True)
 class LineLimits:
-    """What may wait: pieces and bytes of text, in all and of one tenant."""
+    """Bound the waiting texts by number and bytes, in total and for one tenant."""
 
     max_pieces: int = 256
     max_bytes: int = 64 << 20
@@ -37,7 +37,7 @@ class LineLimits:
 
 @dataclass(frozen=True, eq=False)
 class Piece(Generic[P]):
-    """One text that waits, and what is to be done with it."""
+    """Hold one waiting text, and the work to be done with it."""
 
     tenant: str
     num_bytes: int
@@ -45,13 +45,13 @@ class Piece(Generic[P]):
 
     @property
     def is_long(self) -> bool:
-        """Whether short ones go before it."""
+        """Return whether short texts go before this one."""
         return self.num_bytes > LONG_TEXT_BYTES
 
 
 @dataclass
 class _Held:
-    """Of one tenant, or in all."""
+    """Count the waiting texts of one tenant, or of all."""
 
     pieces: int = 0
     num_bytes: int = 0
@@ -59,7 +59,7 @@ class _Held:
 
 @dataclass
 class TokenizationQueue(Generic[P]):
-    """The pieces that wait."""
+    """Hold the waiting texts."""
 
     limits: LineLimits = field(default_factory=LineLimits)
     _short: OrderedDict[str, deque[Piece[P]]] = field(default_factory=OrderedDict)
@@ -72,7 +72,7 @@ class TokenizationQueue(Generic[P]):
         return self._all.pieces
 
     def push(self, piece: Piece[P]) -> None:
-        """Wait. Raises ResourceExhausted when the line, or the tenant's part of it, is full."""
+        """Append a text. Raises ResourceExhausted when the queue, or the tenant's part of it, is full."""
         held, limits = self._held.get(piece.tenant, _Held()), self.limits
         _check_room(held, piece, limits.max_tenant_pieces, limits.max_tenant_bytes, "of this tenant")
         _check_room(self._all, piece, limits.max_pieces, limits.max_bytes, "of all tenants")
@@ -81,7 +81,7 @@ class TokenizationQueue(Generic[P]):
         self._count(piece, 1)
 
     def pop(self, *, long_too: bool) -> Piece[P] | None:
-        """Whose turn it is; None when nobody waits that may go. `long_too`: whether a long one may."""
+        """Return the next text; None when no text may go. `long_too`: whether a long one may."""
         long_waits = long_too and bool(self._long)
         if self._short and not (long_waits and self._short_in_a_row >= SHORT_IN_A_ROW):
             self._short_in_a_row += 1
@@ -92,7 +92,7 @@ class TokenizationQueue(Generic[P]):
         return self._take(self._long)
 
     def remove(self, piece: Piece[P]) -> None:
-        """It waits no more; nothing happens if it does not wait."""
+        """Remove a text; nothing happens if it does not wait."""
         flows = self._flows(piece)
         flow = flows.get(piece.tenant, ())
         if piece not in flow:
@@ -103,7 +103,7 @@ class TokenizationQueue(Generic[P]):
         self._count(piece, -1)
 
     def _take(self, flows: OrderedDict[str, deque[Piece[P]]]) -> Piece[P]:
-        """The oldest of the tenant whose turn it is, who then goes behind the others."""
+        """Return the oldest text of the next tenant, which then goes behind the other tenants."""
         tenant, flow = next(iter(flows.items()))
         piece = flow.popleft()
         flows.move_to_end(tenant)
@@ -140,7 +140,7 @@ class _Order:
 
 
 class TokenizationPool:
-    """`num_threads` threads, of which long texts leave one to the shorter ones. Used from one event loop."""
+    """Run tokenization in `num_threads` threads, of which long texts leave one to shorter texts. Used from one event loop."""
 
     def __init__(self, limits: LineLimits | None = None, *, num_threads: int = 2) -> None:
         self._line: TokenizationQueue[_Order] = TokenizationQueue(limits or LineLimits())
@@ -150,14 +150,15 @@ class TokenizationPool:
 
     @property
     def num_waiting(self) -> int:
-        """Pieces in line, without those under way."""
+        """Return the number of waiting texts, without those in a thread."""
         return len(self._line)
 
     async def run(self, work: Work, *, tenant: str, num_bytes: int, deadline: float | None) -> list[int]:
-        """The result of `work` on a text of `num_bytes`. `deadline`: event-loop time. A caller that is cancelled, or whose
-        deadline passes, leaves the line; work under way cannot be stopped and is done for nothing.
+        """Return the result of `work` on a text of `num_bytes`. `deadline`: event-loop time. A caller that is cancelled, or whose
+        deadline passes, leaves the queue; work in a thread cannot be stopped, and its result is dropped.
 
-        Raises ResourceExhausted when the line is full, DeadlineExceeded, and what `work` raises."""
+        Raises ResourceExhausted when the queue is full, DeadlineExceeded, and what `work` raises.
+        """
         result: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
         piece = Piece(tenant, num_bytes, _Order(work, result))
         self._line.push(piece)
@@ -174,7 +175,7 @@ class TokenizationPool:
             self._line.remove(piece)
 
     def _advance(self) -> None:
-        """Begin what there are threads for."""
+        """Start work while threads are free."""
         while len(self._under_way) < self._num_threads:
             long = sum(piece.is_long for piece in self._under_way)
             piece = self._line.pop(long_too=long < max(1, self._num_threads - 1))

@@ -76,7 +76,7 @@ async def test_a_dry_run_touches_nobody(model_folder: Path) -> None:
         assert not (await mesh.stub.Explain(mesh_pb2.ExplainRequest(latest=1))).decisions
         assert not mesh["d0"].submits and len(mesh.router.core.decisions) == 0
     assert [c.prefill_worker_id for c in decision.candidates] == ["p0"]
-    assert "speed not told" in decision.candidates[0].note
+    assert "speed not reported" in decision.candidates[0].note
     assert other.num_tokens > 100 and "secret" not in str(other)
 
 

@@ -74,7 +74,7 @@ def test_a_failed_probe_ejects_for_longer_and_a_lost_one_is_not_waited_for() -> 
     assert lengths == [2, 4, 6]
     breaker = judged.breaker(A, P)
     assert breaker is not None and breaker.num_ejections == 4
-    assert breaker.reason == "left out for 6.0 s: its probe failed: still broken"
+    assert breaker.reason == "ejected for 6.0 s: its probe failed: still broken"
     while judged.ejected(P, [A, B], now):
         now += 0.5
     judged.chosen(A, P, now)

@@ -233,7 +233,7 @@ async def test_a_move_is_a_span_with_the_next_stay_in_it(model_folder: Path) -> 
         await asking
         move = seen.one("migrate")
         assert (move.attributes["pdmesh.from.worker"], move.attributes["pdmesh.to.worker"]) == (first.name, other.name)
-        assert move.attributes["pdmesh.moved"] is True and "about to go" in str(move.attributes["pdmesh.reason"])
+        assert move.attributes["pdmesh.moved"] is True and "about to leave" in str(move.attributes["pdmesh.reason"])
         stay = seen.all("attempt")[-1]
         assert seen.parent(stay) == "migrate" and seen.parent(move) == "generate tiny"
         assert {seen.parent(span) for span in seen.all("prefill")} == {"attempt"}

@@ -15,7 +15,6 @@ from router.api.validation import MAX_MESSAGES, refuse
 
 # Parameters of a request, from `parameters` and from the JSON in the tensor `sampling_parameters`, to our messages.
 
-
 Read = Callable[[str, Value], object]
 _SAMPLING: dict[str, Read] = {
     "temperature": values.number,

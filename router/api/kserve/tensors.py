@@ -13,7 +13,6 @@ from router.api.validation import refuse
 
 # The tensors of a model, as its metadata lists them, with the names that Triton's backends for language models use.
 
-
 VERSION = "1"
 PLATFORM = "pdmesh"
 
@@ -217,7 +216,6 @@ def add_output(response: pb.ModelInferResponse, name: str, elements: Sequence[El
 
 
 # Metadata of the server and of its models.
-
 
 EXTENSIONS = ("parameters", "model_configuration")
 _DATA_TYPES = {"BYTES": config_pb.TYPE_STRING}  # the other names are the same

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients know them: a status, and {"error": {message, type, param, code}}."""
+"""Errors in the form that OpenAI's clients know: a status, and {"error": {message, type, param, code}}."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pdmesh.runtime.errors import DeadlineExceeded, InvalidArgument, MeshError
 from router.api.openai.fields import JsonObject, UnknownName
 
 Names = Mapping[str, str]
-"""A field of pdmesh.v1 to the name by which the client knows it; also for what lies below the field."""
+"""Maps a field of pdmesh.v1 to the name by which the client knows it; also for paths below the field."""
 
 UNAVAILABLE_RETRY_S = 1.0
 _CODE = grpc.StatusCode
@@ -28,7 +28,7 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 
 
 class HttpError(Exception):
-    """An answer that is an error, whatever the mesh says: wrong content type, wrong key, no such page."""
+    """Report an error of HTTP itself: wrong content type, wrong key, no such page."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -39,7 +39,7 @@ class HttpError(Exception):
 
 
 def as_told(error: HttpError | MeshError) -> MeshError:
-    """As traces and metrics tell it: they have the codes of gRPC, and no word of a caller's."""
+    """Return the error as traces and metrics report it: with a gRPC code, and without text of the caller's."""
     if isinstance(error, UnknownName):
         return InvalidArgument("body", error.message)
     if isinstance(error, MeshError):
@@ -51,7 +51,7 @@ def as_told(error: HttpError | MeshError) -> MeshError:
 
 @dataclass(frozen=True)
 class ErrorAnswer:
-    """Status, body and headers of an error."""
+    """Hold status, body and headers of an error."""
 
     status: int
     body: JsonObject
@@ -59,7 +59,7 @@ class ErrorAnswer:
 
 
 def answer_to(error: HttpError | MeshError) -> ErrorAnswer:
-    """What the client gets."""
+    """Return the response that reports `error`."""
     if isinstance(error, HttpError):
         body = _body(error.status, error.message, error.param, error.code)
         return ErrorAnswer(error.status, body, {})
@@ -69,7 +69,7 @@ def answer_to(error: HttpError | MeshError) -> ErrorAnswer:
 
 
 def renamed(error: MeshError, names: Names) -> MeshError:
-    """`error` with its field, and the beginning of its message, as the client knows them."""
+    """Return `error` with its field, and the beginning of its message, as the client knows them."""
     field = error.field
     if field is None:
         return error
@@ -97,5 +97,5 @@ def _headers(status: int, error: MeshError) -> dict[str, str]:
     if status == 503:
         headers["connection"] = "close"  # the next try may reach another router
     if status == 504:
-        headers["x-should-retry"] = "false"  # the time was the client's: openai would try again by itself
+        headers["x-should-retry"] = "false"  # the client's own time limit: else the openai package retries by itself
     return headers

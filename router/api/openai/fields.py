@@ -1,4 +1,4 @@
-"""One JSON object of a request, read name by name: every refusal names the field, and what nobody has read is not overlooked."""
+"""Typed access to one JSON object of a request. Every error names the field, and a name that no reader asked for is an error."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ MAX_SHOWN_CHARS = 60
 
 
 class UnknownName(InvalidArgument):
-    """Its field is a word of the caller's."""
+    """Report an unknown field, whose name is the caller's own text."""
 
 
 class Fields:
-    """Readers return None for what is absent or null, and raise InvalidArgument for what has another type or range.
+    """Read fields by name. Readers return None for what is absent or null, and raise InvalidArgument for a wrong type or range.
 
     `path` stands before the names in messages, such as "messages[2]"; empty for the request itself.
     """
@@ -29,37 +29,37 @@ class Fields:
         self._read: set[str] = set()
 
     def param(self, name: str) -> str:
-        """`name` as the client knows it."""
+        """Return `name` as the client knows it."""
         return f"{self._path}.{name}" if self._path else name
 
     def value(self, name: str) -> object:
-        """Whatever stands there."""
+        """Return the value, of any type."""
         self._read.add(name)
         return self._values.get(name)
 
     def has(self, name: str) -> bool:
-        """Whether something other than null stands there."""
+        """Return whether the field is present and not null."""
         return self.value(name) is not None
 
     def text(self, name: str) -> str | None:
-        """A string that is valid Unicode."""
+        """Return a string that is valid Unicode."""
         value = self.value(name)
         return None if value is None else as_text(self.param(name), value)
 
     def flag(self, name: str) -> bool:
-        """A boolean; absent is false."""
+        """Return a boolean; absent is false."""
         value = self.value(name)
         if value is not None and not isinstance(value, bool):
             refuse(self.param(name), f"{shown(value)} is neither true nor false")
         return bool(value)
 
     def integer(self, name: str, low: int = 0, high: int = MAX_UINT32) -> int | None:
-        """An integer from `low` to `high`, both included."""
+        """Return an integer from `low` to `high`, both included."""
         value = self.value(name)
         return None if value is None else as_integer(self.param(name), value, low, high)
 
     def number(self, name: str) -> float | None:
-        """A finite number."""
+        """Return a finite number."""
         value = self.value(name)
         if value is None:
             return None
@@ -74,19 +74,20 @@ class Fields:
         return number
 
     def items(self, name: str) -> list[object] | None:
-        """An array."""
+        """Return an array."""
         value = self.value(name)
         if value is not None and not isinstance(value, list):
             refuse(self.param(name), f"{shown(value)} is not an array")
         return value
 
     def inner(self, name: str) -> Fields | None:
-        """An object, to be read in turn."""
+        """Return an object as fields of their own."""
         value = self.value(name)
         return None if value is None else as_fields(self.param(name), value)
 
     def finish(self, ignored: Collection[str], harmless: Mapping[str, tuple[object, ...]]) -> None:
-        """Refuse what has not been read, but for null, `ignored` names, and values by name that ask for nothing (`harmless`)."""
+        """Refuse every field that has not been read, except null, `ignored` names, and values that ask for nothing (`harmless`,
+        by name)."""
         for name, value in self._values.items():
             if value is None or name in self._read or name in ignored:
                 continue
@@ -98,14 +99,14 @@ class Fields:
 
 
 def as_fields(param: str, value: object) -> Fields:
-    """An object. Raises InvalidArgument."""
+    """Return `value` as an object. Raises InvalidArgument."""
     if not isinstance(value, dict):
         refuse(param, f"{shown(value)} is not an object")
     return Fields(value, param)
 
 
 def as_text(param: str, value: object) -> str:
-    """A string that is valid Unicode. Raises InvalidArgument."""
+    """Return `value` as a string that is valid Unicode. Raises InvalidArgument."""
     if not isinstance(value, str):
         refuse(param, f"{shown(value)} is not a string")
     try:
@@ -116,7 +117,7 @@ def as_text(param: str, value: object) -> str:
 
 
 def as_integer(param: str, value: object, low: int = 0, high: int = MAX_UINT32) -> int:
-    """An integer in a range. Raises InvalidArgument."""
+    """Return `value` as an integer in a range. Raises InvalidArgument."""
     if isinstance(value, bool) or not isinstance(value, int):
         refuse(param, f"{shown(value)} is not an integer")
     if not low <= value <= high:
@@ -125,7 +126,7 @@ def as_integer(param: str, value: object, low: int = 0, high: int = MAX_UINT32) 
 
 
 def shown(value: object) -> str:
-    """A value in an error message: short, and no larger thing than a number or a string is repeated."""
+    """Return a value for an error message: short, and never a whole object, array or long number."""
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "an array"
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 128:

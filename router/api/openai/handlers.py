@@ -1,4 +1,4 @@
-"""The endpoints: a request is read, its prompts run as any other of the router's, and the answer goes out whole or as events."""
+"""The HTTP endpoints: they read a request, run its prompts through the frontend, and send the output whole or as events."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ from router.auth import identity
 from router.auth.api_keys import KeyStore
 from router.telemetry.request_trace import CHAT, COMPLETION
 
-# One client's connection while it is being answered: whether it is still there, and whether it takes what it is sent.
-
+# One client's connection during a response: whether the client is still connected, and whether it reads what it is sent.
 
 T = TypeVar("T")
 ABORT = "pdmesh.abort"
-"""In a scope: ends the connection at once, whatever has not been sent (see `router.api.openai.server`)."""
+"""Key of an ASGI scope: a function that ends the connection at once and drops unsent data (see `router.api.openai.server`)."""
 
 RECEIVED_NS = "pdmesh.received_ns"
-"""In a scope: monotonic nanoseconds when the latest bytes of the request came, before anything was made of them."""
+"""Key of an ASGI scope: monotonic nanoseconds when the last bytes of the request arrived, before they were parsed."""
 
 STALLED_S = 30.0
-"""A client that has made no room for the next event for so long has gone, whatever its socket says."""
+"""A client that has made no room for the next event for this long counts as gone, whatever the state of its socket."""
 
 logger = logging.getLogger(__name__)
 
 
 async def while_connected(receive: Receive, work: Coroutine[object, object, T]) -> T:
-    """The result of `work`, which is cancelled when the client leaves: then Cancelled is raised. The body has been read."""
+    """Return the result of `work`, which is cancelled when the client leaves: then Cancelled is raised. The body must have been
+    read."""
     working, leaving = asyncio.create_task(work), asyncio.create_task(_left(receive))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -71,18 +71,19 @@ async def _left(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events: each item of `events` is one, complete. `events` is closed at the end, or when the client leaves."""
+    """Send server-sent events: each item of `events` is one complete event. `events` is closed at the end, or when the client
+    leaves."""
 
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
-        # The last header tells proxies (nginx) to pass each event on at once.
+        # The last header tells proxies (nginx) to forward each event at once.
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         self.raw_headers = [header for header in self.raw_headers if header[0] != b"content-length"]
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises nothing when the client has left."""
+        """Send all events. Raises nothing when the client has left."""
         async with aclosing(self._events):
             try:
                 await while_connected(receive, self._send_all(send))
@@ -104,8 +105,7 @@ async def _in_time(sending: Awaitable[None]) -> None:
         await sending
 
 
-# Every answer says which request it is of: the client's own X-Request-Id where it is one, else one that is made here.
-
+# Every response names its request: by the client's own X-Request-Id where that is valid, else by an id that is made here.
 
 HEADER = "X-Request-Id"
 _KEY = "pdmesh.request_id"
@@ -113,12 +113,12 @@ _VALID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def new_id() -> str:
-    """Of a request that has none."""
+    """Return an id for a request that has none."""
     return secrets.token_hex(12)
 
 
 def request_id_of(scope: MutableMapping[str, Any]) -> str:
-    """The request's id, the same whenever it is asked for."""
+    """Return the request's id; the same on every call."""
     if _KEY not in scope:
         given = Headers(scope=scope).get(HEADER, "")
         scope[_KEY] = given if _VALID.fullmatch(given) else new_id()
@@ -126,13 +126,13 @@ def request_id_of(scope: MutableMapping[str, Any]) -> str:
 
 
 class WithRequestId:
-    """An application whose answers all have the header."""
+    """Wrap an application so that all its responses have the header X-Request-Id."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Of HTTP only."""
+        """Handle one call; only HTTP responses get the header."""
         name = HEADER.lower().encode()
 
         async def send_with_id(message: Message) -> None:
@@ -144,8 +144,7 @@ class WithRequestId:
         await self._app(scope, receive, send_with_id)
 
 
-# What a client says in headers: who it is, how urgent it is, how long it waits. Pure.
-
+# Request options in HTTP headers: tenant, priority, mode, time limit.
 
 REQUEST_ID, TENANT, PRIORITY, MODE, TIMEOUT = HEADER, "X-Tenant", "X-Priority", "X-Prefill-Mode", "X-Request-Timeout-Ms"
 MAX_TIMEOUT_MS = 10**9
@@ -166,7 +165,7 @@ _DIGITS = re.compile(r"[0-9]{1,10}")
 
 
 def options_of(headers: Mapping[str, str], request_id: str) -> mesh_pb2.RequestOptions:
-    """`request_id`: see request_id.of. Raises InvalidArgument that names the header."""
+    """Return the options that headers set. `request_id`: see `request_id_of`. Raises InvalidArgument that names the header."""
     said = mesh_pb2.RequestOptions(
         request_id=request_id,
         tenant=headers.get(TENANT, ""),
@@ -178,7 +177,7 @@ def options_of(headers: Mapping[str, str], request_id: str) -> mesh_pb2.RequestO
 
 
 def requested_time_left_s(headers: Mapping[str, str]) -> float | None:
-    """How long the client waits from now on; None without a limit. Raises InvalidArgument."""
+    """Return how long the client waits from now on; None without a limit. Raises InvalidArgument."""
     text = headers.get(TIMEOUT)
     if text is None:
         return None
@@ -200,20 +199,20 @@ Parse = Callable[[JsonObject, mesh_pb2.RequestOptions], Call]
 
 @dataclass(frozen=True)
 class HttpSettings:
-    """Limits of the gateway, and the keys of which its clients show one; None: they show none."""
+    """Hold the limits of the gateway, and the keys that clients must present; None: no keys are required."""
 
     max_body_bytes: int
     keys: KeyStore | None = None
 
 
 LARGE_BODY_BYTES = 64 << 10
-"""Longer bodies are read in a thread, one after the other: the event loop has streams to serve, which get their turns."""
+"""Longer bodies are parsed in a thread, one after the other, so that they do not block the streams on the event loop."""
 PARSE_TIMEOUT_S = 30.0
 _threads = WorkThreads("HTTP body", num_threads=1, max_waiting=64, timeout_s=PARSE_TIMEOUT_S)
 
 
 class Handlers:
-    """One router's endpoints."""
+    """Handle the endpoints of one router."""
 
     def __init__(self, frontend: Frontend, settings: HttpSettings) -> None:
         self._frontend = frontend
@@ -221,20 +220,20 @@ class Handlers:
         self._created = int(time.time())
 
     async def chat(self, request: Request) -> Response:
-        """POST /v1/chat/completions."""
+        """Handle POST /v1/chat/completions."""
         return await self._answer(request, chat_request.parse_chat)
 
     async def complete(self, request: Request) -> Response:
-        """POST /v1/completions."""
+        """Handle POST /v1/completions."""
         return await self._answer(request, completion_request.parse_completion)
 
     async def list_models(self, request: Request) -> Response:
-        """GET /v1/models."""
+        """Handle GET /v1/models."""
         identity.authenticate(self._settings.keys, request.headers.get("authorization"))
         return json_response({"object": "list", "data": list(self._models())})
 
     async def get_model(self, request: Request) -> Response:
-        """GET /v1/models/{model}."""
+        """Handle GET /v1/models/{model}."""
         identity.authenticate(self._settings.keys, request.headers.get("authorization"))
         name = request.path_params["model"]
         for model in self._models():
@@ -243,11 +242,11 @@ class Handlers:
         raise NotFound(f"model: {name[:100]!r} is not served here", field="model")
 
     async def live(self, request: Request) -> Response:
-        """GET /health/live: this process answers."""
+        """Handle GET /health/live: 200, as long as this process answers."""
         return json_response({"status": "live"})
 
     async def ready(self, request: Request) -> Response:
-        """GET /health and /health/ready: 200 while a request can be owned by somebody, else 503."""
+        """Handle GET /health and /health/ready: 200 while some decode worker can take a request, else 503."""
         if self._frontend.is_ready:
             return json_response({"status": "ready"})
         return json_response({"status": "not ready"}, 503)
@@ -261,7 +260,7 @@ class Handlers:
             operation = CHAT if parse is chat_request.parse_chat else COMPLETION
             self._frontend.refused(operation, as_told(error), request.scope[RECEIVED_NS], sent_headers)
             raise
-        received_ns: int = request.scope[RECEIVED_NS]  # of its last byte
+        received_ns: int = request.scope[RECEIVED_NS]  # when its last byte arrived
         answer = Answer(call, request_id_of(request.scope), int(time.time()), self._echo(call))
         stream = merged([partial(self._open, wanted, time_left_s, received_ns, sent_headers) for wanted in call.requests])
         try:
@@ -274,7 +273,7 @@ class Handlers:
         return EventStream(_events(call, answer, begun, stream))
 
     async def _read(self, request: Request, parse: Parse) -> tuple[Call, float | None]:
-        """What is asked for, and how many seconds are left for it, None: any. Raises HttpError, MeshError."""
+        """Return the call, and how many seconds are left for it; None: no limit. Raises HttpError, MeshError."""
         loop = asyncio.get_running_loop()
         options, limit_s = options_of(request.headers, request_id_of(request.scope)), requested_time_left_s(request.headers)
         deadline = None if limit_s is None else loop.time() + limit_s
@@ -286,7 +285,7 @@ class Handlers:
         self, wanted: MeshRequest, time_left_s: float | None, received_ns: int, sent_headers: list[tuple[str, str]]
     ) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
         if not wanted.sampling.HasField("seed"):
-            wanted.sampling.seed = secrets.randbits(53)  # a number that JavaScript's clients can repeat
+            wanted.sampling.seed = secrets.randbits(53)  # a number that clients in JavaScript can repeat
         if isinstance(wanted, mesh_pb2.ChatRequest):
             return self._frontend.chat(wanted, time_left_s, received_ns, sent_headers)
         return self._frontend.generate(wanted, time_left_s, received_ns, sent_headers)
@@ -319,8 +318,8 @@ async def _whole(answer: Answer, stream: AsyncGenerator[Numbered, None]) -> Json
 
 
 async def _begin(call: Call, stream: AsyncGenerator[Numbered, None]) -> list[Numbered]:
-    """The first responses: until every prompt has been admitted, or one of them has output. What is refused before has a status
-    of its own; afterwards it can only be an event. Closes `stream` unless it succeeds."""
+    """Return the first responses: until every prompt has been admitted, or one of them has output. An error before that is the
+    HTTP status; a later one can only be an event. Closes `stream` unless it succeeds."""
     begun: list[Numbered] = []
     try:
         async for item in stream:
@@ -336,7 +335,7 @@ async def _begin(call: Call, stream: AsyncGenerator[Numbered, None]) -> list[Num
 async def _events(
     call: Call, answer: Answer, begun: list[Numbered], stream: AsyncGenerator[Numbered, None]
 ) -> AsyncGenerator[bytes, None]:
-    """Chunks, usage, [DONE]; or chunks and an error."""
+    """Yield chunks, usage and [DONE]; or chunks and an error."""
     async with aclosing(stream):
         try:
             for number, response in begun:
@@ -358,17 +357,17 @@ def _event(chunk: JsonObject | None) -> tuple[bytes, ...]:
 
 
 def from_json(value: JsonObject) -> bytes:
-    """One event. ASCII only: there are clients that take other line ends of Unicode for the end of an event's line."""
+    """Return one event. It is ASCII only, because some clients split events at Unicode's other line ends."""
     return b"data: %b\n\n" % _dumped(value)
 
 
 def json_response(value: JsonObject, status: int = 200, *, headers: dict[str, str] | None = None) -> Response:
-    """A body of JSON."""
+    """Return a response with a JSON body."""
     return Response(_dumped(value), status, headers=headers, media_type="application/json")
 
 
 def error_response(error: HttpError | MeshError) -> Response:
-    """An error's status, body and headers."""
+    """Return a response with an error's status, body and headers."""
     answer = answer_to(error)
     return json_response(answer.body, answer.status, headers=dict(answer.headers))
 
@@ -378,7 +377,8 @@ def _dumped(value: JsonObject) -> bytes:
 
 
 async def parsed(parse: Parse, sent: bytes, options: mesh_pb2.RequestOptions) -> Call:
-    """What a body asks for. Raises HttpError, InvalidArgument; ResourceExhausted when too many large bodies wait."""
+    """Return the call that a body asks for. Raises HttpError, InvalidArgument; ResourceExhausted when too many large bodies
+    wait."""
     if len(sent) <= LARGE_BODY_BYTES:
         return parse(requests.parse(sent), options)
     try:

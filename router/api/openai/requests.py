@@ -1,4 +1,4 @@
-"""The body of a request: bytes from a client to one JSON object, within bounds of size, depth and time."""
+"""From the body of an HTTP request to messages of `pdmesh.v1`, within bounds of size, depth and time."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ READ_TIMEOUT_S = 60.0
 
 
 async def read(request: Request, max_bytes: int) -> bytes:
-    """What a client has sent, complete. Raises HttpError, also when the client leaves in the middle."""
+    """Return the complete body that a client sent. Raises HttpError, also when the client leaves in the middle."""
     _check_headers(request, max_bytes)
     return await _read(request, max_bytes)
 
 
 def parse(body: bytes) -> JsonObject:
-    """The object in it. Raises HttpError with status 400 that says what is wrong where."""
+    """Return the JSON object in the body. Raises HttpError with status 400 that says what is wrong and where."""
     try:
         value = json.loads(body.decode(), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
@@ -79,7 +79,7 @@ def _refuse_constant(name: str) -> NoReturn:
 # `POST /v1/chat/completions`: from JSON to a ChatRequest.
 
 
-# What these would ask for is not done here; the values given ask for nothing.
+# Fields that are not supported, with the values that ask for nothing and are accepted.
 CHAT_HARMLESS: dict[str, tuple[object, ...]] = {
     "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
     "modalities": (["text"],), "audio": (), "web_search_options": (), "moderation": (), "logit_bias": ({},),
@@ -94,14 +94,14 @@ MESSAGE_IGNORED = frozenset({"name", "annotations", "reasoning", "reasoning_cont
 
 
 def parse_chat(body: JsonObject, options: mesh_pb2.RequestOptions) -> Call:
-    """Raises InvalidArgument that names the field as the client does."""
+    """Return the call for the body of a chat completion. Raises InvalidArgument that names the field as the client does."""
     fields = Fields(body)
     request = mesh_pb2.ChatRequest(model=fields.text("model") or "", options=options, messages=_messages(fields))
     request.options.cache_salt = fields.text("cache_salt") or ""
     params, names = sampling.read_sampling(fields)
     limit = fields.integer("max_completion_tokens", low=1)
     if limit is not None:
-        params.max_tokens = limit  # max_tokens is its older name
+        params.max_tokens = limit  # max_tokens is the older name
         names["sampling.max_tokens"] = "max_completion_tokens"
     _read_logprobs(fields, params)
     request.sampling.CopyFrom(params)
@@ -136,12 +136,12 @@ def _message(fields: Fields) -> mesh_pb2.ChatMessage:
         refuse(fields.param("role"), "tools are not supported")
     content = _content(fields)
     fields.finish(MESSAGE_IGNORED, MESSAGE_HARMLESS)
-    # OpenAI's newer name; models are trained with the older one.
+    # "developer" is OpenAI's newer name; models are trained with the older one.
     return mesh_pb2.ChatMessage(role="system" if role == "developer" else role, content=content)
 
 
 def _content(fields: Fields) -> str:
-    """A string, or text parts, which become lines."""
+    """Return a string; text parts are joined as lines."""
     value, param = fields.value("content"), fields.param("content")
     if value is None:
         refuse(param, "is missing; send a string")
@@ -162,14 +162,13 @@ def _part(fields: Fields) -> str:
 
 # `POST /v1/completions`: from JSON to one GenerateRequest for each prompt.
 
-
 DEFAULT_MAX_TOKENS = 16
 MAX_PROMPTS = 128
 MAX_TOKEN_IDS = 1 << 20
-"""Of all prompts. More than any model here has room for; each costs the event loop time."""
+"""Bounds the token ids of all prompts together: more than any model here has room for, and each costs time on the event loop."""
 MAX_TEXT_CHARS = 2 << 20
-"""Of all prompts: each has a bound of its own beside it (max_prompt_bytes)."""
-# What these would ask for is not done here; the values given ask for nothing.
+"""Bounds the text of all prompts together; each prompt has a bound of its own (max_prompt_bytes)."""
+# Fields that are not supported, with the values that ask for nothing and are accepted.
 COMPLETION_HARMLESS: dict[str, tuple[object, ...]] = {
     "suffix": ("",), "logit_bias": ({},), "add_special_tokens": (True,), "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,), "include_stop_str_in_output": (False,), "use_beam_search": (False,),
@@ -180,7 +179,7 @@ _REQUEST_ID_CHARS = 64
 
 
 def parse_completion(body: JsonObject, options: mesh_pb2.RequestOptions) -> Call:
-    """Raises InvalidArgument that names the field as the client does."""
+    """Return the call for the body of a completion. Raises InvalidArgument that names the field as the client does."""
     fields = Fields(body)
     params, names = sampling.read_sampling(fields)
     if not params.HasField("max_tokens"):
@@ -203,7 +202,7 @@ def parse_completion(body: JsonObject, options: mesh_pb2.RequestOptions) -> Call
 
 
 def _numbered(base: mesh_pb2.GenerateRequest, prompts: list[str | list[int]]) -> tuple[mesh_pb2.GenerateRequest, ...]:
-    """One request for each prompt, each under an id of its own."""
+    """Return one request for each prompt, each with an id of its own."""
     requests = []
     for number, prompt in enumerate(prompts):
         request = mesh_pb2.GenerateRequest()
@@ -220,7 +219,7 @@ def _numbered(base: mesh_pb2.GenerateRequest, prompts: list[str | list[int]]) ->
 
 
 def _prompts(fields: Fields) -> list[str | list[int]]:
-    """A text, texts, token ids, or several lists of those."""
+    """Return the prompts: a text, several texts, token ids, or several lists of token ids."""
     value = fields.value("prompt")
     if isinstance(value, str):
         return [as_text("prompt", value)]
@@ -247,4 +246,4 @@ def _token_ids(param: str, values: list[object]) -> list[int]:
     numbers = [value for value in values if type(value) is int]
     if len(numbers) == len(values) and (not numbers or (min(numbers) >= 0 and max(numbers) <= MAX_UINT32)):
         return numbers
-    return [as_integer(f"{param}[{number}]", value) for number, value in enumerate(values)]  # names the one that is wrong
+    return [as_integer(f"{param}[{number}]", value) for number, value in enumerate(values)]  # errors name the list item

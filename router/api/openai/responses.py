@@ -1,4 +1,5 @@
-"""From responses of `pdmesh.v1` to OpenAI's bodies and chunks. Pure: what goes out when is for others to say."""
+"""From responses of `pdmesh.v1` to OpenAI's bodies and chunks. The module is pure, except that `merged` runs the streams of
+several prompts."""
 
 from __future__ import annotations
 
@@ -13,41 +14,41 @@ from router.api.openai.errors import Names
 from router.api.openai.fields import Fields, JsonObject
 from router.api.validation import refuse
 
-# How a choice looks in the two kinds of answer: chat completions and (text) completions. Pure.
-
+# The two forms of a choice: chat completions and (text) completions.
 
 Entries = Sequence[common_pb2.Logprobs]
 LOWEST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON cannot say; OpenAI's own bound."""
+"""Stands for minus infinity, which JSON cannot express; OpenAI's own bound."""
 
 
 class Shape(Protocol):
-    """`text_offset`: characters of the choice's text before these entries, echo included."""
+    """Form the choices of one kind of response. `text_offset`: characters of the choice's text before these entries, echo
+    included."""
 
     @property
     def id_prefix(self) -> str:
-        """Of the answer's id."""
+        """Return the prefix of the response's id."""
 
     @property
     def object_name(self) -> str:
-        """Of a whole answer."""
+        """Return the `object` of a whole response."""
 
     @property
     def chunk_name(self) -> str:
-        """Of a streamed piece."""
+        """Return the `object` of a streamed chunk."""
 
     def whole(self, text: str, logprobs: JsonObject | None) -> JsonObject:
-        """What a complete choice has besides index and finish reason."""
+        """Return the fields of a complete choice besides index and finish reason."""
 
     def piece(self, text: str, logprobs: JsonObject | None, *, first: bool) -> JsonObject:
-        """What a streamed piece has; `first` of its choice."""
+        """Return the fields of a streamed piece; `first`: it is the first piece of its choice."""
 
     def logprobs(self, entries: Entries, text_offset: int) -> JsonObject:
-        """Log-probabilities of some tokens in a row."""
+        """Return the log-probabilities of consecutive tokens."""
 
 
 class ChatShape:
-    """`chat.completion`: messages."""
+    """Form `chat.completion`: messages."""
 
     id_prefix, object_name, chunk_name = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
@@ -64,7 +65,7 @@ class ChatShape:
 
 
 class TextShape:
-    """`text_completion`: plain text."""
+    """Form `text_completion`: plain text."""
 
     id_prefix, object_name, chunk_name = "cmpl-", "text_completion", "text_completion"
 
@@ -83,13 +84,14 @@ class TextShape:
 
 
 def _token(token: common_pb2.TokenLogprob) -> JsonObject:
-    """`bytes` is null where the token alone is no text: U+FFFD stands for its bytes then."""
+    """Return one token. `bytes` is null where the token alone is not text: U+FFFD then stands for its bytes."""
     encoded = None if "\ufffd" in token.text else list(token.text.encode())
     return {"token": token.text, "logprob": _value(token), "bytes": encoded}
 
 
 def _alternatives(entry: common_pb2.Logprobs) -> dict[str, float]:
-    """The chosen token is among them, as with OpenAI, be it likely or not. Of two that read alike the likelier stays."""
+    """Return the likeliest tokens with the chosen one among them, as OpenAI does. Of two tokens with the same text the likelier
+    stays."""
     tokens: Iterable[common_pb2.TokenLogprob] = (entry.chosen, *reversed(entry.top))
     return {token.text: _value(token) for token in tokens}
 
@@ -98,12 +100,11 @@ def _value(token: common_pb2.TokenLogprob) -> float:
     return token.logprob if token.logprob >= LOWEST_LOGPROB else LOWEST_LOGPROB
 
 
-# What a client has asked for: the messages of `pdmesh.v1` that answer it, and how their responses are to be shown.
-
+# A checked HTTP request: its messages of `pdmesh.v1`, and the form of the response.
 
 MeshRequest = mesh_pb2.GenerateRequest | mesh_pb2.ChatRequest
 
-# They change nothing about an answer: hints and accounting, OpenAI's and those that other servers know.
+# Hints and accounting fields of OpenAI and of other servers, which do not change the output.
 IGNORED = frozenset(
     {
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
@@ -114,15 +115,15 @@ IGNORED = frozenset(
 
 @dataclass(frozen=True)
 class Streaming:
-    """Whether and how the answer streams; None in `Call` for one whole body."""
+    """Hold how a response streams. `Call` has None instead for one whole body."""
 
-    usage: bool = False  # a last chunk has the usage
-    continuous_usage: bool = False  # every chunk has it
+    usage: bool = False  # the last chunk has the usage
+    continuous_usage: bool = False  # every chunk has the usage so far
 
 
 @dataclass(frozen=True)
 class Call:
-    """One HTTP request. With several prompts, choice c of prompt p has the index p * num_choices + c."""
+    """Hold one HTTP request. With several prompts, choice c of prompt p has the index p * num_choices + c."""
 
     requests: tuple[MeshRequest, ...]
     num_choices: int
@@ -132,14 +133,14 @@ class Call:
     echo: bool = False
 
     def names_of(self, number: int) -> Names:
-        """For errors of the prompt `number`."""
+        """Return the names for errors about the prompt `number`."""
         if len(self.requests) == 1:
             return self.names
         return {**self.names, "prompt": f"prompt[{number}]", "tokens.ids": f"prompt[{number}]"}
 
 
 def read_streaming(fields: Fields) -> Streaming | None:
-    """`stream` and `stream_options`. Raises InvalidArgument."""
+    """Read `stream` and `stream_options`. Raises InvalidArgument."""
     stream, options = fields.flag("stream"), fields.inner("stream_options")
     if options is None:
         return Streaming() if stream else None
@@ -151,7 +152,7 @@ def read_streaming(fields: Fields) -> Streaming | None:
 
 
 Echo = Callable[[int, str], str]
-"""Number of the prompt and name of the model to the text that goes before the output; empty for none."""
+"""Maps the number of a prompt and the name of its model to the text that goes before the output; empty for none."""
 
 _FINISH = {
     common_pb2.FINISH_REASON_UNSPECIFIED: None,
@@ -163,7 +164,7 @@ _MODES = {mesh_pb2.PREFILL_MODE_LOCAL: "local", mesh_pb2.PREFILL_MODE_REMOTE: "r
 
 @dataclass
 class _Prompt:
-    """What is known of one prompt's request."""
+    """Hold what is known about one prompt's request."""
 
     started: mesh_pb2.Started | None = None
     completed: mesh_pb2.Completed | None = None
@@ -172,7 +173,7 @@ class _Prompt:
 
 @dataclass
 class _Choice:
-    """What has come of one choice. `text_offset`: characters of echo and of the tokens so far."""
+    """Hold the output of one choice so far. `text_offset`: characters of echo and of the tokens so far."""
 
     began: bool = False
     text_offset: int = 0
@@ -183,7 +184,7 @@ class _Choice:
 
 
 class Answer:
-    """One HTTP answer in the making."""
+    """Build one HTTP response from the messages of its prompts."""
 
     def __init__(self, call: Call, request_id: str, created: int, echo: Echo) -> None:
         self._call = call
@@ -193,7 +194,7 @@ class Answer:
         self._choices = [_Choice() for _ in range(len(call.requests) * call.num_choices)]
 
     def add(self, number: int, response: mesh_pb2.GenerateResponse) -> None:
-        """For a whole body: take in what prompt `number` has given."""
+        """Take in a message of prompt `number`, for a whole body."""
         if not self._note(number, response):
             return
         delta, (_, choice) = response.delta, self._choice_of(number, response.delta)
@@ -202,13 +203,13 @@ class Answer:
         choice.finish_reason, choice.stop_reason = _FINISH[delta.finish_reason], delta.stop_reason or None
 
     def body(self) -> JsonObject:
-        """Once every stream has ended."""
+        """Return the whole body, after every stream has ended."""
         choices = [self._whole(index, choice) for index, choice in enumerate(self._choices)]
         head = {**self._head, "object": self._call.shape.object_name}
         return {**head, "choices": choices, "usage": self.usage(), "pdmesh": self.reports()}
 
     def chunk(self, number: int, response: mesh_pb2.GenerateResponse) -> JsonObject | None:
-        """For a stream: the chunk that shows `response`; None where there is nothing to show."""
+        """Return the chunk that shows `response`, for a stream; None where there is nothing to show."""
         if not self._note(number, response):
             return None
         delta, (index, choice) = response.delta, self._choice_of(number, response.delta)
@@ -223,13 +224,13 @@ class Answer:
         return self._chunk([shown])
 
     def last_chunk(self) -> JsonObject | None:
-        """Usage, where the client wants it of a stream."""
+        """Return the chunk with the usage, where the client wants it in a stream."""
         if self._call.streaming is None or not self._call.streaming.usage:
             return None
         return {**self._chunk([]), "usage": self.usage(), "pdmesh": self.reports()}
 
     def usage(self) -> JsonObject:
-        """Tokens of all prompts and choices, so far or in the end."""
+        """Return the token counts of all prompts and choices, so far or at the end."""
         num_prompt = sum(prompt.started.num_prompt_tokens for prompt in self._prompts if prompt.started)
         num_output = sum(prompt.num_tokens for prompt in self._prompts)
         completed = [prompt.completed.usage for prompt in self._prompts if prompt.completed]
@@ -247,11 +248,11 @@ class Answer:
         }
 
     def reports(self) -> list[JsonObject]:
-        """Our own addition: of each prompt, what its request was called, which seed was in force, and where its time went."""
+        """Return pdmesh's own addition: for each prompt the id of its request, the seed, and the timings."""
         return [_report(prompt) for prompt in self._prompts if prompt.started]
 
     def _note(self, number: int, response: mesh_pb2.GenerateResponse) -> bool:
-        """Whether it is a delta; else it is noted."""
+        """Return whether the response is a delta; else record it."""
         prompt = self._prompts[number]
         kind = response.WhichOneof("event")
         if kind == "started":
@@ -268,7 +269,7 @@ class Answer:
         return index, self._choices[index]
 
     def _begin(self, number: int, choice: _Choice) -> str:
-        """What goes before the output of a choice that has not begun."""
+        """Return the text before the output of a choice that has not begun."""
         if choice.began:
             return ""
         choice.began = True
@@ -302,13 +303,12 @@ def _report(prompt: _Prompt) -> JsonObject:
 
 
 def _timings(timings: mesh_pb2.Timings) -> JsonObject:
-    """As in protos/pdmesh/v1/mesh.proto: durations in nanoseconds."""
+    """Return the fields of Timings in protos/pdmesh/v1/mesh.proto: durations in nanoseconds."""
     shown: JsonObject = {name.name: getattr(timings, name.name) for name in timings.DESCRIPTOR.fields}
     return {**shown, "mode": _MODES.get(timings.mode, "")}
 
 
-# The streams of several prompts as one. Nothing is buffered here: who does not read makes the router's own buffers fill.
-
+# The streams of several prompts as one. Nothing is buffered here: when a client does not read, the router's own buffers fill.
 
 Open = Callable[[], AsyncGenerator[mesh_pb2.GenerateResponse, None]]
 """Begins the stream of a prompt."""
@@ -317,7 +317,7 @@ Numbered = tuple[int, mesh_pb2.GenerateResponse]
 
 
 class PromptError(Exception):
-    """What the stream of prompt `number` raised; `__cause__` is that error."""
+    """Report an error of the stream of prompt `number`; `__cause__` is that error."""
 
     def __init__(self, number: int, cause: Exception) -> None:
         super().__init__(str(cause))
@@ -326,7 +326,8 @@ class PromptError(Exception):
 
 
 async def merged(prompts: Sequence[Open]) -> AsyncGenerator[Numbered, None]:
-    """Each response with the number of its prompt. Raises PromptError. However it ends, every stream is closed."""
+    """Yield each response with the number of its prompt. Raises PromptError. Every stream is closed at the end, also after an
+    error."""
     source = _alone(prompts[0]) if len(prompts) == 1 else _together(prompts)
     async with aclosing(source):
         async for item in source:
@@ -362,7 +363,7 @@ async def _together(prompts: Sequence[Open]) -> AsyncGenerator[Numbered, None]:
 
 
 async def _pump(number: int, prompt: Open, queue: asyncio.Queue[Numbered | PromptError | None]) -> None:
-    """Ends with None or the stream's error."""
+    """Put the responses of one prompt into `queue`, then None or the stream's error."""
     end: PromptError | None = None
     async with aclosing(prompt()) as stream:
         try:

@@ -11,14 +11,13 @@ from pdmesh.v1 import common_pb2
 from router.api.openai.fields import MAX_UINT32, Fields, as_integer, as_text
 from router.api.validation import MAX_CHOICES, MAX_STOP_STRINGS, MAX_STOP_TOKENS, MIN_TEMPERATURE, refuse
 
-# What the output must be: OpenAI's `response_format`, and vLLM's `structured_outputs` and older `guided_*`.
-
+# Constraints on the output: OpenAI's `response_format`, and vLLM's `structured_outputs` and older `guided_*`.
 
 JSON_OBJECT = '{"type":"object"}'
 
 
 class Wanted(NamedTuple):
-    """A constraint and the field that asked for it."""
+    """Hold a constraint and the field that asked for it."""
 
     param: str
     constraint: common_pb2.Constraint
@@ -28,7 +27,7 @@ Reader = Callable[[Fields, str], common_pb2.Constraint]
 
 
 def read_constraint(fields: Fields) -> Wanted | None:
-    """The one that is asked for; None without. Raises InvalidArgument, also for two."""
+    """Return the constraint of a request; None without one. Raises InvalidArgument, also for two."""
     wanted = [*_response_format(fields), *_structured_outputs(fields), *_guided(fields)]
     if len(wanted) > 1:
         refuse(wanted[1].param, f"excludes {wanted[0].param}; give one of them")
@@ -50,7 +49,7 @@ def _response_format(fields: Fields) -> Iterator[Wanted]:
             refuse("response_format.json_schema", "is missing")
         named.text("name")
         named.text("description")
-        named.flag("strict")  # the schema is kept to in any case
+        named.flag("strict")  # the output follows the schema in any case
         schema = named.inner("schema")
         text = "{}" if schema is None else _as_json(named, "schema")
         named.finish((), {})
@@ -79,7 +78,7 @@ def _guided(fields: Fields) -> Iterator[Wanted]:
 
 
 def _json(fields: Fields, name: str) -> common_pb2.Constraint:
-    """A schema as an object, or as its text."""
+    """Read a schema as an object, or as its text."""
     return common_pb2.Constraint(json_schema=_as_json(fields, name))
 
 
@@ -115,19 +114,19 @@ _INTEGERS = ("n", "min_tokens", "max_tokens")
 
 
 def read_sampling(fields: Fields) -> tuple[common_pb2.SamplingParams, dict[str, str]]:
-    """What both endpoints have in common, with names for `errors.renamed`. Ranges are the router's to check, but what does not
-    fit the wire is refused here. Raises InvalidArgument."""
+    """Return the parameters that both endpoints have in common, and names for `errors.renamed`. The router checks ranges; a value
+    that does not fit the wire is refused here. Raises InvalidArgument."""
     sampling = common_pb2.SamplingParams(ignore_eos=fields.flag("ignore_eos"))
     for name in _NUMBERS:
         number = fields.number(name)
         if number is not None:
             setattr(sampling, name, number)
     if 0 < sampling.temperature < MIN_TEMPERATURE:
-        sampling.temperature = 0  # OpenAI's range has no gap between greedy and the coldest that can be computed
+        sampling.temperature = 0  # OpenAI's range has no gap between greedy and the lowest temperature that can be computed
     if sampling.HasField("top_p") and sampling.top_p == 0:
         sampling.top_p = LEAST_TOP_P  # the likeliest token always stays
     for name in _INTEGERS:
-        # What is made for each choice is made before the router looks at the request.
+        # Objects for each choice are made before the router checks the request.
         high = MAX_CHOICES if name == "n" else MAX_UINT32
         integer = fields.integer(name, low=0 if name == "min_tokens" else 1, high=high)
         if integer is not None:

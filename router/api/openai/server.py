@@ -1,4 +1,5 @@
-"""An HTTP server on the event loop of a process that has other things to do: uvicorn without its signals and its waiting."""
+"""The HTTP server of a router: uvicorn without its signal handlers, on the process's event loop, with deadlines for slow clients,
+and the ASGI application that it serves."""
 
 from __future__ import annotations
 
@@ -34,20 +35,19 @@ from router.auth.api_keys import KeyStore
 from router.config import RouterConfig
 from router.telemetry.timings import now_ns
 
-# Connections that cost a place and bring nothing: uvicorn's protocol with deadlines for what a client sends, and a limit.
+# Limits for slow clients: uvicorn's protocol with a limit of connections, and with deadlines for what a client sends.
 #
-#     connected, or a first byte ──HEAD_S──► a whole head ──► the handler (body: `body.READ_TIMEOUT_S`) ──► answered
+#     connected, or a first byte ──HEAD_S──► a whole head ──► the handler (body: `requests.READ_TIMEOUT_S`) ──► answered
 #                                                             └── what the handler left of the body: REST_S
 #
-# Between requests the server's keep-alive counts. Who is late is told so with 408, and cut off.
-
+# Between requests the server's keep-alive timeout applies. A late client gets 408, and its connection is closed.
 
 HEAD_S = 20.0
 REST_S = 10.0
 
 
 class PatientProtocol(H11Protocol):
-    """One connection. `max_connections` of the class is set by the server."""
+    """Serve one connection. The server sets `max_connections` of the class."""
 
     max_connections: ClassVar[int] = 1024
 
@@ -56,7 +56,7 @@ class PatientProtocol(H11Protocol):
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Too many: this one is told so at once."""
+        """Refuse the connection at once if there are too many."""
         super().connection_made(transport)
         if len(self.connections) > self.max_connections:
             problem = f"there are {self.max_connections} connections (http_max_connections)"
@@ -65,17 +65,17 @@ class PatientProtocol(H11Protocol):
         self._expect(HEAD_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """No deadline is left behind."""
+        """Cancel the deadline."""
         self._expect(None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """What is not whole yet keeps the deadline that it has: a byte now and then buys no time."""
+        """Take in bytes. An incomplete head or body keeps its deadline: single bytes do not extend it."""
         super().data_received(data)
         self._watch()
 
     def on_response_complete(self) -> None:
-        """The rest of the request, or a next one that has begun already, has a deadline of its own."""
+        """Set a new deadline for the rest of the request, or for a next request that has begun already."""
         super().on_response_complete()
         self._expect(None)
         if self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]:
@@ -83,7 +83,7 @@ class PatientProtocol(H11Protocol):
         self._watch()
 
     def send_400_response(self, msg: str) -> None:
-        """As any other error of the gateway."""
+        """Send the same form of error as the rest of the gateway."""
         self._refuse(HttpError(400, msg))
 
     def _watch(self) -> None:
@@ -96,7 +96,8 @@ class PatientProtocol(H11Protocol):
             self._expect(None)
 
     def _expect(self, delay_s: float | None, *, again: bool = True) -> None:
-        """Cuts the connection off in `delay_s`; None: for now nothing is expected. Not `again`: a deadline that is set stays."""
+        """Close the connection in `delay_s`; None: nothing is expected for now. Not `again`: a deadline that is already set
+        stays."""
         if self._deadline is not None:
             if delay_s is not None and not again:
                 return
@@ -113,7 +114,7 @@ class PatientProtocol(H11Protocol):
             self.transport.abort()
 
     def _refuse(self, error: HttpError) -> None:
-        """Says why, if that can be said still, and closes. A client that does not read is cut off by the socket's own limits."""
+        """Send the error, if the response has not begun, and close. The socket's own limits end a client that does not read."""
         self._expect(None)
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             answer = error_response(error)
@@ -127,7 +128,7 @@ def _wire(conn: h11.Connection, status: int, headers: list[tuple[bytes, bytes]],
     return b"".join(conn.send(event) for event in events)
 
 
-KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that it is they who close
+KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that the clients close them
 GRACE_S = 1.0
 TICK_S = 1.0
 BACKLOG = 1024
@@ -137,7 +138,7 @@ logger = logging.getLogger(__name__)
 
 
 class HttpServer:
-    """One listening port, from `start` to `stop`."""
+    """Run one listening port, from `start` to `stop`."""
 
     def __init__(
         self,
@@ -149,7 +150,8 @@ class HttpServer:
         max_connections: int = 1024,
         share_port: bool = False,
     ) -> None:
-        """`port` 0: any free one. `share_port`: others of this user may listen there, too."""
+        """Create a server that does not listen yet. `port` 0: any free one. `share_port`: other processes of this user may listen
+        there, too."""
         self._app = WithRequestId(app)
         self._host = host
         self._port = port
@@ -167,12 +169,12 @@ class HttpServer:
 
     @property
     def url(self) -> str:
-        """As bound, without a path."""
+        """Return the bound address without a path."""
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"{'https' if self._server.config.ssl else 'http'}://{host}:{self._port}"
 
     async def start(self) -> None:
-        """Binds and answers. Raises ConfigError when the address cannot be bound."""
+        """Bind the address and serve. Raises ConfigError when it cannot be bound."""
         listening = self._bind()
         self._port = listening.getsockname()[1]
         self._task = asyncio.create_task(self._server.serve(sockets=[listening]), name="http")
@@ -184,14 +186,14 @@ class HttpServer:
         logger.info("HTTP on %s", self.url)
 
     async def stop(self) -> None:
-        """No new connections; answers under way get a moment, then they are cut off. Idempotent."""
+        """Stop accepting connections, give running responses GRACE_S, then close them. Idempotent."""
         if self._task is None:
             return
         task, self._task = self._task, None
         self._server.stop()
         await asyncio.wait((task,), timeout=GRACE_S)
         for peer in list(self._server.server_state.connections):
-            _abort(peer)  # its handler hears of it as of any client that leaves
+            _abort(peer)  # its handler sees a client that leaves
         await asyncio.wait((task,), timeout=GRACE_S)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -205,7 +207,7 @@ class HttpServer:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[connection.ABORT] = partial(self._abort_scope, scope)
-        scope.setdefault(connection.RECEIVED_NS, now_ns())  # one that came behind another, and had to wait for its end
+        scope.setdefault(connection.RECEIVED_NS, now_ns())  # a pipelined request, which waited for the end of the one before it
         await self._app(scope, receive, send)
 
     def _abort_scope(self, scope: Scope) -> None:
@@ -216,7 +218,7 @@ class HttpServer:
 
 
 class _Protocol(PatientProtocol):
-    """Notes when a request came: parsing it and waiting for a turn on the event loop belong to the time that it takes."""
+    """Record when a request arrived, because parsing it and waiting for the event loop count into its duration."""
 
     def data_received(self, data: bytes) -> None:
         received_ns = now_ns()
@@ -226,7 +228,7 @@ class _Protocol(PatientProtocol):
 
 
 class _Server(uvicorn.Server):
-    """Stops when it is told to, not by signals: those are the process's."""
+    """Stop when it is told to, not by signals, which belong to the process."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -234,35 +236,35 @@ class _Server(uvicorn.Server):
         self._stopping = asyncio.Event()
 
     def stop(self) -> None:
-        """Ends `serve`."""
+        """End `serve`."""
         self.should_exit = True
         self._stopping.set()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Leaves them alone."""
+        """Leave the process's signal handlers alone."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listens."""
+        """Start to listen."""
         await super().startup(sockets)
         self.listening.set()
 
     async def main_loop(self) -> None:
-        """Keeps the Date header right until `stop`."""
+        """Keep the Date header current until `stop`."""
         while not await self.on_tick(0):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), TICK_S)
 
 
 def _listen(host: str, port: int, *, share_port: bool = False) -> socket.socket:
-    """Raises OSError."""
+    """Return a listening socket. Raises OSError."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, kind, protocol, _, address = found[0]
-    # With its protocol named, asyncio takes Nagle's delay off the connections: else each event may wait for an ACK.
+    # With its protocol named, asyncio disables Nagle's algorithm on the connections: else each event may wait for an ACK.
     listening = socket.socket(family, kind, protocol)
     try:
-        if os.name == "posix":  # a router that comes back has its port at once; elsewhere it means that two may share one
+        if os.name == "posix":  # a restarted router binds at once; on Windows this would let two processes share a port
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if share_port:
             ports.share(listening)
@@ -276,8 +278,8 @@ def _listen(host: str, port: int, *, share_port: bool = False) -> socket.socket:
 
 
 def _watch_peers(listening: socket.socket) -> None:
-    """Accepted sockets inherit it (Linux): who is gone without a word, or takes nothing of what the kernel has for him, is
-    noticed there. Other systems have their own defaults."""
+    """Set keep-alive and user timeout, which accepted sockets inherit (Linux): the kernel then notices peers that are gone, or
+    that read nothing. Other systems keep their own defaults."""
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
         ("TCP_KEEPIDLE", KEEP_ALIVE_PROBE_S),
@@ -294,14 +296,13 @@ def _abort(peer: object) -> None:
         transport.abort()
 
 
-# The ASGI application: which endpoint stands where, and what becomes of errors.
-
+# The ASGI application: its routes, and the responses to errors.
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def build_app(frontend: Frontend, settings: HttpSettings) -> Starlette:
-    """Serves `frontend`."""
+    """Return the application that serves `frontend`."""
     handlers = Handlers(frontend, settings)
     routes = [
         Route("/v1/chat/completions", _guarded(handlers.chat), methods=["POST"]),
@@ -315,7 +316,7 @@ def build_app(frontend: Frontend, settings: HttpSettings) -> Starlette:
     paths = ", ".join(dict.fromkeys(route.path for route in routes))
 
     async def no_route(request: Request, error: Exception) -> Response:
-        """Starlette's own: no such path, or another method."""
+        """Answer an unknown path or a wrong method, which Starlette finds itself."""
         assert isinstance(error, HTTPException)
         where = f"{request.method[:20]} {request.url.path[:200]}"
         problem = f"does not exist; there is {paths}" if error.status_code == 404 else "is not possible; use another method"
@@ -327,7 +328,7 @@ def build_app(frontend: Frontend, settings: HttpSettings) -> Starlette:
 
 
 def _guarded(endpoint: Endpoint) -> Endpoint:
-    """Every error becomes an answer; what is a bug is logged, and its id is all that a client learns."""
+    """Wrap an endpoint so that every error becomes a response. A bug is logged, and the client learns only its id."""
 
     async def call(request: Request) -> Response:
         try:
@@ -340,11 +341,12 @@ def _guarded(endpoint: Endpoint) -> Endpoint:
     return call
 
 
-# The gateway of one router: the endpoints on the frontend, behind a port of their own.
+# The gateway of one router: the endpoints on the frontend, on a port of their own.
 
 
 def open_gateway(config: RouterConfig, frontend: Frontend, tls: Tls | None, keys: KeyStore | None) -> HttpServer | None:
-    """Not listening yet; None where no HTTP is wanted. With TLS it is https, and asks for certificates as gRPC does."""
+    """Return a server that does not listen yet; None where no HTTP is wanted. With TLS it serves https, and asks for client
+    certificates as gRPC does."""
     if config.http_port is None:
         return None
     settings = HttpSettings(config.http_max_body_bytes, keys)

@@ -1,1 +1,1 @@
-"""`vllm.grpc.engine.VllmEngine` in front of the mesh: a gateway (SMG, llm-d) takes the mesh for one engine."""
+"""`vllm.grpc.engine.VllmEngine` in front of the mesh: to a gateway (SMG, llm-d) the mesh looks like one engine."""

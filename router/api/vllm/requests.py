@@ -1,4 +1,4 @@
-"""From an engine's GenerateRequest to the frontend's. Every refusal names the field of their message."""
+"""From an engine's GenerateRequest to the frontend's. Every error names the field of the caller's message."""
 
 import math
 
@@ -22,7 +22,7 @@ _REFUSED_SAMPLING = {
     "truncate_prompt_tokens": "is not supported; send the prompt as it is to be used",
     "structural_tag": "is not supported; send json_schema, regex, grammar or choice",
 }
-# 0 is their default and ours.
+# 0 is the default of both protocols.
 _NUMBERS = ("min_p", "frequency_penalty", "presence_penalty")
 _SAME = ("top_k", "min_tokens", "ignore_eos", "n")
 ANY_OBJECT = '{"type": "object"}'
@@ -30,7 +30,7 @@ ANY_OBJECT = '{"type": "object"}'
 _FIELDS = (*_NUMBERS, *_SAME, "temperature", "top_p", "repetition_penalty", "max_tokens", "seed", "logprobs")
 _LISTS = ("stop", "stop_token_ids")
 _CONSTRAINTS = ("json_schema", "regex", "grammar", "choice")
-# Our fields as the caller calls them, for errors.
+# Our fields to the caller's names, for errors.
 NAMES = {
     **{f"sampling.{name}": f"sampling_params.{name}" for name in (*_FIELDS, *_LISTS)},
     **{f"sampling.constraint.{name}": f"sampling_params.{name}" for name in _CONSTRAINTS},
@@ -42,7 +42,7 @@ NAMES = {
 
 
 def to_mesh(request: pb.GenerateRequest) -> mesh_pb2.GenerateRequest:
-    """Raises InvalidArgument. The model is the only one that the router serves."""
+    """Return the frontend's request. The model is the only one that the router serves. Raises InvalidArgument."""
     present = {descriptor.name for descriptor, _ in request.ListFields()}
     for name, why in _REFUSED.items():
         if name in present:
@@ -72,7 +72,7 @@ def _sampling(params: pb.SamplingParams) -> common_pb2.SamplingParams:
     for name in _NUMBERS:
         setattr(sampling, name, _number(params, name))
     for name in ("top_p", "repetition_penalty"):
-        if name in present:  # they are there iff they are not 0
+        if name in present:  # these fields are set if and only if they are not 0
             setattr(sampling, name, _number(params, name))
     if params.HasField("temperature"):
         sampling.temperature = _number(params, "temperature")

@@ -1,4 +1,5 @@
-"""From the frontend's messages to an engine's: token ids only, the gateway makes the text."""
+"""From the frontend's messages to an engine's: token ids only, since the gateway detokenizes; and the mesh described as one
+engine."""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +18,7 @@ ABORTED = "abort"
 
 @dataclass
 class _Choice:
-    """All of a choice's output so far."""
+    """Hold all output of a choice so far."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[common_pb2.Logprobs] = field(default_factory=list)
@@ -26,7 +27,7 @@ class _Choice:
 
 
 class Answer:
-    """Collects one request's messages and makes its responses."""
+    """Collect one request's messages and make its responses."""
 
     def __init__(self, request: pb.GenerateRequest) -> None:
         self._request = request
@@ -34,12 +35,12 @@ class Answer:
         self._choices = [_Choice()]
 
     def responses(self, message: mesh_pb2.GenerateResponse) -> Iterator[pb.GenerateResponse]:
-        """The responses that `message` makes possible: a chunk, or the end of every choice with the last message. The ends
-        wait for it because they tell the cached tokens."""
+        """Yield the responses to `message`: a chunk, or with the last message the end of every choice. The ends wait for that
+        message because they give the number of cached tokens."""
         kind = message.WhichOneof("event")
         if kind == "started":
             self._started = message.started
-            # Not before: `n` has been checked now.
+            # After `started`, because only then has `n` been checked.
             self._choices = [_Choice() for _ in range(self._request.sampling_params.n or 1)]
         elif kind == "delta":
             self._add(message.delta)
@@ -49,7 +50,7 @@ class Answer:
             yield from self._ends(message.completed.usage.cached_tokens)
 
     def aborted(self) -> Iterator[pb.GenerateResponse]:
-        """The end of a request that was aborted, with what there was of it."""
+        """Yield the end of an aborted request, with the output that it had."""
         return self._ends(0)
 
     def _add(self, delta: mesh_pb2.Delta) -> None:
@@ -83,7 +84,7 @@ class Answer:
             yield pb.GenerateResponse(complete=complete)
 
     def _add_stop(self, complete: pb.GenerateComplete, choice: _Choice) -> None:
-        """What of the request's own stops it was; an end-of-sequence token is none of them."""
+        """Set the stop that ended the choice, if it was one of the request's own; an end-of-sequence token is not."""
         params = self._request.sampling_params
         if choice.finish_reason != common_pb2.FINISH_REASON_STOP:
             return
@@ -112,7 +113,7 @@ def _logprobs(entries: Sequence[common_pb2.Logprobs]) -> pb.OutputLogProbs | Non
 
 
 def model_info(model: ServedModel, folder: Path, max_context: int) -> pb.GetModelInfoResponse:
-    """`folder`: with the model's config.json. Raises OSError, ValueError."""
+    """Return the model's description. `folder` holds the model's config.json. Raises OSError, ValueError."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return pb.GetModelInfoResponse(
         model_path=model.name,
@@ -135,7 +136,7 @@ def _id(value: object) -> int:
 
 
 def decoders(status: mesh_pb2.GetStatusResponse, model: str) -> list[mesh_pb2.WorkerStatus]:
-    """The workers that decode `model` now."""
+    """Return the workers that decode `model` now."""
     return [
         worker
         for worker in status.workers
@@ -146,7 +147,7 @@ def decoders(status: mesh_pb2.GetStatusResponse, model: str) -> list[mesh_pb2.Wo
 def server_info(
     status: mesh_pb2.GetStatusResponse, model: str, *, uptime_s: float, last_request_at: float
 ) -> pb.GetServerInfoResponse:
-    """`last_request_at`: seconds of Unix time, 0 before the first one."""
+    """Return the server's description. `last_request_at`: seconds of Unix time, 0 before the first request."""
     workers = decoders(status, model)
     layouts = [worker.info.layout for worker in workers]
     return pb.GetServerInfoResponse(
@@ -163,7 +164,7 @@ def server_info(
 
 
 def loads(status: mesh_pb2.GetStatusResponse, model: str) -> pb.GetLoadsResponse:
-    """The sum over the workers that decode, and this router's queue."""
+    """Return the sum over the decode workers, and this router's queue."""
     workers = decoders(status, model)
     running = sum(worker.load.num_running for worker in workers)
     waiting = status.num_queued + sum(worker.load.num_waiting + worker.load.num_reserved for worker in workers)

@@ -1,4 +1,5 @@
-"""`vllm.grpc.engine.VllmEngine`: thin handlers around the frontend."""
+"""`vllm.grpc.engine.VllmEngine`: thin handlers around the frontend, calls that can be aborted by id, and the tokenizer
+archive."""
 
 from __future__ import annotations
 
@@ -34,15 +35,15 @@ if TYPE_CHECKING:
     from pdmesh.third_party.vllm.vllm_engine_pb2_grpc import _ServicerContext
 
 
-# The requests that run on this router, by the caller's id, so that Abort finds them.
+# Running calls by the caller's id, so that Abort finds them.
 
 
 class AbortedByCaller(Exception):
-    """Somebody called Abort with this request's id."""
+    """Report that Abort was called with this request's id."""
 
 
 class Run:
-    """One call of Generate, in its own task."""
+    """Hold one call of Generate, in its own task."""
 
     def __init__(self) -> None:
         self._task = asyncio.current_task()
@@ -50,7 +51,7 @@ class Run:
         self._aborted = False
 
     async def next(self, messages: AsyncGenerator[mesh_pb2.GenerateResponse, None]) -> mesh_pb2.GenerateResponse | None:
-        """The next message; None after the last. Raises AbortedByCaller."""
+        """Return the next message; None after the last. Raises AbortedByCaller."""
         if self._aborted:
             raise AbortedByCaller
         self._waiting = True
@@ -64,8 +65,8 @@ class Run:
             self._waiting = False
 
     def abort(self) -> None:
-        """End it: at once where it waits for the mesh, else with the message that it is just sending. A task that is cancelled
-        while it sends could not tell gRPC how the call ends."""
+        """End the call: at once where it waits for the mesh, else after the message that it is sending. A task that is cancelled
+        while it sends could not give gRPC the status of the call."""
         if self._aborted:
             return
         self._aborted = True
@@ -74,14 +75,15 @@ class Run:
 
 
 class Running:
-    """Calls of Generate. On one event loop. Ids are the callers' own: each tenant has its names to itself."""
+    """Hold the running calls of Generate, on one event loop. Ids are the callers' own, and each tenant has its own namespace."""
 
     def __init__(self) -> None:
         self._runs: dict[tuple[str | None, str], Run] = {}
 
     @contextmanager
     def enter(self, request_id: str) -> Iterator[Run]:
-        """While the calling task serves a request; an empty id is never found. Raises MeshError (ALREADY_EXISTS)."""
+        """Register the calling task while it serves a request; Abort never finds an empty id. Raises MeshError
+        (ALREADY_EXISTS)."""
         key = (identity.tenant(), request_id)
         if key in self._runs:
             problem = f"request_id: {request_id[:100]!r} runs already; abort it or choose another"
@@ -95,7 +97,7 @@ class Running:
             self._runs.pop(key, None)
 
     def abort(self, request_id: str) -> None:
-        """One that is not there has ended already, or runs on another router."""
+        """Abort a request. One that is not found has ended already, or runs on another router."""
         run = self._runs.get((identity.tenant(), request_id))
         if run is not None:
             run.abort()
@@ -103,9 +105,8 @@ class Running:
 
 # The model's tokenizer files as a zip archive, which a gateway fetches instead of asking a model hub.
 
-
 CHUNK_BYTES = 256 * 1024
-# What tokenizers, chat templates and limits are read from; never weights.
+# Files with tokenizers, chat templates and limits; never weights.
 _PATTERNS = (
     "tokenizer*.json",
     "tokenizer.model",
@@ -119,12 +120,12 @@ _PATTERNS = (
     "*.jinja",
     "*.tiktoken",
 )
-# The same bytes for the same files, whenever it is made: gateways compare the hash.
+# A fixed date gives the same bytes for the same files: gateways compare the hash.
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
 def pack(folder: Path) -> bytes:
-    """The archive of a model folder. Raises OSError."""
+    """Return the archive of a model folder. Raises OSError."""
     names = sorted({path.name for pattern in _PATTERNS for path in folder.glob(pattern) if path.is_file()})
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -136,7 +137,8 @@ def pack(folder: Path) -> bytes:
 
 
 def archive_chunks(folder: Path) -> list[smg_common_pb2.GetTokenizerChunk]:
-    """The archive as messages, in order; the last one carries the hash of all of it. Raises OSError. Takes its time."""
+    """Return the archive as messages, in order; the last one carries the hash of the whole. Raises OSError. Slow: call it in a
+    thread."""
     archive = pack(folder)
     starts = range(0, len(archive), CHUNK_BYTES)
     messages = [smg_common_pb2.GetTokenizerChunk(data=archive[start : start + CHUNK_BYTES]) for start in starts]
@@ -148,7 +150,7 @@ SERVICE_NAME = "vllm.grpc.engine.VllmEngine"
 
 
 class VllmEngineService(VllmEngineServicer):
-    """The one model of a router, as one engine."""
+    """Serve the one model of a router as one engine."""
 
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
