@@ -117,8 +117,8 @@ def _emptiest_by_kind(workers: Iterable[WorkerSnapshot]) -> dict[tuple[object, .
 def load_share(worker: WorkerSnapshot) -> float:
     """Return how full the worker is, in blocks or sequence slots, with what was sent to it since its heartbeat."""
     blocks = 1 - (worker.num_free_blocks - worker.dispatched_blocks) / worker.num_total_blocks
-    limiter = (worker.num_seqs + worker.dispatched_seqs) / worker.max_num_seqs
-    return max(blocks, limiter)
+    slots = (worker.num_seqs + worker.dispatched_seqs) / worker.max_num_seqs
+    return max(blocks, slots)
 
 
 PERIOD_S = 0.1

@@ -49,22 +49,22 @@ class PeerMessage:
     """Hold one message.
 
     `run` tells incarnations of a router apart. `sent`: by worker, what is not surely contained in its heartbeats; each
-    `arrived_at` is on the receiver's clock. `routing_request`: tokens per second that each tenant asked for; in a received
+    `arrived_at` is on the receiver's clock. `demand`: tokens per second that each tenant asked for; in a received
     message tenants have the name that `named` returns.
     """
 
     router_id: str
     run: int
     sent: Mapping[WorkerKey, tuple[Dispatched, ...]] = field(default_factory=dict)
-    routing_request: Mapping[str, float] = field(default_factory=dict)
+    demand: Mapping[str, float] = field(default_factory=dict)
 
 
 def encode(message: PeerMessage, now: float) -> bytes:
     """Return the message as bytes, at most MAX_BYTES: with too many workers age classes are merged, then the workers with least
     are left out. `now`: monotonic seconds. Entries without a known arrival are as young as the message."""
-    greatest = sorted(message.routing_request.items(), key=lambda item: -item[1])[:MAX_TENANTS]
-    routing_request = {named(tenant): round(min(rate, MAX_AMOUNT / 2), 3) for tenant, rate in greatest}
-    head = {"router": message.router_id, "run": f"{message.run:016x}", "demand": routing_request}
+    greatest = sorted(message.demand.items(), key=lambda item: -item[1])[:MAX_TENANTS]
+    demand = {named(tenant): round(min(rate, MAX_AMOUNT / 2), 3) for tenant, rate in greatest}
+    head = {"router": message.router_id, "run": f"{message.run:016x}", "demand": demand}
     start = json.dumps(head, separators=(",", ":"))[:-1]
     workers = _workers(message.sent, now, MAX_BYTES - len(start) - len(',"workers":[]}'))
     return f'{start},"workers":[{",".join(workers)}]}}'.encode()
@@ -121,10 +121,10 @@ def decode(data: bytes, now: float) -> PeerMessage:
             (_text(address), _number(epoch)): tuple(_dispatched(entry, now) for entry in entries[:MAX_PER_WORKER])
             for address, epoch, entries in content["workers"][:MAX_WORKERS]
         }
-        routing_request = {
+        demand = {
             _text(tenant): _amount(rate, 0, MAX_AMOUNT) for tenant, rate in list(content["demand"].items())[:MAX_TENANTS]
         }
-        return PeerMessage(_text(content["router"]), _number(content["run"]), sent, routing_request)
+        return PeerMessage(_text(content["router"]), _number(content["run"]), sent, demand)
     except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
         raise UnreadableMessage(str(error) or type(error).__name__) from error
 
@@ -249,7 +249,7 @@ class Peers:
     def _part(self, own: PeerMessage, tenant: str) -> float:
         name = named(tenant)
         return part(
-            own.routing_request.get(name, 0.0), [message.routing_request.get(name, 0.0) for message in self._messages.values()]
+            own.demand.get(name, 0.0), [message.demand.get(name, 0.0) for message in self._messages.values()]
         )
 
 

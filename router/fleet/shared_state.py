@@ -36,8 +36,8 @@ Demand = Callable[[float], Mapping[str, float]]
 class SharedState:
     """Publish and receive for one router, from `start` to `stop`."""
 
-    def __init__(self, url: str, mesh: str, router_id: str, fleet: FleetRegistry, routing_request: Demand) -> None:
-        """Create it. `routing_request`: returns tokens per second by tenant, at monotonic seconds. Raises ConfigError for a
+    def __init__(self, url: str, mesh: str, router_id: str, fleet: FleetRegistry, demand: Demand) -> None:
+        """Create it. `demand`: returns tokens per second by tenant, at monotonic seconds. Raises ConfigError for a
         malformed URL."""
         self._channel = f"pdmesh:{records.check_id('mesh', mesh)}:routers"
         self._url = url
@@ -45,7 +45,7 @@ class SharedState:
         self._router_id = router_id
         self._run = secrets.randbits(63)
         self._fleet = fleet
-        self._routing_request = routing_request
+        self._routing_request = demand
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._has_foreign = False

@@ -213,9 +213,9 @@ class InflightLimiter:
     """Bound the requests in flight, of all tenants by `max_inflight` and of each tenant by its limits; charge token rates, and
     keep the tallies of live tickets."""
 
-    def __init__(self, max_inflight: int, tracker: TenantBook) -> None:
+    def __init__(self, max_inflight: int, tenants: TenantBook) -> None:
         self.max_inflight = max_inflight
-        self.tracker = tracker
+        self.tenants = tenants
         self.num_inflight = 0
         self.counts = AdmissionCounts()
         self.rates = TokenRates()
@@ -230,7 +230,7 @@ class InflightLimiter:
 
     def within_limit(self, tenant: str) -> bool:
         """Return whether the tenant's own limit allows one more request."""
-        bound = self.tracker.limits_of(tenant).max_inflight
+        bound = self.tenants.limits_of(tenant).max_inflight
         return bound is None or self._by_tenant.get(tenant, 0) < bound
 
     def num_in_lane(self, lane: Hashable, below: int) -> int:

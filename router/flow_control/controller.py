@@ -32,9 +32,9 @@ class Admission:
     """Decide for one router. Every ticket is given back with `release`. `release` and `look` return the waiting tickets that were
     decided; after `ask` they are in `decided`."""
 
-    def __init__(self, settings: AdmissionSettings, tracker: TenantBook | None = None) -> None:
+    def __init__(self, settings: AdmissionSettings, tenants: TenantBook | None = None) -> None:
         self.settings = settings
-        self.limiter = InflightLimiter(settings.max_inflight, tracker or SameForAll())
+        self.limiter = InflightLimiter(settings.max_inflight, tenants or SameForAll())
         self._room = RequestQueue(settings.max_queued, settings.max_queued_bytes)
         self._dispatch_order = DispatchOrder(settings, self._room, self.limiter)
         self._numbers = itertools.count()
@@ -66,7 +66,7 @@ class Admission:
 
     def ask(self, item: FlowItem, now: float) -> Ticket | Refusal:
         """Return a ticket, which is admitted or waiting, or a refusal. `now`: monotonic seconds, as in all calls."""
-        limits = self.limiter.tracker.limits_of(item.tenant)
+        limits = self.limiter.tenants.limits_of(item.tenant)
         tally = self.limiter.counts.of(item.tenant, item.priority)
         answer = self._rate_refusal(item, limits, now) or self._place_or_queue(item, limits, tally, now)
         if isinstance(answer, Refusal):

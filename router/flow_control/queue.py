@@ -102,7 +102,7 @@ class Lane:
     def __init__(self, now: float, max_queued: int, max_bytes: int) -> None:
         self.shares = FairShare(1 / max(1, max_queued), 1 / max_bytes)
         self.drain = DrainRate()
-        self.dispatch_order = DrainRate()
+        self.drain_rate = DrainRate()
         self.accuracy = PredictorAccuracy()
         self.clock = BusyClock()
         self.transit = Transit()
@@ -133,7 +133,7 @@ class Lane:
     def wait_s(self, cost: float) -> float | None:
         """Return the seconds until `cost` tokens have been admitted; None while nothing is known. The rate of admissions reacts
         sooner than that of releases: a request is released only at the end of its response."""
-        waits_s = self.dispatch_order.seconds_for(cost, self.clock.now)
+        waits_s = self.drain_rate.seconds_for(cost, self.clock.now)
         return self.drain.seconds_for(cost, self.clock.now) if waits_s is None else waits_s
 
     def tick(self, now: float, *, is_full: bool) -> float:
@@ -418,7 +418,7 @@ class DispatchOrder:
         self._num_served += 1
         lane.served_at = self._num_served
         lane.patience.progress(now)
-        lane.dispatch_order.record(lane.tick(now, is_full=self._limiter.is_full), ticket.item.cost)
+        lane.drain_rate.record(lane.tick(now, is_full=self._limiter.is_full), ticket.item.cost)
         self._room.serve(ticket)
         self._limiter.admit(ticket)
         self.decided.append(ticket)

@@ -61,12 +61,12 @@ class Prompts:
         """Return token ids of a rendered chat, as `of_text`. A template may drop much of its input, so a chat that cannot fit is
         refused only after it is rendered."""
         validation.check_messages(messages, self._core.config.max_prompt_bytes)
-        dispatch_order = [Message(message.role, message.content) for message in messages]
-        if sum(len(turn.content) for turn in dispatch_order) <= LARGE_TEXT_CHARS:
-            return _of_turns(model, dispatch_order)
-        num_bytes = sum(len(turn.content.encode()) for turn in dispatch_order)
+        turns = [Message(message.role, message.content) for message in messages]
+        if sum(len(turn.content) for turn in turns) <= LARGE_TEXT_CHARS:
+            return _of_turns(model, turns)
+        num_bytes = sum(len(turn.content.encode()) for turn in turns)
         check = partial(self._check_can_fit, model) if must_fit else None
-        return await self._in_line(lambda: _of_long_turns(model, dispatch_order, check), num_bytes, asker)
+        return await self._in_line(lambda: _of_long_turns(model, turns, check), num_bytes, asker)
 
     async def _in_line(self, work: Callable[[], list[int]], num_bytes: int, asker: Asker) -> list[int]:
         return await self._tokenizing.run(work, tenant=asker.tenant, num_bytes=num_bytes, deadline=asker.deadline)
@@ -75,17 +75,17 @@ class Prompts:
         validation.check_can_fit(model.tokenizer.fewest_tokens(text), self._core.max_context(model))
 
 
-def _of_turns(model: ServedModel, dispatch_order: list[Message]) -> list[int]:
+def _of_turns(model: ServedModel, turns: list[Message]) -> list[int]:
     try:
-        return model.tokenizer.apply_chat_template(dispatch_order)
+        return model.tokenizer.apply_chat_template(turns)
     except ValueError as error:
         raise InvalidArgument("messages", f"messages: {error}") from error
 
 
-def _of_long_turns(model: ServedModel, dispatch_order: list[Message], check: Callable[[str], None] | None) -> list[int]:
+def _of_long_turns(model: ServedModel, turns: list[Message], check: Callable[[str], None] | None) -> list[int]:
     """Render, check and encode a long chat; called in a thread."""
     try:
-        text = model.tokenizer.render_chat(dispatch_order)
+        text = model.tokenizer.render_chat(turns)
         if check is not None:
             check(text)
         return model.tokenizer.encode_detached(text, add_special_tokens=False)

@@ -194,7 +194,7 @@ async def test_vllms_engine_reads_metadata(model_folder: Path) -> None:
 async def test_leaving_before_the_first_token_is_not_free_once_a_worker_was_asked(model_folder: Path) -> None:
     async with running_mesh(model_folder) as mesh:
         limiter = mesh.router.core.flow_control.admission.limiter
-        limiter.tracker = SameForAll(TenantLimits(tokens_per_s=1e-6, burst_tokens=1e6))
+        limiter.tenants = SameForAll(TenantLimits(tokens_per_s=1e-6, burst_tokens=1e6))
         mesh["d0"].pause_at = 0
         message = request(mode=mesh_pb2.PREFILL_MODE_LOCAL)
         call = mesh.stub.Generate(message, metadata=named({"tenant": "acme"}))

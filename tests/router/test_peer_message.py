@@ -45,7 +45,7 @@ def test_a_message_loses_nothing_but_detail(all_sent: list[Dispatched]) -> None:
     """Sums stay, of what was sent and of what has ended; nothing gets older than it is, on a clock of the receiver's own."""
     message = PeerMessage("r", 5, {W: tuple(all_sent)}, {"a": 2.5})
     got = decode(encode(message, now=1000.0), now=3.0)
-    assert (got.router_id, got.run, got.routing_request) == ("r", 5, {"a": 2.5})
+    assert (got.router_id, got.run, got.demand) == ("r", 5, {"a": 2.5})
     found = got.sent.get(W, ())
     assert len(found) <= MAX_PER_WORKER
     assert _figures(total(found, None)) == _figures(total(all_sent, None))
@@ -83,7 +83,7 @@ def test_the_greatest_messages_can_be_read(num_workers: int, address: str, count
     data = encode(message, 0.0)
     assert len(data) <= peers.MAX_BYTES
     got = decode(data, 0.0)
-    assert len(got.sent) >= least and len(got.routing_request) == MAX_TENANTS
+    assert len(got.sent) >= least and len(got.demand) == MAX_TENANTS
     assert all(sent.seqs == min(20 * count, MAX_COUNT) for sent in (total(found, None) for found in got.sent.values()))
 
 

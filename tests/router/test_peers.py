@@ -52,11 +52,11 @@ def test_what_others_sent_counts_while_they_are_heard() -> None:
 
 def test_the_part_of_a_router_that_is_gone_returns_within_a_second() -> None:
     peers = _peers()
-    peers.heard(PeerMessage("a", 1, routing_request={"t": 30}), 0.0)
+    peers.heard(PeerMessage("a", 1, demand={"t": 30}), 0.0)
     now = 0.0
     while now < 1.0:
         now = round(now + 0.1, 3)
-        peers.heard(PeerMessage("me", 1, routing_request={"t": 10}), now)
+        peers.heard(PeerMessage("me", 1, demand={"t": 10}), now)
         peers.tick(now)
         if JOINING_S <= now <= MAX_SILENCE_S:
             assert peers.share("t", now) == pytest.approx(0.05 + 0.9 / 4)
@@ -94,8 +94,8 @@ def test_a_long_name_is_the_same_tenant_to_all() -> None:
     long = "\u4e2d" * 128
     assert named(long) != named(long[:-1]) and named("#" + "0" * 24) != "#" + "0" * 24 and named("") == ""
     peers = _peers()
-    for router, routing_request in (("me", 10.0), ("a", 30.0)):
-        peers.heard(decode(encode(PeerMessage(router, 1, routing_request={long: routing_request}), 0.0), 0.0), 0.0)
+    for router, demand in (("me", 10.0), ("a", 30.0)):
+        peers.heard(decode(encode(PeerMessage(router, 1, demand={long: demand}), 0.0), 0.0), 0.0)
     assert peers.share(long, JOINING_S) == pytest.approx(0.05 + 0.9 / 4)
 
 
@@ -115,10 +115,10 @@ def test_three_routers_give_out_the_limit_within_a_tenth(changes: list[tuple[int
     demands = [1.0, 1.0, 1.0]
     history: list[list[PeerMessage]] = []
     given_out, steps = 0.0, 0
-    for number, (who, routing_request) in enumerate(changes):
-        demands[who] = routing_request
+    for number, (who, demand) in enumerate(changes):
+        demands[who] = demand
         for _ in range(10):  # a second between jumps
-            history.append([PeerMessage(name, 1, routing_request={"t": demands[index]}) for index, name in enumerate("abc")])
+            history.append([PeerMessage(name, 1, demand={"t": demands[index]}) for index, name in enumerate("abc")])
             now = len(history) / 10
             for listener, peers in enumerate(routers):
                 for speaker in range(3):
