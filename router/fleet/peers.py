@@ -121,9 +121,7 @@ def decode(data: bytes, now: float) -> PeerMessage:
             (_text(address), _number(epoch)): tuple(_dispatched(entry, now) for entry in entries[:MAX_PER_WORKER])
             for address, epoch, entries in content["workers"][:MAX_WORKERS]
         }
-        demand = {
-            _text(tenant): _amount(rate, 0, MAX_AMOUNT) for tenant, rate in list(content["demand"].items())[:MAX_TENANTS]
-        }
+        demand = {_text(tenant): _amount(rate, 0, MAX_AMOUNT) for tenant, rate in list(content["demand"].items())[:MAX_TENANTS]}
         return PeerMessage(_text(content["router"]), _number(content["run"]), sent, demand)
     except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
         raise UnreadableMessage(str(error) or type(error).__name__) from error
@@ -248,9 +246,7 @@ class Peers:
 
     def _part(self, own: PeerMessage, tenant: str) -> float:
         name = named(tenant)
-        return part(
-            own.demand.get(name, 0.0), [message.demand.get(name, 0.0) for message in self._messages.values()]
-        )
+        return part(own.demand.get(name, 0.0), [message.demand.get(name, 0.0) for message in self._messages.values()])
 
 
 def part(own: float, demands: list[float]) -> float:

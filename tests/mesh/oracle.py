@@ -9,7 +9,6 @@ from benchmarks.engine_runs import make_engine
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.request import EngineRequest, SamplingParams
 
-
 _ids = count()  # of requests: one that a failed test has left behind is in no other's way
 
 
