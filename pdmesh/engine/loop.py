@@ -51,7 +51,7 @@ class _Command(Generic[T]):
 
 
 class EngineLoop:
-    """Runs an engine in a thread of its own. Everything here but the thread's own functions is called on the event loop.
+    """Run an engine in a thread of its own. Everything here but the thread's own functions is called on the event loop.
 
     `failed` gets the exception of a step() that raised: fatal, the engine's state is unknown and the process should end.
     `on_failure`, if given, is called with it on the event loop. Calls that are pending then, and later ones, raise EngineStopped.
@@ -77,7 +77,7 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._enter, name="engine", daemon=True)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Starts the thread; results go to `loop`. Once only."""
+        """Start the thread; results go to `loop`. Once only."""
         self._loop = loop
         self.failed = loop.create_future()
         self._closed_reason = None
@@ -90,7 +90,7 @@ class EngineLoop:
         self._thread.start()
 
     async def call(self, fn: Callable[[Engine], T]) -> T:
-        """Runs `fn` on the engine thread between two steps; returns or raises what it does.
+        """Run `fn` on the engine thread between two steps; returns or raises what it does.
 
         Results of steps before it have been given to on_step by then. Cancelling the wait withdraws a function that has not
         begun; one that has begun runs to its end and its result is lost, so who reserves in a call releases in a `finally`.
@@ -103,7 +103,7 @@ class EngineLoop:
         return await asyncio.wrap_future(command.future)
 
     async def stop(self) -> None:
-        """Runs what was called before, then ends the thread and waits for it. Idempotent."""
+        """Run what was called before, then ends the thread and waits for it. Idempotent."""
         if self._closed_reason is None:
             self._closed_reason = "the engine loop was stopped"
             self._commands.put(None)
@@ -139,7 +139,7 @@ class EngineLoop:
             self._post(self._fail, error)
 
     def _run_commands(self, *, wait: bool) -> bool:
-        """Runs all commands that are there, waiting for the first one if told to. False: stop."""
+        """Run all commands that are there, waiting for the first one if told to. False: stop."""
         try:
             while (command := self._commands.get(block=wait)) is not None:
                 command.run(self._engine)

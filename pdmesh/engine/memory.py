@@ -45,9 +45,9 @@ def kv_shape(
     step_bytes: int = 0,
     draft_block_bytes: int = 0,
 ) -> KVShape:
-    """The pool's shape: from num_blocks, else from kv_memory_mb, else a share of `free_bytes` (measured with weights loaded), of
-    which steps need `step_bytes`. A draft model's pool beside it takes `draft_block_bytes` for each of its blocks: out of the
-    same share, but not out of kv_memory_mb.
+    """Return the pool's shape: from num_blocks, else from kv_memory_mb, else a share of `free_bytes` (measured with weights
+    loaded), of which steps need `step_bytes`. A draft model's pool beside it takes `draft_block_bytes` for each of its blocks:
+    out of the same share, but not out of kv_memory_mb.
 
     Without num_blocks the pool must hold at least one sequence of max_context. Raises DoesNotFit otherwise.
     """
@@ -84,7 +84,7 @@ def _shape(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, num_blo
 
 
 def free_memory(device: str) -> int:
-    """Bytes that can still be allocated: on CUDA the device's; on CPU the machine's, or the container's when that is less.
+    """Return bytes that can still be allocated: on CUDA the device's; on CPU the machine's, or the container's when that is less.
 
     Not while requests run: what torch keeps of a GPU for later, such as the room in which a head was quantized, it gives back for
     this, as it would be taken for taken; and it waits for the device to do so."""
@@ -106,7 +106,8 @@ def _machine_free(meminfo: Path) -> int:
 
 
 def _cgroup_free(folder: Path) -> int:
-    """What the control group's limit leaves, as a container sees its own (version 2, else 1); very much when there is none."""
+    """Return what the control group's limit leaves, as a container sees its own (version 2, else 1); very much when there is
+    none."""
     files = {
         "memory.max": ("memory.current", "memory.stat", "inactive_file"),
         "memory/memory.limit_in_bytes": ("memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),

@@ -129,7 +129,7 @@ class StepResult:
 
 
 class StartClock:
-    """Adds up waiting and computing until a request's first token (local) or first step (remote).
+    """Add up waiting and computing until a request's first token (local) or first step (remote).
 
     Both parts are measured: a step that the request takes part in is compute, the time between such steps is queue. Together
     they are the whole time from opening the clock to the end of the step that started the request.
@@ -156,7 +156,7 @@ class StartClock:
         self._num_steps += 1
 
     def try_stop(self, request_id: str, *, drew_token: bool) -> RequestStarted | None:
-        """Stops the clock if the request has now started, and says so once."""
+        """Stop the clock if the request has now started, and says so once."""
         if not self._is_running or not (drew_token or self._remote):
             return None
         self._is_running = False

@@ -43,7 +43,7 @@ class SamplingParams:
         return self.temperature == 0.0
 
     def validate(self) -> None:
-        """Raises ValueError naming the field, what is wrong with it and what is allowed."""
+        """Raise ValueError naming the field, what is wrong with it and what is allowed."""
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
             if not math.isfinite(getattr(self, name)):
                 raise ValueError(f"{name}: {getattr(self, name)} is not a finite number")

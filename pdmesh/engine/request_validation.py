@@ -35,7 +35,7 @@ class Limits:
 
 
 def check_request(request: EngineRequest, limits: Limits) -> None:
-    """Raises InvalidRequest or RequestTooLarge; the message names the field."""
+    """Raise InvalidRequest or RequestTooLarge; the message names the field."""
     try:
         request.sampling.validate()
     except ValueError as error:
@@ -107,7 +107,8 @@ def _check_size(request: EngineRequest, limits: Limits) -> None:
 
 
 def num_kv_tokens(request: EngineRequest) -> int:
-    """Tokens whose KV must be there before the next token is drawn: the prompt, and the history of an only unfinished choice."""
+    """Return tokens whose KV must be there before the next token is drawn: the prompt, and the history of an only unfinished
+    choice."""
     choices = unfinished_choices(request)
     return len(request.prompt) + (len(request.emitted[choices[0]]) if request.emitted and len(choices) == 1 else 0)
 

@@ -55,19 +55,19 @@ class BlockAllocator:
         return max(0, num_blocks - len(sequence.block_ids)) + len(self._shared_to_write(sequence, num_tokens))
 
     def extend(self, sequence: Sequence, num_tokens: int) -> tuple[BlockCopy, ...]:
-        """Makes the next `num_tokens` tokens writable. num_missing() blocks must be free. The copies are due before the write."""
+        """Make the next `num_tokens` tokens writable. num_missing() blocks must be free. The copies are due before the write."""
         copies = tuple(self._make_own(sequence, index) for index in self._shared_to_write(sequence, num_tokens))
         self.grow(sequence, sequence.num_computed + num_tokens)
         return copies
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Appends blocks until they hold `num_tokens` tokens in all; False, and nothing changed, if there are too few."""
+        """Append blocks until they hold `num_tokens` tokens in all; False, and nothing changed, if there are too few."""
         blocks = self.pool.allocate(max(0, self.num_blocks_for(num_tokens) - len(sequence.block_ids)))
         sequence.block_ids += blocks or []
         return blocks is not None
 
     def trim(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Gives back the blocks behind those that hold its first `num_tokens` tokens; False: there are none."""
+        """Give back the blocks behind those that hold its first `num_tokens` tokens; False: there are none."""
         num_blocks = self.num_blocks_for(num_tokens)
         self.pool.release(surplus := sequence.block_ids[num_blocks:])
         del sequence.block_ids[num_blocks:]
@@ -84,7 +84,7 @@ class BlockAllocator:
         sequence.num_published = num_full
 
     def part(self, trunk: Sequence) -> list[Sequence]:
-        """The trunk's choices as sequences that share its blocks. The trunk holds none any more."""
+        """Return the trunk's choices as sequences that share its blocks. The trunk holds none any more."""
         branches = trunk.part()
         for branch in branches:
             self.pool.acquire(branch.block_ids)
@@ -92,7 +92,7 @@ class BlockAllocator:
         return branches
 
     def release(self, sequence: Sequence) -> None:
-        """Gives its references back. What it published stays to be found until evicted."""
+        """Give its references back. What it published stays to be found until evicted."""
         self.pool.release(sequence.block_ids)
         sequence.block_ids = []
         sequence.num_computed = 0

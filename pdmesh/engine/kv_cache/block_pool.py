@@ -52,7 +52,7 @@ class BlockLog:
             self._has_overflowed = True
 
     def take(self) -> BlockChanges | None:
-        """What has changed; None: nothing. Readings before and after a gap have numbers that do not follow each other."""
+        """Return what has changed; None: nothing. Readings before and after a gap have numbers that do not follow each other."""
         if not self.pending:
             return None
         self.sequence += 2 if self._has_overflowed else 1
@@ -63,7 +63,7 @@ class BlockLog:
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
-    """Blocks that so many tokens fill, the last one perhaps in part."""
+    """Return blocks that so many tokens fill, the last one perhaps in part."""
     return -(-num_tokens // block_size)
 
 
@@ -81,19 +81,20 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds, those with a reusable prefix included."""
+        """Return blocks that nobody holds, those with a reusable prefix included."""
         return len(self._free)
 
     @property
     def num_cached(self) -> int:
-        """Blocks that hold a published prefix, in use or free."""
+        """Return blocks that hold a published prefix, in use or free."""
         return len(self._block_of)
 
     def ref_count(self, block_id: int) -> int:
         return self._refs[block_id]
 
     def find(self, hashes: Iterable[bytes]) -> list[int]:
-        """Blocks of the longest published prefix of a hash chain. Pins nothing: acquire() them before the next allocate()."""
+        """Return blocks of the longest published prefix of a hash chain. Pins nothing: acquire() them before the next
+        allocate()."""
         found: list[int] = []
         for block_hash in hashes:
             block_id = self._block_of.get(block_hash)
@@ -103,7 +104,7 @@ class BlockPool:
         return found
 
     def num_free_among(self, block_ids: Iterable[int]) -> int:
-        """How many of these nobody holds: acquiring them leaves that many fewer free blocks."""
+        """Return how many of these nobody holds: acquiring them leaves that many fewer free blocks."""
         return sum(not self._refs[block_id] for block_id in block_ids)
 
     def acquire(self, block_ids: Iterable[int]) -> None:
@@ -137,11 +138,11 @@ class BlockPool:
                 self.log.note(block_hash, stored=True)
 
     def published(self) -> tuple[bytes, ...]:
-        """The hashes of all blocks that hold a reusable prefix."""
+        """Return the hashes of all blocks that hold a reusable prefix."""
         return tuple(self._block_of)
 
     def check(self, references: Mapping[int, int]) -> None:
-        """Raises IntegrityError unless free + used == total, ref counts are those in `references`, and hashes are one to one."""
+        """Raise IntegrityError unless free + used == total, ref counts are those in `references`, and hashes are one to one."""
         used = {block_id: refs for block_id, refs in enumerate(self._refs) if refs}
         if used != dict(references):
             raise IntegrityError(f"ref counts {used} are not what sequences hold: {dict(references)}")

@@ -34,7 +34,7 @@ class Move:
     heads: range | None = None
 
     def check(self) -> range:
-        """The heads. Raises ValueError naming what does not fit."""
+        """Return the heads. Raises ValueError naming what does not fit."""
         pool, piece, layers, block_ids = self.pool, self.piece, self.layers, self.block_ids
         num_layers, _, _, block_size, num_heads, dim = pool.shape
         heads = range(num_heads) if self.heads is None else self.heads
@@ -101,7 +101,7 @@ def _flat(move: Move) -> Tensor:
 
 
 def movable(numbers: Tensor) -> Tensor:
-    """The same memory, as what torch's indexing takes on every device: float8 as bytes."""
+    """Return the same memory, as what torch's indexing takes on every device: float8 as bytes."""
     return numbers.view(torch.uint8) if numbers.dtype == torch.float8_e4m3fn else numbers
 
 
@@ -208,7 +208,7 @@ class Copies(Protocol):
     def new_piece(self, index: int) -> Piece: ...
 
     def fetch(self, piece: Piece, layers: range, num_blocks: int, after: Mark) -> Future[None]:
-        """The first `num_blocks` of `piece.block_ids`, as they are at `after`, into the piece."""
+        """Return the first `num_blocks` of `piece.block_ids`, as they are at `after`, into the piece."""
         ...
 
     def store(self, piece: Piece, layers: range, num_blocks: int, after: Mark) -> Future[None]:
@@ -244,7 +244,7 @@ class PieceSize:
 
     @classmethod
     def of(cls, piece_bytes: int, block_bytes: int) -> PieceSize:
-        """Raises ValueError for a piece too small for one block of a layer."""
+        """Raise ValueError for a piece too small for one block of a layer."""
         max_blocks = piece_bytes // (2 * block_bytes)
         if not max_blocks:
             raise ValueError(f"piece_bytes: {piece_bytes} are too few for keys and values of a block: {2 * block_bytes}")

@@ -124,7 +124,7 @@ class OpenPool(Protocol):
 
 class PoolSharing(Protocol):
     def show(self, pool: Tensor) -> PoolHandle:
-        """Raises NotShared."""
+        """Raise NotShared."""
         ...
 
     def open(self, handle: PoolHandle, num_bytes: int) -> OpenPool:
@@ -147,7 +147,7 @@ class CudaSharing:
     """Of one device. Satisfies pdmesh.engine.kv_cache.cuda_ipc.PoolSharing."""
 
     def __init__(self, device: torch.device) -> None:
-        """Raises NotShared."""
+        """Raise NotShared."""
         self._ordinal = torch.cuda.current_device() if device.index is None else device.index
         try:
             self._driver = Driver(self._ordinal)
@@ -180,7 +180,7 @@ class CudaSharing:
         return CudaPool(self._driver, address.value, handle.offset, num_bytes)
 
     def _check_reach(self, theirs: bytes) -> None:
-        """Raises NotShared for a device that is not ours, nor one in sight whose memory ours reads."""
+        """Raise NotShared for a device that is not ours, nor one in sight whose memory ours reads."""
         driver = self._driver
         if driver.uuid(driver.device) == theirs:
             return
@@ -195,10 +195,10 @@ class CudaSharing:
 
 
 class CudaPool:
-    """Satisfies pdmesh.engine.kv_cache.cuda_ipc.OpenPool."""
+    """Satisfy pdmesh.engine.kv_cache.cuda_ipc.OpenPool."""
 
     def __init__(self, driver: Driver, address: int, offset: int, num_bytes: int) -> None:
-        """Owns what was opened at `address`. Raises NotShared for a pool that leads out of it, or that cannot be looked at."""
+        """Own what was opened at `address`. Raises NotShared for a pool that leads out of it, or that cannot be looked at."""
         self._driver = driver
         self._address: int | None = address
         self._bytes: Tensor | None = None

@@ -30,7 +30,7 @@ class StepMarks(Protocol):
 
 
 class LayerReadiness:
-    """Counts the layers of the running step whose KV is in the pool. The model calls, or writes to `address`, from its thread."""
+    """Count the layers of the running step whose KV is in the pool. The model calls, or writes to `address`, from its thread."""
 
     def __init__(self, num_layers: int) -> None:
         self.every = -(-num_layers // SIGNALS_PER_STEP)
@@ -73,7 +73,7 @@ class KVEvents:
         self._running: tuple[KVReady, ...] = ()
 
     def begin(self, plan: SchedulerOutput) -> LayerReadiness | None:
-        """A step starts; the signal for its model, or None when nobody waits for its layers."""
+        """Return a step starts; the signal for its model, or None when nobody waits for its layers."""
         running = tuple(
             KVReady(
                 request_id=piece.sequence.group.request.request_id,
@@ -93,7 +93,7 @@ class KVEvents:
         return self.signal if running else None
 
     def end(self) -> tuple[KVReady, ...]:
-        """The step is over: what it computed is final in all layers."""
+        """Return the step is over: what it computed is final in all layers."""
         ended, self._running = self._running, ()
         return tuple(
             KVReady(ready.request_id, ready.block_ids, ready.num_step_tokens, ready.num_step_tokens, self.signal.num_layers)
@@ -101,7 +101,7 @@ class KVEvents:
         )
 
     def ready(self) -> tuple[KVReady, ...]:
-        """What of the running step is final by now."""
+        """Return what of the running step is final by now."""
         running, num_layers = self._running, self.signal.num_done  # in this order
         return tuple(
             KVReady(ready.request_id, ready.block_ids, ready.num_tokens, ready.num_step_tokens, num_layers) for ready in running

@@ -50,7 +50,7 @@ class Blocks:
     block_ids: Tensor
 
     def check(self) -> None:
-        """Raises ValueError naming what does not fit."""
+        """Raise ValueError naming what does not fit."""
         num_layers = self.pool.shape[0]
         if self.pool.dtype != torch.int64 or self.pool.dim() != 4 or not self.pool.is_contiguous():
             shape = f"{self.pool.dtype} {tuple(self.pool.shape)}"
@@ -61,7 +61,7 @@ class Blocks:
             raise ValueError(f"block_ids: {self.block_ids.dtype} {tuple(self.block_ids.shape)}, expected int32 [blocks]")
 
     def check_fits(self, source: Blocks) -> None:
-        """Raises ValueError unless `source` has as many of the same size, of the same layers."""
+        """Raise ValueError unless `source` has as many of the same size, of the same layers."""
         ours, theirs = ((each.layers, len(each.block_ids), each.pool.shape[3]) for each in (self, source))
         if ours != theirs:
             raise ValueError(f"source: {theirs} of layers, blocks and words of a block do not go where {ours} are")
@@ -94,13 +94,13 @@ class IndexedSums:
 
 
 def word_sum(words: Tensor) -> Tensor:
-    """The sum of int64 words in their order, as one word."""
+    """Return the sum of int64 words in their order, as one word."""
     places = torch.arange(1, words.numel() + 1, device=words.device)
     return _mixed(words.flatten() ^ places * _signed(_GOLDEN)).sum()
 
 
 def unsigned(total: int) -> int:
-    """A sum of partial sums as it travels."""
+    """Return a sum of partial sums as it travels."""
     return total % 2**64
 
 
@@ -162,7 +162,7 @@ class Rooms:
 
 
 class ShownPool:
-    """Satisfies what kvtransfer.staging asks of it."""
+    """Satisfy what kvtransfer.staging asks of it."""
 
     def __init__(
         self,
@@ -245,7 +245,7 @@ class ShownPool:
         return self._pulls.run(work, after, range(len(block_ids)), block_ids)
 
     def open(self, handle: PoolHandle, num_blocks: int) -> PeerPool:
-        """The pool of a peer, in a thread. Raises NotShared."""
+        """Return the pool of a peer, in a thread. Raises NotShared."""
         shape = (*self._words.shape[:2], num_blocks, self._words.shape[3])
         opened = self._sharing.open(handle, WORD_BYTES * shape[0] * shape[1] * shape[2] * shape[3])
         try:
@@ -255,7 +255,7 @@ class ShownPool:
             raise NotShared("offset", f"{handle.offset} is no place for a pool: {error}") from error
 
     def warm(self, mark: Callable[[], Mark]) -> None:
-        """Compiles what there is to compile: a block is summed, and copied to where it is. Waits; before the pool is used."""
+        """Compile what there is to compile: a block is summed, and copied to where it is. Waits; before the pool is used."""
         own = PeerPool(self._words, _Own(self._words))
         self.sum(range(1), [0], mark()).result()
         self.pull(own, [0], range(1), [0], mark()).result()
@@ -314,7 +314,7 @@ class _Slips:
         self._free: list[Tensor] = []  # filled by whoever finds that a work is done, in any thread
 
     def run(self, work: Callable[[_Slip], None], after: Mark, ids: Sequence[int], second_ids: Sequence[int] = ()) -> Future[int]:
-        """The sum that it makes. Raises ValueError for too many ids."""
+        """Return the sum that it makes. Raises ValueError for too many ids."""
         if len(ids) > self._max_blocks:
             raise ValueError(f"block_ids: {len(ids)} are more than {self._max_blocks}")
         here, there = _Slip(self._taken(), len(ids)), _Slip(self._there, len(ids))

@@ -140,12 +140,12 @@ class KVShape:
 
     @property
     def bytes_per_layer_block(self) -> int:
-        """Bytes of one block's keys (or values) in one layer."""
+        """Return bytes of one block's keys (or values) in one layer."""
         return self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block: keys and values of all layers."""
+        """Return bytes of one block: keys and values of all layers."""
         return self.num_layers * 2 * self.bytes_per_layer_block
 
     @property
@@ -209,7 +209,7 @@ class KVPool:
         return self.shape.bytes_per_layer_block
 
     def memory(self) -> memoryview:
-        """The whole pool as writable bytes. Raises ValueError when closed or not in CPU memory."""
+        """Return the whole pool as writable bytes. Raises ValueError when closed or not in CPU memory."""
         if self._map is None:
             raise ValueError("the KV pool is closed or not in CPU memory; its bytes cannot be viewed")
         return memoryview(self._map)
@@ -230,7 +230,7 @@ class KVPool:
             self._pages.reach(block_id)
 
     def close(self) -> None:
-        """Gives the memory back. May be called again."""
+        """Give the memory back. May be called again."""
         if self._pages is not None:
             self._pages.close()
             self._pages = None

@@ -71,7 +71,7 @@ class Staging:
         return piece
 
     def give_back(self, piece: Piece) -> None:
-        """Raises IntegrityError for one that was not taken, or that the device still reads or writes."""
+        """Raise IntegrityError for one that was not taken, or that the device still reads or writes."""
         if piece not in self._taken or piece.is_under_way:
             raise IntegrityError("a piece is given back that was not taken, or while it is copied")
         self._taken.remove(piece)
@@ -92,7 +92,7 @@ class Staging:
         return piece.copy
 
     def warm(self) -> None:
-        """Compiles what there is to compile, by taking a block out of the pool and back. Waits; before anybody uses the pool."""
+        """Compile what there is to compile, by taking a block out of the pool and back. Waits; before anybody uses the pool."""
         piece = self.take()
         if piece is None:
             raise IntegrityError("pieces are lent already")
@@ -101,7 +101,7 @@ class Staging:
         self.give_back(piece)
 
     def check(self) -> None:
-        """Raises IntegrityError unless free + taken == all."""
+        """Raise IntegrityError unless free + taken == all."""
         if len(self._free) + len(self._taken) != self.sizes.num_pieces:
             raise IntegrityError(f"{len(self._free)} free + {len(self._taken)} taken pieces are not {self.sizes.num_pieces}")
 
@@ -113,7 +113,7 @@ class Staging:
         return len(layers) * 2 * num_blocks * self.block_bytes
 
     def _prepare(self, piece: Piece, layers: range, block_ids: Sequence[int]) -> None:
-        """Raises IntegrityError, ValueError."""
+        """Raise IntegrityError, ValueError."""
         if piece not in self._taken or piece.is_under_way:
             raise IntegrityError("a piece is used that was not taken, or while it is copied")
         size = self.num_bytes(layers, len(block_ids))
@@ -133,8 +133,8 @@ class StepMarks:
     step: Sequence[tuple[int, Mark]]
 
     def behind(self, num_layers: int) -> Mark:
-        """The first behind the first `num_layers`. If the step has not come so far, an earlier one was meant, and its beginning
-        is behind that one."""
+        """Return the first behind the first `num_layers`. If the step has not come so far, an earlier one was meant, and its
+        beginning is behind that one."""
         return next((mark for reached, mark in self.step if reached >= num_layers), self.step[0][1])
 
 

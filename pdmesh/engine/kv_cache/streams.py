@@ -106,7 +106,7 @@ class Lane(Protocol):
         ...
 
     def close(self) -> None:
-        """Waits until everything is through; idempotent."""
+        """Wait until everything is through; idempotent."""
         ...
 
 

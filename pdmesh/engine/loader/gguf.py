@@ -45,7 +45,7 @@ def dequantize_rows(rows: np.ndarray, kind: GGMLQuantizationType) -> Tensor:
 
 
 def int4_rows(rows: np.ndarray, kind: GGMLQuantizationType) -> Int4Weight | None:
-    """The codes, scales and minimums of Q4_0 or Q4_1. None for another type, and for numbers that float16 does not hold.
+    """Return the codes, scales and minimums of Q4_0 or Q4_1. None for another type, and for numbers that float16 does not hold.
 
     A block is a float16 scale; in Q4_1 a float16 minimum (Q4_0 counts from -8, exact in float16 unless it overflows); then 16
     bytes with the weights 0..15 of the block in their low halves and 16..31 in their high halves.
@@ -65,7 +65,7 @@ def int4_rows(rows: np.ndarray, kind: GGMLQuantizationType) -> Int4Weight | None
 
 
 def _dequantize_q8_0(rows: np.ndarray) -> Tensor:
-    """A block is a float16 scale and 32 int8."""
+    """Return a block is a float16 scale and 32 int8."""
     blocks = _blocks(rows, GGMLQuantizationType.Q8_0)
     scales = torch.from_numpy(np.ascontiguousarray(blocks[:, :, :2]).view(np.float16)).float()
     values = torch.from_numpy(np.ascontiguousarray(blocks[:, :, 2:]).view(np.int8)).float()
@@ -90,7 +90,7 @@ _ARCHITECTURES = {
 
 
 def config_dict(path: Path, reader: GGUFReader) -> dict[str, object]:
-    """Raises ValueError, naming file and key, for an architecture or a rotary scaling that is not supported."""
+    """Raise ValueError, naming file and key, for an architecture or a rotary scaling that is not supported."""
     metadata = _Metadata(path, reader)
     model_type = metadata.architecture
     if model_type not in _ARCHITECTURES:
@@ -229,8 +229,8 @@ class GgufSource:
         return dequantize_rows(self._rows(name), self._stored(name).tensor_type)
 
     def get_int4(self, name: str, group: int = 32) -> Int4Weight | None:
-        """The codes, scales and minimums of a Q4_0 or Q4_1 tensor, in Hugging Face's layout: dequantized they are what `get`
-        gives. None for other types, other groups, and a Q4_0 minimum beyond float16. Raises MissingTensor."""
+        """Return the codes, scales and minimums of a Q4_0 or Q4_1 tensor, in Hugging Face's layout: dequantized they are what
+        `get` gives. None for other types, other groups, and a Q4_0 minimum beyond float16. Raises MissingTensor."""
         tensor = self._stored(name)
         return int4_rows(self._rows(name), tensor.tensor_type) if group == INT4_GROUP else None
 
@@ -243,7 +243,7 @@ class GgufSource:
         return self._tensors[name]
 
     def _rows(self, name: str) -> np.ndarray:
-        """The tensor as it is stored, its rows in Hugging Face's order.
+        """Return the tensor as it is stored, its rows in Hugging Face's order.
 
         Files of architecture llama hold query and key rows in the order of interleaved rotation (llama.cpp's
         convert_hf_to_gguf.py, `permute`); this restores the order of the two rotated halves."""
@@ -282,7 +282,7 @@ def huggingface_name(name: str) -> str:
 def convert_gguf_weights(
     gguf_path: str | Path, out_folder: str | Path, progress: Callable[[float, str], None] = lambda _share, _text: None
 ) -> Path:
-    """Writes config.json and model.safetensors to `out_folder` (created; files there are replaced) and returns it.
+    """Write config.json and model.safetensors to `out_folder` (created; files there are replaced) and returns it.
 
     Both appear whole or not at all, config.json last: a folder with a config.json is complete. Needs memory for the weights
     in float32. `progress` gets (share done, what is being done). Raises ValueError for a file that is not supported.

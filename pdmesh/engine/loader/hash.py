@@ -55,7 +55,7 @@ def _sidecar(files: list[Path]) -> Path:
 
 
 def _remembered(sidecar: Path, stamp: list[list[object]]) -> str | None:
-    """The hash in the sidecar if it is about these very files; None for any other content, garbage included."""
+    """Return the hash in the sidecar if it is about these very files; None for any other content, garbage included."""
     try:
         content = json.loads(sidecar.read_bytes())
     except (OSError, ValueError):

@@ -61,13 +61,13 @@ class LoadedModel:
     kv_scales: KVScales = ()  # the checkpoint's, for KV in fp8, here or of who pushes; empty: all are 1, or nobody can have any
 
     def sampler(self) -> TokenSampler:
-        """The model's own, which draws where it computes; torch's where it has none."""
+        """Return the model's own, which draws where it computes; torch's where it has none."""
         own = getattr(self.model, "sampler", None)
         return own() if own is not None else Sampler()
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether the model is one of pdmesh/engine/runner/overlap.py's."""
+        """Return whether the model is one of pdmesh/engine/runner/overlap.py's."""
         return hasattr(self.model, "keep_drawn")
 
     def step_bytes(self, config: EngineConfig) -> int:
@@ -88,7 +88,7 @@ def is_prepared_on(device: torch.device) -> bool:
 
 
 def load_model(config: EngineConfig, progress: Progress = lambda _share, _text: None) -> LoadedModel:
-    """Loads `config.model` for `config.device` in the numbers it asks for. `progress` gets (share done, what is being done).
+    """Load `config.model` for `config.device` in the numbers it asks for. `progress` gets (share done, what is being done).
 
     Raises ValueError (its message names file, field or numbers): no such model, not supported, incomplete, does not fit
     (DoesNotFit), asks for a device that is not there.
@@ -122,7 +122,7 @@ def load_model(config: EngineConfig, progress: Progress = lambda _share, _text: 
 def _load(
     source: WeightSource, config: EngineConfig, numerics: Numerics, library: ctypes.CDLL | None, progress: Progress
 ) -> tuple[NativeModel | DecoderModel | TritonModel | ParallelModel, str]:
-    """The model, and its numeric mode."""
+    """Return the model, and its numeric mode."""
     max_context = effective_max_context(config, source.config)
     if config.tensor_parallel > 1:
         from pdmesh.engine.parallel.load import load_with_ranks  # it loads as this module does
@@ -164,7 +164,7 @@ def _has_int4(source: WeightSource, config: EngineConfig) -> bool:
 
 
 def _open_kernels(config: EngineConfig, say: Callable[[str], None]) -> tuple[ctypes.CDLL | None, str]:
-    """The native library, or why there is none. Not opened where it is not wanted."""
+    """Return the native library, or why there is none. Not opened where it is not wanted."""
     if config.backend in ("triton", "torch") or config.device != "cpu":
         return None, "it was not asked for"
     try:
@@ -174,7 +174,7 @@ def _open_kernels(config: EngineConfig, say: Callable[[str], None]) -> tuple[cty
 
 
 def open_checkpoint(path: Path) -> tuple[WeightSource, list[Path]]:
-    """The opened checkpoint and the files that make its hash. Raises ValueError saying what is at `path` instead."""
+    """Return the opened checkpoint and the files that make its hash. Raises ValueError saying what is at `path` instead."""
     if path.is_dir():
         return SafetensorsSource(path), [path / "config.json", *weight_files(path)]
     if not path.is_file():
@@ -203,7 +203,7 @@ def numeric_mode(model: DecoderModel, device: str) -> str:
 
 
 class TorchBuilder:
-    """Takes tensors out of a checkpoint, checks their shapes, and fuses what is computed together."""
+    """Take tensors out of a checkpoint, checks their shapes, and fuses what is computed together."""
 
     def __init__(self, source: WeightSource, dtype: torch.dtype, device: str, maps: QuantizedMaps | None = None) -> None:
         """`maps`: makes the linear maps where weights are quantized."""

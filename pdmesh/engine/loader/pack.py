@@ -161,7 +161,7 @@ def one_torch_thread() -> Iterator[None]:
 
 
 class NativeBuilder:
-    """Takes tensors out of a checkpoint and makes of them what the kernels read. Raises ValueError as `checked` does."""
+    """Take tensors out of a checkpoint and makes of them what the kernels read. Raises ValueError as `checked` does."""
 
     def __init__(self, source: WeightSource, numerics: Numerics, max_context: int) -> None:
         self.source, self.numerics, self.max_context = source, numerics, max_context

@@ -218,12 +218,13 @@ def _fit(groups: Tensor, first: Tensor, last: Tensor) -> _Fit:
 
 
 def _codes(groups: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
-    """The nearest of 0..15 for each weight, in float32. A scale of 0 (all weights of the group are one value) gives 0."""
+    """Return the nearest of 0..15 for each weight, in float32. A scale of 0 (all weights of the group are one value) gives 0."""
     return (groups - minimum).div_(scale.masked_fill(scale == 0, 1.0)).round_().clamp_(0, 15)
 
 
 def _least_squares(groups: Tensor, fit: _Fit) -> tuple[Tensor, Tensor]:
-    """The range of the straight line from codes to weights that has the least squared error, the codes being as they are."""
+    """Return the range of the straight line from codes to weights that has the least squared error, the codes being as they
+    are."""
     codes = _codes(groups, fit.scale, fit.minimum)
     size = float(len(groups))
     mean_code, mean = _over(_sum(codes), size), _over(_sum(groups), size)

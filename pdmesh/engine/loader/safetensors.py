@@ -26,11 +26,11 @@ class WeightSource(Protocol):
     def names(self) -> frozenset[str]: ...
 
     def get(self, name: str) -> Tensor:
-        """The tensor, in the checkpoint's dtype. Raises MissingTensor naming it and the files."""
+        """Return the tensor, in the checkpoint's dtype. Raises MissingTensor naming it and the files."""
 
     def get_int4(self, name: str, group: int) -> Int4Weight | None:
-        """The tensor as the file has it, where that is 4 bits in groups of this size: quantizing what `get` gives would round a
-        second time. None otherwise. Raises MissingTensor as `get` does."""
+        """Return the tensor as the file has it, where that is 4 bits in groups of this size: quantizing what `get` gives would
+        round a second time. None otherwise. Raises MissingTensor as `get` does."""
 
     def num_elements(self) -> int:
         """Number of weights in all tensors, from the headers alone."""
@@ -102,7 +102,7 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def _config_of(path: Path, read: Callable[[Mapping[str, object]], T]) -> T:
-    """What `read` makes of a JSON file. Raises ValueError that names the file."""
+    """Return what `read` makes of a JSON file. Raises ValueError that names the file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
@@ -115,7 +115,7 @@ def _config_of(path: Path, read: Callable[[Mapping[str, object]], T]) -> T:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors of a folder, sorted. Raises ValueError when there are none or a shard is missing."""
+    """Return the safetensors of a folder, sorted. Raises ValueError when there are none or a shard is missing."""
     index = folder / INDEX
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
@@ -139,7 +139,7 @@ def _weight_map(index: Mapping[str, object]) -> dict[str, str]:
 
 
 def checked(source: WeightSource, name: str, shape: tuple[int, ...]) -> Tensor:
-    """The tensor in the checkpoint's dtype. Raises ValueError for another shape, MissingTensor when there is none."""
+    """Return the tensor in the checkpoint's dtype. Raises ValueError for another shape, MissingTensor when there is none."""
     tensor = source.get(name)
     if tensor.shape != shape:
         raise ValueError(f"{name}: shape {tuple(tensor.shape)} in the checkpoint, {shape} by its config.json: not one model")

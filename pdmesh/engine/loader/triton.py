@@ -25,7 +25,7 @@ Weight = Int8Weight | Int4Weight | Fp8Weight
 
 
 class QuantizedMaps:
-    """Makes maps of a checkpoint's tensors. Quantized where they will be read, one tensor at a time, a block of it after the
+    """Make maps of a checkpoint's tensors. Quantized where they will be read, one tensor at a time, a block of it after the
     other: of the checkpoint's tensors the device holds the head alone."""
 
     def __init__(self, source: WeightSource, numerics: Numerics, device: str) -> None:
@@ -46,7 +46,7 @@ class QuantizedMaps:
         return self._quantized(name, checked(self._source, name, (rows, width))) if exact is None else exact
 
     def _exact(self, name: str, rows: int, width: int) -> Int4Weight | None:
-        """What the checkpoint itself holds in 4 bits, on the host."""
+        """Return what the checkpoint itself holds in 4 bits, on the host."""
         exact = self._source.get_int4(name, self._numerics.group) if self._numerics.weights == "int4" else None
         return exact if exact is not None and exact.values.shape == (rows, width) else None
 
@@ -66,7 +66,7 @@ _IN_8_BITS: dict[str, Callable[[Tensor, str], Int8Weight | Fp8Weight]] = {"int8"
 def triton_model(
     decoder: DecoderModel, config: EngineConfig, numerics: Numerics, max_context: int, kv_scales: KVScales
 ) -> tuple[TritonModel, str]:
-    """The decoder on the kernels, steps as graphs; and its numeric mode. `kv_scales`: of a pool in fp8, else empty."""
+    """Return the decoder on the kernels, steps as graphs; and its numeric mode. `kv_scales`: of a pool in fp8, else empty."""
     buckets = token_buckets(config.max_num_batched_tokens, decoder.config.layer_weights)
     model = TritonModel(
         decoder,

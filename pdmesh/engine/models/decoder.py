@@ -96,8 +96,8 @@ class DecoderModel:
         return self._logits(wanted)
 
     def first_layers(self, num_layers: int) -> DecoderModel:
-        """A model of the first so many layers with this one's norm and head, which drafts for it. It has no weights of its own,
-        and its keys and values of a token are this one's: it may be given the same pool.
+        """Return a model of the first so many layers with this one's norm and head, which drafts for it. It has no weights of its
+        own, and its keys and values of a token are this one's: it may be given the same pool.
 
         Raises ValueError for fewer than one layer, or for all.
         """
@@ -122,7 +122,8 @@ class DecoderModel:
         num_tokens: int,
         kv: Tensor,
     ) -> Tensor:
-        """The attention half of a layer: hidden [T padded, hidden_size] -> what is added to it. Padding is not attended."""
+        """Return the attention half of a layer: hidden [T padded, hidden_size] -> what is added to it. Padding is not
+        attended."""
         config = self.config
         qkv = layer.qkv(rms_norm(hidden, layer.input_norm, config.rms_norm_eps))
         heads = qkv.view(qkv.shape[0], -1, config.head_dim)

@@ -67,7 +67,7 @@ class Group:
     """This rank's end of it. All ranks make the same calls in the same order, with tensors of the same shapes."""
 
     def __init__(self, store: Store, shard: Shard, device: str, timeout_s: float) -> None:
-        """Returns when all ranks are there. Raises ExchangeFailed."""
+        """Return when all ranks are there. Raises ExchangeFailed."""
         self.shard = shard
         timeout = timedelta(seconds=timeout_s)
         self._is_on_device, self.timeout_s = device == "cuda", timeout_s
@@ -119,7 +119,7 @@ class Group:
             raise ExchangeFailed(f"the device has waited for {self.timeout_s:g} s")
 
     def abort(self) -> None:
-        """Ends exchanges that wait, from any thread: NCCL's kernels would wait for a dead rank for ever; gloo sees that its
+        """End exchanges that wait, from any thread: NCCL's kernels would wait for a dead rank for ever; gloo sees that its
         connection is closed. NCCL tells its kernels at once, then waits for the graphs that hold it: on a thread of its own."""
         if (abort := getattr(self._group, "abort", None)) is None:
             return
@@ -130,7 +130,7 @@ class Group:
 
 
 def wait_until(is_done: Callable[[], bool], timeout_s: float) -> bool:
-    """Asks every few microseconds, which a step of milliseconds does not feel; whether it was done in time."""
+    """Ask every few microseconds, which a step of milliseconds does not feel; whether it was done in time."""
     deadline = time.monotonic() + timeout_s
     while not is_done():
         if time.monotonic() >= deadline:

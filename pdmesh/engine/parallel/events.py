@@ -84,7 +84,7 @@ class Launched:
         self._add(Place(self._command + 1, 0))
 
     def behind(self, place: Place) -> Mark:
-        """Waits until it has been launched."""
+        """Wait until it has been launched."""
         with self._changed:
             self._changed.wait_for(lambda: self._marks[-1][0] >= place)
             return self._marks[bisect_left(self._marks, place, key=lambda each: each[0])][1]

@@ -101,7 +101,7 @@ class _Parts:
         self._decoder = _ShardBuilder(source, numerics.dtype, config.device, shard, maps).build(self._max_context, progress)
 
     def joined(self, group: Group) -> tuple[Share, str]:
-        """The share that meets the others where sums are needed, and its numeric mode, which is that of a single rank."""
+        """Return the share that meets the others where sums are needed, and its numeric mode, which is that of a single rank."""
         whole, config = self._whole, self._config
         decoder = _joined_decoder(self._decoder, whole, group)
         heads = group.shard.part(whole.num_kv_heads)
@@ -139,7 +139,7 @@ def _shared_maps(source: WeightSource, config: EngineConfig, numerics: Numerics,
 
 
 class _ShardBuilder(TorchBuilder):
-    """Builds what one rank has. Only the head needs a word: its vocabulary is cut, that of the embeddings is not."""
+    """Build what one rank has. Only the head needs a word: its vocabulary is cut, that of the embeddings is not."""
 
     def __init__(
         self, source: WeightSource, dtype: torch.dtype, device: str, shard: Shard, maps: SharedMaps | None = None

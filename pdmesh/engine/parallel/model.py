@@ -92,12 +92,12 @@ class ParallelModel:
         return self.ranks.size * int(getattr(self._share.model, "bytes_per_step", 0))
 
     def first_layers(self, num_layers: int) -> NoReturn:
-        """Raises ValueError: other ranks would have to compute them, too."""
+        """Raise ValueError: other ranks would have to compute them, too."""
         raise ValueError("tensor_parallel: the first layers alone are not computed together; leave self_draft out")
 
     def open_pool(self, shape: KVShape) -> KVPool:
-        """The engine's pool, of which every rank has its heads. All ranks share its memory; or each has a pool of its own of this
-        shape, and keys and values are moved by `copy_blocks` and `move_slots`.
+        """Return the engine's pool, of which every rank has its heads. All ranks share its memory; or each has a pool of its own
+        of this shape, and keys and values are moved by `copy_blocks` and `move_slots`.
 
         Raises ValueError for a second one, and when a rank fails."""
         if self._has_pool:
@@ -120,8 +120,8 @@ class ParallelModel:
         return self._group.shard
 
     def open_copies(self, shape: PiecesShape, fd: int) -> CopyChannel:
-        """Where each rank has a pool: from now on all of them copy their heads to and from pieces in this memory, as they are
-        ordered (staging.py). Raises RankFailed."""
+        """Return where each rank has a pool: from now on all of them copy their heads to and from pieces in this memory, as they
+        are ordered (staging.py). Raises RankFailed."""
         self._tell(Kind.PIECES, tp_protocol.as_json(asdict(shape)))
         self.ranks.show_fd(fd)
         channel = CopyChannel(self.ranks, self.ranks.open_channels(), self._group.timeout_s)
@@ -145,7 +145,7 @@ class ParallelModel:
         self.ranks.watch(partial(_end_exchanges, self._group, on_failure))
 
     def close(self) -> None:
-        """Ends the other ranks and waits for their end; idempotent."""
+        """End the other ranks and waits for their end; idempotent."""
         self.ranks.close()
 
     def _tell(self, kind: Kind, payload: bytes = b"") -> None:

@@ -17,7 +17,7 @@ from pdmesh.engine.parallel.split import Shard, cut, cut_quantized, whole_shape
 
 
 class SharedMaps(QuantizedMaps):
-    """Makes maps of a rank's shapes from the whole checkpoint `source`."""
+    """Make maps of a rank's shapes from the whole checkpoint `source`."""
 
     def __init__(self, source: WeightSource, numerics: Numerics, device: str, shard: Shard) -> None:
         super().__init__(source, numerics, device)
@@ -34,6 +34,6 @@ class SharedMaps(QuantizedMaps):
         return cut_quantized(name, self._quantized(name, tensor), self._shard)
 
     def _has_own_scales(self, width: int, whole: Tensor) -> bool:
-        """Whether a part of this width has the scales that it has within the whole."""
+        """Return whether a part of this width has the scales that it has within the whole."""
         by_group = self._numerics.weights == "int4" and width % self._numerics.group == 0
         return by_group or width == whole.shape[1]

@@ -46,7 +46,7 @@ class Shard:
 
 
 def check_degree(degree: int, model: ModelConfig) -> None:
-    """Raises ValueError, naming the field, unless `degree` ranks can share this model."""
+    """Raise ValueError, naming the field, unless `degree` ranks can share this model."""
     for what, count in (("KV heads", model.num_kv_heads), ("intermediate columns", model.intermediate_size)):
         if count % degree:
             heads, columns = model.num_kv_heads, model.intermediate_size
@@ -55,7 +55,7 @@ def check_degree(degree: int, model: ModelConfig) -> None:
 
 
 def shard_config(model: ModelConfig, shard: Shard) -> ModelConfig:
-    """The model as this rank computes it. Its vocabulary is whole: embeddings are."""
+    """Return the model as this rank computes it. Its vocabulary is whole: embeddings are."""
     return replace(
         model,
         num_heads=len(shard.part(model.num_heads)),
@@ -92,7 +92,7 @@ class ShardSource:
 
 
 def cut(name: str, tensor: Tensor, shard: Shard) -> Tensor:
-    """What this rank has of a tensor. The bias of a sum over ranks is added by rank 0 alone.
+    """Return what this rank has of a tensor. The bias of a sum over ranks is added by rank 0 alone.
 
     Raises ValueError for a shape that cannot be shared.
     """
@@ -109,8 +109,8 @@ def cut(name: str, tensor: Tensor, shard: Shard) -> Tensor:
 
 
 def cut_quantized(name: str, weight: QuantizedWeight, shard: Shard) -> QuantizedWeight:
-    """What this rank has of a quantized tensor. Raises ValueError for a shape that cannot be shared, or groups that a cut would
-    part."""
+    """Return what this rank has of a quantized tensor. Raises ValueError for a shape that cannot be shared, or groups that a cut
+    would part."""
     values = cut(name, weight.values, shard)
     if isinstance(weight, Int4Weight):
         if values.shape[1] % weight.group:

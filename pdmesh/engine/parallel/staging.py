@@ -58,7 +58,7 @@ class RanksCopies:
 def stage_ranks(
     model: ParallelModel, pool: Tensor, streams: Streams, sizes: Sequence[StagingSizes]
 ) -> tuple[Marks, list[Staging]]:
-    """A Staging for each of `sizes`. pool: rank 0's; streams: of its device. Before the first step, and for one thread.
+    """Return a Staging for each of `sizes`. pool: rank 0's; streams: of its device. Before the first step, and for one thread.
 
     Raises ValueError for pieces too small for a block of a layer, RankFailed."""
     marks = GroupEvents(streams, model.commands)

@@ -33,7 +33,7 @@ class TensorParallelGroup:
     """Ranks 1 to size - 1. Methods are for one thread, but `watch`, `failure`, `fail`, `blame` and `name`."""
 
     def __init__(self, size: int, timeout_s: float) -> None:
-        """Starts the processes; they wait for `tell_settings`. `timeout_s` bounds what is said to a rank that should listen.
+        """Start the processes; they wait for `tell_settings`. `timeout_s` bounds what is said to a rank that should listen.
 
         Raises RankFailed when the system cannot start them; none is left then."""
         self.size = size
@@ -102,7 +102,7 @@ class TensorParallelGroup:
                 raise RankFailed(f"tensor_parallel: rank {rank.number}: {payload.decode(errors='replace')}")
 
     def check(self) -> None:
-        """Raises RankFailed if a rank has."""
+        """Raise RankFailed if a rank has."""
         if self.failure is not None:
             raise self.failure
 
@@ -127,7 +127,7 @@ class TensorParallelGroup:
         return self.failure or RankFailed(f"tensor_parallel: a rank did not {work}: {error}")
 
     def close(self) -> None:
-        """Ends all ranks and waits until they are gone, whatever state they are in; idempotent."""
+        """End all ranks and waits until they are gone, whatever state they are in; idempotent."""
         self._closing = True
         for rank in self._ranks:
             rank.sock.close()
@@ -168,7 +168,7 @@ class _TensorParallelRank:
         return f"rank {self.number} (process {self.process.pid})"
 
     def wait_started(self) -> None:
-        """Raises RankFailed when the system could not start it."""
+        """Raise RankFailed when the system could not start it."""
         self._started.wait()
         if self._error is not None:
             raise RankFailed(f"tensor_parallel: rank {self.number} cannot be started: {self._error}") from self._error

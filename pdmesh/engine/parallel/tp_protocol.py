@@ -56,23 +56,23 @@ class Kind(IntEnum):
 
 
 def send(sock: socket.socket, kind: Kind, payload: bytes = b"") -> None:
-    """Raises OSError, TimeoutError among them, when the other end is gone or takes nothing."""
+    """Raise OSError, TimeoutError among them, when the other end is gone or takes nothing."""
     sock.sendall(_HEADER.pack(kind, len(payload)) + payload)
 
 
 def as_json(content: Mapping[str, object]) -> bytes:
-    """A payload."""
+    """Return a payload."""
     return json.dumps(content).encode()
 
 
 def receive(sock: socket.socket) -> tuple[Kind, bytearray]:
-    """The next frame. Raises EOFError when the other end is gone, TimeoutError when it says nothing."""
+    """Return the next frame. Raises EOFError when the other end is gone, TimeoutError when it says nothing."""
     kind, size = _HEADER.unpack(_read(sock, _HEADER.size))
     return Kind(kind), _read(sock, size)
 
 
 def expect(sock: socket.socket, *kinds: Kind) -> tuple[Kind, bytearray]:
-    """The next frame, which has to be of one of these kinds. Raises ValueError for another, and what `receive` raises."""
+    """Return the next frame, which has to be of one of these kinds. Raises ValueError for another, and what `receive` raises."""
     kind, payload = receive(sock)
     if kind not in kinds:
         raise ValueError(f"a rank heard {kind.name}, not {' or '.join(each.name for each in kinds)}")
@@ -85,7 +85,7 @@ def send_fd(sock: socket.socket, fd: int) -> None:
 
 
 def receive_fd(sock: socket.socket) -> int:
-    """The caller's to close. Raises EOFError."""
+    """Return the caller's to close. Raises EOFError."""
     data, fds, _, _ = socket.recv_fds(sock, 1, 1, socket.MSG_CMSG_CLOEXEC)
     if not data or len(fds) != 1:
         raise EOFError("rank 0 is gone")
@@ -136,7 +136,7 @@ def decode_batch(payload: bytearray) -> StepBatch:
 
 
 class _Reader:
-    """Takes int64 numbers out of a payload, one after another."""
+    """Take int64 numbers out of a payload, one after another."""
 
     def __init__(self, payload: bytearray) -> None:
         self._payload, self._view, self._at = payload, memoryview(payload).cast("q"), 0

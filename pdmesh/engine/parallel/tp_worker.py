@@ -29,7 +29,7 @@ from pdmesh.engine.parallel.tp_protocol import Kind
 
 
 def follow(sock: socket.socket) -> None:
-    """Raises EOFError when rank 0 is gone, and whatever goes wrong."""
+    """Raise EOFError when rank 0 is gone, and whatever goes wrong."""
     settings = _json(sock, Kind.SETTINGS)
     config, shard = EngineConfig(**settings["engine"]), Shard(settings["rank"], settings["size"])
     if config.device == "cuda":
@@ -101,7 +101,7 @@ def _open_pool(sock: socket.socket, device: str, *, shares_pool: bool) -> Tensor
 
 
 def _mapped(fd: int, num_bytes: int) -> mmap.mmap:
-    """Takes the descriptor over."""
+    """Take the descriptor over."""
     try:
         return mmap.mmap(fd, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
     finally:

@@ -34,7 +34,7 @@ class ForwardModel(Protocol):
     """What the runner needs of a model."""
 
     def forward(self, batch: StepBatch, kv: Tensor, signal: LayerReadiness | None = None, hidden: Tensor | None = None) -> Tensor:
-        """Writes the KV of the batch's T tokens into `kv`, telling `signal` of each layer; logits [R, vocab] float32.
+        """Write the KV of the batch's T tokens into `kv`, telling `signal` of each layer; logits [R, vocab] float32.
 
         `hidden` [R, hidden_size] float32 is filled with the hidden states, before the final norm, that the logits come from.
         """
@@ -65,7 +65,7 @@ class SampledOutput:
 
 
 class ModelRunner:
-    """Runs one model on one KV pool tensor [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]."""
+    """Run one model on one KV pool tensor [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class ModelRunner:
     def run(
         self, plan: SchedulerOutput, signal: LayerReadiness | None = None, *, keep_hidden: bool = True
     ) -> dict[Sequence, list[SampledOutput]]:
-        """Computes the plan's pieces; the draws of the sequences that reach their end. `keep_hidden`: somebody wants hidden
+        """Compute the plan's pieces; the draws of the sequences that reach their end. `keep_hidden`: somebody wants hidden
         states of this step, if anybody ever does."""
         pieces = plan.pieces
         self.copy_blocks(pieces)
@@ -201,8 +201,8 @@ def _owners(drawing: list[ScheduledSequence]) -> Iterator[_Owner]:
 
 
 def build_batch(pieces: list[ScheduledSequence], block_size: int, device: torch.device) -> StepBatch:
-    """The flat batch of a plan's pieces, in their order. A draft's first branch goes on behind the known tokens; each other
-    branch is a sequence of its own, whose last keys lie where its tokens stand in the draft."""
+    """Return the flat batch of a plan's pieces, in their order. A draft's first branch goes on behind the known tokens; each
+    other branch is a sequence of its own, whose last keys lie where its tokens stand in the draft."""
     parts = [part for piece in pieces for part in _parts(piece, block_size)]
     query_starts = [0, *accumulate(len(part.token_ids) for part in parts)]
     return StepBatch(

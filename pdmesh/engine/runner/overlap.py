@@ -57,7 +57,7 @@ class OverlapModel(ForwardModel, Protocol):
     """A model whose decode steps take tokens that the host has not seen: token -1 - r is what row r of the last draws drew."""
 
     def is_graph_step(self, batch: StepBatch, kv: Tensor) -> bool:
-        """Whether `forward` takes this batch so."""
+        """Return whether `forward` takes this batch so."""
         ...
 
     def keep_drawn(self, tokens: Tensor) -> None:
@@ -95,7 +95,7 @@ class _InFlightStep:
 
 
 class OverlapScheduler:
-    """Runs plans as a ModelRunner does. For one engine, on its thread."""
+    """Run plans as a ModelRunner does. For one engine, on its thread."""
 
     def __init__(
         self,
@@ -118,7 +118,8 @@ class OverlapScheduler:
         self.num_ahead = 0  # steps that were launched before the tokens that they continue were seen
 
     def planned(self) -> SchedulerOutput | None:
-        """The step that is under way, for those of its sequences that still run; None: there is none, ask the scheduler."""
+        """Return the step that is under way, for those of its sequences that still run; None: there is none, ask the
+        scheduler."""
         if self._flight is None:
             return None
         running = set(self._scheduler.running)
@@ -167,7 +168,7 @@ class OverlapScheduler:
         return self._fly(batch, sequences, [len(sequence.output) for sequence in sequences])
 
     def _next(self, flight: _InFlightStep, plan: SchedulerOutput) -> _InFlightStep | None:
-        """The step behind a flight whose tokens nobody has seen, if everybody who could be in it is, and has room."""
+        """Return the step behind a flight whose tokens nobody has seen, if everybody who could be in it is, and has room."""
         staying = [piece for piece in plan.pieces if not self._is_last(piece.sequence)]
         if not staying or not set(self._scheduler.running) <= {piece.sequence for piece in plan.pieces}:
             return None
@@ -200,7 +201,7 @@ class OverlapScheduler:
         return _InFlightStep(sequences, drawing)
 
     def _is_last(self, sequence: Sequence) -> bool:
-        """Whether the choice ends with the token that is drawn now, whatever it is."""
+        """Return whether the choice ends with the token that is drawn now, whatever it is."""
         request = sequence.group.request
         output = [*sequence.output, -1]  # no token that could stop it
         reason = finish_reason(
@@ -213,7 +214,8 @@ class OverlapScheduler:
         return reason is not None
 
     def _extended(self, pieces: list[ScheduledSequence]) -> list[ScheduledSequence] | None:
-        """Blocks for one token behind those that are computed now, so that nobody lacks one for it; None: there is no room."""
+        """Return blocks for one token behind those that are computed now, so that nobody lacks one for it; None: there is no
+        room."""
         num_missing = sum(self._allocator.num_missing(piece.sequence, piece.num_tokens + 1) for piece in pieces)
         if num_missing + len(pieces) > self._allocator.pool.num_free:
             return None
@@ -249,7 +251,7 @@ class OverlapScheduler:
 
 
 def _is_simple(piece: ScheduledSequence) -> bool:
-    """Whether the next token asks nothing of the host: no grammar, nobody who reads the blocks, one choice."""
+    """Return whether the next token asks nothing of the host: no grammar, nobody who reads the blocks, one choice."""
     sequence, request = piece.sequence, piece.sequence.group.request
     return len(sequence.choices) == 1 and request.grammar is None and not request.prefill_only and _is_penalized_alike(sequence)
 

@@ -71,7 +71,7 @@ def _mix_int(x: int) -> int:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """The same on int64, in place: products wrap as unsigned ones do."""
+    """Return the same on int64, in place: products wrap as unsigned ones do."""
     x.bitwise_xor_(_shift_right(x, 30)).mul_(_signed(_MIX_1))
     x.bitwise_xor_(_shift_right(x, 27)).mul_(_signed(_MIX_2))
     return x.bitwise_xor_(_shift_right(x, 31))

@@ -21,7 +21,8 @@ class Matcher(Protocol):
 
     @property
     def forced(self) -> int | None:
-        """The token that comes next, where the grammar leaves no choice; end-of-sequence where it is complete or has failed."""
+        """Return the token that comes next, where the grammar leaves no choice; end-of-sequence where it is complete or has
+        failed."""
         ...
 
     @property
@@ -38,12 +39,12 @@ class Matcher(Protocol):
         ...
 
     def allowed(self) -> Bits:
-        """The tokens that may come next, at least one; only `forced` if there is one."""
+        """Return the tokens that may come next, at least one; only `forced` if there is one."""
         ...
 
     def num_possible(self, token_ids: Sequence[int]) -> int:
-        """How many of these tokens, from the first on, may come one after the other. Much less work than `allowed` behind each,
-        and a little less strict: of several ways to spell a text that is forced it takes any."""
+        """Return how many of these tokens, from the first on, may come one after the other. Much less work than `allowed` behind
+        each, and a little less strict: of several ways to spell a text that is forced it takes any."""
         ...
 
 
@@ -55,7 +56,7 @@ class MatcherTree:
         self._ahead: dict[tuple[int, ...], Matcher] = {}  # by the tokens that lead there from here
 
     def behind(self, guessed: tuple[int, ...]) -> Matcher:
-        """Where these tokens would lead. The matcher stays here's: nobody else may move it."""
+        """Return where these tokens would lead. The matcher stays here's: nobody else may move it."""
         if not guessed:
             return self.here
         known = self._ahead.get(guessed)
@@ -85,5 +86,5 @@ class Grammar(Protocol):
         ...
 
     def first_stray(self, output: Sequence[int]) -> int | None:
-        """The index of the first token of `output` that does not follow the grammar; None if all do."""
+        """Return the index of the first token of `output` that does not follow the grammar; None if all do."""
         ...

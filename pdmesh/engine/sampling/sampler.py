@@ -49,13 +49,13 @@ def penalize(row: Tensor, params: SamplingParams, prompt: Sequence[int], output:
 
 
 def forbid(row: Tensor, token_ids: Collection[int]) -> Tensor:
-    """A copy without the given tokens; ids outside the vocabulary are nobody's."""
+    """Return a copy without the given tokens; ids outside the vocabulary are nobody's."""
     ids = [token for token in sorted(token_ids) if token < row.shape[0]]
     return row.index_fill(0, torch.tensor(ids, dtype=torch.int64, device=row.device), HIDDEN)
 
 
 def apply_temperature(row: Tensor, temperature: float) -> Tensor:
-    """The highest becomes 0 first, so that no temperature, however small, overflows to infinity minus infinity."""
+    """Return the highest becomes 0 first, so that no temperature, however small, overflows to infinity minus infinity."""
     return (row - row.max()) / temperature
 
 
@@ -68,7 +68,8 @@ def keep_top_k(row: Tensor, top_k: int) -> Tensor:
 
 
 def keep_top_p(row: Tensor, top_p: float) -> Tensor:
-    """The smallest set of likeliest tokens with probability p or more (Holtzman et al., 2019); among equals the lowest ids."""
+    """Return the smallest set of likeliest tokens with probability p or more (Holtzman et al., 2019); among equals the lowest
+    ids."""
     if top_p >= 1.0:
         return row
     probabilities = row.softmax(-1)
@@ -105,7 +106,7 @@ class SampleRow:
 
     @property
     def forbidden(self) -> frozenset[int]:
-        """Tokens that would end the request before min_tokens."""
+        """Return tokens that would end the request before min_tokens."""
         return frozenset() if self.index >= self.params.min_tokens else end_tokens(self.params, self.eos_token_ids)
 
     @property
@@ -168,7 +169,8 @@ def _logprobs(logits: Tensor, token: int, params: SamplingParams) -> TokenLogpro
 
 
 def _likeliest(logprobs: Tensor, count: int) -> tuple[tuple[int, float], ...]:
-    """The `count` likeliest as (id, log-probability), lowest id first among equals (topk alone leaves their order open)."""
+    """Return the `count` likeliest as (id, log-probability), lowest id first among equals (topk alone leaves their order
+    open)."""
     if count == 0:
         return ()
     threshold = logprobs.topk(count).values[-1]

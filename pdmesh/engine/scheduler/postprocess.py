@@ -15,7 +15,7 @@ from pdmesh.engine.speculation.handover import packed
 
 
 class OutputProcessor:
-    """Applies a step's outcome and counts."""
+    """Apply a step's outcome and counts."""
 
     def __init__(self, table: RequestTable, allocator: BlockAllocator, counters: Counters, census: EngineStatsCollector) -> None:
         self._table = table
@@ -98,7 +98,7 @@ def work_of(pieces: list[ScheduledSequence]) -> StepWork:
 
 
 def _num_to_prefill(pieces: list[ScheduledSequence]) -> int:
-    """Tokens of the pieces that are no new output."""
+    """Return tokens of the pieces that are no new output."""
     missing = [(piece.num_tokens, piece.sequence.num_to_restore - piece.sequence.num_computed) for piece in pieces]
     return sum([min(num_tokens, to_prefill) for num_tokens, to_prefill in missing if to_prefill > 0])
 

@@ -48,7 +48,7 @@ class RequestTable:
         return iter(self._groups.values())
 
     def find(self, request_id: str, phase: Phase) -> SequenceGroup:
-        """Raises UnknownRequest, or InvalidState if it is in another phase."""
+        """Raise UnknownRequest, or InvalidState if it is in another phase."""
         group = self._groups.get(request_id)
         if group is None:
             raise UnknownRequest(f"request {request_id!r} is not in the engine")
@@ -57,7 +57,8 @@ class RequestTable:
         return group
 
     def open(self, request: EngineRequest, phase: Phase, clock: StartClock | None = None) -> SequenceGroup | None:
-        """A group for a valid new request, not in the table yet; None if all seats are taken. Raises what admission raises."""
+        """Return a group for a valid new request, not in the table yet; None if all seats are taken. Raises what admission
+        raises."""
         check_request(request, self._limits)
         if request.request_id in self._groups:
             raise DuplicateRequest(f"request_id: {request.request_id!r} is in the engine already; release it first")
@@ -70,7 +71,7 @@ class RequestTable:
         self._groups[group.request.request_id] = group
 
     def release(self, request_id: str) -> bool:
-        """Frees everything of a request in any state; False if it is not here."""
+        """Free everything of a request in any state; False if it is not here."""
         group = self._groups.pop(request_id, None)
         for sequence in group.sequences if group else ():
             self._scheduler.discard(sequence)
@@ -127,7 +128,7 @@ class RequestTable:
         return Gain(tuple(branch.output[start:]), reason, num_drawn)
 
     def _append_drawn(self, branch: Sequence, token_ids: tuple[int, ...]) -> FinishReason | None:
-        """The last one is drawn, those before it were drafted and kept: they are computed."""
+        """Return the last one is drawn, those before it were drafted and kept: they are computed."""
         *kept, drawn = token_ids
         for token_id in kept:
             reason = self._append(branch, token_id)
@@ -142,7 +143,7 @@ class RequestTable:
         return reason
 
     def _foresee(self, branch: Sequence) -> None:
-        """Appends what the grammar forces, but for a token that ends the choice: there is no step that could report that."""
+        """Append what the grammar forces, but for a token that ends the choice: there is no step that could report that."""
         while (forced := branch.forced_token()) is not None:
             if self._append(branch, forced) is not None:
                 branch.output.pop()  # the matcher takes a token when the next one is asked for
@@ -192,7 +193,7 @@ class Reservations:
         self._scheduler = scheduler
 
     def reserve(self, request: EngineRequest) -> ReservedBlocks | None:
-        """Blocks and seats for a new request; None if there is no room now."""
+        """Return blocks and seats for a new request; None if there is no room now."""
         group = self._table.open(request, Phase.RESERVED)
         if group is None:
             return None
@@ -203,7 +204,8 @@ class Reservations:
         return _granted(group)
 
     def restate(self, request_id: str, request: EngineRequest) -> ReservedBlocks | None:
-        """The same reservation with more history, grown if need be; None, and nothing changed, if there is no room for that."""
+        """Return the same reservation with more history, grown if need be; None, and nothing changed, if there is no room for
+        that."""
         restated = self._restated(request_id, request)
         grow = partial(self._allocator.grow, restated.sequences[0], restated.sequences[0].num_tokens)
         if not (grow() or (self._scheduler.trim() and grow())):
@@ -212,7 +214,7 @@ class Reservations:
         return _granted(restated)
 
     def start(self, request_id: str, first_tokens: Mapping[int, int], finished: Collection[int], now_ns: int) -> SequenceGroup:
-        """The KV is in place: publishes it and goes on with the first tokens of the choices that are not `finished`."""
+        """Return the KV is in place: publishes it and goes on with the first tokens of the choices that are not `finished`."""
         group = self._table.find(request_id, Phase.RESERVED)
         [sequence] = group.sequences
         if group.request.prefill_only:
@@ -233,7 +235,7 @@ class Reservations:
         self._scheduler.run(group.sequences[0])
 
     def _restated(self, request_id: str, request: EngineRequest) -> SequenceGroup:
-        """A group like the reserved one, with its blocks and its turn, for a request that goes on from the same tokens."""
+        """Return a group like the reserved one, with its blocks and its turn, for a request that goes on from the same tokens."""
         group = self._table.find(request_id, Phase.RESERVED)
         check_request(request, self._limits)
         restated = SequenceGroup(request, group.arrival, Phase.RESERVED)

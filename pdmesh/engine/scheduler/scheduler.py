@@ -70,7 +70,7 @@ class Pace(NamedTuple):
 
     @property
     def step_s(self) -> float:
-        """How long the next step may take."""
+        """Return how long the next step may take."""
         return self.pace_s + self.slack_s / SPREAD
 
 
@@ -83,7 +83,7 @@ class TpotLimiter:
         self.cost: StepCost | None = None
 
     def start(self, decoding: Iterable[Sequence], now_ns: int) -> None:
-        """Begins the schedules of those that have none; forgives those that are too far behind."""
+        """Begin the schedules of those that have none; forgives those that are too far behind."""
         for sequence in decoding:
             goal_s = sequence.group.request.tpot_goal_s
             if not goal_s or not self._is_on:
@@ -103,7 +103,8 @@ class TpotLimiter:
         return min(possible, key=lambda pace: pace.step_s) if possible else None
 
     def promised_s(self, sequences: Iterable[Sequence], decoding: Sequence_[Sequence]) -> float:
-        """The least pace that any of these has or will have beside `decoding`; 0: none was promised one that can be kept."""
+        """Return the least pace that any of these has or will have beside `decoding`; 0: none was promised one that can be
+        kept."""
         if not self._is_on:
             return 0.0
         decode_s, goals_s = self._decode_s(decoding), [(each, each.group.request.tpot_goal_s) for each in sequences]
@@ -120,7 +121,7 @@ class TpotLimiter:
         return max(LEAST_TOKENS, _fitting(cost, next_prompt, max(least_s, pace.step_s - decode_s)))
 
     def _decode_s(self, decoding: Sequence_[Sequence]) -> float:
-        """A step of these alone; 0 while nobody knows."""
+        """Return a step of these alone; 0 while nobody knows."""
         if self.cost is None:
             return 0.0
         context = sum([sequence.num_tokens for sequence in decoding])
@@ -128,7 +129,7 @@ class TpotLimiter:
 
 
 def _fitting(cost: StepCost, prompt: Sequence, room_s: float) -> int:
-    """Tokens of `prompt`, and of those behind it, that take so long. What they attend to grows with their number."""
+    """Return tokens of `prompt`, and of those behind it, that take so long. What they attend to grows with their number."""
     num_tokens = num_behind = 0.0
     for _ in range(2):
         token_s = cost.per_prefill_token_s + cost.per_prefill_context_s * (prompt.num_computed + num_behind)
@@ -171,7 +172,7 @@ class ScheduledSequence:
 
     @property
     def num_rows(self) -> int:
-        """Tokens that the model computes."""
+        """Return tokens that the model computes."""
         return self.num_tokens + len(self.draft)
 
     @property
@@ -227,15 +228,15 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
 
     def run(self, sequence: Sequence) -> None:
-        """Takes a sequence that has its blocks."""
+        """Take a sequence that has its blocks."""
         insort(self.running, sequence, key=_turn)
 
     def wait(self, sequence: Sequence) -> None:
-        """Takes a sequence that has no blocks."""
+        """Take a sequence that has no blocks."""
         insort(self.waiting, sequence, key=_turn)
 
     def discard(self, sequence: Sequence) -> None:
-        """Forgets a sequence if it is here. Its blocks are the caller's to free."""
+        """Forget a sequence if it is here. Its blocks are the caller's to free."""
         for queue in (self.running, self.waiting):
             if sequence in queue:
                 queue.remove(sequence)
@@ -257,12 +258,13 @@ class Scheduler:
         return plan
 
     def num_spare_blocks(self, num_reserved: int) -> int:
-        """Blocks to leave free when a request is admitted, so that it does not push out at once who runs or is about to."""
+        """Return blocks to leave free when a request is admitted, so that it does not push out at once who runs or is about
+        to."""
         spare = max(1, self._allocator.pool.num_total // BLOCKS_PER_SPARE)
         return min(len(self.running) + num_reserved, spare)
 
     def trim(self, plan: SchedulerOutput | None = None) -> bool:
-        """Takes back the blocks that running sequences got for guesses and need no more, now that somebody lacks one; False:
+        """Take back the blocks that running sequences got for guesses and need no more, now that somebody lacks one; False:
         there were none. In the next step the same blocks would serve again, so nobody takes them back before."""
         is_trimmed = False
         for sequence in self.running:
@@ -273,7 +275,7 @@ class Scheduler:
 
     @property
     def num_owed_blocks(self) -> int:
-        """Blocks that preempted sequences need to go on: they come before new reservations."""
+        """Return blocks that preempted sequences need to go on: they come before new reservations."""
         return sum(self._allocator.num_blocks_for(s.num_tokens) for s in self.waiting if s.was_preempted)
 
     def _plan_all(self, sequences: list[Sequence], plan: SchedulerOutput) -> None:

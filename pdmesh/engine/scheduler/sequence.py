@@ -71,12 +71,12 @@ class Sequence:
 
     @property
     def num_remaining(self) -> int:
-        """Tokens known but not computed: 1 while it decodes."""
+        """Return tokens known but not computed: 1 while it decodes."""
         return self.num_tokens - self.num_computed
 
     @property
     def num_to_prefill(self) -> int:
-        """Tokens not computed that are no new output: what is drawn or forced here is none of them."""
+        """Return tokens not computed that are no new output: what is drawn or forced here is none of them."""
         return max(0, self.num_to_restore - self.num_computed)
 
     @property
@@ -129,7 +129,8 @@ class Sequence:
         return ready.copy()
 
     def forced_token(self) -> int | None:
-        """The next token where the model need not be asked: the grammar leaves no choice, and nobody wants log-probabilities."""
+        """Return the next token where the model need not be asked: the grammar leaves no choice, and nobody wants
+        log-probabilities."""
         if self.group.request.grammar is None or self.group.request.sampling.logprobs is not None:
             return None
         matcher = self.matcher()
@@ -141,14 +142,14 @@ class Sequence:
         return self._matchers is not None and self._matchers.here.failed
 
     def part(self) -> list[Sequence]:
-        """The trunk's choices as sequences of their own, computed as far. The caller accounts for the shared blocks."""
+        """Return the trunk's choices as sequences of their own, computed as far. The caller accounts for the shared blocks."""
         branches = [Sequence(self.group, (choice,), list(self.group.history(choice))) for choice in self.choices]
         for branch in branches:
             branch.inherit(self)
         return branches
 
     def inherit(self, other: Sequence) -> None:
-        """Takes over what is known of another sequence's blocks. This sequence begins with all the tokens they hold."""
+        """Take over what is known of another sequence's blocks. This sequence begins with all the tokens they hold."""
         self.block_ids = list(other.block_ids)
         self.block_hashes = list(other.block_hashes)
         self.num_computed = other.num_computed
@@ -182,7 +183,7 @@ class SequenceGroup:
         return sum(len(sequence.choices) for sequence in self.sequences)
 
     def history(self, choice: int) -> tuple[int, ...]:
-        """Tokens of the choice that were emitted before the request came here."""
+        """Return tokens of the choice that were emitted before the request came here."""
         return self.request.emitted[choice] if self.request.emitted else ()
 
     def _first_sequence(self) -> Sequence:

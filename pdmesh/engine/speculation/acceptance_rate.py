@@ -75,7 +75,7 @@ class Bent:
         self.factor = (hits + _EVEN) * (tried - promised + _EVEN) / ((promised + _EVEN) * (tried - hits + _EVEN))
 
     def chance(self, chance: float) -> float:
-        """The calibration's chance with this sequence's odds."""
+        """Return the calibration's chance with this sequence's odds."""
         odds = chance * self.factor
         return odds / (1.0 - chance + odds)
 

@@ -62,7 +62,7 @@ class Circumstances:
 
 
 def recall(of: Circumstances) -> CostCurve | None:
-    """The curve that was remembered last; None without any, and for any other content, garbage included."""
+    """Return the curve that was remembered last; None without any, and for any other content, garbage included."""
     try:
         content = json.loads(_path(of).read_bytes())
     except (OSError, ValueError):

@@ -72,7 +72,7 @@ class History:
         return History(number, {**self.seen, kind: Seen(number, num_late)}, (*self.latest, (kind, not num_late))[-WITNESSES:])
 
     def witness(self, kind: Kind) -> Kind | None:
-        """The kind of the latest step of another one, if it took what was expected."""
+        """Return the kind of the latest step of another one, if it took what was expected."""
         other = next(((other, fitted) for other, fitted in reversed(self.latest) if other != kind), None)
         return other[0] if other is not None and other[1] else None
 
@@ -100,8 +100,8 @@ class CostCurve:
         return self.seconds[right - 1] + share * (self.seconds[right] - self.seconds[right - 1])
 
     def least_row_s(self, num_rows: int) -> float:
-        """What a row more takes where it takes least: the curve has steps, where another tile of a product begins, and behind
-        one that is paid for rows are cheap."""
+        """Return what a row more takes where it takes least: the curve has steps, where another tile of a product begins, and
+        behind one that is paid for rows are cheap."""
         points = zip(pairwise(self.rows), pairwise(self.seconds), strict=True)
         ahead = [(after - before) / (to - at) for (at, to), (before, after) in points if to > num_rows]
         return min([*ahead, self._last_row_s])
@@ -138,7 +138,7 @@ class CostCurve:
         return replace(curve, history=self.history.after(kind))
 
     def _put_right(self, kind: Kind, num_rows: int, attention_s: float, step_s: float) -> CostCurve:
-        """What is wrong is what this kind of step does not share with the latest one that took what was expected."""
+        """Return what is wrong is what this kind of step does not share with the latest one that took what was expected."""
         witness, believed_s = self.history.witness(kind), self.step_s(num_rows)
         if witness is None:
             whole_s = believed_s + attention_s
@@ -156,7 +156,7 @@ class CostCurve:
         return self._scaled(1 + 2 * LEARNING * (ratio - 1), share)._moved(kind.point, num_rows, LEARNING * more_s)
 
     def _scaled(self, factor: float, attention_share: float) -> CostCurve:
-        """The machine is slower or faster; or attention is, as far as it has a share in what was seen."""
+        """Return the machine is slower or faster; or attention is, as far as it has a share in what was seen."""
         of_curve, of_attention = 1 + (1 - attention_share) * (factor - 1), 1 + attention_share * (factor - 1)
         return replace(
             self,
@@ -166,7 +166,7 @@ class CostCurve:
         )
 
     def _moved(self, index: int, num_rows: int, more_s: float) -> CostCurve:
-        """A step of `num_rows` takes so much more: the points beside it move, the nearer one more."""
+        """Return a step of `num_rows` takes so much more: the points beside it move, the nearer one more."""
         seconds, before = list(self.seconds), max(0, index - 1)
         width = max(1, self.rows[index] - self.rows[before])
         near = min(1.0, max(0.0, (num_rows - self.rows[before]) / width)) if index else 1.0

@@ -36,7 +36,7 @@ class Draft:
         return cls(tuple(token_ids), tuple(range(-1, len(token_ids) - 1)), tuple(chances), proposer)
 
     def why_not(self, max_depth: int, max_tokens: int, vocab_size: int | None) -> str:
-        """What is wrong with it; empty where nothing is. Raises TypeError where it does not even consist of numbers."""
+        """Return what is wrong with it; empty where nothing is. Raises TypeError where it does not even consist of numbers."""
         size = len(self.token_ids)
         if not size == len(self.parents) == len(self.chances):
             return f"{size} tokens have {len(self.parents)} parents and {len(self.chances)} chances"
@@ -69,7 +69,7 @@ class Draft:
 
     @cached_property
     def cumulative(self) -> tuple[float, ...]:
-        """How likely each token is kept: it and all before it on its branch are drawn."""
+        """Return how likely each token is kept: it and all before it on its branch are drawn."""
         kept: list[float] = []
         for parent, chance in zip(self.parents, self.chances, strict=True):
             kept.append(chance if parent == ROOT else kept[parent] * chance)
@@ -77,12 +77,12 @@ class Draft:
 
     @cached_property
     def branches(self) -> tuple[range, ...]:
-        """The tokens (as indices) in runs that follow one another; the first run begins below the root."""
+        """Return the tokens (as indices) in runs that follow one another; the first run begins below the root."""
         starts = [index for index, parent in enumerate(self.parents) if parent != index - 1 or index == 0]
         return tuple(range(start, end) for start, end in pairwise([*starts, len(self)]))
 
     def branch(self, index: int) -> tuple[int, ...]:
-        """The tokens (as indices) from below the root to `index`, itself included."""
+        """Return the tokens (as indices) from below the root to `index`, itself included."""
         path: list[int] = []
         while index != ROOT:
             path.append(index)

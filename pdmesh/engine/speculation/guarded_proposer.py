@@ -28,7 +28,8 @@ from pdmesh.engine.speculation.proposer import Ask, Proposer
 
 
 def allowed_on_tree(sequence: Sequence, draft: Draft) -> list[Bits | None]:
-    """Tokens that may come behind the root, then behind each token of a draft that follows the grammar; None without one."""
+    """Return tokens that may come behind the root, then behind each token of a draft that follows the grammar; None without
+    one."""
     nodes = range(ROOT, len(draft))
     if sequence.group.request.grammar is None:
         return [None for _ in nodes]
@@ -36,7 +37,7 @@ def allowed_on_tree(sequence: Sequence, draft: Draft) -> list[Bits | None]:
 
 
 def follow(sequence: Sequence, draft: Draft) -> Draft:
-    """What of the draft the sequence's grammar allows: all of it without one."""
+    """Return what of the draft the sequence's grammar allows: all of it without one."""
     if sequence.group.request.grammar is None or not draft:
         return draft
     here = sequence.matcher_behind(())
@@ -49,7 +50,7 @@ def follow(sequence: Sequence, draft: Draft) -> Draft:
 
 
 def _path(draft: Draft, node: int) -> tuple[int, ...]:
-    """The tokens from below the root to this one, itself included."""
+    """Return the tokens from below the root to this one, itself included."""
     return tuple([draft.token_ids[index] for index in draft.branch(node)])
 
 

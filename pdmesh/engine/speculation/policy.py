@@ -37,7 +37,7 @@ class Load:
         return self.num_decoding + self.num_prompt_tokens
 
     def plain_s(self, curve: CostCurve) -> float:
-        """What those that decode would take alone."""
+        """Return what those that decode would take alone."""
         return curve.step_s(self.num_decoding) + self.attention_s
 
     def drafted_s(self, curve: CostCurve, num_drafted: int) -> float:
@@ -100,12 +100,13 @@ def may_pay(load: Load, curve: CostCurve, max_tokens: int, best_chance: float) -
 
 
 def threshold(rate: float, num_rows: int, curve: CostCurve) -> float:
-    """The chance below which no drafted token pays: what a row more costs at least, in tokens that come at `rate` meanwhile."""
+    """Return the chance below which no drafted token pays: what a row more costs at least, in tokens that come at `rate`
+    meanwhile."""
     return min(1.0, rate * curve.least_row_s(num_rows))
 
 
 def fixed(drafts: Sequence[Draft], length: int) -> Choice:
-    """The first `length` tokens of each draft's first branch, whatever they cost: what the threshold is compared with."""
+    """Return the first `length` tokens of each draft's first branch, whatever they cost: what the threshold is compared with."""
     first = [draft.first(len(draft.branches[0])).first(length) if draft else NOTHING for draft in drafts]
     return Choice(first, 0.0, sum(sum(draft.cumulative) for draft in first))
 
@@ -237,7 +238,7 @@ class Probing:
         return [draft if draft.is_trial else NOTHING for draft in drafts]
 
     def _small(self, drafts: Sequence[Draft], load: Load, curve: CostCurve) -> list[Draft] | None:
-        """The likeliest tokens; None where they would not pay if they cost nothing."""
+        """Return the likeliest tokens; None where they would not pay if they cost nothing."""
         likeliest = sorted(
             [(-chance, number, index) for number, draft in enumerate(drafts) for index, chance in enumerate(draft.cumulative)]
         )

@@ -49,7 +49,7 @@ class Proposer(Protocol):
         ...
 
     def propose(self, asks: Sequence_[Ask]) -> list[Draft]:
-        """A draft for each, within its bounds; an empty one (`NOTHING`) where there is nothing to guess."""
+        """Return a draft for each, within its bounds; an empty one (`NOTHING`) where there is nothing to guess."""
         ...
 
     def learn(self, sequence: Sequence, verified: Verified, hidden: Tensor | None) -> None:
@@ -62,5 +62,5 @@ class Proposer(Protocol):
 
 
 def promise(draft: Draft) -> float:
-    """Tokens of it that are kept, on average, if all of it is verified."""
+    """Return tokens of it that are kept, on average, if all of it is verified."""
     return sum(draft.cumulative)

@@ -100,11 +100,11 @@ class ProposerRecord:
 
     @property
     def is_next(self) -> bool:
-        """Whether it would be asked in the next step."""
+        """Return whether it would be asked in the next step."""
         return not self._num_to_skip
 
     def is_due(self) -> bool:
-        """Whether to ask now. Once for each step in which there is somebody to ask for."""
+        """Return whether to ask now. Once for each step in which there is somebody to ask for."""
         if not self._num_to_skip:
             return True
         self._num_to_skip -= 1
@@ -163,7 +163,7 @@ class ProposerGate:
         return self._ask(range(len(asks)), asks, drafts)
 
     def improve(self, asks: Sequence_[Ask], drafts: list[Draft], load: Load, curve: CostCurve) -> list[Draft]:
-        """The same, but the proposer is asked only where that may pay."""
+        """Return the same, but the proposer is asked only where that may pay."""
         self._proposed = {}
         asked: list[int] = []
         is_probe = False
@@ -194,7 +194,7 @@ class ProposerGate:
 
     @property
     def may_be_next(self) -> bool:
-        """Whether it may be asked in the next step: if not, it need not know what becomes of this one."""
+        """Return whether it may be asked in the next step: if not, it need not know what becomes of this one."""
         return any(habit.is_next for habit in self._habits.values())
 
     def learn(self, draws: Mapping[Sequence, list[SampledOutput]]) -> None:
@@ -225,7 +225,7 @@ class ProposerGate:
     def _worth(
         self, habit: ProposerRecord, hopeful: list[int], asks: Sequence_[Ask], drafts: list[Draft], load: Load, curve: CostCurve
     ) -> tuple[float, float]:
-        """Tokens per second with asking for these, by those without; and what asking takes, in steps."""
+        """Return tokens per second with asking for these, by those without; and what asking takes, in steps."""
         found, num_drafted = [promise(draft) for draft in drafts], sum(map(len, drafts))
         more = sum(self._hope_of(asks[index].sequence) - found[index] for index in hopeful)
         plain_s = load.drafted_s(curve, num_drafted)

@@ -120,7 +120,7 @@ def heads_path(config: EngineConfig) -> Path | None:
 
 
 def given_heads(config: EngineConfig) -> Path:
-    """Raises ValueError where there are none."""
+    """Raise ValueError where there are none."""
     path = heads_path(config)
     if path is None:
         raise ValueError(f"draft_heads: no {FILE} is in the model's folder; give the path of one, or train it (make train-heads)")
@@ -130,7 +130,7 @@ def given_heads(config: EngineConfig) -> Path:
 
 
 def given_draft_model(config: EngineConfig) -> str:
-    """Raises ValueError where there is none."""
+    """Raise ValueError where there is none."""
     if not config.draft_model:
         raise ValueError("draft_model: empty; give the folder or .gguf file of a smaller model with the same vocabulary")
     return config.draft_model
@@ -199,7 +199,7 @@ _USED_BY = {"draft_heads": "heads", "draft_model": "draft_model", "self_draft_la
 
 
 def check_speculation(config: EngineConfig) -> None:
-    """Raises ValueError, naming the field and what to do, for settings that nobody would use and for what is missing or is not
+    """Raise ValueError, naming the field and what to do, for settings that nobody would use and for what is missing or is not
     for this model. Settings that only the chosen proposers leave unused are warned of."""
     names = proposer_names(config)
     _check_unused(config, names)

@@ -127,7 +127,7 @@ class Speculator:
         )
 
     def draft(self, running: Iterable[Sequence], *, has_prompts: bool) -> dict[Sequence, Draft]:
-        """A draft for each sequence that is to have one. `has_prompts`: some are beside those that decode."""
+        """Return a draft for each sequence that is to have one. `has_prompts`: some are beside those that decode."""
         if self._rest.is_on():
             for asking in self._dear:
                 asking.rest()
@@ -240,7 +240,7 @@ class Speculator:
         return Load(len(decoding), num_prompt_tokens, self.curve.context_s * context)
 
     def _propose(self, asks: list[Ask], load: Load, *, at_any_price: bool) -> list[Draft]:
-        """The best draft of each sequence."""
+        """Return the best draft of each sequence."""
         best = [NOTHING] * len(asks)
         for door in self._free:
             if door.is_open:

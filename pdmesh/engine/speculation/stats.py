@@ -42,7 +42,7 @@ class SpeculationStats:
 
 
 class Tally:
-    """Counts on the engine thread."""
+    """Count on the engine thread."""
 
     def __init__(self) -> None:
         self._num_rows = self._num_drafts = self._num_tokens = self._drafting_ns = self._verifying_ns = 0
@@ -51,7 +51,7 @@ class Tally:
         self._kept: defaultdict[str, list[int]] = defaultdict(lambda: [0] * MAX_POSITION)
 
     def drafted(self, took_ns: int) -> None:
-        """Drafts were made for a step."""
+        """Draft were made for a step."""
         self._drafting_ns += took_ns
 
     def fault(self, proposer: str) -> None:

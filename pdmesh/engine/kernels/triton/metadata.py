@@ -59,7 +59,7 @@ class Capacity:
         )
 
     def check(self, batch: StepBatch) -> None:
-        """Raises ValueError naming what of the batch does not fit, or leaves padding tokens without a sequence."""
+        """Raise ValueError naming what of the batch does not fit, or leaves padding tokens without a sequence."""
         split_tokens = _split_starts(batch, self.max_split_len)[-1]
         needed = replace(Capacity.of(batch), num_split_tokens=split_tokens, max_split_len=self.max_split_len)
         for field in fields(self):
@@ -97,7 +97,7 @@ class StepMetadata:
 
     @classmethod
     def of(cls, batch: StepBatch, device: torch.device | str, capacity: Capacity | None = None) -> StepMetadata:
-        """The batch's numbers on a device, in a buffer of their own. Raises ValueError if they do not fit the capacity."""
+        """Return the batch's numbers on a device, in a buffer of their own. Raises ValueError if they do not fit the capacity."""
         capacity = capacity or Capacity.of(batch)
         return cls.over(pack(batch, capacity).to(device, non_blocking=True), capacity)
 
@@ -121,7 +121,7 @@ class StepMetadata:
 
     @property
     def splits_any(self) -> bool:
-        """Whether the kernel that splits keys has anything to do, if only padding."""
+        """Return whether the kernel that splits keys has anything to do, if only padding."""
         return bool(self.num_split_tokens) or not self.walks_any
 
     @property

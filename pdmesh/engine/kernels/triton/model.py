@@ -121,7 +121,7 @@ class StepMemory:
         return self.config.vocab_size * (num_rows * a_row + rows * _SCRATCH_BYTES + counts)
 
     def _expanded(self, num_tokens: int, num_rows: int) -> int:
-        """The largest map that so many tokens, or rows of logits, are multiplied with unpacked."""
+        """Return the largest map that so many tokens, or rows of logits, are multiplied with unpacked."""
         config, fewest = self.config, EXPANDED_FROM if self.itemsize == 2 else WIDE_EXPANDED_FROM
         of_layer = 2 * config.intermediate_size if num_tokens >= fewest else 0
         of_head = config.vocab_size if num_rows >= fewest else 0
@@ -226,13 +226,13 @@ class TritonModel:
         self.prepare_draws()
 
     def prepare_draws(self) -> None:
-        """Compiles what draws from such a model's logits launch."""
+        """Compile what draws from such a model's logits launch."""
         if self.recorder is not None:
             self.sampler().prepare(self.config.vocab_size, self.device)
 
     @torch.inference_mode()
     def prepare_steps(self, kv: Tensor) -> None:
-        """Compiles what steps launch, and records those of all buckets on this pool."""
+        """Compile what steps launch, and records those of all buckets on this pool."""
         if self.recorder is None:
             return
         started_s, free = time.monotonic(), free_memory(kv.device.type)
@@ -284,7 +284,7 @@ class TritonModel:
         return self._pieces
 
     def _other(self, batch: StepBatch, kv: Tensor, signal: LayerReadiness | None) -> StepOutput:
-        """A step that is none of the decode graphs'."""
+        """Return a step that is none of the decode graphs'."""
         pieces = self._pieces_of(kv)
         bucket = None if pieces is None else pieces.bucket_of(batch.num_tokens)
         capacity = Capacity.of(batch, SplitBounds.of(self.config.num_heads, self.max_rows or 0))
@@ -295,7 +295,7 @@ class TritonModel:
 
 
 def _inner(linear: Linear) -> Linear:
-    """What a rank has of a map that ranks share (pdmesh/engine/parallel/collectives.py)."""
+    """Return what a rank has of a map that ranks share (pdmesh/engine/parallel/collectives.py)."""
     return getattr(linear, "inner", linear)
 
 

@@ -50,7 +50,8 @@ _PARTS = 3  # of a message: token ids, positions, slots
 
 
 def hidden_at(layer_weights: int) -> int:
-    """Tokens of a step that the device takes as long to multiply with a layer's weights as Python takes to launch the layer."""
+    """Return tokens of a step that the device takes as long to multiply with a layer's weights as Python takes to launch the
+    layer."""
     return max(1, int(LAUNCHES_PER_LAYER * LAUNCH_S * OPERATIONS_PER_S / (2 * max(1, layer_weights))))
 
 
@@ -82,7 +83,7 @@ class PieceGraphs:
         return self._message.nbytes + self._rows.num_bytes
 
     def is_of(self, kv: Tensor) -> bool:
-        """Whether this is the pool that they are recorded on."""
+        """Return whether this is the pool that they are recorded on."""
         return is_same_memory(self._kv, kv)
 
     def bucket_of(self, num_tokens: int) -> int | None:
@@ -102,7 +103,7 @@ class PieceGraphs:
         return self._step.output(last, rows.states, meta.logits_rows)
 
     def prepare(self) -> None:
-        """Records all buckets, the largest first, whose memory the others share. Tokens go nowhere: nothing is written."""
+        """Record all buckets, the largest first, whose memory the others share. Tokens go nowhere: nothing is written."""
         for bucket in reversed(self._buckets):
             self._pieces(bucket)
 

@@ -44,7 +44,7 @@ class Splits:
         return -(-context_len // self.split_len(context_len))
 
     def bound(self, max_context: int) -> int:
-        """The most splits that any context up to `max_context` has."""
+        """Return the most splits that any context up to `max_context` has."""
         return max(1, min(-(-max_context // self.min_keys), self.most))
 
 

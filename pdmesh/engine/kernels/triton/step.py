@@ -68,7 +68,7 @@ class TritonStep:
         self.decoder, self.attention = decoder, attention
 
     def run(self, meta: StepMetadata, kv: Tensor, signal: LayerReadiness | None = None) -> StepOutput:
-        """Writes keys and values of the tokens that have a slot; outputs of `meta.logits_rows`. kv: the pool (`KVPool.tensor`).
+        """Write keys and values of the tokens that have a slot; outputs of `meta.logits_rows`. kv: the pool (`KVPool.tensor`).
 
         T and R of the metadata are multiples of 4 (pdmesh.engine.models.layers.Linear). What stands in rows of padding is not
         defined.
@@ -96,7 +96,7 @@ class TritonStep:
         self._query(index, layer, normed, rows, kv)
 
     def end(self, rows: Rows) -> Tensor:
-        """What comes behind the last attention: [T, hidden_size], not yet added to the states."""
+        """Return what comes behind the last attention: [T, hidden_size], not yet added to the states."""
         return self._rest(self.num_layers - 1, rows)
 
     def output(self, last: Tensor, states: Tensor, wanted: Tensor) -> StepOutput:
@@ -107,7 +107,7 @@ class TritonStep:
         return StepOutput(decoder.head(normed).float(), summed)
 
     def _rest(self, index: int, rows: Rows) -> Tensor:
-        """A layer behind its attention: what is to be added to the states next."""
+        """Return a layer behind its attention: what is to be added to the states next."""
         layer = self.decoder.layers[index]
         mixed = layer.output(rows.attended.flatten(1))
         normed, _ = add_rms_norm(mixed, rows.states, layer.mlp_norm, self._eps, mixed, rows.states)

@@ -17,8 +17,8 @@ FP8_CAPABILITY = (8, 9)
 
 
 def why_not(config: ModelConfig, item_size: int = 2, room: int = HOPPER_BYTES) -> str | None:
-    """What of this model the kernels do not compute; None when they compute it all. `item_size`: bytes of an activation; `room`:
-    shared memory that a program may have. Quantized products fit wherever attention does."""
+    """Return what of this model the kernels do not compute; None when they compute it all. `item_size`: bytes of an activation;
+    `room`: shared memory that a program may have. Quantized products fit wherever attention does."""
     if config.head_dim > MAX_HEAD_DIM:
         return f"head_dim {config.head_dim} is more than {MAX_HEAD_DIM}"
     try:
@@ -31,7 +31,7 @@ def why_not(config: ModelConfig, item_size: int = 2, room: int = HOPPER_BYTES) -
 
 
 def why_not_here(device: str) -> str:
-    """What is missing on this machine, or empty. On a CPU the kernels run in Triton's interpreter alone, for tests."""
+    """Return what is missing on this machine, or empty. On a CPU the kernels run in Triton's interpreter alone, for tests."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     interprets = os.environ.get(INTERPRET) == "1"

@@ -33,7 +33,7 @@ HOPPER_BYTES = 232_448
 
 @cache
 def shared_bytes(device: torch.device) -> int:
-    """The most that one program may ask for. Where there is no GPU (the interpreter, tests) as much as on Hopper."""
+    """Return the most that one program may ask for. Where there is no GPU (the interpreter, tests) as much as on Hopper."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return HOPPER_BYTES
     properties = torch.cuda.get_device_properties(device)
@@ -94,7 +94,7 @@ def _fitting(tiles: Tiles, padded: int, item_size: int, room: int) -> Tiles:
 
 
 def shared_bound(keys: int, rows: int, columns: int, item_size: int, stages: int) -> int:
-    """Bytes of shared memory, no less than the compiler takes: queries, keys and values of all stages but the one that is
+    """Return bytes of shared memory, no less than the compiler takes: queries, keys and values of all stages but the one that is
     computed (of one stage: keys and weights only, one after the other), sums of rows."""
     tile = columns * item_size
     waiting = 2 * (stages - 1) * keys * tile if stages > 1 else keys * tile + 4 * rows * keys

@@ -41,8 +41,8 @@ Guesses = Ranked[Ranked[tuple[int, float]]]  # of each depth: tokens and their c
 
 
 def best_tree(guesses: Guesses, max_tokens: int, least_chance: float, proposer: str) -> Draft:
-    """The `max_tokens` nodes with the largest chance to be kept, none smaller than `least_chance`; a node's chance is the product
-    of its branch's. A node is never likelier than its parent, so best first finds them (Li et al., EAGLE-2, 2024)."""
+    """Return the `max_tokens` nodes with the largest chance to be kept, none smaller than `least_chance`; a node's chance is the
+    product of its branch's. A node is never likelier than its parent, so best first finds them (Li et al., EAGLE-2, 2024)."""
     nodes: list[tuple[int, int, float]] = []  # parent, token, its own chance
     heap: list[tuple[float, int, int, int]] = []  # minus the chance to be kept, parent, depth, rank among the guesses there
 
@@ -122,7 +122,7 @@ class _Branch:
         )
 
     def take(self, token_id: int, chance: float) -> bool:
-        """Puts a token behind the others, if it is worth its place; False: the draft ends here."""
+        """Put a token behind the others, if it is worth its place; False: the draft ends here."""
         if not _is_number(chance) or self.kept * chance < self.ask.least_chance:
             return False
         self.tokens.append(token_id)
@@ -187,7 +187,7 @@ class HeadProposer:
         return drafts
 
     def hidden(self, sequence: Sequence) -> Tensor | None:
-        """What a hand-off takes along: [H] float32."""
+        """Return what a hand-off takes along: [H] float32."""
         memory = self._memory(sequence)
         return None if memory is None else memory.hidden
 

@@ -44,7 +44,7 @@ class HeadMaths(Protocol):
     heads: DraftHeads
 
     def begin(self, hidden: Sequence[Tensor]) -> Tensor:
-        """The model's last hidden states, n of [H] float32, before its final norm -> states [n, H]."""
+        """Return the model's last hidden states, n of [H] float32, before its final norm -> states [n, H]."""
         ...
 
     def advance(self, number: int, states: Tensor, token_ids: list[int]) -> Tensor:
@@ -52,7 +52,7 @@ class HeadMaths(Protocol):
         ...
 
     def score(self, states: Tensor) -> Scores:
-        """What the states say about their next tokens."""
+        """Return what the states say about their next tokens."""
         ...
 
     def chains(self, roots: Sequence[Root]) -> list[Chain]:
@@ -80,7 +80,7 @@ class TorchHeads:
     """Computes in `dtype`, on the device of `embedding` [vocab, H]: the model's, as the model has it."""
 
     def __init__(self, heads: DraftHeads, embedding: Tensor, dtype: torch.dtype = torch.float32) -> None:
-        """Raises ValueError where heads and embedding are not of one model."""
+        """Raise ValueError where heads and embedding are not of one model."""
         if why := heads.why_not(embedding.shape[1], embedding.shape[0]):
             raise ValueError(why)
         self.heads, self._embedding, self._dtype = heads, embedding, dtype

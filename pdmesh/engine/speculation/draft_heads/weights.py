@@ -72,7 +72,7 @@ class DraftHeads:
 
     @property
     def num_bytes(self) -> int:
-        """What one guess reads in 8 bits."""
+        """Return what one guess reads in 8 bits."""
         tensors: list[Tensor] = [self.head, *vars(self.blocks[0]).values()]
         return sum(tensor.numel() for tensor in tensors)
 
@@ -90,7 +90,7 @@ class DraftHeads:
 
 
 def load_heads(path: str | Path) -> DraftHeads:
-    """Raises BadHeads for a file that is missing, cut off, of another format or not whole."""
+    """Raise BadHeads for a file that is missing, cut off, of another format or not whole."""
     path = Path(path)
     try:
         with _opened(path) as file:
@@ -108,7 +108,7 @@ def load_heads(path: str | Path) -> DraftHeads:
 
 
 def save_heads(heads: DraftHeads, path: str | Path) -> None:
-    """Writes the file, whole or not at all; matrices in bfloat16. Raises BadHeads for heads that `load_heads` would refuse."""
+    """Write the file, whole or not at all; matrices in bfloat16. Raises BadHeads for heads that `load_heads` would refuse."""
     check_heads(heads)
     tensors = {"token_ids": heads.token_ids.to(torch.int32), "norm": heads.norm.float(), "head": heads.head.bfloat16()}
     for number, block in enumerate(heads.blocks):
@@ -128,7 +128,7 @@ def save_heads(heads: DraftHeads, path: str | Path) -> None:
 
 
 def check_heads(heads: DraftHeads) -> None:
-    """Raises BadHeads, naming the field, unless shapes, ids and numbers are as they must be."""
+    """Raise BadHeads, naming the field, unless shapes, ids and numbers are as they must be."""
     _check_kind(heads.kind)
     hidden, ids = heads.hidden_size, heads.token_ids
     if not 1 <= heads.depth <= MAX_DEPTH:

@@ -60,7 +60,7 @@ class Chunk:
 
 
 def batch_of(chunks: Sequence_[Chunk], block_size: int) -> StepBatch:
-    """The flat batch of chunks, in their order, in host memory."""
+    """Return the flat batch of chunks, in their order, in host memory."""
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -95,7 +95,7 @@ class DraftKV(Protocol):
         ...
 
     def num_valid(self, sequence: Sequence) -> int:
-        """How many of the sequence's first tokens have their KV here."""
+        """Return how many of the sequence's first tokens have their KV here."""
         ...
 
     def wrote(self, chunk: Chunk) -> None:
@@ -114,7 +114,7 @@ class ParallelKV:
     """A pool for a draft model, beside a target's pool of a given shape."""
 
     def __init__(self, loaded: LoadedModel, target: KVShape, device: str = "cpu") -> None:
-        """Raises DoesNotFit, with the numbers."""
+        """Raise DoesNotFit, with the numbers."""
         shape = draft_shape(loaded, target.num_blocks, target.block_size)
         _check_fits(shape, device)
         self._pool = KVPool(shape, device, shared=False)
@@ -132,7 +132,7 @@ class ParallelKV:
         return self._pool.shape.num_bytes
 
     def close(self) -> None:
-        """Gives the memory back. May be called again."""
+        """Give the memory back. May be called again."""
         self._pool.close()
 
     def num_valid(self, sequence: Sequence) -> int:
@@ -178,7 +178,7 @@ class TargetKV:
 
 
 def _root(sequence: Sequence) -> int:
-    """The label in front of the first token. Tenants share nothing."""
+    """Return the label in front of the first token. Tenants share nothing."""
     return hash(sequence.group.request.cache_root)
 
 
@@ -209,8 +209,8 @@ Room = Callable[[Sequence, int, int], bool]
 
 
 def room_in(allocator: BlockAllocator, num_running: Callable[[], int] = lambda: 0) -> Room:
-    """Where each of the running sequences, if somebody knows how many they are, finds another block as well: for a draft nobody
-    is preempted, now or in the step that verifies it.
+    """Return where each of the running sequences, if somebody knows how many they are, finds another block as well: for a draft
+    nobody is preempted, now or in the step that verifies it.
 
     A block that others share is the scheduler's to copy, in the step that computes the sequence's next token.
     """

@@ -82,7 +82,7 @@ def open_draft_model(
 
 
 def check_draft_model(path: str, config: EngineConfig, target: ModelConfig) -> None:
-    """Raises ValueError unless it has the target's tokens and sees as many of them. `config`: of the target's engine. No weights
+    """Raise ValueError unless it has the target's tokens and sees as many of them. `config`: of the target's engine. No weights
     are read."""
     max_context = effective_max_context(config, target)
     with _told_of(path):
@@ -155,7 +155,7 @@ class LayeredModel(Protocol):
     def config(self) -> ModelConfig: ...
 
     def first_layers(self, num_layers: int) -> ForwardModel:
-        """A model of the first layers, with the same norm, head and weights."""
+        """Return a model of the first layers, with the same norm, head and weights."""
         ...
 
 
@@ -191,7 +191,7 @@ def self_draft(
 
 
 def check_num_layers(num_layers: int, model: ModelConfig) -> None:
-    """Raises ValueError unless it is a part of the model's."""
+    """Raise ValueError unless it is a part of the model's."""
     most = model.num_layers - 1
     if most < 1:
         raise ValueError("self_draft_layers: the model has one layer, which is all of it; let somebody else guess")

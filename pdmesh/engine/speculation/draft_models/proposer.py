@@ -41,7 +41,7 @@ from pdmesh.engine.speculation.proposer import Ask, Proposer
 
 
 class Course:
-    """Drafts at most `depth` tokens. `first`: position of the first token whose KV is missing, at most the last known one's."""
+    """Draft at most `depth` tokens. `first`: position of the first token whose KV is missing, at most the last known one's."""
 
     def __init__(self, ask: Ask, depth: int, first: int, eos_token_ids: frozenset[int]) -> None:
         request = ask.sequence.group.request
@@ -66,13 +66,13 @@ class Course:
 
     @property
     def chunk(self) -> Chunk:
-        """What is computed next; a row of logits for each of rows()."""
+        """Return what is computed next; a row of logits for each of rows()."""
         num_prompt = len(self._prompt)
         tokens = (*self._prompt[self._first :], *self._output[max(0, self._first - num_prompt) :], *self.ahead)
         return Chunk(self.sequence, self._first, tokens, 1 + len(self.ahead))
 
     def rows(self) -> list[SampleRow]:
-        """The next draw, and those behind each token that was guessed ahead: as the target draws them."""
+        """Return the next draw, and those behind each token that was guessed ahead: as the target draws them."""
         return [self._row(self.ahead[:count]) for count in range(1 + len(self.ahead))]
 
     def take(self, token_ids: Sequence_[int], chances: Sequence_[float]) -> None:
@@ -205,7 +205,7 @@ class ModelDraft:
         return max(0, sequence.num_tokens - 1 - self.kv.num_valid(sequence))
 
     def _depth(self, ask: Ask) -> int:
-        """The last drafted token is not computed, so it may be one behind the model's context."""
+        """Return the last drafted token is not computed, so it may be one behind the model's context."""
         return min(ask.max_depth, ask.max_tokens, self._max_context + 1 - ask.sequence.num_tokens)
 
     def _guess_ahead(self, courses: list[Course]) -> None:

@@ -115,14 +115,14 @@ class _Thread:
         self._guessed: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
     def guess(self, output: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """What comes next by the pool, and by the trajectory."""
+        """Return what comes next by the pool, and by the trajectory."""
         if len(output) != self._num_known:
             self._drawn, self._num_known = (), len(output)
         self._guessed = self._pool.get(output[-1], ()), self._drawn
         return self._guessed
 
     def window(self, output: list[int]) -> list[int]:
-        """A full trajectory; where there are no draws, as the pool goes on, else any token."""
+        """Return a full trajectory; where there are no draws, as the pool goes on, else any token."""
         pooled, drawn = self.guess(output)
         tokens = list(drawn or pooled)
         while len(tokens) < _WINDOW:
@@ -160,7 +160,7 @@ class _Thread:
             self._pool_ngram(ngram[-2:])
 
     def _pool_ngram(self, ngram: tuple[int, ...]) -> None:
-        """Replaces what is there for its first token, unless that is the same and more."""
+        """Replace what is there for its first token, unless that is the same and more."""
         pool, first, rest = self._pool, ngram[0], ngram[1:]
         longer = pool.pop(first, ())
         pool[first] = longer if longer[: len(rest)] == rest else rest  # the latest comes last
@@ -208,7 +208,7 @@ def _judge(guess: tuple[int, ...], new_tokens: tuple[int, ...], bucket: int, cal
 
 
 def _trajectory(verified: Verified) -> tuple[int, ...]:
-    """What was drawn behind the wrong tokens that stand beside the last new one: one place further each."""
+    """Return what was drawn behind the wrong tokens that stand beside the last new one: one place further each."""
     draft, drawn = verified.draft, []
     at = verified.kept[-1] if verified.kept else ROOT
     for index, parent in enumerate(draft.parents):
@@ -219,7 +219,7 @@ def _trajectory(verified: Verified) -> tuple[int, ...]:
 
 
 def _expected(branch: Branch) -> float:
-    """Tokens kept."""
+    """Return tokens kept."""
     expected, likely = 0.0, 1.0
     for chance in branch[1]:
         likely *= chance

@@ -33,7 +33,7 @@ class _Reader:
         self.trail = TokenTrail(rungs, own=self._index.tokens)
 
     def read(self, output: list[int], most: int) -> int:
-        """Takes the new tokens and looks where the trail leads now; returns how many missing pairs were entered."""
+        """Take the new tokens and looks where the trail leads now; returns how many missing pairs were entered."""
         index, trail = self._index, self.trail
         tokens = index.tokens
         new_tokens = output[len(tokens) - self._behind_prompt :]

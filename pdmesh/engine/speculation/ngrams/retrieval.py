@@ -80,7 +80,7 @@ class _Store:
         return max(0, last - first)
 
     def find(self, document: _Document) -> tuple[Match, Match]:
-        """What the last tokens of the document match in outputs of its own root: the better match, and another."""
+        """Return what the last tokens of the document match in outputs of its own root: the better match, and another."""
         tokens, end = document.tokens, len(document.tokens)
         if end < _SHORTEST:
             return NO_MATCH, NO_MATCH
@@ -121,7 +121,7 @@ class _Reader:
         self.trail = TokenTrail(rungs, own=self._document.tokens)
 
     def read(self, output: list[int], most: int) -> int:
-        """Takes the new tokens and looks where the trail leads now; returns how many n-grams were entered."""
+        """Take the new tokens and looks where the trail leads now; returns how many n-grams were entered."""
         document, trail, store = self._document, self.trail, self._store
         new_tokens = output[len(document.tokens) - self._before_output :]
         store.append(document, new_tokens)

@@ -38,7 +38,8 @@ NO_MATCH: Match = ((), 0, 0)
 
 
 def match_length(source: Sequence_[int], place: int, tokens: Sequence_[int], end: int, known: int) -> int:
-    """How many tokens before `place` of the source equal those before `end` of the tokens, up to LONGEST; `known` of them do."""
+    """Return how many tokens before `place` of the source equal those before `end` of the tokens, up to LONGEST; `known` of them
+    do."""
     length = known
     most = min(LONGEST, place, end)
     while length < most and source[place - 1 - length] == tokens[end - 1 - length]:
@@ -71,7 +72,7 @@ class NgramIndex:
         return max(0, last - first)
 
     def search(self) -> tuple[Match, Match]:
-        """The longest match of the last tokens, the latest of equals, and the best that goes on differently.
+        """Return the longest match of the last tokens, the latest of equals, and the best that goes on differently.
 
         Enters the last pair. NO_MATCH for both unless all other pairs are entered.
         """
@@ -203,7 +204,7 @@ class TokenTrail:
         return (source, lost_at + 1, RESUMED) if self._lost_for == 1 else NO_MATCH
 
     def draft(self, ask: Ask, proposer: str) -> Draft:
-        """What comes behind the place, as far as it is likely enough; and the other match as a second branch."""
+        """Return what comes behind the place, as far as it is likely enough; and the other match as a second branch."""
         if not self.rung:
             return NOTHING
         first_chance = self._bent.chance(self._rungs.first.chances[self.rung])
@@ -243,7 +244,7 @@ def _differ(match: Match, other: Match) -> bool:
 
 
 def _go_round(tokens: Sequence_[int], count: int) -> list[int]:
-    """The source has no more than these tokens, and goes on with what is guessed."""
+    """Return the source has no more than these tokens, and goes on with what is guessed."""
     return list(islice(cycle(tokens), count))
 
 
@@ -274,7 +275,7 @@ class Reader(Protocol):
     trail: TokenTrail
 
     def read(self, output: list[int], most: int) -> int:
-        """Takes the new tokens and looks where the trail leads now; returns how many were entered, at most `most`."""
+        """Take the new tokens and looks where the trail leads now; returns how many were entered, at most `most`."""
         ...
 
 

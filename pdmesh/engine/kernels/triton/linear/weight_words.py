@@ -66,7 +66,7 @@ class WeightWords:
 
     @property
     def num_bytes(self) -> int:
-        """What one pass over the weight reads."""
+        """Return what one pass over the weight reads."""
         return self.words.numel() * 4 + self.scales.numel() * 4
 
 

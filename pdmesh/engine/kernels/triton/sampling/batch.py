@@ -124,7 +124,7 @@ class HistoryCounts:
             held.num_counted, held.last = num_sure, row.output[num_sure - 1]
 
     def _prompt_of(self, prompt: Sequence[int]) -> Ints:
-        """The choices of a request come one after the other, with the same prompt."""
+        """Return the choices of a request come one after the other, with the same prompt."""
         if self._prompt[0] is not prompt:
             self._prompt = (prompt, np.asarray(prompt, np.int32))
         return self._prompt[1]
@@ -204,7 +204,7 @@ def seed_of(record: tl.tensor) -> tl.tensor:
 
 
 def column(field: tl.constexpr) -> int:
-    """A field's place, on the host."""
+    """Return a field's place, on the host."""
     return int(field.value)
 
 
@@ -263,7 +263,7 @@ class Plan:
         self.record = packed(params, vocab_size).tobytes()
 
     def is_free(self, row: SampleRow) -> bool:
-        """Whether temperature and filters are all that the row asks for."""
+        """Return whether temperature and filters are all that the row asks for."""
         return not self.has_penalty and row.allowed is None and row.index >= self.min_tokens
 
     def is_counted(self, row: SampleRow) -> bool:
@@ -271,7 +271,7 @@ class Plan:
 
 
 class BatchMaker:
-    """Makes the batches of one sampler, on its thread. Remembers parameters in packed form, histories, and the last batch."""
+    """Make the batches of one sampler, on its thread. Remembers parameters in packed form, histories, and the last batch."""
 
     def __init__(self, vocab_size: int, device: torch.device, num_seqs: int = 0) -> None:
         """`num_seqs`: whose histories are kept, if they are more than MOST_ROWS."""
@@ -341,7 +341,8 @@ def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
 
 
 def _with_lists(table: Ints, rows: Sequence[SampleRow], counted: set[int], vocab_size: int, room: Ints) -> list[Ints]:
-    """The table's records, told where the lists behind it are, and those lists. `room`: behind the guesses of who is counted."""
+    """Return the table's records, told where the lists behind it are, and those lists. `room`: behind the guesses of who is
+    counted."""
     parts, end, mask_of = [table.reshape(-1)], table.size, dict[int, int]()
     for place, row in enumerate(rows):
         lists = {_FORBIDDEN: _forbidden(row), _GUESSED: np.concatenate([_guessed(row), room]) if place in counted else _NONE}

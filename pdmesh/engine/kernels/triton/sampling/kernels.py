@@ -99,7 +99,7 @@ def gumbel_of(bits: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def best_of(values: tl.tensor, ids: tl.tensor, is_candidate: tl.tensor) -> tl.tensor:
-    """The highest value among candidates and its lowest id; 2^31 - 1 without candidates."""
+    """Return the highest value among candidates and its lowest id; 2^31 - 1 without candidates."""
     best = tl.max(tl.where(is_candidate, values, float("-inf")), axis=0)
     return best, tl.min(tl.where(is_candidate & (values == best), ids, 2147483647), axis=0)
 
@@ -297,7 +297,7 @@ def _softmax_sum(
 
 @triton.jit
 def _mass_above(packed: tl.tensor, count: tl.tensor, bits: tl.tensor, CHUNK: tl.constexpr) -> tl.tensor:
-    """The sum, in float64, of packed probabilities whose bits are higher."""
+    """Return the sum, in float64, of packed probabilities whose bits are higher."""
     total = tl.zeros([], tl.float64)
     start = tl.zeros([], tl.int32)
     while start < count:

@@ -215,7 +215,7 @@ class DeviceSampler:
 
     @torch.inference_mode()
     def prepare(self, vocab_size: int, device: torch.device) -> None:
-        """Compiles all that draws from such logits will ever launch, by drawing from some: seconds, where nothing is cached."""
+        """Compile all that draws from such logits will ever launch, by drawing from some: seconds, where nothing is cached."""
         logits = torch.zeros((1, vocab_size), device=device)
         for row in _rows_of_all_kinds(vocab_size):
             self.sample(logits, [row])
@@ -264,7 +264,7 @@ class DeviceSampler:
 
 
 def _aligned(logits: Tensor) -> Tensor:
-    """Where a kernel for aligned addresses can read them: a model's are; a view of some rows may not be."""
+    """Return where a kernel for aligned addresses can read them: a model's are; a view of some rows may not be."""
     return logits if logits.data_ptr() % 16 == 0 else logits.clone()
 
 
