@@ -2,7 +2,7 @@
 
 Work that can be recorded takes no arguments, reads and writes tensors at fixed addresses, and does not synchronize with the
 device. It returns tensors; after each replay they hold the new results, until the next one. Without a GPU the same work is
-called. """
+called."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RMSNorm, alone and fused with the residual addition before it (Zhang and Sennrich, 2019).
+"""RMSNorm, alone and fused with the residual addition before it (Zhang and Sennrich, 2019), and SiLU(gate) * up.
 
 A program owns a row and holds it in registers:   x + residual -> new residual; its mean square; weight * (row / root mean
 square). The fused form reads and writes each once, 4 times the row's bytes; apart they would take 7. A step of few rows is bound
@@ -84,11 +84,11 @@ def _check(x: Tensor, weight: Tensor, *others: tuple[str, Tensor]) -> None:
             raise ValueError(f"{name}: shape {tuple(tensor.shape)} of {tensor.dtype}, not {tuple(x.shape)} of {x.dtype} like x")
 
 
-# SiLU(gate) * up over the product of gate and up in one piece (Shazeer, GLU Variants, 2020).
+# SiLU(gate) * up over the product of gate and up in one piece (Shazeer, GLU Variants, 2020)
 #
 #     gate_up [M, 2 I]:   | gate: I | up: I |   ->   out [M, I];  a program owns a piece of one row
 #
-# Three times the output's bytes go through memory, the least there is. Elementwise: no number depends on its place.
+# Three times the output's bytes go through memory, which is the minimum. Elementwise: no number depends on its place.
 # Roundings are those of pdmesh.engine.models.layers (silu, GatedMLP): silu in float32, rounded to the dtype, times up, rounded.
 # Exponentials differ by a few units in the last place of float32, so the result by one of the dtype's.
 
