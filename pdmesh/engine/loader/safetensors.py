@@ -15,7 +15,7 @@ from torch import Tensor
 from pdmesh.engine.loader.quantize import Int4Weight
 from pdmesh.engine.models.config import ModelConfig, UnsupportedModel, token_ids
 
-# Where weights come from: Hugging Face names to tensors, whatever the file format.
+# The source of weights: Hugging Face names to tensors, whatever the file format
 
 
 class WeightSource(Protocol):
@@ -29,11 +29,11 @@ class WeightSource(Protocol):
         """Return the tensor, in the checkpoint's dtype. Raises MissingTensor naming it and the files."""
 
     def get_int4(self, name: str, group: int) -> Int4Weight | None:
-        """Return the tensor as the file has it, where that is 4 bits in groups of this size: quantizing what `get` gives would
-        round a second time. None otherwise. Raises MissingTensor as `get` does."""
+        """Return the tensor as it is in the file, where that is 4 bits in groups of this size: quantizing what `get` gives would
+        round a second time. None otherwise. Raises MissingTensor like `get`."""
 
     def num_elements(self) -> int:
-        """Number of weights in all tensors, from the headers alone."""
+        """Return the number of weights in all tensors, from the headers alone."""
 
 
 class MissingTensor(ValueError):
@@ -45,7 +45,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class SafetensorsSource:
-    """See WeightSource. Opening reads config.json and the headers only."""
+    """Read safetensors, see WeightSource. Opening reads config.json and the headers only."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -61,7 +61,7 @@ class SafetensorsSource:
         return self._file_of[name].get_tensor(name)
 
     def get_int4(self, name: str, group: int) -> Int4Weight | None:
-        """None: safetensors are read in floating dtypes only."""
+        """Return None: safetensors are read in floating dtypes only."""
         return None
 
     def num_elements(self) -> int:
@@ -69,7 +69,7 @@ class SafetensorsSource:
 
 
 class _File(Protocol):
-    """What safetensors' untyped `safe_open` gives."""
+    """The part of safetensors' untyped `safe_open` that is used."""
 
     def keys(self) -> list[str]: ...
     def get_tensor(self, name: str) -> Tensor: ...
@@ -89,7 +89,7 @@ def _tensors_of(path: Path) -> list[tuple[_File, str]]:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """config.json; end-of-sequence ids from generation_config.json where it names them, as transformers' `generate` does."""
+    """Read config.json, and end-of-sequence ids from generation_config.json where it has them, like transformers' `generate`."""
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder}: no config.json; give a Hugging Face model folder or a .gguf file")
@@ -135,7 +135,7 @@ def _weight_map(index: Mapping[str, object]) -> dict[str, str]:
     return names
 
 
-# Tensors out of a checkpoint, with the shapes that its config promises.
+# Tensors of a checkpoint, checked against the shapes of its config
 
 
 def checked(source: WeightSource, name: str, shape: tuple[int, ...]) -> Tensor:

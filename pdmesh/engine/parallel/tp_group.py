@@ -1,7 +1,7 @@
-"""Rank 0's hold on the other ranks: it starts their processes, talks to them, hears of their ends and ends them.
+"""Rank 0's control of the other ranks: it starts their processes, sends commands, is notified of their ends and ends them.
 
-A rank never outlives this process: the kernel ends it with the thread that started it (see rank.py), one thread each that waits
-for its end, and elsewhere than on Linux it sees its socket close.
+A rank never outlives this process: the kernel ends it with the thread that started it (see rank.py), so each has a thread that
+waits for its end; elsewhere than on Linux a rank sees its socket close.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TypeVar
 from pdmesh.engine.parallel import tp_protocol
 from pdmesh.engine.parallel.tp_protocol import Kind, RankFailed
 
-START_TIMEOUT_S = 1800.0  # a large model comes from a slow disk
+START_TIMEOUT_S = 1800.0  # for a large model on a slow disk
 CLOSE_GRACE_S = 3.0
 _NOTICE_S = 2.0  # between the end of a rank's connections and the end of its process
 
@@ -30,12 +30,12 @@ OnFailure = Callable[[RankFailed], None]
 
 
 class TensorParallelGroup:
-    """Ranks 1 to size - 1. Methods are for one thread, but `watch`, `failure`, `fail`, `blame` and `name`."""
+    """Control ranks 1 to size - 1. Methods are for one thread, except `watch`, `failure`, `fail`, `blame` and `name`."""
 
     def __init__(self, size: int, timeout_s: float) -> None:
-        """Start the processes; they wait for `tell_settings`. `timeout_s` bounds what is said to a rank that should listen.
+        """Start the processes; they wait for `tell_settings`. `timeout_s` bounds sends to a rank that should read.
 
-        Raises RankFailed when the system cannot start them; none is left then."""
+        Raises RankFailed when the system cannot start them; no process is left then."""
         self.size = size
         self.failure: RankFailed | None = None
         self._timeout_s = timeout_s
@@ -52,18 +52,18 @@ class TensorParallelGroup:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of ranks 1, 2, ..."""
+        """Return the process ids of ranks 1, 2, ..."""
         return tuple(rank.process.pid for rank in self._ranks)
 
     def watch(self, on_failure: OnFailure) -> None:
-        """From now on `on_failure` hears at once, from some thread, of a rank that ends by itself."""
+        """Call `on_failure` at once from now on, from some thread, when a rank ends by itself."""
         with self._lock:
             self._on_failure = on_failure
         if self.failure is not None:
             on_failure(self.failure)
 
     def tell_settings(self, settings: Mapping[str, object]) -> None:
-        """Every rank begins to load. Raises RankFailed."""
+        """Have every rank begin to load. Raises RankFailed."""
         for rank in self._ranks:
             content = tp_protocol.as_json({"rank": rank.number, **settings})
             self._bounded(rank, partial(tp_protocol.send, kind=Kind.SETTINGS, payload=content))
