@@ -69,18 +69,19 @@ class TensorParallelGroup:
             self._bounded(rank, partial(tp_protocol.send, kind=Kind.SETTINGS, payload=content))
 
     def tell(self, kind: Kind, payload: bytes = b"") -> None:
-        """The same to every rank. Raises RankFailed."""
+        """Send the same frame to every rank. Raises RankFailed."""
         self.check()
         for rank in self._ranks:
             self._bounded(rank, partial(tp_protocol.send, kind=kind, payload=payload))
 
     def show_fd(self, fd: int) -> None:
-        """A descriptor for every rank, behind the frame that announces it. Raises RankFailed."""
+        """Send a descriptor to every rank, behind the frame that announces it. Raises RankFailed."""
         for rank in self._ranks:
             self._bounded(rank, lambda sock: tp_protocol.send_fd(sock, fd))
 
     def open_channels(self) -> list[socket.socket]:
-        """One more socket to every rank, behind the frame that announces it; the caller's to close. Raises RankFailed."""
+        """Return one more socket to every rank, sent behind the frame that announces it; the caller closes them. Raises
+        RankFailed."""
         ours: list[socket.socket] = []
         try:
             for rank in self._ranks:
@@ -95,23 +96,23 @@ class TensorParallelGroup:
         return ours
 
     def wait_for(self, kind: Kind) -> None:
-        """Every rank says so, or that and why it failed. Raises RankFailed."""
+        """Wait until every rank has sent `kind`, or the reason of its failure. Raises RankFailed."""
         for rank in self._ranks:
             said, payload = self._bounded(rank, lambda sock: tp_protocol.expect(sock, kind, Kind.FAILED), START_TIMEOUT_S)
             if said is Kind.FAILED:
                 raise RankFailed(f"tensor_parallel: rank {rank.number}: {payload.decode(errors='replace')}")
 
     def check(self) -> None:
-        """Raise RankFailed if a rank has."""
+        """Raise RankFailed if a rank has failed."""
         if self.failure is not None:
             raise self.failure
 
     def name(self, number: int) -> str:
-        """Of rank `number` in what people read."""
+        """Return the name of rank `number` for messages."""
         return self._ranks[number - 1].name
 
     def fail(self, failure: RankFailed) -> None:
-        """From any thread: whoever watches hears of it, unless ranks have failed already or are being ended."""
+        """Report a failure to the watcher, from any thread, unless ranks have failed already or are being ended."""
         with self._lock:
             if self._closing or self.failure is not None:
                 return
@@ -120,14 +121,14 @@ class TensorParallelGroup:
         on_failure(failure)
 
     def blame(self, error: BaseException, work: str = "take part in a step") -> RankFailed:
-        """Why `work` of the ranks broke: the rank that ended, known within moments; else one of them is silent."""
+        """Return why `work` of the ranks broke: the rank that ended, known within moments; else one of them is silent."""
         deadline = time.monotonic() + _NOTICE_S
         while self.failure is None and time.monotonic() < deadline:
             time.sleep(0.01)
         return self.failure or RankFailed(f"tensor_parallel: a rank did not {work}: {error}")
 
     def close(self) -> None:
-        """End all ranks and waits until they are gone, whatever state they are in; idempotent."""
+        """End all ranks and wait until they are gone, whatever state they are in; idempotent."""
         self._closing = True
         for rank in self._ranks:
             rank.sock.close()
@@ -145,13 +146,13 @@ class TensorParallelGroup:
             raise self.blame(error) from error
 
     def _note_end(self, rank: _TensorParallelRank, code: int) -> None:
-        """On the rank's thread."""
+        """Report the end of a rank, on the rank's thread."""
         how = f"signal {-code}" if code < 0 else f"code {code}"
         self.fail(RankFailed(f"tensor_parallel: {rank.name} ended with {how}"))
 
 
 class _TensorParallelRank:
-    """One process and our end of its socket."""
+    """Own one process and our end of its socket."""
 
     def __init__(self, number: int, on_end: Callable[[_TensorParallelRank, int], None]) -> None:
         self.number = number
@@ -174,7 +175,7 @@ class _TensorParallelRank:
             raise RankFailed(f"tensor_parallel: rank {self.number} cannot be started: {self._error}") from self._error
 
     def end(self, deadline: float) -> None:
-        """Waits for its end until `deadline` (monotonic), then makes it."""
+        """Wait for its end until `deadline` (monotonic), then kill it."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             with contextlib.suppress(ProcessLookupError):
@@ -186,7 +187,7 @@ class _TensorParallelRank:
             self.process = subprocess.Popen(
                 _command(self._theirs.fileno()),
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,  # ours is for lines of JSON
+                stdout=subprocess.DEVNULL,  # our standard output is for lines of JSON
                 pass_fds=(self._theirs.fileno(),),
                 env={**os.environ, "PYTHONPATH": _python_path()},
             )
@@ -204,6 +205,6 @@ def _command(fd: int) -> Sequence[str]:
 
 
 def _python_path() -> str:
-    """So that a rank finds this very code, installed or not."""
+    """Return a path on which a rank finds this very code, installed or not."""
     root = str(Path(__file__).resolve().parents[3])
     return os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH", "")) if part)

@@ -1,4 +1,4 @@
-"""Draft heads on the CPU kernels, in 8 bits: two native calls (draft_head.cpp) for each token that is guessed."""
+"""Draft heads on the CPU kernels, in 8 bits: two native calls (draft_head.cpp) for each draft token."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Block(ctypes.Structure):
 
 
 class _Chains(ctypes.Structure):
-    """PdmeshDraftChains there."""
+    """PdmeshDraftChains of draft_head.cpp."""
 
     _fields_ = (
         ("num_rows", ctypes.c_int32),
@@ -84,7 +84,7 @@ class NativeHeads:
         return out
 
     def chains(self, roots: Sequence[Root]) -> list[Chain]:
-        """In one native call."""
+        """Compute all chains in one native call."""
         count, depth = len(roots), self.heads.depth
         hidden = (ctypes.c_void_p * count)(*[root.hidden.data_ptr() for root in roots])
         last = (ctypes.c_int64 * count)(*[root.last for root in roots])
@@ -119,14 +119,14 @@ class NativeHeads:
         return Scores(logits, best[:], chances[:])
 
     def _room(self, count: int) -> Tensor:
-        """[count, V'] float32, the same memory each time: new pages would cost more than the scores."""
+        """Return [count, V'] float32, the same memory each time: new pages would cost more than the scores."""
         if len(self._logits) < count:
             self._logits = torch.empty((count, self._head.num_outputs))
         return self._logits[:count]
 
 
 def why_not_native(heads: DraftHeads, embedding: Tensor) -> str:
-    """Why the kernels cannot compute these heads; empty where they can."""
+    """Return why the kernels cannot compute these heads; empty where they can."""
     if heads.hidden_size % _LANES:
         return f"hidden_size: {heads.hidden_size} is not a multiple of {_LANES}"
     if embedding.device.type != "cpu" or not embedding.is_contiguous() or _format(embedding) not in ("float32", "bfloat16"):
@@ -149,7 +149,7 @@ def _packed(matrix: Tensor) -> PackedLinear:
 
 
 def _declare(library: ctypes.CDLL) -> None:
-    """Argument types: without them ctypes would cut pointers to 32 bits."""
+    """Declare argument types: without them ctypes would cut pointers to 32 bits."""
     pointer, int32 = ctypes.c_void_p, ctypes.c_int32
     library.pdmesh_draft_begin.argtypes, library.pdmesh_draft_begin.restype = [int32, int32, *[pointer] * 3], None
     library.pdmesh_draft_bytes.restype = ctypes.c_int64
