@@ -165,7 +165,8 @@ def _to_float16(floats: NDArray[np.float32]) -> NDArray[np.float16]:
 
 
 def _to_fp8(floats: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """Codes of e4m3, as pdmesh/engine/kernels/triton/kv.py rounds: its 3 bits of a float32's mantissa, or multiples of 2**-9."""
+    """Return codes of e4m3, rounded like pdmesh/engine/kernels/triton/kv.py: its 3 bits of a float32's mantissa, or multiples of
+    2**-9."""
     clipped = np.clip(floats, -_E4M3_MAX, _E4M3_MAX)
     bits = np.abs(clipped).view(np.uint32)
     normal = (bits + 0x7FFFF + (bits >> 20 & 1) >> 20) - (127 - 7 << 3)  # the exponent's bias is 7

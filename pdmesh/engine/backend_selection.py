@@ -56,7 +56,7 @@ class Numerics:
 
 
 def choose_numerics(
-    config: EngineConfig, model: ModelConfig, *, has_int4: bool, no_library: str, no_triton: str = "nobody looked for triton"
+    config: EngineConfig, model: ModelConfig, *, has_int4: bool, no_library: str, no_triton: str = "triton was not looked for"
 ) -> Numerics:
     """Return the backend and formats. `has_int4`: the checkpoint itself has 4-bit weights. `no_library`, `no_triton`: why there
     are no native or no Triton kernels here, or empty.

@@ -66,15 +66,15 @@ class EngineConfig:
         default="none",
         metadata={"help": "proposers of draft tokens: auto (as far as it pays), none, or names joined by commas"},
     )
-    draft_model: str = field(default="", metadata={"help": "a smaller model with the same vocabulary, to guess with"})
+    draft_model: str = field(default="", metadata={"help": "a smaller model with the same vocabulary, as draft model"})
     draft_heads: str = field(
-        default="", metadata={"help": "trained heads, to guess with; empty: draft_heads.safetensors beside the model"}
+        default="", metadata={"help": "trained draft heads; empty: draft_heads.safetensors beside the model"}
     )
-    self_draft_layers: int = field(default=0, metadata={"help": "guess with the model's first so many layers; 0: do not"})
+    self_draft_layers: int = field(default=0, metadata={"help": "draft with the model's first so many layers; 0: off"})
     max_draft_tokens: int = field(
-        default=16, metadata={"help": f"tokens guessed ahead of a sequence at most, up to {MAX_DRAFT_TOKENS}"}
+        default=16, metadata={"help": f"most draft tokens of a sequence in a step, up to {MAX_DRAFT_TOKENS}"}
     )
-    draft_length: int = field(default=0, metadata={"help": "guess so many, whatever it costs; 0: as many as pay"})
+    draft_length: int = field(default=0, metadata={"help": "draft so many tokens, whatever the cost; 0: as many as pay"})
     steps_ahead: bool = field(
         default=True, metadata={"help": "triton: launch a decode step before the tokens of the one before it are read"}
     )

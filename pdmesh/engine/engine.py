@@ -84,7 +84,7 @@ class Engine:
         self.weights_hash = loaded.weights_hash
         self.numeric_mode = loaded.numeric_mode
         self.kv_scales = loaded.kv_scales
-        self.kv_arrangement = "panels" if isinstance(loaded.model, NativeModel) else "plain"  # see kv_cache/format.py
+        self.kv_arrangement = "panels" if isinstance(loaded.model, NativeModel) else "plain"  # see kvtransfer/conversion.py
         self.eos_token_ids = frozenset(loaded.config.eos_token_ids)
         self._parallel = loaded.model if isinstance(loaded.model, ParallelModel) else None
         drafts = load_drafts(config, loaded) if proposers is None else Drafts()

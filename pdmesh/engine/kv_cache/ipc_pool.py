@@ -265,7 +265,7 @@ class ShownPool:
         self.pull(own, [0], range(1), [0], mark()).result()
 
     def close(self) -> None:
-        """Waits for what is under way; idempotent."""
+        """Wait for what is under way; idempotent."""
         for slips in (self._sums, self._pulls):
             slips.lane.close()
 

@@ -149,7 +149,9 @@ def _maths(config: EngineConfig, loaded: LoadedModel) -> HeadMaths:
     if why := heads.why_not(loaded.config.hidden_size, loaded.config.vocab_size):
         raise ValueError(f"draft_heads: {path}: {why}")
     if not heads.is_for(loaded.weights_hash):
-        others = "draft_heads: %s was trained for other weights (%.12s) than the model's (%.12s): it may guess badly"
+        others = (
+            "draft_heads: %s was trained for other weights (%.12s) than the model's (%.12s): few of their tokens may be accepted"
+        )
         logger.warning(others, path, heads.trained_for, loaded.weights_hash)
     if not isinstance(model, NativeModel):
         return TorchHeads(heads, model.embedding)

@@ -133,7 +133,7 @@ class NativeSampler:
         self._finalizer()
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
-        """logits [R, V] float32 on the CPU, contiguous, one SampleRow for each -> R tokens. The logits are not changed.
+        """Sample logits [R, V] float32 on the CPU, contiguous, one SampleRow each -> R tokens. The logits are not changed.
 
         Raises ValueError for other logits.
         """

@@ -41,7 +41,8 @@ def _norm_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
-    """x [M, H], weight [H] of x's dtype -> [M, H]; float16, bfloat16 or float32. `out` may be x. Raises ValueError for shapes."""
+    """Normalize x [M, H] by weight [H] of x's dtype: float16, bfloat16 or float32. `out` may be x. Raises ValueError for
+    shapes."""
     out = torch.empty_like(x) if out is None else out
     _check(x, weight, ("out", out))
     _launch(x, None, weight, eps, out, out)
@@ -51,7 +52,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor | None = None, residual_out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """x, residual [M, H], weight [H], all of one dtype -> (normed [M, H], x + residual [M, H]).
+    """Add and normalize x, residual [M, H], weight [H], all of one dtype -> (normed [M, H], x + residual [M, H]).
 
     `out` may be x and `residual_out` the residual: each element is read before it is written, by the same thread.
     """
@@ -111,7 +112,7 @@ def _silu_mul_kernel(
 
 
 def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
-    """gate_up [M, 2 I] float16, bfloat16 or float32 -> [M, I] of its dtype. Raises ValueError for shapes."""
+    """Multiply gate_up [M, 2 I] float16, bfloat16 or float32 -> [M, I] of its dtype. Raises ValueError for shapes."""
     if gate_up.dim() != 2 or gate_up.shape[1] % 2 or gate_up.stride(1) != 1:
         raise ValueError(f"gate_up: shape {tuple(gate_up.shape)}, strides {gate_up.stride()}; give [M, 2 I] with contiguous rows")
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2

@@ -79,8 +79,8 @@ class SplitBounds:
 
     @classmethod
     def of(cls, num_heads: int, num_rows: int = 0) -> SplitBounds:
-        """`num_rows`: the most rows of logits of a step, of all sequences that decode and verify, which may more than fill the
-        chip."""
+        """Return the bounds. `num_rows`: the most rows of logits of a step, of all sequences that decode and verify, which may
+        more than fill the chip."""
         most = max(SPLIT_ROWS // num_heads, 1 + MAX_DRAFT_TOKENS)
         return cls(most, max(most, num_rows))
 

@@ -96,7 +96,7 @@ class NativeHeads:
         asked = _Chains(count, depth, self._norm_address, ctypes.addressof(hidden), self._ids_address, *arrays)
         block = self._block_addresses[0]
         if self._library.pdmesh_draft_chains(self._team, block, self._head_address, ctypes.byref(asked)):
-            raise MemoryError(f"no memory to guess for {count} sequences")
+            raise MemoryError(f"no memory to draft for {count} sequences")
         ends = ((row * depth, row * depth + counts[row]) for row in range(count))
         return [(tokens[first:end], chances[first:end]) for first, end in ends]
 
@@ -106,7 +106,7 @@ class NativeHeads:
         if self._library.pdmesh_draft_block(
             self._team, self._block_addresses[number], count, states.data_ptr(), tokens, out.data_ptr()
         ):
-            raise MemoryError(f"no memory to guess for {count} sequences")
+            raise MemoryError(f"no memory to draft for {count} sequences")
         return out
 
     def score(self, states: Tensor) -> Scores:
@@ -115,7 +115,7 @@ class NativeHeads:
         if self._library.pdmesh_draft_scores(
             self._team, self._head_address, count, states.data_ptr(), logits.data_ptr(), best, chances
         ):
-            raise MemoryError(f"no memory to guess for {count} sequences")
+            raise MemoryError(f"no memory to draft for {count} sequences")
         return Scores(logits, best[:], chances[:])
 
     def _room(self, count: int) -> Tensor:

@@ -132,7 +132,7 @@ def round_rows_kernel(x, codes, scales, width, stride_x, stride_codes, BLOCK: tl
 
 
 def rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [M, K] of any floating dtype -> float8_e4m3fn [M, K] and a scale for each row, [M] float32: the bits of
+    """Round x [M, K] of any floating dtype -> float8_e4m3fn [M, K] and a scale for each row, [M] float32: the bits of
     pdmesh.engine.loader.quantize.rounded_to_e4m3. A row with infinity or NaN has such a scale, and arbitrary codes.
 
     Raises ValueError for rows that are not contiguous.
@@ -198,7 +198,7 @@ class Fp8Linear(WordLinear):
 
 
 def scaled_product(x: Tensor, weight: WeightWords, bias: Tensor | None) -> Tensor:
-    """x [M, K] rounded to e4m3 by rows, times the weight's own codes, summed in float32; scales and bias at the end."""
+    """Return x [M, K], rounded to e4m3 by rows, times the weight's own codes, summed in float32; scales and bias at the end."""
     values, scales = rounded_rows(x)
     codes = expanded(weight, torch.uint8).view(torch.float8_e4m3fn)
     product = torch._scaled_mm(
@@ -214,7 +214,7 @@ def scaled_product(x: Tensor, weight: WeightWords, bias: Tensor | None) -> Tenso
 
 
 def int4_linear(weight: Int4Weight, bias: Tensor | None = None, invariant: bool = False) -> WordLinear:
-    """weight [N, K], bias [N] -> a map on the device of the weight's values; see WordLinear for the numbers."""
+    """Return a map of weight [N, K], bias [N] on the device of the weight's values; see WordLinear for the numbers."""
     device, bias = on_device(weight.values, bias)
     return WordLinear(words_of_int4(weight, device), bias, invariant)
 
@@ -223,7 +223,8 @@ def int4_linear(weight: Int4Weight, bias: Tensor | None = None, invariant: bool 
 
 
 def int8_linear(weight: Int8Weight, bias: Tensor | None = None, invariant: bool = False) -> WordLinear:
-    """weight [N, K], bias [N] -> a map on the device of the weight's values. A byte a weight; see WordLinear for the numbers."""
+    """Return a map of weight [N, K], bias [N] on the device of the weight's values. A byte a weight; for the numbers see
+    WordLinear."""
     device, bias = on_device(weight.values, bias)
     return WordLinear(words_of_int8(weight, device), bias, invariant)
 

@@ -77,7 +77,7 @@ def words_of_int8(weight: Int8Weight, device: torch.device) -> WeightWords:
 
 
 def words_of_fp8(values: Tensor, scales: Tensor) -> WeightWords:
-    """values [N, K] float8_e4m3fn without NaN, scales [N] float32: w[n, k] = scales[n] * values[n, k]."""
+    """Pack values [N, K] float8_e4m3fn without NaN, scales [N] float32: w[n, k] = scales[n] * values[n, k]."""
     codes = _padded(values.view(torch.uint8), 8, 0)
     return WeightWords("fp8", _shuffled(codes, 8, _SPAN), scales.contiguous(), _SPAN, *values.shape)
 

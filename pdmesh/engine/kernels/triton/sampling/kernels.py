@@ -344,7 +344,7 @@ def limits_kernel(
     message: tl.tensor,
     VOCAB: tl.constexpr, NUM_CHUNKS: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """int_limits [R, 3] int64: order_of the k-th; bits of the least probability kept; of its equals, the highest id kept.
+    """Write int_limits [R, 3] int64: order_of the k-th; bits of the least probability kept; of its equals, the highest id kept.
     sums [R, 2] float32: of the exponentials that top-k keeps, and that top-p keeps."""
     row = tl.program_id(0).to(tl.int64)
     record = message + row * WORDS

@@ -109,7 +109,7 @@ class SamplingScratch:
 
 
 def greedy(logits: Tensor, scratch: GreedyScratch, *, chunk: int = CHUNK) -> Tensor:
-    """logits [R, V] -> the id of each row's highest, the lowest among equals: [R] int32, on the device. One launch.
+    """Return the id of each row's highest logit of [R, V], the lowest among equals: [R] int32, on the device. One launch.
 
     Raises ValueError where shapes do not fit. `chunk`: tokens of a program, the same as the scratch's.
     """
@@ -127,7 +127,8 @@ def greedy(logits: Tensor, scratch: GreedyScratch, *, chunk: int = CHUNK) -> Ten
 
 
 def draw(logits: Tensor, batch: SamplingBatch, scratch: SamplingScratch, *, chunk: int = CHUNK) -> Tensor:
-    """logits [R, V], of which rows are contiguous and unchanged, float32 or narrower -> tokens [R] int32, on the device.
+    """Draw from logits [R, V], of which rows are contiguous and unchanged, float32 or narrower -> tokens [R] int32, on the
+    device.
 
     Counts what the batch has to count, once a batch. Raises ValueError where shapes do not fit. `chunk`: as the scratch's.
     """
@@ -222,7 +223,8 @@ class DeviceSampler:
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
-        """logits [R, V] float32, one SampleRow for each -> R tokens. The logits are not changed. Greedy ties: the lowest id."""
+        """Sample logits [R, V] float32, one SampleRow each -> R tokens. The logits are not changed. Greedy ties: the lowest
+        id."""
         return self.start(logits, rows).finish() if rows else []
 
     @torch.inference_mode()
