@@ -100,8 +100,8 @@ class RequestTable:
         return {choice: self._gain(branches[choice], token_ids) for choice, token_ids in tokens.items()}
 
     def hold(self, sequence: Sequence, tokens: Mapping[int, tuple[int, ...]]) -> dict[int, Gain]:
-        """Do as the continuation above for a prefill_only request: the blocks stay for the reader of the KV, and the decode
-        worker finds what a grammar forces behind the first token."""
+        """Hold a prefill_only request after its first tokens: the blocks stay for the reader of the KV, and the decode worker
+        finds what a grammar forces behind the first token."""
         self._scheduler.discard(sequence)
         sequence.group.phase = Phase.HELD
         return {choice: Gain(token, self._reason(sequence, [*sequence.output, *token]), 1) for choice, token in tokens.items()}
