@@ -88,8 +88,8 @@ def _launch(move: Move, *, gathers: bool) -> None:
 #     source [layers, 2, blocks, BLOCK_WORDS]   ids  7 | 2 | 9     one program: WORDS words of a block of a plane
 #     target [layers, 2, blocks, BLOCK_WORDS]   ids  3 | 4 | 1     a plane: keys, or values, of a layer
 #
-# pdmesh/engine/kv_cache/ipc_pool.py says what is summed, and why. Each program adds its share to one of NUM_SUMS words.
-# A copy of n bytes reads and writes n, a sum reads n: a gigabyte would take 0.6 and 0.3 ms at 3.3 TB/s. Reads of a pool in another process
+# pdmesh/engine/kv_cache/ipc_pool.py says what is summed, and why. Each program adds its share to one of NUM_SUMS words. A copy of
+# n bytes reads and writes n, a sum reads n: a gigabyte would take 0.6 and 0.3 ms at 3.3 TB/s. Reads of a pool in another process
 # of the same GPU are as fast as of its own; of another GPU they cross NVLink or PCIe.
 #
 # Lengths and positions are neither constants nor specialized on, so that a part of another shape compiles nothing while requests
