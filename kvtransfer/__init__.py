@@ -1,1 +1,1 @@
-"""Movement of KV between workers: reservations, sessions, parts, checksums and transports. A library, no process."""
+"""Transfer of KV between workers: reservations, pushes, parts, checksums and transports. A library, not a process."""

@@ -1,8 +1,8 @@
-"""KV of one layout into a pool of another: what arrived is staged, checked, and then written block by block in our form.
+"""KV formats and the conversion of one layout into another: parts are staged, checked, and written block by block in our format.
 
-    wire ──► Staging (the sender's form) ──CRC──► Conversion.write ──► our pool: other block size, element type, heads
+    wire ──► Staging (the sender's format) ──CRC──► Conversion.write ──► our pool: other block size, element type, heads
 
-Nothing is staged where both forms are the same.
+Nothing is staged where both formats are the same.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvtransfer.layout import Layout
 from kvtransfer.manifest import KVMemory, Part, PoolShape
 from pdmesh.v1 import common_pb2
 
-# How numbers lie in a KV block, and how blocks of one form become blocks of another. NumPy only; bytes in, bytes out.
+# The format of numbers in a KV block, and how blocks of one format become blocks of another. NumPy only, no I/O.
 #
 #     plain     [block_size][num_heads][head_dim]                                                  the torch backend
 #     panels    groups of 16 tokens as the CPU kernels read them (pdmesh/engine/kernels/cpu/attention.h):
@@ -25,8 +25,8 @@ from pdmesh.v1 import common_pb2
 #               values [num_heads][block_size / 16][head_dim / 16][16 / pair][16 dims][pair tokens]
 #               int8: float32 scales [num_heads][block_size] behind either
 #
-# Numbers of float8_e4m3fn stand for themselves times a scale, one for all keys of a layer and one for its values. It lies in no
-# block: it is the checkpoint's (pdmesh/engine/loader/kv_scales.py), and whoever converts says it.
+# Numbers of float8_e4m3fn are multiplied by a scale, one for all keys of a layer and one for its values. The scale is not in the
+# block: it belongs to the checkpoint (pdmesh/engine/loader/kv_scales.py), and the caller of a conversion passes it.
 #
 # Block size, heads and head_dim of a pool are parameters, so a shard of a tensor-parallel worker is a format like any other.
 
@@ -49,24 +49,24 @@ class Numbers:
     scales: NDArray[np.float32] | None = None
 
     def heads(self, start: int, end: int) -> Numbers:
-        """Only these heads."""
+        """Return only these heads."""
         scales = None if self.scales is None else self.scales[:, start:end]
         return replace(self, values=self.values[:, start:end], scales=scales)
 
     def tokens(self, start: int, end: int) -> Numbers:
-        """Only these tokens."""
+        """Return only these tokens."""
         return replace(self, values=self.values[start:end], scales=None if self.scales is None else self.scales[start:end])
 
     def assign(self, token: int, head: int, other: Numbers) -> None:
-        """Overwrite what begins at this token and head with numbers of the same dtype."""
+        """Overwrite the numbers from this token and head on with numbers of the same dtype."""
         num_tokens, num_heads, _ = other.values.shape
         self.values[token : token + num_tokens, head : head + num_heads] = other.values
         if self.scales is not None:
             self.scales[token : token + num_tokens, head : head + num_heads] = other.scales
 
     def converted(self, dtype: str, fp8_scale: float = 1.0) -> Numbers:
-        """Rounded to nearest even; int8 with the scale that the kernels would choose; float16 and float8_e4m3fn hold no more than
-        their largest number. `fp8_scale`: of these keys or values wherever they are in float8_e4m3fn."""
+        """Round to nearest even; int8 takes the scale that the kernels would choose; float16 and float8_e4m3fn saturate at their
+        largest number. `fp8_scale` is the scale of these keys or values wherever they are in float8_e4m3fn."""
         if dtype == self.dtype:
             return self
         floats = self._floats(fp8_scale)
@@ -85,7 +85,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class KVFormat:
-    """The form of one layer's keys (or values) of a block. `arrangement`: plain or panels."""
+    """Describe the format of one layer's keys (or values) of a block. `arrangement` is plain or panels."""
 
     arrangement: str
     dtype: str
@@ -99,7 +99,7 @@ class KVFormat:
 
     @property
     def num_bytes(self) -> int:
-        """Of one block."""
+        """Return bytes of one block."""
         scales = SCALE_BYTES if self.has_scales else 0
         return self.block_size * self.num_heads * (self.head_dim * np.dtype(_ELEMENTS[self.dtype]).itemsize + scales)
 
@@ -108,14 +108,14 @@ class KVFormat:
         return self.dtype == "int8"
 
     def why_not_to(self, other: KVFormat) -> str | None:
-        """The field in which blocks of this form cannot become blocks of the other; None if they can."""
+        """Return the field in which blocks of this format cannot become blocks of the other; None if they can."""
         for field in ("arrangement", "head_dim"):
             if getattr(self, field) != getattr(other, field):
                 return field
         return None if self.dtype == other.dtype or {self.dtype, other.dtype} <= _ELEMENTS.keys() else "dtype"
 
     def unpack(self, blocks: Bytes, *, is_value: bool) -> Numbers:
-        """The numbers of [num_blocks, num_bytes]. A copy."""
+        """Return a copy of the numbers of [num_blocks, num_bytes]."""
         element = _ELEMENTS[self.dtype]
         size = self.block_size * self.num_heads * self.head_dim * np.dtype(element).itemsize
         raw = np.ascontiguousarray(blocks[:, :size]).view(element)
@@ -131,7 +131,7 @@ class KVFormat:
         return Numbers(self.dtype, values.copy(), scales.transpose(0, 2, 1).reshape(-1, self.num_heads).copy())
 
     def pack(self, numbers: Numbers, *, is_value: bool) -> Bytes:
-        """[num_blocks, num_bytes] of whole blocks of tokens in this dtype."""
+        """Return [num_blocks, num_bytes] of whole blocks of tokens in this dtype."""
         count = numbers.values.shape[0] // self.block_size
         if self.arrangement == "plain":
             raw = numbers.values
@@ -145,7 +145,7 @@ class KVFormat:
         return np.concatenate((blocks, np.ascontiguousarray(scales).reshape(count, -1).view(np.uint8)), axis=1)
 
     def _panels(self, count: int, *, is_value: bool) -> tuple[list[int], list[int]]:
-        """The axes of blocks as they lie, and their order as [tokens, heads, dims]."""
+        """Return the axes of blocks as they lie, and their order as [tokens, heads, dims]."""
         pair = 1 if self.dtype == "float32" else 2
         groups, panels = self.block_size // GROUP, self.head_dim // GROUP
         if is_value:
@@ -165,7 +165,8 @@ def _to_float16(floats: NDArray[np.float32]) -> NDArray[np.float16]:
 
 
 def _to_fp8(floats: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """Codes of e4m3, as pdmesh/engine/kernels/triton/kv.py rounds: its 3 bits of a float32's mantissa, or multiples of 2**-9."""
+    """Return codes of e4m3, rounded like pdmesh/engine/kernels/triton/kv.py: its 3 bits of a float32's mantissa, or multiples of
+    2**-9."""
     clipped = np.clip(floats, -_E4M3_MAX, _E4M3_MAX)
     bits = np.abs(clipped).view(np.uint32)
     normal = (bits + 0x7FFFF + (bits >> 20 & 1) >> 20) - (127 - 7 << 3)  # the exponent's bias is 7
@@ -175,7 +176,7 @@ def _to_fp8(floats: NDArray[np.float32]) -> NDArray[np.uint8]:
 
 
 def _e4m3() -> NDArray[np.float32]:
-    """The values of the 256 codes: sign, 4 bits of exponent, 3 of mantissa; no infinity, and one NaN of either sign."""
+    """Return the values of the 256 codes: sign, 4 bits of exponent, 3 of mantissa; no infinity, and one NaN of either sign."""
     codes = np.arange(256)
     exponent, mantissa = codes >> 3 & 15, codes & 7
     magnitude = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10.0))
@@ -198,7 +199,7 @@ def _to_int8(floats: NDArray[np.float32]) -> Numbers:
 
 
 def kv_format(identity: common_pb2.Identity, layout: Layout) -> KVFormat:
-    """The form of one layer's keys (or values) of a block. Raises ValueError for one that cannot be."""
+    """Return the format of one layer's keys (or values) of a block. Raises ValueError for one that is impossible."""
     num_heads = len(layout.heads(identity.num_kv_heads))
     return KVFormat(layout.arrangement, layout.kv_dtype, layout.block_size, num_heads, identity.head_dim)
 
@@ -207,12 +208,12 @@ FP8Scales = Sequence[tuple[float, float]]
 
 
 class Staging:
-    """Room for one part in the sender's form: block i of the part is block i here. Satisfies KVMemory."""
+    """Hold one part in the sender's format: block i of the part is block i here. Satisfies KVMemory."""
 
     fd = None
 
     def __init__(self, part: Part, bytes_per_layer_block: int) -> None:
-        self.layers = part.layers  # of the model
+        self.layers = part.layers  # layers of the model
         self.num_layers = len(part.layers)
         self.num_blocks = part.num_blocks
         self.bytes_per_layer_block = bytes_per_layer_block
@@ -230,8 +231,8 @@ class Staging:
 
 @dataclass(frozen=True)
 class Conversion:
-    """From a sender's form to ours. `source_heads`, `heads`: KV heads of the model that lie in either pool. `fp8_scales`: of each
-    layer's keys and values where either pool is in fp8, the same for both; empty: all are 1."""
+    """Convert from a sender's format to ours. `source_heads`, `heads`: KV heads of the model in either pool. `fp8_scales`: scales
+    of each layer's keys and values where either pool is in fp8, the same for both; empty: all are 1."""
 
     source: KVFormat
     source_heads: range
@@ -240,7 +241,7 @@ class Conversion:
     fp8_scales: FP8Scales = ()
 
     def blocks(self, part: Part, num_blocks: int, first_token: int) -> range:
-        """Those of a request's `num_blocks` of ours that `write` changes."""
+        """Return which of the request's `num_blocks` blocks in our pool `write` changes."""
         first = max(part.block_start * self.source.block_size, first_token)
         end = min(part.block_end * self.source.block_size, num_blocks * self.target.block_size)
         size = self.target.block_size
@@ -255,7 +256,8 @@ class Conversion:
         first_token: int,
         check_interrupted: Callable[[], None],
     ) -> None:
-        """Write what `staging` holds of `part` into `block_ids` (the whole request's) of `memory`; nothing before `first_token`.
+        """Write what `staging` holds of `part` into `block_ids` (those of the whole request) of `memory`; nothing before
+        `first_token`.
 
         Runs in a thread, one at a time for a request: blocks are read, changed and written back.
         """
@@ -281,7 +283,7 @@ class Conversion:
             del pool  # an interruption's traceback must not keep the memory
 
     def _ours(self, raw: Bytes, fp8_scale: float, *, is_value: bool) -> Numbers:
-        """Tokens of a part in our element type, only the heads that we have."""
+        """Return tokens of a part in our element type, only the heads that we have."""
         start = max(self.heads.start, self.source_heads.start)
         end = min(self.heads.stop, self.source_heads.stop)
         numbers = self.source.unpack(raw, is_value=is_value)

@@ -1,4 +1,4 @@
-"""What can go wrong in a transfer, each with the gRPC status code that travels."""
+"""Errors of a transfer, each with the gRPC status code that the peer receives."""
 
 import grpc
 
@@ -6,14 +6,14 @@ from pdmesh.runtime.errors import MeshError
 
 
 class TransferRefused(MeshError):
-    """The receiver does not take this push. The delegate raises it too; `code` and `message` go to the sender."""
+    """The receiver rejects this push. Its delegate raises the error too; `code` and `message` go to the sender."""
 
     def __init__(self, code: grpc.StatusCode, message: str, *, field: str | None = None) -> None:
         super().__init__(message if field is None else f"{field}: {message}", code=code, field=field)
 
 
 class Incompatible(TransferRefused):
-    """Both ends differ in `field` of identity or layout."""
+    """The two ends differ in `field` of identity or layout."""
 
     def __init__(self, field: str, ours: object, theirs: object) -> None:
         super().__init__(grpc.StatusCode.FAILED_PRECONDITION, f"ours is {ours!r}, theirs is {theirs!r}", field=field)
@@ -22,7 +22,7 @@ class Incompatible(TransferRefused):
 
 
 class FrameError(Exception):
-    """Bytes that are not this protocol: the connection is closed, because what follows cannot be told apart."""
+    """The bytes are not of this protocol: the connection is closed, because the next frame cannot be found."""
 
 
 class PeerClosed(ConnectionError):
@@ -34,7 +34,7 @@ class TransportUnavailable(Exception):
 
 
 class NoAnswer(TransportUnavailable):
-    """Whoever takes its connections says nothing."""
+    """The endpoint accepts connections but does not answer hello."""
 
 
 class PushFailed(MeshError):
@@ -51,7 +51,7 @@ RETRYABLE = frozenset(
         grpc.StatusCode.DATA_LOSS,
         grpc.StatusCode.DEADLINE_EXCEEDED,
         grpc.StatusCode.RESOURCE_EXHAUSTED,
-        grpc.StatusCode.UNIMPLEMENTED,  # this transport is of no use here: the next attempt takes another one
+        grpc.StatusCode.UNIMPLEMENTED,  # this transport cannot be used here: the next attempt takes another one
     }
 )
 
@@ -59,16 +59,16 @@ _CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.Statu
 
 
 def code_number(code: grpc.StatusCode) -> int:
-    """The number of `code` on the wire."""
+    """Return the number of `code` on the wire."""
     number: int = code.value[0]
     return number
 
 
 def code_of(number: int) -> grpc.StatusCode:
-    """The status code with this number; UNKNOWN for a number that gRPC does not have."""
+    """Return the status code with this number; UNKNOWN for a number that gRPC does not have."""
     return _CODES.get(number, grpc.StatusCode.UNKNOWN)
 
 
 def push_failed(code: grpc.StatusCode, message: str) -> PushFailed:
-    """A PushFailed whose `retryable` follows from the code."""
+    """Return a PushFailed whose `retryable` follows from the code."""
     return PushFailed(message, retryable=code in RETRYABLE, code=code)

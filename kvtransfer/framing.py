@@ -1,7 +1,7 @@
-"""Frames of the transfer protocol: magic "PDKV", length and CRC-32C of the body (little-endian), one TransferMessage.
+"""Frames of the transfer protocol: the magic "PDKV", length and CRC-32C of the body (little-endian), and one TransferMessage.
 
-Pure: bytes in, messages out. The checksum is for what decides where KV goes and which token comes next: a flipped bit there would
-be a well-formed lie.
+Also CRC-32C itself, over memory alone or while it is copied. The module does no I/O. The checksum of a frame protects the fields
+that decide where KV is written and which token comes next: a flipped bit there would still be a well-formed message.
 """
 
 import struct
@@ -15,18 +15,19 @@ from kvtransfer.errors import FrameError
 from kvtransfer.native.library import Runs, address_of, native, pieces_of
 from pdmesh.v1 import transfer_pb2
 
-# CRC-32C (Castagnoli, RFC 3720 section 12.1) over memory, alone or while it is copied; natively where that is ready.
+# CRC-32C (Castagnoli, RFC 3720 section 12.1)
 #
-# Without a compiler the `crc32c` package and NumPy do the same. All of them release the GIL for large pieces.
+# The native library computes it where it is loaded; otherwise the `crc32c` package and NumPy do. All of them release the GIL for
+# large pieces.
 
 
-NATIVE_BYTES = 4096  # below, the call costs more than the sum
-STREAM_BYTES = 1 << 20  # copied past the caches from here on
-COPY_BYTES = 256 << 10  # in NumPy: copied, then summed while still in the processor's cache
+NATIVE_BYTES = 4096  # below this size the call costs more than the sum
+STREAM_BYTES = 1 << 20  # from this size on, copies bypass the caches
+COPY_BYTES = 256 << 10  # NumPy copies this much, then sums it while it is still in the processor's cache
 
 
 def extend(value: int, piece: bytes | memoryview) -> int:
-    """The checksum of the bytes behind `value` followed by `piece`; 0 is the checksum of nothing."""
+    """Return the checksum of the bytes behind `value` followed by `piece`; 0 is the checksum of nothing."""
     library = native()
     if library is not None and len(piece) >= NATIVE_BYTES:
         return library.sum(value, pieces_of([piece]))
@@ -35,7 +36,7 @@ def extend(value: int, piece: bytes | memoryview) -> int:
 
 
 def checksum(pieces: Iterable[bytes | memoryview]) -> int:
-    """The checksum of all pieces in order, as if they were one."""
+    """Return the checksum of all pieces in order, as if they were one."""
     library, pieces = native(), list(pieces)
     if library is not None and sum(map(len, pieces)) >= NATIVE_BYTES:
         return library.sum(0, pieces_of(pieces))
@@ -46,7 +47,7 @@ def checksum(pieces: Iterable[bytes | memoryview]) -> int:
 
 
 def extend_over(value: int, pieces: Sequence[memoryview], num_bytes: int) -> int:
-    """The checksum of the bytes behind `value` followed by the first `num_bytes` of `pieces`."""
+    """Return the checksum of the bytes behind `value` followed by the first `num_bytes` of `pieces`."""
     for piece in pieces:
         with piece[:num_bytes] as beginning:
             value = extend(value, beginning)
@@ -77,13 +78,13 @@ def _copy_with_numpy(value: int, target: memoryview, source: memoryview, runs: S
 
 
 MAGIC = b"PDKV"
-TLS_HANDSHAKE = b"\x16\x03"  # how a peer begins that has certificates
+TLS_HANDSHAKE = b"\x16\x03"  # the first bytes of a peer that uses TLS
 MAX_FRAME_BYTES = 1 << 20
 HEADER = struct.Struct("<4sII")
 
 
 def encode(message: transfer_pb2.TransferMessage) -> bytes:
-    """`message` as one frame. Raises FrameError if it is longer than MAX_FRAME_BYTES or holds no message."""
+    """Return `message` as one frame. Raises FrameError if it is longer than MAX_FRAME_BYTES or holds no message."""
     if message.WhichOneof("message") is None:
         raise FrameError("a frame without a message cannot be sent")
     body = message.SerializeToString()
@@ -93,7 +94,8 @@ def encode(message: transfer_pb2.TransferMessage) -> bytes:
 
 
 def body_length(header: bytes) -> int:
-    """Bytes that follow a header of HEADER.size bytes. Raises FrameError for a wrong magic or an unbounded length."""
+    """Return the number of bytes behind a header of HEADER.size bytes. Raises FrameError for a wrong magic or an unbounded
+    length."""
     magic, length, _ = HEADER.unpack(header)
     if magic.startswith(TLS_HANDSHAKE):
         raise FrameError("the peer uses TLS and this end does not; give this worker --tls-cert, --tls-key and --tls-ca")
@@ -105,7 +107,7 @@ def body_length(header: bytes) -> int:
 
 
 def decode(header: bytes, body: bytes) -> transfer_pb2.TransferMessage:
-    """The message in `body`. Raises FrameError if it is damaged, is none, or one that this version does not know."""
+    """Return the message in `body`. Raises FrameError if it is damaged, is no message, or is unknown to this version."""
     if checksum([body]) != HEADER.unpack(header)[2]:
         raise FrameError(f"a frame of {len(body)} bytes was damaged on its way: its checksum is wrong")
     try:

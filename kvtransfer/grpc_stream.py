@@ -2,11 +2,11 @@
 
     sender:   views ─► outbox ─► call ═══ HTTP/2 window ═══► call ─► inbox ─► views   :receiver
 
-`carry` moves messages between the mailboxes and the call; everybody else waits at a mailbox, because gRPC ends a call whose read
-or write is cancelled. A full inbox stops the reading, that fills HTTP/2's window and stops the peer's writing, that fills his
-outbox and stops him: at each end a few megabytes lie in memory, however much is to be sent.
+`carry` moves messages between the mailboxes and the call; all other tasks wait at a mailbox, because gRPC ends a call whose read
+or write is cancelled. A full inbox stops the reading, which fills HTTP/2's window and stops the peer's writing, which fills the
+peer's outbox: each end holds a few megabytes, however much is sent.
 
-A message is a `TransferChunk`, written and read by hand: protobuf would copy the data once more on either side.
+A message is a `TransferChunk`, encoded and decoded by hand: protobuf would copy the data once more on either side.
 """
 
 import asyncio
@@ -23,9 +23,9 @@ from kvtransfer.errors import FrameError, PeerClosed, TransferRefused
 from kvtransfer.framing import extend, extend_over
 from kvtransfer.stream import Cursor, Stream
 
-MAX_IN_OUTBOX = 1  # beside the one that gRPC sends
-MAX_IN_INBOX = 1  # beside the one that is taken apart
-NOTHING_MORE = b""  # as the last message: its sender says no more, though the call goes on
+MAX_IN_OUTBOX = 1  # besides the one that gRPC sends
+MAX_IN_INBOX = 1  # besides the one that is being read
+NOTHING_MORE = b""  # the last message of a sender, though the call goes on
 _TAG = 0x0A  # field 1, length-delimited: TransferChunk.data
 _MAX_PREFIX_BYTES = 6
 _STRANGER = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
@@ -35,14 +35,14 @@ class Wire(Protocol):
     """A gRPC call at either of its ends, with messages as bytes."""
 
     async def read(self) -> object:
-        """The next message; EOF behind the last."""
+        """Return the next message; EOF behind the last."""
 
     async def write(self, request: bytes, /) -> None:
-        """Returns when gRPC can take another."""
+        """Write a message; return when gRPC can take another."""
 
 
 class Mailbox:
-    """At most `capacity` messages between two tasks. Who waits at it hears the error that ended it."""
+    """Pass at most `capacity` messages between two tasks. A task that waits gets the error that ended the mailbox."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -51,24 +51,24 @@ class Mailbox:
         self._error: Exception | None = None
 
     async def put(self, message: bytes | memoryview) -> None:
-        """Waits for room."""
+        """Append a message, waiting for room."""
         await self._until(lambda: self._error is None and len(self._messages) < self._capacity)
         self._messages.append(message)
         self._changed.set()
 
     async def get(self) -> bytes | memoryview:
-        """Waits for a message."""
+        """Return the next message, waiting for it."""
         await self._until(lambda: bool(self._messages))
         self._changed.set()
         return self._messages.popleft()
 
     def end(self, error: Exception) -> None:
-        """No more comes in; what is there may be taken. The first error counts."""
+        """Accept no more messages; those in it may be taken. The first error counts."""
         self._error = self._error or error
         self._changed.set()
 
     def close(self, error: Exception) -> None:
-        """Ends it at once."""
+        """End the mailbox at once."""
         self._messages.clear()
         self.end(error)
 
@@ -81,19 +81,19 @@ class Mailbox:
 
 
 class MessageStream(Stream):
-    """Lives on `wire` while somebody runs `carry`."""
+    """A stream over `wire`; it works while a task runs `carry`."""
 
     def __init__(self, wire: Wire, executor: Executor, idle_timeout_s: float) -> None:
         super().__init__(executor, idle_timeout_s)
         self._wire = wire
         self._inbox = Mailbox(MAX_IN_INBOX)
         self._outbox = Mailbox(MAX_IN_OUTBOX)
-        self._chunk = memoryview(b"")  # what was not yet taken of the last message
+        self._chunk = memoryview(b"")  # the rest of the last message
         self._closed = asyncio.Event()
 
     async def carry(self, grace_s: float = 0.0) -> None:
-        """Move messages until close(), or until cancelled because the call is over. A message that is being written then may take
-        `grace_s`: a server whose write was given up cannot end its call, and the peer would wait until his timeout."""
+        """Move messages until close(), or until cancelled because the call has ended. A message that is being written then may
+        take `grace_s`: a server whose write was cancelled cannot end its call, and the peer would wait until its timeout."""
         reading, writing = asyncio.create_task(self._fill_inbox()), asyncio.create_task(self._empty_outbox())
         try:
             await self._closed.wait()
@@ -113,7 +113,7 @@ class MessageStream(Stream):
         cursor = Cursor(views)
         while before := cursor.remaining:
             async with asyncio.timeout(self.idle_timeout_s):
-                await self._outbox.put(_next_message(cursor))  # a copy so short that a thread would cost more
+                await self._outbox.put(_next_message(cursor))  # the copy is so short that a thread would cost more
             on_bytes(before - cursor.remaining)
         return cursor.value
 
@@ -127,7 +127,7 @@ class MessageStream(Stream):
         return value
 
     async def linger(self, timeout_s: float) -> None:
-        """A call that ends with messages unread may take our last answer with it: say that we are through, then wait."""
+        """Say that nothing more is sent, then wait: a call that ends with unread messages may lose our last answer."""
         with suppress(OSError, FrameError, TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._outbox.put(NOTHING_MORE)
@@ -150,7 +150,7 @@ class MessageStream(Stream):
         return b"".join(pieces)
 
     async def _take(self, num_bytes: int) -> memoryview:
-        """The next bytes, at least one and at most `num_bytes`, where they arrived."""
+        """Return the next bytes, at least one and at most `num_bytes`, without a copy."""
         while not self._chunk:
             self._chunk = memoryview(await self._inbox.get())
         taken, self._chunk = self._chunk[:num_bytes], self._chunk[num_bytes:]
@@ -163,7 +163,7 @@ class MessageStream(Stream):
                 await self._inbox.put(unwrap(message))
         except FrameError as garbage:
             error = garbage
-        except Exception as failure:  # noqa: BLE001  # gRPC has many ways to say that a call is over
+        except Exception as failure:  # noqa: BLE001  # gRPC reports the end of a call by many exceptions
             error = _refusal(failure) or PeerClosed(f"the peer closed the connection: {_details(failure)}")
         finally:
             self._inbox.end(error)
@@ -174,9 +174,9 @@ class MessageStream(Stream):
                 message = await self._outbox.get()
                 assert isinstance(message, bytes)
                 await self._wire.write(message)
-        except Exception as failure:  # noqa: BLE001  # as above
+        except Exception as failure:  # noqa: BLE001  # see above
             self._outbox.close(PeerClosed(f"the peer closed the connection: {_details(failure)}"))
-        finally:  # cancelled by gRPC, where the call was
+        finally:  # gRPC cancels it where the call was cancelled
             self._outbox.close(PeerClosed("the peer closed the connection"))
 
     def _hang_up(self, reason: str) -> None:
@@ -184,7 +184,7 @@ class MessageStream(Stream):
         self._outbox.close(PeerClosed(reason))
 
     def _write_into(self, cursor: Cursor, chunk: memoryview, value: int) -> int:
-        """Copy `chunk` to where `cursor` stands, in a thread; returns the checksum of the copy, behind `value`."""
+        """Copy `chunk` to the position of `cursor`, in a thread; return the checksum of the copy, behind `value`."""
         while chunk:
             self.check_interrupted()
             with cursor.window() as pieces:
@@ -195,12 +195,12 @@ class MessageStream(Stream):
 
 
 def wrap(pieces: Sequence[bytes | memoryview]) -> bytes:
-    """A TransferChunk with the bytes of `pieces`, which are copied once."""
+    """Return a TransferChunk with the bytes of `pieces`, which are copied once."""
     return b"".join([_prefix(sum(len(piece) for piece in pieces)), *pieces])
 
 
 def unwrap(message: bytes) -> memoryview:
-    """The data of a TransferChunk, where it lies. Raises FrameError if it holds anything else."""
+    """Return the data of a TransferChunk without a copy. Raises FrameError if it holds anything else."""
     size = 0
     for index, byte in enumerate(message[1:_MAX_PREFIX_BYTES]):
         size |= (byte & 0x7F) << 7 * index
@@ -212,7 +212,7 @@ def unwrap(message: bytes) -> memoryview:
 
 
 def _prefix(num_bytes: int) -> bytes:
-    """The tag and the length of TransferChunk.data."""
+    """Return the tag and the length of TransferChunk.data."""
     encoded = bytearray([_TAG])
     while num_bytes >= 0x80:
         encoded.append(num_bytes & 0x7F | 0x80)
@@ -244,7 +244,7 @@ def _copy_into(pieces: Sequence[memoryview], chunk: memoryview, value: int) -> t
 
 
 def _refusal(failure: Exception) -> TransferRefused | None:
-    """A server that wants another certificate, or another name in it, says so with the status of the call."""
+    """Return the refusal of a server that wants another certificate, or another name in it, from the status of the call."""
     if isinstance(failure, grpc.aio.AioRpcError) and failure.code() in _STRANGER:
         return TransferRefused(failure.code(), _details(failure))
     return None

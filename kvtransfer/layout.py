@@ -1,15 +1,15 @@
-"""The layout of a worker's KV, and which layouts convert into which. No imports: routers ask the same question as workers."""
+"""The layout of a worker's KV, and which layouts convert into which. It imports nothing, so that routers can use it too."""
 
 from dataclasses import dataclass
 from typing import Protocol
 
 CONVERTIBLE_DTYPES = frozenset({"float32", "bfloat16", "float16", "int8", "float8_e4m3fn"})
 MAX_BLOCK_SIZE = 1 << 16
-PANEL = 16  # kvtransfer/conversion.py's GROUP
+PANEL = 16  # equals GROUP of kvtransfer/conversion.py
 
 
 class WireLayout(Protocol):
-    """`common_pb2.KVLayout`, as far as it matters here."""
+    """The fields of `common_pb2.KVLayout` that matter here."""
 
     @property
     def block_size(self) -> int: ...
@@ -25,7 +25,8 @@ class WireLayout(Protocol):
 
 @dataclass(frozen=True)
 class Layout:
-    """How KV lies in one worker's pool: tokens of a block, element type, its share of the KV heads, order of the numbers."""
+    """Describe how KV lies in one worker's pool: tokens of a block, element type, its share of the KV heads, order of the
+    numbers."""
 
     block_size: int
     kv_dtype: str
@@ -38,7 +39,7 @@ class Layout:
         return cls(wire.block_size, wire.kv_dtype, wire.tensor_parallel_size, wire.tensor_parallel_rank, wire.arrangement)
 
     def problem(self, num_kv_heads: int, head_dim: int) -> tuple[str, str] | None:
-        """(field, what is wrong) for a layout that no worker can have."""
+        """Return (field, what is wrong) for a layout that no worker can have."""
         if not 0 < self.block_size <= MAX_BLOCK_SIZE:
             return "block_size", f"{self.block_size} is not in [1, {MAX_BLOCK_SIZE}]"
         if self.tensor_parallel_size < 1 or num_kv_heads % self.tensor_parallel_size:
@@ -50,18 +51,19 @@ class Layout:
         return None
 
     def difference(self, other: "Layout") -> str | None:
-        """The field that keeps KV of this layout from becoming KV of the other; None: it can be converted, or is the same."""
+        """Return the field that keeps KV of this layout from becoming KV of the other; None: it can be converted, or is the
+        same."""
         if self.arrangement != other.arrangement:
             return "arrangement"
         same = self.kv_dtype == other.kv_dtype
         return None if same or {self.kv_dtype, other.kv_dtype} <= CONVERTIBLE_DTYPES else "kv_dtype"
 
     def heads(self, num_kv_heads: int) -> range:
-        """The KV heads that lie in this worker's pool."""
+        """Return the KV heads in this worker's pool."""
         count = num_kv_heads // self.tensor_parallel_size
         return range(self.tensor_parallel_rank * count, (self.tensor_parallel_rank + 1) * count)
 
     def ranks_with(self, heads: range, num_kv_heads: int) -> range:
-        """The ranks of a worker of this layout's degree that hold any of these heads."""
+        """Return the ranks of a worker with this layout's tensor-parallel size that hold any of these heads."""
         count = num_kv_heads // self.tensor_parallel_size
         return range(heads.start // count, (heads.stop - 1) // count + 1)

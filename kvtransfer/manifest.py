@@ -1,10 +1,10 @@
-"""How the KV of a request is cut into parts, and how the receiver knows that it has all of them.
+"""The KV of a request in parts: the memory that holds it, which workers may exchange it, and the receiver's manifest of parts.
 
 A part is a rectangle: a group of layers × a range of blocks. Its bytes are, per layer, all keys, then all values.
 
     blocks  0 ··· first_block ··············· num_blocks
-    layer 0 │ pinned │ part 0                       │       Blocks before first_block are on decode already.
-          1 │ prefix │                              │       The last block may be filled in part: it travels whole.
+    layer 0 │ pinned │ part 0                       │       Blocks before first_block are on the decode worker already.
+          1 │ prefix │                              │       The last block may be partly filled: it is sent whole.
           2 │        │ part 1                       │
 """
 
@@ -23,7 +23,7 @@ from kvtransfer.layout import Layout
 from kvtransfer.native.library import Runs
 from pdmesh.v1 import common_pb2, transfer_pb2
 
-# The KV memory that a transfer reads or writes. The engine's KVPool satisfies it structurally.
+# KV memory that a transfer reads or writes. The engine's KVPool satisfies the protocol structurally.
 #
 # Where a block lies:
 #
@@ -41,22 +41,22 @@ class KVMemory(Protocol):
 
     @property
     def bytes_per_layer_block(self) -> int:
-        """Bytes of one block's keys (or values) in one layer."""
+        """Return bytes of one block's keys (or values) in one layer."""
 
     @property
     def fd(self) -> int | None:
-        """The memfd behind the pool, or None where it cannot be shared."""
+        """Return the memfd behind the pool, or None where it cannot be shared."""
 
     def memory(self) -> memoryview:
-        """The whole pool, writable, as bytes."""
+        """Return the whole pool, writable, as bytes."""
 
     def block_view(self, layer: int, kv: int, block_id: int) -> memoryview:
-        """Writable bytes of one block's keys (kv=0) or values (kv=1)."""
+        """Return writable bytes of one block's keys (kv=0) or values (kv=1)."""
 
 
 @dataclass(frozen=True)
 class PoolShape:
-    """The shape of a pool; enough to find a block in a peer's mapped memory."""
+    """Describe the shape of a pool; enough to find a block in a peer's mapped memory."""
 
     num_layers: int
     num_blocks: int
@@ -71,13 +71,13 @@ class PoolShape:
 
 
 def shape_of(memory: KVMemory) -> PoolShape:
-    """The shape of `memory`."""
+    """Return the shape of `memory`."""
     return PoolShape(memory.num_layers, memory.num_blocks, memory.bytes_per_layer_block)
 
 
 @dataclass(frozen=True)
 class Run:
-    """Blocks that lie side by side: `num_blocks` of them, from index `first` of a list of ids."""
+    """Consecutive blocks: `num_blocks` of them, from index `first` of a list of ids."""
 
     first: int
     num_blocks: int
@@ -93,21 +93,21 @@ def runs(*tables: Sequence[int]) -> Iterator[Run]:
 
 @dataclass(frozen=True)
 class Rectangle:
-    """Blocks of a range of layers of a pool."""
+    """Describe blocks of a range of layers of a pool."""
 
     shape: PoolShape
     layers: range
     block_ids: Sequence[int]
 
     def offsets(self, indices: Sequence[int]) -> NDArray[np.int64]:
-        """Of the keys of block_ids[i] for i in `indices`, then of their values, layer by layer."""
+        """Return the offsets of the keys of block_ids[i] for i in `indices`, then of their values, layer by layer."""
         planes = np.arange(2 * self.layers.start, 2 * self.layers.stop, dtype=np.int64)[:, None]
         blocks = np.array([self.block_ids[index] for index in indices], np.int64)
         return ((planes * self.shape.num_blocks + blocks) * self.shape.bytes_per_layer_block).reshape(-1)
 
 
 def copies(target: Rectangle, source: Rectangle) -> Runs:
-    """What to copy from one pool to another, in the order of the wire: [n, 3] of offset in target, offset in source, bytes."""
+    """Return what to copy between two pools, in wire order: [n, 3] of offset in target, offset in source, bytes."""
     pieces = list(runs(target.block_ids, source.block_ids))
     firsts = [run.first for run in pieces]
     sizes = np.array([run.num_blocks for run in pieces], np.int64) * target.shape.bytes_per_layer_block
@@ -115,7 +115,7 @@ def copies(target: Rectangle, source: Rectangle) -> Runs:
 
 
 def part_views(memory: KVMemory, layers: range, block_ids: Sequence[int]) -> list[memoryview]:
-    """The bytes of a part in the order of the wire (per layer: keys of all blocks, then values), neighbours joined."""
+    """Return the bytes of a part in wire order (per layer: keys of all blocks, then values), neighbours joined."""
     whole, shape = memory.memory(), shape_of(memory)
     size = shape.bytes_per_layer_block
     pieces = list(runs(block_ids))
@@ -128,21 +128,21 @@ def part_views(memory: KVMemory, layers: range, block_ids: Sequence[int]) -> lis
     ]
 
 
-# Whether two workers may exchange KV: identity must be equal, layout convertible (design.md, section 5).
+# Whether two workers may exchange KV: identity must be equal, layout convertible (docs/kv_transfer.md)
 
 
 PROTOCOL_VERSION = 3
-INT8_SCALE_BYTES = 4  # of a token and head
+INT8_SCALE_BYTES = 4  # bytes of a token's head
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
 
 
 def check_identity(ours: common_pb2.Identity, theirs: common_pb2.Identity) -> None:
-    """Raises Incompatible naming the first field of Identity that differs."""
+    """Raise Incompatible naming the first field of Identity that differs."""
     _check_equal("identity", ours, theirs)
 
 
 def check_layout(identity: common_pb2.Identity, ours: common_pb2.KVLayout, theirs: common_pb2.KVLayout) -> None:
-    """Raises Incompatible naming the field of KVLayout that cannot be converted, or that no worker can have."""
+    """Raise Incompatible naming the field of KVLayout that cannot be converted, or that no worker can have."""
     mine, other = Layout.of(ours), Layout.of(theirs)
     problem = other.problem(identity.num_kv_heads, identity.head_dim)
     if problem is not None:
@@ -153,7 +153,8 @@ def check_layout(identity: common_pb2.Identity, ours: common_pb2.KVLayout, their
 
 
 def check_same_layout(ours: common_pb2.KVLayout, theirs: common_pb2.KVLayout) -> None:
-    """For what converts nothing. Raises TransferRefused UNIMPLEMENTED, so that the sender takes another transport."""
+    """Check layouts for a transport that converts nothing. Raises TransferRefused UNIMPLEMENTED: the sender takes another
+    transport."""
     for field in ours.DESCRIPTOR.fields:
         mine, other = getattr(ours, field.name), getattr(theirs, field.name)
         if mine != other:
@@ -162,13 +163,13 @@ def check_same_layout(ours: common_pb2.KVLayout, theirs: common_pb2.KVLayout) ->
 
 
 def check_protocol(theirs: int) -> None:
-    """Raises Incompatible if the peer's hello is of another version of this protocol."""
+    """Raise Incompatible if the peer's hello is of another version of this protocol."""
     if theirs != PROTOCOL_VERSION:
         raise Incompatible("protocol_version", PROTOCOL_VERSION, theirs)
 
 
 def bytes_per_layer_block(identity: common_pb2.Identity, layout: common_pb2.KVLayout) -> int:
-    """Bytes of one block's keys (or values) in one layer, on one tensor-parallel shard."""
+    """Return bytes of one block's keys (or values) in one layer, on one tensor-parallel shard."""
     dtype_bytes = DTYPE_BYTES.get(layout.kv_dtype)
     if dtype_bytes is None:
         raise ValueError(f"layout.kv_dtype must be one of {', '.join(DTYPE_BYTES)}, got {layout.kv_dtype!r}")
@@ -178,7 +179,7 @@ def bytes_per_layer_block(identity: common_pb2.Identity, layout: common_pb2.KVLa
 
 
 def check_memory(memory: KVMemory, identity: common_pb2.Identity, layout: common_pb2.KVLayout) -> None:
-    """Raises ValueError if our own pool does not have the shape that identity and layout promise to peers."""
+    """Raise ValueError if our own pool does not have the shape that identity and layout promise to peers."""
     expected = (identity.num_layers, bytes_per_layer_block(identity, layout))
     actual = (memory.num_layers, memory.bytes_per_layer_block)
     if actual != expected:
@@ -186,7 +187,7 @@ def check_memory(memory: KVMemory, identity: common_pb2.Identity, layout: common
 
 
 def refuse(field: str, message: str) -> TransferRefused:
-    """INVALID_ARGUMENT for a field that no state of the receiver could accept."""
+    """Return an INVALID_ARGUMENT refusal for a field that the receiver can accept in no state."""
     return TransferRefused(grpc.StatusCode.INVALID_ARGUMENT, message, field=field)
 
 
@@ -197,9 +198,9 @@ def _check_equal(name: str, ours: Message, theirs: Message) -> None:
             raise Incompatible(f"{name}.{field.name}", mine, other)
 
 
-TARGET_PART_BYTES = 64 << 20  # copied in 3 ms; of Python a part costs each end a quarter of one
+TARGET_PART_BYTES = 64 << 20  # copied in 3 ms; Python costs each end a quarter of a millisecond for a part
 MAX_PART_BYTES = 64 << 20
-MAX_PULLED_BYTES = 1 << 30  # of a part that no host has to hold; a lease must not lapse over it
+MAX_PULLED_BYTES = 1 << 30  # of a part that is in no host memory; a lease must not lapse meanwhile
 MAX_PART_BLOCKS = 1 << 16
 
 
@@ -222,7 +223,7 @@ class Part:
         return self.block_end - self.block_start
 
     def overlaps(self, other: "Part") -> bool:
-        """They have a block of a layer in common."""
+        """Return whether they have a block of a layer in common."""
         layers = max(self.layer_start, other.layer_start) < min(self.layer_end, other.layer_end)
         return layers and max(self.block_start, other.block_start) < min(self.block_end, other.block_end)
 
@@ -231,7 +232,7 @@ class Part:
 
 
 def cut(first_id: int, layers: range, blocks: range, bytes_per_layer_block: int, target_bytes: int) -> Iterator[Part]:
-    """Parts of at most `target_bytes` (or one block of one layer) that cover layers × blocks; ids count from `first_id`."""
+    """Yield parts of at most `target_bytes` (or one block of one layer) that cover layers × blocks; ids count from `first_id`."""
     block_bytes = 2 * bytes_per_layer_block
     num_blocks = _even(len(blocks), min(target_bytes // block_bytes, MAX_PART_BLOCKS))
     num_layers = _even(len(layers), target_bytes // (block_bytes * num_blocks))
@@ -241,13 +242,13 @@ def cut(first_id: int, layers: range, blocks: range, bytes_per_layer_block: int,
 
 
 def _even(total: int, at_most: int) -> int:
-    """The largest share when `total` is cut into as few nearly equal shares of at most max(1, at_most) as possible."""
+    """Return the largest share when `total` is cut into as few nearly equal shares of at most max(1, at_most) as possible."""
     num_shares = -(-total // max(1, at_most))
     return -(-total // num_shares)
 
 
 class Manifest:
-    """What a receiver has of one push: every (layer, block ≥ first_block) is to be covered exactly once by a verified part."""
+    """Track what a receiver has of one push: every (layer, block ≥ first_block) is covered exactly once by a verified part."""
 
     def __init__(self, num_layers: int, first_block: int, num_blocks: int, bytes_per_layer_block: int) -> None:
         self.num_layers = num_layers
@@ -258,11 +259,12 @@ class Manifest:
         self.num_bytes = 0
         self._covered = [bytearray(num_blocks) for _ in range(num_layers)]
         self._accepted: set[int] = set()
-        self._under_way: dict[int, Part] = {}  # connections bring parts at the same time
+        self._under_way: dict[int, Part] = {}  # several connections receive parts at the same time
         self._corrupt: set[int] = set()
 
     def check(self, header: transfer_pb2.PartHeader, max_bytes: int = MAX_PART_BYTES) -> Part:
-        """The part that `header` announces. Raises TransferRefused naming the field that does not fit; nothing is written."""
+        """Return the part that `header` announces. Raises TransferRefused naming the field that does not fit; nothing is
+        written."""
         part = Part(header.part_id, header.layer_start, header.layer_end, header.block_start, header.block_end)
         if not 0 <= part.layer_start < part.layer_end <= self.num_layers:
             raise refuse("part.layer_end", f"layers [{part.layer_start}, {part.layer_end}) are not within [0, {self.num_layers})")
@@ -278,15 +280,15 @@ class Manifest:
         return part
 
     def begin(self, part: Part) -> None:
-        """Its bytes are about to be written."""
+        """Record that the bytes of `part` are about to be written."""
         self._under_way[part.part_id] = part
 
     def end(self, part: Part) -> None:
-        """Its bytes are written, or will never be."""
+        """Record that its bytes are written, or will never be."""
         self._under_way.pop(part.part_id, None)
 
     def accept(self, part: Part, *, num_bytes: int) -> None:
-        """`part` is written and verified."""
+        """Record that `part` is written and verified."""
         self._accepted.add(part.part_id)
         self.num_parts += 1
         self.num_bytes += num_bytes
@@ -294,14 +296,14 @@ class Manifest:
             self._covered[layer][part.block_start : part.block_end] = b"\1" * part.num_blocks
 
     def reject(self, part: Part) -> None:
-        """`part` arrived corrupt: it may be sent once more. Raises TransferRefused DATA_LOSS the second time."""
+        """Record that `part` arrived corrupt: it may be sent once more. Raises TransferRefused DATA_LOSS the second time."""
         if part.part_id in self._corrupt:
             message = f"part {part.part_id} arrived corrupt twice"
             raise TransferRefused(grpc.StatusCode.DATA_LOSS, message, field="part_end")
         self._corrupt.add(part.part_id)
 
     def check_complete(self, commit: transfer_pb2.TransferCommit, num_tokens: int) -> None:
-        """Raises TransferRefused unless everything is here and `commit` is for as many tokens."""
+        """Raise TransferRefused unless everything has arrived and `commit` is for as many tokens."""
         if commit.num_tokens != num_tokens:
             raise refuse("commit.num_tokens", f"{commit.num_tokens}, but the reservation is for {num_tokens}")
         if self._under_way:

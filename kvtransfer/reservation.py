@@ -1,4 +1,4 @@
-"""The life of a reservation on a decode worker, as a pure state machine (design.md, section 5).
+"""The life of a reservation on a decode worker, as a pure state machine (docs/kv_transfer.md).
 
     RESERVED ──PushOpened──► RECEIVING ──Committed──► COMMITTED ──Started──► RUNNING
        ▲  │                      │                                              ▲
@@ -7,8 +7,8 @@
                                                                └─ NewAttempt(LOCAL)
     any ── LeaseExpired | Cancelled | Failed | Finished ──► RELEASED(reason), for good
 
-Nothing here knows blocks, sockets or clocks: `now` is passed in. Leaving RECEIVING other than by Committed fences the writer of
-that attempt; the owner of the blocks must wait for `Receiver.quiesce` before it gives them to anybody else.
+Nothing here uses blocks, sockets or clocks: `now` is passed in. Leaving RECEIVING other than by Committed fences the writer of
+that attempt; the owner of the blocks must wait for `Receiver.quiesce` before it frees them.
 """
 
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from enum import Enum
 
 
 class State(Enum):
-    """Where a reservation stands."""
+    """Name the state of a reservation."""
 
     RESERVED = "reserved"
     RECEIVING = "receiving"
@@ -26,7 +26,7 @@ class State(Enum):
 
 
 class Mode(Enum):
-    """Where the KV of an attempt comes from."""
+    """Name the source of the KV of an attempt."""
 
     REMOTE = "remote"
     LOCAL = "local"
@@ -34,7 +34,8 @@ class Mode(Enum):
 
 @dataclass(frozen=True)
 class ReservationState:
-    """One reservation's state. `lease_deadline` is monotonic seconds in RESERVED and RECEIVING; elsewhere no lease runs: None."""
+    """Hold one reservation's state. `lease_deadline` is monotonic seconds in RESERVED and RECEIVING; elsewhere no lease runs:
+    None."""
 
     state: State
     attempt: int
@@ -44,7 +45,7 @@ class ReservationState:
     released_reason: str | None = None
 
     def accepts_bytes(self, attempt: int) -> bool:
-        """Whether the writer of `attempt` may still write into the blocks: False fences it."""
+        """Return whether the writer of `attempt` may still write into the blocks: False fences it."""
         return self.state is State.RECEIVING and self.attempt == attempt
 
 
@@ -120,7 +121,7 @@ Event = PushOpened | Progress | Committed | Started | AttemptFailed | NewAttempt
 
 
 class InvalidTransition(Exception):
-    """An event that has no meaning in the present state; nothing was changed."""
+    """The event has no meaning in the present state; nothing was changed."""
 
     def __init__(self, current: ReservationState, event: Event, why: str) -> None:
         super().__init__(f"{event} does not apply to a {current.state.value} reservation at attempt {current.attempt}: {why}")
@@ -142,16 +143,16 @@ class AlreadyReleased(InvalidTransition):
 
 
 def reserved(attempt: int, mode: Mode, now: float, lease_s: float) -> ReservationState:
-    """A fresh reservation at `attempt` (from 1) under a lease of `lease_s` seconds that starts `now`."""
+    """Return a fresh reservation at `attempt` (from 1) under a lease of `lease_s` seconds that starts `now`."""
     if attempt < 1:
         raise ValueError(f"attempt must be at least 1, got {attempt}")
     return ReservationState(State.RESERVED, attempt, mode, lease_s, now + lease_s)
 
 
 def transition(current: ReservationState, event: Event, now: float) -> ReservationState:
-    """The state after `event` at monotonic second `now`.
+    """Return the state after `event` at monotonic second `now`.
 
-    Returns `current` itself where the event is a repetition or late news. Raises InvalidTransition (or StaleAttempt,
+    It returns `current` itself where the event is a repetition or late. Raises InvalidTransition (or StaleAttempt,
     AlreadyRunning, AlreadyReleased) naming both where it has no meaning.
     """
     if current.state is State.RELEASED:
@@ -188,7 +189,7 @@ def _running(current: ReservationState, attempt: int, mode: Mode) -> Reservation
 
 
 def _after_release(current: ReservationState, event: Event) -> ReservationState:
-    """Endings may be reported twice; anything that would go on may not."""
+    """Accept endings that are reported twice, and reject what would go on."""
     if isinstance(event, AttemptFailed | LeaseExpired | Cancelled | Failed | Finished):
         return current
     raise AlreadyReleased(current, event, f"it was released: {current.released_reason}")
@@ -225,7 +226,8 @@ def _start(current: ReservationState, event: Event) -> ReservationState:
 
 
 def _fail_attempt(current: ReservationState, event: Event, attempt: int, now: float) -> ReservationState:
-    """Only the open push can fail. The attempt is raised at once, so that a straggler of the failed one is fenced."""
+    """Fail the attempt if its push is open. The attempt number is raised at once, so that a late writer of the old one is
+    fenced."""
     if attempt > current.attempt:
         raise InvalidTransition(current, event, f"attempt {attempt} was never submitted")
     if not current.accepts_bytes(attempt):
@@ -234,7 +236,7 @@ def _fail_attempt(current: ReservationState, event: Event, attempt: int, now: fl
 
 
 def _submit(current: ReservationState, event: NewAttempt, now: float) -> ReservationState:
-    """Idempotent Submit: the same attempt and mode change nothing, an older attempt is stale, a newer one replaces."""
+    """Apply an idempotent Submit: the same attempt and mode change nothing, an older attempt is stale, a newer one replaces."""
     if event.attempt < current.attempt:
         raise StaleAttempt(current, event, f"attempt {event.attempt} was replaced by {current.attempt}")
     if event.attempt == current.attempt and event.mode is current.mode:

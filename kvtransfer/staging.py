@@ -1,13 +1,12 @@
-"""KV in memory that no transport can read: parts of it leave and arrive by way of pinned pieces
+"""KV in memory that no transport can read: parts leave and arrive through pinned pieces
 (pdmesh/engine/kv_cache/staging.py).
 
-    send      `fetch` lends a piece filled with a part; `give_back` when it is sent. Who finds none waits in turn. What comes next
-              is fetched meanwhile where pieces are to spare (kvtransfer/sender/send_queue.py)
+    send      `fetch` lends a piece filled with a part; `give_back` when it is sent. A caller that finds no piece waits in turn.
+              The next part is prefetched where pieces are free (kvtransfer/sender/send_queue.py)
     receive   a part arrives in ordinary memory and is verified there; `place` then writes it to the pool
 
-All of it on the event loop. Whoever is cancelled meanwhile returns when the device is through: nothing reads or writes a block
-behind its owner's back. Arrivals have pieces of their own, and wait for no peer while they hold one.
-"""
+Everything runs on the event loop. A caller that is cancelled returns only when the device has finished, so nothing reads or
+writes a block that its owner has freed. Arriving parts have pieces of their own and wait for no peer while they hold one."""
 
 from __future__ import annotations
 
@@ -33,37 +32,37 @@ if TYPE_CHECKING:
     from pdmesh.engine.kv_cache.streams import Mark
 
 
-# Who has which piece of a direction: in turn, or ahead of his turn for as long as nobody needs it.
+# Which push has which piece of a direction: in its turn, or ahead of its turn for as long as no other push needs the piece
 #
-#     needed    `take`: first come first served. Where none is free, one that lies ahead of its turn is taken away
-#     ahead     `take_spare`: one that is free and that nobody waits for, or none. Never waited for
+#     needed    `take`: first come, first served. Where none is free, one that is held ahead of its turn is taken away
+#     ahead     `take_spare`: one that is free and that no other push waits for, or none. It never waits
 #
-# So whoever has to send a part now waits for parts that are being sent, and never for parts whose receivers may be slow to want
-# them. Nobody waits for a piece while he holds one.
+# So a push that has to send a part now waits for parts that are being sent, and never for parts whose receivers may be slow to
+# take them. A push never waits for a piece while it holds one.
 
 
 @dataclass(frozen=True)
 class Lent:
-    """A piece, and the part in it."""
+    """A piece and the part in it."""
 
     piece: Piece
     view: memoryview
 
 
 class Yielding(Protocol):
-    """Holds a piece ahead of its turn."""
+    """Hold a piece ahead of its turn."""
 
     def give_way(self) -> None:
         """Give the piece back: at once, or when its copy is over."""
 
 
 class Door:
-    """The pieces of one direction."""
+    """Hand out the pieces of one direction."""
 
     def __init__(self, staging: Staging) -> None:
         self.staging = staging
         self._places = asyncio.Semaphore(staging.sizes.num_pieces)
-        self._ahead: deque[Yielding] = deque()  # who came first has waited longest for his turn, so his receiver is slow
+        self._ahead: deque[Yielding] = deque()  # the first has waited longest for its turn, so its receiver is slow
 
     async def take(self) -> Piece:
         if self._places.locked() and self._ahead:
@@ -72,15 +71,15 @@ class Door:
         return self._taken()
 
     async def take_spare(self, holder: Yielding) -> Piece | None:
-        """Until `keep` it may be taken away from the holder."""
-        if self._places.locked():  # also where somebody waits
+        """Return a free piece, or None. Until `keep` it may be taken away from the holder."""
+        if self._places.locked():  # also where a caller waits
             return None
         await self._places.acquire()
         self._ahead.append(holder)
         return self._taken()
 
     def keep(self, holder: Yielding) -> None:
-        """His piece, if he still has one, is not taken away any more; idempotent."""
+        """Protect the holder's piece, if it still has one, from being taken away; idempotent."""
         with suppress(ValueError):
             self._ahead.remove(holder)
 
@@ -89,14 +88,14 @@ class Door:
         self._places.release()
 
     def give_back_behind(self, piece: Piece) -> None:
-        """When its last copy is over."""
+        """Give the piece back when its last copy has ended."""
         if not piece.is_under_way or piece.copy is None:
             self.give_back(piece)
         else:
             asyncio.wrap_future(piece.copy).add_done_callback(lambda done: self._given_back(piece, done))
 
     def _given_back(self, piece: Piece, done: asyncio.Future[None]) -> None:
-        done.exception()  # seen: it is heard by who waits for the copy
+        done.exception()  # retrieved: the waiter of the copy gets the error
         self.give_back(piece)
 
     def _taken(self) -> Piece:
@@ -113,8 +112,8 @@ class StagedMemory:
     def __init__(
         self, pool: KVMemory | PoolShape, departures: Staging, arrivals: Staging, marks: Marks, shown: ShownPool | None = None
     ) -> None:
-        """`pool` says the shape, with all heads; both directions are of its tensor, `marks` of the steps that write to it.
-        `shown`: the same for workers that read it as it lies on the device (cuda_ipc, nixl)."""
+        """`pool` gives the shape, with all heads; both directions belong to its tensor, `marks` to the steps that write to it.
+        `shown` is the same pool for workers that read it in place on the device (cuda_ipc, nixl)."""
         self.num_layers, self.num_blocks = pool.num_layers, pool.num_blocks
         self.bytes_per_layer_block = pool.bytes_per_layer_block
         self.marks, self.shown = marks, shown
@@ -122,7 +121,7 @@ class StagedMemory:
 
     @property
     def part_bytes(self) -> int:
-        """The most that `fetch` takes at once."""
+        """Return the largest part that `fetch` takes at once."""
         return self.departures.staging.sizes.piece_bytes
 
     def memory(self) -> memoryview:
@@ -132,19 +131,20 @@ class StagedMemory:
         raise ValueError("the KV pool is staged: its bytes cannot be viewed")
 
     async def fetch(self, layers: range, block_ids: Sequence[int], after: Mark) -> Lent:
-        """The part as it is at `after`, as it travels, once the device has computed and copied it. To be given back."""
+        """Return the part as it is at `after`, in wire order, once the device has computed and copied it. The caller gives it
+        back."""
         await self.reached(after)
         return await self.filled(await self.departures.take(), layers, block_ids, after)
 
     async def reached(self, mark: Mark) -> None:
-        """Nothing is held meanwhile: a part that is not computed yet is in nobody's way."""
+        """Wait for `mark` without holding a piece: a part that is not computed yet blocks no other."""
         reached = self.marks.reached(mark)
         if not reached.done():
             await asyncio.wrap_future(reached)
         reached.result()
 
     async def filled(self, piece: Piece, layers: range, block_ids: Sequence[int], after: Mark) -> Lent:
-        """The caller's piece with the part in it; given back on every other way out."""
+        """Fill the caller's piece with the part and return it; on an error the piece is given back."""
         try:
             await settled(self.departures.staging.fetch(piece, layers, block_ids, after))
             return Lent(piece, piece.view(self.departures.staging.num_bytes(layers, len(block_ids))))
@@ -153,14 +153,14 @@ class StagedMemory:
             raise
 
     def give_back(self, lent: Lent) -> None:
-        """Nobody looks at its view any more."""
+        """Give the piece back. Nothing reads its view any more."""
         lent.view.release()
         self.departures.give_back(lent.piece)
 
     async def store(self, content: Bytes, layers: range, block_ids: Sequence[int], after: Mark, stream: Stream) -> None:
-        """Write [layers, 2, blocks, bytes_per_layer_block] into the pool, behind `after`; returns when it is there.
+        """Write [layers, 2, blocks, bytes_per_layer_block] into the pool, behind `after`; return when it is there.
 
-        Interrupted: PeerClosed, and nothing is written any more."""
+        Interrupted, it raises PeerClosed, and nothing is written any more."""
         copies: list[Future[None]] = []
         try:
             async for cell, piece in self._cells(layers, len(block_ids)):
@@ -186,8 +186,9 @@ class StagedMemory:
         after: Mark,
         stream: Stream,
     ) -> None:
-        """Write what `staging` holds of `part` into `block_ids` (the whole request's): as it is, or as Conversion.write does.
-        Then blocks that the part lies in come to the host, are changed there and go back; one part at a time for a request."""
+        """Write what `staging` holds of `part` into `block_ids` (those of the whole request): as it is, or as Conversion.write
+        does. Then the blocks of the part are copied to the host, changed there and copied back; one part at a time for a
+        request."""
         if conversion is None:
             await self.store(staging.bytes, part.layers, block_ids[part.block_start : part.block_end], after, stream)
             return
@@ -203,7 +204,7 @@ class StagedMemory:
         await self.store(near.bytes, part.layers, ids, after, stream)
 
     def close(self) -> None:
-        """Waits for what is under way. No transfer may run any more; idempotent."""
+        """Wait for copies that are under way; idempotent. No transfer may run any more."""
         for door in (self.departures, self._arrivals):
             door.staging.close()
         if self.shown is not None:
@@ -211,7 +212,7 @@ class StagedMemory:
         self.marks.close()
 
     async def _load(self, content: Bytes, layers: range, block_ids: Sequence[int], after: Mark, stream: Stream) -> None:
-        """The reverse of `store`."""
+        """Copy from the pool into `content`, the reverse of `store`."""
         async for cell, piece in self._cells(layers, len(block_ids)):
             rows = slice(cell.layer_start - layers.start, cell.layer_end - layers.start)
             part = content[rows, :, cell.block_start : cell.block_end]
@@ -223,14 +224,14 @@ class StagedMemory:
                 self._arrivals.give_back_behind(piece)
 
     async def _cells(self, layers: range, num_blocks: int) -> AsyncIterator[tuple[Part, Piece]]:
-        """Layers × blocks cut as small as a piece, each with one, which is the caller's."""
+        """Yield layers × blocks cut to the size of a piece, each with a piece, which is the caller's."""
         size = self._arrivals.staging.sizes.piece_bytes
         for cell in cut(0, layers, range(num_blocks), self.bytes_per_layer_block, size):
             yield cell, await self._arrivals.take()
 
 
 def _copy(target: Bytes, source: Bytes) -> None:
-    """One of them is a piece, as long as it is; the other says how much. Releases the GIL."""
+    """Copy between a piece, of which a prefix is used, and memory that gives the length. Releases the GIL."""
     if target.ndim == 1:
         np.copyto(target[: source.size].reshape(source.shape), source)
     else:

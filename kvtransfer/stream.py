@@ -1,8 +1,8 @@
-"""What carries frames and the bytes of parts between two ends, and its form over a stream socket.
+"""A stream carries frames and the bytes of parts between two ends; `SocketStream` is its form over a socket.
 
-A thread never waits long for a peer: it works in turns of at most TURN_MS and hands back as soon as the socket has nothing for
-it, so a few threads serve many slow peers. A cancelled or interrupted transfer waits for its thread before it ends: nobody closes
-a stream, or frees a block, under a thread that still uses it.
+A thread never waits long for a peer: it works in turns of at most TURN_MS and returns as soon as the socket has nothing for
+it, so a few threads serve many slow peers. A cancelled or interrupted transfer waits for its thread before it ends: a stream is
+never closed, and a block never freed, while a thread still uses it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from pdmesh.v1 import transfer_pb2
 
 TURN_MS = 100
 POLL_MS = 10
-MAX_PIECES = 64  # of one sendmsg or recvmsg_into; IOV_MAX is 1024, and a longer list costs more to build than it saves
-MAX_PIECE_BYTES = 1 << 20  # of one system call: what was received is still in the processor's cache when it is summed
+MAX_PIECES = 64  # of one sendmsg or recvmsg_into; IOV_MAX is 1024, and longer lists cost more than they save
+MAX_PIECE_BYTES = 1 << 20  # of one system call, so that the bytes are still in the processor's cache when they are summed
 
 T = TypeVar("T")
 
@@ -39,11 +39,12 @@ class Cursor:
         self._index = 0
         self._offset = 0
         self.remaining = sum(view.nbytes for view in views)
-        self.value = 0  # CRC-32C of what was moved
+        self.value = 0  # CRC-32C of the bytes that were moved
 
     @contextmanager
     def window(self) -> Iterator[list[memoryview]]:
-        """The next pieces, at most MAX_PIECES and MAX_PIECE_BYTES; released behind it, so that no traceback holds pool memory."""
+        """Yield the next pieces, at most MAX_PIECES and MAX_PIECE_BYTES; they are released, so that no traceback holds pool
+        memory."""
         pieces = self._next_pieces()
         try:
             yield pieces
@@ -62,7 +63,7 @@ class Cursor:
         return pieces
 
     def advance(self, num_bytes: int) -> None:
-        """Step over `num_bytes`, at most `remaining`."""
+        """Skip `num_bytes`, at most `remaining`."""
         self.remaining -= num_bytes
         num_bytes += self._offset
         while self._index < len(self._views) and num_bytes >= self._views[self._index].nbytes:
@@ -72,7 +73,7 @@ class Cursor:
 
 
 class Stream(ABC):
-    """One end of a connection. Not for concurrent use, but that one may read and another write, and for interrupt().
+    """One end of a connection. Not for concurrent use, except that one task may read and another write, and for interrupt().
 
     idle_timeout_s bounds each wait for the peer: TimeoutError. PeerClosed, OSError: the connection is gone. FrameError: garbage.
     """
@@ -83,12 +84,12 @@ class Stream(ABC):
         self._executor = executor
 
     async def read_message(self, *, forever: bool = False) -> transfer_pb2.TransferMessage:
-        """The next frame. `forever`: somebody else notices when the peer is gone, and interrupts."""
+        """Return the next frame. `forever`: another task notices when the peer is gone, and interrupts."""
         async with asyncio.timeout(None if forever else self.idle_timeout_s):
             return await self.read_rest(b"")
 
     async def read_rest(self, beginning: bytes) -> transfer_pb2.TransferMessage:
-        """The frame whose first bytes, at most a header, were read elsewhere. No timeout."""
+        """Return the frame whose first bytes, at most a header, were read elsewhere. No timeout."""
         header = beginning + await self._read_exactly(framing.HEADER.size - len(beginning))
         return framing.decode(header, await self._read_exactly(framing.body_length(header)))
 
@@ -96,11 +97,12 @@ class Stream(ABC):
         """Send one frame."""
         await self.write_bytes(framing.encode(message))
 
-    async def open(self) -> None:  # noqa: B027  # most have nothing to do
-        """What comes before the first frame. At both ends; idempotent."""
+    async def open(self) -> None:  # noqa: B027  # most streams have nothing to do
+        """Do what comes before the first frame, at both ends; idempotent."""
 
     async def run(self, work: Callable[..., T], *args: object) -> T:
-        """`work(*args)` in a thread. Cancelled meanwhile: interrupt, wait until the thread is out, then raise CancelledError."""
+        """Run `work(*args)` in a thread and return its result. Cancelled: interrupt, wait for the thread, then raise
+        CancelledError."""
         future = asyncio.get_running_loop().run_in_executor(self._executor, lambda: work(*args))
         try:
             return await asyncio.shield(future)
@@ -109,16 +111,16 @@ class Stream(ABC):
             while not future.done():
                 with suppress(asyncio.CancelledError):
                     await asyncio.wait([future])
-            future.exception()  # retrieved: it ended because we cut it off
+            future.exception()  # retrieved: it failed because of the interrupt
             raise
 
     def check_interrupted(self) -> None:
-        """Raises PeerClosed after interrupt()."""
+        """Raise PeerClosed after interrupt()."""
         if self.interrupted:
             raise PeerClosed("the transfer was interrupted on this side")
 
-    async def wait_closed(self) -> None:  # noqa: B027  # most have nothing to wait for
-        """Return when all that close() set going is over."""
+    async def wait_closed(self) -> None:  # noqa: B027  # most streams have nothing to wait for
+        """Return when all that close() started has ended."""
 
     @abstractmethod
     async def write_bytes(self, data: bytes) -> None:
@@ -134,7 +136,7 @@ class Stream(ABC):
 
     @abstractmethod
     async def linger(self, timeout_s: float) -> None:
-        """Say that nothing more is sent, then wait for the peer to close first, dropping what it sends: our last answer has to
+        """Say that nothing more is sent, then wait for the peer to close first, discarding what it sends: our last answer has to
         reach it."""
 
     @abstractmethod
@@ -143,14 +145,14 @@ class Stream(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what it holds; idempotent. No thread may be inside."""
+        """Give back what the stream holds; idempotent. No thread may be inside."""
 
     @abstractmethod
     async def _read_exactly(self, num_bytes: int) -> bytes: ...
 
 
 class SocketStream(Stream):
-    """Owns `sock` until close()."""
+    """A stream over a socket; owns `sock` until close()."""
 
     def __init__(self, sock: socket.socket, executor: Executor, idle_timeout_s: float) -> None:
         super().__init__(executor, idle_timeout_s)
@@ -188,8 +190,8 @@ class SocketStream(Stream):
             await self._wait(write=write)
 
     async def linger(self, timeout_s: float) -> None:
-        """Wait for the peer to close first, dropping what it sends: closing with unread bytes would reset the connection and
-        take our last answer with it."""
+        """Wait for the peer to close first, discarding what it sends: closing with unread bytes would reset the connection and
+        lose our last answer."""
         sink = bytearray(1 << 16)
         with suppress(OSError, TimeoutError):
             self._shutdown(socket.SHUT_WR)
@@ -261,11 +263,11 @@ class SocketStream(Stream):
         return before - cursor.remaining
 
     def _send_some(self, pieces: Sequence[memoryview]) -> int:
-        """Bytes of `pieces` that the socket took. BlockingIOError: none now."""
+        """Send some of `pieces`; return the bytes that the socket took. BlockingIOError: none now."""
         return self.sock.sendmsg(pieces)
 
     def _receive_some(self, pieces: Sequence[memoryview]) -> int:
-        """Bytes that came into `pieces`; 0: the peer has closed. BlockingIOError: none now."""
+        """Receive into `pieces`; return the bytes; 0: the peer has closed. BlockingIOError: none now."""
         return self.sock.recvmsg_into(pieces)[0]
 
     async def _receive_into(self, view: memoryview) -> int:
@@ -298,7 +300,7 @@ def release(views: Iterable[memoryview]) -> None:
 
 
 async def expect(stream: Stream, kind: str) -> transfer_pb2.TransferMessage:
-    """The next frame, which must hold `kind`. Raises FrameError for another."""
+    """Return the next frame, which must hold `kind`. Raises FrameError for another."""
     message = await stream.read_message()
     if message.WhichOneof("message") != kind:
         raise FrameError(f"expected {kind}, got {message.WhichOneof('message')}")
@@ -306,7 +308,7 @@ async def expect(stream: Stream, kind: str) -> transfer_pb2.TransferMessage:
 
 
 async def wait_set(event: asyncio.Event, timeout_s: float | None) -> None:
-    """Until `event` is set, at most so long."""
+    """Wait until `event` is set, at most `timeout_s`."""
     with suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             await event.wait()
@@ -317,15 +319,15 @@ def _resolve(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-# Waiting for several things at once, so that nothing that was begun outlives who waits for it.
+# Waiting for several things at once, so that nothing outlives the task that waits for it
 
 
-LAST_WORD_S = 0.2  # for a refusal that may lie unread on a broken connection
+LAST_WORD_S = 0.2  # for an answer that may be unread on a broken connection
 
 
 async def all_or_first_error(*work: Coroutine[object, object, T]) -> list[T]:
-    """All results; or an error, once the others are cancelled and have ended. When a connection breaks the others get a
-    moment: the receiver may have said to one of them why, and that is worth more than a broken pipe."""
+    """Return all results; or raise an error, once the others are cancelled and have ended. When a connection breaks the others
+    get a moment: the receiver may have said on one of them why, and that says more than a broken pipe."""
     tasks = [asyncio.create_task(each) for each in work]
     try:
         done, others = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -341,19 +343,19 @@ async def all_or_first_error(*work: Coroutine[object, object, T]) -> list[T]:
 
 
 async def settled(copy: Future[None]) -> None:
-    """Returns when the device is through, and not before, however often it is cancelled. Raises what the copy did."""
+    """Return when the copy has ended, and not before, however often the caller is cancelled. Raises what the copy did."""
     await all_settled([copy])
 
 
 async def all_settled(copies: Sequence[Future[None]]) -> None:
-    """Of all of them; the first error counts, a cancellation before any."""
+    """Return when all copies have ended; the first error is raised, a cancellation before any."""
     errors = await all_ended(copies)
     if errors:
         raise errors[0]
 
 
 async def all_ended(works: Sequence[Future[Any]]) -> list[BaseException]:
-    """What they raised, once all are over; a cancellation is raised then, and not before."""
+    """Return what they raised, once all have ended; a cancellation is raised then, and not before."""
     waiting = [asyncio.wrap_future(work) for work in works]
     cancelled: asyncio.CancelledError | None = None
     while not all(each.done() for each in waiting):
@@ -368,7 +370,7 @@ async def all_ended(works: Sequence[Future[Any]]) -> list[BaseException]:
 
 
 async def ended(task: asyncio.Task[T]) -> None:
-    """Returns when the task has ended, and not before, however often the caller is cancelled. Its outcome is not raised."""
+    """Return when the task has ended, and not before, however often the caller is cancelled. Its outcome is not raised."""
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:
@@ -376,6 +378,6 @@ async def ended(task: asyncio.Task[T]) -> None:
         except asyncio.CancelledError as cancellation:
             cancelled = cancellation
     if not task.cancelled():
-        task.exception()  # seen
+        task.exception()  # retrieved
     if cancelled is not None:
         raise cancelled

@@ -1,8 +1,8 @@
-"""A stream inside TLS 1.3, both ends with a certificate of the mesh.
+"""A stream inside TLS 1.3; both ends have a certificate of the mesh.
 
 OpenSSL works on the non-blocking socket itself: bytes are encrypted out of, and decrypted into, pool memory without another copy.
-One call at a time per connection (a sender's thread writes parts while its event loop reads answers), each short. What OpenSSL
-would have to wait for is a BlockingIOError here, as it is of a plain socket; what it refuses is a PeerClosed that says why.
+Each connection runs one call at a time (a sender's thread writes parts while its event loop reads answers), each short. Where
+OpenSSL would wait it raises BlockingIOError, like a plain socket; where it fails it raises PeerClosed with the reason.
 """
 
 import asyncio
@@ -22,15 +22,15 @@ from kvtransfer.stream import Cursor, SocketStream
 from pdmesh.runtime.rpc.tls import Tls, explain
 from pdmesh.v1 import transfer_pb2
 
-MAX_WRITE_BYTES = 256 << 10  # of one call: so long may an answer wait to be read
-HANDSHAKE_RECORD = b"\x16"  # how a peer that speaks TLS begins
+MAX_WRITE_BYTES = 256 << 10  # of one call, because answers are not read meanwhile
+HANDSHAKE_RECORD = b"\x16"  # the first byte of a peer that uses TLS
 REFUSAL_LINGER_S = 0.5
 
 T = TypeVar("T")
 
 
 class TlsStream(SocketStream):
-    """`sock` within TLS. open() shakes hands; nothing else may come before it."""
+    """A stream over `sock` within TLS. open() does the handshake; nothing else may come before it."""
 
     def __init__(self, sock: socket.socket, executor: Executor, idle_timeout_s: float, tls: Tls, *, server_side: bool) -> None:
         sock.setblocking(False)
@@ -44,8 +44,8 @@ class TlsStream(SocketStream):
         self._one_call = threading.Lock()
 
     async def open(self) -> None:
-        """The handshake, in threads. Raises PeerClosed that says why it failed; TransferRefused for a sender that is no member of
-        the mesh. The caller bounds the time."""
+        """Do the handshake, in threads. Raises PeerClosed with the reason of a failure; TransferRefused for a sender that is no
+        member of the mesh. The caller bounds the time."""
         if self._tls_sock.version() is not None:
             return
         if self._is_server:
@@ -54,7 +54,7 @@ class TlsStream(SocketStream):
             while (wants_write := await self.run(self._handshake_turn)) is not None:
                 await self._wait(write=wants_write)
         except PeerClosed:
-            await self._drain(REFUSAL_LINGER_S)  # else the reset of the connection overtakes our alert
+            await self._drain(REFUSAL_LINGER_S)  # otherwise the reset of the connection overtakes our alert
             raise
         if self._is_server:
             self._check_member()
@@ -70,11 +70,12 @@ class TlsStream(SocketStream):
 
     async def linger(self, timeout_s: float) -> None:
         with suppress(OSError):
-            self._call(self._tls_sock.unwrap)  # close_notify; the peer's is not waited for
+            self._call(self._tls_sock.unwrap)  # send close_notify without waiting for the peer's
         await self._drain(timeout_s)
 
     def _handshake_turn(self) -> bool | None:
-        """One step, in a thread; None: done, else whether the socket has to be writable for the next one."""
+        """Do one step of the handshake, in a thread; return None when done, else whether the socket has to be writable for the
+        next."""
         self.check_interrupted()
         try:
             with self._one_call:
@@ -88,7 +89,7 @@ class TlsStream(SocketStream):
         return None
 
     async def _check_speaks_tls(self) -> None:
-        """A sender without TLS gets an answer that it can read."""
+        """Answer a sender without TLS in a way that it can read."""
         await self._wait(write=False)
         first = socket.socket.recv(self._tls_sock, 1, socket.MSG_PEEK)
         if not first:
@@ -113,10 +114,11 @@ class TlsStream(SocketStream):
             raise TransferRefused(grpc.StatusCode.UNAUTHENTICATED, problem)
 
     def _cursor(self, views: Sequence[memoryview]) -> Cursor:
-        return Cursor(views)  # what is native writes past OpenSSL
+        return Cursor(views)  # the native cursor would bypass OpenSSL
 
     def _send_some(self, pieces: Sequence[memoryview]) -> int:
-        """A call that could not be finished has to be repeated with the same bytes: the cursor stays where it was, so it is."""
+        """Send as a call. One that could not be finished has to be repeated with the same bytes, and the cursor stays where it
+        was."""
         done = 0
         for piece in pieces:
             try:
@@ -130,7 +132,7 @@ class TlsStream(SocketStream):
         return done
 
     def _receive_some(self, pieces: Sequence[memoryview]) -> int:
-        """A call brings at most a record, 16 KiB."""
+        """Receive at most a record, 16 KiB, in one call."""
         done = 0
         for piece in pieces:
             filled = 0
@@ -153,13 +155,13 @@ class TlsStream(SocketStream):
                 await self._wait(write=False)
 
     def _read(self, view: memoryview) -> int:
-        # With a buffer it returns a count: the type stubs do not know.
+        # With a buffer it returns a count, which the type stubs do not know.
         return self._call(cast("Callable[[int, memoryview], int]", self._tls_sock.read), view.nbytes, view)
 
     def _call(self, act: Callable[..., T], *args: object) -> T:
-        """`act` is read or write: send and recv_into would go on in the clear if TLS had been taken off.
+        """Call `act`, which is read or write: send and recv_into would go on unencrypted if TLS had been removed.
 
-        After the handshake TLS 1.3 reads only to read and writes only to write: what it waits for is what we asked for."""
+        After the handshake TLS 1.3 reads only to read and writes only to write, so it waits for what the caller asked for."""
         try:
             with self._one_call:
                 return act(*args)
@@ -169,7 +171,7 @@ class TlsStream(SocketStream):
             raise PeerClosed(f"TLS: {explain(error)}") from error
 
     async def _drain(self, timeout_s: float) -> None:
-        """Close our direction, then drop what the peer still sends, encrypted as it is, until it closes too."""
+        """Close our direction, then discard what the peer still sends, encrypted, until it closes too."""
         sink = bytearray(1 << 16)
         with suppress(OSError, TimeoutError):
             self._shutdown(socket.SHUT_WR)
@@ -185,7 +187,7 @@ class TlsStream(SocketStream):
                 await self._wait(write=False)
 
     def _shutdown(self, how: int) -> None:
-        # SSLSocket's own would take TLS off first, under a thread that is about to send.
+        # SSLSocket's own method would remove TLS first, while a thread may be about to send.
         socket.socket.shutdown(self._tls_sock, how)
 
 

@@ -1,4 +1,4 @@
-"""The C boundary: tiers.h's ways to sum and copy, and transfer.cpp's functions with their types.
+"""The C boundary of the KV transfer library: its tiers (tiers.h) and the functions of transfer.cpp with their types.
 
 python -m kvtransfer.native.library [--output FOLDER]       compiles ahead, like pdmesh.engine.kernels.cpu.build
 """
@@ -45,17 +45,17 @@ _KNOWN = (b"123456789", 0xE3069283)  # the check value in every list of CRCs
 
 
 class Position(ctypes.Structure):
-    """Where a transfer through a socket stands, in a list of pieces; `Cursor` in transfer.cpp."""
+    """Position of a transfer through a socket in a list of pieces; `Cursor` in transfer.cpp."""
 
     _fields_ = (("index", c_int64), ("offset", c_int64), ("value", c_uint32), ("error", c_int32))
 
 
 class Native:
-    """The library, in one tier. Whoever passes addresses keeps the memory behind them; they are not checked."""
+    """The library in one tier. A caller that passes addresses keeps the memory behind them; they are not checked."""
 
     def __init__(self, library: ctypes.CDLL, tier: str | None = None) -> None:
         """`tier`: by name; None: the best that this processor has. Raises ValueError for one that it lacks and for a library that
-        does not compute CRC-32C, AttributeError for one that is another's."""
+        does not compute CRC-32C, AttributeError for a library with other functions."""
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
@@ -69,7 +69,8 @@ class Native:
             raise ValueError(f"the KV transfer library computes no CRC-32C in tier {self.tier}")
 
     def tiers(self) -> dict[str, int]:
-        """Numbers of the tiers that this processor has, by name, best first. "unsummed" copies and computes no checksum."""
+        """Return the numbers of the tiers that this processor has, by name, best first. "unsummed" copies and computes no
+        checksum."""
         numbers: dict[str, int] = {}
         index = 0
         while name := self._library.pdmesh_kv_tier_name(index):
@@ -79,24 +80,25 @@ class Native:
         return numbers
 
     def sum(self, value: int, pieces: Pieces) -> int:
-        """The CRC-32C of what `value` is the checksum of, followed by all pieces."""
+        """Return the CRC-32C of what `value` is the checksum of, followed by all pieces."""
         result: int = self._library.pdmesh_kv_sum(self._tier, value, pieces.ctypes.data, len(pieces))
         return result
 
     def copy(self, value: int, runs: Runs, *, streams: bool) -> int:
-        """Copy and return the CRC-32C of what `value` is the checksum of, followed by the copies. `streams`: past the caches."""
+        """Copy and return the CRC-32C of what `value` is the checksum of, followed by the copies. `streams`: bypass the
+        caches."""
         result: int = self._library.pdmesh_kv_copy(self._tier, value, runs.ctypes.data, len(runs), streams)
         return result
 
     def receive(self, fd: int, pieces: Pieces, position: Position, max_ms: int) -> int:
-        """Receive and sum for at most max_ms; returns the bytes. position.error: an errno; EPIPE when the peer has closed."""
+        """Receive and sum for at most max_ms; return the bytes. position.error: an errno; EPIPE when the peer has closed."""
         result: int = self._library.pdmesh_kv_receive(
             self._tier, fd, pieces.ctypes.data, len(pieces), ctypes.addressof(position), max_ms
         )
         return result
 
     def send(self, fd: int, pieces: Pieces, position: Position, max_ms: int) -> int:
-        """Send and sum for at most max_ms; returns the bytes. position.error: an errno."""
+        """Send and sum for at most max_ms; return the bytes. position.error: an errno."""
         result: int = self._library.pdmesh_kv_send(
             self._tier, fd, pieces.ctypes.data, len(pieces), ctypes.addressof(position), max_ms
         )
@@ -104,7 +106,7 @@ class Native:
 
 
 class _Loaded:
-    """What this process has, once `prepare` has ended."""
+    """Hold the library of this process, once `prepare` has loaded it."""
 
     native: Native | None = None
     is_tried = False
@@ -112,9 +114,9 @@ class _Loaded:
 
 
 def prepare() -> None:
-    """Have the library compiled, if need be, and loaded; takes seconds the first time on a machine, so call it in a thread.
+    """Have the library compiled, if need be, and load it; takes seconds the first time on a machine, so call it in a thread.
 
-    Never raises: without a compiler, or where anything else stands in the way, Python goes on to do the same.
+    Never raises: without a compiler, or after any other error, Python does the same work.
     """
     with _Loaded.lock:
         if not _Loaded.is_tried:
@@ -123,12 +125,12 @@ def prepare() -> None:
 
 
 def native() -> Native | None:
-    """The library if `prepare` has brought it."""
+    """Return the library; None: `prepare` has not loaded it."""
     return _Loaded.native
 
 
 def use(chosen: Native | None) -> None:
-    """For tests and benchmarks: this one from now on, or none."""
+    """Use `chosen`, or no library, from now on; for tests and benchmarks."""
     with _Loaded.lock:
         _Loaded.is_tried, _Loaded.native = True, chosen
 
@@ -141,22 +143,23 @@ def _load() -> Native | None:
 
 
 def address_of(memory: bytes | memoryview) -> int:
-    """Of its first byte; valid as long as the memory is."""
+    """Return the address of the first byte; valid as long as the memory is."""
     address: int = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
     return address
 
 
 def pieces_of(memories: Iterable[bytes | memoryview]) -> Pieces:
-    """Their addresses and sizes; empty ones are left out."""
+    """Return addresses and sizes; empty ones are left out."""
     rows = [(address_of(memory), size) for memory in memories if (size := memoryview(memory).nbytes)]
     return np.array(rows, np.int64).reshape(-1, 2)
 
 
-# Moves views through a socket without Python's lock; `kvtransfer.stream.Cursor` is the same in Python.
+# Moving views through a socket without the GIL; `kvtransfer.stream.Cursor` is the same in Python
 
 
 class NativeCursor:
-    """A position in a list of views, which their owner releases when the transfer has ended. `value`: CRC-32C of what moved."""
+    """A position in a list of views, which their owner releases when the transfer has ended. `value`: CRC-32C of the bytes
+    moved."""
 
     def __init__(self, native: Native, views: Sequence[memoryview]) -> None:
         self._native = native

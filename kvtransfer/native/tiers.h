@@ -5,7 +5,7 @@
 namespace pdmesh {
 
 // Takes num_bytes at `source` into `state` (the checksum with all bits inverted) and returns it. A copying step also writes them to
-// `target`: it sums exactly the registers that it stores, so a source that somebody changes meanwhile cannot make the sum of one
+// `target`: it sums exactly the registers that it stores, so a source that changes meanwhile cannot make the sum of one
 // thing and the copy of another. A summing step ignores `target`.
 using Step = uint32_t (*)(uint32_t state, uint8_t* target, const uint8_t* source, int64_t num_bytes);
 

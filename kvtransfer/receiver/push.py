@@ -1,6 +1,5 @@
-"""A push at the receiver: what it may fill, what has come of it, and how it ends. The delegate is told of its end once.
-
-Its connections are `push.py`'s, which says who may write, and when.
+"""An inbound push at the receiver: the delegate that accepts it, its push token, its state, and its connections. The delegate is
+told once how the push ended.
 """
 
 from __future__ import annotations
@@ -40,15 +39,15 @@ if TYPE_CHECKING:
     from pdmesh.engine.kv_cache.streams import Mark
 
 
-# What the receiver asks of the service that owns the reservations. All calls are made on the event loop.
+# Calls of the receiver to the service that owns the reservations, all of them on the event loop
 
 
 @dataclass(frozen=True)
 class PushTarget:
-    """Where an accepted push goes.
+    """Describe the target of an accepted push.
 
     block_ids are the pool ids of all blocks of the request, in order; those before index `first_block` are pinned prefix and are
-    neither sent nor written. num_tokens is how many tokens' KV must be in place at commit, prefix included.
+    neither sent nor written. num_tokens is the number of tokens whose KV must be in place at commit, prefix included.
     """
 
     reservation_id: str
@@ -59,12 +58,12 @@ class PushTarget:
 
 
 class ReceiverDelegate(Protocol):
-    """Implemented by decode_service."""
+    """Decide about inbound pushes; implemented by decode_service."""
 
     def open_push(self, hello: transfer_pb2.TransferHello) -> PushTarget:
         """Accept a sender whose identity, layout and memory were found compatible, or raise TransferRefused.
 
-        It must check reservation, epoch, attempt and token (`grant.check_grant` does).
+        It must check reservation, epoch, attempt and token (`check_push_token` does).
         """
 
     def push_progress(self, target: PushTarget) -> bool:
@@ -76,36 +75,38 @@ class ReceiverDelegate(Protocol):
         """Start the sequence: the manifest is complete and verified. Raises TransferRefused."""
 
     def push_failed(self, target: PushTarget, reason: str) -> None:
-        """The session that `open_push` accepted ended without commit or finish. Also called for fenced targets."""
+        """Release the reservation or retry: the accepted push ended without commit or finish. Also called for fenced targets."""
 
     def push_finished(self, target: PushTarget) -> None:
-        """Every choice ended with its first token: the reservation is to be released."""
+        """Release the reservation: every choice ended with its first token."""
 
 
-# The right to push into a reservation: epoch, token and attempt, checked by the owner of the reservations in `open_push`.
+# The push token, the right to push into a reservation: the owner of the reservations checks epoch, token and attempt in
+# `open_push`
 
 
 def new_token() -> bytes:
-    """A fresh secret of 32 bytes for one reservation."""
+    """Return a fresh secret of 32 bytes for one reservation."""
     return secrets.token_bytes(32)
 
 
 def unknown_reservation(reservation_id: str) -> TransferRefused:
-    """The refusal for a reservation that is not (or no longer) held."""
+    """Return the refusal for a reservation that is not (or no longer) held."""
     return _refuse(grpc.StatusCode.NOT_FOUND, "reservation_id", f"{reservation_id!r} is not held here")
 
 
 def check_epoch(hello: transfer_pb2.TransferHello, epoch: int) -> None:
-    """FAILED_PRECONDITION for a reservation of another incarnation; before anything is looked up by its name."""
+    """Raise FAILED_PRECONDITION for a reservation of another incarnation; call it before anything is looked up by its name."""
     if hello.epoch != epoch:
         raise _refuse(grpc.StatusCode.FAILED_PRECONDITION, "epoch", f"{hello.epoch:#x} is not this worker's: it has restarted")
 
 
 def check_push_token(hello: transfer_pb2.TransferHello, *, epoch: int, token: bytes, attempt: int) -> None:
-    """Raises TransferRefused unless `hello` names this epoch, token and attempt.
+    """Raise TransferRefused unless `hello` names this epoch, token and attempt.
 
     FAILED_PRECONDITION: foreign epoch, or an attempt that was never granted; PERMISSION_DENIED: wrong token; ABORTED: an attempt
-    that a newer one has replaced. The token comes before the attempt: a stranger learns nothing about the reservation.
+    that a newer one has replaced. The token is checked before the attempt: without it a peer learns nothing about the
+    reservation.
     """
     check_epoch(hello, epoch)
     if not hmac.compare_digest(hello.token, token):
@@ -122,46 +123,46 @@ def _refuse(code: grpc.StatusCode, field: str, message: str) -> TransferRefused:
 
 @dataclass(frozen=True)
 class Host:
-    """What all sessions of a receiver share."""
+    """Hold what all pushes of a receiver share."""
 
     memory: KVMemory
     delegate: ReceiverDelegate
     identity: common_pb2.Identity
     layout: common_pb2.KVLayout
-    fp8_scales: FP8Scales = ()  # of the checkpoint, which is ours and every sender's; see Conversion
+    fp8_scales: FP8Scales = ()  # scales of the checkpoint that all workers have; see Conversion
     num_corrupt: Counter[str] = field(default_factory=Counter)  # parts whose checksum was wrong, by transport
 
 
 class InboundPush:
-    """One push: what it may fill, what has come, and the connections that bring it.
+    """Hold the state of one push: its target, what has arrived, and its connections.
 
-    Each rank of a tensor-parallel sender brings its share of the heads, over connections of its own, with a manifest of its own.
+    Each rank of a tensor-parallel sender sends its share of the heads, over connections of its own, with a manifest of its own.
     """
 
     def __init__(self, host: Host, hello: transfer_pb2.TransferHello, transport: str, idle_timeout_s: float) -> None:
-        """Asks the delegate for the target. Raises MeshError."""
+        """Ask the delegate for the target. Raises MeshError."""
         self.host = host
         self.idle_timeout_s = idle_timeout_s
         self.target = host.delegate.open_push(hello)
         self.hello = hello
         self.transport = transport
         self.connections: set[InboundConnection] = set()
-        self.ended = False  # the delegate knows how it ended
-        self.silence: asyncio.Timeout | None = None  # that ends the first connection, unless any of them makes progress
+        self.ended = False  # the delegate was told how it ended
+        self.silence: asyncio.Timeout | None = None  # ends the first connection unless any connection makes progress
         self._delegate = host.delegate
         memory = host.memory
         if not all(0 <= block_id < memory.num_blocks for block_id in self.target.block_ids):
-            # a bug of our own service; it must not become a write
+            # a bug of our own service, which must not lead to a write
             self.fail("it was granted blocks outside the pool")
             raise TransferRefused(grpc.StatusCode.INTERNAL, f"{self.target.reservation_id} was granted blocks outside the pool")
-        # Behind every step that may still write to blocks given away under it (pdmesh/engine/runner/overlap.py).
+        # Behind every step that may still write to blocks that were freed during it (pdmesh/engine/runner/overlap.py).
         self._begin = memory.marks.now() if isinstance(memory, StagedMemory) else None
         self.converting = asyncio.Lock()  # blocks are read, changed and written back by one at a time
         self._first_token = self.target.first_block * host.layout.block_size
         self._manifests: dict[int, Manifest] = {}
 
     def manifest(self, layout: Layout) -> Manifest:
-        """Of the sender's rank that has this layout, in blocks of the sender."""
+        """Return the manifest of the sender's rank that has this layout, in blocks of the sender."""
         rank = layout.tensor_parallel_rank
         if rank not in self._manifests:
             first_block, num_blocks = self._first_token // layout.block_size, -(-self.target.num_tokens // layout.block_size)
@@ -170,7 +171,7 @@ class InboundPush:
         return self._manifests[rank]
 
     def conversion(self, layout: Layout) -> Conversion | None:
-        """What it takes to make ours of the sender's KV; None where it lies as ours does."""
+        """Return the conversion of the sender's KV into our layout; None where the layouts are equal."""
         ours, num_heads = Layout.of(self.host.layout), self.host.identity.num_kv_heads
         source, target = kv_format(self.host.identity, layout), kv_format(self.host.identity, ours)
         heads = layout.heads(num_heads), ours.heads(num_heads)
@@ -179,7 +180,7 @@ class InboundPush:
         return Conversion(source, heads[0], target, heads[1], self.host.fp8_scales)
 
     async def convert(self, conversion: Conversion | None, staging: Staging, part: Part, stream: Stream) -> None:
-        """Write a verified part into the pool in our form; None: it has it."""
+        """Write a verified part into the pool in our layout; without a conversion only where the pool is staged."""
         memory, block_ids = self.host.memory, self.target.block_ids
         async with self.converting:
             self.check_fence()
@@ -191,12 +192,13 @@ class InboundPush:
 
     @property
     def begin(self) -> Mark:
-        """Behind which a device may write. Of a staged pool."""
+        """Return the mark behind which a device may write; only for a staged pool."""
         assert self._begin is not None, "it has been marked when the push was accepted"
         return self._begin
 
     def check_join(self, hello: transfer_pb2.TransferHello) -> None:
-        """May this connection be one of ours? Raises TransferRefused. It says the same as the first one, and knows the secret."""
+        """Check that this connection belongs to the push: it must repeat the first hello and its token. Raises
+        TransferRefused."""
         if not hmac.compare_digest(hello.token, self.hello.token):
             raise TransferRefused(grpc.StatusCode.PERMISSION_DENIED, "it is not the one of this push", field="token")
         ours = (self.hello.reservation_id, self.hello.epoch, self.hello.attempt)
@@ -207,14 +209,14 @@ class InboundPush:
             raise TransferRefused(grpc.StatusCode.ABORTED, "the push has another target, or has ended", field="push_id")
 
     def check_fence(self) -> None:
-        """Raises TransferRefused when nothing more may be written; renews the lease."""
+        """Raise TransferRefused when nothing more may be written; renew the lease."""
         if self.silence is not None and not self.silence.expired():
             self.silence.reschedule(asyncio.get_running_loop().time() + self.idle_timeout_s)
         if not self._delegate.push_progress(self.target):
             raise TransferRefused(grpc.StatusCode.ABORTED, f"{self.target.attempt} was replaced or released", field="attempt")
 
     async def commit(self, commit: transfer_pb2.TransferCommit) -> None:
-        """Raises MeshError."""
+        """Check the manifests and start the sequence. Raises MeshError."""
         self.check_fence()
         manifests = [self.manifest(layout) for layout in self._layouts_needed()]
         num_parts = sum(manifest.num_parts for manifest in manifests)
@@ -227,13 +229,13 @@ class InboundPush:
         self.ended = True
 
     def _layouts_needed(self) -> list[Layout]:
-        """Of all ranks of the sender that have heads of ours."""
+        """Return the layouts of all ranks of the sender that have heads of ours."""
         layout, num_heads = Layout.of(self.hello.layout), self.host.identity.num_kv_heads
         ranks = layout.ranks_with(Layout.of(self.host.layout).heads(num_heads), num_heads)
         return [replace(layout, tensor_parallel_rank=rank) for rank in ranks]
 
     def abort(self, abort: transfer_pb2.TransferAbort) -> None:
-        """The sender's end without a commit."""
+        """End the push without a commit, as the sender asked."""
         if not abort.finished:
             self.fail(f"the sender gave up: {abort.reason}")
             return
@@ -241,7 +243,7 @@ class InboundPush:
         self._delegate.push_finished(self.target)
 
     def fail(self, reason: str) -> None:
-        """Once, and for all connections."""
+        """Report the failure to the delegate, once for all connections."""
         if self.ended:
             return
         self.ended = True
@@ -249,7 +251,7 @@ class InboundPush:
         self.interrupt()
 
     def interrupt(self) -> None:
-        """End every connection as soon as its thread is out."""
+        """End every connection as soon as its thread has left the part."""
         for connection in self.connections:
             connection.interrupt()
 
@@ -258,22 +260,22 @@ class InboundPush:
         await asyncio.gather(*(connection.quiesce() for connection in self.connections))
 
 
-# A connection of a push at the receiver: hello, parts, then commit or abort. Every way out closes it, and ends its push.
+# A connection of a push at the receiver: hello, parts, then commit or abort. Every exit closes it and ends its push.
 #
-# Who may write: `_write_part` asks the delegate on the event loop and, in the same turn of the loop, marks the connection as
-# writing; from then on `quiesce` interrupts it and waits until its thread is out. So once the delegate has fenced a target and
-# quiesce has returned, no byte goes into its blocks.
+# When a connection may write: `_write_part` asks the delegate on the event loop and, in the same turn of the loop, marks the
+# connection as writing; from then on `quiesce` interrupts it and waits until its thread has left. So once the delegate has fenced
+# a target and quiesce has returned, no byte is written into its blocks.
 
 
 HANDSHAKE_TIMEOUT_S = 2.0
 LINGER_S = 1.0
-PROGRESS_BYTES = 256 << 10  # within a part: a peer must send so much in a lease to keep it
+PROGRESS_BYTES = 256 << 10  # within a part: a peer must send this much in a lease to keep it
 
 logger = logging.getLogger(__name__)
 
 
 class InboundConnection:
-    """One connection of a sender over the transport named `transport`."""
+    """Serve one connection of a sender over the transport named `transport`."""
 
     def __init__(self, host: Host, incoming: Incoming, transport: str) -> None:
         self.transport = transport
@@ -283,7 +285,7 @@ class InboundConnection:
         self._is_first = True
         self._layout = Layout.of(host.layout)  # the sender's, from hello on
         self._conversion: Conversion | None = None
-        self._is_answered = False  # hello
+        self._is_answered = False  # whether hello was answered
         self._writer_out = asyncio.Event()
         self._writer_out.set()
         self._unreported_bytes = 0
@@ -293,17 +295,17 @@ class InboundConnection:
         return self._incoming.stream
 
     def interrupt(self) -> None:
-        """End it as soon as its thread is out."""
+        """End it as soon as its thread has left the part."""
         self.stream.interrupt()
 
     async def quiesce(self) -> None:
-        """Interrupt a writer inside a part and wait until it is out."""
+        """Interrupt a writer inside a part and wait until it has left."""
         if not self._writer_out.is_set():
             self.interrupt()
             await self._writer_out.wait()
 
     async def hello(self) -> transfer_pb2.TransferHello | None:
-        """Read and check the opening up to, but without, the delegate's word; None: refused or garbage, and closed."""
+        """Read and check the opening except for the delegate's decision; None: rejected or malformed, and closed."""
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 hello = await self._incoming.receive_hello()
@@ -321,14 +323,14 @@ class InboundConnection:
         return None
 
     def belong(self, session: InboundPush, hello: transfer_pb2.TransferHello) -> None:
-        """From here on it is one of the session's."""
+        """Attach the connection to `session`."""
         self.session, self._is_first = session, hello.connection == 0
         self._layout = Layout.of(hello.layout)
         self._conversion = session.conversion(self._layout)
         session.connections.add(self)
 
     async def exchange(self) -> None:
-        """From the reply to hello up to the end. Never raises but CancelledError."""
+        """Serve the connection from the reply to hello to the end. Raises nothing but CancelledError."""
         session = self._session
         try:
             await self._reply_hello(grpc.StatusCode.OK, "")
@@ -336,7 +338,7 @@ class InboundConnection:
                 pass
             await self.stream.linger(LINGER_S)
         except MeshError as refusal:
-            session.connections.discard(self)  # it has to hear why
+            session.connections.discard(self)  # it has to receive the reason
             session.fail(str(refusal))
             await self.refuse(refusal)
         except (OSError, FrameError) as error:
@@ -345,7 +347,7 @@ class InboundConnection:
             session.fail(_reason(error))
 
     def close(self) -> None:
-        """Close everything and report an end that nobody has reported. The thread of the connection is out by now."""
+        """Close everything and report an end that was not reported yet. The thread of the connection has ended by now."""
         if self.session is not None:
             self.session.connections.discard(self)
             self.session.fail("the receiver ended the session")
@@ -361,7 +363,8 @@ class InboundConnection:
         return self.session
 
     async def _next_message(self, session: InboundPush) -> transfer_pb2.TransferMessage:
-        """A push is never silent for long: TimeoutError on its first connection. Others wait for parts as long as it lives."""
+        """Return the next frame. A silent push ends: TimeoutError on its first connection. Others wait for parts as long as it
+        lives."""
         if not self._is_first:
             return await self.stream.read_message(forever=True)
         try:
@@ -371,7 +374,7 @@ class InboundConnection:
             session.silence = None
 
     async def _handle(self, message: transfer_pb2.TransferMessage) -> bool:
-        """Act on one frame; False when it was the last."""
+        """Handle one frame; return False when it was the last."""
         match message.WhichOneof("message"):
             case "part":
                 await self._part(message.part)
@@ -410,9 +413,9 @@ class InboundConnection:
         await self.stream.write_message(transfer_pb2.TransferMessage(part_reply=reply))
 
     async def _write_part(self, header: transfer_pb2.PartHeader, part: Part, session: InboundPush) -> tuple[int, int]:
-        """Returns the checksums of what arrived and of what was sent."""
+        """Return the checksums of what arrived and of what was sent."""
         self._check_fence()
-        self._writer_out.clear()  # no await between the question and this: quiesce sees us from here on
+        self._writer_out.clear()  # no await since the check above: quiesce waits for this writer from here on
         try:
             if isinstance(self._incoming, DeviceReadTarget):
                 return await self._pull_part(header, part, session, self._incoming)
@@ -437,7 +440,7 @@ class InboundConnection:
     async def _pull_part(
         self, header: transfer_pb2.PartHeader, part: Part, session: InboundPush, incoming: DeviceReadTarget
     ) -> tuple[int, int]:
-        """Until the device is through, this connection writes."""
+        """Have the device read the part; until it has finished, this connection counts as writing."""
         block_ids = session.target.block_ids[part.block_start : part.block_end]
         total = await incoming.pull_part(header, part, block_ids, session.begin)
         return total, (await self._part_end(header)).word_sum
@@ -459,7 +462,8 @@ class InboundConnection:
         self._session.check_fence()
 
     async def refuse(self, refusal: MeshError) -> None:
-        """Tell the sender why, as the reply to hello or later as the verdict of the commit, and wait until it has read it."""
+        """Send the reason to the sender, as the reply to hello or later as the answer to the commit, and wait until it was
+        read."""
         logger.warning("refused a push into %s over %s: %s", self._where(), self.transport, refusal)
         try:
             if not self._is_answered:

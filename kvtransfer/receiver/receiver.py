@@ -1,4 +1,5 @@
-"""The decode worker's end: listens on every transport that its memory allows and runs the pushes that come."""
+"""The decode worker's end of transfers: `Receiver` listens on every transport that its memory allows and serves inbound
+pushes."""
 
 import asyncio
 import logging
@@ -22,21 +23,20 @@ __all__ = ["Incompatible", "PushTarget", "Receiver", "ReceiverDelegate", "Transf
 
 NUM_THREADS = 4
 PUSH_ID_BYTES = 16
-ACCEPT_RETRY_S = 0.1  # after running out of descriptors
-LAST_WRITE_S = 1.0  # for a message that gRPC is writing when its call ends
+ACCEPT_RETRY_S = 0.1  # after the process ran out of descriptors
+LAST_WRITE_S = 1.0  # limit for a message that gRPC is writing when its call ends
 
 logger = logging.getLogger(__name__)
 
 
 class Receiver:
-    """Takes pushes into `memory`; the delegate decides which, and hears how each ended.
+    """Receive pushes into `memory`; the delegate accepts them, and is told how each ended.
 
     identity and layout are compared with every sender's. host and port are tcp's (port 0, and nixl: any free one); advertise is
-    the host that peers are told (None: `host`). `grpc_address` is to be set, once the worker's gRPC server has started, to where
-    it can be reached; it passes calls on to `serve_push`. idle_timeout_s, the lease, bounds every wait for a sender. tls encrypts
-    what crosses hosts (over nixl only the conversation). fp8_scales: see Conversion. Raises ValueError for an unknown transport
-    or memory that does not have the shape of identity and layout.
-    """
+    the host that peers are told (None: `host`). `grpc_address` is set, once the worker's gRPC server has started, to where it can
+    be reached; that server passes calls on to `serve_push`. idle_timeout_s, the lease, bounds every wait for a sender. tls
+    encrypts what crosses hosts (over nixl only the control connection). fp8_scales: see Conversion. Raises ValueError for an
+    unknown transport or memory that does not have the shape of identity and layout."""
 
     def __init__(
         self,
@@ -71,11 +71,11 @@ class Receiver:
         self._is_running = False
         self._accepting: list[asyncio.Task[None]] = []
         self._connections: dict[asyncio.Task[None], InboundConnection] = {}
-        self._pushes: dict[bytes, InboundPush] = {}  # those that run, by push_id
+        self._pushes: dict[bytes, InboundPush] = {}  # running pushes by push_id
 
     async def start(self) -> None:
         """Listen. Raises OSError if an address is taken."""
-        self._executor.submit(prepare)  # until it is ready, Python does the same
+        self._executor.submit(prepare)  # until it is ready, Python does the same work
         try:
             for transport in self._transports:
                 listener = transport.listen(self._host, self._port)
@@ -88,7 +88,7 @@ class Receiver:
         self._accepting = [asyncio.create_task(self._accept(*pair)) for pair in self._listeners]
 
     def endpoints(self) -> list[common_pb2.TransferEndpoint]:
-        """Where senders reach us, best first; empty before start()."""
+        """Return where senders reach us, best first; empty before start()."""
         endpoints = [transport.endpoint(listener, self._advertise) for transport, listener in self._listeners]
         if self.takes_calls and self.grpc_address is not None:
             endpoints.append(GRPC.endpoint(self.grpc_address))
@@ -96,15 +96,15 @@ class Receiver:
 
     @property
     def num_connections(self) -> int:
-        """Connections that are open now."""
+        """Return the number of open connections."""
         return len(self._connections)
 
     async def quiesce(self, reservation_id: str) -> None:
-        """Return when no writer is inside a part of this reservation. Call it after fencing, before its blocks are given away."""
+        """Return when no writer is inside a part of this reservation. Call it after fencing, before its blocks are freed."""
         await asyncio.gather(*(session.quiesce() for session in self._sessions_of(reservation_id)))
 
     async def stop(self) -> None:
-        """Stop listening, end every session (the delegate hears push_failed) and wait for all threads; idempotent."""
+        """Stop listening, end every push (push_failed of the delegate is called) and wait for all threads; idempotent."""
         self._is_running = False
         for task in self._accepting:
             task.cancel()
@@ -120,7 +120,7 @@ class Receiver:
             transport.close()
 
     async def serve_push(self, wire: Wire) -> None:
-        """A call of the worker's gRPC server, from its beginning to its end. Raises MeshError to refuse it."""
+        """Serve a call of the worker's gRPC server, from its beginning to its end. Raises MeshError to reject it."""
         if not self._is_running:
             raise Unavailable("the receiver does not run")
         if self._is_full(GRPC.name):
@@ -167,7 +167,7 @@ class Receiver:
         task.add_done_callback(self._forget)
 
     def _forget(self, task: asyncio.Task[None]) -> None:
-        self._connections.pop(task).close()  # once more: a task that is cancelled before its first step has done nothing
+        self._connections.pop(task).close()  # again, because a task that is cancelled before its first step has not run
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("a connection ended by a bug of ours", exc_info=error)
 
@@ -192,20 +192,20 @@ class Receiver:
                 del self._pushes[session.hello.push_id]
 
     async def _open(self, connection: InboundConnection, hello: transfer_pb2.TransferHello) -> None:
-        """A new push. Raises MeshError."""
+        """Open a new push. Raises MeshError."""
         if len(hello.push_id) != PUSH_ID_BYTES or hello.push_id in self._pushes:
             raise refuse("push_id", f"give {PUSH_ID_BYTES} random bytes of your own")
         former = self._sessions_of(hello.reservation_id)
         session = InboundPush(self._shared, hello, connection.transport, self._idle_timeout_s)
         self._pushes[hello.push_id] = session
         connection.belong(session, hello)
-        # One writer for each reservation: whoever filled it before is out before the new one hears "go".
+        # One writer for each reservation: the former push has stopped writing before the new one is accepted.
         for each in former:
             each.interrupt()
         await asyncio.gather(*(each.quiesce() for each in former))
 
     def _join(self, connection: InboundConnection, hello: transfer_pb2.TransferHello) -> None:
-        """One more connection of a push that runs. Raises MeshError."""
+        """Add one more connection to a running push. Raises MeshError."""
         session = self._pushes.get(hello.push_id)
         if session is None:
             raise unknown_reservation(hello.reservation_id)

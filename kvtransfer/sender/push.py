@@ -1,7 +1,7 @@
 """A push at the sender: one connection or several, each with a window of unanswered parts; then commit or abort on the first.
 
-Somebody reads a connection from its hello to its end, so a refusal is heard whenever it comes: while parts are sent, while the
-prefill has nothing to send, before the commit. Silence counts from the last byte that the receiver took, or its last answer.
+A task reads each connection from its hello to its end, so a rejection is noticed whenever it comes: while parts are sent, while
+the prefill has nothing to send, before the commit. Timeouts count from the last byte that the receiver took, or its last answer.
 """
 
 import asyncio
@@ -33,13 +33,13 @@ from kvtransfer.transports.base import DeviceReadSource, Outgoing
 from pdmesh.runtime import failpoints
 from pdmesh.v1 import common_pb2, transfer_pb2
 
-# What a push is asked to do, and what it did.
+# Input and result of a push
 
 
 @dataclass(frozen=True)
 class PartMoved:
-    """A group of layers of some blocks that the receiver has verified. Monotonic nanoseconds: `sent_ns` when its first byte was
-    about to be sent, for the first time; `verified_ns` when the receiver's answer came."""
+    """A group of layers of some blocks that the receiver has verified. Monotonic nanoseconds: `sent_ns` is when its first byte
+    was about to be sent, for the first time; `verified_ns` is when the receiver's answer came."""
 
     layer_start: int
     layer_end: int
@@ -50,7 +50,7 @@ class PartMoved:
     verified_ns: int
 
     def joined(self, other: "PartMoved") -> "PartMoved":
-        """Both as one, from the first byte to the last answer."""
+        """Return both as one, from the first byte to the last answer."""
         return PartMoved(
             min(self.layer_start, other.layer_start),
             max(self.layer_end, other.layer_end),
@@ -64,11 +64,12 @@ class PartMoved:
 
 @dataclass(frozen=True)
 class PushJob:
-    """The KV of one request for one reservation.
+    """Describe the KV of one request for one reservation.
 
-    source_block_ids are the ids in the sender's pool of all blocks of the request, the prefix that decode holds included;
-    num_tokens is how many tokens they hold; `feed` says what of them may be sent by now. While `num_steps()` grows the sender is
-    at work, so the lease is kept though nothing is to be sent. `on_part` hears of each part once the receiver has it.
+    source_block_ids are the ids in the sender's pool of all blocks of the request, including the prefix that the decode worker
+    has; num_tokens is how many tokens they hold; `feed` says which of them may be sent by now. While `num_steps()` grows the
+    engine makes progress, so the lease is renewed though nothing is sent. `on_part` is called for each part that the receiver has
+    verified.
     """
 
     reservation: common_pb2.Reservation
@@ -81,9 +82,9 @@ class PushJob:
 
 @dataclass(frozen=True)
 class PushResult:
-    """A push that ended as it should: num_bytes of KV in num_parts over `transport`, of which `num_exposed_bytes` were sent after
-    the prefill had ended. Monotonic nanoseconds: `started_ns` of the call, `ended_ns` when the receiver had acknowledged the end.
-    `committed`: there was something to decode."""
+    """The result of a successful push: num_bytes of KV in num_parts over `transport`, of which `num_exposed_bytes` were sent
+    after the prefill had ended. Monotonic nanoseconds: `started_ns` of the call, `ended_ns` when the receiver had acknowledged
+    the end. `committed` says whether there was something to decode."""
 
     transport: str
     num_bytes: int
@@ -99,33 +100,33 @@ class PushResult:
 
 
 HELLO_TIMEOUT_S = 2.0
-MAX_UNANSWERED = 4  # parts under way on a connection: the receiver always has one to work on
-FETCH_ALIVE_S = 0.5  # between two signs of life while a part is fetched from a device
-BUFFERED_BYTES = 4 << 20  # may lie in the buffers of a socket when we have sent the last one
-SLOWEST_BYTES_PER_S = 1 << 20  # of a link that is not given up
+MAX_UNANSWERED = 4  # unanswered parts of a connection: the receiver always has one to work on
+FETCH_ALIVE_S = 0.5  # between two keepalives while a part is fetched from a device
+BUFFERED_BYTES = 4 << 20  # how much socket buffers may hold when the sender has written its last byte
+SLOWEST_BYTES_PER_S = 1 << 20  # a slower link is given up
 
 T = TypeVar("T")
 
 
 class PushConnection:
-    """Speaks the protocol over `outgoing`. PushFailed: the receiver refused. OSError, FrameError: the connection is broken;
-    TimeoutError among them: it did nothing for reply_timeout_s."""
+    """Speak the protocol over `outgoing`. PushFailed: the receiver rejected the push. OSError, FrameError: the connection is
+    broken; TimeoutError among them: the receiver did nothing for reply_timeout_s."""
 
     def __init__(self, outgoing: Outgoing, memory: KVMemory, transport: str, reply_timeout_s: float) -> None:
         self.transport = transport
         self.outgoing = outgoing
         self.num_bytes = 0  # verified by the receiver
-        self.busy_s = 0.0  # while something was under way
-        self.on_part: Callable[[PartMoved], None] | None = None  # hears of what the receiver has verified
-        self._sent_ns: dict[int, int] = {}  # by part, while somebody hears of it
+        self.busy_s = 0.0  # with parts unanswered
+        self.on_part: Callable[[PartMoved], None] | None = None  # called with what the receiver has verified
+        self._sent_ns: dict[int, int] = {}  # by part, while on_part is set
         self._memory = memory
         self._reply_timeout_s = reply_timeout_s
         self._unanswered: dict[int, OutboundPart] = {}
-        self._corrupt: deque[OutboundPart] = deque()  # of them, those to be sent again
+        self._corrupt: deque[OutboundPart] = deque()  # the unanswered parts that are sent again
         self._sent_again: set[int] = set()
         self._all_sent = False
         self._busy_since = self._last_progress = 0.0
-        self._writing = asyncio.Lock()  # a part's bytes follow its header, whoever sends it
+        self._writing = asyncio.Lock()  # a part's bytes follow its header, also when several tasks send
         self._changed = asyncio.Event()
         self._reader: asyncio.Task[None] | None = None
         self._error: Exception | None = None
@@ -136,7 +137,8 @@ class PushConnection:
         return self.outgoing.stream
 
     async def hello(self, hello: transfer_pb2.TransferHello) -> None:
-        """Open it. Raises TransportUnavailable if the receiver cannot use this transport, closed unanswered or keeps silent."""
+        """Open the connection. Raises TransportUnavailable if the receiver cannot use this transport, closes it or does not
+        answer."""
         try:
             async with asyncio.timeout(min(HELLO_TIMEOUT_S, self._reply_timeout_s)):
                 await self.outgoing.send_hello(hello)
@@ -151,17 +153,17 @@ class PushConnection:
         self._reader = asyncio.create_task(self._read())
 
     async def stop(self) -> None:
-        """Read no more; before the stream is closed."""
+        """Stop reading; call it before the stream is closed."""
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.wait([self._reader])
 
     async def pump(self, departures: SendQueue) -> None:
-        """Send what comes out of `departures` until None; returns when all is verified."""
+        """Send what comes out of `departures` until None; return when all of it is verified."""
         await all_or_first_error(self._send_from(departures), self._send_corrupt_again())
 
     async def while_open(self, work: Coroutine[object, object, T]) -> T:
-        """The result of `work`, unless the receiver ends the push meanwhile."""
+        """Return the result of `work`, unless the receiver ends the push meanwhile."""
         task = asyncio.create_task(work)
         try:
             await asyncio.wait([task, self._reading], return_when=asyncio.FIRST_COMPLETED)
@@ -173,20 +175,20 @@ class PushConnection:
             await asyncio.gather(task, return_exceptions=True)
 
     async def keep_alive(self) -> None:
-        """Nothing to send yet, but the prefill goes on. Something that is being sent says as much."""
+        """Send a keepalive: there is nothing to send yet, but the prefill goes on. A part that is being sent serves as one."""
         if not self._writing.locked():
             async with self._writing:
                 await self._say_alive()
 
     async def commit(self, num_parts: int, num_tokens: int, choices: Sequence[transfer_pb2.CommittedChoice]) -> None:
-        """Close the manifest; returns when the receiver has started the sequence."""
+        """Close the manifest; return when the receiver has started the sequence."""
         commit = transfer_pb2.TransferCommit(num_parts=num_parts, num_tokens=num_tokens, choices=choices)
         self._is_ending = True
         await self._write(transfer_pb2.TransferMessage(commit=commit))
         await self._until(lambda: self._is_committed)
 
     async def abort(self, *, finished: bool, reason: str) -> None:
-        """End the attempt; returns when the receiver, having acted on it, closes the connection."""
+        """End the attempt; return when the receiver, having acted on it, closes the connection."""
         abort = transfer_pb2.TransferAbort(finished=finished, reason=reason)
         self._is_ending = True
         await self._write(transfer_pb2.TransferMessage(abort=abort))
@@ -203,7 +205,7 @@ class PushConnection:
         self._changed.set()
 
     async def _depart(self, departure: OutboundPart) -> None:
-        """In its turn."""
+        """Send the part once the window has room for it."""
         await failpoints.hit_async("push.part")
         await self._until(lambda: len(self._unanswered) < MAX_UNANSWERED)
         if not self._unanswered:
@@ -212,7 +214,7 @@ class PushConnection:
             await self._send(departure)
 
     async def _send_corrupt_again(self) -> None:
-        """Each once: `_take_answer` sees to it."""
+        """Send corrupt parts a second time; `_take_answer` allows no third."""
         while not self._all_sent:
             await self._until(lambda: bool(self._corrupt) or self._all_sent)
             while self._corrupt:
@@ -238,7 +240,7 @@ class PushConnection:
             release(views)
 
     async def _fetched(self, memory: StagedMemory, departure: OutboundPart) -> Lent:
-        """Says meanwhile that we are alive: a step may be long, and others may have all pieces."""
+        """Fetch the part, sending keepalives meanwhile: a step may be long, and other pushes may hold all pieces."""
         fetching = asyncio.create_task(departure.fetched())
         try:
             while not (await asyncio.wait([fetching], timeout=FETCH_ALIVE_S))[0]:
@@ -247,7 +249,7 @@ class PushConnection:
         except BaseException:
             fetching.cancel()
             try:
-                await ended(fetching)  # until then its blocks are read
+                await ended(fetching)  # its blocks are read until then
             finally:
                 if not fetching.cancelled() and fetching.exception() is None:
                     memory.give_back(fetching.result())
@@ -277,7 +279,7 @@ class PushConnection:
         await self._write(transfer_pb2.TransferMessage(alive=transfer_pb2.TransferAlive()))
 
     async def _write(self, message: transfer_pb2.TransferMessage) -> None:
-        """Where the connection is broken, what the receiver last said is worth more than a broken pipe."""
+        """Send `message`. Where the connection is broken, raise the receiver's last answer: it says more than a broken pipe."""
         try:
             await self.stream.write_message(message)
         except ConnectionError:
@@ -293,7 +295,7 @@ class PushConnection:
         return self._reader
 
     async def _read(self) -> None:
-        """Until the commit is answered or the connection ends."""
+        """Read answers until the commit is answered or the connection ends."""
         try:
             while not self._is_committed:
                 self._take(await self.stream.read_message(forever=True))
@@ -342,7 +344,7 @@ class PushConnection:
         self._changed.set()
 
     async def _until(self, condition: Callable[[], bool]) -> None:
-        """Raises what ended the connection, and TimeoutError when the receiver owes an answer and nothing moves."""
+        """Wait. Raises what ended the connection, and TimeoutError when the receiver owes an answer and nothing moves."""
         while not condition():
             if self._error is not None:
                 raise self._error
@@ -350,7 +352,7 @@ class PushConnection:
             await wait_set(self._changed, self._patience_s())
 
     def _patience_s(self) -> float | None:
-        """How long the receiver may go on doing nothing; None while it owes no answer. Raises TimeoutError."""
+        """Return how long the receiver may still do nothing; None while it owes no answer. Raises TimeoutError."""
         if not self._unanswered and not self._is_ending:
             return None
         size = self._memory.bytes_per_layer_block
@@ -367,15 +369,16 @@ def _check_reply(reply: transfer_pb2.TransferReply) -> None:
         raise push_failed(code, reply.message)
 
 
-# One push over its connections: parts go out as the prefill makes them final, then the commit.
+# One push over its connections: parts are sent as the prefill makes them final, then the commit
 
 
-ALIVE_S = 1.0  # between two signs of life while nothing is to be sent, at most
+ALIVE_S = 1.0  # the longest time between two keepalives while nothing is sent
 SIGNS_IN_A_LEASE = 5
 
 
 class Push:
-    """`connections` are open; the first one carries what concerns the whole push. Errors are those of OutgoingConnection."""
+    """Run one push over `connections`, which are open; the first carries what concerns the whole push. Raises as
+    PushConnection."""
 
     def __init__(self, connections: Sequence[PushConnection], pipeline: Pipeline, memory: KVMemory, lease_s: float) -> None:
         self.connections = connections
@@ -392,22 +395,22 @@ class Push:
 
     @property
     def transport(self) -> str:
-        """The name of the transport."""
+        """Return the name of the transport."""
         return self.first.transport
 
     @property
     def num_bytes(self) -> int:
-        """Verified by the receiver."""
+        """Return bytes that the receiver has verified."""
         return sum(connection.num_bytes for connection in self.connections)
 
     @property
     def busy_s(self) -> float:
-        """How long the connections were at work, the longest of them."""
+        """Return how long the connections were busy, as the longest of them."""
         return max(connection.busy_s for connection in self.connections)
 
     async def send_parts(self, job: PushJob, bytes_per_s: float) -> int:
-        """Send all that decode lacks and wait until it is verified; returns the bytes that were left when the prefill ended.
-        `bytes_per_s`: what to expect of the connection."""
+        """Send all that the decode worker lacks and wait until it is verified; return the bytes that were left when the prefill
+        ended. `bytes_per_s` is the throughput to expect of the connection."""
         departures = SendQueue(len(self.connections))
         try:
             with self._listening(job.feed):
@@ -419,7 +422,7 @@ class Push:
 
     @contextmanager
     def _listening(self, feed: KVReadiness) -> Iterator[None]:
-        """Takes note of marks as the prefill tells what is final."""
+        """Record marks as the prefill reports what is final."""
         if not isinstance(self._memory, StagedMemory):
             yield
             return
@@ -463,7 +466,7 @@ class Push:
         return feed.group
 
     async def _is_quiet(self, job: PushJob) -> bool:
-        """Waits for news. True: there were none for a while, though the sender is at work."""
+        """Wait for progress of the prefill. True: there was none for a while, though the engine makes steps."""
         if await job.feed.changed(self._alive_s) or job.num_steps() == self._num_steps_seen:
             return False
         self._num_steps_seen = job.num_steps()

@@ -1,9 +1,10 @@
-"""Parts of one push on their way to its connections, the next ones fetched from their device while the former are sent.
+"""Which parts of a request's KV a push sends next, and the queue of parts in front of its connections.
 
-    pipeline ─ put ─► [ part ][ part ] ─ get ─► a connection: sends it, drops it
-                        └──────┴─ fetched ahead: behind the mark at which they are final, into pieces that nobody needs
+    KVReadiness ─► Pipeline ─ put ─► [ part ][ part ] ─ get ─► a connection: sends it, drops it
+                                       └──────┴─ prefetched from the device: behind the mark at which they are final,
+                                                 into pieces that no other push needs
 
-A part whose turn has come and that was not fetched, or whose piece was taken away, is fetched then.
+A part that was not prefetched when a connection takes it, or whose piece was taken away, is fetched then.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from pdmesh.engine.kv_cache.streams import Mark
 
 
-# Which part of a request's KV is sent next, while later layers and tokens are still computed. Pure.
+# Readiness: which blocks of a prefill are final, and how the prefill ended
 #
 # A request's blocks are cut into stripes: the blocks that one engine step made final. A stripe is sent in groups of layers, as
 # the step gets through them; what is final already (a cached prefix, an earlier step) is a stripe of all layers at once.
@@ -34,13 +35,10 @@ if TYPE_CHECKING:
 #       ▼       group 2    b     │    d ◄ sent when the step has passed it
 
 
-# What a prefill tells the push that follows it: which blocks are final by now, and in the end how it went.
-
-
 @dataclass(frozen=True)
 class Ready:
-    """Counted in blocks of the request: the first `num_blocks` are final in all layers, the first `num_step_blocks` in the first
-    `num_layers` layers."""
+    """Count what is final in blocks of the request: the first `num_blocks` in all layers, the first `num_step_blocks` in the
+    first `num_layers` layers."""
 
     num_blocks: int = 0
     num_step_blocks: int = 0
@@ -56,7 +54,7 @@ class FirstTokensDrawn:
 
 @dataclass(frozen=True)
 class NothingToDecode:
-    """Every choice ended with its first token: the reservation is to be released."""
+    """Every choice ended with its first token: the reservation is released."""
 
     reason: str
 
@@ -65,8 +63,8 @@ Ending = FirstTokensDrawn | NothingToDecode
 
 
 class KVReadiness:
-    """One prefill writes, one push reads, both on the event loop. `group`: layers of which the push wants to hear at once.
-    on_ready(ready) is called when more is final, on_end() when the prefill ends."""
+    """Connect one prefill, which writes, to one push, which reads, both on the event loop. `group` is how many layers the push
+    wants at once. on_ready(ready) is called when more is final, on_end() when the prefill ends."""
 
     def __init__(self) -> None:
         self.ready = Ready()
@@ -77,7 +75,7 @@ class KVReadiness:
         self._changed = asyncio.Event()
 
     def advance(self, ready: Ready) -> None:
-        """More is final. News may come late: what was said before stays true."""
+        """Record that more is final. Reports may arrive late: an older one changes nothing."""
         before = self.ready
         if ready == before or ready.num_step_blocks < before.num_step_blocks or ready.num_blocks < before.num_blocks:
             return
@@ -89,14 +87,14 @@ class KVReadiness:
             self.on_ready(ready)
 
     def end(self, ending: Ending) -> None:
-        """Once, behind the last `advance`."""
+        """Record the end of the prefill, once, after the last `advance`."""
         self.ending = ending
         self._changed.set()
         if self.on_end is not None:
             self.on_end()
 
     async def changed(self, timeout_s: float) -> bool:
-        """Waits until something is new since the last call; False after `timeout_s`."""
+        """Wait until something is new since the last call; return False after `timeout_s`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
@@ -106,28 +104,28 @@ class KVReadiness:
 
 
 def complete_readiness(num_layers: int, num_blocks: int, ending: Ending) -> KVReadiness:
-    """Of a prefill that is over."""
+    """Return the readiness of a prefill that has ended."""
     feed = KVReadiness()
     feed.advance(Ready(num_blocks, num_blocks, num_layers))
     feed.end(ending)
     return feed
 
 
-# What a group costs the prefill that goes on meanwhile: event loops and threads of both ends take cores from it, and all its
+# The cost of a group to the prefill that runs meanwhile: event loops and threads of both ends take cores from it, and all its
 # threads wait for the one that was interrupted.
 GROUP_COST_S = 1e-3
 
 
 def choose_group(num_layers: int, bytes_per_s: float, layer_bytes: int) -> int:
-    """Layers of a group. With n groups the n-th part of the transfer is exposed behind the last layer, and n groups cost theirs:
-    together least at the square root of their ratio."""
+    """Return the layers of a group. With n groups the n-th part of the transfer is exposed behind the last layer, and each group
+    costs GROUP_COST_S: the sum is least at the square root of their ratio."""
     transfer_s = num_layers * layer_bytes / bytes_per_s
     num_groups = max(1, round(math.sqrt(transfer_s / GROUP_COST_S)))
     return -(-num_layers // min(num_layers, num_groups))
 
 
 class Pipeline:
-    """Cuts layers [0, num_layers) × blocks [first_block, num_blocks) into parts of at most `target_bytes` (or one block)."""
+    """Cut layers [0, num_layers) × blocks [first_block, num_blocks) into parts of at most `target_bytes` (or one block)."""
 
     def __init__(
         self,
@@ -141,18 +139,19 @@ class Pipeline:
         self._num_layers = num_layers
         self._num_blocks = num_blocks
         self.bytes_per_layer_block = bytes_per_layer_block
-        self.target_bytes = target_bytes  # of parts that are taken from now on
-        self._begin = first_block  # all before it is on its way
-        self._end = first_block  # of the present stripe
-        self._layer = 0  # its layers below are on their way
+        self.target_bytes = target_bytes  # of the parts that are taken from now on
+        self._begin = first_block  # all blocks before it were taken
+        self._end = first_block  # end of the present stripe
+        self._layer = 0  # the stripe's layers below it were taken
 
     @property
     def is_complete(self) -> bool:
-        """Everything has been taken."""
+        """Return whether everything was taken."""
         return self._begin >= self._num_blocks
 
     def take(self, ready: Ready, group_of: Callable[[int], int]) -> Iterator[Part]:
-        """Parts that may be sent by now and were not taken before. `group_of(bytes of a layer)`: layers of a group."""
+        """Yield parts that may be sent by now and were not taken before. `group_of(bytes of a layer)` gives the layers of a
+        group."""
         while not self.is_complete:
             if self._end == self._begin and not self._next_stripe(ready):
                 return
@@ -172,7 +171,7 @@ class Pipeline:
         return self._end > self._begin
 
     def _layers_to_send(self, ready: Ready, group: int) -> range:
-        """Whole groups of the stripe's layers that are final and not sent; the last group may be smaller."""
+        """Return whole groups of the stripe's layers that are final and not sent; the last group may be smaller."""
         if self._end <= ready.num_blocks:
             return range(self._layer, self._num_layers)
         final = ready.num_layers if self._end <= ready.num_step_blocks else 0
@@ -182,8 +181,8 @@ class Pipeline:
 
 
 class OutboundPart:
-    """A part, and the blocks of our pool that it lies in. `final`: where the pool is staged. `is_shown`: the receiver's device
-    reads it there, so nothing is fetched."""
+    """A part and its blocks in our pool. `final` is given where the pool is staged. `is_shown`: the receiver's device reads the
+    part in place, so nothing is fetched."""
 
     def __init__(self, part: Part, block_ids: Sequence[int], final: Final | None = None, *, is_shown: bool = False) -> None:
         self.part, self.block_ids = part, block_ids
@@ -192,85 +191,85 @@ class OutboundPart:
 
     @property
     def at(self) -> Mark:
-        """Where it is final; of a staged pool."""
+        """Return the mark behind which the part is final; only for a staged pool."""
         assert self._final is not None, "memory that can be viewed has no marks"
         return self._final.at
 
     def begin(self) -> None:
-        """Fetch it before its turn, if that is in nobody's way."""
+        """Start to prefetch the part, as long as no other push needs the piece."""
         if self._final is not None and not self._is_shown:
             self._ahead = Ahead(self._final, self.part.layers, self.block_ids)
 
     async def fetched(self) -> Lent:
-        """Its turn has come. To be given back; whoever is cancelled meanwhile drops it."""
+        """Return the part in a piece, which the caller gives back; a caller that is cancelled drops the part."""
         assert self._final is not None, "parts of memory that can be viewed are not fetched"
         lent = None if self._ahead is None else await self._ahead.claim()
         return lent or await self._final.memory.fetch(self.part.layers, self.block_ids, self._final.at)
 
     async def drop(self) -> None:
-        """Returns when nothing is read for it, and what was fetched ahead is given back; idempotent."""
+        """Return when nothing is read for the part and what was prefetched is given back; idempotent."""
         if self._ahead is not None:
             await self._ahead.drop()
 
 
 @dataclass(frozen=True)
 class Final:
-    """What lies in a staged pool at this mark may be read."""
+    """The contents of a staged pool that may be read behind a mark."""
 
     memory: StagedMemory
     at: Mark
 
 
 class Told:
-    """Behind which mark a part is final, by what the prefill had told when it told of it: a link that is slower than the prefill
-    does not wait for steps that came later."""
+    """Record the mark behind which each part is final, at the time when the prefill reports it: a link that is slower than the
+    prefill does not wait for later steps."""
 
     def __init__(self, memory: StagedMemory) -> None:
         self._memory = memory
         self._step = memory.marks.so_far()
-        self._whole: list[tuple[int, Mark]] = []  # of blocks final in all layers: how many, behind which mark
+        self._whole: list[tuple[int, Mark]] = []  # (number of blocks final in all layers, mark)
 
     def note(self, ready: Ready) -> None:
-        """As soon as it is told."""
+        """Record `ready`; call it as soon as the prefill reports it."""
         self._step = self._memory.marks.so_far()
         if ready.num_blocks > (self._whole[-1][0] if self._whole else 0):
             self._whole.append((ready.num_blocks, self._step.behind(self._memory.num_layers)))
 
     def final(self, part: Part) -> Final:
-        """Of a part that may be sent by now."""
+        """Return where a part that may be sent by now is final."""
         marks = (mark for num_blocks, mark in self._whole if num_blocks >= part.block_end)
         return Final(self._memory, next(marks, None) or self._step.behind(part.layer_end))
 
 
 class SendQueue:
-    """Parts that wait for one of a push's connections, at most one for each."""
+    """Hold parts that wait for a connection of the push, at most one for each connection."""
 
     def __init__(self, num_connections: int) -> None:
         self._num_connections = num_connections
         self._waiting: asyncio.Queue[OutboundPart | None] = asyncio.Queue(num_connections)
 
     async def put(self, departure: OutboundPart) -> None:
-        """Waits for room."""
+        """Append a part, waiting for room."""
         await self._waiting.put(departure)
-        departure.begin()  # nobody has looked at it yet
+        departure.begin()  # no connection has it yet
 
     async def end(self) -> None:
-        """Behind the last part."""
+        """Tell each connection that no more parts come."""
         for _ in range(self._num_connections):
             await self._waiting.put(None)
 
     async def get(self) -> OutboundPart | None:
-        """The next one, the caller's to drop; None: there are no more, for this connection."""
+        """Return the next part, which the caller drops; None: there are no more for this connection."""
         return await self._waiting.get()
 
     async def drop(self) -> None:
-        """Those that nobody has got; all of them, however often the caller is cancelled."""
+        """Drop the parts that no connection has taken; all of them, however often the caller is cancelled."""
         left = [self._waiting.get_nowait() for _ in range(self._waiting.qsize())]
         await asyncio.gather(*(departure.drop() for departure in left if departure is not None), return_exceptions=True)
 
 
 class Ahead:
-    """A part that is fetched before its turn. Satisfies Yielding."""
+    """Prefetch a part before a connection takes it. Satisfies Yielding."""
 
     def __init__(self, final: Final, layers: range, block_ids: Sequence[int]) -> None:
         self._final, self._layers, self._block_ids = final, layers, block_ids
@@ -280,7 +279,8 @@ class Ahead:
         self._task = asyncio.create_task(self._fetch())
 
     async def claim(self) -> Lent | None:
-        """The caller's from now on. None: nothing was fetched, or it was taken away; he takes his turn."""
+        """Return the piece, which is the caller's from now on. None: nothing was prefetched, or it was taken away; fetch it
+        then."""
         self._door.keep(self)
         if not self._has_piece:
             await self.drop()
@@ -295,7 +295,7 @@ class Ahead:
         self._give_back()
 
     async def drop(self) -> None:
-        """Returns when nothing is read any more and the piece is back; idempotent."""
+        """Return when nothing is read any more and the piece is given back; idempotent."""
         self._door.keep(self)
         self._task.cancel()
         try:
@@ -313,7 +313,7 @@ class Ahead:
         try:
             self._lent = await memory.filled(piece, self._layers, self._block_ids, at)
         except BaseException:
-            self._door.keep(self)  # there is nothing to take away
+            self._door.keep(self)  # there is no piece to take away
             raise
         if self._gives_way:
             self._give_back()

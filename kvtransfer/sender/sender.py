@@ -1,4 +1,4 @@
-"""The prefill worker's end: pushes the KV of one request into a reservation on a decode worker."""
+"""The prefill worker's end of transfers: `Sender` pushes the KV of one request into a reservation on a decode worker."""
 
 import asyncio
 import logging
@@ -35,41 +35,41 @@ from pdmesh.runtime import failpoints
 from pdmesh.runtime.rpc.tls import Tls
 from pdmesh.v1 import common_pb2, transfer_pb2
 
-# Endpoints that did not answer lately, or were of no use: asked last, lest every push wait for a port that swallows packets.
+# Endpoints that did not answer lately are tried last, so that not every push waits for a port that drops packets
 
 
 REMEMBER_S = 10.0
 
 
 class Silent:
-    """Of one sender. What it remembers puts an endpoint behind the others, it rules out none; another epoch is asked
-    anew."""
+    """Remember endpoints of one sender that did not answer. They are put behind the others and never ruled out; another epoch is
+    asked anew."""
 
     def __init__(self, remember_s: float = REMEMBER_S) -> None:
         self._remember_s = remember_s
         self._since: dict[tuple[str, str, int], float] = {}
 
     def note(self, endpoint: common_pb2.TransferEndpoint, epoch: int) -> None:
-        """It did not answer just now."""
+        """Record that the endpoint did not answer just now."""
         now = time.monotonic()
         self._since = {key: since for key, since in self._since.items() if now - since < self._remember_s}
         self._since[endpoint.transport, endpoint.address, epoch] = now
 
     def holds(self, endpoint: common_pb2.TransferEndpoint, epoch: int) -> bool:
-        """Did it fail to answer within the last `remember_s` seconds?"""
+        """Return whether it failed to answer within the last `remember_s` seconds."""
         since = self._since.get((endpoint.transport, endpoint.address, epoch))
         return since is not None and time.monotonic() - since < self._remember_s
 
 
-# How large the parts of a push are.
+# The size of the parts of a push
 
 
 _MOST_SHOWN = {CudaIpcTransport.name: MAX_PULLED_BYTES, NixlTransport.name: ROOM_BYTES}
 
 
 def part_bytes_over(transport: str, memory: KVMemory, wanted: int | None) -> int:
-    """The most of a part out of `memory`; wanted: None for what suits the transport. Of a staged pool parts are fetched by
-    pieces, unless the receiver reads it: its device, or NIXL into a room there."""
+    """Return the largest size of a part out of `memory`; wanted: None for what suits the transport. Parts of a staged pool are
+    fetched in pieces, unless the receiver reads the pool itself: its device does, or NIXL into a room there."""
     shown, most = shown_by(memory), _MOST_SHOWN.get(transport)
     if shown is not None and most is not None:
         return min(shown.part_bytes if wanted is None else wanted, most)
@@ -80,7 +80,7 @@ def part_bytes_over(transport: str, memory: KVMemory, wanted: int | None) -> int
 __all__ = ["PushFailed", "PushJob", "PushResult", "Sender"]
 
 NUM_THREADS = 4
-NUM_CONNECTIONS = 2  # of one push, where the transport gains by several
+NUM_CONNECTIONS = 2  # connections of one push, where the transport gains by several
 BYTES_FOR_A_CONNECTION = 8 << 20
 ASSUMED_BYTES_PER_S = 2e9
 MIN_BYTES_TO_LEARN = 1 << 20
@@ -89,8 +89,8 @@ logger = logging.getLogger(__name__)
 
 
 class Sender:
-    """Pushes out of `memory`. identity, layout and epoch are this worker's. reply_timeout_s bounds every wait for a receiver.
-    part_bytes: the most of a part; None: what suits the transport. tls encrypts what crosses hosts.
+    """Push out of `memory`. identity, layout and epoch are this worker's. reply_timeout_s bounds every wait for a receiver.
+    part_bytes is the largest size of a part; None: what suits the transport. tls encrypts what crosses hosts.
 
     Raises ValueError for memory that does not have the shape of identity and layout.
     """
@@ -119,7 +119,7 @@ class Sender:
         self._bytes_per_s: dict[str, float] = {}
         self._silent = Silent()
         self._executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kv-send")
-        self._executor.submit(prepare)  # until it is ready, Python does the same
+        self._executor.submit(prepare)  # until it is ready, Python does the same work
         self._opened: set[Outgoing] = set()
         self._num_opening = 0
         self._all_closed = asyncio.Event()
@@ -127,8 +127,8 @@ class Sender:
         self._closed = False
 
     async def push(self, job: PushJob, *, timeout_s: float) -> PushResult:
-        """Send what decode lacks as the prefill makes it final, then commit, or release decode's reservation if nothing is left
-        to decode. Raises PushFailed; on cancellation the connections are closed before it returns.
+        """Send what the decode worker lacks as the prefill makes it final, then commit, or release the reservation if nothing is
+        left to decode. Raises PushFailed; on cancellation the connections are closed before it returns.
 
         `timeout_s` bounds the push from the end of the prefill on; before, each wait for the receiver is bounded.
         job.source_block_ids must stay pinned until this returns or raises.
@@ -140,7 +140,7 @@ class Sender:
                 num_exposed_bytes = await session.send_parts(job, self._bytes_per_s.get(session.transport, ASSUMED_BYTES_PER_S))
                 ending = await session.ending(job)
                 await self._end(session, pipeline, job, ending)
-                ended_ns = time.monotonic_ns()  # what is left is ours alone: connections to close
+                ended_ns = time.monotonic_ns()  # only the connections remain to be closed
                 self._learn(session)
         return PushResult(
             transport=session.transport,
@@ -162,7 +162,7 @@ class Sender:
 
     @asynccontextmanager
     async def _limited(self, job: PushJob, timeout_s: float) -> AsyncIterator[None]:
-        """TimeoutError so long after the end of the prefill."""
+        """Raise TimeoutError `timeout_s` after the end of the prefill."""
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(timeout_s if job.feed.ending else None) as limit:
             job.feed.on_end = lambda: limit.reschedule(loop.time() + timeout_s)
@@ -172,7 +172,7 @@ class Sender:
                 job.feed.on_end = None
 
     def _learn(self, session: Push) -> None:
-        """What the transport moves in a second; small pushes tell little about it."""
+        """Update the throughput of the transport; small pushes say little about it."""
         if session.num_bytes >= MIN_BYTES_TO_LEARN and session.busy_s > 0:
             before = self._bytes_per_s.get(session.transport)
             now = session.num_bytes / session.busy_s
@@ -189,7 +189,7 @@ class Sender:
             transport.close()
 
     def _pipeline(self, job: PushJob) -> Pipeline:
-        """The parts of `job`. Raises TransferRefused naming what is wrong with it."""
+        """Return the parts of `job`. Raises TransferRefused naming what is wrong with it."""
         check_layout(self._identity, self._layout, job.reservation.layout)
         num_blocks = -(-job.num_tokens // self._layout.block_size)
         if len(job.source_block_ids) != num_blocks:
@@ -200,12 +200,12 @@ class Sender:
         if not all(0 <= block_id < self._memory.num_blocks for block_id in job.source_block_ids):
             raise refuse("source_block_ids", f"an id is outside the pool of {self._memory.num_blocks} blocks")
         memory = self._memory
-        first_block = cached // self._layout.block_size  # decode may have a part of it already
+        first_block = cached // self._layout.block_size  # the decode worker may have a part of it already
         return Pipeline(memory.num_layers, first_block, num_blocks, memory.bytes_per_layer_block)
 
     @asynccontextmanager
     async def _session(self, job: PushJob, pipeline: Pipeline) -> AsyncIterator[Push]:
-        """Connections that the receiver accepted, closed on every way out."""
+        """Open connections that the receiver accepts, and close them in any case."""
         opened: list[PushConnection] = []
         try:
             endpoint = await self._connect(job, opened)
@@ -216,7 +216,7 @@ class Sender:
             try:
                 yield Push(opened, pipeline, self._memory, lease_s)
             except PushFailed as error:
-                if error.code is grpc.StatusCode.UNIMPLEMENTED:  # so the next attempt takes another transport
+                if error.code is grpc.StatusCode.UNIMPLEMENTED:  # the next attempt takes another transport
                     self._silent.note(endpoint, job.reservation.epoch)
                 raise
         finally:
@@ -227,7 +227,8 @@ class Sender:
                 await self._close(*(connection.outgoing for connection in opened))
 
     async def _connect(self, job: PushJob, opened: list[PushConnection]) -> common_pb2.TransferEndpoint:
-        """Over the best transport that works; to where. Raises PushFailed with what stood in the way of each."""
+        """Connect over the best transport that works and return its endpoint. Raises PushFailed with the failure of each
+        transport."""
         reasons = []
         epoch = job.reservation.epoch
         candidates = sorted(self._candidates(job.reservation), key=lambda pair: self._silent.holds(pair[1], epoch))
@@ -253,7 +254,7 @@ class Sender:
         job: PushJob,
         opened: list[PushConnection],
     ) -> None:
-        """One connection for each few megabytes, where the transport gains by several."""
+        """Open one connection for each few megabytes, where the transport gains by several."""
         num_blocks = len(job.source_block_ids) - job.reservation.num_cached_tokens // self._layout.block_size
         num_bytes = num_blocks * 2 * self._memory.num_layers * self._memory.bytes_per_layer_block
         wanted = min(self._num_connections if transport.gains_by_connections else 1, num_bytes // BYTES_FOR_A_CONNECTION)
@@ -261,7 +262,7 @@ class Sender:
             hello.connection = index
             try:
                 opened.append(await self._open(transport, endpoint, hello))
-            except TransportUnavailable as error:  # the first one carries all of it as well
+            except TransportUnavailable as error:  # the first connection can carry everything
                 logger.info("%s: no more connections: %s", hello.reservation_id, error)
                 return
 
@@ -298,7 +299,7 @@ class Sender:
             raise push_failed(grpc.StatusCode.UNAVAILABLE, "the sender is closed")
 
     def _candidates(self, reservation: common_pb2.Reservation) -> Iterator[tuple[Transport, common_pb2.TransferEndpoint]]:
-        """Endpoints that we can reach, best transport first."""
+        """Yield endpoints that this host can reach, best transport first."""
         for name, transport in self._transports.items():
             for endpoint in reservation.endpoints:
                 if endpoint.transport == name and transport.sends(self._memory) and transport.reaches(endpoint):
@@ -334,7 +335,7 @@ class Sender:
 
 @contextmanager
 def _as_push_failed() -> Iterator[None]:
-    """Everything that can stop a push becomes PushFailed; cancellation stays cancellation."""
+    """Turn everything that can stop a push into PushFailed; cancellation stays cancellation."""
     try:
         yield
     except PushFailed:

@@ -1,4 +1,4 @@
-"""What every transport offers to the two ends of a session. The session's protocol itself is the same over all of them."""
+"""What every transport offers to the two ends of a push. The protocol of a push is the same over all of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvtransfer.manifest import KVMemory, Part
 from kvtransfer.stream import Stream
 from pdmesh.v1 import common_pb2, transfer_pb2
 
-if TYPE_CHECKING:  # whoever moves KV of CPU memory needs no torch
+if TYPE_CHECKING:  # transfers of KV in CPU memory need no torch
     from pdmesh.engine.kv_cache.streams import Mark
 
 
@@ -22,7 +22,7 @@ class Outgoing(Protocol):
     def stream(self) -> Stream: ...
 
     async def send_hello(self, hello: transfer_pb2.TransferHello) -> None:
-        """The first frame, with what the receiver needs to reach our memory."""
+        """Send the first frame, with what the receiver needs to reach our memory."""
 
     async def send_part(
         self,
@@ -31,19 +31,19 @@ class Outgoing(Protocol):
         block_ids: Sequence[int],
         on_bytes: Callable[[int], None],
     ) -> int:
-        """Announce a part whose bytes are `views` and lie in `block_ids` of our pool, have them reach the receiver (or be
-        fetched), and return their CRC-32C (word_sum: ShowingOutgoing). on_bytes(count) as they leave."""
+        """Announce a part whose bytes are `views` and lie in `block_ids` of our pool, have the receiver get them (or
+        read them), and return their CRC-32C (word_sum: DeviceReadSource). on_bytes(count) is called as they leave."""
 
 
 @runtime_checkable
 class DeviceReadSource(Outgoing, Protocol):
-    """One that shows memory of a device as it lies there: parts have no views, and a PartEnd has a word_sum."""
+    """The sender's end where a device's memory is read in place: parts have no views, and a PartEnd has a word_sum."""
 
     async def settle(
         self, layers: range, block_ids: Sequence[int], after: Mark, say_alive: Callable[[], Awaitable[None]]
     ) -> None:
-        """Returns when the device has computed the part (`after`) and summed it, which is the next one of `send_part`; says
-        meanwhile now and then that we are alive. Cancelled, it returns when nothing reads the blocks any more."""
+        """Return when the device has computed the part (`after`) and summed it, which is the next one of `send_part`; send
+        keepalives meanwhile. Cancelled, it returns when nothing reads the blocks any more."""
 
 
 class Incoming(Protocol):
@@ -53,11 +53,11 @@ class Incoming(Protocol):
     def stream(self) -> Stream: ...
 
     async def receive_hello(self) -> transfer_pb2.TransferHello:
-        """The first frame. Raises FrameError for another."""
+        """Return the first frame. Raises FrameError if it is not a hello."""
 
     async def prepare(self, hello: transfer_pb2.TransferHello) -> None:
-        """Obtain what it takes to reach the sender's memory; its identity and layout are found good. Raises TransferRefused:
-        UNIMPLEMENTED has the sender take another transport."""
+        """Obtain access to the sender's memory, once its identity and layout have been checked. Raises TransferRefused:
+        UNIMPLEMENTED makes the sender take another transport."""
 
     async def receive_part(
         self,
@@ -78,45 +78,45 @@ class Incoming(Protocol):
 
 @runtime_checkable
 class DeviceReadTarget(Incoming, Protocol):
-    """One that has a device write parts into its pool, in the form in which they lie at the sender."""
+    """The receiver's end where a device writes parts into its pool, in the layout that they have at the sender."""
 
     async def pull_part(self, header: transfer_pb2.PartHeader, part: Part, block_ids: Sequence[int], after: Mark) -> int:
-        """Write the part into `block_ids` of the pool behind `after`; returns the word_sum of what was stored. Nothing is written
+        """Write the part into `block_ids` of the pool behind `after`; return the word_sum of what was stored. Nothing is written
         any more when it returns or raises. Raises TransferRefused."""
 
 
 class Transport(Protocol):
-    """One way between two processes, as one sender or one receiver uses it."""
+    """One way to transfer between two processes, as one sender or one receiver uses it."""
 
     name: str
-    gains_by_connections: bool  # several for one push are faster than one
+    gains_by_connections: bool  # several connections for one push are faster than one
 
     def sends(self, memory: KVMemory) -> bool:
-        """Can this process send from this memory?"""
+        """Return whether this process can send from this memory."""
 
     def receives(self, memory: KVMemory) -> bool:
-        """Can this process receive by it into this memory?"""
+        """Return whether this process can receive into this memory."""
 
     def reaches(self, endpoint: common_pb2.TransferEndpoint) -> bool:
-        """Whether `endpoint` can be reached from this host."""
+        """Return whether `endpoint` can be reached from this host."""
 
     async def connect(
         self, endpoint: common_pb2.TransferEndpoint, memory: KVMemory, executor: Executor, reply_timeout_s: float
     ) -> Outgoing:
-        """Raises TransportUnavailable."""
+        """Connect to `endpoint`. Raises TransportUnavailable."""
 
     def close(self) -> None:
-        """Give back what outlives connections; there are none any more. Idempotent."""
+        """Give back what outlives connections, when there are none any more. Idempotent."""
 
 
 class SocketTransport(Transport, Protocol):
-    """One that listens on a socket of its own."""
+    """A transport that listens on a socket of its own."""
 
     def listen(self, host: str, port: int) -> socket.socket:
-        """A listening socket. Raises OSError."""
+        """Return a listening socket. Raises OSError."""
 
     def endpoint(self, listener: socket.socket, advertise: str | None) -> common_pb2.TransferEndpoint:
-        """How to reach `listener`; `advertise` is the host that peers see, where there is one."""
+        """Return how to reach `listener`; `advertise` is the host that peers see, where there is one."""
 
     def accept(self, sock: socket.socket, memory: KVMemory, executor: Executor, idle_timeout_s: float) -> Incoming:
         """Take over an accepted connection. Raises PermissionError for a peer that may not use it."""

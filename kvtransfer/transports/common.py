@@ -1,4 +1,4 @@
-"""The ends of a connection over which the bytes of a part follow its header, straight from and into pool memory."""
+"""What transports share: parts inline on a stream, parts that the receiver reads, sums on devices, and Unix sockets."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HANDSHAKE_TIMEOUT_S = 2.0
 
 
 class InlineOutgoing:
-    """The sender's end."""
+    """The sender's end of a connection on which the bytes of a part follow its header, out of pool memory."""
 
     def __init__(self, stream: Stream, name: str) -> None:
         """`name` of transport and address, for messages."""
@@ -39,7 +39,7 @@ class InlineOutgoing:
         self._name = name
 
     async def send_hello(self, hello: transfer_pb2.TransferHello) -> None:
-        """Raises TransportUnavailable when the connection is not opened."""
+        """Send hello. Raises TransportUnavailable when the connection cannot be opened."""
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 await self.stream.open()
@@ -59,7 +59,7 @@ class InlineOutgoing:
 
 
 class InlineIncoming:
-    """The receiver's end."""
+    """The receiver's end of a connection on which the bytes of a part follow its header, into pool memory."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
@@ -69,7 +69,7 @@ class InlineIncoming:
         return (await expect(self.stream, "hello")).hello
 
     async def prepare(self, hello: transfer_pb2.TransferHello) -> None:
-        """Bytes come by themselves."""
+        """Do nothing: the sender writes the bytes."""
 
     async def receive_part(
         self,
@@ -86,26 +86,27 @@ class InlineIncoming:
             release(views)
 
     def close(self) -> None:
-        """Nothing is held but the stream."""
+        """Do nothing: only the stream is held."""
 
 
-# For transports over which the receiver fetches a part: the header says where it lies in the sender's pool.
+# For transports over which the receiver reads a part: the header says where it lies in the sender's pool
 
 
 def shape_of_sender(hello: transfer_pb2.TransferHello, memory: KVMemory) -> PoolShape:
-    """Of the pool that `hello` describes; `memory` is ours, of the same model."""
+    """Return the shape of the pool that `hello` describes; `memory` is ours, of the same model."""
     return PoolShape(memory.num_layers, hello.pool_num_blocks, bytes_per_layer_block(hello.identity, hello.layout))
 
 
 async def announce(stream: Stream, header: transfer_pb2.PartHeader, views: Sequence[memoryview], block_ids: Sequence[int]) -> int:
-    """Say where the part lies, and sum its bytes while the receiver fetches them; returns their CRC-32C."""
+    """Announce where the part lies, and sum its bytes while the receiver reads them; return their CRC-32C."""
     header.source_block_ids[:] = block_ids
     await stream.write_message(transfer_pb2.TransferMessage(part=header))
     return await stream.run(checksum, views)
 
 
 def source_of(header: transfer_pb2.PartHeader, part: Part, shape: PoolShape) -> Rectangle:
-    """Where the bytes of `part` lie in the sender's pool. Raises TransferRefused naming the field that leads out of it."""
+    """Return where the bytes of `part` lie in the sender's pool. Raises TransferRefused naming the field that points outside
+    it."""
     source_ids = list(header.source_block_ids)
     if len(source_ids) != part.num_blocks:
         raise refuse("part.source_block_ids", f"{len(source_ids)} ids for {part.num_blocks} blocks")
@@ -114,16 +115,16 @@ def source_of(header: transfer_pb2.PartHeader, part: Part, shape: PoolShape) -> 
     return Rectangle(shape, range(header.layer_start, header.layer_start + len(part.layers)), source_ids)
 
 
-# For transports over which a part goes from the pool of one device to that of another: each end sums on its own (word_sum).
+# For transports over which a part goes from the pool of one device to that of another: each end sums its own (word_sum)
 
 
-ALIVE_S = 0.5  # between two signs of life while the device computes
+ALIVE_S = 0.5  # between two keepalives while the device computes
 
 logger = logging.getLogger(__name__)
 
 
 class SummedOutgoing:
-    """The sender's end, but for its hello. A part is announced with its sum when the device has computed both."""
+    """The sender's end except for its hello. A part is announced with its sum when the device has computed both."""
 
     def __init__(self, stream: Stream, shown: ShownPool, transport: str) -> None:
         self.stream = stream
@@ -159,7 +160,7 @@ class SummedOutgoing:
 
 
 class SummedIncoming:
-    """The receiver's end, in so far as its parts come in one way only."""
+    """The receiver's end where parts come only by a read of the device."""
 
     async def receive_part(
         self,
@@ -173,7 +174,8 @@ class SummedIncoming:
 
 
 async def pulled(pull: Callable[[], Future[int]]) -> int:
-    """The sum of what our device stores; whoever is cancelled returns when it is through. Raises TransferRefused."""
+    """Return the sum of what our device stores; a cancelled caller returns when the device has finished. Raises
+    TransferRefused."""
     try:
         pulling = pull()
         await all_ended([pulling])
@@ -184,16 +186,16 @@ async def pulled(pull: Callable[[], Future[int]]) -> int:
 
 
 def shown_by(memory: KVMemory) -> ShownPool | None:
-    """The pool as other processes may read it, if they may."""
+    """Return the pool as other processes may read it; None: they may not."""
     return memory.shown if isinstance(memory, StagedMemory) else None
 
 
 def unusable(field: str, what: str) -> TransferRefused:
-    """This transport will not do; the sender takes another."""
+    """Return the refusal on which the sender takes another transport."""
     return TransferRefused(grpc.StatusCode.UNIMPLEMENTED, what, field=field)
 
 
-# Transports over abstract Unix sockets, between processes of one user on one host: the kernel says who is at the other end.
+# Transports over abstract Unix sockets, between processes of one user on one host: the kernel identifies the peer.
 
 
 CONNECT_TIMEOUT_S = 1.0
@@ -203,16 +205,16 @@ _UCRED = struct.Struct("iII")  # pid, uid, gid
 
 
 class UnixSocketTransport:
-    """What those transports have in common."""
+    """Common part of the transports over abstract Unix sockets."""
 
     name: str
-    gains_by_connections = False  # one costs the memory nothing, and a second one a handshake
+    gains_by_connections = False  # one connection saturates the memory, and a second one costs a handshake
 
     def reaches(self, endpoint: common_pb2.TransferEndpoint) -> bool:
         return endpoint.host_id == host_id()
 
     def listen(self, host: str, port: int) -> socket.socket:
-        """Under a name of its own."""
+        """Return a listening socket with a name of its own."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             listener.bind("\0" + _NAME_PREFIX + secrets.token_hex(16))
@@ -227,11 +229,11 @@ class UnixSocketTransport:
         return common_pb2.TransferEndpoint(transport=self.name, address=name[1:].decode("ascii"), host_id=host_id())
 
     async def _connected(self, endpoint: common_pb2.TransferEndpoint, executor: Executor, reply_timeout_s: float) -> SocketStream:
-        """To a process of our user. Raises TransportUnavailable."""
+        """Connect to a process of our user. Raises TransportUnavailable."""
         return SocketStream(await _connected(self.name, endpoint.address), executor, reply_timeout_s)
 
     def _accepted(self, sock: socket.socket, executor: Executor, idle_timeout_s: float) -> SocketStream:
-        """Raises PermissionError unless the process at the other end belongs to our user."""
+        """Take over `sock`. Raises PermissionError unless the process at the other end belongs to our user."""
         _check_peer(self.name, sock)
         return SocketStream(sock, executor, idle_timeout_s)
 
@@ -242,7 +244,7 @@ async def _connected(transport: str, name: str) -> socket.socket:
         sock.setblocking(False)
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             await asyncio.get_running_loop().sock_connect(sock, "\0" + name)
-        _check_peer(transport, sock)  # a stranger who took the name must not get our memory
+        _check_peer(transport, sock)  # another user's process with this name must not get our memory
     except (OSError, ValueError) as error:
         sock.close()
         raise TransportUnavailable(f"{transport}: cannot connect to {name}: {error or 'timed out'}") from error

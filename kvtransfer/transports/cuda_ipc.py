@@ -6,18 +6,17 @@
                                                                               behind its own mark, and sums WHAT IT STORES
            ◄── ok, if that is the sum ──────────────────────────────────────
 
-Nobody writes into another's pool, so a sender that was paused and wakes up does no harm: what it has given away meanwhile spoils
-a copy whose sum then differs, in blocks that nobody reads before the commit. A part is announced when it is final, so the two
-processes share no event, and who is silent holds nothing of the device. A push that is cancelled, and `quiesce`, wait for the
-device; the other end is told by its connection.
+No process writes into another's pool, so a sender that was paused and resumes does no harm: where it has freed blocks meanwhile,
+the copy's sum differs, and its blocks are not read before the commit. A part is announced when it is final, so the two processes
+share no event, and a peer that is silent holds nothing of the device. A push that is cancelled, and `quiesce`, wait for the
+device; the other end learns of it from its connection.
 
-Whoever dies: his connection ends, and with it the push; a work that reads then goes on reading
-(pdmesh/engine/kv_cache/cuda_ipc.py says what the driver promises), and its sum decides. What goes wrong on the device is refused
-with UNIMPLEMENTED: the next attempt goes over another transport. So does at once what this one does not do: other layouts, memory
-without a handle, devices that do not reach each other. Only one that cannot open the sender's pool says so; there is no search
-for what might.
+When a process dies its connection ends, and with it the push; a copy that runs then goes on reading
+(pdmesh/engine/kv_cache/cuda_ipc.py says what the driver promises), and its sum decides. Errors of the device are answered
+with UNIMPLEMENTED, so the next attempt uses another transport. So are other layouts, memory without a handle and devices that
+cannot reach each other. Whether the sender's pool can be opened is known only by the attempt to open it.
 
-The driver's handle opens the whole pool, also for writing: the kernel vouches that both ends are of one user, as for shm.
+The driver's handle opens the whole pool, also for writing: the kernel vouches that both ends belong to one user, as for shm.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from kvtransfer.transports.common import (
 from kvtransfer.transports.peer_pool_cache import OpenedPools
 from pdmesh.v1 import common_pb2, transfer_pb2
 
-if TYPE_CHECKING:  # whoever moves KV of CPU memory needs no torch
+if TYPE_CHECKING:  # transfers of KV in CPU memory need no torch
     from pdmesh.engine.kv_cache.ipc_pool import PeerPool, ShownPool
     from pdmesh.engine.kv_cache.streams import Mark
 
@@ -53,7 +52,7 @@ MAX_HANDLE_BYTES = 256
 
 
 class CudaIpcOutgoing(SummedOutgoing):
-    """The sender's end."""
+    """The sender's end of a connection over cuda_ipc."""
 
     def __init__(self, stream: SocketStream, memory: StagedMemory, shown: ShownPool) -> None:
         super().__init__(stream, shown, CudaIpcTransport.name)
@@ -68,7 +67,7 @@ class CudaIpcOutgoing(SummedOutgoing):
 
 
 class CudaIpcIncoming(SummedIncoming):
-    """The receiver's end."""
+    """The receiver's end of a connection over cuda_ipc."""
 
     def __init__(self, stream: SocketStream, shown: ShownPool, memory: KVMemory, pools: OpenedPools) -> None:
         self.stream = stream
@@ -113,14 +112,14 @@ class CudaIpcIncoming(SummedIncoming):
         except NotShared as error:
             raise unusable(f"hello.device_pool.{error.field}", error.why) from error
         except BaseException:
-            for each in opened:  # cancelled meanwhile
+            for each in opened:  # the caller was cancelled meanwhile
                 each.close()
             raise
         return opened[0]
 
 
 class CudaIpcTransport(UnixSocketTransport):
-    """Between processes of one user on one host whose pools lie in memory of a GPU."""
+    """Transfer between processes of one user on one host whose pools lie in GPU memory."""
 
     name = "cuda_ipc"
 
@@ -143,7 +142,7 @@ class CudaIpcTransport(UnixSocketTransport):
 
     def accept(self, sock: socket.socket, memory: KVMemory, executor: Executor, idle_timeout_s: float) -> CudaIpcIncoming:
         stream, shown = self._accepted(sock, executor, idle_timeout_s), shown_by(memory)
-        assert shown is not None, "who listens receives"
+        assert shown is not None, "a transport that listens can receive"
         return CudaIpcIncoming(stream, shown, memory, self._pools)
 
     def close(self) -> None:

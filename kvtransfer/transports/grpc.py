@@ -25,14 +25,14 @@ METHOD = "Push"
 
 
 class PushService(Protocol):
-    """Takes calls; the receiver does."""
+    """Serve calls of TransferService.Push; the receiver implements it."""
 
     def serve_push(self, wire: Wire) -> Awaitable[None]:
-        """One call from its beginning to its end. Raises MeshError to refuse it."""
+        """Serve one call from its beginning to its end. Raises MeshError to reject it."""
 
 
 def add_push_service(service: PushService, server: grpc.aio.Server) -> None:
-    """Has `server` answer TransferService.Push, its messages as bytes: `message_stream` takes them apart without a copy."""
+    """Register TransferService.Push with `server`, its messages as bytes: `grpc_stream` parses them without a copy."""
 
     async def push(_requests: object, context: Wire) -> None:
         await service.serve_push(context)
@@ -42,7 +42,7 @@ def add_push_service(service: PushService, server: grpc.aio.Server) -> None:
 
 
 class DialledStream(MessageStream):
-    """The caller's end: owns `channel` until close()."""
+    """The caller's end of a stream: owns `channel` until close()."""
 
     def __init__(self, channel: grpc.aio.Channel, executor: Executor, reply_timeout_s: float) -> None:
         self._channel = channel
@@ -63,7 +63,7 @@ class DialledStream(MessageStream):
 
 
 class GrpcTransport:
-    """Between any two hosts, through the port that every worker has open."""
+    """Transfer between any two hosts, through the gRPC port that every worker has open."""
 
     name = "grpc"
     gains_by_connections = True
@@ -81,7 +81,7 @@ class GrpcTransport:
         return True
 
     def endpoint(self, address: str) -> common_pb2.TransferEndpoint:
-        """How to reach the gRPC server at `address`, "host:port"."""
+        """Return how to reach the gRPC server at `address`, "host:port"."""
         return common_pb2.TransferEndpoint(transport=self.name, address=address)
 
     async def connect(
@@ -104,12 +104,12 @@ class GrpcTransport:
         return InlineIncoming(stream)
 
     def close(self) -> None:
-        """Nothing outlives its connections."""
+        """Do nothing: nothing outlives its connections."""
 
 
 async def _connected(channel: grpc.aio.Channel) -> None:
-    """Raises ConnectionError at the first attempt that fails: gRPC itself would try for ever."""
+    """Wait for the connection. Raises ConnectionError at the first attempt that fails: gRPC itself would retry for ever."""
     while (state := channel.get_state(try_to_connect=True)) is not grpc.ChannelConnectivity.READY:
         if state in (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN):
-            raise ConnectionError("nobody answers")
+            raise ConnectionError("no server answers")
         await channel.wait_for_state_change(state)

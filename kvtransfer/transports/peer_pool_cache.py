@@ -1,4 +1,4 @@
-"""Peers' pools that this process has opened, kept for a while beyond their last use."""
+"""Cache of peers' pools that this process has opened; they are kept for a while after their last use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pdmesh.engine.kv_cache.ipc_pool import PeerPool
 
 
-KEEP_S = 5.0  # one that nobody uses: the next push of its sender finds it there
+KEEP_S = 5.0  # an unused pool is kept so long for the next push of its sender
 
 
 class Closable(Protocol):
@@ -39,23 +39,24 @@ class _Kept(Generic[Pool]):
 
 
 class KeptPools(Generic[Key, Pool]):
-    """One opening for each pool, however many pushes come out of it. One that is not used is closed after KEEP_S: it would keep
-    the memory of a peer that has died. On the event loop."""
+    """Open each pool once, however many pushes come out of it. An unused pool is closed after KEEP_S: it would keep the memory of
+    a peer that has died. It is used on the event loop only."""
 
     def __init__(self) -> None:
         self._kept: dict[Key, _Kept[Pool]] = {}
 
     def __len__(self) -> int:
-        """Pools that are open."""
+        """Return the number of open pools."""
         return len(self._kept)
 
     def find(self, key: Key) -> Pool | None:
-        """The pool of `key`, if it is open; `use` it in the same turn of the loop."""
+        """Return the pool of `key`, if it is open; `use` it in the same turn of the loop."""
         kept = self._kept.get(key)
         return None if kept is None else kept.pool
 
     def use(self, key: Key, pool: Pool) -> Pool:
-        """`pool`, as the one of `key`, until release(): what `find` found, or one just opened, which is ours from now on."""
+        """Return `pool`, held as the one of `key` until release(): what `find` found, or one just opened, which the cache then
+        owns."""
         kept = self._kept.setdefault(key, _Kept(pool))
         assert kept.pool is pool, "there is one opening for each key"
         if kept.expiry is not None:
@@ -65,7 +66,7 @@ class KeptPools(Generic[Key, Pool]):
         return pool
 
     def release(self, pool: Pool) -> None:
-        """Once for each use(); nothing reads it for this user any more."""
+        """End one use(); nothing reads the pool for this user any more."""
         key, kept = next((key, kept) for key, kept in self._kept.items() if kept.pool is pool)
         kept.num_users -= 1
         if kept.num_users == 0 and not KEEP_S:
@@ -74,7 +75,7 @@ class KeptPools(Generic[Key, Pool]):
             kept.expiry = asyncio.get_running_loop().call_later(KEEP_S, self._expire, key)
 
     def close(self) -> None:
-        """Those that nobody uses; idempotent."""
+        """Close the pools that are not in use; idempotent."""
         for key in [key for key, kept in self._kept.items() if kept.num_users == 0]:
             self._expire(key)
 
@@ -85,7 +86,7 @@ class KeptPools(Generic[Key, Pool]):
         kept.pool.close()
 
 
-# Peers' pools, mapped read-only into this process.
+# Peers' pools that are mapped read-only into this process
 
 
 if sys.platform == "linux":
@@ -95,7 +96,7 @@ MappedKey = tuple[int, int, PoolShape]
 
 
 class MappedPool:
-    """A peer's pool, mapped read-only. Raises TransferRefused (UNIMPLEMENTED: use another transport) if that is unsafe."""
+    """Map a peer's pool read-only. Raises TransferRefused (UNIMPLEMENTED: use another transport) if that is unsafe."""
 
     def __init__(self, fd: int, shape: PoolShape) -> None:
         _check_pool(fd, shape)
@@ -107,19 +108,19 @@ class MappedPool:
             raise _unusable(f"cannot be mapped: {error}") from error
 
     def view(self) -> memoryview:
-        """All bytes; to be released before close()."""
+        """Return all bytes of the pool; release the view before close()."""
         return memoryview(self._map)
 
     def close(self) -> None:
-        """Unmap; idempotent."""
+        """Unmap the pool; idempotent."""
         self._map.close()
 
 
 class MappedPools(KeptPools[MappedKey, MappedPool]):
-    """To touch every page of a fresh mapping costs a third of the copying."""
+    """Cache mappings, because touching every page of a fresh mapping costs a third of the copying."""
 
     def acquire(self, fd: int, shape: PoolShape) -> MappedPool:
-        """The pool behind `fd`, until release(). Raises TransferRefused as MappedPool does."""
+        """Return the pool behind `fd`, until release(). Raises TransferRefused as MappedPool does."""
         status = os.fstat(fd)
         key = (status.st_dev, status.st_ino, shape)  # while it is mapped, no other file can have its number
         pool = self.find(key)
@@ -129,7 +130,7 @@ class MappedPools(KeptPools[MappedKey, MappedPool]):
 
 
 def _check_pool(fd: int, shape: PoolShape) -> None:
-    """A file that could shrink would turn our copy into SIGBUS; one of another size is not the pool that hello describes."""
+    """Check the file: one that could shrink would turn our copy into SIGBUS; one of another size is not the pool of the hello."""
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         size = os.fstat(fd).st_size
@@ -145,20 +146,20 @@ def _unusable(what: str) -> TransferRefused:
     return TransferRefused(grpc.StatusCode.UNIMPLEMENTED, f"the pool's file descriptor {what}", field="hello.pool")
 
 
-# Peers' pools on devices of this host, opened in this process.
+# Peers' pools on devices of this host that are open in this process
 
 
 OpenedKey = tuple[object, ...]
 
 
 class OpenedPools(KeptPools[OpenedKey, "PeerPool"]):
-    """To open one may take milliseconds of the driver."""
+    """Cache opened pools, because opening one may take the driver milliseconds."""
 
     def __init__(self) -> None:
         super().__init__()
         self._opening = asyncio.Lock()
 
     async def acquire(self, key: OpenedKey, open_pool: Callable[[], Awaitable[PeerPool]]) -> PeerPool:
-        """The pool of `key`, opened unless it is, until release(). Raises what opening does."""
+        """Return the pool of `key`, opened if it is not open, until release(). Raises what opening does."""
         async with self._opening:
             return self.use(key, self.find(key) or await open_pool())

@@ -1,4 +1,4 @@
-"""All transports, best first. A new one is a module beside this and a line here."""
+"""All transports, best first. A new transport is a module in this folder and a line here."""
 
 from kvtransfer.transports.base import SocketTransport, Transport
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
@@ -13,8 +13,9 @@ GRPC = GrpcTransport()  # listens on no socket of its own
 
 
 def socket_transports(tls: Tls | None) -> dict[str, SocketTransport]:
-    """Those that listen on a socket, for one owner that closes them; tcp encrypted if `tls` is given. cuda_ipc and shm stay as
-    they are: the kernel vouches for the peer. nixl comes before tcp: it is offered only where somebody asked for it by name."""
+    """Return the transports that listen on a socket, for one owner that closes them; tcp is encrypted if `tls` is given. cuda_ipc
+    and shm do not change: the kernel vouches for the peer. nixl comes before tcp: it is offered only where it was configured by
+    name."""
     transports: tuple[SocketTransport, ...] = (
         CudaIpcTransport(),
         ShmTransport(),
@@ -25,7 +26,7 @@ def socket_transports(tls: Tls | None) -> dict[str, SocketTransport]:
 
 
 def transports_with(tls: Tls | None) -> dict[str, Transport]:
-    """All transports, for one owner that closes them."""
+    """Return all transports, for one owner that closes them."""
     return {**socket_transports(tls), GRPC.name: GrpcTransport(tls)}
 
 
@@ -33,6 +34,6 @@ TRANSPORTS: tuple[str, ...] = tuple(transports_with(None))
 
 
 def installed() -> tuple[str, ...]:
-    """Names of those that move KV in memory of the host and whose packages are there, best first."""
+    """Return names of the transports that move KV in host memory and whose packages are installed, best first."""
     on_host = (name for name in TRANSPORTS if name != CudaIpcTransport.name)
     return tuple(name for name in on_host if name != NixlTransport.name or is_installed())

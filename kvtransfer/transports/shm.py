@@ -1,11 +1,12 @@
-"""shm: the receiver maps the sender's pool read-only and copies blocks out of it. For processes of one user on one Linux host.
+"""shm: the receiver maps the sender's pool read-only and copies blocks out of it, between processes of one user on one Linux
+host.
 
     sender ── hello + memfd (SCM_RIGHTS) over an abstract Unix socket ──► receiver: verifies fd, maps it PROT_READ
     sender ── part header with its block ids ───────────────────────────► receiver: copies, sums WHAT IT STORES
     sender ── part end: the sum of what lies in its pool ───────────────► receiver: compares
 
-The mapping may outlive the connection by seconds (peer_pool_cache.py); a receiver keeps nothing else of that epoch. A sender that
-changes its blocks while they are copied spoils a copy whose checksum then differs; it cannot touch ours.
+The mapping may outlive the connection by seconds (peer_pool_cache.py); a receiver keeps nothing else of that epoch. If a sender
+changes its blocks while they are copied, the checksum of the copy differs; it cannot change the receiver's blocks.
 """
 
 import asyncio
@@ -27,11 +28,11 @@ from kvtransfer.transports.common import UnixSocketTransport, announce, shape_of
 from kvtransfer.transports.peer_pool_cache import MappedPool, MappedPools
 from pdmesh.v1 import common_pb2, transfer_pb2
 
-BATCH_BYTES = 4 << 20  # copied between two looks at whether to stop
+BATCH_BYTES = 4 << 20  # copied between two checks whether to stop
 
 
 class ShmOutgoing:
-    """The sender's end."""
+    """The sender's end of a connection over shm."""
 
     def __init__(self, stream: SocketStream, memory: KVMemory) -> None:
         self.stream = stream
@@ -57,7 +58,7 @@ class ShmOutgoing:
 
 
 class ShmIncoming:
-    """The receiver's end."""
+    """The receiver's end of a connection over shm."""
 
     def __init__(self, stream: SocketStream, memory: KVMemory, pools: MappedPools) -> None:
         self.stream = stream
@@ -104,7 +105,7 @@ class ShmIncoming:
             self._source = None
 
     async def _receive_fd(self) -> tuple[bytes, int]:
-        """The first bytes of the connection and the one descriptor that must come with them."""
+        """Return the first bytes of the connection and the one descriptor that must come with them."""
         await self.stream.ready(write=False)
         data, fds, flags, _ = socket.recv_fds(self.stream.sock, framing.HEADER.size, 2, socket.MSG_CMSG_CLOEXEC)
         if data and len(fds) == 1 and not flags & socket.MSG_CTRUNC:
@@ -117,7 +118,7 @@ class ShmIncoming:
 
 
 class ShmTransport(UnixSocketTransport):
-    """Between processes of one user on one host."""
+    """Transfer between processes of one user on one host."""
 
     name = "shm"
 
@@ -145,7 +146,7 @@ class ShmTransport(UnixSocketTransport):
 def copy_part(
     source: MappedPool, origin: Rectangle, memory: KVMemory, to: Rectangle, check_interrupted: Callable[[], None]
 ) -> int:
-    """Copy `origin` of `source` into `to` of `memory`; returns the CRC-32C of the copy.
+    """Copy `origin` of `source` into `to` of `memory`; return the CRC-32C of the copy.
 
     Runs in a thread; check_interrupted() may raise between pieces of a few megabytes.
     """
@@ -158,7 +159,7 @@ def copy_part(
 
 
 def _batches(table: Runs) -> Iterator[Runs]:
-    """Of about BATCH_BYTES, or one run."""
+    """Cut `table` into batches of about BATCH_BYTES, or one run."""
     ends = np.cumsum(table[:, 2])
     cuts = np.flatnonzero(np.diff(ends // BATCH_BYTES)) + 1
     yield from np.split(table, cuts)

@@ -21,7 +21,7 @@ BACKLOG = 128
 
 
 class TcpTransport:
-    """Between any two hosts; encrypted if `tls` is given."""
+    """Transfer between any two hosts; encrypted if `tls` is given."""
 
     name = "tcp"
     gains_by_connections = True
@@ -67,7 +67,7 @@ class TcpTransport:
         return InlineIncoming(self._accepted(sock, executor, idle_timeout_s))
 
     def close(self) -> None:
-        """Nothing outlives its connections."""
+        """Do nothing: nothing outlives its connections."""
 
     def _accepted(self, sock: socket.socket, executor: Executor, idle_timeout_s: float) -> SocketStream:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -79,16 +79,16 @@ class TcpTransport:
         return TlsStream(sock, executor, timeout_s, self._tls, server_side=server_side)
 
     def _check_agreement(self, endpoint: common_pb2.TransferEndpoint) -> None:
-        """Raises TransportUnavailable when one end uses TLS and the other does not: nothing goes out unencrypted by accident."""
+        """Raise TransportUnavailable when one end uses TLS and the other does not: nothing goes out unencrypted by accident."""
         if endpoint.tls == (self._tls is not None):
             return
-        who, other = ("the receiver", "this worker") if endpoint.tls else ("this worker", "the receiver")
-        remedy = f"{who} uses TLS and {other} does not; give {other} --tls-cert, --tls-key and --tls-ca"
+        one, other = ("the receiver", "this worker") if endpoint.tls else ("this worker", "the receiver")
+        remedy = f"{one} uses TLS and {other} does not; give {other} --tls-cert, --tls-key and --tls-ca"
         raise TransportUnavailable(f"{self.name}: cannot use {endpoint.address}: {remedy}")
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """("host", port) of "host:port" or "[host]:port". Raises ValueError naming what is wrong."""
+    """Return ("host", port) of "host:port" or "[host]:port". Raises ValueError naming what is wrong."""
     host, separator, port = address.rpartition(":")
     if not separator or not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ValueError(f"the address must be host:port, got {address!r}")
@@ -96,7 +96,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 async def _resolve(loop: asyncio.AbstractEventLoop, host: str, port: int) -> tuple[socket.AddressFamily, object]:
-    """Family and address of a host; only a name, which may take long, is looked up in a thread."""
+    """Return family and address of a host; only a name, which may take long, is looked up in a thread."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
     except socket.gaierror:
@@ -109,7 +109,7 @@ async def _connected(loop: asyncio.AbstractEventLoop, family: socket.AddressFami
     try:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        await loop.sock_connect(sock, address)  # type: ignore[arg-type]  # as getaddrinfo gave it
+        await loop.sock_connect(sock, address)  # type: ignore[arg-type]  # the type is getaddrinfo's
     except BaseException:
         sock.close()
         raise

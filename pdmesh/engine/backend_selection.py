@@ -1,4 +1,4 @@
-"""Which backend computes a model, and in which numbers: decided once, before anything is loaded."""
+"""Select the backend and the number formats of a model, once, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _WIDTHS = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "fp8": 
 
 @dataclass(frozen=True)
 class Numerics:
-    """`weights`: float32, bfloat16, float16, int8, int4 or fp8. `dtype`: of what is not quantized. `why_torch`: why the kernels
-    that would be the default do not serve, for a warning; empty when they do, or when torch was asked for. `rounds_activations`:
-    products of many rows are of fp8 with fp8 (pdmesh/engine/kernels/triton/linear/linear.py)."""
+    """`weights`: float32, bfloat16, float16, int8, int4 or fp8. `dtype` is that of what is not quantized. `why_torch` says why
+    the default kernels cannot be used, for a warning; empty when they can, or when torch was configured. `rounds_activations`:
+    products of many rows multiply fp8 by fp8 (pdmesh/engine/kernels/triton/linear/linear.py)."""
 
     backend: str  # "native", "triton" or "torch"
     weights: str
@@ -36,8 +36,8 @@ class Numerics:
         return self.weights in ("int8", "int4", "fp8")
 
     def num_bytes(self, model: ModelConfig, num_weights: int) -> int:
-        """Memory of a model's weights. Kernels keep embeddings beside the head that is made of them, and the head in 8
-        bits at least."""
+        """Return the memory of a model's weights. Kernels keep embeddings besides the output head that is made of them, and the
+        head in 8 bits at least."""
         width = 0.5 + 4 / self.group if self.weights == "int4" else _WIDTHS[self.weights]
         if self.backend == "torch" or not (self.backend == "native" or self.is_quantized):
             return int(num_weights * width)
@@ -46,8 +46,8 @@ class Numerics:
         return int(others * width + table * (self.dtype.itemsize + max(width, 1.0)))
 
     def name(self, kernels: str) -> str:
-        """All that decides the bits of a logit beside the weights and the KV dtype, such as `int8-native2-avx512_bf16`:
-        format of the weights (and what is not quantized, if not bfloat16), kernels."""
+        """Return all that decides the bits of a logit besides the weights and the KV dtype, such as `int8-native2-avx512_bf16`:
+        format of the weights (and of what is not quantized, if not bfloat16), kernels."""
         weights = f"{self.weights}g{self.group}" if self.weights == "int4" else self.weights
         weights += "a8" if self.rounds_activations else ""
         if self.is_quantized and self.dtype != torch.bfloat16:
@@ -56,10 +56,10 @@ class Numerics:
 
 
 def choose_numerics(
-    config: EngineConfig, model: ModelConfig, *, has_int4: bool, no_library: str, no_triton: str = "nobody looked for triton"
+    config: EngineConfig, model: ModelConfig, *, has_int4: bool, no_library: str, no_triton: str = "triton was not looked for"
 ) -> Numerics:
-    """`has_int4`: the checkpoint itself holds 4-bit weights. `no_library`, `no_triton`: why there are no native or no Triton
-    kernels here, or empty.
+    """Return the backend and formats. `has_int4`: the checkpoint itself has 4-bit weights. `no_library`, `no_triton`: why there
+    are no native or no Triton kernels here, or empty.
 
     Raises ValueError, naming the field, for settings that the backend cannot compute.
     """
@@ -87,7 +87,7 @@ def choose_numerics(
 
 
 def wants_triton(config: EngineConfig) -> bool:
-    """Whether it is for the Triton kernels to say why they do not serve."""
+    """Return whether a warning should say why the Triton kernels cannot be used."""
     return config.backend == "triton" or (config.backend == "auto" and config.device == "cuda")
 
 
@@ -108,7 +108,8 @@ def _why_torch(config: EngineConfig, model: ModelConfig, no_library: str) -> str
 
 
 def _triton(config: EngineConfig, dtype: torch.dtype) -> Numerics:
-    """Unquantized unless asked: weights that are quantized stay so for every activation of `dtype`."""
+    """Choose formats for the Triton kernels: weights are unquantized unless configured, and quantized
+    weights go with every activation `dtype`."""
     if config.kv_dtype not in ("auto", "fp8", _name(dtype)):
         raise ValueError(
             f"kv_dtype: {config.kv_dtype} needs backend=native; the Triton kernels have {_name(dtype)} and fp8; give auto or fp8"
@@ -139,7 +140,7 @@ def _check_torch(config: EngineConfig, dtype: torch.dtype, reason: str) -> None:
 
 
 def _kernels(config: EngineConfig, backend: str, reason: str) -> str:
-    """With the reason why they do not serve, if it is about these."""
+    """Name the kernels, with the reason why they cannot be used where it concerns them."""
     is_about = config.tensor_parallel > 1 or wants_triton(config) == (backend == "triton")
     return f"backend={backend} ({reason})" if reason and is_about else f"backend={backend}"
 

@@ -1,4 +1,4 @@
-"""What an engine is told at start: which model, on what device, with how much memory and how wide a batch."""
+"""Configuration of an engine: which model, on what device, with how much memory and how wide a batch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 DEVICES = ("cpu", "cuda")
-MAX_THREADS = 1024  # torch crashes when the system refuses it a thread
+MAX_THREADS = 1024  # torch crashes when the system refuses to start a thread
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 BACKENDS = ("auto", "native", "triton", "torch")
 QUANTIZATIONS = ("auto", "none", "int8", "int4", "fp8")
@@ -17,13 +17,14 @@ MAX_DRAFT_TOKENS = 64
 
 
 def default_kv_share(device: str) -> float:
-    """A GPU is the worker's own, and what steps take of it is counted; the memory of a CPU is for others too."""
+    """Return the share of free memory for KV: a GPU is the worker's own, and the memory of steps is counted; a CPU's is
+    shared."""
     return 0.85 if device == "cuda" else 0.3
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Settings of one engine. Each `help` is what a person reads in `--help`."""
+    """Configure one engine. Each `help` is shown by `--help`."""
 
     model: str = field(metadata={"help": "model folder (Hugging Face, safetensors) or .gguf file"})
     device: str = field(default="cpu", metadata={"help": "cpu or cuda"})
@@ -52,7 +53,7 @@ class EngineConfig:
     )
     kv_shared: bool = field(
         default=False,
-        metadata={"help": "KV pool in memory that other processes may map; always so for who starts with role prefill"},
+        metadata={"help": "KV pool in memory that other processes may map; always so with role prefill"},
     )
     max_num_seqs: int = field(default=64, metadata={"help": "sequences reserved, waiting and running at once"})
     max_num_batched_tokens: int = field(default=512, metadata={"help": "token budget of one step"})
@@ -63,17 +64,17 @@ class EngineConfig:
     prefix_caching: bool = field(default=True, metadata={"help": "share KV blocks between prompts with equal beginnings"})
     speculation: str = field(
         default="none",
-        metadata={"help": "who guesses the next tokens: auto (as far as it pays), none, or names joined by commas"},
+        metadata={"help": "proposers of draft tokens: auto (as far as it pays), none, or names joined by commas"},
     )
-    draft_model: str = field(default="", metadata={"help": "a smaller model with the same vocabulary, to guess with"})
+    draft_model: str = field(default="", metadata={"help": "a smaller model with the same vocabulary, as draft model"})
     draft_heads: str = field(
-        default="", metadata={"help": "trained heads, to guess with; empty: draft_heads.safetensors beside the model"}
+        default="", metadata={"help": "trained draft heads; empty: draft_heads.safetensors beside the model"}
     )
-    self_draft_layers: int = field(default=0, metadata={"help": "guess with the model's first so many layers; 0: do not"})
+    self_draft_layers: int = field(default=0, metadata={"help": "draft with the model's first so many layers; 0: off"})
     max_draft_tokens: int = field(
-        default=16, metadata={"help": f"tokens guessed ahead of a sequence at most, up to {MAX_DRAFT_TOKENS}"}
+        default=16, metadata={"help": f"most draft tokens of a sequence in a step, up to {MAX_DRAFT_TOKENS}"}
     )
-    draft_length: int = field(default=0, metadata={"help": "guess so many, whatever it costs; 0: as many as pay"})
+    draft_length: int = field(default=0, metadata={"help": "draft so many tokens, whatever the cost; 0: as many as pay"})
     steps_ahead: bool = field(
         default=True, metadata={"help": "triton: launch a decode step before the tokens of the one before it are read"}
     )
@@ -86,7 +87,7 @@ class EngineConfig:
     )
 
     def validate(self) -> None:
-        """Raises ValueError, naming the field and what to do, for settings that no model could make right."""
+        """Raise ValueError, naming the field and what to do, for settings that are wrong with every model."""
         if not self.model:
             raise ValueError("model: empty; give a model folder or a .gguf file")
         _one_of("device", self.device, DEVICES)
@@ -136,7 +137,8 @@ class EngineConfig:
 
 
 def named_proposers(speculation: str) -> tuple[str, ...]:
-    """The names that EngineConfig.speculation lists, each once; none for `auto` and `none`. Raises ValueError for others."""
+    """Return the names that EngineConfig.speculation lists, each once; none for `auto` and `none`. Raises ValueError for
+    others."""
     if speculation in ("auto", "none"):
         return ()
     names = tuple(dict.fromkeys(name.strip() for name in speculation.split(",")))

@@ -1,7 +1,7 @@
-"""The engine: requests in, a batch of new tokens out of every step. One thread owns it; nothing here is safe to call from two.
+"""The engine: requests go in, and every step returns a batch of new tokens. One thread owns it; it is not thread-safe.
 
-A request enters by reserve() (its KV comes from elsewhere, or is computed here after all) or by add() (computed here), and leaves
-when its last choice ends or by release(), which is right at any time.
+A request enters by reserve() (its KV comes from another worker, or is computed here after all) or by add() (computed here), and
+leaves when its last choice ends or by release(), which may be called at any time.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from pdmesh.engine.speculation.proposer import Proposer
 from pdmesh.engine.speculation.registry import Drafts, Parts, check_speculation, load_drafts, make_proposers
 from pdmesh.engine.speculation.speculator import Bounds, Speculator
 
-# Is every block where the bookkeeping says? Cheap enough to ask whenever the engine idles.
+# The integrity check of the blocks, cheap enough to run whenever the engine idles
 
 
 def check_integrity(pool: BlockPool, groups: Iterable[SequenceGroup], scheduler: Scheduler) -> None:
-    """Raises IntegrityError unless blocks are held as often as sequences hold them, and every sequence has its one place."""
+    """Raise IntegrityError unless each block has as many references as sequences hold, and every sequence is in one place."""
     groups = list(groups)
     pool.check(Counter(block_id for group in groups for sequence in group.sequences for block_id in sequence.block_ids))
     active = [sequence for group in groups if group.phase is Phase.ACTIVE for sequence in group.sequences]
@@ -58,7 +58,7 @@ def check_integrity(pool: BlockPool, groups: Iterable[SequenceGroup], scheduler:
 
 
 class Engine:
-    """A model, its KV pool and the requests on it."""
+    """Own a model, its KV pool and the requests on it."""
 
     def __init__(
         self,
@@ -68,11 +68,11 @@ class Engine:
         loaded: LoadedModel | None = None,
         proposers: Sequence[Proposer] | None = None,
     ) -> None:
-        """Loads the model unless one is given, and makes the proposers that `config` names unless some are given.
+        """Load the model unless one is given, and make the proposers that `config` names unless some are given.
 
         `hash_block(parent, token_ids) -> bytes` chains the hashes of the prefix cache.
 
-        Raises ValueError for settings that cannot be, and what the loader and the KV pool raise.
+        Raises ValueError for impossible settings, and what the loader and the KV pool raise.
         """
         config.validate()
         if loaded is None:
@@ -84,12 +84,12 @@ class Engine:
         self.weights_hash = loaded.weights_hash
         self.numeric_mode = loaded.numeric_mode
         self.kv_scales = loaded.kv_scales
-        self.kv_arrangement = "panels" if isinstance(loaded.model, NativeModel) else "plain"  # see kv_cache/format.py
+        self.kv_arrangement = "panels" if isinstance(loaded.model, NativeModel) else "plain"  # see kvtransfer/conversion.py
         self.eos_token_ids = frozenset(loaded.config.eos_token_ids)
         self._parallel = loaded.model if isinstance(loaded.model, ParallelModel) else None
         drafts = load_drafts(config, loaded) if proposers is None else Drafts()
         self.kv = _open_pool(config, loaded, drafts)
-        loaded.prepare(self.kv.tensor)  # before steps are timed for the speculator
+        loaded.prepare(self.kv.tensor)  # before the speculator times steps
         self.cost = cost_of(loaded, self.kv.shape)
         self.sampler = sampler = loaded.sampler()
         self._pool = BlockPool(self.kv.shape.num_blocks)
@@ -111,7 +111,7 @@ class Engine:
         )
         self.pacer = TpotLimiter(is_on=config.keep_pace)
         self._scheduler = Scheduler(self._allocator, config.max_num_batched_tokens, self.pacer)
-        # Guesses are made from tokens that the host has seen: with a proposer no step is ahead of them.
+        # Drafts are made from tokens that the host has read: with a proposer no step is launched ahead.
         self._ahead = (
             None
             if self.speculator
@@ -126,7 +126,7 @@ class Engine:
         self.exports = KVEvents(loaded.config.num_layers)
 
     def reserve(self, request: EngineRequest) -> ReservedBlocks | None:
-        """Holds blocks for prompt and history, cached prefix first and pinned; None: no room now, nothing is held.
+        """Hold blocks for prompt and history, cached prefix first and pinned; None: no room now, and nothing is held.
 
         Raises InvalidRequest, RequestTooLarge (it never fits) or DuplicateRequest.
         """
@@ -135,7 +135,8 @@ class Engine:
         return reserved
 
     def restate(self, request_id: str, request: EngineRequest) -> ReservedBlocks | None:
-        """The same reservation for a request with more history, grown if it needs more blocks; None: no room, nothing changed.
+        """Return the same reservation for a request with more history, grown if it needs more blocks; None: no room, nothing
+        changed.
 
         Raises UnknownRequest, InvalidState (not reserved any more) or InvalidRequest (not the tokens that were reserved for).
         """
@@ -148,12 +149,12 @@ class Engine:
         finished: Collection[int] = (),
         draft_states: Mapping[int, bytes] = MappingProxyType({}),
     ) -> None:
-        """The reservation's KV has arrived, and these tokens (choice → token id) were emitted elsewhere: decoding goes on.
+        """Continue by decoding: the reservation's KV has arrived, and these tokens (choice → token id) were emitted elsewhere.
 
         Every unfinished choice has a first token here, or is in `finished`: it ended with its first token. A choice whose first
-        token ends it by the rules of finish.py is over too, without an update. The full blocks become shareable.
-        `draft_states` (speculation/handover.py) of choices, as prefill gave them: one that does not fit is ignored.
-        Raises UnknownRequest, InvalidState or InvalidRequest; the reservation is then as it was.
+        token ends it by the rules of outputs.py has ended too, without an update. The full blocks become shareable.
+        `draft_states` (speculation/handover.py) of choices come from the prefill worker: one that does not fit is ignored.
+        Raises UnknownRequest, InvalidState or InvalidRequest; the reservation is then unchanged.
         """
         group = self._reservations.start(request_id, first_tokens, finished, time.monotonic_ns())
         if self.speculator is not None and self.speculator.wants_hidden:
@@ -164,17 +165,17 @@ class Engine:
                     self.speculator.take_over(sequence, hidden)
 
     def run_local(self, request_id: str, request: EngineRequest) -> int:
-        """Nobody will push: what the reservation lacks is computed here. `request` restates it, with more history perhaps.
+        """Compute here what the reservation lacks, as no push comes. `request` restates it, perhaps with more history.
 
-        Returns when (monotonic nanoseconds): its PrefillTiming's `opened_ns`.
-        Raises UnknownRequest, InvalidState, InvalidRequest or RequestTooLarge; the reservation is then as it was.
+        Returns the monotonic nanoseconds of now, its PrefillTiming's `opened_ns`.
+        Raises UnknownRequest, InvalidState, InvalidRequest or RequestTooLarge; the reservation is then unchanged.
         """
         now_ns = time.monotonic_ns()
         self._reservations.run_local(request_id, request, now_ns)
         return now_ns
 
     def add(self, request: EngineRequest) -> bool:
-        """Queues a request to be computed here; it gets blocks when its turn comes. False: max_num_seqs are taken.
+        """Queue a request to be computed here; it gets blocks when its turn comes. False: max_num_seqs are taken.
 
         Raises InvalidRequest, RequestTooLarge or DuplicateRequest.
         """
@@ -186,18 +187,18 @@ class Engine:
         return True
 
     def release(self, request_id: str) -> bool:
-        """Ends a request in any state and frees everything it has. False: it is not here (any more)."""
+        """End a request in any state and free everything it has. False: it is not here (any more)."""
         return self._table.release(request_id)
 
     def held_blocks(self, request_id: str) -> tuple[int, ...]:
-        """The blocks of a prefill_only request after its first tokens, in the order of its tokens; they stay until release().
+        """Return the blocks of a prefill_only request after its first tokens, in the order of its tokens, held until release().
 
         Raises UnknownRequest, or InvalidState before the first tokens.
         """
         return tuple(self._table.find(request_id, Phase.HELD).sequences[0].block_ids)
 
     def step(self) -> StepResult | None:
-        """One step for all sequences that fit into it. None: nothing to do until another call changes that."""
+        """Run one step for all sequences that fit into it. None: nothing to do until another call changes that."""
         started_ns = time.monotonic_ns()
         plan = self._next_plan(started_ns)
         if not plan.pieces:
@@ -216,44 +217,45 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Something runs or waits. If all that waits is waiting for blocks that reservations hold, step() still returns None."""
+        """Return whether something runs or waits. If all wait for blocks that reservations hold, step() still returns None."""
         return bool(self._scheduler.running or self._scheduler.waiting)
 
     def stats(self) -> EngineStats:
-        """Counts now and since start. Sequences count by choice, so running + waiting + reserved is at most max_num_seqs."""
+        """Return counts of now and since start. Sequences count by choice, so running + waiting + reserved is at most
+        max_num_seqs."""
         return self._census.take(time.monotonic_ns())
 
     def watch_blocks(self, max_changes: int) -> BlockLog:
-        """From now on the prefix cache's changes are logged, at most so many at a time. Before the first request."""
+        """Log the prefix cache's changes from now on, at most `max_changes` at a time. Call it before the first request."""
         self._pool.log = BlockLog(max_changes)
         return self._pool.log
 
     def take_block_changes(self) -> BlockChanges | None:
-        """What the prefix cache gained and lost since the last time; None: nothing, or nobody watches."""
+        """Return what the prefix cache gained and lost since the last call; None: nothing, or watch_blocks() was not called."""
         return self._pool.log.take() if self._pool.log is not None else None
 
     def published_blocks(self) -> tuple[int, tuple[bytes, ...]]:
-        """Hashes of all blocks that hold a reusable prefix, and the sequence of the last changes taken that they contain."""
+        """Return hashes of all blocks with a reusable prefix, and the sequence number of the last changes that they contain."""
         return self._pool.log.sequence if self._pool.log is not None else 0, self._pool.published()
 
     @property
     def ranks_with_pools(self) -> ParallelModel | None:
-        """The model where each rank has a pool of its own, of its heads: the engine's is then rank 0's."""
+        """Return the model where each rank has a pool of its own heads, so that the engine's pool is rank 0's."""
         return None if self._parallel is None or self._parallel.shares_pool else self._parallel
 
     def watch_ranks(self, on_failure: Callable[[RankFailed], object]) -> None:
-        """`on_failure` hears, from some thread, of a rank of tensor parallelism that has ended by itself: no step can succeed."""
+        """Call `on_failure`, from some thread, when a tensor-parallel rank has ended by itself: no step can succeed any more."""
         if self._parallel is not None:
             self._parallel.watch(on_failure)
 
     def close(self) -> None:
-        """Ends the other ranks, if there are any, and gives the memory back. Nothing may run on it any more; idempotent."""
+        """End the other ranks, if there are any, and free the memory. Nothing may run on it any more; idempotent."""
         if self._parallel is not None:
             self._parallel.close()
         self.kv.close()
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError unless free + used == total and every reference is accounted for. Also made whenever idle."""
+        """Raise IntegrityError unless free + used == total and every reference is accounted for. Also runs whenever idle."""
         check_integrity(self._pool, self._table, self._scheduler)
 
     def _make_speculator(self, proposers: Sequence[Proposer], loaded: LoadedModel) -> Speculator:
@@ -283,7 +285,7 @@ class Engine:
         )
 
     def _next_plan(self, now_ns: int) -> SchedulerOutput:
-        """What is under way already, else what the scheduler says."""
+        """Return the plan that is under way already, else the scheduler's next."""
         plan = self._ahead.planned() if self._ahead is not None else None
         if plan is None:
             return self._scheduler.schedule(now_ns, self._drafts())
@@ -303,7 +305,7 @@ class Engine:
         return self.speculator.draft(scheduler.running, has_prompts=has_prompts)
 
     def _wants_hidden(self, plan: SchedulerOutput) -> bool:
-        """For who guesses next here, or takes a hand-off."""
+        """Return whether the hidden states are needed, by a draft proposer or for a hand-off."""
         if self.speculator is None:
             return False
         return self.speculator.wants_hidden_now or any(piece.sequence.group.request.prefill_only for piece in plan.pieces)
@@ -320,7 +322,7 @@ class Engine:
 
 
 def _open_pool(config: EngineConfig, loaded: LoadedModel, drafts: Drafts) -> KVPool:
-    """With all heads; where each rank of tensor parallelism has a device, only with this one's."""
+    """Open a pool with all heads; where each tensor-parallel rank has a device, only with this rank's."""
     model = loaded.model
     has_own_heads = isinstance(model, ParallelModel) and not model.shares_pool
     heads_of = model.config if has_own_heads else loaded.config

@@ -1,4 +1,4 @@
-"""What can go wrong between the engine and its caller, a type for each. "No room" is not among them: that is None or False."""
+"""Errors between the engine and its caller, a type for each. "No room" is not among them: that is None or False."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ class EngineError(Exception):
 
 
 class InvalidRequest(EngineError, ValueError):
-    """The request contradicts itself or what the engine already knows of it. The message names the field."""
+    """The request contradicts itself or what the engine already knows about it. The message names the field."""
 
 
 class RequestTooLarge(EngineError):
@@ -16,11 +16,11 @@ class RequestTooLarge(EngineError):
 
 
 class DuplicateRequest(EngineError):
-    """A request of this id is in the engine already."""
+    """A request with this id is in the engine already."""
 
 
 class UnknownRequest(EngineError, KeyError):
-    """No request of this id is in the engine: never seen, finished, or released."""
+    """No request with this id is in the engine: never seen, finished, or released."""
 
     __str__ = Exception.__str__
 

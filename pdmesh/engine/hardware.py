@@ -1,4 +1,4 @@
-"""What a model costs, and what this machine can do: for whoever predicts a step's time before any was measured."""
+"""What a model costs and what this machine can do, to predict a step's time before any was measured."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pdmesh.engine.memory import free_memory
 if TYPE_CHECKING:
     from pdmesh.engine.kernels.triton.model import TritonModel
 
-# Enough to see the speed, little enough that a start does not feel it: some 20 ms on two idle cores.
+# Enough to measure the speed without delaying the start much: some 20 ms on two idle cores.
 _CPU_BYTES, _CUDA_BYTES = 1 << 25, 1 << 28
 _CPU_SIZE, _CUDA_SIZE = 512, 4096  # rows and columns of torch's product
 _REPEATS = 3
@@ -29,38 +29,38 @@ _REPEATS = 3
 
 @dataclass(frozen=True)
 class ModelCost:
-    """Of one model in the numbers that it is computed in."""
+    """Hold the cost of one model in the number formats that it is computed in."""
 
     backend: str  # native, triton or torch
-    numbers: str  # of its products: int8, bfloat16, float16 or float32
+    numbers: str  # number format of its products: int8, bfloat16, float16 or float32
     num_layers: int
-    num_weights: int  # that each token is multiplied with
-    num_head_weights: int  # that each row of logits is multiplied with
-    weight_bytes: int  # that each step reads
+    num_weights: int  # weights that each token is multiplied with
+    num_head_weights: int  # weights that each row of logits is multiplied with
+    weight_bytes: int  # bytes that each step reads
     kv_bytes_per_token: int
-    attention_operations: int  # of one token for each token that it attends to
+    attention_operations: int  # operations of one token for each token that it attends to
 
 
 @dataclass(frozen=True)
 class MachineLimits:
-    """Operations (a multiplication and an addition are two) and bytes a second."""
+    """Hold operations (a multiplication and an addition are two) and bytes a second."""
 
     operations_per_s: float
     bytes_per_s: float
 
     def of_devices(self, count: int) -> MachineLimits:
-        """Of so many like this one, together."""
+        """Return the limits of `count` devices like this one, together."""
         return MachineLimits(self.operations_per_s * count, self.bytes_per_s * count)
 
 
 def cost_of(loaded: LoadedModel, kv: KVShape) -> ModelCost:
-    """From shapes and formats alone."""
+    """Return the cost, from shapes and formats alone."""
     config, model = loaded.config, loaded.model
     num_weights, num_head_weights = config.layer_weights * config.num_layers, config.vocab_size * config.hidden_size
     numbers = str(loaded.dtype).removeprefix("torch.")
     weight_bytes = (num_weights + num_head_weights) * loaded.dtype.itemsize
     backend = "native" if isinstance(model, NativeModel) else getattr(model, "backend", "torch")
-    if backend == "triton":  # its products take the dtype, whatever weights are held in
+    if backend == "triton":  # its products are in the dtype, whatever the format of the weights
         weight_bytes = cast("TritonModel", model).bytes_per_step
     if isinstance(model, NativeModel):
         quantized = model.weights.head.format in ("int8", "int4")
@@ -80,10 +80,11 @@ def cost_of(loaded: LoadedModel, kv: KVShape) -> ModelCost:
 
 @functools.cache
 def measure_limits(backend: str, numbers: str, device: str, num_threads: int, num_ranks: int = 1) -> MachineLimits:
-    """Of the cores that the calling thread may use; once per process. `num_threads` 0: as many as the engine takes by itself.
+    """Return the limits of the cores that the calling thread may use, measured once per process. `num_threads` 0: the engine's
+    default.
 
-    Of all `num_ranks` that share a model: on the CPU they share the cores and the memory of one machine, which are measured
-    whole; on CUDA each has a GPU, of which this process measures its own."""
+    They are those of all `num_ranks` that share a model: on the CPU these share the cores and the memory of one machine, which
+    are measured whole; on CUDA each has a GPU, of which this process measures its own."""
     num_threads = num_threads or default_threads() * num_ranks  # a rank has its share of torch's threads
     if backend == "native":
         return MachineLimits(
@@ -110,7 +111,7 @@ def _torch_threads(count: int) -> Iterator[None]:
 def _torch_limits(dtype: torch.dtype, device: str) -> MachineLimits:
     size = _CUDA_SIZE if device == "cuda" else _CPU_SIZE
     factor = torch.ones((size, size), dtype=dtype, device=device)
-    # On a GPU beside the pool, which may have left no more than what steps need.
+    # On a GPU the pool may have left no more memory than steps need.
     num_bytes = min(_CUDA_BYTES, free_memory(device) // 4) if device == "cuda" else _CPU_BYTES
     stream = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     return MachineLimits(
@@ -120,7 +121,7 @@ def _torch_limits(dtype: torch.dtype, device: str) -> MachineLimits:
 
 
 def _best_s(work: Callable[[], object], device: str) -> float:
-    """The first one warms up."""
+    """Return the time of the best repetition; the first one warms up."""
     return min([_timed_s(work, device) for _ in range(_REPEATS + 1)][1:])
 
 

@@ -1,12 +1,12 @@
-"""The one engine thread and its bridge to asyncio.
+"""The engine thread and its bridge to asyncio.
 
     event loop                               engine thread
     call(fn) ── queue of commands ─────────► fn(engine), between steps
-    on_ready(KV) ◄─ a pipe wakes it ──────── step(), each few layers of a prefill_only request
+    on_ready(KV) ◄─ a pipe wakes it ──────── step(), after every few layers of a prefill_only request
     on_step(result) ◄─ call_soon_threadsafe ─ step(), one batch of results for each
 
-Neither waits for the other: the event loop puts commands and goes on; the engine posts results and goes on. Only an engine with
-nothing to do sleeps, on the queue. Context variables do not cross: spans belong to the task that calls.
+Neither waits for the other: the event loop queues commands and continues; the engine posts results and continues. Only an engine
+with nothing to do sleeps, on the queue. Context variables do not cross: spans belong to the task that calls.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PIPE_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class _Command(Generic[T]):
-    """A function to run on the engine thread, and where its result goes."""
+    """A function to run on the engine thread, and the future of its result."""
 
     fn: Callable[[Engine], T]
     future: Future[T] = field(default_factory=Future)
@@ -42,7 +42,7 @@ class _Command(Generic[T]):
             return
         try:
             self.future.set_result(self.fn(engine))
-        except BaseException as error:  # noqa: BLE001  whatever it is, it belongs to the caller
+        except BaseException as error:  # noqa: BLE001  the caller gets it, whatever it is
             self.future.set_exception(error)
 
     def fail(self, message: str) -> None:
@@ -51,7 +51,7 @@ class _Command(Generic[T]):
 
 
 class EngineLoop:
-    """Runs an engine in a thread of its own. Everything here but the thread's own functions is called on the event loop.
+    """Run an engine in a thread of its own. Everything here but the thread's own functions is called on the event loop.
 
     `failed` gets the exception of a step() that raised: fatal, the engine's state is unknown and the process should end.
     `on_failure`, if given, is called with it on the event loop. Calls that are pending then, and later ones, raise EngineStopped.
@@ -66,7 +66,7 @@ class EngineLoop:
         on_failure: Callable[[BaseException], None] | None = None,
         on_ready: Callable[[tuple[KVReady, ...]], None] | None = None,
     ) -> None:
-        """`on_ready` hears during a step how far the KV of prefill_only requests is."""
+        """`on_ready` is called during a step with the final KV of prefill_only requests."""
         self._engine = engine
         self._on_step = on_step
         self._on_failure = on_failure
@@ -77,7 +77,7 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._enter, name="engine", daemon=True)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Starts the thread; results go to `loop`. Once only."""
+        """Start the thread; results go to `loop`. Once only."""
         self._loop = loop
         self.failed = loop.create_future()
         self._closed_reason = None
@@ -90,20 +90,20 @@ class EngineLoop:
         self._thread.start()
 
     async def call(self, fn: Callable[[Engine], T]) -> T:
-        """Runs `fn` on the engine thread between two steps; returns or raises what it does.
+        """Run `fn` on the engine thread between two steps; return or raise what it does.
 
         Results of steps before it have been given to on_step by then. Cancelling the wait withdraws a function that has not
-        begun; one that has begun runs to its end and its result is lost, so who reserves in a call releases in a `finally`.
+        begun; one that has begun runs to its end and its result is lost, so a caller that reserves releases in a `finally`.
         Raises EngineStopped when the loop is not running.
         """
         if self._closed_reason is not None:
             raise EngineStopped(self._closed_reason)
         command = _Command(fn)
-        self._commands.put(command)  # type: ignore[arg-type]  # the queue does not care what the result is
+        self._commands.put(command)  # type: ignore[arg-type]  # the queue takes commands with any result
         return await asyncio.wrap_future(command.future)
 
     async def stop(self) -> None:
-        """Runs what was called before, then ends the thread and waits for it. Idempotent."""
+        """Run what was called before, then end the thread and wait for it. Idempotent."""
         if self._closed_reason is None:
             self._closed_reason = "the engine loop was stopped"
             self._commands.put(None)
@@ -127,7 +127,7 @@ class EngineLoop:
         contextvars.Context().run(self._run)
 
     def _run(self) -> None:
-        """The engine thread."""
+        """Run the engine thread."""
         may_have_work = False
         try:
             while self._run_commands(wait=not may_have_work):
@@ -139,7 +139,7 @@ class EngineLoop:
             self._post(self._fail, error)
 
     def _run_commands(self, *, wait: bool) -> bool:
-        """Runs all commands that are there, waiting for the first one if told to. False: stop."""
+        """Run all queued commands, waiting for the first one if `wait`. False: stop."""
         try:
             while (command := self._commands.get(block=wait)) is not None:
                 command.run(self._engine)
@@ -149,7 +149,7 @@ class EngineLoop:
         return False
 
     def _post(self, callback: Callable[[T], None], argument: T) -> None:
-        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody is left to tell
+        with contextlib.suppress(RuntimeError):  # the event loop is closed, so there is no reader
             self._loop.call_soon_threadsafe(callback, argument)
 
     def _fail(self, error: BaseException) -> None:
@@ -157,7 +157,7 @@ class EngineLoop:
         self._fail_commands(self._closed_reason)
         if not self.failed.done():
             self.failed.set_exception(error)
-            self.failed.exception()  # marks it as seen: who does not look at `failed` uses on_failure
+            self.failed.exception()  # marks it as retrieved: a caller may use on_failure instead of `failed`
         if self._on_failure is not None:
             self._on_failure(error)
 

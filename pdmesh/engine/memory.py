@@ -1,4 +1,4 @@
-"""How much memory there is, and what of it the KV pool gets. Refuses, with the numbers, what does not fit."""
+"""How much memory there is, and how much of it the KV pool gets. What does not fit is rejected, with the numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class DoesNotFit(ValueError):
 
 
 def effective_max_context(config: EngineConfig, model: ModelConfig) -> int:
-    """Longest sequence in tokens. Raises ValueError when more is asked for than the model's positions reach."""
+    """Return the longest sequence in tokens. Raises ValueError when more is configured than the model's positions reach."""
     if config.max_context <= model.max_context:
         return config.max_context or model.max_context
     if model.rope.rope_type == "dynamic" and config.max_context <= model.rope.factor * model.max_context:
@@ -29,7 +29,7 @@ def effective_max_context(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def check_weights_fit(weight_bytes: int, free_bytes: int, device: str) -> None:
-    """Before loading: raises DoesNotFit when the weights alone are more than what is free."""
+    """Raise DoesNotFit, before loading, when the weights alone are more than what is free."""
     if weight_bytes > free_bytes:
         raise DoesNotFit(
             f"the model does not fit: its weights need {_mib(weight_bytes)}, {device} has {_mib(free_bytes)} free; "
@@ -45,9 +45,9 @@ def kv_shape(
     step_bytes: int = 0,
     draft_block_bytes: int = 0,
 ) -> KVShape:
-    """The pool's shape: from num_blocks, else from kv_memory_mb, else a share of `free_bytes` (measured with weights loaded), of
-    which steps need `step_bytes`. A draft model's pool beside it takes `draft_block_bytes` for each of its blocks: out of the
-    same share, but not out of kv_memory_mb.
+    """Return the pool's shape: from num_blocks, else from kv_memory_mb, else a share of `free_bytes` (measured with weights
+    loaded), of which steps need `step_bytes`. A draft model's pool besides it takes `draft_block_bytes` for each of its blocks:
+    out of the same share, but not out of kv_memory_mb.
 
     Without num_blocks the pool must hold at least one sequence of max_context. Raises DoesNotFit otherwise.
     """
@@ -84,10 +84,10 @@ def _shape(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, num_blo
 
 
 def free_memory(device: str) -> int:
-    """Bytes that can still be allocated: on CUDA the device's; on CPU the machine's, or the container's when that is less.
+    """Return bytes that can still be allocated: on CUDA the device's; on CPU the machine's, or the container's when that is less.
 
-    Not while requests run: what torch keeps of a GPU for later, such as the room in which a head was quantized, it gives back for
-    this, as it would be taken for taken; and it waits for the device to do so."""
+    Do not call it while requests run: it makes torch release the GPU memory that it has cached, such as the room in which a head
+    was quantized, because that would count as used; and it waits for the device to do so."""
     if device == "cuda":
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info()
@@ -96,7 +96,7 @@ def free_memory(device: str) -> int:
 
 
 def _machine_free(meminfo: Path) -> int:
-    """MemAvailable, in bytes; where the system does not tell it (not Linux), all physical memory."""
+    """Return MemAvailable, in bytes; where the system does not report it (not Linux), all physical memory."""
     if not meminfo.exists():
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for line in meminfo.read_text().splitlines():
@@ -106,7 +106,8 @@ def _machine_free(meminfo: Path) -> int:
 
 
 def _cgroup_free(folder: Path) -> int:
-    """What the control group's limit leaves, as a container sees its own (version 2, else 1); very much when there is none."""
+    """Return what the control group's limit leaves, as a container sees its own (version 2, else 1); a very large number without
+    a limit."""
     files = {
         "memory.max": ("memory.current", "memory.stat", "inactive_file"),
         "memory/memory.limit_in_bytes": ("memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
@@ -121,7 +122,7 @@ def _limit_left(folder: Path, limit_name: str, used_name: str, stat_name: str, c
         stat = dict(line.split() for line in (folder / stat_name).read_text().splitlines())
     except (OSError, ValueError):
         return 2**62
-    # Clean page cache counts as used but is given up on demand.
+    # Clean page cache counts as used but is released on demand.
     return 2**62 if limit == "max" else max(int(limit) - used + int(stat.get(cache_key, 0)), 0)
 
 

@@ -1,4 +1,4 @@
-"""What an engine is asked for: a prompt, how to sample, and what was already answered elsewhere."""
+"""An engine's request: a prompt, how to sample, and what was already generated elsewhere."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pdmesh.engine.outputs import FinishReason
 from pdmesh.engine.sampling.grammar import Grammar, Matcher
 
-# How a request wants its tokens drawn, and when it wants to stop.
+# Sampling parameters of a request, and when it stops
 
 
 MAX_SEED = 2**64 - 1
@@ -17,10 +17,10 @@ MAX_SEED = 2**64 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """One request's sampling. Neutral values (the defaults) change nothing; temperature 0 is greedy.
+    """Hold one request's sampling parameters. Neutral values (the defaults) change nothing; temperature 0 is greedy.
 
     `seed` is an unsigned 64-bit number; with the choice and the index of a token it fixes the token's noise.
-    `logprobs` None: none wanted; k: the chosen token's and the k likeliest ones'.
+    `logprobs` None: none; k: the chosen token's and the k likeliest ones'.
     """
 
     temperature: float = 1.0
@@ -43,7 +43,7 @@ class SamplingParams:
         return self.temperature == 0.0
 
     def validate(self) -> None:
-        """Raises ValueError naming the field, what is wrong with it and what is allowed."""
+        """Raise ValueError naming the field, what is wrong with it and what is allowed."""
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
             if not math.isfinite(getattr(self, name)):
                 raise ValueError(f"{name}: {getattr(self, name)} is not a finite number")
@@ -67,7 +67,7 @@ def _require(allowed: bool, name: str, value: object, expected: str) -> None:
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """A request in token ids. It restates its history, so that any engine can go on where another stopped."""
+    """Describe a request in token ids. It restates its history, so that any engine can continue where another stopped."""
 
     request_id: str
     prompt: tuple[int, ...]
@@ -75,23 +75,24 @@ class EngineRequest:
     emitted: tuple[tuple[int, ...], ...] = ()  # () or one tuple per choice: tokens already given to the client
     finished: tuple[bool, ...] = ()  # () or one per choice: that choice needs no more tokens
     cache_root: bytes = b""  # root of the block hash chain: identity and tenant salt
-    tpot_goal_s: float = 0.0  # its tokens are wanted this far apart at most, on average; 0: nobody said
+    tpot_goal_s: float = 0.0  # TPOT objective: the longest average time between its tokens; 0: none
     prefill_only: bool = False  # stop after each choice's first new token and hold the blocks until release()
     grammar: Grammar | None = None  # each choice's output is one of its sentences, or the beginning of one
-    # () or one per choice: of the grammar, behind `emitted`, which follows it; None for a choice that has finished. Who gives
-    # them has replayed the history where nobody waits; else the engine does, and a long one holds up its step.
+    # () or one per choice: matchers of the grammar, behind `emitted`, which follows it; None for a finished choice. A caller
+    # that gives them has replayed the history off the engine's thread; else the engine does, and a long one delays its step.
     matchers: tuple[Matcher | None, ...] = field(default=(), compare=False)
 
 
-# When a choice ends. One pure rule, the same wherever a token was drawn.
+# When a choice ends: one pure rule, the same wherever a token was drawn
 
 
 def finish_reason(
     params: SamplingParams, *, prompt_length: int, output: Sequence[int], eos_token_ids: Collection[int], max_context: int
 ) -> FinishReason | None:
-    """Why a choice with this output ends with its last token; None if it goes on. `max_context` counts prompt and output.
+    """Return why a choice with this output ends with its last token; None if it continues. `max_context` counts prompt and
+    output.
 
-    Before `min_tokens` tokens nothing stops a choice (the sampler masks end and stop tokens there) but the context's end.
+    Before `min_tokens` tokens nothing stops a choice (the sampler masks end and stop tokens there) except the end of the context.
     """
     if not output:
         return None
@@ -103,11 +104,11 @@ def finish_reason(
 
 
 def stops(params: SamplingParams, token_id: int, eos_token_ids: Collection[int]) -> bool:
-    """Nothing comes behind this token. (Before `min_tokens` no such token is drawn.)"""
+    """Return whether a choice ends with this token. (Before `min_tokens` no such token is drawn.)"""
     return token_id in params.stop_token_ids or (not params.ignore_eos and token_id in eos_token_ids)
 
 
 def end_tokens(params: SamplingParams, eos_token_ids: frozenset[int]) -> frozenset[int]:
-    """All tokens that stop a choice."""
+    """Return all tokens that stop a choice."""
     ends = frozenset(params.stop_token_ids)
     return ends if params.ignore_eos else ends | eos_token_ids

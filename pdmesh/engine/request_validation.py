@@ -1,4 +1,4 @@
-"""Is this a request that this engine could ever serve? Pure checks, made before anything is held for it."""
+"""Whether this engine could ever serve a request: pure checks, made before anything is held for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pdmesh.engine.scheduler.sequence import unfinished_choices
 
 @dataclass(frozen=True)
 class Limits:
-    """What bounds a request in one engine."""
+    """Hold what bounds a request in one engine."""
 
     block_size: int
     num_blocks: int
@@ -24,7 +24,7 @@ class Limits:
     eos_token_ids: Collection[int]
 
     def finish_reason(self, request: EngineRequest, output: Sequence[int]) -> FinishReason | None:
-        """Why a choice of the request with this output has ended, or None."""
+        """Return why a choice of the request with this output has ended, or None."""
         return finish_reason(
             request.sampling,
             prompt_length=len(request.prompt),
@@ -35,7 +35,7 @@ class Limits:
 
 
 def check_request(request: EngineRequest, limits: Limits) -> None:
-    """Raises InvalidRequest or RequestTooLarge; the message names the field."""
+    """Raise InvalidRequest or RequestTooLarge; the message names the field."""
     try:
         request.sampling.validate()
     except ValueError as error:
@@ -74,7 +74,7 @@ def _check_history(request: EngineRequest, limits: Limits) -> None:
 
 
 def _check_grammar(request: EngineRequest, limits: Limits) -> None:
-    """A constraint ends its output itself, by end-of-sequence: nothing may keep it from that."""
+    """Check the grammar: a constraint ends its output itself, by end-of-sequence, and nothing may prevent that."""
     grammar = request.grammar
     if grammar is None:
         return
@@ -107,7 +107,8 @@ def _check_size(request: EngineRequest, limits: Limits) -> None:
 
 
 def num_kv_tokens(request: EngineRequest) -> int:
-    """Tokens whose KV must be there before the next token is drawn: the prompt, and the history of an only unfinished choice."""
+    """Return the tokens whose KV must be there before the next token is drawn: the prompt, and the history if only one choice is
+    unfinished."""
     choices = unfinished_choices(request)
     return len(request.prompt) + (len(request.emitted[choices[0]]) if request.emitted and len(choices) == 1 else 0)
 

@@ -1,7 +1,7 @@
-"""One NIXL agent over UCX: memory that peers may read, and reads of theirs into it.
+"""One NIXL agent over UCX: memory that peers may read, and reads of peers' memory into it.
 
-It stands on the package's bindings, not on its `nixl_agent`: the thread of that one polls without a pause, which takes a core
-from the engine; given a delay, the same thread sleeps until there is something to do.
+It uses the package's bindings, not its `nixl_agent`: the thread of that class polls without a pause, which takes a core
+from the engine; with a delay, the same thread sleeps until there is something to do.
 """
 
 import importlib
@@ -19,13 +19,13 @@ from kvtransfer.native.library import Runs
 
 PACKAGE = "nixl"
 BACKEND = "UCX"
-PROGRESS_DELAY_US = 100_000  # events wake the thread before that
+PROGRESS_DELAY_US = 100_000  # events wake the thread earlier
 _NO_TAG = ""
 
 
 @dataclass(frozen=True)
 class Place:
-    """What memory lies in, as NIXL names it. kind: "DRAM", the host, or "VRAM", the GPU with number `device` of its process."""
+    """A kind of memory, as NIXL names it. kind: "DRAM", the host, or "VRAM", the GPU with number `device` of its process."""
 
     kind: str = "DRAM"
     device: int = 0
@@ -40,22 +40,22 @@ class NixlUnusable(Exception):
 
 
 class NixlFailed(ConnectionError):
-    """NIXL did not do what it was asked to."""
+    """An operation of NIXL has failed."""
 
 
 class OutsideMemory(NixlFailed):
-    """A read of what the remote has not registered."""
+    """A read outside the memory that the remote has registered."""
 
 
 def is_installed() -> bool:
-    """Is the package there? Does not import it."""
+    """Return whether the package is installed, without importing it."""
     return find_spec(PACKAGE) is not None
 
 
 @cache
 def bindings() -> Any:
-    """The package's bindings. Raises NixlUnusable."""
-    os.environ.setdefault("UCX_LOG_FILE", "stderr")  # else its warnings mix with what our processes print
+    """Return the package's bindings. Raises NixlUnusable."""
+    os.environ.setdefault("UCX_LOG_FILE", "stderr")  # otherwise its warnings mix with the output of our processes
     raises = logging.raiseExceptions
     try:
         found = importlib.import_module(f"{PACKAGE}._bindings")
@@ -63,7 +63,7 @@ def bindings() -> Any:
         remedy = "pip install --no-deps nixl nixl-cu12"
         raise NixlUnusable(f"the package does not load: {error}; install it with {remedy}") from error
     finally:
-        logging.raiseExceptions = raises  # the package turns it off for everybody
+        logging.raiseExceptions = raises  # the package turns it off for the whole process
     theirs = logging.getLogger(PACKAGE)
     theirs.handlers.clear()  # it prints to standard output
     theirs.propagate = True
@@ -72,23 +72,24 @@ def bindings() -> Any:
 
 @cache
 def _errors() -> tuple[type[Exception], ...]:
-    """What the bindings raise."""
+    """Return the exceptions that the bindings raise."""
     named = [value for name, value in vars(bindings()).items() if name.endswith("Error")]
     return (*(each for each in named if isinstance(each, type) and issubclass(each, Exception)), RuntimeError)
 
 
 class Agent:
     """An agent with `num_bytes` of memory of `place` from `address` on, which must outlive it. Its methods may be called from any
-    thread; of a GPU's memory, from one in which that GPU is the current one.
+    thread; for GPU memory, from one in which that GPU is current.
 
-    `metadata` is what others need to read there.
+    `metadata` is what peers need to read there.
     """
 
     def __init__(self, address: int, num_bytes: int, place: Place = HOST) -> None:
-        """Takes a tenth of a second. Raises NixlUnusable, also where the backend cannot do with such memory."""
+        """Open the agent, which takes a tenth of a second. Raises NixlUnusable, also where the backend does not support such
+        memory."""
         nixl = bindings()
         settings = nixl.nixlAgentConfig()
-        settings.useProgThread = True  # a read may need its source to answer
+        settings.useProgThread = True  # a read may need an answer of its source
         settings.useListenThread = False
         settings.pthrDelay = PROGRESS_DELAY_US
         settings.syncMode = nixl.NIXL_THREAD_SYNC_STRICT
@@ -99,12 +100,12 @@ class Agent:
             self._agent.registerMem(self._memory, [])
             self.metadata = bytes(self._agent.getLocalMD())
         except _errors() as error:
-            self.close()  # whoever keeps the error would keep its threads and files
+            self.close()  # a stored error would keep its threads and files open
             raise NixlUnusable(f"no agent over {BACKEND} with {num_bytes} bytes of {place.kind}: {error}") from error
         self._nixl, self._place = nixl, place
 
     def add_remote(self, metadata: bytes) -> str:
-        """Make another's memory readable; its name. Raises NixlFailed."""
+        """Make another agent's memory readable and return its name. Raises NixlFailed."""
         try:
             name = self._agent.loadRemoteMD(metadata)
         except _errors() as error:
@@ -112,7 +113,7 @@ class Agent:
         return name.decode() if isinstance(name, bytes) else str(name)
 
     def remove_remote(self, name: str) -> None:
-        """Disconnect from it. No read of its memory may be under way: of such a one nobody could tell any more when it ends."""
+        """Disconnect from it. No read of its memory may be under way: the end of such a read could not be detected any more."""
         try:
             self._agent.invalidateRemoteMD(name)
         except _errors() as error:
@@ -137,9 +138,9 @@ class Agent:
         return handle
 
     def has_ended(self, handle: int) -> bool:
-        """Is the read done? It is forgotten then. Raises NixlFailed for one that failed; it is forgotten, too.
+        """Return whether the read is done. It is forgotten then. Raises NixlFailed for one that failed; it is forgotten, too.
 
-        One under way is never forgotten: NIXL says that it has released it, and goes on writing.
+        A read under way is never forgotten: NIXL reports that it has released it, and goes on writing.
         """
         try:
             status = self._agent.getXferStatus(handle)
@@ -154,7 +155,7 @@ class Agent:
         return True
 
     def close(self) -> None:
-        """Ends what is under way: nobody reads or writes the memory from here on. Idempotent."""
+        """End what is under way: nothing reads or writes the memory from here on. Idempotent."""
         self._agent = self._memory = None
 
     def _release(self, handle: int) -> None:

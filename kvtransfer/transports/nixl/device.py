@@ -6,9 +6,9 @@
                                                                      and sums WHAT IT STORES
            ◄── ok, if that is the sum ─────────────────────────────
 
-NIXL never writes into the pool: what comes late comes into a room. One whose read nobody waits for any more stays taken until
-the read has ended (reader.py). What does not work, another layout among it, goes over tcp: what hello shows in the same
-push, what comes later in the next attempt.
+NIXL never writes into the pool: late data arrives in a room. The room of an abandoned read stays taken until the read has
+ended (reader.py). What this transport does not support, such as another layout, goes over tcp: in the same push if hello shows
+it, otherwise in the next attempt.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from pdmesh.engine.kv_cache.streams import Mark
 
 
-# What a hello over nixl says of the sender's pool.
+# The sender's pool in a hello over nixl
 
 
 MAX_METADATA_BYTES = 64 << 10
@@ -50,7 +50,7 @@ _ADDRESS_END = 1 << 64
 
 
 def check_pool(hello: transfer_pb2.TransferHello, memory: KVMemory) -> PoolShape:
-    """Its shape; `memory` is ours, of the same model. Raises TransferRefused naming the field that describes no pool."""
+    """Return its shape; `memory` is ours, of the same model. Raises TransferRefused naming the field that describes no pool."""
     shape = shape_of_sender(hello, memory)
     if not 0 < len(hello.nixl_metadata) <= MAX_METADATA_BYTES:
         raise refuse("hello.nixl_metadata", f"{len(hello.nixl_metadata)} bytes are not 1 to {MAX_METADATA_BYTES}")
@@ -61,16 +61,16 @@ def check_pool(hello: transfer_pb2.TransferHello, memory: KVMemory) -> PoolShape
     return shape
 
 
-ROOM_BYTES = 64 << 20  # the largest part: what a part costs Python should be little beside it
+ROOM_BYTES = 64 << 20  # the largest part, so that Python's cost of a part is small beside it
 NUM_ROOMS = 4
-ROOM_S = 1.0  # to wait for a room: others may have all of them, and peers that are silent
-POLL_S = 0.002  # while nothing comes no thread waits for it
+ROOM_S = 1.0  # limit of the wait for a room: silent peers may hold all of them
+POLL_S = 0.002  # no thread waits while nothing arrives
 
 logger = logging.getLogger(__name__)
 
 
 class NixlDeviceOutgoing(SummedOutgoing, InlineOutgoing):
-    """The sender's end."""
+    """The sender's end of a connection over nixl between pools on GPUs."""
 
     def __init__(self, inline: InlineOutgoing, name: str, agent: Agent, memory: KVMemory, shown: ShownPool) -> None:
         InlineOutgoing.__init__(self, inline.stream, name)
@@ -88,10 +88,10 @@ class NixlDeviceOutgoing(SummedOutgoing, InlineOutgoing):
 
 
 class DeviceReader(Reads):
-    """Into rooms in the memory that the pool lies in."""
+    """Read into rooms in memory of the pool's device."""
 
     def __init__(self, shown: ShownPool) -> None:
-        """Raises NixlUnusable."""
+        """Allocate the rooms. Raises NixlUnusable."""
         self.shown = shown
         try:
             shown.enter()
@@ -101,12 +101,12 @@ class DeviceReader(Reads):
         super().__init__(self._rooms.address, NUM_ROOMS, ROOM_BYTES, place_of(shown))
 
     def store(self, read: Read, layers: range, block_ids: Sequence[int], after: Mark) -> Future[int]:
-        """What was read, written into the pool behind `after`; the sum of what was stored."""
+        """Write what was read into the pool behind `after`; return the sum of what was stored."""
         return self.shown.store(self._rooms.room(read.index), layers, block_ids, after)
 
 
 class NixlDeviceIncoming(SummedIncoming, InlineIncoming):
-    """The receiver's end."""
+    """The receiver's end of a connection over nixl between pools on GPUs."""
 
     def __init__(self, stream: SocketStream, memory: KVMemory, reader: DeviceReader) -> None:
         super().__init__(stream)
@@ -116,7 +116,7 @@ class NixlDeviceIncoming(SummedIncoming, InlineIncoming):
         self._remote: Remote | None = None
 
     async def prepare(self, hello: transfer_pb2.TransferHello) -> None:
-        """NIXL takes its metadata apart only once the hello has shown its token: at the first part."""
+        """Check the hello. NIXL parses the metadata only once the hello has shown its token: at the first part."""
         if not hello.HasField("nixl_device"):
             raise unusable("hello.nixl_device", "the sender's pool is in memory of its host, ours is not")
         if hello.nixl_device.kind not in KINDS:
@@ -150,7 +150,7 @@ class NixlDeviceIncoming(SummedIncoming, InlineIncoming):
         self._remote = self._reader.reach(metadata)
 
     async def _read(self, reading: _Reading) -> Read:
-        """Returns when all of it is in a room. Raises TransferRefused, TimeoutError."""
+        """Return when all of the part is in a room. Raises TransferRefused, TimeoutError."""
         loop = asyncio.get_running_loop()
         begun = loop.time()
         while (read := await self.stream.run(reading.turn, self.stream.check_interrupted)) is None:
@@ -179,7 +179,8 @@ class _Reading:
         return self._read is not None
 
     def turn(self, check_interrupted: Callable[[], None]) -> Read | None:
-        """What was read; None: not yet. For at most PATIENCE_S, in a thread. Raises TransferRefused."""
+        """Read for at most PATIENCE_S, in a thread; return what was read, or None if it is not complete. Raises
+        TransferRefused."""
         self._reader.shown.enter()
         deadline, pause = time.monotonic() + PATIENCE_S, FIRST_PAUSE_S
         while time.monotonic() < deadline:
@@ -191,7 +192,7 @@ class _Reading:
         return None
 
     def close(self) -> None:
-        """Its room is free, once nothing is written into it; no thread may be inside, and no device read it. Idempotent."""
+        """Free its room once nothing is written into it; no thread may be inside, and no device may read it. Idempotent."""
         if self._read is not None and self._has_ended:
             self._reader.finish(self._read)
         elif self._read is not None:
@@ -211,7 +212,7 @@ class _Reading:
 
 
 def place_of(shown: ShownPool) -> Place:
-    """What the pool lies in. "DRAM" is the host's memory, which stands for a GPU's where there is none."""
+    """Return the kind of memory of the pool. "DRAM" is host memory, which stands for GPU memory where there is no GPU."""
     if shown.device.type == "cpu":
         return HOST
     return Place("VRAM", shown.device.index or 0)

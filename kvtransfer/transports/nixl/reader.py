@@ -1,9 +1,8 @@
-"""Reads of peers' pools into buffers of our own, of the host or of a GPU. Nobody but us writes into the pool: what is in a buffer
-is copied there.
+"""Reads of peers' pools into our own buffers, in host or GPU memory; what arrives is then copied into the pool. Only this process
+writes into the pool.
 
-A read cannot be called back: NIXL says that it has released one, and UCX goes on writing (seen over UCX's tcp with a source that
-was paused: 63 of 64 MiB came after the release). So a read that nobody waits for any more keeps its buffer and its remote until
-it has ended.
+A read cannot be cancelled: NIXL reports that it has released one, and UCX goes on writing (seen over UCX's tcp with a source that
+was paused: 63 of 64 MiB came after the release). So an abandoned read keeps its buffer and its remote until it has ended.
 """
 
 import mmap
@@ -23,14 +22,14 @@ from kvtransfer.native.library import Runs, address_of
 from kvtransfer.stream import TURN_MS
 from kvtransfer.transports.nixl.agent import HOST, Agent, NixlFailed, OutsideMemory, Place
 
-BUFFER_BYTES = 1 << 20  # what was read is still in the processor's cache when it is copied
-NUM_BUFFERS = 32  # a part takes two; the others are for slow senders, and reads that do not end
-KEEP_S = 5.0  # a remote that nobody uses: the next push of its sender finds the connection in place
+BUFFER_BYTES = 1 << 20  # so the data is still in the processor's cache when it is copied
+NUM_BUFFERS = 32  # a part takes two; the others are for slow senders and reads that do not end
+KEEP_S = 5.0  # an unused remote is kept so long for the next push of its sender
 
 
 @dataclass
 class Remote:
-    """A peer's agent. `num_users`: connections, and reads that nobody waits for."""
+    """A peer's agent. `num_users` counts connections and abandoned reads."""
 
     metadata: bytes
     name: str
@@ -41,7 +40,7 @@ class Remote:
 
 @dataclass(frozen=True)
 class Read:
-    """Under way into buffer `index`."""
+    """A read under way into buffer `index`."""
 
     handle: int
     index: int
@@ -49,7 +48,7 @@ class Read:
 
 
 class Reads:
-    """The receiver's agent with buffers, for any number of connections and threads."""
+    """Own the receiver's agent and its buffers, for any number of connections and threads."""
 
     def __init__(self, address: int, num_buffers: int, buffer_bytes: int, place: Place) -> None:
         """The buffers lie at `address`, side by side, and outlive it. Raises NixlUnusable."""
@@ -57,7 +56,7 @@ class Reads:
         self._agent = Agent(address, num_buffers * buffer_bytes, place)
         self._lock = threading.Lock()
         self._free = list(range(num_buffers))
-        self._left: list[Read] = []  # nobody waits for them
+        self._left: list[Read] = []  # abandoned reads
         self._remotes: dict[bytes, Remote] = {}
 
     @property
@@ -66,11 +65,11 @@ class Reads:
 
     @property
     def num_free(self) -> int:
-        """Buffers that may be read into."""
+        """Return the number of free buffers."""
         return len(self._free)
 
     def reach(self, metadata: bytes) -> Remote:
-        """The peer with this metadata, until leave(). May take a few milliseconds. Raises TransferRefused."""
+        """Return the peer with this metadata, until leave(). May take a few milliseconds. Raises TransferRefused."""
         with self._lock:
             self._tidy()
             remote = self._remotes.get(metadata)
@@ -83,14 +82,14 @@ class Reads:
             return remote
 
     def leave(self, remote: Remote) -> None:
-        """Once for each reach()."""
+        """Give the remote back, once for each reach()."""
         with self._lock:
             self._drop_user(remote)
             self._tidy()
 
     def read(self, remote: Remote, pieces: Runs, source: Place = HOST) -> Read | None:
         """Begin to read `pieces` (offset in a buffer, address in `source` of the peer, bytes); None: no buffer is free. Raises
-        TransferRefused for what the peer has not registered, NixlFailed."""
+        TransferRefused for memory that the peer has not registered, and NixlFailed."""
         index = self._take()
         if index is None:
             return None
@@ -107,28 +106,29 @@ class Reads:
             raise
 
     def has_ended(self, read: Read) -> bool:
-        """Is it done? Its buffer is then the caller's until finish(). Raises NixlFailed; the buffer is given back then."""
+        """Return whether it is done. Its buffer is then the caller's until finish(). Raises NixlFailed and gives the buffer
+        back."""
         try:
             return self._agent.has_ended(read.handle)
         except NixlFailed:
-            # What may still come into the buffer spoils at most a copy, which its checksum shows.
+            # Late data in the buffer can at most corrupt a copy, which its checksum shows.
             read.remote.is_broken = True
             self._give_back(read.index)
             raise
 
     def finish(self, read: Read) -> None:
-        """Its buffer is not needed any more."""
+        """Give its buffer back."""
         self._give_back(read.index)
 
     def abandon(self, read: Read) -> None:
-        """Nobody waits for it any more; it may be under way."""
+        """Give up a read that may be under way; its buffer is given back when it has ended."""
         with self._lock:
             read.remote.num_users += 1
             self._left.append(read)
             self._tidy()
 
     def close(self) -> None:
-        """Give everything back; idempotent. No connection may use it. Nobody writes into the buffers from here on."""
+        """Give everything back; idempotent. No connection may use it. Nothing is written into the buffers from here on."""
         with self._lock:
             self._agent.close()
 
@@ -153,7 +153,7 @@ class Reads:
         remote.idle_since = time.monotonic()
 
     def _tidy(self) -> None:
-        """Buffers of reads that have ended, and remotes that nobody has used for a while."""
+        """Give back buffers of reads that have ended, and remotes that were unused for a while."""
         left, self._left = self._left, []
         for read in left:
             if self._is_over(read):
@@ -176,33 +176,33 @@ class Reads:
 
 
 class Reader(Reads):
-    """Into buffers in memory of the host."""
+    """Read into buffers in host memory."""
 
     def __init__(self) -> None:
-        """Raises NixlUnusable."""
+        """Allocate the buffers. Raises NixlUnusable."""
         self._memory = mmap.mmap(-1, NUM_BUFFERS * BUFFER_BYTES)
         super().__init__(address_of(memoryview(self._memory)), NUM_BUFFERS, BUFFER_BYTES, HOST)
 
     def view(self, read: Read) -> memoryview:
-        """What was read; to be released."""
+        """Return what was read; the caller releases it."""
         with memoryview(self._memory) as whole:
             return whole[read.index * BUFFER_BYTES : (read.index + 1) * BUFFER_BYTES]
 
     def close(self) -> None:
-        super().close()  # first: it may be writing
+        super().close()  # first, because the agent may be writing
         self._memory.close()
 
 
-# One part on its way out of a peer's pool: read ahead into buffers, a piece of the wire order each, then copied and summed.
+# One part on its way out of a peer's pool: read ahead into buffers in pieces of the wire order, then copied and summed
 
 
-NUM_AHEAD = 2  # buffers of a part: one is read into while the other is copied
-PATIENCE_S = 0.01  # then the thread is for others
+NUM_AHEAD = 2  # buffers of a part: one is filled while the other is copied
+PATIENCE_S = 0.01  # then the thread serves other connections
 FIRST_PAUSE_S, MAX_PAUSE_S = 20e-6, 1e-3
 
 
 class Pull:
-    """The bytes of `source`, in a pool from `address` on of `remote`, into `target` of `memory`.
+    """Copy the bytes of `source`, in a pool at `address` of `remote`, into `target` of `memory`.
 
     `remaining` are bytes, `value` is the CRC-32C of what was stored.
     """
@@ -223,7 +223,7 @@ class Pull:
         self.value = 0
 
     def turn(self, check_interrupted: Callable[[], None]) -> int:
-        """Copy what has come, for at most TURN_MS, in a thread; returns the bytes. Raises NixlFailed, TransferRefused."""
+        """Copy what has arrived, for at most TURN_MS, in a thread; return the bytes. Raises NixlFailed, TransferRefused."""
         before, now = self.remaining, time.monotonic()
         deadline, patience, pause = now + TURN_MS / 1000, now + PATIENCE_S, FIRST_PAUSE_S
         while self.remaining and time.monotonic() < min(deadline, patience):
@@ -237,7 +237,7 @@ class Pull:
         return before - self.remaining
 
     def close(self) -> None:
-        """Leave what is under way to the reader; idempotent. No thread may be inside."""
+        """Leave reads that are under way to the reader; idempotent. No thread may be inside."""
         while self._under_way:
             self._reader.abandon(self._under_way.popleft()[0])
 
@@ -268,7 +268,7 @@ class Pull:
 
 
 def wire_order(target: Rectangle) -> Rectangle:
-    """The bytes of a part as if they lay side by side: a pool that holds nothing else."""
+    """Return the bytes of a part as if they were contiguous: a pool that holds nothing else."""
     num_layers, num_blocks = len(target.layers), len(target.block_ids)
     shape = PoolShape(num_layers, num_blocks, target.shape.bytes_per_layer_block)
     return Rectangle(shape, range(num_layers), range(num_blocks))

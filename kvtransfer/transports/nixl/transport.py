@@ -5,13 +5,13 @@
                                                                                 copies them, sums WHAT IT STORES
     sender ── part end: the sum of what lies in its pool ────────────────────► receiver: compares
 
-The receiver pulls, and nobody else ever writes into its pool: neither a sender that was paused and wakes up after its blocks were
-given away, nor NIXL, which goes on writing after a read was released (reader.py). The price is a copy, in which the checksum
-is computed that would read the bytes anyhow. Pools in memory of GPUs: device.py. Between one there and one in
-the host's KV goes over tcp.
+The receiver reads, and no other process writes into its pool: neither a sender that was paused and resumes after its blocks were
+freed, nor NIXL, which goes on writing after a read was released (reader.py). The price is a copy, during which the checksum is
+computed that would read the bytes anyhow. device.py is for pools in GPU memory. KV between a pool in GPU memory and one in host
+memory goes over tcp.
 
-What tcp encrypts here is the conversation. The KV itself goes as NIXL moves it, in the clear, and a host that reaches a sender's
-agent and knows its metadata reads its pool: only for a network that is trusted.
+With TLS only the control connection is encrypted. The KV itself is transferred by NIXL unencrypted, and a host that reaches a
+sender's agent and knows its metadata can read its pool: use it only on a trusted network.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from kvtransfer.transports.tcp import TcpTransport
 from pdmesh.runtime.rpc.tls import Tls
 from pdmesh.v1 import common_pb2, transfer_pb2
 
-if TYPE_CHECKING:  # whoever moves KV of CPU memory needs no torch
+if TYPE_CHECKING:  # transfers of KV in CPU memory need no torch
     from pdmesh.engine.kv_cache.ipc_pool import ShownPool
 
-OPEN_TIMEOUT_S = 2.0  # the first time the package is loaded, too; a lease must not lapse over it
-POLL_S = 0.005  # while nothing comes no thread waits for it
+OPEN_TIMEOUT_S = 2.0  # includes loading the package the first time; a lease must not lapse meanwhile
+POLL_S = 0.005  # no thread waits while nothing arrives
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 class NixlOutgoing(InlineOutgoing):
-    """The sender's end."""
+    """The sender's end of a connection over nixl."""
 
     def __init__(self, inline: InlineOutgoing, name: str, agent: Agent, memory: KVMemory) -> None:
         super().__init__(inline.stream, name)
@@ -73,7 +73,7 @@ class NixlOutgoing(InlineOutgoing):
 
 
 class NixlIncoming(InlineIncoming):
-    """The receiver's end."""
+    """The receiver's end of a connection over nixl."""
 
     def __init__(self, stream: SocketStream, memory: KVMemory, reader: Callable[[], Reader]) -> None:
         super().__init__(stream)
@@ -86,7 +86,7 @@ class NixlIncoming(InlineIncoming):
         self._remote: Remote | None = None
 
     async def prepare(self, hello: transfer_pb2.TransferHello) -> None:
-        """NIXL takes its metadata apart only once the hello has shown its token: at the first part."""
+        """Check the hello. NIXL parses the metadata only once the hello has shown its token: at the first part."""
         if hello.HasField("nixl_device"):
             raise unusable("hello.nixl_device", "the sender's pool is in memory of a device, ours is not")
         shape = check_pool(hello, self._memory)
@@ -138,7 +138,7 @@ class NixlIncoming(InlineIncoming):
 
 
 class NixlTransport(TcpTransport):
-    """Between any two hosts whose processes have the package."""
+    """Transfer between any two hosts whose processes have the package."""
 
     name = "nixl"
     gains_by_connections = False
@@ -146,7 +146,7 @@ class NixlTransport(TcpTransport):
     def __init__(self, tls: Tls | None = None) -> None:
         super().__init__(tls)
         self._opening = threading.Lock()
-        self._agents: dict[tuple[int, int], Agent] = {}  # of the sender, by address and size of its pool
+        self._agents: dict[tuple[int, int], Agent] = {}  # the sender's agents, by address and size of the pool
         self._reader: Reader | None = None
         self._device_reader: DeviceReader | None = None
         self._problem: str | None = None
@@ -155,7 +155,8 @@ class NixlTransport(TcpTransport):
         return self._problem is None and is_installed() and _is_seen(memory)
 
     def receives(self, memory: KVMemory) -> bool:
-        """Opens the agent, so that a worker knows at its start; it starts without one, too."""
+        """Return whether memory of this kind can be written; opens the agent, so the worker reports errors at its start and goes
+        on."""
         if not _is_seen(memory):
             return False
         try:
@@ -168,7 +169,7 @@ class NixlTransport(TcpTransport):
         return True
 
     def listen(self, host: str, port: int) -> socket.socket:
-        """Any free port, as NIXL's own: `port` is tcp's."""
+        """Return a socket on any free port, as NIXL's own does: `port` is tcp's."""
         return super().listen(host, 0)
 
     async def connect(
@@ -181,7 +182,7 @@ class NixlTransport(TcpTransport):
         except NixlUnusable as error:
             raise TransportUnavailable(f"nixl: {error}") from error
         except TimeoutError as error:
-            opening.add_done_callback(lambda future: future.exception())  # logged where it arose
+            opening.add_done_callback(lambda future: future.exception())  # logged where it was raised
             raise TransportUnavailable("nixl: our agent is still being opened; a later push finds it there") from error
         inline = await super().connect(endpoint, memory, executor, reply_timeout_s)
         name = f"nixl: {endpoint.address}"
@@ -193,7 +194,7 @@ class NixlTransport(TcpTransport):
         self, sock: socket.socket, memory: KVMemory, executor: Executor, idle_timeout_s: float
     ) -> NixlIncoming | NixlDeviceIncoming:
         stream = self._accepted(sock, executor, idle_timeout_s)
-        if self._device_reader is not None:  # by receives()
+        if self._device_reader is not None:  # set by receives()
             return NixlDeviceIncoming(stream, memory, self._device_reader)
         return NixlIncoming(stream, memory, self._open_reader)
 
@@ -219,7 +220,7 @@ class NixlTransport(TcpTransport):
                 self._device_reader = self._once(lambda: DeviceReader(shown))
 
     def _agent_of(self, memory: KVMemory) -> Agent:
-        """With the pool registered; from the first push on."""
+        """Return the agent with the pool registered; it exists from the first push on."""
         shown = shown_by(memory)
         address, num_bytes = _address(memory) if shown is None else shown.address, shape_of(memory).num_bytes
         with self._opening:
@@ -231,7 +232,7 @@ class NixlTransport(TcpTransport):
             return self._agents[address, num_bytes]
 
     def _once(self, make: Callable[[], T]) -> T:
-        """What it makes; what stands in the way of it is logged once. Raises NixlUnusable."""
+        """Return what `make` returns; its failure is logged once. Raises NixlUnusable."""
         if self._problem is not None:
             raise NixlUnusable(self._problem)
         try:
@@ -246,7 +247,7 @@ class NixlTransport(TcpTransport):
 
 
 def _is_seen(memory: KVMemory) -> bool:
-    """By NIXL: memory of the host, or the pool of a device that others may read."""
+    """Return whether NIXL can read it: memory of the host, or the pool of a device that is shared."""
     return not isinstance(memory, StagedMemory) or memory.shown is not None
 
 

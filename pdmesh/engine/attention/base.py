@@ -1,6 +1,6 @@
 """Attention over the paged pool, behind one interface: a new backend is one new file and one line in `BACKENDS`.
 
-`plan()` once per step turns block tables into whatever the backend's kernels index with; `run()` once per layer.
+`plan()` once per step turns block tables into the indices of the backend's kernels; `run()` is called once per layer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pdmesh.engine.runner.batch import StepBatch, Tail
 # The reference attention: plain torch over the paged pool, a chunk of keys at a time with an online softmax
 # (Milakov and Gimelshein, 2018; Dao et al., FlashAttention, 2022, algorithm 1), in float32.
 #
-# Bits. A query's result depends on its own keys alone, never on the batch, the chunking of its prompt or where its blocks lie:
+# Bits: a query's result depends on its own keys alone, never on the batch, the chunking of its prompt or where its blocks lie:
 # - keys are taken in chunks that start at fixed positions (0, 128, 256, ...), always of full width, and accumulated in
 #   order: no other split and no other width of a product exists;
 # - keys that a query may not see get probability exactly 0, so a chunk without visible keys changes nothing, and it does not
@@ -35,7 +35,7 @@ from pdmesh.engine.runner.batch import StepBatch, Tail
 
 
 CHUNK_KEYS = 128
-# Below every score, yet finite: exp(masked - it) and exp(it - score) are 0, never NaN.
+# Below every score, yet finite: exp(masked - LOWEST) and exp(LOWEST - score) are 0, never NaN.
 LOWEST_MAX = -1e30
 
 
@@ -64,7 +64,7 @@ class ReferenceAttention:
     def _plan_group(
         self, batch: StepBatch, members: list[int], tables: list[Tensor], block_size: int, window: int | None
     ) -> Group:
-        """`members`: sequences with equally many queries, longest context first."""
+        """Group `members`, sequences with equally many queries, longest context first."""
         num_queries = batch.query_starts[members[0] + 1] - batch.query_starts[members[0]]
         contexts = torch.tensor([batch.context_lens[b] for b in members])
         positions = contexts[:, None] - num_queries + torch.arange(num_queries)  # [num_seqs, num_queries]
@@ -82,7 +82,7 @@ class ReferenceAttention:
         return Group(tokens.to(self.device), len(members), num_queries, tuple(chunks))
 
     def _rows(self, slots: Tensor) -> Tensor:
-        """slots [num_seqs, CHUNK_KEYS] -> [num_seqs, num_kv_heads, CHUNK_KEYS]: where each head's key lies, see KeyChunk."""
+        """slots [num_seqs, CHUNK_KEYS] -> [num_seqs, num_kv_heads, CHUNK_KEYS]: the row of each head's key, see KeyChunk."""
         return slots[:, None, :] * self.config.num_kv_heads + torch.arange(self.config.num_kv_heads)[:, None]
 
 
@@ -173,17 +173,18 @@ def _slots(table: Tensor, positions: Tensor, block_size: int, tail: Tail | None)
 
 
 def _mask(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
-    """queries [B, Q], keys [K] positions -> [B, 1, Q, 1, K]: a query sees itself and what is before, within the window."""
+    """queries [B, Q], keys [K] positions -> [B, 1, Q, 1, K]: a query sees itself and the positions before it, within the
+    window."""
     distance = queries[:, :, None] - keys
     hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
     return torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))[:, None, :, None, :]
 
 
 class AttentionPlan(Protocol):
-    """One step's attention. Valid for that step only."""
+    """Compute the attention of one step, and of that step only."""
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kv: Tensor) -> Tensor:
-        """Writes the step's keys and values to the pool, then attends.
+        """Write the step's keys and values to the pool, then attend.
 
         query [T, num_heads, head_dim]; key, value [T, num_kv_heads, head_dim]; kv the pool (`KVPool.tensor`).
         Returns [T, num_heads, head_dim] in query's dtype.
@@ -197,7 +198,7 @@ class AttentionBackend(Protocol):
 
 
 def _triton(config: ModelConfig, device: str) -> AttentionBackend:
-    from pdmesh.engine.kernels.triton.attention import TritonAttention  # triton is not everywhere
+    from pdmesh.engine.kernels.triton.attention import TritonAttention  # triton is not installed everywhere
 
     return TritonAttention(config, device)
 
@@ -209,7 +210,7 @@ BACKENDS: dict[str, Callable[[ModelConfig, str], AttentionBackend]] = {
 
 
 def make_attention(name: str, config: ModelConfig, device: str) -> AttentionBackend:
-    """Raises ValueError for a name that is not registered."""
+    """Return the registered backend. Raises ValueError for a name that is not registered."""
     if name not in BACKENDS:
         raise ValueError(f"attention backend {name!r} is not known; there are {', '.join(BACKENDS)}")
     return BACKENDS[name](config, device)

@@ -1,4 +1,4 @@
-"""Gives sequences their blocks: cached prefix first, growth, copy-on-write, publishing what has been computed.
+"""The block manager gives sequences their blocks: cached prefix first, growth, copy-on-write, publishing computed blocks.
 
 Every block id in a `Sequence.block_ids` is one reference in the pool, and only this module changes either.
 """
@@ -24,7 +24,7 @@ class BlockCopy:
 
 
 class BlockAllocator:
-    """The pool as sequences see it. `hash_block(parent, token_ids)` chains the hashes of full blocks."""
+    """Manage the pool for sequences. `hash_block(parent, token_ids)` chains the hashes of full blocks."""
 
     def __init__(self, pool: BlockPool, block_size: int, hash_block: HashBlock, *, prefix_caching: bool) -> None:
         self.pool = pool
@@ -37,7 +37,8 @@ class BlockAllocator:
         return num_blocks_for(num_tokens, self._block_size)
 
     def admit(self, sequence: Sequence, *, keep_free: int) -> bool:
-        """Blocks for all known tokens, shared ones for a cached prefix; False, and none, if fewer than `keep_free` stay free."""
+        """Give blocks for all known tokens, shared ones for a cached prefix; False, and none, if fewer than `keep_free` stay
+        free."""
         cached = self._find_prefix(sequence)
         num_new = self.num_blocks_for(sequence.num_tokens) - len(cached)
         if num_new + self.pool.num_free_among(cached) + keep_free > self.pool.num_free:
@@ -50,31 +51,33 @@ class BlockAllocator:
         return True
 
     def num_missing(self, sequence: Sequence, num_tokens: int) -> int:
-        """Free blocks that `num_tokens` more tokens take: new ones at the end, and copies of shared ones they write to."""
+        """Return the free blocks that `num_tokens` more tokens take: new ones at the end, and copies of shared ones they write
+        to."""
         num_blocks = self.num_blocks_for(sequence.num_computed + num_tokens)
         return max(0, num_blocks - len(sequence.block_ids)) + len(self._shared_to_write(sequence, num_tokens))
 
     def extend(self, sequence: Sequence, num_tokens: int) -> tuple[BlockCopy, ...]:
-        """Makes the next `num_tokens` tokens writable. num_missing() blocks must be free. The copies are due before the write."""
+        """Make the next `num_tokens` tokens writable. num_missing() blocks must be free. Make the returned copies before the
+        write."""
         copies = tuple(self._make_own(sequence, index) for index in self._shared_to_write(sequence, num_tokens))
         self.grow(sequence, sequence.num_computed + num_tokens)
         return copies
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Appends blocks until they hold `num_tokens` tokens in all; False, and nothing changed, if there are too few."""
+        """Append blocks until they hold `num_tokens` tokens in all; False, and nothing changed, if there are too few."""
         blocks = self.pool.allocate(max(0, self.num_blocks_for(num_tokens) - len(sequence.block_ids)))
         sequence.block_ids += blocks or []
         return blocks is not None
 
     def trim(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Gives back the blocks behind those that hold its first `num_tokens` tokens; False: there are none."""
+        """Give back the blocks behind those that hold its first `num_tokens` tokens; False: there are none."""
         num_blocks = self.num_blocks_for(num_tokens)
         self.pool.release(surplus := sequence.block_ids[num_blocks:])
         del sequence.block_ids[num_blocks:]
         return bool(surplus)
 
     def publish(self, sequence: Sequence) -> None:
-        """Offers what is computed and full, and was not offered before, to the prefix cache."""
+        """Publish blocks that are computed, full and not yet published to the prefix cache."""
         num_full = sequence.num_computed // self._block_size
         if not self._prefix_caching or num_full <= sequence.num_published:
             return
@@ -84,7 +87,7 @@ class BlockAllocator:
         sequence.num_published = num_full
 
     def part(self, trunk: Sequence) -> list[Sequence]:
-        """The trunk's choices as sequences that share its blocks. The trunk holds none any more."""
+        """Return the trunk's choices as sequences that share its blocks. The trunk then holds none."""
         branches = trunk.part()
         for branch in branches:
             self.pool.acquire(branch.block_ids)
@@ -92,14 +95,14 @@ class BlockAllocator:
         return branches
 
     def release(self, sequence: Sequence) -> None:
-        """Gives its references back. What it published stays to be found until evicted."""
+        """Give its references back. What it published can be found until it is evicted."""
         self.pool.release(sequence.block_ids)
         sequence.block_ids = []
         sequence.num_computed = 0
         sequence.num_published = 0
 
     def _find_prefix(self, sequence: Sequence) -> list[int]:
-        # Never the last token: its logits are what the sequence is computed for.
+        # Never the last token: its logits have to be computed.
         num_blocks = (sequence.num_tokens - 1) // self._block_size if self._prefix_caching else 0
         return self.pool.find(self._hashes(sequence, num_blocks))
 

@@ -1,10 +1,10 @@
-"""The pool of KV blocks: who holds which block, which blocks hold a prefix that others may share, which go first.
+"""The pool of KV blocks: reference counts, cached prefixes, and the order of eviction.
 
     free, LRU:   uncached ... | cached, oldest ... cached, youngest      allocate() takes from the left
     in use:      ref count >= 1; a block with a hash may be held by several sequences
 
-A block that is freed keeps its hash and its content until it is taken for something else, so a later prompt may find it.
-Blocks without a hash are worth nothing to anybody and go first.
+A block that is freed keeps its hash and its content until it is allocated again, so a later prompt may find it.
+Blocks without a hash cannot be reused by a prompt and are allocated first.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from dataclasses import dataclass
 
 from pdmesh.engine.errors import IntegrityError
 
-# What a prefix cache has gained and lost, for whoever keeps an index of it elsewhere.
+# What a prefix cache has gained and lost, for an index of it elsewhere
 #
-# Only the latest state of a block counts, so a block that comes and goes between two readings costs one entry. A log that nobody
-# reads stays small: it drops everything and skips a number, which tells the reader that something is missing.
+# Only the latest state of a block counts, so a block that is stored and evicted between two readings costs one entry. A log that
+# is not read stays small: it drops everything and skips a number, which tells the reader that changes were lost.
 
 
 @dataclass(frozen=True)
 class BlockChanges:
-    """Net changes since the reading before: no hash stands in both. `sequence` is one more than before unless some were lost."""
+    """Net changes since the last reading: no hash is in both lists. `sequence` is one more than before unless some were lost."""
 
     sequence: int
     stored: tuple[bytes, ...]
@@ -31,28 +31,28 @@ class BlockChanges:
 
 
 class BlockLog:
-    """Written and taken on the engine thread; `pending` may be asked on any."""
+    """Log changes. It is written and taken on the engine thread; `pending` may be called on any."""
 
     def __init__(self, max_changes: int) -> None:
-        self.sequence = 0  # of what was taken last
+        self.sequence = 0  # number of what was taken last
         self._max_changes = max_changes
         self._changes: dict[bytes, bool] = {}
         self._has_overflowed = False
 
     @property
     def pending(self) -> bool:
-        """Is there something to take?"""
+        """Return whether there is something to take."""
         return bool(self._changes) or self._has_overflowed
 
     def note(self, block_hash: bytes, *, stored: bool) -> None:
-        """The block is there now, or it is not any more."""
+        """Record that the block is stored now, or evicted."""
         self._changes[block_hash] = stored
         if len(self._changes) > self._max_changes:
             self._changes.clear()
             self._has_overflowed = True
 
     def take(self) -> BlockChanges | None:
-        """What has changed; None: nothing. Readings before and after a gap have numbers that do not follow each other."""
+        """Return what has changed; None: nothing. Readings before and after a gap have numbers that do not follow each other."""
         if not self.pending:
             return None
         self.sequence += 2 if self._has_overflowed else 1
@@ -63,37 +63,38 @@ class BlockLog:
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
-    """Blocks that so many tokens fill, the last one perhaps in part."""
+    """Return the blocks that so many tokens fill, the last one perhaps in part."""
     return -(-num_tokens // block_size)
 
 
 class BlockPool:
-    """Ref-counted block ids 0 to num_blocks - 1. Knows no tokens and no tensors."""
+    """Count references of block ids 0 to num_blocks - 1. It knows no tokens and no tensors."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_total = num_blocks
-        self.log: BlockLog | None = None  # of what is published and evicted, where somebody listens
+        self.log: BlockLog | None = None  # logs what is published and evicted, if it is set
         self._refs = [0] * num_blocks
-        self.highest_used = -1  # block id, ever
+        self.highest_used = -1  # the highest block id that was ever used
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds, those with a reusable prefix included."""
+        """Return the free blocks, those with a reusable prefix included."""
         return len(self._free)
 
     @property
     def num_cached(self) -> int:
-        """Blocks that hold a published prefix, in use or free."""
+        """Return the blocks with a published prefix, in use or free."""
         return len(self._block_of)
 
     def ref_count(self, block_id: int) -> int:
         return self._refs[block_id]
 
     def find(self, hashes: Iterable[bytes]) -> list[int]:
-        """Blocks of the longest published prefix of a hash chain. Pins nothing: acquire() them before the next allocate()."""
+        """Return blocks of the longest published prefix of a hash chain. They are not pinned: acquire() them before the next
+        allocate()."""
         found: list[int] = []
         for block_hash in hashes:
             block_id = self._block_of.get(block_hash)
@@ -103,33 +104,35 @@ class BlockPool:
         return found
 
     def num_free_among(self, block_ids: Iterable[int]) -> int:
-        """How many of these nobody holds: acquiring them leaves that many fewer free blocks."""
+        """Return how many of these are free: acquiring them leaves that many fewer free blocks."""
         return sum(not self._refs[block_id] for block_id in block_ids)
 
     def acquire(self, block_ids: Iterable[int]) -> None:
-        """One more reference to each."""
+        """Add one reference to each block."""
         for block_id in block_ids:
             self._free.pop(block_id, None)
             self._refs[block_id] += 1
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` blocks of undefined content, one reference each; None when fewer are free. Evicts the least recently used."""
+        """Return `count` blocks of undefined content, one reference each; None when fewer are free. Evicts the least recently
+        used."""
         if count > len(self._free):
             return None
         return [self._take() for _ in range(count)]
 
     def release(self, block_ids: Iterable[int]) -> None:
-        """One reference less to each, the last first: the end of a chain is useless without its beginning and goes first."""
+        """Drop one reference of each, the last first: the end of a chain is useless without its beginning and is evicted
+        first."""
         for block_id in reversed(list(block_ids)):
             if not self._refs[block_id]:
-                raise IntegrityError(f"block {block_id} is released but nobody holds it")
+                raise IntegrityError(f"block {block_id} is released but no sequence holds it")
             self._refs[block_id] -= 1
             if not self._refs[block_id]:
                 self._free[block_id] = None
                 self._free.move_to_end(block_id, last=block_id in self._hash_of)
 
     def publish(self, block_id: int, block_hash: bytes) -> None:
-        """Offers a full, computed block as a prefix. Equal content published before stays the one that is found."""
+        """Publish a full, computed block as a prefix. Of equal blocks the one that was published first is found."""
         if block_hash not in self._block_of and block_id not in self._hash_of:
             self._block_of[block_hash] = block_id
             self._hash_of[block_id] = block_hash
@@ -137,11 +140,11 @@ class BlockPool:
                 self.log.note(block_hash, stored=True)
 
     def published(self) -> tuple[bytes, ...]:
-        """The hashes of all blocks that hold a reusable prefix."""
+        """Return the hashes of all blocks that hold a reusable prefix."""
         return tuple(self._block_of)
 
     def check(self, references: Mapping[int, int]) -> None:
-        """Raises IntegrityError unless free + used == total, ref counts are those in `references`, and hashes are one to one."""
+        """Raise IntegrityError unless free + used == total, ref counts are those in `references`, and hashes are one to one."""
         used = {block_id: refs for block_id, refs in enumerate(self._refs) if refs}
         if used != dict(references):
             raise IntegrityError(f"ref counts {used} are not what sequences hold: {dict(references)}")

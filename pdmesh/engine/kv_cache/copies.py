@@ -1,8 +1,8 @@
-"""Tokens of KV blocks into one contiguous piece, and back, by what computes on the pool's device.
+"""Copies between KV blocks on a device and contiguous pieces in host memory, by kernels on the pool's device and its copy engine.
 
     piece [len(layers), 2, tokens, heads, head_dim]: token t of it is token first_token + t of the blocks, in their order
 
-A piece of whole blocks with all heads is a part as it travels (kvtransfer/manifest.py): per layer all keys, then all values.
+A piece of whole blocks with all heads is a part in wire order (kvtransfer/manifest.py): per layer all keys, then all values.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from pdmesh.engine.kv_cache.streams import Mark, Streams
 
 @dataclass(frozen=True)
 class Move:
-    """pool [num_layers, 2, num_blocks, block_size, num_heads, head_dim], contiguous; block_ids int32 on its device, within it;
-    `heads`: a range of the pool's, those of the piece; None: all. `check` says what does not fit."""
+    """Describe a move between blocks and a piece. pool [num_layers, 2, num_blocks, block_size, num_heads, head_dim], contiguous;
+    block_ids int32 on its device, within it; `heads`: the piece's range of the pool's heads; None: all."""
 
     pool: Tensor
     layers: range
@@ -34,7 +34,7 @@ class Move:
     heads: range | None = None
 
     def check(self) -> range:
-        """The heads. Raises ValueError naming what does not fit."""
+        """Return the heads. Raises ValueError naming what does not fit."""
         pool, piece, layers, block_ids = self.pool, self.piece, self.layers, self.block_ids
         num_layers, _, _, block_size, num_heads, dim = pool.shape
         heads = range(num_heads) if self.heads is None else self.heads
@@ -57,26 +57,26 @@ class Move:
 
     @property
     def slots(self) -> Tensor:
-        """[tokens of the piece] of a pool whose blocks are one behind the other."""
+        """Return [tokens of the piece] slots of the pool seen as consecutive slots."""
         block_size, end = self.pool.shape[3], self.first_token + self.piece.shape[2]
         tokens = torch.arange(self.first_token, end, device=self.block_ids.device)
         return self.block_ids[tokens // block_size].long() * block_size + tokens % block_size
 
 
 class BlockCopies(Protocol):
-    """Never synchronizes. Both raise ValueError, see Move."""
+    """Copy between blocks and pieces, without synchronizing. Both methods raise ValueError, see Move."""
 
     def gather(self, move: Move) -> None:
-        """Fill the piece with what lies in the pool."""
+        """Fill the piece from the pool."""
         ...
 
     def scatter(self, move: Move) -> None:
-        """Write the piece into the pool, and nothing beside it."""
+        """Write the piece into the pool, and nothing else."""
         ...
 
 
 class IndexedBlocks:
-    """By torch's indexing: the reference, and what there is without Triton."""
+    """Copy by torch's indexing: the reference, and the implementation without Triton."""
 
     def gather(self, move: Move) -> None:
         movable(move.piece).copy_(_flat(move)[:, :, move.slots])
@@ -86,7 +86,7 @@ class IndexedBlocks:
 
 
 def block_copies_for(device: torch.device) -> BlockCopies:
-    """Triton's where it runs."""
+    """Return Triton's where it runs, else torch's."""
     if why_not_here(device.type):
         return IndexedBlocks()
     from pdmesh.engine.kernels.triton.blocks import TritonBlocks
@@ -95,21 +95,22 @@ def block_copies_for(device: torch.device) -> BlockCopies:
 
 
 def _flat(move: Move) -> Tensor:
-    """[layers, 2, slots, heads, head_dim]: a view of what the move is about."""
+    """Return [layers, 2, slots, heads, head_dim], a view of what the move copies."""
     heads = move.check()
     return movable(move.pool)[move.layers.start : move.layers.stop, :, :, :, heads.start : heads.stop].flatten(2, 3)
 
 
 def movable(numbers: Tensor) -> Tensor:
-    """The same memory, as what torch's indexing takes on every device: float8 as bytes."""
+    """Return the same memory as a dtype that torch's indexing takes on every device: float8 as bytes."""
     return numbers.view(torch.uint8) if numbers.dtype == torch.float8_e4m3fn else numbers
 
 
-# Rows of bytes between room on a device and memory of the host in which they lie apart.
+# Rows of bytes between room on a device and host memory in which they are strided
 #
-#     room [rows, n], contiguous        host [rows, n], n bytes of each row_bytes: what lies beside them is others', and stays
+#     room [rows, n], contiguous        host [rows, n], n bytes of each row_bytes: the bytes beside them are other ranks', and
+# stay
 #
-# torch would make such a copy by way of memory of its own, and wait for it: it keeps `non_blocking` for contiguous memory alone.
+# torch would make such a copy through a temporary, and wait for it: it keeps `non_blocking` for contiguous memory alone.
 # So on CUDA it is one call of the driver, for the copy engine, on the current stream.
 
 
@@ -117,8 +118,8 @@ _HOST, _DEVICE = 1, 2  # CUmemorytype
 
 
 def copy_rows(target: Tensor, source: Tensor) -> None:
-    """Both [rows, n] uint8, their bytes side by side. Between a device and the host, which has to be pinned, it is launched and
-    nobody waits. Raises CudaError."""
+    """Copy [rows, n] uint8, both with n contiguous. Between a device and the host, which has to be pinned, the copy is launched
+    and not waited for. Raises CudaError."""
     if target.device == source.device or (target.is_contiguous() and source.is_contiguous()):
         target.copy_(source, non_blocking=True)
     else:
@@ -126,7 +127,7 @@ def copy_rows(target: Tensor, source: Tensor) -> None:
 
 
 class _Place(ctypes.Structure):
-    """Half of the driver's description: one end of the copy."""
+    """One end of the copy, half of the driver's description."""
 
     _fields_ = [
         ("first_byte", ctypes.c_size_t),
@@ -146,7 +147,7 @@ class _Place(ctypes.Structure):
 
 
 class RowsCopy(ctypes.Structure):
-    """CUDA_MEMCPY2D, as cuda.h lays it out."""
+    """Mirror CUDA_MEMCPY2D of cuda.h."""
 
     _fields_ = [("source", _Place), ("target", _Place), ("width", ctypes.c_size_t), ("height", ctypes.c_size_t)]
 
@@ -167,62 +168,62 @@ def _driver_of(device: torch.device) -> Driver:
     return Driver(torch.cuda.current_device() if device.index is None else device.index)
 
 
-# Keys and values of blocks between a pool and pieces of the host's memory, by way of room on the pool's device.
+# Keys and values of blocks between a pool and pieces of host memory, through room on the pool's device
 #
 #     pool ─ gather ─► room [rows, our bytes] ─ copy ─► piece [rows, all heads' bytes]       back: copy, then scatter
 #                                                       a row: keys, or values, of a token in a layer
 #
-# A piece is filled as a part travels (kvtransfer/manifest.py), with all heads. A pool may have some of them
-# (pdmesh/engine/parallel/): then its bytes of each row come and go, and other ranks' lie beside them. The lane works in order,
+# A piece is in wire order (kvtransfer/manifest.py), with all heads. A pool may have some of them
+# (pdmesh/engine/parallel/): then only its bytes of each row are copied, beside those of other ranks. The lane works in order,
 # so one room is enough.
 
 
 @dataclass(eq=False)
 class Piece:
-    index: int  # among those of its direction
+    index: int  # index among the pieces of its direction
     host: Tensor  # [piece_bytes] uint8
     block_ids: Tensor  # [most blocks] int32, in the host's memory too
-    copy: Future[None] | None = field(default=None)  # the last one
+    copy: Future[None] | None = field(default=None)  # the last copy
 
     @property
     def is_under_way(self) -> bool:
         return self.copy is not None and not self.copy.done()
 
     def view(self, num_bytes: int) -> memoryview:
-        """Writable; to be released before the piece is given back."""
+        """Return a writable view; release it before the piece is given back."""
         return memoryview(self.host.numpy())[:num_bytes]  # type: ignore[arg-type]
 
 
 class Copies(Protocol):
-    """Of one direction: what a piece is filled from and emptied into. Nothing here waits."""
+    """Copy pieces of one direction. Nothing here waits."""
 
     @property
     def block_bytes(self) -> int:
-        """Of a block's keys, or values, in a layer, with all heads."""
+        """Return the bytes of a block's keys, or values, in a layer, with all heads."""
         ...
 
     def mark(self) -> Mark:
-        """Behind all that has been launched."""
+        """Return a mark behind all that has been launched."""
         ...
 
     def new_piece(self, index: int) -> Piece: ...
 
     def fetch(self, piece: Piece, layers: range, num_blocks: int, after: Mark) -> Future[None]:
-        """The first `num_blocks` of `piece.block_ids`, as they are at `after`, into the piece."""
+        """Copy the first `num_blocks` of `piece.block_ids`, as they are at `after`, into the piece."""
         ...
 
     def store(self, piece: Piece, layers: range, num_blocks: int, after: Mark) -> Future[None]:
-        """Back, behind `after`."""
+        """Copy the piece into the blocks, behind `after`."""
         ...
 
     def close(self) -> None:
-        """Waits for copies that are under way; idempotent."""
+        """Wait for copies that are under way; idempotent."""
         ...
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Which bytes of a piece's rows are those of a pool's heads."""
+    """Describe which bytes of a piece's rows are those of a pool's heads."""
 
     row_bytes: int
     first: int
@@ -230,21 +231,21 @@ class Columns:
 
     @classmethod
     def of(cls, pool: Tensor, rank: int = 0, size: int = 1) -> Columns:
-        """`pool` [..., heads, head_dim]: of `size` ranks with as many heads each."""
+        """Return the columns of `pool` [..., heads, head_dim], one of `size` ranks with as many heads each."""
         own = pool.shape[4] * pool.shape[5] * pool.element_size()
         return cls(size * own, rank * own, own)
 
 
 @dataclass(frozen=True)
 class PieceSize:
-    """Of a piece, in bytes and in blocks of one layer."""
+    """Hold the size of a piece, in bytes and in blocks of one layer."""
 
     num_bytes: int
     max_blocks: int
 
     @classmethod
     def of(cls, piece_bytes: int, block_bytes: int) -> PieceSize:
-        """Raises ValueError for a piece too small for one block of a layer."""
+        """Return the size. Raises ValueError for a piece too small for one block of a layer."""
         max_blocks = piece_bytes // (2 * block_bytes)
         if not max_blocks:
             raise ValueError(f"piece_bytes: {piece_bytes} are too few for keys and values of a block: {2 * block_bytes}")
@@ -252,7 +253,7 @@ class PieceSize:
 
 
 class PieceCopies:
-    """Of one pool. Satisfies Copies."""
+    """Copy pieces of one pool. Satisfies Copies."""
 
     def __init__(
         self,
@@ -302,14 +303,14 @@ class PieceCopies:
         self._lane.close()
 
     def _rows(self, piece: Piece, layers: range, num_blocks: int) -> tuple[Tensor, Tensor]:
-        """[rows, our bytes], both: of the room, and of the piece."""
+        """Return both as [rows, our bytes]: the room, and the piece."""
         columns = self._columns
         num_rows = len(layers) * 2 * num_blocks * self._pool.shape[3]
         rows = piece.host[: num_rows * columns.row_bytes].view(num_rows, columns.row_bytes)
         return self._room[:num_rows], rows[:, columns.first : columns.first + columns.num_bytes]
 
     def _move(self, piece: Piece, layers: range, num_blocks: int, room: Tensor) -> Move:
-        """Within the lane's work: the ids go first."""
+        """Return the move, within the lane's work: the ids are copied first."""
         ids = self._room_ids[:num_blocks]
         ids.copy_(piece.block_ids[:num_blocks], non_blocking=True)
         shaped = room.view(-1).view(self._pool.dtype).view(len(layers), 2, -1, *self._pool.shape[4:])

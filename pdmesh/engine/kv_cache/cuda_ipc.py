@@ -1,15 +1,15 @@
-"""CUDA's handles of memory (cuIpcGetMemHandle), by the driver's own library.
+"""Sharing of a pool on a device between processes of a host, and its implementation by CUDA's memory handles (cuIpcGetMemHandle).
 
-Why the driver and not torch's sharing of storages: that one counts references in a file of shared memory, through which a
+The driver is used and not torch's sharing of storages: that counts references in a file of shared memory, through which a
 consumer that is killed keeps memory of a producer that lives, and makes an event for each; a pool needs neither, as it lives as
 long as its worker. The driver's library is loaded wherever torch has a device, and its names are stable.
 
-What the driver says of owners that go: to free memory that others have open is undefined. So a pool is never freed before its
+The driver says that freeing memory which others have open is undefined. So a pool is never freed before its
 process ends (pdmesh/engine/kv_cache/pool.py drops it into torch's cache of segments at most), and a mapping is used only for a
-peer whose connection is open. Of a process that ends it says nothing; others have seen that the memory stays until the last one
-that has it open closes it, which is why mappings are kept for seconds only (kvtransfer/transports/peer_pool_cache.py).
+peer whose connection is open. It says nothing about a process that ends; reports say that the memory stays until the last
+process that has it open closes it, so mappings are kept for seconds only (kvtransfer/transports/peer_pool_cache.py).
 
-Expandable segments of torch's allocator have no such handles: `show` says so.
+Expandable segments of torch's allocator have no such handles: `show` reports that.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-# CUDA's driver, for what torch has no call for: its library is loaded wherever torch has a device, and its names are stable.
+# Calls of CUDA's driver for what torch has no call for
 
 
 class CudaError(RuntimeError):
@@ -39,7 +39,7 @@ class Driver:
         self.call("cuInit", 0)
         self.device = self.device_of(ordinal)
         self._context = ctypes.c_void_p()
-        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), self.device)  # until the process ends
+        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), self.device)  # retained until the process ends
 
     def call(self, name: str, *arguments: Any) -> None:
         code = getattr(self._library, name)(*arguments)
@@ -50,7 +50,7 @@ class Driver:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """This thread may not have used the device before."""
+        """Make the context current: this thread may not have used the device before."""
         self.call("cuCtxPushCurrent_v2", self._context)
         try:
             yield
@@ -78,22 +78,22 @@ class Driver:
         return value.value
 
     def extent(self, address: int) -> tuple[int, int]:
-        """Beginning and bytes of the allocation around it."""
+        """Return beginning and bytes of the allocation around `address`."""
         begin, size = ctypes.c_uint64(), ctypes.c_size_t()
         self.call("cuMemGetAddressRange_v2", ctypes.byref(begin), ctypes.byref(size), ctypes.c_uint64(address))
         return begin.value, size.value
 
 
-# How a pool on a device is shown to other processes of the host, and theirs are opened here.
+# How a pool on a device is shared with other processes of the host, and how their pools are opened here
 #
-# The one in use is CUDA's (cuda_ipc.py). Tests have one over shared memory of the host, so that everything around it runs
+# The implementation in use is CudaSharing. Tests have one over shared memory of the host, so that everything around it runs
 # without a GPU.
 
 
 @dataclass(frozen=True)
 class PoolHandle:
-    """What another process needs to open a pool. handle: of the allocation that it lies in, `offset` bytes behind its beginning;
-    device: which one, the same in all processes."""
+    """What another process needs to open a pool. handle: that of the pool's allocation, `offset`: bytes from its beginning;
+    device: identifies the device, the same in all processes."""
 
     handle: bytes
     offset: int
@@ -101,7 +101,7 @@ class PoolHandle:
 
 
 class NotShared(ValueError):
-    """A pool cannot be shown, or another's cannot be opened, here. `field` of its handle is why."""
+    """A pool cannot be shared, or another's cannot be opened, here. `field` of its handle is the reason."""
 
     def __init__(self, field: str, why: str) -> None:
         super().__init__(f"{field}: {why}")
@@ -110,30 +110,30 @@ class NotShared(ValueError):
 
 
 class OpenPool(Protocol):
-    """Another process's pool. Who has opened it never writes to it."""
+    """Another process's pool. The process that has opened it never writes to it."""
 
     @property
     def bytes(self) -> Tensor:
-        """[num_bytes] uint8. What the owner does to it meanwhile is seen; whoever copies out of it has to check what he got."""
+        """Return [num_bytes] uint8. Changes by the owner are visible; a reader has to verify what it has copied."""
         ...
 
     def close(self) -> None:
-        """No copy may be under way; idempotent."""
+        """Close the pool. No copy may be under way; idempotent."""
         ...
 
 
 class PoolSharing(Protocol):
     def show(self, pool: Tensor) -> PoolHandle:
-        """Raises NotShared."""
+        """Return the handle of `pool`. Raises NotShared."""
         ...
 
     def open(self, handle: PoolHandle, num_bytes: int) -> OpenPool:
-        """From any thread; may take milliseconds. Raises NotShared."""
+        """Open a peer's pool, from any thread; may take milliseconds. Raises NotShared."""
         ...
 
 
 HANDLE_BYTES = 64
-_LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag there is
+_LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag
 _DEVICE_ORDINAL, _IS_IPC_CAPABLE = 9, 10  # CUpointer_attribute
 
 logger = logging.getLogger(__name__)
@@ -144,10 +144,10 @@ class _Handle(ctypes.Structure):
 
 
 class CudaSharing:
-    """Of one device. Satisfies pdmesh.engine.kv_cache.cuda_ipc.PoolSharing."""
+    """Share pools of one device. Satisfies PoolSharing."""
 
     def __init__(self, device: torch.device) -> None:
-        """Raises NotShared."""
+        """Raise NotShared where the device cannot share memory."""
         self._ordinal = torch.cuda.current_device() if device.index is None else device.index
         try:
             self._driver = Driver(self._ordinal)
@@ -180,7 +180,7 @@ class CudaSharing:
         return CudaPool(self._driver, address.value, handle.offset, num_bytes)
 
     def _check_reach(self, theirs: bytes) -> None:
-        """Raises NotShared for a device that is not ours, nor one in sight whose memory ours reads."""
+        """Raise NotShared for a device that is not ours, nor a visible one whose memory ours can read."""
         driver = self._driver
         if driver.uuid(driver.device) == theirs:
             return
@@ -195,10 +195,10 @@ class CudaSharing:
 
 
 class CudaPool:
-    """Satisfies pdmesh.engine.kv_cache.cuda_ipc.OpenPool."""
+    """A peer's pool, opened by the driver. Satisfies OpenPool."""
 
     def __init__(self, driver: Driver, address: int, offset: int, num_bytes: int) -> None:
-        """Owns what was opened at `address`. Raises NotShared for a pool that leads out of it, or that cannot be looked at."""
+        """Own what was opened at `address`. Raises NotShared for a pool that is not within it, or that cannot be viewed."""
         self._driver = driver
         self._address: int | None = address
         self._bytes: Tensor | None = None
@@ -233,7 +233,7 @@ class CudaPool:
 
 
 class _Array:
-    """Memory that torch may look at in place: its tensor keeps this alive, and frees nothing."""
+    """Memory that torch views in place: its tensor keeps this alive, and frees nothing."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {

@@ -1,12 +1,12 @@
-"""How far the KV of prefill_only requests is final, told to another thread while the step that computes it still runs.
+"""Readiness of the KV of prefill_only requests, reported to another thread while the step that computes it still runs.
 
     engine thread                                             reader (the event loop)
     begin(plan): layers = 0, then the snapshot  ───────────►  ready(): the snapshot, then layers
     the model: layers = 1, 2, ...; a byte into the pipe now and then ─► wakes it
 
-Every claim stays true: blocks of a prefill_only request keep what they hold until it is released. So a reader that meets a
-snapshot of one step and the layers of a later one is told less than is known, or the truth. Of a pool on a device it is true
-behind a mark (staging.py): steps there are only launched, and nobody waits for them.
+Every report stays true: blocks of a prefill_only request keep what they hold until it is released. So a reader that sees a
+snapshot of one step and the layers of a later one gets less than is known, or the truth. For a pool on a device it is true
+behind a mark (staging.py): steps there are only launched, and not waited for.
 """
 
 from __future__ import annotations
@@ -19,33 +19,34 @@ from typing import Protocol
 from pdmesh.engine.outputs import KVReady
 from pdmesh.engine.scheduler.scheduler import SchedulerOutput
 
-SIGNALS_PER_STEP = 3  # until whoever listens asks for more or fewer
+SIGNALS_PER_STEP = 3  # until the reader asks for more or fewer
 
 
 class StepMarks(Protocol):
-    """Hears what of a step has been launched: see staging.py."""
+    """Record what of a step has been launched: see staging.py."""
 
     def begin(self) -> None: ...
     def reach(self, num_layers: int) -> None: ...
 
 
 class LayerReadiness:
-    """Counts the layers of the running step whose KV is in the pool. The model calls, or writes to `address`, from its thread."""
+    """Count the layers of the running step whose KV is in the pool. The model calls, or writes to `address`, from its thread."""
 
     def __init__(self, num_layers: int) -> None:
         self.every = -(-num_layers // SIGNALS_PER_STEP)
         self.num_layers = num_layers
         self.fd = -1
-        self.marks: StepMarks | None = None  # where what is told of is only launched: who reads it does so behind a mark
+        self.marks: StepMarks | None = None  # set where layers are only launched: they are read behind a mark
         self._done = array("i", [0])
 
     def tell_every(self, num_layers: int) -> None:
-        """From the next step on; from any thread. Each signal wakes somebody who may take a core from the step."""
+        """Set the interval from the next step on; from any thread. Each signal wakes a thread that may take a core from the
+        step."""
         self.every = max(1, num_layers)
 
     @property
     def address(self) -> int:
-        """Of the int32 that counts."""
+        """Return the address of the int32 that counts."""
         return self._done.buffer_info()[0]
 
     @property
@@ -56,7 +57,7 @@ class LayerReadiness:
         self._done[0] = 0
 
     def layer_done(self, index: int) -> None:
-        """The KV of layer `index` is written, or will be behind the next mark."""
+        """Record that the KV of layer `index` is written, or will be behind the next mark."""
         if self.marks is not None:
             self.marks.reach(index + 1)
         self._done[0] = index + 1
@@ -66,14 +67,14 @@ class LayerReadiness:
 
 
 class KVEvents:
-    """The engine's side of it. `begin`, `end` on the engine thread; `ready` on any."""
+    """Report readiness. The engine thread calls `begin` and `end`; `ready` may be called on any."""
 
     def __init__(self, num_layers: int) -> None:
         self.signal = LayerReadiness(num_layers)
         self._running: tuple[KVReady, ...] = ()
 
     def begin(self, plan: SchedulerOutput) -> LayerReadiness | None:
-        """A step starts; the signal for its model, or None when nobody waits for its layers."""
+        """Begin a step; return the signal for its model, or None when no reader needs its layers."""
         running = tuple(
             KVReady(
                 request_id=piece.sequence.group.request.request_id,
@@ -93,7 +94,7 @@ class KVEvents:
         return self.signal if running else None
 
     def end(self) -> tuple[KVReady, ...]:
-        """The step is over: what it computed is final in all layers."""
+        """End the step; return what it computed, which is final in all layers."""
         ended, self._running = self._running, ()
         return tuple(
             KVReady(ready.request_id, ready.block_ids, ready.num_step_tokens, ready.num_step_tokens, self.signal.num_layers)
@@ -101,7 +102,7 @@ class KVEvents:
         )
 
     def ready(self) -> tuple[KVReady, ...]:
-        """What of the running step is final by now."""
+        """Return the part of the running step that is final by now."""
         running, num_layers = self._running, self.signal.num_done  # in this order
         return tuple(
             KVReady(ready.request_id, ready.block_ids, ready.num_tokens, ready.num_step_tokens, num_layers) for ready in running

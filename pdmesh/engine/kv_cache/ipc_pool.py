@@ -1,10 +1,10 @@
-"""A pool on a device that workers of the same host read, and that takes from theirs what it reads there.
+"""A pool on a device that workers of the same host read, and that reads theirs.
 
-    shows    behind a mark: sum ─► 8 bytes to the host. The blocks are final then, and others may be told
-    pulls    behind a mark: copy from the peer's pool into ours, summed as it is stored ─► 8 bytes to the host
+    sum      behind a mark: sum ─► 8 bytes to the host. The blocks are final then, and can be announced
+    pull     behind a mark: copy from the peer's pool into ours, summed as it is stored ─► 8 bytes to the host
 
-Nobody ever writes into another's pool. What is read may change meanwhile: it is nothing until its sum is found right. No room is
-needed but for block ids, so a part may be large: what each costs Python, most of a millisecond (docs/gpu.md), is more than
+No process writes into another's pool. What is read may change meanwhile: it is used only once its sum has been verified. Room is
+needed for block ids only, so a part may be large: what each costs Python, most of a millisecond (docs/gpu.md), is more than
 a GPU should take to copy hundreds of megabytes. Nothing is lent, and no peer can hold anything. Nothing here waits. One thread
 calls.
 """
@@ -24,33 +24,33 @@ from pdmesh.engine.kernels.triton.support import why_not_here
 from pdmesh.engine.kv_cache.cuda_ipc import NotShared, OpenPool, PoolHandle, PoolSharing
 from pdmesh.engine.kv_cache.streams import Lane, Mark, Streams
 
-# Blocks of one pool into another, summed on the way: what a device reads out of another process's pool.
+# Copies of blocks between pools that are summed on the way, as a device reads them out of another process's pool
 #
-#     sum = Σ mix(word[i] ^ (i + 1) * GOLDEN) mod 2^64       word: 8 bytes, i: its place in the part as it travels
+#     sum = Σ mix(word[i] ^ (i + 1) * GOLDEN) mod 2^64       word: 8 bytes, i: its place in the part in wire order
 #
 # mix is splitmix64's finalizer (Steele et al., Fast Splittable Pseudorandom Number Generators, 2014), a bijection: a part in
-# which one word is wrong never has the sum of the right one; one that is wrong otherwise, or has words in other places, has it
-# by a chance of 2^-64. It tells accidents, and defends against nobody. Why no CRC-32C: a GPU has no instruction for it, and to
-# read a gigabyte back over PCIe for the host's would take 20 ms at 50 GB/s, where a device reads it in 0.3 ms at 3.3 TB/s; this
-# takes some 30 integer operations for 8 bytes, which an H100 does at about that speed.
+# which one word is wrong never has the sum of the right one; one that is wrong otherwise, or has words in other places, has that
+# sum with probability 2^-64. It detects accidents, not attacks. CRC-32C is not used because a GPU has no instruction for it, and
+# to read a gigabyte back over PCIe for the host's would take 20 ms at 50 GB/s, where a device reads it in 0.3 ms at 3.3 TB/s;
+# this takes some 30 integer operations for 8 bytes, which an H100 does at about that speed.
 
 
-NUM_SUMS = 64  # what a launch adds up is spread over so many words, or all of its programs would wait for one
+NUM_SUMS = 64  # a launch adds into so many words, so that its programs do not all wait for one
 WORD_BYTES = 8
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """pool int64 [num_layers, 2, num_blocks, words of a block], contiguous; block_ids int32, within it, on the device of whoever
-    copies. In this order they are a part as it travels (kvtransfer/manifest.py)."""
+    """Describe blocks of a pool int64 [num_layers, 2, num_blocks, words of a block], contiguous; block_ids int32, within it, on
+    the device that copies. In this order they are a part in wire order (kvtransfer/manifest.py)."""
 
     pool: Tensor
     layers: range
     block_ids: Tensor
 
     def check(self) -> None:
-        """Raises ValueError naming what does not fit."""
+        """Raise ValueError naming what does not fit."""
         num_layers = self.pool.shape[0]
         if self.pool.dtype != torch.int64 or self.pool.dim() != 4 or not self.pool.is_contiguous():
             shape = f"{self.pool.dtype} {tuple(self.pool.shape)}"
@@ -61,24 +61,26 @@ class Blocks:
             raise ValueError(f"block_ids: {self.block_ids.dtype} {tuple(self.block_ids.shape)}, expected int32 [blocks]")
 
     def check_fits(self, source: Blocks) -> None:
-        """Raises ValueError unless `source` has as many of the same size, of the same layers."""
+        """Raise ValueError unless `source` has as many blocks of the same size, and as many layers."""
         ours, theirs = ((each.layers, len(each.block_ids), each.pool.shape[3]) for each in (self, source))
         if ours != theirs:
             raise ValueError(f"source: {theirs} of layers, blocks and words of a block do not go where {ours} are")
 
 
 class SummedCopies(Protocol):
-    """Never synchronizes. sums int64 [NUM_SUMS]: what is summed is added to any of them. All raise ValueError, see Blocks."""
+    """Sum and copy without synchronizing. sums int64 [NUM_SUMS]: sums are added to any of them. All raise ValueError, see
+    Blocks."""
 
     def sum(self, blocks: Blocks, sums: Tensor) -> None: ...
 
     def copy(self, source: Blocks, target: Blocks, sums: Tensor) -> None:
-        """From one pool into another; sums what is stored: the source may change meanwhile."""
+        """Copy from one pool into another and sum what is stored: the source may change meanwhile."""
         ...
 
 
 class IndexedSums:
-    """By torch's operations: the reference, and what there is without Triton. Takes room for the part several times over."""
+    """Sum by torch's operations: the reference, and the implementation without Triton. Takes room for the part several times
+    over."""
 
     def sum(self, blocks: Blocks, sums: Tensor) -> None:
         blocks.check()
@@ -94,18 +96,18 @@ class IndexedSums:
 
 
 def word_sum(words: Tensor) -> Tensor:
-    """The sum of int64 words in their order, as one word."""
+    """Return the sum of int64 words in their order, as one word."""
     places = torch.arange(1, words.numel() + 1, device=words.device)
     return _mixed(words.flatten() ^ places * _signed(_GOLDEN)).sum()
 
 
 def unsigned(total: int) -> int:
-    """A sum of partial sums as it travels."""
+    """Return a sum of partial sums as it is sent."""
     return total % 2**64
 
 
 def summed_copies_for(device: torch.device) -> SummedCopies:
-    """Triton's where it runs."""
+    """Return Triton's where it runs, else torch's."""
     if why_not_here(device.type):
         return IndexedSums()
     from pdmesh.engine.kernels.triton.blocks import TritonSums
@@ -124,7 +126,7 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """To the right, filled with zeros: torch's own keeps the sign."""
+    """Shift to the right, filled with zeros: torch's own shift keeps the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -133,12 +135,12 @@ def _signed(word: int) -> int:
 
 
 PART_BYTES = 256 << 20
-MAX_BLOCKS = 1 << 16  # of a part
+MAX_BLOCKS = 1 << 16  # blocks of a part
 
 
 @dataclass(frozen=True)
 class PeerPool:
-    """Another worker's, of the same layers and blocks of the same size; how many, it says itself."""
+    """Another worker's pool, of the same layers and blocks of the same size; it gives their number."""
 
     words: Tensor  # int64 [num_layers, 2, num_blocks, words of a block]
     opened: OpenPool
@@ -149,7 +151,8 @@ class PeerPool:
 
 @dataclass(frozen=True)
 class Rooms:
-    """Memory on the device for parts as they travel. What writes there (NIXL) is ordered with no stream: nothing of ours may."""
+    """Memory on the device for parts in wire order. Writes into it (by NIXL) are ordered with no stream: no kernel may write
+    there."""
 
     words: Tensor  # int64 [num_rooms, words of a room]
 
@@ -162,7 +165,7 @@ class Rooms:
 
 
 class ShownPool:
-    """Satisfies what kvtransfer.staging asks of it."""
+    """Share a pool and read others. Satisfies what kvtransfer.staging needs."""
 
     def __init__(
         self,
@@ -172,12 +175,12 @@ class ShownPool:
         copies: SummedCopies | None = None,
         part_bytes: int = PART_BYTES,
     ) -> None:
-        """pool: `KVPool.tensor`. Raises NotShared for one that cannot be shown or read by words."""
+        """pool: `KVPool.tensor`. Raises NotShared for one that cannot be shared or read by words."""
         block_bytes = pool[0, 0, 0].numel() * pool.element_size()
         if block_bytes % WORD_BYTES:
             raise NotShared("pool", f"blocks of {block_bytes} bytes are no whole words of 8")
         self.handle: PoolHandle = sharing.show(pool)
-        self.part_bytes = part_bytes  # of a part, as it is best
+        self.part_bytes = part_bytes  # the best size of a part
         self._words = _by_words(pool)
         self._sharing = sharing
         self._copies = summed_copies_for(pool.device) if copies is None else copies
@@ -190,16 +193,17 @@ class ShownPool:
 
     @property
     def address(self) -> int:
-        """Of the pool, in this process."""
+        """Return the address of the pool in this process."""
         return self._words.data_ptr()
 
     def enter(self) -> None:
-        """Its device becomes the current one of this thread: for libraries that ask the driver."""
+        """Make its device the current one of this thread, for libraries that ask the driver."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
     def sum(self, layers: range, block_ids: Sequence[int], after: Mark) -> Future[int]:
-        """Of these blocks of these layers as they are at `after`, as a part travels. Done, they are final."""
+        """Return the sum of these blocks of these layers as they are at `after`, in wire order. When it is done, they are
+        final."""
 
         def work(slip: _Slip) -> None:
             self._copies.sum(Blocks(self._words, layers, slip.ids), slip.sums)
@@ -209,7 +213,7 @@ class ShownPool:
     def pull(
         self, peer: PeerPool, source_ids: Sequence[int], layers: range, block_ids: Sequence[int], after: Mark
     ) -> Future[int]:
-        """Copy blocks of the peer's into ours, behind `after`; returns the sum of what was stored. Raises ValueError for ids
+        """Copy blocks of the peer's pool into ours, behind `after`; return the sum of what was stored. Raises ValueError for ids
         outside a pool, and for too many."""
         for name, ids, words in (("source_ids", source_ids, peer.words), ("block_ids", block_ids, self._words)):
             if len(ids) != len(block_ids) or not 0 <= min(ids) <= max(ids) < words.shape[2]:
@@ -222,14 +226,14 @@ class ShownPool:
         return self._pulls.run(work, after, source_ids, block_ids)
 
     def rooms(self, num_rooms: int, num_bytes: int) -> Rooms:
-        """`num_bytes`, a multiple of 8, for each. Waits until nothing that had the memory before writes to it. Raises
-        RuntimeError if there is not so much."""
+        """Return rooms of `num_bytes`, a multiple of 8, each. Waits until no earlier user of the memory writes to it. Raises
+        RuntimeError if there is not so much memory."""
         words = torch.zeros((num_rooms, num_bytes // WORD_BYTES), dtype=torch.int64, device=self.device)
         int(words[-1, -1])
         return Rooms(words)
 
     def store(self, room: Tensor, layers: range, block_ids: Sequence[int], after: Mark) -> Future[int]:
-        """Copy a part out of `room` (int64 [words]) into our blocks, behind `after`; returns the sum of what was stored. Raises
+        """Copy a part out of `room` (int64 [words]) into our blocks, behind `after`; return the sum of what was stored. Raises
         ValueError for ids outside the pool, for too many and for more than a room holds."""
         if not 0 <= min(block_ids) <= max(block_ids) < self._words.shape[2]:
             raise ValueError(f"block_ids: {min(block_ids)} to {max(block_ids)}; the pool has 0 to {self._words.shape[2] - 1}")
@@ -245,23 +249,23 @@ class ShownPool:
         return self._pulls.run(work, after, range(len(block_ids)), block_ids)
 
     def open(self, handle: PoolHandle, num_blocks: int) -> PeerPool:
-        """The pool of a peer, in a thread. Raises NotShared."""
+        """Open the pool of a peer, in a thread. Raises NotShared."""
         shape = (*self._words.shape[:2], num_blocks, self._words.shape[3])
         opened = self._sharing.open(handle, WORD_BYTES * shape[0] * shape[1] * shape[2] * shape[3])
         try:
             return PeerPool(opened.bytes.view(torch.int64).view(shape), opened)
-        except RuntimeError as error:  # it does not begin at a word
+        except RuntimeError as error:  # it does not begin at a word boundary
             opened.close()
             raise NotShared("offset", f"{handle.offset} is no place for a pool: {error}") from error
 
     def warm(self, mark: Callable[[], Mark]) -> None:
-        """Compiles what there is to compile: a block is summed, and copied to where it is. Waits; before the pool is used."""
+        """Compile the kernels: a block is summed, and copied onto itself. Waits; call it before the pool is used."""
         own = PeerPool(self._words, _Own(self._words))
         self.sum(range(1), [0], mark()).result()
         self.pull(own, [0], range(1), [0], mark()).result()
 
     def close(self) -> None:
-        """Waits for what is under way; idempotent."""
+        """Wait for what is under way; idempotent."""
         for slips in (self._sums, self._pulls):
             slips.lane.close()
 
@@ -271,12 +275,12 @@ class _Own:
     bytes: Tensor
 
     def close(self) -> None:
-        """It is not ours to close."""
+        """Do nothing: another object owns it."""
 
 
 @dataclass(eq=False, frozen=True)
 class _Slip:
-    """What a work on the device is told, and says: sums, ids of blocks twice. The same on the host and there."""
+    """Inputs and outputs of a work on the device: sums, ids of blocks twice. The same on the host and there."""
 
     words: Tensor  # [NUM_SUMS + max_blocks] int64
     num_blocks: int
@@ -299,22 +303,23 @@ class _Slip:
 
     @property
     def _second(self) -> int:
-        """At a multiple of 16 bytes, whatever the number of blocks: for others Triton would compile the kernel once more."""
+        """Return an offset at a multiple of 16 bytes, whatever the number of blocks: otherwise Triton would compile the kernel
+        again."""
         return self.num_blocks + -self.num_blocks % 4
 
 
 class _Slips:
-    """A lane, with memory for what its works are told. That on the device serves them all, one after the other."""
+    """A lane, with memory for its works' inputs and outputs. The memory on the device serves them all, one after the other."""
 
     def __init__(self, device: torch.device, streams: Streams, max_blocks: int) -> None:
         self.lane: Lane = streams.lane()
         self._streams = streams
         self._max_blocks, self._num_words = max_blocks, NUM_SUMS + max_blocks + 2
         self._there = torch.zeros(self._num_words, dtype=torch.int64, device=device)
-        self._free: list[Tensor] = []  # filled by whoever finds that a work is done, in any thread
+        self._free: list[Tensor] = []  # filled by the thread that finds a work done
 
     def run(self, work: Callable[[_Slip], None], after: Mark, ids: Sequence[int], second_ids: Sequence[int] = ()) -> Future[int]:
-        """The sum that it makes. Raises ValueError for too many ids."""
+        """Run a work and return its sum. Raises ValueError for too many ids."""
         if len(ids) > self._max_blocks:
             raise ValueError(f"block_ids: {len(ids)} are more than {self._max_blocks}")
         here, there = _Slip(self._taken(), len(ids)), _Slip(self._there, len(ids))
@@ -335,7 +340,7 @@ class _Slips:
     def _taken(self) -> Tensor:
         try:
             return self._free.pop()
-        except IndexError:  # one for each work that is under way, which is one for a connection
+        except IndexError:  # there is one for each work under way, which is one for a connection
             return self._streams.host_room(WORD_BYTES * self._num_words).view(torch.int64)
 
     def _say(self, done: Future[None], slip: _Slip, total: Future[int]) -> None:

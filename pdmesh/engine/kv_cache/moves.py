@@ -1,4 +1,5 @@
-"""Keys and values from slot to slot of a KV pool: what a kept branch of a drafted tree has computed goes to its own places."""
+"""Moves of keys and values from slot to slot of a KV pool: those of an accepted branch of a draft tree go to their own
+positions."""
 
 from __future__ import annotations
 
@@ -13,25 +14,25 @@ from pdmesh.engine.kernels.cpu import library as abi
 from pdmesh.engine.kernels.cpu.model import kv_head_dim
 from pdmesh.engine.kv_cache.copies import movable
 
-# Indices of a tensor that may lie on a GPU.
+# Indices of a tensor that may lie on a GPU
 
 
 def indices_for(tensor: Tensor, values: Sequence[int]) -> Tensor:
-    """[N] int64 on the tensor's device. torch would copy a list there from memory that is not pinned, and wait for all that the
-    device has to do before."""
+    """Return [N] int64 on the tensor's device. torch would copy a list there from memory that is not pinned, and wait for all
+    earlier work of the device."""
     if tensor.device.type != "cuda":
         return torch.tensor(values, dtype=torch.int64)
     return torch.tensor(values, dtype=torch.int64, pin_memory=True).to(tensor.device, non_blocking=True)
 
 
 def copy_blocks(kv: Tensor, sources: Sequence[int], targets: Sequence[int]) -> None:
-    """In all layers block `sources[i]` goes to `targets[i]`: all are read before any is written. kv as for `move_slots`."""
+    """Copy in all layers block `sources[i]` to `targets[i]`: all are read before any is written. kv as for `move_slots`."""
     blocks = movable(kv)
     blocks[:, :, indices_for(kv, targets)] = blocks[:, :, indices_for(kv, sources)]
 
 
 def move_slots(kv: Tensor, sources: Sequence[int], targets: Sequence[int], arrangement: str) -> None:
-    """In all layers what lies at `sources[i]` goes to `targets[i]`, as if all were read before any is written.
+    """Copy in all layers slot `sources[i]` to `targets[i]`, as if all were read before any is written.
 
     kv [num_layers, 2, num_blocks, block_size, num_kv_heads, head] (`KVPool.tensor`); `arrangement`: plain or panels, see
     kvtransfer/conversion.py. Raises ValueError for slots outside the pool, or where two have one target.

@@ -1,10 +1,10 @@
-"""The KV pool: one tensor for all layers' keys and values, in memory that peers can be shown but not change.
+"""The KV pool: one tensor for all layers' keys and values, in memory that peers can map but not change.
 
     tensor [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]        keys = [:, 0], values = [:, 1]
 
-On Linux CPU a shared pool is a memfd: anonymous shared memory without a name, which goes when its last mapping and descriptor
-go, however the process ends. Our own writable mapping is made first; then the file is sealed, so that a peer that is given the
-descriptor can only map it read-only and can neither shrink nor grow it. A pool that nobody maps is private memory.
+On Linux CPU a shared pool is a memfd: anonymous shared memory without a name, which is freed when its last mapping and descriptor
+are closed, however the process ends. Our own writable mapping is made first; then the file is sealed, so that a peer that is
+given the descriptor can only map it read-only and can neither shrink nor grow it. A pool that is not shared is private memory.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# The pool's pages are there before anybody writes to them.
+# Prefault: the pool's pages are touched before they are needed
 #
-# Memory that the system has promised becomes memory when it is first touched, page by page, zeroed: up to milliseconds for each,
+# The system allocates memory when it is first touched, page by page, zeroed: up to milliseconds for each,
 # in all layers at once, on the path of a prefill or a hand-off. So the pages of the lowest blocks are touched at start, and
-# those of the next ones by a thread as soon as use comes near: block ids are first given out in order. What is never needed is
-# never taken.
+# those of the next ones by a thread as soon as use comes near: block ids are first given out in order. Unused pages are
+# never allocated.
 #
-#     block ids    0 ········ in use ········│···· touched ····│····· promised ·····
+#     block ids    0 ········ in use ········│···· touched ····│···· untouched ····
 #                                     reach() ┘                 └ _end
 
 
@@ -38,7 +38,7 @@ _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of linux/mman.h: touches pages and c
 
 
 class TouchedPages:
-    """Of a pool of `num_planes` planes (keys or values of a layer) of `num_blocks` blocks at `address`."""
+    """Touch pages of a pool of `num_planes` planes (keys or values of a layer) of `num_blocks` blocks at `address`."""
 
     def __init__(self, address: int, num_planes: int, num_blocks: int, block_bytes: int) -> None:
         self._address = address
@@ -51,11 +51,11 @@ class TouchedPages:
 
     @property
     def num_blocks(self) -> int:
-        """From block 0 on; or all, where the system cannot be asked."""
+        """Return the touched blocks, from block 0 on; all of them where the system cannot touch pages ahead."""
         return self._end
 
     def reach(self, block_id: int) -> None:
-        """`block_id` is in use. To be called by one thread."""
+        """Record that `block_id` is in use. One thread calls it."""
         if block_id + self._stripe // 2 < self._end or self._end >= self._num_blocks:
             return
         if self._thread is None or not self._thread.is_alive():
@@ -63,7 +63,7 @@ class TouchedPages:
             self._thread.start()
 
     def close(self) -> None:
-        """Before the memory is given back."""
+        """Stop touching, before the memory is freed."""
         self._closed = True
         if self._thread is not None:
             self._thread.join()
@@ -81,20 +81,21 @@ class TouchedPages:
 
 
 def _touch(start: int, end: int) -> bool:
-    """The pages of [start, end); False where the system cannot (Linux before 5.14, others): they then come when they are used."""
+    """Touch the pages of [start, end); False where the system cannot (Linux before 5.14, others): they are then touched by
+    use."""
     if sys.platform != "linux":
         return False
     start -= start % mmap.PAGESIZE
-    # ctypes gives up Python's lock for the call.
+    # ctypes releases the GIL for the call.
     result: int = ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _POPULATE_WRITE)
     return result == 0
 
 
-# Memory in large pages, where the system has them: streaming then misses the address cache 512 times less often.
+# Huge pages, where the system has them: streaming then misses the TLB 512 times less often
 
 
 def private_memory(num_bytes: int) -> mmap.mmap:
-    """`num_bytes` zero bytes of this process alone: large pages of shared memory are another setting, mostly off."""
+    """Return `num_bytes` zero bytes of this process alone: huge pages of shared memory are another setting, mostly off."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them: ordinary pages serve as well
@@ -102,7 +103,7 @@ def private_memory(num_bytes: int) -> mmap.mmap:
     return memory
 
 
-# Anonymous memory of the host that several processes map, and that only those write to who mapped it before it was sealed.
+# Anonymous memory (memfd) that several processes map; only those that mapped it before it was sealed can write to it
 
 
 # linux/fcntl.h; Python's fcntl module names F_SEAL_FUTURE_WRITE only from 3.13 on.
@@ -110,8 +111,8 @@ _F_SEAL_FUTURE_WRITE = 0x0010
 
 
 def sealed_memory(name: str, num_bytes: int, before_seal: Callable[[int], None] | None = None) -> tuple[mmap.mmap, int]:
-    """Our mapping, and the descriptor, which is the caller's to close. `before_seal` gets that one while it can still be mapped
-    for writing. `name`: as /proc shows it. On Linux alone."""
+    """Return our mapping, and the descriptor, which the caller closes. `before_seal` gets the descriptor while it can still be
+    mapped for writing. `name` is shown by /proc. On Linux only."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, num_bytes)
@@ -140,12 +141,12 @@ class KVShape:
 
     @property
     def bytes_per_layer_block(self) -> int:
-        """Bytes of one block's keys (or values) in one layer."""
+        """Return the bytes of one block's keys (or values) in one layer."""
         return self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block: keys and values of all layers."""
+        """Return the bytes of one block: keys and values of all layers."""
         return self.num_layers * 2 * self.bytes_per_layer_block
 
     @property
@@ -154,7 +155,7 @@ class KVShape:
 
 
 class KVPool:
-    """Owner of the pool's memory. After close(), neither `tensor` nor `memory()` may be used.
+    """Own the pool's memory. After close(), neither `tensor` nor `memory()` may be used.
 
     Views handed out (`block_view`, `memory`) must be released by their holders: one that is still held at close() keeps the
     mapping, and only the mapping, until it is dropped.
@@ -168,9 +169,9 @@ class KVPool:
         shared: bool = True,
         before_seal: Callable[[int], None] | None = None,
     ) -> None:
-        """`shared` False: nobody will map the pool, so it may lie in large pages, which shared memory mostly has not: over long
-        contexts attention is then up to twice as fast. `before_seal` gets the descriptor of shared memory while it can still be
-        mapped for writing: by processes that compute with this one."""
+        """`shared` False: no other process maps the pool, so it may lie in huge pages, which shared memory mostly has not: over
+        long contexts attention is then up to twice as fast. `before_seal` gets the descriptor of shared memory while it can still
+        be mapped for writing, by processes that compute with this one."""
         self.shape = shape
         self.fd: int | None = None
         self._map: mmap.mmap | None = None
@@ -186,7 +187,7 @@ class KVPool:
             planes = 2 * shape.num_layers
             self._pages = TouchedPages(self._tensor.data_ptr(), planes, shape.num_blocks, shape.bytes_per_layer_block)
         else:
-            # By bytes: not every operator of torch takes every narrow dtype.
+            # Zeroed as bytes: not every operator of torch takes every narrow dtype.
             zeros = torch.zeros(shape.num_bytes, dtype=torch.uint8, device=device)
             self._tensor = zeros.view(shape.dtype).view(shape.tensor_shape)
 
@@ -209,13 +210,13 @@ class KVPool:
         return self.shape.bytes_per_layer_block
 
     def memory(self) -> memoryview:
-        """The whole pool as writable bytes. Raises ValueError when closed or not in CPU memory."""
+        """Return the whole pool as writable bytes. Raises ValueError when closed or not in CPU memory."""
         if self._map is None:
             raise ValueError("the KV pool is closed or not in CPU memory; its bytes cannot be viewed")
         return memoryview(self._map)
 
     def block_view(self, layer: int, kv: int, block_id: int) -> memoryview:
-        """Writable bytes of one block's keys (kv=0) or values (kv=1) in one layer. Raises IndexError outside the pool."""
+        """Return writable bytes of one block's keys (kv=0) or values (kv=1) in one layer. Raises IndexError outside the pool."""
         for name, value, limit in (("layer", layer, self.num_layers), ("kv", kv, 2), ("block_id", block_id, self.num_blocks)):
             if not 0 <= value < limit:
                 raise IndexError(f"{name} {value} is not in [0, {limit})")
@@ -225,12 +226,12 @@ class KVPool:
             return whole[start : start + size]
 
     def reach(self, block_id: int) -> None:
-        """Blocks up to this one are in use: those behind it will be soon. From one thread."""
+        """Record that blocks up to this one are in use, and the next ones will be soon. One thread calls it."""
         if self._pages is not None:
             self._pages.reach(block_id)
 
     def close(self) -> None:
-        """Gives the memory back. May be called again."""
+        """Free the memory; idempotent."""
         if self._pages is not None:
             self._pages.close()
             self._pages = None

@@ -1,10 +1,10 @@
-"""Between a KV pool on a device and memory of the host that transports read and write: a bounded number of pieces.
+"""Staging between a KV pool on a device and host memory that transports read and write: a bounded number of pieces.
 
-    take ─► piece ─► fetch: pool ─ gather ─► room ─ copy ─► piece       give_back: when what it was lent for is over
+    take ─► piece ─► fetch: pool ─ gather ─► room ─ copy ─► piece       give_back: when it is not used any more
                      store: pool ◄─ scatter ─ room ◄─ copy ─ piece      while a copy is under way it cannot be given back
 
-How a piece is copied: copies.py. Nothing here waits: who wants to know when a piece is filled or read looks at the future
-that he gets. One thread calls.
+copies.py copies pieces. Nothing here waits: a caller that has to know when a piece is filled or read uses the returned future.
+One thread calls.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pdmesh.engine.kv_cache.streams import Mark, Streams
 
 @dataclass(frozen=True)
 class StagingSizes:
-    """Of one direction. The host gives num_pieces * piece_bytes, the device one piece."""
+    """Size one direction. The host gives num_pieces * piece_bytes, the device one piece."""
 
     num_pieces: int = 8
     piece_bytes: int = 16 << 20
@@ -35,7 +35,7 @@ class StagingSizes:
 
 
 class Staging:
-    """One direction of one pool."""
+    """Manage the pieces of one direction of one pool."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Staging:
         block_copies: BlockCopies | None = None,
         copies: Copies | None = None,
     ) -> None:
-        """pool: `KVPool.tensor`. `copies`: what fills the pieces, where other processes take part
+        """pool: `KVPool.tensor`. `copies` fills the pieces, where other processes take part
         (pdmesh/engine/parallel/staging.py). Raises ValueError for pieces too small for one block of a layer."""
         self.sizes = sizes
         self._copies = PieceCopies(pool, streams, sizes.piece_bytes, block_copies) if copies is None else copies
@@ -55,7 +55,7 @@ class Staging:
 
     @property
     def block_bytes(self) -> int:
-        """Of a block's keys, or values, in a layer."""
+        """Return the bytes of a block's keys, or values, in a layer."""
         return self._copies.block_bytes
 
     @property
@@ -63,7 +63,7 @@ class Staging:
         return len(self._free)
 
     def take(self) -> Piece | None:
-        """None: all are lent."""
+        """Return a free piece; None: all are lent."""
         if not self._free:
             return None
         piece = self._free.pop()
@@ -71,7 +71,7 @@ class Staging:
         return piece
 
     def give_back(self, piece: Piece) -> None:
-        """Raises IntegrityError for one that was not taken, or that the device still reads or writes."""
+        """Take the piece back. Raises IntegrityError for one that was not taken, or that the device still reads or writes."""
         if piece not in self._taken or piece.is_under_way:
             raise IntegrityError("a piece is given back that was not taken, or while it is copied")
         self._taken.remove(piece)
@@ -79,20 +79,19 @@ class Staging:
         self.check()
 
     def fetch(self, piece: Piece, layers: range, block_ids: Sequence[int], after: Mark) -> Future[None]:
-        """Fill the piece with these blocks of these layers, as they are at `after`; as a part travels
-        (kvtransfer/manifest.py)."""
+        """Fill the piece with these blocks of these layers, as they are at `after`, in wire order (kvtransfer/manifest.py)."""
         self._prepare(piece, layers, block_ids)
         piece.copy = self._copies.fetch(piece, layers, len(block_ids), after)
         return piece.copy
 
     def store(self, piece: Piece, layers: range, block_ids: Sequence[int], after: Mark) -> Future[None]:
-        """Write what the piece holds into these blocks; behind `after` nobody else writes to them."""
+        """Write what the piece holds into these blocks; behind `after` nothing else writes to them."""
         self._prepare(piece, layers, block_ids)
         piece.copy = self._copies.store(piece, layers, len(block_ids), after)
         return piece.copy
 
     def warm(self) -> None:
-        """Compiles what there is to compile, by taking a block out of the pool and back. Waits; before anybody uses the pool."""
+        """Compile the kernels, by copying a block out of the pool and back. Waits; call it before the pool is used."""
         piece = self.take()
         if piece is None:
             raise IntegrityError("pieces are lent already")
@@ -101,19 +100,19 @@ class Staging:
         self.give_back(piece)
 
     def check(self) -> None:
-        """Raises IntegrityError unless free + taken == all."""
+        """Raise IntegrityError unless free + taken == all."""
         if len(self._free) + len(self._taken) != self.sizes.num_pieces:
             raise IntegrityError(f"{len(self._free)} free + {len(self._taken)} taken pieces are not {self.sizes.num_pieces}")
 
     def close(self) -> None:
-        """Waits for copies that are under way; idempotent."""
+        """Wait for copies that are under way; idempotent."""
         self._copies.close()
 
     def num_bytes(self, layers: range, num_blocks: int) -> int:
         return len(layers) * 2 * num_blocks * self.block_bytes
 
     def _prepare(self, piece: Piece, layers: range, block_ids: Sequence[int]) -> None:
-        """Raises IntegrityError, ValueError."""
+        """Check the piece and copy its block ids. Raises IntegrityError, ValueError."""
         if piece not in self._taken or piece.is_under_way:
             raise IntegrityError("a piece is used that was not taken, or while it is copied")
         size = self.num_bytes(layers, len(block_ids))
@@ -128,23 +127,23 @@ class Staging:
 
 @dataclass(frozen=True)
 class StepMarks:
-    """Of the step that runs, as far as it has been launched: behind which mark so many of its layers are."""
+    """Marks of the step that runs, as far as it has been launched."""
 
     step: Sequence[tuple[int, Mark]]
 
     def behind(self, num_layers: int) -> Mark:
-        """The first behind the first `num_layers`. If the step has not come so far, an earlier one was meant, and its beginning
-        is behind that one."""
+        """Return the first mark behind the first `num_layers` layers. If the step has not come so far, an earlier step was meant,
+        and the step's beginning is behind that one."""
         return next((mark for reached, mark in self.step if reached >= num_layers), self.step[0][1])
 
 
 class Marks:
-    """Of the compute stream: behind which one the keys and values of which layers are there.
+    """Record behind which mark of the compute stream the keys and values of which layers are written.
 
         the engine thread, as it launches a step:    begin()   ...   reach(4)   ...   reach(8)   ...
                                                     ▲ all of earlier steps    ▲ layers 0 to 3 of this one
 
-    `so_far` may be asked from another thread about layers that `begin` and `reach` came for: by what a step told (events.py).
+    `so_far` may be called from another thread about layers of `begin` and `reach`, as a step reported them (events.py).
     """
 
     def __init__(self, streams: Streams) -> None:
@@ -161,21 +160,21 @@ class Marks:
         return StepMarks(tuple(self._step))
 
     def behind(self, num_layers: int) -> Mark:
-        """By what is known now; see StepMarks."""
+        """Return the mark by what is known now; see StepMarks."""
         return self.so_far().behind(num_layers)
 
     def now(self) -> Mark:
-        """Behind all that has been launched."""
+        """Return a mark behind all that has been launched."""
         return self._streams.mark()
 
     def reached(self, mark: Mark) -> Future[None]:
-        """Done when the device has come past it."""
+        """Return a future that is done when the device has passed the mark."""
         return self._streams.reached(mark)
 
     def close(self) -> None:
-        """Nobody waits for marks any more; idempotent."""
+        """Close the streams, when no mark is waited for any more; idempotent."""
         self._streams.close()
 
     def _within(self, num_layers: int) -> Mark:
-        """Behind so many layers of the step that is being launched."""
+        """Return the mark behind so many layers of the step that is being launched."""
         return self._streams.mark()

@@ -1,10 +1,10 @@
-"""Order between what computes on a device and what copies beside it, without anybody waiting for what computes.
+"""Order between what computes on a device and copies beside it, without waiting for the compute stream on the host.
 
     compute   ── step ── mark ── step ── ...          launched by the engine thread
                            └──────────┐ after
-    lane      ── work ── work ──── work ── ...        launched by whoever owns the lane; what a lane is given runs in its order
+    lane      ── work ── work ──── work ── ...        launched by the owner of the lane; a lane's works run in order
 
-Nothing else is ordered: work of a lane may run before or behind any step that no mark keeps it behind.
+Nothing else is ordered: work of a lane may run before or behind any step unless a mark orders it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-# Who hears that a stream has come past a point: one thread sleeps until the earliest point that anybody asked about.
+# Notification when a stream has passed a position: one thread sleeps until the earliest position that is waited for
 #
 #     tell(12) ─┐
-#     tell(4) ──┼─► [4, 7, 12] ─► the thread sleeps until 4, then says so; until 7; ...
+#     tell(4) ──┼─► [4, 7, 12] ─► the thread sleeps until 4, then completes its future; until 7; ...
 #     tell(7) ──┘
 #
-# A point that is asked about while the thread sleeps for a later one is heard of when that one is passed.
+# A position that is added while the thread sleeps for a later one is reported when the later one is passed.
 
 
 Wait = Callable[[], None]
@@ -36,13 +36,14 @@ Wait = Callable[[], None]
 @dataclass(order=True)
 class _Asked:
     position: int
-    number: int  # of two with one position, who asked first
+    number: int  # order of requests with the same position
     wait: Wait = field(compare=False)
     future: Future[None] = field(compare=False)
 
 
 class StreamWatch:
-    """`tell` and `close` from any thread. The thread starts with the first question."""
+    """Wait for positions of a stream. `tell` and `close` may be called from any thread. The thread starts with the first
+    request."""
 
     def __init__(self) -> None:
         self._asked: list[_Asked] = []  # a heap
@@ -52,8 +53,8 @@ class StreamWatch:
         self._is_closed = False
 
     def tell(self, position: int, wait: Wait) -> Future[None]:
-        """Done when the stream is past `position`; `wait` sleeps until it is, and what it raises is the future's exception.
-        May be cancelled."""
+        """Return a future that is done when the stream is past `position`; `wait` sleeps until it is, and what it raises is the
+        future's exception. It may be cancelled."""
         future: Future[None] = Future()
         with self._changed:
             heapq.heappush(self._asked, _Asked(position, next(self._numbers), wait, future))
@@ -64,7 +65,7 @@ class StreamWatch:
         return future
 
     def close(self) -> None:
-        """Behind all that was asked; idempotent."""
+        """End the thread behind all requests; idempotent."""
         with self._changed:
             thread, self._thread, self._is_closed = self._thread, None, True
             self._changed.notify()
@@ -78,13 +79,13 @@ class StreamWatch:
                 continue
             try:
                 asked.wait()
-            except Exception as error:  # noqa: BLE001  it belongs to who asked
+            except Exception as error:  # noqa: BLE001  the future gets it
                 asked.future.set_exception(error)
             else:
                 asked.future.set_result(None)
 
     def _earliest(self) -> _Asked | None:
-        """None: closed, and nobody waits."""
+        """Return the earliest request; None: closed, and no request is left."""
         with self._changed:
             self._changed.wait_for(lambda: self._asked or self._is_closed)
             return heapq.heappop(self._asked) if self._asked else None
@@ -98,40 +99,41 @@ class Mark:
 
 
 class Lane(Protocol):
-    """A stream of copies. One thread launches."""
+    """A stream of copies. One thread launches its work."""
 
     def run(self, work: Work, after: Mark) -> Future[None]:
-        """Launch `work` behind `after` and all that this lane was given before; returns at once. The future is done, and cannot
-        be cancelled, when the device is through with it; what `work` raised is its exception."""
+        """Launch `work` behind `after` and all earlier work of this lane; return at once. The future is done, and cannot be
+        cancelled, when the device has finished it; what `work` raised is its exception."""
         ...
 
     def close(self) -> None:
-        """Waits until everything is through; idempotent."""
+        """Wait until all work has ended; idempotent."""
         ...
 
 
 class Streams(Protocol):
     def mark(self) -> Mark:
-        """From any thread; never waits."""
+        """Return a mark, from any thread, without waiting."""
         ...
 
     def reached(self, mark: Mark) -> Future[None]:
-        """Done when the device has come past it; what went wrong there is its exception. It may be cancelled."""
+        """Return a future that is done when the device has passed the mark; an error of the device is its exception. It may be
+        cancelled."""
         ...
 
     def lane(self) -> Lane: ...
 
     def close(self) -> None:
-        """When nobody waits for marks any more; idempotent."""
+        """Close, when no mark is waited for any more; idempotent."""
         ...
 
     def host_room(self, num_bytes: int) -> Tensor:
-        """[num_bytes] uint8 in memory of the host that the device copies from and to while others run."""
+        """Return [num_bytes] uint8 in host memory that the device copies from and to asynchronously."""
         ...
 
 
 class InOrder:
-    """For a pool in CPU memory: whoever launches work has done it."""
+    """Run work at once, for a pool in CPU memory."""
 
     def mark(self) -> Mark:
         return Mark()
@@ -143,7 +145,7 @@ class InOrder:
         return _InOrderLane()
 
     def close(self) -> None:
-        """Nobody ever waits."""
+        """Do nothing: there is nothing to wait for."""
 
     def host_room(self, num_bytes: int) -> Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8)
@@ -156,17 +158,17 @@ class _InOrderLane:
         return future
 
     def close(self) -> None:
-        """Everything is through."""
+        """Do nothing: all work has ended."""
 
 
 @dataclass(frozen=True)
 class _CudaMark(Mark):
-    position: int  # in the compute stream: marks made later have greater ones
+    position: int  # position in the compute stream: later marks have greater ones
     event: torch.cuda.Event
 
 
 class CudaStreams:
-    """Steps are on the device's default stream, which is the engine thread's."""
+    """Order work on CUDA. Steps are on the device's default stream, which is the engine thread's."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -175,7 +177,7 @@ class CudaStreams:
         self._watch = StreamWatch()
 
     def mark(self) -> Mark:
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # who waits for it sleeps
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # waiting for it sleeps
         event.record(self._compute)
         return _CudaMark(next(self._positions), event)
 
@@ -195,7 +197,7 @@ class CudaStreams:
 
 
 class _CudaLane:
-    """A thread waits for the lane's events, one after the other: they come in order."""
+    """A CUDA stream whose events a thread waits for, one after the other: they come in order."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -210,9 +212,9 @@ class _CudaLane:
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(after.event)
             error = _error_of(work)
-            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # who waits for it sleeps
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # waiting for it sleeps
             event.record(self._stream)
-        self._under_way.put((event, future, error))  # what was launched before an error has to end, too
+        self._under_way.put((event, future, error))  # work launched before an error has to end, too
         return future
 
     def close(self) -> None:
@@ -243,7 +245,7 @@ def _done() -> Future[None]:
 def _error_of(work: Work) -> Exception | None:
     try:
         work()
-    except Exception as error:  # noqa: BLE001  it belongs to who waits for the work
+    except Exception as error:  # noqa: BLE001  the future of the work gets it
         return error
     return None
 

@@ -1,6 +1,6 @@
 """A GGUF file as a checkpoint: metadata to config, tensor names to Hugging Face's, blocks dequantized to float32 (exact).
 
-Format: ggml's docs/gguf.md; the mapping of the file is the `gguf` package's.
+Format: ggml's docs/gguf.md; the `gguf` package maps the file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pdmesh.engine.loader.safetensors import SINGLE, MissingTensor
 from pdmesh.engine.models.config import ModelConfig, RopeConfig
 from pdmesh.engine.models.layers import inverse_frequencies
 
-# Blocks of a GGUF file's tensors (layouts: ggml-common.h): 4 bits as they are, everything as float32.
+# Blocks of a GGUF file's tensors (layouts: ggml-common.h): 4 bits unchanged, everything as float32
 #
 # The `gguf` package dequantizes them all; the common ones are done here in a quarter of its time, to equal values. Rows are
 # [N, bytes of a row] uint8 for quantized types, [N, ...] of their own dtype for others.
@@ -35,7 +35,7 @@ _INT4_TYPES = (GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1)
 
 
 def dequantize_rows(rows: np.ndarray, kind: GGMLQuantizationType) -> Tensor:
-    """float32, a copy. Exact: the values that ggml's own dequantization gives."""
+    """Return float32, a copy. Exact: the values that ggml's own dequantization gives."""
     weight = int4_rows(rows, kind)
     if weight is not None:
         return dequantize_int4(weight)
@@ -45,7 +45,7 @@ def dequantize_rows(rows: np.ndarray, kind: GGMLQuantizationType) -> Tensor:
 
 
 def int4_rows(rows: np.ndarray, kind: GGMLQuantizationType) -> Int4Weight | None:
-    """The codes, scales and minimums of Q4_0 or Q4_1. None for another type, and for numbers that float16 does not hold.
+    """Return the codes, scales and minimums of Q4_0 or Q4_1. None for another type, and for numbers that float16 does not hold.
 
     A block is a float16 scale; in Q4_1 a float16 minimum (Q4_0 counts from -8, exact in float16 unless it overflows); then 16
     bytes with the weights 0..15 of the block in their low halves and 16..31 in their high halves.
@@ -65,7 +65,7 @@ def int4_rows(rows: np.ndarray, kind: GGMLQuantizationType) -> Int4Weight | None
 
 
 def _dequantize_q8_0(rows: np.ndarray) -> Tensor:
-    """A block is a float16 scale and 32 int8."""
+    """Dequantize blocks of a float16 scale and 32 int8."""
     blocks = _blocks(rows, GGMLQuantizationType.Q8_0)
     scales = torch.from_numpy(np.ascontiguousarray(blocks[:, :, :2]).view(np.float16)).float()
     values = torch.from_numpy(np.ascontiguousarray(blocks[:, :, 2:]).view(np.int8)).float()
@@ -73,12 +73,12 @@ def _dequantize_q8_0(rows: np.ndarray) -> Tensor:
 
 
 def _blocks(rows: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
-    """[N, blocks of a row, bytes of a block]."""
+    """Return [N, blocks of a row, bytes of a block]."""
     _, num_bytes = GGML_QUANT_SIZES[kind]
     return rows.reshape(len(rows), -1, num_bytes)
 
 
-# GGUF metadata as the config.json that transformers would read (keys: ggml's docs/gguf.md, "LLM").
+# GGUF metadata as the config.json that transformers would read (keys: ggml's docs/gguf.md, "LLM")
 
 
 _ARCHITECTURES = {
@@ -90,7 +90,8 @@ _ARCHITECTURES = {
 
 
 def config_dict(path: Path, reader: GGUFReader) -> dict[str, object]:
-    """Raises ValueError, naming file and key, for an architecture or a rotary scaling that is not supported."""
+    """Return the config. Raises ValueError, naming file and key, for an architecture or a rotary scaling that is not
+    supported."""
     metadata = _Metadata(path, reader)
     model_type = metadata.architecture
     if model_type not in _ARCHITECTURES:
@@ -129,7 +130,7 @@ def config_dict(path: Path, reader: GGUFReader) -> dict[str, object]:
 
 
 class _Metadata:
-    """Typed access to a file's keys; the architecture's prefix is put before them."""
+    """Read a file's keys with their types; the architecture's prefix is put before them."""
 
     def __init__(self, path: Path, reader: GGUFReader) -> None:
         self._path, self._fields = path, reader.fields
@@ -145,7 +146,7 @@ class _Metadata:
         return value
 
     def token_ids(self) -> dict[str, object]:
-        """Beginning, padding, and end of sequence; a file may name an end of turn besides the end of text."""
+        """Return ids for beginning, padding, and end of sequence; a file may name an end of turn besides the end of text."""
         keys = {"bos_token_id": "bos_token_id", "pad_token_id": "padding_token_id"}
         ids = {name: self._value(f"tokenizer.ggml.{key}", None) for name, key in keys.items()}
         ends = [self._value(f"tokenizer.ggml.{key}", None) for key in ("eos_token_id", "eot_token_id")]
@@ -169,9 +170,9 @@ class _Metadata:
 
 
 def _llama3_scaling(path: Path, factors: np.ndarray, config: dict[str, object]) -> dict[str, object]:
-    """Llama 3.1 and later: the file holds the divisor of each frequency instead of the parameters they came from.
+    """Return the scaling of Llama 3.1 and later: the file holds the divisor of each frequency instead of the parameters.
 
-    The published models differ in `factor` only, the largest divisor; other parameters are refused.
+    The published models differ in `factor` only, the largest divisor; other parameters are rejected.
     """
     scaling: dict[str, object] = {
         "rope_type": "llama3",
@@ -205,7 +206,7 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-# Frequencies of a scaled rotary embedding: they become rope parameters (gguf_config), not weights.
+# Frequencies of a scaled rotary embedding: they become rope parameters (config_dict), not weights.
 _NOT_WEIGHTS = ("rope_freqs.weight",)
 
 
@@ -225,12 +226,12 @@ class GgufSource:
         return frozenset(self._tensors)
 
     def get(self, name: str) -> Tensor:
-        """float32, in Hugging Face's layout."""
+        """Return float32, in Hugging Face's layout."""
         return dequantize_rows(self._rows(name), self._stored(name).tensor_type)
 
     def get_int4(self, name: str, group: int = 32) -> Int4Weight | None:
-        """The codes, scales and minimums of a Q4_0 or Q4_1 tensor, in Hugging Face's layout: dequantized they are what `get`
-        gives. None for other types, other groups, and a Q4_0 minimum beyond float16. Raises MissingTensor."""
+        """Return the codes, scales and minimums of a Q4_0 or Q4_1 tensor, in Hugging Face's layout: dequantized they are what
+        `get` gives. None for other types, other groups, and a Q4_0 minimum beyond float16. Raises MissingTensor."""
         tensor = self._stored(name)
         return int4_rows(self._rows(name), tensor.tensor_type) if group == INT4_GROUP else None
 
@@ -243,7 +244,7 @@ class GgufSource:
         return self._tensors[name]
 
     def _rows(self, name: str) -> np.ndarray:
-        """The tensor as it is stored, its rows in Hugging Face's order.
+        """Return the tensor as it is stored, its rows in Hugging Face's order.
 
         Files of architecture llama hold query and key rows in the order of interleaved rotation (llama.cpp's
         convert_hf_to_gguf.py, `permute`); this restores the order of the two rotated halves."""
@@ -261,12 +262,12 @@ def _open(path: Path) -> GGUFReader:
             raise ValueError(f"{path} is no GGUF file; give one, or a Hugging Face folder")
     try:
         return GGUFReader(path)
-    except (ValueError, LookupError, OverflowError) as error:  # what numpy makes of too few bytes
+    except (ValueError, LookupError, OverflowError) as error:  # numpy raises them for too few bytes
         raise ValueError(f"{path} cannot be read ({error}); it is cut off or damaged, get it again") from error
 
 
 def huggingface_name(name: str) -> str:
-    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`. Raises ValueError for a tensor that is not known."""
+    """Map `blk.3.attn_q.weight` to `model.layers.3.self_attn.q_proj.weight`. Raises ValueError for a tensor that is not known."""
     stem, _, kind = name.rpartition(".")
     if stem in _GLOBAL:
         return f"{_GLOBAL[stem]}.{kind}"
@@ -276,16 +277,16 @@ def huggingface_name(name: str) -> str:
     return f"model.layers.{match[1]}.{_LAYER[match[2]]}.{kind}"
 
 
-# GGUF to a Hugging Face folder: weights in float32 (exact) and a config.json that transformers loads; no tokenizer.
+# GGUF to a Hugging Face folder: weights in float32 (exact) and a config.json that transformers loads; no tokenizer
 
 
 def convert_gguf_weights(
     gguf_path: str | Path, out_folder: str | Path, progress: Callable[[float, str], None] = lambda _share, _text: None
 ) -> Path:
-    """Writes config.json and model.safetensors to `out_folder` (created; files there are replaced) and returns it.
+    """Write config.json and model.safetensors to `out_folder` (created; files there are replaced) and return it.
 
     Both appear whole or not at all, config.json last: a folder with a config.json is complete. Needs memory for the weights
-    in float32. `progress` gets (share done, what is being done). Raises ValueError for a file that is not supported.
+    in float32. `progress` gets (share done, description). Raises ValueError for a file that is not supported.
     """
     source, folder = GgufSource(Path(gguf_path)), Path(out_folder)
     folder.mkdir(parents=True, exist_ok=True)

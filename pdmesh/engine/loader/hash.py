@@ -1,4 +1,4 @@
-"""The weights hash: which weights a worker serves, part of its identity.
+"""The weights hash: it identifies the weights that a worker serves.
 
 SHA-256 over the names, sizes and bytes of config.json and the weight files (a GGUF: the file). It is remembered in the user's
 cache folder by size and modification time of each file, so that only the first start reads everything.
@@ -19,7 +19,8 @@ _CHUNK = 4 * 2**20
 
 
 def weights_hash(files: list[Path], progress: Callable[[float], None] = lambda _: None) -> str:
-    """Hex SHA-256 of the files. `progress` gets the share that is done, 0 to 1; never called when the hash is remembered."""
+    """Return the hex SHA-256 of the files. `progress` gets the share that is done, 0 to 1; never called when the hash is
+    cached."""
     stamp = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
     sidecar = _sidecar(files)
     remembered = _remembered(sidecar, stamp)
@@ -31,7 +32,7 @@ def weights_hash(files: list[Path], progress: Callable[[float], None] = lambda _
 
 
 def cache_folder() -> Path:
-    """$PDMESH_CACHE, else ~/.cache/pdmesh. Not created here."""
+    """Return $PDMESH_CACHE, else ~/.cache/pdmesh. The folder is not created here."""
     return Path(os.environ.get("PDMESH_CACHE") or Path.home() / ".cache" / "pdmesh")
 
 
@@ -55,7 +56,7 @@ def _sidecar(files: list[Path]) -> Path:
 
 
 def _remembered(sidecar: Path, stamp: list[list[object]]) -> str | None:
-    """The hash in the sidecar if it is about these very files; None for any other content, garbage included."""
+    """Return the hash in the sidecar if it is about these very files; None for any other content, garbage included."""
     try:
         content = json.loads(sidecar.read_bytes())
     except (OSError, ValueError):
@@ -67,7 +68,7 @@ def _remembered(sidecar: Path, stamp: list[list[object]]) -> str | None:
 
 
 def _remember(sidecar: Path, stamp: list[list[object]], digest: str) -> None:
-    """Written beside and renamed, so that a reader never sees half. A folder that cannot be written costs a re-hash, no more."""
+    """Write and rename the sidecar, so that a reader never sees half. A folder that cannot be written costs only another hash."""
     with contextlib.suppress(OSError):
         sidecar.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=sidecar.parent, prefix=".hash-")

@@ -1,8 +1,8 @@
-"""Scales of a KV pool in fp8: by what its numbers are multiplied, for each layer's keys and for its values.
+"""Scales of a KV pool in fp8: the factors of its numbers, for each layer's keys and for its values.
 
-Pools in fp8 have those that the checkpoint brings, else 1: keys and values of most models lie within e4m3's ±448, and its
-relative error does not depend on a scale. So workers with one weights hash have the same, and blocks of one are blocks of the
-other.
+Pools in fp8 have those of the checkpoint, else 1: keys and values of most models lie within e4m3's ±448, and its
+relative error does not depend on a scale. So workers with one weights hash have the same scales, and their blocks are
+interchangeable.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pdmesh.engine.loader.safetensors import WeightSource
 
 KVScales = tuple[tuple[float, float], ...]
 """(keys, values) of each layer."""
-# As compressed-tensors and as ModelOpt name them, within a layer's `self_attn`.
+# The names of compressed-tensors and of ModelOpt, within a layer's `self_attn`.
 _NAMES = (("k_scale", "v_scale"), ("k_proj.k_scale", "v_proj.v_scale"))
 
 
@@ -24,14 +24,14 @@ logger = logging.getLogger(__name__)
 
 
 def pool_scales(source: WeightSource, kv_dtype: torch.dtype) -> KVScales:
-    """Of a pool of this type: empty unless it is fp8. Raises ValueError as `read_kv_scales`."""
+    """Return the scales of a pool of this type: empty unless it is fp8. Raises ValueError like `read_kv_scales`."""
     return read_kv_scales(source) if kv_dtype == torch.float8_e4m3fn else ()
 
 
 def known_scales(source: WeightSource, kv_dtype: torch.dtype) -> KVScales:
-    """By which a worker with a pool of this type reads blocks in fp8 that others push: the same ones, whatever its own type. What
-    is wrong with them is no reason to refuse the checkpoint unless the pool is fp8: nobody can have one with these weights then,
-    so that none are pushed. Raises ValueError as `read_kv_scales`, for fp8."""
+    """Return the scales for reading fp8 blocks that other workers push: the same ones, whatever the type of the own pool. Invalid
+    scales do not make the checkpoint invalid unless the pool is fp8: no worker can then have an fp8 pool with these weights,
+    so that none are pushed. Raises ValueError like `read_kv_scales`, for fp8."""
     try:
         return read_kv_scales(source)
     except ValueError as error:
@@ -42,7 +42,8 @@ def known_scales(source: WeightSource, kv_dtype: torch.dtype) -> KVScales:
 
 
 def read_kv_scales(source: WeightSource) -> KVScales:
-    """Of all layers. Raises ValueError naming the tensor: one of a pair is missing, has several numbers, or no positive one."""
+    """Return the scales of all layers. Raises ValueError naming the tensor: a pair is incomplete, or one is no positive
+    number."""
     names = source.names()
     return tuple(_of_layer(source, names, f"model.layers.{index}.self_attn") for index in range(source.config.num_layers))
 

@@ -1,4 +1,4 @@
-"""From a model folder or a .gguf file to a model that can run."""
+"""Loading of a model folder or a .gguf file as a model that can run."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _ATTENTION = "reference"
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model with what the mesh needs to know about it.
+    """Hold a model with what the mesh needs to know about it.
 
     `numeric_mode` names everything that decides the bits of a logit: workers with equal hash and mode give equal tokens.
     """
@@ -58,40 +58,41 @@ class LoadedModel:
     dtype: torch.dtype  # of activations and of what is not quantized
     kv_dtype: torch.dtype
     numeric_mode: str
-    kv_scales: KVScales = ()  # the checkpoint's, for KV in fp8, here or of who pushes; empty: all are 1, or nobody can have any
+    kv_scales: KVScales = ()  # the checkpoint's, for KV in fp8 here or at a sender; empty: all are 1, or invalid
 
     def sampler(self) -> TokenSampler:
-        """The model's own, which draws where it computes; torch's where it has none."""
+        """Return the model's own sampler, which samples where the model computes; torch's where it has none."""
         own = getattr(self.model, "sampler", None)
         return own() if own is not None else Sampler()
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether the model is one of pdmesh/engine/runner/overlap.py's."""
+        """Return whether the model supports overlap scheduling (pdmesh/engine/runner/overlap.py)."""
         return hasattr(self.model, "keep_drawn")
 
     def step_bytes(self, config: EngineConfig) -> int:
-        """Memory that steps and their graphs need beside weights and pool, where the model says so; 0: it is not known."""
+        """Return the memory that steps and their graphs need besides weights and pool; 0: the model does not say."""
         own = getattr(self.model, "step_bytes", None)
         return own(config) if own is not None else 0
 
     def prepare(self, kv: Tensor) -> None:
-        """Before the first request: what its first steps would wait for, such as the recording of graphs on the pool `kv`."""
+        """Prepare before the first request what its first steps would wait for, such as the recording of graphs on the pool
+        `kv`."""
         own = getattr(self.model, "prepare", None)
         if own is not None and is_prepared_on(kv.device):
             own(kv)
 
 
 def is_prepared_on(device: torch.device) -> bool:
-    """Not on the CPU, where nothing is compiled or recorded that a request would wait for."""
+    """Return whether models are prepared; not on the CPU, where nothing is compiled or recorded."""
     return device.type != "cpu"
 
 
 def load_model(config: EngineConfig, progress: Progress = lambda _share, _text: None) -> LoadedModel:
-    """Loads `config.model` for `config.device` in the numbers it asks for. `progress` gets (share done, what is being done).
+    """Load `config.model` for `config.device` in the configured formats. `progress` gets (share done, description).
 
-    Raises ValueError (its message names file, field or numbers): no such model, not supported, incomplete, does not fit
-    (DoesNotFit), asks for a device that is not there.
+    Raises ValueError (its message names file, field or numbers): the model does not exist, is not supported, is incomplete, does
+    not fit (DoesNotFit), or its device does not exist.
     """
     config.validate()
     if config.num_threads:
@@ -122,10 +123,10 @@ def load_model(config: EngineConfig, progress: Progress = lambda _share, _text: 
 def _load(
     source: WeightSource, config: EngineConfig, numerics: Numerics, library: ctypes.CDLL | None, progress: Progress
 ) -> tuple[NativeModel | DecoderModel | TritonModel | ParallelModel, str]:
-    """The model, and its numeric mode."""
+    """Return the model, and its numeric mode."""
     max_context = effective_max_context(config, source.config)
     if config.tensor_parallel > 1:
-        from pdmesh.engine.parallel.load import load_with_ranks  # it loads as this module does
+        from pdmesh.engine.parallel.load import load_with_ranks  # it imports this module
 
         return load_with_ranks(source, config, numerics, progress)
     if numerics.backend == "triton":
@@ -143,7 +144,7 @@ def _load(
 
 
 def _load_triton(source: WeightSource, config: EngineConfig, numerics: Numerics, progress: Progress) -> tuple[TritonModel, str]:
-    from pdmesh.engine.loader.triton import QuantizedMaps, triton_model  # triton is not everywhere
+    from pdmesh.engine.loader.triton import QuantizedMaps, triton_model  # triton is not installed everywhere
 
     max_context = effective_max_context(config, source.config)
     maps = QuantizedMaps(source, numerics, config.device) if numerics.is_quantized else None
@@ -152,19 +153,19 @@ def _load_triton(source: WeightSource, config: EngineConfig, numerics: Numerics,
 
 
 def _num_elements(source: WeightSource, config: EngineConfig) -> int:
-    """Weights that the device's memory has to hold."""
+    """Return the number of weights that the device's memory has to hold."""
     on_one_device = config.device == "cpu"
     return num_elements_held(source.config, source.num_elements(), config.tensor_parallel, one_memory=on_one_device)
 
 
 def _has_int4(source: WeightSource, config: EngineConfig) -> bool:
-    """Are the checkpoint's own weights 4 bits, in the groups that are asked for? The first product tells for all."""
+    """Return whether the checkpoint's own weights have 4 bits, in the configured groups. The first product decides for all."""
     name = "model.layers.0.self_attn.q_proj.weight"
     return name in source.names() and source.get_int4(name, config.quantization_group) is not None
 
 
 def _open_kernels(config: EngineConfig, say: Callable[[str], None]) -> tuple[ctypes.CDLL | None, str]:
-    """The native library, or why there is none. Not opened where it is not wanted."""
+    """Return the native library, or why there is none. It is opened only where it is used."""
     if config.backend in ("triton", "torch") or config.device != "cpu":
         return None, "it was not asked for"
     try:
@@ -174,14 +175,14 @@ def _open_kernels(config: EngineConfig, say: Callable[[str], None]) -> tuple[cty
 
 
 def open_checkpoint(path: Path) -> tuple[WeightSource, list[Path]]:
-    """The opened checkpoint and the files that make its hash. Raises ValueError saying what is at `path` instead."""
+    """Return the opened checkpoint and the files of its hash. Raises ValueError saying what is at `path` instead."""
     if path.is_dir():
         return SafetensorsSource(path), [path / "config.json", *weight_files(path)]
     if not path.is_file():
         raise ValueError(f"model: {path} does not exist; give a model folder or a .gguf file")
     if path.suffix.lower() != ".gguf":
         raise ValueError(f"model: {path} is neither a folder nor a .gguf file")
-    from pdmesh.engine.loader.gguf import GgufSource  # loads the gguf package only for those who need it
+    from pdmesh.engine.loader.gguf import GgufSource  # the gguf package is imported only for GGUF files
 
     return GgufSource(path), [path]
 
@@ -192,7 +193,7 @@ def _check_device(device: str) -> None:
 
 
 def numeric_mode(model: DecoderModel, device: str) -> str:
-    """Such as `float32-cpu-onednn-reference-AVX512`: dtype, device, linear kernel, attention backend, kind of processor."""
+    """Return a name such as `float32-cpu-onednn-reference-AVX512`: dtype, device, linear kernel, attention backend, processor."""
     dtype = str(model.dtype).removeprefix("torch.")
     if device == "cuda":
         major, minor = torch.cuda.get_device_capability()
@@ -203,10 +204,10 @@ def numeric_mode(model: DecoderModel, device: str) -> str:
 
 
 class TorchBuilder:
-    """Takes tensors out of a checkpoint, checks their shapes, and fuses what is computed together."""
+    """Take tensors out of a checkpoint, check their shapes, and fuse maps that are computed together."""
 
     def __init__(self, source: WeightSource, dtype: torch.dtype, device: str, maps: QuantizedMaps | None = None) -> None:
-        """`maps`: makes the linear maps where weights are quantized."""
+        """`maps` makes the linear maps where weights are quantized."""
         self.source, self.dtype, self.device, self.maps = source, dtype, device, maps
         self.config = source.config
 
@@ -261,7 +262,7 @@ class TorchBuilder:
         return torch.cat((query, key))
 
     def _linear(self, parts: list[tuple[str, int]], width: int, *, bias: bool) -> Linear:
-        """One product of several maps with the same input: parts are (name, output rows)."""
+        """Return one product of several maps with the same input: parts are (name, output rows)."""
         biases = [self._tensor(f"{name}.bias", rows) for name, rows in parts] if bias else []
         joined_bias = _joined(biases) if biases else None
         if self.maps is not None:
@@ -273,5 +274,5 @@ class TorchBuilder:
 
 
 def _joined(tensors: list[Tensor]) -> Tensor:
-    """Concatenated along rows; a single tensor is passed on without a copy."""
+    """Return the tensors concatenated along rows; a single tensor is passed on without a copy."""
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)

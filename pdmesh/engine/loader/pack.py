@@ -8,7 +8,7 @@
 
 So every format is a transposition of 4-byte units, and a panel is one stream of memory. N is padded with rows of zeros to a
 multiple of 16, K with zeros to a whole unit. Functions return the bytes as a flat uint8 tensor that begins at a multiple of
-64 bytes (torch's CPU allocator sees to it).
+64 bytes (torch's CPU allocator aligns it).
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ _W = TypeVar("_W", bound=Weight)
 
 
 def pack_float32(weight: Tensor) -> Tensor:
-    """weight [N, K] of any floating dtype -> N' * K * 4 bytes."""
+    """Pack weight [N, K] of any floating dtype -> N' * K * 4 bytes."""
     return _bytes(_panels(_units(weight.float())))
 
 
 def pack_bfloat16(weight: Tensor) -> Tensor:
-    """weight [N, K] of any floating dtype, rounded to nearest even -> N' * K' * 2 bytes, K' even."""
+    """Pack weight [N, K] of any floating dtype, rounded to nearest even -> N' * K' * 2 bytes, K' even."""
     return _bytes(_panels(_units(weight.bfloat16())))
 
 
 def pack_int8(weight: Int8Weight) -> Tensor:
-    """-> N' * K' bytes, K' a multiple of 4, each its value + 128: the dot instruction multiplies unsigned weights with signed
-    activations. The scales are not among them (see `pad_to_panels`)."""
+    """Pack to N' * K' bytes, K' a multiple of 4, each its value + 128: the dot instruction multiplies unsigned weights with
+    signed activations. The scales are not among them (see `pad_to_panels`)."""
     return _bytes(_panels(_units(weight.values))).bitwise_xor_(0x80)
 
 
 def pack_int4(weight: Int4Weight) -> Tensor:
-    """-> N' * K / 2 bytes of values and N' * K / group * 4 of scales and minimums."""
+    """Pack to N' * K / 2 bytes of values and N' * K / group * 4 of scales and minimums."""
     halves = _units(weight.values).view(len(weight.values), -1, 2)
     values = _panels((halves[:, :, 1] << 4).bitwise_or_(halves[:, :, 0]))
     scales, minimums = (_bytes(_panels(tensor)) for tensor in (weight.scales, weight.minimums))
@@ -59,24 +59,25 @@ def pack_int4(weight: Int4Weight) -> Tensor:
 
 
 def interleave_gate_up(gate: _W, up: _W) -> _W:
-    """gate [I, K] and up [I, K] -> [2 * I', K]: gate rows 0..15, up rows 0..15, gate rows 16..31, and so on, so that one tile of
-    the kernel holds a gate and its up. Each is padded with rows of zeros to I', a multiple of 16. Biases [I] go the same way."""
+    """Interleave gate [I, K] and up [I, K] -> [2 * I', K]: gate rows 0..15, up rows 0..15, gate rows 16..31, and so on, so that
+    one tile of the kernel holds a gate and its up. Each is padded with rows of zeros to I', a multiple of 16. Biases [I]
+    likewise."""
     return _by_rows(_alternate_panels, (gate, up))
 
 
 def concat_rows(parts: Sequence[_W]) -> _W:
-    """Maps of the same input as one: [N1, K], [N2, K], ... -> [N1 + N2 + ..., K]. A single part is passed on without a copy."""
+    """Join maps of the same input: [N1, K], [N2, K], ... -> [N1 + N2 + ..., K]. A single part is passed on without a copy."""
     return parts[0] if len(parts) == 1 else _by_rows(_cat, parts)
 
 
 def pad_to_panels(tensor: Tensor) -> Tensor:
-    """[N, ...] -> [N', ...] with zeros, N' a multiple of 16: biases and scales for kernels that read whole panels."""
+    """Pad [N, ...] -> [N', ...] with zeros, N' a multiple of 16: biases and scales for kernels that read whole panels."""
     missing = -tensor.shape[0] % PANEL
     return tensor if missing == 0 else torch.cat((tensor, tensor.new_zeros((missing, *tensor.shape[1:]))))
 
 
 def _by_rows(join: Callable[[list[Tensor]], Tensor], parts: Sequence[_W]) -> _W:
-    """`join` applied to whatever has a row for each output. Raises ValueError for parts that are not quantized alike."""
+    """Apply `join` to whatever has a row for each output. Raises ValueError for parts that are not quantized alike."""
     formats = [_format(part) for part in parts]
     if len(set(formats)) > 1:
         raise ValueError(f"quantization: parts of one map are {', '.join(formats)}; quantize them alike")
@@ -103,7 +104,7 @@ def _row_tensors(weight: Weight) -> tuple[Tensor, ...]:
 
 
 def _cat(tensors: list[Tensor]) -> Tensor:
-    """Of fp8 by bytes: not every device of torch's concatenates it as it is."""
+    """Concatenate fp8 as bytes: torch cannot concatenate it on every device."""
     first = tensors[0]
     if first.dtype != torch.float8_e4m3fn:
         return torch.cat(tensors)
@@ -125,7 +126,7 @@ def _units(matrix: Tensor) -> Tensor:
 
 
 def _panels(rows: Tensor) -> Tensor:
-    """[N, U] -> [N / 16, U, 16], N padded. Always a copy: `contiguous` would pass on a single column as it is."""
+    """[N, U] -> [N / 16, U, 16], N padded. Always a copy: `contiguous` would return a single column unchanged."""
     return _split_panels(rows).transpose(1, 2).clone(memory_format=torch.contiguous_format)
 
 
@@ -141,7 +142,7 @@ def _bytes(tensor: Tensor) -> Tensor:
     return flat
 
 
-# From a checkpoint to the packed weights of the CPU kernels: quantized, fused and laid out once, at load.
+# From a checkpoint to the packed weights of the CPU kernels: quantized, fused and laid out once, at load
 
 
 Progress = Callable[[float, str], None]
@@ -150,8 +151,8 @@ NativeWeight = Tensor | Int8Weight | Int4Weight
 
 @contextmanager
 def one_torch_thread() -> Iterator[None]:
-    """Packing is many short operations: the threads of each would wait for each other longer than they work, and very long on a
-    machine that is busy."""
+    """Use one torch thread: packing is many short operations, whose threads would wait for each other longer than they work, and
+    very long on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -161,7 +162,7 @@ def one_torch_thread() -> Iterator[None]:
 
 
 class NativeBuilder:
-    """Takes tensors out of a checkpoint and makes of them what the kernels read. Raises ValueError as `checked` does."""
+    """Take tensors out of a checkpoint and pack them for the kernels. Raises ValueError like `checked`."""
 
     def __init__(self, source: WeightSource, numerics: Numerics, max_context: int) -> None:
         self.source, self.numerics, self.max_context = source, numerics, max_context
@@ -176,7 +177,7 @@ class NativeBuilder:
         progress(config.num_layers / (config.num_layers + 1), "packing embeddings")
         embedding = self._tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         head = embedding if config.tie_word_embeddings else self._tensor("lm_head.weight", *embedding.shape)
-        # The head decides between neighbours: 4 bits would cost it more than they save.
+        # The head ranks close tokens: 4 bits would cost it more accuracy than they save.
         head_format = "int8" if self.numerics.weights == "int4" else self.numerics.weights
         rotary = RotaryTable(config.rope, self.max_context, dtype=torch.float32)
         half = rotary.cos.shape[1] // 2
@@ -214,7 +215,7 @@ class NativeBuilder:
         return self._packed(self._weight(name, rows, width), bias)
 
     def _weight(self, name: str, rows: int, width: int) -> NativeWeight:
-        """[rows, width] in the format of this engine."""
+        """Return [rows, width] in the format of this engine."""
         name = f"{name}.weight"
         if self.numerics.weights == "int4":
             exact = self.source.get_int4(name, self.numerics.group)

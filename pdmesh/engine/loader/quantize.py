@@ -1,13 +1,13 @@
-"""Weights in 8 and 4 bits: quantization, and dequantization as its oracle.
+"""Weights in 8 and 4 bits: quantization, and dequantization as its reference.
 
 Work goes in blocks that stay in the cache: torch's operators then run at the cache's speed instead of the memory's, an order
 of magnitude apart. A row's (int4: a group's) result depends on that row alone, not on the block or the number of threads.
 
-Nor on the device: a GPU makes the bits that a CPU makes. Only operators are used that IEEE 754 rounds alike everywhere, each a
-kernel of its own, so that nothing is fused; sums are added in a fixed order (`_sum`), and divisors are tensors (`_over`): on a
+It does not depend on the device: a GPU makes the bits that a CPU makes. Only operators that IEEE 754 rounds alike are used, each
+a kernel of its own, so that nothing is fused; sums are added in a fixed order (`_sum`), and divisors are tensors (`_over`): on a
 GPU torch multiplies by the reciprocal of a number.
 
-On a CPU best called with one torch thread (`torch.set_num_threads(1)`), from several threads of the caller's where there are
+On a CPU call it with one torch thread (`torch.set_num_threads(1)`), from several threads of the caller's where there are
 idle cores: operators this short wait for a second torch thread longer than they run as soon as other processes want the cores.
 """
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 GROUPS = (32, 64, 128)
 E4M3_MAX = 448.0
-_BLOCK_WEIGHTS = 1 << 18  # 1 MiB of float32: the two or three that are in use at a time fit a core's share of the cache
+_BLOCK_WEIGHTS = 1 << 18  # 1 MiB of float32: the two or three in use at a time fit a core's share of the cache
 _GPU_BLOCK_WEIGHTS = 1 << 24  # 64 MiB: a launch is short beside its work, and some ten in use are less than a layer
 # Shares of a group's range that are cut off at its lower and its upper end, besides none at all. Cuts and the refit that follows
 # take 15 to 30 % off the squared error (normal, heavy-tailed and real weights, groups of 32 to 128); twice as many gain 2 % more.
@@ -78,9 +78,9 @@ class Int4Weight:
 
 
 def quantize_int8(weight: Tensor, device: torch.device | str | None = None) -> Int8Weight:
-    """weight [N, K] of any floating dtype: scale = largest magnitude / 127 (1 for a row of zeros), values rounded to nearest.
+    """Quantize weight [N, K] of any floating dtype: scale = largest magnitude / 127 (1 for a row of zeros), rounded to nearest.
 
-    Each weight is off by half a scale at most. Raises ValueError for infinity or NaN. `device`: where it is computed and stays;
+    Each weight is off by half a scale at most. Raises ValueError for infinity or NaN. `device` is where it is computed and stays;
     the weight's own unless given.
     """
     device = weight.device if device is None else torch.device(device)
@@ -99,15 +99,15 @@ def quantize_int8(weight: Tensor, device: torch.device | str | None = None) -> I
 
 
 def dequantize_int8(weight: Int8Weight) -> Tensor:
-    """[N, K] float32."""
+    """Return [N, K] float32."""
     return weight.values * weight.scales[:, None]
 
 
 def quantize_fp8(weight: Tensor, device: torch.device | str | None = None) -> Fp8Weight:
-    """weight [N, K] of any floating dtype: scale = largest magnitude / 448 (1 for a row of zeros), rounded to nearest.
+    """Quantize weight [N, K] of any floating dtype: scale = largest magnitude / 448 (1 for a row of zeros), rounded to nearest.
 
-    Off by 1/16 of a weight at most; weights below 2^-15 of the row's largest are off by up to 2^-19 of it. Raises ValueError for
-    infinity or NaN. `device`: as of quantize_int8.
+    Each weight is off by 1/16 at most; weights below 2^-15 of the row's largest are off by up to 2^-19 of it. Raises ValueError
+    for infinity or NaN. `device`: see quantize_int8.
     """
     device = weight.device if device is None else torch.device(device)
     values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=device)
@@ -120,7 +120,7 @@ def quantize_fp8(weight: Tensor, device: torch.device | str | None = None) -> Fp
 
 
 def rounded_to_e4m3(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """[M, K] -> float8_e4m3fn [M, K] and a scale for each row, [M] float32 (infinite or NaN where a row holds such)."""
+    """Round [M, K] to float8_e4m3fn [M, K] and a scale for each row, [M] float32 (infinite or NaN where a row holds such)."""
     wide = matrix.float()
     largest = wide.abs().amax(1) if wide.shape[1] else wide.new_zeros(len(wide))
     # A subnormal scale would have few bits, or none.
@@ -129,17 +129,17 @@ def rounded_to_e4m3(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_fp8(weight: Fp8Weight) -> Tensor:
-    """[N, K] float32."""
+    """Return [N, K] float32."""
     return weight.values.float() * weight.scales[:, None]
 
 
 def quantize_int4(weight: Tensor, group: int, device: torch.device | str | None = None) -> Int4Weight:
-    """weight [N, K] of any floating dtype, K a multiple of `group`: for each group the range with the least squared error, of
-    minimum to maximum, some that are a little shorter, and the least-squares refit of the best. Values are rounded for the
-    scale and the minimum that are stored, in float16.
+    """Quantize weight [N, K] of any floating dtype, K a multiple of `group`: for each group the range with the least squared
+    error, among minimum to maximum, some that are a little shorter, and the least-squares refit of the best. Values are rounded
+    for the scale and the minimum as they are stored, in float16.
 
-    Weights that llama.cpp's Q4_0 and Q4_1 stand for come back exactly in groups of 32: the first ranges tried are theirs.
-    Raises ValueError for another group, a K that it does not divide, infinity, NaN, and a range beyond float16. `device`: as of
+    Weights that are exact in llama.cpp's Q4_0 and Q4_1 stay exact in groups of 32: the first ranges tried are theirs.
+    Raises ValueError for another group, a K that it does not divide, infinity, NaN, and a range beyond float16. `device`: see
     quantize_int8.
     """
     _check_group(weight, group)
@@ -158,7 +158,7 @@ def quantize_int4(weight: Tensor, group: int, device: torch.device | str | None 
 
 
 def dequantize_int4(weight: Int4Weight) -> Tensor:
-    """[N, K] float32. The product is exact in float32, so a fused multiply-add gives the same bits."""
+    """Return [N, K] float32. The product is exact in float32, so a fused multiply-add gives the same bits."""
     groups = weight.values.float().view(*weight.scales.shape, weight.group)
     scales, minimums = weight.scales.float()[:, :, None], weight.minimums.float()[:, :, None]
     return groups.mul_(scales).add_(minimums).view(weight.values.shape)
@@ -166,7 +166,7 @@ def dequantize_int4(weight: Int4Weight) -> Tensor:
 
 @dataclass(frozen=True)
 class _Fit:
-    """A scale and a minimum for each group, and how far off they are: all [groups] float32, the first two float16 values."""
+    """A scale and a minimum for each group, and their error: all [groups] float32, the first two float16 values."""
 
     scale: Tensor
     minimum: Tensor
@@ -182,12 +182,12 @@ class _Fit:
 
 
 def _best_fit(groups: Tensor) -> _Fit:
-    """groups [group, groups] float32: a group is a column, so that whatever is done to it runs along the rows."""
+    """Fit groups [group, groups] float32: a group is a column, so that operations run along the rows."""
     ranges = _ranges(groups)
     best = _fit(groups, *next(ranges))
     for first, last in ranges:
         if not best.error.any():
-            return best  # weights that come from a file of 4 bits: nothing to gain
+            return best  # weights from a file of 4 bits: nothing to gain
         best = best.or_better(_fit(groups, first, last))
     best = best.or_better(_fit(groups, *_least_squares(groups, best)))
     if best.error.isfinite().all():
@@ -198,7 +198,7 @@ def _best_fit(groups: Tensor) -> _Fit:
 
 
 def _ranges(groups: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Ranges worth trying, [groups] for code 0 and for code 15; the first is the fallback."""
+    """Yield candidate ranges, [groups] for code 0 and for code 15; the first is the fallback."""
     low, high = groups.amin(0), groups.amax(0)
     yield low, high
     # Q4_0: 8 steps from the largest magnitude to zero and 7 beyond. It starts from there even if that is the upper end (the
@@ -218,37 +218,37 @@ def _fit(groups: Tensor, first: Tensor, last: Tensor) -> _Fit:
 
 
 def _codes(groups: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
-    """The nearest of 0..15 for each weight, in float32. A scale of 0 (all weights of the group are one value) gives 0."""
+    """Return the nearest of 0..15 for each weight, in float32. A scale of 0 (all weights of the group are one value) gives 0."""
     return (groups - minimum).div_(scale.masked_fill(scale == 0, 1.0)).round_().clamp_(0, 15)
 
 
 def _least_squares(groups: Tensor, fit: _Fit) -> tuple[Tensor, Tensor]:
-    """The range of the straight line from codes to weights that has the least squared error, the codes being as they are."""
+    """Return the range of the straight line from codes to weights that has the least squared error, with the codes fixed."""
     codes = _codes(groups, fit.scale, fit.minimum)
     size = float(len(groups))
     mean_code, mean = _over(_sum(codes), size), _over(_sum(groups), size)
     deviation = codes.sub_(mean_code)
     spread = _sum(deviation * deviation)
-    scale = _sum(deviation.mul_(groups)) / spread.clamp_min_(0.5)  # 0, or some 1 at the least
+    scale = _sum(deviation.mul_(groups)) / spread.clamp_min_(0.5)  # 0, or about 1 at the least
     first = mean - scale * mean_code
     return first, first + scale * 15.0
 
 
 def _sum(columns: Tensor) -> Tensor:
-    """[group, groups] -> [groups]: the upper half added to the lower one, until one row is left. Unlike torch's sums in the same
-    order on every device."""
+    """Sum [group, groups] -> [groups]: the upper half is added to the lower one, until one row is left. Unlike torch's sums, the
+    order is the same on every device."""
     while (half := len(columns) // 2) > 0:
         columns = columns[:half] + columns[half:]
     return columns[0]
 
 
 def _over(dividends: Tensor, divisor: float) -> Tensor:
-    """Rounded once, on every device."""
+    """Divide, rounded once, on every device."""
     return dividends / torch.full_like(dividends, divisor)
 
 
 def _blocks(num_rows: int, width: int, device: torch.device) -> Iterator[slice]:
-    """Slices of rows with as many weights as the device likes at a time, one row at least."""
+    """Yield slices of rows with as many weights as suit the device, at least one row."""
     step = max(1, (_BLOCK_WEIGHTS if device.type == "cpu" else _GPU_BLOCK_WEIGHTS) // max(1, width))
     return (slice(start, start + step) for start in range(0, num_rows, step))
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from pdmesh.engine.loader.quantize import Int4Weight
 from pdmesh.engine.models.config import ModelConfig, UnsupportedModel, token_ids
 
-# Where weights come from: Hugging Face names to tensors, whatever the file format.
+# The source of weights: Hugging Face names to tensors, whatever the file format
 
 
 class WeightSource(Protocol):
@@ -26,14 +26,14 @@ class WeightSource(Protocol):
     def names(self) -> frozenset[str]: ...
 
     def get(self, name: str) -> Tensor:
-        """The tensor, in the checkpoint's dtype. Raises MissingTensor naming it and the files."""
+        """Return the tensor, in the checkpoint's dtype. Raises MissingTensor naming it and the files."""
 
     def get_int4(self, name: str, group: int) -> Int4Weight | None:
-        """The tensor as the file has it, where that is 4 bits in groups of this size: quantizing what `get` gives would round a
-        second time. None otherwise. Raises MissingTensor as `get` does."""
+        """Return the tensor as it is in the file, where that is 4 bits in groups of this size: quantizing what `get` gives would
+        round a second time. None otherwise. Raises MissingTensor like `get`."""
 
     def num_elements(self) -> int:
-        """Number of weights in all tensors, from the headers alone."""
+        """Return the number of weights in all tensors, from the headers alone."""
 
 
 class MissingTensor(ValueError):
@@ -45,7 +45,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class SafetensorsSource:
-    """See WeightSource. Opening reads config.json and the headers only."""
+    """Read safetensors, see WeightSource. Opening reads config.json and the headers only."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -61,7 +61,7 @@ class SafetensorsSource:
         return self._file_of[name].get_tensor(name)
 
     def get_int4(self, name: str, group: int) -> Int4Weight | None:
-        """None: safetensors are read in floating dtypes only."""
+        """Return None: safetensors are read in floating dtypes only."""
         return None
 
     def num_elements(self) -> int:
@@ -69,7 +69,7 @@ class SafetensorsSource:
 
 
 class _File(Protocol):
-    """What safetensors' untyped `safe_open` gives."""
+    """The part of safetensors' untyped `safe_open` that is used."""
 
     def keys(self) -> list[str]: ...
     def get_tensor(self, name: str) -> Tensor: ...
@@ -89,7 +89,7 @@ def _tensors_of(path: Path) -> list[tuple[_File, str]]:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """config.json; end-of-sequence ids from generation_config.json where it names them, as transformers' `generate` does."""
+    """Read config.json, and end-of-sequence ids from generation_config.json where it has them, like transformers' `generate`."""
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder}: no config.json; give a Hugging Face model folder or a .gguf file")
@@ -102,7 +102,7 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def _config_of(path: Path, read: Callable[[Mapping[str, object]], T]) -> T:
-    """What `read` makes of a JSON file. Raises ValueError that names the file."""
+    """Return what `read` makes of a JSON file. Raises ValueError that names the file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
@@ -115,7 +115,7 @@ def _config_of(path: Path, read: Callable[[Mapping[str, object]], T]) -> T:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors of a folder, sorted. Raises ValueError when there are none or a shard is missing."""
+    """Return the safetensors of a folder, sorted. Raises ValueError when there are none or a shard is missing."""
     index = folder / INDEX
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
@@ -135,11 +135,11 @@ def _weight_map(index: Mapping[str, object]) -> dict[str, str]:
     return names
 
 
-# Tensors out of a checkpoint, with the shapes that its config promises.
+# Tensors of a checkpoint, checked against the shapes of its config
 
 
 def checked(source: WeightSource, name: str, shape: tuple[int, ...]) -> Tensor:
-    """The tensor in the checkpoint's dtype. Raises ValueError for another shape, MissingTensor when there is none."""
+    """Return the tensor in the checkpoint's dtype. Raises ValueError for another shape, MissingTensor when there is none."""
     tensor = source.get(name)
     if tensor.shape != shape:
         raise ValueError(f"{name}: shape {tuple(tensor.shape)} in the checkpoint, {shape} by its config.json: not one model")

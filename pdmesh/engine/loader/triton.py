@@ -1,4 +1,4 @@
-"""From a loaded decoder to one on the Triton kernels, and its linear maps in 8 or 4 bits."""
+"""Conversion of a loaded decoder into one on the Triton kernels, and its linear maps in 8 or 4 bits."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ Weight = Int8Weight | Int4Weight | Fp8Weight
 
 
 class QuantizedMaps:
-    """Makes maps of a checkpoint's tensors. Quantized where they will be read, one tensor at a time, a block of it after the
-    other: of the checkpoint's tensors the device holds the head alone."""
+    """Make maps of a checkpoint's tensors. They are quantized on the device that reads them, one tensor at a time, block by
+    block: of the checkpoint's tensors the device holds only the head."""
 
     def __init__(self, source: WeightSource, numerics: Numerics, device: str) -> None:
         self._source, self._numerics, self._device = source, numerics, device
 
     def joined(self, parts: Sequence[tuple[str, int]], width: int, bias: Tensor | None) -> Linear:
-        """One product of several maps with the same input: parts are (name, output rows). Raises ValueError as `checked` does."""
+        """Return one product of several maps with the same input: parts are (name, output rows). Raises ValueError like
+        `checked`."""
         weight = concat_rows([_moved(self._weight(f"{name}.weight", rows, width), self._device) for name, rows in parts])
         return make_triton_linear(weight, bias, rounds_activations=self._numerics.rounds_activations)
 
     def head(self, weight: Tensor) -> Linear:
-        """In int8 whatever the others are: it decides between neighbours. 4 bits would cost it more than they save, and fp8 is
-        coarser near a row's largest weights."""
+        """Return the head in int8 whatever the others are: it ranks close tokens. 4 bits would cost it more accuracy than they
+        save, and fp8 is coarser near a row's largest weights."""
         return make_triton_linear(quantize_int8(weight, self._device), None)
 
     def _weight(self, name: str, rows: int, width: int) -> Weight:
@@ -46,12 +47,12 @@ class QuantizedMaps:
         return self._quantized(name, checked(self._source, name, (rows, width))) if exact is None else exact
 
     def _exact(self, name: str, rows: int, width: int) -> Int4Weight | None:
-        """What the checkpoint itself holds in 4 bits, on the host."""
+        """Return the checkpoint's own 4-bit tensor, on the host."""
         exact = self._source.get_int4(name, self._numerics.group) if self._numerics.weights == "int4" else None
         return exact if exact is not None and exact.values.shape == (rows, width) else None
 
     def _quantized(self, name: str, tensor: Tensor) -> Weight:
-        """On the device. Raises ValueError that names the tensor."""
+        """Quantize on the device. Raises ValueError that names the tensor."""
         try:
             if self._numerics.weights == "int4":
                 return quantize_int4(tensor, self._numerics.group, self._device)
@@ -66,7 +67,7 @@ _IN_8_BITS: dict[str, Callable[[Tensor, str], Int8Weight | Fp8Weight]] = {"int8"
 def triton_model(
     decoder: DecoderModel, config: EngineConfig, numerics: Numerics, max_context: int, kv_scales: KVScales
 ) -> tuple[TritonModel, str]:
-    """The decoder on the kernels, steps as graphs; and its numeric mode. `kv_scales`: of a pool in fp8, else empty."""
+    """Return the decoder on the kernels, steps as graphs; and its numeric mode. `kv_scales`: of a pool in fp8, else empty."""
     buckets = token_buckets(config.max_num_batched_tokens, decoder.config.layer_weights)
     model = TritonModel(
         decoder,

@@ -1,7 +1,7 @@
-"""What a checkpoint's config.json says about a Llama-family decoder, in one vocabulary.
+"""The config.json of a Llama-family decoder, in one vocabulary.
 
-Read are both layouts of transformers: version 5 (`rope_parameters`, `dtype`) and earlier (`rope_scaling`, `rope_theta`,
-`torch_dtype`). What this engine cannot compute is refused by name, so that a model never runs slightly wrong.
+It reads both layouts of transformers: version 5 (`rope_parameters`, `dtype`) and earlier (`rope_scaling`, `rope_theta`,
+`torch_dtype`). What this engine cannot compute is rejected by name, so that a model never runs slightly wrong.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# The rotary embedding that a checkpoint asks for. Sources of the scalings: see pdmesh/engine/models/layers.py.
+# The rotary embedding of a checkpoint. Sources of the scalings: see pdmesh/engine/models/layers.py.
 
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
@@ -23,7 +23,7 @@ _NEEDED = {
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """One rotary embedding. Fields of scalings that are not in use keep their neutral values."""
+    """Describe one rotary embedding. Fields of scalings that are not in use keep their neutral values."""
 
     rope_type: str
     theta: float
@@ -42,7 +42,7 @@ class RopeConfig:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, object], *, head_dim: int, max_context: int) -> RopeConfig:
-        """From the content of config.json in either layout. Raises ValueError naming what is missing or not supported."""
+        """Read the content of config.json in either layout. Raises ValueError naming what is missing or not supported."""
         params = _parameters(config)
         rope_type = str(params.get("rope_type") or params.get("type") or "default")
         if rope_type not in ROPE_TYPES:
@@ -71,7 +71,7 @@ class RopeConfig:
 
 
 def _parameters(config: Mapping[str, object]) -> Mapping[str, object]:
-    """`rope_parameters` (transformers 5) or `rope_scaling` (earlier). One set per kind of layer is not supported."""
+    """Return `rope_parameters` (transformers 5) or `rope_scaling` (earlier). One set per kind of layer is not supported."""
     params = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(params, Mapping):
         raise ValueError(f"rope parameters are {params!r}, not a mapping")
@@ -98,12 +98,12 @@ MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 class UnsupportedModel(ValueError):
-    """A checkpoint asks for something that this engine does not compute; the message names it."""
+    """A checkpoint needs something that this engine does not compute; the message names it."""
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shapes and switches of one decoder. `windows[i]` is layer i's sliding window in tokens, None for full attention."""
+    """Hold shapes and switches of one decoder. `windows[i]` is layer i's sliding window in tokens, None for full attention."""
 
     model_type: str
     vocab_size: int
@@ -127,7 +127,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, object]) -> ModelConfig:
-        """From the content of config.json. Raises UnsupportedModel or ValueError, naming the key."""
+        """Read the content of config.json. Raises UnsupportedModel or ValueError, naming the key."""
         model_type = str(config.get("model_type", ""))
         _check_supported(model_type, config)
         num_heads = _integer(config, "num_attention_heads")
@@ -163,18 +163,18 @@ class ModelConfig:
 
     @property
     def num_groups(self) -> int:
-        """Query heads that share one key/value head."""
+        """Return the query heads that share one key/value head."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def layer_weights(self) -> int:
-        """That each token is multiplied with in a layer."""
+        """Return the weights that each token is multiplied with in a layer."""
         attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         return attention + 3 * self.hidden_size * self.intermediate_size
 
 
 def token_ids(value: object) -> frozenset[int]:
-    """`eos_token_id` of a config: absent, one id or a list of ids."""
+    """Return the ids of a config's `eos_token_id`: absent, one id or a list of ids."""
     if value is None:
         return frozenset()
     ids = value if isinstance(value, (list, tuple)) else [value]
@@ -194,7 +194,8 @@ def _check_supported(model_type: str, config: Mapping[str, object]) -> None:
 
 
 def _is_about_kv_alone(quantization: object) -> bool:
-    """Plain weights, beside which compressed-tensors has put scales for KV in fp8 (pdmesh/engine/loader/kv_scales.py)."""
+    """Return whether weights are plain, and compressed-tensors only added scales for KV in fp8
+    (pdmesh/engine/loader/kv_scales.py)."""
     if not isinstance(quantization, Mapping) or quantization.get("quant_method") != "compressed-tensors":
         return False
     scheme, groups = quantization.get("kv_cache_scheme"), quantization.get("config_groups", {})
@@ -205,7 +206,7 @@ def _is_about_kv_alone(quantization: object) -> bool:
 
 
 def _windows(model_type: str, config: Mapping[str, object], num_layers: int) -> tuple[int | None, ...]:
-    """Each layer's sliding window, by the rules of transformers' configuration classes."""
+    """Return each layer's sliding window, by the rules of transformers' configuration classes."""
     if model_type == "llama":
         return (None,) * num_layers
     window = _optional_integer(config, "sliding_window") if "sliding_window" in config else 4096

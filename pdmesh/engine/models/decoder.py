@@ -26,7 +26,7 @@ from pdmesh.engine.runner.batch import StepBatch
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """One layer's weights. `qk_norm` [num_heads + num_kv_heads, head_dim] normalizes query and key heads together."""
+    """Hold one layer's weights. `qk_norm` [num_heads + num_kv_heads, head_dim] normalizes query and key heads together."""
 
     input_norm: Tensor
     qkv: Linear
@@ -37,14 +37,15 @@ class DecoderLayer:
 
 
 def shortened(config: ModelConfig, num_layers: int) -> ModelConfig:
-    """Only the first so many layers of it. Raises ValueError for fewer than one, or for all."""
+    """Return a config of only the first `num_layers` layers. Raises ValueError for fewer than one, or for all."""
     if not 1 <= num_layers < config.num_layers:
         raise ValueError(f"num_layers: {num_layers} of {config.num_layers} layers; it must be 1 to {config.num_layers - 1}")
     return replace(config, num_layers=num_layers, windows=config.windows[:num_layers])
 
 
 class DecoderModel:
-    """Weights and computation. Holds no per-request state: keys and values live in the pool that `forward` is given."""
+    """Hold weights and compute steps. It has no per-request state: keys and values are in the pool that is passed to
+    `forward`."""
 
     def __init__(
         self,
@@ -75,9 +76,9 @@ class DecoderModel:
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch, kv: Tensor, signal: LayerReadiness | None = None, hidden: Tensor | None = None) -> Tensor:
-        """One step: writes the step's keys and values to `kv` (`KVPool.tensor`), returns logits [R, vocab_size] float32.
-        `signal` hears of each layer whose keys and values are there. `hidden` [R, hidden_size] float32 is filled with the last
-        states of the rows that logits are of, before the final norm.
+        """Run one step: write its keys and values to `kv` (`KVPool.tensor`), return logits [R, vocab_size] float32. `signal` is
+        notified of each layer whose keys and values are written. `hidden` [R, hidden_size] float32 is filled with the last states
+        of the rows of logits, before the final norm.
 
         The tokens' blocks must be in their block tables, and keys of all earlier positions in the pool.
         """
@@ -96,8 +97,8 @@ class DecoderModel:
         return self._logits(wanted)
 
     def first_layers(self, num_layers: int) -> DecoderModel:
-        """A model of the first so many layers with this one's norm and head, which drafts for it. It has no weights of its own,
-        and its keys and values of a token are this one's: it may be given the same pool.
+        """Return a model of the first so many layers with this one's norm and head, as its draft model. It has no weights of its
+        own, and its keys and values of a token are this model's: both may use the same pool.
 
         Raises ValueError for fewer than one layer, or for all.
         """
@@ -122,7 +123,8 @@ class DecoderModel:
         num_tokens: int,
         kv: Tensor,
     ) -> Tensor:
-        """The attention half of a layer: hidden [T padded, hidden_size] -> what is added to it. Padding is not attended."""
+        """Return the attention half of a layer: hidden [T padded, hidden_size] -> what is added to it. Attention skips
+        padding."""
         config = self.config
         qkv = layer.qkv(rms_norm(hidden, layer.input_norm, config.rms_norm_eps))
         heads = qkv.view(qkv.shape[0], -1, config.head_dim)
@@ -136,6 +138,6 @@ class DecoderModel:
         return layer.output(pad_rows(attended.flatten(1)))
 
     def _logits(self, states: Tensor) -> Tensor:
-        """states [R, hidden_size] -> [R, vocab_size] float32."""
+        """Map states [R, hidden_size] -> [R, vocab_size] float32."""
         logits = self.head(rms_norm(pad_rows(states), self.norm, self.config.rms_norm_eps))
         return logits[: states.shape[0]].float()

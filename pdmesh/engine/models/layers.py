@@ -1,7 +1,7 @@
-"""The decoder's pieces without attention: norm, linear maps, gated MLP. Pure functions of rows; no state, no cache.
+"""The decoder's layers without attention: norm, linear maps, gated MLP, rotary embedding. Pure functions of rows; no state.
 
-Row invariance. A token's numbers must not depend on how many other tokens share its step. What was measured (torch 2.13, AVX-512,
-1 to 8 threads) and what follows here:
+Row invariance: a token's numbers must not depend on how many other tokens share its step. Measurements (torch 2.13, AVX-512,
+1 to 8 threads) and their consequences here:
 - oneDNN with weights packed once gives each row the same bits for every M >= 2 rows (float32, bfloat16); M = 1 differs.
 - MKL (torch's float32 `linear`) gives the same bits for M >= 4, with several threads only when M is also a multiple of 4 or
   M >= 12. So rows are padded to a multiple of 4 (`pad_rows`), everywhere.
@@ -24,20 +24,20 @@ ROW_MULTIPLE = 4
 
 
 def pad_rows(x: Tensor) -> Tensor:
-    """[M, ...] -> [M', ...] with zero rows appended, M' the next multiple of 4 (see above)."""
+    """Pad [M, ...] -> [M', ...] with zero rows, M' the next multiple of 4 (see above)."""
     missing = -x.shape[0] % ROW_MULTIPLE
     return x if missing == 0 else torch.cat((x, x.new_zeros((missing, *x.shape[1:]))))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., N] in any dtype -> same shape and dtype; computed in float32 in transformers' order (Zhang and Sennrich, 2019)."""
+    """Normalize x [..., N] in any dtype -> same shape and dtype; in float32 in transformers' order (Zhang and Sennrich, 2019)."""
     wide = x.float()
     variance = wide.pow(2).mean(-1, keepdim=True)
     return weight * (wide * torch.rsqrt(variance + eps)).to(x.dtype)
 
 
 def silu(x: Tensor) -> Tensor:
-    """x / (1 + exp(-x)), computed in float32, bits independent of the number of rows."""
+    """Return x / (1 + exp(-x)), computed in float32, bits independent of the number of rows."""
     wide = x.float()
     return (wide / wide.neg().exp_().add_(1.0)).to(x.dtype)
 
@@ -51,7 +51,7 @@ class Linear(Protocol):
 
 
 class DenseLinear:
-    """torch's own product: float16 on CPU, bfloat16 where the processor is older than oneDNN asks for, and everything on CUDA."""
+    """torch's own product: float16 on CPU, bfloat16 where the processor is too old for oneDNN, and everything on CUDA."""
 
     kind = "torch"
 
@@ -63,8 +63,8 @@ class DenseLinear:
 
 
 class PackedLinear:
-    """oneDNN with the weights laid out for its kernels once, at load: for few rows several times faster than MKL, which packs
-    them in every call. The packed weights replace the loaded ones, so the checkpoint's mapping can go."""
+    """oneDNN's product, with the weights laid out for its kernels once, at load: for few rows several times faster than MKL,
+    which packs them in every call. The packed weights replace the loaded ones, so the checkpoint's mapping can be closed."""
 
     kind = "onednn"
 
@@ -78,7 +78,7 @@ class PackedLinear:
 
 
 def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
-    """weight [out, in], bias [out]: the fastest map for their device and dtype."""
+    """Return the fastest map of weight [out, in], bias [out] for their device and dtype."""
     has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     if weight.device.type == "cpu" and has_onednn and hasattr(torch.ops.mkldnn, "_linear_pointwise") and _packs(weight.dtype):
         return PackedLinear(weight, bias)
@@ -86,14 +86,14 @@ def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
 
 
 def _packs(dtype: torch.dtype) -> bool:
-    """oneDNN computes in bfloat16 only on processors with AVX-512 or AVX-NE-CONVERT, and refuses on others."""
+    """Return whether oneDNN can pack: bfloat16 needs a processor with AVX-512 or AVX-NE-CONVERT."""
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return dtype == torch.float32
 
 
 class GatedMLP:
-    """down(silu(gate(x)) * up(x)) (Shazeer, GLU Variants, 2020); gate and up are one product."""
+    """Compute down(silu(gate(x)) * up(x)) (Shazeer, GLU Variants, 2020); gate and up are one product."""
 
     def __init__(self, gate_up: Linear, down: Linear) -> None:
         self.gate_up, self.down = gate_up, down
@@ -111,7 +111,7 @@ class GatedMLP:
 
 
 class RotaryTable:
-    """Cosines and sines of every position, computed once: a token's rotation depends on its position alone.
+    """Hold cosines and sines of every position, computed once: a token's rotation depends on its position alone.
 
     Dynamic NTK: transformers recomputes the frequencies from the longest position of each forward call and leaves cached keys
     as they were. Here a token at position p beyond max_position_embeddings uses the frequencies of length p + 1, which is what
@@ -135,12 +135,12 @@ class RotaryTable:
         return self.cos.shape[0]
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [T] int64 -> (cos, signed sin), each [T, 1, rotary_dim]: computed once per step for all layers."""
+        """Return (cos, signed sin) of positions [T] int64, each [T, 1, rotary_dim]: computed once per step for all layers."""
         return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, H, head_dim] -> rotated copy. cos, sin from `RotaryTable.at`; head dimensions beyond rotary_dim pass unchanged."""
+    """Rotate a copy of x [T, H, head_dim]. cos, sin from `RotaryTable.at`; head dimensions beyond rotary_dim pass unchanged."""
     dim = cos.shape[-1]
     rotated = x[..., :dim]
     # rotate_half(x) * sin == swapped halves * signed sin: negation is exact, so the bits are those of transformers.
@@ -150,7 +150,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def inverse_frequencies(config: RopeConfig) -> tuple[Tensor, float]:
-    """(inverse frequencies [rotary_dim / 2] float32, factor on cosines and sines) within the model's own context."""
+    """Return (inverse frequencies [rotary_dim / 2] float32, factor on cosines and sines) within the model's own context."""
     base = _base_frequencies(config.theta, config.rotary_dim)
     match config.rope_type:
         case "default" | "dynamic":
@@ -175,7 +175,7 @@ def _dynamic_frequencies(config: RopeConfig, length: int) -> Tensor:
 
 
 def _llama3_frequencies(config: RopeConfig, base: Tensor) -> Tensor:
-    """Long wavelengths are divided by `factor`, short ones kept, those between interpolated."""
+    """Divide long wavelengths by `factor`, keep short ones, and interpolate those between."""
     context, low, high = config.original_max_context, config.low_freq_factor, config.high_freq_factor
     wavelength = 2 * math.pi / base
     is_long, is_short = wavelength > context / low, wavelength < context / high
@@ -186,7 +186,7 @@ def _llama3_frequencies(config: RopeConfig, base: Tensor) -> Tensor:
 
 
 def _yarn_frequencies(config: RopeConfig) -> Tensor:
-    """High frequencies extrapolate, low ones interpolate, with a linear ramp between (paper, section 3.2)."""
+    """Extrapolate high frequencies, interpolate low ones, with a linear ramp between (paper, section 3.2)."""
     dim = config.rotary_dim
     pos_freqs = config.theta ** (torch.arange(0, dim, 2).float() / dim)
     extrapolation, interpolation = 1.0 / pos_freqs, 1.0 / (config.factor * pos_freqs)

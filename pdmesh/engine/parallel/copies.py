@@ -1,10 +1,11 @@
-"""Rank 0's side of copies that all ranks make of one part: orders to the others, and a thread that hears when each is through.
+"""Copies that all ranks make of one part: rank 0 orders them and has a thread that waits for them, the others serve them.
 
     event loop    run(copy) ── an order to every other rank, our own copy launched ──► a future
     a thread      the last of all their answers, and our own ──► the future is done
 
 A copy is over when no rank reads or writes its piece any more. A rank that dies, or whose answer does not come within the timeout
-behind our own, fails the worker (`Ranks.fail`) as one in a step does: by a step's exchanges ranks pass their marks together.
+behind our own, fails the worker (`TensorParallelGroup.fail`) as in a step: ranks pass their marks together, by a step's
+exchanges.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from pdmesh.engine.parallel.shared_pieces import SharedPieces
 from pdmesh.engine.parallel.tp_group import TensorParallelGroup
 from pdmesh.engine.parallel.tp_protocol import Kind, RankFailed
 
-# What rank 0 tells the others of a copy between their pools and a shared piece, and what they answer: on sockets beside that of
+# Messages between rank 0 and the others about a copy between their pools and a shared piece, on sockets besides that of
 # the steps, one for each direction, so that no copy waits behind a step.
 #
 # The block ids of an order lie beside its piece, in the shared memory: an order is short, and a socket takes as many as there are
-# pieces whether or not the rank listens.
+# pieces even if the rank does not read.
 
 
 _ORDER = struct.Struct("<Q?IIIIQI")
@@ -43,7 +44,7 @@ _NUMBER = struct.Struct("<Q")
 
 @dataclass(frozen=True)
 class Copy:
-    """`stores`: from the piece into the pool; else the other way."""
+    """Order a copy. `stores`: from the piece into the pool; else the other way."""
 
     stores: bool
     piece: int
@@ -70,7 +71,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Answer:
-    """The copy of this number is through; `error`: what it broke of, empty when it did not."""
+    """Report that the copy of this number has ended; `error` is empty when it succeeded."""
 
     number: int
     error: str = ""
@@ -89,7 +90,8 @@ _OURS = 0
 
 @dataclass(eq=False)
 class _UnderWay:
-    """`waits_for`: ranks that are not through; `deadline`: monotonic, of the others, once we are."""
+    """A copy under way. `waits_for`: ranks that have not finished; `deadline`: monotonic, of the others, once rank 0 has
+    finished."""
 
     waits_for: set[int]
     future: Future[None] = field(default_factory=Future)
@@ -98,10 +100,10 @@ class _UnderWay:
 
 
 class CopyChannel:
-    """One direction. `run` and `close` are for one thread."""
+    """Order copies of one direction. `run` and `close` are for one thread."""
 
     def __init__(self, ranks: TensorParallelGroup, socks: Sequence[socket.socket], timeout_s: float) -> None:
-        """`socks`: to ranks 1, 2, ...; closed here."""
+        """`socks` lead to ranks 1, 2, ... and are closed here."""
         self._ranks, self._timeout_s = ranks, timeout_s
         self._socks = dict(enumerate(socks, start=1))
         self._numbers = itertools.count()
@@ -118,8 +120,8 @@ class CopyChannel:
         self._thread.start()
 
     def run(self, copy: Copy, launch: Callable[[], Future[None]]) -> Future[None]:
-        """`launch`: our own part. The future cannot be cancelled; its exception is the first of any rank's, RankFailed where one
-        is gone."""
+        """Run a copy; `launch` starts rank 0's part. The future cannot be cancelled; its exception is the first of any rank's,
+        RankFailed where a rank is gone."""
         with self._changed:
             number, copying = next(self._numbers), _UnderWay({_OURS, *self._socks})
             copying.future.set_running_or_notify_cancel()
@@ -131,17 +133,17 @@ class CopyChannel:
             try:
                 tp_protocol.send(sock, Kind.ORDER, Order(number, copy).encode())
             except OSError:
-                self._through(number, rank, RankFailed(f"tensor_parallel: rank {rank} takes no orders"))  # its end is heard of
+                self._through(number, rank, RankFailed(f"tensor_parallel: rank {rank} takes no orders"))  # its end is reported
         try:
             own = launch()
-        except Exception as error:  # noqa: BLE001  it belongs to who waits for the copy
+        except Exception as error:  # noqa: BLE001  the future of the copy gets it
             self._through(number, _OURS, error)
         else:
             own.add_done_callback(lambda done: self._through(number, _OURS, done.exception()))
         return copying.future
 
     def close(self) -> None:
-        """Waits for copies that are under way; idempotent."""
+        """Wait for copies that are under way; idempotent."""
         with self._changed:
             self._changed.wait_for(lambda: not self._under_way)
             if self._is_closed:
@@ -154,7 +156,7 @@ class CopyChannel:
             sock.close()
 
     def _through(self, number: int, rank: int, error: BaseException | None) -> None:
-        """From any thread. A rank says so once."""
+        """Record that a rank has finished, once, from any thread."""
         with self._changed:
             copying = self._under_way.get(number)
             if copying is None or rank not in copying.waits_for:
@@ -204,7 +206,7 @@ class CopyChannel:
             self._lose(rank, RankFailed(f"tensor_parallel: {self._ranks.name(rank)} {why}"))
 
     def _lose(self, rank: int, failure: RankFailed) -> None:
-        """Nothing is heard of it any more, and no copy begins."""
+        """Give up a rank: its answers are ignored, and no new copy begins."""
         with contextlib.suppress(KeyError):
             self._selector.unregister(self._socks[rank])
         with self._changed:
@@ -223,14 +225,14 @@ class CopyChannel:
         self._wakes.send(b"\0")
 
 
-# What a rank other than 0 does for the hand-off: copies of its heads between its pool and shared pieces, as rank 0 orders them.
+# Copies of a rank other than 0 for the hand-off: of its heads between its pool and shared pieces, as rank 0 orders them
 #
-# A thread for each direction; steps go on beside it, on the thread that hears of them. Copies are launched as they were ordered,
-# one behind the other, and answered when the device is through.
+# A thread for each direction; steps run beside it, on another thread. Copies are launched in their order,
+# one behind the other, and answered when the device has finished.
 
 
 class CopyService:
-    """One direction. It lives as long as its socket."""
+    """Serve one direction. It lives as long as its socket."""
 
     def __init__(
         self, sock: socket.socket, pieces: SharedPieces, copies: PieceCopies, launched: Launched, device: torch.device
@@ -245,8 +247,8 @@ class CopyService:
 
     def _serve(self) -> None:
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # of this thread
-        with contextlib.suppress(OSError, EOFError):  # rank 0 has closed its end, as it should
+            torch.cuda.set_device(self._device)  # the current device of this thread
+        with contextlib.suppress(OSError, EOFError):  # rank 0 has closed its end, as expected
             while True:
                 self._begin(Order.decode(tp_protocol.expect(self._sock, Kind.ORDER)[1]))
         self._copies.close()
@@ -254,12 +256,12 @@ class CopyService:
         self._sock.close()
 
     def _begin(self, order: Order) -> None:
-        """Behind this rank's own mark."""
+        """Launch the copy behind this rank's own mark."""
         copy, begin = order.copy, self._copies.store if order.copy.stores else self._copies.fetch
         try:
             after = self._launched.behind(copy.after)
             under_way = begin(self._pieces.piece(copy.piece), copy.layers, copy.num_blocks, after)
-        except Exception as error:  # noqa: BLE001  told to rank 0
+        except Exception as error:  # noqa: BLE001  reported to rank 0
             self._answer(order.number, error)
         else:
             under_way.add_done_callback(partial(self._answer_of, order.number))

@@ -1,9 +1,9 @@
-"""Marks that hold on every rank: rank 0's are named by what the ranks were told, and each has marks of its own.
+"""Marks that hold on every rank: rank 0's are named by the commands sent to the ranks, and each rank has marks of its own.
 
-    rank 0   tells command 7 (a step) ── layers 0 to 3 ── reach(4): place (7, 4) ── ... ── begins another: place (8, 0)
-    rank 1   hears command 7 ── layer 0: mark (7, 1) ── ... ── mark (7, 4) ── ... ── end: mark (8, 0)
+    rank 0   sends command 7 (a step) ── layers 0 to 3 ── reach(4): place (7, 4) ── ... ── begins another: place (8, 0)
+    rank 1   gets command 7 ── layer 0: mark (7, 1) ── ... ── mark (7, 4) ── ... ── end: mark (8, 0)
 
-Who copies on rank 1 behind a place waits for the first mark that lies at it or behind it, for as long as it has not been made.
+A copy of rank 1 behind a place waits for the first mark that lies at it or behind it, until that is made.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import NamedTuple
 from pdmesh.engine.kv_cache.staging import Marks
 from pdmesh.engine.kv_cache.streams import Mark, Streams
 
-_KEPT = 512  # marks of a rank: some steps of prompts, or as many of decoding. Of an older place the oldest one serves
+_KEPT = 512  # marks of a rank: some steps of prompts, or as many of decoding. For an older place the oldest one is used
 
 
 class Place(NamedTuple):
-    """Behind `num_layers` layers of a command, counted from 1; behind none: at its beginning, where all before it is over."""
+    """A position behind `num_layers` layers of a command, counted from 1; 0: at its beginning, where all before it is over."""
 
     command: int
     num_layers: int
@@ -30,23 +30,23 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupEvent(Mark):
-    own: Mark  # of rank 0's compute stream
+    own: Mark  # mark of rank 0's compute stream
     place: Place
 
 
 class Commands:
-    """How many commands rank 0 has told. The engine thread counts, any thread asks."""
+    """Count the commands that rank 0 has sent. The engine thread counts, any thread reads."""
 
     def __init__(self) -> None:
         self.num_told = 0
 
     def place(self, num_layers: int = 0) -> Place:
-        """Behind so many layers of the last one; 0: behind all of it."""
+        """Return the place behind so many layers of the last command; 0: behind all of it."""
         return Place(self.num_told, num_layers) if num_layers else Place(self.num_told + 1, 0)
 
 
 class GroupEvents(Marks):
-    """Rank 0's."""
+    """Marks of rank 0."""
 
     def __init__(self, streams: Streams, commands: Commands) -> None:
         self._commands = commands
@@ -56,7 +56,7 @@ class GroupEvents(Marks):
         return GroupEvent(super().now(), self._commands.place())
 
     def reached(self, mark: Mark) -> Future[None]:
-        """By rank 0; another rank's copy waits for its own mark."""
+        """Return a future that is done when rank 0 has passed the mark; another rank's copy waits for its own mark."""
         assert isinstance(mark, GroupEvent), "a mark of other streams"
         return super().reached(mark.own)
 
@@ -65,7 +65,7 @@ class GroupEvents(Marks):
 
 
 class Launched:
-    """Another rank's: what it has launched of what it was told. One thread launches, others ask."""
+    """Marks of another rank: what it has launched of its commands. One thread launches, others read."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
@@ -74,7 +74,7 @@ class Launched:
         self._marks = deque([(Place(1, 0), streams.mark())], maxlen=_KEPT)
 
     def begin(self) -> None:
-        """The next command."""
+        """Begin the next command."""
         self._command += 1
 
     def reach(self, num_layers: int) -> None:
@@ -84,7 +84,7 @@ class Launched:
         self._add(Place(self._command + 1, 0))
 
     def behind(self, place: Place) -> Mark:
-        """Waits until it has been launched."""
+        """Return a mark behind `place`, waiting until it has been launched."""
         with self._changed:
             self._changed.wait_for(lambda: self._marks[-1][0] >= place)
             return self._marks[bisect_left(self._marks, place, key=lambda each: each[0])][1]

@@ -1,4 +1,4 @@
-"""From a checkpoint to one rank's share of its model, and from the shares to a model that all ranks compute together."""
+"""Loading of one rank's share of a model, and of a model that all ranks compute together."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ Join = Callable[[Group], Share]
 def load_with_ranks(
     source: WeightSource, config: EngineConfig, numerics: Numerics, progress: Progress
 ) -> tuple[ParallelModel, str]:
-    """Rank 0's share, and the other ranks' processes, each with its own; and the numeric mode. Raises ValueError: a rank failed
-    (RankFailed), or the machine has too few devices; no process is left then."""
+    """Load rank 0's share, start the other ranks' processes, each with its own, and return both with the numeric mode. Raises
+    ValueError: a rank failed (RankFailed), or the machine has too few devices; all processes have ended then."""
     _check_machine(config)
     torch.set_num_threads(_threads_each(config))
     shard = Shard(0, config.tensor_parallel)
@@ -66,24 +66,24 @@ def load_with_ranks(
 
 
 def ranks_share_pool(config: EngineConfig) -> bool:
-    """One pool with all heads, in memory that every rank maps; else each has one of its own, with its own heads."""
+    """Return whether all ranks map one pool with all heads; else each has one of its own, with its own heads."""
     return config.device == "cpu"
 
 
 def load_shard(config: EngineConfig, shard: Shard, *, shares_pool: bool) -> Join:
-    """In another rank's process: this rank's share of the weights, which needs but the group."""
+    """Load this rank's share of the weights, in another rank's process; it then needs only the group."""
     torch.set_num_threads(config.num_threads)
     source, _ = open_checkpoint(Path(config.model))
     no_triton = why_not_here(config.device) if wants_triton(config) else ""
     numerics = choose_numerics(
         config, source.config, has_int4=False, no_library="it was not asked for", no_triton=no_triton
-    )  # as rank 0 chooses: `has_int4` and the library are for the native kernels
+    )  # the same choice as rank 0's: `has_int4` and the library are for the native kernels
     parts = _Parts(source, config, numerics, shard, lambda _share, _text: None, shares_pool=shares_pool)
     return lambda group: parts.joined(group)[0]
 
 
 class _Parts:
-    """One rank's weights, before ranks have met."""
+    """Hold one rank's weights, before ranks are connected."""
 
     def __init__(
         self,
@@ -101,12 +101,12 @@ class _Parts:
         self._decoder = _ShardBuilder(source, numerics.dtype, config.device, shard, maps).build(self._max_context, progress)
 
     def joined(self, group: Group) -> tuple[Share, str]:
-        """The share that meets the others where sums are needed, and its numeric mode, which is that of a single rank."""
+        """Return the share that exchanges sums with the others, and its numeric mode, which is that of a single rank."""
         whole, config = self._whole, self._config
         decoder = _joined_decoder(self._decoder, whole, group)
         heads = group.shard.part(whole.num_kv_heads)
         if self._numerics.backend == "triton":
-            from pdmesh.engine.loader.triton import triton_model  # triton is not everywhere
+            from pdmesh.engine.loader.triton import triton_model  # triton is not installed everywhere
 
             model, mode = triton_model(decoder, config, self._numerics, self._max_context, self._kv_scales)
             return Share(model, heads if self._shares_pool else None), mode
@@ -139,7 +139,7 @@ def _shared_maps(source: WeightSource, config: EngineConfig, numerics: Numerics,
 
 
 class _ShardBuilder(TorchBuilder):
-    """Builds what one rank has. Only the head needs a word: its vocabulary is cut, that of the embeddings is not."""
+    """Build one rank's share. Only the head is special: its vocabulary is cut, that of the embeddings is not."""
 
     def __init__(
         self, source: WeightSource, dtype: torch.dtype, device: str, shard: Shard, maps: SharedMaps | None = None

@@ -1,6 +1,6 @@
-"""The model as rank 0 has it: every step is told to the other ranks, then computed together with them.
+"""The model as rank 0 has it: every step is sent to the other ranks, then computed together with them.
 
-On a device rank 0 waits for the end of each step before anything of it is used. That is where a rank that is silent is found out
+On a device rank 0 waits for the end of each step before its results are used. That detects a rank that is silent
 (`Group.wait`), and it is why no step is launched ahead of the one before it (pdmesh/engine/runner/overlap.py).
 """
 
@@ -34,10 +34,10 @@ from pdmesh.engine.sampling.sampler import Sampler
 
 
 class ParallelModel:
-    """Rank 0's share, whose `config` it has, and the hold on the other ranks. For one engine and its pool."""
+    """Own rank 0's share, whose `config` it has, and the other ranks. For one engine and its pool."""
 
     def __init__(self, share: Share, ranks: TensorParallelGroup, group: Group, *, shares_pool: bool) -> None:
-        """`shares_pool`: what rank 0 writes to the pool every rank sees; else each rank has a pool of its own, of its heads."""
+        """`shares_pool`: every rank sees what rank 0 writes to the pool; else each rank has a pool of its own, of its heads."""
         self.config = share.model.config
         self.backend: str = getattr(share.model, "backend", "torch")
         self.ranks, self.shares_pool = ranks, shares_pool
@@ -45,20 +45,20 @@ class ParallelModel:
         self._share, self._group = share, group
         self._has_pool = False
         self.watch(lambda _: None)
-        weakref.finalize(self, ranks.close)  # an engine that is dropped, or whose making failed, leaves no process either
+        weakref.finalize(self, ranks.close)  # an engine that is dropped, or whose construction failed, leaves no process either
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch, kv: Tensor, signal: LayerReadiness | None = None, hidden: Tensor | None = None) -> Tensor:
-        """See DecoderModel.forward; on a device its work is done, not only launched. Raises RankFailed: no later step can
-        succeed."""
+        """See DecoderModel.forward; on a device its work is done, not only launched. Raises RankFailed, after which every step
+        fails."""
         is_marked = signal is not None and signal.marks is not None
         self._tell(Kind.MARKED_STEP if is_marked else Kind.STEP, tp_protocol.encode_batch(batch))
         with self._together():
             return self._share.forward(batch, kv, signal, hidden)
 
     def prepare(self, kv: Tensor) -> None:
-        """See LoadedModel.prepare: on every rank. Draws come last, so that nobody waits in an exchange while rank 0 compiles what
-        it alone launches. Raises ValueError when one fails."""
+        """See LoadedModel.prepare: on every rank. Sampling comes last, so that no rank waits in an exchange while rank 0 compiles
+        what it alone launches. Raises ValueError when a rank fails."""
         try:
             self._tell(Kind.PREPARE)
             with self._together():
@@ -68,12 +68,12 @@ class ParallelModel:
             raise ValueError(str(error)) from error
 
     def sampler(self) -> TokenSampler:
-        """One that draws where rank 0's logits are, if its model has one."""
+        """Return a sampler that computes where rank 0's logits are, if its model has one."""
         own = getattr(self._share.model, "sampler", None)
         return own() if own is not None else Sampler()
 
     def step_bytes(self, config: EngineConfig) -> int:
-        """See LoadedModel.step_bytes: of a rank's device."""
+        """See LoadedModel.step_bytes: those of a rank's device."""
         own = getattr(self._share.model, "step_bytes", None)
         return int(own(config)) if own is not None else 0
 
@@ -83,23 +83,23 @@ class ParallelModel:
 
     @property
     def embedding(self) -> Tensor:
-        """Every rank has all of it."""
+        """Return the embedding: every rank has all of it."""
         return self._share.model.embedding
 
     @property
     def bytes_per_step(self) -> int:
-        """See TritonModel: of all ranks."""
+        """See TritonModel: the bytes of all ranks."""
         return self.ranks.size * int(getattr(self._share.model, "bytes_per_step", 0))
 
     def first_layers(self, num_layers: int) -> NoReturn:
-        """Raises ValueError: other ranks would have to compute them, too."""
+        """Raise ValueError: other ranks would have to compute them, too."""
         raise ValueError("tensor_parallel: the first layers alone are not computed together; leave self_draft out")
 
     def open_pool(self, shape: KVShape) -> KVPool:
-        """The engine's pool, of which every rank has its heads. All ranks share its memory; or each has a pool of its own of this
-        shape, and keys and values are moved by `copy_blocks` and `move_slots`.
+        """Return the engine's pool, of which every rank has its heads. All ranks share its memory; or each has a pool of its own
+        of this shape, and keys and values are moved by `copy_blocks` and `move_slots`.
 
-        Raises ValueError for a second one, and when a rank fails."""
+        Raises ValueError for a second pool, and when a rank fails."""
         if self._has_pool:
             raise ValueError("tensor_parallel: the model has a pool already; load it once for each engine")
         self._has_pool = True
@@ -116,11 +116,11 @@ class ParallelModel:
 
     @property
     def shard(self) -> Shard:
-        """Rank 0's."""
+        """Return rank 0's shard."""
         return self._group.shard
 
     def open_copies(self, shape: PiecesShape, fd: int) -> CopyChannel:
-        """Where each rank has a pool: from now on all of them copy their heads to and from pieces in this memory, as they are
+        """Let all ranks, which have a pool each, copy their heads to and from pieces in this memory from now on, as they are
         ordered (staging.py). Raises RankFailed."""
         self._tell(Kind.PIECES, tp_protocol.as_json(asdict(shape)))
         self.ranks.show_fd(fd)
@@ -133,35 +133,35 @@ class ParallelModel:
         return channel
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """The other ranks copy these blocks of their own pools, before the next step. Raises RankFailed."""
+        """Have the other ranks copy these blocks of their own pools, before the next step. Raises RankFailed."""
         self._tell(Kind.COPY, tp_protocol.encode_slots(sources, targets))
 
     def move_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """As `copy_blocks`, for slots: see pdmesh/engine/kv_cache/moves.py."""
+        """Have them copy slots: see `copy_blocks` and pdmesh/engine/kv_cache/moves.py."""
         self._tell(Kind.MOVE, tp_protocol.encode_slots(sources, targets))
 
     def watch(self, on_failure: Callable[[RankFailed], object]) -> None:
-        """`on_failure` hears at once, from some thread, of a rank that ends by itself, also when no step runs."""
+        """Call `on_failure` at once, from some thread, when a rank ends by itself, also when no step runs."""
         self.ranks.watch(partial(_end_exchanges, self._group, on_failure))
 
     def close(self) -> None:
-        """Ends the other ranks and waits for their end; idempotent."""
+        """End the other ranks and wait for their end; idempotent."""
         self.ranks.close()
 
     def _tell(self, kind: Kind, payload: bytes = b"") -> None:
-        """A command to every rank. Raises RankFailed."""
-        self.commands.num_told += 1  # before any rank hears of it: a mark that is made meanwhile lies behind it
+        """Send a command to every rank. Raises RankFailed."""
+        self.commands.num_told += 1  # before any rank gets it: a mark that is made meanwhile lies behind it
         self.ranks.tell(kind, payload)
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """What every rank does. On the way out it is done here, and nothing of it broke. Raises RankFailed."""
+        """Run what every rank does. On exit it is done here, without errors. Raises RankFailed."""
         try:
             yield
             self._group.wait()
         except ExchangeFailed as error:
             raise self.ranks.blame(error) from error
-        self.ranks.check()  # a rank that died lets NCCL end what waits for it, with numbers that are none
+        self.ranks.check()  # when a rank dies NCCL may end exchanges with invalid numbers
 
     def _show(self, fd: int) -> None:
         self.ranks.show_fd(fd)

@@ -1,8 +1,8 @@
-"""What one rank computes of the model, and which heads of a pool it computes on.
+"""A rank's share of the model, and the heads of a pool that it computes on.
 
-A share is a DecoderModel or one on the Triton kernels, whose weights are the rank's own and whose sums meet the others'
-(`collectives.py`). Either takes the pool as `pool_of` shows it. All ranks are told the same steps in the same order, so all of
-them make the same launches: what one records as a graph, with the exchanges in it, every other one records at the same time.
+A share is a DecoderModel or one on the Triton kernels, with the rank's own weights, whose sums are exchanged with the others
+(`collectives.py`). Either takes the pool as `pool_of` shows it. All ranks get the same steps in the same order, so all of
+them make the same launches: when one records a graph, with the exchanges in it, every other rank records it at the same time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Share:
-    """`heads`: those of the pool that `model` is to see; None: it finds its own (`share.py`), or the pool has no others."""
+    """One rank's model. `heads`: those of the pool that `model` sees; None: it selects them itself, or the pool has no others."""
 
     model: DecoderModel | TritonModel
     heads: range | None
@@ -39,31 +39,32 @@ class Share:
         return self.model.config.num_layers
 
     def forward(self, batch: StepBatch, kv: Tensor, signal: LayerReadiness | None = None, hidden: Tensor | None = None) -> Tensor:
-        """See DecoderModel.forward; `kv` as `tp_worker.py` and the engine open it. Of no use on ranks other than 0."""
+        """See DecoderModel.forward; `kv` as `tp_worker.py` and the engine open it. The result is of no use on ranks other than
+        0."""
         return self.model.forward(batch, self.pool_of(kv), signal, hidden)
 
     def prepare_steps(self, kv: Tensor) -> None:
-        """See TritonModel. Every rank at the same time: what is recorded has exchanges in it."""
+        """See TritonModel. Every rank calls it at the same time: the graphs contain exchanges."""
         if not isinstance(self.model, DecoderModel):
             self.model.prepare_steps(self.pool_of(kv))
 
     def prepare_draws(self) -> None:
-        """See TritonModel. Rank 0 alone draws."""
+        """See TritonModel. Only rank 0 samples."""
         if not isinstance(self.model, DecoderModel):
             self.model.prepare_draws()
 
     def pool_of(self, kv: Tensor) -> Tensor:
-        """[..., heads of the pool, head_dim] -> [..., this rank's, head_dim], a view."""
+        """View [..., heads of the pool, head_dim] as [..., this rank's, head_dim]."""
         return kv if self.heads is None else kv.narrow(4, self.heads.start, len(self.heads))
 
 
-# Attention of one rank on a pool that all ranks share: its heads lie among the others'.
+# Attention of one rank on a pool that all ranks share: its heads lie among the others'
 #
 # a slot of the pool    [ head 0 | head 1 | head 2 | head 3 ]        rank 1 of 2 reads and writes heads 2 and 3
 
 
 class SharedPoolAttention(ReferenceAttention):
-    """The reference attention on `heads` of the pool's `num_pool_heads`; `config` is the rank's own."""
+    """Compute the reference attention on `heads` of the pool's `num_pool_heads`; `config` is the rank's own."""
 
     def __init__(self, config: ModelConfig, device: str, heads: range, num_pool_heads: int) -> None:
         super().__init__(config, device)

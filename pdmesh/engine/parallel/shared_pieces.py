@@ -1,4 +1,4 @@
-"""Pieces of one direction in memory of the host that every rank maps, so that each copies its heads of a part to their place.
+"""Pieces of one direction in host memory that every rank maps, so that each copies its heads of a part to their place.
 
 [ piece 0 | its block ids | piece 1 | its block ids | ... ]        each begins a page
 """
@@ -19,7 +19,7 @@ _PORTABLE = 1  # cudaHostRegisterPortable
 
 @dataclass(frozen=True)
 class PiecesShape:
-    """What rank 0 tells of them."""
+    """Describe the pieces to the other ranks."""
 
     num_pieces: int
     piece_bytes: int
@@ -39,10 +39,10 @@ class PiecesShape:
 
 
 class SharedPieces:
-    """One rank's mapping."""
+    """Map the pieces in one rank."""
 
     def __init__(self, shape: PiecesShape, memory: mmap.mmap, device: torch.device) -> None:
-        """Pinned for the device. Raises RuntimeError when the system does not let it be."""
+        """Pin the memory for the device. Raises RuntimeError when the system does not allow it."""
         self._shape = shape
         self._whole: Tensor = torch.frombuffer(memory, dtype=torch.uint8)
         self._is_pinned = device.type == "cuda"
@@ -56,7 +56,7 @@ class SharedPieces:
         return Piece(index, self._whole[begin : begin + size.num_bytes], block_ids)
 
     def close(self) -> None:
-        """No copy may be under way; idempotent. The mapping goes with the last of its pieces."""
+        """Unpin the memory; idempotent. No copy may be under way. It is unmapped with the last of its pieces."""
         if self._is_pinned:
             self._is_pinned = False
             _runtime().cudaHostUnregister(self._whole.data_ptr())

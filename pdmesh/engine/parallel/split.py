@@ -1,4 +1,4 @@
-"""Which part of a model's weights a rank has: pure functions from names and shapes.
+"""The part of a model's weights that a rank has: pure functions from names and shapes.
 
     rows of q, k, v (by heads), gate, up                 each rank has its own outputs: nothing is exchanged behind them
     columns of o, down                                   each rank has its own inputs: the outputs are sums over ranks
@@ -25,28 +25,28 @@ _BY_COLUMNS = frozenset({"o_proj", "down_proj"})
 
 @dataclass(frozen=True)
 class Shard:
-    """Rank `rank` of `size`."""
+    """Identify rank `rank` of `size`."""
 
     rank: int
     size: int
 
     def part(self, total: int) -> range:
-        """Its part of `total` things that `size` divides."""
+        """Return its part of `total` things that `size` divides."""
         count = total // self.size
         return range(self.rank * count, (self.rank + 1) * count)
 
     def vocabulary(self, vocab_size: int) -> range:
-        """Its rows of the output head: as many on every rank, but fewer on the last ones where they do not come out even."""
+        """Return its rows of the output head: as many on every rank, but fewer on the last ones where they are not a multiple."""
         count = self.vocabulary_rows(vocab_size)
         return range(min(self.rank * count, vocab_size), min((self.rank + 1) * count, vocab_size))
 
     def vocabulary_rows(self, vocab_size: int) -> int:
-        """Rows of the head that every rank computes, the last ones' padding included."""
+        """Return the rows of the head that every rank computes, the last ones' padding included."""
         return -(-vocab_size // self.size)
 
 
 def check_degree(degree: int, model: ModelConfig) -> None:
-    """Raises ValueError, naming the field, unless `degree` ranks can share this model."""
+    """Raise ValueError, naming the field, unless `degree` ranks can share this model."""
     for what, count in (("KV heads", model.num_kv_heads), ("intermediate columns", model.intermediate_size)):
         if count % degree:
             heads, columns = model.num_kv_heads, model.intermediate_size
@@ -55,7 +55,7 @@ def check_degree(degree: int, model: ModelConfig) -> None:
 
 
 def shard_config(model: ModelConfig, shard: Shard) -> ModelConfig:
-    """The model as this rank computes it. Its vocabulary is whole: embeddings are."""
+    """Return the model as this rank computes it. Its vocabulary is whole: embeddings are."""
     return replace(
         model,
         num_heads=len(shard.part(model.num_heads)),
@@ -65,13 +65,13 @@ def shard_config(model: ModelConfig, shard: Shard) -> ModelConfig:
 
 
 def num_elements_held(model: ModelConfig, num_elements: int, degree: int, *, one_memory: bool) -> int:
-    """Weights that lie in one memory: of all ranks, or of one. What every rank has is little beside the embeddings."""
+    """Return the weights in one memory: of all ranks, or of one. What every rank has is little beside the embeddings."""
     table = model.vocab_size * model.hidden_size
     return num_elements + (degree - 1) * table if one_memory else (num_elements - table) // degree + table
 
 
 class ShardSource:
-    """A checkpoint as one rank sees it: tensors are already cut, and `config` is what they fit. A WeightSource."""
+    """A checkpoint as one rank sees it: tensors are already cut, and `config` is for them. A WeightSource."""
 
     def __init__(self, source: WeightSource, shard: Shard) -> None:
         self.config = shard_config(source.config, shard)
@@ -84,7 +84,7 @@ class ShardSource:
         return cut(name, self._source.get(name), self._shard)
 
     def get_int4(self, name: str, group: int) -> Int4Weight | None:
-        """None: shards are of floating numbers only."""
+        """Return None: shards are of floating numbers only."""
         return None
 
     def num_elements(self) -> int:
@@ -92,7 +92,7 @@ class ShardSource:
 
 
 def cut(name: str, tensor: Tensor, shard: Shard) -> Tensor:
-    """What this rank has of a tensor. The bias of a sum over ranks is added by rank 0 alone.
+    """Return this rank's part of a tensor. The bias of a sum over ranks is added by rank 0 alone.
 
     Raises ValueError for a shape that cannot be shared.
     """
@@ -109,8 +109,8 @@ def cut(name: str, tensor: Tensor, shard: Shard) -> Tensor:
 
 
 def cut_quantized(name: str, weight: QuantizedWeight, shard: Shard) -> QuantizedWeight:
-    """What this rank has of a quantized tensor. Raises ValueError for a shape that cannot be shared, or groups that a cut would
-    part."""
+    """Return this rank's part of a quantized tensor. Raises ValueError for a shape that cannot be shared, or groups that a cut
+    would split."""
     values = cut(name, weight.values, shard)
     if isinstance(weight, Int4Weight):
         if values.shape[1] % weight.group:
@@ -123,7 +123,7 @@ def cut_quantized(name: str, weight: QuantizedWeight, shard: Shard) -> Quantized
 
 
 def whole_shape(name: str, rows: int, width: int, shard: Shard) -> tuple[int, int]:
-    """Of the weight `name` of which a rank has [rows, width]."""
+    """Return the shape of the weight `name` of which a rank has [rows, width]."""
     _, map_name, _ = ("..." + name).rsplit(".", 2)
     return rows * (shard.size if map_name in _BY_ROWS else 1), width * (shard.size if map_name in _BY_COLUMNS else 1)
 

@@ -1,4 +1,4 @@
-"""The hand-off in and out of pools that ranks have of their own: all ranks fill and empty the pieces of a Staging together.
+"""The hand-off in and out of pools that each rank has: all ranks fill and empty the pieces of a Staging together.
 
 order ─► rank 0: gather heads 0 and 1 ─┐
       ─► rank 1: gather heads 2 and 3 ─┴► [ token: head 0 | 1 | 2 | 3 ]   a shared piece, as transports send it
@@ -24,7 +24,7 @@ from pdmesh.engine.parallel.shared_pieces import PiecesShape, SharedPieces
 
 
 class RanksCopies:
-    """Of one direction. Satisfies pdmesh.engine.kv_cache.copies.Copies; marks are RanksMarks'."""
+    """Copy pieces of one direction on all ranks. Satisfies pdmesh.engine.kv_cache.copies.Copies; marks are GroupEvents'."""
 
     def __init__(self, own: PieceCopies, pieces: SharedPieces, channel: CopyChannel, marks: GroupEvents) -> None:
         self._own, self._pieces, self._channel, self._marks = own, pieces, channel, marks
@@ -58,7 +58,7 @@ class RanksCopies:
 def stage_ranks(
     model: ParallelModel, pool: Tensor, streams: Streams, sizes: Sequence[StagingSizes]
 ) -> tuple[Marks, list[Staging]]:
-    """A Staging for each of `sizes`. pool: rank 0's; streams: of its device. Before the first step, and for one thread.
+    """Return a Staging for each of `sizes`. pool: rank 0's; streams: its device's. Call it before the first step, on one thread.
 
     Raises ValueError for pieces too small for a block of a layer, RankFailed."""
     marks = GroupEvents(streams, model.commands)
@@ -75,5 +75,5 @@ def stage_ranks(
 def _shared_with(model: ParallelModel, shape: PiecesShape, pool: Tensor) -> tuple[SharedPieces, CopyChannel]:
     channels: list[CopyChannel] = []
     memory, fd = sealed_memory("pdmesh-pieces", shape.num_bytes, lambda fd: channels.append(model.open_copies(shape, fd)))
-    os.close(fd)  # all ranks have it, and nobody else is to
+    os.close(fd)  # all ranks have it, and no other process gets it
     return SharedPieces(shape, memory, pool.device), channels[0]

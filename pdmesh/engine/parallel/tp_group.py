@@ -1,7 +1,7 @@
-"""Rank 0's hold on the other ranks: it starts their processes, talks to them, hears of their ends and ends them.
+"""Rank 0's control of the other ranks: it starts their processes, sends commands, is notified of their ends and ends them.
 
-A rank never outlives this process: the kernel ends it with the thread that started it (see rank.py), one thread each that waits
-for its end, and elsewhere than on Linux it sees its socket close.
+A rank never outlives this process: the kernel ends it with the thread that started it (see rank.py), so each has a thread that
+waits for its end; elsewhere than on Linux a rank sees its socket close.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TypeVar
 from pdmesh.engine.parallel import tp_protocol
 from pdmesh.engine.parallel.tp_protocol import Kind, RankFailed
 
-START_TIMEOUT_S = 1800.0  # a large model comes from a slow disk
+START_TIMEOUT_S = 1800.0  # for a large model on a slow disk
 CLOSE_GRACE_S = 3.0
 _NOTICE_S = 2.0  # between the end of a rank's connections and the end of its process
 
@@ -30,12 +30,12 @@ OnFailure = Callable[[RankFailed], None]
 
 
 class TensorParallelGroup:
-    """Ranks 1 to size - 1. Methods are for one thread, but `watch`, `failure`, `fail`, `blame` and `name`."""
+    """Control ranks 1 to size - 1. Methods are for one thread, except `watch`, `failure`, `fail`, `blame` and `name`."""
 
     def __init__(self, size: int, timeout_s: float) -> None:
-        """Starts the processes; they wait for `tell_settings`. `timeout_s` bounds what is said to a rank that should listen.
+        """Start the processes; they wait for `tell_settings`. `timeout_s` bounds sends to a rank that should read.
 
-        Raises RankFailed when the system cannot start them; none is left then."""
+        Raises RankFailed when the system cannot start them; no process is left then."""
         self.size = size
         self.failure: RankFailed | None = None
         self._timeout_s = timeout_s
@@ -52,35 +52,36 @@ class TensorParallelGroup:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of ranks 1, 2, ..."""
+        """Return the process ids of ranks 1, 2, ..."""
         return tuple(rank.process.pid for rank in self._ranks)
 
     def watch(self, on_failure: OnFailure) -> None:
-        """From now on `on_failure` hears at once, from some thread, of a rank that ends by itself."""
+        """Call `on_failure` at once from now on, from some thread, when a rank ends by itself."""
         with self._lock:
             self._on_failure = on_failure
         if self.failure is not None:
             on_failure(self.failure)
 
     def tell_settings(self, settings: Mapping[str, object]) -> None:
-        """Every rank begins to load. Raises RankFailed."""
+        """Have every rank begin to load. Raises RankFailed."""
         for rank in self._ranks:
             content = tp_protocol.as_json({"rank": rank.number, **settings})
             self._bounded(rank, partial(tp_protocol.send, kind=Kind.SETTINGS, payload=content))
 
     def tell(self, kind: Kind, payload: bytes = b"") -> None:
-        """The same to every rank. Raises RankFailed."""
+        """Send the same frame to every rank. Raises RankFailed."""
         self.check()
         for rank in self._ranks:
             self._bounded(rank, partial(tp_protocol.send, kind=kind, payload=payload))
 
     def show_fd(self, fd: int) -> None:
-        """A descriptor for every rank, behind the frame that announces it. Raises RankFailed."""
+        """Send a descriptor to every rank, behind the frame that announces it. Raises RankFailed."""
         for rank in self._ranks:
             self._bounded(rank, lambda sock: tp_protocol.send_fd(sock, fd))
 
     def open_channels(self) -> list[socket.socket]:
-        """One more socket to every rank, behind the frame that announces it; the caller's to close. Raises RankFailed."""
+        """Return one more socket to every rank, sent behind the frame that announces it; the caller closes them. Raises
+        RankFailed."""
         ours: list[socket.socket] = []
         try:
             for rank in self._ranks:
@@ -95,23 +96,23 @@ class TensorParallelGroup:
         return ours
 
     def wait_for(self, kind: Kind) -> None:
-        """Every rank says so, or that and why it failed. Raises RankFailed."""
+        """Wait until every rank has sent `kind`, or the reason of its failure. Raises RankFailed."""
         for rank in self._ranks:
             said, payload = self._bounded(rank, lambda sock: tp_protocol.expect(sock, kind, Kind.FAILED), START_TIMEOUT_S)
             if said is Kind.FAILED:
                 raise RankFailed(f"tensor_parallel: rank {rank.number}: {payload.decode(errors='replace')}")
 
     def check(self) -> None:
-        """Raises RankFailed if a rank has."""
+        """Raise RankFailed if a rank has failed."""
         if self.failure is not None:
             raise self.failure
 
     def name(self, number: int) -> str:
-        """Of rank `number` in what people read."""
+        """Return the name of rank `number` for messages."""
         return self._ranks[number - 1].name
 
     def fail(self, failure: RankFailed) -> None:
-        """From any thread: whoever watches hears of it, unless ranks have failed already or are being ended."""
+        """Report a failure to the watcher, from any thread, unless ranks have failed already or are being ended."""
         with self._lock:
             if self._closing or self.failure is not None:
                 return
@@ -120,14 +121,14 @@ class TensorParallelGroup:
         on_failure(failure)
 
     def blame(self, error: BaseException, work: str = "take part in a step") -> RankFailed:
-        """Why `work` of the ranks broke: the rank that ended, known within moments; else one of them is silent."""
+        """Return why `work` of the ranks broke: the rank that ended, known within moments; else one of them is silent."""
         deadline = time.monotonic() + _NOTICE_S
         while self.failure is None and time.monotonic() < deadline:
             time.sleep(0.01)
         return self.failure or RankFailed(f"tensor_parallel: a rank did not {work}: {error}")
 
     def close(self) -> None:
-        """Ends all ranks and waits until they are gone, whatever state they are in; idempotent."""
+        """End all ranks and wait until they are gone, whatever state they are in; idempotent."""
         self._closing = True
         for rank in self._ranks:
             rank.sock.close()
@@ -145,13 +146,13 @@ class TensorParallelGroup:
             raise self.blame(error) from error
 
     def _note_end(self, rank: _TensorParallelRank, code: int) -> None:
-        """On the rank's thread."""
+        """Report the end of a rank, on the rank's thread."""
         how = f"signal {-code}" if code < 0 else f"code {code}"
         self.fail(RankFailed(f"tensor_parallel: {rank.name} ended with {how}"))
 
 
 class _TensorParallelRank:
-    """One process and our end of its socket."""
+    """Own one process and our end of its socket."""
 
     def __init__(self, number: int, on_end: Callable[[_TensorParallelRank, int], None]) -> None:
         self.number = number
@@ -168,13 +169,13 @@ class _TensorParallelRank:
         return f"rank {self.number} (process {self.process.pid})"
 
     def wait_started(self) -> None:
-        """Raises RankFailed when the system could not start it."""
+        """Raise RankFailed when the system could not start it."""
         self._started.wait()
         if self._error is not None:
             raise RankFailed(f"tensor_parallel: rank {self.number} cannot be started: {self._error}") from self._error
 
     def end(self, deadline: float) -> None:
-        """Waits for its end until `deadline` (monotonic), then makes it."""
+        """Wait for its end until `deadline` (monotonic), then kill it."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             with contextlib.suppress(ProcessLookupError):
@@ -186,7 +187,7 @@ class _TensorParallelRank:
             self.process = subprocess.Popen(
                 _command(self._theirs.fileno()),
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,  # ours is for lines of JSON
+                stdout=subprocess.DEVNULL,  # our standard output is for lines of JSON
                 pass_fds=(self._theirs.fileno(),),
                 env={**os.environ, "PYTHONPATH": _python_path()},
             )
@@ -204,6 +205,6 @@ def _command(fd: int) -> Sequence[str]:
 
 
 def _python_path() -> str:
-    """So that a rank finds this very code, installed or not."""
+    """Return a path on which a rank finds this very code, installed or not."""
     root = str(Path(__file__).resolve().parents[3])
     return os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH", "")) if part)

@@ -1,4 +1,4 @@
-"""What rank 0 tells the others, over a pair of Unix sockets each: frames of a kind, a length and bytes.
+"""The protocol from rank 0 to the others, over a pair of Unix sockets each: frames of a kind, a length and bytes.
 
     rank 0                                                 another rank
     SETTINGS (json) ────────────────────────────────────►  loads its share of the weights
@@ -7,13 +7,13 @@
     POOL (json), on the CPU with the pool's descriptor ─►  maps it, or makes its own on its device
                         ◄───────────────────────── READY
     PREPARE, on a device ───────────────────────────────►  records its graphs, together with rank 0
-    PIECES (json), their memory, a socket ──────────────►  maps it, and takes orders on that socket from now on
+    PIECES (json), their memory, a socket ──────────────►  maps it, and serves orders on that socket from now on
                         ◄───────────────────────── READY
-    STEP, MARKED_STEP (a batch), COPY, MOVE (slots) ────►  no answer: ranks meet in the exchanges of a step
+    STEP, MARKED_STEP (a batch), COPY, MOVE (slots) ────►  no answer: the exchanges of a step synchronize ranks
     on that socket: ORDER ──────────────────────────────►  copies between its pool and a piece (copies.py)
                         ◄──────────────────────── COPIED
 
-A closed socket says that the other end is gone. A batch is int64 numbers end to end: a step costs one write for each rank, and
+A closed socket means that the other end is gone. A batch is int64 numbers end to end: a step costs one write for each rank, and
 reading it makes no copy of its tensors.
 """
 
@@ -37,7 +37,7 @@ _HEADER = struct.Struct("<BQ")
 
 
 class Kind(IntEnum):
-    """Of a frame."""
+    """Kind of a frame."""
 
     SETTINGS = 1
     LOADED = 2
@@ -50,29 +50,29 @@ class Kind(IntEnum):
     MOVE = 9
     PREPARE = 10
     PIECES = 11
-    MARKED_STEP = 12  # one that parts of a hand-off are told of as it runs: each layer is marked
+    MARKED_STEP = 12  # a step with parts of a hand-off: each layer is marked as it runs
     ORDER = 13
     COPIED = 14
 
 
 def send(sock: socket.socket, kind: Kind, payload: bytes = b"") -> None:
-    """Raises OSError, TimeoutError among them, when the other end is gone or takes nothing."""
+    """Send a frame. Raises OSError, TimeoutError among them, when the other end is gone or does not read."""
     sock.sendall(_HEADER.pack(kind, len(payload)) + payload)
 
 
 def as_json(content: Mapping[str, object]) -> bytes:
-    """A payload."""
+    """Return a JSON payload."""
     return json.dumps(content).encode()
 
 
 def receive(sock: socket.socket) -> tuple[Kind, bytearray]:
-    """The next frame. Raises EOFError when the other end is gone, TimeoutError when it says nothing."""
+    """Return the next frame. Raises EOFError when the other end is gone, TimeoutError when it is silent."""
     kind, size = _HEADER.unpack(_read(sock, _HEADER.size))
     return Kind(kind), _read(sock, size)
 
 
 def expect(sock: socket.socket, *kinds: Kind) -> tuple[Kind, bytearray]:
-    """The next frame, which has to be of one of these kinds. Raises ValueError for another, and what `receive` raises."""
+    """Return the next frame, which has to be of one of these kinds. Raises ValueError for another, and what `receive` raises."""
     kind, payload = receive(sock)
     if kind not in kinds:
         raise ValueError(f"a rank heard {kind.name}, not {' or '.join(each.name for each in kinds)}")
@@ -80,12 +80,12 @@ def expect(sock: socket.socket, *kinds: Kind) -> tuple[Kind, bytearray]:
 
 
 def send_fd(sock: socket.socket, fd: int) -> None:
-    """A descriptor, behind the frame that announces it."""
+    """Send a descriptor, behind the frame that announces it."""
     socket.send_fds(sock, [b"\0"], [fd])
 
 
 def receive_fd(sock: socket.socket) -> int:
-    """The caller's to close. Raises EOFError."""
+    """Return a descriptor, which the caller closes. Raises EOFError."""
     data, fds, _, _ = socket.recv_fds(sock, 1, 1, socket.MSG_CMSG_CLOEXEC)
     if not data or len(fds) != 1:
         raise EOFError("rank 0 is gone")
@@ -93,18 +93,18 @@ def receive_fd(sock: socket.socket) -> int:
 
 
 def encode_slots(sources: Sequence[int], targets: Sequence[int]) -> bytes:
-    """Of COPY (blocks) and MOVE (slots)."""
+    """Encode the payload of COPY (blocks) and MOVE (slots)."""
     return array("q", chain(sources, targets)).tobytes()
 
 
 def decode_slots(payload: bytearray) -> tuple[list[int], list[int]]:
-    """(sources, targets)."""
+    """Return (sources, targets)."""
     numbers = memoryview(payload).cast("q").tolist()
     return numbers[: len(numbers) // 2], numbers[len(numbers) // 2 :]
 
 
 def encode_batch(batch: StepBatch) -> bytes:
-    """Of STEP."""
+    """Encode the payload of STEP."""
     counts = array("q", (batch.num_tokens, batch.num_seqs, len(batch.logits_rows), len(batch.tails)))
     counts.extend(map(len, batch.block_tables))
     tensors = (batch.token_ids, batch.positions, batch.slot_mapping, batch.logits_rows)
@@ -118,7 +118,7 @@ def encode_batch(batch: StepBatch) -> bytes:
 
 
 def decode_batch(payload: bytearray) -> StepBatch:
-    """Its tensors are on the CPU and lie in `payload`."""
+    """Decode a batch. Its tensors are on the CPU and lie in `payload`."""
     reader = _Reader(payload)
     num_tokens, num_seqs, num_rows, num_tails = reader.numbers(4)
     table_sizes = reader.numbers(num_seqs)
@@ -136,7 +136,7 @@ def decode_batch(payload: bytearray) -> StepBatch:
 
 
 class _Reader:
-    """Takes int64 numbers out of a payload, one after another."""
+    """Take int64 numbers out of a payload, one after another."""
 
     def __init__(self, payload: bytearray) -> None:
         self._payload, self._view, self._at = payload, memoryview(payload).cast("q"), 0
@@ -168,12 +168,12 @@ def _read(sock: socket.socket, size: int) -> bytearray:
     return data
 
 
-# What can go wrong between the ranks of one engine.
+# Errors between the ranks of one engine
 
 
 class RankFailed(EngineError):
-    """A rank has ended, is silent or could not start. The others wait for it in vain: the process must not go on serving."""
+    """A rank has ended, is silent or could not start. The others wait for it in vain: the process must stop serving."""
 
 
 class ExchangeFailed(EngineError):
-    """An exchange between ranks broke or took too long; who is at fault is not known here."""
+    """An exchange between ranks broke or took too long; which rank is the cause is not known here."""

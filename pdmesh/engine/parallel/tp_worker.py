@@ -1,4 +1,4 @@
-"""What a rank other than 0 does: load, meet, open its pool, then compute every step that rank 0 tells it."""
+"""The work of a rank other than 0: load, join the group, open its pool, then compute every step that rank 0 sends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from pdmesh.engine.parallel.tp_protocol import Kind
 
 
 def follow(sock: socket.socket) -> None:
-    """Raises EOFError when rank 0 is gone, and whatever goes wrong."""
+    """Serve rank 0. Raises EOFError when rank 0 is gone, and whatever fails."""
     settings = _json(sock, Kind.SETTINGS)
     config, shard = EngineConfig(**settings["engine"]), Shard(settings["rank"], settings["size"])
     if config.device == "cuda":
@@ -44,7 +44,7 @@ def follow(sock: socket.socket) -> None:
 
 
 class _Follower:
-    """One that has loaded, met the others and has its pool."""
+    """A rank that has loaded, joined the others and has its pool."""
 
     def __init__(self, sock: socket.socket, share: Share, kv: Tensor, shard: Shard) -> None:
         self._sock, self._share, self._kv, self._shard = sock, share, kv, shard
@@ -55,7 +55,7 @@ class _Follower:
         self._signal.tell_every(1)
 
     def compute(self) -> None:
-        """Until rank 0 is gone."""
+        """Compute steps until rank 0 is gone."""
         kinds = (Kind.STEP, Kind.MARKED_STEP, Kind.COPY, Kind.MOVE, Kind.PREPARE, Kind.PIECES)
         while True:
             kind, payload = tp_protocol.expect(self._sock, *kinds)
@@ -80,7 +80,7 @@ class _Follower:
             move_slots(self._kv, *tp_protocol.decode_slots(payload), "plain")
 
     def _open_copies(self, payload: bytearray) -> None:
-        """One direction of the hand-off: from now on a thread of its own takes orders for it."""
+        """Serve one direction of the hand-off: from now on a thread of its own takes orders for it."""
         shape = PiecesShape(**json.loads(payload))
         memory = _mapped(tp_protocol.receive_fd(self._sock), shape.num_bytes)
         orders = socket.socket(fileno=tp_protocol.receive_fd(self._sock))
@@ -92,7 +92,7 @@ class _Follower:
 
 
 def _open_pool(sock: socket.socket, device: str, *, shares_pool: bool) -> Tensor:
-    """Rank 0's own memory, in which every rank has its heads; or one of our own, with our heads only."""
+    """Map rank 0's own memory, in which every rank has its heads; or open a pool of our own, with our heads only."""
     said = _json(sock, Kind.POOL)
     shape = KVShape(**{**said, "dtype": getattr(torch, said["dtype"])})
     if not shares_pool:
@@ -101,7 +101,7 @@ def _open_pool(sock: socket.socket, device: str, *, shares_pool: bool) -> Tensor
 
 
 def _mapped(fd: int, num_bytes: int) -> mmap.mmap:
-    """Takes the descriptor over."""
+    """Map the memory and close the descriptor."""
     try:
         return mmap.mmap(fd, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
     finally:
@@ -109,6 +109,6 @@ def _mapped(fd: int, num_bytes: int) -> mmap.mmap:
 
 
 def _json(sock: socket.socket, kind: Kind) -> dict[str, Any]:
-    """Not validated: rank 0 runs this very code."""
+    """Read a JSON payload, without validation: rank 0 runs this very code."""
     content: dict[str, Any] = json.loads(tp_protocol.expect(sock, kind)[1])
     return content

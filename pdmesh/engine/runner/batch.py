@@ -1,4 +1,4 @@
-"""What the scheduler gives the model for one step: flat tokens of several sequences, no padding.
+"""The model's input of one step: flat tokens of several sequences, no padding.
 
     tokens        | seq 0 (a decode row) | seq 1 (a chunk of 3) | ...      T tokens in all
     query_starts  0                      1                      4  ...      B + 1 numbers
@@ -15,9 +15,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Tail:
-    """Where the last keys and values of a sequence lie, if not where its block table says.
+    """Say where the last keys and values of a sequence lie, if not where its block table says.
 
-    A drafted tree is the sequence with the chain from the root, and a sequence more for each other branch; nodes of those lie
+    A draft tree is the sequence with the chain from the root, and one more sequence for each other branch; nodes of those lie
     in the slots behind the chain, not at their positions:
 
         slots            ... root  a  b  c | d  e | f             root ── a ── b ── c
@@ -25,8 +25,8 @@ class Tail:
         a branch         ... root  a  d  e                        └──── f
         another          ... root  f
 
-    Slots behind a branch's own, in their group of 16, become zero unless the same step writes them: nothing may lie there that
-    is still needed.
+    Slots behind a branch's own, in their group of 16, become zero unless the same step writes them: they must not hold anything
+    that is still needed.
     """
 
     first: int  # position of the first token that lies elsewhere
@@ -35,16 +35,16 @@ class Tail:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One step's work. T tokens of B sequences; R of the tokens need logits. Its tensors are in host memory."""
+    """Hold one step's work: T tokens of B sequences; R of the tokens need logits. Its tensors are in host memory."""
 
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64, from 0 in each sequence
     slot_mapping: Tensor  # [T] int64: the slot where a token's keys and values are written
     query_starts: list[int]  # B + 1: sequence b owns tokens query_starts[b] to query_starts[b + 1]
     context_lens: list[int]  # B: tokens visible to the sequence's last query, itself included
-    block_tables: list[list[int]]  # B: block ids, at least ceil(context_len / block_size) of them, less what is in a tail
+    block_tables: list[list[int]]  # B: block ids, at least ceil(context_len / block_size) of them, without what is in a tail
     logits_rows: Tensor  # [R] int64: the tokens (rows of T) whose logits are needed
-    tails: dict[int, Tail] = field(default_factory=dict)  # by sequence, of those that have one
+    tails: dict[int, Tail] = field(default_factory=dict)  # by index of the sequence, for those that have one
 
     def __post_init__(self) -> None:
         for index, tail in self.tails.items():

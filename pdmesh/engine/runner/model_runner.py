@@ -1,7 +1,7 @@
-"""From a plan to drawn tokens: block copies, one forward pass, one draw per choice that reached its end.
+"""The model runner turns a SchedulerOutput into drawn tokens: block copies, one forward pass, one draw per choice at its end.
 
-A piece with a draft draws once behind its last known token and once behind each drafted one, all with the noise of their own
-places; which of the draws count is known when they are compared with the draft (`Verified`).
+A scheduled sequence with a draft draws once behind its last known token and once behind each draft token, all with the noise of
+their own positions; comparing the draws with the draft decides which of them count (`Verified`).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _HOST = torch.device("cpu")
 
 
 class ForwardModel(Protocol):
-    """What the runner needs of a model."""
+    """The methods of a model that the runner needs."""
 
     def forward(self, batch: StepBatch, kv: Tensor, signal: LayerReadiness | None = None, hidden: Tensor | None = None) -> Tensor:
-        """Writes the KV of the batch's T tokens into `kv`, telling `signal` of each layer; logits [R, vocab] float32.
+        """Write the KV of the batch's T tokens into `kv`, notifying `signal` of each layer; return logits [R, vocab] float32.
 
         `hidden` [R, hidden_size] float32 is filled with the hidden states, before the final norm, that the logits come from.
         """
@@ -42,13 +42,13 @@ class ForwardModel(Protocol):
 
 
 class TokenSampler(Protocol):
-    """What the runner needs of a sampler: see pdmesh/engine/sampling/sampler.py."""
+    """The methods of a sampler that the runner needs: see pdmesh/engine/sampling/sampler.py."""
 
     def sample(self, logits: Tensor, rows: list[SampleRow]) -> list[SampledToken]: ...
 
 
 class OtherPools(Protocol):
-    """Pools of other processes in which the same is to happen as in the runner's: see pdmesh/engine/parallel/model.py."""
+    """Pools of other processes that repeat copies in the runner's: see pdmesh/engine/parallel/model.py."""
 
     def copy_blocks(self, sources: Sequence_[int], targets: Sequence_[int]) -> None: ...
     def move_slots(self, sources: Sequence_[int], targets: Sequence_[int]) -> None: ...
@@ -56,7 +56,7 @@ class OtherPools(Protocol):
 
 @dataclass(frozen=True)
 class SampledOutput:
-    """New tokens of one choice: one, or one more than were kept of its draft."""
+    """Hold new tokens of one choice: one, or one more than were accepted of its draft."""
 
     choice: int
     tokens: tuple[SampledToken, ...]
@@ -65,7 +65,7 @@ class SampledOutput:
 
 
 class ModelRunner:
-    """Runs one model on one KV pool tensor [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]."""
+    """Run one model on one KV pool tensor [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class ModelRunner:
         arrangement: str = "plain",
         others: OtherPools | None = None,
     ) -> None:
-        """`hidden_size`: of the hidden states that each draw is to bring along; None: nobody wants them. `arrangement`: of the
+        """`hidden_size` of the hidden states that each draw returns; None: they are not needed. `arrangement` of the
         pool, see kvtransfer/conversion.py. `others`: pools that have to follow this one."""
         self._others = others
         self._arrangement = arrangement
@@ -92,8 +92,8 @@ class ModelRunner:
     def run(
         self, plan: SchedulerOutput, signal: LayerReadiness | None = None, *, keep_hidden: bool = True
     ) -> dict[Sequence, list[SampledOutput]]:
-        """Computes the plan's pieces; the draws of the sequences that reach their end. `keep_hidden`: somebody wants hidden
-        states of this step, if anybody ever does."""
+        """Compute the scheduled sequences; return the draws of those that reach their end. `keep_hidden`: the hidden states of
+        this step are needed, if they are ever."""
         pieces = plan.pieces
         self.copy_blocks(pieces)
         batch = self.batch_of(pieces)
@@ -107,11 +107,11 @@ class ModelRunner:
         return self._kv
 
     def batch_of(self, pieces: list[ScheduledSequence]) -> StepBatch:
-        """In host memory: a model packs it, so that one copy goes to its device and nothing waits for it."""
+        """Return the batch in host memory: a model packs it, so that one copy goes to its device and nothing waits for it."""
         return build_batch(pieces, self._kv.shape[3], _HOST)
 
     def copy_blocks(self, pieces: list[ScheduledSequence]) -> None:
-        """What is due before the pieces write."""
+        """Copy the blocks that have to be copied before the step writes."""
         copies = [copy for piece in pieces for copy in piece.copies]
         if copies:
             # All sources are read before any target is written: a source may have been freed and be a target by now.
@@ -123,8 +123,8 @@ class ModelRunner:
     def _draw(
         self, pieces: list[ScheduledSequence], logits: Tensor, hidden: Tensor | None
     ) -> dict[Sequence, list[SampledOutput]]:
-        """`logits` [R, vocab], `hidden` [R, hidden_size]: for each piece that draws a row behind its last known token, then one
-        behind each token of its draft; the choices of a trunk draw from the same row."""
+        """Draw from `logits` [R, vocab], `hidden` [R, hidden_size]: each scheduled sequence that draws has a row behind its last
+        known token, then one behind each token of its draft; the choices of a trunk draw from the same row."""
         drawing = [piece for piece in pieces if _draws(piece)]
         if not drawing:
             return {}
@@ -140,8 +140,8 @@ class ModelRunner:
         return draws
 
     def _draw_of(self, owner: _Owner, drawn: list[SampledToken], states: Sequence_[Tensor] | None) -> SampledOutput:
-        """`drawn`: from all rows of the owner's piece; `states`: the rows of `hidden`. Moves what is kept to where the
-        block table says."""
+        """Return the output of `drawn`, from all rows of the owner's sequence; `states` are the rows of `hidden`. Moves the KV of
+        accepted tokens to where the block table says."""
         piece = owner.piece
         if len(piece.sequence.choices) > 1:
             return SampledOutput(owner.choice, (drawn[0],))
@@ -151,7 +151,7 @@ class ModelRunner:
         return SampledOutput(owner.choice, tuple([drawn[row] for row in verified.rows]), verified, last)
 
     def _move_kept(self, piece: ScheduledSequence, verified: Verified) -> None:
-        """A token's KV lies where it stands in the draft; on the first branch that is its place in the sequence."""
+        """Move KV from a token's position in the draft; on the first branch that is its position in the sequence."""
         moves = [(node, place) for place, node in enumerate(verified.kept) if node != place]
         if moves:
             first, block_size = piece.sequence.num_computed + piece.num_tokens, self._kv.shape[3]
@@ -179,7 +179,7 @@ class ModelRunner:
 
 
 class _Owner(NamedTuple):
-    """Who draws from a row of logits: a choice, behind its last known token (`node` ROOT) or behind one of its draft's."""
+    """The owner of a row of logits: a choice, behind its last known token (`node` ROOT) or behind one of its draft's."""
 
     row: int
     piece: ScheduledSequence
@@ -189,20 +189,20 @@ class _Owner(NamedTuple):
 
 
 def _owners(drawing: list[ScheduledSequence]) -> Iterator[_Owner]:
-    """A choice's owners stand together, the root first. What a grammar allows is found here: on an accelerator the forward pass,
-    which was only launched, still runs meanwhile."""
+    """Yield the owners of rows; those of a choice are consecutive, the root first. The tokens that a grammar allows are found
+    here: on an accelerator the forward pass, which was only launched, still runs meanwhile."""
     row = 0
     for piece in drawing:
         allowed = allowed_on_tree(piece.sequence, piece.draft)
-        for choice in piece.sequence.choices_to_draw:  # those that have not parted share what is allowed
+        for choice in piece.sequence.choices_to_draw:  # choices that still share a sequence share what is allowed
             for node in range(ROOT, len(piece.draft)):
                 yield _Owner(row + 1 + node, piece, choice, node, allowed[node + 1])
         row += 1 + len(piece.draft)
 
 
 def build_batch(pieces: list[ScheduledSequence], block_size: int, device: torch.device) -> StepBatch:
-    """The flat batch of a plan's pieces, in their order. A draft's first branch goes on behind the known tokens; each other
-    branch is a sequence of its own, whose last keys lie where its tokens stand in the draft."""
+    """Return the flat batch of scheduled sequences, in their order. A draft's first branch follows the known tokens; each
+    other branch is a sequence of its own, whose last keys lie at its tokens' positions in the draft."""
     parts = [part for piece in pieces for part in _parts(piece, block_size)]
     query_starts = [0, *accumulate(len(part.token_ids) for part in parts)]
     return StepBatch(
@@ -222,13 +222,13 @@ def build_batch(pieces: list[ScheduledSequence], block_size: int, device: torch.
 
 
 class _Part(NamedTuple):
-    """Tokens of a piece that follow one another: one sequence of the batch."""
+    """Consecutive tokens of a scheduled sequence: one sequence of the batch."""
 
     token_ids: Sequence_[int]
     slots: list[int]
     context_len: int
     blocks: list[int]
-    num_draws: int  # so many of its last tokens
+    num_draws: int  # how many of its last tokens draw
     tail: Tail | None = None
 
 

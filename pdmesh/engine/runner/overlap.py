@@ -1,24 +1,25 @@
-"""The next decode step is on the device before anybody has seen this one's tokens.
+"""Overlap scheduling: the next decode step is launched before this one's tokens are read.
 
     device   | step n        | step n + 1    | step n + 2    |          one after the other, without a gap
-    host       launch n + 1 ─┤ wait for n, give out its tokens, take commands, launch n + 2 ─┤ wait for n + 1 ...
+    host       launch n + 1 ─┤ wait for n, return its tokens, run commands, launch n + 2 ─┤ wait for n + 1 ...
 
 A decode step needs of the step before it only the tokens, and those lie on the device. Everything else is known: a sequence gets
 one token more, in the next slot of its blocks. So step n + 1 is planned when step n is launched, for the same sequences less
-those whose last token n draws; the scheduler is asked again when that stretch ends.
+those whose last token n draws; the scheduler is asked again when a step cannot be planned so.
 
-What is found out too late. A sequence that ended with a token (or was released) has its row computed once more, for nobody: its
-draw is dropped. The row writes one slot of a block that the sequence held when it was launched; whoever gets that block next
-writes to it by launches behind this one. Who writes to it otherwise must not do so under a step: what arrives from another worker
-waits for a mark behind all that was launched when its blocks were given away (`pdmesh/engine/kv_cache/staging.py`,
+What is found out too late: a sequence that ended with a token (or was released) has its row computed once more in vain: its
+draw is dropped. The row writes one slot of a block that the sequence held when it was launched; launches behind this one write
+the block's next content. Other writers must not write under a step: what arrives from another worker
+waits for a mark behind all that was launched when its blocks were freed (`pdmesh/engine/kv_cache/staging.py`,
 `kvtransfer/receiver/push.py`).
 
-Who comes meanwhile waits for the step that is under way, as always, and for one more. No step is launched ahead while prompts are
-computed in the middle, since the scheduler says how much of them; behind their last tokens one is. Nor while somebody waits whom
-the scheduler has not refused yet. Whom it has, for want of blocks, waits for somebody to leave: until then he is refused again.
+A request that arrives meanwhile waits for the step that is under way, as always, and for one more. No step is launched ahead
+while prompts are computed in the middle, since the scheduler decides how much of them; behind their last tokens one is. Nor while
+a request waits that the scheduler has not refused yet. One that it has refused, for want of blocks, waits until another sequence
+leaves.
 
-What a draw needs of the tokens before it is counted on the device (penalties), and what is told of it besides is worked out there
-(log-probabilities). A grammar is the host's: where one of the sequences has one, no step is ahead.
+The token counts that a draw needs are kept on the device (penalties), and its log-probabilities are computed there. Grammars run
+on the host: where one of the sequences has one, no step is ahead.
 """
 
 from __future__ import annotations
@@ -49,30 +50,30 @@ class Drawing(Protocol):
     tokens: Tensor  # [R] int32, on the device
 
     def finish(self) -> list[SampledToken]:
-        """Waits for them, and for nothing behind them."""
+        """Wait for these draws, and for nothing behind them."""
         ...
 
 
 class OverlapModel(ForwardModel, Protocol):
-    """A model whose decode steps take tokens that the host has not seen: token -1 - r is what row r of the last draws drew."""
+    """A model whose decode steps take tokens that the host has not read: token -1 - r is what row r of the last draws drew."""
 
     def is_graph_step(self, batch: StepBatch, kv: Tensor) -> bool:
-        """Whether `forward` takes this batch so."""
+        """Return whether `forward` takes this batch that way."""
         ...
 
     def keep_drawn(self, tokens: Tensor) -> None:
-        """Of the last draws, for the next step."""
+        """Keep the last draws for the next step."""
         ...
 
 
 class OverlapSampler(Protocol):
     def start(self, logits: Tensor, rows: list[SampleRow], unseen: Unseen | None = None) -> Drawing:
-        """`unseen`: one token of each row beyond its `output`."""
+        """Launch draws. `unseen`: one token of each row beyond its `output`."""
         ...
 
 
 class _Refused(NamedTuple):
-    """Who waits first, and why the scheduler would not take him now either: nobody left, no block came free."""
+    """The first waiting request, and why the scheduler would still refuse it: no sequence left, and no block became free."""
 
     first: Sequence
     running: frozenset[Sequence]
@@ -95,7 +96,7 @@ class _InFlightStep:
 
 
 class OverlapScheduler:
-    """Runs plans as a ModelRunner does. For one engine, on its thread."""
+    """Run plans like a ModelRunner. For one engine, on its thread."""
 
     def __init__(
         self,
@@ -113,12 +114,13 @@ class OverlapScheduler:
         self._scheduler, self._allocator = scheduler, allocator
         self._budget, self._max_context, self._eos_token_ids = max_num_batched_tokens, max_context, eos_token_ids
         self._flight: _InFlightStep | None = None
-        self._plan: SchedulerOutput | None = None  # of the flight
+        self._plan: SchedulerOutput | None = None  # the plan of the step in flight
         self._refused: _Refused | None = None
-        self.num_ahead = 0  # steps that were launched before the tokens that they continue were seen
+        self.num_ahead = 0  # steps that were launched before the tokens that they continue were read
 
     def planned(self) -> SchedulerOutput | None:
-        """The step that is under way, for those of its sequences that still run; None: there is none, ask the scheduler."""
+        """Return the step that is under way, for those of its sequences that still run; None: there is none, so ask the
+        scheduler."""
         if self._flight is None:
             return None
         running = set(self._scheduler.running)
@@ -133,7 +135,7 @@ class OverlapScheduler:
 
     @torch.inference_mode()
     def run(self, plan: SchedulerOutput, signal: LayerReadiness | None = None) -> dict[Sequence, list[SampledOutput]]:
-        """As ModelRunner.run. Launches the plan unless it is under way, then the step behind it; then waits."""
+        """Run like ModelRunner.run: launch the plan unless it is under way, then the step behind it; then wait."""
         if plan is self._plan:
             flight = self._flight
         else:
@@ -147,7 +149,7 @@ class OverlapScheduler:
         return {piece.sequence: draws[piece.sequence] for piece in plan.pieces}
 
     def _refusal(self, plan: SchedulerOutput) -> _Refused | None:
-        """Of a plan of the scheduler's: None unless it tried to take somebody, and had no blocks for him."""
+        """Return the refusal of a plan of the scheduler's: None unless it tried to admit a request, and had no blocks for it."""
         if not self._scheduler.waiting or plan.budget <= 0 or plan.preempted:
             return None
         return self._circumstances()
@@ -157,7 +159,7 @@ class OverlapScheduler:
         return _Refused(scheduler.waiting[0], frozenset(scheduler.running), self._allocator.pool.num_free)
 
     def _launched(self, plan: SchedulerOutput) -> _InFlightStep | None:
-        """None: not a step that another could follow unseen."""
+        """Launch the plan; None: no step could follow it without its tokens."""
         pieces = plan.pieces
         if not all(piece.reaches_end and not piece.draft and _is_simple(piece) for piece in pieces):
             return None
@@ -167,7 +169,8 @@ class OverlapScheduler:
         return self._fly(batch, sequences, [len(sequence.output) for sequence in sequences])
 
     def _next(self, flight: _InFlightStep, plan: SchedulerOutput) -> _InFlightStep | None:
-        """The step behind a flight whose tokens nobody has seen, if everybody who could be in it is, and has room."""
+        """Launch the step behind a flight whose tokens are not read yet, if it has all sequences that could be in it, and their
+        blocks."""
         staying = [piece for piece in plan.pieces if not self._is_last(piece.sequence)]
         if not staying or not set(self._scheduler.running) <= {piece.sequence for piece in plan.pieces}:
             return None
@@ -200,9 +203,9 @@ class OverlapScheduler:
         return _InFlightStep(sequences, drawing)
 
     def _is_last(self, sequence: Sequence) -> bool:
-        """Whether the choice ends with the token that is drawn now, whatever it is."""
+        """Return whether the choice ends with the token that is drawn now, whatever it is."""
         request = sequence.group.request
-        output = [*sequence.output, -1]  # no token that could stop it
+        output = [*sequence.output, -1]  # a token that cannot stop it
         reason = finish_reason(
             request.sampling,
             prompt_length=len(request.prompt),
@@ -213,14 +216,15 @@ class OverlapScheduler:
         return reason is not None
 
     def _extended(self, pieces: list[ScheduledSequence]) -> list[ScheduledSequence] | None:
-        """Blocks for one token behind those that are computed now, so that nobody lacks one for it; None: there is no room."""
+        """Return the scheduled sequences with blocks for one token behind those that are computed now; None: there are not enough
+        blocks."""
         num_missing = sum(self._allocator.num_missing(piece.sequence, piece.num_tokens + 1) for piece in pieces)
         if num_missing + len(pieces) > self._allocator.pool.num_free:
             return None
         return [replace(piece, copies=self._allocator.extend(piece.sequence, piece.num_tokens + 1)) for piece in pieces]
 
     def _batch(self, pieces: list[ScheduledSequence], rows: dict[Sequence, int]) -> StepBatch:
-        """Each sequence's token behind those of its piece, which row `rows[sequence]` draws."""
+        """Return a batch of each sequence's token behind those that are computed now, which row `rows[sequence]` draws."""
         block_size, sequences = self._kv.shape[3], [piece.sequence for piece in pieces]
         positions = [piece.sequence.num_computed + piece.num_tokens for piece in pieces]
         tables = [s.block_ids[: p // block_size + 1] for s, p in zip(sequences, positions, strict=True)]
@@ -242,20 +246,21 @@ class OverlapScheduler:
             choice=sequence.choices[0],
             index=index,
             prompt=request.prompt,
-            output=sequence.output,  # as far as it is known; the rest is `Unseen`
+            output=sequence.output,  # the known part; the rest is `Unseen`
             eos_token_ids=self._eos_token_ids,
             owner=sequence,
         )
 
 
 def _is_simple(piece: ScheduledSequence) -> bool:
-    """Whether the next token asks nothing of the host: no grammar, nobody who reads the blocks, one choice."""
+    """Return whether the next token needs nothing of the host: no grammar, no reader of the blocks, one choice."""
     sequence, request = piece.sequence, piece.sequence.group.request
     return len(sequence.choices) == 1 and request.grammar is None and not request.prefill_only and _is_penalized_alike(sequence)
 
 
 def _is_penalized_alike(sequence: Sequence) -> bool:
-    """Two of the penalties begin with the second token: not before the first is known."""
+    """Return whether penalties of the next token are known: two of them begin with the second token, not before the first is
+    known."""
     params = sequence.group.request.sampling
     return bool(sequence.output) or not (params.presence_penalty or params.frequency_penalty)
 
@@ -268,7 +273,7 @@ def overlap_scheduler(
     allocator: BlockAllocator,
     config: EngineConfig,
 ) -> OverlapScheduler | None:
-    """None: nobody wants it, or the model is none whose device could go on by itself."""
+    """Return the overlap scheduler; None: it is switched off, or the model does not support it."""
     if not config.steps_ahead or not loaded.runs_ahead:
         return None
     return OverlapScheduler(

@@ -18,7 +18,7 @@ _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def gumbel(seed: int, choice: int, index: int, token_ids: Tensor) -> Tensor:
-    """token_ids [N] int64 -> standard Gumbel noise [N] float32, one value per token id.
+    """Return standard Gumbel noise [N] float32 for token_ids [N] int64, one value per token id.
 
     u: 32 high bits x of the mixed counter give v = (x + 0.5) * 2^-32 in (0, 1); E = -log1p(-v) is exponential, -log E is Gumbel.
     Values end at about 22.9 (32 bits). In float32 the few v that round to 1 give E = inf and noise -inf: never drawn.
@@ -29,8 +29,8 @@ def gumbel(seed: int, choice: int, index: int, token_ids: Tensor) -> Tensor:
 
 
 def gumbel_array(seed: int, choice: int, index: int, token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
-    """`gumbel` in NumPy, up to its rounding: for estimates. Torch shares out arrays of this size over threads, which take longer
-    to wake up than to compute while those of the model's step wait for them."""
+    """Compute `gumbel` in NumPy, up to its rounding: for estimates. Torch splits arrays of this size over threads, which take
+    longer to wake up than to compute while those of the model's step wait for them."""
     first, second = _keys(seed, choice, index)
     x = (token_ids.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
     x = _mix_array(_mix_array(x + np.uint64(first)) ^ np.uint64(second))
@@ -47,7 +47,7 @@ def _mix_array(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def random_bits(seed: int, choice: int, index: int, token_ids: Tensor) -> Tensor:
-    """token_ids [N] int64 -> [N] int64 in [0, 2^32): the 32 high bits of the mixed counter."""
+    """Return [N] int64 in [0, 2^32) for token_ids [N] int64: the 32 high bits of the mixed counter."""
     first, second = _keys(seed, choice, index)
     x = (token_ids + 1) * _signed(_GOLDEN)
     x = _mix(x.add_(_signed(first)))
@@ -56,11 +56,11 @@ def random_bits(seed: int, choice: int, index: int, token_ids: Tensor) -> Tensor
 
 
 def _keys(seed: int, choice: int, index: int) -> tuple[int, int]:
-    """Two 64-bit keys, one for each round, from the three counters."""
+    """Return two 64-bit keys, one for each round, from the three counters."""
     key = _mix_int(seed & _MASK)
     key = _mix_int((key + _GOLDEN * (choice + 1)) & _MASK)
     key = _mix_int((key + _GOLDEN * (index + 1)) & _MASK)
-    # Not from key + a multiple of _GOLDEN: token ids walk those values, and one of them would cancel the second round.
+    # Not from key + a multiple of _GOLDEN: token ids take those values, and one of them would cancel the second round.
     return key, _mix_int(key ^ _SECOND)
 
 
@@ -71,14 +71,14 @@ def _mix_int(x: int) -> int:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """The same on int64, in place: products wrap as unsigned ones do."""
+    """Mix int64 in place: products wrap like unsigned ones."""
     x.bitwise_xor_(_shift_right(x, 30)).mul_(_signed(_MIX_1))
     x.bitwise_xor_(_shift_right(x, 27)).mul_(_signed(_MIX_2))
     return x.bitwise_xor_(_shift_right(x, 31))
 
 
 def _shift_right(x: Tensor, count: int) -> Tensor:
-    """Logical shift: torch's keeps the sign, so what it shifts in is masked off."""
+    """Shift logically: torch's shift keeps the sign, so the bits that it shifts in are masked off."""
     return torch.bitwise_right_shift(x, count).bitwise_and_(2 ** (64 - count) - 1)
 
 

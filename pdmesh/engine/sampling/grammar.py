@@ -1,8 +1,8 @@
-"""What the engine needs of a constraint on the output. Who calls it compiles grammars (pdmesh/text/grammar.py); here are tokens
-only.
+"""The engine's interface to a constraint on the output. Its caller compiles grammars (pdmesh/text/grammar.py); this module has
+tokens only.
 
-Where a choice is in its grammar is a function of its output alone. So nothing but the tokens travels: after a hand-off, a
-resubmission or a preemption the same tokens lead to the same place, and the same tokens come next.
+The state of a choice in its grammar is a function of its output alone. So only tokens are transferred: after a hand-off, a
+resubmission or a preemption the same tokens lead to the same state, and the same tokens come next.
 """
 
 from __future__ import annotations
@@ -17,45 +17,47 @@ Bits = NDArray[np.uint32]  # [ceil(vocabulary / 32)]: token t is bit t % 32 of w
 
 
 class Matcher(Protocol):
-    """Where one choice is in its grammar."""
+    """The state of one choice in its grammar."""
 
     @property
     def forced(self) -> int | None:
-        """The token that comes next, where the grammar leaves no choice; end-of-sequence where it is complete or has failed."""
+        """Return the token that comes next, where the grammar leaves no choice; end-of-sequence where it is complete or has
+        failed."""
         ...
 
     @property
     def failed(self) -> bool:
-        """The grammar cannot be followed any further: too complex, a dead end, or a token that it does not allow was taken."""
+        """Return whether the grammar cannot be followed any further: too complex, a dead end, or a token that it does not allow
+        was taken."""
         ...
 
     def take(self, token_id: int) -> None:
-        """The output goes on with this token."""
+        """Continue the output with this token."""
         ...
 
     def copy(self) -> Matcher:
-        """At the same place, and on its own from here: much less work than to take all tokens again."""
+        """Return an independent copy in the same state: much less work than taking all tokens again."""
         ...
 
     def allowed(self) -> Bits:
-        """The tokens that may come next, at least one; only `forced` if there is one."""
+        """Return the tokens that may come next, at least one; only `forced` if there is one."""
         ...
 
     def num_possible(self, token_ids: Sequence[int]) -> int:
-        """How many of these tokens, from the first on, may come one after the other. Much less work than `allowed` behind each,
-        and a little less strict: of several ways to spell a text that is forced it takes any."""
+        """Return how many of these tokens, from the first on, may come one after the other. Much less work than `allowed` behind
+        each, and a little less strict: of several ways to spell a forced text it accepts any."""
         ...
 
 
 class MatcherTree:
-    """A matcher behind an output, and those behind guesses of how the output goes on: each place is found once."""
+    """Hold the matcher behind an output, and those behind draft tokens: each state is found once."""
 
     def __init__(self, here: Matcher) -> None:
         self.here = here
-        self._ahead: dict[tuple[int, ...], Matcher] = {}  # by the tokens that lead there from here
+        self._ahead: dict[tuple[int, ...], Matcher] = {}  # by the tokens that lead there from the output
 
     def behind(self, guessed: tuple[int, ...]) -> Matcher:
-        """Where these tokens would lead. The matcher stays here's: nobody else may move it."""
+        """Return the matcher behind these tokens. It belongs to this tree: callers must not advance it."""
         if not guessed:
             return self.here
         known = self._ahead.get(guessed)
@@ -65,7 +67,7 @@ class MatcherTree:
         return known
 
     def take(self, token_id: int) -> None:
-        """The output goes on with this token: guesses that began with it are that much nearer, others are forgotten."""
+        """Continue the output with this token: matchers behind drafts that began with it are kept, others are dropped."""
         guessed = self._ahead.get((token_id,))
         if guessed is None:
             self.here.take(token_id)
@@ -75,15 +77,15 @@ class MatcherTree:
 
 
 class Grammar(Protocol):
-    """A compiled constraint. Shared by requests and threads."""
+    """A compiled constraint, shared by requests and threads."""
 
     @property
     def vocab_size(self) -> int: ...
 
     def matcher(self) -> Matcher:
-        """At the beginning of an output."""
+        """Return a matcher at the beginning of an output."""
         ...
 
     def first_stray(self, output: Sequence[int]) -> int | None:
-        """The index of the first token of `output` that does not follow the grammar; None if all do."""
+        """Return the index of the first token of `output` that does not follow the grammar; None if all do."""
         ...

@@ -1,4 +1,4 @@
-"""From logits to tokens.
+"""Sampling: from logits to tokens.
 
 A draw is the Gumbel-max trick with counter-based noise (pdmesh/engine/sampling/counter_rng.py): token = argmax(logits /
 temperature + noise). It has the distribution softmax(logits / temperature) and needs no state: the same (seed, choice, index)
@@ -20,7 +20,7 @@ from pdmesh.engine.request import SamplingParams, end_tokens
 from pdmesh.engine.sampling.counter_rng import gumbel
 from pdmesh.engine.sampling.grammar import Bits
 
-# What changes a row of logits before a token is drawn, in this order:
+# Functions that change a row of logits before a token is drawn, in this order:
 # grammar, penalties, minimum length, temperature, top-k, top-p, min-p.
 #
 # Each function takes and returns one row [V] float32 and sees nothing else, so a row's result cannot depend on other rows.
@@ -30,14 +30,14 @@ HIDDEN = float("-inf")
 
 
 def keep_allowed(row: Tensor, allowed: Bits) -> Tensor:
-    """Hides the tokens whose bit is not set."""
+    """Mask the tokens whose bit is not set."""
     bits = np.unpackbits(allowed.view(np.uint8), count=row.shape[0], bitorder="little")
     return row.masked_fill(torch.from_numpy(bits).to(row.device) == 0, HIDDEN)
 
 
 def penalize(row: Tensor, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]) -> Tensor:
-    """Repetition penalty over prompt and output (Keskar et al., CTRL, 2019; as in transformers), then presence and frequency
-    penalties over the output (OpenAI's definition). Returns the row itself when all are neutral."""
+    """Apply the repetition penalty over prompt and output (Keskar et al., CTRL, 2019; as in transformers), then presence and
+    frequency penalties over the output (OpenAI's definition). Returns the row itself when all are neutral."""
     if params.repetition_penalty != 1.0:
         ids = torch.unique(torch.tensor([*prompt, *output], dtype=torch.int64, device=row.device))
         seen = row[ids]
@@ -49,18 +49,18 @@ def penalize(row: Tensor, params: SamplingParams, prompt: Sequence[int], output:
 
 
 def forbid(row: Tensor, token_ids: Collection[int]) -> Tensor:
-    """A copy without the given tokens; ids outside the vocabulary are nobody's."""
+    """Return a copy without the given tokens; ids outside the vocabulary are ignored."""
     ids = [token for token in sorted(token_ids) if token < row.shape[0]]
     return row.index_fill(0, torch.tensor(ids, dtype=torch.int64, device=row.device), HIDDEN)
 
 
 def apply_temperature(row: Tensor, temperature: float) -> Tensor:
-    """The highest becomes 0 first, so that no temperature, however small, overflows to infinity minus infinity."""
+    """Scale the row. The highest becomes 0 first, so that no temperature, however small, gives infinity minus infinity."""
     return (row - row.max()) / temperature
 
 
 def keep_top_k(row: Tensor, top_k: int) -> Tensor:
-    """Hides what is less likely than the k-th; equals of the k-th stay, as in transformers."""
+    """Mask what is less likely than the k-th; equals of the k-th stay, as in transformers."""
     if not 0 < top_k < row.shape[0]:
         return row
     threshold = row.topk(top_k).values[-1]
@@ -68,7 +68,8 @@ def keep_top_k(row: Tensor, top_k: int) -> Tensor:
 
 
 def keep_top_p(row: Tensor, top_p: float) -> Tensor:
-    """The smallest set of likeliest tokens with probability p or more (Holtzman et al., 2019); among equals the lowest ids."""
+    """Keep the smallest set of likeliest tokens with probability p or more (Holtzman et al., 2019); among equals the lowest
+    ids."""
     if top_p >= 1.0:
         return row
     probabilities = row.softmax(-1)
@@ -82,7 +83,7 @@ def keep_top_p(row: Tensor, top_p: float) -> Tensor:
 
 
 def keep_min_p(row: Tensor, min_p: float) -> Tensor:
-    """Hides tokens whose probability is less than min_p times the likeliest one's (Nguyen et al., 2024)."""
+    """Mask tokens whose probability is less than min_p times the likeliest one's (Nguyen et al., 2024)."""
     if min_p <= 0.0:
         return row
     probabilities = row.softmax(-1)
@@ -91,33 +92,33 @@ def keep_min_p(row: Tensor, min_p: float) -> Tensor:
 
 @dataclass(frozen=True)
 class SampleRow:
-    """What one row of logits is for."""
+    """Describe what one row of logits is for."""
 
     params: SamplingParams
     choice: int
-    index: int  # of the token to draw, in the choice's output
+    index: int  # index of the token to draw in the choice's output
     prompt: Sequence[int]
     output: Sequence[int]  # tokens before `index`
     eos_token_ids: frozenset[int]
     allowed: Bits | None = None  # tokens that the request's grammar allows; None without one
-    num_guessed: int = 0  # so many of the last tokens of `output` are a draft's, and may turn out not to be
-    owner: object | None = None  # whose output it is, while it lives: a sampler may keep for it what it counted; None: nobody's
+    num_guessed: int = 0  # how many of the last tokens of `output` are draft tokens, which may be rejected
+    owner: object | None = None  # the sequence, while it lives: a sampler may keep its counts; None: keep none
 
     @property
     def forbidden(self) -> frozenset[int]:
-        """Tokens that would end the request before min_tokens."""
+        """Return tokens that would end the request before min_tokens."""
         return frozenset() if self.index >= self.params.min_tokens else end_tokens(self.params, self.eos_token_ids)
 
     @property
     def is_plain(self) -> bool:
-        """Greedy from the raw logits: one argmax."""
+        """Return whether the row is greedy from the raw logits: one argmax."""
         params = self.params
         neutral = params.repetition_penalty == 1.0 and not (params.presence_penalty or params.frequency_penalty)
         return params.greedy and neutral and not self.forbidden and self.allowed is None
 
 
 class Unseen(NamedTuple):
-    """Tokens that stand before those to be drawn, behind each row's `output`, and are on the device alone: of row r
+    """Hold tokens before those to be drawn, behind each row's `output`, that are on the device alone: for row r
     `tokens[places[r]]`."""
 
     tokens: Tensor  # [R'] int32
@@ -127,22 +128,23 @@ class Unseen(NamedTuple):
 @dataclass(frozen=True)
 class SampledToken:
     token_id: int
-    logprobs: TokenLogprobs | None  # None when none were asked for
+    logprobs: TokenLogprobs | None  # None when none were requested
 
 
 class Sampler:
-    """Stateless. A row's token depends on its logits and its SampleRow only, not on the rows beside it."""
+    """Sample without state. A row's token depends on its logits and its SampleRow only, not on the rows beside it."""
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
-        """logits [R, V] float32, one SampleRow for each -> R tokens. The logits are not changed. Greedy ties: the lowest id."""
+        """Sample logits [R, V] float32, one SampleRow each -> R tokens. The logits are not changed. Greedy ties: the lowest
+        id."""
         greedy = logits.argmax(-1).tolist()
         tokens = [greedy[i] if row.is_plain else _draw(logits[i], row) for i, row in enumerate(rows)]
         return [SampledToken(token, _logprobs(logits[i], token, rows[i].params)) for i, token in enumerate(tokens)]
 
 
 def _draw(logits: Tensor, row: SampleRow) -> int:
-    """One row [V] that is not plain."""
+    """Draw from one row [V] that is not plain."""
     params = row.params
     if row.allowed is not None:
         logits = keep_allowed(logits, row.allowed)
@@ -153,14 +155,14 @@ def _draw(logits: Tensor, row: SampleRow) -> int:
         return int(logits.argmax())
     logits = apply_temperature(logits, params.temperature)
     logits = keep_min_p(keep_top_p(keep_top_k(logits, params.top_k), params.top_p), params.min_p)
-    # Noise for what can be drawn only: it does not depend on which other tokens are asked for.
+    # Noise only for what can be drawn: it does not depend on which other tokens get noise.
     candidates = (logits > float("-inf")).nonzero().flatten()
     scores = logits[candidates] + gumbel(params.seed, row.choice, row.index, candidates)
     return int(candidates[scores.argmax()])
 
 
 def _logprobs(logits: Tensor, token: int, params: SamplingParams) -> TokenLogprobs | None:
-    """From the raw logits [V], before penalties and temperature."""
+    """Return log-probabilities of the raw logits [V], before penalties and temperature."""
     if params.logprobs is None:
         return None
     logprobs = logits.log_softmax(-1)
@@ -168,7 +170,8 @@ def _logprobs(logits: Tensor, token: int, params: SamplingParams) -> TokenLogpro
 
 
 def _likeliest(logprobs: Tensor, count: int) -> tuple[tuple[int, float], ...]:
-    """The `count` likeliest as (id, log-probability), lowest id first among equals (topk alone leaves their order open)."""
+    """Return the `count` likeliest as (id, log-probability), lowest id first among equals (topk alone leaves their order
+    open)."""
     if count == 0:
         return ()
     threshold = logprobs.topk(count).values[-1]

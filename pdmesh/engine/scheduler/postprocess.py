@@ -1,4 +1,4 @@
-"""What a step changed: sequences move on, choices take their tokens, and the caller learns of it."""
+"""Postprocessing of a step: sequences advance, choices take their tokens, and updates for the caller are made."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pdmesh.engine.speculation.handover import packed
 
 
 class OutputProcessor:
-    """Applies a step's outcome and counts."""
+    """Apply a step's output, and count."""
 
     def __init__(self, table: RequestTable, allocator: BlockAllocator, counters: Counters, census: EngineStatsCollector) -> None:
         self._table = table
@@ -26,7 +26,7 @@ class OutputProcessor:
     def postprocess(
         self, plan: SchedulerOutput, draws: dict[Sequence, list[SampledOutput]], started_ns: int, ready: tuple[KVReady, ...] = ()
     ) -> StepResult:
-        """All of the plan's pieces are computed."""
+        """Apply a step of which all scheduled sequences are computed."""
         pieces = plan.pieces
         work = work_of(pieces)
         self._counters.num_steps += 1
@@ -58,7 +58,7 @@ class OutputProcessor:
 
 
 def _update(piece: ScheduledSequence, index: int, draw: SampledOutput, gain: Gain) -> SequenceUpdate:
-    """`index`: of the first token that the choice's caller does not have."""
+    """Return the update; `index` of the first token that the choice's caller does not have."""
     return SequenceUpdate(
         request_id=piece.sequence.group.request.request_id,
         choice=draw.choice,
@@ -67,7 +67,7 @@ def _update(piece: ScheduledSequence, index: int, draw: SampledOutput, gain: Gai
         logprobs=_logprobs(draw, gain.num_drawn),
         finish_reason=gain.finish_reason,
         num_drafted=len(piece.draft),
-        num_accepted=min(gain.num_drawn, len(draw.tokens) - 1),  # the last one that was drawn is nobody's guess
+        num_accepted=min(gain.num_drawn, len(draw.tokens) - 1),  # the last drawn token is no draft token
         draft_state=_draft_state(piece.sequence, draw),
     )
 
@@ -77,12 +77,12 @@ def _draft_state(sequence: Sequence, draw: SampledOutput) -> bytes:
 
 
 def _logprobs(draw: SampledOutput, num_tokens: int) -> tuple[TokenLogprobs, ...]:
-    """Of as many tokens as the choice took: it may have ended before the last that was drawn."""
+    """Return log-probabilities of as many tokens as the choice took: it may have ended before the last that was drawn."""
     return tuple([token.logprobs for token in draw.tokens[:num_tokens] if token.logprobs is not None])
 
 
 def work_of(pieces: list[ScheduledSequence]) -> StepWork:
-    """Before the pieces' tokens count as computed."""
+    """Return the work of a step, before its tokens count as computed."""
     prefill_tokens = prefill_context = num_decoding = decode_context = 0
     for piece in pieces:
         sequence, num_tokens = piece.sequence, piece.num_tokens
@@ -98,7 +98,7 @@ def work_of(pieces: list[ScheduledSequence]) -> StepWork:
 
 
 def _num_to_prefill(pieces: list[ScheduledSequence]) -> int:
-    """Tokens of the pieces that are no new output."""
+    """Return how many of the tokens are no new output."""
     missing = [(piece.num_tokens, piece.sequence.num_to_restore - piece.sequence.num_computed) for piece in pieces]
     return sum([min(num_tokens, to_prefill) for num_tokens, to_prefill in missing if to_prefill > 0])
 
@@ -106,7 +106,8 @@ def _num_to_prefill(pieces: list[ScheduledSequence]) -> int:
 def _started(
     plan: SchedulerOutput, draws: dict[Sequence, list[SampledOutput]], started_ns: int, ended_ns: int
 ) -> list[RequestStarted]:
-    """Requests that started with this step. A request's clock sees the step once, whatever number of its sequences took part."""
+    """Return requests that started with this step. A request's clock counts the step once, however many of its sequences took
+    part."""
     pieces_of: dict[SequenceGroup, list[ScheduledSequence]] = {}
     for piece in plan.pieces:
         pieces_of.setdefault(piece.sequence.group, []).append(piece)

@@ -3,7 +3,7 @@
     reserve ──► RESERVED ──start / run_local──► ACTIVE (waits, runs) ──► gone when its last choice ends
     add ──────────────────────────────────────► ACTIVE ──first tokens, prefill_only──► HELD ──► gone by release
 
-release is right in any state.
+release is allowed in any state.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from pdmesh.engine.scheduler.sequence import Phase, Sequence, SequenceGroup
 
 @dataclass(frozen=True)
 class Gain:
-    """New tokens of a choice: those that were drawn, then those that its grammar forces. Why it ended, or None: it goes on."""
+    """Hold new tokens of a choice: drawn ones, then those that its grammar forces. And why it ended, or None: it continues."""
 
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
-    num_drawn: int  # so many were drawn: all, or those up to the one that ended it
+    num_drawn: int  # how many were drawn: all, or those up to the one that ended it
 
 
 class RequestTable:
-    """All requests by id. A group that leaves the table has given all its blocks back."""
+    """Hold all requests by id. A group that leaves the table has given all its blocks back."""
 
     def __init__(self, limits: Limits, allocator: BlockAllocator, scheduler: Scheduler) -> None:
         self._limits = limits
@@ -48,7 +48,7 @@ class RequestTable:
         return iter(self._groups.values())
 
     def find(self, request_id: str, phase: Phase) -> SequenceGroup:
-        """Raises UnknownRequest, or InvalidState if it is in another phase."""
+        """Return the group. Raises UnknownRequest, or InvalidState if it is in another phase."""
         group = self._groups.get(request_id)
         if group is None:
             raise UnknownRequest(f"request {request_id!r} is not in the engine")
@@ -57,7 +57,8 @@ class RequestTable:
         return group
 
     def open(self, request: EngineRequest, phase: Phase, clock: StartClock | None = None) -> SequenceGroup | None:
-        """A group for a valid new request, not in the table yet; None if all seats are taken. Raises what admission raises."""
+        """Return a group for a valid new request, not in the table yet; None if all seats are taken. Raises what validation
+        raises."""
         check_request(request, self._limits)
         if request.request_id in self._groups:
             raise DuplicateRequest(f"request_id: {request.request_id!r} is in the engine already; release it first")
@@ -66,11 +67,11 @@ class RequestTable:
         return group if num_taken + group.num_seats <= self._limits.max_num_seqs else None
 
     def put(self, group: SequenceGroup) -> None:
-        """Enters a group, or replaces the one of the same request, whose blocks it has taken over."""
+        """Enter a group, or replace the one of the same request, whose blocks it has taken over."""
         self._groups[group.request.request_id] = group
 
     def release(self, request_id: str) -> bool:
-        """Frees everything of a request in any state; False if it is not here."""
+        """Free everything of a request in any state; False if it is not here."""
         group = self._groups.pop(request_id, None)
         for sequence in group.sequences if group else ():
             self._scheduler.discard(sequence)
@@ -78,9 +79,9 @@ class RequestTable:
         return group is not None
 
     def start(self, sequence: Sequence, tokens: Mapping[int, int], finished: Collection[int]) -> None:
-        """All known tokens of a sequence that was prefilled elsewhere are computed: its choices part and take their first tokens.
+        """Start a sequence that was prefilled elsewhere: its choices become sequences and take their first tokens.
 
-        Choices in `finished` are over already. What a grammar forces behind the first tokens is reported with the next step.
+        Choices in `finished` have ended already. What a grammar forces behind the first tokens is reported with the next step.
         """
         for branch in self._branches(sequence):
             [choice] = branch.choices
@@ -90,7 +91,8 @@ class RequestTable:
                 self._foresee(branch)
 
     def go_on(self, sequence: Sequence, tokens: Mapping[int, tuple[int, ...]]) -> dict[int, Gain]:
-        """All known tokens of a running sequence are computed: its choices part and take their next tokens; some end.
+        """Continue a running sequence whose known tokens are all computed: its choices become sequences and take tokens; some
+        end.
 
         `tokens` of each choice: the KV of all but the last is there already. A choice may end before it has taken all.
         """
@@ -98,7 +100,7 @@ class RequestTable:
         return {choice: self._gain(branches[choice], token_ids) for choice, token_ids in tokens.items()}
 
     def hold(self, sequence: Sequence, tokens: Mapping[int, tuple[int, ...]]) -> dict[int, Gain]:
-        """As go_on() for a prefill_only request: the blocks stay as they are, for whoever takes the KV over, and who decodes
+        """Hold a prefill_only request after its first tokens: the blocks stay for the reader of the KV, and the decode worker
         finds what a grammar forces behind the first token."""
         self._scheduler.discard(sequence)
         sequence.group.phase = Phase.HELD
@@ -127,14 +129,14 @@ class RequestTable:
         return Gain(tuple(branch.output[start:]), reason, num_drawn)
 
     def _append_drawn(self, branch: Sequence, token_ids: tuple[int, ...]) -> FinishReason | None:
-        """The last one is drawn, those before it were drafted and kept: they are computed."""
+        """Append tokens: the last one was drawn, those before it are accepted draft tokens and computed."""
         *kept, drawn = token_ids
         for token_id in kept:
             reason = self._append(branch, token_id)
             branch.num_computed += 1
             if reason is not None:
                 break
-            branch.matcher()  # moves on now: what ends the output next is judged by whether the grammar was lost here
+            branch.matcher()  # advances now: the next end of the output depends on whether the grammar was lost here
         else:
             reason = self._append(branch, drawn)
         if kept:
@@ -142,10 +144,10 @@ class RequestTable:
         return reason
 
     def _foresee(self, branch: Sequence) -> None:
-        """Appends what the grammar forces, but for a token that ends the choice: there is no step that could report that."""
+        """Append what the grammar forces, except a token that ends the choice: no step could report that."""
         while (forced := branch.forced_token()) is not None:
             if self._append(branch, forced) is not None:
-                branch.output.pop()  # the matcher takes a token when the next one is asked for
+                branch.output.pop()  # the matcher takes a token when the next one is requested
                 return
             branch.num_unreported += 1
 
@@ -154,7 +156,7 @@ class RequestTable:
         return self._reason(branch, branch.output)
 
     def _reason(self, sequence: Sequence, output: list[int]) -> FinishReason | None:
-        """STOP says that a constrained output is whole, so one whose grammar was lost is as one without room: LENGTH."""
+        """Return the reason. STOP means that a constrained output is complete; if its grammar was lost the reason is LENGTH."""
         reason = self._limits.finish_reason(sequence.group.request, output)
         return FinishReason.LENGTH if reason is FinishReason.STOP and sequence.lost_grammar else reason
 
@@ -166,24 +168,24 @@ class RequestTable:
             del self._groups[branch.group.request.request_id]
 
 
-# Blocks that are held for a request before anybody computes it, and the two ways in which it then starts.
+# Reservations: blocks that are held for a request before it is computed, and the two ways in which it then starts
 #
-# A reservation's blocks may be written by somebody else (a prefill worker's KV arrives in them). Until start() nothing in them
-# counts as computed, so nothing is published; only the prefix that was cached before is known to be good, and it is pinned.
+# Another worker may write a reservation's blocks (a prefill worker's KV arrives in them). Until start() nothing in them
+# counts as computed, so nothing is published; only the prefix that was cached before is known to be valid, and it is pinned.
 
 
 @dataclass(frozen=True)
 class ReservedBlocks:
-    """What reserve() grants."""
+    """Hold what reserve() grants."""
 
     request: EngineRequest
     block_ids: tuple[int, ...]  # of the whole request, the cached prefix first
     num_cached_tokens: int  # whole blocks, fewer than num_tokens
-    num_tokens: int  # tokens whose KV is to be there before start()
+    num_tokens: int  # tokens whose KV must be there before start()
 
 
 class Reservations:
-    """The reserved part of the request table."""
+    """Manage the reserved requests of the table."""
 
     def __init__(self, limits: Limits, table: RequestTable, allocator: BlockAllocator, scheduler: Scheduler) -> None:
         self._limits = limits
@@ -192,7 +194,7 @@ class Reservations:
         self._scheduler = scheduler
 
     def reserve(self, request: EngineRequest) -> ReservedBlocks | None:
-        """Blocks and seats for a new request; None if there is no room now."""
+        """Return blocks and seats for a new request; None if there is no room now."""
         group = self._table.open(request, Phase.RESERVED)
         if group is None:
             return None
@@ -203,7 +205,8 @@ class Reservations:
         return _granted(group)
 
     def restate(self, request_id: str, request: EngineRequest) -> ReservedBlocks | None:
-        """The same reservation with more history, grown if need be; None, and nothing changed, if there is no room for that."""
+        """Return the same reservation with more history, grown if need be; None, and nothing changed, if there is no room for
+        that."""
         restated = self._restated(request_id, request)
         grow = partial(self._allocator.grow, restated.sequences[0], restated.sequences[0].num_tokens)
         if not (grow() or (self._scheduler.trim() and grow())):
@@ -212,7 +215,8 @@ class Reservations:
         return _granted(restated)
 
     def start(self, request_id: str, first_tokens: Mapping[int, int], finished: Collection[int], now_ns: int) -> SequenceGroup:
-        """The KV is in place: publishes it and goes on with the first tokens of the choices that are not `finished`."""
+        """Start: the KV has arrived, is published, and choices that are not `finished` continue with the first tokens. Return the
+        group."""
         group = self._table.find(request_id, Phase.RESERVED)
         [sequence] = group.sequences
         if group.request.prefill_only:
@@ -226,14 +230,14 @@ class Reservations:
         return group
 
     def run_local(self, request_id: str, request: EngineRequest, now_ns: int) -> None:
-        """What is not cached is computed here, into the same blocks."""
+        """Compute here what is not cached, into the same blocks."""
         group = self._restated(request_id, request)
         group.phase, group.clock = Phase.ACTIVE, StartClock(now_ns, remote=False)
         self._table.put(group)
         self._scheduler.run(group.sequences[0])
 
     def _restated(self, request_id: str, request: EngineRequest) -> SequenceGroup:
-        """A group like the reserved one, with its blocks and its turn, for a request that goes on from the same tokens."""
+        """Return a group like the reserved one, with its blocks and its turn, for a request that continues the same tokens."""
         group = self._table.find(request_id, Phase.RESERVED)
         check_request(request, self._limits)
         restated = SequenceGroup(request, group.arrival, Phase.RESERVED)
@@ -264,7 +268,7 @@ def _check_same_beginning(group: SequenceGroup, restated: SequenceGroup) -> None
 def _check_first_tokens(
     choices: Collection[int], first_tokens: Mapping[int, int], finished: Collection[int], vocab_size: int
 ) -> None:
-    # Together exactly: a choice that was forgotten here would never end.
+    # Together they must be complete: a choice that is missing here would never end.
     if set(first_tokens) | set(finished) != set(choices):
         given = f"{sorted(first_tokens)} and finished {sorted(finished)}"
         raise InvalidRequest(f"first_tokens: given for choices {given}, needed for all of {sorted(choices)}")

@@ -1,8 +1,8 @@
-"""Who computes how many tokens in the next step.
+"""The scheduler decides which sequences compute how many tokens in the next step.
 
 There are no phases: a sequence's computed tokens chase its known tokens under the step's token budget. A decode row, a chunk of a
-prompt, what a cached prefix left over and a recomputation after preemption are the same assignment. Drafted tokens follow the
-known ones, where nobody has to give anything up for them.
+prompt, what a cached prefix left over and a recomputation after preemption are scheduled alike. Draft tokens follow the
+known ones, where no other sequence has to give anything up for them.
 """
 
 from __future__ import annotations
@@ -18,39 +18,40 @@ from pdmesh.engine.kv_cache.block_manager import BlockAllocator, BlockCopy
 from pdmesh.engine.scheduler.sequence import Sequence
 from pdmesh.engine.speculation.draft import NOTHING, Draft
 
-# How much of prompts a step may hold beside sequences that were promised a pace. Pure.
+# The TPOT limiter: how many prompt tokens a step may have beside sequences with a TPOT objective. Pure.
 #
-# A sequence with a TPOT objective is to get its tokens at a pace that keeps it with something to spare. From its first step here
-# it has a schedule; what it is ahead of that is its slack, and steps that hold prompts may use it up bit by bit:
+# A sequence with a TPOT objective gets its tokens at a pace that keeps it with something to spare. From its first step here
+# it has a schedule; the time that it is ahead of that is its slack, and steps with prompts may use it up bit by bit:
 #
 #     step <= pace + slack / SPREAD            pace = TARGET · objective; the least of all sequences that decode
 #
-# So prompts are computed as fast as everybody's objective allows, and what has no objective waits for whole chunks as ever. Slack
-# is measured, not predicted: a step that took longer than was thought is made up for by the next ones.
+# So prompts are computed as fast as all objectives allow, and sequences without one wait for whole chunks as always. Slack
+# is measured, not predicted: a step that took longer than expected is made up for by the next ones.
 #
-# A step that keeps what was guessed gives a sequence several tokens: it is that much ahead. So slack grows until steps are longer
-# by as many paces, and a sequence that gets two tokens a step has its steps two paces apart while prompts are there. Which
-# objectives can be kept, and what of a step is left for prompts where somebody is behind, is judged by each sequence's tokens per
-# step.
+# A step that accepts draft tokens gives a sequence several tokens: it is that much ahead. So slack grows until steps are longer
+# by as many paces, and a sequence that gets two tokens a step has its steps two paces apart while there are prompts. Each
+# sequence's tokens per step decide which objectives can be kept, and how much of a step is left for prompts where a sequence is
+# behind.
 
 
 TARGET = 0.9
-"""Of the objective: the rest is for what a step's time does not contain, as the hand-off and the way to the client."""
+"""Share of the objective; the rest is for time outside of steps, such as the hand-off and the way to the client."""
 SPREAD = 8
 """Steps over which slack is used up."""
 MAX_SHARE = 0.75
-"""Of the time, for steps without prompts: else a sequence behind its schedule would let nobody begin. But an objective that can
-still be met comes first."""
+"""Share of the time for steps without prompts: otherwise a sequence behind its schedule would admit no prompt. But an objective
+that can still be met comes first."""
 LEAST_TOKENS = 8
-"""Of prompts in a step, whatever anybody was promised."""
+"""Prompt tokens of a step that are always allowed."""
 PRIOR_STEPS = 8
-"""Steps of one token each that a sequence is taken to have behind it, before anything is known of its guesses."""
+"""Steps of one token each in a sequence's average, before anything is known of its drafts."""
 FORGIVEN = 32
-"""Paces that a sequence can be behind. What a machine that stalled took from it beyond that is lost, not owed by prompts."""
+"""Paces that a sequence can be behind. What a machine that stalled took from it beyond that is lost, not made up for by
+prompts."""
 
 
 class StepCost(NamedTuple):
-    """What a step takes, in seconds: this much, and so much for each prompt token, for each token that those attend to, for each
+    """The time of a step in seconds: fixed, for each prompt token, for each token that those attend to, for each
     sequence that decodes and for each token that these attend to."""
 
     fixed_s: float
@@ -61,8 +62,8 @@ class StepCost(NamedTuple):
 
 
 class Pace(NamedTuple):
-    """Of the sequence that leaves least room: a token every `pace_s`, ahead of that by `slack_s` (behind: below zero).
-    `tokens_per_step`: that it has had so far, with what was guessed of it and kept."""
+    """The tightest schedule: a token every `pace_s`, ahead of that by `slack_s` (behind: below zero).
+    `tokens_per_step` of the sequence so far, with accepted draft tokens."""
 
     pace_s: float
     slack_s: float
@@ -70,20 +71,20 @@ class Pace(NamedTuple):
 
     @property
     def step_s(self) -> float:
-        """How long the next step may take."""
+        """Return how long the next step may take."""
         return self.pace_s + self.slack_s / SPREAD
 
 
 class TpotLimiter:
-    """`cost` is told by whoever watches the steps; while it is None, or nobody was promised anything, steps are full."""
+    """Limit prompts. `cost` is set from outside; while it is None, or no sequence has an objective, steps are full."""
 
     def __init__(self, *, is_on: bool = True) -> None:
-        """`is_on` False: nobody is promised anything."""
+        """`is_on` False: objectives are ignored."""
         self._is_on = is_on
         self.cost: StepCost | None = None
 
     def start(self, decoding: Iterable[Sequence], now_ns: int) -> None:
-        """Begins the schedules of those that have none; forgives those that are too far behind."""
+        """Begin the schedules of those that have none; forgive those that are too far behind."""
         for sequence in decoding:
             goal_s = sequence.group.request.tpot_goal_s
             if not goal_s or not self._is_on:
@@ -96,22 +97,24 @@ class TpotLimiter:
                 sequence.paced_from_ns += int(1e9 * excess_s)
 
     def tightest(self, decoding: Sequence_[Sequence], now_ns: int) -> Pace | None:
-        """None: nobody that decodes was promised anything that can be kept: an objective below a step without prompts cannot."""
+        """Return the tightest schedule; None: no decoding sequence has an objective that can be kept, above a step without
+        prompts."""
         decode_s = self._decode_s(decoding)
         paces = [_pace(sequence, now_ns) for sequence in decoding if sequence.paced_from_ns]
         possible = [pace for pace in paces if pace.pace_s * pace.tokens_per_step > TARGET * decode_s]
         return min(possible, key=lambda pace: pace.step_s) if possible else None
 
     def promised_s(self, sequences: Iterable[Sequence], decoding: Sequence_[Sequence]) -> float:
-        """The least pace that any of these has or will have beside `decoding`; 0: none was promised one that can be kept."""
+        """Return the least pace that any of these has or will have beside `decoding`; 0: none has an objective that can be
+        kept."""
         if not self._is_on:
             return 0.0
         decode_s, goals_s = self._decode_s(decoding), [(each, each.group.request.tpot_goal_s) for each in sequences]
         return TARGET * min([goal_s for each, goal_s in goals_s if goal_s * _tokens_per_step(each) > decode_s], default=0.0)
 
     def prompt_tokens(self, decoding: list[Sequence], next_prompt: Sequence, now_ns: int, num_guessed: int = 0) -> int | None:
-        """Of prompts, the next of which is `next_prompt`, this step may hold at most so many; None: as many as fit.
-        `num_guessed`: tokens that are computed beside the known ones of `decoding`."""
+        """Return the prompt tokens that this step may have, the next prompt being `next_prompt`; None: as many as fit.
+        `num_guessed`: draft tokens beside the known ones of `decoding`."""
         cost, pace = self.cost, self.tightest(decoding, now_ns)
         if cost is None or pace is None:
             return None
@@ -120,7 +123,7 @@ class TpotLimiter:
         return max(LEAST_TOKENS, _fitting(cost, next_prompt, max(least_s, pace.step_s - decode_s)))
 
     def _decode_s(self, decoding: Sequence_[Sequence]) -> float:
-        """A step of these alone; 0 while nobody knows."""
+        """Return the time of a step of these alone; 0 while it is not known."""
         if self.cost is None:
             return 0.0
         context = sum([sequence.num_tokens for sequence in decoding])
@@ -128,7 +131,7 @@ class TpotLimiter:
 
 
 def _fitting(cost: StepCost, prompt: Sequence, room_s: float) -> int:
-    """Tokens of `prompt`, and of those behind it, that take so long. What they attend to grows with their number."""
+    """Return the tokens of `prompt`, and of those behind it, that take so long. What they attend to grows with their number."""
     num_tokens = num_behind = 0.0
     for _ in range(2):
         token_s = cost.per_prefill_token_s + cost.per_prefill_context_s * (prompt.num_computed + num_behind)
@@ -147,41 +150,41 @@ def _pace(sequence: Sequence, now_ns: int) -> Pace:
 
 
 def _tokens_per_step(sequence: Sequence) -> float:
-    """Of a sequence, lately or never paced. Below one only for want of a place in a step, which is no matter of guesses."""
+    """Return a sequence's tokens per step, lately or when it was never limited. Below one only when it was not scheduled."""
     if not sequence.paced_from_ns:
         return 1.0
     num_tokens, num_steps = len(sequence.output) - sequence.paced_from_token, max(0, sequence.num_paced_steps - 1)
     return max(1.0, (PRIOR_STEPS + num_tokens) / (PRIOR_STEPS + num_steps))
 
 
-# Of so many blocks one is kept free for growth when something new is admitted beside running sequences.
+# One of so many blocks is kept free for growth when a request is admitted beside running sequences.
 BLOCKS_PER_SPARE = 64
-# Of a step beside prompts one such part at most is for guesses.
+# The largest part of a step with prompts that is for draft tokens.
 PROMPTS_PER_DRAFT = 8
 
 
 @dataclass(frozen=True)
 class ScheduledSequence:
-    """The next `num_tokens` tokens of a sequence, to be computed in this step, and those that are guessed to follow its last."""
+    """The next `num_tokens` tokens of a sequence, to be computed in this step, and the draft tokens behind its last."""
 
     sequence: Sequence
     num_tokens: int
     copies: tuple[BlockCopy, ...] = ()
-    draft: Draft = NOTHING  # empty unless the piece reaches the end
+    draft: Draft = NOTHING  # empty unless it reaches the sequence's end
 
     @property
     def num_rows(self) -> int:
-        """Tokens that the model computes."""
+        """Return the number of tokens that the model computes."""
         return self.num_tokens + len(self.draft)
 
     @property
     def reaches_end(self) -> bool:
-        """All known tokens are computed after the step. Meaningful before the step's tokens are counted as computed."""
+        """Return whether all known tokens are computed after the step. Call it before the step's tokens count as computed."""
         return self.sequence.num_remaining == self.num_tokens
 
 
 class SchedulerOutput:
-    """One step's work, in the order in which it was planned."""
+    """Hold one step's work, in the order in which it was planned."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
@@ -204,19 +207,19 @@ class SchedulerOutput:
         return self._pieces.get(sequence)
 
     def put(self, piece: ScheduledSequence) -> None:
-        """In place of the piece of the same sequence."""
+        """Replace the entry of the same sequence."""
         self.budget += self._pieces[piece.sequence].num_rows - piece.num_rows
         self._pieces[piece.sequence] = piece
 
     def withdraw(self, sequence: Sequence) -> None:
-        """The sequence was preempted: its tokens, and copies into blocks that it no longer has, are off."""
+        """Remove a preempted sequence: its tokens, and copies into blocks that it no longer has."""
         self.preempted.add(sequence)
         piece = self._pieces.pop(sequence, None)
         self.budget += piece.num_rows if piece else 0
 
 
 class Scheduler:
-    """Two lists in order of arrival: running sequences have blocks, waiting ones have none."""
+    """Keep two lists in order of arrival: running sequences have blocks, waiting ones have none."""
 
     def __init__(self, allocator: BlockAllocator, max_num_batched_tokens: int, pacer: TpotLimiter | None = None) -> None:
         self.running: list[Sequence] = []
@@ -227,23 +230,23 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
 
     def run(self, sequence: Sequence) -> None:
-        """Takes a sequence that has its blocks."""
+        """Take a sequence that has its blocks."""
         insort(self.running, sequence, key=_turn)
 
     def wait(self, sequence: Sequence) -> None:
-        """Takes a sequence that has no blocks."""
+        """Take a sequence that has no blocks."""
         insort(self.waiting, sequence, key=_turn)
 
     def discard(self, sequence: Sequence) -> None:
-        """Forgets a sequence if it is here. Its blocks are the caller's to free."""
+        """Forget a sequence if it is here. The caller frees its blocks."""
         for queue in (self.running, self.waiting):
             if sequence in queue:
                 queue.remove(sequence)
 
     def schedule(self, now_ns: int = 0, drafts: Mapping[Sequence, Draft] | None = None) -> SchedulerOutput:
-        """Decode rows first, then chunks of running sequences, then whoever waits, each in order of arrival.
+        """Schedule decode rows first, then chunks of running sequences, then waiting ones, each in order of arrival.
 
-        `drafts`: of running sequences. A plan without pieces means that nothing can be done until somebody releases blocks.
+        `drafts` of running sequences. An empty plan means that nothing can be done until blocks are released.
         """
         plan = SchedulerOutput(self._max_num_batched_tokens)
         decoding = [sequence for sequence in self.running if sequence.is_going_on]
@@ -252,18 +255,19 @@ class Scheduler:
         self._plan_drafts(drafts or {}, plan, beside_prompts=bool(prompts or self.waiting))
         self._leave_pace(plan, decoding, prompts or self.waiting, now_ns)
         self._plan_all(prompts, plan)
-        if not plan.preempted or not plan.pieces:  # who was just preempted must not push out the next one
+        if not plan.preempted or not plan.pieces:  # a sequence that was just preempted must not preempt the next one
             self._plan_waiting(plan)
         return plan
 
     def num_spare_blocks(self, num_reserved: int) -> int:
-        """Blocks to leave free when a request is admitted, so that it does not push out at once who runs or is about to."""
+        """Return blocks to leave free when a request is admitted, so that it does not preempt at once a sequence that runs or is
+        about to."""
         spare = max(1, self._allocator.pool.num_total // BLOCKS_PER_SPARE)
         return min(len(self.running) + num_reserved, spare)
 
     def trim(self, plan: SchedulerOutput | None = None) -> bool:
-        """Takes back the blocks that running sequences got for guesses and need no more, now that somebody lacks one; False:
-        there were none. In the next step the same blocks would serve again, so nobody takes them back before."""
+        """Take back the blocks that running sequences got for drafts and need no more, now that another sequence lacks one;
+        False: there were none. The next step would use the same blocks, so they are not taken back earlier."""
         is_trimmed = False
         for sequence in self.running:
             piece = plan.piece_of(sequence) if plan is not None else None
@@ -273,7 +277,7 @@ class Scheduler:
 
     @property
     def num_owed_blocks(self) -> int:
-        """Blocks that preempted sequences need to go on: they come before new reservations."""
+        """Return blocks that preempted sequences need to go on: they come before new reservations."""
         return sum(self._allocator.num_blocks_for(s.num_tokens) for s in self.waiting if s.was_preempted)
 
     def _plan_all(self, sequences: list[Sequence], plan: SchedulerOutput) -> None:
@@ -282,7 +286,7 @@ class Scheduler:
                 self._plan_running(sequence, plan)
 
     def _leave_pace(self, plan: SchedulerOutput, decoding: list[Sequence], prompts: list[Sequence], now_ns: int) -> None:
-        """Prompts get no more of the step than those that decode can spare."""
+        """Limit prompts to the part of the step that decoding sequences can spare."""
         self._pacer.start(decoding, now_ns)
         if prompts:
             num_guessed = sum([len(piece.draft) for piece in plan.pieces])
@@ -295,8 +299,8 @@ class Scheduler:
             plan.add(ScheduledSequence(sequence, num_tokens, self._allocator.extend(sequence, num_tokens)))
 
     def _plan_drafts(self, drafts: Mapping[Sequence, Draft], plan: SchedulerOutput, *, beside_prompts: bool) -> None:
-        """After all known tokens of those that decode, so that a guess takes neither budget nor a block from any of them; each
-        of them may need a block in the next step. Prompts leave guesses a small part of the step."""
+        """Plan drafts after all known tokens of those that decode, so that a draft takes neither budget nor a block from any of
+        them; each of them may need a block in the next step. Prompts leave drafts a small part of the step."""
         most = self._max_num_batched_tokens // PROMPTS_PER_DRAFT if beside_prompts else plan.budget
         for sequence, draft in drafts.items():
             piece = plan.piece_of(sequence)
@@ -309,12 +313,12 @@ class Scheduler:
                 plan.put(replace(piece, copies=piece.copies + copies, draft=draft.first(num_rows - piece.num_tokens)))
 
     def _make_room(self, sequence: Sequence, num_tokens: int, plan: SchedulerOutput) -> bool:
-        """Trims, then preempts the latest arrived until there is room; False if that was the sequence itself."""
+        """Trim, then preempt the latest arrived until there are blocks; False if that was the sequence itself."""
         # Counted anew each time: a victim that shared a block leaves it to this sequence alone, without a copy.
         while self._allocator.num_missing(sequence, num_tokens) > self._allocator.pool.num_free:
             if self.trim(plan):
                 continue
-            # Never one whose KV is being read by somebody else; it has all the blocks it wants, so `sequence` is none.
+            # A sequence whose KV is being read elsewhere is never chosen; it has all its blocks, so `sequence` is none of those.
             victim = next(other for other in reversed(self.running) if not other.group.request.prefill_only)
             self._preempt(victim, plan)
             if victim is sequence:
@@ -326,7 +330,7 @@ class Scheduler:
         victim.num_to_restore = max(victim.num_to_restore, victim.num_computed)
         self._allocator.release(victim)
         victim.was_preempted = True
-        victim.paced_from_ns = 0  # it begins anew: those beside it owe it nothing for the time without blocks
+        victim.paced_from_ns = 0  # its schedule begins anew: others do not make up for its time without blocks
         self.wait(victim)
         plan.withdraw(victim)
         self.num_preemptions += 1

@@ -1,4 +1,4 @@
-"""What the scheduler moves: sequences, and the requests whose choices they are.
+"""Sequences, which the scheduler moves, and the requests to which they belong.
 
     request, n = 3       trunk (choices 0, 1, 2)  ──┬── branch (choice 0)
                          computes the prompt once   ├── branch (choice 1)      branches share the trunk's blocks
@@ -17,7 +17,7 @@ from pdmesh.engine.sampling.grammar import Grammar, Matcher, MatcherTree
 
 
 class Sequence:
-    """Tokens and the blocks that hold their KV: one choice, or the prompt that several choices share until they part.
+    """Hold tokens and the blocks of their KV: one choice, or the prompt that several choices share until they part.
 
     `num_computed` chases `num_tokens`; only what is computed may be read or published. Compared by identity.
     """
@@ -47,22 +47,22 @@ class Sequence:
         self.choices = choices
         self.output = output
         self.block_ids: list[int] = []
-        self.block_hashes: list[bytes] = []  # of the first full blocks, as far as somebody asked
+        self.block_hashes: list[bytes] = []  # of the first full blocks, computed on demand
         self.num_computed = 0
         self.num_cached = 0  # tokens that the prefix cache served when it last got its blocks
         self.num_published = 0  # full blocks that were offered to the prefix cache
-        self.num_unreported = 0  # of the last tokens of the output: forced before anything was computed here
-        self.num_to_restore = self.num_tokens  # first tokens that came here as they are, or were computed before a preemption
+        self.num_unreported = 0  # last tokens of the output that were forced before anything was computed here
+        self.num_to_restore = self.num_tokens  # first tokens that were known on arrival, or computed before a preemption
         self.was_preempted = False
-        self.paced_from_ns = 0  # when its tokens began to be due (see scheduler.py), 0: not yet; and how many it had then
+        self.paced_from_ns = 0  # start of its schedule (see scheduler.py), 0: not yet; and how many tokens it had then
         self.paced_from_token = 0
-        self.num_paced_steps = 0  # since then, the one that is being planned included
-        self._matchers: MatcherTree | None = None  # made when first asked for; it has taken the first tokens of the output
+        self.num_paced_steps = 0  # steps since then, including the one that is being planned
+        self._matchers: MatcherTree | None = None  # made on demand; it has taken the first tokens of the output
         self._num_taken = 0
 
     @property
     def turn(self) -> tuple[int, int]:
-        """First come, first served; among the choices of a request the lower first."""
+        """Return the order: first come, first served; among the choices of a request the lower first."""
         return self.group.arrival, self.choices[0]
 
     @property
@@ -71,39 +71,40 @@ class Sequence:
 
     @property
     def num_remaining(self) -> int:
-        """Tokens known but not computed: 1 while it decodes."""
+        """Return the tokens that are known but not computed: 1 while it decodes."""
         return self.num_tokens - self.num_computed
 
     @property
     def num_to_prefill(self) -> int:
-        """Tokens not computed that are no new output: what is drawn or forced here is none of them."""
+        """Return the tokens not computed that are no new output, so neither drawn nor forced here."""
         return max(0, self.num_to_restore - self.num_computed)
 
     @property
     def is_decoding(self) -> bool:
-        """Only the token that was drawn last is missing."""
+        """Return whether only the token that was drawn last is missing."""
         return self.num_remaining == 1 and bool(self.output)
 
     @property
     def is_going_on(self) -> bool:
-        """All that is missing is new output: the token that was drawn last, and those that a grammar forced behind it."""
+        """Return whether only new output is missing: the token that was drawn last, and those that a grammar forced behind it."""
         return bool(self.output) and not self.num_to_prefill
 
     @property
     def choices_to_draw(self) -> tuple[int, ...]:
-        """Choices that draw a token when the last known token is computed. One with history parts first and goes on alone."""
+        """Return the choices that draw when the last known token is computed. One with history parts first and continues
+        alone."""
         if len(self.choices) == 1:
             return self.choices
         return tuple(choice for choice in self.choices if not self.group.history(choice))
 
     def tokens(self, start: int, end: int) -> tuple[int, ...]:
-        """Token ids at positions `start` to `end` (exclusive) of prompt and output."""
+        """Return token ids at positions `start` to `end` (exclusive) of prompt and output."""
         prompt = self.group.request.prompt
         behind = len(prompt)
         return prompt[start:end] + tuple(self.output[max(0, start - behind) : max(0, end - behind)])
 
     def matcher(self) -> Matcher | None:
-        """Of the request's grammar, behind the output of now; None without a grammar."""
+        """Return the grammar's matcher behind the present output; None without a grammar."""
         grammar = self.group.request.grammar
         if grammar is None:
             return None
@@ -114,13 +115,13 @@ class Sequence:
         return matchers.here
 
     def matcher_behind(self, guessed: tuple[int, ...]) -> Matcher:
-        """Of the request's grammar, which there must be, behind the output of now and these tokens. Not to be moved by others."""
+        """Return the grammar's matcher behind the present output and these tokens. Callers must not advance it."""
         self.matcher()
         assert self._matchers is not None, "only asked of a request with a grammar"
         return self._matchers.behind(guessed)
 
     def _first_matcher(self, grammar: Grammar) -> Matcher:
-        """Behind the history that somebody has replayed, else at the beginning."""
+        """Return the matcher behind the history if the caller has replayed it, else at the beginning."""
         matchers, choice = self.group.request.matchers, self.choices[0]
         ready = matchers[choice] if matchers and len(self.choices) == 1 else None
         if ready is None:
@@ -129,7 +130,8 @@ class Sequence:
         return ready.copy()
 
     def forced_token(self) -> int | None:
-        """The next token where the model need not be asked: the grammar leaves no choice, and nobody wants log-probabilities."""
+        """Return the next token where the model is not needed: the grammar leaves no choice, and no log-probabilities are
+        requested."""
         if self.group.request.grammar is None or self.group.request.sampling.logprobs is not None:
             return None
         matcher = self.matcher()
@@ -137,18 +139,18 @@ class Sequence:
 
     @property
     def lost_grammar(self) -> bool:
-        """The output is cut short: its grammar could not be followed any further."""
+        """Return whether the output was cut short because its grammar could not be followed any further."""
         return self._matchers is not None and self._matchers.here.failed
 
     def part(self) -> list[Sequence]:
-        """The trunk's choices as sequences of their own, computed as far. The caller accounts for the shared blocks."""
+        """Return the trunk's choices as sequences of their own, computed as far. The caller accounts for the shared blocks."""
         branches = [Sequence(self.group, (choice,), list(self.group.history(choice))) for choice in self.choices]
         for branch in branches:
             branch.inherit(self)
         return branches
 
     def inherit(self, other: Sequence) -> None:
-        """Takes over what is known of another sequence's blocks. This sequence begins with all the tokens they hold."""
+        """Take over what is known of another sequence's blocks. This sequence begins with all the tokens they hold."""
         self.block_ids = list(other.block_ids)
         self.block_hashes = list(other.block_hashes)
         self.num_computed = other.num_computed
@@ -157,15 +159,15 @@ class Sequence:
 
 
 class Phase(enum.Enum):
-    """What a request's blocks are for."""
+    """State of a request's blocks."""
 
-    RESERVED = "reserved"  # somebody else may write KV into them; not scheduled
+    RESERVED = "reserved"  # another worker may write KV into them; not scheduled
     ACTIVE = "active"  # its sequences wait or run
-    HELD = "held"  # prefilled and read by somebody else until release(); not scheduled
+    HELD = "held"  # prefilled and read by a push until release(); not scheduled
 
 
 class SequenceGroup:
-    """One request in the engine, with the sequences of its unfinished choices."""
+    """Hold one request in the engine, with the sequences of its unfinished choices."""
 
     def __init__(self, request: EngineRequest, arrival: int, phase: Phase, clock: StartClock | None = None) -> None:
         self.request = request
@@ -176,13 +178,13 @@ class SequenceGroup:
 
     @property
     def num_seats(self) -> int:
-        """Sequences it counts for against max_num_seqs. A held request only holds blocks."""
+        """Return how many sequences it counts for against max_num_seqs. A held request only holds blocks."""
         if self.phase is Phase.HELD:
             return 0
         return sum(len(sequence.choices) for sequence in self.sequences)
 
     def history(self, choice: int) -> tuple[int, ...]:
-        """Tokens of the choice that were emitted before the request came here."""
+        """Return the tokens of the choice that were emitted before the request came here."""
         return self.request.emitted[choice] if self.request.emitted else ()
 
     def _first_sequence(self) -> Sequence:
@@ -191,5 +193,5 @@ class SequenceGroup:
 
 
 def unfinished_choices(request: EngineRequest) -> tuple[int, ...]:
-    """Choices that still want tokens, ascending."""
+    """Return the choices that still need tokens, ascending."""
     return tuple(choice for choice in range(request.sampling.n) if not (request.finished and request.finished[choice]))

@@ -1,4 +1,4 @@
-"""How many requests are in which state: taken when somebody asks, and with steps, for whoever tells others how busy this is."""
+"""Statistics of the engine: how many requests are in which state, on demand and with steps."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pdmesh.engine.scheduler.scheduler import Scheduler, TpotLimiter
 from pdmesh.engine.scheduler.sequence import Phase, Sequence, SequenceGroup
 from pdmesh.engine.speculation.stats import Tally
 
-# Steps of a few milliseconds need no census each while nothing comes or goes: they only lengthen contexts by a token.
+# While no request comes or goes, short steps do not need new statistics each: they only lengthen contexts by a token.
 PERIOD_NS = 10_000_000
 
 
 @dataclass
 class Counters:
-    """Since start."""
+    """Count since start."""
 
     num_steps: int = 0
     num_generated_tokens: int = 0
@@ -25,7 +25,7 @@ class Counters:
 
 
 class EngineStatsCollector:
-    """Looks at everything that the engine holds; a microsecond for each sequence."""
+    """Collect statistics of everything that the engine holds; a microsecond for each sequence."""
 
     def __init__(
         self,
@@ -46,13 +46,13 @@ class EngineStatsCollector:
         self._population = (0, 0, 0)
 
     def take_if_due(self, now_ns: int) -> EngineStats | None:
-        """When something came or went since the last one, or that is `PERIOD_NS` ago; else None."""
+        """Return statistics if a request came or went since the last ones, or those are `PERIOD_NS` old; else None."""
         if self._population == self._count() and now_ns - self._taken_ns < PERIOD_NS:
             return None
         return self.take(now_ns)
 
     def take(self, now_ns: int) -> EngineStats:
-        """As of now, which is `now_ns`."""
+        """Return the statistics of now, which is `now_ns`."""
         self._taken_ns, self._population = now_ns, self._count()
         running, waiting, pool = self._scheduler.running, self._scheduler.waiting, self._allocator.pool
         decoding, decode_context = [], 0
@@ -61,7 +61,7 @@ class EngineStatsCollector:
                 decoding.append(sequence)
                 decode_context += num_tokens
         num_decoding, pace = len(decoding), self._pacer.tightest(decoding, now_ns)
-        groups = list(self._table)  # at once: the engine's thread may add to it while another reads
+        groups = list(self._table)  # copied at once: the engine's thread may add to it meanwhile
         idle = [group for group in groups if group.phase is not Phase.ACTIVE]
         return EngineStats(
             taken_ns=now_ns,

@@ -1,4 +1,4 @@
-"""How likely a guess is kept, learned from what became of guesses like it."""
+"""Acceptance rates: the chance that a draft token is accepted, learned from earlier ones like it."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from torch import Tensor
 from pdmesh.engine.sampling.counter_rng import gumbel_array
 from pdmesh.engine.sampling.sampler import SampleRow
 
-PRIOR_WEIGHT = 8.0  # guesses that a prior counts for
-MEMORY = 400.0  # about so many of the last guesses decide: what is asked of an engine changes
-_EVEN = 2.0  # guesses kept and guesses missed that a sequence's own way begins with, as promised
-_FADING = 0.96  # about the last 25 guesses of a sequence decide
-_TRUST_FADING = 0.992  # about the last 125 verified guesses of a proposer decide
+PRIOR_WEIGHT = 8.0  # draft tokens that a prior counts for
+MEMORY = 400.0  # about so many of the last draft tokens decide: an engine's requests change
+_EVEN = 2.0  # accepted and rejected tokens, as predicted, with which a sequence's own odds begin
+_FADING = 0.96  # about the last 25 draft tokens of a sequence decide
+_TRUST_FADING = 0.992  # about the last 125 verified tokens of a proposer decide
 NEARLY = 0.93
-FORGIVEN = 0.002  # guesses in a step
+FORGIVEN = 0.002  # verified in a step
 
 
 class Calibration:
-    """Guesses fall into buckets; a bucket's chance is the share of its guesses that were kept, old ones slowly forgotten."""
+    """Sort draft tokens into buckets; a bucket's chance is its share of accepted tokens, old ones slowly forgotten."""
 
     __slots__ = ("_weights", "chances")
 
     def __init__(self, priors: Sequence[float]) -> None:
-        """One bucket for each prior: the chance that is believed until guesses say otherwise."""
-        self.chances = [float(prior) for prior in priors]  # of each bucket; read directly where time counts
+        """Make one bucket for each prior: its chance until results are seen."""
+        self.chances = [float(prior) for prior in priors]  # of each bucket; read directly where speed matters
         self._weights = [PRIOR_WEIGHT] * len(self.chances)
 
     @classmethod
     def of_probabilities(cls, num_buckets: int) -> Calibration:
-        """For a model that says how probable its guess is (see `bucket_of`), and is believed at first."""
+        """Return a calibration for a model that gives probabilities (see `bucket_of`), which are used at first."""
         return cls([(bucket + 0.5) / num_buckets for bucket in range(num_buckets)])
 
     def bucket_of(self, probability: float) -> int:
-        """Buckets of equal width from 0 to 1."""
+        """Return the bucket of a probability, of equal width from 0 to 1."""
         num_buckets = len(self.chances)
         return min(int(probability * num_buckets), num_buckets - 1)
 
@@ -54,11 +54,11 @@ class Calibration:
 
 
 class Bent:
-    """How one sequence differs from what is usual: its guesses are kept more often or less, as a factor on their odds.
+    """Track how one sequence differs from the average: its tokens are accepted more or less often, as a factor on their odds.
 
-    What was kept and missed lately is compared with what the calibration had promised, each counted from _EVEN:
+    Its accepted and rejected tokens are compared with what the calibration had predicted, each counted from _EVEN:
 
-        factor = kept / promised to be kept  ÷  missed / promised to be missed
+    factor = accepted / predicted to be accepted  ÷  rejected / predicted to be rejected
     """
 
     __slots__ = ("_kept", "_promised", "_tried", "factor")
@@ -68,23 +68,23 @@ class Bent:
         self.factor = 1.0
 
     def saw(self, chance: float, kept: bool) -> None:
-        """`chance`: what the calibration says."""
+        """Record a result; `chance` is the calibration's."""
         self._kept = hits = self._kept * _FADING + kept
         self._promised = promised = self._promised * _FADING + chance
         self._tried = tried = self._tried * _FADING + 1.0
         self.factor = (hits + _EVEN) * (tried - promised + _EVEN) / ((promised + _EVEN) * (tried - hits + _EVEN))
 
     def chance(self, chance: float) -> float:
-        """The calibration's chance with this sequence's odds."""
+        """Return the calibration's chance with this sequence's odds."""
         odds = chance * self.factor
         return odds / (1.0 - chance + odds)
 
 
 class CalibratedRate:
-    """How far a proposer's chances can be believed: what was kept of its verified guesses, by what it had promised of them.
+    """Scale a proposer's chances by its record: the accepted ones of its verified tokens, over what it had predicted.
 
-    Guesses that are not verified teach nothing, so one that is not believed is forgiven little by little: of wrong guesses that
-    cost the part c of a step, about FORGIVEN / c are verified in a step, whatever they promise, and cost FORGIVEN of it.
+    Tokens that are not verified teach nothing, so the factor recovers little by little: of wrong tokens that
+    cost the part c of a step, about FORGIVEN / c are verified in a step, whatever their chances, and cost FORGIVEN of it.
     """
 
     __slots__ = ("_kept", "_promised")
@@ -94,11 +94,11 @@ class CalibratedRate:
 
     @property
     def factor(self) -> float:
-        """On its chances, at most 1. One that is nearly right is right: the rest is chance."""
+        """Return the factor on its chances, at most 1. A small deviation counts as none, as it is noise."""
         return min(1.0, self._kept / (NEARLY * self._promised))
 
     def saw(self, claimed: float, kept: bool) -> None:
-        """`claimed`: by itself."""
+        """Record a result; `claimed` is the proposer's own chance."""
         self._kept = _TRUST_FADING * self._kept + kept
         self._promised = _TRUST_FADING * self._promised + claimed
 
@@ -108,7 +108,7 @@ class CalibratedRate:
             self._promised += FORGIVEN
 
 
-# How likely the target draws the token that a draft model drew: with the same noise, from other logits.
+# The chance that the target draws the token that a draft model drew: with the same noise, from other logits
 #
 # A greedy target draws the token if it has the highest logit there, too. If its logits are the draft's but for errors of about
 # the size of standard Gumbel noise, the chance of that is the token's softmax probability at temperature 1. At temperature T both
@@ -117,19 +117,19 @@ class CalibratedRate:
 # likely as each other, and two models that agree on that draw the same one, always.) Draft heads draw with that noise, too.
 
 
-# Tokens so much (in logits; at temperatures above 1 in proportion) below the likeliest hardly ever come near the drawn one.
+# Tokens so much (in logits; at temperatures above 1 in proportion) below the likeliest are hardly ever near the drawn one.
 REACH = 12.0
 
 
 def chances(logits: Tensor, token_ids: Sequence_[int], rows: Sequence_[SampleRow]) -> list[float]:
-    """logits [R, V] float32, and the token drawn from each row -> R numbers in (0, 1]."""
-    # In NumPy: on the CPU torch shares out operations of this size over threads that then wait for each other.
+    """Return R chances in (0, 1] for logits [R, V] float32 and the token drawn from each row."""
+    # In NumPy: on the CPU torch splits operations of this size over threads that then wait for each other.
     of_rows: NDArray[np.float32] = logits.cpu().numpy()
     return [chance_of(of_rows[i], token_id, row) for i, (token_id, row) in enumerate(zip(token_ids, rows, strict=True))]
 
 
 def chance_of(logits: NDArray[np.float32], place: int, row: SampleRow, token_ids: NDArray[np.int64] | None = None) -> float:
-    """Of the token whose logit stands at `place` in [V]: those of the tokens `token_ids` [V], or of all tokens in order."""
+    """Return the chance of the token at `place` in [V]: logits of the tokens `token_ids` [V], or of all tokens in order."""
     temperature = row.params.temperature
     near = np.flatnonzero(logits > logits.max() - REACH * max(1.0, temperature))
     scores, own = logits[near].astype(np.float64), float(logits[place])
@@ -139,5 +139,5 @@ def chance_of(logits: NDArray[np.float32], place: int, row: SampleRow, token_ids
         noise = gumbel_array(row.params.seed, row.choice, row.index, tokens)
         scores, own = scores + temperature * noise[:-1], own + temperature * float(noise[-1])
     leads = own - scores[near != place]
-    # What would win against the drawn token cannot be drawn: penalties, a grammar or a filter stand against it.
+    # What would beat the drawn token cannot be drawn: penalties, a grammar or a filter exclude it.
     return 1.0 / (1.0 + float(np.exp(-leads[leads >= 0]).sum()))

@@ -1,10 +1,10 @@
-"""Measures the cost curve of this engine on this machine: steps of one sequence with more and more rows.
+"""Calibration: measures the cost curve of this engine on this machine by steps of one sequence with more and more rows.
 
-Before the first request, in a second or two; the blocks that it writes to are nobody's yet. A large model takes longer for each
-step, so fewer points are measured: the few that decide most first, then those that halve the gaps between them. Later steps
-correct the curve (speculator.py), so a point that is missing, or was measured while others had the machine, is no harm for long.
+It runs before the first request, in a second or two; the blocks that it writes to are still free. A large model takes longer for
+each step, so fewer points are measured: the few most important ones first, then those that halve the gaps between them. Later
+steps correct the curve (speculator.py), so a point that is missing, or was measured on a busy machine, does little harm.
 
-The next start finds it in the cache folder (`calibration.py`), and measures anew only if those few points are not as they were.
+The next start reads the curve from the cache folder, and measures again only if those few points have changed.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from pdmesh.engine.runner.model_runner import ForwardModel, TokenSampler
 from pdmesh.engine.sampling.sampler import SampleRow
 from pdmesh.engine.speculation.cost_curve import CostCurve, rising
 
-# Cost curves of earlier starts, in the user's cache folder: one file for each model, machine and setting.
+# Cost curves of earlier starts, in the user's cache folder: one file for each model, machine and setting
 #
-# A curve is measured in seconds; whether one still holds is seen in a few steps (`calibrate.confirmed`). So workers of a machine
-# measure once, not at each start, and what was measured while others had the machine lasts until the next start at most.
+# A curve is measured in seconds; whether one is still valid is checked in a few steps (`confirmed`). So workers of a machine
+# measure once, not at each start, and a measurement on a busy machine lasts until the next start at most.
 
 
 _CPUINFO = Path("/proc/cpuinfo")
@@ -49,7 +49,7 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True)
 class Circumstances:
-    """What a step's time depends on. `max_rows`: no step will have more, `max_context`: no sequence."""
+    """Hold what a step's time depends on. `max_rows` of any step, `max_context` of any sequence."""
 
     weights_hash: str
     numeric_mode: str
@@ -62,7 +62,7 @@ class Circumstances:
 
 
 def recall(of: Circumstances) -> CostCurve | None:
-    """The curve that was remembered last; None without any, and for any other content, garbage included."""
+    """Return the curve that was cached last; None without one, or for any other content, garbage included."""
     try:
         content = json.loads(_path(of).read_bytes())
     except (OSError, ValueError):
@@ -73,8 +73,8 @@ def recall(of: Circumstances) -> CostCurve | None:
 
 
 def remember(of: Circumstances, curve: CostCurve) -> None:
-    """Written beside and renamed, so that a reader never sees half. A folder that cannot be written costs the next start a
-    measurement, no more."""
+    """Write the curve and rename the file, so that a reader never sees half. A folder that cannot be written only costs the next
+    start a measurement."""
     attention = {"context_s": curve.context_s, "row_context_s": curve.row_context_s}
     with contextlib.suppress(OSError):
         path = _path(of)
@@ -86,7 +86,7 @@ def remember(of: Circumstances, curve: CostCurve) -> None:
 
 
 def processor_name(device: torch.device) -> str:
-    """Of what computes."""
+    """Return the name of the processor that computes."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     with contextlib.suppress(OSError):
@@ -115,31 +115,30 @@ def _curve(rows: object, seconds: object, attention: Sequence[object]) -> CostCu
 
 ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 FIRST_ROWS = (1, 8, 4, 2)
-"""Measured however long they take."""
+"""Rows that are measured however long they take."""
 ROUNDS = 8
-"""The best time counts: others had the machine meanwhile."""
+"""Rounds, of which the best time counts: the machine may be busy meanwhile."""
 FEWEST_ROUNDS = 3
 SETTLED = 0.99
-"""A round in which no point became faster than this part of what it was is the last, unless it is one of
-the first."""
+"""The last round is one in which no point became faster than this part of its time, unless it is one of the first."""
 BUDGET_S = 2.0
-"""Of all steps together, but for the first ones."""
+"""Time of all steps together, except the first ones."""
 WORTH = 8
-"""A point is left out if a step there takes more than one such part of what is left: better few points measured several times."""
+"""A point is left out if a step there takes more than one such part of the time left: few points are measured several times."""
 CHECK_ROUNDS = 4
-"""In which a remembered curve is held against steps."""
+"""Steps that check a cached curve."""
 ALIKE = 1.25
-"""A remembered curve holds if steps take the same multiple of what it says, but for such a factor between the least and the
+"""A cached curve is valid if steps take the same multiple of its times, except for such a factor between the least and the
 most: the machine may be slower than it was, for all numbers of rows alike."""
 KEPT_S = 0.1
-"""What was measured in less is not worth a file."""
+"""A curve that was measured in less time is not cached."""
 LONG_CONTEXT = 512
 LONGEST = max(LONG_CONTEXT, ROWS[-1])
 """Tokens of the longest sequence that a step is measured with."""
 LEAST_CONTEXT_SHARE = 0.01
-"""Of the shortest step, for attention to LONG_CONTEXT: what is believed to take nothing could not be corrected in proportion."""
+"""Least share of the shortest step for attention to LONG_CONTEXT: a share of zero could not be corrected in proportion."""
 LOCK_S = 20.0
-"""Workers that start together on one machine measure one after the other, but none waits longer for it."""
+"""Workers that start together on one machine measure one after the other, but none waits longer."""
 _LOCK_POLL_S = 0.05
 _GREEDY = SamplingParams(temperature=0.0, max_tokens=1)
 
@@ -147,14 +146,14 @@ logger = logging.getLogger(__name__)
 
 
 class Shape(NamedTuple):
-    """Of a step: its tokens, and all tokens of its sequence."""
+    """The shape of a step: its tokens, and all tokens of its sequence."""
 
     num_rows: int
     context: int
 
 
 def measure_curve(model: ForwardModel, sampler: TokenSampler, kv: Tensor, of: Circumstances) -> CostCurve:
-    """`kv`: the pool, of which nobody has a block."""
+    """Measure the curve. `kv` is the pool, all of whose blocks are free."""
     started_s = time.monotonic()
     meter = Meter(lambda shape: run_step(model, sampler, kv, *shape), time.perf_counter)
     with machine_to_itself(cache_folder() / "calibration.lock"):
@@ -170,22 +169,22 @@ def measure_curve(model: ForwardModel, sampler: TokenSampler, kv: Tensor, of: Ci
 
 
 def known_curve(of: Circumstances, meter: Meter) -> CostCurve | None:
-    """As it was remembered, at today's height; None if it is not known, or not true any more."""
+    """Return the cached curve, scaled to the present speed; None if there is none, or it is not valid any more."""
     curve = recall(of)
     return None if curve is None else confirmed(curve, meter)
 
 
 def confirmed(curve: CostCurve, meter: Meter) -> CostCurve | None:
-    """By a few short steps. None if they speak against it."""
+    """Check a curve by a few short steps. None if they contradict it."""
     shapes = [Shape(rows, rows) for rows in in_order(curve.rows) if rows in FIRST_ROWS]
-    meter.run(shapes[0])  # what the first step waits for is no part of it
+    meter.run(shapes[0])  # the first step's initialization is not measured
     seconds = meter.measure(shapes, num_certain=len(shapes), num_rounds=CHECK_ROUNDS)
     ratios = [seconds[shape] / curve.step_s(shape.num_rows) for shape in shapes]
     return curve.scaled(median(ratios)) if max(ratios) <= ALIKE * min(ratios) else None
 
 
 def measured(meter: Meter, max_context: int, max_rows: int) -> CostCurve:
-    """By running steps and reading the clock."""
+    """Measure a curve by running steps and reading the clock."""
     rows = tuple(r for r in ROWS if r <= min(max_rows, max_context)) or (1,)
     short = meter.measure([Shape(r, r) for r in in_order(rows)], num_certain=len(set(FIRST_ROWS) & set(rows)))
     points = sorted(shape.num_rows for shape in short)
@@ -195,14 +194,15 @@ def measured(meter: Meter, max_context: int, max_rows: int) -> CostCurve:
 
 
 def _attention(meter: Meter, curve: CostCurve, context: int) -> tuple[float, float]:
-    """Seconds for each token of the context: of a sequence's first row, and of a further one. As little as may be where there is
-    no time to measure it: the curve is corrected by steps (`CostCurve.saw`), and so is this, by those with long contexts."""
+    """Return seconds for each token of the context: of a sequence's first row, and of a further one. The least values where there
+    is no time to measure them: the curve is corrected by steps (`CostCurve.saw`), and so are these, by steps with long
+    contexts."""
     least_s = LEAST_CONTEXT_SHARE * curve.seconds[0] / LONG_CONTEXT
     chunk, few = min(curve.rows[-1], context), min(8, curve.rows[-1], context)
     fill = [Shape(min(chunk, context - first), min(first + chunk, context)) for first in range(0, context, chunk)]
     if curve.step_s(chunk) * len(fill) > meter.left_s or few < 2:
         return least_s, least_s / LONG_CONTEXT
-    for shape in fill:  # what is attended to is to be there
+    for shape in fill:  # the KV that is attended to must exist
         meter.run(shape)
     shapes = [Shape(1, context), Shape(few, context)]
     seconds = meter.measure(shapes, num_certain=len(shapes))
@@ -211,7 +211,7 @@ def _attention(meter: Meter, curve: CostCurve, context: int) -> tuple[float, flo
 
 
 class Meter:
-    """Times steps, as long as the budget lasts."""
+    """Time steps, as long as the budget lasts."""
 
     def __init__(self, run: Callable[[Shape], None], clock_s: Callable[[], float], budget_s: float = BUDGET_S) -> None:
         self.run = run
@@ -220,17 +220,17 @@ class Meter:
         self._best: dict[Shape, float] = {}
 
     def measure(self, shapes: list[Shape], *, num_certain: int, num_rounds: int = ROUNDS) -> dict[Shape, float]:
-        """Seconds of each; of the first `num_certain` in any case, unless they were measured before. The others are left out
-        where they would take too long.
+        """Return the seconds of each shape; of the first `num_certain` in any case, unless they were measured before. The others
+        are left out where they would take too long.
 
-        Rounds are interleaved, so that a machine's bad moment meets all points."""
+        Rounds are interleaved, so that a slow moment of the machine affects all points."""
         best = {shape: self._best.get(shape) or self._time(shape) for shape in shapes[:num_certain]}
         for shape in shapes[num_certain:]:
             nearest = max(best, key=lambda known: (known.num_rows <= shape.num_rows, -abs(known.num_rows - shape.num_rows)))
             if best[nearest] * max(1.0, shape.num_rows / nearest.num_rows) < self.left_s / WORTH:
                 best[shape] = self._time(shape)
         for number in range(num_rounds):
-            if sum(best.values()) > self.left_s / 2:  # the rest is for what is measured next
+            if sum(best.values()) > self.left_s / 2:  # the rest is for later measurements
                 break
             before = best
             best = {shape: min(seconds, self._time(shape)) for shape, seconds in before.items()}
@@ -248,7 +248,7 @@ class Meter:
 
 
 def in_order(rows: Iterable[int]) -> list[int]:
-    """Of rows with 1 among them: the first ones, the last, then the middle of the widest gap (in indices) each time."""
+    """Order rows with 1 among them: the first ones, the last, then the middle of the widest gap (in indices) each time."""
     rows = sorted(rows)
     first = [r for r in FIRST_ROWS if r in rows]
     ordered, known = list(first), {rows.index(r) for r in first}
@@ -261,13 +261,13 @@ def in_order(rows: Iterable[int]) -> list[int]:
 
 
 def run_step(model: ForwardModel, sampler: TokenSampler, kv: Tensor, num_rows: int, context: int) -> None:
-    """A step of one sequence: its last `num_rows` tokens of a context in the first blocks, and a greedy draw behind each. Its
-    numbers are in host memory, as a model wants them."""
+    """Run a step of one sequence: its last `num_rows` tokens of a context in the first blocks, and a greedy draw behind each. Its
+    numbers are in host memory, as models need them."""
     positions = torch.arange(context - num_rows, context)
     batch = StepBatch(
         token_ids=torch.zeros(num_rows, dtype=torch.int64),
         positions=positions,
-        slot_mapping=positions.clone(),  # of the first blocks, in order
+        slot_mapping=positions.clone(),  # slots of the first blocks, in order
         query_starts=[0, num_rows],
         context_lens=[context],
         block_tables=[list(range(num_blocks_for(context, kv.shape[3])))],
@@ -282,7 +282,7 @@ def _row(index: int) -> SampleRow:
 
 @contextmanager
 def machine_to_itself(lock: Path, wait_s: float = LOCK_S) -> Iterator[None]:
-    """Against others that hold the same lock; goes on without it after `wait_s`, or where it cannot be had at all. The kernel
+    """Hold a lock against other measurements; go on without it after `wait_s`, or where locks are not available. The kernel
     releases it when its holder dies."""
     with ExitStack() as stack:
         with suppress(OSError):

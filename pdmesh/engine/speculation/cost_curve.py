@@ -1,14 +1,14 @@
-"""How long a step takes by the number of tokens that it computes: measured when the engine starts, corrected by steps.
+"""The cost curve: how long a step takes by the number of tokens that it computes. It is measured at start, corrected by steps.
 
-A step that verifies drafts reads the weights once, as one without does, and computes more rows; from some number of rows on the
-rows cost more than they bring. That curve decides how much is drafted. Its shape matters, hardly its height: a machine that is
+A step that verifies drafts reads the weights once, like one without, and computes more rows; from some number of rows on the
+rows cost more than they gain. The curve decides how much is drafted. Its shape matters more than its height: a machine that is
 slower for a while is slower for all numbers of rows. So a step's time moves the whole curve, and bends it a little. Where a point
-was not seen for long, what is seen now bends it at once. A time that is far off is one of three things:
+was not updated for long, a step bends it at once. A time that is far off is one of three things:
 
-    longer once             something held the step up: ignored
-    longer again and again  while other steps take what they should: the point is wrong, or attention, where others have short
+    longer once             the step was delayed: ignored
+    longer again and again  while other steps take the expected time: the point is wrong, or attention, if the others have short
                             contexts. While none does: the machine is slower
-    shorter                 nothing makes a step shorter: all that is believed was too dear. If it was the point alone, steps of
+    shorter                 nothing makes a step shorter: the whole curve was too high. If only the point was, steps of
                             other sizes will be longer again and again
 """
 
@@ -24,32 +24,33 @@ LEARNING = 0.02
 """Weight of a step's time in the points beside its number of rows, and twice that in the whole curve."""
 STALE_LEARNING = 0.5
 STALE_AFTER = 32
-"""Steps. What is seldom verified is learned from few steps, and says nothing about the machine's speed."""
+"""Steps after which a kind is stale. It is learned from few steps, and says nothing about the machine's speed."""
 OUTLIER = 2.0
-"""A step that took so many times what was expected, or so small a part of it."""
+"""A step is an outlier if it took so many times the expected time, or so small a part of it."""
 PATIENCE = 3
-"""So many of a kind that took much longer, one after the other, are believed."""
+"""So many steps of a kind that took much longer, one after the other, are no outliers."""
 WITNESSES = 8
 """The last steps, among which one of another kind says whether the machine is slower."""
 BEYOND = 1.25
-"""Steps of so many times the rows of the last point make another point."""
+"""A step of so many times the rows of the last point makes another point."""
 
 
 SHORTEST_S = 1e-6
-"""No step is shorter."""
+"""Least time of a step."""
 LONG_CONTEXT = 0.125
-"""Attention takes so large a part of the rest, or a larger one: such steps are told apart from others of as many rows."""
+"""A step is long if attention takes at least this part of the rest: such steps are a kind of their own among those of as many
+rows."""
 
 
 class Kind(NamedTuple):
-    """Steps that are alike: the point of the curve at or behind their number of rows; whether attention takes much of them."""
+    """A kind of steps: the point of the curve at or behind their number of rows; whether attention takes much of them."""
 
     point: int
     is_long: bool
 
 
 class Seen(NamedTuple):
-    """What became of the steps of a kind: which one was the last, how many in a row took much longer than expected."""
+    """State of the steps of a kind: which one was the last, how many in a row took much longer than expected."""
 
     at: int = 0
     num_late: int = 0
@@ -57,7 +58,8 @@ class Seen(NamedTuple):
 
 @dataclass(frozen=True)
 class History:
-    """Of the steps that a curve has seen. `latest`: the kinds of the last ones, and whether they took about what was expected."""
+    """History of the steps that a curve was updated by. `latest`: the kinds of the last ones, and whether they took about as
+    expected."""
 
     num_steps: int = 0
     seen: Mapping[Kind, Seen] = field(default_factory=dict)
@@ -67,20 +69,20 @@ class History:
         return self.seen.get(kind, Seen())
 
     def after(self, kind: Kind, num_late: int = 0) -> History:
-        """One step later, which was of this kind."""
+        """Return the history one step later, which was of this kind."""
         number = self.num_steps + 1
         return History(number, {**self.seen, kind: Seen(number, num_late)}, (*self.latest, (kind, not num_late))[-WITNESSES:])
 
     def witness(self, kind: Kind) -> Kind | None:
-        """The kind of the latest step of another one, if it took what was expected."""
+        """Return the kind of the latest step of another kind, if it took the expected time."""
         other = next(((other, fitted) for other, fitted in reversed(self.latest) if other != kind), None)
         return other[0] if other is not None and other[1] else None
 
 
 @dataclass(frozen=True)
 class CostCurve:
-    """Seconds of a step of rows[i] tokens, whose attention to a context of C tokens takes `context_s` · C more for a sequence's
-    first token, and `row_context_s` · C for each further one of it. `rows` ascend from 1."""
+    """Hold the seconds of a step of rows[i] tokens, whose attention to a context of C tokens takes `context_s` · C more for a
+    sequence's first token, and `row_context_s` · C for each further one of it. `rows` ascend from 1."""
 
     rows: tuple[int, ...]
     seconds: tuple[float, ...]
@@ -89,7 +91,7 @@ class CostCurve:
     history: History = History()
 
     def step_s(self, num_rows: int) -> float:
-        """Without attention. Beyond the last measured number of rows as it rises before that."""
+        """Return the seconds without attention. Beyond the last measured number of rows the curve is extrapolated."""
         last = len(self.rows) - 1
         if num_rows >= self.rows[last]:
             return self.seconds[last] + self._last_row_s * (num_rows - self.rows[last])
@@ -100,8 +102,8 @@ class CostCurve:
         return self.seconds[right - 1] + share * (self.seconds[right] - self.seconds[right - 1])
 
     def least_row_s(self, num_rows: int) -> float:
-        """What a row more takes where it takes least: the curve has steps, where another tile of a product begins, and behind
-        one that is paid for rows are cheap."""
+        """Return the least cost of one more row: the curve has steps, where another tile of a product begins, and
+        behind such a step rows are cheap."""
         points = zip(pairwise(self.rows), pairwise(self.seconds), strict=True)
         ahead = [(after - before) / (to - at) for (at, to), (before, after) in points if to > num_rows]
         return min([*ahead, self._last_row_s])
@@ -113,12 +115,12 @@ class CostCurve:
         return (self.seconds[-1] - self.seconds[-2]) / (self.rows[-1] - self.rows[-2])
 
     def scaled(self, factor: float) -> CostCurve:
-        """Of a machine on which everything takes so many times as long."""
+        """Return the curve of a machine on which everything takes so many times as long."""
         return self._scaled(factor, 0.0)._scaled(factor, 1.0)
 
     def saw(self, num_rows: int, attention_s: float, step_s: float) -> CostCurve:
-        """Corrected by one step, whose attention is believed to have taken `attention_s`. What is wrong is laid to attention by
-        its share of the step: steps with short contexts teach the curve, those with long ones both."""
+        """Return the curve corrected by one step, whose attention is expected to have taken `attention_s`. An error is attributed
+        to attention by its share of the step: steps with short contexts correct the curve, those with long ones both."""
         if step_s < SHORTEST_S:
             return self
         if num_rows >= BEYOND * self.rows[-1]:
@@ -138,7 +140,7 @@ class CostCurve:
         return replace(curve, history=self.history.after(kind))
 
     def _put_right(self, kind: Kind, num_rows: int, attention_s: float, step_s: float) -> CostCurve:
-        """What is wrong is what this kind of step does not share with the latest one that took what was expected."""
+        """Correct the part that this kind of step does not share with the latest one that took the expected time."""
         witness, believed_s = self.history.witness(kind), self.step_s(num_rows)
         if witness is None:
             whole_s = believed_s + attention_s
@@ -156,7 +158,7 @@ class CostCurve:
         return self._scaled(1 + 2 * LEARNING * (ratio - 1), share)._moved(kind.point, num_rows, LEARNING * more_s)
 
     def _scaled(self, factor: float, attention_share: float) -> CostCurve:
-        """The machine is slower or faster; or attention is, as far as it has a share in what was seen."""
+        """Scale the curve for a slower or faster machine; or attention, as far as it has a share in the step."""
         of_curve, of_attention = 1 + (1 - attention_share) * (factor - 1), 1 + attention_share * (factor - 1)
         return replace(
             self,
@@ -166,7 +168,7 @@ class CostCurve:
         )
 
     def _moved(self, index: int, num_rows: int, more_s: float) -> CostCurve:
-        """A step of `num_rows` takes so much more: the points beside it move, the nearer one more."""
+        """Make a step of `num_rows` take so much longer: the points beside it move, the nearer one more."""
         seconds, before = list(self.seconds), max(0, index - 1)
         width = max(1, self.rows[index] - self.rows[before])
         near = min(1.0, max(0.0, (num_rows - self.rows[before]) / width)) if index else 1.0
@@ -181,7 +183,7 @@ class CostCurve:
 
 
 def rising(seconds: list[float], at: int) -> tuple[float, ...]:
-    """More rows never take less: what was measured beside `at` gives way to it."""
+    """Make times ascend: more rows never take less, so what was measured beside `at` is adjusted."""
     for index in range(at - 1, -1, -1):
         seconds[index] = min(seconds[index], seconds[index + 1])
     for index in range(at + 1, len(seconds)):

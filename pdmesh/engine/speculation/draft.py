@@ -1,4 +1,4 @@
-"""Tokens that are guessed to come next: a tree whose root is the last known token of a sequence.
+"""Drafts: a tree of proposed tokens whose root is the last known token of a sequence.
 
     token_ids   a  b  c  d  e           root ── a ── b ── c          rows of the step: root, a, b, c, d, e
     parents    -1  0  1  0  3                   └─── d ── e          (d and e stand beside b and c)
@@ -20,29 +20,29 @@ _ROUNDED = 1e-6
 
 @dataclass(frozen=True)
 class Draft:
-    """`chances[i]`: how likely the model draws token i if it has drawn the token's parent."""
+    """Hold a draft. `chances[i]`: how likely the model draws token i if it has drawn the token's parent."""
 
     token_ids: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     chances: tuple[float, ...] = ()
     proposer: str = ""
-    is_trial: bool = False  # unlikely, and to be verified now and then to learn from what is drawn behind it
+    is_trial: bool = False  # unlikely, and verified now and then to learn from what is drawn behind it
 
     @classmethod
     def chain(cls, token_ids: Sequence[int], chances: Sequence[float], proposer: str) -> Draft:
-        """One token after the other. Raises ValueError where the lengths differ."""
+        """Return a chain of tokens. Raises ValueError where the lengths differ."""
         if len(token_ids) != len(chances):
             raise ValueError(f"chances: {len(chances)} for {len(token_ids)} tokens")
         return cls(tuple(token_ids), tuple(range(-1, len(token_ids) - 1)), tuple(chances), proposer)
 
     def why_not(self, max_depth: int, max_tokens: int, vocab_size: int | None) -> str:
-        """What is wrong with it; empty where nothing is. Raises TypeError where it does not even consist of numbers."""
+        """Return what is wrong with it; empty where nothing is. Raises TypeError where it does not consist of numbers."""
         size = len(self.token_ids)
         if not size == len(self.parents) == len(self.chances):
             return f"{size} tokens have {len(self.parents)} parents and {len(self.chances)} chances"
         if size > max_tokens:
             return f"{size} tokens; {max_tokens} were allowed"
-        if not all(0.0 <= chance <= 1.0 + _ROUNDED for chance in self.chances):  # nor are they any that are no numbers
+        if not all(0.0 <= chance <= 1.0 + _ROUNDED for chance in self.chances):  # NaN fails the comparison, too
             return f"chances are not between 0 and 1: {self.chances}"
         ids = [operator.index(token_id) for token_id in self.token_ids]
         if min(ids, default=0) < 0 or (vocab_size is not None and max(ids, default=0) >= vocab_size):
@@ -61,7 +61,7 @@ class Draft:
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """Of each token, from 1: so many places behind the root."""
+        """Return the depth of each token, from 1 behind the root."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(1 if parent == ROOT else depths[parent] + 1)
@@ -69,7 +69,7 @@ class Draft:
 
     @cached_property
     def cumulative(self) -> tuple[float, ...]:
-        """How likely each token is kept: it and all before it on its branch are drawn."""
+        """Return how likely each token is accepted: it and all before it on its branch are drawn."""
         kept: list[float] = []
         for parent, chance in zip(self.parents, self.chances, strict=True):
             kept.append(chance if parent == ROOT else kept[parent] * chance)
@@ -77,12 +77,12 @@ class Draft:
 
     @cached_property
     def branches(self) -> tuple[range, ...]:
-        """The tokens (as indices) in runs that follow one another; the first run begins below the root."""
+        """Return the tokens (as indices) in runs that follow one another; the first run begins below the root."""
         starts = [index for index, parent in enumerate(self.parents) if parent != index - 1 or index == 0]
         return tuple(range(start, end) for start, end in pairwise([*starts, len(self)]))
 
     def branch(self, index: int) -> tuple[int, ...]:
-        """The tokens (as indices) from below the root to `index`, itself included."""
+        """Return the tokens (as indices) from below the root to `index`, itself included."""
         path: list[int] = []
         while index != ROOT:
             path.append(index)
@@ -90,7 +90,7 @@ class Draft:
         return tuple(reversed(path))
 
     def keep(self, wanted: Sequence[bool]) -> Draft:
-        """Only the tokens that are wanted and hang on to the root by wanted ones."""
+        """Return only the wanted tokens whose ancestors are all wanted."""
         new_index: dict[int, int] = {ROOT: ROOT}
         for index, parent in enumerate(self.parents):
             if wanted[index] and parent in new_index:
@@ -107,7 +107,7 @@ class Draft:
         )
 
     def first(self, max_tokens: int) -> Draft:
-        """At most so many tokens: a parent stands before its children, so what is left still hangs together."""
+        """Return at most so many tokens: a parent precedes its children, so the rest is still a tree."""
         if len(self) <= max_tokens:
             return self
         cut = slice(0, max_tokens)
@@ -119,8 +119,8 @@ NOTHING = Draft()
 
 @dataclass(frozen=True)
 class Verified:
-    """What a step made of a draft (perhaps an empty one). `draws[0]` is what the model draws behind the root, `draws[i + 1]` what
-    it draws behind token i of the draft; `kept`: the tokens of the draft that it drew itself, from the root on."""
+    """The result of verifying a draft (perhaps an empty one). `draws[0]` is what the model draws behind the root, `draws[i + 1]`
+    what it draws behind token i of the draft; `kept`: the accepted tokens of the draft, from the root on."""
 
     draft: Draft
     draws: tuple[int, ...]
@@ -141,7 +141,7 @@ class Verified:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Of `draws`, those that are new tokens of the sequence, in order: one more than are kept."""
+        """Return the rows of `draws` that are new tokens of the sequence, in order: one more than are accepted."""
         return (0, *(index + 1 for index in self.kept))
 
     @property

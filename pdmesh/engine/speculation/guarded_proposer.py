@@ -1,7 +1,7 @@
-"""A proposer as the speculator meets it: whatever it does wrong costs guesses, never the engine.
+"""A guard around a proposer: whatever it does wrong costs drafts, never the engine.
 
-What it raises ends here, and a draft that breaks its bounds is taken for the same: the proposer is not asked again. One that is
-only wrong about its chances is believed less (`Trust`).
+Its exceptions end here, and a draft that breaks its bounds counts as one: the proposer is not used again. Chances of a proposer
+that are only too high are scaled down (`CalibratedRate`).
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from pdmesh.engine.speculation.draft import NOTHING, ROOT, Draft, Verified
 from pdmesh.engine.speculation.handover import TakesOver
 from pdmesh.engine.speculation.proposer import Ask, Proposer
 
-# Drafts under a grammar: what may come behind each drafted token, and what of a draft the grammar allows at all.
+# Drafts under a grammar: which tokens may come behind each draft token, and how much of a draft the grammar allows
 #
-# The sequence keeps the places that it was asked for (`Sequence.matcher_behind`), and a place what may come behind it. So
-# whatever was found to cut a draft is there when the step draws, however much of the draft was cut off in between.
+# The sequence keeps the matchers that were requested (`Sequence.matcher_behind`), and a matcher what may come behind it. So
+# what was found to cut a draft is there when the step draws, however much of the draft was cut off in between.
 
 
 def allowed_on_tree(sequence: Sequence, draft: Draft) -> list[Bits | None]:
-    """Tokens that may come behind the root, then behind each token of a draft that follows the grammar; None without one."""
+    """Return tokens that may come behind the root, then behind each token of a draft that follows the grammar; None without
+    one."""
     nodes = range(ROOT, len(draft))
     if sequence.group.request.grammar is None:
         return [None for _ in nodes]
@@ -36,7 +37,7 @@ def allowed_on_tree(sequence: Sequence, draft: Draft) -> list[Bits | None]:
 
 
 def follow(sequence: Sequence, draft: Draft) -> Draft:
-    """What of the draft the sequence's grammar allows: all of it without one."""
+    """Return the part of the draft that the sequence's grammar allows: all of it without one."""
     if sequence.group.request.grammar is None or not draft:
         return draft
     here = sequence.matcher_behind(())
@@ -49,7 +50,7 @@ def follow(sequence: Sequence, draft: Draft) -> Draft:
 
 
 def _path(draft: Draft, node: int) -> tuple[int, ...]:
-    """The tokens from below the root to this one, itself included."""
+    """Return the tokens from below the root to this one, itself included."""
     return tuple([draft.token_ids[index] for index in draft.branch(node)])
 
 
@@ -61,10 +62,10 @@ Lesson = tuple[Sequence, Verified, Tensor | None]
 
 
 class GuardedProposer:
-    """A Proposer that never raises."""
+    """A proposer that never raises."""
 
     def __init__(self, proposer: Proposer, vocab_size: int | None, on_fault: Callable[[str], None]) -> None:
-        """`vocab_size`: token ids are below; None: nobody knows. `on_fault(name)` is told once."""
+        """`vocab_size`: token ids are below; None: unknown. `on_fault(name)` is called once."""
         self.name, self.is_free, self.wants_hidden = proposer.name, proposer.is_free, proposer.wants_hidden
         self.learns = proposer.learns
         self.is_open = True
@@ -72,7 +73,7 @@ class GuardedProposer:
         self._trust, self._factor = CalibratedRate(), 1.0
 
     def propose(self, asks: Sequence_[Ask]) -> list[Draft]:
-        """Cut to what grammars allow, before anybody counts on it."""
+        """Return drafts, cut to what grammars allow before anything uses them."""
         with self._watched():
             drafts = self._proposer.propose(asks)
             checked = [self._checked(ask, draft) for ask, draft in zip(asks, drafts, strict=True)]
@@ -80,44 +81,44 @@ class GuardedProposer:
         return [NOTHING] * len(asks)
 
     def believed(self, drafts: list[Draft]) -> list[Draft]:
-        """Its drafts with chances as they have come true lately."""
+        """Return its drafts with chances scaled by the recent acceptance rate."""
         factor = self._factor = self._trust.factor
         if factor == 1.0:
             return drafts
         return [replace(draft, chances=tuple([factor * chance for chance in draft.chances])) for draft in drafts]
 
     def judge(self, verified: Verified) -> None:
-        """A draft of its own, as believed in this step."""
+        """Record the result of a draft of its own, with the chances of this step."""
         draft, reached = verified.draft, {ROOT, *verified.kept}
         for index, parent in enumerate(draft.parents):
             if parent in reached:
                 self._trust.saw(draft.chances[index] / self._factor, index in reached)
 
     def forgive(self) -> None:
-        """Once for each step."""
+        """Let the factor recover, once for each step."""
         self._trust.forgive()
 
     def learn(self, lessons: Sequence_[Lesson]) -> None:
-        """What became of the sequences of a step."""
+        """Pass on the results of the sequences of a step."""
         with self._watched():
             learn = self._proposer.learn
             for lesson in lessons:
                 learn(*lesson)
 
     def restore(self, sequence: Sequence, hidden: Tensor) -> None:
-        """See TakesOver; nothing where it is none."""
+        """See TakesOver; does nothing where it is none."""
         if isinstance(self._proposer, TakesOver):
             with self._watched():
                 self._proposer.restore(sequence, hidden)
 
     def _checked(self, ask: Ask, draft: Draft) -> Draft:
-        if not len(draft):  # raises for what is no draft at all
+        if not len(draft):  # raises for what is not a draft
             return NOTHING
         if draft.proposer != self.name:
             raise ValueError(f"proposer: {draft.proposer!r} in a draft of {self.name!r}")
         if why := draft.why_not(ask.max_depth, ask.max_tokens, self._vocab_size):
             raise ValueError(why)
-        if max(draft.chances) > 1.0:  # rounded
+        if max(draft.chances) > 1.0:  # exceeds 1 by rounding
             return replace(draft, chances=tuple([min(1.0, chance) for chance in draft.chances]))
         return draft
 

@@ -1,6 +1,6 @@
-"""What a prefill worker gives along for whoever guesses on: the hidden state that the first token was drawn from, in bfloat16.
+"""The draft state of a hand-off: the hidden state from which the prefill worker drew the first token, in bfloat16.
 
-It decides nothing but guesses. So a state that does not fit, of a worker with another configuration or a broken one, is ignored.
+It affects drafts only. So a state that does not fit, of a worker with another configuration or a faulty one, is ignored.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ logger = logging.getLogger(__name__)
 
 @runtime_checkable
 class TakesOver(Protocol):
-    """A proposer that can go on from a state that was computed elsewhere."""
+    """A proposer that can continue from a state that was computed elsewhere."""
 
     def restore(self, sequence: Sequence, hidden: Tensor) -> None:
-        """The last token of the sequence was drawn from `hidden` [hidden_size] float32."""
+        """Take over the state `hidden` [hidden_size] float32, from which the sequence's last token was drawn."""
 
 
 def packed(hidden: Tensor) -> bytes:
-    """[hidden_size] float32 as it travels."""
+    """Return the bytes of [hidden_size] float32 for the hand-off."""
     return hidden.detach().to("cpu", torch.bfloat16).view(torch.int16).numpy().astype("<i2").tobytes()
 
 
 def unpacked(state: bytes, hidden_size: int) -> Tensor | None:
-    """[hidden_size] float32; None, with a warning, if it is none."""
+    """Return [hidden_size] float32; None, with a warning, for other bytes."""
     if len(state) != 2 * hidden_size:
         logger.warning("a draft state of %d bytes is ignored: %d were expected", len(state), 2 * hidden_size)
         return None

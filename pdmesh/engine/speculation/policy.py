@@ -1,13 +1,13 @@
-"""How much of their drafts the next step verifies. Pure.
+"""The policy: how much of their drafts the next step verifies. Pure.
 
-A step of n sequences and m drafted tokens gives n + Σ c tokens, c being the chance that a drafted token is kept, and takes
-t(n + m). The drafted tokens are taken in the order of their chances (a token's chance is never above its parent's, so what is
-taken hangs together), and as many as make (n + Σ c) / t the largest; none, where they would not raise it. In other words a draft
-goes on until its cumulative chance falls under a threshold, and the threshold is what a token must bring at the moment: the cost
+A step of n sequences and m draft tokens gives n + Σ c tokens, c being the chance that a draft token is accepted, and takes
+t(n + m). The draft tokens are taken in the order of their chances (a token's chance is never above its parent's, so they
+form trees), and as many as make (n + Σ c) / t the largest; none, where they would not raise it. In other words a draft
+continues until its cumulative chance falls under a threshold, and the threshold is what a token must gain at the moment: the cost
 of one more row in tokens. It follows from the drafts beside it, from how many sequences share the step, and from the measured
-curve (`cost_curve.py`); nobody sets it.
+curve (`cost_curve.py`); it is no setting.
 
-Prompts beside take their own time whatever is drafted, and a token that is kept saves its share of a later step, most often one
+Prompts in the step take their own time whatever is drafted, and an accepted token saves its share of a later step, most often one
 without them. So t is what the sequences that decode would take alone, and what drafts add to the step as it is.
 """
 
@@ -21,12 +21,12 @@ from pdmesh.engine.speculation.cost_curve import OUTLIER, CostCurve
 from pdmesh.engine.speculation.draft import NOTHING, Draft
 
 MARGIN = 0.02
-"""Share that speculation must promise to win: chances and costs are estimates, and a tie is not worth the risk."""
+"""Share that speculation must be expected to gain: chances and costs are estimates, and a tie is not worth the risk."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What the step computes without drafts: sequences that decode, tokens of prompts beside them, and what attention takes."""
+    """Hold what the step computes without drafts: sequences that decode, tokens of prompts beside them, and attention's time."""
 
     num_decoding: int
     num_prompt_tokens: int
@@ -37,26 +37,26 @@ class Load:
         return self.num_decoding + self.num_prompt_tokens
 
     def plain_s(self, curve: CostCurve) -> float:
-        """What those that decode would take alone."""
+        """Return the time that those that decode would take alone."""
         return curve.step_s(self.num_decoding) + self.attention_s
 
     def drafted_s(self, curve: CostCurve, num_drafted: int) -> float:
-        """And what so many tokens more add to the step, but for their attention."""
+        """Return the time with so many draft tokens more, without their attention."""
         return self.plain_s(curve) + curve.step_s(self.num_rows + num_drafted) - curve.step_s(self.num_rows)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What to verify of each draft, in their order; `threshold`: the chance under which no token more would pay."""
+    """Hold what to verify of each draft, in their order; `threshold`: the chance under which no more token would pay."""
 
     drafts: list[Draft]
     threshold: float
-    num_expected: float  # tokens of drafts that are kept, on average
-    gain: float = 0.0  # of these drafts, in steps without drafts: what their tokens are worth less what they take
+    num_expected: float  # expected number of accepted tokens
+    gain: float = 0.0  # value of the tokens less their cost, in steps without drafts
 
 
 def choose(drafts: Sequence[Draft], contexts: Sequence[int], load: Load, curve: CostCurve, max_tokens: int) -> Choice:
-    """`contexts`: tokens known of each draft's sequence; `max_tokens`: of all drafts together."""
+    """Choose what to verify. `contexts`: known tokens of each draft's sequence; `max_tokens`: of all drafts together."""
     plain_s = load.plain_s(curve)
     plain_rate, beside_s = load.num_decoding / plain_s, plain_s - curve.step_s(load.num_rows)
     least = threshold(plain_rate, load.num_rows, curve)
@@ -88,7 +88,7 @@ def choose(drafts: Sequence[Draft], contexts: Sequence[int], load: Load, curve: 
 
 
 def may_pay(load: Load, curve: CostCurve, max_tokens: int, best_chance: float) -> bool:
-    """False: even `max_tokens` drafted tokens, all of `best_chance`, would not pay, nor would fewer."""
+    """Return whether drafts could pay; False: not even `max_tokens` draft tokens, all of `best_chance`, nor fewer."""
     plain_s = load.plain_s(curve)
     most = load.num_rows + max_tokens
     ends = [rows for rows in curve.rows if load.num_rows < rows < most]  # between points the rate only rises or only falls
@@ -100,21 +100,22 @@ def may_pay(load: Load, curve: CostCurve, max_tokens: int, best_chance: float) -
 
 
 def threshold(rate: float, num_rows: int, curve: CostCurve) -> float:
-    """The chance below which no drafted token pays: what a row more costs at least, in tokens that come at `rate` meanwhile."""
+    """Return the chance below which no draft token pays: the least cost of one more row, in tokens that come at `rate`
+    meanwhile."""
     return min(1.0, rate * curve.least_row_s(num_rows))
 
 
 def fixed(drafts: Sequence[Draft], length: int) -> Choice:
-    """The first `length` tokens of each draft's first branch, whatever they cost: what the threshold is compared with."""
+    """Return the first `length` tokens of each draft's first branch, whatever they cost: the baseline of the threshold."""
     first = [draft.first(len(draft.branches[0])).first(length) if draft else NOTHING for draft in drafts]
     return Choice(first, 0.0, sum(sum(draft.cumulative) for draft in first))
 
 
-# What is verified, or left, only to learn what it takes. Pure: it is told what steps took.
+# Probes: steps that verify a draft, or none, only to learn their cost. Pure: the caller reports what steps took.
 #
-# The policy does what it believes to be best, so it learns nothing about what it never does. Two things are therefore done now
-# and then against its advice: where drafts were refused, a small one is verified; where drafts were verified in every step for
-# long, a step does without. Each is done less and less often while it only confirms what was believed.
+# The policy does what it expects to be best, so it learns nothing about the alternatives. Two things are therefore done now
+# and then against its advice: where drafts were rejected, a small one is verified; where drafts were verified in every step for
+# long, a step does without. Each becomes rarer while it only confirms the expectation.
 #
 #     draft verified against advice     takes longer than the step without: paid from SHARE of the time that steps take
 #     step without drafts               gives fewer tokens: at most one step in LONGEST
@@ -123,22 +124,22 @@ def fixed(drafts: Sequence[Draft], length: int) -> Choice:
 
 
 SHARE = 0.003
-"""Of the time of all steps."""
+"""Share of the time of all steps."""
 MOST_SAVED = 8
-"""Steps. What has not been spent for long is not spent at once."""
+"""Steps over which unspent time is saved up at most."""
 SHORTEST, LONGEST = 32, 256
 """Steps without a probe."""
 RETRY = 4
 CONFIRMED = 1.1
-"""A step that took so many times what was believed, or more, or so small a part, was worth making."""
+"""A probe was worth making if the step took so many times the expected time or more, or so small a part."""
 SIZES = (1, 2, 4, 8)
-"""Drafted tokens, in turn."""
+"""Numbers of draft tokens, in turn."""
 TRIAL_TOKENS, TRIAL_STEPS = 4, 8
-"""A trial's whole price is to be there when it begins."""
+"""A trial begins only when its whole cost has been saved up."""
 
 
 class Wait:
-    """Steps until the next probe of a kind."""
+    """Count steps until the next probe of a kind."""
 
     def __init__(self) -> None:
         self._length = self._left = SHORTEST
@@ -151,22 +152,23 @@ class Wait:
         self._left -= count
 
     def again(self) -> None:
-        """There was no need for a probe."""
+        """Restart: no probe was needed."""
         self._left = self._length
 
     def retry(self) -> None:
-        """There was nothing to probe with. Soon again: who runs a model is asked for a few steps in a row, then for long not."""
+        """Try again soon, as there was nothing to probe with: proposers that run a model draft for a few steps in a row, then
+        pause long."""
         self._left = RETRY
 
     def learned(self, ratio: float) -> None:
-        """A probe took `ratio` times what was believed."""
+        """Record that a probe took `ratio` times the expected time."""
         is_confirmed = 1 / CONFIRMED < ratio < CONFIRMED
         self._length = min(LONGEST, 2 * self._length) if is_confirmed else SHORTEST
         self._left = self._length
 
 
 class Step(NamedTuple):
-    """What a step took, and what was believed that it takes, with and without its drafts."""
+    """Hold what a step took, and its expected time, with and without its drafts."""
 
     took_s: float
     believed_s: float
@@ -179,16 +181,16 @@ class Probing:
         self._drafted, self._plain = Wait(), Wait()
         self._saved_s = 0.0
         self._turn = 0
-        self._is_probe = False  # the step that is being made
+        self._is_probe = False  # whether the present step is a probe
 
     @property
     def wants_plain(self) -> bool:
-        """The next step is to do without drafts."""
+        """Return whether the next step should do without drafts."""
         return self._plain.is_over
 
     @property
     def wants_draft(self) -> bool:
-        """The next step is to verify something, if there is anything that would pay if rows cost nothing."""
+        """Return whether the next step should verify something, if anything would pay when rows cost nothing."""
         return self._drafted.is_over and self._saved_s > 0
 
     def affords_trial(self, load: Load, curve: CostCurve) -> bool:
@@ -196,11 +198,11 @@ class Probing:
         return self._saved_s > TRIAL_STEPS * price_s
 
     def pay(self, seconds: float, plain_s: float) -> None:
-        """From what is saved; `plain_s`: a step without drafts."""
+        """Spend saved time; `plain_s`: a step without drafts."""
         self._saved_s = max(-MOST_SAVED * plain_s, min(MOST_SAVED * plain_s, self._saved_s - seconds))
 
     def pick(self, drafts: Sequence[Draft], load: Load, curve: CostCurve) -> list[Draft]:
-        """Of drafts that the policy has refused: what is verified all the same, most often nothing."""
+        """Return what is verified of drafts that the policy has rejected, most often nothing."""
         picked = self._trial(drafts) if self._saved_s > 0 else None
         if picked is None and self.wants_draft:
             picked = self._small(drafts, load, curve)
@@ -210,15 +212,15 @@ class Probing:
         return [NOTHING] * len(drafts) if picked is None else picked
 
     def saw(self, step: Step | None, num_alike: int = 1) -> bool:
-        """What a step was that decodes. None: with prompts beside, whose times say nothing here. `num_alike`: this is told
-        once for so many that were like it, itself included. True: this one says more than one of many."""
+        """Record a decode step. None: it had prompts, and its time says nothing here. `num_alike`: this call stands for so many
+        steps like it, itself included. Returns True if this step is more informative than one of many."""
         is_probe, self._is_probe = self._is_probe, False
         if step is None:
             return False
         self.pay(-SHARE * step.took_s * num_alike, step.plain_s)
         ratio = step.took_s / step.believed_s
         is_off = not 1 / OUTLIER < ratio < OUTLIER
-        if is_off:  # the curve will change, or has
+        if is_off:  # the curve changes
             self._drafted, self._plain = Wait(), Wait()
         if not step.has_drafts:
             self._drafted.step(num_alike)
@@ -237,7 +239,7 @@ class Probing:
         return [draft if draft.is_trial else NOTHING for draft in drafts]
 
     def _small(self, drafts: Sequence[Draft], load: Load, curve: CostCurve) -> list[Draft] | None:
-        """The likeliest tokens; None where they would not pay if they cost nothing."""
+        """Return the likeliest tokens; None where they would not pay even if they cost nothing."""
         likeliest = sorted(
             [(-chance, number, index) for number, draft in enumerate(drafts) for index, chance in enumerate(draft.cumulative)]
         )
@@ -250,7 +252,7 @@ class Probing:
         return [draft.keep(keep) if any(keep) else NOTHING for draft, keep in zip(drafts, wanted, strict=True)]
 
     def _size(self, load: Load, curve: CostCurve) -> int:
-        """As many as are next in turn, but no more than are believed to double the step."""
+        """Return the next size in turn, limited to what is expected to double the step."""
         most_s = 2 * curve.step_s(load.num_rows) + load.attention_s
         in_turn = SIZES[self._turn % len(SIZES)]
         return max([size for size in SIZES if size <= in_turn and curve.step_s(load.num_rows + size) <= most_s], default=SIZES[0])

@@ -1,9 +1,9 @@
-"""Who guesses: the one interface of all proposers.
+"""The interface of all draft proposers.
 
-A proposer is asked before a step for all sequences that decode, and told after the step what became of each draft. What it
-remembers of a sequence is its own, kept in a `WeakKeyDictionary`: sequences come and go without notice, may be preempted (then
-their blocks are others afterwards) and may begin with any number of tokens, here or elsewhere computed. A proposer may be wrong
-about anything but its bounds: it costs time, never a token. One that raises, or drafts beyond its bounds, is asked no more.
+A proposer is called before a step for all sequences that decode, and after the step with the result of each draft. Its state of
+a sequence is its own, kept in a `WeakKeyDictionary`: sequences come and go without notice, may be preempted (then
+their blocks change) and may begin with any number of tokens, computed here or elsewhere. A proposer may be wrong
+about anything but its bounds: it costs time, never a token. One that raises, or exceeds its bounds, is not used again.
 """
 
 from __future__ import annotations
@@ -21,39 +21,40 @@ class Ask(NamedTuple):
     """One sequence that decodes: all its tokens but the last known one are computed (or forced by a grammar)."""
 
     sequence: Sequence
-    max_depth: int  # at least 1: drafts that go further could not be used
+    max_depth: int  # at least 1: longer drafts cannot be used
     max_tokens: int  # of the whole tree
-    least_chance: float = 0.0  # a token that is kept with a smaller chance than this is not worth its place in the step
+    least_chance: float = 0.0  # a token with a smaller chance is not worth a row of the step
     may_try: bool = False  # a trial (`Draft.is_trial`) may begin now
 
 
 class Proposer(Protocol):
-    """Named in configuration, metrics and usage."""
+    """Draft tokens. Proposers are named in configuration, metrics and usage."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def is_free(self) -> bool:
-        """Guessing takes microseconds, so it may always be asked; others run a model, and are asked where that may pay."""
+        """Return whether drafting takes microseconds, so that it may always be used; others run a model, and are used where that
+        may pay."""
         ...
 
     @property
     def wants_hidden(self) -> bool:
-        """It guesses from the model's hidden states: see `learn`."""
+        """Return whether it drafts from the model's hidden states: see `learn`."""
         ...
 
     @property
     def learns(self) -> bool:
-        """It wants to be told what the model drew; others find the new tokens in the sequence when they are asked next."""
+        """Return whether it needs the model's draws; others find the new tokens in the sequence in the next call."""
         ...
 
     def propose(self, asks: Sequence_[Ask]) -> list[Draft]:
-        """A draft for each, within its bounds; an empty one (`NOTHING`) where there is nothing to guess."""
+        """Return a draft for each, within its bounds; an empty one (`NOTHING`) where there is none."""
         ...
 
     def learn(self, sequence: Sequence, verified: Verified, hidden: Tensor | None) -> None:
-        """What the model drew, whoever had made the draft. The sequence has its new tokens already, and may be over.
+        """Learn what the model drew, whichever proposer had made the draft. The sequence has its new tokens, and may have ended.
 
         `hidden` [hidden_size] float32: the model's last hidden state, before its final norm, that the last new token was drawn
         from; None unless `wants_hidden`.
@@ -62,5 +63,5 @@ class Proposer(Protocol):
 
 
 def promise(draft: Draft) -> float:
-    """Tokens of it that are kept, on average, if all of it is verified."""
+    """Return its expected number of accepted tokens, if all of it is verified."""
     return sum(draft.cumulative)

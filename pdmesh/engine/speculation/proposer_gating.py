@@ -1,11 +1,9 @@
-"""Whether to ask a proposer that runs a model, by what asking cost and brought so far.
+"""Whether to use a proposer that runs a model, by the cost and the gain of its calls so far.
 
-It is asked for the sequences of which more is hoped than others have guessed for nothing, and only where the tokens that it
-brings are worth the time that it takes beside them. Where they are not, it is asked again after a while, and after twice that
-while if nothing has changed: what is generated changes, and so do the sequences beside it. The dearer it is to ask, the longer
-the while: asking in vain takes at most IN_VAIN of the time. Greedy sequences and those that are drawn with noise are different
-things to it: its guesses are dearer and seldomer right for these, so that each kind has habits of its own.
-"""
+It is called for the sequences that are expected to gain more than by the free proposers' drafts, and only where the tokens are
+worth the time. Where they are not, it is called again after a pause, and after twice that pause if nothing has changed: outputs
+change, and so do the sequences of the step. The more a call costs, the longer the pause: calls in vain take at most IN_VAIN of
+the time. Greedy and sampled sequences are recorded apart: drafts cost more and are accepted less often for the latter."""
 
 from __future__ import annotations
 
@@ -23,32 +21,32 @@ from pdmesh.engine.speculation.guarded_proposer import GuardedProposer
 from pdmesh.engine.speculation.policy import MARGIN, Load
 from pdmesh.engine.speculation.proposer import Ask, promise
 
-# What is known of asking a proposer that runs a model: what it brings, what it takes, when it is not asked. Pure.
+# The record of a proposer that runs a model: what it gains, what it costs, when it pauses. Pure.
 
 
 FIRST_HOPE, FIRST_WEIGHT = 1.0, 4.0
-"""Tokens kept of a draft before anything is known, and for so many drafts that counts."""
+"""Accepted tokens of a draft before anything is known, and for how many drafts that counts."""
 MEMORY = 64.0
 """About so many of the last drafts decide: fewer would end what pays on a few unlucky ones."""
 MEMORY_BEHIND_PAUSE = 16.0
-"""What was known before a pause counts for so many drafts: things may have changed."""
+"""The record before a pause counts for so many drafts: things may have changed."""
 EMPTY = 0.2
-"""A call without a draft counts for so much of one that was wrong: it may have been making up for a prompt that it has not seen,
+"""A call without a draft counts for so much of a wrong one: it may have been computing a prompt that it has not seen,
 which takes several calls."""
 OWN_FADING, USUAL_WEIGHT = 0.97, 16.0
-"""About the last 33 drafts of a sequence are its own way, beside so many that went as usual."""
+"""About the last 33 drafts of a sequence decide its own rate, beside so many average ones."""
 NUM_BUCKETS = 16
 FIRST_PAUSE, LONGEST_PAUSE = 16, 256
-"""Steps without asking, where it does not pay."""
+"""Steps of a pause, where calls do not pay."""
 IN_VAIN = 0.005
 PROBE = 4
-"""Steps in a row for which it is asked behind a pause: one alone would tell little."""
+"""Calls in a row behind a pause: one alone would tell little."""
 PRICE_LEARNING, HELD_UP = 0.1, 2.0
 NUM_FIRST_CALLS = 4
 
 
 class Hope:
-    """Tokens kept of one sequence's drafts."""
+    """Track the accepted tokens of one sequence's drafts."""
 
     __slots__ = ("_kept", "_num")
 
@@ -60,39 +58,39 @@ class Hope:
         self._num = self._num * OWN_FADING + (1.0 if had_draft else EMPTY)
 
     def beside(self, usual: float) -> float:
-        """Of the next draft."""
+        """Return the expected accepted tokens of the next draft."""
         return (self._kept + USUAL_WEIGHT * usual) / (self._num + USUAL_WEIGHT)
 
 
 class Price:
-    """Seconds of a call. Calls that touch new memory, compute a long prompt first, or in which others have the machine, say
-    little: of the first few the cheapest counts, later ones at most for HELD_UP times what is believed."""
+    """Track the seconds of a call. Calls that touch new memory, compute a long prompt first, or run on a busy machine, say
+    little: of the first few the cheapest counts, later ones at most for HELD_UP times the expected time."""
 
     __slots__ = ("_num_calls", "call_s", "token_s")
 
     def __init__(self) -> None:
-        self.call_s = self.token_s = 0.0  # a call's, and what it would take longer for one token more of each sequence
+        self.call_s = self.token_s = 0.0  # a call's, and the increase for one more token of each sequence
         self._num_calls = 0
 
     def saw(self, took_s: float, deepest: int) -> None:
-        """`deepest`: tokens of the longest draft; 0: there was none."""
+        """Record a call. `deepest`: tokens of the longest draft; 0: there was none."""
         self._num_calls += 1
         if self._num_calls <= NUM_FIRST_CALLS:
             self.call_s = took_s if self._num_calls == 1 else min(self.call_s, took_s)
         else:
             self.call_s += PRICE_LEARNING * (min(took_s, HELD_UP * self.call_s) - self.call_s)
         if deepest:
-            token_s = self.call_s / (deepest + 1)  # beside what a call takes whatever it guesses: about a token more
+            token_s = self.call_s / (deepest + 1)  # besides the fixed cost of a call, which is about one token's
             self.token_s += PRICE_LEARNING * (token_s - self.token_s) if self.token_s else token_s
 
 
 class ProposerRecord:
-    """Of sequences of one kind."""
+    """Record calls for sequences of one kind."""
 
     def __init__(self) -> None:
         self.calibration = Calibration.of_probabilities(NUM_BUCKETS)
-        self.hope = FIRST_HOPE  # of a sequence that was never asked for: tokens kept of its draft
-        self.num_rows = 4.0  # drafted and verified for a sequence that was asked for
+        self.hope = FIRST_HOPE  # expected accepted tokens of a sequence without drafts so far
+        self.num_rows = 4.0  # verified draft tokens of a sequence in a call
         self._weight = FIRST_WEIGHT
         self._is_paying = False
         self._pause = FIRST_PAUSE
@@ -100,30 +98,30 @@ class ProposerRecord:
 
     @property
     def is_next(self) -> bool:
-        """Whether it would be asked in the next step."""
+        """Return whether it would be called in the next step."""
         return not self._num_to_skip
 
     def is_due(self) -> bool:
-        """Whether to ask now. Once for each step in which there is somebody to ask for."""
+        """Return whether to call it now. Once for each step with sequences to draft for."""
         if not self._num_to_skip:
             return True
         self._num_to_skip -= 1
         return False
 
     def rest(self) -> None:
-        """A step in which nobody is asked."""
+        """Record a step without a call."""
         self._num_to_skip = max(0, self._num_to_skip - 1)
 
     def is_probing(self) -> bool:
-        """Asked now whatever that is worth. Once for each step in which it is due."""
+        """Return whether it is called now whatever the gain. Once for each step in which it is due."""
         if not self._num_to_probe:
             return False
         self._num_to_probe -= 1
         return True
 
     def decide(self, gain: float, price: float) -> None:
-        """It is asked now in any case, to know; again at once only where that is worth it: `gain` times the tokens per second of
-        not asking. `price` of a call, in steps."""
+        """Record a call that is made in any case, to learn; another follows at once only where that pays: `gain` times the tokens
+        per second without it. `price` of a call, in steps."""
         self._is_paying = gain >= (1.0 if self._is_paying else 1.0 + MARGIN)
         if self._is_paying:
             self._pause = FIRST_PAUSE
@@ -133,37 +131,37 @@ class ProposerRecord:
         self._weight = min(self._weight, MEMORY_BEHIND_PAUSE)
 
     def saw(self, kept: int, rows: int, *, had_draft: bool) -> None:
-        """Of a draft that it was asked for, `rows` tokens were verified and `kept` of them were right."""
+        """Record a draft of which `rows` tokens were verified and `kept` of them accepted."""
         self._weight = min(MEMORY, self._weight + 1.0)
         self.hope += (1.0 if had_draft else EMPTY) * (kept - self.hope) / self._weight
         self.num_rows = max(1.0, self.num_rows + (rows - self.num_rows) / self._weight)
 
 
 class ProposerGate:
-    """One proposer that is not free. What it calls a chance is a probability by its own model: what became of guesses as
-    probable as that is what it is taken for."""
+    """Gate one proposer that is not free. Its chances are probabilities of its own model, which are calibrated by the acceptance
+    rate of earlier tokens with the same probability."""
 
     def __init__(self, proposer: GuardedProposer, clock_ns: Callable[[], int]) -> None:
         self.proposer = proposer
         self._clock_ns = clock_ns
         self._habits = {is_greedy: ProposerRecord() for is_greedy in (True, False)}
-        self._prices: dict[tuple[int, int], Price] = {}  # of a call, by how many sequences of each kind: powers of two
+        self._prices: dict[tuple[int, int], Price] = {}  # of a call, by the number of sequences of each kind: powers of two
         self._bent: WeakKeyDictionary[Sequence, Bent] = WeakKeyDictionary()
         self._hopes: WeakKeyDictionary[Sequence, Hope] = WeakKeyDictionary()
         self._probing_ns = 0
-        self._proposed: dict[Sequence, Draft] = {}  # in this step, as the proposer gave them
+        self._proposed: dict[Sequence, Draft] = {}  # drafts of this step, as the proposer made them
 
     def rest(self) -> None:
-        """Nobody is asked in this step. Its pauses go on: one within the other would multiply."""
+        """Make no call in this step. Its own pauses continue: otherwise one within the other would multiply."""
         for habit in self._habits.values():
             habit.rest()
 
     def ask_all(self, asks: Sequence_[Ask], drafts: list[Draft]) -> list[Draft]:
-        """`drafts`, of these asks, or the proposer's own where that promises more."""
+        """Return `drafts` of these asks, or the proposer's own where they are expected to gain more."""
         return self._ask(range(len(asks)), asks, drafts)
 
     def improve(self, asks: Sequence_[Ask], drafts: list[Draft], load: Load, curve: CostCurve) -> list[Draft]:
-        """The same, but the proposer is asked only where that may pay."""
+        """Do as `ask_all`, but call the proposer only where that may pay."""
         self._proposed = {}
         asked: list[int] = []
         is_probe = False
@@ -188,17 +186,17 @@ class ProposerGate:
         return better
 
     def take_probing_ns(self) -> int:
-        """Spent on probes since this was asked the last time: they are paid for otherwise."""
+        """Return the time spent on probes since the last call, which is accounted for otherwise."""
         spent_ns, self._probing_ns = self._probing_ns, 0
         return spent_ns
 
     @property
     def may_be_next(self) -> bool:
-        """Whether it may be asked in the next step: if not, it need not know what becomes of this one."""
+        """Return whether it may be called in the next step: if not, it need not learn from this one."""
         return any(habit.is_next for habit in self._habits.values())
 
     def learn(self, draws: Mapping[Sequence, list[SampledOutput]]) -> None:
-        """What became of the drafts that it was asked for."""
+        """Learn the results of its drafts."""
         for sequence, proposed in self._proposed.items():
             for draw in draws.get(sequence, ()):
                 if draw.verified is not None:
@@ -208,7 +206,7 @@ class ProposerGate:
                     habit.saw(kept, rows, had_draft=bool(proposed))
                     self._hopes.setdefault(sequence, Hope()).saw(kept, had_draft=bool(proposed))
                     self._compare(sequence, proposed, verified.new_tokens)
-        self._proposed = {}  # it may not be asked before the next steps; and who has ended is not to be held here
+        self._proposed = {}  # it may not be called soon, and sequences that have ended must not be kept alive here
 
     def _ask(self, asked: Sequence_[int], asks: Sequence_[Ask], drafts: list[Draft]) -> list[Draft]:
         started_ns = self._clock_ns()
@@ -225,7 +223,7 @@ class ProposerGate:
     def _worth(
         self, habit: ProposerRecord, hopeful: list[int], asks: Sequence_[Ask], drafts: list[Draft], load: Load, curve: CostCurve
     ) -> tuple[float, float]:
-        """Tokens per second with asking for these, by those without; and what asking takes, in steps."""
+        """Return tokens per second with a call for these, over those without; and the time of a call, in steps."""
         found, num_drafted = [promise(draft) for draft in drafts], sum(map(len, drafts))
         more = sum(self._hope_of(asks[index].sequence) - found[index] for index in hopeful)
         plain_s = load.drafted_s(curve, num_drafted)
@@ -247,7 +245,7 @@ class ProposerGate:
         return replace(draft, chances=tuple(chances if bent is None else map(bent.chance, chances)))
 
     def _compare(self, sequence: Sequence, proposed: Draft, new_tokens: Sequence_[int]) -> None:
-        """Whether or not anybody had it verified: as far as the model's tokens say what of it was right."""
+        """Compare a draft with the model's tokens, whether or not it was verified."""
         bent, calibration = self._bent.setdefault(sequence, Bent()), self._habits[_is_greedy(sequence)].calibration
         at = ROOT
         for token_id in new_tokens:

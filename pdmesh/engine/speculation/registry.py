@@ -1,4 +1,4 @@
-"""Which proposers an engine has: names in its configuration, made here, one line for each kind."""
+"""The registry of proposers: names in the engine's configuration, made here, one line for each kind."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Drafts:
-    """What guesses by computing, loaded before the KV pool is sized; None: nobody guesses so. `step_bytes` of the device's memory
-    are for its steps and graphs, `block_bytes` for its own pool, for each block of the target's."""
+    """Hold models for drafting, loaded before the KV pool is sized; None: there are none. `step_bytes` of the device's memory
+    are for their steps and graphs, `block_bytes` for their own pool, for each block of the target's."""
 
     heads: HeadMaths | None = None
     model: LoadedModel | None = None
@@ -53,7 +53,7 @@ class Drafts:
 
 @dataclass(frozen=True)
 class Parts:
-    """What of an engine proposers are made from. `num_running`: sequences, at the moment."""
+    """Hold the parts of an engine that proposers are made from. `num_running`: sequences, at the moment."""
 
     config: EngineConfig
     loaded: LoadedModel
@@ -69,7 +69,7 @@ class Parts:
 
 
 def load_drafts(config: EngineConfig, loaded: LoadedModel) -> Drafts:
-    """Of the configured proposers. Raises ValueError naming the field for what cannot be."""
+    """Load the models of the configured proposers. Raises ValueError naming the field for impossible settings."""
     names = names_for(config, loaded)
     heads = _maths(config, loaded) if "heads" in names else None
     model, models, block_bytes = None, list[object](), 0
@@ -84,16 +84,16 @@ def load_drafts(config: EngineConfig, loaded: LoadedModel) -> Drafts:
 
 
 def make_proposers(parts: Parts) -> list[Proposer]:
-    """In the order of the configuration, ready for the first request. Raises ValueError naming the field for what cannot be."""
+    """Return the proposers in the order of the configuration, ready for the first request. Raises ValueError naming the field."""
     names = names_for(parts.config, parts.loaded)
     if names != proposer_names(parts.config):
-        logger.info("speculation: auto guesses nothing where torch computes: it may lose there; name who is to guess")
+        logger.info("speculation: auto drafts nothing with the torch backend, where it may lose; name proposers to use them")
     return [_KINDS[name](parts) for name in names]
 
 
 def names_for(config: EngineConfig, loaded: LoadedModel) -> tuple[str, ...]:
-    """Who guesses for this model. Auto leaves torch's steps alone unless something was given to guess with, or how far to: with a
-    few sequences prompt lookup was seen to slow them (docs/speculation.md)."""
+    """Return the proposers of this model. Auto has none for the torch backend unless a draft source or a length is configured:
+    with a few sequences prompt lookup was seen to slow it (docs/speculation.md)."""
     is_given = bool(config.draft_heads or config.draft_model or config.self_draft_layers or config.draft_length)
     if config.speculation == AUTO and not (is_given or isinstance(loaded.model, NativeModel)):
         return ()
@@ -101,7 +101,7 @@ def names_for(config: EngineConfig, loaded: LoadedModel) -> tuple[str, ...]:
 
 
 def proposer_names(config: EngineConfig) -> tuple[str, ...]:
-    """Auto: prompt lookup, and whatever the other settings, or a file beside the model, give something for.
+    """Return the configured names. Auto: prompt lookup, and those that other settings, or a file beside the model, provide for.
 
     Raises ValueError for names that are not known.
     """
@@ -112,7 +112,7 @@ def proposer_names(config: EngineConfig) -> tuple[str, ...]:
 
 
 def heads_path(config: EngineConfig) -> Path | None:
-    """Of the draft heads: as configured, else beside the model; None where there are none."""
+    """Return the path of the draft heads: as configured, else beside the model; None where there are none."""
     if config.draft_heads:
         return Path(config.draft_heads)
     beside = Path(config.model) / FILE
@@ -120,7 +120,7 @@ def heads_path(config: EngineConfig) -> Path | None:
 
 
 def given_heads(config: EngineConfig) -> Path:
-    """Raises ValueError where there are none."""
+    """Return the path of the draft heads. Raises ValueError where there are none."""
     path = heads_path(config)
     if path is None:
         raise ValueError(f"draft_heads: no {FILE} is in the model's folder; give the path of one, or train it (make train-heads)")
@@ -130,7 +130,7 @@ def given_heads(config: EngineConfig) -> Path:
 
 
 def given_draft_model(config: EngineConfig) -> str:
-    """Raises ValueError where there is none."""
+    """Return the draft model. Raises ValueError where there is none."""
     if not config.draft_model:
         raise ValueError("draft_model: empty; give the folder or .gguf file of a smaller model with the same vocabulary")
     return config.draft_model
@@ -149,7 +149,9 @@ def _maths(config: EngineConfig, loaded: LoadedModel) -> HeadMaths:
     if why := heads.why_not(loaded.config.hidden_size, loaded.config.vocab_size):
         raise ValueError(f"draft_heads: {path}: {why}")
     if not heads.is_for(loaded.weights_hash):
-        others = "draft_heads: %s was trained for other weights (%.12s) than the model's (%.12s): it may guess badly"
+        others = (
+            "draft_heads: %s was trained for other weights (%.12s) than the model's (%.12s): few of their tokens may be accepted"
+        )
         logger.warning(others, path, heads.trained_for, loaded.weights_hash)
     if not isinstance(model, NativeModel):
         return TorchHeads(heads, model.embedding)
@@ -192,15 +194,15 @@ _KINDS: dict[str, Callable[[Parts], Proposer]] = {
 }
 
 
-# Is all there that the configured proposers need? Asked before any weights are read: a large model takes minutes to load.
+# Checks before any weights are read that the configured proposers have what they need: a large model takes minutes to load
 
 
 _USED_BY = {"draft_heads": "heads", "draft_model": "draft_model", "self_draft_layers": "self_draft"}
 
 
 def check_speculation(config: EngineConfig) -> None:
-    """Raises ValueError, naming the field and what to do, for settings that nobody would use and for what is missing or is not
-    for this model. Settings that only the chosen proposers leave unused are warned of."""
+    """Raise ValueError, naming the field and what to do, for settings that no proposer would use and for what is missing or is
+    not for this model. Settings that only the chosen proposers leave unused cause a warning."""
     names = proposer_names(config)
     _check_unused(config, names)
     if "heads" in names:
@@ -219,4 +221,4 @@ def _check_unused(config: EngineConfig, names: tuple[str, ...]) -> None:
                 raise ValueError(f"{name}: {value} is given, but speculation is {NONE}; give speculation=auto, or leave this out")
     for name, proposer in _USED_BY.items():
         if getattr(config, name) and proposer not in names:
-            logger.warning("%s is given, but nobody uses it: speculation is %s, without %s", name, config.speculation, proposer)
+            logger.warning("%s is given, but not used: speculation is %s, without %s", name, config.speculation, proposer)

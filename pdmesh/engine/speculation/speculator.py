@@ -1,10 +1,10 @@
-"""Speculation around the engine's step: who is asked for drafts, how much of them is verified, and what was learned.
+"""Speculative decoding around the engine's step: which proposers draft, how much is verified, and what is learned.
 
 draft(running, ...)  free proposers, then those that run a model where that may pay; the policy ─► a draft each
-the step             verifies them beside everything else (scheduler.py, runner.py)
-learn(draws, ...)    every proposer hears what the model drew, the cost curve what the step took
+the step             verifies them beside everything else (scheduler/scheduler.py, runner/model_runner.py)
+learn(draws, ...)    every proposer gets what the model drew, the cost curve what the step took
 
-Nobody here is trusted: proposers stand behind a Door, and what the policy never does is tried now and then (`policy.py`).
+Proposers run behind a GuardedProposer, and what the policy never does is tried now and then (`policy.py`).
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ from pdmesh.engine.speculation.proposer_gating import ProposerGate
 from pdmesh.engine.speculation.stats import Tally
 
 SURE = 0.97
-"""No guess has a better chance, or hardly one."""
+"""Hardly any draft token has a better chance."""
 FIRST_WORTH, WORTH_LEARNING = 0.1, 0.1
-"""What looking for drafts is worth, in steps, before anything is known; and the weight of each look."""
+"""Value of looking for drafts, in steps, before anything is known; and the weight of each look."""
 LONGEST_REST = 8
 LOOKING = 0.004
-"""Where looking is worth less than it takes, nobody is asked for a step, then for two, up to so many: a look costs hundredths of
-a small model's step. Rests grow until it takes LOOKING of the time. Proposers learn from the tokens of those steps when they are
-asked again."""
+"""Where looking gains less than it costs, no proposer is called for a step, then for two, up to so many: a look costs hundredths
+of a small model's step. Rests grow until it takes LOOKING of the time. Proposers learn from the tokens of those steps in their
+next call."""
 LOOK_EVERY = 4
-"""Of so many steps that are alike one corrects the curve."""
+"""One of so many steps that are alike corrects the curve."""
 NUM_FIRST = 128
 """Each of so many first steps does."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What no draft may exceed."""
+    """Hold what no draft may exceed."""
 
     max_depth: int
-    max_tokens: int  # of a step, everything together
+    max_tokens: int  # tokens of a step, everything together
     max_context: int
     fixed_length: int = 0  # 0: by threshold
-    vocab_size: int | None = None  # token ids are below; None: nobody knows
+    vocab_size: int | None = None  # token ids are below; None: unknown
 
 
 class Rest:
-    """When to ask nobody."""
+    """Decide when to call no proposer."""
 
     def __init__(self, longest: int) -> None:
         self._longest = longest
@@ -65,18 +65,18 @@ class Rest:
 
     @property
     def goes_on(self) -> bool:
-        """Nobody will be asked in the next step."""
+        """Return whether no proposer is called in the next step."""
         return self._left > 0
 
     def is_on(self) -> bool:
-        """Asked once for each step."""
+        """Return whether this step rests. Called once for each step."""
         if not self._left:
             return False
         self._left -= 1
         return True
 
     def saw(self, gain: float, price: float) -> None:
-        """Somebody was asked, which took `price` times what a step takes; what was found is worth `gain` steps."""
+        """Record that proposers were called, at `price` times a step's time; their drafts are worth `gain` steps."""
         self._worth += WORTH_LEARNING * (gain - price - self._worth)
         if self._worth > 0 or not self._longest:
             self._length = 0
@@ -90,7 +90,7 @@ class _Chosen(NamedTuple):
 
 
 class Speculator:
-    """Asks, chooses, learns. Of the engine thread, as the engine is."""
+    """Call proposers, choose drafts, learn. It belongs to the engine thread."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Speculator:
         device: torch.device | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """`device`: of the model's hidden states; None: where they are."""
+        """`device` of the model's hidden states; None: they stay where they are."""
         self.tally = Tally()
         self.curve = curve
         self._bounds, self._device, self._clock_ns = bounds, device, clock_ns
@@ -111,7 +111,7 @@ class Speculator:
         self._dear = [ProposerGate(door, clock_ns) for door in self._proposers if not door.is_free]
         self._probing = Probing()
         self._threshold = 0.0
-        self._num_prompt_tokens = 0  # of the step before: the next one's is planned after the drafts
+        self._num_prompt_tokens = 0  # prompt tokens of the step before: the next step is planned after the drafts
         self._rest = Rest(longest=0 if bounds.fixed_length else LONGEST_REST)
         self._num_plain = self._num_seen = 0
 
@@ -121,13 +121,13 @@ class Speculator:
 
     @property
     def wants_hidden_now(self) -> bool:
-        """Of the step that has been drafted for: they may be asked behind it."""
+        """Return whether the hidden states of the present step are needed: those proposers may be called behind it."""
         return any(door.wants_hidden for door in self._free) or any(
             asking.proposer.wants_hidden and self._may_ask_next(asking) for asking in self._dear
         )
 
     def draft(self, running: Iterable[Sequence], *, has_prompts: bool) -> dict[Sequence, Draft]:
-        """A draft for each sequence that is to have one. `has_prompts`: some are beside those that decode."""
+        """Return a draft for each sequence that gets one. `has_prompts`: the step has prompts beside those that decode."""
         if self._rest.is_on():
             for asking in self._dear:
                 asking.rest()
@@ -149,8 +149,8 @@ class Speculator:
     def learn(
         self, plan: SchedulerOutput, draws: Mapping[Sequence, list[SampledOutput]], step_ns: int, num_prompt_tokens: int
     ) -> None:
-        """After the sequences have taken their tokens. `step_ns`: what the plan's computation took; `num_prompt_tokens`: of it,
-        those that were no new output."""
+        """Learn, after the sequences have taken their tokens. `step_ns`: what the plan's computation took; `num_prompt_tokens`:
+        how many of its tokens were no new output."""
         self._num_prompt_tokens = num_prompt_tokens
         lessons = [
             (piece.sequence, draw.verified, draw.hidden)
@@ -185,7 +185,8 @@ class Speculator:
                 maker.judge(verified)
 
     def take_over(self, sequence: Sequence, hidden: Tensor) -> None:
-        """Its last token was drawn elsewhere, from `hidden` [hidden_size] float32. Of no use behind what a grammar has forced."""
+        """Take over the state `hidden` [hidden_size] float32, from which its last token was drawn elsewhere. Useless behind
+        forced tokens."""
         if not sequence.num_unreported:
             hidden = hidden.to(self._device or hidden.device)
             for door in self._proposers:
@@ -193,7 +194,7 @@ class Speculator:
                     door.restore(sequence, hidden)
 
     def _may_probe(self, *, has_prompts: bool) -> bool:
-        """Beside prompts a step's time would say nothing; a fixed length learns nothing."""
+        """Return whether probes are allowed: beside prompts a step's time would say nothing; a fixed length learns nothing."""
         return not has_prompts and not self._bounds.fixed_length
 
     def _choose_from(self, decoding: list[Sequence], load: Load, *, has_prompts: bool) -> _Chosen:
@@ -223,7 +224,7 @@ class Speculator:
         return may_pay(load, self.curve, most, SURE)
 
     def _ask(self, sequence: Sequence, least_chance: float) -> Ask | None:
-        """None: there is no use in guessing behind this sequence's next token."""
+        """Return the ask for a sequence; None: a draft behind its next token is useless."""
         request = sequence.group.request
         room = min(
             self._bounds.max_depth,
@@ -240,7 +241,7 @@ class Speculator:
         return Load(len(decoding), num_prompt_tokens, self.curve.context_s * context)
 
     def _propose(self, asks: list[Ask], load: Load, *, at_any_price: bool) -> list[Draft]:
-        """The best draft of each sequence."""
+        """Return the best draft of each sequence."""
         best = [NOTHING] * len(asks)
         for door in self._free:
             if door.is_open:
@@ -263,8 +264,8 @@ class Speculator:
         )
 
     def _correct_curve(self, plan: SchedulerOutput, step_s: float) -> None:
-        """By steps without prompts: those compute more than the curve speaks of. By a part of them: there are thousands, and each
-        takes as long as a guess."""
+        """Correct the curve by steps without prompts, which compute more than the curve describes. Only a part of them is used:
+        there are thousands, and each correction takes as long as drafting."""
         if not plan.pieces or self._num_prompt_tokens:
             self._probing.saw(None)
             return

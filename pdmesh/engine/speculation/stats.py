@@ -1,4 +1,4 @@
-"""What speculation did since the engine started: for metrics, and for whoever asks why a request was fast or slow."""
+"""Statistics of speculative decoding since the engine started: for metrics and for usage."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from pdmesh.engine.speculation.draft import Verified
 
 MAX_POSITION = 16
-"""Drafted tokens deeper than this are counted here."""
+"""Draft tokens deeper than this are counted at this depth."""
 
 
 @dataclass(frozen=True)
 class ProposerStats:
-    """Drafted tokens that were verified and kept, by depth: [0] is the token behind the known ones."""
+    """Count draft tokens that were verified and accepted, by depth: [0] is the token behind the known ones."""
 
     verified: tuple[int, ...]
     kept: tuple[int, ...]
@@ -30,19 +30,19 @@ class ProposerStats:
 
 @dataclass(frozen=True)
 class SpeculationStats:
-    """Since start. A row is a sequence's part of a step: it gives one token, and those that were kept of its draft."""
+    """Count since start. A row is a sequence's part of a step: it gives one token, and the accepted ones of its draft."""
 
     num_rows: int = 0
-    num_drafts: int = 0  # of the rows, those with a draft
-    num_tokens: int = 0  # that they gave
+    num_drafts: int = 0  # rows with a draft
+    num_tokens: int = 0  # tokens of all rows
     drafting_s: float = 0.0
     by_proposer: dict[str, ProposerStats] = field(default_factory=dict)
-    failed: tuple[str, ...] = ()  # proposers that are not asked any more
-    verifying_s: float = 0.0  # computing drafted tokens: their part of the steps that did
+    failed: tuple[str, ...] = ()  # proposers that are not used any more
+    verifying_s: float = 0.0  # time of verifying draft tokens: their part of the steps
 
 
 class Tally:
-    """Counts on the engine thread."""
+    """Count on the engine thread."""
 
     def __init__(self) -> None:
         self._num_rows = self._num_drafts = self._num_tokens = self._drafting_ns = self._verifying_ns = 0
@@ -51,22 +51,22 @@ class Tally:
         self._kept: defaultdict[str, list[int]] = defaultdict(lambda: [0] * MAX_POSITION)
 
     def drafted(self, took_ns: int) -> None:
-        """Drafts were made for a step."""
+        """Record the time of drafting for a step."""
         self._drafting_ns += took_ns
 
     def fault(self, proposer: str) -> None:
-        """It is not asked any more."""
+        """Record that a proposer is not used any more."""
         self._failed.append(proposer)
 
     def stepped(self, num_rows: int, drafted: Iterable[Verified]) -> None:
-        """So many sequences' parts of a step, and what became of those that had a draft."""
+        """Record a step of `num_rows` sequences, and the results of their drafts."""
         self._num_rows += num_rows
         self._num_tokens += num_rows
         for verified in drafted:
             self._verified_one(verified)
 
     def computed(self, took_ns: int, num_tokens: int, num_drafted: int) -> None:
-        """A step of so many tokens, drafted ones included. All are counted alike, though some share what is read."""
+        """Record a step of so many tokens, draft tokens included. All are counted alike, though some share what is read."""
         if num_drafted:
             self._verifying_ns += took_ns * num_drafted // num_tokens
 

@@ -107,7 +107,7 @@ inline void clear_values(const KVGeometry& kv, uint8_t* group, int first, int en
     }
 }
 
-// One token's key and value of one head. The slots after this one in its group, up to `open_end`, were written by nobody yet;
+// One token's key and value of one head. The slots after this one in its group, up to `open_end`, are not written yet;
 // they become zero, because their probability 0 times what lies there must be 0.
 inline void write_token(const KVGeometry& kv, int layer, int head, int64_t slot, int open_end, const float* key, const float* value) {
     const int in_block = static_cast<int>(slot % kv.block_size), in_group = in_block % kGroup;

@@ -1,12 +1,12 @@
-"""Compiles the kernels at first use, into a cache, and loads them.
+"""Compilation of the kernels at first use, into a cache, and loading.
 
     $PDMESH_KERNELS_DIR/TIER/libpdmesh_cpu.so       built ahead; looked at first
     prebuilt/TIER/libpdmesh_cpu.so                  built ahead, beside the sources
     $PDMESH_CACHE/kernels/TIER-KEY/libpdmesh_cpu.so  compiled here; KEY follows from the sources, the flags and the compiler
 
 A library appears by one rename, under a lock, and ends with a seal: the SHA-256 of what comes before it (the system's loader
-does not mind). So what is killed midway leaves no library, and one that was cut off later is recognized before it is mapped,
-where it would end the process with SIGBUS. Other libraries of ours (a `Project`) are compiled the same way.
+does not mind). So a compiler that is killed leaves no library, and a library that was truncated later is recognized before it is
+mapped, where it would end the process with SIGBUS. Other libraries of pdmesh (a `Project`) are compiled the same way.
 
     python -m pdmesh.engine.kernels.cpu.build [--all | --isa TIER] [--output FOLDER]       builds ahead
 """
@@ -40,10 +40,10 @@ Say = Callable[[str], None]
 SOURCES = Path(__file__).parent
 LIBRARY = "libpdmesh_cpu.so"
 _COMPILERS = ("c++", "g++", "clang++")
-# No -ffast-math: infinities and NaN mean something here, and sums keep their order. Nothing is fused but what the sources fuse:
+# No -ffast-math: the code uses infinities and NaN, and sums keep their order. Nothing is fused but what the sources fuse:
 # otherwise the compiler chooses anew for each copy of an inlined function, and the same operation rounds in two ways.
 _FLAGS = ("-O3", "-std=c++20", "-fPIC", "-pthread", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-Wall")
-# A function that nobody wrote is to be an error of the build, not of the first call.
+# A missing function is an error of the build, not of the first call.
 _LINK_FLAGS = ("-shared", "-pthread", *(("-Wl,-z,defs",) if sys.platform == "linux" else ()))
 # Weak: the sources may have this function themselves.
 _STAMP_SOURCE = 'extern "C" __attribute__((weak)) const char* pdmesh_build_stamp() { return PDMESH_BUILD_STAMP; }\n'
@@ -51,7 +51,7 @@ _ELSE = "or run with --backend torch"
 
 
 class NoCompiler(RuntimeError):
-    """There is no C++ compiler, and no library built ahead that fits. The message says what to do."""
+    """There is no C++ compiler, and no prebuilt library that fits. The message says what to do."""
 
 
 class BuildFailed(RuntimeError):
@@ -60,21 +60,21 @@ class BuildFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Project:
-    """What becomes one library: the *.cpp and *.h of `folder`; `title` is what people call it."""
+    """Describe a library: the *.cpp and *.h of `folder`; `title` is its name in messages."""
 
     folder: Path
     library: str = LIBRARY
     title: str = "CPU kernels"
-    module: str = "pdmesh.engine.kernels.cpu.build"  # whose command builds it ahead
-    compile_s: int = 20  # about
-    is_tiered: bool = True  # False: one library for all, which looks by itself what the processor has
+    module: str = "pdmesh.engine.kernels.cpu.build"  # the module whose command builds it ahead
+    compile_s: int = 20  # approximate
+    is_tiered: bool = True  # False: one library for all tiers, which detects by itself what the processor has
 
     def tier(self) -> isa.Tier:
-        """Of this process. Raises ValueError for a wrong PDMESH_CPU_ISA."""
+        """Return the tier of this process. Raises ValueError for a wrong PDMESH_CPU_ISA."""
         return isa.detect() if self.is_tiered else isa.by_name("portable")
 
     def tiers(self) -> tuple[isa.Tier, ...]:
-        """All that there can be on this architecture."""
+        """Return all tiers of this architecture."""
         return isa.compilable() if self.is_tiered else (isa.by_name("portable"),)
 
 
@@ -83,7 +83,7 @@ KERNELS = Project(SOURCES)
 
 @dataclass(frozen=True)
 class Sources:
-    """The sources of a project, read once: what is hashed is what is compiled, though somebody edits them meanwhile."""
+    """Hold the sources of a project, read once: what is hashed is what is compiled, even if files are edited meanwhile."""
 
     project: Project
     files: tuple[tuple[str, bytes], ...]  # name and content, in the order of the names
@@ -91,7 +91,7 @@ class Sources:
 
     @staticmethod
     def read(project: Project) -> Sources:
-        """Raises BuildFailed when there are none."""
+        """Return the sources. Raises BuildFailed when there are none."""
         folder = project.folder
         paths = sorted(path for pattern in ("[!.]*.cpp", "[!.]*.h") for path in folder.glob(pattern))
         if not any(path.suffix == ".cpp" for path in paths):
@@ -102,13 +102,13 @@ class Sources:
 
 @dataclass(frozen=True)
 class Compiler:
-    """The C++ compiler: $CXX (with its options), else the first of c++, g++ and clang++ on PATH."""
+    """Name the C++ compiler: $CXX (with its options), else the first of c++, g++ and clang++ on PATH."""
 
     command: tuple[str, ...]
 
     @staticmethod
     def find() -> Compiler:
-        """Raises NoCompiler."""
+        """Return the compiler. Raises NoCompiler."""
         chosen, *options = os.environ.get("CXX", "").split() or [""]
         found = [path for name in ((chosen,) if chosen else _COMPILERS) if (path := shutil.which(name))]
         if found:
@@ -122,13 +122,13 @@ class Compiler:
 
     @property
     def identity(self) -> str:
-        """Changes with an update of the compiler. Asking it for its version would cost each start 10 ms and more."""
-        programs = [path for word in self.command if (path := shutil.which(word))]  # of "ccache g++" both
+        """Return what changes with an update of the compiler. Asking it for its version would cost each start 10 ms and more."""
+        programs = [path for word in self.command if (path := shutil.which(word))]  # both words of "ccache g++"
         return repr((self.command, programs, [(stat.st_size, stat.st_mtime_ns) for stat in map(os.stat, programs)]))
 
 
 def load_library(say: Say = print, *, project: Project = KERNELS) -> ctypes.CDLL:
-    """The library for this processor (or for the tier in PDMESH_CPU_ISA): built ahead, or cached, or compiled now.
+    """Return the library for this processor (or for the tier in PDMESH_CPU_ISA): prebuilt, or cached, or compiled now.
 
     `say` gets a line before anything that takes seconds, after it, and about each library that is passed over. Raises
     NoCompiler, BuildFailed, and ValueError for a wrong PDMESH_CPU_ISA.
@@ -138,13 +138,13 @@ def load_library(say: Say = print, *, project: Project = KERNELS) -> ctypes.CDLL
 
 
 def library_path(tier: isa.Tier, *, project: Project = KERNELS) -> Path:
-    """Where the cache has, or will have, the library of a tier. Raises NoCompiler, BuildFailed."""
+    """Return where the cache has, or will have, the library of a tier. Raises NoCompiler, BuildFailed."""
     return _cache_path(tier, Sources.read(project), Compiler.find())
 
 
 def build_ahead(tier: isa.Tier, output: Path | None, say: Say = print, *, project: Project = KERNELS) -> Path:
-    """The library of a tier, which this processor need not have: compiled into `output`/TIER, and what the compiler warned of is
-    said; without `output` into the cache, unless it is there. Raises NoCompiler, BuildFailed, OSError."""
+    """Compile the library of a tier, which this processor need not have, into `output`/TIER and report the compiler's warnings;
+    without `output` into the cache, unless it is there. Raises NoCompiler, BuildFailed, OSError."""
     code, compiler = Sources.read(project), Compiler.find()
     if output is None:
         return _in_cache(tier, code, compiler, say)
@@ -155,7 +155,7 @@ def build_ahead(tier: isa.Tier, output: Path | None, say: Say = print, *, projec
 
 
 def _open_prebuilt(tier: isa.Tier, code: Sources, say: Say) -> ctypes.CDLL | None:
-    """The first library built ahead from these very sources; None if there is none."""
+    """Return the first prebuilt library from these very sources; None if there is none."""
     named = os.environ.get("PDMESH_KERNELS_DIR")
     for folder in filter(None, (named, str(code.project.folder / "prebuilt"))):
         path = Path(folder, tier.name, code.project.library).absolute()
@@ -173,7 +173,7 @@ def _open_cached(tier: isa.Tier, code: Sources, compiler: Compiler, say: Say) ->
         return _open(_in_cache(tier, code, compiler, say), code.project.title)
     except OSError as error:
         say(f"the cache cannot be written ({error}); set PDMESH_CACHE to a folder that can, to compile only once")
-    with tempfile.TemporaryDirectory(prefix="pdmesh-kernels-") as folder:  # a library that is loaded needs its file no more
+    with tempfile.TemporaryDirectory(prefix="pdmesh-kernels-") as folder:  # a loaded library does not need its file any more
         _compile(tier, code, compiler, path := Path(folder, code.project.library), say)
         return _open(path, code.project.title)
 
@@ -187,7 +187,7 @@ def _open(path: Path, title: str) -> ctypes.CDLL:
 
 
 def _in_cache(tier: isa.Tier, code: Sources, compiler: Compiler, say: Say) -> Path:
-    """Path of the cached library, after it was compiled if need be. OSError: the folder cannot be written."""
+    """Return the path of the cached library, after it was compiled if need be. OSError: the folder cannot be written."""
     path = _cache_path(tier, code, compiler)
     if _is_good(path, code.stamp):
         return path
@@ -196,7 +196,7 @@ def _in_cache(tier: isa.Tier, code: Sources, compiler: Compiler, say: Say) -> Pa
         if not _is_good(path, code.stamp):
             if path.exists():
                 say(f"{path} is damaged")
-            for left_behind in path.parent.glob(".building-*"):  # by a process that was killed: the lock is ours
+            for left_behind in path.parent.glob(".building-*"):  # left by a process that was killed: this process has the lock
                 shutil.rmtree(left_behind, ignore_errors=True)
             _compile(tier, code, compiler, path, say)
     return path
@@ -209,13 +209,13 @@ def _cache_path(tier: isa.Tier, code: Sources, compiler: Compiler) -> Path:
 
 
 def _abi() -> str:
-    """A home folder may be shared by machines of several kinds."""
+    """Return the ABI of this machine, because several kinds of machines may share a home folder."""
     return " ".join((sys.platform, platform.machine(), *platform.libc_ver()))
 
 
 @contextlib.contextmanager
 def _exclusive(lock: Path, title: str, say: Say) -> Iterator[None]:
-    """The kernel releases the lock when its holder dies. Compilers that outlive the holder did not inherit it."""
+    """Hold the lock. The kernel releases it when its holder dies. Compilers that outlive the holder did not inherit it."""
     with lock.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -226,7 +226,7 @@ def _exclusive(lock: Path, title: str, say: Say) -> Iterator[None]:
 
 
 def _compile(tier: isa.Tier, code: Sources, compiler: Compiler, target: Path, say: Say) -> str:
-    """Compiles, links, seals, renames to `target`. Returns the warnings. Raises BuildFailed; OSError for an unwritable folder."""
+    """Compile, link, seal, rename to `target`; return the warnings. Raises BuildFailed; OSError for an unwritable folder."""
     target.parent.mkdir(parents=True, exist_ok=True)
     started, what = time.monotonic(), f"{code.project.title} for {tier.name}"
     # Its name is new each time: a compiler that outlived its killed parent cannot write into it.
@@ -246,7 +246,7 @@ def _compile(tier: isa.Tier, code: Sources, compiler: Compiler, target: Path, sa
 
 
 def _compile_and_link(tier: isa.Tier, code: Sources, compiler: Compiler, folder: Path) -> str:
-    """Leaves the library in `folder`; the compiler sees file names alone. Returns its warnings."""
+    """Leave the library in `folder`; the compiler sees file names alone. Return its warnings."""
     options = (*_FLAGS, *tier.flags, tier.define, f'-DPDMESH_BUILD_STAMP="{code.stamp}"')
     sources = sorted(path.name for path in folder.glob("*.cpp"))
     commands = [(*compiler.command, *options, "-c", name, "-o", f"{name}.o") for name in sources]
@@ -258,7 +258,7 @@ def _compile_and_link(tier: isa.Tier, code: Sources, compiler: Compiler, folder:
 
 
 def _run(command: Sequence[str], folder: Path, title: str) -> str:
-    """What the compiler printed. Raises BuildFailed."""
+    """Return what the compiler printed. Raises BuildFailed."""
     try:
         environment = {**os.environ, "LC_ALL": "C"}  # messages in English
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, errors="replace", check=False)
@@ -274,14 +274,14 @@ def _run(command: Sequence[str], folder: Path, title: str) -> str:
 
 
 def _excerpt(output: str, about: str) -> str:
-    """20 lines from the first that matches `about`, else the last 20: the explanation of one error can fill hundreds."""
+    """Return 20 lines from the first that matches `about`, else the last 20: the explanation of one error can fill hundreds."""
     lines = output.splitlines()
     first = next((number for number, line in enumerate(lines) if re.search(about, line)), max(0, len(lines) - 20))
     return "\n".join(lines[first : first + 20])
 
 
 def _check(path: Path, stamp: str) -> None:
-    """ValueError unless the library is whole and from the sources of `stamp`; OSError if it cannot be read.
+    """Raise ValueError unless the library is whole and from the sources of `stamp`; OSError if it cannot be read.
 
     The stamp is sought in the bytes, not by calling pdmesh_build_stamp(): that would map a library that may be another's.
     """
@@ -300,7 +300,7 @@ def _is_good(path: Path, stamp: str) -> bool:
 
 
 def _digest(parts: Iterator[bytes]) -> str:
-    """Hex SHA-256 that tells ("a", "bc") from ("ab", "c")."""
+    """Return a hex SHA-256 that tells ("a", "bc") from ("ab", "c")."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)

@@ -136,7 +136,7 @@ struct Scratch {
     std::vector<int> growing;  // of chains: the rows that are computed, in their order
     std::vector<int64_t> last, best;
     std::vector<float> chances, kept;
-    // Before a region: within one nobody may run out of memory, since the others would wait at a barrier.
+    // Before a region: within one no thread may run out of memory, since the others would wait at a barrier.
     void reserve(const Team& team, std::initializer_list<const PdmeshLinear*> linears, int num_rows) {
         if (rows.size() < static_cast<size_t>(team.size())) rows.resize(team.size());
         for (auto& own : rows)

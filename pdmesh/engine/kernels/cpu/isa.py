@@ -20,12 +20,12 @@ class Tier:
     """One set of instructions."""
 
     name: str
-    needs: frozenset[str]  # as the kernel names them under "flags" in /proc/cpuinfo; it leaves out what it does not let us use
-    flags: tuple[str, ...]  # of GCC and Clang
+    needs: frozenset[str]  # names under "flags" in /proc/cpuinfo, where the kernel omits what programs may not use
+    flags: tuple[str, ...]  # options of GCC and Clang
 
     @property
     def define(self) -> str:
-        """The compiler option by which the sources see the tier: -DPDMESH_ISA_AVX2=1."""
+        """Return the compiler option by which the sources see the tier: -DPDMESH_ISA_AVX2=1."""
         return f"-DPDMESH_ISA_{self.name.upper()}=1"
 
 
@@ -34,7 +34,7 @@ _AVX512_VNNI = Tier(
     "avx512_vnni",
     _AVX2.needs | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"},
     (*_AVX2.flags, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mprefer-vector-width=512",
-     # GCC 12 holds the undefined operands inside its own AVX-512 header for mistakes (its bug 105593): megabytes of warnings.
+     # GCC 12 warns of undefined operands inside its own AVX-512 header (its bug 105593): megabytes of warnings.
      "-Wno-uninitialized", "-Wno-maybe-uninitialized"),
 )  # fmt: skip
 _AVX512_BF16 = Tier("avx512_bf16", _AVX512_VNNI.needs | {"avx512_bf16"}, (*_AVX512_VNNI.flags, "-mavx512bf16"))
@@ -44,7 +44,7 @@ TIERS = (_AVX512_BF16, _AVX512_VNNI, _AVX2, _PORTABLE)  # best first
 
 
 def by_name(name: str) -> Tier:
-    """The tier of this name. ValueError, with the names there are, for any other."""
+    """Return the tier of this name. ValueError, with the existing names, for any other."""
     for tier in TIERS:
         if tier.name == name:
             return tier
@@ -52,19 +52,19 @@ def by_name(name: str) -> Tier:
 
 
 def compilable(machine: str | None = None) -> tuple[Tier, ...]:
-    """The tiers that a compiler of this machine architecture knows, best first; the processor need not have them."""
+    """Return the tiers that a compiler of this machine architecture knows, best first; the processor need not have them."""
     return TIERS if (machine or platform.machine()) == "x86_64" else (_PORTABLE,)
 
 
 def supported(cpuinfo: Path = _CPUINFO, machine: str | None = None) -> tuple[Tier, ...]:
-    """The tiers that this processor has, best first. "portable" is always among them, and alone where nothing else is known:
-    other architectures than x86-64, and systems without /proc/cpuinfo."""
+    """Return the tiers that this processor has, best first. "portable" is always among them, and alone where nothing else is
+    known: other architectures than x86-64, and systems without /proc/cpuinfo."""
     present = _processor_flags(cpuinfo)
     return tuple(tier for tier in compilable(machine) if tier.needs <= present)
 
 
 def detect(environment: Mapping[str, str] | None = None, tiers: tuple[Tier, ...] | None = None) -> Tier:
-    """The tier to run: the one that PDMESH_CPU_ISA names, else the best of `tiers` (default: of this processor).
+    """Return the tier to run: the one that PDMESH_CPU_ISA names, else the best of `tiers` (default: of this processor).
 
     ValueError, naming the variable, for a name that is no tier, and for a tier that the processor lacks.
     """
@@ -82,7 +82,7 @@ def detect(environment: Mapping[str, str] | None = None, tiers: tuple[Tier, ...]
 
 
 def _processor_flags(cpuinfo: Path) -> frozenset[str]:
-    """Of the first processor: those of one machine have the same."""
+    """Return the flags of the first processor: all processors of one machine have the same."""
     try:
         lines = cpuinfo.read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:

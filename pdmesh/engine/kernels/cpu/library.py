@@ -59,7 +59,7 @@ class Profile(Structure):
     )
 
     def nanoseconds(self) -> dict[str, int]:
-        """By stage; `total` is measured by itself."""
+        """Return the nanoseconds of each stage; `total` is measured by itself."""
         return {field[0]: getattr(self, field[0]) for field in self._fields_}
 
 
@@ -105,7 +105,7 @@ _STRUCTS = (Linear, Layer, Model, Step, Profile, Pool)
 
 
 def open_library(say: Say = print) -> ctypes.CDLL:
-    """The library for this processor, compiled at first use, with the types of its functions set.
+    """Return the library for this processor, compiled at first use, with the types of its functions set.
 
     Raises NoCompiler or BuildFailed (pdmesh/engine/kernels/cpu/build.py), and OSError for a library of another version.
     """
@@ -129,7 +129,7 @@ def open_library(say: Say = print) -> ctypes.CDLL:
 
 @cache
 def shared_library() -> ctypes.CDLL:
-    """The same, opened once in this process and compiled without a word."""
+    """Return the library, opened once in this process and compiled without messages."""
     return open_library(lambda _text: None)
 
 
@@ -140,7 +140,7 @@ def _check_abi(library: ctypes.CDLL) -> None:
         raise OSError(f"the CPU kernels' structs are {tuple(sizes)} bytes, not as library.py has them; abi.h and it disagree")
 
 
-# Weights of one layer, one after the other in large pages.
+# Memory for the weights of one layer, one after the other in large pages
 
 
 _ALIGNMENT = 64
@@ -148,14 +148,14 @@ _HUGE_PAGE = 2 * 2**20
 
 
 def allocate(num_bytes: int) -> Tensor:
-    """`num_bytes` zero bytes (uint8), from the beginning of a large page on."""
+    """Return `num_bytes` zero bytes (uint8) that begin at a large page."""
     whole = torch.frombuffer(private_memory(num_bytes + _HUGE_PAGE), dtype=torch.uint8)
     offset = -whole.data_ptr() % _HUGE_PAGE
     return whole[offset : offset + num_bytes]
 
 
 def gather(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of the tensors, one after the other in one allocation, each at a multiple of 64 bytes."""
+    """Return copies of the tensors, one after the other in one allocation, each at a multiple of 64 bytes."""
     starts, end = [], 0
     for tensor in tensors:
         starts.append(end)
@@ -168,7 +168,7 @@ def gather(tensors: Sequence[Tensor]) -> list[Tensor]:
     return copies
 
 
-# The machine's limits, measured with the instructions of the kernels: what a speed is to be compared with.
+# The machine's limits, measured with the instructions of the kernels, to compare speeds with
 
 
 GIB = 2**30
@@ -176,26 +176,27 @@ _KINDS = {"int8": 0, "bfloat16": 1, "float32": 2}
 
 
 def read_bandwidth_gb_s(num_threads: int = 0, *, num_bytes: int = GIB, repeats: int = 8) -> float:
-    """10^9 bytes a second of all threads streaming over `num_bytes` (larger than the caches) once; the best of `repeats`."""
+    """Return 10^9 bytes a second of all threads streaming over `num_bytes` (larger than the caches) once; the best of
+    `repeats`."""
     buffer = allocate(num_bytes).fill_(1)
     rate: float = shared_library().pdmesh_read_bandwidth(buffer.data_ptr(), num_bytes, _threads(num_threads), repeats)
     return rate / 1e9
 
 
 def product_peak_gop_s(kind: str, num_threads: int = 0, *, repeats: int = 20) -> float:
-    """10^9 operations a second (a multiplication and an addition are two) of products from registers; `kind`: int8, bfloat16 or
-    float32. Raises KeyError for another."""
+    """Return 10^9 operations a second (a multiplication and an addition are two) of products from registers; `kind`: int8,
+    bfloat16 or float32. Raises KeyError for another."""
     rate: float = shared_library().pdmesh_product_peak(_KINDS[kind], _threads(num_threads), repeats)
     return rate / 1e9
 
 
 def int8_peak_gop_s(num_threads: int = 0) -> float:
-    """Of int8 products."""
+    """Return the peak of int8 products, in 10^9 operations a second."""
     return product_peak_gop_s("int8", num_threads)
 
 
 def bf16_peak_gflop_s(num_threads: int = 0) -> float:
-    """Of bfloat16 products."""
+    """Return the peak of bfloat16 products, in 10^9 operations a second."""
     return product_peak_gop_s("bfloat16", num_threads)
 
 

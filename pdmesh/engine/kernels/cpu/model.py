@@ -19,12 +19,12 @@ from pdmesh.engine.models.config import ModelConfig
 from pdmesh.engine.models.decoder import shortened
 from pdmesh.engine.runner.batch import StepBatch, Tail
 
-# Part of the numeric mode: to be raised with every change of the kernels that changes bits of a logit or the layout of KV blocks,
-# and with one of how weights are quantized.
+# Part of the numeric mode: raise it with every change of the kernels that changes bits of a logit or the layout of KV blocks,
+# and with every change of the quantization of weights.
 KERNEL_REVISION = 2
 MAX_HEAD_DIM = 512
 GROUP_TOKENS = 16  # tokens of a group in a KV block: see attention.h
-INT8_SCALE_BYTES = 4  # a token's scale for each head lies at the end of its int8 block
+INT8_SCALE_BYTES = 4  # a token's scale for each head, at the end of its int8 block
 # How long the threads spin for their next piece of work before they sleep. Within a step the pieces follow each other in
 # microseconds; between steps the engine's Python takes a few hundred.
 SPIN_US = 100
@@ -44,7 +44,7 @@ class PackedLinear:
 
     @property
     def num_bytes(self) -> int:
-        """What a product reads of it."""
+        """Return the bytes that a product reads."""
         return self.packed.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
     def descriptor(self) -> abi.Linear:
@@ -60,7 +60,7 @@ class PackedLinear:
 
 
 def gathered(linears: Sequence[PackedLinear]) -> list[PackedLinear]:
-    """Copies in large pages, one after the other."""
+    """Return copies in large pages, one after the other."""
     copies = gather([linear.packed for linear in linears])
     return [replace(linear, packed=copy) for linear, copy in zip(linears, copies, strict=True)]
 
@@ -83,7 +83,7 @@ class PackedLayer:
         return (self.qkv, self.output, self.gate_up, self.down)
 
     def gathered(self) -> PackedLayer:
-        """The same, its maps in one piece of memory, in the order in which a step streams them."""
+        """Return the layer with its maps in one piece of memory, in the order in which a step streams them."""
         qkv, output, gate_up, down = gathered(self.linears)
         return replace(self, qkv=qkv, output=output, gate_up=gate_up, down=down)
 
@@ -105,12 +105,12 @@ class PackedWeights:
 
     @property
     def bytes_per_step(self) -> int:
-        """Weight bytes that one step reads, however few tokens it has."""
+        """Return the weight bytes that one step reads, however few tokens it has."""
         return sum(linear.num_bytes for layer in self.layers for linear in layer.linears) + self.head.num_bytes
 
 
 class NativeModel:
-    """`forward` as the model runner wants it. Bits of a token's logits depend on its sequence alone (see gemm.h, attention.h)."""
+    """Run a model on the CPU kernels. Bits of a token's logits depend on its sequence alone (see gemm.h, attention.h)."""
 
     def __init__(
         self,
@@ -123,12 +123,12 @@ class NativeModel:
         num_threads: int,
         beside: NativeModel | None = None,
     ) -> None:
-        """With `beside` it computes with that model's threads, in turn with it, and `num_threads` are as many as those.
+        """With `beside` the model computes with that model's threads, in turn with it, and `num_threads` are as many as those.
 
         Raises MemoryError when the engine's threads or buffers cannot be had.
         """
         self.config, self.weights = config, weights
-        self.profile: abi.Profile | None = None  # where one is set, each step fills it
+        self.profile: abi.Profile | None = None  # each step fills it, if it is set
         self._library = library
         self._kv_dtype, self._block_size, self._num_threads = kv_dtype, block_size, num_threads
         descriptor = ctypes.byref(self._descriptor(block_size))
@@ -149,16 +149,16 @@ class NativeModel:
 
     @property
     def team(self) -> int:
-        """The address of its threads. Whoever computes with them between its steps keeps the model alive."""
+        """Return the address of its threads. A sampler that computes with them between its steps keeps the model alive."""
         address: int = self._library.pdmesh_engine_team(self._handle)
         return address
 
     def sampler(self) -> NativeSampler:
-        """One that draws with this model's threads, between its steps; it keeps the model alive."""
+        """Return a sampler that uses this model's threads between its steps; it keeps the model alive."""
         return NativeSampler(self._library, team=self.team, owner=self)
 
     def first_layers(self, num_layers: int) -> NativeModel:
-        """See DecoderModel.first_layers. The two compute with the same threads, in turn."""
+        """See DecoderModel.first_layers. The two models compute with the same threads, in turn."""
         config, sizes = shortened(self.config, num_layers), {"block_size": self._block_size, "num_threads": self._num_threads}
         weights = replace(self.weights, layers=self.weights.layers[:num_layers])
         return NativeModel(self._library, config, weights, kv_dtype=self._kv_dtype, **sizes, beside=self)
@@ -225,7 +225,7 @@ class NativeModel:
 
 
 def why_not(config: ModelConfig, block_size: int) -> str | None:
-    """What of this model the kernels do not compute; None when they compute it all."""
+    """Return which property of this model the kernels do not support; None when they support it all."""
     if config.head_dim % 16 or config.head_dim > MAX_HEAD_DIM:
         return f"head_dim {config.head_dim} is not a multiple of 16 up to {MAX_HEAD_DIM}"
     if block_size % GROUP_TOKENS:
@@ -236,12 +236,12 @@ def why_not(config: ModelConfig, block_size: int) -> str | None:
 
 
 def kv_head_size(head_dim: int, kv_dtype: torch.dtype) -> int:
-    """Elements that one token's key (or value) of one head takes in the pool."""
+    """Return the elements that one token's key (or value) of one head takes in the pool."""
     return head_dim + INT8_SCALE_BYTES if kv_dtype == torch.int8 else head_dim
 
 
 def kv_head_dim(head_size: int, kv_dtype: torch.dtype) -> int:
-    """The other way round."""
+    """Return the head_dim of a head of `head_size` elements, the inverse of kv_head_size."""
     return head_size - INT8_SCALE_BYTES if kv_dtype == torch.int8 else head_size
 
 
@@ -252,7 +252,7 @@ def _check_hidden(hidden: Tensor, shape: tuple[int, int]) -> None:
 
 
 def _tails(tails: dict[int, Tail]) -> tuple[array[int], array[int]]:
-    """(index, first position, where its slots begin) of each, and all their slots."""
+    """Return (index, first position, start of its slots) of each tail, and all their slots."""
     headers, slots = array("i"), array("q")
     for index in sorted(tails):
         headers.extend((index, tails[index].first, len(slots)))

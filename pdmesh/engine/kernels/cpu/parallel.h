@@ -2,7 +2,7 @@
 //
 // Waiting is spinning, then sleeping in the kernel (std::atomic::wait, a futex on Linux): workers of two processes that share
 // cores must not spin against each other for long. Between regions the spinning is short. Within one it lasts about as long as a
-// scheduler's tick: on a core that somebody else uses too, a thread that slept runs again only at the next tick, by when the
+// scheduler's tick: on a core that other processes use too, a thread that slept runs again only at the next tick, by when the
 // others sleep in their turn, and so on at every barrier.
 #pragma once
 

@@ -12,7 +12,7 @@ extern "C" {
 struct PdmeshSampleRow {
     uint64_t seed;
     int64_t choice, index;
-    const int64_t* prompt;     // [num_prompt], for the repetition penalty; ids outside the vocabulary are nobody's
+    const int64_t* prompt;     // [num_prompt], for the repetition penalty; ids outside the vocabulary are ignored
     const int64_t* output;     // [num_output], for all penalties
     const int64_t* forbidden;  // [num_forbidden]: tokens that cannot be drawn now
     const uint32_t* allowed;   // [ceil(V / 32)], a bit for each token: no other can be drawn; null: all can

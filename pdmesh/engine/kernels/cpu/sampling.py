@@ -34,7 +34,7 @@ ROW = np.dtype(
     ],
     align=True,
 )  # fmt: skip
-_MAX_REMEMBERED = 256  # requests; whoever runs more at once pays for packing them anew
+_MAX_REMEMBERED = 256  # requests; beyond that, parameters are packed anew in each step
 _MOST = 2**31 - 1
 _IS_PLAIN, _WANTS_LOGPROBS = attrgetter("is_plain"), attrgetter("wants_logprobs")
 
@@ -53,12 +53,12 @@ class _Output(ctypes.Structure):
 
 
 class _Plan:
-    """What of a row depends on its parameters only."""
+    """Hold what of a row depends on its parameters only."""
 
     __slots__ = ("has_ends", "has_penalty", "has_repetition", "is_plain", "packed", "params", "points", "wants_logprobs")
 
     def __init__(self, params: SamplingParams) -> None:
-        self.params = params  # also keeps their id() from being another's
+        self.params = params  # also keeps their id() from being reused
         self.has_repetition = params.repetition_penalty != 1.0
         self.has_penalty = self.has_repetition or bool(params.presence_penalty or params.frequency_penalty)
         self.has_ends = params.min_tokens > 0
@@ -68,7 +68,7 @@ class _Plan:
         self.packed = _packed(params)
 
     def point(self, packed: Any, row: SampleRow, prompts: _Prompts, alive: list[Int64s]) -> None:
-        """Sets what one packed row points to; appends the arrays to `alive`."""
+        """Set what one packed row points to, and append the arrays to `alive`."""
         if self.has_penalty:
             _point(packed, "output", _array(row.output), alive)
         if self.has_repetition:
@@ -78,7 +78,7 @@ class _Plan:
 
 
 class _Prompts:
-    """Prompts as arrays. A request's prompt is the same tuple in every step."""
+    """Hold prompts as arrays. A request's prompt is the same tuple in every step."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Sequence[int], Int64s]] = {}
@@ -95,7 +95,7 @@ class _Prompts:
 
 
 class _Tokens(dict[int, SampledToken]):
-    """SampledToken of each id, without log-probabilities: made once, since they are values."""
+    """Map each id to a SampledToken without log-probabilities: made once, since they are values."""
 
     def __missing__(self, token_id: int) -> SampledToken:
         token = self[token_id] = SampledToken(token_id, None)
@@ -103,16 +103,16 @@ class _Tokens(dict[int, SampledToken]):
 
 
 class NativeSampler:
-    """Stateless as Sampler is: what it remembers between calls are parameters and prompts in packed form.
+    """Sample like Sampler, without state: between calls it keeps only parameters and prompts in packed form.
 
     One caller at a time. The threads wait between the calls (spinning for `spin_us` microseconds, then asleep) until `close()` or
-    until the sampler is no more. With `team`, the address of a pdmesh::Team that `owner` has, it has none of its own.
+    until the sampler is deleted. With `team`, the address of a pdmesh::Team that `owner` has, it has no threads of its own.
     """
 
     def __init__(
         self, library: ctypes.CDLL, num_threads: int = 1, *, spin_us: int = 50, team: int | None = None, owner: object = None
     ) -> None:
-        """Raises ValueError for a number of threads below 1, RuntimeError for a library of another version."""
+        """Start the threads. Raises ValueError for a number below 1, RuntimeError for a library of another version."""
         if num_threads < 1:
             raise ValueError(f"num_threads: {num_threads} is not allowed; it must be at least 1")
         _declare(library)
@@ -123,17 +123,17 @@ class NativeSampler:
         if not self._team:
             raise MemoryError(f"num_threads: the system refuses {num_threads} threads; give fewer")
         owned = self._team if team is None else None
-        self._finalizer = weakref.finalize(self, library.pdmesh_team_destroy, owned)  # of null: nothing
+        self._finalizer = weakref.finalize(self, library.pdmesh_team_destroy, owned)  # of null it does nothing
         self._plans: dict[int, _Plan] = {}
         self._prompts = _Prompts()
         self._tokens = _Tokens()
 
     def close(self) -> None:
-        """Ends the threads. The sampler is not used after it."""
+        """End the threads. The sampler is not used after it."""
         self._finalizer()
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
-        """logits [R, V] float32 on the CPU, contiguous, one SampleRow for each -> R tokens. The logits are not changed.
+        """Sample logits [R, V] float32 on the CPU, contiguous, one SampleRow each -> R tokens. The logits are not changed.
 
         Raises ValueError for other logits.
         """
@@ -175,7 +175,7 @@ class NativeSampler:
             raise MemoryError(f"no memory to sample from {logits.shape[1]} tokens a row")
 
     def _plans_of(self, rows: Sequence[SampleRow]) -> list[_Plan]:
-        """By identity: to hash the parameters by value would cost more than all the rest."""
+        """Return the plans by identity: hashing the parameters by value would cost more than all the rest."""
         known = self._plans
         return [known.get(id(row.params)) or self._new_plan(row.params) for row in rows]
 
@@ -186,7 +186,7 @@ class NativeSampler:
         return plan
 
     def _pack(self, rows: Sequence[SampleRow], plans: list[_Plan]) -> tuple[NDArray[np.void], list[Int64s]]:
-        """Rows for the C call, and the arrays that they point to."""
+        """Return rows for the C call, and the arrays that they point to."""
         packed = np.frombuffer(bytearray(b"".join([plan.packed for plan in plans])), ROW)
         packed["choice"] = [row.choice for row in rows]
         packed["index"] = [row.index for row in rows]
@@ -201,7 +201,7 @@ class NativeSampler:
 
 
 def _packed(params: SamplingParams) -> bytes:
-    """A row without what changes from token to token."""
+    """Return a packed row without what changes from token to token."""
     row = np.zeros(1, ROW)
     row["seed"] = params.seed
     row["top_k"] = min(params.top_k, _MOST)
@@ -217,7 +217,7 @@ def _array(token_ids: Sequence[int]) -> Int64s:
 
 
 def _point(row: Any, field: str, array: Int64s, alive: list[Int64s]) -> None:
-    """Sets `field` and its length in one packed row."""
+    """Set `field` and its length in one packed row."""
     row[field], row[f"num_{field}"] = array.ctypes.data, len(array)
     alive.append(array)
 
@@ -233,7 +233,7 @@ def _check(logits: Tensor, rows: Sequence[SampleRow]) -> None:
 
 
 def _declare(library: ctypes.CDLL) -> None:
-    """Argument types: without them ctypes would cut pointers to 32 bits."""
+    """Declare argument types: without them ctypes would cut pointers to 32 bits."""
     pointer, int64 = ctypes.c_void_p, ctypes.c_int64
     library.pdmesh_sample_row_bytes.restype = int64
     library.pdmesh_team_create.argtypes, library.pdmesh_team_create.restype = [ctypes.c_int32] * 2, pointer

@@ -51,7 +51,7 @@ struct Row {
 // Tokens that may be drawn, in no particular order, and their logits: less the highest, over the temperature.
 struct Candidates {
     std::vector<int32_t> ids;
-    std::vector<float> scaled, weights;  // weights: e^scaled, once somebody needs them
+    std::vector<float> scaled, weights;  // weights: e^scaled, once they are needed
     std::vector<uint64_t> keys;
     int64_t count = 0;
 
@@ -65,7 +65,7 @@ struct Candidates {
         keys.resize(size);
     }
 
-    // Keeps those for which is_kept(position), in their order. Without a branch: nobody can foresee which.
+    // Keeps those for which is_kept(position), in their order. Without a branch: it could not be predicted.
     template <class Predicate>
     void keep(Predicate&& is_kept) {
         int64_t kept = 0;
@@ -193,7 +193,7 @@ inline void keep_top_k(Candidates& candidates, int64_t top_k) {
 }
 
 inline void weigh(Candidates& candidates) {
-    for (int64_t i = 0; i < candidates.count; i += kLanes) {  // the last vector may reach into what nobody reads
+    for (int64_t i = 0; i < candidates.count; i += kLanes) {  // the last vector may reach beyond what is read
         f_store(candidates.weights.data() + i, weight(candidates.scaled.data() + i, f_zero(), f_set(1.0f)));
     }
 }

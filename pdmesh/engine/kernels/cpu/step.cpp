@@ -383,7 +383,7 @@ class Engine {
         clock.mark(profile_.head);
     }
 
-    // For those who send KV away while the step still runs.
+    // For pushes that send KV while the step still runs.
     void tell_layer_done(int index) const {
         std::atomic_ref<int32_t>(*step_->layers_done).store(index + 1, std::memory_order_release);
         if (step_->signal_fd < 0 || ((index + 1) % step_->signal_every && index + 1 < model_.num_layers)) return;

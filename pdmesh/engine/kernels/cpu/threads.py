@@ -1,4 +1,4 @@
-"""How many threads compute when nobody says: as many as there are cores that this process may really use."""
+"""The default number of threads: as many as there are cores that this process may really use."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def default_threads(cgroup: Path = _CGROUP) -> int:
-    """Physical cores (torch counts them), less those that affinity or a container's processor quota keep from us: threads beyond
-    a quota would wait at every barrier for one that the system holds back."""
+    """Return physical cores (torch counts them), less those that affinity or a container's processor quota exclude: threads
+    beyond a quota would wait at every barrier for one that the system holds back."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(torch.get_num_threads(), allowed, quota_cores(cgroup) or allowed))
 
 
 def quota_cores(cgroup: Path = _CGROUP) -> int | None:
-    """Whole cores of the control group's quota (version 2, else 1), at least 1; None without a quota."""
+    """Return whole cores of the control group's quota (version 2, else 1), at least 1; None without a quota."""
     try:
         if (cgroup / "cpu.max").exists():
             quota, period = (cgroup / "cpu.max").read_text().split()

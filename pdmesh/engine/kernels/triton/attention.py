@@ -5,17 +5,17 @@
 - walk (Dao, FlashAttention-2, 2023, algorithm 1): sequences with more. A program holds a tile of queries and walks all keys that
   they see, by position, with what is in the pool already before its own.
 
-How many queries are few is for each step to say (split_kv.py): as many as walking would have too few programs for.
+Each step decides how many queries are few (split_kv.py): as many as walking would have too few programs for.
 
-Bits. A query's result depends on its own keys alone. Where its keys are split follows from its position (split_kv.py); tiles of
-keys lie at multiples of their size; what a query may not see changes nothing, to the bit; splits are folded in order. The grid,
-the batch and the place of blocks decide only who computes what. Both kernels are written with the same operations in the
-same order. So prefill, chunks, verification and decode of a token agree where the matrix product of a tile adds up alike for
+Bits: a query's result depends on its own keys alone. Where its keys are split follows from its position (split_kv.py); tiles of
+keys lie at multiples of their size; what a query may not see changes no bit; splits are folded in order. The grid,
+the batch and the place of blocks decide only which program computes what. Both kernels are written with the same operations in
+the same order. So prefill, chunks, verification and decode of a token agree where the matrix product of a tile adds up alike for
 either's number of rows. Tests show it in the interpreter alone (float32 and float16, one shape of heads, splits of 64 keys). Of a
-GPU it is not known: tests marked gpu ask, and have not run on one. `invariant=True` gives both kernels the rows and warps of the
+GPU it is not known: tests marked gpu check it. `invariant=True` gives both kernels the rows and warps of the
 split kernel, should a processor differ, at the cost of half the reuse of keys in prefill.
 
-Limits. A decode step reads context * num_kv_heads * head_dim * 2 * itemsize bytes of each sequence and layer, and reads and
+Limits: a decode step reads context * num_kv_heads * head_dim * 2 * itemsize bytes of each sequence and layer, and reads and
 writes parts of num_heads * (head_dim + 2) * 4 bytes for each split: at 64 k tokens with 8 key/value heads of 128 and 32 query
 heads in bfloat16, 268 MB and 2 MB, so 56 us at 4.8 TB/s. Prefill of n tokens behind m computes 4 * num_heads * head_dim * n *
 (m + n / 2) operations.
@@ -40,7 +40,7 @@ from pdmesh.engine.kernels.triton.tiles import Tiles, choose_tiles, padded_dim, 
 from pdmesh.engine.models.config import ModelConfig
 from pdmesh.engine.runner.batch import StepBatch
 
-# The launches of one step's attention: what the kernels are given, put together once for all layers.
+# The launches of one step's attention: their arguments are put together once for all layers
 
 
 TARGET_PROGRAMS = 4096
@@ -54,7 +54,8 @@ def prepared(
     query: Tensor, kv: Tensor, meta: StepMetadata, window: int | None, scale: float | None, kv_scales: Tensor | None, out: Tensor,
     workspace: Workspace, splits: Splits, invariant: bool,
 ) -> AttentionCall:  # fmt: skip
-    """Raises ValueError as paged_attention does. `kv`: of any layer, the others differ in where they begin alone."""
+    """Return the call. Raises ValueError as paged_attention does. `kv` is of any layer, as layers differ only in their
+    address."""
     _check(query, kv, meta, kv_scales, window)
     _check_out(out, query)
     if meta.splits_any:
@@ -66,7 +67,7 @@ def prepared(
 
 
 class _Launch(NamedTuple):
-    """A kernel with its grid, and what it is given beside keys, values and their scales, which differ from layer to layer."""
+    """A kernel with its grid, and its arguments except keys, values and their scales, which differ from layer to layer."""
 
     start: Callable[..., object]
     behind: tuple[object, ...]
@@ -75,8 +76,8 @@ class _Launch(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """Attention of one step, for layers that differ in keys and values alone. What the kernels are given is put together once:
-    Python takes longer for it than for the launches themselves."""
+    """Attention of one step, for layers that differ in keys and values alone. The arguments are put together once, because that
+    takes Python longer than the launches themselves."""
 
     query: Tensor
     kv: Tensor
@@ -90,8 +91,8 @@ class AttentionCall:
     tiles: Tiles
 
     def run(self, keys: Tensor, values: Tensor, kv_scales: Tensor | None) -> None:
-        """keys, values [num_blocks, block_size, num_kv_heads, head_dim] of a layer."""
-        scales = self.query if kv_scales is None else kv_scales  # a pointer is wanted even where nothing is read by it
+        """Attend to keys, values [num_blocks, block_size, num_kv_heads, head_dim] of a layer."""
+        scales = self.query if kv_scales is None else kv_scales  # a pointer is needed even where nothing is read from it
         for launch in self._walks:
             launch.start(self.query, keys, values, scales, *launch.behind, **launch.options)
         for launch in self._merges:
@@ -99,7 +100,7 @@ class AttentionCall:
 
     @cached_property
     def _walks(self) -> tuple[_Launch, ...]:
-        """Those that read keys."""
+        """Return the launches that read keys."""
         meta = self.meta
         launches = (self._split if self._splits else None, self._walk if meta.walks_any else None)
         return tuple(launch for launch in launches if launch is not None)
@@ -164,12 +165,12 @@ class AttentionCall:
 
     @property
     def _max_queries(self) -> int:
-        """Of a sequence that is split."""
+        """Return the most queries of a sequence that is split."""
         return min(self.meta.max_query_len, self.meta.max_split_len)
 
     @property
     def _scale2(self) -> float:
-        """Scores are powers of 2, not of e: that is the exponential that the hardware has."""
+        """Return the scale for scores that are powers of 2, not of e: the hardware's exponential has base 2."""
         return self.scale * math.log2(math.e)
 
     @property
@@ -238,7 +239,7 @@ def _check_workspace(workspace: Workspace, meta: StepMetadata, query: Tensor) ->
 
 @dataclass(frozen=True)
 class Workspace:
-    """Parts of split queries, float32. May be kept and used again; contents do not matter."""
+    """Hold parts of split queries, float32. It may be kept and used again; contents do not matter."""
 
     acc: Tensor  # [rows, num_heads, num_parts, head_dim]: sums of weighted values, not yet divided
     stats: Tensor  # [rows, num_heads, num_parts, 2]: maximum (base 2) and sum, which is their log-sum-exp without the logarithm
@@ -266,12 +267,12 @@ def paged_attention(
     splits: Splits = SPLITS,
     invariant: bool = False,
 ) -> Tensor:
-    """Each query over the keys of its sequence up to its own position, which must be in the pool.
+    """Attend with each query to the keys of its sequence up to its own position, which must be in the pool.
 
     query [T, num_heads, head_dim] float32, float16 or bfloat16, of any strides but the last; kv [2, num_blocks, block_size,
     num_kv_heads, head_dim], one layer of the pool, in query's dtype or float8_e4m3fn with `kv_scales` [2] float32 (of keys, of
     values; multiplied with what is stored). `window`: a query sees so many keys, its own included. `scale` of the scores,
-    head_dim ** -0.5 by default. `out` and `workspace`: where a graph wants its results. Returns [T, num_heads, head_dim] in
+    head_dim ** -0.5 by default. `out` and `workspace`: where a graph needs its results. Returns [T, num_heads, head_dim] in
     query's dtype; rows behind the last sequence are not written. Never synchronizes. Raises ValueError naming what does not fit.
     """
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device) if out is None else out
@@ -304,7 +305,7 @@ class TritonAttention:
         return self.plan_of(StepMetadata.of(batch, self.device, capacity))
 
     def plan_of(self, meta: StepMetadata) -> TritonPlan:
-        """For metadata that is on the device already, as in a graph."""
+        """Return the plan for metadata that is on the device already, as in a graph."""
         workspace = Workspace.of(meta, self.config.num_heads, self.config.head_dim, self.splits)
         return TritonPlan(self, meta, workspace)
 
@@ -316,7 +317,7 @@ class TritonPlan:
     backend: TritonAttention
     meta: StepMetadata
     workspace: Workspace
-    calls: dict[int | None, AttentionCall] = field(default_factory=dict)  # by window: the last ones
+    calls: dict[int | None, AttentionCall] = field(default_factory=dict)  # by window: those of the last layers
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kv: Tensor) -> Tensor:
         """See `AttentionPlan.run`."""
@@ -324,7 +325,7 @@ class TritonPlan:
         return self.attend(layer, query, kv)
 
     def attend(self, layer: int, query: Tensor, kv: Tensor, out: Tensor | None = None) -> Tensor:
-        """Where keys and values have been written, as by kv.py. Layers that share query and out are cheaper."""
+        """Attend where keys and values have been written, as by kv.py. Layers that share query and out are cheaper."""
         backend, scales = self.backend, self._scales(layer)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device) if out is None else out
         window, of_layer = backend.config.windows[layer], kv[layer]

@@ -22,13 +22,13 @@ from pdmesh.engine.kernels.triton import split_kv
 from pdmesh.engine.kernels.triton.kernel_cache_keys import settle_keys
 
 DOUBLINGS = tl.constexpr(split_kv.DOUBLINGS)
-# Below every score, yet finite: exp2(masked - it) and exp2(it - score) are 0, never NaN.
+# Below every score, yet finite: exp2(masked - LOWEST) and exp2(LOWEST - score) are 0, never NaN.
 LOWEST = tl.constexpr(-1e30)
 
 
 @triton.jit
 def split_len_of(context, MIN_KEYS: tl.constexpr, MOST: tl.constexpr):
-    """`Splits.split_len`, of a scalar or of a tensor."""
+    """Return `Splits.split_len` of a scalar or of a tensor."""
     length = context * 0 + MIN_KEYS
     for _ in tl.static_range(DOUBLINGS):
         length = tl.where(length * MOST < context, length * 2, length)
@@ -37,7 +37,7 @@ def split_len_of(context, MIN_KEYS: tl.constexpr, MOST: tl.constexpr):
 
 @triton.jit
 def _slots(positions, inside, table, tails, tail_first, BLOCK_SIZE: tl.constexpr, HAS_TAILS: tl.constexpr):
-    """Slots of keys; of those not `inside`, some slot of block 0."""
+    """Return slots of keys; for keys that are not `inside`, some slot of block 0."""
     in_table = inside
     if HAS_TAILS:
         in_table = inside & (positions < tail_first)
@@ -55,7 +55,7 @@ def _attend_tiles(
     BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, HAS_TAILS: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Key tiles from `start` (a multiple of BLOCK_N) to `end`, on top of what is accumulated. A row sees the keys from its
+    """Add key tiles from `start` (a multiple of BLOCK_N) to `end` to what is accumulated. A row sees the keys from its
     `lowest` to its `horizon`; only keys from `first_key` to `num_keys` are read, so what lies in other slots does not matter
     (0 * NaN is NaN). A tile of which a row sees nothing leaves that row as it is, to the bit. MASKED False: all rows see all
     keys."""
@@ -83,8 +83,8 @@ def _attend_tiles(
 
 @triton.jit
 def _fold(peak, total, peak_of_split, total_of_split):
-    """One more split's maximum and sum. Returns the new two, and the factors for what is accumulated and for the split's own.
-    A split of which a row sees nothing (LOWEST, 0) changes nothing; the first one is taken over as it is."""
+    """Fold one more split's maximum and sum. Returns the new two, and the factors for what is accumulated and for the split's
+    own. A split of which a row sees nothing (LOWEST, 0) changes nothing; the first one is taken over as it is."""
     new_peak = tl.maximum(peak, peak_of_split)
     decay, share = tl.exp2(peak - new_peak), tl.exp2(peak_of_split - new_peak)
     return new_peak, tl.fma(total, decay, total_of_split * share), decay, share
@@ -92,7 +92,7 @@ def _fold(peak, total, peak_of_split, total_of_split):
 
 @triton.jit
 def _rows(tile, num_queries, context, window, kv_head, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """Of each row of a tile: query in the sequence, head, whether it is one, position, lowest position that it sees."""
+    """Return for each row of a tile: query in the sequence, head, whether it is one, position, lowest position that it sees."""
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     index = rows // GROUP
     position = context - num_queries + index
@@ -104,8 +104,8 @@ def _rows(tile, num_queries, context, window, kv_head, GROUP: tl.constexpr, BLOC
 
 @triton.jit
 def _sequence_of(program, starts, num_seqs, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The last sequence whose first tile is not behind `program`. First tiles are told apart without a table: sequence b's is
-    starts[b] * GROUP // BLOCK_M + b, which leaves each sequence at least the tiles that it needs, and one if it needs none."""
+    """Return the last sequence whose first tile is not behind `program`. First tiles are computed without a table: sequence b's
+    is starts[b] * GROUP // BLOCK_M + b, which leaves each sequence at least the tiles that it needs, and one if it needs none."""
     low, high = num_seqs * 0, num_seqs - 1
     while low < high:
         middle = (low + high + 1) // 2
@@ -146,7 +146,7 @@ def split_kernel(
     index, head, alive, position, lowest = _rows(tile, num_queries, context, window, kv_head, GROUP, BLOCK_M, HAS_WINDOW)
     columns = tl.arange(0, DIM_PAD)
     present = alive[:, None] & (columns < DIM)[None, :]
-    # The sequence's rows begin at a scalar and offsets behind it are narrow: as many wide addresses would not fit into registers.
+    # The sequence's rows begin at a scalar and offsets behind it are narrow: wide addresses would not fit into registers.
     query += start.to(tl.int64) * query_token_stride
     out += start.to(tl.int64) * out_token_stride
     out_offsets = (index * out_token_stride + head * out_head_stride)[:, None] + columns[None, :]
@@ -208,7 +208,7 @@ def merge_kernel(
     MIN_KEYS: tl.constexpr, MOST: tl.constexpr, UNROLL: tl.constexpr, DIM: tl.constexpr,
     DIM_PAD: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Program (query of a sequence, head): folds the parts of its splits, in order. Nothing to do where there is one split. 0 in
+    """Program (query of a sequence, head): folds the parts of its splits, in order. Does nothing where there is one split. 0 in
     `has_more`: no sequence has more than one query."""
     sequence, head = tl.program_id(0), tl.program_id(1)
     index = sequence * 0
@@ -263,13 +263,13 @@ def walk_kernel(
     HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of rows, key/value head), for sequences with more than `max_queries` queries: all splits, in order. Padding
-    has its zeros from here whatever its length, as split_kernel does not run where there is nothing to split."""
+    gets its zeros here whatever its length, as split_kernel does not run where there is nothing to split."""
     kv_head = tl.program_id(1)
     sequence = _sequence_of(tl.program_id(0), query_starts, num_seqs, GROUP, BLOCK_M)
     start = tl.load(query_starts + sequence)
     num_queries = tl.load(query_starts + sequence + 1) - start
     context = tl.load(context_lens + sequence)
-    # Tiles with the most keys begin first: what is left at the end is then short.
+    # Tiles with the most keys begin first, so that the last ones are short.
     num_tiles = (num_queries * GROUP + BLOCK_M - 1) // BLOCK_M
     tile = num_tiles - 1 - (tl.program_id(0) - (start * GROUP // BLOCK_M + sequence))
     if ((num_queries <= max_queries) & (context > 0)) | (tile < 0):

@@ -1,4 +1,4 @@
-"""Tokens of KV blocks into one contiguous piece, and back: what is handed from one worker's GPU to another's memory.
+"""Tokens of KV blocks into one contiguous piece and back, for the hand-off between workers, and sums of blocks.
 
     pool [layers, 2, blocks, block_size, heads, head_dim]        piece [layers of a group, 2, tokens, heads of a range, head_dim]
                    block ids  7 | 2 | 9
@@ -40,7 +40,7 @@ def move_kernel(
     WORDS: tl.constexpr,
 ) -> None:
     """Program: WORDS words of a plane (keys or values of a layer) of the piece, which has num_tokens in each."""
-    num_words = num_tokens * SHARE_WORDS  # whose alignment the compiler sees, whatever the number of tokens
+    num_words = num_tokens * SHARE_WORDS  # the compiler sees its alignment, whatever the number of tokens
     plane = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
     inside = at < num_words
@@ -56,7 +56,7 @@ def move_kernel(
 
 
 class TritonBlocks:
-    """Satisfies pdmesh.engine.kv_cache.copies.BlockCopies."""
+    """Satisfy pdmesh.engine.kv_cache.copies.BlockCopies with Triton kernels."""
 
     def gather(self, move: Move) -> None:
         _launch(move, gathers=True)
@@ -83,19 +83,20 @@ def _launch(move: Move, *, gathers: bool) -> None:
     )  # fmt: skip
 
 
-# Blocks of a pool summed, and into another pool, summed as they are stored.
+# Sums of blocks of a pool, and copies into another pool that are summed as they are stored
 #
 #     source [layers, 2, blocks, BLOCK_WORDS]   ids  7 | 2 | 9     one program: WORDS words of a block of a plane
 #     target [layers, 2, blocks, BLOCK_WORDS]   ids  3 | 4 | 1     a plane: keys, or values, of a layer
 #
-# What is summed, and why: pdmesh/engine/kv_cache/ipc_pool.py. Each program adds its share to one of NUM_SUMS words. A copy of n
-# bytes reads and writes n, a sum reads n: a gigabyte would take 0.6 and 0.3 ms at 3.3 TB/s. Reads of a pool in another process
-# of the same GPU are as those of one's own; of another GPU they cross NVLink or PCIe.
+# pdmesh/engine/kv_cache/ipc_pool.py says what is summed, and why. Each program adds its share to one of NUM_SUMS words. A copy of
+# n bytes reads and writes n, a sum reads n: a gigabyte would take 0.6 and 0.3 ms at 3.3 TB/s. Reads of a pool in another process
+# of the same GPU are as fast as of its own; of another GPU they cross NVLink or PCIe.
 #
-# Lengths and places are no constants and not specialized on, so that a part of another shape compiles nothing while requests run.
+# Lengths and positions are neither constants nor specialized on, so that a part of another shape compiles nothing while requests
+# run.
 
 
-_MOST_WORDS = 1024  # of a program: with 4 warps 8 words a thread, in 16 byte accesses
+_MOST_WORDS = 1024  # words of a program: with 4 warps 8 words a thread, in 16 byte accesses
 _PLACES = ("num_blocks", "source_blocks", "target_blocks", "layer_start")
 
 
@@ -115,7 +116,7 @@ def sum_kernel(
     SUMS: tl.constexpr,
     STORES: tl.constexpr,
 ) -> None:
-    """STORES: into the target, too."""
+    """Sum the words of a part; STORES: also write them into the target."""
     share, plane = tl.program_id(0), tl.program_id(1).to(tl.int64)
     CHUNKS: tl.constexpr = (BLOCK_WORDS + WORDS - 1) // WORDS
     index, at = share // CHUNKS, share % CHUNKS * WORDS + tl.arange(0, WORDS)
@@ -125,14 +126,14 @@ def sum_kernel(
     if STORES:
         block = tl.load(target_ids + index).to(tl.int64)
         tl.store(target + ((2 * layer_start + plane) * target_blocks + block) * BLOCK_WORDS + at, words, mask=inside)
-    place = (plane * num_blocks + index) * BLOCK_WORDS + at  # in the part as it travels
+    place = (plane * num_blocks + index) * BLOCK_WORDS + at  # position in the part in wire order
     mixed = mix(words.to(tl.uint64, bitcast=True) ^ (place.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15)
     total = tl.sum(tl.where(inside, mixed.to(tl.int64, bitcast=True), 0))
     tl.atomic_add(sums + (share + plane) % SUMS, total, sem="relaxed")
 
 
 class TritonSums:
-    """Satisfies pdmesh.engine.kv_cache.ipc_pool.SummedCopies."""
+    """Satisfy pdmesh.engine.kv_cache.ipc_pool.SummedCopies with Triton kernels."""
 
     def sum(self, blocks: Blocks, sums: torch.Tensor) -> None:
         blocks.check()

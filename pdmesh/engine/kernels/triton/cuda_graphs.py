@@ -1,8 +1,8 @@
-"""Recording a piece of work once and running it again: CUDA graphs, and the same without a GPU.
+"""CUDA graphs of decode steps: recording work once and replaying it, the rows and buffers of decode steps, and their buckets.
 
-Work that can be recorded takes nothing, reads and writes tensors that stay where they are, and asks the device nothing. What it
-returns are tensors; after each replay they hold the new results, until the next one.
-"""
+Work that can be recorded takes no arguments, reads and writes tensors at fixed addresses, and does not synchronize with the
+device. It returns tensors; after each replay they hold the new results, until the next one. Without a GPU the same work is
+called."""
 
 from __future__ import annotations
 
@@ -32,27 +32,28 @@ class Recording(NamedTuple):
 
 class Recorder(Protocol):
     def record(self, work: Work) -> Recording:
-        """Runs the work, perhaps more than once, and keeps it; `output` holds its results. Further runs of it come in the same
+        """Run the work, perhaps more than once, and keep it; `output` holds its results. Further runs of it come in the same
         stream."""
         ...
 
 
 class CudaGraphs:
-    """One graph for each piece of work; all share one pool of memory, since no two of them run at once."""
+    """Record a graph for each piece of work; all share one pool of memory, since no two of them run at once."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._side = torch.cuda.Stream()
 
     def record(self, work: Work) -> Recording:
-        """The first run compiles kernels and lets libraries make their plans, none of which a capture may hold."""
+        """Record the work. Its first run compiles kernels and lets libraries make their plans, which a capture may not
+        contain."""
         side = self._side
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             work()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        # Copies of a hand-off go on meanwhile on threads of their own, which ask for events: no matter of this capture.
+        # Copies of a hand-off go on meanwhile on other threads, which query events: the capture must allow that.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = work()
         graph.replay()  # a capture computes nothing
@@ -60,8 +61,8 @@ class CudaGraphs:
 
 
 class Repeats:
-    """Calls the same function again, and puts what it returns where the first results are, as a graph does: so that buffers,
-    padding and buckets are those of a GPU on a machine without one."""
+    """Call the function again and put its results where the first results are, as a graph does: so buffers, padding and buckets
+    on a machine without a GPU are those of a GPU."""
 
     def record(self, work: Work) -> Recording:
         output = work()
@@ -78,11 +79,11 @@ def make_recorder(device: torch.device) -> Recorder:
 
 
 def is_same_memory(one: Tensor, other: Tensor) -> bool:
-    """Recordings hold the address of a pool."""
+    """Return whether both are the same pool: recordings hold the address of a pool."""
     return (one.data_ptr(), one.shape, one.dtype, one.stride()) == (other.data_ptr(), other.shape, other.dtype, other.stride())
 
 
-# The kernel of cuda_graphs.py: a step's message to where the step's other kernels read it.
+# The kernel that unpacks a step's message to where the step's other kernels read it
 
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -93,7 +94,7 @@ def unpack_kernel(
     message, token_ids, positions, slots, context_lens, logits_rows, block_tables, drawn, num_rows, table_stride,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program: BLOCK rows. message [7, num_rows]: see decode_buffers.Line. A token below 0, -1 - r, is what row r drew last."""
+    """Program: BLOCK rows. message [7, num_rows]: see Line. A token below 0, -1 - r, is what row r drew last."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < num_rows
     token = tl.load(message + at, mask=inside, other=0)
@@ -109,23 +110,23 @@ def unpack_kernel(
     tl.store(block_tables + at.to(tl.int64) * table_stride + column, block, mask=inside & (column >= 0))
 
 
-# Which row of a graph a sequence decodes in, and what of its numbers the device does not have yet. Pure: no tensor on a device.
+# Which row of a graph a sequence decodes in, and which of its numbers the device does not have yet. No tensor on a device.
 #
-# A sequence keeps its row from step to step, so that of its block table, which is the long part, only a new block is sent. Steps
+# A sequence keeps its row from step to step, so only a new block of its block table, which is the long part, is sent. Steps
 # do not name their sequences; but the block that a sequence writes to is its own alone (a shared one is copied first), so it is
-# known again by it:
+# recognized by it:
 #
 #     step n     table 4 9 7        writes to 7                   row 0 is held by 7
 #     step n+1   table 4 9 7        writes to 7   ─► row 0        nothing to send
 #     step n+1   table 4 9 7 3      writes to 3, behind 7         row 0 too; column 3 becomes 3
 #
-# That is a guess about rows and no more: what a row's table lacks is found by comparing it with the one that was sent.
+# That only chooses the row: what a row's table lacks is found by comparing it with the one that was sent.
 
 
 @dataclass(frozen=True)
 class RowPlan:
-    """`rows[i]`: of the batch's i-th sequence. `added`: the last column of its row's table is new, by sequence. `rewritten`:
-    sequences whose row gets its whole table."""
+    """`rows[i]` is the row of the batch's i-th sequence. `added`: the last column of its row's table is new, by sequence.
+    `rewritten`: sequences whose row gets its whole table."""
 
     rows: list[int]
     added: list[int]
@@ -133,14 +134,15 @@ class RowPlan:
 
 
 class DecodeRows:
-    """What the device holds, as the host remembers it."""
+    """Track on the host which rows and tables the device holds."""
 
     def __init__(self, num_rows: int) -> None:
         self._tables: list[list[int]] = [[] for _ in range(num_rows)]
-        self._row_of: dict[int, int] = {}  # by the block that was written to last
+        self._row_of: dict[int, int] = {}  # keyed by the block that was written to last
 
     def place(self, tables: Sequence[list[int]], num_rows: int) -> RowPlan:
-        """Rows below `num_rows` for sequences with these block tables; each ends with the block that the step writes to."""
+        """Return rows below `num_rows` for sequences with these block tables; each ends with the block that the step writes
+        to."""
         taken: set[int] = set()
         rows = [self._known_row(table, num_rows, taken) for table in tables]
         free = (row for row in range(num_rows) if row not in taken)
@@ -167,7 +169,7 @@ class DecodeRows:
         return None
 
 
-# The numbers of a decode step in buffers that stay where they are, so that a graph can read them again and again.
+# The numbers of a decode step in buffers with fixed addresses, so that a graph can read them again and again
 #
 #     host                                        device
 #     message [7, rows] int32, pinned  ── one copy ──►  message  ── unpack, in the graph ──►  token_ids, positions, slots, ...
@@ -182,7 +184,7 @@ _BLOCK = 128
 
 
 class Line(IntEnum):
-    """Of a message: a number for each row."""
+    """Number the lines of a message: each has a number for each row."""
 
     TOKEN = 0
     POSITION = 1
@@ -194,7 +196,8 @@ class Line(IntEnum):
 
 
 class DecodeBuffers:
-    """Of up to `num_rows` sequences with up to `max_context` tokens. A bucket of fewer rows uses the first of them."""
+    """Hold the inputs of up to `num_rows` sequences with up to `max_context` tokens. A bucket of fewer rows uses the first of
+    them."""
 
     def __init__(self, num_rows: int, max_context: int, block_size: int, device: torch.device) -> None:
         self.num_rows, self.max_context, self.block_size, self.device = num_rows, max_context, block_size, device
@@ -209,7 +212,7 @@ class DecodeBuffers:
         self.drawn = self._zeros(num_rows)
 
     def why_not(self, batch: StepBatch) -> str | None:
-        """What keeps the batch from being a decode step for these buffers; None: it is one."""
+        """Return what keeps the batch from being a decode step for these buffers; None: it is one."""
         if not 0 < batch.num_seqs <= self.num_rows:
             return f"{batch.num_seqs} sequences, there is room for {self.num_rows}"
         if batch.num_tokens != batch.num_seqs or batch.tails or len(batch.logits_rows) != batch.num_seqs:
@@ -220,7 +223,7 @@ class DecodeBuffers:
         return f"a context of {longest}, there is room for {self.max_context}" if longest > self.max_context else None
 
     def metadata(self, num_rows: int) -> StepMetadata:
-        """Of a bucket: views, the same at each call."""
+        """Return the metadata of a bucket: views, the same at each call."""
         return StepMetadata(
             buffer=self._messages[self.num_rows],
             token_ids=self._token_ids[:num_rows],
@@ -241,7 +244,8 @@ class DecodeBuffers:
         )
 
     def send(self, batch: StepBatch, num_rows: int) -> list[int]:
-        """Queues what the device lacks of a decode step in a bucket of `num_rows`; the row of each sequence. Before the graph."""
+        """Queue what the device lacks of a decode step in a bucket of `num_rows`; return the row of each sequence. Before the
+        graph."""
         widths = [-(-context // self.block_size) for context in batch.context_lens]
         tables = [
             table if len(table) == width else table[:width] for table, width in zip(batch.block_tables, widths, strict=True)
@@ -253,18 +257,18 @@ class DecodeBuffers:
         return plan.rows
 
     def clear(self, num_rows: int) -> None:
-        """A message of a bucket without a sequence."""
+        """Send the message of a bucket without a sequence."""
         self._message(num_rows).copy_(_empty(num_rows, self.device), non_blocking=True)
 
     def unpack(self, num_rows: int) -> None:
-        """On the device, from the message: the graph begins with it."""
+        """Unpack the message on the device: the graph begins with it."""
         unpack_kernel[(-(-num_rows // _BLOCK),)](
             self._message(num_rows), self._token_ids, self._positions, self._slots, self._context_lens, self._logits_rows,
             self._tables, self.drawn, num_rows, self._tables.stride(0), BLOCK=_BLOCK, num_warps=4,
         )  # fmt: skip
 
     def _rewrite(self, rows: Sequence[int], tables: Sequence[list[int]]) -> None:
-        """Whole rows, as wide as the widest of them."""
+        """Send whole rows, as wide as the widest of them."""
         width = max(map(len, tables))
         padded = torch.zeros((len(tables), width), dtype=torch.int32)
         put_tables(padded, tables)
@@ -272,7 +276,7 @@ class DecodeBuffers:
         self._tables[:, :width].index_copy_(0, _queued(index, self.device), _queued(padded, self.device))
 
     def _message(self, num_rows: int) -> Tensor:
-        """A bucket's own, in one piece, so that it is one copy."""
+        """Return a bucket's own message, contiguous, so that it is one copy."""
         if num_rows not in self._messages:
             self._messages[num_rows] = self._zeros(len(Line), num_rows)
         return self._messages[num_rows]
@@ -282,9 +286,9 @@ class DecodeBuffers:
 
 
 def _message(batch: StepBatch, plan: RowPlan, tables: Sequence[list[int]], num_rows: int, device: torch.device) -> Tensor:
-    """[7, num_rows] in host memory; each step has its own, as the copy before may still be queued."""
+    """Return [7, num_rows] in host memory; each step has its own, as the copy before may still be queued."""
     message = _empty(num_rows, device)
-    lines, rows = message.numpy(), np.array(plan.rows)  # by NumPy: torch takes several times as long for so little
+    lines, rows = message.numpy(), np.array(plan.rows)  # by NumPy, as torch takes several times as long for small arrays
     lines[Line.TOKEN, rows] = batch.token_ids.numpy()
     lines[Line.POSITION, rows] = batch.positions.numpy()
     lines[Line.SLOT, rows] = batch.slot_mapping.numpy()
@@ -297,7 +301,7 @@ def _message(batch: StepBatch, plan: RowPlan, tables: Sequence[list[int]], num_r
 
 
 def _empty(num_rows: int, device: torch.device) -> Tensor:
-    """Of rows without sequences; pinned where there is a GPU."""
+    """Return the message of rows without sequences; pinned where there is a GPU."""
     message = torch.zeros((len(Line), num_rows), dtype=torch.int32, pin_memory=device.type == "cuda")
     message.numpy()[[Line.SLOT, Line.COLUMN]] = NOWHERE
     return message
@@ -307,9 +311,9 @@ def _queued(tensor: Tensor, device: torch.device) -> Tensor:
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
-# Decode steps in buckets: as many rows as a power of two, one recording for each.
+# Decode steps in buckets: their numbers of rows are powers of two, with one recording for each
 #
-#     5 sequences ─► bucket 8:   rows 0 1 2 3 4 | 5 6 7           the last three are nobody's
+#     5 sequences ─► bucket 8:   rows 0 1 2 3 4 | 5 6 7           the last three are padding
 #                                real           | padding
 #
 # A bucket's launches are the same for any batch that fits, whether recorded or not. So what a graph computes has the bits of the
@@ -318,7 +322,7 @@ def _queued(tensor: Tensor, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class DecodeSizes:
-    """The most that a decode step has: sequences, and tokens of a sequence."""
+    """Hold the limits of a decode step: sequences, and tokens of a sequence."""
 
     max_num_seqs: int
     max_context: int
@@ -331,14 +335,14 @@ class DecodeSizes:
 
     @property
     def buckets(self) -> tuple[int, ...]:
-        """Rows of each, ascending: powers of two from 4 on, which is what products take at least; the last holds all."""
+        """Return the rows of each bucket, ascending: powers of two from 4 on, the least of products; the last holds all."""
         most = self.max_num_seqs + -self.max_num_seqs % ROW_MULTIPLE
         powers = [ROW_MULTIPLE << shift for shift in range(most.bit_length()) if ROW_MULTIPLE << shift < most]
         return (*powers, most)
 
 
 class DecodeGraphs:
-    """Decode steps of one model on one pool. `recorder` None: the same launches, made one by one in each step."""
+    """Run decode steps of one model on one pool. `recorder` None: the same launches, made one by one in each step."""
 
     def __init__(self, step: TritonStep, kv: Tensor, sizes: DecodeSizes, recorder: Recorder | None) -> None:
         self._step, self._kv, self._recorder = step, kv, recorder
@@ -351,18 +355,18 @@ class DecodeGraphs:
         return self._buckets
 
     def is_of(self, kv: Tensor) -> bool:
-        """Whether this is the pool that they are recorded on."""
+        """Return whether the graphs are recorded on this pool."""
         return is_same_memory(self._kv, kv)
 
     def run(self, batch: StepBatch) -> StepOutput:
-        """One decode step (`DecodeBuffers.why_not` says None). Outputs [batch.num_seqs, ...] hold until the next step."""
+        """Run one decode step (`DecodeBuffers.why_not` says None). Outputs [batch.num_seqs, ...] hold until the next step."""
         num_rows = next(bucket for bucket in self._buckets if bucket >= batch.num_seqs)
         self.buffers.send(batch, num_rows)
         output = self._output(num_rows)
         return StepOutput(output.logits[: batch.num_seqs], output.states[: batch.num_seqs])
 
     def prepare(self) -> None:
-        """Records all buckets, the largest first, whose memory the others share. Rows without sequences: nothing is written."""
+        """Record all buckets, the largest first, whose memory the others share. Rows have no sequences, so nothing is written."""
         for bucket in reversed(self._buckets):
             self.buffers.clear(bucket)
             self._output(bucket)

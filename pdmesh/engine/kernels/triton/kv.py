@@ -1,4 +1,4 @@
-"""New keys and values into the pool, and what comes before: norm of query and key heads, rotary embedding, in one kernel.
+"""New keys and values into the pool, after norm of query and key heads and rotary embedding, in one kernel.
 
 It replaces, with their order of operations and their roundings, `rms_norm` of pdmesh/engine/models/layers.py, `rotate` of
 pdmesh/engine/models/layers.py and the writing of pdmesh/engine/attention/base.py: without it seven kernels, and four passes over
@@ -21,7 +21,7 @@ from pdmesh.engine.kernels.triton.kernel_cache_keys import settle_keys
 from pdmesh.engine.kernels.triton.tiles import padded_dim
 from pdmesh.engine.models.layers import RotaryTable
 
-# The kernels of kv.py, which explains them. A row is one head of one token: rows of a token follow each other in memory,
+# The kernels. A row is one head of one token: rows of a token follow each other in memory,
 #
 # qkv | token 0: q heads | k heads | v heads | token 1: q heads | ...          a program takes ROWS rows, DIM_PAD columns
 
@@ -31,13 +31,13 @@ from pdmesh.engine.models.layers import RotaryTable
 
 FLOAT8_MAX = tl.constexpr(448.0)
 FLOAT8_MIN_NORMAL = tl.constexpr(2.0**-6)
-# Adding it leaves multiples of 2**-9 only, the steps of float8_e4m3fn below its normal numbers.
+# Adding this number leaves multiples of 2**-9 only, the steps of float8_e4m3fn below its normal numbers.
 FLOAT8_SUBNORMAL = tl.constexpr(1.5 * 2.0**14)
 
 
 @triton.jit
 def _to_float8(x):
-    """Rounded here, to even and saturating, so that the cast only drops zeros: the interpreter's cast rounds otherwise. NaN stays
+    """Round x here, to even and saturating, so that the cast only drops zeros: the interpreter's cast rounds otherwise. NaN stays
     NaN, which shows a broken activation: a GPU's minimum and maximum would make 448 of it, and the interpreter's cast 256."""
     is_number = x == x
     x = tl.minimum(tl.maximum(tl.where(is_number, x, 0.0), -FLOAT8_MAX), FLOAT8_MAX)
@@ -72,7 +72,7 @@ def rope_store_kernel(
     present = alive[:, None] & (columns < DIM)[None, :]
     rotated = head < HEADS + KV_HEADS
     turned = rotated[:, None] & (columns < ROTARY)[None, :]
-    # The other half's column, by which a column is turned.
+    # The other half's column, with which a column is rotated.
     other = tl.where(columns < ROTARY // 2, columns + ROTARY // 2, columns - ROTARY // 2)
     dtype = qkv.dtype.element_ty
     start = qkv + token * qkv_stride + head * DIM
@@ -115,7 +115,7 @@ def store_kernel(
     num_rows, key_token_stride, key_head_stride, value_token_stride, value_head_stride, slot_stride, head_stride,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, ROWS: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Program: ROWS rows of keys and of values, as they are."""
+    """Program: ROWS rows of keys and of values, stored as they are."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     token, head = rows // KV_HEADS, rows % KV_HEADS
     columns = tl.arange(0, DIM_PAD)
@@ -148,7 +148,7 @@ def rope_and_store(
     kv_scales: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Norm (if any) and rotation of query and key heads; keys and values to their slots; returns the query.
+    """Normalize (if there are norms) and rotate query and key heads; write keys and values to their slots; return the query.
 
     qkv [T, (num_heads + 2 * num_kv_heads) * head_dim]: query heads, key heads, value heads; kv [2, num_blocks, block_size,
     num_kv_heads, head_dim], one layer of the pool, in qkv's dtype or float8_e4m3fn with `kv_scales` [2] float32 (what is stored
@@ -178,7 +178,8 @@ def rope_and_store(
 
 
 def store_kv(key: Tensor, value: Tensor, kv: Tensor, slots: Tensor, *, kv_scales: Tensor | None = None) -> None:
-    """Keys and values that are rotated already, to their slots. key, value [T, num_kv_heads, head_dim]; the rest as above."""
+    """Write keys and values that are rotated already to their slots. key, value [T, num_kv_heads, head_dim]; the rest as
+    above."""
     check_kv(kv, key.shape[-1], key.dtype, kv_scales)
     for name, x in (("key", key), ("value", value)):
         if x.shape != (key.shape[0], *kv.shape[3:]) or x.stride(2) != 1 or x.dtype != key.dtype:
@@ -195,7 +196,8 @@ def store_kv(key: Tensor, value: Tensor, kv: Tensor, slots: Tensor, *, kv_scales
 
 
 def check_kv(kv: Tensor, head_dim: int, dtype: torch.dtype, kv_scales: Tensor | None) -> None:
-    """kv [2, num_blocks, block_size, num_kv_heads, head_dim] whose slots lie evenly. Raises ValueError naming what differs."""
+    """Check kv [2, num_blocks, block_size, num_kv_heads, head_dim], whose slots lie evenly. Raises ValueError naming what
+    differs."""
     if kv.dim() != 5 or kv.shape[0] != 2 or kv.shape[4] != head_dim:
         raise ValueError(f"kv: {tuple(kv.shape)}, expected [2, blocks, block_size, kv_heads, {head_dim}]")
     if kv.stride(4) != 1 or kv.stride(1) != kv.shape[2] * kv.stride(2):

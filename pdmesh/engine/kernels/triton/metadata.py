@@ -1,10 +1,10 @@
-"""What the kernels of one step read beside tensors of the model: where tokens are, in int32, in one buffer on the device.
+"""Inputs of one step's kernels besides tensors of the model: where tokens are, in int32, in one buffer on the device.
 
     buffer   | token_ids | positions | slots | query_starts | context_lens | block_tables | tail_firsts | tail_slots | ...
 
-`Capacity` says how much each part holds. A graph is captured over one buffer of a capacity; before each replay the next step's
-numbers are packed for the same capacity and copied over it, in one transfer. What is behind the step's own is padding:
-sequences without context, tokens that go nowhere.
+`Capacity` gives the size of each part. A graph is captured over one buffer of a capacity; before each replay the next step's
+numbers are packed for the same capacity and copied over it, in one transfer. What is behind the step's own numbers is padding:
+sequences without context, tokens that are not stored.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Capacity:
     num_logits: int
     max_query_len: int
     max_context: int
-    num_split_tokens: int  # of sequences with at most max_split_len queries
+    num_split_tokens: int  # tokens of sequences with at most max_split_len queries
     max_split_len: int
 
     @classmethod
     def of(cls, batch: StepBatch, bounds: SplitBounds = SPLIT_BOUNDS) -> Capacity:
-        """Just enough for the batch, of which is split what `bounds` say."""
+        """Return a capacity just large enough for the batch, of which `bounds` say what is split."""
         lengths = _lengths(batch)
         longest = bounds.longest(lengths)
         return cls(
@@ -59,7 +59,7 @@ class Capacity:
         )
 
     def check(self, batch: StepBatch) -> None:
-        """Raises ValueError naming what of the batch does not fit, or leaves padding tokens without a sequence."""
+        """Raise ValueError naming what of the batch does not fit, or leaves padding tokens without a sequence."""
         split_tokens = _split_starts(batch, self.max_split_len)[-1]
         needed = replace(Capacity.of(batch), num_split_tokens=split_tokens, max_split_len=self.max_split_len)
         for field in fields(self):
@@ -74,8 +74,8 @@ class Capacity:
 
 @dataclass(frozen=True)
 class StepMetadata:
-    """Views of one buffer, all int32. `query_starts[b]` to `query_starts[b + 1]` are sequence b's tokens; its last query is at
-    position `context_lens[b] - 1`. A context of 0 is padding: nothing is read, zeros are written. Position p lies in slot
+    """Hold views of one buffer, all int32. `query_starts[b]` to `query_starts[b + 1]` are sequence b's tokens; its last query is
+    at position `context_lens[b] - 1`. A context of 0 is padding: nothing is read, zeros are written. Position p lies in slot
     `tail_slots[b, p - tail_firsts[b]]` from `tail_firsts[b]` on (pdmesh/engine/runner/batch.py, `Tail`)."""
 
     buffer: Tensor
@@ -83,7 +83,7 @@ class StepMetadata:
     positions: Tensor  # [T]
     slots: Tensor  # [T]: where keys and values are written; NOWHERE for padding
     query_starts: Tensor  # [B + 1]
-    split_starts: Tensor  # [B + 1]: the same over tokens of sequences that are split alone; padding has none
+    split_starts: Tensor  # [B + 1]: query_starts over tokens of split sequences only; padding has none
     context_lens: Tensor  # [B]
     block_tables: Tensor  # [B, W]
     tail_firsts: Tensor  # [B]; NO_TAIL for none
@@ -97,13 +97,13 @@ class StepMetadata:
 
     @classmethod
     def of(cls, batch: StepBatch, device: torch.device | str, capacity: Capacity | None = None) -> StepMetadata:
-        """The batch's numbers on a device, in a buffer of their own. Raises ValueError if they do not fit the capacity."""
+        """Return the batch's numbers on a device, in a buffer of their own. Raises ValueError if they do not fit the capacity."""
         capacity = capacity or Capacity.of(batch)
         return cls.over(pack(batch, capacity).to(device, non_blocking=True), capacity)
 
     @classmethod
     def over(cls, buffer: Tensor, capacity: Capacity) -> StepMetadata:
-        """Views of what `pack` made for that capacity. Raises ValueError if the buffer has another size."""
+        """Return views of what `pack` made for that capacity. Raises ValueError if the buffer has another size."""
         shapes = _shapes(capacity)
         sizes = [_padded(_count(shape)) for shape in shapes.values()]
         if buffer.shape != (sum(sizes),) or buffer.dtype != torch.int32:
@@ -121,7 +121,7 @@ class StepMetadata:
 
     @property
     def splits_any(self) -> bool:
-        """Whether the kernel that splits keys has anything to do, if only padding."""
+        """Return whether the kernel that splits keys has anything to do, even if only padding."""
         return bool(self.num_split_tokens) or not self.walks_any
 
     @property
@@ -130,12 +130,13 @@ class StepMetadata:
 
     @property
     def of_tokens(self) -> Tensor:
-        """Token ids, positions and slots in one piece, [3 T], where T is a multiple of 4 and the buffer one that `over` takes."""
+        """Return token ids, positions and slots as one tensor, [3 T], where T is a multiple of 4 and the buffer one that `over`
+        takes."""
         return self.buffer[: 3 * self.num_tokens]
 
 
 def pack(batch: StepBatch, capacity: Capacity) -> Tensor:
-    """[N] int32 in CPU memory, pinned where there is a GPU to copy it to. Raises ValueError if it does not fit."""
+    """Return [N] int32 in CPU memory, pinned where there is a GPU to copy it to. Raises ValueError if it does not fit."""
     capacity.check(batch)
     split_starts = _split_starts(batch, capacity.max_split_len)
     sizes = [_padded(_count(shape)) for shape in _shapes(capacity).values()]
@@ -157,15 +158,15 @@ def pack(batch: StepBatch, capacity: Capacity) -> Tensor:
 
 
 def put_tables(target: Tensor, tables: Sequence[list[int]]) -> None:
-    """Each to the beginning of its row of `target` [rows, width] int32, contiguous and in CPU memory. By arrays: torch takes ten
-    times as long for a list, which is milliseconds a step for long contexts of many sequences."""
+    """Copy each table to the beginning of its row of `target` [rows, width] int32, contiguous and in CPU memory. Arrays are used
+    because torch takes ten times as long for a list, which is milliseconds a step for long contexts of many sequences."""
     flat, width = target.numpy().reshape(-1).data, target.shape[1]
     for index, table in enumerate(tables):
         flat[index * width : index * width + len(table)] = array("i", table)
 
 
 def _query_starts(batch: StepBatch, capacity: Capacity) -> list[int]:
-    """Padding tokens are dealt out to the padding sequences."""
+    """Distribute the padding tokens over the padding sequences."""
     missing = capacity.num_tokens - batch.num_tokens
     starts = list(batch.query_starts)
     for _ in range(capacity.num_seqs - batch.num_seqs):
@@ -205,7 +206,7 @@ def _count(shape: tuple[int, ...]) -> int:
 
 
 def _padded(count: int) -> int:
-    """Parts begin at multiples of 16 bytes, which is what Triton asks for to read whole vectors."""
+    """Round up, so that parts begin at multiples of 16 bytes, which Triton needs to read whole vectors."""
     return count + -count % 4
 
 

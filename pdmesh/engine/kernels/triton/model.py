@@ -1,4 +1,5 @@
-"""A decoder on the Triton kernels. Where a recorder is given, decode steps are graphs, and what others do between attentions."""
+"""A decoder on the Triton kernels. With a recorder, decode steps are graphs, and in other steps the pieces between attentions
+are."""
 
 from __future__ import annotations
 
@@ -29,32 +30,32 @@ from pdmesh.engine.models.decoder import DecoderModel
 from pdmesh.engine.models.layers import ROW_MULTIPLE, Linear
 from pdmesh.engine.runner.batch import StepBatch
 
-# What steps take of the device's memory beside weights and pool: counted before the pool is sized, so that it leaves room.
+# What steps take of the device's memory besides weights and pool: counted before the pool is sized, so that it leaves enough free
 #
 #     activations     of the widest step, launched one by one: what lives at once within a layer
-#     graphs          the decode buckets' logits, which stay; buffers between pieces; the graphs themselves
+#     graphs          the decode buckets' logits, which are kept; buffers between pieces; the graphs themselves
 #     attention       parts of split queries
-#     a draw          logits, rounded and wide, and the sampler's buffers
+#     sampling        logits, rounded and wide, and the sampler's buffers
 #     expanded        one map of quantized weights, for more rows than the kernels on words take; once more where graphs hold one
 #     rounded         activations in fp8 and a product that is not yet what it will be, where products round them
 #
-# Upper bounds of what is allocated, but for two guesses that nobody has measured: NODE_BYTES for a launch in a graph, and
-# OTHERS_BYTES for code of kernels and room of libraries. How much graphs took is logged at start.
+# They are upper bounds of what is allocated, except for two estimates that were not measured: NODE_BYTES for a launch in a graph,
+# and OTHERS_BYTES for code of kernels and memory of libraries. The memory that graphs took is logged at start.
 
 
 NODE_BYTES = 16 << 10
 OTHERS_BYTES = 256 << 20
 LAUNCHES_PER_LAYER = 11
 EXPANDED_FROM = 129  # rows: above TILE_ROWS_MAX of weight_product.py
-WIDE_EXPANDED_FROM = 5  # of float32, which tiles do not take: above the fewest of VECTOR_ROWS there
-_SCRATCH_BYTES = 12  # of the sampler, for a row and token of the vocabulary
+WIDE_EXPANDED_FROM = 5  # rows of float32, which tiles do not take: above the least of VECTOR_ROWS there
+_SCRATCH_BYTES = 12  # of the sampler for a row and token of the vocabulary
 _LOGIT_BYTES = 4
-_SELECTED_BYTES = 28  # of a row whose log-probabilities are wanted: those, logits once more, keys of 8 bytes, what makes them
+_SELECTED_BYTES = 28  # of a row with log-probabilities: those, logits once more, keys of 8 bytes, temporaries
 
 
 @dataclass(frozen=True)
 class StepBounds:
-    """The most that a step has. `num_rows` of logits; `max_context` of a sequence in tokens."""
+    """Hold the limits of a step. `num_rows` of logits; `max_context` of a sequence in tokens."""
 
     num_tokens: int
     num_rows: int
@@ -63,8 +64,8 @@ class StepBounds:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Of one model. `itemsize` of activations; `is_expanded`: its weights are held in words; `is_rounded`: activations of wide
-    products are rounded to fp8."""
+    """Compute the memory that steps of one model take. `itemsize` of activations; `is_expanded`: its weights are words;
+    `is_rounded`: activations of wide products are rounded to fp8."""
 
     config: ModelConfig
     itemsize: int
@@ -78,14 +79,15 @@ class StepMemory:
         return OTHERS_BYTES + self._draw(bounds.num_rows) + self.draft_bytes(bounds)
 
     def draft_bytes(self, bounds: StepBounds) -> int:
-        """Of a model that drafts beside another: its draws are made in the other's buffers."""
+        """Return the bytes of a draft model beside another: its sampling uses the other's buffers."""
         expanded = self._expanded(bounds.num_tokens, bounds.num_rows)
         split_tokens = SplitBounds.of(self.config.num_heads, bounds.num_rows).num_tokens
         parts = self._parts(min(split_tokens, bounds.num_tokens), bounds.max_context)
         return self.activations(bounds.num_tokens) + parts + expanded + self.graphs(bounds.max_context)
 
     def activations(self, num_tokens: int) -> int:
-        """Residuals, queries and what is attended stay; beside them either all heads or the wide half of a layer."""
+        """Return bytes: residuals, queries and attention's output stay; besides them either all heads or the wide half of a
+        layer."""
         config = self.config
         query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         widest = max(query + 2 * kv, 3 * config.intermediate_size)
@@ -93,20 +95,21 @@ class StepMemory:
         return num_tokens * (a_token + (self._rounded(query) if self.is_rounded and num_tokens >= EXPANDED_FROM else 0))
 
     def _rounded(self, query: int) -> int:
-        """Of a token: codes of a product's input and their scale; half of gate and up in bfloat16 beside what becomes of it."""
+        """Return bytes of a token: codes of a product's input and their scale; half of gate and up in bfloat16 besides the
+        result."""
         config = self.config
         return max(config.hidden_size, query, config.intermediate_size) + 4 + config.intermediate_size * self.itemsize
 
     def graphs(self, max_context: int) -> int:
-        """Those of decode steps keep their logits and have parts of their own; those between attentions keep what the last one
-        hands on. All compute in the memory of the widest, which is not that of steps without graphs."""
+        """Return bytes of graphs: those of decode steps keep their logits and parts of their own; those between attentions keep
+        what the last one hands on. All compute in the memory of the widest, which is not that of steps without graphs."""
         config, buckets = self.config, (*self.row_buckets, *self.token_buckets)
         nodes = len(buckets) * LAUNCHES_PER_LAYER * (config.num_layers + 1)
         outputs = sum(self.row_buckets) * (config.vocab_size * _LOGIT_BYTES + config.hidden_size * self.itemsize)
         handed_on = sum(self.token_buckets) * config.hidden_size * self.itemsize
         most_rows = max(self.row_buckets, default=0)
         pool = self.activations(max(buckets, default=0)) + most_rows * config.vocab_size * self.itemsize
-        pool += self._expanded(max(buckets, default=0), most_rows)  # between attentions no head is multiplied
+        pool += self._expanded(max(buckets, default=0), most_rows)  # pieces between attentions do not multiply with the head
         return nodes * NODE_BYTES + outputs + handed_on + pool + self._parts(most_rows, max_context)
 
     def _parts(self, num_queries: int, max_context: int) -> int:
@@ -114,14 +117,15 @@ class StepMemory:
         return num_queries * config.num_heads * self.splits.bound(max_context) * (config.head_dim + 2) * 4
 
     def _draw(self, num_rows: int) -> int:
-        """Counts for penalties as well, and what log-probabilities are selected with, should all rows want them."""
+        """Return bytes of sampling: counts for penalties too, and the selection of log-probabilities, should all rows need
+        them."""
         rows = 1 << max(0, num_rows - 1).bit_length()
         counts = 4 * max(MOST_ROWS, rows)
         a_row = _LOGIT_BYTES + self.itemsize + _SELECTED_BYTES
         return self.config.vocab_size * (num_rows * a_row + rows * _SCRATCH_BYTES + counts)
 
     def _expanded(self, num_tokens: int, num_rows: int) -> int:
-        """The largest map that so many tokens, or rows of logits, are multiplied with unpacked."""
+        """Return the bytes of the largest expanded map that so many tokens, or rows of logits, are multiplied with."""
         config, fewest = self.config, EXPANDED_FROM if self.itemsize == 2 else WIDE_EXPANDED_FROM
         of_layer = 2 * config.intermediate_size if num_tokens >= fewest else 0
         of_head = config.vocab_size if num_rows >= fewest else 0
@@ -129,13 +133,13 @@ class StepMemory:
 
 
 def bounds_of(config: EngineConfig, max_context: int) -> StepBounds:
-    """Rows: one of each sequence, and one for each token that is guessed."""
+    """Return bounds whose rows are one for each sequence, and one for each draft token."""
     guesses = config.max_num_seqs * config.max_draft_tokens if config.speculation != "none" else 0
     spare = max(0, config.max_num_batched_tokens - config.max_num_seqs)
     return StepBounds(config.max_num_batched_tokens, config.max_num_seqs + min(guesses, spare), max_context)
 
 
-# Part of the numeric mode: to be raised with every change of the kernels, or of how weights are quantized, that changes bits of a
+# Part of the numeric mode: raise it with every change of the kernels, or of the quantization of weights, that changes bits of a
 # logit.
 KERNEL_REVISION = 3
 
@@ -143,7 +147,7 @@ logger = logging.getLogger(__name__)
 
 
 class TritonModel:
-    """`forward` as the model runner wants it, with the weights of a loaded decoder."""
+    """Implement `forward` for the model runner, with the weights of a loaded decoder."""
 
     backend = "triton"
 
@@ -158,10 +162,10 @@ class TritonModel:
         kv_scales: Tensor | None = None,
         max_rows: int | None = None,
     ) -> None:
-        """`sizes`: of decode steps, which then go in buckets, recorded where there is a recorder; `token_buckets`
-        (piecewise_graphs.py): of other steps, likewise. None, and no buckets: each step is as wide as its batch. `splits` of
-        attention: part of the numeric mode. `kv_scales` [num_layers, 2] float32 where the pool is fp8. `max_rows` of logits in a
-        step; None: any."""
+        """`sizes` of decode steps, which then run in buckets, recorded where there is a recorder; `token_buckets`
+        (piecewise_graphs.py) of other steps, likewise. None, and no buckets: each step is as wide as its batch. `splits` of
+        attention are part of the numeric mode. `kv_scales` [num_layers, 2] float32 where the pool is fp8. `max_rows` of logits in
+        a step; None: any."""
         self.config, self.decoder, self.sizes, self.token_buckets = decoder.config, decoder, sizes, tuple(token_buckets)
         self.splits, self.recorder, self.kv_scales, self.max_rows = splits, recorder, kv_scales, max_rows
         self._graphs: DecodeGraphs | None = None
@@ -190,22 +194,22 @@ class TritonModel:
         )
 
     def sampler(self) -> DeviceSampler:
-        """One that draws where the logits are."""
+        """Return a sampler that computes where the logits are."""
         return DeviceSampler(num_seqs=0 if self.sizes is None else self.sizes.max_num_seqs)
 
     @property
     def bytes_per_step(self) -> int:
-        """Weight bytes that a step of few rows reads: its limit is this over the memory's bandwidth."""
+        """Return the weight bytes that a step of few rows reads: its limit is this over the memory's bandwidth."""
         layers = self.decoder.layers
         maps = [self.decoder.head, *(m for layer in layers for m in (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down))]
         return sum(map(_num_bytes, maps))
 
     def step_bytes(self, config: EngineConfig) -> int:
-        """Of the device's memory, beside weights and pool: see model.py."""
+        """Return the device memory of steps, besides weights and pool: see StepMemory."""
         return self._memory().num_bytes(bounds_of(config, effective_max_context(config, self.config)))
 
     def draft_bytes(self, config: EngineConfig) -> int:
-        """As `step_bytes`, of a model that drafts for another one, whose sampler draws for both."""
+        """Return `step_bytes` of a draft model, which uses the sampler of the model that it drafts for."""
         return self._memory().draft_bytes(bounds_of(config, effective_max_context(config, self.config)))
 
     def _memory(self) -> StepMemory:
@@ -220,19 +224,19 @@ class TritonModel:
         )
 
     def prepare(self, kv: Tensor) -> None:
-        """`prepare_steps` and `prepare_draws`, ahead of the first request: a minute or two on a GPU the first time, seconds
+        """Call `prepare_steps` and `prepare_draws`, ahead of the first request: a minute or two on a GPU the first time, seconds
         afterwards. Without it each kernel is compiled, and each graph recorded, when it is first needed."""
         self.prepare_steps(kv)
         self.prepare_draws()
 
     def prepare_draws(self) -> None:
-        """Compiles what draws from such a model's logits launch."""
+        """Compile the kernels that sample from such a model's logits."""
         if self.recorder is not None:
             self.sampler().prepare(self.config.vocab_size, self.device)
 
     @torch.inference_mode()
     def prepare_steps(self, kv: Tensor) -> None:
-        """Compiles what steps launch, and records those of all buckets on this pool."""
+        """Compile what steps launch, and record the graphs of all buckets on this pool."""
         if self.recorder is None:
             return
         started_s, free = time.monotonic(), free_memory(kv.device.type)
@@ -243,22 +247,22 @@ class TritonModel:
         logger.info("graphs took %.1f s and %.0f MiB", time.monotonic() - started_s, (free - free_memory(kv.device.type)) / MIB)
 
     def is_graph_step(self, batch: StepBatch, kv: Tensor) -> bool:
-        """See pdmesh/engine/runner/overlap.py: whether `forward` takes tokens of this batch that `keep_drawn` was given."""
+        """Return whether `forward` takes tokens of this batch from `keep_drawn` (pdmesh/engine/runner/overlap.py)."""
         graphs = self._graphs_of(kv)
         return graphs is not None and graphs.buffers.why_not(batch) is None
 
     def keep_drawn(self, tokens: Tensor) -> None:
-        """tokens [R], on the device: in a decode step that comes next, token -1 - r is the r-th of them."""
+        """Keep tokens [R], on the device: in the next decode step, token -1 - r is the r-th of them."""
         if self._graphs is not None:
             self._graphs.buffers.drawn[: len(tokens)].copy_(tokens)
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch, kv: Tensor, signal: LayerReadiness | None = None, hidden: Tensor | None = None) -> Tensor:
-        """See DecoderModel.forward. Logits hold until the next call. On a GPU the work is queued: nothing here waits for it,
-        unless `signal` is to be told and has no marks."""
+        """See DecoderModel.forward. Logits hold until the next call. On a GPU the work is queued and not waited for, unless
+        `signal` needs notifications and has no marks."""
         graphs = self._graphs_of(kv)
         if graphs is not None and graphs.buffers.why_not(batch) is None:
-            output = graphs.run(batch)  # whether or not somebody is to be told: ranks that are not told launch the same
+            output = graphs.run(batch)  # with or without a signal, as ranks without one launch the same
             for index in range(self.config.num_layers):
                 tell(signal, index, self.device)
         else:
@@ -268,7 +272,7 @@ class TritonModel:
         return output.logits
 
     def _graphs_of(self, kv: Tensor) -> DecodeGraphs | None:
-        """Of this pool; those of another, if there are some, are given up. None for a pool with other blocks than planned for."""
+        """Return the graphs of this pool; those of another are dropped. None for a pool with other blocks than planned for."""
         if self.sizes is None or kv.shape[3] != self.sizes.block_size:
             return None
         if self._graphs is None or not self._graphs.is_of(kv):
@@ -276,7 +280,7 @@ class TritonModel:
         return self._graphs
 
     def _pieces_of(self, kv: Tensor) -> PieceGraphs | None:
-        """Likewise; blocks may have any size."""
+        """Return the piece graphs of this pool; blocks may have any size."""
         if not self.token_buckets:
             return None
         if self._pieces is None or not self._pieces.is_of(kv):
@@ -284,7 +288,7 @@ class TritonModel:
         return self._pieces
 
     def _other(self, batch: StepBatch, kv: Tensor, signal: LayerReadiness | None) -> StepOutput:
-        """A step that is none of the decode graphs'."""
+        """Run a step that no decode graph serves."""
         pieces = self._pieces_of(kv)
         bucket = None if pieces is None else pieces.bucket_of(batch.num_tokens)
         capacity = Capacity.of(batch, SplitBounds.of(self.config.num_heads, self.max_rows or 0))
@@ -295,7 +299,7 @@ class TritonModel:
 
 
 def _inner(linear: Linear) -> Linear:
-    """What a rank has of a map that ranks share (pdmesh/engine/parallel/collectives.py)."""
+    """Return a rank's part of a map that ranks share (pdmesh/engine/parallel/collectives.py)."""
     return getattr(linear, "inner", linear)
 
 
@@ -305,7 +309,7 @@ def _num_bytes(linear: Linear) -> int:
 
 
 def padded(capacity: Capacity, num_tokens: int | None = None) -> Capacity:
-    """With tokens (or `num_tokens` of them) and rows of logits in multiples of 4, as products want them, and sequences for the
+    """Round tokens (or `num_tokens`) and rows of logits up to multiples of 4, which products need, and add sequences for the
     tokens of padding."""
     whole = num_tokens or capacity.num_tokens + -capacity.num_tokens % ROW_MULTIPLE
     num_padding = whole - capacity.num_tokens

@@ -1,4 +1,4 @@
-"""RMSNorm, alone and fused with the residual addition before it (Zhang and Sennrich, 2019).
+"""RMSNorm, alone and fused with the residual addition before it (Zhang and Sennrich, 2019), and SiLU(gate) * up.
 
 A program owns a row and holds it in registers:   x + residual -> new residual; its mean square; weight * (row / root mean
 square). The fused form reads and writes each once, 4 times the row's bytes; apart they would take 7. A step of few rows is bound
@@ -41,7 +41,8 @@ def _norm_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
-    """x [M, H], weight [H] of x's dtype -> [M, H]; float16, bfloat16 or float32. `out` may be x. Raises ValueError for shapes."""
+    """Normalize x [M, H] by weight [H] of x's dtype: float16, bfloat16 or float32. `out` may be x. Raises ValueError for
+    shapes."""
     out = torch.empty_like(x) if out is None else out
     _check(x, weight, ("out", out))
     _launch(x, None, weight, eps, out, out)
@@ -51,7 +52,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor | None = None, residual_out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """x, residual [M, H], weight [H], all of one dtype -> (normed [M, H], x + residual [M, H]).
+    """Add and normalize x, residual [M, H], weight [H], all of one dtype -> (normed [M, H], x + residual [M, H]).
 
     `out` may be x and `residual_out` the residual: each element is read before it is written, by the same thread.
     """
@@ -84,11 +85,11 @@ def _check(x: Tensor, weight: Tensor, *others: tuple[str, Tensor]) -> None:
             raise ValueError(f"{name}: shape {tuple(tensor.shape)} of {tensor.dtype}, not {tuple(x.shape)} of {x.dtype} like x")
 
 
-# SiLU(gate) * up over the product of gate and up in one piece (Shazeer, GLU Variants, 2020).
+# SiLU(gate) * up over the product of gate and up in one piece (Shazeer, GLU Variants, 2020)
 #
 #     gate_up [M, 2 I]:   | gate: I | up: I |   ->   out [M, I];  a program owns a piece of one row
 #
-# Three times the output's bytes go through memory, the least there is. Elementwise: no number depends on its place.
+# Three times the output's bytes go through memory, which is the minimum. Elementwise: no number depends on its place.
 # Roundings are those of pdmesh.engine.models.layers (silu, GatedMLP): silu in float32, rounded to the dtype, times up, rounded.
 # Exponentials differ by a few units in the last place of float32, so the result by one of the dtype's.
 
@@ -111,7 +112,7 @@ def _silu_mul_kernel(
 
 
 def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
-    """gate_up [M, 2 I] float16, bfloat16 or float32 -> [M, I] of its dtype. Raises ValueError for shapes."""
+    """Multiply gate_up [M, 2 I] float16, bfloat16 or float32 -> [M, I] of its dtype. Raises ValueError for shapes."""
     if gate_up.dim() != 2 or gate_up.shape[1] % 2 or gate_up.stride(1) != 1:
         raise ValueError(f"gate_up: shape {tuple(gate_up.shape)}, strides {gate_up.stride()}; give [M, 2 I] with contiguous rows")
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2

@@ -1,18 +1,18 @@
-"""Steps that are no plain decode steps: what lies between two attentions is a graph for each bucket of tokens.
+"""Piecewise graphs of steps that are no plain decode steps: a graph for each bucket of tokens between two attentions.
 
-    graph 0      embedding, norm, qkv, rope, keys and values of layer 0 to the pool        ─► somebody may be told of layer 0
+    graph 0      embedding, norm, qkv, rope, keys and values of layer 0 to the pool        ─► layer 0 is signalled
     launches     attention of layer 0: its grid follows from this step's sequences
-    graph 1      output, norm, gate and up, silu · mul, down; norm, qkv, rope, store of layer 1   ─► told of layer 1
+    graph 1      output, norm, gate and up, silu · mul, down; norm, qkv, rope, store of layer 1   ─► layer 1 is signalled
     launches     attention of layer 1
     ...
     graph L      output, norm, gate and up, silu · mul, down of the last layer
-    launches     norm and head of the rows that are wanted
+    launches     norm and head of the rows of logits
 
 Chunks of prompts, drafts that are verified (trees too), and any mix of them with decode rows differ for attention alone: all else
-sees tokens. So a graph serves whatever has as many tokens as its bucket or fewer, and attention has the launches, and the grid,
+sees tokens. So a graph serves steps of as many tokens as its bucket or fewer, and attention has the launches, and the grid,
 that it has without graphs. A layer is one replay and one to three launches in place of nine to eleven.
 
-Where it pays. A launch costs Python some 10 us, so a layer launched one by one takes the host 90 to 110 us. The device multiplies
+Where it pays: a launch costs Python some 10 us, so a layer launched one by one takes the host 90 to 110 us. The device multiplies
 T tokens with the P weights of a layer in 2 T P / (operations a second), but reads them in bytes(P) / bandwidth at least. For P =
 218 M (8B) that is 0.55 us a token, so 200 tokens take as long as their launches; at 61 M (1B) 710 tokens do. Above, the host is
 ahead of the device anyway, and a bucket's padding would cost what a graph saves. Up to there it cannot: a step that is padded
@@ -21,10 +21,10 @@ to `hidden_at`, or up to all that a step may hold. (790 TFLOP/s is what an H200 
 are what Python and Triton are known for. Timed was Python alone, on a CPU with kernels and products that do nothing: 107 us a
 layer launched one by one, 22 us with pieces; launches and replays themselves come on top. So `hidden_at` is rather too low.)
 
-Memory. What crosses from graph to graph lies in buffers of the largest bucket; what does not is in one pool of memory that all
+Memory: what crosses from graph to graph lies in buffers of the largest bucket; all else is in one pool of memory that all
 graphs share, as no two run at once. For 8B and 256 tokens 7 buckets are 7 * 33 graphs of 6 to 8 launches each.
 
-Bits. The launches of a bucket are the same whether recorded or not. Those of unquantized products may differ between buckets on a
+Bits: the launches of a bucket are the same whether recorded or not. Those of unquantized products may differ between buckets on a
 GPU, as cuBLAS chooses its kernels by the number of rows; words (linear.py) change kernels at powers of two, as buckets do.
 """
 
@@ -45,17 +45,17 @@ from pdmesh.engine.models.layers import ROW_MULTIPLE
 LAUNCH_S = 10e-6
 LAUNCHES_PER_LAYER = 11
 OPERATIONS_PER_S = 790e12
-_TILE = 64  # rows of a product's tile: those that are missing to it are computed anyhow
-_PARTS = 3  # of a message: token ids, positions, slots
+_TILE = 64  # rows of a product's tile, which are all computed
+_PARTS = 3  # parts of a message: token ids, positions, slots
 
 
 def hidden_at(layer_weights: int) -> int:
-    """Tokens of a step that the device takes as long to multiply with a layer's weights as Python takes to launch the layer."""
+    """Return the tokens of a step whose products with a layer's weights take the device as long as its launches take Python."""
     return max(1, int(LAUNCHES_PER_LAYER * LAUNCH_S * OPERATIONS_PER_S / (2 * max(1, layer_weights))))
 
 
 def token_buckets(most: int, layer_weights: int) -> tuple[int, ...]:
-    """Ascending: powers of two from 4 on; the last holds `hidden_at`, or `most` tokens if those are fewer."""
+    """Return ascending buckets: powers of two from 4 on; the last holds `hidden_at`, or `most` tokens if those are fewer."""
     hidden = hidden_at(layer_weights)
     last = min(most + -most % ROW_MULTIPLE, hidden + -hidden % _TILE)
     buckets = [ROW_MULTIPLE]
@@ -65,32 +65,32 @@ def token_buckets(most: int, layer_weights: int) -> tuple[int, ...]:
 
 
 class PieceGraphs:
-    """Steps of one model on one pool. `recorder` None: the same launches over the same buffers, made one by one."""
+    """Run steps of one model on one pool. `recorder` None: the same launches over the same buffers, made one by one."""
 
     def __init__(self, step: TritonStep, kv: Tensor, buckets: Sequence[int], recorder: Recorder | None) -> None:
-        """`buckets`: ascending multiples of 4, one at least."""
+        """`buckets` are ascending multiples of 4, at least one."""
         self._step, self._kv, self._recorder, self._buckets = step, kv, recorder, tuple(buckets)
         self._message = torch.zeros(_PARTS * buckets[-1], dtype=torch.int32, device=kv.device)
         token_ids, positions, slots = self._message.view(_PARTS, -1)
         self._rows = Rows.of(token_ids, positions, slots, step.decoder)
-        self._rows.attended.zero_()  # attention leaves rows of padding as they are
-        self._ready: dict[int, list[Work]] = {}  # by bucket
+        self._rows.attended.zero_()  # attention does not write rows of padding
+        self._ready: dict[int, list[Work]] = {}  # the recorded pieces by bucket
 
     @property
     def num_bytes(self) -> int:
-        """Of the buffers; what graphs need is not in it."""
+        """Return the bytes of the buffers, without those of the graphs."""
         return self._message.nbytes + self._rows.num_bytes
 
     def is_of(self, kv: Tensor) -> bool:
-        """Whether this is the pool that they are recorded on."""
+        """Return whether the graphs are recorded on this pool."""
         return is_same_memory(self._kv, kv)
 
     def bucket_of(self, num_tokens: int) -> int | None:
-        """None: more tokens than any holds."""
+        """Return the bucket of so many tokens; None: more than any holds."""
         return next((bucket for bucket in self._buckets if bucket >= num_tokens), None)
 
     def run(self, meta: StepMetadata, signal: LayerReadiness | None = None) -> StepOutput:
-        """As TritonStep.run; the metadata has as many tokens as a bucket. Outputs are new tensors, which stay."""
+        """Run a step like TritonStep.run; the metadata has as many tokens as a bucket. Outputs are new tensors, which stay."""
         works, rows = self._pieces(meta.num_tokens), self._rows_of(meta.num_tokens)
         plan = self._step.attention.plan_of(meta)
         self._message[: _PARTS * meta.num_tokens].copy_(meta.of_tokens)
@@ -102,13 +102,13 @@ class PieceGraphs:
         return self._step.output(last, rows.states, meta.logits_rows)
 
     def prepare(self) -> None:
-        """Records all buckets, the largest first, whose memory the others share. Tokens go nowhere: nothing is written."""
+        """Record all buckets, the largest first, whose memory the others share. Tokens go nowhere: nothing is written."""
         for bucket in reversed(self._buckets):
             self._pieces(bucket)
 
     def _pieces(self, num_tokens: int) -> list[Work]:
-        """Of a bucket, recorded unless they are. Recording runs a piece more than once, and pieces change what they read; so
-        all are recorded before the step's own numbers come."""
+        """Return the pieces of a bucket, recorded if need be. Recording runs a piece more than once, and pieces change what they
+        read; so all are recorded before the step's own numbers are copied."""
         if num_tokens not in self._ready:
             self._clear(num_tokens)
             self._ready[num_tokens] = [self._recorded(work) for work in self._works(num_tokens)]
@@ -127,7 +127,8 @@ class PieceGraphs:
         return [*(partial(piece, index) for index in range(step.num_layers)), lambda: (step.end(rows),)]
 
     def _rows_of(self, num_tokens: int) -> Rows:
-        """Views of the first rows, the same at each call. A message of T tokens is 3 T numbers, as in StepMetadata's buffer."""
+        """Return views of the first rows, the same at each call. A message of T tokens is 3 T numbers, as in StepMetadata's
+        buffer."""
         token_ids, positions, slots = self._message[: _PARTS * num_tokens].view(_PARTS, num_tokens)
         rows = self._rows
         return Rows(token_ids, positions, slots, rows.states[:num_tokens], rows.query[:num_tokens], rows.attended[:num_tokens])

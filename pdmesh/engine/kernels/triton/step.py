@@ -1,14 +1,14 @@
-"""A decoder's step over numbers that lie on the device: what a graph is captured of, and what runs without one.
+"""A decoder's step over numbers on the device, as it is captured in a graph and as it runs without one.
 
     each layer:   norm(h += last)  ─►  qkv  ─►  rope, keys and values to the pool  ─►  attention  ─►  output
                   norm(h += output)  ─►  gate and up  ─►  silu · mul  ─►  down  = last
 
-Nine launches a layer (eleven where keys are split). Nothing here asks the device anything or depends on a number that lies there,
+Nine launches a layer (eleven where keys are split). Nothing here synchronizes with the device or depends on a number there,
 so the same launches serve every batch of a capacity. Roundings are those of pdmesh/engine/models/decoder.py; where a kernel's
 sums have another order, its file says by how much they differ.
 
-Between two attentions nothing depends on sequences, only on tokens: `piece` and `end` are what stands there, which
-piecewise_graphs.py records. They hand on by tensors that the caller holds (`Rows`), so that what is recorded finds them again.
+Between two attentions nothing depends on sequences, only on tokens: `piece` and `end` compute that, which
+piecewise_graphs.py records. They pass data in tensors that the caller holds (`Rows`), so that recordings use the same addresses.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class StepOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class Rows:
-    """A step's tokens, and what goes from piece to piece and through attention. T is a multiple of 4
+    """Hold a step's tokens, and what is passed from piece to piece and through attention. T is a multiple of 4
     (pdmesh.engine.models.layers.Linear)."""
 
     token_ids: Tensor  # [T] int32
@@ -46,7 +46,7 @@ class Rows:
 
     @classmethod
     def of(cls, token_ids: Tensor, positions: Tensor, slots: Tensor, decoder: DecoderModel) -> Rows:
-        """With room of their own for what is computed."""
+        """Return rows with new buffers for what is computed."""
         config, num_tokens = decoder.config, len(token_ids)
         heads = (num_tokens, config.num_heads, config.head_dim)
         states, query, attended = (
@@ -57,20 +57,21 @@ class Rows:
 
     @property
     def num_bytes(self) -> int:
-        """Of what is computed."""
+        """Return the bytes of what is computed."""
         return sum(x.nbytes for x in (self.states, self.query, self.attended))
 
 
 class TritonStep:
-    """The computation alone. Weights are the decoder's own; no state of a request, no buffers that stay."""
+    """Compute a step. The weights are the decoder's; it holds no state of requests and no buffers."""
 
     def __init__(self, decoder: DecoderModel, attention: TritonAttention) -> None:
         self.decoder, self.attention = decoder, attention
 
     def run(self, meta: StepMetadata, kv: Tensor, signal: LayerReadiness | None = None) -> StepOutput:
-        """Writes keys and values of the tokens that have a slot; outputs of `meta.logits_rows`. kv: the pool (`KVPool.tensor`).
+        """Write keys and values of the tokens that have a slot; return outputs of `meta.logits_rows`. kv: the pool
+        (`KVPool.tensor`).
 
-        T and R of the metadata are multiples of 4 (pdmesh.engine.models.layers.Linear). What stands in rows of padding is not
+        T and R of the metadata are multiples of 4 (pdmesh.engine.models.layers.Linear). The contents of rows of padding are not
         defined.
         """
         rows, plan = Rows.of(meta.token_ids, meta.positions, meta.slots, self.decoder), self.attention.plan_of(meta)
@@ -85,7 +86,8 @@ class TritonStep:
         return len(self.decoder.layers)
 
     def piece(self, index: int, rows: Rows, kv: Tensor) -> None:
-        """What comes before the attention of a layer, from the attention before it on: keys and values are in the pool then."""
+        """Compute what comes before the attention of a layer, from the attention before it on; its keys and values are then in
+        the pool."""
         layer, states = self.decoder.layers[index], rows.states
         if index:
             last = self._rest(index - 1, rows)
@@ -96,25 +98,25 @@ class TritonStep:
         self._query(index, layer, normed, rows, kv)
 
     def end(self, rows: Rows) -> Tensor:
-        """What comes behind the last attention: [T, hidden_size], not yet added to the states."""
+        """Return the output behind the last attention: [T, hidden_size], not yet added to the states."""
         return self._rest(self.num_layers - 1, rows)
 
     def output(self, last: Tensor, states: Tensor, wanted: Tensor) -> StepOutput:
-        """Of the rows `wanted` [R] of both [T, hidden_size]."""
+        """Return the output of the rows `wanted` [R] of both [T, hidden_size]."""
         decoder = self.decoder
         parts = (last.index_select(0, wanted), states.index_select(0, wanted))
         normed, summed = add_rms_norm(*parts, decoder.norm, self._eps)
         return StepOutput(decoder.head(normed).float(), summed)
 
     def _rest(self, index: int, rows: Rows) -> Tensor:
-        """A layer behind its attention: what is to be added to the states next."""
+        """Return a layer's output behind its attention, which is added to the states next."""
         layer = self.decoder.layers[index]
         mixed = layer.output(rows.attended.flatten(1))
         normed, _ = add_rms_norm(mixed, rows.states, layer.mlp_norm, self._eps, mixed, rows.states)
         return layer.mlp.down(silu_mul(layer.mlp.gate_up(normed)))
 
     def _query(self, index: int, layer: DecoderLayer, normed: Tensor, rows: Rows, kv: Tensor) -> None:
-        """normed [T, hidden_size] -> rotated query heads; keys and values go to their slots."""
+        """Write rotated query heads of normed [T, hidden_size] to `rows`, and keys and values to their slots."""
         scales = self.attention.kv_scales
         rope_and_store(
             layer.qkv(normed),
@@ -135,8 +137,8 @@ class TritonStep:
 
 
 def tell(signal: LayerReadiness | None, index: int, device: torch.device) -> None:
-    """On a GPU a layer's kernels are only queued: a mark says behind what they are. Without marks it is waited for them. Either
-    only where somebody is to be woken."""
+    """Signal a layer. On a GPU its kernels are only queued: a mark says what they are behind. Without marks this waits for them.
+    It does either only where a reader is to be woken."""
     if signal is None:
         return
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Whether the Triton kernels can serve here, said without importing triton."""
+"""Whether the Triton kernels can be used here, without importing triton."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pdmesh.engine.models.config import ModelConfig
 
 INTERPRET = "TRITON_INTERPRET"
 FP8_CAPABILITY = (8, 9)
-"""The least that converts numbers of 8 bits; weights in fp8 are unpacked by their bits, on any."""
+"""The least capability that converts numbers of 8 bits; weights in fp8 are unpacked by their bits, on any GPU."""
 
 
 def why_not(config: ModelConfig, item_size: int = 2, room: int = HOPPER_BYTES) -> str | None:
-    """What of this model the kernels do not compute; None when they compute it all. `item_size`: bytes of an activation; `room`:
-    shared memory that a program may have. Quantized products fit wherever attention does."""
+    """Return which property of this model the kernels do not support; None when they support it all. `item_size`: bytes of an
+    activation; `room`: shared memory that a program may have. Quantized products fit wherever attention does."""
     if config.head_dim > MAX_HEAD_DIM:
         return f"head_dim {config.head_dim} is more than {MAX_HEAD_DIM}"
     try:
@@ -31,7 +31,7 @@ def why_not(config: ModelConfig, item_size: int = 2, room: int = HOPPER_BYTES) -
 
 
 def why_not_here(device: str) -> str:
-    """What is missing on this machine, or empty. On a CPU the kernels run in Triton's interpreter alone, for tests."""
+    """Return what is missing on this machine, or empty. On a CPU the kernels run in Triton's interpreter alone, for tests."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     interprets = os.environ.get(INTERPRET) == "1"
@@ -41,7 +41,7 @@ def why_not_here(device: str) -> str:
 
 
 def _why_no_launches() -> str:
-    """Triton compiles in C what launches a kernel, the first time each is used."""
+    """Return what is missing to launch kernels: Triton compiles their launchers in C, the first time each is used."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None or shutil.which(compiler) is None:
         return f"Triton needs a C compiler, and there is no {compiler or 'gcc or clang'}; install gcc, or name one by CC"
@@ -50,7 +50,7 @@ def _why_no_launches() -> str:
 
 
 def why_no_fp8_kv(capability: tuple[int, int]) -> str:
-    """Why attention cannot read keys and values in fp8 on a GPU of this compute capability; empty where it can."""
+    """Return why attention cannot read keys and values in fp8 on a GPU of this compute capability; empty where it can."""
     if capability >= FP8_CAPABILITY:
         return ""
     return f"fp8 needs a GPU of compute capability 8.9 (Ada, Hopper) or more, this has {capability[0]}.{capability[1]}; give auto"

@@ -1,11 +1,11 @@
-"""Every kernel that steps of a model launch, compiled and loaded before the first request.
+"""Compilation and loading of every kernel that steps of a model launch, before the first request.
 
 Triton compiles a kernel when it is first launched with other constants, which takes seconds in which nothing else is computed.
-What differs among the steps of one model is little: a product's rows, up to the next power of two and once beyond the last; short
+Steps of one model differ in little: a product's rows, up to the next power of two and once beyond the last; short
 sequences (split, merge) or long ones (walk); with tails or without. Numbers that grow (tokens, sequences, widths of tables) are
-no constants to any kernel. So some ten steps without a sequence have launched all that any step will, and write nothing.
+constants to no kernel. So some ten steps without a sequence launch all that any step will, and write nothing.
 
-Not here: the draw (sampling.py), a decode step's message (cuda_graphs.py), which is of its graph.
+Not included: sampling (sampling/sampler.py), and a decode step's message (cuda_graphs.py), which belongs to its graph.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from pdmesh.engine.runner.batch import StepBatch
 
 @torch.inference_mode()
 def warm(step: TritonStep, kv: Tensor, max_logits: int = TILE_ROWS_MAX + ROW_MULTIPLE) -> None:
-    """kv: the pool, which stays as it is. `max_logits`: rows of logits that a step has at most. Takes the memory of a step of 132
-    tokens."""
+    """Launch the kernels of all kinds of steps. kv is the pool, which is not changed. `max_logits`: the most rows of logits of a
+    step. Takes the memory of a step of 132 tokens."""
     for capacity in padding_steps(step.attention.splits, max_logits):
         step.run(StepMetadata.of(_nothing(), kv.device, capacity), kv)
 
 
 @torch.inference_mode()
 def warm_moves(kv: Tensor) -> None:
-    """The copies of blocks with all their heads (blocks.py), by one token that is read and put back: before the pool is used."""
+    """Compile the copies of blocks with all their heads (blocks.py), by one token that is read and put back: before the pool is
+    used."""
     heads, copies = range(kv.shape[4]), TritonBlocks()
     piece = kv.new_empty((1, 2, 1, *kv.shape[4:]))
     ids = torch.zeros(1, dtype=torch.int32, device=kv.device)
@@ -45,7 +46,7 @@ def warm_moves(kv: Tensor) -> None:
 
 
 def padding_steps(splits: Splits, max_logits: int) -> Iterator[Capacity]:
-    """One step for each kind, each one sequence without context. `splits`: of attention."""
+    """Yield one step for each kind, each with one sequence without context. `splits` are attention's."""
     kinds = [(rows, 0) for rows in _rows()] + [(ROW_MULTIPLE, 1), (2 * ROW_MULTIPLE, 1)]
     for rows, tail_width in kinds:
         yield Capacity(
@@ -55,7 +56,7 @@ def padding_steps(splits: Splits, max_logits: int) -> Iterator[Capacity]:
             tail_width=tail_width,
             num_logits=min(rows, max_logits + -max_logits % ROW_MULTIPLE),
             max_query_len=rows,
-            max_context=2 * splits.min_keys,  # two parts: there is something to merge
+            max_context=2 * splits.min_keys,  # two parts, so that there is something to merge
             num_split_tokens=0,
             max_split_len=ROW_MULTIPLE,  # the others are walked
         )

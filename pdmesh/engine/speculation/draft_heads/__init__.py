@@ -1,1 +1,1 @@
-"""Draft heads: small nets on the hidden state of the model that they were trained for."""
+"""Draft heads: small networks on the hidden state of the model that they were trained for."""

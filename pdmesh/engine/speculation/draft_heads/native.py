@@ -1,4 +1,4 @@
-"""Draft heads on the CPU kernels, in 8 bits: two native calls (draft_head.cpp) for each token that is guessed."""
+"""Draft heads on the CPU kernels, in 8 bits: two native calls (draft_head.cpp) for each draft token."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Block(ctypes.Structure):
 
 
 class _Chains(ctypes.Structure):
-    """PdmeshDraftChains there."""
+    """PdmeshDraftChains of draft_head.cpp."""
 
     _fields_ = (
         ("num_rows", ctypes.c_int32),
@@ -84,7 +84,7 @@ class NativeHeads:
         return out
 
     def chains(self, roots: Sequence[Root]) -> list[Chain]:
-        """In one native call."""
+        """Compute all chains in one native call."""
         count, depth = len(roots), self.heads.depth
         hidden = (ctypes.c_void_p * count)(*[root.hidden.data_ptr() for root in roots])
         last = (ctypes.c_int64 * count)(*[root.last for root in roots])
@@ -96,7 +96,7 @@ class NativeHeads:
         asked = _Chains(count, depth, self._norm_address, ctypes.addressof(hidden), self._ids_address, *arrays)
         block = self._block_addresses[0]
         if self._library.pdmesh_draft_chains(self._team, block, self._head_address, ctypes.byref(asked)):
-            raise MemoryError(f"no memory to guess for {count} sequences")
+            raise MemoryError(f"no memory to draft for {count} sequences")
         ends = ((row * depth, row * depth + counts[row]) for row in range(count))
         return [(tokens[first:end], chances[first:end]) for first, end in ends]
 
@@ -106,7 +106,7 @@ class NativeHeads:
         if self._library.pdmesh_draft_block(
             self._team, self._block_addresses[number], count, states.data_ptr(), tokens, out.data_ptr()
         ):
-            raise MemoryError(f"no memory to guess for {count} sequences")
+            raise MemoryError(f"no memory to draft for {count} sequences")
         return out
 
     def score(self, states: Tensor) -> Scores:
@@ -115,18 +115,18 @@ class NativeHeads:
         if self._library.pdmesh_draft_scores(
             self._team, self._head_address, count, states.data_ptr(), logits.data_ptr(), best, chances
         ):
-            raise MemoryError(f"no memory to guess for {count} sequences")
+            raise MemoryError(f"no memory to draft for {count} sequences")
         return Scores(logits, best[:], chances[:])
 
     def _room(self, count: int) -> Tensor:
-        """[count, V'] float32, the same memory each time: new pages would cost more than the scores."""
+        """Return [count, V'] float32, the same memory each time: new pages would cost more than the scores."""
         if len(self._logits) < count:
             self._logits = torch.empty((count, self._head.num_outputs))
         return self._logits[:count]
 
 
 def why_not_native(heads: DraftHeads, embedding: Tensor) -> str:
-    """Why the kernels cannot compute these heads; empty where they can."""
+    """Return why the kernels cannot compute these heads; empty where they can."""
     if heads.hidden_size % _LANES:
         return f"hidden_size: {heads.hidden_size} is not a multiple of {_LANES}"
     if embedding.device.type != "cpu" or not embedding.is_contiguous() or _format(embedding) not in ("float32", "bfloat16"):
@@ -149,7 +149,7 @@ def _packed(matrix: Tensor) -> PackedLinear:
 
 
 def _declare(library: ctypes.CDLL) -> None:
-    """Argument types: without them ctypes would cut pointers to 32 bits."""
+    """Declare argument types: without them ctypes would cut pointers to 32 bits."""
     pointer, int32 = ctypes.c_void_p, ctypes.c_int32
     library.pdmesh_draft_begin.argtypes, library.pdmesh_draft_begin.restype = [int32, int32, *[pointer] * 3], None
     library.pdmesh_draft_bytes.restype = ctypes.c_int64

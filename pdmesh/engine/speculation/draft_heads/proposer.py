@@ -1,13 +1,13 @@
 """Drafts by heads: from the model's last hidden state, without any KV.
 
-All that is remembered of a sequence is the hidden state that its last token was drawn from; one that comes from elsewhere is
-guessed for from its second step on. Recurrent heads guess a chain, token by token; Medusa heads all places at once, for a greedy
-sequence as a tree. A token is drawn as the model will draw it, with the noise of its place and the request's parameters, so that
-sampled outputs are guessed as often as the heads' distribution is the model's; only a grammar is not looked at.
+Its only state of a sequence is the hidden state from which its last token was drawn; a sequence that comes from elsewhere is
+drafted for from its second step on. Recurrent heads draft a chain, token by token; Medusa heads all positions at once, for a
+greedy sequence as a tree. A token is drawn as the model will draw it, with the noise of its position and the request's
+parameters, so that sampled outputs are predicted as often as the heads' distribution is the model's; only grammars are ignored.
 
-The chance of a token is how likely the model draws it, too, if its logits are nearly the heads' (models/chance.py; for a greedy
-sequence the heads' own probability). It ranks drafts well, but is no frequency: who decides how much to verify compares it with
-what became of earlier drafts.
+The chance of a token is how likely the model draws it, too, if its logits are nearly the heads' (acceptance_rate.py; for a greedy
+sequence the heads' own probability). It ranks drafts well, but is no frequency: the policy's caller compares it with
+the results of earlier drafts.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from pdmesh.engine.speculation.draft import NOTHING, ROOT, Draft, Verified
 from pdmesh.engine.speculation.draft_heads.reference import HeadMaths, Root
 from pdmesh.engine.speculation.proposer import Ask
 
-# From guesses that know nothing of each other (Medusa heads) to the tree that is likeliest to be followed far.
+# From independent predictions (Medusa heads) to the tree that is likeliest to be accepted far
 
 
-Guesses = Ranked[Ranked[tuple[int, float]]]  # of each depth: tokens and their chances, the likeliest first
+Guesses = Ranked[Ranked[tuple[int, float]]]  # by depth: tokens and their chances, the likeliest first
 
 
 def best_tree(guesses: Guesses, max_tokens: int, least_chance: float, proposer: str) -> Draft:
-    """The `max_tokens` nodes with the largest chance to be kept, none smaller than `least_chance`; a node's chance is the product
-    of its branch's. A node is never likelier than its parent, so best first finds them (Li et al., EAGLE-2, 2024)."""
-    nodes: list[tuple[int, int, float]] = []  # parent, token, its own chance
-    heap: list[tuple[float, int, int, int]] = []  # minus the chance to be kept, parent, depth, rank among the guesses there
+    """Return the `max_tokens` nodes with the largest chance to be accepted, none below `least_chance`; a node's chance is the
+    product of its branch's. A node is never likelier than its parent, so best first finds them (Li et al., EAGLE-2, 2024)."""
+    nodes: list[tuple[int, int, float]] = []  # parent, token, the token's own chance
+    heap: list[tuple[float, int, int, int]] = []  # minus the chance to be accepted, parent, depth, rank at that depth
 
     def offer(kept: float, parent: int, depth: int, rank: int) -> None:
         if depth < len(guesses) and rank < len(guesses[depth]) and (chance := kept * guesses[depth][rank][1]) >= least_chance:
@@ -62,7 +62,7 @@ def best_tree(guesses: Guesses, max_tokens: int, least_chance: float, proposer: 
 
 
 def _depth_first(nodes: list[tuple[int, int, float]], proposer: str) -> Draft:
-    """Nodes in the order in which they were found, as the order that a Draft has."""
+    """Return nodes, given in the order in which they were found, in the order of a Draft."""
     children: dict[int, list[int]] = {}
     for index, (parent, _, _) in enumerate(nodes):
         children.setdefault(parent, []).append(index)
@@ -81,11 +81,11 @@ def _depth_first(nodes: list[tuple[int, int, float]], proposer: str) -> Draft:
 
 
 NAME = "heads"
-_MOST_SIBLINGS = 4  # of a tree's node: what is less likely than three others is hardly ever drawn
+_MOST_SIBLINGS = 4  # children of a tree's node: a token less likely than four others is hardly ever drawn
 
 
 class _Memory(NamedTuple):
-    """`hidden` [H]: the last of the output's `length` tokens was drawn from it."""
+    """A sequence's state. `hidden` [H]: the last of the output's `length` tokens was drawn from it."""
 
     length: int
     hidden: Tensor
@@ -104,13 +104,13 @@ class _Branch:
         self.last = sequence.output[-1]
         self._request, self._choice, self._eos = request, sequence.choices[0], eos_token_ids
         self._ends = end_tokens(request.sampling, eos_token_ids)
-        self.is_plain = self.row().is_plain  # then every later row is
+        self.is_plain = self.row().is_plain  # then every later row is plain
 
     def root(self, hidden: Tensor) -> Root:
         return Root(hidden, self.last, self.most, self.ask.least_chance)
 
     def row(self) -> SampleRow:
-        """Of the token to be guessed next."""
+        """Return the row of the next draft token."""
         output = self.ask.sequence.output
         return SampleRow(
             params=self._request.sampling,
@@ -122,7 +122,7 @@ class _Branch:
         )
 
     def take(self, token_id: int, chance: float) -> bool:
-        """Puts a token behind the others, if it is worth its place; False: the draft ends here."""
+        """Append a token, if its chance is large enough; False: the draft ends here."""
         if not _is_number(chance) or self.kept * chance < self.ask.least_chance:
             return False
         self.tokens.append(token_id)
@@ -132,7 +132,7 @@ class _Branch:
         return len(self.tokens) < self.most and token_id not in self._ends
 
     def take_all(self, tokens: list[int], chances: list[float]) -> None:
-        """A whole draft, up to a token that ends the output, or to where weights that are too large leave no numbers."""
+        """Append a whole draft, up to a token that ends the output, or to where too large weights give no numbers."""
         for token_id, chance in zip(tokens, chances, strict=True):
             if not _is_number(chance):
                 break
@@ -146,7 +146,7 @@ class _Branch:
 
 
 class HeadProposer:
-    """See Proposer."""
+    """Draft by heads, see Proposer."""
 
     name, is_free, wants_hidden, learns = NAME, False, True, True
 
@@ -158,7 +158,7 @@ class HeadProposer:
         eos_token_ids: Collection[int],
         device: torch.device | None = None,
     ) -> None:
-        """`sampler`: the model's, so that a guess is drawn as the token itself, and `device`: where it draws; None: the CPU."""
+        """`sampler`: the model's, so that a token is drawn as the model's own, and `device`: where it draws; None: the CPU."""
         self._maths, self._sampler, self._vocab_size = maths, sampler, vocab_size
         self._device = device or torch.device("cpu")
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -168,7 +168,7 @@ class HeadProposer:
         self._memories: WeakKeyDictionary[Sequence, _Memory] = WeakKeyDictionary()
 
     def learn(self, sequence: Sequence, verified: Verified, hidden: Tensor | None) -> None:
-        """Behind what a grammar forced there is no state that its last token was drawn from."""
+        """Keep the hidden state. Behind what a grammar forced there is none that its last token was drawn from."""
         if hidden is None or not sequence.output or sequence.output[-1] != verified.new_tokens[-1]:
             self._memories.pop(sequence, None)
         else:
@@ -187,12 +187,12 @@ class HeadProposer:
         return drafts
 
     def hidden(self, sequence: Sequence) -> Tensor | None:
-        """What a hand-off takes along: [H] float32."""
+        """Return the state for a hand-off: [H] float32."""
         memory = self._memory(sequence)
         return None if memory is None else memory.hidden
 
     def restore(self, sequence: Sequence, hidden: Tensor) -> None:
-        """The last token of the sequence was drawn from this state, elsewhere."""
+        """Take over the state from which the last token of the sequence was drawn, elsewhere."""
         self._memories[sequence] = _Memory(len(sequence.output), hidden)
 
     def _memory(self, sequence: Sequence) -> _Memory | None:
@@ -200,7 +200,7 @@ class HeadProposer:
         return memory if memory is not None and memory.length == len(sequence.output) else None
 
     def _chains(self, branches: list[_Branch], hidden: list[Tensor]) -> list[Draft]:
-        """Those of greedy sequences all at once, the others token by token."""
+        """Draft chains: those of greedy sequences all at once, the others token by token."""
         if plain := [i for i, branch in enumerate(branches) if branch.is_plain]:
             found = self._maths.chains([branches[i].root(hidden[i]) for i in plain])
             for i, (tokens, chances) in zip(plain, found, strict=True):
@@ -220,7 +220,7 @@ class HeadProposer:
                 growing = [branch for branch, does in zip(growing, goes_on, strict=True) if does]
 
     def _trees(self, branches: list[_Branch], hidden: list[Tensor]) -> list[Draft]:
-        """All places of all sequences are scored in one product."""
+        """Draft trees: all positions of all sequences are scored in one product."""
         states = self._maths.begin(hidden)
         depth, tokens = max(branch.most for branch in branches), [branch.last for branch in branches]
         logits = self._maths.score(torch.cat([self._maths.advance(number, states, tokens) for number in range(depth)])).logits
@@ -228,7 +228,7 @@ class HeadProposer:
         return [self._tree(branch, logits, mine[: branch.most]) for branch, mine in zip(branches, rows, strict=True)]
 
     def _tree(self, branch: _Branch, logits: Tensor, rows: Sequence_[int]) -> Draft:
-        """`rows` of the logits: the places behind the sequence, in order."""
+        """Return the tree of one sequence; `rows` of the logits: the positions behind the sequence, in order."""
         if branch.is_plain:
             best = logits[list(rows)].softmax(-1).topk(min(_MOST_SIBLINGS, len(self._ids)))
             found = zip(best.indices.tolist(), best.values.tolist(), strict=True)
@@ -241,10 +241,10 @@ class HeadProposer:
         return branch.draft()
 
     def _draw(self, scores: Tensor, branches: list[_Branch]) -> list[tuple[int, float]]:
-        """scores [n, V'] -> the token that each branch goes on with, drawn with the noise of its place as from a model that knows
-        no others, and its chance."""
+        """Draw from scores [n, V'] the next token of each branch, with the noise of its position as from a model without other
+        tokens, and return it with its chance."""
         logits, rows = scores.numpy(), [branch.row() for branch in branches]
-        is_good = np.isfinite(logits).all(axis=1)  # what weights that are too large have left is nobody's guess
+        is_good = np.isfinite(logits).all(axis=1)  # infinity or NaN of too large weights are not drafted
         # numpy: operators of torch that have this many elements wake its threads, which wait for those that compute steps.
         full = self._room(len(rows))
         full.numpy()[:, self._places] = np.where(is_good[:, None], logits, np.float32(0.0))
@@ -257,12 +257,12 @@ class HeadProposer:
         return list(zip(tokens, chances, strict=True))
 
     def _room(self, num_rows: int) -> Tensor:
-        """[num_rows, vocab] float32, -inf where no head scores: it is written once and used again and again."""
+        """Return [num_rows, vocab] float32, -inf where no head scores: it is written once and reused."""
         if len(self._full) < num_rows:
             self._full = torch.from_numpy(np.full((num_rows, self._vocab_size), -np.inf, np.float32))
         return self._full[:num_rows]
 
 
 def _is_number(chance: float) -> bool:
-    """Not what is left where weights are too large: nothing, infinity or NaN."""
+    """Return whether it is a number; too large weights give zero, infinity or NaN."""
     return 0.0 < chance < math.inf

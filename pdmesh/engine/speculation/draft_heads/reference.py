@@ -1,4 +1,4 @@
-"""Draft heads computed with torch: on any device, and what the native way (native.py) is compared with.
+"""Draft heads computed with torch: on any device, and the reference of native.py.
 
 Training (benchmarks/spec) uses the same two functions, so what is learned is what is computed.
 """
@@ -18,8 +18,8 @@ EPS = 1e-6
 
 
 class Scores(NamedTuple):
-    """Of n states: `logits` [n, V'] float32 over the reduced vocabulary, good until the next ones are asked for; the best one's
-    place there and its probability."""
+    """Hold `logits` [n, V'] float32 of n states over the reduced vocabulary, valid until the next call; the best one's
+    column and its probability."""
 
     logits: Tensor
     best: list[int]
@@ -27,7 +27,7 @@ class Scores(NamedTuple):
 
 
 class Root(NamedTuple):
-    """What a chain of guesses begins with: the model's last hidden state [H] float32, the token drawn from it, and its bounds."""
+    """Hold what a chain begins with: the model's last hidden state [H] float32, the token drawn from it, and its bounds."""
 
     hidden: Tensor
     last: int
@@ -39,48 +39,48 @@ Chain = tuple[list[int], list[float]]  # tokens and their chances
 
 
 class HeadMaths(Protocol):
-    """What the proposer needs of draft heads."""
+    """The methods of draft heads that the proposer needs."""
 
     heads: DraftHeads
 
     def begin(self, hidden: Sequence[Tensor]) -> Tensor:
-        """The model's last hidden states, n of [H] float32, before its final norm -> states [n, H]."""
+        """Map the model's last hidden states, n of [H] float32, before its final norm -> states [n, H]."""
         ...
 
     def advance(self, number: int, states: Tensor, token_ids: list[int]) -> Tensor:
-        """Block `number`: states and the tokens drawn from them -> the states that the tokens behind those are guessed from."""
+        """Apply block `number`: states and the tokens drawn from them -> the states for the tokens behind those."""
         ...
 
     def score(self, states: Tensor) -> Scores:
-        """What the states say about their next tokens."""
+        """Return the scores of the states' next tokens."""
         ...
 
     def chains(self, roots: Sequence[Root]) -> list[Chain]:
-        """Of recurrent heads: the likeliest tokens one after the other, while the product of their chances is large enough."""
+        """Return chains of recurrent heads: the likeliest tokens, while the product of their chances is large enough."""
         ...
 
 
 def unit(x: Tensor) -> Tensor:
-    """x / rms(x) over the last dimension."""
+    """Return x / rms(x) over the last dimension."""
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
 
 
 def begin_states(hidden: Tensor, norm: Tensor) -> Tensor:
-    """hidden [..., H] before the model's final norm -> what the heads begin with, float32."""
+    """Map hidden [..., H] before the model's final norm -> the heads' first states, float32."""
     return unit(hidden.float()) * norm
 
 
 def apply_block(block: Block, states: Tensor, embeddings: Tensor) -> Tensor:
-    """states [..., H] and unit embeddings [..., H] -> states [..., H]."""
+    """Map states [..., H] and unit embeddings [..., H] -> states [..., H]."""
     x = torch.cat((states, embeddings), dim=-1)
     return F.linear(x, block.mix) + F.linear(F.silu(F.linear(x, block.gate)) * F.linear(x, block.up), block.down)
 
 
 class TorchHeads:
-    """Computes in `dtype`, on the device of `embedding` [vocab, H]: the model's, as the model has it."""
+    """Compute in `dtype`, on the device of `embedding` [vocab, H], which is the model's own."""
 
     def __init__(self, heads: DraftHeads, embedding: Tensor, dtype: torch.dtype = torch.float32) -> None:
-        """Raises ValueError where heads and embedding are not of one model."""
+        """Raise ValueError where heads and embedding are not of one model."""
         if why := heads.why_not(embedding.shape[1], embedding.shape[0]):
             raise ValueError(why)
         self.heads, self._embedding, self._dtype = heads, embedding, dtype

@@ -1,4 +1,4 @@
-"""Draft heads: small maps, trained for one model, that guess the tokens behind the next one from its last hidden state.
+"""Draft heads: small maps, trained for one model, that predict the tokens behind the next one from its last hidden state.
 
 One safetensors file (`draft_heads.safetensors`, beside the model or elsewhere; benchmarks/spec/train_heads.py makes it). H is the
 model's hidden size, W the width of a block, V' the reduced vocabulary: the few thousand tokens that the model's outputs are made
@@ -13,7 +13,7 @@ just never drafted.
     blocks.N.up     [W, 2H]
     blocks.N.down   [H, W]
 
-Kinds. `recurrent`: one block, which makes the next state of the last one and the token that was guessed from it (EAGLE's feature
+Kinds: `recurrent`: one block, which makes the next state of the last one and the token that was guessed from it (EAGLE's feature
 regression, Li et al., 2024, without its attention, as in Zhang et al., ReDrafter, 2024): all it knows of a sequence is one
 vector. `medusa`: `depth` blocks; block N guesses the token N + 2 places behind the state from the state and the last token alone
 (Cai et al., Medusa, 2024), so all are computed at once and none sees what the others guess.
@@ -49,7 +49,7 @@ class BadHeads(ValueError):
 
 @dataclass(frozen=True)
 class Block:
-    """See above."""
+    """Hold the maps of a block, see above."""
 
     mix: Tensor
     gate: Tensor
@@ -59,7 +59,8 @@ class Block:
 
 @dataclass(frozen=True)
 class DraftHeads:
-    """`depth`: how many tokens they guess at most. `trained_for`: the weights hash of their model, or any other name of it."""
+    """Hold heads. `depth`: how many tokens they draft at most. `trained_for`: the weights hash of their model, or another name of
+    it."""
 
     kind: str
     hidden_size: int
@@ -72,12 +73,12 @@ class DraftHeads:
 
     @property
     def num_bytes(self) -> int:
-        """What one guess reads in 8 bits."""
+        """Return the bytes that one draft token reads in 8 bits."""
         tensors: list[Tensor] = [self.head, *vars(self.blocks[0]).values()]
         return sum(tensor.numel() for tensor in tensors)
 
     def why_not(self, hidden_size: int, vocab_size: int) -> str:
-        """Why a model of these sizes cannot use them; empty where it can."""
+        """Return why a model of these sizes cannot use them; empty where it can."""
         if self.hidden_size != hidden_size:
             return f"hidden_size: {self.hidden_size}, but the model has {hidden_size}; {_ELSE}"
         if int(self.token_ids[-1]) >= vocab_size:
@@ -85,12 +86,13 @@ class DraftHeads:
         return ""
 
     def is_for(self, weights_hash: str) -> bool:
-        """Trained on these very weights. Heads of a near relative (a quantized copy, say) guess nearly as well."""
+        """Return whether they are trained on these very weights. Heads of a similar model (a quantized copy, say) are nearly as
+        good."""
         return self.trained_for == weights_hash
 
 
 def load_heads(path: str | Path) -> DraftHeads:
-    """Raises BadHeads for a file that is missing, cut off, of another format or not whole."""
+    """Load heads. Raises BadHeads for a file that is missing, truncated, of another format or incomplete."""
     path = Path(path)
     try:
         with _opened(path) as file:
@@ -108,7 +110,7 @@ def load_heads(path: str | Path) -> DraftHeads:
 
 
 def save_heads(heads: DraftHeads, path: str | Path) -> None:
-    """Writes the file, whole or not at all; matrices in bfloat16. Raises BadHeads for heads that `load_heads` would refuse."""
+    """Write the file, whole or not at all; matrices in bfloat16. Raises BadHeads for heads that `load_heads` would reject."""
     check_heads(heads)
     tensors = {"token_ids": heads.token_ids.to(torch.int32), "norm": heads.norm.float(), "head": heads.head.bfloat16()}
     for number, block in enumerate(heads.blocks):
@@ -121,14 +123,14 @@ def save_heads(heads: DraftHeads, path: str | Path) -> None:
     os.close(handle)
     try:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, metadata=metadata)
-        Path(partial).chmod(0o644)  # for whoever serves the model
+        Path(partial).chmod(0o644)  # readable for other users, such as that of a worker
         os.replace(partial, path)
     finally:
         Path(partial).unlink(missing_ok=True)
 
 
 def check_heads(heads: DraftHeads) -> None:
-    """Raises BadHeads, naming the field, unless shapes, ids and numbers are as they must be."""
+    """Raise BadHeads, naming the field, unless shapes, ids and numbers are as they must be."""
     _check_kind(heads.kind)
     hidden, ids = heads.hidden_size, heads.token_ids
     if not 1 <= heads.depth <= MAX_DEPTH:

@@ -1,19 +1,19 @@
-"""Where the keys and values of a model that drafts lie, and of which tokens they are.
+"""The KV of a draft model: where it lies, and which of a sequence's tokens have theirs.
 
 A draft model has a pool of its own with as many blocks as the target's, and a sequence has the same block ids in both. So there
-is one allocator, and nobody keeps books of the draft's blocks. Instead every slot has a label: a hash of all tokens from a
-sequence's first up to the slot's own. Where the labels of a sequence's slots are those of its tokens, its draft KV is there,
-whoever wrote it; everything else is as if it were not.
+is one allocator, and the draft's blocks are not accounted for. Instead every slot has a label: a hash of all tokens from a
+sequence's first up to the slot's own. Where the labels of a sequence's slots are those of its tokens, its draft KV is valid,
+whichever sequence wrote it; everything else is ignored.
 
     sequence     The  cat  sat  on | the  mat                 block ids 7, 2
     label of     h1   h2   h3   h4 | h5   h6                  h3 = hash(h2, "sat")
-    slots of 7   h1   h2   h3   h4                            there, perhaps since another sequence with this beginning
-    slots of 2                       h5   x6   x7   -         a drafted token took the place of "mat": to be computed from there
+    slots of 7   h1   h2   h3   h4                            valid, perhaps written by another sequence with this prefix
+    slots of 2                       h5   x6   x7   -         a draft token took the place of "mat": compute from there
 
 So a cached prefix serves both models, blocks may go to others and come back (preemption), a copied block (copy-on-write copies
-the target's pool only) is found to hold something else, and drafted tokens that were kept need not be computed again.
+the target's pool only) is found to hold something else, and accepted draft tokens need not be computed again.
 
-A self-draft writes into the target's own pool: there everything that is computed is right, and nothing else is asked for.
+A self-draft writes into the target's own pool: there everything that is computed is valid, and nothing else is needed.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from pdmesh.engine.memory import MIB, DoesNotFit, free_memory
 from pdmesh.engine.runner.batch import StepBatch
 from pdmesh.engine.scheduler.sequence import Sequence
 
-# What a draft computes in one forward pass: for each sequence some tokens in a row, most often one.
+# The batch of a draft model's forward pass: for each sequence some consecutive tokens, most often one
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens at positions `first` on; what stands before them is in the pool, and their slots are in the sequence's blocks."""
+    """Hold tokens at positions `first` on; the KV before them is in the pool, and their slots are in the sequence's blocks."""
 
     sequence: Sequence
     first: int
     token_ids: tuple[int, ...]
-    num_rows: int  # of the last tokens: their logits are wanted
+    num_rows: int  # how many of the last tokens need logits
 
     @property
     def end(self) -> int:
@@ -60,7 +60,7 @@ class Chunk:
 
 
 def batch_of(chunks: Sequence_[Chunk], block_size: int) -> StepBatch:
-    """The flat batch of chunks, in their order, in host memory."""
+    """Return the flat batch of chunks, in their order, in host memory."""
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -84,44 +84,44 @@ def batch_of(chunks: Sequence_[Chunk], block_size: int) -> StepBatch:
 
 
 class DraftKV(Protocol):
-    """The pool that a model drafts in."""
+    """The pool of a draft model."""
 
     @property
     def tensor(self) -> Tensor: ...
 
     @property
     def num_bytes(self) -> int:
-        """Memory it takes beside the target's."""
+        """Return the memory that it takes besides the target's."""
         ...
 
     def num_valid(self, sequence: Sequence) -> int:
-        """How many of the sequence's first tokens have their KV here."""
+        """Return how many of the sequence's first tokens have their KV here."""
         ...
 
     def wrote(self, chunk: Chunk) -> None:
-        """The chunk's tokens have theirs now, behind those that stand before them."""
+        """Record that the chunk's tokens have their KV now, behind those before them."""
         ...
 
 
 def draft_shape(loaded: LoadedModel, num_blocks: int, block_size: int) -> KVShape:
-    """Of a draft model's pool beside one of so many blocks."""
+    """Return the shape of a draft model's pool beside one of so many blocks."""
     config, dtype = loaded.config, loaded.kv_dtype
     head_size = kv_head_size(config.head_dim, dtype)
     return KVShape(config.num_layers, num_blocks, block_size, config.num_kv_heads, head_size, dtype)
 
 
 class ParallelKV:
-    """A pool for a draft model, beside a target's pool of a given shape."""
+    """Own a pool for a draft model, beside a target's pool of a given shape."""
 
     def __init__(self, loaded: LoadedModel, target: KVShape, device: str = "cpu") -> None:
-        """Raises DoesNotFit, with the numbers."""
+        """Allocate the pool. Raises DoesNotFit, with the numbers."""
         shape = draft_shape(loaded, target.num_blocks, target.block_size)
         _check_fits(shape, device)
         self._pool = KVPool(shape, device, shared=False)
         self._block_size = shape.block_size
         self._labels = np.zeros((shape.num_blocks, shape.block_size), np.int64)
         self._flat_labels = self._labels.reshape(-1)
-        self._known: WeakKeyDictionary[Sequence, array[int]] = WeakKeyDictionary()  # the labels of its tokens, as they should be
+        self._known: WeakKeyDictionary[Sequence, array[int]] = WeakKeyDictionary()  # the expected labels of its tokens
 
     @property
     def tensor(self) -> Tensor:
@@ -132,7 +132,7 @@ class ParallelKV:
         return self._pool.shape.num_bytes
 
     def close(self) -> None:
-        """Gives the memory back. May be called again."""
+        """Free the memory; idempotent."""
         self._pool.close()
 
     def num_valid(self, sequence: Sequence) -> int:
@@ -163,7 +163,7 @@ class ParallelKV:
 
 
 class TargetKV:
-    """The target's own pool, for a draft that is made of its first layers."""
+    """Use the target's own pool, for a draft model that is its first layers."""
 
     num_bytes = 0
 
@@ -174,11 +174,11 @@ class TargetKV:
         return sequence.num_computed
 
     def wrote(self, chunk: Chunk) -> None:
-        """Behind what is computed, where verification writes the same and more."""
+        """Do nothing: it wrote behind what is computed, where verification writes the same and more."""
 
 
 def _root(sequence: Sequence) -> int:
-    """The label in front of the first token. Tenants share nothing."""
+    """Return the label in front of the first token. Tenants share nothing."""
     return hash(sequence.group.request.cache_root)
 
 
@@ -199,20 +199,20 @@ def _check_fits(shape: KVShape, device: str) -> None:
         )
 
 
-# Slots for tokens that are guessed.
+# Slots for draft tokens
 
 
 # room(sequence, num_tokens, num_kept): the slots of the sequence's first `num_tokens` tokens are there, and those that are not
-# computed yet are its own to write to. False: they are not, and nothing changed; then nothing is drafted. `num_kept`: blocks that
-# shall stay free if one is taken.
+# computed yet are writable for it. False: they are not, and nothing changed; then nothing is drafted. `num_kept`: blocks that
+# stay free if one is taken.
 Room = Callable[[Sequence, int, int], bool]
 
 
 def room_in(allocator: BlockAllocator, num_running: Callable[[], int] = lambda: 0) -> Room:
-    """Where each of the running sequences, if somebody knows how many they are, finds another block as well: for a draft nobody
-    is preempted, now or in the step that verifies it.
+    """Return a Room that leaves each of the running sequences, if their number is given, another block as well: a draft never
+    causes a preemption, now or in the step that verifies it.
 
-    A block that others share is the scheduler's to copy, in the step that computes the sequence's next token.
+    The scheduler copies a block that others share, in the step that computes the sequence's next token.
     """
 
     def make_room(sequence: Sequence, num_tokens: int, num_kept: int) -> bool:

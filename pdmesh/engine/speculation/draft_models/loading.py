@@ -1,4 +1,4 @@
-"""A draft model for an engine: is it one for this target, then its weights, its pool, its proposer."""
+"""Loading of a draft model for an engine: the check whether it fits this target, its weights, its pool, its proposer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pdmesh.engine.speculation.proposer import Proposer
 
 @dataclass(frozen=True)
 class Target:
-    """What a draft model is opened beside: the engine's settings, its model, its KV pool."""
+    """Hold what a draft model is opened for: the engine's settings, its model, its KV pool."""
 
     config: EngineConfig
     model: ModelConfig
@@ -37,14 +37,14 @@ class Target:
 
 
 def draft_config(config: EngineConfig, target: ModelConfig) -> EngineConfig:
-    """Of a model that drafts, from that of the target's engine. A step of it catches up some tokens, and has of each sequence the
-    last one and what is guessed ahead of it."""
+    """Return the config of a draft model, from that of the target's engine. Its steps catch up some tokens, and have of each
+    sequence the last one and the draft tokens ahead of it."""
     num_tokens = CATCH_UP_TOKENS + config.max_num_seqs * config.max_draft_tokens
     return replace(config, max_context=effective_max_context(config, target), max_num_batched_tokens=num_tokens)
 
 
 def load_draft_model(path: str, config: EngineConfig, target: ModelConfig) -> LoadedModel:
-    """In the numbers and on the device of the target's engine, whose `config` it is.
+    """Load in the formats and on the device of the target's engine, whose `config` it is.
 
     Raises ValueError, naming `draft_model` and what to do, for one that cannot draft for this target, before its weights are
     read, and for one that cannot be loaded (DoesNotFit where there is no memory).
@@ -64,7 +64,7 @@ def open_draft_model(
     inner: Proposer | None = None,
     catch_up_tokens: int = CATCH_UP_TOKENS,
 ) -> ModelDraft:
-    """`sampler`: the target's, whose buffers then serve both; None: one of its own.
+    """Open a draft model. `sampler`: the target's, whose buffers then serve both; None: one of its own.
 
     Raises ValueError for a model of another vocabulary, DoesNotFit where there is no memory for its KV pool."""
     _check_vocabulary_size(loaded.config, target.model)
@@ -82,7 +82,7 @@ def open_draft_model(
 
 
 def check_draft_model(path: str, config: EngineConfig, target: ModelConfig) -> None:
-    """Raises ValueError unless it has the target's tokens and sees as many of them. `config`: of the target's engine. No weights
+    """Raise ValueError unless it has the target's tokens and sees as many of them. `config` is the target engine's. No weights
     are read."""
     max_context = effective_max_context(config, target)
     with _told_of(path):
@@ -102,8 +102,8 @@ def check_draft_model(path: str, config: EngineConfig, target: ModelConfig) -> N
 
 
 def vocabulary_hash(path: str) -> str | None:
-    """Of the tokens and their ids in a model folder's tokenizer.json; None where there is none. What does not change ids, such as
-    a template or how texts are normalized, may differ. Raises ValueError for a file that lists none."""
+    """Return a hash of the tokens and their ids in a model folder's tokenizer.json; None where there is none. What does not
+    change ids, such as a template or how texts are normalized, may differ. Raises ValueError for a file that lists none."""
     file = Path(path) / "tokenizer.json"
     if not file.is_file():
         return None
@@ -115,7 +115,7 @@ def vocabulary_hash(path: str) -> str | None:
 
 
 def _ids(content: Any) -> dict[str, int]:
-    """Of a tokenizer.json."""
+    """Return the ids of a tokenizer.json."""
     vocabulary = content["model"]["vocab"]
     if isinstance(vocabulary, list):  # a Unigram model's: [token, score] in the order of their ids
         vocabulary = {token: index for index, (token, _) in enumerate(vocabulary)}
@@ -132,7 +132,7 @@ def _check_vocabulary_size(model: ModelConfig, target: ModelConfig) -> None:
 
 @contextlib.contextmanager
 def _told_of(path: str) -> Iterator[None]:
-    """What is wrong with the draft model is not said as if it were the target."""
+    """Name the draft model in errors, so that they do not seem to be about the target."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -141,7 +141,7 @@ def _told_of(path: str) -> Iterator[None]:
         raise kind(f"draft_model: {problem if path in problem else f'{path}: {problem}'}") from error
 
 
-# The first layers of a model guess what all of them will draw: early exit with the model's own norm and head.
+# Self-drafting: the first layers of a model predict what all of them draw, by early exit with the model's own norm and head
 #
 # No second weights and no second pool: the keys and values of the first layers are the model's own, for everything it has
 # computed. What is drafted is written behind that, into the slots where the next tokens go; verification then writes the same
@@ -155,12 +155,12 @@ class LayeredModel(Protocol):
     def config(self) -> ModelConfig: ...
 
     def first_layers(self, num_layers: int) -> ForwardModel:
-        """A model of the first layers, with the same norm, head and weights."""
+        """Return a model of the first layers, with the same norm, head and weights."""
         ...
 
 
 def first_layers(model: LayeredModel, num_layers: int) -> ForwardModel:
-    """Without weights of its own. Raises ValueError for a number of layers that is no part of the model's."""
+    """Return the first layers, without weights of their own. Raises ValueError unless `num_layers` is less than the model's."""
     check_num_layers(num_layers, model.config)
     return model.first_layers(num_layers)
 
@@ -177,7 +177,7 @@ def self_draft(
     name: str = "self_draft",
     inner: Proposer | None = None,
 ) -> ModelDraft:
-    """`kv`: the target's pool, whose owner `room` asks for slots. Raises ValueError as `first_layers`."""
+    """Return a proposer. `kv`: the target's pool, whose owner `room` gives slots. Raises ValueError like `first_layers`."""
     return ModelDraft(
         name,
         first_layers(model, num_layers),
@@ -191,9 +191,9 @@ def self_draft(
 
 
 def check_num_layers(num_layers: int, model: ModelConfig) -> None:
-    """Raises ValueError unless it is a part of the model's."""
+    """Raise ValueError unless the number is less than the model's."""
     most = model.num_layers - 1
     if most < 1:
-        raise ValueError("self_draft_layers: the model has one layer, which is all of it; let somebody else guess")
+        raise ValueError("self_draft_layers: the model has one layer, which is all of it; use another proposer")
     if not 1 <= num_layers <= most:
         raise ValueError(f"self_draft_layers: {num_layers} is not allowed; give 1 to {most}: the model has {most + 1} layers")

@@ -1,20 +1,20 @@
-"""A model that guesses what another will draw: a smaller one of the same vocabulary, or the first layers of the target itself.
+"""A draft model as a proposer: a smaller model of the same vocabulary, or the first layers of the target itself.
 
-    known     The  cat  sat ─► forward ─► on        the last known token, and what the draft lacks before it
-    drafted                 on ─► forward ─► the    then one token of each sequence at a time, all sequences in one pass
+    known     The  cat  sat ─► forward ─► on        the last known token, and what the draft model lacks before it
+    drafted                 on ─► forward ─► the    then one token of each sequence at a time, all in one pass
                                   the ─► forward ─► mat
 
 Each token is drawn as the target draws it: same parameters, penalties, grammar and noise
 (pdmesh/engine/sampling/counter_rng.py). So where the models agree about what is likely they draw the same token at any
 temperature. (Leviathan et al., Fast Inference from Transformers via Speculative Decoding, 2023, for the idea; there the draws
-are independent.) A sequence is drafted for until the chance that all of its drafted tokens are drawn falls below what the caller
-asks for.
+are independent.) A sequence is drafted for until the chance that all of its draft tokens are drawn falls below the caller's
+threshold.
 
-Another proposer may guess for this one (staged speculation: Spector and Re, 2023): its tokens are computed with the first pass,
-and as far as they are this model's own draws, their passes are saved.
+Another proposer may draft for this one (staged speculation: Spector and Re, 2023): its tokens are computed with the first pass,
+and where they equal this model's own draws, their passes are saved.
 
-KV of prompts that were prefilled elsewhere, or before the draft was asked for, is missing. It is made up for here, a bounded
-number of tokens with each call, and until then the sequence gets nothing.
+KV of prompts that were prefilled elsewhere, or before this proposer was used, is missing. It is computed here, a bounded
+number of tokens with each call, and until then the sequence gets no draft.
 """
 
 from __future__ import annotations
@@ -37,46 +37,47 @@ from pdmesh.engine.speculation.draft import NOTHING, Draft, Verified
 from pdmesh.engine.speculation.draft_models.kv import Chunk, DraftKV, Room, batch_of
 from pdmesh.engine.speculation.proposer import Ask, Proposer
 
-# One sequence's way through a draft: what is computed next, what the draws are for, when it is over.
+# The drafting of one sequence: what is computed next, what the draws are for, when it ends
 
 
 class Course:
-    """Drafts at most `depth` tokens. `first`: position of the first token whose KV is missing, at most the last known one's."""
+    """Draft at most `depth` tokens. `first`: position of the first token whose KV is missing, at most the last known one's."""
 
     def __init__(self, ask: Ask, depth: int, first: int, eos_token_ids: frozenset[int]) -> None:
         request = ask.sequence.group.request
         self.sequence = ask.sequence
         self.depth = depth
         self.is_over = False
-        self.ahead: tuple[int, ...] = ()  # somebody else's guess of what is drawn next; computed with the next chunk
+        self.ahead: tuple[int, ...] = ()  # the inner proposer's next tokens; computed with the next chunk
         self._least_chance = ask.least_chance
         self._first = first
         self._prompt = request.prompt
         self._params = without_logprobs(request.sampling)
         self._eos_token_ids = eos_token_ids
-        self._output = list(ask.sequence.output)  # and behind it what is drafted
+        self._output = list(ask.sequence.output)  # the output and the draft behind it
         self._num_known = len(self._output)
         self._chances: list[float] = []
         self._cumulative = 1.0
 
     @property
     def is_unconstrained(self) -> bool:
-        """No grammar says what may come."""
+        """Return whether no grammar limits the next token."""
         return self.sequence.group.request.grammar is None
 
     @property
     def chunk(self) -> Chunk:
-        """What is computed next; a row of logits for each of rows()."""
+        """Return what is computed next; it has a row of logits for each of rows()."""
         num_prompt = len(self._prompt)
         tokens = (*self._prompt[self._first :], *self._output[max(0, self._first - num_prompt) :], *self.ahead)
         return Chunk(self.sequence, self._first, tokens, 1 + len(self.ahead))
 
     def rows(self) -> list[SampleRow]:
-        """The next draw, and those behind each token that was guessed ahead: as the target draws them."""
+        """Return the next draw, and those behind each token of the inner proposer: as the target draws them."""
         return [self._row(self.ahead[:count]) for count in range(1 + len(self.ahead))]
 
     def take(self, token_ids: Sequence_[int], chances: Sequence_[float]) -> None:
-        """What was drawn in rows(), and how likely the target draws it. A draw behind a guess counts if the guess was right."""
+        """Take the draws of rows(), with their chances. A draw behind an inner proposer's token counts if that token was
+        right."""
         for index, (token_id, chance) in enumerate(zip(token_ids, chances, strict=True)):
             self._append(token_id, chance)
             if self.is_over or self.ahead[index : index + 1] != (token_id,):
@@ -108,24 +109,24 @@ class Course:
         )
 
     def _allowed(self, ahead: tuple[int, ...]) -> Bits | None:
-        """Found once: the step that verifies the draft asks for the same places."""
+        """Return the allowed tokens, found once: the step that verifies the draft needs the same ones."""
         if self.is_unconstrained:
             return None
         return self.sequence.matcher_behind((*self._output[self._num_known :], *ahead)).allowed()
 
 
 def without_logprobs(params: SamplingParams) -> SamplingParams:
-    """Nobody reads a draft's. The same object where there are none: samplers know parameters by identity."""
+    """Return parameters without log-probabilities, the same object where there are none: samplers know parameters by identity."""
     return params if params.logprobs is None else replace(params, logprobs=None)
 
 
-CATCH_UP_TOKENS = 256  # in one call, over all sequences
+CATCH_UP_TOKENS = 256  # tokens in one call, over all sequences
 LEAST_AHEAD = 0.2
-"""A guess of the inner proposer that is wrong costs a row of a pass, one that is right saves a pass."""
+"""A wrong token of the inner proposer costs a row of a pass, a right one saves a pass."""
 
 
 class ModelDraft:
-    """A proposer. See open_draft_model() and self_draft() for the two kinds."""
+    """Propose drafts of a model. See open_draft_model() and self_draft() for the two kinds."""
 
     is_free = False
     wants_hidden = False
@@ -143,7 +144,7 @@ class ModelDraft:
         inner: Proposer | None = None,
         catch_up_tokens: int = CATCH_UP_TOKENS,
     ) -> None:
-        """`eos_token_ids`: the target's. `max_context`: tokens that the model can see. `inner` guesses for the model."""
+        """`eos_token_ids`: the target's. `max_context`: tokens that the model can see. `inner`: a proposer for this model."""
         self.name = name
         self.kv = kv
         self._model = model
@@ -155,7 +156,7 @@ class ModelDraft:
         self._catch_up_tokens = catch_up_tokens
 
     def prepare(self) -> None:
-        """Before the first request: as LoadedModel.prepare, but for draws, which are the target's."""
+        """Prepare before the first request, like LoadedModel.prepare, except sampling, which is the target's."""
         own, kv = getattr(self._model, "prepare_steps", None), self.kv.tensor
         if own is not None and loader.is_prepared_on(kv.device):
             own(kv)
@@ -174,7 +175,7 @@ class ModelDraft:
         return [drafts.get(ask.sequence, NOTHING) for ask in asks]
 
     def learn(self, sequence: Sequence, verified: Verified, hidden: Tensor | None) -> None:
-        """What this model has of the tokens it finds by itself; the inner proposer may want to know."""
+        """Do nothing for this model, which finds new tokens by itself; the inner proposer may need them."""
         if self._inner is not None:
             self._inner.learn(sequence, verified, None)
 
@@ -183,8 +184,8 @@ class ModelDraft:
         return self._inner is not None and self._inner.learns
 
     def _plan(self, asks: Sequence_[Ask]) -> tuple[list[Course], list[Chunk]]:
-        """Who is drafted for, and what is computed for those that lack too much. Who lacks least comes first: a long prompt
-        takes what the others leave."""
+        """Choose the sequences to draft for, and what is computed for those that lack too much. Those that lack least come first:
+        a long prompt takes what the others leave."""
         courses: list[Course] = []
         late: list[Chunk] = []
         budget = self._catch_up_tokens
@@ -201,15 +202,15 @@ class ModelDraft:
         return courses, late
 
     def _num_lacking(self, sequence: Sequence) -> int:
-        """Known tokens without KV here, but for the last, which is computed anyway: for its logits."""
+        """Return how many known tokens lack KV here, except the last, which is computed anyway: for its logits."""
         return max(0, sequence.num_tokens - 1 - self.kv.num_valid(sequence))
 
     def _depth(self, ask: Ask) -> int:
-        """The last drafted token is not computed, so it may be one behind the model's context."""
+        """Return the depth; the last draft token is not computed, so it may be one behind the model's context."""
         return min(ask.max_depth, ask.max_tokens, self._max_context + 1 - ask.sequence.num_tokens)
 
     def _guess_ahead(self, courses: list[Course]) -> None:
-        # What a grammar allows behind a guess could only be said by following it there: not worth it.
+        # What a grammar allows behind a token could only be found by following it there, which is not worth it.
         able = [course for course in courses if course.depth > 1 and course.is_unconstrained]
         if self._inner is None or not able:
             return
@@ -239,7 +240,8 @@ class ModelDraft:
 
 
 def _catch_up(sequence: Sequence, num_lacking: int, budget: int) -> list[Chunk]:
-    """Of what is computed in the target: those slots are there, and whoever shares them writes the same."""
+    """Return chunks of tokens that are computed in the target: those slots exist, and sequences that share them write the
+    same."""
     first = sequence.num_tokens - 1 - num_lacking
     tokens = sequence.tokens(first, min(first + budget, sequence.num_computed))
     return [Chunk(sequence, first, tokens, 0)] if tokens else []

@@ -1,1 +1,1 @@
-"""Drafts from tokens that were seen before: what followed the last few of them then."""
+"""Drafts from tokens that were seen before: those that followed the last few tokens then."""

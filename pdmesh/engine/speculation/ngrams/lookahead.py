@@ -1,14 +1,13 @@
-"""Lookahead: guesses without a model and without a text to copy, from what the model drew behind guesses that were wrong.
+"""Lookahead decoding: drafts without a model and without a text to copy, from what the model drew behind rejected tokens.
 
-    guessed    a  b  c  d      verified in one step behind the root
-    drawn      x  y  z  u  v   x is the next token; y, z, u, v were drawn behind wrong tokens, and are guesses for the next step
+    drafted    a  b  c  d      verified in one step behind the root
+    drawn      x  y  z  u  v   x is the next token; y, z, u, v were drawn behind wrong tokens, and are the next step's draft
 
-The draws of one step are the guesses of the next: a Jacobi iteration whose fixed point is what the model draws one by one
-(Santilli et al. 2023, "Accelerating Transformer Inference for Translation via Parallel Decoding"). Tokens of successive steps
-that stand one place further each time are n-grams in the model's own words; they are pooled, and one that begins with the last
-token is a guess too (Fu et al. 2024, "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding"). There a step
-also computes rows that are no guesses, in order to fill the pool; here the rejected rows alone do, those of others' drafts too.
-"""
+The draws of one step are the draft of the next: a Jacobi iteration whose fixed point is what the model draws one by one (Santilli
+et al. 2023, "Accelerating Transformer Inference for Translation via Parallel Decoding"). Tokens of successive steps that are one
+position further each time are n-grams in the model's own words; they are pooled, and one that begins with the last token is a
+draft too (Fu et al. 2024, "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding"). There a step also
+computes rows that are no draft, in order to fill the pool; here only rejected rows do, also those of other proposers' drafts."""
 
 from __future__ import annotations
 
@@ -28,17 +27,17 @@ from pdmesh.engine.speculation.proposer import Ask
 NAME = "lookahead"
 _NGRAM = 4  # tokens
 _WINDOW = TRIAL_TOKENS  # tokens of a trajectory
-_MOST_POOLED = 1024  # n-grams of a sequence
-_POOLED, _DRAWN = 0, _NGRAM - 1  # first buckets of guesses from the pool and from the trajectory: one bucket for each depth
+_MOST_POOLED = 1024  # most n-grams of a sequence
+_POOLED, _DRAWN = 0, _NGRAM - 1  # first buckets of tokens from the pool and from the trajectory: one bucket for each depth
 _PRIORS = (0.15, 0.3, 0.3, 0.1, 0.2, 0.2, 0.2)
 
-# A trial: one sequence is to have its whole window verified for some steps, although that is not believed to be worth much.
-_TRIAL_SUCCESS = 4  # tokens kept
+# A trial: one sequence has its whole window verified for some steps, although its expected gain is small.
+_TRIAL_SUCCESS = 4  # accepted tokens
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 128, 1 << 14  # steps; doubled while trials do not succeed
 
 
 class Lookahead:
-    """A Proposer. Its guesses come from guesses that were verified: where they do not pay, it has none but in its trials."""
+    """Propose by lookahead. Its drafts come from verified drafts: where they do not pay, it only has them in its trials."""
 
     name = NAME
     is_free = True
@@ -85,7 +84,8 @@ class Lookahead:
         return tree(first, other, ask.max_tokens, NAME)
 
     def _branch(self, tokens: Sequence_[int], bucket: int, most: float, ask: Ask) -> Branch:
-        """As far as the tokens are likely enough; `most`: what is left to the first one beside another branch."""
+        """Return the branch as far as the tokens are likely enough; `most`: the first token's largest chance beside another
+        branch."""
         chances: list[float] = []
         likely = 1.0
         for depth in range(min(len(tokens), ask.max_depth, ask.max_tokens)):
@@ -99,7 +99,7 @@ class Lookahead:
 
 
 class _Thread:
-    """What one sequence goes by: its trajectory, and its pool of n-grams.
+    """Hold the state of one sequence: its trajectory, and its pool of n-grams.
 
     `_ends[place]`: the n-gram that ends with the last step's draw for this place of the output, each of its tokens from a step
     later than the one before it.
@@ -108,21 +108,21 @@ class _Thread:
     __slots__ = ("_drawn", "_ends", "_guessed", "_num_known", "_pool")
 
     def __init__(self) -> None:
-        self._pool: dict[int, tuple[int, ...]] = {}  # behind the token that an n-gram begins with: the rest of the latest one
+        self._pool: dict[int, tuple[int, ...]] = {}  # by first token: the rest of the latest n-gram that begins with it
         self._ends: dict[int, tuple[int, ...]] = {}
-        self._drawn: tuple[int, ...] = ()  # the trajectory: guesses for what comes behind the first `_num_known` tokens
+        self._drawn: tuple[int, ...] = ()  # the trajectory: tokens for the positions behind the first `_num_known`
         self._num_known = 0
         self._guessed: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
     def guess(self, output: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """What comes next by the pool, and by the trajectory."""
+        """Return the next tokens by the pool, and by the trajectory."""
         if len(output) != self._num_known:
             self._drawn, self._num_known = (), len(output)
         self._guessed = self._pool.get(output[-1], ()), self._drawn
         return self._guessed
 
     def window(self, output: list[int]) -> list[int]:
-        """A full trajectory; where there are no draws, as the pool goes on, else any token."""
+        """Return a full trajectory; where there are no draws, it continues by the pool, else with any token."""
         pooled, drawn = self.guess(output)
         tokens = list(drawn or pooled)
         while len(tokens) < _WINDOW:
@@ -130,7 +130,7 @@ class _Thread:
         return tokens[:_WINDOW]
 
     def judge(self, verified: Verified, calibration: Calibration) -> None:
-        """The guesses against the tokens that came, whoever's draft was verified, if any was."""
+        """Compare the predictions with the tokens that came, whichever proposer's draft was verified, if any was."""
         pooled, drawn = self._guessed
         if pooled or drawn:
             new_tokens = verified.new_tokens if len(verified.draft) else verified.draws
@@ -139,18 +139,18 @@ class _Thread:
             self._guessed = ((), ())
 
     def go_on(self, verified: Verified, output: list[int]) -> None:
-        """The draws are the next trajectory, unless tokens that a grammar forced stand between it and the output's end."""
+        """Make the draws the next trajectory, unless tokens that a grammar forced lie between it and the output's end."""
         num_new = len(verified.rows) if len(verified.draft) else 1
         place, self._num_known = self._num_known or len(output) - num_new, len(output)
         last_ends, self._ends, self._drawn = self._ends, {}, ()
         if len(verified.draft) and place + num_new == len(output):
             self._collect(verified, place, last_ends)
-            for row in range(num_new):  # what came is as good as what steps have made
+            for row in range(num_new):  # new tokens serve like those of steps
                 self._pool_ngram(tuple(output[max(0, place + row + 1 - _NGRAM) : place + row + 1]))
             self._drawn = _trajectory(verified)
 
     def _collect(self, verified: Verified, place: int, last_ends: dict[int, tuple[int, ...]]) -> None:
-        """The n-grams that the draws behind guesses end. `place`: of the first draw."""
+        """Collect the n-grams that the draws behind draft tokens end. `place`: of the first draw."""
         draft = verified.draft
         for token_id, depth, draw in zip(draft.token_ids, draft.depths, verified.draws[1:], strict=True):
             behind = last_ends.get(place + depth - 1, ())[1 - _NGRAM :]
@@ -160,16 +160,16 @@ class _Thread:
             self._pool_ngram(ngram[-2:])
 
     def _pool_ngram(self, ngram: tuple[int, ...]) -> None:
-        """Replaces what is there for its first token, unless that is the same and more."""
+        """Replace the entry of its first token, unless that is the same and longer."""
         pool, first, rest = self._pool, ngram[0], ngram[1:]
         longer = pool.pop(first, ())
-        pool[first] = longer if longer[: len(rest)] == rest else rest  # the latest comes last
+        pool[first] = longer if longer[: len(rest)] == rest else rest  # the latest is last
         if len(pool) > _MOST_POOLED:
             del pool[next(iter(pool))]
 
 
 class _Trials:
-    """When something is tried that does not seem to pay: for a few steps, by one sequence, less and less often in vain."""
+    """Schedule trials of drafts that do not seem to pay: for a few steps, by one sequence, less and less often in vain."""
 
     def __init__(self) -> None:
         self._pause = self._wait = _SHORTEST_PAUSE
@@ -177,7 +177,7 @@ class _Trials:
         self._sequence: ReferenceType[Sequence] | None = None
 
     def next(self, asks: Sequence_[Ask]) -> Ask | None:
-        """Whose whole window is to be verified in this step, if anybody's."""
+        """Return the sequence whose whole window is verified in this step, if any."""
         if self._left:
             self._left -= 1
             if not self._left:
@@ -208,7 +208,7 @@ def _judge(guess: tuple[int, ...], new_tokens: tuple[int, ...], bucket: int, cal
 
 
 def _trajectory(verified: Verified) -> tuple[int, ...]:
-    """What was drawn behind the wrong tokens that stand beside the last new one: one place further each."""
+    """Return what was drawn behind the wrong tokens beside the last new one: one position further each."""
     draft, drawn = verified.draft, []
     at = verified.kept[-1] if verified.kept else ROOT
     for index, parent in enumerate(draft.parents):
@@ -219,7 +219,7 @@ def _trajectory(verified: Verified) -> tuple[int, ...]:
 
 
 def _expected(branch: Branch) -> float:
-    """Tokens kept."""
+    """Return the expected number of accepted tokens."""
     expected, likely = 0.0, 1.0
     for chance in branch[1]:
         likely *= chance

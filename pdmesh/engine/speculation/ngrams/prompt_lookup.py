@@ -1,7 +1,7 @@
-"""Prompt lookup: what followed the last tokens when they stood in the sequence before is likely to follow again.
+"""Prompt lookup: what followed an earlier occurrence of the last tokens in the sequence is likely to follow again.
 
 Saxena, "Prompt Lookup Decoding" (2023). Here every step costs microseconds, whatever the length of the sequence: pairs of tokens
-are entered as they come, a long prompt in portions, and a sequence that copies follows its trail without searching.
+are indexed as they come, a long prompt in portions, and a sequence that copies follows its trail without searching.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ NAME = "prompt_lookup"
 
 
 class PromptLookup(Reading):
-    """A Proposer."""
+    """Propose by prompt lookup."""
 
     def __init__(self) -> None:
         rungs = Rungs()
@@ -21,7 +21,7 @@ class PromptLookup(Reading):
 
 
 class _Reader:
-    """See Reader."""
+    """Read one sequence, see Reader."""
 
     __slots__ = ("_behind_prompt", "_index", "trail")
 
@@ -33,7 +33,7 @@ class _Reader:
         self.trail = TokenTrail(rungs, own=self._index.tokens)
 
     def read(self, output: list[int], most: int) -> int:
-        """Takes the new tokens and looks where the trail leads now; returns how many missing pairs were entered."""
+        """Take the new tokens and find where the trail leads now; return how many missing pairs were entered."""
         index, trail = self._index, self.trail
         tokens = index.tokens
         new_tokens = output[len(tokens) - self._behind_prompt :]

@@ -1,7 +1,7 @@
 """Retrieval: what followed the last tokens in recent outputs of this engine is likely to follow again.
 
 He et al., "REST: Retrieval-Based Speculative Decoding" (2023), with the engine's own recent outputs as the store. Requests see
-only outputs of requests with their own `cache_root` (tenant and identity): the one place that decides is `_Store.find`.
+only outputs of requests with their own `cache_root` (tenant and identity), which `_Store.find` alone ensures.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PLACE_BITS = 24
 
 
 class Retrieval(Reading):
-    """A Proposer. Its memory: 4 bytes for each of `max_tokens` of outputs, and 16 bytes for each of `num_buckets`."""
+    """Propose by retrieval. Its memory: 4 bytes for each of `max_tokens` of outputs, and 16 bytes for each of `num_buckets`."""
 
     def __init__(self, max_tokens: int = 1 << 20, num_buckets: int = 1 << 19) -> None:
         rungs, store = Rungs(), _Store(max_tokens, num_buckets)
@@ -37,13 +37,13 @@ class _Document:
         self.root = root
         self.salt = hash(root)
         self.tokens = array("i", tokens)
-        self.entered = _SHORTEST - 1  # places before this one are in the table, or have too few tokens before them
+        self.entered = _SHORTEST - 1  # places before this one are indexed, or have too few tokens before them
 
 
 class _Store:
-    """The latest outputs of all roots, the oldest forgotten first, and a table of where each n-gram stood: last, and before.
+    """Hold the latest outputs of all roots, the oldest forgotten first, and a table of each n-gram's last two occurrences.
 
-    The table is of fixed size and forgets by being overwritten. What it says is compared with the outputs before it is believed.
+    The table is of fixed size and forgets by being overwritten. Its entries are compared with the outputs before they are used.
     """
 
     def __init__(self, max_tokens: int, num_buckets: int) -> None:
@@ -67,7 +67,7 @@ class _Store:
             self._count(len(new_tokens))
 
     def enter(self, document: _Document, most: int) -> int:
-        """Enters n-grams of the document that are missing, but for the last one, and at most so many; returns how many."""
+        """Enter missing n-grams of the document, except the last one, and at most so many; return how many."""
         tokens, first = document.tokens, document.entered
         last = min(len(tokens), first + most)
         table, head = self._table, document.number << _PLACE_BITS
@@ -80,7 +80,7 @@ class _Store:
         return max(0, last - first)
 
     def find(self, document: _Document) -> tuple[Match, Match]:
-        """What the last tokens of the document match in outputs of its own root: the better match, and another."""
+        """Return what the last tokens of the document match in outputs of its own root: the better match, and another."""
         tokens, end = document.tokens, len(document.tokens)
         if end < _SHORTEST:
             return NO_MATCH, NO_MATCH
@@ -108,7 +108,7 @@ class _Store:
 
 
 class _Reader:
-    """One sequence that decodes, and its output in the store."""
+    """Read one sequence that decodes, and its output in the store."""
 
     __slots__ = ("_before_output", "_document", "_store", "trail")
 
@@ -121,7 +121,7 @@ class _Reader:
         self.trail = TokenTrail(rungs, own=self._document.tokens)
 
     def read(self, output: list[int], most: int) -> int:
-        """Takes the new tokens and looks where the trail leads now; returns how many n-grams were entered."""
+        """Take the new tokens and find where the trail leads now; return how many n-grams were entered."""
         document, trail, store = self._document, self.trail, self._store
         new_tokens = output[len(document.tokens) - self._before_output :]
         store.append(document, new_tokens)

@@ -1,10 +1,10 @@
-"""What a sequence is believed to copy, token after token, and how likely it goes on so.
+"""The token history of a sequence: which source it seems to copy, token after token, and how likely it continues so.
 
     source      … a b c d e f …        the sequence has copied a b c: its rung is 3, its place that of d
     sequence    … a b c                d comes: rung 4, place e. Another token comes: the trail is lost
 
-Rungs up to LONGEST say how many tokens matched. A few more are for a trail that was lost at one token and is taken up again
-behind it: a text copied with changes. How likely the next token is right is learned for each rung, from all sequences.
+Rungs up to LONGEST say how many tokens matched. A few more are for a trail that was lost at one token and resumes
+behind it: a text copied with changes. The chance of the next token is learned for each rung, from all sequences.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pdmesh.engine.speculation.acceptance_rate import Bent, Calibration
 from pdmesh.engine.speculation.draft import NOTHING, ROOT, Draft, Verified
 from pdmesh.engine.speculation.proposer import Ask
 
-# Where the last tokens of a sequence stood before.
+# Earlier occurrences of the last tokens of a sequence
 #
-# tokens    … a b c d e … a b c          `search`: "a b c" stood here before, so d comes next: a match of 3
+# tokens    … a b c d e … a b c          `search`: "a b c" occurred here before, so d comes next: a match of 3
 #                   ▲
 #                 place
 
@@ -32,13 +32,14 @@ from pdmesh.engine.speculation.proposer import Ask
 LONGEST = 16  # tokens of a match that are counted
 _MOST_CANDIDATES = 8
 
-# In which tokens, the place behind what matches, and how many tokens do.
+# The tokens of the source, the place behind the match, and how many tokens match
 Match = tuple[Sequence_[int], int, int]
 NO_MATCH: Match = ((), 0, 0)
 
 
 def match_length(source: Sequence_[int], place: int, tokens: Sequence_[int], end: int, known: int) -> int:
-    """How many tokens before `place` of the source equal those before `end` of the tokens, up to LONGEST; `known` of them do."""
+    """Return how many tokens before `place` of the source equal those before `end` of the tokens, up to LONGEST; `known` of them
+    do."""
     length = known
     most = min(LONGEST, place, end)
     while length < most and source[place - 1 - length] == tokens[end - 1 - length]:
@@ -47,9 +48,9 @@ def match_length(source: Sequence_[int], place: int, tokens: Sequence_[int], end
 
 
 class NgramIndex:
-    """One sequence's tokens and where each pair of them stood. Plain lists: a step has microseconds for this.
+    """Index one sequence's tokens by pairs. Plain lists: a step has microseconds for this.
 
-    `_latest[pair]`: the place behind the pair where it stood last; `_before[place]`: the one where that pair stood before.
+    `_latest[pair]`: the place behind the last occurrence of the pair; `_before[place]`: the one behind the occurrence before.
     """
 
     __slots__ = ("_before", "_latest", "tokens")
@@ -57,10 +58,10 @@ class NgramIndex:
     def __init__(self, tokens: Sequence_[int]) -> None:
         self.tokens = list(tokens)
         self._latest: dict[int, int] = {}
-        self._before = [0, 0]  # of the places 0 and 1, before which there is no pair
+        self._before = [0, 0]  # for places 0 and 1, before which there is no pair
 
     def catch_up(self, most: int) -> int:
-        """Enters the pairs that are missing, but for the last one, and at most so many; returns how many."""
+        """Enter missing pairs, except the last one, and at most so many; return how many."""
         tokens, latest, before = self.tokens, self._latest, self._before
         first = len(before)
         last = min(len(tokens), first + most)
@@ -71,7 +72,7 @@ class NgramIndex:
         return max(0, last - first)
 
     def search(self) -> tuple[Match, Match]:
-        """The longest match of the last tokens, the latest of equals, and the best that goes on differently.
+        """Return the longest match of the last tokens, the latest of equals, and the best that continues differently.
 
         Enters the last pair. NO_MATCH for both unless all other pairs are entered.
         """
@@ -102,22 +103,22 @@ class NgramIndex:
         return (tokens, place, length), (tokens, other_place, other_length)
 
 
-RESUMED = LONGEST + 1  # one token was another one here, so the source goes on behind it; the next rung: a token of it was seen
+RESUMED = LONGEST + 1  # one token differed here, and the source continues behind it; the next rung: one such token was seen
 _SECURE = 8  # a match of so many tokens is followed without looking for a better one
 NEXT_RUNG = [*range(1, LONGEST + 1), LONGEST, RESUMED + 1, RESUMED + 2, RESUMED + 3, _SECURE]
 _RUNG_PRIORS = (
     *(0.01, 0.05, 0.2, 0.3, 0.4, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.82, 0.84, 0.86, 0.88, 0.9, 0.92),
     *(0.3, 0.4, 0.5, 0.6),
 )
-_OTHER_PRIOR = 0.2  # that the other match is right where the first one is wrong
-_NEARBY = 8  # tokens behind the one where a trail was lost, among which it is looked for
-_LOST_AFTER = 12  # tokens
+_OTHER_PRIOR = 0.2  # chance that the other match is right where the first one is wrong
+_NEARBY = 8  # tokens behind the one where a trail was lost, among which it is searched
+_LOST_AFTER = 12  # tokens after which a lost trail is given up
 
 Branch = tuple[Sequence_[int], list[float]]  # tokens, and the chance of each behind the one before
 
 
 class Rungs:
-    """What all trails of a proposer have shown."""
+    """Hold what all trails of a proposer have shown."""
 
     def __init__(self) -> None:
         self.first = Calibration(_RUNG_PRIORS)
@@ -125,10 +126,11 @@ class Rungs:
 
 
 class TokenTrail:
-    """`source[place]` is the next token if the trail holds; rung 0: there is none. The other match is a second guess beside it.
+    """Follow a source: `source[place]` is the next token if the trail holds; rung 0: no trail. The other match is a second
+    branch.
 
-    A trail ends where its source does, unless the source is the sequence's own tokens (`own`): there it goes round, as what is
-    guessed becomes the source.
+    A trail ends where its source does, unless the source is the sequence's own tokens (`own`): there it wraps around, as what is
+    drafted becomes the source.
     """
 
     __slots__ = ("_bent", "_lost_at", "_lost_for", "_lost_in", "_own", "_rungs", "other", "place", "rung", "source")
@@ -143,11 +145,11 @@ class TokenTrail:
 
     @property
     def is_secure(self) -> bool:
-        """So long a match is followed without looking for a better one."""
+        """Return whether the match is so long that no better one is searched."""
         return _SECURE <= self.rung <= LONGEST and self.place < len(self.source)
 
     def follow(self, new_tokens: Sequence_[int]) -> None:
-        """The sequence goes on with these tokens. Learns from them, whether or not anybody had the guess verified."""
+        """Continue the sequence with these tokens, and learn from them, whether or not the draft was verified."""
         self._lost_for += len(new_tokens)
         rungs = self._rungs.first
         for at, token_id in enumerate(new_tokens):
@@ -179,9 +181,9 @@ class TokenTrail:
                 self.source, self.place, self.rung = source, place + 1, NEXT_RUNG[rung]
 
     def choose(self, match: Match, other: Match, last_token: int) -> None:
-        """What was found, unless what the trail is at, or comes back to, is likelier; the second best of them beside it."""
+        """Choose the match, unless the present or a nearby trail is likelier; the second best of them becomes the other."""
         here = (self.source, self.place, self.rung) if self.rung else self._nearby(last_token)
-        # Of its own tokens none follows the last one yet: a trail there would be right for ever, comparing each with itself.
+        # None of its own tokens follows the last one yet: a trail there would always be right, comparing tokens with themselves.
         if here[2] and here[1] < len(here[0]):
             chances = self._rungs.first.chances
             if chances[here[2]] >= chances[match[2]]:
@@ -192,7 +194,8 @@ class TokenTrail:
         self.other = other if _differ(match, other) else NO_MATCH
 
     def _nearby(self, last_token: int) -> Match:
-        """Behind the last token, if that stands soon behind the place where the trail was lost; or right behind that place."""
+        """Return a match behind the last token, if that is soon behind the place where the trail was lost; or right behind that
+        place."""
         lost_at = self._lost_at
         if not lost_at or self._lost_for > _LOST_AFTER:
             return NO_MATCH
@@ -203,7 +206,7 @@ class TokenTrail:
         return (source, lost_at + 1, RESUMED) if self._lost_for == 1 else NO_MATCH
 
     def draft(self, ask: Ask, proposer: str) -> Draft:
-        """What comes behind the place, as far as it is likely enough; and the other match as a second branch."""
+        """Return the tokens behind the place, as far as they are likely enough; and the other match as a second branch."""
         if not self.rung:
             return NOTHING
         first_chance = self._bent.chance(self._rungs.first.chances[self.rung])
@@ -234,7 +237,7 @@ class TokenTrail:
 
 
 def _differ(match: Match, other: Match) -> bool:
-    """Both are matches, and their next tokens are not the same."""
+    """Return whether both are matches, and their next tokens differ."""
     source, place, rung = match
     other_source, other_place, other_rung = other
     if not rung or not other_rung or place >= len(source) or other_place >= len(other_source):
@@ -243,12 +246,12 @@ def _differ(match: Match, other: Match) -> bool:
 
 
 def _go_round(tokens: Sequence_[int], count: int) -> list[int]:
-    """The source has no more than these tokens, and goes on with what is guessed."""
+    """Repeat the tokens: the source ends with them, and continues with what is drafted."""
     return list(islice(cycle(tokens), count))
 
 
 def tree(first: Branch, other: Branch, max_tokens: int, proposer: str) -> Draft:
-    """Two branches from the root; where they are too long together, the likeliest tokens of both."""
+    """Return a tree of two branches from the root; where they are too long together, the likeliest tokens of both."""
     size, total = len(first[0]), len(first[0]) + len(other[0])
     if not total:
         return NOTHING
@@ -261,25 +264,26 @@ def tree(first: Branch, other: Branch, max_tokens: int, proposer: str) -> Draft:
     return draft.keep([index in best for index in range(total)])
 
 
-# What proposers share that read along and follow a trail: prompt lookup in the sequence itself, retrieval in others.
+# The common part of the proposers that follow a trail: prompt lookup in the sequence itself, retrieval in others
 
 
 PORTION = 2048
-"""Tokens entered in a step, of all sequences: about 0.3 ms."""
+"""Tokens indexed in a step, of all sequences: about 0.3 ms."""
 
 
 class Reader(Protocol):
-    """What is known of one sequence."""
+    """Hold what is known of one sequence."""
 
     trail: TokenTrail
 
     def read(self, output: list[int], most: int) -> int:
-        """Takes the new tokens and looks where the trail leads now; returns how many were entered, at most `most`."""
+        """Take the new tokens and find where the trail leads now; return how many were entered, at most `most`."""
         ...
 
 
 class Reading:
-    """A Proposer. It learns from the tokens that came, so that it knows what a draft is worth while nobody has any verified."""
+    """Propose from token history. It learns from all new tokens, so that it knows acceptance rates even when nothing is
+    verified."""
 
     is_free = True
     wants_hidden = False
@@ -303,4 +307,4 @@ class Reading:
         return drafts
 
     def learn(self, sequence: Sequence, verified: Verified, hidden: Tensor | None) -> None:
-        """Nothing here: `propose` finds the new tokens in the sequence."""
+        """Do nothing: `propose` finds the new tokens in the sequence."""

@@ -1,4 +1,4 @@
-"""Which linear map serves which format of weights."""
+"""Linear maps for each format of weights: words of int4, int8 and fp8 for the kernels of weight_product.py, and torch's own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pdmesh.engine.kernels.triton.linear.weight_words import WeightWords, words_
 from pdmesh.engine.loader.quantize import Fp8Weight, Int4Weight, Int8Weight
 from pdmesh.engine.models.layers import Linear, make_linear
 
-# A linear map over weights in words: the kernel is chosen by the number of rows.
+# A linear map over weights in words: the number of rows selects the kernel
 
 
 class WordLinear:
@@ -55,7 +55,7 @@ class WordLinear:
 
     @property
     def _many(self) -> str:
-        """Names what `_product_of_many` does."""
+        """Name what `_product_of_many` does."""
         return "mm"
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -80,11 +80,11 @@ class WordLinear:
 
 
 def on_device(weight: torch.Tensor, bias: Tensor | None) -> tuple[torch.device, Tensor | None]:
-    """The device of a weight's values, and the bias there."""
+    """Return the device of a weight's values, and the bias there."""
     return weight.device, None if bias is None else bias.to(weight.device)
 
 
-# Activations rounded to e4m3, with a scale for each row: what `scaled_product` (linear.py) multiplies.
+# Activations rounded to e4m3, with a scale for each row: the input of `scaled_product`.
 #
 # A program owns a row and walks it twice, for its largest magnitude and to divide and round: the row is read from memory once
 # (the second time it is in the cache, 28 KB for 14336 inputs) and its codes are written once, 3 bytes an activation of 16 bits.
@@ -101,8 +101,8 @@ _SMALLEST_NORMAL = tl.constexpr(2.0**-126)
 
 @triton.jit
 def _code_of(x):
-    """Bits of the e4m3 nearest to x, ties to even, saturated; -0.0 stays what it is. Rounded here, as the interpreter's cast
-    rounds otherwise."""
+    """Return bits of the e4m3 nearest to x, ties to even, saturated; -0.0 stays what it is. x is rounded here, as the
+    interpreter's cast rounds otherwise."""
     size = tl.minimum(tl.abs(x), FLOAT8_MAX)
     bits = size.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
@@ -119,7 +119,7 @@ def round_rows_kernel(x, codes, scales, width, stride_x, stride_codes, BLOCK: tl
     for first in range(0, width, BLOCK):
         value = tl.load(x + row * stride_x + first + at, mask=first + at < width, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.abs(value))
-        is_nan |= (value != value).to(tl.int32)  # a maximum may pass over it
+        is_nan |= (value != value).to(tl.int32)  # a maximum may ignore it
     most = tl.where(tl.max(is_nan, axis=0) > 0, float("nan"), tl.max(largest, axis=0))
     scale = tl.div_rn(most, FLOAT8_MAX)
     scale = tl.where(scale < _SMALLEST_NORMAL, _SMALLEST_NORMAL, scale)  # a subnormal one would have few bits, or none
@@ -132,8 +132,8 @@ def round_rows_kernel(x, codes, scales, width, stride_x, stride_codes, BLOCK: tl
 
 
 def rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [M, K] of any floating dtype -> float8_e4m3fn [M, K] and a scale for each row, [M] float32: the bits of
-    pdmesh.engine.loader.quantize.rounded_to_e4m3. Of a row with infinity or NaN the scale is such, and the codes are anything.
+    """Round x [M, K] of any floating dtype -> float8_e4m3fn [M, K] and a scale for each row, [M] float32: the bits of
+    pdmesh.engine.loader.quantize.rounded_to_e4m3. A row with infinity or NaN has such a scale, and arbitrary codes.
 
     Raises ValueError for rows that are not contiguous.
     """
@@ -153,9 +153,9 @@ settle_keys(globals())
 
 # Weights in fp8 (e4m3: 4 bits of exponent, 3 of mantissa, no infinity), one float32 scale an output.
 #
-# For few rows they are weights in words like int8's, activations as they are. For many rows Hopper multiplies fp8 by fp8 at twice
-# bfloat16's rate: activations are rounded to e4m3 then, with a scale for each row, by `torch._scaled_mm`. That rounding is off by
-# up to 1/16 of an activation, and shows: it is done only where a product is bound by the matrix units, and only if
+# For few rows the weights are words like int8's, and activations stay unchanged. For many rows Hopper multiplies fp8 by fp8 at
+# twice bfloat16's rate: activations are rounded to e4m3 then, with a scale for each row, by `torch._scaled_mm`. That rounding is
+# off by up to 1/16 of an activation, and shows: it is done only where a product is bound by the matrix units, and only if
 # `rounds_activations` (the flag --fp8-activations, which the numeric mode names). Elsewhere, and for sizes that are no multiples
 # of 16 and float32, weights are expanded. A CPU has no such units, but torch computes the same there, for tests.
 #
@@ -168,8 +168,8 @@ settle_keys(globals())
 def fp8_linear(
     weight: Fp8Weight, bias: Tensor | None = None, invariant: bool = False, rounds_activations: bool = False
 ) -> WordLinear:
-    """weight [N, K], bias [N] -> a map on the device of the weight's values. Raises ValueError where that cannot multiply in fp8
-    and `rounds_activations` asks for it."""
+    """Map weight [N, K], bias [N] to a linear map on the device of the weight's values. Raises ValueError where that cannot
+    multiply in fp8 and `rounds_activations` asks for it."""
     device, bias = on_device(weight.values, bias)
     words = words_of_fp8(weight.values, weight.scales.float())
     if not rounds_activations:
@@ -180,12 +180,12 @@ def fp8_linear(
 
 
 def multiplies_fp8(device: torch.device) -> bool:
-    """By tensor cores of e4m3, compute capability 8.9 and from 9.0 on; or on a CPU."""
+    """Return whether it does: by tensor cores of e4m3, compute capability 8.9 and from 9.0 on; or on a CPU."""
     return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 class Fp8Linear(WordLinear):
-    """WordLinear whose products of many rows round the activations."""
+    """A WordLinear whose products of many rows round the activations."""
 
     @property
     def _many(self) -> str:
@@ -198,7 +198,7 @@ class Fp8Linear(WordLinear):
 
 
 def scaled_product(x: Tensor, weight: WeightWords, bias: Tensor | None) -> Tensor:
-    """x [M, K] rounded to e4m3 by rows, times the weight's own codes, summed in float32; scales and bias at the end."""
+    """Return x [M, K], rounded to e4m3 by rows, times the weight's own codes, summed in float32; scales and bias at the end."""
     values, scales = rounded_rows(x)
     codes = expanded(weight, torch.uint8).view(torch.float8_e4m3fn)
     product = torch._scaled_mm(
@@ -210,11 +210,11 @@ def scaled_product(x: Tensor, weight: WeightWords, bias: Tensor | None) -> Tenso
 
 # Weight-only int4: a float16 scale and minimum for each group of 32, 64 or 128 inputs of an output.
 #
-# Read a weight: 4 bits, and 32 bits a group: 1, 0.5 or 0.25 bits more.
+# Each weight is read as 4 bits, and each group as 32 bits: 1, 0.5 or 0.25 bits more a weight.
 
 
 def int4_linear(weight: Int4Weight, bias: Tensor | None = None, invariant: bool = False) -> WordLinear:
-    """weight [N, K], bias [N] -> a map on the device of the weight's values; see WordLinear for the numbers."""
+    """Return a map of weight [N, K], bias [N] on the device of the weight's values; see WordLinear for the numbers."""
     device, bias = on_device(weight.values, bias)
     return WordLinear(words_of_int4(weight, device), bias, invariant)
 
@@ -223,7 +223,8 @@ def int4_linear(weight: Int4Weight, bias: Tensor | None = None, invariant: bool 
 
 
 def int8_linear(weight: Int8Weight, bias: Tensor | None = None, invariant: bool = False) -> WordLinear:
-    """weight [N, K], bias [N] -> a map on the device of the weight's values. A byte a weight; see WordLinear for the numbers."""
+    """Return a map of weight [N, K], bias [N] on the device of the weight's values. A byte a weight; for the numbers see
+    WordLinear."""
     device, bias = on_device(weight.values, bias)
     return WordLinear(words_of_int8(weight, device), bias, invariant)
 
@@ -235,8 +236,8 @@ def make_triton_linear(
     *,
     rounds_activations: bool = False,
 ) -> Linear:
-    """A map on the device of the weight. Unquantized weights take torch's product, whose bits depend on the number of rows: with
-    `invariant` they raise ValueError. `rounds_activations`: of fp8 weights, see linear.py."""
+    """Return a map on the device of the weight. Unquantized weights take torch's product, whose bits depend on the number of
+    rows: with `invariant` they raise ValueError. `rounds_activations` is for fp8 weights, see Fp8Linear."""
     if isinstance(weight, Int8Weight):
         return int8_linear(weight, bias, invariant)
     if isinstance(weight, Int4Weight):

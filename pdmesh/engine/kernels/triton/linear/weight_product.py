@@ -1,9 +1,9 @@
-"""Products with weights in words: which kernel for how many rows, in which shares, and the launch.
+"""Products with weights in words: the kernels, which one for how many rows, in which shares, and the launch.
 
-What limits it on an H200 (132 multiprocessors, 4.8 TB/s, 790 TFLOP/s measured in bfloat16). A product of M rows with [N, K] reads
+Limits on an H200 (132 multiprocessors, 4.8 TB/s, 790 TFLOP/s measured in bfloat16). A product of M rows with [N, K] reads
 N K bits / 8 bytes of weights (int4: and 4 bytes a group, half a bit a weight more with groups of 64) and M (N + K) activations,
 and does 2 M N K operations. Bandwidth allows 36 bytes a nanosecond and multiprocessor, at 1.8 GHz 20 bytes a clock: 20 int8 or 40
-int4 weights a clock. Against that stand, a clock, 128 float32 operations, 64 integer ones and 2048 fused tensor-core ones.
+int4 weights a clock. A clock also has 128 float32 operations, 64 integer ones and 2048 fused tensor-core ones.
 
 - `vector_kernel`: M + 1 float32 operations and 1.1 integer ones a weight. int8 keeps up with memory to M = 5 and has
   70 % of it at 8; int4 to M = 2, 64 % at 4 and 40 % at 8.
@@ -33,14 +33,14 @@ from pdmesh.engine.kernels.triton.kernel_cache_keys import settle_keys
 from pdmesh.engine.kernels.triton.linear.weight_words import TILE_ROWS, TILE_WORDS, WeightWords
 from pdmesh.engine.kernels.triton.tiles import shared_bytes
 
-# Kernels that multiply by weights in words (weight_words.py has their order). Launchers: weight_product.py.
+# Kernels that multiply by weights in words (weight_words.py has their order)
 #
 # A program of both products owns 64 outputs (one row tile) and one share of the inputs, a run of input tiles:
 #
 #               shares of the inputs (fixed by the weight's shape)
 #               +--------+--------+--------+
 #     64 outputs|  sum 0 |  sum 1 |  sum 2 |   each in float32 to `partials`; the program that arrives last (a counter
-#               +--------+--------+--------+   per 64 outputs says so) adds them in the order 0, 1, 2, ..., whoever it is
+#               +--------+--------+--------+   per 64 outputs says so) adds them in the order 0, 1, 2, ..., whichever it is
 #
 # How a value leaves its word: OR-ed under the exponent of 2^23 a plane's bits are the float 2^23 + value * 2^shift, exactly; one
 # subtraction leaves value * 2^shift. That is two operations a weight where shift, mask and conversion from integer would be
@@ -53,21 +53,21 @@ from pdmesh.engine.kernels.triton.tiles import shared_bytes
 
 @triton.constexpr_function
 def _shift(plane: int, bits: int) -> int:
-    """By how many bits plane's values are still shifted up when `_plane` returns them."""
+    """Return by how many bits plane's values are still shifted up when `_plane` returns them."""
     return bits * (plane % (23 // bits))
 
 
 @triton.constexpr_function
 def _shrink(plane: int, bits: int, is_fp8: bool) -> float:
-    """What makes values of what `_plane` returns."""
+    """Return the factor that turns what `_plane` returns into values."""
     return 1.0 if is_fp8 else 2.0 ** -_shift(plane, bits)
 
 
 @triton.jit
 def _plane(word: tl.tensor, plane: tl.constexpr, BITS: tl.constexpr, FP8: tl.constexpr) -> tl.tensor:
-    """The float32 values of one plane, times 2^_shift (fp8: the values)."""
+    """Return the float32 values of one plane, times 2^_shift (fp8: the values)."""
     if FP8:
-        # e4m3's exponent and mantissa at the place of float32's lack a factor 2^(127 - 7): subnormal numbers come out right as
+        # e4m3's exponent and mantissa at the place of float32's lack a factor 2^(127 - 7): subnormal numbers are right as
         # well.
         code = word >> (8 * plane)
         return (((code & 0x80) << 24) | ((code & 0x7F) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36
@@ -79,7 +79,7 @@ def _plane(word: tl.tensor, plane: tl.constexpr, BITS: tl.constexpr, FP8: tl.con
 
 @triton.jit
 def _pair(scales: tl.tensor, at: tl.tensor) -> tl.tensor:
-    """Scale and minimum (float32) of an int4 group."""
+    """Return scale and minimum (float32) of an int4 group."""
     pair = tl.load(scales + at)
     scale = (pair & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     minimum = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
@@ -93,7 +93,7 @@ def _finish(
     M: tl.tensor, N: tl.tensor, padded_n: tl.tensor, stride_out: tl.tensor, SPLITS: tl.constexpr, OUTPUT_SCALES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """part: this program's sums for rows m and outputs n (two index tensors that broadcast to its shape)."""
+    """Add up `part`, this program's sums for rows m and outputs n (two index tensors that broadcast to its shape)."""
     is_row = m < M
     total = part
     last = True
@@ -101,11 +101,11 @@ def _finish(
         place = m.to(tl.int64) * padded_n + n
         step = M.to(tl.int64) * padded_n
         tl.store(partials + split * step + place, part, mask=is_row)
-        tl.debug_barrier()  # all threads have stored before one of them says so
+        tl.debug_barrier()  # all threads have stored before one of them reports it
         arrived = tl.atomic_add(arrivals + slot, 1, sem="acq_rel")
         last = arrived == SPLITS - 1
         if last:
-            tl.store(arrivals + slot, 0)  # for the next launch
+            tl.store(arrivals + slot, 0)  # reset for the next launch
             total = tl.zeros_like(part)
             for other in range(SPLITS):
                 total += tl.load(partials + other * step + place, mask=is_row, other=0.0, cache_modifier=".cg")
@@ -133,7 +133,7 @@ def vector_kernel(
     split = tl.program_id(1)
     WORDS: tl.constexpr = 32
     PLANES: tl.constexpr = 32 // BITS
-    RUN: tl.constexpr = SPAN // PLANES  # words of a span
+    RUN: tl.constexpr = SPAN // PLANES  # number of words of a span
     r = tl.arange(0, 64)
     c = tl.arange(0, WORDS)
     m = tl.arange(0, ROWS)
@@ -221,7 +221,7 @@ def expand_kernel(
     words: tl.tensor, scales: tl.tensor, out: tl.tensor, N: tl.tensor, K: tl.tensor, num_tiles: tl.tensor,
     BITS: tl.constexpr, SPAN: tl.constexpr, FP8: tl.constexpr, RAW: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One tile back to out [N, K], dequantized and rounded once to its dtype; RAW: the codes themselves (8 bits). Grid:
+    """Write one tile to out [N, K], dequantized and rounded once to its dtype; RAW: the codes themselves (8 bits). Grid:
     row tiles, input tiles."""
     row_tile = tl.program_id(0)
     tile = tl.program_id(1)
@@ -252,8 +252,8 @@ def expand_kernel(
 settle_keys(globals())
 
 
-VECTOR_ROWS = {"int4": 4, "int8": 8, "fp8": 8}  # up to so many rows the vector kernel
-TILE_ROWS_MAX = 128  # up to so many the tile kernel; above, expand and torch.mm
+VECTOR_ROWS = {"int4": 4, "int8": 8, "fp8": 8}  # up to so many rows take the vector kernel
+TILE_ROWS_MAX = 128  # up to so many take the tile kernel; above, expand and torch.mm
 INVARIANT_BLOCK = 16  # rows of the one tile that `invariant` products use
 _PROGRAMS = 4 * 132
 _MAX_SPLITS = 16
@@ -262,7 +262,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Shares:
-    """How the inputs are divided among programs: a function of the weight's shape alone."""
+    """Describe how the inputs are divided among programs: a function of the weight's shape alone."""
 
     splits: int
     tiles: int  # input tiles of a split; the last may have fewer
@@ -276,15 +276,15 @@ class Shares:
 
 @dataclass(frozen=True)
 class TileShape:
-    """Rows of the tile kernel's tile, and stages of its pipeline."""
+    """Hold the rows of the tile kernel's tile, and the stages of its pipeline."""
 
     rows: int
     stages: int
 
     @staticmethod
     def of(bits: int, rows: int, room: int) -> TileShape:
-        """The largest of at most `rows` whose pipeline fits into `room` bytes of shared memory, of three stages or, up to 64
-        rows, of two: 128 rows of int4 fit into the registers of Hopper alone. A row's bits do not depend on the stages, and on
+        """Return the largest of at most `rows` whose pipeline fits into `room` bytes of shared memory, of three stages or, up to
+        64 rows, of two: 128 rows of int4 fit into the registers of Hopper alone. A row's bits do not depend on the stages, and on
         the tile as WordLinear says. Raises ValueError where none of 16 rows fits."""
         while rows >= 16:
             for stages in (3, 2) if rows <= 64 else (3,):
@@ -294,17 +294,18 @@ class TileShape:
         raise ValueError(f"weights of {bits} bits: tiles of 16 rows do not fit into {room} bytes of shared memory")
 
     def shared_bound(self, bits: int) -> int:
-        """Bytes that the compiler takes: of each stage all planes' activations, of each but the last words, and int4's scales."""
+        """Return the bytes that the compiler takes: of each stage all planes' activations, of each but the last words, and int4's
+        scales."""
         activations = 32 // bits * 32 * self.rows * 2
         words = TILE_ROWS * TILE_WORDS * 4 * (2 if bits == 4 else 1)
         return self.stages * activations + (self.stages - 1) * words
 
 
 class WordProduct:
-    """x [M, K] @ weight.T (+ bias) by one of the two kernels. One stream at a time: launches share counters of arrival."""
+    """Compute x [M, K] @ weight.T (+ bias) by one of the two kernels. One stream at a time: launches share arrival counters."""
 
     def __init__(self, weight: WeightWords, bias: Tensor | None) -> None:
-        """bias [N]. Raises ValueError for another shape."""
+        """Prepare the product. bias [N]. Raises ValueError for another shape."""
         if bias is not None and bias.shape != (weight.num_outputs,):
             raise ValueError(f"bias: shape {tuple(bias.shape)}, not ({weight.num_outputs},)")
         self.weight, self.bias = weight, bias
@@ -313,13 +314,14 @@ class WordProduct:
         self._arrivals = torch.zeros(slots, dtype=torch.int32, device=weight.words.device)
 
     def vector(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """x [M, K], M <= 8. Same bits for a row whatever rows are beside it, as long as M rounds up to the same power of two."""
+        """Multiply x [M, K], M <= 8. A row's bits do not depend on the rows beside it, as long as M rounds up to the same power
+        of two."""
         rows = triton.next_power_of_2(max(1, x.shape[0]))
         return self._launch(vector_kernel, x, out, 1, ROWS=rows)
 
     def tile(self, x: Tensor, out: Tensor | None = None, block: int | None = None) -> Tensor:
-        """x [M, K] float16 or bfloat16, M <= 128; `block` rows a tile (by default M, rounded up to a power of two,
-        16 at least)."""
+        """Multiply x [M, K] float16 or bfloat16, M <= 128; `block` rows a tile (by default M, rounded up to a power of two, 16 at
+        least)."""
         if x.dtype not in HALVES:
             raise ValueError(f"x: dtype {x.dtype}; the tensor cores take float16 or bfloat16")
         block = block or max(16, triton.next_power_of_2(x.shape[0]))
@@ -346,7 +348,7 @@ class WordProduct:
 
 
 def expanded(weight: WeightWords, dtype: torch.dtype) -> Tensor:
-    """[N, K] in `dtype`, each weight computed in float32 and rounded once; dtype uint8: the codes of an 8-bit weight."""
+    """Return [N, K] in `dtype`, each weight computed in float32 and rounded once; dtype uint8: the codes of an 8-bit weight."""
     out = torch.empty((weight.num_outputs, weight.num_inputs), dtype=dtype, device=weight.words.device)
     is_raw = dtype == torch.uint8
     if is_raw and weight.bits != 8:
@@ -359,7 +361,7 @@ def expanded(weight: WeightWords, dtype: torch.dtype) -> Tensor:
 
 
 def _check(x: Tensor, weight: WeightWords) -> int:
-    """The number of rows. Raises ValueError for what the kernels cannot read."""
+    """Return the number of rows. Raises ValueError for what the kernels cannot read."""
     if x.dim() != 2 or x.shape[1] != weight.num_inputs or x.stride(1) != 1:
         raise ValueError(f"x: shape {tuple(x.shape)}, strides {x.stride()}; give [M, {weight.num_inputs}] with contiguous rows")
     if x.shape[0] > TILE_ROWS_MAX:

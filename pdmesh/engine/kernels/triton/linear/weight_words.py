@@ -1,4 +1,4 @@
-"""Quantized weights as 32-bit words, in the order in which the kernels stream them. Done once, at load.
+"""Quantized weights as 32-bit words, in the order in which the kernels stream them. They are rearranged once, at load.
 
 A word holds P values of one row (P = 8 for int4, 4 for int8 and fp8), value p in bits p * 32/P and up: "plane" p of the word.
 Which inputs they belong to makes two things cheap. Planes of neighbouring words are neighbouring inputs, so one vector load of
@@ -35,13 +35,13 @@ from torch import Tensor
 from pdmesh.engine.loader.quantize import Int4Weight, Int8Weight
 
 TILE_ROWS, TILE_WORDS = 64, 32
-_SPAN = 128  # where there are no groups
+_SPAN = 128  # inputs of a span where there are no groups
 _INT8_ZERO = 128  # int8 is stored with this added: from 1 to 255
 
 
 @dataclass(frozen=True)
 class WeightWords:
-    """What the kernels read of one matrix [num_outputs, num_inputs]."""
+    """Hold what the kernels read of one matrix [num_outputs, num_inputs]."""
 
     encoding: str  # "int4", "int8" or "fp8"
     words: Tensor  # [row tiles, input tiles, 64, 32] int32
@@ -57,7 +57,7 @@ class WeightWords:
 
     @property
     def num_tiles(self) -> int:
-        """Along the inputs."""
+        """Return the number of tiles along the inputs."""
         return self.words.shape[1]
 
     @property
@@ -66,7 +66,7 @@ class WeightWords:
 
     @property
     def num_bytes(self) -> int:
-        """What one pass over the weight reads."""
+        """Return the bytes that one pass over the weight reads."""
         return self.words.numel() * 4 + self.scales.numel() * 4
 
 
@@ -77,7 +77,7 @@ def words_of_int8(weight: Int8Weight, device: torch.device) -> WeightWords:
 
 
 def words_of_fp8(values: Tensor, scales: Tensor) -> WeightWords:
-    """values [N, K] float8_e4m3fn without NaN, scales [N] float32: w[n, k] = scales[n] * values[n, k]."""
+    """Pack values [N, K] float8_e4m3fn without NaN, scales [N] float32: w[n, k] = scales[n] * values[n, k]."""
     codes = _padded(values.view(torch.uint8), 8, 0)
     return WeightWords("fp8", _shuffled(codes, 8, _SPAN), scales.contiguous(), _SPAN, *values.shape)
 
@@ -86,12 +86,12 @@ def words_of_int4(weight: Int4Weight, device: torch.device) -> WeightWords:
     values = _padded(weight.values.to(device), 4, 0)
     pairs = torch.stack((weight.scales.to(device), weight.minimums.to(device)), dim=-1).contiguous().view(torch.int32).squeeze(-1)
     in_tile = tile_inputs(4) // weight.group
-    pairs = F.pad(pairs, (0, -pairs.shape[1] % in_tile, 0, -pairs.shape[0] % TILE_ROWS))  # bits of 0.0
+    pairs = F.pad(pairs, (0, -pairs.shape[1] % in_tile, 0, -pairs.shape[0] % TILE_ROWS))  # zeros are the bits of 0.0
     return WeightWords("int4", _shuffled(values, 4, weight.group), _tiled(pairs, in_tile), weight.group, *weight.values.shape)
 
 
 def tile_inputs(bits: int) -> int:
-    """Inputs that a row of a tile stands for."""
+    """Return the inputs of a row of a tile."""
     return TILE_WORDS * 32 // bits
 
 

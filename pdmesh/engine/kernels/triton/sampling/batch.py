@@ -1,9 +1,9 @@
-"""What a step's draws need, in one message to the device, or in none.
+"""A step's sampling batch: token counts of sequences, a record for each row, and the message that sends them to the device.
 
-    message [words] int32    records of the rows │ masks │ forbidden tokens │ guessed tokens │ places to count
-                             sampling_batch.py    ─────────── records say where ──────────    sampling_batch.py
+    message [words] int32    records of the rows │ masks │ forbidden tokens │ draft tokens │ places to count
+                                                  ─────────── records say where ──────────
 
-A step whose rows differ from the last one's in their index alone needs no message: it reads the last one's, `ahead` tokens on.
+A step whose rows differ from the last step's only in their index needs no message: it reads the last one's, `ahead` tokens on.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from pdmesh.engine.kernels.triton.kernel_cache_keys import settle_keys
 from pdmesh.engine.request import SamplingParams
 from pdmesh.engine.sampling.sampler import SampleRow, Unseen
 
-# Which tokens a sequence has had, counted on the device: a penalty needs the history, and a history is long.
+# Token counts of sequences, kept on the device: a penalty needs the history, and a history is long
 #
 #     sequence ──► a row of `counts` [rows, V] int32         first draw: prompt and output go to the device, once
 #                                                            later draws: the tokens that came since
 #
-# A row is a sequence's as long as the sequence lives. What is kept is checked against the sequence at each draw and counted
-# again if it does not fit, so nobody has to say that a request was preempted, parted into choices, or came from another worker. A
-# draft's tokens are not counted: they go along with each draw (sampling_record.GUESSED) until they are kept.
+# A row is a sequence's as long as the sequence lives. The counts are checked against the sequence at each draw and counted
+# again if they do not fit, so preemption, parallel sampling and migration need no notification. Draft tokens are not counted:
+# they go along with each draw (GUESSED) until they are accepted.
 #
 # Bytes: 4 a row and token of the vocabulary, 0.5 MB a row of 128 k; 64 rows, 33 MB, or as many as an engine has sequences. Beyond
-# that, who was not drawn for the longest time loses its row and is counted anew when its turn comes. A step that needs more rows
-# by itself has them (drafted tokens do, where nobody owns them), in powers of two: a few more each time would be a new piece of
-# memory each time, while the pieces before are too small for anybody. They are not given back: model.py has counted as
-# many as a step can need, so that the pool of KV leaves them free, and nobody else would use them.
+# that, the sequence that was not drawn for the longest time loses its row and is counted anew in its next draw. A step that needs
+# more rows by itself has them (draft tokens without an owner do), in powers of two: growing by a few rows each time would
+# allocate a new tensor each time, and the freed ones would be too small to be used again. They are not given back: model.py has
+# counted as many as a step can need, so the KV pool leaves them free.
 
 
-IN_PROMPT = 1 << 30  # bit of a count: the token stands in the prompt; below it: how often in the output
+IN_PROMPT = 1 << 30  # bit of a count: the token is in the prompt; the bits below it: how often it is in the output
 MOST_ROWS = 64
 
 Ints = NDArray[np.int32]
@@ -49,47 +49,47 @@ Ints = NDArray[np.int32]
 
 @dataclass
 class Update:
-    """Places in the flat counts that the device has to touch before a draw."""
+    """Hold the places in the flat counts that the device has to change before a draw."""
 
-    prompts: list[Ints] = field(default_factory=list)  # get the bit IN_PROMPT
-    outputs: list[Ints] = field(default_factory=list)  # get one more
+    prompts: list[Ints] = field(default_factory=list)  # places that get the bit IN_PROMPT
+    outputs: list[Ints] = field(default_factory=list)  # places that are incremented
 
 
 @dataclass
 class _Held:
     row: int
     prompt: Sequence[int]
-    num_counted: int = 0  # of the output
-    last: int = -1  # of the counted tokens
+    num_counted: int = 0  # tokens of the output
+    last: int = -1  # the last counted token
 
     def fits(self, prompt: Sequence[int], output: Sequence[int], num_sure: int) -> bool:
-        """An output only grows; if it is another's, what was counted last does not stand there."""
+        """Return whether the counts are this output's: it only grows; another's has a different token where the counts end."""
         if prompt is not self.prompt or num_sure < self.num_counted:
             return False
         return not self.num_counted or output[self.num_counted - 1] == self.last
 
 
 class HistoryCounts:
-    """For one sampler, on its thread; sequences may be dropped on any."""
+    """Count tokens for one sampler, on its thread; sequences may be dropped on any."""
 
     def __init__(self, vocab_size: int, device: torch.device, most_rows: int = MOST_ROWS) -> None:
-        """`most_rows`: kept from step to step, and there from the first on. A step that needs more has them."""
+        """`most_rows` are kept from step to step, and allocated at once. A step that needs more gets them."""
         self._vocab_size, self._device, self._most_rows = vocab_size, device, most_rows
-        self._held: dict[weakref.ref[object], _Held] = {}  # who was drawn last stands last
-        self._dropped: deque[weakref.ref[object]] = deque()  # of sequences that are no more; told on any thread
+        self._held: dict[weakref.ref[object], _Held] = {}  # the sequence that was drawn last is last
+        self._dropped: deque[weakref.ref[object]] = deque()  # sequences that were deleted, reported on any thread
         self._free: list[int] = []
-        self._lent: list[int] = []  # to rows without an owner, for one step
+        self._lent: list[int] = []  # rows lent to rows without an owner, for one step
         self._prompt: tuple[Sequence[int], Ints] = ((), np.zeros(0, np.int32))
         self.counts: Tensor | None = None  # [rows, V] int32, from the first row that is counted on
 
     @property
     def num_held(self) -> int:
-        """Sequences that have a row."""
+        """Return the number of sequences that have a row."""
         self._collect()
         return len(self._held)
 
     def place(self, rows: Sequence[SampleRow]) -> tuple[list[int], Update]:
-        """For rows of one step that are counted: the row of counts of each, and what has to be counted before they are drawn."""
+        """Return the row of counts of each row of a step, and what has to be counted before they are drawn."""
         self._collect()
         self._make_room(rows)
         update, step = Update(), dict[weakref.ref[object], int]()
@@ -102,7 +102,7 @@ class HistoryCounts:
             self._count(_Held(self._lent[-1], row.prompt), row, num_sure, update, is_new=True)
             return self._lent[-1]
         key = weakref.ref(row.owner, self._dropped.append)
-        if key in step:  # another node of its draft, or another choice that has not parted: the same history
+        if key in step:  # another node of its draft, or another choice that still shares the sequence: the same history
             return step[key]
         held = self._held.pop(key, None)
         is_new = held is None or not held.fits(row.prompt, row.output, num_sure)
@@ -117,14 +117,14 @@ class HistoryCounts:
 
     def _count(self, held: _Held, row: SampleRow, num_sure: int, update: Update, *, is_new: bool) -> None:
         first = held.row * self._vocab_size
-        if is_new and row.params.repetition_penalty != 1.0:  # the other penalties do not look at the prompt
+        if is_new and row.params.repetition_penalty != 1.0:  # the other penalties do not use the prompt
             update.prompts.append(self._prompt_of(row.prompt) + np.int32(first))
         if num_sure > held.num_counted:
             update.outputs.append(np.asarray(row.output[held.num_counted : num_sure], np.int32) + np.int32(first))
             held.num_counted, held.last = num_sure, row.output[num_sure - 1]
 
     def _prompt_of(self, prompt: Sequence[int]) -> Ints:
-        """The choices of a request come one after the other, with the same prompt."""
+        """Return the prompt as an array: choices of a request follow one another, with the same prompt."""
         if self._prompt[0] is not prompt:
             self._prompt = (prompt, np.asarray(prompt, np.int32))
         return self._prompt[1]
@@ -138,7 +138,7 @@ class HistoryCounts:
         self._lent.clear()
 
     def _make_room(self, rows: Sequence[SampleRow]) -> None:
-        """A free row for each of the step that has none, if need be of sequences that are not in the step."""
+        """Get a free row for each row of the step that has none, if need be from sequences that are not in the step."""
         keys = [None if row.owner is None else weakref.ref(row.owner) for row in rows]
         step = {key for key in keys if key is not None}
         num_needed = sum(key is None for key in keys) + sum(key not in self._held for key in step)
@@ -166,16 +166,16 @@ class HistoryCounts:
         return row
 
 
-# A row's record: what kernels are told of a row of logits, in words of 32 bits of a step's message (sampling_batch.py).
+# A row's record: parameters of a row of logits for the kernels, in words of 32 bits of a step's message
 #
-# All records begin a message, one after the other. Kernels get the message's address alone and find a row's record themselves: an
-# address for each field would be aligned or not by the number of rows, and the compiler would be called for each of the two.
+# All records begin a message, one after the other. Kernels get only the message's address and find a row's record themselves: an
+# address for each field would be aligned or not by the number of rows, and each case would be compiled.
 
 
 # Kernels see a module's constants as constexpr only.
 TEMPERATURE = tl.constexpr(0)  # float32, as the six behind it
 TOP_P = tl.constexpr(1)
-FLOOR = tl.constexpr(2)  # probabilities below it are not in top-p's set, see pdmesh/engine/logits.keep_top_p
+FLOOR = tl.constexpr(2)  # probabilities below it are not in top-p's set, see pdmesh.engine.sampling.sampler.keep_top_p
 MIN_P = tl.constexpr(3)
 REPETITION = tl.constexpr(4)
 PRESENCE = tl.constexpr(5)
@@ -183,11 +183,11 @@ FREQUENCY = tl.constexpr(6)
 TOP_K = tl.constexpr(7)  # 0: all
 SEED = tl.constexpr(8)  # two words, the lower first
 CHOICE = tl.constexpr(10)
-INDEX = tl.constexpr(11)  # in the choice's output
-COUNT_ROW = tl.constexpr(12)  # of the counts, -1: none
+INDEX = tl.constexpr(11)  # index in the choice's output
+COUNT_ROW = tl.constexpr(12)  # row of the counts, -1: none
 MASK = tl.constexpr(13)  # where in the message the words of its mask begin, -1: none
 FORBIDDEN = tl.constexpr(14)  # where in the message its forbidden tokens begin; the next word: where they end
-GUESSED = tl.constexpr(16)  # the same of drafted tokens before this one, which no count holds
+GUESSED = tl.constexpr(16)  # the same of draft tokens before this one, which are not counted
 WORDS = tl.constexpr(18)
 
 
@@ -204,12 +204,12 @@ def seed_of(record: tl.tensor) -> tl.tensor:
 
 
 def column(field: tl.constexpr) -> int:
-    """A field's place, on the host."""
+    """Return a field's column, on the host."""
     return int(field.value)
 
 
 def packed(params: SamplingParams, vocab_size: int) -> Ints:
-    """[WORDS], without what changes from token to token."""
+    """Return [WORDS], without what changes from token to token."""
     record = np.zeros(column(WORDS), np.int32)
     record[: column(TOP_K)] = np.array(
         [
@@ -238,24 +238,24 @@ _MASK, _FORBIDDEN, _GUESSED = column(MASK), column(FORBIDDEN), column(GUESSED)
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """R rows."""
+    """Hold R rows to sample."""
 
     message: Tensor  # int32, on the device
-    counts: Tensor  # [C, V] int32 (sampling_batch.py); anything if no record points into it
+    counts: Tensor  # [C, V] int32 (HistoryCounts); anything if no record points into it
     vocab_size: int
     num_rows: int
-    first_place: int  # in the message: of the places to count
-    num_prompt: int  # of them: of prompts
+    first_place: int  # in the message: the first of the places to count
+    num_prompt: int  # how many of them are of prompts
     num_places: int
     is_random: bool  # whether any row's temperature is above 0: else half of the kernels are not launched
     ahead: int = 0  # added to each row's index
 
 
 class Plan:
-    """What the parameters of a request come to, whatever the row."""
+    """Hold what depends on the parameters of a request only, whatever the row."""
 
     def __init__(self, params: SamplingParams, vocab_size: int) -> None:
-        self.params = params  # also keeps their id() from being another's
+        self.params = params  # also keeps their id() from being reused
         self.min_tokens = params.min_tokens
         self.is_random = not params.greedy
         self.has_repetition = params.repetition_penalty != 1.0
@@ -263,7 +263,7 @@ class Plan:
         self.record = packed(params, vocab_size).tobytes()
 
     def is_free(self, row: SampleRow) -> bool:
-        """Whether temperature and filters are all that the row asks for."""
+        """Return whether temperature and filters are all that the row needs."""
         return not self.has_penalty and row.allowed is None and row.index >= self.min_tokens
 
     def is_counted(self, row: SampleRow) -> bool:
@@ -271,10 +271,10 @@ class Plan:
 
 
 class BatchMaker:
-    """Makes the batches of one sampler, on its thread. Remembers parameters in packed form, histories, and the last batch."""
+    """Make the batches of one sampler, on its thread. It keeps parameters in packed form, histories, and the last batch."""
 
     def __init__(self, vocab_size: int, device: torch.device, num_seqs: int = 0) -> None:
-        """`num_seqs`: whose histories are kept, if they are more than MOST_ROWS."""
+        """`num_seqs`: how many histories are kept, if more than MOST_ROWS."""
         self.vocab_size, self.device = vocab_size, device
         self.history = HistoryCounts(vocab_size, device, max(MOST_ROWS, num_seqs))
         self.num_messages = 0
@@ -282,12 +282,12 @@ class BatchMaker:
         self._last: tuple[list[tuple[Plan, int, int]], int, SamplingBatch] | None = None
 
     def plans(self, rows: Sequence[SampleRow]) -> list[Plan]:
-        """By identity: to hash the parameters by value would cost more than all the rest."""
+        """Return the plans by identity: hashing the parameters by value would cost more than all the rest."""
         known = self._plans
         return [known.get(id(row.params)) or self._new_plan(row.params) for row in rows]
 
     def of(self, rows: Sequence[SampleRow], plans: Sequence[Plan], unseen: Unseen | None = None) -> SamplingBatch:
-        """Of at least one row; `unseen`: one token more of each. Copies to the device, waits for nothing that runs there."""
+        """Return a batch of at least one row; `unseen`: one token more of each. Copies to the device without waiting for it."""
         if not all(plan.is_free(row) for row, plan in zip(rows, plans, strict=True)):
             self._last = None
             return self._sent(rows, plans, unseen)
@@ -329,19 +329,20 @@ class BatchMaker:
         )
 
     def _fill_in(self, message: Tensor, words: Ints, places: NDArray[np.int64], tokens: Tensor) -> None:
-        """On the device: what the host has not seen is put where it left room."""
+        """Write tokens that the host has not read to the places left for them, on the device."""
         seen = tokens.index_select(0, to_device(places, self.device))
         message.index_copy_(0, to_device(words.astype(np.int64), self.device), seen)
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Through pinned memory, so that the copy is only queued."""
+    """Copy through pinned memory, so that the copy is only queued."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _with_lists(table: Ints, rows: Sequence[SampleRow], counted: set[int], vocab_size: int, room: Ints) -> list[Ints]:
-    """The table's records, told where the lists behind it are, and those lists. `room`: behind the guesses of who is counted."""
+    """Return the table's records, with the places of the lists behind it, and those lists. `room` is behind the draft tokens of
+    counted rows."""
     parts, end, mask_of = [table.reshape(-1)], table.size, dict[int, int]()
     for place, row in enumerate(rows):
         lists = {_FORBIDDEN: _forbidden(row), _GUESSED: np.concatenate([_guessed(row), room]) if place in counted else _NONE}
@@ -352,7 +353,7 @@ def _with_lists(table: Ints, rows: Sequence[SampleRow], counted: set[int], vocab
                 end += len(tokens)
         if row.allowed is None:
             continue
-        if id(row.allowed) not in mask_of:  # choices that have not parted share one
+        if id(row.allowed) not in mask_of:  # choices that still share a sequence share one
             mask_of[id(row.allowed)] = end
             parts.append(_mask(row.allowed, vocab_size))
             end += len(parts[-1])
@@ -361,12 +362,12 @@ def _with_lists(table: Ints, rows: Sequence[SampleRow], counted: set[int], vocab
 
 
 _NONE = np.zeros(0, np.int32)
-_ROOM = np.zeros(1, np.int32)  # for a token that the host has not seen
+_ROOM = np.zeros(1, np.int32)  # room for a token that the host has not read
 
 
 def _forbidden(row: SampleRow) -> Ints:
     tokens = row.forbidden if row.index < row.params.min_tokens else ()
-    return np.minimum(np.array(sorted(tokens), np.int64), 2**31 - 1).astype(np.int32)  # beyond the vocabulary: nobody's
+    return np.minimum(np.array(sorted(tokens), np.int64), 2**31 - 1).astype(np.int32)  # ids beyond the vocabulary match no token
 
 
 def _guessed(row: SampleRow) -> Ints:
@@ -374,7 +375,7 @@ def _guessed(row: SampleRow) -> Ints:
 
 
 def _mask(allowed: NDArray[np.uint32], vocab_size: int) -> Ints:
-    """Token t is allowed if bit t % 32 of word t // 32 is set."""
+    """Return the mask: token t is allowed if bit t % 32 of word t // 32 is set."""
     words = np.zeros(-(-vocab_size // 32), np.uint32)
     words[: len(allowed)] = allowed[: len(words)]
     return words.view(np.int32)

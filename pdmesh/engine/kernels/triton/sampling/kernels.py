@@ -1,13 +1,13 @@
-"""Six kernels from logits to token ids; sampling.py launches them, `limits` stands in sampling_kernels.py.
+"""The six kernels from logits to token ids; sampler.py launches them.
 
-    greedy  (row, chunk of the vocabulary)   rows that ask for nothing else: the highest logit, and no other launch
-    count   (places)                         tokens that came since the last draw, into the counts of their sequences
+    greedy  (row, chunk of the vocabulary)   rows that are greedy only: the highest logit, and no other launch
+    count   (places)                         new tokens since the last draw, into the counts of their sequences
     adjust  (row, chunk)                     mask, penalties, forbidden tokens -> adjusted logits; each chunk's best and its id
-    limits  (row)                            the bounds of top-k and top-p, the sums of the softmaxes, if the row wants any
+    limits  (row)                            the bounds of top-k and top-p, the sums of the softmaxes, if the row needs any
     scores  (row, chunk)                     noise for what is kept; each chunk's best and its id
     pick    (row)                            the best of the chunks'; greedy rows: of adjust's
 
-No kernel asks the host for anything, no sum depends on an order that varies. No constant of a kernel comes from a request: each
+No kernel synchronizes with the host, and no sum depends on an order that varies. No kernel constant comes from a request: each
 is compiled once for a vocabulary.
 """
 
@@ -37,15 +37,15 @@ from pdmesh.engine.kernels.triton.sampling.batch import (
     seed_of,
 )
 
-# Numbers inside the sampling kernels: exponential, noise, an order on floats, the best of some. Triton functions, no launchers.
+# Functions inside the sampling kernels: exponential, noise, an order on floats, the best of some values
 #
-# All are written so that compilers have no choice: launches that use them set `enable_fp_fusion=False`.
+# All are written so that compilers cannot change their bits: launches that use them set `enable_fp_fusion=False`.
 
 
 @triton.jit
 def exp_of(x: tl.tensor) -> tl.tensor:
-    """e^x for float32 x <= 0, -infinity included; within one unit in the last place (the split of the argument and the polynomial
-    are those of Moshier, Cephes). The GPU's own is off by 1e-6 of the value where x is -20."""
+    """Return e^x for float32 x <= 0, -infinity included; within one unit in the last place (the split of the argument and the
+    polynomial are those of Moshier, Cephes). The GPU's own is off by 1e-6 of the value where x is -20."""
     near = tl.maximum(x, -104.0)  # e^-104 is 0 in float32
     n = tl.floor(near * 1.4426950408889634 + 0.5)
     r = near - n * 0.693359375
@@ -61,7 +61,7 @@ def exp_of(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def order_of(x: tl.tensor) -> tl.tensor:
-    """int64 in [0, 2^32) that is ordered as float32 x is; -0 and 0 alike."""
+    """Return int64 in [0, 2^32) that is ordered like float32 x; -0 and 0 alike."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 2147483648
 
@@ -75,8 +75,8 @@ def mix(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def random_bits(seed: tl.tensor, choice: tl.tensor, index: tl.tensor, token_ids: tl.tensor) -> tl.tensor:
-    """pdmesh/engine/sampling/counter_rng.py's random_bits: seed, choice, index scalars, token_ids int32 -> uint64 in [0,
-    2^32)."""
+    """Return random_bits of pdmesh/engine/sampling/counter_rng.py: seed, choice, index scalars, token_ids int32 -> uint64 in
+    [0, 2^32)."""
     key = mix(seed.to(tl.uint64))
     key = mix(key + (choice.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15)
     key = mix(key + (index.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15)
@@ -87,11 +87,12 @@ def random_bits(seed: tl.tensor, choice: tl.tensor, index: tl.tensor, token_ids:
 
 @triton.jit
 def gumbel_of(bits: tl.tensor) -> tl.tensor:
-    """pdmesh/engine/sampling/counter_rng.py's gumbel of random bits, float32. Both logarithms are taken in float64 and rounded,
-    so that they are right to half a unit; float32's on the GPU are useless near 1, where the largest noise comes from."""
+    """Return gumbel of pdmesh/engine/sampling/counter_rng.py for random bits, float32. Both logarithms are taken in float64 and
+    rounded, so that they are right to half a unit; float32's on the GPU are useless near 1, where the largest noise comes
+    from."""
     v = ((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10).to(tl.float64)
     rest = 1.0 - v
-    # log1p(-v) = log(rest) * -v / (1 - rest): what the subtraction rounded away comes back (Kahan).
+    # log1p(-v) = log(rest) * -v / (1 - rest): this restores what the subtraction rounded away (Kahan).
     lost = tl.where(rest == 1.0, 1.0, v / tl.where(rest == 1.0, 1.0, 1.0 - rest))
     exponential = tl.where(rest == 1.0, v, -tl.log(rest) * lost).to(tl.float32)
     return -tl.log(exponential.to(tl.float64)).to(tl.float32)
@@ -99,14 +100,14 @@ def gumbel_of(bits: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def best_of(values: tl.tensor, ids: tl.tensor, is_candidate: tl.tensor) -> tl.tensor:
-    """The highest value among candidates and its lowest id; 2^31 - 1 without candidates."""
+    """Return the highest value among candidates and its lowest id; 2^31 - 1 without candidates."""
     best = tl.max(tl.where(is_candidate, values, float("-inf")), axis=0)
     return best, tl.min(tl.where(is_candidate & (values == best), ids, 2147483647), axis=0)
 
 
 @triton.jit
 def scaled(adjusted: tl.tensor, ids: tl.tensor, highest: tl.tensor, temperature: tl.tensor, VOCAB: tl.constexpr) -> tl.tensor:
-    """Logits as the highest 0 and divided by the temperature; -infinity outside the vocabulary."""
+    """Return logits with the highest at 0, divided by the temperature; -infinity outside the vocabulary."""
     value = tl.load(adjusted + ids, mask=ids < VOCAB, other=float("-inf")) - highest
     return tl.div_rn(value, temperature)
 
@@ -126,7 +127,7 @@ def greedy_kernel(
     stride_logits: tl.tensor,
     VOCAB: tl.constexpr, NUM_CHUNKS: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Rows that ask for nothing: the last program of a row to arrive takes the best of the chunks' and leaves arrivals at 0."""
+    """Greedy rows: the last program of a row to arrive takes the best of the chunks and leaves arrivals at 0."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -135,10 +136,10 @@ def greedy_kernel(
     best, best_id = best_of(value, ids, inside)
     tl.store(best_values + row * NUM_CHUNKS + chunk, best)
     tl.store(best_ids + row * NUM_CHUNKS + chunk, best_id)
-    tl.debug_barrier()  # all threads have stored before one of them says so
+    tl.debug_barrier()  # all threads have stored before one of them reports it
     arrived = tl.atomic_add(arrivals + row, 1, sem="acq_rel")
     if arrived == NUM_CHUNKS - 1:
-        tl.store(arrivals + row, 0)  # for the next launch
+        tl.store(arrivals + row, 0)  # reset for the next launch
         chunks = tl.arange(0, CHUNKS)
         is_chunk = chunks < NUM_CHUNKS
         values = tl.load(best_values + row * NUM_CHUNKS + chunks, mask=is_chunk, other=float("-inf"), cache_modifier=".cg")
@@ -152,7 +153,7 @@ def count_kernel(
     counts: tl.tensor, message: tl.tensor, first_place: tl.tensor, num_prompt: tl.tensor, num_places: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Places in the flat counts, the first `num_prompt` of prompts, the others of outputs. Integers: no order matters."""
+    """Count places in the flat counts, the first `num_prompt` of prompts, the others of outputs. Integers: no order matters."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     place = tl.load(message + first_place + at, mask=at < num_places, other=0)
     tl.atomic_or(counts + place, 0x40000000, mask=at < num_prompt, sem="relaxed")
@@ -188,7 +189,7 @@ def adjust_kernel(
         drawn = seen & 0x3FFFFFFF
         lower = value - float_at(record, FREQUENCY) * drawn.to(tl.float32) - float_at(record, PRESENCE)
         value = tl.where(drawn != 0, lower, value)
-    # At run time: how many there are is a client's to say, and a constant would be a kernel of its own for each number.
+    # At run time: the client chooses how many there are, and a constant would be a kernel of its own for each number.
     place = tl.load(record + FORBIDDEN)
     while place < tl.load(record + FORBIDDEN + 1):
         value = tl.where(ids == tl.load(message + place), float("-inf"), value)
@@ -240,7 +241,7 @@ def pick_kernel(
     chunks = tl.arange(0, CHUNKS)
     at = row * NUM_CHUNKS + chunks
     inside = chunks < NUM_CHUNKS
-    # A branch, as the interpreter makes numbers of a scalar condition that is spread over a block.
+    # A branch, because the interpreter turns a scalar condition that is broadcast over a block into numbers.
     if float_at(message + row * WORDS, TEMPERATURE) == 0.0:
         values = tl.load(best_values + at, mask=inside, other=float("-inf"))
         ids = tl.load(best_ids + at, mask=inside, other=2147483647)
@@ -248,24 +249,25 @@ def pick_kernel(
         values = tl.load(score_values + at, mask=inside, other=float("-inf"))
         ids = tl.load(score_ids + at, mask=inside, other=2147483647)
     _, token = best_of(values, ids, ids < 2147483647)
-    tl.store(tokens + row, tl.where(token == 2147483647, 0, token))  # a row of NaN has no best, and must name a token
+    tl.store(tokens + row, tl.where(token == 2147483647, 0, token))  # a row of NaN has no best, but must return a token
 
 
 settle_keys(globals())
 
 
-# Where top-k and top-p end, by one program a row: the one kernel of sampling_kernels.py's that is not spread over the row.
+# The bounds of top-k and top-p, by one program a row: the only kernel that is not spread over the row
 #
-# Top-k is a radix selection, 4 passes of 8 bits over the row, from the L2 cache. Top-p first packs what can be in the set (see
-# pdmesh/engine/logits.keep_top_p: probability at least (1 - p) / V; rarely more than a few thousand tokens) and bisects the bits
-# of a probability over the packed ones. No sum depends on an order that varies.
+# Top-k is a radix selection, 4 passes of 8 bits over the row, from the L2 cache. Top-p first packs tokens that can be in the set
+# (see pdmesh.engine.sampling.sampler.keep_top_p: probability at least (1 - p) / V; rarely more than a few thousand tokens) and
+# bisects the bits of a probability over the packed ones. No sum depends on an order that varies.
 
 
 @triton.jit
 def _kth(
     adjusted: tl.tensor, highest: tl.tensor, temperature: tl.tensor, top_k: tl.tensor, VOCAB: tl.constexpr, CHUNK: tl.constexpr
 ) -> tl.tensor:
-    """order_of the k-th highest scaled logit: its four bytes from the highest, each by a histogram of those that agree so far."""
+    """Return order_of the k-th highest scaled logit: its four bytes from the highest, each by a histogram of those that agree so
+    far."""
     found = tl.zeros([], tl.int64)
     wanted = top_k
     digits = tl.arange(0, 256)
@@ -287,7 +289,7 @@ def _kth(
 def _softmax_sum(
     adjusted: tl.tensor, highest: tl.tensor, temperature: tl.tensor, kth: tl.tensor, VOCAB: tl.constexpr, CHUNK: tl.constexpr
 ) -> tl.tensor:  # fmt: skip
-    """Of what top-k keeps: the sum of exponentials, added in float64 and rounded to float32."""
+    """Return the sum of exponentials that top-k keeps, added in float64 and rounded to float32."""
     total = tl.zeros([], tl.float64)
     for start in range(0, VOCAB, CHUNK):
         x = scaled(adjusted, start + tl.arange(0, CHUNK), highest, temperature, VOCAB)
@@ -297,7 +299,7 @@ def _softmax_sum(
 
 @triton.jit
 def _mass_above(packed: tl.tensor, count: tl.tensor, bits: tl.tensor, CHUNK: tl.constexpr) -> tl.tensor:
-    """The sum, in float64, of packed probabilities whose bits are higher."""
+    """Return the sum, in float64, of packed probabilities whose bits are higher."""
     total = tl.zeros([], tl.float64)
     start = tl.zeros([], tl.int32)
     while start < count:
@@ -318,8 +320,8 @@ def _last_tie(
     top_p: tl.tensor,
     CHUNK: tl.constexpr,
 ) -> tl.tensor:
-    """Among equals of the least likely that are in the set, the highest id that still is: as pdmesh/engine/logits counts, the
-    mass up to and with a token, rounded to float32, less its own is below p. -1: none of them."""
+    """Return the highest id of the set among equals of its least likely token: as keep_top_p counts, the mass up to and with a
+    token, rounded to float32, less its own is below p. -1: none of them."""
     last = tl.full([], -1, tl.int32)
     rank = tl.zeros([], tl.int32)
     start = tl.zeros([], tl.int32)
@@ -342,7 +344,7 @@ def limits_kernel(
     message: tl.tensor,
     VOCAB: tl.constexpr, NUM_CHUNKS: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """int_limits [R, 3] int64: order_of the k-th; bits of the least probability kept; of its equals, the highest id kept.
+    """Write int_limits [R, 3] int64: order_of the k-th; bits of the least probability kept; of its equals, the highest id kept.
     sums [R, 2] float32: of the exponentials that top-k keeps, and that top-p keeps."""
     row = tl.program_id(0).to(tl.int64)
     record = message + row * WORDS
@@ -378,8 +380,8 @@ def limits_kernel(
                 tl.store(packed_ids + at, ids, mask=is_candidate)
                 count += tl.sum(is_candidate.to(tl.int32), axis=0)
             tl.debug_barrier()  # other threads read what these stored
-            # The least bits above which there is less mass than p: those of a token's probability, or the floor's. A little more
-            # than p, because the comparison that counts, _last_tie's, rounds.
+            # The least bits above which there is less mass than p: those of a token's probability, or the floor's; a little more
+            # than p, because the deciding comparison, _last_tie's, rounds.
             least = floor.to(tl.int32, bitcast=True)
             high = likeliest.to(tl.int32, bitcast=True)
             enough = top_p.to(tl.float64) + 2.384185791015625e-7

@@ -1,25 +1,24 @@
-"""Drawing tokens on the device: pdmesh/engine/sampling/sampler.py's rules, without a word from the host between logits and token
-ids.
+"""Sampling on the device by the rules of pdmesh/engine/sampling/sampler.py, without synchronizing between logits and token ids.
 
-`sampling.py` has the launches; `DeviceSampler` is what the runner calls. It keeps what stays from step to step on the
-device (sampling_batch.py, sampling_batch.py), and brings back what it returns, log-probabilities included, in one copy.
+`DeviceSampler` is what the runner calls. It keeps on the device what stays from step to step (batch.py), and copies the results
+to the host, log-probabilities included, in one copy.
 
-Which tokens agree with pdmesh.engine.sampling.sampler.Sampler. All choices are by the same rules, ties included, and the random
+Which tokens agree with pdmesh.engine.sampling.sampler.Sampler: all choices are by the same rules, ties included, and the random
 bits are the same. Exponentials, logarithms and sums of exponentials are float32 numbers that two libraries may round
-differently, by some 2^-23 of themselves. So a token may differ where the outcome hangs on that: two scores within about 2^-20 of
+differently, by some 2^-23 of themselves. So a token may differ where that decides: two scores within about 2^-20 of
 each other, or a probability as close to the bound of top-p or min-p. Bits do not depend on the batch: a row is computed by
 programs of its own.
 
-What a step costs beside its logits: rows that are all greedy and no more are one launch, and no message. Where some are drawn at
+The cost of a step besides its logits: rows that are greedy only are one launch, and no message. Where some are drawn at
 random it is four launches, and a message of 72 bytes a row when the rows change; penalties add a launch, a message each step
-with the tokens that came since, and 4 bytes a token of the vocabulary to read.
+with the new tokens, and 4 bytes a token of the vocabulary to read.
 
 Bytes: adjust reads and writes a row once and scores reads it once, 12 bytes a token: 1.5 MB a row of 128 k, which a batch of 64
 moves in 25 microseconds at 4 TB/s. The limit of random draws is elsewhere: top-k reads the row four times more, top-p or min-p
 once more, top-p twice again, and one multiprocessor does all of a row. A pass computes an exponential or a histogram of 128 k
 numbers on it: about 30 microseconds by counting instructions (not measured), so that top-p alone takes some 0.1 ms and with top-k
-0.2 ms a step, however few the rows; 132 rows take as long as one. To spread a row over several programs, its float64 sums would
-have to be added by chunks in their order, so that bits still depend on the row alone; that is not done.
+0.2 ms a step, however few the rows; 132 rows take as long as one. If a row were spread over several programs, its float64 sums
+would have to be added by chunks in their order, so that bits still depend on the row alone; that is not done.
 """
 
 from __future__ import annotations
@@ -45,16 +44,16 @@ from pdmesh.engine.outputs import TokenLogprobs
 from pdmesh.engine.request import SamplingParams
 from pdmesh.engine.sampling.sampler import SampledToken, SampleRow, Unseen
 
-# Launches of the sampling kernels into buffers that stay. They only launch: a CUDA graph may hold them.
+# Launches of the sampling kernels into buffers that stay. They only launch, so a CUDA graph may contain them.
 
 
 CHUNK = 4096
-_PLACES = 256  # to count, of one program
+_PLACES = 256  # places to count of one program
 
 
 @dataclass(frozen=True)
 class GreedyScratch:
-    """Buffers of `greedy` for up to R rows."""
+    """Hold the buffers of `greedy` for up to R rows."""
 
     best_values: Tensor  # [R, chunks] float32
     best_ids: Tensor  # [R, chunks] int32
@@ -78,12 +77,12 @@ class GreedyScratch:
 
 @dataclass(frozen=True)
 class SamplingScratch:
-    """Buffers of `draw` for up to R rows: 12 bytes a row and token of the vocabulary. One draw at a time."""
+    """Hold the buffers of `draw` for up to R rows: 12 bytes a row and token of the vocabulary. One draw at a time."""
 
     adjusted: Tensor  # [R, V] float32
     packed: Tensor  # [R, V] float32: probabilities that may be in top-p's set
-    packed_ids: Tensor  # [R, V] int32: whose
-    best_values: Tensor  # [R, chunks] float32: of adjusted logits
+    packed_ids: Tensor  # [R, V] int32: their token ids
+    best_values: Tensor  # [R, chunks] float32: the best adjusted logits
     best_ids: Tensor  # [R, chunks] int32
     score_values: Tensor  # [R, chunks] float32
     score_ids: Tensor  # [R, chunks] int32
@@ -110,7 +109,7 @@ class SamplingScratch:
 
 
 def greedy(logits: Tensor, scratch: GreedyScratch, *, chunk: int = CHUNK) -> Tensor:
-    """logits [R, V] -> the id of each row's highest, the lowest among equals: [R] int32, on the device. One launch.
+    """Return the id of each row's highest logit of [R, V], the lowest among equals: [R] int32, on the device. One launch.
 
     Raises ValueError where shapes do not fit. `chunk`: tokens of a program, the same as the scratch's.
     """
@@ -128,9 +127,10 @@ def greedy(logits: Tensor, scratch: GreedyScratch, *, chunk: int = CHUNK) -> Ten
 
 
 def draw(logits: Tensor, batch: SamplingBatch, scratch: SamplingScratch, *, chunk: int = CHUNK) -> Tensor:
-    """logits [R, V], of which rows are contiguous and unchanged, float32 or narrower -> tokens [R] int32, on the device.
+    """Draw from logits [R, V], of which rows are contiguous and unchanged, float32 or narrower -> tokens [R] int32, on the
+    device.
 
-    Counts what the batch has to count: once a batch. Raises ValueError where shapes do not fit. `chunk`: as the scratch's.
+    Counts what the batch has to count, once a batch. Raises ValueError where shapes do not fit. `chunk`: as the scratch's.
     """
     _check(logits, batch, scratch, chunk)
     num_rows, vocab_size = logits.shape
@@ -160,7 +160,7 @@ def draw(logits: Tensor, batch: SamplingBatch, scratch: SamplingScratch, *, chun
 
 
 def _stride(logits: Tensor) -> int:
-    """Of rows. A single row's is anything, and must not be a kernel of its own."""
+    """Return the stride of rows. A single row's is arbitrary, and must not lead to a kernel of its own."""
     return logits.stride(0) if logits.shape[0] > 1 else logits.shape[1]
 
 
@@ -180,10 +180,10 @@ def _check(logits: Tensor, batch: SamplingBatch, scratch: SamplingScratch, chunk
 
 
 class DeviceDrawing:
-    """What was drawn by launches already queued, on its way to the host."""
+    """Tokens drawn by launches that are queued, on their way to the host."""
 
     def __init__(self, tokens: Tensor, told: Tensor | None = None, counts: Sequence[int | None] = ()) -> None:
-        """tokens [R] int32, on the device; `told`: what `_told` packs of rows that asked for log-probabilities."""
+        """tokens [R] int32, on the device; `told` is the result of `_told` for rows with log-probabilities."""
         self.tokens, self._counts = tokens, counts
         self._event: torch.cuda.Event | None = None
         self._host = source = tokens if told is None else told
@@ -194,7 +194,7 @@ class DeviceDrawing:
             self._event.record()
 
     def finish(self) -> list[SampledToken]:
-        """Waits for these draws, not for what was queued behind them."""
+        """Wait for these draws, not for what was queued behind them."""
         if self._event is not None:
             self._event.synchronize()
         if self._counts:
@@ -203,11 +203,11 @@ class DeviceDrawing:
 
 
 class DeviceSampler:
-    """pdmesh.engine.runner.model_runner.TokenSampler. Not for two threads at once: it keeps its buffers from call to call."""
+    """Implement TokenSampler of the model runner. Not for two threads at once: it keeps its buffers from call to call."""
 
     def __init__(self, chunk: int = CHUNK, num_seqs: int = 0) -> None:
-        """`chunk`: tokens of the vocabulary that one program takes, a power of two. `num_seqs`: for which buffers have room from
-        their first use on, as each that grows leaves pieces behind in which no larger one has room."""
+        """`chunk`: tokens of the vocabulary that one program takes, a power of two. `num_seqs`: how many sequences the buffers
+        have room for from their first use on, as each buffer that grows leaves a freed one behind that is too small for reuse."""
         self._chunk, self._num_seqs = chunk, num_seqs
         self._scratch: SamplingScratch | None = None
         self._greedy_scratch: GreedyScratch | None = None
@@ -215,19 +215,22 @@ class DeviceSampler:
 
     @torch.inference_mode()
     def prepare(self, vocab_size: int, device: torch.device) -> None:
-        """Compiles all that draws from such logits will ever launch, by drawing from some: seconds, where nothing is cached."""
+        """Compile all that sampling from such logits will ever launch, by sampling from some: seconds, where nothing is
+        cached."""
         logits = torch.zeros((1, vocab_size), device=device)
         for row in _rows_of_all_kinds(vocab_size):
             self.sample(logits, [row])
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
-        """logits [R, V] float32, one SampleRow for each -> R tokens. The logits are not changed. Greedy ties: the lowest id."""
+        """Sample logits [R, V] float32, one SampleRow each -> R tokens. The logits are not changed. Greedy ties: the lowest
+        id."""
         return self.start(logits, rows).finish() if rows else []
 
     @torch.inference_mode()
     def start(self, logits: Tensor, rows: Sequence[SampleRow], unseen: Unseen | None = None) -> DeviceDrawing:
-        """As `sample`, without waiting; of one row at least. The logits may change after. `unseen`: one token more of each."""
+        """Start `sample` without waiting, for at least one row. The logits may change afterwards. `unseen`: one token more of
+        each."""
         tokens = self._drawn(logits, rows, unseen)
         counts = [row.params.logprobs for row in rows]
         if all(count is None for count in counts):
@@ -264,12 +267,12 @@ class DeviceSampler:
 
 
 def _aligned(logits: Tensor) -> Tensor:
-    """Where a kernel for aligned addresses can read them: a model's are; a view of some rows may not be."""
+    """Return logits at an aligned address, which the kernels need: a model's are; a view of some rows may not be."""
     return logits if logits.data_ptr() % 16 == 0 else logits.clone()
 
 
 def _rows_of_all_kinds(vocab_size: int) -> list[SampleRow]:
-    """One that is greedy and no more, one that asks for everything."""
+    """Return a row that is greedy only, and one that uses everything."""
     plain = SamplingParams(temperature=0.0, max_tokens=1)
     everything = SamplingParams(
         temperature=1.0, top_k=2, top_p=0.9, min_p=0.1, repetition_penalty=1.1, presence_penalty=0.1, frequency_penalty=0.1,
@@ -284,14 +287,14 @@ def _rows_of_all_kinds(vocab_size: int) -> list[SampleRow]:
 
 
 def _told(logits: Tensor, tokens: Tensor, counts: Sequence[int | None]) -> Tensor:
-    """int32, on the device: tokens [R], then of the raw logits [R, V] a line of `_likeliest` for each row that asked for `count`
-    likeliest tokens beside."""
+    """Return int32, on the device: tokens [R], then of the raw logits [R, V] a line of `_likeliest` for each row that asked for
+    `count` likeliest tokens besides its own."""
     asked, most = _asked(counts), min(_most(counts), logits.shape[1])
     return torch.cat((tokens, _likeliest(logits, tokens, to_device(np.array(asked, np.int64), logits.device), most).flatten()))
 
 
 def _unpacked(host: Tensor, counts: Sequence[int | None]) -> list[SampledToken]:
-    """From what `_told` packed for these counts."""
+    """Unpack what `_told` packed for these counts."""
     asked, ids = _asked(counts), host[: len(counts)].tolist()
     lines = host[len(counts) :].view(len(asked), -1)
     most = (lines.shape[1] - 1) // 2
@@ -308,8 +311,8 @@ def _most(counts: Sequence[int | None]) -> int:
 
 
 def _likeliest(logits: Tensor, tokens: Tensor, asked: Tensor, most: int) -> Tensor:
-    """[A, 1 + 2 * most] int32 of the rows `asked` [A]: the bits of the drawn token's log-probability, ids of the likeliest (the
-    lowest first among equals), the bits of their log-probabilities."""
+    """Return [A, 1 + 2 * most] int32 of the rows `asked` [A]: the bits of the drawn token's log-probability, ids of the likeliest
+    (the lowest first among equals), the bits of their log-probabilities."""
     logprobs = logits.index_select(0, asked).float().log_softmax(-1)
     drawn = tokens.index_select(0, asked).long()
     ids = _keys(logprobs).topk(most).indices
@@ -327,7 +330,7 @@ def _keys(values: Tensor) -> Tensor:
 
 
 def _listed(line: Tensor, token: int, count: int) -> TokenLogprobs:
-    """From one line of `_likeliest`."""
+    """Unpack one line of `_likeliest`."""
     most = (len(line) - 1) // 2
     values = line.view(torch.float32).tolist()
     return TokenLogprobs((token, values[0]), tuple(zip(line[1 : 1 + count].tolist(), values[1 + most :][:count], strict=True)))
