@@ -10,7 +10,7 @@ TORCH_FREE = [
     "pdmesh.simulator.main",
     "pdmesh.autoscaler.policy.policy",
     "pdmesh.text.tokenizer",
-    "pdmesh.text.stop",
+    "pdmesh.text.detokenizer",
     "pdmesh.client",
     "pdmesh.console.main",
     "pdmesh.runtime.rpc.server",

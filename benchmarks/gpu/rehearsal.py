@@ -28,7 +28,7 @@ from pdmesh.engine.kernels.triton.cuda_graphs import DecodeGraphs, DecodeSizes
 from pdmesh.engine.kernels.triton.sampling.sampler import DeviceSampler
 from pdmesh.engine.kernels.triton.step import TritonStep
 from pdmesh.engine.kernels.triton.warmup import warm, warm_moves
-from pdmesh.engine.kv_cache.ipc_pool import NUM_SUMS, Blocks
+from pdmesh.engine.kv_cache.block_moves import NUM_SUMS, Blocks
 from pdmesh.engine.models.config import ModelConfig
 from pdmesh.engine.sampling.sampler import SampledToken, SampleRow
 

@@ -17,7 +17,8 @@ from pdmesh.engine.kernels.triton.cuda_graphs import DecodeSizes, make_recorder
 from pdmesh.engine.kernels.triton.linear.linear import make_triton_linear
 from pdmesh.engine.kernels.triton.model import TritonModel
 from pdmesh.engine.kernels.triton.piecewise_graphs import token_buckets
-from pdmesh.engine.loader.loader import LoadedModel, TorchBuilder
+from pdmesh.engine.loader.builder import TorchBuilder
+from pdmesh.engine.loader.loader import LoadedModel
 from pdmesh.engine.loader.quantize import Fp8Weight, Int4Weight, Int8Weight
 from pdmesh.engine.loader.triton import QuantizedMaps
 from pdmesh.engine.memory import effective_max_context

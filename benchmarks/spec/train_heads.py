@@ -25,7 +25,8 @@ from benchmarks.spec.train_heads_data import Outputs, Plan, generate
 from benchmarks.spec.train_heads_eval import follow
 from benchmarks.spec.train_heads_net import Course, Net, Shape, Target, Trainer
 from pdmesh.engine.config import EngineConfig
-from pdmesh.engine.loader.loader import LoadedModel, load_model, open_checkpoint
+from pdmesh.engine.loader.builder import open_checkpoint
+from pdmesh.engine.loader.loader import LoadedModel, load_model
 from pdmesh.engine.speculation.draft_heads.reference import TorchHeads, begin_states
 from pdmesh.engine.speculation.draft_heads.weights import FILE, KINDS, DraftHeads, save_heads
 from pdmesh.models.registry import DEFAULT_MODEL, ModelError, ensure_model

@@ -24,7 +24,7 @@ from pdmesh.simulator.request import End, Request
 from pdmesh.simulator.routers.routing import EPOCH, MODEL
 from pdmesh.simulator.settings import MeshSettings
 from pdmesh.simulator.workers.spec import WorkerSpec
-from pdmesh.simulator.workers.stats import Figures
+from pdmesh.simulator.workers.worker import Figures
 from pdmesh.v1 import mesh_pb2
 from router.flow_control.slo_admission import BATCH
 from router.telemetry.traffic import ModelTraffic, Visit, traffic_status

@@ -19,8 +19,7 @@ from pdmesh.simulator.routers.router import Router, goals
 from pdmesh.simulator.routers.routing import SimulatedRouting
 from pdmesh.simulator.settings import MeshSettings
 from pdmesh.simulator.workers.spec import WorkerSpec
-from pdmesh.simulator.workers.stats import Figures, figures_of
-from pdmesh.simulator.workers.worker import ModelledWorker
+from pdmesh.simulator.workers.worker import Figures, ModelledWorker, figures_of
 
 # Pods by pool, and what they cost: seconds that each was there, from its start to its end. Pure.
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 # Decoders of `tokenizer.json` as transducers: one token in, the text that has become certain out.
 #
@@ -300,3 +301,141 @@ def _feed(stages: Sequence[Stage], pieces: Sequence[str]) -> Sequence[str]:
     for stage in stages:
         pieces = [out for piece in pieces for out in stage.push(piece)]
     return pieces
+
+
+# Stop strings in a stream of text.
+#
+# The stop string that is *complete first*, reading character by character, ends the text; of several that complete with the same
+# character the longest counts (it starts earliest, so the least is emitted). This rule needs no look-ahead, so the result
+# depends on the characters alone, not on how they were grouped into tokens and deltas, and a replayed history decides alike.
+#
+# Algorithm: Aho and Corasick, "Efficient string matching: an aid to bibliographic search", CACM 18(6), 1975. The depth of the
+# automaton's state is the length of the longest suffix that begins a stop string: just that much is held back.
+
+
+class StopResult(NamedTuple):
+    """Text that may go out, and the stop string that ended it, if one did."""
+
+    text: str
+    matched: str | None
+
+
+class StopChecker:
+    """Watches one stream for any of `stop`, a few non-empty strings."""
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        if "" in stop:
+            raise ValueError("stop: an empty string would end every output before it begins; leave it out")
+        self._automaton = _Automaton(stop)
+        self._state = 0
+        self._held = ""
+        self._matched: str | None = None
+
+    @property
+    def matched(self) -> str | None:
+        """The stop string that ended the stream; None while it goes on."""
+        return self._matched
+
+    def push(self, text: str) -> StopResult:
+        """What may go out after `text`. From a match on everything is swallowed."""
+        if self._matched is not None:
+            return StopResult("", self._matched)
+        if not self._state and self._automaton.first_characters.isdisjoint(text):
+            return StopResult(text, None)
+        return self._scan(text)
+
+    def flush(self) -> str:
+        """The text held back, at the end of the stream."""
+        held, self._held, self._state = self._held, "", 0
+        return held
+
+    def _scan(self, text: str) -> StopResult:
+        pending = self._held + text
+        for position, character in enumerate(text, start=len(self._held) + 1):
+            self._state = self._automaton.next_state(self._state, character)
+            self._matched = self._automaton.complete[self._state]
+            if self._matched is not None:
+                self._held = ""
+                return StopResult(pending[: position - len(self._matched)], self._matched)
+        num_safe = len(pending) - self._automaton.depth[self._state]
+        self._held = pending[num_safe:]
+        return StopResult(pending[:num_safe], None)
+
+
+class _Automaton:
+    """State 0 is the root. `complete[s]` is the longest stop string that ends in state s, or None."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self._edges: list[dict[str, int]] = [{}]
+        self._fallback = [0]
+        self.depth = [0]
+        self.complete: list[str | None] = [None]
+        for word in words:
+            self._add(word)
+        self.first_characters = frozenset(self._edges[0])
+        self._link()
+
+    def next_state(self, state: int, character: str) -> int:
+        while state and character not in self._edges[state]:
+            state = self._fallback[state]
+        return self._edges[state].get(character, 0)
+
+    def _add(self, word: str) -> None:
+        state = 0
+        for character in word:
+            if character not in self._edges[state]:
+                self._edges[state][character] = len(self._edges)
+                self._edges.append({})
+                self._fallback.append(0)
+                self.depth.append(self.depth[state] + 1)
+                self.complete.append(None)
+            state = self._edges[state][character]
+        self.complete[state] = word
+
+    def _link(self) -> None:
+        """Sets fallbacks breadth first: a state's fallback is shallower, so it is final when it is needed."""
+        queue = deque(self._edges[0].values())
+        while queue:
+            state = queue.popleft()
+            for character, child in self._edges[state].items():
+                self._fallback[child] = self.next_state(self._fallback[state], character)
+                queue.append(child)
+            if self.complete[state] is None:
+                self.complete[state] = self.complete[self._fallback[state]]
+
+
+# The text of one choice: detokenizer and stop strings together.
+
+
+class ChoiceText:
+    """Turns a choice's tokens into text that may go out.
+
+    Args:
+        tokenizer: of the model.
+        stop: stop strings; the output ends before the first that appears (see `pdmesh.text.detokenizer`).
+        silent_token_ids: end-of-sequence and stop tokens: part of the ids, never of the text. Special tokens have no text anyway.
+
+    A function of the tokens alone: a resumed stream that replays its history is in the same state.
+    """
+
+    def __init__(self, tokenizer: DetokenizerSource, stop: Sequence[str] = (), silent_token_ids: Collection[int] = ()) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer)
+        self._stop = StopChecker(stop)
+        self._can_stop = bool(stop)
+        self._silent = frozenset(silent_token_ids)
+
+    @property
+    def matched(self) -> str | None:
+        """The stop string that ended the text; None while it goes on. May be set by `finish`, too."""
+        return self._stop.matched
+
+    def push(self, token_id: int) -> StopResult:
+        """(text that may go out with this token, the stop string that it completed or None)."""
+        if token_id in self._silent:
+            return StopResult("", self._stop.matched)
+        text = self._detokenizer.push(token_id)
+        return self._stop.push(text) if self._can_stop else StopResult(text, None)
+
+    def finish(self) -> str:
+        """What was held back, when the choice has ended; empty after a match."""
+        return self._stop.push(self._detokenizer.flush()).text + self._stop.flush()

@@ -17,7 +17,8 @@ import torch
 
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.engine import Engine
-from pdmesh.engine.loader.loader import Progress, load_model
+from pdmesh.engine.loader.builder import Progress
+from pdmesh.engine.loader.loader import load_model
 from pdmesh.engine.speculation.registry import check_speculation, names_for
 from pdmesh.runtime import log
 from pdmesh.runtime.config import ConfigError, load

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pdmesh.text.stop import ChoiceText
+from pdmesh.text.detokenizer import ChoiceText
 from pdmesh.v1 import common_pb2, mesh_pb2
 from router.tokenization.prepared_request import PreparedRequest
 

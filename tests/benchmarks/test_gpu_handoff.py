@@ -18,7 +18,8 @@ from benchmarks.gpu.shapes import FULL, TINY
 from kvtransfer.errors import PushFailed
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.kv_cache.pool import KVPool
-from pdmesh.engine.loader.loader import LoadedModel, TorchBuilder
+from pdmesh.engine.loader.builder import TorchBuilder
+from pdmesh.engine.loader.loader import LoadedModel
 from pdmesh.engine.memory import effective_max_context
 from pdmesh.text.block_hash import hash_block
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdmesh.engine.loader.loader import open_checkpoint
+from pdmesh.engine.loader.builder import open_checkpoint
 from pdmesh.engine.models.layers import rms_norm
 from tests.engine.backends import BACKENDS, needs_native
 from tests.engine.paged_loop import Chunk, PagedLoop, load, make_batch

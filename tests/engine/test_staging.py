@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pdmesh.engine.errors import IntegrityError
-from pdmesh.engine.kv_cache.copies import IndexedBlocks, Move, Piece
+from pdmesh.engine.kv_cache.block_moves import Move
+from pdmesh.engine.kv_cache.copies import IndexedBlocks, Piece
 from pdmesh.engine.kv_cache.staging import Marks, Staging, StagingSizes
 from pdmesh.engine.kv_cache.streams import InOrder, Mark
 from tests.support.reordering import ReorderingStreams

@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.loader.builder import open_checkpoint
 from pdmesh.engine.loader.gguf import GgufSource, convert_gguf_weights
-from pdmesh.engine.loader.loader import load_model, open_checkpoint
+from pdmesh.engine.loader.loader import load_model
 from pdmesh.engine.loader.safetensors import MissingTensor, SafetensorsSource
 from pdmesh.engine.models.decoder import DecoderModel
 from tests.engine.backends import needs_native

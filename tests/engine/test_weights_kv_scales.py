@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pdmesh.engine.loader.builder import open_checkpoint
 from pdmesh.engine.loader.kv_scales import known_scales, pool_scales, read_kv_scales
-from pdmesh.engine.loader.loader import open_checkpoint
 from pdmesh.engine.loader.safetensors import WeightSource
 from tests.support.tiny_models import make_tiny_model
 

@@ -25,8 +25,9 @@ from kvtransfer.staging import StagedMemory
 from kvtransfer.transports import common, peer_pool_cache
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
 from kvtransfer.transports.peer_pool_cache import OpenedPools
+from pdmesh.engine.kv_cache.block_moves import Blocks
 from pdmesh.engine.kv_cache.cuda_ipc import NotShared
-from pdmesh.engine.kv_cache.ipc_pool import Blocks, IndexedSums, PeerPool, ShownPool
+from pdmesh.engine.kv_cache.ipc_pool import IndexedSums, PeerPool, ShownPool
 from pdmesh.engine.kv_cache.streams import InOrder, Streams
 from pdmesh.v1 import transfer_pb2
 from tests.kvtransfer.endpoints import CHOICES, World, nothing_left, running, until

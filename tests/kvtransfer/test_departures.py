@@ -20,7 +20,8 @@ from kvtransfer.sender import sender
 from kvtransfer.sender.push import PushJob, PushResult
 from kvtransfer.sender.send_queue import FirstTokensDrawn, KVReadiness, Ready, Told
 from kvtransfer.transports.common import InlineIncoming, InlineOutgoing
-from pdmesh.engine.kv_cache.copies import IndexedBlocks, Move
+from pdmesh.engine.kv_cache.block_moves import Move
+from pdmesh.engine.kv_cache.copies import IndexedBlocks
 from pdmesh.engine.kv_cache.staging import Staging
 from pdmesh.engine.kv_cache.streams import InOrder
 from pdmesh.v1 import transfer_pb2

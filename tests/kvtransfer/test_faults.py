@@ -27,7 +27,8 @@ from kvtransfer.transports.nixl.transport import NixlIncoming
 from kvtransfer.transports.registry import GRPC, socket_transports
 from kvtransfer.transports.shm import ShmIncoming
 from kvtransfer.transports.tcp import TcpTransport
-from pdmesh.engine.kv_cache.ipc_pool import Blocks, IndexedSums
+from pdmesh.engine.kv_cache.block_moves import Blocks
+from pdmesh.engine.kv_cache.ipc_pool import IndexedSums
 from pdmesh.v1 import common_pb2, transfer_pb2
 from tests.kvtransfer.endpoints import World, at_part, grpc_server, nothing_left, running, until
 

@@ -24,7 +24,8 @@ from kvtransfer.transports.nixl import transport as nixl
 from kvtransfer.transports.nixl.agent import Place
 from kvtransfer.transports.nixl.device import NUM_ROOMS, DeviceReader
 from kvtransfer.transports.nixl.transport import NixlTransport
-from pdmesh.engine.kv_cache.ipc_pool import Blocks, IndexedSums, ShownPool
+from pdmesh.engine.kv_cache.block_moves import Blocks
+from pdmesh.engine.kv_cache.ipc_pool import IndexedSums, ShownPool
 from pdmesh.engine.kv_cache.streams import InOrder
 from pdmesh.v1 import transfer_pb2
 from tests.kvtransfer.endpoints import RawPeer, World, nothing_left, running, until

@@ -8,7 +8,7 @@ from pdmesh.simulator.request import Request
 from pdmesh.simulator.routers.routing import Ledger, SimulatedRouting
 from pdmesh.simulator.settings import MeshSettings
 from pdmesh.simulator.workers import worker
-from pdmesh.simulator.workers.stats import Figures
+from pdmesh.simulator.workers.worker import Figures
 from router.fleet.worker import Dispatched
 from tests.simulator.specs import LARGE
 

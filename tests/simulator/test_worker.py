@@ -10,8 +10,7 @@ from pdmesh.planning.latency_model import Work
 from pdmesh.simulator.events import EventQueue
 from pdmesh.simulator.workers.kv_room import Sequence
 from pdmesh.simulator.workers.spec import WorkerSpec
-from pdmesh.simulator.workers.stats import figures_of
-from pdmesh.simulator.workers.worker import ModelledWorker
+from pdmesh.simulator.workers.worker import ModelledWorker, figures_of
 from tests.simulator.naive_worker import Job, NaiveWorker
 from tests.simulator.specs import SMALL
 

@@ -14,9 +14,10 @@ from torch import Tensor
 from kvtransfer.manifest import shape_of
 from kvtransfer.native.library import address_of
 from kvtransfer.staging import StagedMemory
+from pdmesh.engine.kv_cache.block_moves import SummedCopies
 from pdmesh.engine.kv_cache.copies import IndexedBlocks
 from pdmesh.engine.kv_cache.cuda_ipc import NotShared, PoolHandle
-from pdmesh.engine.kv_cache.ipc_pool import IndexedSums, ShownPool, SummedCopies
+from pdmesh.engine.kv_cache.ipc_pool import IndexedSums, ShownPool
 from pdmesh.engine.kv_cache.staging import Marks, Staging, StagingSizes
 from pdmesh.engine.kv_cache.streams import InOrder, Streams
 from tests.support.kv_memory import FakeKVMemory

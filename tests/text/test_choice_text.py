@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdmesh.text.stop import ChoiceText
+from pdmesh.text.detokenizer import ChoiceText
 from tests.text.samples import make_tokenizer
 
 TOKENIZER = make_tokenizer("byte_level")

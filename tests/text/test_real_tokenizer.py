@@ -6,7 +6,7 @@ import pytest
 
 from pdmesh.models.catalogue import SMOLLM2, cache_folder, is_complete
 from pdmesh.text.chat_template import Message
-from pdmesh.text.stop import ChoiceText
+from pdmesh.text.detokenizer import ChoiceText
 from pdmesh.text.tokenizer import Tokenizer
 
 FOLDER = cache_folder() / "models" / SMOLLM2.name

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdmesh.text.stop import StopChecker
+from pdmesh.text.detokenizer import StopChecker
 
 
 def run(stop: list[str], pieces: list[str]) -> tuple[str, str | None]:

@@ -17,62 +17,9 @@ import torch
 from torch import Tensor
 
 from pdmesh.engine.kernels.triton.support import why_not_here
+from pdmesh.engine.kv_cache.block_moves import BlockCopies, Move
 from pdmesh.engine.kv_cache.cuda_ipc import Driver
 from pdmesh.engine.kv_cache.streams import Mark, Streams
-
-
-@dataclass(frozen=True)
-class Move:
-    """Describe a move between blocks and a piece. pool [num_layers, 2, num_blocks, block_size, num_heads, head_dim], contiguous;
-    block_ids int32 on its device, within it; `heads`: the piece's range of the pool's heads; None: all."""
-
-    pool: Tensor
-    layers: range
-    block_ids: Tensor
-    piece: Tensor
-    first_token: int = 0
-    heads: range | None = None
-
-    def check(self) -> range:
-        """Return the heads. Raises ValueError naming what does not fit."""
-        pool, piece, layers, block_ids = self.pool, self.piece, self.layers, self.block_ids
-        num_layers, _, _, block_size, num_heads, dim = pool.shape
-        heads = range(num_heads) if self.heads is None else self.heads
-        if not pool.is_contiguous() or not piece.is_contiguous():
-            raise ValueError("pool, piece: they must be contiguous")
-        if not 0 <= layers.start < layers.stop <= num_layers or layers.step != 1:
-            raise ValueError(f"layers: {layers} is not within the pool's {num_layers}")
-        if not 0 <= heads.start < heads.stop <= num_heads or heads.step != 1:
-            raise ValueError(f"heads: {heads} is not within the pool's {num_heads}")
-        if block_ids.dim() != 1 or block_ids.dtype != torch.int32 or not block_ids.is_contiguous():
-            raise ValueError(f"block_ids: {block_ids.dtype} {tuple(block_ids.shape)}, expected int32 [blocks]")
-        num_tokens = piece.shape[2] if piece.dim() == 5 else 0
-        shape = (len(layers), 2, num_tokens, len(heads), dim)
-        if piece.shape != shape or piece.dtype != pool.dtype:
-            expected = f"{pool.dtype} {(len(layers), 2, 'T', len(heads), dim)}"
-            raise ValueError(f"piece: {piece.dtype} {tuple(piece.shape)}, expected {expected}")
-        if not 0 <= self.first_token <= self.first_token + num_tokens <= len(block_ids) * block_size:
-            raise ValueError(f"first_token: {self.first_token} and {num_tokens} tokens are not within {len(block_ids)} blocks")
-        return heads
-
-    @property
-    def slots(self) -> Tensor:
-        """Return [tokens of the piece] slots of the pool seen as consecutive slots."""
-        block_size, end = self.pool.shape[3], self.first_token + self.piece.shape[2]
-        tokens = torch.arange(self.first_token, end, device=self.block_ids.device)
-        return self.block_ids[tokens // block_size].long() * block_size + tokens % block_size
-
-
-class BlockCopies(Protocol):
-    """Copy between blocks and pieces, without synchronizing. Both methods raise ValueError, see Move."""
-
-    def gather(self, move: Move) -> None:
-        """Fill the piece from the pool."""
-        ...
-
-    def scatter(self, move: Move) -> None:
-        """Write the piece into the pool, and nothing else."""
-        ...
 
 
 class IndexedBlocks:

@@ -15,12 +15,12 @@ import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from pdmesh.engine.kernels.triton.support import why_not_here
+from pdmesh.engine.kv_cache.block_moves import NUM_SUMS, Blocks, SummedCopies
 from pdmesh.engine.kv_cache.cuda_ipc import NotShared, OpenPool, PoolHandle, PoolSharing
 from pdmesh.engine.kv_cache.streams import Lane, Mark, Streams
 
@@ -35,47 +35,8 @@ from pdmesh.engine.kv_cache.streams import Lane, Mark, Streams
 # this takes some 30 integer operations for 8 bytes, which an H100 does at about that speed.
 
 
-NUM_SUMS = 64  # a launch adds into so many words, so that its programs do not all wait for one
 WORD_BYTES = 8
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """Describe blocks of a pool int64 [num_layers, 2, num_blocks, words of a block], contiguous; block_ids int32, within it, on
-    the device that copies. In this order they are a part in wire order (kvtransfer/manifest.py)."""
-
-    pool: Tensor
-    layers: range
-    block_ids: Tensor
-
-    def check(self) -> None:
-        """Raise ValueError naming what does not fit."""
-        num_layers = self.pool.shape[0]
-        if self.pool.dtype != torch.int64 or self.pool.dim() != 4 or not self.pool.is_contiguous():
-            shape = f"{self.pool.dtype} {tuple(self.pool.shape)}"
-            raise ValueError(f"pool: {shape}, expected contiguous int64 [layers, 2, blocks, words]")
-        if not 0 <= self.layers.start < self.layers.stop <= num_layers or self.layers.step != 1:
-            raise ValueError(f"layers: {self.layers} is not within the pool's {num_layers}")
-        if self.block_ids.dtype != torch.int32 or self.block_ids.dim() != 1 or not self.block_ids.is_contiguous():
-            raise ValueError(f"block_ids: {self.block_ids.dtype} {tuple(self.block_ids.shape)}, expected int32 [blocks]")
-
-    def check_fits(self, source: Blocks) -> None:
-        """Raise ValueError unless `source` has as many blocks of the same size, and as many layers."""
-        ours, theirs = ((each.layers, len(each.block_ids), each.pool.shape[3]) for each in (self, source))
-        if ours != theirs:
-            raise ValueError(f"source: {theirs} of layers, blocks and words of a block do not go where {ours} are")
-
-
-class SummedCopies(Protocol):
-    """Sum and copy without synchronizing. sums int64 [NUM_SUMS]: sums are added to any of them. All raise ValueError, see
-    Blocks."""
-
-    def sum(self, blocks: Blocks, sums: Tensor) -> None: ...
-
-    def copy(self, source: Blocks, target: Blocks, sums: Tensor) -> None:
-        """Copy from one pool into another and sum what is stored: the source may change meanwhile."""
-        ...
 
 
 class IndexedSums:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from pdmesh.engine.errors import IntegrityError
-from pdmesh.engine.kv_cache.copies import BlockCopies, Copies, Piece, PieceCopies
+from pdmesh.engine.kv_cache.block_moves import BlockCopies
+from pdmesh.engine.kv_cache.copies import Copies, Piece, PieceCopies
 from pdmesh.engine.kv_cache.streams import Mark, Streams
 
 

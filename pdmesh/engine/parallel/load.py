@@ -16,8 +16,8 @@ from pdmesh.engine.backend_selection import Numerics, choose_numerics, wants_tri
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.kernels.cpu.threads import default_threads
 from pdmesh.engine.kernels.triton.support import why_not_here
+from pdmesh.engine.loader.builder import Progress, TorchBuilder, numeric_mode, open_checkpoint
 from pdmesh.engine.loader.kv_scales import pool_scales
-from pdmesh.engine.loader.loader import Progress, TorchBuilder, numeric_mode, open_checkpoint
 from pdmesh.engine.loader.safetensors import WeightSource, checked
 from pdmesh.engine.memory import effective_max_context
 from pdmesh.engine.models.config import ModelConfig

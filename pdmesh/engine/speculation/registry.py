@@ -11,7 +11,8 @@ from pdmesh.engine.config import EngineConfig, named_proposers
 from pdmesh.engine.kernels.cpu.model import NativeModel
 from pdmesh.engine.kv_cache.block_manager import BlockAllocator
 from pdmesh.engine.kv_cache.pool import KVPool
-from pdmesh.engine.loader.loader import LoadedModel, open_checkpoint
+from pdmesh.engine.loader.builder import open_checkpoint
+from pdmesh.engine.loader.loader import LoadedModel
 from pdmesh.engine.memory import effective_max_context
 from pdmesh.engine.runner.model_runner import TokenSampler
 from pdmesh.engine.speculation.draft_heads.native import NativeHeads, why_not_native

@@ -8,7 +8,7 @@ from kvtransfer.layout import Layout
 from pdmesh.simulator.request import Request
 from pdmesh.simulator.settings import MeshSettings
 from pdmesh.simulator.workers.spec import WorkerSpec
-from pdmesh.simulator.workers.stats import Figures
+from pdmesh.simulator.workers.worker import Figures
 from router.fleet.worker import Dispatched, counted
 from router.flow_control.slo_admission import Forecast
 from router.kv_index.index import IN_FLIGHT_S, BlockMap, Part, PrefixMemory, together

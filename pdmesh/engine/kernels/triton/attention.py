@@ -12,8 +12,8 @@ keys lie at multiples of their size; what a query may not see changes no bit; sp
 the batch and the place of blocks decide only which program computes what. Both kernels are written with the same operations in
 the same order. So prefill, chunks, verification and decode of a token agree where the matrix product of a tile adds up alike for
 either's number of rows. Tests show it in the interpreter alone (float32 and float16, one shape of heads, splits of 64 keys). Of a
-GPU it is not known: tests marked gpu check it. `invariant=True` gives both kernels the rows and warps of the
-split kernel, should a processor differ, at the cost of half the reuse of keys in prefill.
+GPU it is not known: tests marked gpu check it and have not run on one. `invariant=True` gives both kernels the rows and warps of
+the split kernel, should a processor differ, at the cost of half the reuse of keys in prefill.
 
 Limits: a decode step reads context * num_kv_heads * head_dim * 2 * itemsize bytes of each sequence and layer, and reads and
 writes parts of num_heads * (head_dim + 2) * 4 bytes for each split: at 64 k tokens with 8 key/value heads of 128 and 32 query

@@ -17,8 +17,7 @@ import triton
 import triton.language as tl
 
 from pdmesh.engine.kernels.triton.sampling.kernels import mix
-from pdmesh.engine.kv_cache.copies import Move
-from pdmesh.engine.kv_cache.ipc_pool import NUM_SUMS, Blocks
+from pdmesh.engine.kv_cache.block_moves import NUM_SUMS, Blocks, Move
 
 _WORDS = 1024  # of a program: with 4 warps 8 words a thread, in 16 byte accesses where a token's share is a multiple of them
 _TYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}

@@ -20,7 +20,7 @@ from pdmesh.engine.kernels.triton.linear.weight_product import TILE_ROWS_MAX
 from pdmesh.engine.kernels.triton.metadata import Capacity, StepMetadata
 from pdmesh.engine.kernels.triton.split_kv import Splits
 from pdmesh.engine.kernels.triton.step import TritonStep
-from pdmesh.engine.kv_cache.copies import Move
+from pdmesh.engine.kv_cache.block_moves import Move
 from pdmesh.engine.models.layers import ROW_MULTIPLE
 from pdmesh.engine.runner.batch import StepBatch
 

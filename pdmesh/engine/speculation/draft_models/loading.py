@@ -14,7 +14,8 @@ from torch import Tensor
 
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.kv_cache.pool import KVShape
-from pdmesh.engine.loader.loader import LoadedModel, load_model, open_checkpoint
+from pdmesh.engine.loader.builder import open_checkpoint
+from pdmesh.engine.loader.loader import LoadedModel, load_model
 from pdmesh.engine.memory import DoesNotFit, effective_max_context
 from pdmesh.engine.models.config import ModelConfig
 from pdmesh.engine.runner.model_runner import ForwardModel, TokenSampler

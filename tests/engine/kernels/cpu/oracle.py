@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pdmesh.engine.backend_selection import Numerics
-from pdmesh.engine.loader.loader import open_checkpoint
+from pdmesh.engine.loader.builder import open_checkpoint
 from pdmesh.engine.loader.quantize import dequantize_int4, dequantize_int8, quantize_int4, quantize_int8
 from pdmesh.engine.loader.safetensors import WeightSource
 from pdmesh.engine.models.layers import RotaryTable, rotate

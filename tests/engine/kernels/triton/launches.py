@@ -13,7 +13,7 @@ from pdmesh.engine.kernels.triton.kv import rope_and_store, store_kv
 from pdmesh.engine.kernels.triton.linear.linear import make_triton_linear, rounded_rows
 from pdmesh.engine.kernels.triton.norms import add_rms_norm, rms_norm, silu_mul
 from pdmesh.engine.kernels.triton.sampling.sampler import DeviceSampler
-from pdmesh.engine.kv_cache.copies import Move
+from pdmesh.engine.kv_cache.block_moves import Move
 from pdmesh.engine.loader.quantize import quantize_fp8, quantize_int4, quantize_int8
 from pdmesh.engine.models.config import RopeConfig
 from pdmesh.engine.models.layers import RotaryTable

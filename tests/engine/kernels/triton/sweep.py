@@ -18,7 +18,7 @@ from pdmesh.engine.kernels.triton.metadata import Capacity, StepMetadata
 from pdmesh.engine.kernels.triton.model import padded
 from pdmesh.engine.kernels.triton.step import TritonStep
 from pdmesh.engine.kernels.triton.warmup import warm, warm_moves
-from pdmesh.engine.kv_cache.copies import Move
+from pdmesh.engine.kv_cache.block_moves import Move
 from pdmesh.engine.models.config import ModelConfig
 from pdmesh.engine.runner.batch import StepBatch
 from tests.engine.kernels.triton.paged import Sequences, Shape

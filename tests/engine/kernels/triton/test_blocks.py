@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from pdmesh.engine.kernels.triton.blocks import TritonBlocks
-from pdmesh.engine.kv_cache.copies import BlockCopies, IndexedBlocks, Move
+from pdmesh.engine.kv_cache.block_moves import BlockCopies, Move
+from pdmesh.engine.kv_cache.copies import IndexedBlocks
 from tests.engine.kernels.triton.paged import DEVICE
 
 DTYPES = [torch.float16, torch.float32, torch.int8, torch.float8_e4m3fn]

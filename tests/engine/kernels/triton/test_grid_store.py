@@ -11,7 +11,7 @@ from torch import Tensor
 from pdmesh.engine.kernels.triton.blocks import TritonBlocks
 from pdmesh.engine.kernels.triton.cuda_graphs import DecodeBuffers
 from pdmesh.engine.kernels.triton.kv import rope_and_store, store_kv
-from pdmesh.engine.kv_cache.copies import Move
+from pdmesh.engine.kv_cache.block_moves import Move
 from pdmesh.engine.models.layers import rms_norm, rotate
 from pdmesh.engine.runner.batch import StepBatch
 from tests.engine.kernels.triton.grid import name_of, pairwise

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from pdmesh.engine.kernels.triton.blocks import TritonSums
-from pdmesh.engine.kv_cache.ipc_pool import NUM_SUMS, Blocks, IndexedSums, SummedCopies, unsigned, word_sum
+from pdmesh.engine.kv_cache.block_moves import NUM_SUMS, Blocks, SummedCopies
+from pdmesh.engine.kv_cache.ipc_pool import IndexedSums, unsigned, word_sum
 from tests.engine.kernels.triton.paged import DEVICE
 
 LAYERS = range(1, 3)
