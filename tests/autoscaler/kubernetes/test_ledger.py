@@ -187,7 +187,7 @@ def test_a_newer_annotation_shortens_and_lengthens_what_a_change_does_an_older_o
     ("annotations", "told"),
     [
         ({"autoscale": "No"}, "pdmesh.io/autoscale: 'No' is neither on nor off"),
-        ({"hold_until": "tomorrow"}, "pdmesh.io/hold-until: 'tomorrow' is no time"),
+        ({"hold_until": "tomorrow"}, "pdmesh.io/hold-until: 'tomorrow' is not a time"),
         ({"hold_until": "2027-01-01T00:00:00"}, "has no time zone; end it with Z"),
     ],
 )
