@@ -1,4 +1,4 @@
-"""Token ids to text, one at a time."""
+"""Converts token ids to text incrementally, one token at a time."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Protocol
 
-# Decoders of `tokenizer.json` as transducers: one token in, the text that has become certain out.
+# Decoders of `tokenizer.json` as transducers: one token in, the final text out.
 #
 # `tokenizers` decodes whole lists. Its decoders are chains of steps from a list of tokens to a list of strings; each step here
-# does the same for a stream, holding back only what a later token could still change, so that the pieces joined are exactly
-# the decoded list. Two kinds cover the models of this project:
+# does the same for a stream, holding back only what a later token could still change, so that the joined pieces are exactly the
+# decoded list. Two kinds cover the models of this project:
 #
 #     byte-level BPE (Llama 3, Qwen, SmolLM)   ByteLevel: holds back at most three bytes, the beginning of a character
 #     SentencePiece BPE (Llama 2, TinyLlama)   Replace, ByteFallback, Fuse, Strip: holds back a run of `<0x..>` tokens until it
 #                                              ends, because one invalid byte turns the whole run into U+FFFD
 #
-# Source of the semantics: the decoders of the Rust crate `tokenizers` 0.23. Not covered: WordPiece, BPEDecoder, CTC, Strip at
-# the end of a fused text, Replace by a regular expression; they are refused when the tokenizer is loaded.
+# Source of the semantics: the decoders of the Rust crate `tokenizers` 0.23. Not covered: WordPiece, BPEDecoder, CTC, Strip at the
+# end of a fused text, Replace by a regular expression; they are rejected when the tokenizer is loaded.
 
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -27,17 +27,17 @@ _REPLACEMENT = "\ufffd"
 
 
 class Stage(Protocol):
-    """One step of a decoder, with the state of one stream."""
+    """Transform one stream by one step of a decoder."""
 
     def push(self, piece: str) -> Sequence[str]:
-        """What is certain after one more piece."""
+        """Return the final text after one more piece."""
 
     def flush(self) -> Sequence[str]:
-        """What was held back, at the end of the stream."""
+        """Return what was held back, at the end of the stream."""
 
 
 class ByteLevel:
-    """GPT-2's spelling of bytes as printable characters; all tokens together are one UTF-8 text."""
+    """Decode GPT-2's spelling of bytes as printable characters; all tokens together are one UTF-8 text."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -45,7 +45,7 @@ class ByteLevel:
 
     def push(self, piece: str) -> Sequence[str]:
         whole = byte_level_text(piece) if self._is_between_characters else None
-        if whole is not None:  # most tokens: looked up, with nothing to decode
+        if whole is not None:  # most tokens: a look-up without decoding
             return whole
         text = self._decoder.decode(byte_level_bytes(piece))
         self._is_between_characters = not self._decoder.getstate()[0]
@@ -56,7 +56,7 @@ class ByteLevel:
 
 
 class ByteFallback:
-    """`<0xE2>` is a byte. A run of them is one text if it is valid UTF-8, else one U+FFFD per byte."""
+    """Decode `<0xE2>` as a byte. A run of them is one text if it is valid UTF-8, else one U+FFFD per byte."""
 
     def __init__(self) -> None:
         self._run = bytearray()
@@ -79,7 +79,7 @@ class ByteFallback:
 
 
 class Replace:
-    """Replaces a string within each piece."""
+    """Replace a string within each piece."""
 
     def __init__(self, pattern: str, content: str) -> None:
         self._pattern, self._content = pattern, content
@@ -92,7 +92,7 @@ class Replace:
 
 
 class StripPiece:
-    """Removes up to `start` leading and `stop` trailing characters `content` of each piece."""
+    """Remove up to `start` leading and `stop` trailing characters `content` of each piece."""
 
     def __init__(self, content: str, start: int, stop: int) -> None:
         self._content, self._start, self._stop = content, start, stop
@@ -107,7 +107,7 @@ class StripPiece:
 
 
 class StripStart:
-    """Removes up to `start` leading characters `content` of the whole text."""
+    """Remove up to `start` leading characters `content` of the whole text."""
 
     def __init__(self, content: str, start: int) -> None:
         self._content, self._left = content, start
@@ -124,7 +124,7 @@ class StripStart:
 
 
 class Metaspace:
-    """A visible character stands for a space; in the first piece it is dropped, if the tokenizer had put it there."""
+    """Replace the visible character for a space; in the first piece it is dropped, if the tokenizer had put it there."""
 
     def __init__(self, replacement: str, drop_first: bool) -> None:
         self._replacement, self._drop = replacement, drop_first
@@ -139,7 +139,7 @@ class Metaspace:
 
 
 class Join:
-    """No decoder: tokens are separated by spaces."""
+    """Separate tokens by spaces, where there is no decoder."""
 
     def __init__(self) -> None:
         self._separator = ""
@@ -156,7 +156,8 @@ StageFactory = Callable[[], Stage]
 
 
 def parse_decoder(config: Mapping[str, object] | None) -> list[StageFactory]:
-    """Makers of the stages of a `decoder` entry of a tokenizer.json. ValueError names a decoder that is not covered."""
+    """Return makers of the stages of a `decoder` entry of a tokenizer.json. Raises ValueError naming a decoder that is not
+    covered."""
     if config is None:
         return [Join]
     steps = config["decoders"] if config["type"] == "Sequence" else [config]
@@ -168,13 +169,13 @@ def parse_decoder(config: Mapping[str, object] | None) -> list[StageFactory]:
         factories += _parse_step(step, fused)
         fused = fused or step["type"] in ("Fuse", "ByteLevel")
     for factory in factories:
-        factory()  # a bad parameter shows now, not with the first token
+        factory()  # a bad parameter fails now, not with the first token
     return factories
 
 
 def _parse_step(step: Mapping[str, object], fused: bool) -> list[StageFactory]:
     kind = step["type"]
-    # Behind Fuse or ByteLevel the library sees one long string, so only what works on a stream's beginning is possible.
+    # After Fuse or ByteLevel the library sees one long string, so only steps on a stream's beginning are possible.
     if kind == "Strip" and fused and not _count(step, "stop"):
         return [lambda: StripStart(str(step["content"]), _count(step, "start"))]
     if kind == "Fuse" or fused:
@@ -220,7 +221,7 @@ def _count_leading(text: str, content: str, limit: int) -> int:
 
 
 def byte_spelling() -> dict[str, int]:
-    """GPT-2's table: printable bytes stand for themselves, the others for the characters from U+0100 on, in order."""
+    """Return GPT-2's table: printable bytes stand for themselves, the others for the characters from U+0100 on, in order."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + rank): byte for rank, byte in enumerate(others)}
@@ -231,7 +232,7 @@ BYTE_OF_CHARACTER = byte_spelling()
 
 @lru_cache(maxsize=1 << 18)
 def byte_level_bytes(token: str) -> bytes:
-    """The bytes of a byte-level token; a token with other characters (an added one) is its own UTF-8 bytes."""
+    """Return the bytes of a byte-level token; a token with other characters (an added one) is its own UTF-8 bytes."""
     try:
         return bytes([BYTE_OF_CHARACTER[character] for character in token])
     except KeyError:
@@ -240,7 +241,7 @@ def byte_level_bytes(token: str) -> bytes:
 
 @lru_cache(maxsize=1 << 18)
 def byte_level_text(token: str) -> tuple[str] | None:
-    """The text of a byte-level token whose bytes are whole characters; None of any other."""
+    """Return the text of a byte-level token whose bytes are whole characters; None for any other."""
     try:
         return (byte_level_bytes(token).decode(),)
     except UnicodeDecodeError:
@@ -248,17 +249,17 @@ def byte_level_text(token: str) -> tuple[str] | None:
 
 
 class DetokenizerSource(Protocol):
-    """What a detokenizer needs of a tokenizer."""
+    """Provide what a detokenizer needs of a tokenizer."""
 
     def decoder_stages(self) -> list[Stage]:
-        """Fresh stages of the tokenizer's decoder."""
+        """Return fresh stages of the tokenizer's decoder."""
 
     def piece(self, token_id: int) -> str | None:
-        """The vocabulary's spelling of a token; None if it has no text: special or unknown."""
+        """Return the vocabulary's spelling of a token; None if it has no text: special or unknown."""
 
 
 class PieceStream:
-    """Pieces of a vocabulary through a decoder's stages; `push` and `flush` give what has become certain."""
+    """Pass pieces of a vocabulary through a decoder's stages; `push` and `flush` return the final text."""
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self._stages = stages
@@ -272,11 +273,10 @@ class PieceStream:
 
 
 class IncrementalDetokenizer:
-    """The text of a growing sequence of tokens.
+    """Return the text of a growing sequence of tokens.
 
     All pushes and the flush joined are exactly `tokenizer.decode(ids, skip_special_tokens=True)`. A character whose bytes are
-    spread over tokens comes out with the last of them. The cost of a token does not depend on how many came before.
-    """
+    spread over tokens appears with the last of them. The cost of a token does not depend on the number before it."""
 
     def __init__(self, tokenizer: DetokenizerSource) -> None:
         self._piece_of = tokenizer.piece
@@ -285,14 +285,14 @@ class IncrementalDetokenizer:
         self._only_stage = stages[0].push if len(stages) == 1 else None  # byte-level vocabularies: the per-token path
 
     def push(self, token_id: int) -> str:
-        """Text that is certain after `token_id`; often empty in the middle of a character."""
+        """Return the final text after `token_id`; often empty in the middle of a character."""
         piece = self._piece_of(token_id)
         if piece is None:
             return ""
         return self._stream.push(piece) if self._only_stage is None else "".join(self._only_stage(piece))
 
     def flush(self) -> str:
-        """Text that was held back, at the end of the sequence; nothing may be pushed afterwards."""
+        """Return the text that was held back, at the end of the sequence; nothing may be pushed afterwards."""
         return self._stream.flush()
 
 

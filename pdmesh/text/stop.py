@@ -1,8 +1,8 @@
-"""Stop strings in a stream of text.
+"""Finds stop strings in a stream of text, and combines that with the detokenizer for one choice.
 
 The stop string that is *complete first*, reading character by character, ends the text; of several that complete with the same
-character the longest counts (it starts earliest, so the least is emitted). This rule needs no look-ahead, so the result
-depends on the characters alone, not on how they were grouped into tokens and deltas, and a replayed history decides alike.
+character the longest counts (it starts earliest, so the least is emitted). This rule needs no look-ahead, so the result depends
+on the characters alone, not on their grouping into tokens and deltas, and a replayed history decides alike.
 
 Algorithm: Aho and Corasick, "Efficient string matching: an aid to bibliographic search", CACM 18(6), 1975. The depth of the
 automaton's state is the length of the longest suffix that begins a stop string: just that much is held back.
@@ -18,14 +18,14 @@ from pdmesh.text.detokenizer import DetokenizerSource, IncrementalDetokenizer
 
 
 class StopResult(NamedTuple):
-    """Text that may go out, and the stop string that ended it, if one did."""
+    """Hold the text that may be sent, and the stop string that ended it, if any."""
 
     text: str
     matched: str | None
 
 
 class StopChecker:
-    """Watches one stream for any of `stop`, a few non-empty strings."""
+    """Watch one stream for any of `stop`, a few non-empty strings."""
 
     def __init__(self, stop: Sequence[str]) -> None:
         if "" in stop:
@@ -37,11 +37,11 @@ class StopChecker:
 
     @property
     def matched(self) -> str | None:
-        """The stop string that ended the stream; None while it goes on."""
+        """Return the stop string that ended the stream; None while it goes on."""
         return self._matched
 
     def push(self, text: str) -> StopResult:
-        """What may go out after `text`. From a match on everything is swallowed."""
+        """Return what may be sent after `text`. After a match everything is dropped."""
         if self._matched is not None:
             return StopResult("", self._matched)
         if not self._state and self._automaton.first_characters.isdisjoint(text):
@@ -49,7 +49,7 @@ class StopChecker:
         return self._scan(text)
 
     def flush(self) -> str:
-        """The text held back, at the end of the stream."""
+        """Return the text held back, at the end of the stream."""
         held, self._held, self._state = self._held, "", 0
         return held
 
@@ -67,7 +67,7 @@ class StopChecker:
 
 
 class _Automaton:
-    """State 0 is the root. `complete[s]` is the longest stop string that ends in state s, or None."""
+    """Match all strings at once. State 0 is the root. `complete[s]` is the longest stop string that ends in state s, or None."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self._edges: list[dict[str, int]] = [{}]
@@ -97,7 +97,7 @@ class _Automaton:
         self.complete[state] = word
 
     def _link(self) -> None:
-        """Sets fallbacks breadth first: a state's fallback is shallower, so it is final when it is needed."""
+        """Set fallbacks breadth first: a state's fallback is shallower, so it is final when it is needed."""
         queue = deque(self._edges[0].values())
         while queue:
             state = queue.popleft()
@@ -112,15 +112,14 @@ class _Automaton:
 
 
 class ChoiceText:
-    """Turns a choice's tokens into text that may go out.
+    """Turn a choice's tokens into text that may be sent.
 
     Args:
         tokenizer: of the model.
         stop: stop strings; the output ends before the first that appears (see `pdmesh.text.stop`).
         silent_token_ids: end-of-sequence and stop tokens: part of the ids, never of the text. Special tokens have no text anyway.
 
-    A function of the tokens alone: a resumed stream that replays its history is in the same state.
-    """
+    It is a function of the tokens alone: a resumed stream that replays its history is in the same state."""
 
     def __init__(self, tokenizer: DetokenizerSource, stop: Sequence[str] = (), silent_token_ids: Collection[int] = ()) -> None:
         self._detokenizer = IncrementalDetokenizer(tokenizer)
@@ -130,16 +129,16 @@ class ChoiceText:
 
     @property
     def matched(self) -> str | None:
-        """The stop string that ended the text; None while it goes on. May be set by `finish`, too."""
+        """Return the stop string that ended the text; None while it goes on. `finish` may set it, too."""
         return self._stop.matched
 
     def push(self, token_id: int) -> StopResult:
-        """(text that may go out with this token, the stop string that it completed or None)."""
+        """Return (text that may be sent with this token, the stop string that it completed or None)."""
         if token_id in self._silent:
             return StopResult("", self._stop.matched)
         text = self._detokenizer.push(token_id)
         return self._stop.push(text) if self._can_stop else StopResult(text, None)
 
     def finish(self) -> str:
-        """What was held back, when the choice has ended; empty after a match."""
+        """Return what was held back, when the choice has ended; empty after a match."""
         return self._stop.push(self._detokenizer.flush()).text + self._stop.flush()

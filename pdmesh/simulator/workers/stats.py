@@ -1,4 +1,4 @@
-"""What a modelled worker tells of itself: the numbers of `pdmesh/engine/scheduler/stats.py`. Pure."""
+"""The figures that a modelled worker reports: those of `pdmesh/engine/scheduler/stats.py`. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Counters:
-    """Since start."""
+    """Count since the start."""
 
     num_steps: int = 0
     num_prefilled: int = 0
@@ -22,7 +22,7 @@ class Counters:
 
 
 class Census(NamedTuple):
-    """What a worker holds at one moment."""
+    """Hold a worker's state at one moment."""
 
     num_decoding: int
     num_prefilling: int
@@ -35,8 +35,8 @@ class Census(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """As of `taken_at` (simulated seconds), the end of its latest step. Those that count tokens, steps and preemptions do so
-    from its start on; the rest is as `protos/pdmesh/v1/worker.proto` says of the same names."""
+    """Hold figures as of `taken_at` (simulated seconds), the end of its latest step. Those that count tokens, steps and
+    preemptions do so from its start; the rest is as `protos/pdmesh/v1/worker.proto` says of the same names."""
 
     taken_at: float
     num_running: int
@@ -62,7 +62,7 @@ class Figures(NamedTuple):
 
 
 def census_of(worker: ModelledWorker) -> Census:
-    """As it is."""
+    """Return the current state."""
     num_waiting, rows = len(worker.waiting), worker.rows
     return Census(
         len(rows.members),
@@ -79,8 +79,9 @@ def census_of(worker: ModelledWorker) -> Census:
 def figures_of(
     worker: ModelledWorker, now: float, *, prefill: bool = False, decode: bool = False, draining: bool = False
 ) -> Figures:
-    """Steps that have ended by `now` count, what has come since the last of them does not: the engine counts at the end of a
-    step, then hears what it is asked. So nobody is told of a prompt before the end of the first step that holds some of it."""
+    """Return the figures. Steps that have ended by `now` count, what has come since the last of them does not: the engine counts
+    at the end of a step, then takes new requests. So a prompt is not reported before the end of the first step that holds some of
+    it."""
     course, rows, counters = worker.course, worker.rows, worker.counters
     num_steps = 0 if course is None or course.pieces else course.steps_by(now)
     taken_at = now if course is None else course.began_s + course.lasts_s(num_steps)
@@ -114,7 +115,7 @@ def figures_of(
 
 
 def _pace(worker: ModelledWorker, decode_context: int, num_steps: int, at_s: float) -> tuple[float, float]:
-    """That of the row that leaves least room; without one, the least that anybody here will have, and no slack."""
+    """Return the budget of the tightest row; without one, the least budget that any row here can have, and no slack."""
     if not worker.spec.keeps_pace:
         return 0.0, 0.0
     num_rows = len(worker.rows)

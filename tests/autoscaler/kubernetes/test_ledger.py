@@ -223,7 +223,7 @@ def test_a_deployment_of_the_api() -> None:
     ]
     seen = seen_of({"metadata": metadata | {"managedFields": managed}, "spec": {"replicas": 0}})
     assert seen == Seen("d", "u", "9", 0, {"a": "b"}, KUBECTL)
-    with pytest.raises(PlatformError, match="is none"):
+    with pytest.raises(PlatformError, match="is not one"):
         seen_of({"metadata": metadata})
 
 
