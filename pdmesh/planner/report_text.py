@@ -74,11 +74,11 @@ def misses(outcome: Outcome) -> str:
 def why_not_deployable(point: Point, device: Device | None, weights: str) -> str | None:
     """What of it pdmesh does not run today; None: it runs. `device` None: what was measured, which runs."""
     if point.shape.decode.num_devices > 1 or (point.shape.prefill is not None and point.shape.prefill.num_devices > 1):
-        return "tensor parallelism over several GPUs is untried yet"
+        return "tensor parallelism over several GPUs is not tested yet"
     if device is not None and device.is_gpu and point.shape.prefill is not None:
-        return "the hand-off of KV between GPUs is untried yet, so prefill and decode cannot be separated there"
+        return "the KV hand-off between GPUs is not tested yet, so prefill and decode cannot be separated there"
     if device is not None and device.is_gpu and weights not in ("bfloat16", "float16", "float32"):
-        return f"{weights} weights are untried on GPUs yet"
+        return f"{weights} weights are not tested on GPUs yet"
     return None
 
 
