@@ -312,7 +312,7 @@ def run(options: Options) -> int:
 async def _run(options: Options) -> int:
     task = asyncio.current_task()
     assert task is not None
-    # As Ctrl-C does: the measurements so far are reported.
+    # SIGTERM acts as Ctrl-C: the measurements so far are reported.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     target = _open(options)
     try:

@@ -121,10 +121,10 @@ def _router_lines(status: mesh_pb2.GetStatusResponse) -> list[RenderableType]:
 
 def _worker_tables(workers: Sequence[mesh_pb2.WorkerStatus]) -> list[RenderableType]:
     """Return tables of identities and of load: one table would not fit 100 columns."""
-    who = ("WORKER", "ROLES", "STATE", "EPOCH", "ADDRESS", "MODEL", "AGE")
+    identity = ("WORKER", "ROLES", "STATE", "EPOCH", "ADDRESS", "MODEL", "AGE")
     load = ("WORKER", "RUN", "WAIT", "RESERVED", "BLOCKS", "CACHED", "PREFILLED", "HITS", "GENERATED", "PREEMPTED", "FAILED")
     styles = ["" if worker.alive else "bad" for worker in workers]
-    first = table(who, [_identity_row(worker) for worker in workers], styles)
+    first = table(identity, [_identity_row(worker) for worker in workers], styles)
     return [first, "", table(load, [_load_row(worker) for worker in workers], styles)]
 
 

@@ -18,7 +18,7 @@ from pdmesh.runtime.telemetry.received import Details, ReceivedSpan, Value
 
 SERVICE = "pdmesh-router"
 TTFT_PARTS = ("route", "admission_queue", "reserve", "prefill_queue", "prefill_compute", "first_token_return", "retry")
-"""In the order in which they happen; together they are the time to the first token."""
+"""The parts in the order in which they happen; together they are the time to the first token."""
 LATER_PARTS = ("kv_exposed", "decode_queue")
 
 

@@ -55,7 +55,7 @@ def examine(checks: Iterable[tuple[str, Callable[[], Check]]]) -> list[Check]:
 def _examined(name: str, check: Callable[[], Check]) -> Check:
     try:
         return check()
-    except Exception as error:  # noqa: BLE001  # the doctor has to outlive any patient; the finding names the error
+    except Exception as error:  # noqa: BLE001  # a failing check must not end the others; the finding names the error
         return warn(
             name, f"could not be checked: {type(error).__name__}: {error}", "it is not known whether this works", "report this"
         )

@@ -63,7 +63,7 @@ def sign(ca: Path, stem: Path, *, name: str, more: Sequence[str] = (), days: int
 
 @dataclass(frozen=True)
 class _Pair:
-    """A certificate and its private key."""
+    """Hold a certificate and its private key."""
 
     cert: x509.Certificate
     key: ec.EllipticCurvePrivateKey

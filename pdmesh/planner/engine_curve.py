@@ -51,7 +51,7 @@ def main() -> int:
         say(f"measuring steps of {engine.numeric_mode} for {asked['seconds']:.0f} s")
         prior = prior_for(engine)
         steps = list(_steps(engine, asked["seconds"], prior.per_prefill_token_s))[WARM_UP_STEPS:]
-    except Exception as error:  # noqa: BLE001  # whatever it is, the one who started this process is to read it in a line
+    except Exception as error:  # noqa: BLE001  # the parent process reads any error as one line
         say(str(error))
         return 1
     if len(steps) < LEAST_STEPS:

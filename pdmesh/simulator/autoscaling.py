@@ -83,7 +83,7 @@ class Watch:
     def traffic(self, quantile: float) -> Traffic:
         """Return the traffic, from the second look on."""
         traffic = traffic_of(self._rounds.rounds, self.told, self._window_s, quantile, age_s=0.0)
-        assert traffic is not None, "nobody has looked since the beginning"
+        assert traffic is not None, "`look` was called once only"
         return traffic
 
     def _router(self, request: Request) -> ModelTraffic:

@@ -100,8 +100,8 @@ def _special_tokens(*sources: Mapping[str, object]) -> dict[str, str]:
 # and BPE with byte fallback, which is nearly every model, can be proved.
 
 
-# Of NFC. A character (4 bytes at most) decomposes into 1 byte or more, and a composed text has at least a third of the bytes of
-# its decomposition (Unicode's FAQ on normalization, expansion of NFD in UTF-8).
+# NFC's bound. A character (4 bytes at most) decomposes into 1 byte or more, and a composed text has at least a third of the bytes
+# of its decomposition (Unicode's FAQ on normalization, expansion of NFD in UTF-8).
 NFC_SHRINKS = 12
 
 _KEEPING_SPLITS = frozenset(("Digits", "Metaspace", "ByteLevel", "UnicodeScripts"))

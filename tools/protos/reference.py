@@ -25,8 +25,8 @@ INTRODUCTION = f"""\
 Generated from `protos/pdmesh/v1/*.proto` by `make stubs`: change the comments there, not this page. How to call it from a
 program of any language, what errors mean and what may change: [grpc.md](grpc.md).
 
-How to read the tables: a field of no *kind* is never absent to its reader, who gets the default of what was
-not sent. An *optional* field, a message and a member of a *oneof* can be told to be absent; of a *oneof* at most one is set.
+How to read the tables: a field of no *kind* is never absent: the reader gets the default of what was not
+sent. An *optional* field, a message and a member of a *oneof* can be told to be absent; of a *oneof* at most one is set.
 *repeated* is a list in order. A server ignores fields that it does not know, and so has a client to.
 """
 DEFAULTS = {"string": '`""`', "bytes": "empty", "bool": "`false`", "double": "`0`", "float": "`0`"}

@@ -156,7 +156,7 @@ class Elector:
         if leads:
             logger.info("%s leads", self.identity)
         elif other:
-            logger.warning("%s no longer leads; %s does", self.identity, self._election.leader or "nobody")
+            logger.warning("%s no longer leads; %s does", self.identity, self._election.leader or "no other")
         elif silent_s is None:
             logger.info("%s has given up the lead", self.identity)
         else:

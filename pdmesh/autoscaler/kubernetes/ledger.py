@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from pdmesh.autoscaler.kubernetes import objects
-from pdmesh.autoscaler.kubernetes.objects import MANAGER, NOBODY, Owner, Seen
+from pdmesh.autoscaler.kubernetes.objects import MANAGER, NO_OWNER, Owner, Seen
 
 # Annotations by which people control a Deployment. Times in seconds since 1970.
 
@@ -79,7 +79,7 @@ def _until_s(annotations: Mapping[str, str]) -> float | None:
 MAX_OURS = 4
 ARRIVES_S = 120.0
 """Seconds after which a request has arrived or never will: an API server ends a request after a minute."""
-SOMEBODY = "somebody (kubectl scale or another client)"
+UNKNOWN_OWNER = "someone (kubectl scale or another client)"
 MIN_LEFT_S = 60.0
 
 
@@ -94,7 +94,7 @@ class Entry:
     changed_s: float | None = None
     changed_by: str = ""
     asked_s: float = 0.0
-    owner: Owner = NOBODY
+    owner: Owner = NO_OWNER
     said: dict[str, str] = field(default_factory=dict)
 
     def asking(self, replicas: int, wall_s: float) -> Entry:
@@ -152,7 +152,7 @@ def has_ended(before: Entry, after: Entry, wall_s: float, manual_hold_s: float) 
 def _changed_by(entry: Entry, seen: Seen) -> str:
     """Return the owner of the change; empty if the API still names the owner from before, or us: it has not recorded this one."""
     is_noted = seen.owner.manager not in ("", MANAGER) and seen.owner != entry.owner
-    return seen.owner.manager if is_noted else SOMEBODY
+    return seen.owner.manager if is_noted else UNKNOWN_OWNER
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ class Owner:
     time: str = ""
 
 
-NOBODY = Owner()
+NO_OWNER = Owner()
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Seen:
     version: str
     replicas: int
     annotations: dict[str, str]
-    owner: Owner = NOBODY
+    owner: Owner = NO_OWNER
 
 
 def seen_of(deployment: dict[str, object]) -> Seen:
@@ -54,7 +54,7 @@ def _owner(managed: object) -> Owner:
         match each:
             case {"manager": str(manager), "fieldsV1": {"f:spec": {"f:replicas": _}}}:
                 owners.append(Owner(manager[:_MAX_NAME], str(each.get("time", ""))[:_MAX_NAME]))
-    return max(owners, key=lambda owner: owner.time, default=NOBODY)
+    return max(owners, key=lambda owner: owner.time, default=NO_OWNER)
 
 
 # Times as Kubernetes writes them (RFC 3339); seconds since 1970, UTC.

@@ -207,7 +207,7 @@ class KubernetesPlatform:
         await self._look(name)
         if self._seen[name].replicas != before.replicas or self._held(name) is not None:
             await self._save_entries()
-            raise PlatformError(f"{name}: somebody has changed the Deployment {before.name} just now; nothing was overwritten")
+            raise PlatformError(f"{name}: someone has changed the Deployment {before.name} just now; nothing was overwritten")
 
     async def _set(self, name: PoolName, replicas: int) -> bool:
         """Set the replicas; returns False if the Deployment has changed since it was read. Raises PlatformError."""

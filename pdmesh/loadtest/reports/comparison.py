@@ -61,7 +61,7 @@ def page(results: Mapping[str, Result], title: str = "Load tests compared", fact
     sections = [
         head,
         doubts,
-        section("Who bears what", table(*overview(results)) + f'<p class="sub">{_NOTE}</p>'),
+        section("Capacity", table(*overview(results)) + f'<p class="sub">{_NOTE}</p>'),
         section("Over the offered rate", f'<div class="charts">{_goodput_chart(results)}{_attainment_chart(results)}</div>'),
         section("Latencies at the capacity, against objectives", f'<div class="charts">{_cdf_charts(results)}</div>'),
         *(section(fact.title, f'<div class="text">{table(fact.head, fact.rows)}</div>') for fact in facts),

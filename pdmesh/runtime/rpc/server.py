@@ -299,7 +299,7 @@ def _options(max_message_bytes: int, limits: ConnectionLimits, *, share_port: bo
         # Without sharing, two processes on one port would split its calls at random: the second one must fail.
         ("grpc.so_reuseport", int(share_port)),
         ("grpc.max_concurrent_streams", limits.max_streams),
-        # Of the metadata of one call, all names and values together. Beyond it the call is rejected.
+        # Bound on the metadata of one call, all names and values together. Beyond it the call is rejected.
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
         # A client that pings more often than the interval below, this often in a row, is disconnected.

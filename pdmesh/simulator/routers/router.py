@@ -39,7 +39,7 @@ def learn(outlook: SimulatedRouting, stay: Stay) -> None:
     outlook.overheads.observe(placement.prefill, placement.decode, Overhead(before_s, stay.after_s))
 
 
-NOBODY: frozenset[WorkerKey] = frozenset()
+NO_WORKERS: frozenset[WorkerKey] = frozenset()
 OnEnd = Callable[[Request, End], None]
 
 
@@ -135,7 +135,7 @@ class Router:
         else:
             self._try(request)
 
-    def _try(self, request: Request, refused: frozenset[WorkerKey] = NOBODY) -> None:
+    def _try(self, request: Request, refused: frozenset[WorkerKey] = NO_WORKERS) -> None:
         """Run one round of the policy; some workers have `refused` already."""
         decided = self.outlook.choose(request, self._events.now, refused)
         if isinstance(decided.choice, NoPlacement):

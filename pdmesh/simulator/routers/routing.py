@@ -154,8 +154,8 @@ def _layout(block_size: int) -> Layout:
 
 
 IDLE_FOR_S, MAX_IDLE, CONTEXT_STEP = 1.0, 256, 256
-"""As in router/flow_control/ttft_predictor.py."""
-NOBODY: frozenset[WorkerKey] = frozenset()
+"""The values of router/flow_control/ttft_predictor.py."""
+NO_WORKERS: frozenset[WorkerKey] = frozenset()
 
 
 class Decided(NamedTuple):
@@ -253,7 +253,7 @@ class SimulatedRouting:
             self._outdated.clear()
         return self._roster
 
-    def choose(self, request: Request, now: float, refused: frozenset[WorkerKey] = NOBODY) -> Decided:
+    def choose(self, request: Request, now: float, refused: frozenset[WorkerKey] = NO_WORKERS) -> Decided:
         """Return the policy's answer, without the `refused` decode workers. Asked twice about one request in one moment (its
         forecast, then its placement) it answers once."""
         latest = self._latest
@@ -276,8 +276,8 @@ class SimulatedRouting:
         request: Request,
         now: float,
         *,
-        excluded_decode: frozenset[WorkerKey] = NOBODY,
-        excluded_prefill: frozenset[WorkerKey] = NOBODY,
+        excluded_decode: frozenset[WorkerKey] = NO_WORKERS,
+        excluded_prefill: frozenset[WorkerKey] = NO_WORKERS,
     ) -> RoutingRequest:
         """Return the routing request, as router/routing/routing_request.py builds it."""
         max_tokens, objective = self.max_tokens(request), self._settings.objective

@@ -18,7 +18,7 @@ from pdmesh.simulator.workers.spec import WorkerSpec
 from pdmesh.simulator.workers.stats import Census, Counters, census_of
 
 BLOCKS_PER_SPARE = 64
-"""Of this many blocks one is kept free for growth when something is admitted beside running sequences
+"""Blocks of which one is kept free for growth when something is admitted beside running sequences
 (pdmesh/engine/scheduler/scheduler.py)."""
 
 Command = Callable[[float], None]

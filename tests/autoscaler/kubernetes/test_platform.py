@@ -132,7 +132,7 @@ async def test_on_a_server_that_does_not_note_scaling_nobody_is_named(candidate:
     platform = await _leading(candidate)
     server.put(path, server.objects[path] | {"spec": {"replicas": 9}})
     hold = (await platform.observe(NOW_S))[DECODE].hold
-    assert hold is not None and hold.by == "somebody (kubectl scale or another client)"
+    assert hold is not None and hold.by == "someone (kubectl scale or another client)"
 
 
 async def test_a_persons_change_is_honoured_by_the_next_leader(candidate: Open, server: ApiServer, wall: Wall) -> None:
