@@ -1,4 +1,4 @@
-# Images of pdmesh. No step needs a secret; packages come from pip's index and Debian's; torch from the index that TORCH_INDEX names.
+# Images of pdmesh. No step needs a secret; packages come from pip's index and Debian's; torch from the index in TORCH_INDEX.
 #
 #   docker build --target router -t pdmesh-router:0.1.0 .              # router, command line, load test: no torch
 #   docker build --target autoscaler -t pdmesh-autoscaler:0.1.0 .      # with the Kubernetes client: no torch
@@ -6,16 +6,16 @@
 #   docker build --target worker-cuda -t pdmesh-worker-cuda:0.1.0 .
 #   docker build --target model-smollm2 -t pdmesh-model-smollm2:0.1.0 .
 #
-# tests/cluster/images carries out these steps in plain folders and starts what they make, where there is no Docker.
+# tests/cluster/images runs these steps in plain folders and starts the results, where there is no Docker.
 #
 # Packages are pinned by requirements.lock (torch pins CUDA's itself). They are installed before the code is copied, so that
-# another version of the code is a small layer. The longer steps stand in k8s/docker/, where they run without Docker, too.
+# another version of the code is a small layer. The longer steps are in k8s/docker/, where they run without Docker, too.
 
 ARG PYTHON=3.13
 
 FROM python:${PYTHON}-slim-bookworm AS base
 ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PATH=/opt/pdmesh/bin:$PATH
-# By name, too: some libraries ask who they run as. A pod's root file system is read-only, its /tmp is not.
+# By name, too: some libraries look up their user. A pod's root file system is read-only, its /tmp is not.
 RUN groupadd --gid 10001 pdmesh \
  && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin pdmesh
 
@@ -50,7 +50,7 @@ USER 10001:10001
 EXPOSE 50061
 CMD ["python", "-m", "pdmesh.autoscaler"]
 
-# Native code for every processor of this architecture: a pod on processors compiles nothing, and its image has no compiler.
+# Native code for every CPU of this architecture: a pod compiles nothing, and its image has no compiler.
 
 FROM packages AS kernels
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
@@ -62,7 +62,7 @@ RUN python -m pdmesh.engine.kernels.cpu.build --all --output /opt/pdmesh-kernels
 # Workers.
 
 FROM packages AS worker-cpu-build
-# A package index with builds of torch for processors alone; without it torch brings CUDA along, and the image is gigabytes larger.
+# A package index with CPU builds of torch; without it torch brings CUDA along, and the image is gigabytes larger.
 ARG TORCH_INDEX=
 RUN sh k8s/docker/install.sh /opt/pdmesh worker
 COPY . .
@@ -81,7 +81,7 @@ RUN sh k8s/docker/install.sh /opt/pdmesh worker
 COPY . .
 RUN python -m pip install --no-cache-dir --no-deps --no-build-isolation .
 
-# Triton compiles in C what launches its kernels, when a worker starts; what it has compiled it keeps in the cache.
+# When a worker starts, Triton compiles its kernel launchers in C; the cache keeps them.
 FROM base AS with-compiler
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 

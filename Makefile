@@ -7,7 +7,7 @@ JOBS ?= 2
 READY := $(VENV)/.ready
 TRITON := $(VENV)/.triton
 GPU_WHEELS := benchmarks/gpu/wheels/.ready
-# One list of what is linted and typed, for people and for CI.
+# The code that is linted and typed, for people and for CI.
 CODE := pdmesh router prefill_service decode_service kvtransfer tools benchmarks examples tests
 
 .DEFAULT_GOAL := help
@@ -29,8 +29,8 @@ $(READY): requirements.lock pyproject.toml
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
-# The interpreter in which the GPU's kernels are tested: of 640 MB, so only where they are. WITHOUT_TRITON=1 leaves these tests out,
-# where there is no triton to be had (it is for Linux alone).
+# Triton (640 MB), for the tests of the GPU kernels in its interpreter. WITHOUT_TRITON=1 leaves these tests out, where triton is not
+# available (it is for Linux alone).
 $(TRITON): $(READY)
 	@echo "==> installing triton (for the tests of the GPU kernels)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check triton==3.6.0 || test -n "$(WITHOUT_TRITON)" \
@@ -42,7 +42,7 @@ setup: $(READY)  ## virtual environment with pinned dependencies
 model: $(READY)  ## fetch and convert SmolLM2-135M-Instruct into the cache (once)
 	@$(BIN)/python -m pdmesh.models fetch smollm2-135m-instruct
 
-# Compiled once, ahead of what would otherwise wait for it in each process. Without a compiler the torch backend serves.
+# Compiled once and ahead of time, instead of in each process. Without a compiler the torch backend computes.
 kernels: $(READY)  ## compile the CPU kernels and the transfer of KV into the cache (once)
 	@$(BIN)/python -m pdmesh.engine.kernels.cpu.build || echo "==> without them the slower torch backend computes"
 	@$(BIN)/python -m kvtransfer.native.library || echo "==> without it Python moves the KV, slower"
@@ -67,18 +67,18 @@ stubs-fresh: $(READY)
 	$(BIN)/python -m tools.protos.stable --check
 	$(BIN)/python -m tools.protos.reference --check
 
-# What failed runs once more, without the rest: a test that the machine's load made late is shown above and passes then,
-# what is broken fails twice.
+# Failed tests run once more, alone: a test that was late under the machine's load is shown above and passes then, a broken one
+# fails twice.
 ONCE_MORE = $(BIN)/python -m pytest --last-failed --last-failed-no-failures none
 
-# By whole files: what a file has made for its tests is made once. Most tests compute with one thread, and many only wait.
+# By whole files: fixtures of a file are made once. Most tests compute with one thread, and many only wait.
 unit: $(READY) $(TRITON) model kernels
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile tests --ignore=tests/mesh --ignore=tests/cluster || $(ONCE_MORE) tests --ignore=tests/mesh --ignore=tests/cluster
 
 mesh: $(READY) model kernels
 	$(BIN)/python -m pytest tests/mesh || $(ONCE_MORE) tests/mesh
 
-test-thorough: $(READY) $(TRITON) model kernels  ## takes minutes and seldom finds more than `make test`: every variant of every GPU kernel compiled
+test-thorough: $(READY) $(TRITON) model kernels  ## takes minutes: every variant of every GPU kernel compiled
 	$(BIN)/python -m pytest -m thorough tests
 
 test-k8s: $(READY) model kernels  ## the manifests and the autoscaler on a real API server, built once into the cache (not part of `make test`)
@@ -89,7 +89,7 @@ test-k8s: $(READY) model kernels  ## the manifests and the autoscaler on a real 
 equality: $(READY) model kernels  ## all prompts, every way through the mesh, against transformers and one engine (slow)
 	$(BIN)/python -m benchmarks.equality
 
-chaos: $(READY) model kernels  ## 2 640 faults at every state of the hand-off, under load (an hour; goes on where it was stopped)
+chaos: $(READY) model kernels  ## 2 640 faults at every state of the hand-off, under load (an hour; resumes where it was stopped)
 	$(BIN)/python -m benchmarks.chaos
 
 bench-mesh: $(READY) model kernels  ## engine and mesh, in int8 and float32, with the machine
@@ -101,7 +101,7 @@ bench-cpu: $(READY) model kernels  ## the CPU kernels beside OpenVINO, vLLM, lla
 bench-handoff: $(READY) kernels  ## the hand-off between two processes, beside memcpy and iperf3
 	$(BIN)/python -m benchmarks.handoff
 
-bench-loadtest: $(READY)  ## what the load test reports of a server whose latencies are known, at 500 requests/s
+bench-loadtest: $(READY)  ## what the load test reports about a server with known latencies, at 500 requests/s
 	$(BIN)/python -m benchmarks.loadtest
 
 bench-profile: $(READY) model kernels  ## where the time of an engine's step goes
@@ -116,16 +116,16 @@ bench-clients: $(READY) model kernels  ## third parties' clients, gateways and l
 bench-constrained: $(READY) model kernels  ## 500 requests with a JSON schema each, beside as many unconstrained tokens
 	$(BIN)/python -m benchmarks.constrained
 
-bench-soak: $(READY) model kernels  ## an hour of mixed traffic over all protocols, with cancels and refusals: memory stands still (slow)
+bench-soak: $(READY) model kernels  ## an hour of mixed traffic over all protocols, with cancellations and rejections: memory stays constant (slow)
 	$(BIN)/python -m benchmarks.soak
 
-bench-spec: $(READY) model kernels  ## speculative decoding: same tokens, what it brings, that it never loses (slow; trained heads if there are some)
+bench-spec: $(READY) model kernels  ## speculative decoding: same tokens, the gain, that it never loses (slow; trained heads if there are some)
 	$(BIN)/python -m benchmarks.spec
 
 bench-observability: $(READY) model kernels  ## what traces, metrics and the console cost; whether parts, delays and spans are true (ten minutes)
 	$(BIN)/python -m benchmarks.observability $(ARGS)
 
-# What a machine with a GPU, from which nothing can be fetched, lacks of ours: wheels of Python 3.12 for Linux on x86-64.
+# Our packages that an offline machine with a GPU lacks: wheels of Python 3.12 for Linux on x86-64.
 MANYLINUX = $(foreach glibc,2_39 2_38 2_37 2_36 2_35 2_34 2_31 2_28 2_27 2_24 2_17 2014 1,--platform manylinux$(if $(findstring _,$(glibc)),_)$(glibc)_x86_64)
 $(GPU_WHEELS): benchmarks/gpu/wheels.txt $(READY)
 	@echo "==> fetching wheels for a machine with a GPU (20 MB)"
@@ -146,10 +146,10 @@ bench-autoscale: $(READY) model kernels  ## the autoscaler against an oracle and
 	$(BIN)/python -m pdmesh.simulator.compiled
 	$(BIN)/python -m benchmarks.autoscale $(if $(TRACES),--traces $(TRACES)) $(ARGS)
 
-bench-capacity: $(READY) model kernels  ## which rate mesh, one engine, vLLM and SMG + vLLM bear (half an hour; goes on where it was stopped)
+bench-capacity: $(READY) model kernels  ## the rate that mesh, one engine, vLLM and SMG + vLLM sustain (half an hour; resumes where it was stopped)
 	$(BIN)/python -m benchmarks.capacity $(ARGS)
 
-stubs: $(READY)  ## regenerate what comes from the .proto files: stubs, docs/api.md, the list of what is promised to clients
+stubs: $(READY)  ## regenerate what comes from the .proto files: stubs, docs/api.md, the stable client API
 	$(BIN)/python -m tools.protos.generate
 	$(BIN)/python -m tools.protos.stable
 	$(BIN)/python -m tools.protos.reference

@@ -1,4 +1,4 @@
-"""`python -m pdmesh`."""
+"""Run `python -m pdmesh`."""
 
 from pdmesh.cli import main
 

@@ -1,7 +1,7 @@
-"""The `pdmesh` program: finds the command, loads its options, turns what goes wrong into one line and an exit code.
+"""The `pdmesh` program: finds the command, loads its options, turns errors into one line and an exit code.
 
-Exit codes: 0 done; 1 failed; 2 wrong use, or a request that the mesh calls invalid; 3 no mesh, or no room in it; 4 the deadline
-passed; 130 interrupted.
+Exit codes: 0 done; 1 failed; 2 wrong use, or a request that the mesh calls invalid; 3 no mesh, or no capacity in it; 4 the
+deadline passed; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from pdmesh.runtime.config import ENV_PREFIX, load, options_of
 # Words without a flag on a command line: `pdmesh generate "Once upon a time" --max-tokens 20`.
 #
 # Options are frozen dataclasses that `pdmesh.runtime.config` loads. A field with metadata {"positional": True} may also be given
-# as bare words, in the order of the fields; the last of them takes all words that are left, as one text or, if it is a tuple,
-# one by one.
+# as bare words, in the order of the fields; the last of them takes all remaining words, as one text or, if it is a tuple, one by
+# one.
 
 
 T = TypeVar("T")
 
 
 def parse_options(cls: type[T], argv: Sequence[str], env: Mapping[str, str], *, prog: str) -> T:
-    """Options of a command from its arguments and the environment. Wrong ones: one line on stderr, exit with code 2."""
+    """Return the options of a command from its arguments and the environment. Wrong ones: one line on stderr, exit with code
+    2."""
     return load(cls, with_flags(cls, argv), env, prog=prog)
 
 
 def with_flags(cls: type, argv: Sequence[str]) -> list[str]:
-    """`argv` with bare words turned into the flags of the positional fields of `cls`."""
+    """Return `argv` with bare words turned into the flags of the positional fields of `cls`."""
     assert dataclasses.is_dataclass(cls)
     names = [field.name for field in dataclasses.fields(cls) if field.metadata.get("positional")]
     flags, words = _split(argv, _flags_with_value(cls))
@@ -50,7 +51,7 @@ def _flags_with_value(cls: type) -> frozenset[str]:
 
 
 def _split(argv: Sequence[str], flags_with_value: frozenset[str]) -> tuple[list[str], list[str]]:
-    """Flags with their values, and bare words. Everything behind "--" is a word."""
+    """Return flags with their values, and bare words. Everything after "--" is a word."""
     flags: list[str] = []
     words: list[str] = []
     rest = iter(argv)
@@ -77,21 +78,21 @@ COMMANDS = {
     "up": "start a mesh on this machine: Redis, router, prefill and decode workers",
     "generate": "continue a prompt",
     "chat": "talk to the model, or ask one question",
-    "loadtest": "load a mesh, or any OpenAI server; loadtest compare, loadtest report: what was measured",
+    "loadtest": "load a mesh, or any OpenAI server; loadtest compare, loadtest report: show results",
     "status": "show workers, their roles and load, and the objectives in force",
     "explain": "why a request went where it went, or where one would go now",
     "roles": "change the roles of a worker while it runs",
     "models": "list models, or fetch or convert one",
     "profile": "show where the time of an engine's step goes on this machine",
-    "keys": "make, list and revoke the API keys that routers ask for",
-    "tls": "make certificates, so that a mesh encrypts and lets nobody else in",
+    "keys": "make, list and revoke the API keys that routers require",
+    "tls": "make certificates, so that a mesh encrypts and rejects other clients",
     "doctor": "check what this machine has and lacks",
     "plan": "say what a deployment takes: how many workers of which kind keep the objectives under a load",
     "demo": "start a mesh, ask a question, show where the time went, stop",
 }
-# Words behind a command that make another one of it, each with options of its own; "run" is the command itself.
+# Words after a command that make another one of it, each with options of its own; "run" is the command itself.
 SUBCOMMANDS = {"loadtest": ("run", "compare", "report")}
-# What brings all that these commands need; and for the others, what brings the package that is missing.
+# The extra that these commands need; and for the others, the one that brings the missing package.
 _EXTRA_OF_COMMAND = {
     "up": "local",
     "demo": "local",
@@ -117,21 +118,21 @@ class _Command(Protocol):
     Options: type[Any]
 
     def run(self, options: object) -> int:
-        """Does the work; returns the exit code."""
+        """Run the command; return the exit code."""
         ...
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the program and exits."""
+    """Run the program and exit."""
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["plan"]:
-        # It simulates, compiled where that was done; to be said before its modules are imported.
+        # It simulates, with compiled modules if they exist; that must be set before its modules are imported.
         importlib.import_module("pdmesh.simulator.compiled").use()
     sys.exit(run(argv))
 
 
 def run(argv: Sequence[str]) -> int:
-    """Runs the program; returns the exit code."""
+    """Run the program; return the exit code."""
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(overview())
         return 0 if argv else EXIT_USAGE
@@ -144,7 +145,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def overview() -> str:
-    """The text of `pdmesh --help`."""
+    """Return the text of `pdmesh --help`."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name.ljust(width)}  {summary}" for name, summary in COMMANDS.items()]
     return "\n".join(
@@ -171,7 +172,7 @@ def _version() -> str:
 def _unknown(name: str) -> int:
     near = difflib.get_close_matches(name, COMMANDS, n=1)
     remedy = f"did you mean {near[0]}?" if near else f"there are: {', '.join(COMMANDS)}"
-    print(f"pdmesh: {name!r} is no command; {remedy}", file=sys.stderr)
+    print(f"pdmesh: {name!r} is not a command; {remedy}", file=sys.stderr)
     return EXIT_USAGE
 
 
@@ -184,7 +185,7 @@ def _run_command(name: str, argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output has gone; keep the interpreter from failing again when it flushes.
+        # The reader of our output has gone; keep the interpreter from failing again when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except MeshError as error:
@@ -196,14 +197,14 @@ def _run_command(name: str, argv: Sequence[str]) -> int:
 
 
 def _subcommand(name: str, argv: Sequence[str]) -> tuple[tuple[str, ...], Sequence[str]]:
-    """The words that name the command, and what is left of `argv`."""
+    """Return the words that name the command, and the rest of `argv`."""
     if not argv or argv[0] not in SUBCOMMANDS.get(name, ()):
         return (name,), argv
     return (name,) if argv[0] == "run" else (name, argv[0]), argv[1:]
 
 
 def explain(error: MeshError) -> str:
-    """What a person at a terminal needs to know of an error of the mesh."""
+    """Return what a person at a terminal needs to know of an error of the mesh."""
     if isinstance(error, Overloaded) and error.retry_delay_s is not None:
         return f"{error.message} (try again in {error.retry_delay_s:.1f} s, or give --retry-overload)"
     if isinstance(error, Unavailable):
@@ -214,7 +215,7 @@ def explain(error: MeshError) -> str:
 
 
 def exit_code(error: MeshError) -> int:
-    """The exit code for an error of the mesh."""
+    """Return the exit code for an error of the mesh."""
     if isinstance(error, (InvalidArgument, NotFound)):
         return EXIT_USAGE
     if isinstance(error, (Unavailable, Overloaded)):

@@ -1,11 +1,11 @@
-"""Errors of the client library. They are the mesh's own (`pdmesh.runtime.errors`), under the names that a caller looks for.
+"""Errors of the client library: the mesh's own (`pdmesh.runtime.errors`), under the names that a caller looks for.
 
     try:
         client.generate("…", temperature=-1)
     except errors.InvalidArgument as error:
         error.field                 # "sampling.temperature"
     except errors.Overloaded as error:
-        error.retry_delay_s         # when to come again, in seconds
+        error.retry_delay_s         # when to retry, in seconds
 
 All are MeshError, with `.code` (grpc.StatusCode) and `.message`.
 """
@@ -49,5 +49,5 @@ __all__ = [
 
 
 def error_from_rpc(error: grpc.RpcError) -> MeshError:
-    """The MeshError that ended a call, of either kind of channel (a sync call's error has an AioRpcError's accessors)."""
+    """Return the MeshError that ended a call, of either kind of channel (a sync call's error has an AioRpcError's accessors)."""
     return mesh_errors.error_from_rpc(cast(grpc.aio.AioRpcError, error))

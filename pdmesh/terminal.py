@@ -1,4 +1,4 @@
-"""What commands show, drawn by rich: tables, bars, colours by meaning; and the units of their figures."""
+"""Output of the commands, drawn by rich: tables, bars, colours by meaning; and the units of their figures."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def breakdown(parts: Mapping[str, int], total: int) -> Table:
 
 
 def duration(ns: float) -> str:
-    """Nanoseconds for people: "850 µs", "12.3 ms", "1.25 s"."""
+    """Return nanoseconds for people: "850 µs", "12.3 ms", "1.25 s"."""
     if ns < 1e6:
         return f"{ns / 1e3:.0f} µs"
     if ns < 1e9:
@@ -86,7 +86,7 @@ def duration(ns: float) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """Bytes for people, in decimal units: "512 B", "3.4 MB"."""
+    """Return bytes for people, in decimal units: "512 B", "3.4 MB"."""
     for unit in ("B", "kB", "MB", "GB"):
         if num_bytes < 1000 or unit == "GB":
             return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""What pdmesh needs with some of its extras, one requirement a line: an image has the packages in a layer below the code.
+"""Prints the requirements of pdmesh with some of its extras, one a line: an image has the packages in a layer below the code.
 
 python k8s/docker/requirements.py services,loadtest
 """
@@ -14,7 +14,8 @@ _OWN_EXTRAS = re.compile(r"pdmesh\[([a-z, ]+)\]")
 
 
 def requirements(pyproject: str, extras: list[str]) -> list[str]:
-    """The project's own and those of `extras`, in order, each once; `pyproject` is TOML. Raises KeyError for an unknown extra."""
+    """Return the project's own requirements and those of `extras`, in order, each once; `pyproject` is TOML. Raises KeyError for
+    an unknown extra."""
     project = tomllib.loads(pyproject)["project"]
     found: list[str] = list(project["dependencies"])
     for extra in extras:

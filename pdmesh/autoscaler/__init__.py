@@ -1,1 +1,1 @@
-"""How many workers each pool needs to keep the objectives: decides (pure), and acts on Kubernetes or on local processes."""
+"""Decides how many workers each pool needs to keep the objectives, and scales Kubernetes Deployments or local processes."""

@@ -1,4 +1,4 @@
-"""`python -m autoscaler`."""
+"""Run `python -m autoscaler`."""
 
 from pdmesh.autoscaler.main import main
 

@@ -20,27 +20,27 @@ _SIZED_FOR = tuple(priority for name, priority in objectives.PRIORITIES.items() 
 
 @dataclass(frozen=True)
 class AutoscalerConfig:
-    """Keeps a model's objectives with as few workers as that takes: python -m autoscaler --routers … --objectives FILE."""
+    """Keep a model's objectives with as few workers as possible: python -m autoscaler --routers … --objectives FILE."""
 
     routers: tuple[str, ...] = field(
-        default=(), metadata={"help": "routers, host:port, comma separated; a name stands for all the addresses that it has"}
+        default=(), metadata={"help": "routers, host:port, comma separated; a name stands for all of its addresses"}
     )
     objectives: str = field(
         default="", metadata={"help": "TOML or JSON file with objectives per model, the one that routers read"}
     )
     model: str = field(default="", metadata={"help": "model whose workers these are; empty: the only one in --objectives"})
     platform: Literal["dry-run", "kubernetes"] = field(
-        default="dry-run", metadata={"help": "who starts and stops workers; dry-run: nobody, it is only said"}
+        default="dry-run", metadata={"help": "what starts and stops workers; dry-run only logs the decisions"}
     )
     host: str = field(default="127.0.0.1", metadata={"help": "address to listen on, for health"})
     port: int = field(default=50061, metadata={"help": "port to listen on; 0 picks a free one"})
     period_s: float = field(default=2.0, metadata={"help": "between two decisions"})
-    window_s: float = field(default=15.0, metadata={"help": "over which rates and latencies are taken"})
+    window_s: float = field(default=15.0, metadata={"help": "period over which rates and latencies are measured"})
     transit_ms: float = field(default=10.0, metadata={"help": "part of TTFT outside the workers: router, reservation, way back"})
     role_drain_s: float = field(
         default=30.0, metadata={"help": "how long a worker that takes another role may finish what it had in the former"}
     )
-    api_key: str = field(default="", metadata={"help": "key of an admin, for routers that ask for one", "secret": True})
+    api_key: str = field(default="", metadata={"help": "API key of an admin, for routers that require one", "secret": True})
     tls: TlsConfig = field(default_factory=TlsConfig, metadata={"flatten": True})
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig, metadata={"flatten": True})
     scaling: AutoscalerSettings = field(default_factory=AutoscalerSettings, metadata={"flatten": True})
@@ -49,13 +49,13 @@ class AutoscalerConfig:
     exit_with_parent: bool = field(default=False, metadata={"help": "end when the process that started this one ends"})
 
     def validate(self) -> None:
-        """Raises ConfigError."""
+        """Raise ConfigError for invalid settings."""
         if not self.routers:
             raise ConfigError("routers", "is empty", "name at least one, such as pdmesh-router:8100")
         for target in self.routers:
             _check_target(target)
         if not 0 <= self.port <= 65535:
-            raise ConfigError("port", f"{self.port} is no port", "give 0 to 65535")
+            raise ConfigError("port", f"{self.port} is not a port", "give 0 to 65535")
         for name, least in (("period_s", 0.1), ("window_s", 1.0), ("transit_ms", 0.0), ("role_drain_s", 0.1)):
             if not getattr(self, name) >= least:
                 raise ConfigError(name, f"{getattr(self, name):g} is less than {least:g}", f"give {least:g} or more")
@@ -67,11 +67,11 @@ class AutoscalerConfig:
         if not self.objectives:
             raise ConfigError("objectives", "is empty", "give the file with what the model promises")
         if not self.api_key.isascii() or not self.api_key.isprintable() or " " in self.api_key:
-            raise ConfigError("api_key", "holds characters that no key has", "give it as `pdmesh keys new` has shown it")
+            raise ConfigError("api_key", "contains characters that no key has", "give it as `pdmesh keys new` has shown it")
 
 
 def objective_of(path: str, model: str) -> ModelObjective:
-    """That of `model`, or of the only one. Raises ConfigError."""
+    """Return the objective of `model`, or the only one. Raises ConfigError."""
     known = {objective.model: objective for objective in objectives.load(path)}
     if not model and len(known) == 1:
         return next(iter(known.values()))
@@ -82,8 +82,8 @@ def objective_of(path: str, model: str) -> ModelObjective:
 
 
 def goals_of(objective: ModelObjective, transit_ms: float) -> Goals:
-    """As capacity is reckoned: the tightest bounds of all priorities, for one pool serves them all. Batch never tightens them: it
-    waits for room. Raises ConfigError for a quantile that it is not made for."""
+    """Return the goals for capacity planning: the tightest bounds of all priorities, because one pool serves them all. Batch
+    requests never tighten them: they wait for capacity. Raises ConfigError for an unsupported quantile."""
     if objective.quantile < 0.5:
         raise ConfigError("--objectives", f"{objective.model}.quantile: {objective.quantile:g} is less than a half", "raise it")
     promised = [objective.bounds(priority) for priority in _SIZED_FOR]
@@ -92,7 +92,7 @@ def goals_of(objective: ModelObjective, transit_ms: float) -> Goals:
 
 
 def promise(goals: Goals) -> str:
-    """In words, for people."""
+    """Describe the goals in words."""
     bounds = [f"{name} {1000 * bound_s:.0f} ms" for name, bound_s in (("TTFT", goals.ttft_s), ("TPOT", goals.tpot_s)) if bound_s]
     return f"{', '.join(bounds) or 'queues that do not grow'} for {100 * goals.quantile:g} % of requests"
 
@@ -106,4 +106,4 @@ def _check_target(target: str) -> None:
     if found is None:
         raise ConfigError("routers", f"{target!r} is not host:port")
     if not 1 <= int(found[2]) <= 65535:
-        raise ConfigError("routers", f"{target!r}: {found[2]} is no port", "give 1 to 65535")
+        raise ConfigError("routers", f"{target!r}: {found[2]} is not a port", "give 1 to 65535")

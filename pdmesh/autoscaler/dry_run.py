@@ -1,4 +1,4 @@
-"""Replicas that nobody starts or stops: a dry run prints what it would ask for, and why."""
+"""Holds a platform that starts and stops nothing: a dry run prints what it would ask for, and why."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pdmesh.autoscaler.views import AGGREGATED, SEPARATED, Flip, PoolDecision, P
 
 
 class DryRunRoles:
-    """As `pdmesh.autoscaler.roles.Roles` says. Nobody changes roles."""
+    """Implement `pdmesh.autoscaler.roles.Roles` without switching any roles."""
 
     def __init__(self, say: Callable[[str], None] = print) -> None:
         self._say = say
         self._said = ""
 
     async def flip(self, flip: Flip, pools: Pools) -> Flipped:
-        """Says it once, until something else is right."""
+        """Report the switch once, until a different one is due."""
         if self._said != str(flip):
             self._said = str(flip)
             self._say(f"would change roles: {flip}")
@@ -30,33 +30,34 @@ class DryRunRoles:
 
 
 class DryRunPlatform:
-    """As `pdmesh.autoscaler.platform.Platform` says. What is there counts as asked for; nothing that is asked for comes."""
+    """Implement `pdmesh.autoscaler.platform.Platform` without scaling: existing replicas count as asked for, and no others
+    appear."""
 
     def __init__(self, workers: Callable[[], Collection[SeenWorker]], say: Callable[[str], None] = print) -> None:
-        """`workers`: those that routers hear now."""
+        """Create the platform over the `workers` that routers hear now."""
         self._workers, self._say = workers, say
         self._said: dict[PoolName, int] = {}
 
     async def leads(self, now_s: float) -> bool:
-        """Whoever only prints stands in nobody's way."""
+        """Return True: a dry run never blocks another leader."""
         return True
 
     async def observe(self, now_s: float) -> Mapping[PoolName, Asked]:
-        """Raises PlatformError while there is nobody to be counted."""
+        """Return the current replicas. Raises PlatformError while no worker is known."""
         homes = [worker.home for worker in self._workers() if worker.serves]
         if not homes:
-            raise PlatformError("no router has told of a worker of this model so far; see that some run")
+            raise PlatformError("no router has reported a worker of this model yet; check that some run")
         pools = AGGREGATED if set(homes) == AGGREGATED else SEPARATED
         return {name: Asked(homes.count(name)) for name in PoolName if name in pools}
 
     async def scale(self, decision: PoolDecision, replicas: int, now_s: float) -> None:
-        """Says it once, until something else is right."""
+        """Report the request once, until a different one is due."""
         if self._said.get(decision.name) != replicas:
             self._said[decision.name] = replicas
             self._say(f"would ask for {replicas} of {decision.name}. {decision}")
 
     async def starts_failed(self, name: PoolName, problem: str) -> None:
-        """Of what others have asked for."""
+        """Ignore failed starts: nothing was asked for."""
         self._say(f"{name}: {problem}")
 
     async def load(self) -> State | None:

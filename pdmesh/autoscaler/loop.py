@@ -1,10 +1,10 @@
 """The loop: observe → collect → decide → act, every few seconds.
 
     Platform.observe   what was asked for          ┐
-    Collector.look     who serves, what comes      ├─► Snapshot ─► Policy.decide ─► flips: SetRoles on idle workers
-    Starts             who is on the way           ┘                                the rest: Platform.scale
+    Collector.look     workers, traffic            ├─► Snapshot ─► Policy.decide ─► role switches: SetRoles on idle workers
+    Starts             pending replicas            ┘                                the rest: Platform.scale
 
-Whatever fails holds: nothing changes until the next round, which tries again.
+Any failure holds: nothing changes until the next round, which tries again.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from pdmesh.planning.capacity_load import Goals
 from pdmesh.runtime.config import ConfigError
 from pdmesh.runtime.telemetry.spans import Span
 
-# What the loop knows besides the figures, put into views and decisions. Pure.
+# Holds and failed starts, applied to views and decisions. Pure.
 
 
 def with_hold(views: Iterable[PoolView], by: str, until_s: float) -> tuple[PoolView, ...]:
-    """All of them stay as they are. A person's hold goes before."""
+    """Return the views with a hold on all pools. A person's hold takes precedence."""
     return tuple(view if view.hold is not None else replace(view, hold=Hold(by, until_s)) for view in views)
 
 
 @dataclass(frozen=True)
 class FailedStarts:
-    """Of one pool: `num_serving` replicas are there, and why no more are asked for."""
+    """Report the failed starts of one pool: `num_serving` replicas serve, and why no more are asked for."""
 
     num_serving: int
     why: str
 
 
 def restrained(decision: Decision, hopeless: Mapping[PoolName, FailedStarts]) -> Decision:
-    """Without the growth of pools whose replicas do not start. Flips need no start, and stay."""
+    """Return the decision without growth of pools whose replicas do not start. Role switches need no start, and stay."""
     flipped = {name for flip in decision.flips for name in (flip.giver, flip.taker)}
     pools = tuple(
         _restrained(pool, decision.flips, failed, is_flipped=pool.name in flipped)
@@ -72,39 +72,39 @@ def _restrained(pool: PoolDecision, flips: Iterable[Flip], failed: FailedStarts,
 
 
 def _kept(pool: PoolDecision, failed: FailedStarts) -> int:
-    """Of those that are awaited in vain one stays, unless fewer than those who serve would do: by the one it shows when starts
-    succeed again, and the pool does not swing with each wish for one more that nobody will fulfil."""
+    """Return the replicas to ask for: one failing start stays pending, unless the workers that serve suffice. It shows when
+    starts succeed again, and the pool does not oscillate with each request for one more that cannot be met."""
     return pool.replicas if pool.replicas < failed.num_serving else max(pool.replicas, failed.num_serving + 1)
 
 
-# What a leader leaves for the next one, and what that one makes of it. Pure.
+# The state that a leader leaves for the next one.
 #
-# Times in it are readings of the former leader's clock, and no two machines' clocks agree. Where they lie ahead of the new one's,
-# all are moved back here by the same, so that the latest is of now: a policy drops what is older than what it knows, and would
-# neither learn nor shrink until that time has come. Nothing else has to think of it.
+# Its times are readings of the former leader's clock, which may differ from the new one's. If they lie ahead of it, all are moved
+# back here by the same amount, so that the latest is now: a policy drops observations older than its latest, and would neither
+# learn nor shrink until that time has come.
 
 
 _FORMAT = 1
 _TIMES = ("time_s", "started_s", "idle_since_s")
 _TIMED = ("changes", "enough", "recent")
-"""Lists of pairs; the first of each is a time."""
+"""Lists of pairs; the first of each pair is a time."""
 
 
 class StateError(ValueError):
-    """What was saved cannot be used; says why."""
+    """Raised when saved state cannot be used; says why."""
 
 
 def saved(policy: Policy) -> State:
-    """JSON of what `resumed` takes."""
+    """Return the JSON state that `resumed` takes."""
     return {"format": _FORMAT, "policy": policy.save()}
 
 
 def resumed(policy: Policy, state: State, now_s: float, watched_s: float) -> Policy:
-    """A copy of `policy` that goes on from there; `policy` itself stays as it is. What was left more than `watched_s` ago, or
-    by a clock that is off by more, nobody may have watched since. Raises StateError, whatever it is that was saved: it must keep
-    nobody from leading."""
+    """Return a copy of `policy` that continues from the state; `policy` itself is unchanged. State older than `watched_s`
+    seconds, or from a clock that is off by more, may have gaps in observation. Raises StateError for any invalid state: it must
+    not prevent a process from leading."""
     try:
-        json.dumps(state, allow_nan=False)  # no number but finite ones, nor more depth than can be gone through
+        json.dumps(state, allow_nan=False)  # rejects numbers that are not finite and excessive depth
         own = _policy_state(state)
         latest_s = max(_times(own), default=now_s)
         fresh = copy.deepcopy(policy)
@@ -125,7 +125,7 @@ def _policy_state(state: State) -> State:
 
 
 def _times(state: State) -> Iterator[float]:
-    """Of everything in it."""
+    """Iterate over all times in the state."""
     for name, value in state.items():
         if isinstance(value, dict):
             yield from _times(value)
@@ -136,7 +136,7 @@ def _times(state: State) -> Iterator[float]:
 
 
 def _earlier(state: State, by_s: float) -> State:
-    """The same, so many seconds ago."""
+    """Return the same state, moved back by `by_s` seconds."""
     return {name: _value_earlier(name, value, by_s) for name, value in state.items()}
 
 
@@ -156,24 +156,24 @@ def _pairs(name: str, value: object) -> list[tuple[float, float]]:
     return value
 
 
-# The objectives file, read anew when it has changed: what people promise changes while the autoscaler runs.
+# The objectives file, reloaded when it changes.
 
 
 logger = logging.getLogger(__name__)
 
 
 class ObjectivesFile:
-    """`model`: whose. `goals`: those that were read last without a mistake."""
+    """Watch the objectives of `model`. `goals`: those last read without a mistake."""
 
     def __init__(self, path: str, model: str, transit_ms: float) -> None:
-        """`model` empty: the only one in it, from then on. Raises ConfigError."""
+        """Read the file. An empty `model` is the only one in it, from then on. Raises ConfigError."""
         self._path, self._transit_ms = path, transit_ms
         self._seen = _content(path)
         objective = objective_of(path, model)
         self.model, self.goals = objective.model, goals_of(objective, transit_ms)
 
     def look(self) -> Goals:
-        """Those in force now. A file that cannot be used is said once, and changes nothing."""
+        """Return the goals in force. A file that cannot be used is logged once, and changes nothing."""
         content = _content(self._path)
         if content != self._seen:
             self._seen = content
@@ -187,11 +187,11 @@ class ObjectivesFile:
         except ConfigError as error:
             logger.error("the changed objectives cannot be used, %s stays: %s", promise(before), error)
         else:
-            logger.info("objectives were read anew: %s; before: %s", promise(self.goals), promise(before))
+            logger.info("objectives were reloaded: %s; before: %s", promise(self.goals), promise(before))
 
 
 def _content(path: str) -> bytes | None:
-    """None: it cannot be read. Compared as a whole: two writes within a clock tick leave the same time and size."""
+    """Return the bytes, None if unreadable. Compared as a whole: two writes within a clock tick leave the same time and size."""
     try:
         return Path(path).read_bytes()
     except OSError:
@@ -199,12 +199,12 @@ def _content(path: str) -> bytes | None:
 
 
 NUM_TRIALS = 30
-"""Decisions that what was restored has to bear; figures reach all parts of a policy by then."""
+"""Decisions that restored state must survive; figures reach all parts of a policy by then."""
 Listener = Callable[[Decision, float], None]
 
 
 class Clock:
-    """Seconds of the wall when it was made, and steady from then on: they never go back, and mean the same to the next leader."""
+    """Count seconds since 1970 at creation, monotonic from then on: times never go back, and mean the same to the next leader."""
 
     def __init__(self) -> None:
         self._offset_s = time.time() - time.monotonic()
@@ -215,7 +215,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """`period_s` of rounds; state is saved every `save_s` and after each change."""
+    """Configure the loop: a round every `period_s`; state is saved every `save_s` and after each change."""
 
     period_s: float = 2.0
     save_s: float = 15.0
@@ -223,8 +223,8 @@ class LoopSettings:
 
 @dataclass
 class Parts:
-    """What the loop runs with. `objectives`: where the policy's goals come from, looked at each round; None: they stay.
-    `on_decision` hears of each decision, also of one that changes nothing, with its time."""
+    """Hold what the loop runs with. `objectives`: where the policy's goals come from, checked each round; None: they are fixed.
+    `on_decision` receives each decision with its time, also one that changes nothing."""
 
     policy: Policy
     collector: Collector
@@ -239,51 +239,51 @@ class Parts:
 
 
 class Loop:
-    """Owns the rounds. `latest`: the last decision and its time; None before the first, and while others lead."""
+    """Run the rounds. `latest`: the last decision and its time; None before the first, and while another process leads."""
 
     def __init__(self, parts: Parts, settings: LoopSettings) -> None:
         self.latest: tuple[Decision, float] | None = None
         self._parts, self._settings = parts, settings
         self._starts = {name: Starts(STUCK_STARTS * parts.scaling.of(name).start_s) for name in PoolName}
-        self.ended_at = time.monotonic()  # of the latest round that came to its end, whatever it decided
-        self.num_ready: dict[PoolName, int] = {}  # as of the latest round that was decided on
-        self._failing: set[PoolName] = set()  # pools whose starts have failed, which is told once until some succeed
+        self.ended_at = time.monotonic()  # when the latest round ended, whatever it decided
+        self.num_ready: dict[PoolName, int] = {}  # as of the latest decided round
+        self._failing: set[PoolName] = set()  # pools with failed starts, reported once until some succeed
         self._leads = False
-        self._before: Policy | None = None  # what was known before something was restored, while that is on trial
-        self._trials = 0  # that are left
+        self._before: Policy | None = None  # the policy before a restore, while the restored one is on trial
+        self._trials = 0  # decisions left in the trial
         self._saved_s = float("-inf")
 
     @property
     def history(self) -> History:
-        """What was done, and why."""
+        """Return the history of what was done, and why."""
         return self._parts.history
 
     @property
     def clock(self) -> Callable[[], float]:
-        """By which decisions are dated."""
+        """Return the clock of the decisions."""
         return self._parts.clock
 
     def expected(self, now_s: float) -> Expected:
-        """Requests a second that are expected now."""
+        """Return the forecast of requests per second."""
         return self._parts.policy.expected(now_s)
 
     def num_failed_starts(self, now_s: float) -> dict[PoolName, int]:
-        """Of the pools that there are, those that have been awaited for too long."""
+        """Return the number of failed starts of each pool."""
         return {name: self._starts[name].num_failed(now_s) for name in self.num_ready}
 
     async def run(self) -> None:
-        """Until cancelled. A round that fails is logged, and the next one tries again."""
+        """Run until cancelled. A round that fails is logged, and the next one tries again."""
         while True:
             began = time.monotonic()
             try:
                 await self.round()
                 self.ended_at = time.monotonic()
-            except Exception:  # a bug with one round's figures must not end all rounds
+            except Exception:  # a bug with one round's figures must not end the loop
                 logger.exception("a round failed; everything stays as it is until the next one")
             await asyncio.sleep(max(0.05, self._settings.period_s - (time.monotonic() - began)))
 
     async def round(self) -> Decision | None:
-        """One. Returns what was decided, None where nothing could be."""
+        """Run one round. Returns the decision, None if there is none."""
         parts, now_s, began_ns = self._parts, self._parts.clock(), time.monotonic_ns()
         if parts.objectives is not None:
             parts.policy.aim(parts.objectives.look())
@@ -300,21 +300,21 @@ class Loop:
         return decision
 
     async def close(self) -> None:
-        """Saves what was learned and gives up the lead. The replicas stay."""
+        """Save the state and give up the lead. The replicas stay."""
         try:
             if self._leads:
                 await self._save(self._parts.clock(), changed=True)
         except PlatformError as error:
-            logger.warning("what was learned is not saved: %s", error)
+            logger.warning("the learned state is not saved: %s", error)
         await self._parts.roles.close()
         await self._parts.collector.close()
         await self._parts.platform.close()
 
     async def _take_lead(self, now_s: float) -> bool:
-        """Goes on where the leader before has ended. Raises PlatformError."""
+        """Return whether this process leads; continue from the former leader's state. Raises PlatformError."""
         leads = await self._parts.platform.leads(now_s)
         if leads and not self._leads:
-            self._parts.policy.interrupt()  # what it has known itself may be of long ago
+            self._parts.policy.interrupt()  # what it knows itself may be stale
             self._restore(await self._parts.platform.load(), now_s)
         if not leads:
             self.latest = None
@@ -327,7 +327,7 @@ class Loop:
         try:
             policy = resumed(self._parts.policy, state, now_s, self._parts.scaling.stale_after_s)
         except StateError as error:
-            logger.warning("what was saved cannot be used, learning begins anew: %s", error)
+            logger.warning("the saved state cannot be used, learning starts afresh: %s", error)
         else:
             self._before, self._parts.policy, self._trials = self._parts.policy, policy, NUM_TRIALS
 
@@ -342,9 +342,7 @@ class Loop:
         traffic = parts.collector.traffic(now_s, parts.policy.goals.quantile)
         heard_s = parts.collector.heard_s
         if traffic is None or heard_s is None:
-            unheard = (
-                Held("unheard", self._with_problems("not all routers have been heard")) if parts.collector.problems else None
-            )
+            unheard = Held("unheard", self._with_problems("not all routers have answered")) if parts.collector.problems else None
             parts.history.held(now_s, unheard, _replicas(asked))
             return None
         pools.follow(self._starts, now_s)
@@ -361,14 +359,15 @@ class Loop:
         return decision
 
     def _decide(self, snapshot: Snapshot) -> Decision:
-        """What was restored has to bear some decisions, or is left: numbers that fit no formula must not end every round."""
+        """Decide. Restored state that fails within its trial is discarded: numbers that fit no formula must not end every
+        round."""
         before = self._before
         try:
             decision = self._parts.policy.decide(snapshot)
         except Exception:
             if before is None:
                 raise
-            logger.exception("what was saved cannot be decided from, learning begins anew")
+            logger.exception("the saved state gives no decision, learning starts afresh")
             before.aim(self._parts.policy.goals)
             self._before, self._parts.policy = None, before
             return before.decide(snapshot)
@@ -392,14 +391,14 @@ class Loop:
             num, limit_s = starts.num_failed(now_s), starts.patience_s
             if num and name not in self._failing:
                 self._failing.add(name)
-                problem = f"{num} of {each.replicas} replicas: not started within {limit_s:.0f} s, and counted for nothing now"
+                problem = f"{num} of {each.replicas} replicas: not started within {limit_s:.0f} s, and no longer counted"
                 await self._parts.platform.starts_failed(name, problem)
             elif not starts.is_failing(now_s):
                 self._failing.discard(name)
 
     async def _act(self, decision: Decision, pools: Pools, now_s: float, span: Span) -> str | None:
-        """Flips first: who is lent or given back changes how many of its own a pool needs. Returns what went wrong with them.
-        Raises PlatformError."""
+        """Act on the decision, role switches first: they change how many of its own a pool needs. Returns what went wrong with
+        them. Raises PlatformError."""
         problem = None
         history, wanted = self._parts.history, {pool.name: pool.replicas for pool in decision.pools}
         for flip in decision.flips:
@@ -423,7 +422,7 @@ class Loop:
         return problem
 
     def _hopeless(self) -> dict[PoolName, FailedStarts]:
-        """Pools that are not to grow, and why."""
+        """Return the pools that must not grow, and why."""
         return {
             name: FailedStarts(
                 starts.num_serving,

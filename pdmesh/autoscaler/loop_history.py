@@ -1,4 +1,6 @@
-"""What the loop did and why: one line for each change, and for each time that a hold begins or ends."""
+"""Records what the loop did and why: a line for each change and for the begin and end of each hold, and a trace for each
+decision.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from pdmesh.runtime.telemetry.tracing import OFF, Tracing
 _FIGURES = re.compile(r"[\d.,]+")
 MAX_ENTRIES = 1000
 REPEAT_S = 60.0
-"""After which something that lasts is said again, if its words have changed."""
+"""Seconds after which a lasting state is reported again, if its text has changed."""
 Kind: TypeAlias = Literal["scale", "flip", "hold", "resume", "failed"]
 
 logger = logging.getLogger("autoscaler")
@@ -28,8 +30,8 @@ logger = logging.getLogger("autoscaler")
 
 @dataclass(frozen=True)
 class Entry:
-    """`at_s`: on the loop's clock. `kind`: scale or flip, something changes; hold, nothing may; resume, it may again; failed, it
-    was tried in vain. `replicas` that each pool is to have from then on."""
+    """Record what happened at `at_s`, on the loop's clock. `kind`: scale or flip, something changes; hold, nothing may; resume,
+    it may again; failed, an attempt failed. `replicas` of each pool from then on."""
 
     at_s: float
     kind: Kind
@@ -39,14 +41,14 @@ class Entry:
 
 @dataclass(frozen=True)
 class Held:
-    """That nothing may change. `what` holds it, which stays the same while `text` tells of other figures each time."""
+    """Describe a hold. `what` identifies it and stays the same while the figures in `text` change."""
 
     what: str
     text: str
 
 
 def held_of(decision: Decision) -> Held | None:
-    """What is worth a line of its own of it; a cool-down is not."""
+    """Return the hold of a decision that is worth an entry; a cool-down is not."""
     pools = [pool for pool in decision.pools if _is_outage(pool.held)]
     if decision.held is not None:
         return Held("stale", decision.held)
@@ -59,32 +61,33 @@ def _is_outage(held: str | None) -> bool:
 
 
 class History:
-    """The latest entries; each is logged, and told to whoever listens."""
+    """Keep the latest entries; each is logged and passed to the listeners."""
 
     def __init__(self, on_entry: Callable[[Entry], None] | None = None) -> None:
         self.entries: deque[Entry] = deque(maxlen=MAX_ENTRIES)
         self._on_entry = on_entry
-        self._said: Held | None = None  # of what holds now
-        self._said_s = self._failed_s = float("-inf")  # when it was said
-        self._failure = self._failing = ""  # what was said last; what fails now
+        self._said: Held | None = None  # of the current hold
+        self._said_s = self._failed_s = float("-inf")  # when it was last reported
+        self._failure = self._failing = ""  # the last reported failure; the current failure
 
     def changed(self, at_s: float, kind: Kind, text: str, replicas: dict[str, int]) -> None:
-        """Something was done."""
+        """Record a change."""
         self._add(Entry(at_s, kind, text, replicas))
 
     def held(self, at_s: float, held: Held | None, replicas: dict[str, int]) -> None:
-        """What keeps everything as it is, None: nothing does. Said when it begins, when it ends, and rarely between."""
+        """Record what holds everything, None: nothing does. Logged when it begins, when it ends, and rarely in between."""
         before = self._said
         if held is None:
             self._said = None
             if before is not None:
-                self._add(Entry(at_s, "resume", "what was held may change again", replicas))
+                self._add(Entry(at_s, "resume", "the hold has ended: changes are possible again", replicas))
         elif before is None or before.what != held.what or self._is_news(at_s, before.text, held.text):
             self._said, self._said_s = held, at_s
             self._add(Entry(at_s, "hold", held.text, replicas))
 
     def failed(self, at_s: float, problem: str | None) -> None:
-        """What was tried in vain, None: nothing was. Said when it begins; what fails, is not tried and fails again, rarely."""
+        """Record a failed attempt, None: there is none. Logged when it begins; rarely if it fails, is not tried and fails
+        again."""
         words = "" if problem is None else _words(problem)
         begins, self._failing = words != self._failing, words
         if problem is not None and begins and (words != self._failure or at_s - self._failed_s >= REPEAT_S):
@@ -103,12 +106,12 @@ class History:
 
 
 def _words(text: str) -> str:
-    """Without its figures."""
+    """Return the text without its figures."""
     return _FIGURES.sub("#", text)
 
 
 def append_to(path: Path) -> Callable[[Entry], None]:
-    """A listener that writes entries as JSON, one a line. A full disk ends nothing."""
+    """Return a listener that writes entries as JSON, one per line. A full disk is logged and ends nothing."""
 
     def write(entry: Entry) -> None:
         try:
@@ -121,18 +124,18 @@ def append_to(path: Path) -> Callable[[Entry], None]:
 
 
 def read_entries(path: Path) -> list[Entry]:
-    """What `append_to` has written. Raises OSError, ValueError."""
+    """Return the entries that `append_to` wrote. Raises OSError, ValueError."""
     return [Entry(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-# A trace for each decision that changes something: what was decided, why, and what came of it.
+# A trace for each decision that changes something: the decision, the reason and the outcome.
 #
 #     autoscale.decide    from the look at the routers to the last order
 #         decided         event: orders follow
 #         flip, scale     event for each order that was carried out
 #
-# A round that changes nothing leaves none, nor one that repeats what the latest trace has told of: orders that nobody carries
-# out, as in a dry run, or that fail again and again.
+# A round that changes nothing leaves none, nor does one that repeats the latest trace: orders that are not carried out, as in a
+# dry run, or that fail repeatedly.
 
 
 NAME = "autoscale.decide"
@@ -140,7 +143,7 @@ _Told = tuple[list[tuple[str, Attributes]], bool]
 
 
 class DecisionSpans:
-    """Of one loop."""
+    """Trace the decisions of one loop."""
 
     def __init__(self, tracing: Tracing = OFF) -> None:
         self._tracing = tracing
@@ -148,7 +151,7 @@ class DecisionSpans:
 
     @contextmanager
     def around(self, decision: Decision, began_ns: int) -> Iterator[Span]:
-        """Gives the span while the orders are carried out; each is an event of it. `began_ns`: of the round, monotonic."""
+        """Yield the span while the orders are carried out; each is an event of it. `began_ns`: the round's start, monotonic."""
         span = self._tracing.begin(NAME, None, start_ns=began_ns, attributes=_attributes(decision))
         span.event("decided")
         try:
@@ -160,7 +163,7 @@ class DecisionSpans:
             self._tell(span)
 
     def _tell(self, span: Span) -> None:
-        """Whatever the share of requests whose traces are sent: decisions are few."""
+        """Export the span, whatever the sampling rate of requests: decisions are few."""
         orders = [(event.name, event.attributes) for event in span.events[1:]]
         is_news = (orders, span.is_failed) not in (([], False), self._told)
         self._told = (orders, span.is_failed)

@@ -1,4 +1,4 @@
-"""The autoscaler process: wires the parts together, runs the loop, says whether it is well."""
+"""The autoscaler process: wires the parts together, runs the loop, reports its health."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pdmesh.autoscaler.platform import Platform
 
 SICK_PERIODS = 10
-"""So many periods without a round that ended: the process is not well."""
+"""Periods without a completed round after which the process is not healthy."""
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,8 @@ logger = logging.getLogger(__name__)
 def open_loop(
     config: AutoscalerConfig, *listeners: Listener, history: History | None = None, spans: DecisionSpans | None = None
 ) -> Loop:
-    """Starts nothing yet; `listeners` will hear of each decision, `history` and `spans` of what is done. Raises ConfigError."""
+    """Create the loop without starting it; `listeners` receive each decision, `history` and `spans` what is done. Raises
+    ConfigError."""
     objectives = ObjectivesFile(config.objectives, config.model, config.transit_ms)
     tls = open_tls(config.tls)
     collector = Collector(config.routers, objectives.model, window_s=config.window_s, tls=tls, api_key=config.api_key)
@@ -68,10 +69,10 @@ def _platform(config: AutoscalerConfig, collector: Collector) -> Platform:
 
 
 async def _open_metrics(config: AutoscalerConfig) -> MetricsServer | None:
-    """For who scales by HPA or KEDA. Raises ConfigError, PlatformError."""
+    """Return the server for HPA or KEDA, if configured. Raises ConfigError, PlatformError."""
     if not config.external_metrics.is_set:
         return None
-    from pdmesh.autoscaler.kubernetes.metrics_server import MetricsServer  # nor does it listen for anybody
+    from pdmesh.autoscaler.kubernetes.metrics_server import MetricsServer  # imported only where it listens
 
     model = objective_of(config.objectives, config.model).model
     server = MetricsServer(config.external_metrics, config.kubernetes, config.host, model)
@@ -84,7 +85,7 @@ def _say(text: str) -> None:
 
 
 async def serve(config: AutoscalerConfig, life: process.Lifecycle) -> None:
-    """Rounds until the process is to stop."""
+    """Run rounds until the process is to stop."""
     metrics, shown, tracing = await _open_metrics(config), _metrics_of(config), _tracing_of(config)
     listeners = [shown.decided, *([metrics.on_decision] if metrics is not None else [])]
     loop = open_loop(config, *listeners, history=History(shown.happened), spans=DecisionSpans(tracing))
@@ -109,12 +110,12 @@ async def serve(config: AutoscalerConfig, life: process.Lifecycle) -> None:
 
 
 def _metrics_of(config: AutoscalerConfig) -> AutoscalerMetrics:
-    """Of this process. Raises ConfigError."""
+    """Return this process's metrics. Raises ConfigError."""
     return AutoscalerMetrics(open_metrics(config.telemetry, SERVICE, _resource(), os.environ, host=config.host))
 
 
 def _tracing_of(config: AutoscalerConfig) -> Tracing:
-    """Of this process. Raises ConfigError."""
+    """Return this process's tracing. Raises ConfigError."""
     return open_tracing(config.telemetry, SERVICE, _resource(), os.environ)
 
 
@@ -123,14 +124,14 @@ def _resource() -> Attributes:
 
 
 async def _follow(loop: Loop, server: GrpcServer, period_s: float) -> None:
-    """Serving as long as rounds come to an end, whatever they decide: whoever holds is well."""
+    """Report serving while rounds complete, whatever they decide: a loop that holds is healthy."""
     while True:
         await server.set_serving(time.monotonic() - loop.ended_at < SICK_PERIODS * period_s)
         await asyncio.sleep(period_s / 2)
 
 
 def main() -> None:
-    """`python -m autoscaler`."""
+    """Run `python -m autoscaler`."""
     config = configuration.load(AutoscalerConfig, None, os.environ, prog="autoscaler")
     log.configure("autoscaler")
     sys.exit(process.run(lambda life: serve(config, life), exit_with_parent=config.exit_with_parent))

@@ -1,4 +1,5 @@
-"""An autoscaler's metrics: decisions and events are counted as they come, the rest is read from the loop at each scrape."""
+"""Exports the autoscaler's metrics: decisions and events are counted as they come, the rest is read from the loop at each
+scrape."""
 
 from __future__ import annotations
 
@@ -10,25 +11,25 @@ from pdmesh.autoscaler.loop_history import Entry, Kind
 from pdmesh.autoscaler.views import Decision, PoolDecision
 from pdmesh.runtime.telemetry.metrics import OFF, Metrics, Readings, counter, gauge
 
-# What an autoscaler counts and measures: the catalogue.
+# The catalogue of metrics.
 
 
-WANTED = gauge("pdmesh.autoscaler.wanted", "Replicas that a pool is to have by the latest decision", ("pool",))
-REPLICAS = gauge("pdmesh.autoscaler.replicas", "Replicas that it had then: those that serve and those that start", ("pool",))
+WANTED = gauge("pdmesh.autoscaler.wanted", "Replicas of the pool by the latest decision", ("pool",))
+REPLICAS = gauge("pdmesh.autoscaler.replicas", "Replicas before that decision: serving and starting", ("pool",))
 READY = gauge("pdmesh.autoscaler.ready", "Workers that serve in the pool's roles", ("pool",))
 HELD = gauge("pdmesh.autoscaler.held", "1: the latest decision keeps everything as it is", ("reason",))
 DECISIONS = counter(
     "pdmesh.autoscaler.decisions",
-    "Decisions for a pool: up, down, stay, and what held it if anything did",
+    "Decisions for a pool: up, down, stay, and the reason of a hold",
     ("pool", "change", "held"),
 )
-EVENTS = counter("pdmesh.autoscaler.events", "What was done: scale, flip, hold, resume, failed", ("kind",))
-FLIPPED = counter("pdmesh.autoscaler.flips", "Workers that were to take another role", ("giver", "taker"))
-FAILED_STARTS = gauge("pdmesh.autoscaler.failed_starts", "Starts that have been awaited for too long", ("pool",))
-FORECAST = gauge("pdmesh.autoscaler.forecast", "Requests a second that are expected: mean and spread", ("what",))
+EVENTS = counter("pdmesh.autoscaler.events", "Actions: scale, flip (role switching), hold, resume, failed", ("kind",))
+FLIPPED = counter("pdmesh.autoscaler.flips", "Workers asked to switch roles", ("giver", "taker"))
+FAILED_STARTS = gauge("pdmesh.autoscaler.failed_starts", "Starts that have been pending too long", ("pool",))
+FORECAST = gauge("pdmesh.autoscaler.forecast", "Forecast of requests per second: mean and spread", ("what",))
 DECISION_AGE = gauge("pdmesh.autoscaler.decision.age", "Since the latest decision", unit="s")
-ROUND_AGE = gauge("pdmesh.autoscaler.round.age", "Since the latest round that came to its end", unit="s")
-LEADER = gauge("pdmesh.autoscaler.leader", "1: this one decides")
+ROUND_AGE = gauge("pdmesh.autoscaler.round.age", "Since the latest completed round", unit="s")
+LEADER = gauge("pdmesh.autoscaler.leader", "1: this process leads")
 
 ALL = (
     WANTED, REPLICAS, READY, HELD, DECISIONS, EVENTS, FLIPPED, FAILED_STARTS, FORECAST, DECISION_AGE, ROUND_AGE, LEADER,
@@ -36,35 +37,35 @@ ALL = (
 
 
 SERVICE = "pdmesh-autoscaler"
-"""As collectors and scrapers know it."""
+"""The service name in collectors and scrapers."""
 _HOLDS = ("stale", "cool-down", "step", "budget", "grew", "set by", "failed starts")
-"""Of what keeps a pool as it is, how it begins; whatever else does has other figures or names in it each time."""
+"""The first words of known reasons of a hold; any other reason has varying figures or names in it."""
 OTHER_HOLD = "hold"
 
 
 class AutoscalerMetrics:
-    """Listens to one loop."""
+    """Export the metrics of one loop."""
 
     def __init__(self, metrics: Metrics = OFF) -> None:
         self.metrics = metrics
         self._loop: Loop | None = None
-        for kind in get_args(Kind):  # shown from the beginning: a rate needs a first value
+        for kind in get_args(Kind):  # shown from the start: a rate needs a first value
             metrics.add(EVENTS, 0, kind)
 
     def watch(self, loop: Loop) -> None:
-        """Read this one from now on."""
+        """Read this loop from now on."""
         self._loop = loop
         self.metrics.read_by(self._read)
 
     def decided(self, decision: Decision, now_s: float) -> None:
-        """For `Parts.on_decision`."""
+        """Receive a decision, for `Parts.on_decision`."""
         for pool in decision.pools:
             self.metrics.add(DECISIONS, 1, pool.name.value, _change(pool), hold_name(pool.held))
         for flip in decision.flips:
             self.metrics.add(FLIPPED, flip.num, flip.giver.value, flip.taker.value)
 
     def happened(self, entry: Entry) -> None:
-        """For `History`."""
+        """Receive an entry, for `History`."""
         self.metrics.add(EVENTS, 1, entry.kind)
 
     def _read(self, readings: Readings) -> None:
@@ -92,7 +93,7 @@ class AutoscalerMetrics:
 
 
 def hold_name(held: str | None) -> str:
-    """One of few words; "" where nothing holds."""
+    """Return the reason of a hold as a label of few values; "" without one."""
     if held is None:
         return ""
     return next((word for word in _HOLDS if held.startswith(word)), OTHER_HOLD)

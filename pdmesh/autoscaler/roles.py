@@ -1,4 +1,4 @@
-"""Gives workers other roles while they run: what they do in the role that they lose is finished or moves elsewhere.
+"""Switches the roles of running workers: their work in the old role finishes or moves elsewhere.
 
 flip ──► the idlest workers of the giver ──► SetRoles on each ──► they take work of the other kind at once
 """
@@ -30,18 +30,18 @@ ROLES: Mapping[PoolName, tuple[worker_pb2.Role.ValueType, ...]] = {
     PoolName.BOTH: (worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_DECODE),
 }
 CALL_TIMEOUT_S = 2.0
-"""How long a round waits for a change; one that drains for longer has its new roles all the same."""
+"""Seconds that a round waits for a change; a worker that drains for longer has its new roles all the same."""
 
 logger = logging.getLogger(__name__)
 
 
 class FlipFailed(Exception):
-    """A worker did not take other roles. Says which, and why."""
+    """Raised when a worker did not switch roles. Says which, and why."""
 
 
 @dataclass(frozen=True)
 class Flipped:
-    """`pools` as they are then, who has changed sides, and why not all have."""
+    """Hold the outcome: the `pools` afterwards, the workers that switched, and why others did not."""
 
     pools: Pools
     workers: tuple[str, ...]
@@ -49,27 +49,27 @@ class Flipped:
 
 
 class Roles(Protocol):
-    """Who gives workers other roles."""
+    """Switch the roles of workers."""
 
     async def flip(self, flip: Flip, pools: Pools) -> Flipped:
-        """Raises nothing."""
+        """Switch roles. Raises nothing."""
         ...
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Close it. Idempotent."""
         ...
 
 
 class RoleChanger:
-    """On one event loop. Close it after use: drains that are under way go on without it."""
+    """Switch roles by SetRoles, on one event loop. Close it after use: drains that are under way continue without it."""
 
     def __init__(self, *, drain_timeout_s: float, tls: Tls | None = None) -> None:
-        """`drain_timeout_s`: after which a worker gives up what it does in a role that it has lost; routers go on elsewhere."""
+        """Create it. `drain_timeout_s`: after which a worker gives up its work in a lost role; routers continue it elsewhere."""
         self._drain_timeout_s, self._tls = drain_timeout_s, tls
         self._draining: set[asyncio.Task[None]] = set()
 
     async def flip(self, flip: Flip, pools: Pools) -> Flipped:
-        """The idlest first. Raises nothing: what went wrong stands in the result."""
+        """Switch the idlest first. Raises nothing: the result holds what went wrong."""
         chosen, changed = idlest(pools.here(flip.giver), flip.taker, flip.num), []
         try:
             for worker in chosen:
@@ -82,13 +82,13 @@ class RoleChanger:
         return Flipped(pools, tuple(changed), few if len(chosen) < flip.num else None)
 
     async def close(self) -> None:
-        """Waits for nobody."""
+        """Close it without waiting."""
         for task in self._draining:
             task.cancel()
         await asyncio.gather(*self._draining, return_exceptions=True)
 
     async def _change(self, worker: SeenWorker, pool: PoolName) -> None:
-        """Returns when it has the roles and nothing else to do, or CALL_TIMEOUT_S later: it has them at once."""
+        """Switch one worker. Returns when its old work is done, or after CALL_TIMEOUT_S: the roles are in force at once."""
         task = asyncio.create_task(self._call(worker, pool), name=f"roles of {worker.worker_id}")
         self._draining.add(task)
         task.add_done_callback(self._draining.discard)

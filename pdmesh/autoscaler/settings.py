@@ -1,4 +1,4 @@
-"""What an operator says about scaling: flags, environment and `--help` come from these dataclasses. Durations in seconds."""
+"""Holds an operator's scaling settings: flags, environment and `--help` come from these dataclasses. Durations in seconds."""
 
 import math
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from pdmesh.runtime.config import ConfigError
 
 @dataclass(frozen=True)
 class PoolSettings:
-    """Of one pool."""
+    """Configure one pool."""
 
     min_replicas: int = field(default=1, metadata={"help": "fewest replicas, but for a pool that may go to zero and is idle"})
     max_replicas: int = field(default=64, metadata={"help": "most replicas"})
@@ -21,7 +21,7 @@ class PoolSettings:
     )
 
     def check(self, name: str) -> None:
-        """Raises ConfigError naming the field of the pool `name`."""
+        """Raise ConfigError naming the field of the pool `name`."""
         if self.min_replicas < 1:
             raise ConfigError(f"{name}_min_replicas", f"{self.min_replicas} is less than 1", "allow_zero lets it go to zero")
         if self.max_replicas < self.min_replicas:
@@ -34,30 +34,31 @@ class PoolSettings:
 
 @dataclass(frozen=True)
 class AutoscalerSettings:
-    """Everything that decisions depend on besides the objectives."""
+    """Configure everything that decisions depend on besides the objectives."""
 
     prefill: PoolSettings = field(default_factory=PoolSettings)
     decode: PoolSettings = field(default_factory=PoolSettings)
     both: PoolSettings = field(default_factory=PoolSettings)
     max_gpus: int | None = field(default=None, metadata={"help": "of all pools, draining pods included; empty: any number"})
     cool_down_s: float = field(
-        default=120.0, metadata={"help": "how long less must have been enough, and nothing been added, before a pool shrinks"}
+        default=120.0,
+        metadata={"help": "how long fewer replicas must have been enough, and none been added, before a pool shrinks"},
     )
-    headroom: float = field(default=0.1, metadata={"help": "a pool shrinks only if what is left would bear this share more"})
-    drain_s: float = field(default=120.0, metadata={"help": "within which a backlog is to be gone"})
-    stale_after_s: float = field(default=30.0, metadata={"help": "figures older than that are believed by nobody"})
+    headroom: float = field(default=0.1, metadata={"help": "a pool shrinks only if the rest would bear this share more"})
+    drain_s: float = field(default=120.0, metadata={"help": "time to drain a backlog"})
+    stale_after_s: float = field(default=30.0, metadata={"help": "older figures are not used"})
     zero_after_s: float = field(default=600.0, metadata={"help": "without any request before an idle pool goes to zero"})
     max_step_up: int = field(default=64, metadata={"help": "replicas added to a pool within --step-period-s"})
     max_step_down: int = field(default=64, metadata={"help": "replicas taken from a pool within --step-period-s"})
     step_period_s: float = field(default=15.0, metadata={"help": "over which steps are counted"})
     max_kv_occupancy: float = field(default=0.9, metadata={"help": "of the KV of workers that decode; more, and the pool grows"})
-    forecast: Literal["kalman", "holt-winters", "last"] = field(default="kalman", metadata={"help": "how arrivals are foreseen"})
+    forecast: Literal["kalman", "holt-winters", "last"] = field(default="kalman", metadata={"help": "how arrivals are forecast"})
     season_s: float = field(default=86400.0, metadata={"help": "after which arrivals repeat, for holt-winters"})
     forecast_sigmas: float = field(default=0.5, metadata={"help": "standard deviations of the forecast that are added to it"})
     flips: bool = field(default=True, metadata={"help": "let idle workers take the other role before pods are asked for"})
 
     def validate(self) -> None:
-        """Raises ConfigError."""
+        """Raise ConfigError for invalid settings."""
         for name in PoolName:
             self.of(name).check(name.value)
         for name_, least in _LEAST.items():
@@ -69,7 +70,7 @@ class AutoscalerSettings:
             raise ConfigError("zero_after_s", problem, "raise it, or lower cool_down_s")
 
     def of(self, name: PoolName) -> PoolSettings:
-        """Those of one pool."""
+        """Return the settings of one pool."""
         return {PoolName.PREFILL: self.prefill, PoolName.DECODE: self.decode, PoolName.BOTH: self.both}[name]
 
 

@@ -1,4 +1,4 @@
-"""What the autoscaler sees at one moment. Pure values; seconds of one clock, which the caller chooses and passes in."""
+"""The autoscaler's view of one moment, and its decisions. Pure values; seconds of one clock, which the caller passes in."""
 
 import enum
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from pdmesh.planning.latency_model import LatencyModel
 
 
 class PoolName(enum.StrEnum):
-    """Named by the roles that its workers have."""
+    """Name a pool by the roles of its workers."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -21,7 +21,7 @@ AGGREGATED = frozenset({PoolName.BOTH})
 
 @dataclass(frozen=True)
 class Measured:
-    """A latency at the objectives' quantile, over the latest window: what came, and what routers had predicted for the same
+    """Hold a latency at the objectives' quantile over the latest window, as observed and as routers predicted it for the same
     requests. None: nothing was measured."""
 
     observed_s: float | None = None
@@ -30,10 +30,11 @@ class Measured:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What routers together see. `rate_per_s`: requests that arrived in the latest `window_s`, refused ones too, each second.
+    """Hold the traffic of all routers. `rate_per_s`: requests a second that arrived in the latest `window_s`, rejected ones
+    included.
 
-    `lengths` None: nobody has come yet. `num_queued` requests wait at routers for a worker, the latest of them for
-    `queue_wait_s`. `burstiness`: the squared coefficient of variation of the gaps. `age_s`: of the oldest of these figures."""
+    `lengths` None: no request yet. `num_queued` requests wait at routers for a worker, the latest of them for `queue_wait_s`.
+    `burstiness`: the squared coefficient of variation of the gaps. `age_s`: of the oldest of these figures."""
 
     rate_per_s: float
     lengths: Lengths | None
@@ -48,7 +49,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Hold:
-    """Somebody set a pool's replicas, and they are to stay until `until_s`."""
+    """Hold a pool's replicas until `until_s`: a person has set them."""
 
     by: str
     until_s: float
@@ -56,11 +57,11 @@ class Hold:
 
 @dataclass(frozen=True)
 class PoolView:
-    """The workers that have these roles now. `starting_ages_s`: seconds since each was asked for that does not serve yet, those
-    included that nobody has created so far. `num_draining` finish what they have and take nothing new.
+    """Describe the workers that have these roles now. `starting_ages_s`: seconds since each start that does not serve yet was
+    asked for, including those not created yet. `num_draining` finish their work and accept nothing new.
 
-    `latency` and `limits` are those of a typical worker; None: no worker has told yet. `kv_occupancy`: share of the pool's KV
-    that is in use. `num_borrowed` of the ready ones belong to the other pool. `age_s`: of the oldest of these figures."""
+    `latency` and `limits` are those of a typical worker; None: none has reported yet. `kv_occupancy`: share of the pool's KV in
+    use. `num_borrowed` of the ready ones belong to the other pool. `age_s`: of the oldest of these figures."""
 
     name: PoolName
     num_ready: int
@@ -75,18 +76,18 @@ class PoolView:
 
     @property
     def num_replicas(self) -> int:
-        """Asked for and not to be taken away: they serve, or will."""
+        """Return the replicas that serve or will: asked for and not to be removed."""
         return self.num_ready + len(self.starting_ages_s)
 
     @property
     def worker(self) -> Worker | None:
-        """A typical one; None while its speed or its limits are not known."""
+        """Return a typical worker; None while its speed or its limits are not known."""
         return Worker(self.latency, self.limits) if self.latency is not None and self.limits is not None else None
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Everything that one decision rests on. A mesh has a pool of workers with both roles, or one for each role."""
+    """Hold everything that one decision rests on. A mesh has one pool of workers with both roles, or one pool for each role."""
 
     now_s: float
     traffic: Traffic
@@ -98,14 +99,14 @@ class Snapshot:
             raise ValueError(f"pools: {', '.join(names) or 'none'}; a mesh has prefill and decode, or both on each worker")
 
 
-# What the policy decides. Pure values.
+# The policy's decisions.
 
 
 @dataclass(frozen=True)
 class PoolDecision:
-    """`replicas` that the pool is to have, flips included, of which it has `before`; `reason` in a sentence or two.
+    """Decide one pool: `replicas`, role switches included, against `before`; `reason` in a sentence or two.
 
-    `held`: why nothing may change, although the figures might ask for it; None: nothing holds it."""
+    `held`: why nothing may change, although the figures might ask for it; None: no hold."""
 
     name: PoolName
     before: int
@@ -120,7 +121,7 @@ class PoolDecision:
 
 @dataclass(frozen=True)
 class Flip:
-    """So many idle workers of one pool take the role of the other."""
+    """Switch `num` idle workers of one pool to the role of the other."""
 
     giver: PoolName
     taker: PoolName
@@ -132,17 +133,17 @@ class Flip:
 
 @dataclass(frozen=True)
 class Decision:
-    """Of all pools. `held`: why nothing at all was decided, None otherwise."""
+    """Hold the decision for all pools. `held`: why nothing was decided, None otherwise."""
 
     pools: tuple[PoolDecision, ...]
     flips: tuple[Flip, ...] = ()
     held: str | None = None
 
     def replicas(self, name: PoolName) -> int:
-        """Of one pool."""
+        """Return the replicas of one pool."""
         return next(pool.replicas for pool in self.pools if pool.name == name)
 
     @property
     def reason(self) -> str:
-        """In words, for logs and people."""
+        """Return the reason in words, for logs and people."""
         return "; ".join(str(part) for part in (*self.pools, *self.flips))

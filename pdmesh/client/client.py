@@ -1,4 +1,4 @@
-"""The client library: `Client` and `AsyncClient`, with the same calls. Needs grpcio and protobuf only.
+"""The clients `Client` and `AsyncClient`, with the same calls. Needs grpcio and protobuf only.
 
     with Client("127.0.0.1:8100,127.0.0.1:8101") as client:
         print(client.chat([("user", "What is the capital of France?")], temperature=0).text)
@@ -6,7 +6,7 @@
             if isinstance(event, Delta):
                 print(event.text, end="")
 
-A lost router costs a pause: the stream goes on at the next address, with the same seed, behind the tokens received so far.
+A lost router costs a pause: the stream continues at the next address, with the same seed, after the tokens received so far.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class _Unary(Protocol[Q, R_co]):
 
 
 class _Base:
-    """Addresses, patience and the router that answered last."""
+    """Hold addresses, retry settings and the router that answered last."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class _Base:
         self._closed = False
 
     def _check_open(self) -> None:
-        """What was running when the client was closed is not tried again."""
+        """Raise if closed: calls that were running when the client was closed are not retried."""
         if self._closed:
             raise Cancelled("the client was closed")
 
@@ -86,15 +86,13 @@ class _Base:
 
 
 class Client(_Base):
-    """A blocking client of a mesh. Thread-safe; a context manager, or call `close`.
+    """Call a mesh, blocking. Thread-safe; a context manager, or call `close`.
 
     `routers`: addresses "host:port", in a list or comma-separated, tried in turn. `resume_timeout_s`: how long to look for a
-    router after the last one was lost. `retry_overload`: wait and try again where the mesh refuses for lack of room.
-    `tls`: certificates, for a mesh that encrypts: ClientTlsConfig(tls_cert=…, tls_key=…, tls_ca=…); tls_ca
-    alone where the routers serve anybody. `api_key`: for routers that ask for one; ValueError for what can be none. Raises
-    pdmesh.runtime.config.ConfigError for files that are not good.
-    Every call takes `timeout` in seconds (None: none) and raises the errors of `pdmesh.errors`.
-    """
+    router after the last one was lost. `retry_overload`: wait and retry when the mesh has no capacity. `tls`: certificates, for a
+    mesh that encrypts: ClientTlsConfig(tls_cert=…, tls_key=…, tls_ca=…); tls_ca alone if the routers accept all clients.
+    `api_key`: for routers that require one; ValueError for an invalid one. Raises pdmesh.runtime.config.ConfigError for files
+    that cannot be used. Every call takes `timeout` in seconds (None: none) and raises the errors of `pdmesh.errors`."""
 
     def __init__(
         self,
@@ -112,14 +110,14 @@ class Client(_Base):
     def generate(
         self, prompt: str | Sequence[int], *, model: str = "", timeout: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Generation:
-        """Continues a text or token prompt. `model` may be empty while the mesh serves exactly one."""
+        """Return the continuation of a text or token prompt. `model` may be empty while the mesh serves exactly one."""
         with self.generate_stream(prompt, model=model, timeout=timeout, **options) as stream:
             return wire.generation(stream)
 
     def generate_stream(
         self, prompt: str | Sequence[int], *, model: str = "", timeout: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Stream:
-        """Like `generate`, as an iterator: Started, then Deltas, last Completed. Closing it cancels the request."""
+        """Return an iterator like `generate`: Started, then Deltas, last Completed. Closing it cancels the request."""
         return self._stream(wire.generate_request(prompt, model, options), timeout)
 
     def chat(
@@ -130,7 +128,7 @@ class Client(_Base):
         timeout: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Generation:
-        """The next message of a conversation, oldest message first, under the model's own chat template."""
+        """Return the next message of a conversation, oldest message first, under the model's own chat template."""
         with self.chat_stream(messages, model=model, timeout=timeout, **options) as stream:
             return wire.generation(stream)
 
@@ -142,27 +140,27 @@ class Client(_Base):
         timeout: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Stream:
-        """Like `chat`, as an iterator: Started, then Deltas, last Completed. Closing it cancels the request."""
+        """Return an iterator like `chat`: Started, then Deltas, last Completed. Closing it cancels the request."""
         return self._stream(wire.chat_request(messages, model, options), timeout)
 
     def tokenize(self, text: str | Iterable[MessageLike], *, model: str = "", timeout: float | None = None) -> Tokens:
-        """Token ids of a text, or of messages rendered with the chat template."""
+        """Return the token ids of a text, or of messages rendered with the chat template."""
         return wire.tokens(self._unary(lambda stub: stub.Tokenize, wire.tokenize_request(text, model), timeout))
 
     def list_models(self, *, timeout: float | None = None) -> tuple[Model, ...]:
-        """The models that the mesh serves."""
+        """Return the models that the mesh serves."""
         return wire.models(self._unary(lambda stub: stub.ListModels, mesh_pb2.ListModelsRequest(), timeout))
 
     def status(self, *, timeout: float | None = None) -> mesh_pb2.GetStatusResponse:
-        """A router's view of the mesh; its fields are documented in protos/pdmesh/v1/mesh.proto."""
+        """Return a router's view of the mesh; its fields are documented in protos/pdmesh/v1/mesh.proto."""
         return self._unary(lambda stub: stub.GetStatus, mesh_pb2.GetStatusRequest(), timeout)
 
     def explain(self, request: mesh_pb2.ExplainRequest, *, timeout: float | None = None) -> mesh_pb2.ExplainResponse:
-        """Why requests went where they went; the fields are documented in protos/pdmesh/v1/mesh.proto."""
+        """Return why requests were placed as they were; the fields are documented in protos/pdmesh/v1/mesh.proto."""
         return self._unary(lambda stub: stub.Explain, request, timeout)
 
     def close(self) -> None:
-        """Closes the connections; running streams end with Cancelled."""
+        """Close the connections; running streams end with Cancelled."""
         self._closed = True
         for channel in self._channels:
             channel.close()
@@ -198,7 +196,7 @@ class Client(_Base):
 
 
 class AsyncClient(_Base):
-    """An asyncio client of a mesh: the calls of `Client`, awaited. Belongs to one event loop; `async with`, or await `close`."""
+    """Call a mesh on asyncio: the calls of `Client`, awaited. Belongs to one event loop; `async with`, or await `close`."""
 
     def __init__(
         self,
@@ -262,7 +260,7 @@ class AsyncClient(_Base):
         return await self._unary(lambda stub: stub.GetStatus, mesh_pb2.GetStatusRequest(), timeout)
 
     async def close(self) -> None:
-        """Closes the connections; running streams end with Cancelled."""
+        """Close the connections; running streams end with Cancelled."""
         self._closed = True
         await asyncio.gather(*(channel.close() for channel in self._channels))
 

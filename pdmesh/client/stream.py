@@ -1,5 +1,8 @@
-"""Streams of a request's events, sync and async. They differ in how they wait only: what to accept is client_session's,
-when to try again client_retry's business."""
+"""Streams of a request's events, sync and async, with resumption at another router.
+
+Both share `StreamSession`, which checks and continues the history, and `Retrier`, which decides when to retry; they differ only
+in how they wait.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,14 @@ from pdmesh.errors import Cancelled, DeadlineExceeded, Internal, MeshError, Over
 from pdmesh.runtime.telemetry.propagation import Metadata, begin_request
 from pdmesh.v1 import mesh_pb2
 
-# What one stream has handed to its caller so far, and the request that continues it.
+# The history of a stream, and the request that continues it.
 #
 #     request ──► Started ──► Delta … Delta ──✗ router lost
 #                   │ seed       │ token ids
 #                   └────────────┴──► request + Resume(seed, emitted) ──► (Started) ──► Delta … ──► Completed
 #
-# Tokens are a function of the request and its seed, and text is a function of the tokens, so a second router that is told
-# both goes on exactly where the first was. The checks here make that a promise to the caller: each index once, in order.
+# Tokens are a function of the request and its seed, and text is a function of the tokens, so a second router that receives both
+# continues exactly where the first stopped. The checks here guarantee it to the caller: each index once, in order.
 
 
 _MAX_REQUEST_ID = 64
@@ -35,7 +38,7 @@ _MAX_UINT32 = 2**32 - 1
 
 
 class StreamSession:
-    """History of one stream. Pure: no clock, no network."""
+    """Hold the history of one stream. Pure: no clock, no network."""
 
     def __init__(self, request: mesh_pb2.GenerateRequest | mesh_pb2.ChatRequest) -> None:
         self._request = request
@@ -48,15 +51,16 @@ class StreamSession:
 
     @property
     def resuming(self) -> bool:
-        """Whether the caller has been given a part of the answer."""
+        """Return whether the caller has received a part of the answer."""
         return self._started is not None
 
     def lost(self) -> None:
-        """The router that served the stream is gone."""
+        """Note that the router that served the stream is lost."""
         self._num_losses += 1
 
     def request(self, attempt: int) -> mesh_pb2.GenerateRequest | mesh_pb2.ChatRequest:
-        """The request to send now, after it was sent `attempt` times: as given at first, behind what was received later."""
+        """Return the request to send now, after `attempt` attempts: the original at first, later a resumption after what was
+        received."""
         if attempt == 0:
             return self._request
         request = type(self._request)()
@@ -72,13 +76,13 @@ class StreamSession:
         return request
 
     def _next_request_id(self) -> str:
-        """A name of its own for each leg: workers may still hold the lost router's request, until their grace period ends."""
+        """Return a new id for each attempt: workers may still hold the lost router's request, until their grace period ends."""
         first = self._request.options.request_id or (self._started.request_id if self._started else "")
         suffix = f"-r{self._num_losses}"
         return first[: _MAX_REQUEST_ID - len(suffix)] + suffix if first else ""
 
     def accept(self, response: mesh_pb2.GenerateResponse) -> Event | None:
-        """The event for the caller; None when it has had it. Raises Internal when a router breaks the order of indexes."""
+        """Return the event for the caller; None for a repetition. Raises Internal when a router breaks the order of indexes."""
         item = event(response)
         if isinstance(item, Started):
             return self._accept_started(item)
@@ -110,7 +114,7 @@ class StreamSession:
         return delta
 
     def _is_next(self, delta: Delta, emitted: list[int]) -> bool:
-        """Whether the delta continues the choice; False: it repeats. Anything else is an error: text cannot be cut."""
+        """Return whether the delta continues the choice; False: it repeats. Anything else is an error: text cannot be cut."""
         end = delta.first_index + len(delta.token_ids)
         if delta.first_index == len(emitted):
             return True
@@ -122,16 +126,15 @@ class StreamSession:
         )
 
 
-# When a broken call is tried again, and where: pure decisions, the clock is passed in.
+# Retries: when and where. Pure decisions, the clock is passed in.
 
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How patient a client is.
+    """Configure the retries.
 
-    `resume_timeout_s` bounds how long it looks for a router since the last sign of life of one; a request's own deadline
-    bounds it too. With `retry_overload` a refused request is tried again after the delay that the router named.
-    """
+    `resume_timeout_s` bounds how long a client looks for a router since the last sign of life of one; a request's own deadline
+    bounds it too. With `retry_overload` a rejected request is retried after the delay that the router named."""
 
     resume_timeout_s: float = 30.0
     retry_overload: bool = False
@@ -140,15 +143,14 @@ class RetryPolicy:
 
 
 def unasked(error: MeshError) -> MeshError:
-    """`error` of a call that its caller has not cancelled: CANCELLED is then a router or a proxy that shuts down."""
+    """Return `error` of a call that its caller has not cancelled: CANCELLED then means a router or a proxy that shuts down."""
     return Unavailable(f"the router cancelled the call: {error.message}") if isinstance(error, Cancelled) else error
 
 
 class Retrier:
-    """One call's attempts. `address` is the index of the router to ask next.
+    """Decide the attempts of one call. `address` is the index of the router to try next.
 
-    Routers are tried in turn: a failure moves on to the next at once, and backs off (doubling) after each full round.
-    """
+    Routers are tried in turn: a failure moves on to the next at once, and backs off (doubling) after each full round."""
 
     def __init__(self, policy: RetryPolicy, num_addresses: int, address: int, now: float, timeout_s: float | None) -> None:
         self._policy = policy
@@ -159,21 +161,20 @@ class Retrier:
         self.address = address
 
     def time_left(self, now: float) -> float | None:
-        """Seconds until the deadline, at least 0; None without one."""
+        """Return the seconds until the deadline, at least 0; None without one."""
         return None if self._deadline is None else max(0.0, self._deadline - now)
 
     def progressed(self, now: float) -> None:
-        """A router answered: the next failure is a new one."""
+        """Note that a router answered: the next failure is a new one."""
         self._last_sign_of_life = now
         self._num_failures = 0
 
     def failed(self, error: MeshError, now: float, *, resuming: bool = False) -> float:
-        """Seconds to wait before the next attempt, at `address`. Raises `error` when there is to be none, DeadlineExceeded
-        when the deadline comes first. A refusal without a delay is final: the request may be too large for ever.
+        """Return the seconds to wait before the next attempt, at `address`. Raises `error` if there is none, DeadlineExceeded
+        when the deadline comes first. A rejection without a delay is final: the request may be too large for ever.
 
-        `resuming`: part of the answer has been handed out. Its admission was paid once, so a refusal is waited out like the
-        loss that it follows from.
-        """
+        `resuming`: part of the answer has been returned. The request was admitted once, so a rejection is retried like the loss
+        that caused it."""
         if isinstance(error, Unavailable):
             delay = self._backoff_s()
         elif isinstance(error, Overloaded) and error.retry_delay_s is not None and (self._policy.retry_overload or resuming):
@@ -203,7 +204,7 @@ Request = mesh_pb2.GenerateRequest | mesh_pb2.ChatRequest
 
 
 class SyncCall(Protocol):
-    """A running server-streaming call of a sync channel."""
+    """Represent a running server-streaming call of a sync channel."""
 
     def __next__(self) -> mesh_pb2.GenerateResponse: ...
 
@@ -211,7 +212,7 @@ class SyncCall(Protocol):
 
 
 class AsyncCall(Protocol):
-    """A running server-streaming call of an async channel."""
+    """Represent a running server-streaming call of an async channel."""
 
     async def read(self) -> object: ...
 
@@ -219,7 +220,7 @@ class AsyncCall(Protocol):
 
 
 class _Attempts:
-    """What both streams share: the session, its attempts and the router that proved itself."""
+    """Hold what both streams share: the session, its attempts and the router that answered last."""
 
     def __init__(self, request: Request, retrier: Retrier, preference: Preference) -> None:
         self.session = StreamSession(request)
@@ -229,7 +230,7 @@ class _Attempts:
         self._span = begin_request("chat" if isinstance(request, mesh_pb2.ChatRequest) else "text_completion", request.model)
 
     def next_call(self) -> tuple[int, Request, float | None, Metadata]:
-        """Index of the router to ask, what to ask, the seconds that it has, and the caller's trace."""
+        """Return the index of the router, the request, the seconds that it has, and the caller's trace."""
         request = self.session.request(self._num_calls)
         self._num_calls += 1
         return self._retrier.address, request, self._retrier.time_left(time.monotonic()), self._span.metadata
@@ -248,11 +249,11 @@ class _Attempts:
         self._span.end()
 
     def left(self) -> None:
-        """Nobody reads on: of a stream that is not complete, its caller has left."""
+        """End the trace of a stream that its caller left before it was complete."""
         self._span.end("" if self.session.completed else "CANCELLED")
 
     def failed(self, error: MeshError) -> float:
-        """Seconds until the next attempt; raises when there is none. The caller has not cancelled the stream."""
+        """Return the seconds until the next attempt; raise when there is none. The caller has not cancelled the stream."""
         error = unasked(error)
         try:
             delay = self._retrier.failed(error, time.monotonic(), resuming=self.session.resuming)
@@ -269,10 +270,9 @@ def _ended_early() -> MeshError:
 
 
 class Stream:
-    """Iterator over the events of one request. Leaving it early (`close`, `with`, garbage) cancels the request.
+    """Iterate over the events of one request. Leaving it early (`close`, `with`, garbage) cancels the request.
 
-    Raises MeshError where the stream fails for good. Belongs to one thread, but for `cancel`.
-    """
+    Raises MeshError when the stream fails for good. Belongs to one thread, except for `cancel`."""
 
     def __init__(
         self,
@@ -298,7 +298,7 @@ class Stream:
         raise StopIteration
 
     def _step(self) -> Event | None:
-        """One event, or None after something that is none of the caller's business."""
+        """Return one event, or None after a message that the caller does not see."""
         try:
             return self._attempts.accept(next(self._call))
         except StopIteration:
@@ -322,12 +322,12 @@ class Stream:
         self._call = self._open_call(*self._attempts.next_call())
 
     def cancel(self) -> None:
-        """Ends the request. A thread that waits for the next event gets Cancelled. May be called from any thread, repeatedly."""
+        """End the request. A thread that waits for the next event gets Cancelled. May be called from any thread, repeatedly."""
         self._stopped.set()
         self._call.cancel()
 
     def close(self) -> None:
-        """Ends the request, if it has not ended; the iterator is exhausted then."""
+        """End the request, if it has not ended; the iterator is exhausted then."""
         self._closed = True
         self._attempts.left()
         self._call.cancel()
@@ -340,8 +340,8 @@ class Stream:
 
 
 class AsyncStream:
-    """Async iterator over the events of one request. Leaving it early (`aclose`, `async with`, a cancelled task) cancels the
-    request. Raises MeshError where the stream fails for good."""
+    """Iterate asynchronously over the events of one request. Leaving it early (`aclose`, `async with`, a cancelled task) cancels
+    the request. Raises MeshError when the stream fails for good."""
 
     def __init__(
         self,
@@ -367,7 +367,7 @@ class AsyncStream:
         raise StopAsyncIteration
 
     async def _step(self) -> Event | None:
-        """One event, or None after something that is none of the caller's business."""
+        """Return one event, or None after a message that the caller does not see."""
         try:
             response = await self._call.read()
             if isinstance(response, mesh_pb2.GenerateResponse):
@@ -404,12 +404,12 @@ class AsyncStream:
         return self._stopped.is_set()
 
     def cancel(self) -> None:
-        """Ends the request. A task that waits for the next event gets Cancelled. May be called repeatedly, on the event loop."""
+        """End the request. A task that waits for the next event gets Cancelled. May be called repeatedly, on the event loop."""
         self._stopped.set()
         self._call.cancel()
 
     async def aclose(self) -> None:
-        """Ends the request, if it has not ended; the iterator is exhausted then."""
+        """End the request, if it has not ended; the iterator is exhausted then."""
         self._closed = True
         self._attempts.left()
         self._call.cancel()

@@ -1,4 +1,4 @@
-"""What the client library takes and gives: plain frozen dataclasses, no protobuf."""
+"""The arguments and results of the client library: plain frozen dataclasses, no protobuf."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import TypedDict
 
 
 class FinishReason(Enum):
-    """Why a choice ended."""
+    """Name why a choice ended."""
 
     STOP = "stop"
     LENGTH = "length"
 
 
 class PrefillMode(Enum):
-    """Who computed the prompt: the decode worker itself, or a prefill worker that pushed its KV."""
+    """Name where the prompt was computed: on the decode worker itself, or on a prefill worker that pushed its KV."""
 
     LOCAL = "local"
     REMOTE = "remote"
 
 
 class Priority(Enum):
-    """The class in which a request waits under load."""
+    """Name the class in which a request waits under load."""
 
     INTERACTIVE = "interactive"
     STANDARD = "standard"
@@ -32,18 +32,18 @@ class Priority(Enum):
 
 @dataclass(frozen=True)
 class Message:
-    """One turn of a conversation. `role` is "system", "user", "assistant" or another that the model's template knows."""
+    """Hold one turn of a conversation. `role` is "system", "user", "assistant" or another that the model's template knows."""
 
     role: str
     content: str
 
 
-# What `chat` accepts as one message: a Message, ("user", "text") or {"role": "user", "content": "text"}.
+# One message, as `chat` accepts it: a Message, ("user", "text") or {"role": "user", "content": "text"}.
 MessageLike = Message | tuple[str, str] | Mapping[str, str]
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Keyword arguments of generate and chat; what is absent takes the mesh's default (see SamplingParams in
+    """Type the keyword arguments of generate and chat; what is absent takes the mesh's default (see SamplingParams in
     protos/pdmesh/v1)."""
 
     temperature: float
@@ -77,7 +77,7 @@ class GenerateOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token and its natural log-probability under the model's own distribution."""
+    """Hold a token and its natural log-probability under the model's own distribution."""
 
     token_id: int
     logprob: float
@@ -86,7 +86,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Logprobs:
-    """One position of the output: the token drawn, and the most likely ones, most likely first."""
+    """Hold one position of the output: the token drawn, and the most likely ones, most likely first."""
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...]
@@ -94,11 +94,10 @@ class Logprobs:
 
 @dataclass(frozen=True)
 class Usage:
-    """Token counts over all choices; tokens behind a stop string do not count.
+    """Count tokens over all choices; tokens after a stop string do not count.
 
-    `drafted_tokens` were guessed ahead by the workers, `accepted_tokens` of them came true; after a resumed stream, those of its
-    last leg.
-    """
+    Workers drafted `drafted_tokens`, of which `accepted_tokens` were accepted; after a resumed stream, those of its last
+    attempt."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -109,10 +108,9 @@ class Usage:
 
 @dataclass(frozen=True)
 class Timings:
-    """Where a request's time went, in nanoseconds; protos/pdmesh/v1/mesh.proto says what each field measures.
+    """Hold where a request's time went, in nanoseconds; protos/pdmesh/v1/mesh.proto says what each field measures.
 
-    After a resumed stream they describe its last leg.
-    """
+    After a resumed stream they describe its last attempt."""
 
     ttft_ns: int = 0
     route_ns: int = 0
@@ -138,7 +136,7 @@ class Timings:
 
     @property
     def ttft_parts(self) -> dict[str, int]:
-        """The parts of the TTFT by name, in nanoseconds, in the order in which they happen."""
+        """Return the parts of the TTFT by name, in nanoseconds, in the order in which they happen."""
         return {
             "route": self.route_ns,
             "admission_queue": self.admission_queue_ns,
@@ -151,13 +149,13 @@ class Timings:
 
     @property
     def first_gap_parts(self) -> dict[str, int]:
-        """What the hand-off adds between the first token and the second, by name, in nanoseconds."""
+        """Return what the hand-off adds between the first token and the second, by name, in nanoseconds."""
         return {"kv_exposed": self.kv_exposed_ns, "decode_queue": self.decode_queue_ns}
 
 
 @dataclass(frozen=True)
 class Started:
-    """First event of a stream: what decides its tokens."""
+    """Begin a stream: hold what determines its tokens."""
 
     request_id: str
     seed: int
@@ -167,7 +165,7 @@ class Started:
 
 @dataclass(frozen=True)
 class Delta:
-    """New output of one choice. `token_ids[0]` has output index `first_index`; text may lag behind the ids."""
+    """Hold new output of one choice. `token_ids[0]` has output index `first_index`; text may lag behind the ids."""
 
     choice: int
     first_index: int
@@ -180,7 +178,7 @@ class Delta:
 
 @dataclass(frozen=True)
 class Completed:
-    """Last event of a stream. `num_resumes` counts the routers that were lost on the way."""
+    """End a stream. `num_resumes` counts the routers that were lost on the way."""
 
     usage: Usage
     timings: Timings
@@ -192,7 +190,7 @@ Event = Started | Delta | Completed
 
 @dataclass(frozen=True)
 class Choice:
-    """One complete output."""
+    """Hold one complete output."""
 
     index: int
     text: str
@@ -204,7 +202,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Generation:
-    """The complete answer to a request."""
+    """Hold the complete answer to a request."""
 
     request_id: str
     model: str
@@ -216,18 +214,18 @@ class Generation:
 
     @property
     def text(self) -> str:
-        """Text of the first choice."""
+        """Return the text of the first choice."""
         return self.choices[0].text
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Token ids of the first choice."""
+        """Return the token ids of the first choice."""
         return self.choices[0].token_ids
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """A tokenized text, and the model's context, in tokens."""
+    """Hold a tokenized text, and the model's context, in tokens."""
 
     token_ids: tuple[int, ...]
     max_context: int
@@ -235,7 +233,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Model:
-    """A model that the mesh serves, and how many workers of each role are ready for it."""
+    """Describe a model that the mesh serves, and how many workers of each role are ready for it."""
 
     name: str
     max_context: int

@@ -1,4 +1,4 @@
-"""Between the client's own types and the protobufs of protos/pdmesh/v1: requests out, events in."""
+"""Converts between the client's own types and the protobufs of protos/pdmesh/v1: requests out, events in."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ CONSTRAINTS = frozenset(field.name for field in common_pb2.Constraint.DESCRIPTOR
 
 
 def set_constraint(constraint: common_pb2.Constraint, name: str, value: object) -> None:
-    """`name` is one of CONSTRAINTS, of which a request has one. Raises InvalidArgument for two of them; what is of the wrong type
-    raises TypeError or ValueError."""
+    """Set the constraint. `name` is one of CONSTRAINTS, of which a request has one. Raises InvalidArgument for two of them,
+    TypeError or ValueError for a wrong type."""
     given = constraint.WhichOneof("kind")
     if given is not None:
         raise InvalidArgument(name, f"{name} excludes {given}; give one of them")
@@ -57,7 +57,7 @@ def _mapping(value: object) -> Mapping[str, object]:
 
 
 def _strings(value: object) -> list[str]:
-    # A string is a sequence of strings too, and never meant so.
+    # A string is a sequence of strings too, which is never intended.
     if isinstance(value, str) or not isinstance(value, (list, tuple)):
         raise TypeError("a list of strings is needed")
     return list(value)
@@ -80,7 +80,7 @@ E = TypeVar("E", bound=Enum)
 
 
 def generate_request(prompt: str | Sequence[int], model: str, options: GenerateOptions) -> mesh_pb2.GenerateRequest:
-    """The request for a text or token prompt. Raises InvalidArgument for what no message can hold."""
+    """Return the request for a text or token prompt. Raises InvalidArgument for what no message can hold."""
     sampling, request_options = _split(options)
     request = mesh_pb2.GenerateRequest(model=model, sampling=sampling, options=request_options)
     if isinstance(prompt, str):
@@ -92,19 +92,19 @@ def generate_request(prompt: str | Sequence[int], model: str, options: GenerateO
 
 
 def chat_request(messages: Iterable[MessageLike], model: str, options: GenerateOptions) -> mesh_pb2.ChatRequest:
-    """The request for the next message of a conversation. Raises InvalidArgument for what no message can hold."""
+    """Return the request for the next message of a conversation. Raises InvalidArgument for what no message can hold."""
     sampling, request_options = _split(options)
     return mesh_pb2.ChatRequest(model=model, messages=chat_messages(messages), sampling=sampling, options=request_options)
 
 
 def chat_messages(messages: Iterable[MessageLike]) -> list[mesh_pb2.ChatMessage]:
-    """Messages of any accepted shape as protobufs."""
+    """Return messages of any accepted shape as protobufs."""
     with _FieldErrors("messages"):
         return [mesh_pb2.ChatMessage(role=m.role, content=m.content) for m in map(_message, messages)]
 
 
 def tokenize_request(text: str | Iterable[MessageLike], model: str) -> mesh_pb2.TokenizeRequest:
-    """The request for the token ids of a text, or of messages."""
+    """Return the request for the token ids of a text, or of messages."""
     if isinstance(text, str):
         return mesh_pb2.TokenizeRequest(model=model, text=text)
     return mesh_pb2.TokenizeRequest(model=model, messages=chat_messages(text))
@@ -132,7 +132,7 @@ def _split(options: GenerateOptions) -> tuple[common_pb2.SamplingParams, mesh_pb
             _set(request_options, name, _enum_value(name, value))
         else:
             known = ", ".join(sorted(_SAMPLING | CONSTRAINTS | _OPTIONS))
-            raise InvalidArgument(name, f"{name} is no parameter of a request; there are: {known}")
+            raise InvalidArgument(name, f"{name} is not a parameter of a request; there are: {known}")
     return sampling, request_options
 
 
@@ -161,7 +161,7 @@ def _member(kind: type[E], name: str, value: object) -> E:
 
 
 class _FieldErrors:
-    """Turns protobuf's refusal of a value (wrong type, out of range) into an InvalidArgument that names the field."""
+    """Turn protobuf's rejection of a value (wrong type, out of range) into an InvalidArgument that names the field."""
 
     def __init__(self, field: str) -> None:
         self._field = field
@@ -175,7 +175,7 @@ class _FieldErrors:
 
 
 def event(response: mesh_pb2.GenerateResponse) -> Event | None:
-    """The event of a message; None for a kind that this client does not know (a newer router's)."""
+    """Return the event of a message; None for a kind that this client does not know (from a newer router)."""
     kind = response.WhichOneof("event")
     if kind == "started":
         started = response.started
@@ -212,20 +212,20 @@ def _usage(usage: mesh_pb2.Usage) -> Usage:
 
 
 def timings(wire: mesh_pb2.Timings) -> Timings:
-    """Timings of a completed request; the fields have the same names on both sides."""
+    """Return the timings of a completed request; the fields have the same names on both sides."""
     plain = {field.name: getattr(wire, field.name) for field in wire.DESCRIPTOR.fields if field.name != "mode"}
     return Timings(mode=_MODES.get(wire.mode), **plain)
 
 
 def emitted_choice(index: int, token_ids: Sequence[int], finish_reason: FinishReason | None) -> common_pb2.EmittedChoice:
-    """What the caller has been given of a choice, for a Resume."""
+    """Return what the caller has received of a choice, for a Resume."""
     wire = {reason: value for value, reason in _FINISH_REASONS.items()}
     reason = common_pb2.FINISH_REASON_UNSPECIFIED if finish_reason is None else wire[finish_reason]
     return common_pb2.EmittedChoice(index=index, token_ids=token_ids, finish_reason=reason)
 
 
 def generation(events: Iterable[Event]) -> Generation:
-    """The complete answer that a finished stream amounts to."""
+    """Return the complete answer of a finished stream."""
     started, completed, deltas = None, None, list[Delta]()
     for item in events:
         if isinstance(item, Started):
@@ -261,10 +261,10 @@ def _choice(index: int, deltas: Sequence[Delta]) -> Choice:
 
 
 def tokens(response: mesh_pb2.TokenizeResponse) -> Tokens:
-    """A tokenized text."""
+    """Return a tokenized text."""
     return Tokens(tuple(response.token_ids), response.max_context)
 
 
 def models(response: mesh_pb2.ListModelsResponse) -> tuple[Model, ...]:
-    """The models of a mesh."""
+    """Return the models of a mesh."""
     return tuple(Model(m.name, m.max_context, m.num_prefill_workers, m.num_decode_workers) for m in response.models)

@@ -23,7 +23,7 @@ class Options:
     message: str = field(
         default="", metadata={"help": "one question, also as bare words; empty: a conversation", "positional": True}
     )
-    system: str = field(default="", metadata={"help": "what the model is told about its task"})
+    system: str = field(default="", metadata={"help": "instructions to the model about its task"})
     json: bool = field(default=False, metadata={"help": "write events as JSON lines"})
     timings: bool = field(default=False, metadata={"help": "show where the time went"})
     sampling: Sampling = field(default_factory=Sampling, metadata=flat())
@@ -33,9 +33,9 @@ class Options:
 
 
 def run(options: Options) -> int:
-    """0 when the answer, or the conversation, is complete."""
+    """Run the command; return 0 when the answer, or the conversation, is complete."""
     if options.timings:
-        importlib.import_module("pdmesh.commands.timings")  # needs rich, and says so before anything is asked
+        importlib.import_module("pdmesh.commands.timings")  # needs rich, and fails before the question is asked
     history = [Message("system", options.system)] if options.system else []
     with options.connection.client() as client:
         if options.message:
@@ -62,7 +62,7 @@ def _converse(client: Client, options: Options, system: list[Message]) -> int:
 
 
 def _read_line() -> str | None:
-    """The next line; None at the end of the input, or at Ctrl-C on an empty prompt."""
+    """Return the next line; None at the end of the input, or at Ctrl-C on an empty prompt."""
     try:
         return input("> " if sys.stdin.isatty() else "").strip()
     except (EOFError, KeyboardInterrupt):
@@ -71,7 +71,7 @@ def _read_line() -> str | None:
 
 
 def _turn(client: Client, options: Options, history: list[Message], line: str) -> list[Message]:
-    """The history after one exchange; as before if there was no whole answer."""
+    """Return the history after one exchange; unchanged without a whole answer."""
     asked = [*history, Message("user", line)]
     try:
         return [*asked, Message("assistant", _answer(client, options, asked).text)]

@@ -42,7 +42,7 @@ class Options:
 
 
 def run(options: Options) -> int:
-    """0 when everything was answered and all processes have ended."""
+    """Run the command; return 0 when everything was answered and all processes have ended."""
     try:
         check_packages()
         folder = registry.ensure_model(options.model)
@@ -71,7 +71,7 @@ async def _demo(options: Options, folder: Path) -> int:
         async with AsyncClient(mesh.router_addresses) as client:
             await _talk(client, options)
     code = _check_ended(pids, time.monotonic() - began)
-    if code == 0:  # nobody needs the logs of what went well
+    if code == 0:  # logs of a success are not needed
         shutil.rmtree(mesh.log_dir, ignore_errors=True)
     return code
 
@@ -87,7 +87,7 @@ async def _talk(client: AsyncClient, options: Options) -> None:
 
 
 async def _ask(client: AsyncClient, history: list[Message], max_tokens: int) -> Generation:
-    """Streams one answer to the terminal. Greedy: the same every time; REMOTE: there is a hand-off to see."""
+    """Stream one answer to the terminal. Greedy: the same every time; REMOTE: there is a hand-off to see."""
     head = Text.assemble(("\nyou", "bold"), f"    {history[-1].content}\n", ("model", "bold"), "  ")
     console(sys.stdout).print(head, end="")
     events: list[Event] = []
@@ -115,7 +115,7 @@ def _exists(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # the number was given to somebody else's process
+    except PermissionError:  # the id belongs to another user's process now
         return False
     return True
 

@@ -1,4 +1,4 @@
-"""`pdmesh doctor`: what this machine has and lacks, what that costs, and what to do."""
+"""`pdmesh doctor`: checks what this machine has and lacks, what that costs, and what to do."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ class Options:
     """Check what this machine has and lacks for a mesh: pdmesh doctor. Exits with 1 only if no mesh can run here."""
 
     json: bool = field(default=False, metadata={"help": "write JSON"})
-    port: int = field(default=8100, metadata={"help": "port that the router is to have"})
-    http_port: int = field(default=8000, metadata={"help": "port that its API over HTTP is to have"})
-    console_port: int = field(default=8200, metadata={"help": "port that the console's page is to have"})
-    redis: str = field(default=EMBEDDED_REDIS, metadata={"help": "embedded, or the URL of a Redis to be asked", "secret": True})
-    model: str = field(default=DEFAULT_MODEL, metadata={"help": "model that is to be served"})
+    port: int = field(default=8100, metadata={"help": "port for the router"})
+    http_port: int = field(default=8000, metadata={"help": "port for its HTTP API"})
+    console_port: int = field(default=8200, metadata={"help": "port for the console's page"})
+    redis: str = field(default=EMBEDDED_REDIS, metadata={"help": "embedded, or the URL of a Redis to check", "secret": True})
+    model: str = field(default=DEFAULT_MODEL, metadata={"help": "model to be served"})
 
     def validate(self) -> None:
-        """Raises ValueError that names the field."""
+        """Raise ValueError that names the field."""
         for name in ("port", "http_port", "console_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise ValueError(f"{name}: must be between 0 and 65535")
 
 
 def run(options: Options) -> int:
-    """1 if something is missing that a mesh cannot run without, else 0."""
+    """Run the command; return 1 if something is missing that a mesh cannot run without, else 0."""
     findings = examine(_checks(options))
     can_run = not any(finding.blocks for finding in findings)
     if options.json:
@@ -82,7 +82,7 @@ def _checks(options: Options) -> list[tuple[str, Callable[[], Check]]]:
 
 
 def report(findings: list[Check]) -> list[RenderableType]:
-    """A line for each finding; under what is not OK, its cost and its remedy. Last the verdict."""
+    """Return a line for each finding; under what is not OK, its cost and its remedy. The verdict comes last."""
     width = max(len(finding.name) for finding in findings)
     blocking = [finding.name for finding in findings if finding.blocks]
     verdict = Text(f"a mesh cannot run here: {', '.join(blocking)}", "bad") if blocking else Text("a mesh can run here", "good")

@@ -31,7 +31,7 @@ class Options:
     connection: Connection = field(default_factory=Connection, metadata=flat())
 
     def validate(self) -> None:
-        """Raises ValueError that names the field."""
+        """Raise ValueError that names the field."""
         if self.latest < 0 or self.latest > 100:
             raise ValueError("latest: must be between 1 and 100")
         for name in ("slo_ttft_ms", "slo_tpot_ms"):
@@ -45,7 +45,7 @@ class Options:
 
 
 def run(options: Options) -> int:
-    """0 when there was something to show."""
+    """Run the command; return 0 when there was something to show."""
     with options.connection.client() as client:
         response = client.explain(_request(options), timeout=options.connection.timeout)
     if options.json:
@@ -71,7 +71,7 @@ def _request(options: Options) -> mesh_pb2.ExplainRequest:
 
 
 def decision_lines(decision: mesh_pb2.Decision) -> list[RenderableType]:
-    """One decision as lines for the terminal."""
+    """Return one decision as lines for the terminal."""
     took = f"{decision.decision_us:.0f} µs with {decision.num_workers} workers"
     head = Text.assemble(
         "request ",
@@ -87,7 +87,7 @@ def decision_lines(decision: mesh_pb2.Decision) -> list[RenderableType]:
 def _row(candidate: mesh_pb2.Candidate) -> tuple[str, ...]:
     cached = f"{candidate.decode_cached_tokens}+{candidate.prefill_cached_tokens}"
     prefill = candidate.prefill_worker_id or "(local)"
-    if not candidate.ttft_ms:  # of a policy that predicts nothing
+    if not candidate.ttft_ms:  # the policy predicts nothing
         return (_decode(candidate), prefill, "", "", "", cached, "", candidate.note)
     times = (_ms(candidate.ttft_ms), _ms(candidate.tpot_ms), _ms(candidate.delay_ms))
     return (_decode(candidate), prefill, *times, cached, f"{candidate.cost:.3f}", candidate.note)

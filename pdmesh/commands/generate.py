@@ -27,15 +27,15 @@ class Options:
     connection: Connection = field(default_factory=Connection, metadata=flat())
 
     def validate(self) -> None:
-        """Raises ValueError that names the field."""
+        """Raise ValueError that names the field."""
         if self.prompt and self.token_ids:
             raise ValueError("token_ids: excludes a text prompt; give one of them")
 
 
 def run(options: Options) -> int:
-    """Streams the answer; 0 when it is complete."""
+    """Stream the answer; return 0 when it is complete."""
     if options.timings:
-        from pdmesh.commands.timings import show_timings  # needs rich, and says so before anything is asked
+        from pdmesh.commands.timings import show_timings  # needs rich, and fails before the request is sent
     given = {
         **options.sampling.given(),
         **options.constraint.given(),
@@ -58,7 +58,7 @@ def run(options: Options) -> int:
 
 
 def _prompt(given: str) -> str:
-    """The prompt, from standard input if none was given."""
+    """Return the prompt, from standard input if none was given."""
     if given not in ("", "-"):
         return given
     if sys.stdin.isatty():

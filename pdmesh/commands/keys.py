@@ -1,4 +1,4 @@
-"""`pdmesh keys`: make, list and revoke the API keys that routers ask for."""
+"""`pdmesh keys`: makes, lists and revokes the API keys that routers require."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Options:
         default="", metadata={"help": "file with the keys, or the URL of a Redis that holds them", "secret": True}
     )
     mesh: str = field(default="default", metadata={"help": "name of the mesh in that Redis"})
-    tenant: str = field(default="", metadata={"help": "on whose account requests with the key run; empty: the default tenant"})
+    tenant: str = field(default="", metadata={"help": "tenant that requests with the key belong to; empty: the default tenant"})
     admin: bool = field(default=False, metadata={"help": "the key may ask for the status of the mesh"})
-    days: int = field(default=0, metadata={"help": "how long it is good; 0: until it is revoked"})
+    days: int = field(default=0, metadata={"help": "how long it is valid; 0: until it is revoked"})
     json: bool = field(default=False, metadata={"help": "write JSON"})
 
     def validate(self) -> None:
-        """Raises ValueError that names the field."""
+        """Raise ValueError that names the field."""
         if not self.api_keys:
             raise ValueError("api_keys: is missing; name the routers' file, or redis://host:port/0")
         if self.action != "list" and not self.name:
@@ -49,7 +49,7 @@ class Options:
 
 
 def run(options: Options) -> int:
-    """0 when it is done; 1 when it is not, 3 when Redis does not answer."""
+    """Run the command; return 0 when it is done; 1 when it is not, 3 when Redis does not answer."""
     try:
         if options.api_keys.startswith(REDIS_SCHEMES):
             return asyncio.run(_in_redis(options))
@@ -82,7 +82,7 @@ async def _in_redis(options: Options) -> int:
             return _revoked(options) if done else _failed("Redis does not answer: the key may still be good", code=3)
         shown = new_key()
         key = _key_of(options, shown, int(time.time()))
-        KeyTable([*keys, key])  # refuses a name that is there
+        KeyTable([*keys, key])  # rejects an existing name
         return _made(options, shown) if await store.add(key) else _failed("Redis does not answer", code=3)
     finally:
         await store.close()
@@ -106,7 +106,7 @@ def _without(keys: KeyTable, name: str) -> KeyTable:
 
 
 def _made(options: Options, shown: str) -> int:
-    """The key goes to stdout, alone, for a file or a variable; it cannot be shown again."""
+    """Write the key to stdout, alone, for a file or a variable; it cannot be shown again."""
     if options.json:
         print(json.dumps({"name": options.name, "tenant": options.tenant, "key": shown}))
         return 0

@@ -1,4 +1,4 @@
-"""`pdmesh loadtest TARGET`: load that does not wait, and what became of it."""
+"""`pdmesh loadtest TARGET`: open-loop load, and its outcome."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from pdmesh.runtime.config import dump
 from pdmesh.runtime.rpc.tls import ClientTlsConfig
 from pdmesh.terminal import show
 
-# Options of `pdmesh loadtest`, and what they say as a workload, objectives and a target.
+# The options, and their conversion to a workload, objectives and a target.
 
 
 _DISTRIBUTION = f"a number, or one of {lengths.usage()}"
@@ -44,7 +44,7 @@ _DISTRIBUTION = f"a number, or one of {lengths.usage()}"
 
 @dataclass(frozen=True)
 class When:
-    """When requests start, and which of them count."""
+    """Say when requests start, and which of them count."""
 
     rate: float = field(default=1.0, metadata={"help": "sessions per second; a session is one request unless --turns says more"})
     arrivals: Literal["poisson", "gamma", "constant", "ramp"] = field(default="poisson", metadata={"help": "how they are spread"})
@@ -56,7 +56,7 @@ class When:
     trace_speed: float = field(default=1.0, metadata={"help": "replay so many times as fast"})
 
     def validate(self) -> None:
-        """Raises ValueError that names the field."""
+        """Raise ValueError that names the field."""
         for name in ("rate", "burstiness", "duration_s", "trace_speed"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}: must be more than 0")
@@ -71,7 +71,7 @@ class When:
 
 @dataclass(frozen=True)
 class What:
-    """What is asked."""
+    """Say what is requested."""
 
     input_tokens: str = field(default="128", metadata={"help": f"prompt length, shared prefix included: {_DISTRIBUTION}"})
     output_tokens: str = field(default="64", metadata={"help": f"answer length: {_DISTRIBUTION}"})
@@ -92,7 +92,7 @@ class What:
     )
 
     def validate(self) -> None:
-        """Raises ValueError that names the field."""
+        """Raise ValueError that names the field."""
         for name in ("input_tokens", "output_tokens", "turns", "think_s", "cancel_after_s"):
             _named(name, lambda name=name: lengths.parse(getattr(self, name)))  # type: ignore[misc]
         for name in ("max_input_tokens", "max_output_tokens", "num_prefixes"):
@@ -110,7 +110,7 @@ class What:
             _shares("tenants", self.tenants)
 
     def classes(self) -> tuple[TrafficClass, ...]:
-        """A class for each priority and tenant, named after the priority."""
+        """Return a class for each priority and tenant, named after the priority."""
         tenants = _shares("tenants", self.tenants) if self.tenants else {"": 1.0}
         return tuple(
             TrafficClass(
@@ -123,16 +123,16 @@ class What:
 
 @dataclass(frozen=True)
 class Goals:
-    """What is to be kept. A request that keeps all of them is good; the exit code says whether enough did."""
+    """Set the objectives. A request that keeps all of them is good; the exit code says whether enough did."""
 
-    ttft_ms: float | None = field(default=None, metadata={"help": "objective: time to the first token, from when it was due"})
+    ttft_ms: float | None = field(default=None, metadata={"help": "objective: time to the first token, from the scheduled time"})
     tpot_ms: float | None = field(default=None, metadata={"help": "objective: mean time per token after the first"})
     e2e_ms: float | None = field(default=None, metadata={"help": "objective: time to the last token"})
     quantile: float | None = field(default=None, metadata={"help": "share of requests that must keep them; else 0.9"})
     objectives: str = field(default="", metadata={"help": "objectives file that the router reads; the flags above win over it"})
 
     def validate(self) -> None:
-        """Raises ValueError that names the field."""
+        """Raise ValueError that names the field."""
         for name in ("ttft_ms", "tpot_ms", "e2e_ms"):
             value = getattr(self, name)
             if value is not None and value <= 0:
@@ -141,7 +141,7 @@ class Goals:
             raise ValueError("quantile: must be above 0 and at most 1")
 
     def of(self, model: str) -> Objectives:
-        """The objectives for `model`. Raises ValueError or ConfigError for a file that does not have them."""
+        """Return the objectives for `model`. Raises ValueError or ConfigError for a file that does not have them."""
         base = objectives.from_file(self.objectives, model) if self.objectives else Objectives()
         given = {name: getattr(self, name) for name in ("ttft_ms", "tpot_ms", "e2e_ms", "quantile")}
         return replace(base, **{name: value for name, value in given.items() if value is not None})
@@ -149,7 +149,7 @@ class Goals:
 
 @dataclass(frozen=True)
 class How:
-    """How requests are put to the target."""
+    """Say how requests are sent to the target."""
 
     model: str = field(default="", metadata={"help": "model to use; empty while the target serves exactly one"})
     vocab_size: int = field(default=32_000, metadata={"help": "prompts are random token ids below this"})
@@ -171,7 +171,7 @@ class How:
     tls: ClientTlsConfig = field(default_factory=ClientTlsConfig, metadata=flat())
 
     def validate(self) -> None:
-        """Raises ValueError that names the field."""
+        """Raise ValueError that names the field."""
         if self.vocab_size < 1000:
             raise ValueError("vocab_size: must be at least 1000")
         for name in ("timeout_s", "max_lateness_ms", "max_concurrency", "connections"):
@@ -182,7 +182,7 @@ class How:
 
 
 def workload_of(when: When, what: What, max_context: int | None) -> tuple[Workload, Mapping[str, Objectives]]:
-    """The workload, and the objectives of classes that have their own. Raises ValueError that names file and field."""
+    """Return the workload, and the objectives of classes that have their own. Raises ValueError that names file and field."""
     classes, own = (what.classes(), {}) if not what.mix else mix.read_mix(what.mix)
     workload = Workload(
         arrivals=when.of(),
@@ -202,7 +202,7 @@ def workload_of(when: When, what: What, max_context: int | None) -> tuple[Worklo
 
 
 def book_of(common: Objectives, own: Mapping[str, Objectives]) -> ObjectiveBook:
-    """Classes take from the common objectives what their own leave open."""
+    """Return the objectives by class: a class inherits what its own leave open."""
     merged = {
         name: Objectives(
             ttft_ms=common.ttft_ms if mine.ttft_ms is None else mine.ttft_ms,
@@ -216,7 +216,7 @@ def book_of(common: Objectives, own: Mapping[str, Objectives]) -> ObjectiveBook:
 
 
 def _shares(field_: str, text: str) -> dict[str, float]:
-    """Share by name, of `NAME:SHARE,…`; a name alone has a share of 1."""
+    """Return the share by name, of `NAME:SHARE,…`; a name alone has a share of 1."""
     shares: dict[str, float] = {}
     for item in text.split(","):
         name, _, share = item.strip().partition(":")
@@ -239,7 +239,7 @@ def _named(field_: str, parse: Callable[[], object]) -> None:
         raise ValueError(f"{field_}: {error}") from None
 
 
-# A window with fewer requests says nothing of a share of them.
+# A window with fewer requests says nothing about a share of them.
 _MIN_REQUESTS = 10
 EXIT_OK, EXIT_MISSED, EXIT_USAGE, EXIT_UNAVAILABLE, EXIT_INVALID, EXIT_INTERRUPTED = 0, 1, 2, 3, 5, 130
 
@@ -269,7 +269,7 @@ class Options:
     progress: bool = field(default=True, metadata={"help": "show on standard error how it goes"})
 
     def validate(self) -> None:
-        """Raises ValueError that names the field."""
+        """Raise ValueError that names the field."""
         if not self.target:
             raise ValueError(f"target: is missing; give one such as {DEFAULT_ADDRESS} or http://127.0.0.1:8000/v1")
         for name in ("output", "html"):
@@ -289,12 +289,13 @@ class Options:
 
     @property
     def speaks_http(self) -> bool:
-        """Whether the target is a URL."""
+        """Return whether the target is a URL."""
         return "://" in self.target
 
 
 def run(options: Options) -> int:
-    """0: kept (or no objectives); 1: missed, or nothing was answered; 3: no such target; 5: too late itself; 130: interrupted."""
+    """Run the command; return 0: kept (or no objectives); 1: missed, or nothing was answered; 3: no such target; 5: too late
+    itself; 130: interrupted."""
     try:
         return asyncio.run(_run(options))
     except TargetError as error:
@@ -311,7 +312,7 @@ def run(options: Options) -> int:
 async def _run(options: Options) -> int:
     task = asyncio.current_task()
     assert task is not None
-    # As Ctrl-C does: what was measured until then is reported.
+    # SIGTERM acts as Ctrl-C: the measurements so far are reported.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     target = _open(options)
     try:
@@ -346,7 +347,7 @@ async def _find_capacity(target: Target, measurement: Measurement, options: Opti
 def _open(options: Options) -> Target:
     how = options.how
     if options.speaks_http:
-        # Only here: the client alone has no h11.
+        # Only here: a client-only installation has no h11.
         from pdmesh.loadtest.targets.openai import OpenAiSettings, OpenAiTarget
 
         return OpenAiTarget(
@@ -400,7 +401,7 @@ def _measurement(options: Options, model: str, max_context: int | None) -> Measu
 
 
 def _watch(options: Options) -> Watch:
-    """Shows how a run goes, unless that is not wanted."""
+    """Show the progress of a run, unless that is not wanted."""
     total_s = options.when.warmup_s + options.when.duration_s
     return lambda runner: Progress(sys.stderr, runner, total_s) if options.progress else nullcontext()
 
@@ -411,7 +412,7 @@ def _say(options: Options, text: str) -> None:
 
 
 def _writable(name: str, path: str) -> None:
-    """Before the run: afterwards its result would be lost."""
+    """Check before the run: afterwards its result would be lost."""
     folder = Path(path).absolute().parent
     if path and (Path(path).is_dir() or not os.access(folder, os.W_OK)):
         raise ValueError(f"{name}: cannot write {path}; give a file in a folder that is there")

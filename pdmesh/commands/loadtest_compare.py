@@ -1,4 +1,6 @@
-"""`pdmesh loadtest compare a.json b.json`: what changed between two results, and how sure that is; of more, all side by side."""
+"""`pdmesh loadtest compare a.json b.json`: shows what changed between two results, and how sure that is; of more, all side by
+side.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ class Options:
     fail_if_worse: bool = field(default=False, metadata={"help": "exit with 1 if anything is surely worse in the second"})
 
     def validate(self) -> None:
-        """Raises ValueError that names the field."""
+        """Raise ValueError that names the field."""
         for name in ("a", "b"):
             if not getattr(self, name):
                 raise ValueError(f"{name}: is missing; name two files, such as pdmesh loadtest compare a.json b.json")
@@ -38,7 +40,7 @@ class Options:
 
 
 def run(options: Options) -> int:
-    """0: compared; 1: something is worse, and that was to fail; 5: then, that cannot be said of these results."""
+    """Run the command; return 0: compared; 1: something is worse, with --fail-if-worse; 5: with it, these results do not tell."""
     try:
         read = _read((options.a, options.b, *options.more))
         if options.html:
@@ -63,7 +65,7 @@ def run(options: Options) -> int:
 
 
 def _read(files: Sequence[str]) -> dict[str, Result]:
-    """By the names of the files, as far as those tell them apart."""
+    """Return the results by the names of the files, made unique."""
     named: dict[str, Result] = {}
     for file in files:
         name = Path(file).stem
@@ -80,14 +82,14 @@ def _show_all(read: Mapping[str, Result], *, as_json: bool) -> None:
 
 
 def _doubts(a: Result, b: Result) -> list[str]:
-    """Why the two may not be comparable."""
+    """Return why the two may not be comparable."""
     lines = [f"{name} is not valid: {reason}" for name, of in (("a", a), ("b", b)) for reason in of.reasons]
     lines += [f"{name} was interrupted" for name, of in (("a", a), ("b", b)) if of.interrupted]
     if a.model != b.model:
         lines.append(f"model differs: {a.model} | {b.model}")
     if (a.objectives, a.objectives_by_class) != (b.objectives, b.objectives_by_class):
         lines.append(f"the objectives differ: {a.objectives} | {b.objectives}")
-    # Where results are written and how they are shown changes nothing; the target is what one compares.
+    # Where results are written and how they are shown is irrelevant; the target is what one compares.
     apart = {"target", "output", "html", "json", "progress", "goals.objectives", "what.seed"}
     differing = [name for name in a.settings if name not in apart and a.settings[name] != b.settings.get(name)]
     return lines + [f"{name} differs: {a.settings[name]} | {b.settings.get(name)}" for name in differing]

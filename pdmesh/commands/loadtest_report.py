@@ -1,4 +1,4 @@
-"""`pdmesh loadtest report result.json`: the tables, and the page, of a result that was written before or elsewhere."""
+"""`pdmesh loadtest report result.json`: shows the tables, and the page, of an earlier result."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Options:
     html: str = field(default="", metadata={"help": "write the page to this file"})
 
     def validate(self) -> None:
-        """Raises ValueError that names the field."""
+        """Raise ValueError that names the field."""
         if not self.result:
             raise ValueError("result: is missing; name a file, such as pdmesh loadtest report result.json")
 
 
 def run(options: Options) -> int:
-    """0 when it was shown."""
+    """Run the command; return 0 when it was shown."""
     try:
         measured = result.read(options.result)
         if options.html:

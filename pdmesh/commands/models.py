@@ -1,4 +1,4 @@
-"""`pdmesh models`: what the mesh serves, what can be fetched by name, and the fetching."""
+"""`pdmesh models`: lists what the mesh serves and what can be fetched by name, and fetches it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Options:
 
 
 def run(options: Options) -> int:
-    """0 when the model is there, or the list is shown."""
+    """Run the command; return 0 when the model is there, or the list is shown."""
     return _fetch(options) if options.action == "fetch" else _list(options)
 
 
@@ -66,7 +66,7 @@ def _list(options: Options) -> int:
 
 
 def _served(options: Options) -> list[dict[str, object]] | None:
-    """Models of the mesh; None if none answers, which is no error here."""
+    """Return the models of the mesh; None if none answers, which is not an error here."""
     try:
         with options.connection.client() as client:
             found = client.list_models(timeout=options.connection.timeout)

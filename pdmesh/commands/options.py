@@ -14,19 +14,19 @@ from pdmesh.runtime.rpc.tls import ClientTlsConfig
 
 @dataclass(frozen=True)
 class Connection:
-    """Which mesh to talk to, and how patiently."""
+    """Say which mesh to talk to, and how patiently."""
 
     router: str = field(
         default=DEFAULT_ADDRESS, metadata={"help": "address of the router; several, comma-separated, stand in for each other"}
     )
     timeout_s: float = field(default=0.0, metadata={"help": "deadline of the request in seconds; 0: none"})
     resume_timeout_s: float = field(default=5.0, metadata={"help": "how long to look for a router that is lost or not there yet"})
-    retry_overload: bool = field(default=False, metadata={"help": "wait and try again when the mesh has no room"})
-    api_key: str = field(default="", metadata={"help": "key, for routers that ask for one", "secret": True})
+    retry_overload: bool = field(default=False, metadata={"help": "wait and retry when the mesh has no capacity"})
+    api_key: str = field(default="", metadata={"help": "API key, for routers that require one", "secret": True})
     tls: ClientTlsConfig = field(default_factory=ClientTlsConfig, metadata={"flatten": True})
 
     def validate(self) -> None:
-        """Raises ValueError that names the field."""
+        """Raise ValueError that names the field."""
         if self.timeout_s < 0:
             raise ValueError("timeout_s: must not be negative; give 0 for none")
         if self.resume_timeout_s < 0:
@@ -39,11 +39,11 @@ class Connection:
 
     @property
     def timeout(self) -> float | None:
-        """Seconds for the client library; None for no deadline."""
+        """Return the seconds for the client library; None for no deadline."""
         return self.timeout_s or None
 
     def client(self) -> Client:
-        """A client; to be closed."""
+        """Return a client, which the caller closes."""
         return Client(
             self.router,
             resume_timeout_s=self.resume_timeout_s,
@@ -55,7 +55,7 @@ class Connection:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. What is not given is left to the mesh."""
+    """Say how tokens are drawn. Options not given are left to the mesh."""
 
     max_tokens: int | None = field(default=None, metadata={"help": "most tokens to generate"})
     min_tokens: int | None = field(default=None, metadata={"help": "tokens to generate before an end is allowed"})
@@ -71,18 +71,18 @@ class Sampling:
     seed: int | None = field(default=None, metadata={"help": "same seed, same tokens; empty: a random one"})
     stop: tuple[str, ...] = field(default=(), metadata={"help": "texts that end the output"})
     stop_token_ids: tuple[int, ...] = field(default=(), metadata={"help": "tokens that end the output"})
-    ignore_eos: bool = field(default=False, metadata={"help": "go on past the model's own end"})
+    ignore_eos: bool = field(default=False, metadata={"help": "continue past the model's end-of-sequence token"})
 
     def given(self) -> GenerateOptions:
-        """The options that were set, for the client library."""
+        """Return the options that were set, for the client library."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        # By identity: a temperature of 0 equals False and is something else.
+        # By identity: a temperature of 0 equals False but is not False.
         return cast(GenerateOptions, {name: v for name, v in values.items() if v is not None and v is not False and v != ()})
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """What the output must be."""
+    """Constrain the output."""
 
     json_schema: str = field(default="", metadata={"help": "file with a JSON schema that the output matches"})
     regex: str = field(default="", metadata={"help": "regular expression that the whole output matches"})
@@ -90,14 +90,14 @@ class Constraint:
     grammar: str = field(default="", metadata={"help": "file with a Lark grammar that the output follows"})
 
     def validate(self) -> None:
-        """Raises ValueError that names the field."""
+        """Raise ValueError that names the field."""
         given = [f.name for f in fields(self) if getattr(self, f.name)]
         if len(given) > 1:
             raise ValueError(f"{given[1]}: excludes {given[0]}; give one of them")
         self.given()
 
     def given(self) -> GenerateOptions:
-        """The option that was set, for the client library. Raises ValueError, naming the field, for an unreadable file."""
+        """Return the option that was set, for the client library. Raises ValueError, naming the field, for an unreadable file."""
         if self.json_schema:
             return {"json_schema": _read("json_schema", self.json_schema)}
         if self.grammar:
@@ -109,18 +109,18 @@ class Constraint:
 
 @dataclass(frozen=True)
 class Routing:
-    """What is not about sampling."""
+    """Hold the options besides sampling."""
 
     model: str = field(default="", metadata={"help": "model to use; empty while the mesh serves exactly one"})
     mode: Literal["auto", "local", "remote"] = field(
-        default="auto", metadata={"help": "who computes the prompt: decode itself, or a prefill worker"}
+        default="auto", metadata={"help": "where the prompt is computed: on the decode worker, or on a prefill worker"}
     )
     priority: Literal["interactive", "standard", "batch"] = field(default="standard", metadata={"help": "place under load"})
-    tenant: str = field(default="", metadata={"help": "on whose account the request runs"})
+    tenant: str = field(default="", metadata={"help": "tenant that the request belongs to"})
     request_id: str = field(default="", metadata={"help": "name of the request in logs and traces"})
 
     def given(self) -> GenerateOptions:
-        """The options for the client library; the model goes beside them."""
+        """Return the options for the client library; the model is passed separately."""
         options = GenerateOptions(priority=self.priority, tenant=self.tenant, request_id=self.request_id)
         if self.mode != "auto":
             options["mode"] = self.mode
@@ -135,5 +135,5 @@ def _read(name: str, path: str) -> str:
 
 
 def flat(help_: str = "") -> dict[str, object]:
-    """Metadata of a nested group whose flags carry no prefix."""
+    """Return the metadata of a nested group whose flags carry no prefix."""
     return {"flatten": True, "help": help_}

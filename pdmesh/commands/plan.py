@@ -1,4 +1,4 @@
-"""`pdmesh plan`: what a deployment will take, before there is one."""
+"""`pdmesh plan`: finds the mesh that a deployment needs, before there is one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pdmesh.simulator.config import SimulatorConfig
 from pdmesh.simulator.workers.spec import WorkerSpec, read_spec
 from pdmesh.terminal import show
 
-# Durations as people write objectives: 200ms, 0.2s. Pure.
+# Durations as people write objectives: 200ms, 0.2s.
 
 
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(ms|s)")
@@ -33,27 +33,27 @@ _MILLISECONDS = {"ms": 1.0, "s": 1000.0}
 
 
 def milliseconds(name: str, text: str) -> int:
-    """Whole milliseconds, as objectives have them. Raises ValueError that begins with `name`."""
+    """Return whole milliseconds, as objectives have them. Raises ValueError that begins with `name`."""
     match = _DURATION.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"{name}: {text!r} is no duration; give one such as 200ms or 0.2s")
+        raise ValueError(f"{name}: {text!r} is not a duration; give one such as 200ms or 0.2s")
     value = float(match[1]) * _MILLISECONDS[match[2]]
     if not 1 <= value < 2**32 or value != round(value):
         raise ValueError(f"{name}: {text!r} is not a whole number of milliseconds, at least one")
     return round(value)
 
 
-# The options of `pdmesh plan`, in groups: what runs, where, under which load, with which promise.
+# The options, in groups: model and devices, load, objectives, output.
 
 
 _GENERATED = 4000
-"""Requests, where nobody says how many."""
+"""Requests to generate by default."""
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Where it runs, and how fast."""
+    """Say where it runs, and how fast."""
 
     device: str = field(
         default="", metadata={"help": "known device (an unknown name lists them) or .json file that describes one"}
@@ -89,7 +89,7 @@ class Machine:
     )
 
     def validate(self) -> None:
-        """Raises ValueError that names the field."""
+        """Raise ValueError that names the field."""
         if not (self.device or self.speed or self.measure):
             raise ValueError("device: say how fast workers are: give a --device, a measured --speed, or --measure")
         if self.device and (self.speed or self.measure):
@@ -109,7 +109,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Load:
-    """What comes; as the simulator's flags of the same names."""
+    """Describe the load; as the simulator's flags of the same names."""
 
     trace: str = field(default="", metadata={"help": "KIND=PATH, of azure-conv, azure-code, mooncake; empty: generated arrivals"})
     rate: str = field(default="", metadata={"help": "how fast requests come: 2x (as the trace, faster) or 50/s (on average)"})
@@ -124,13 +124,13 @@ class Load:
     seed: int = field(default=0, metadata={"help": "of generated arrivals and of the simulation"})
 
     def validate(self) -> None:
-        """Raises ValueError that names the field."""
+        """Raise ValueError that names the field."""
         if not self.trace and not self.rate:
             raise ValueError("rate: say how many requests come, such as 5/s; or give a --trace")
         self.simulated(1, 1).validate()
 
     def simulated(self, ttft_ms: int, tpot_ms: int, *, routers: int = 1, handoff_gb_per_s: float = 5.0) -> SimulatorConfig:
-        """The simulator's configuration for it; workers come later."""
+        """Return the simulator's configuration for it; workers are added later."""
         return SimulatorConfig(
             speed="-",
             decode=1,
@@ -153,13 +153,13 @@ class Load:
 
     @property
     def name(self) -> str:
-        """In a few words."""
+        """Return it in a few words."""
         return f"{self.trace.partition('=')[0]} {self.rate}".strip() if self.trace else f"generated, seed {self.seed}"
 
 
 @dataclass(frozen=True)
 class Promise:
-    """What is to be kept, and at what price."""
+    """Set the objectives, the headroom and the price."""
 
     slo_ttft: str = field(metadata={"help": "objective for the time to the first token, such as 200ms"})
     slo_tpot: str = field(metadata={"help": "objective for the time per output token, such as 50ms"})
@@ -178,7 +178,7 @@ class Promise:
     )
 
     def validate(self) -> None:
-        """Raises ValueError that names the field."""
+        """Raise ValueError that names the field."""
         for name in ("slo_ttft", "slo_tpot"):
             milliseconds(name, getattr(self, name))
         if not 0.5 <= self.quantile < 1:
@@ -194,18 +194,18 @@ class Promise:
 
     @property
     def ttft_ms(self) -> int:
-        """Whole milliseconds."""
+        """Return whole milliseconds."""
         return milliseconds("slo_ttft", self.slo_ttft)
 
     @property
     def tpot_ms(self) -> int:
-        """Whole milliseconds."""
+        """Return whole milliseconds."""
         return milliseconds("slo_tpot", self.slo_tpot)
 
 
 @dataclass(frozen=True)
 class Output:
-    """Where the plan goes."""
+    """Say where the plan is written."""
 
     report: str = field(default="", metadata={"help": "write the plan with its plots to this file: one HTML page"})
     overlay: str = field(default="", metadata={"help": "write an overlay for kustomize to this folder"})
@@ -217,7 +217,7 @@ class Output:
     json: bool = field(default=False, metadata={"help": "print JSON in place of tables"})
 
     def validate(self) -> None:
-        """Raises ValueError that names the field."""
+        """Raise ValueError that names the field."""
         for name in ("report", "overlay"):
             path = getattr(self, name)
             if path and not Path(path).absolute().parent.is_dir():
@@ -249,7 +249,7 @@ class Options:
 
 @dataclass(frozen=True)
 class _Workers:
-    """How workers are known: by a roofline, or measured."""
+    """Hold how workers are known: by a roofline, or measured."""
 
     decoder: Decoder | None
     roofline: Roofline | None = None
@@ -262,7 +262,7 @@ class _Workers:
 
 
 def run(options: Options) -> int:
-    """0: there is a plan; 1: nothing keeps the objectives; 2: wrong use."""
+    """Run the command; return 0: there is a plan; 1: nothing keeps the objectives; 2: wrong use."""
     try:
         _check_outputs(options.output)  # before the search: afterwards its result would be lost
         workers = _workers(options)
@@ -276,7 +276,7 @@ def run(options: Options) -> int:
         )
         traffic, notes = _traffic(config, _max_context(options, workers))
         task, more_notes = _task(options, workers, config, traffic)
-        gc.freeze()  # as the simulator does: what is there stays, and what comes has no cycles
+        gc.freeze()  # as the simulator does: existing objects stay, and new ones have no cycles
         gc.set_threshold(200_000, 20, 20)
         plan = make_plan(task, _note)
         subject = _subject(options, workers, (*notes, *more_notes))
@@ -295,7 +295,7 @@ def _workers(options: Options) -> _Workers:
     if machine.device:
         decoder = _decoder(options.model)
         return _Workers(decoder, roofline=_roofline(machine, decoder))
-    # A measured worker's shapes matter for the memory in manifests alone.
+    # A measured worker's shapes matter only for the memory in manifests.
     shapes = _decoder(options.model) if options.output.overlay else None
     if not machine.measure:
         return _Workers(shapes, spec=read_spec(machine.speed), speed=machine.speed)
@@ -305,7 +305,7 @@ def _workers(options: Options) -> _Workers:
 
 
 def _engine(model: str, machine: Machine) -> dict[str, str | int]:
-    """Settings of the engine that is measured."""
+    """Return the settings of the engine that is measured."""
     limits = {"max_num_seqs": machine.max_num_seqs, "max_num_batched_tokens": machine.max_num_batched_tokens}
     return {
         "model": model,
@@ -322,7 +322,7 @@ def _speed_file(machine: Machine) -> Path:
 
 
 def _decoder(model: str) -> Decoder:
-    """From a config.json, or from that of a folder or a known model, which is fetched if need be."""
+    """Return the decoder from a config.json, or from that of a folder or a known model, which is fetched if needed."""
     path = Path(model).expanduser()
     if path.is_file() and path.suffix == ".json":
         return read_decoder(path)
@@ -339,14 +339,14 @@ def _roofline(machine: Machine, decoder: Decoder) -> Roofline:
     quantization = auto if machine.quantization == "auto" else machine.quantization
     _check_numbers(machine, device)
     weights = "bfloat16" if quantization == "none" else quantization
-    # Weights of four bits are widened: on the CPU to eight, on a GPU to what activations are.
+    # Weights of four bits are widened: on the CPU to eight, on a GPU to the format of activations.
     products = "int8" if weights == "int8" or (weights == "int4" and not device.is_gpu) else "bfloat16"
     kv_dtype = "bfloat16" if machine.kv_dtype == "auto" else machine.kv_dtype
     return Roofline(device, decoder, weights, products, kv_dtype)
 
 
 def _check_numbers(machine: Machine, device: Device) -> None:
-    """Raises ValueError for those that workers on such a device refuse."""
+    """Raise ValueError for settings that workers on such a device reject."""
     if machine.quantization == "fp8" and not device.is_gpu:
         raise ValueError(f"quantization: fp8 is for GPUs, {device.name} is none; give int8, int4, none or auto")
     missing = "int8" if device.is_gpu else "fp8"
@@ -364,7 +364,7 @@ def _max_context(options: Options, workers: _Workers) -> int:
 
 
 def _traffic(config: SimulatorConfig, max_context: int) -> tuple[Traffic, list[str]]:
-    """Cut to what the model takes, and a note of how much of it was. Raises TraceError."""
+    """Return the traffic, cut to the model's context, and a note of how much was cut. Raises TraceError."""
     traffic = traffic_of(config.arrivals(max_context))
     num_cut = sum(arrival.num_input + arrival.num_output >= max_context for arrival in traffic.arrivals)
     return traffic, [f"{num_cut} requests were cut to {max_context} tokens"] if num_cut else []
@@ -378,7 +378,7 @@ def _task(options: Options, workers: _Workers, config: SimulatorConfig, traffic:
     goals = goals_of(promise.ttft_ms, promise.tpot_ms, promise.quantile, settings)
     deployable = promise.deployable or bool(options.output.overlay)
     if deployable and set(machine.tensor_parallel) - {1}:
-        raise ValueError(f"tensor_parallel: it is untried over several GPUs yet; give 1, or {_NEITHER}")
+        raise ValueError(f"tensor_parallel: it is not tested on several GPUs yet; give 1, or {_NEITHER}")
     degrees = (1,) if deployable else machine.tensor_parallel
     limitation = Limitation(degrees, machine.max_num_seqs, machine.max_num_batched_tokens)
     kinds: list[WorkerKind]
@@ -398,14 +398,14 @@ def _task(options: Options, workers: _Workers, config: SimulatorConfig, traffic:
 
 
 def _meshes(promise: Promise, workers: _Workers, *, deployable: bool) -> tuple[str, ...]:
-    """Raises ValueError for one that is not deployable."""
+    """Return the kinds of mesh. Raises ValueError for one that is not deployable."""
     asked = (AGGREGATED, SEPARATED) if promise.mesh == "any" else (promise.mesh,)
     if not deployable or workers.roofline is None or not workers.roofline.device.is_gpu:
         return asked
     if promise.mesh == SEPARATED:
-        raise ValueError(f"mesh: the hand-off of KV between GPUs is untried yet; give aggregated, or {_NEITHER}")
+        raise ValueError(f"mesh: the KV hand-off between GPUs is not tested yet; give aggregated, or {_NEITHER}")
     if workers.roofline.weights != "bfloat16":
-        raise ValueError(f"quantization: such weights are untried on GPUs yet; give none, or {_NEITHER}")
+        raise ValueError(f"quantization: such weights are not tested on GPUs yet; give none, or {_NEITHER}")
     return (AGGREGATED,)
 
 
@@ -428,7 +428,7 @@ def _subject(options: Options, workers: _Workers, notes: tuple[str, ...]) -> Sub
 
 
 def _name(model: str) -> str:
-    """Of a config.json its own or, where that says nothing, its folder's."""
+    """Return the name in a config.json or, without one, that of its folder."""
     path = Path(model)
     if path.suffix != ".json":
         return registry.model_name(model)
@@ -452,7 +452,7 @@ def _show(options: Options, workers: _Workers, plan: Plan, subject: Subject) -> 
 
 
 def _check_outputs(output: Output) -> None:
-    """Raises ValueError, OverlayError for what cannot be written. Leaves nothing behind."""
+    """Raise ValueError or OverlayError for outputs that cannot be written. Leaves nothing behind."""
     if output.report:
         is_there = Path(output.report).exists()
         _write_report(output.report, "", mode="a")
@@ -463,7 +463,7 @@ def _check_outputs(output: Output) -> None:
 
 
 def _write_report(path: str, text: str, *, mode: Literal["w", "a"]) -> None:
-    """Raises ValueError."""
+    """Write the report. Raises ValueError."""
     try:
         with Path(path).open(mode, encoding="utf-8") as file:
             file.write(text)
@@ -472,7 +472,7 @@ def _write_report(path: str, text: str, *, mode: Literal["w", "a"]) -> None:
 
 
 def _base(options: Options, workers: _Workers) -> tuple[Path, str]:
-    """The overlay to build on, and the model's name there. Raises OverlayError."""
+    """Return the overlay to build on, and the model's name there. Raises OverlayError."""
     output, is_gpu = options.output, workers.device is not None and workers.device.is_gpu
     base = overlay.base_of(output.overlay_base, is_gpu=is_gpu)
     return base, overlay.served_name(output.model_name, _name(options.model), is_gpu=is_gpu, has_base=bool(output.overlay_base))

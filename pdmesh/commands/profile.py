@@ -1,4 +1,4 @@
-"""`pdmesh profile`: where the time of an engine's step goes on this machine."""
+"""`pdmesh profile`: shows where the time of an engine's step goes on this machine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Options:
     json: bool = field(default=False, metadata={"help": "write JSON"})
 
     def validate(self) -> None:
-        """Raises ValueError that names the field."""
+        """Raise ValueError that names the field."""
         for name in ("batches", "prefill"):
             if any(number < 1 for number in getattr(self, name)):
                 raise ValueError(f"{name}: give numbers of 1 or more, or nothing")
@@ -48,7 +48,7 @@ class Options:
 
 
 def run(options: Options) -> int:
-    """1 when the model cannot be loaded, or not by the CPU kernels, which alone know their stages."""
+    """Run the command; return 1 if the model cannot be loaded, or not by the CPU kernels, which alone know their stages."""
     from pdmesh.doctor.step_profile import Case, StepProfiler
     from pdmesh.engine.config import EngineConfig  # with the profiler: torch, which takes a second, and not for --help
 

@@ -1,4 +1,4 @@
-"""`pdmesh roles`: other roles for a worker while it runs."""
+"""`pdmesh roles`: changes the roles of a worker while it runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pdmesh.runtime.rpc.tls import open_tls
 from pdmesh.v1 import mesh_pb2, worker_pb2
 from pdmesh.v1.worker_pb2_grpc import WorkerControlStub
 
-# Behind the drain: abandoning what is left, and the way there and back.
+# After the drain: abandoning the remaining work, and the round trip.
 _MARGIN_S = 10.0
 
 
@@ -33,7 +33,7 @@ class Options:
     connection: Connection = field(default_factory=Connection, metadata=flat())
 
     def validate(self) -> None:
-        """Raises ValueError that names the field."""
+        """Raise ValueError that names the field."""
         if not self.worker:
             raise ValueError("worker: is missing; name one, such as pdmesh roles decode-0 prefill,decode")
         if not self.roles:
@@ -43,7 +43,7 @@ class Options:
 
 
 def run(options: Options) -> int:
-    """0 when the worker has the roles, and what it lost has no work left."""
+    """Run the command; return 0 when the worker has the roles, and its old work is done."""
     with options.connection.client() as client:
         status = client.status(timeout=options.connection.timeout)
     worker = find_worker(status.workers, options.worker)
@@ -56,7 +56,7 @@ def run(options: Options) -> int:
 
 
 def find_worker(workers: Sequence[mesh_pb2.WorkerStatus], worker_id: str) -> mesh_pb2.WorkerStatus:
-    """The living process of that id. Raises NotFound, which lists the ids, or FailedPrecondition."""
+    """Return the living process of that id. Raises NotFound, which lists the ids, or FailedPrecondition."""
     found = [worker for worker in workers if worker.info.worker_id == worker_id]
     alive = [worker for worker in found if worker.alive]
     if len(alive) > 1:
@@ -88,7 +88,7 @@ def _set_roles(worker: worker_pb2.WorkerInfo, options: Options) -> worker_pb2.Wo
 
 
 def _of_worker(error: MeshError, worker: worker_pb2.WorkerInfo) -> MeshError:
-    """`error` as one of the worker's: the router has answered."""
+    """Return `error` as one of the worker's: the router has answered."""
     if isinstance(error, Unavailable):
         return FailedPrecondition("worker", f"{worker.worker_id} cannot be reached at {worker.address}: {error.message}")
     error.message = f"{worker.worker_id} at {worker.address}: {error.message}"

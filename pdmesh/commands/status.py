@@ -1,4 +1,4 @@
-"""`pdmesh status`: a router's view of the mesh as tables of at most 100 columns, or as JSON."""
+"""`pdmesh status`: shows a router's view of the mesh as tables of at most 100 columns, or as JSON."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Options:
     connection: Connection = field(default_factory=Connection, metadata=flat())
 
     def validate(self) -> None:
-        """Raises ValueError that names the field."""
+        """Raise ValueError that names the field."""
         if self.period_s < 0.1:
             raise ValueError("period_s: must be at least 0.1 seconds")
 
 
 def run(options: Options) -> int:
-    """0 when the status was shown; with --watch it never ends by itself."""
+    """Run the command; return 0 when the status was shown; with --watch it never ends by itself."""
     with options.connection.client() as client:
         if not options.watch:
             _look(client, options)
@@ -72,7 +72,7 @@ def _show(options: Options, *parts: RenderableType) -> None:
 
 
 def status_lines(status: mesh_pb2.GetStatusResponse) -> list[RenderableType]:
-    """The status as lines for the terminal."""
+    """Return the status as lines for the terminal."""
     workers = sorted(status.workers, key=lambda worker: worker.info.worker_id)
     return [
         *_router_lines(status),
@@ -86,7 +86,7 @@ def status_lines(status: mesh_pb2.GetStatusResponse) -> list[RenderableType]:
 
 
 def decision_lines(decided: Mapping[str, Any] | None, wall_s: float) -> list[RenderableType]:
-    """What the autoscaler on this machine has decided last of each pool, and why; nothing without one."""
+    """Return the latest decision of the autoscaler on this machine for each pool, with its reason; nothing without one."""
     if decided is None:
         return []
     head = f"AUTOSCALER (pdmesh up --autoscale on this machine; decided {max(0.0, wall_s - decided['at_s']):.0f} s ago)"
@@ -95,7 +95,7 @@ def decision_lines(decided: Mapping[str, Any] | None, wall_s: float) -> list[Ren
 
 
 def metrics_lines(metrics: Mapping[str, Any] | None) -> list[RenderableType]:
-    """Where the processes of a mesh on this machine show their metrics; nothing where they do not."""
+    """Return where the processes of a mesh on this machine serve their metrics; nothing where they do not."""
     if metrics is None:
         return []
     rows = [(each["labels"]["instance"], f"http://{each['targets'][0]}/metrics") for each in metrics["targets"]]
@@ -120,11 +120,11 @@ def _router_lines(status: mesh_pb2.GetStatusResponse) -> list[RenderableType]:
 
 
 def _worker_tables(workers: Sequence[mesh_pb2.WorkerStatus]) -> list[RenderableType]:
-    """Who they are, then what they do: together they would not fit 100 columns."""
-    who = ("WORKER", "ROLES", "STATE", "EPOCH", "ADDRESS", "MODEL", "AGE")
+    """Return tables of identities and of load: one table would not fit 100 columns."""
+    identity = ("WORKER", "ROLES", "STATE", "EPOCH", "ADDRESS", "MODEL", "AGE")
     load = ("WORKER", "RUN", "WAIT", "RESERVED", "BLOCKS", "CACHED", "PREFILLED", "HITS", "GENERATED", "PREEMPTED", "FAILED")
     styles = ["" if worker.alive else "bad" for worker in workers]
-    first = table(who, [_identity_row(worker) for worker in workers], styles)
+    first = table(identity, [_identity_row(worker) for worker in workers], styles)
     return [first, "", table(load, [_load_row(worker) for worker in workers], styles)]
 
 
@@ -159,13 +159,13 @@ def _load_row(worker: mesh_pb2.WorkerStatus) -> tuple[str, ...]:
 
 
 def _speculation_lines(workers: Sequence[mesh_pb2.WorkerStatus]) -> list[RenderableType]:
-    """Of workers on which somebody has guessed since their start, or has failed to."""
+    """Return lines for workers that have drafted tokens since their start, or have failed to."""
     guessing = [worker for worker in workers if _has_guessed(worker.load.speculation)]
     if not guessing:
         return []
     columns = ("WORKER", "TOKENS/STEP", "GUESSED", "KEPT", "TOOK", "KEPT BY PROPOSER")
     failed = [
-        Text(f"{worker.info.worker_id}: {name} has failed and guesses no more; the worker's log says why", "bad")
+        Text(f"{worker.info.worker_id}: {name} has failed and drafts no more; the worker's log says why", "bad")
         for worker in guessing
         for name in worker.load.speculation.failed_proposers
     ]
@@ -177,7 +177,7 @@ def _has_guessed(report: worker_pb2.SpeculationReport) -> bool:
 
 
 def _speculation_row(worker: mesh_pb2.WorkerStatus) -> tuple[str, ...]:
-    """Tokens that a step gives a sequence are those of now, all else since the worker's start."""
+    """Return a row: tokens per sequence and step are current, all else counts from the worker's start."""
     report = worker.load.speculation
     verified = sum(sum(proposer.verified) for proposer in report.proposers)
     return (
@@ -202,12 +202,12 @@ def _state(worker: mesh_pb2.WorkerStatus) -> str:
 
 
 def role_names(roles: Sequence[worker_pb2.Role.ValueType]) -> str:
-    """Roles for people: "prefill,decode"."""
+    """Return the roles for people: "prefill,decode"."""
     return ",".join(worker_pb2.Role.Name(role).removeprefix("ROLE_").lower() for role in roles)
 
 
 def _breaker_lines(workers: Sequence[mesh_pb2.WorkerStatus]) -> list[RenderableType]:
-    """Nothing while this router has left nobody out."""
+    """Return the open circuit breakers; nothing while there is none."""
     judged = [(worker, breaker) for worker in workers for breaker in worker.breakers]
     if not judged:
         return []
@@ -228,7 +228,7 @@ def _breaker_row(worker: mesh_pb2.WorkerStatus, breaker: mesh_pb2.BreakerStatus)
 
 
 def _admission_lines(tallies: Sequence[mesh_pb2.AdmissionStatus]) -> list[RenderableType]:
-    """Nothing worth a table while one tenant's one priority is all there is and nobody was refused."""
+    """Return the admission counts; nothing while there is one tenant with one priority and no rejection."""
     if len(tallies) < 2 and not any(tally.refused for tally in tallies):
         return []
     rows = [
@@ -246,7 +246,7 @@ def _admission_lines(tallies: Sequence[mesh_pb2.AdmissionStatus]) -> list[Render
 
 
 def _refusals(refused: Sequence[mesh_pb2.RefusalCount]) -> str:
-    """How many, and of which reasons most: "42: 30 rate, 12 queue_full"."""
+    """Return the count and the most frequent reasons: "42: 30 rate, 12 queue_full"."""
     by_count = sorted(refused, key=lambda each: -each.count)
     total, reasons = sum(each.count for each in refused), ", ".join(f"{each.count} {each.reason}" for each in by_count)
     return f"{total}: {reasons}" if total else "0"

@@ -1,4 +1,4 @@
-"""Streams on the terminal: text as it comes, or JSON lines. Without rich: these a client alone can show."""
+"""Writes streams to the terminal: text as it comes, or JSON lines. Without rich, so that a client-only installation can do it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pdmesh.errors import MeshError
 
 
 def show_text(events: Iterable[Event]) -> Generation:
-    """Writes the text of the first choice to stdout as it comes, those of the others when they are complete."""
+    """Write the text of the first choice to stdout as it comes, those of the others when they are complete."""
     seen: list[Event] = []
     last_text = ""
     try:
@@ -23,7 +23,7 @@ def show_text(events: Iterable[Event]) -> Generation:
                 last_text = event.text
                 print(event.text, end="", flush=True)
     except MeshError:
-        # What is said about the error begins on a line of its own.
+        # The error message begins on a new line.
         print(end="\n" if last_text and not last_text.endswith("\n") else "", flush=True)
         raise
     answer = generation(seen)
@@ -35,7 +35,7 @@ def show_text(events: Iterable[Event]) -> Generation:
 
 
 def show_json(events: Iterable[Event]) -> Generation:
-    """Writes one JSON object per event to stdout: its fields, and "event" with its kind."""
+    """Write one JSON object per event to stdout: its fields, and "event" with its kind."""
     seen: list[Event] = []
     for event in events:
         seen.append(event)
@@ -44,6 +44,6 @@ def show_json(events: Iterable[Event]) -> Generation:
 
 
 def as_json(value: object) -> dict[str, object]:
-    """A dataclass as JSON-ready values; enums by their text."""
+    """Return a dataclass as JSON-ready values; enums by their text."""
     assert is_dataclass(value) and not isinstance(value, type)
     return asdict(value, dict_factory=lambda pairs: {key: v.value if isinstance(v, Enum) else v for key, v in pairs})

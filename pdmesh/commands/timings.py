@@ -1,4 +1,4 @@
-"""Where the time of one request went, as text: the parts of the TTFT, the first gap, the pace, the hand-off, the caches."""
+"""Shows where the time of one request went: the parts of the TTFT, the first gap, TPOT, the hand-off, prefix hits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def show_timings(answer: Generation) -> None:
 
 
 def timings_report(completed: Completed) -> list[RenderableType]:
-    """Lines for the terminal. The parts, each measured by itself, are summed up and set against the TTFT measured as a whole."""
+    """Return lines for the terminal. The parts, each measured by itself, are summed up and compared with the TTFT measured as a
+    whole."""
     timings = completed.timings
     return [
         *_ttft(timings),

@@ -1,4 +1,4 @@
-"""`pdmesh tls init FOLDER`: certificates for a mesh, for who has no CA at hand."""
+"""`pdmesh tls init FOLDER`: makes certificates for a mesh, for users without a CA."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Options:
     name: str = field(
         default=MESH_NAME, metadata={"help": "DNS name that the certificate carries; another needs --tls-name everywhere"}
     )
-    days: int = field(default=365, metadata={"help": "how long they are good"})
+    days: int = field(default=365, metadata={"help": "how long they are valid"})
 
     def validate(self) -> None:
-        """Raises ValueError that names the field."""
+        """Raise ValueError that names the field."""
         if not self.folder:
             raise ValueError("folder: is missing; name one, such as pdmesh tls init certificates")
         if not _NAME.fullmatch(self.name):
@@ -36,7 +36,7 @@ class Options:
 
 
 def run(options: Options) -> int:
-    """0 when the files are written."""
+    """Run the command; return 0 when the files are written."""
     try:
         made = make_certificates(Path(options.folder).resolve(), name=options.name, days=options.days)
     except (CertificateError, OSError) as error:
@@ -47,7 +47,7 @@ def run(options: Options) -> int:
 
 
 def exports(config: TlsConfig) -> list[str]:
-    """Lines for a shell: from then on what it starts uses these certificates."""
+    """Return lines for a shell: processes that it starts from then on use these certificates."""
     lines = [
         f"export PDMESH_TLS_CERT={config.tls_cert}",
         f"export PDMESH_TLS_KEY={config.tls_key}",

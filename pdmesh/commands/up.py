@@ -1,4 +1,4 @@
-"""`pdmesh up`: a mesh on this machine until Ctrl-C."""
+"""`pdmesh up`: runs a mesh on this machine until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Options:
     """Start a mesh on this machine, and stop it with Ctrl-C: pdmesh up --prefill 1 --decode 1."""
 
     prefill: int = field(default=1, metadata={"help": "workers that compute prompts"})
-    decode: int = field(default=1, metadata={"help": "workers that own requests and generate"})
+    decode: int = field(default=1, metadata={"help": "workers that decode"})
     both: int = field(default=0, metadata={"help": "workers with both roles"})
     routers: int = field(default=1, metadata={"help": "routers, on consecutive ports"})
     router_processes: int = field(default=1, metadata={"help": "processes of each router, which share its ports"})
@@ -52,13 +52,15 @@ class Options:
     )
     console: bool = field(default=True, metadata={"help": "serve a page that shows the mesh at work"})
     console_port: int = field(default=8200, metadata={"help": "port of that page; 0: any free one"})
-    console_host: str = field(default="127.0.0.1", metadata={"help": "address of that page; whoever gets there may use the mesh"})
+    console_host: str = field(
+        default="127.0.0.1", metadata={"help": "address of that page; anyone who reaches it may use the mesh"}
+    )
     redis: str = field(default=EMBEDDED_REDIS, metadata={"help": "embedded, or the URL of a Redis", "secret": True})
     mesh: str = field(default="default", metadata={"help": "name of the mesh: meshes that share a Redis need different ones"})
     threads: int = field(default=0, metadata={"help": "threads of each worker; 0: the cores divided by the workers"})
     speculation: str = field(
         default="",
-        metadata={"help": "who guesses the next tokens: auto, none, or names joined by commas; empty: as workers do (none)"},
+        metadata={"help": "speculative decoding: auto, none, or proposers joined by commas; empty: the workers' default (none)"},
     )
     bind_cpus: bool = field(default=False, metadata={"help": "each worker computes on cores of its own, where there are enough"})
     tls: bool = field(default=False, metadata={"help": "encrypt, with certificates made for this mesh and deleted with it"})
@@ -73,7 +75,7 @@ class Options:
     router_args: tuple[str, ...] = field(default=(), metadata={"help": "more flags for each router, such as --max-queued=16"})
 
     def validate(self) -> None:
-        """Raises ValueError that names the field."""
+        """Raise ValueError that names the field."""
         for name in ("prefill", "decode", "both", "threads"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}: must not be negative")
@@ -102,7 +104,7 @@ class Options:
 
 
 def run(options: Options) -> int:
-    """0 when it was stopped as asked; 1 when it could not start."""
+    """Run the command; return 0 when it was stopped as asked; 1 when it could not start."""
     try:
         check_packages()
         folder = registry.ensure_model(options.model)
@@ -113,7 +115,7 @@ def run(options: Options) -> int:
 
 
 def _config(options: Options, folder: Path) -> LocalMeshConfig:
-    """Routers are told the objectives, too: they refuse what would miss them."""
+    """Return the configuration of the mesh. Routers get the objectives, too: they reject requests that would miss them."""
     config = _mesh_config(options, folder)
     if options.scaling.autoscale:
         config = options.scaling.prepared(config)
@@ -155,7 +157,7 @@ def _mesh_config(options: Options, folder: Path) -> LocalMeshConfig:
 
 
 def _speculation(value: str) -> tuple[str, ...]:
-    """Flags of each worker: who does not decode has nothing to guess, but may be given that role later."""
+    """Return flags of each worker: one that does not decode drafts nothing, but may get that role later."""
     return ("--speculation", value) if value else ()
 
 
@@ -167,7 +169,7 @@ async def _serve(config: LocalMeshConfig, scaling: AutoscaleOptions) -> int:
 
     def on_signal() -> None:
         if stop.is_set():
-            # The kernel ends the children with us.
+            # The kernel ends the children with this process.
             os._exit(130)
         stop.set()
         if not mesh.started and starting is not None:
@@ -191,7 +193,7 @@ async def _serve(config: LocalMeshConfig, scaling: AutoscaleOptions) -> int:
 
 @asynccontextmanager
 async def _metrics_told(mesh: LocalMesh, more: tuple[Target, ...]) -> AsyncIterator[None]:
-    """With --metrics-port, whoever wants to see finds it inside."""
+    """Write the metrics targets, with --metrics-port, while the mesh runs."""
     if mesh.config.metrics_port is None:
         yield
         return
@@ -207,7 +209,7 @@ async def _metrics_told(mesh: LocalMesh, more: tuple[Target, ...]) -> AsyncItera
 
 @asynccontextmanager
 async def _scaled(mesh: LocalMesh, scaling: AutoscaleOptions) -> AsyncIterator[tuple[Target, ...]]:
-    """With --autoscale, workers come and go inside; gives where that shows its metrics. Raises ConfigError."""
+    """Start and stop workers, with --autoscale; yields where that serves its metrics. Raises ConfigError."""
     if not scaling.autoscale:
         yield ()
         return
@@ -222,7 +224,7 @@ async def _scaled(mesh: LocalMesh, scaling: AutoscaleOptions) -> AsyncIterator[t
 
 
 def _summary(mesh: LocalMesh, scaling: AutoscaleOptions) -> list[RenderableType]:
-    """What runs where, and what to do next. Raises ConfigError."""
+    """Return what runs where, and what to do next. Raises ConfigError."""
     config = mesh.config
     routers = ",".join(mesh.router_addresses)
     flag = "" if routers == DEFAULT_ADDRESS else f" --router {routers}"
@@ -248,7 +250,7 @@ def _metrics_lines(mesh: LocalMesh) -> list[str]:
 
 
 def _tls_lines(config: LocalMeshConfig) -> list[str]:
-    """What clients in other terminals need."""
+    """Return what clients in other terminals need."""
     return ["encrypted; in the terminal of a client:", *exports(config.tls), ""] if config.tls.is_set else []
 
 

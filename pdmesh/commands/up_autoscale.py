@@ -1,4 +1,4 @@
-"""`pdmesh up --autoscale`: keeps the objectives with as few worker processes as that takes."""
+"""`pdmesh up --autoscale`: keeps the objectives with as few worker processes as possible."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ OBJECTIVES_FILE = "objectives.toml"
 PERIOD_S, WINDOW_S = 1.0, 10.0
 TRANSIT_MS = 10.0
 START_MARGIN = 1.5
-"""A worker that starts beside others that compute takes longer than the first ones did."""
+"""A worker that starts beside busy ones takes longer than the first ones did."""
 
 
 @dataclass(frozen=True)
 class AutoscaleOptions:
-    """What `pdmesh up` is told about scaling."""
+    """Configure the scaling of `pdmesh up`."""
 
-    autoscale: bool = field(default=False, metadata={"help": "start and stop workers as the load wants it"})
+    autoscale: bool = field(default=False, metadata={"help": "start and stop workers by load"})
     max_workers: int = field(default=0, metadata={"help": "with --autoscale: most workers of all kinds; 0: two for each core"})
     min_workers: int = field(default=1, metadata={"help": "with --autoscale: fewest workers of each kind"})
     objectives: str = field(default="", metadata={"help": "TOML or JSON file with what models promise; empty: the next three"})
@@ -58,7 +58,7 @@ class AutoscaleOptions:
     )
 
     def validate(self) -> None:
-        """Raises ValueError that names the field."""
+        """Raise ValueError that names the field."""
         for name, least in (
             ("max_workers", 0),
             ("min_workers", 1),
@@ -73,14 +73,14 @@ class AutoscaleOptions:
             raise ValueError(f"quantile: {self.quantile:g} is not in [0.5, 1)")
 
     def check_objectives(self, model: str) -> None:
-        """That whoever reads the file will take it, if one was given. Raises ConfigError."""
+        """Check the objectives file, if one was given, as its readers do. Raises ConfigError."""
         if self.objectives and self.autoscale:
             goals_of(objective_of(self.objectives, model), TRANSIT_MS)
         elif self.objectives:
             load_objectives(self.objectives)
 
     def prepared(self, config: LocalMeshConfig) -> LocalMeshConfig:
-        """The configuration of a mesh that this can scale. Raises ValueError that names the field."""
+        """Return the configuration of a mesh that this can scale. Raises ValueError that names the field."""
         if config.num_both and config.num_prefill + config.num_decode:
             raise ValueError("both: --autoscale keeps workers with both roles, or prefill and decode workers, not all three")
         if not config.num_both and not config.num_prefill:
@@ -94,7 +94,7 @@ class AutoscaleOptions:
         return replace(config, max_workers=most, drain_grace_s=30.0)
 
     def scaling(self, config: LocalMeshConfig, start_s: float) -> AutoscalerSettings:
-        """For a mesh whose workers take so long to start."""
+        """Return the settings for a mesh whose workers take `start_s` to start."""
         pool = PoolSettings(
             min_replicas=self.min_workers, max_replicas=config.max_workers, start_s=max(1.0, START_MARGIN * start_s)
         )
@@ -108,12 +108,12 @@ class AutoscaleOptions:
             stale_after_s=self.stale_after_s,
             drain_s=max(10.0, self.cool_down_s),
             step_period_s=2 * PERIOD_S,
-            # A worker serves within seconds: what comes now says more of then than a trend does.
+            # A worker serves within seconds: current traffic predicts that time better than a trend does.
             forecast="last",
         )
 
     def objectives_file(self, config: LocalMeshConfig, folder: Path) -> Path:
-        """The one that was given, or one in `folder` that says the same as the flags. Raises OSError."""
+        """Return the given file, or one in `folder` with the same content as the flags. Raises OSError."""
         if self.objectives:
             return Path(self.objectives)
         folder.mkdir(parents=True, exist_ok=True)
@@ -123,7 +123,8 @@ class AutoscaleOptions:
         return path
 
     def summary(self, config: LocalMeshConfig, folder: Path) -> list[str]:
-        """What it will do, in lines for the terminal; decisions go to `folder`. Nothing unless it is on. Raises ConfigError."""
+        """Return lines for the terminal about the scaling; decisions go to `folder`. Nothing unless it is on. Raises
+        ConfigError."""
         if not self.autoscale:
             return []
         objective = objective_of(str(self.objectives_file(config, folder)), config.name_of_model)
@@ -134,7 +135,7 @@ class AutoscaleOptions:
         ]
 
     def _bounds(self, config: LocalMeshConfig) -> str:
-        """Workers of each kind, of which the other kind always keeps its fewest."""
+        """Return the bounds of each kind, leaving the other kind its minimum."""
         least, most = self.min_workers, config.max_workers
         if config.num_both:
             return f"{least}–{most} workers"
@@ -150,8 +151,8 @@ def local_loop(
     listeners: Iterable[Listener] = (),
     shown: Shown | None = None,
 ) -> Loop:
-    """For a mesh that is ready; what is done is said, and written beside the logs; `listeners` hear of each decision, and
-    `shown` of all. Raises ConfigError."""
+    """Return the loop for a mesh that is ready; its actions are reported, and written beside the logs; `listeners` receive each
+    decision, and `shown` exports telemetry. Raises ConfigError."""
     shown = shown or Shown()
     objective = objective_of(str(objectives), mesh.config.name_of_model)
     goals, tls = goals_of(objective, TRANSIT_MS), open_tls(mesh.tls)
@@ -180,14 +181,14 @@ def local_loop(
 
 @dataclass(frozen=True)
 class Shown:
-    """What it tells others of itself."""
+    """Export the telemetry of the scaling."""
 
     metrics: AutoscalerMetrics = field(default_factory=AutoscalerMetrics)
     tracing: Tracing = OFF
 
     @classmethod
     def of(cls, config: LocalMeshConfig) -> Shown:
-        """As the mesh's processes do, which are told by their environment. Raises ConfigError, StartFailed."""
+        """Return the exports that the mesh's processes use, by their environment. Raises ConfigError, StartFailed."""
         collector = collector_of(config.env, config.otlp_endpoint)
         telemetry = TelemetryConfig(otlp_endpoint=collector, metrics_port=config.autoscaler_metrics_port)
         resource, env = resource_of("autoscaler", config.mesh, ("autoscaler",)), {**os.environ, **config.env}
@@ -196,7 +197,7 @@ class Shown:
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[str]:
-        """Gives the URL of its metrics, "" where there is none; at the end it sends what is left. Raises ConfigError."""
+        """Yield the URL of its metrics, "" without one; at the end send the rest. Raises ConfigError."""
         try:
             yield await self.metrics.metrics.start()
         finally:
@@ -206,7 +207,7 @@ class Shown:
 
 @asynccontextmanager
 async def scaled(loop: Loop) -> AsyncIterator[Loop]:
-    """Runs it; at the end nobody starts or drains any more."""
+    """Run the loop; after the end no worker is started or drained."""
     rounds = asyncio.create_task(loop.run(), name="autoscaler")
     try:
         yield loop

@@ -1,1 +1,1 @@
-"""The console: a page that shows what a mesh does. It takes the mesh's traces by OTLP and asks its routers for the rest."""
+"""The console: a page that shows a running mesh. It receives the mesh's traces by OTLP and asks its routers for the rest."""

@@ -1,4 +1,4 @@
-"""`python -m pdmesh.console`."""
+"""Run `python -m pdmesh.console`."""
 
 from pdmesh.console.main import main
 

@@ -1,4 +1,4 @@
-"""What the requests of the window say together: distributions against objectives, flows between workers, rates. Pure."""
+"""Aggregates the requests of the window: distributions against objectives, flows between workers, rates. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pdmesh.console.store import RequestSummary
 
-# How many requests took how long: classes that grow by a constant factor, so that 5 ms and 5 s fit on one axis. Pure.
+# Histograms of durations: classes grow by a constant factor, so that 5 ms and 5 s fit on one axis.
 
 
 CLASSES_PER_DECADE = 10
@@ -21,7 +21,7 @@ _LEAST_MS = 1e-3
 
 @dataclass(frozen=True)
 class Class:
-    """Durations from `from_ms` up to, but without, `to_ms`; `missed` of the `count` broke their objective."""
+    """Count durations from `from_ms` up to, but without, `to_ms`; `missed` of the `count` broke their objective."""
 
     from_ms: float
     to_ms: float
@@ -30,8 +30,8 @@ class Class:
 
 
 def classes(durations_ms: Sequence[tuple[float, bool]]) -> list[Class]:
-    """Of (duration, whether it broke its objective), without gaps from the shortest to the longest; at most MAX_CLASSES, which
-    are wider where that takes it. Empty for none."""
+    """Return classes of (duration, whether it broke its objective), without gaps from the shortest to the longest; at most
+    MAX_CLASSES, wider if needed. Empty for none."""
     if not durations_ms:
         return []
     exponents = [math.log10(max(_LEAST_MS, duration)) for duration, _ in durations_ms]
@@ -47,7 +47,7 @@ def classes(durations_ms: Sequence[tuple[float, bool]]) -> list[Class]:
 
 
 def quantile(sorted_values: Sequence[float], share: float) -> float | None:
-    """The value that `share` of them do not exceed (nearest rank); None for none."""
+    """Return the value that `share` of them do not exceed (nearest rank); None for none."""
     if not sorted_values:
         return None
     return sorted_values[max(0, math.ceil(share * len(sorted_values)) - 1)]
@@ -61,7 +61,7 @@ def _per_decade(least: float, most: float) -> int:
 
 
 def _number(exponent: float, per_decade: int) -> int:
-    # Edges are powers of ten: what lies on one must not fall below it for rounding's sake.
+    # Edges are powers of ten: a value on an edge must not fall below it by rounding.
     return math.floor(exponent * per_decade + 1e-9)
 
 
@@ -76,7 +76,7 @@ MAX_MODELS, OTHERS = 64, "(others)"
 
 @dataclass(frozen=True)
 class Query:
-    """Requests of a model whose `metric` is from `from_ms` up to, but without, `to_ms`."""
+    """Select requests of a model whose `metric` is from `from_ms` up to, but without, `to_ms`."""
 
     model: str
     metric: Metric
@@ -84,26 +84,26 @@ class Query:
     to_ms: float
 
     def takes(self, request: RequestSummary) -> bool:
-        """Whether it is one of them."""
+        """Return whether the request is selected."""
         value = duration(request, self.metric)
         return request.model == self.model and value is not None and self.from_ms <= value < self.to_ms
 
 
 def duration(request: RequestSummary, metric: Metric) -> float | None:
-    """In milliseconds."""
+    """Return the duration in milliseconds."""
     return request.ttft_ms if metric == "ttft_ms" else request.tpot_ms
 
 
 def is_missed(request: RequestSummary, metric: Metric) -> bool:
-    """Whether it broke what was promised for this figure."""
+    """Return whether it broke the objective of this metric."""
     value = duration(request, metric)
     bound = request.objective_ttft_ms if metric == "ttft_ms" else request.objective_tpot_ms
     return value is not None and bound is not None and value > bound
 
 
 def by_model(requests: Iterable[RequestSummary]) -> list[dict[str, Any]]:
-    """Of each model its distributions and how many requests kept their objectives; those with the fewest requests together,
-    where anybody has sent more names than a page can show."""
+    """Return the distributions and SLO attainment of each model; models with the fewest requests are merged when there are more
+    names than a page can show."""
     groups: dict[str, list[RequestSummary]] = defaultdict(list)
     for request in requests:
         groups[request.model].append(request)
@@ -135,13 +135,13 @@ def _distribution(requests: Sequence[RequestSummary], metric: Metric) -> dict[st
 
 
 def latest(requests: Iterable[RequestSummary], now_s: float) -> list[RequestSummary]:
-    """Those that ended within FLOW_WINDOW_S."""
+    """Return the requests that ended within FLOW_WINDOW_S."""
     return [request for request in requests if now_s - request.end_s <= FLOW_WINDOW_S]
 
 
 def flows(ended: Iterable[RequestSummary]) -> list[dict[str, Any]]:
-    """Which way the `latest` requests went: router, prefill worker ("" where decode computed the prompt), decode worker;
-    requests and KV bytes per second."""
+    """Return the paths of the `latest` requests: router, prefill worker ("" if the decode worker computed the prompt), decode
+    worker; requests and KV bytes per second."""
     counts, moved = Counter[tuple[str, str, str]](), Counter[tuple[str, str, str]]()
     for request in ended:
         if request.decode_worker:
@@ -161,7 +161,7 @@ def flows(ended: Iterable[RequestSummary]) -> list[dict[str, Any]]:
 
 
 def rates(ended: Sequence[RequestSummary]) -> dict[str, float]:
-    """Of the `latest` requests, per second."""
+    """Return rates of the `latest` requests, per second."""
     return {
         "requests_per_s": len(ended) / FLOW_WINDOW_S,
         "errors_per_s": sum(bool(request.error) for request in ended) / FLOW_WINDOW_S,
@@ -170,6 +170,6 @@ def rates(ended: Sequence[RequestSummary]) -> dict[str, float]:
 
 
 def slowest(requests: Iterable[RequestSummary], limit: int) -> list[RequestSummary]:
-    """By the time to the first token, the slowest first."""
+    """Return the requests with the longest time to the first token, slowest first."""
     timed = [request for request in requests if request.ttft_ms is not None]
     return heapq.nlargest(limit, timed, key=lambda request: request.ttft_ms or 0.0)

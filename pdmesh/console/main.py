@@ -1,8 +1,8 @@
 """The console process: wires the parts together.
 
-OTLP ─► otlp.py ─┬─► store.py ──────┐
-                 └─► otlp.py     ├─► state.py ─► state.py, server.py ─► the page
-routers ◄─ topology.py ─────────────┘
+OTLP ─► otlp.py ─┬─► store.py ────┐
+                 └─► forwarder    ├─► state.py ─► server.py ─► the page
+routers ◄─ topology.py ───────────┘
 """
 
 from __future__ import annotations
@@ -35,17 +35,19 @@ from pdmesh.runtime.rpc.tls import ClientTlsConfig, open_tls
 from pdmesh.runtime.telemetry.config import parse_endpoint
 from pdmesh.runtime.telemetry.received import Export
 
-# Configuration of a console process: flags, environment and `--help` come from this dataclass.
+# The configuration: flags, environment and `--help` come from this dataclass.
 
 
 @dataclass(frozen=True)
 class ConsoleConfig:
-    """Shows a mesh on a page: python -m pdmesh.console --routers 127.0.0.1:8100."""
+    """Show a mesh on a page: python -m pdmesh.console --routers 127.0.0.1:8100."""
 
     routers: tuple[str, ...] = field(
         default=(DEFAULT_ADDRESS,), metadata={"help": "routers of the mesh, host:port, comma separated"}
     )
-    host: str = field(default="127.0.0.1", metadata={"help": "address to serve the page on; whoever gets there may use the mesh"})
+    host: str = field(
+        default="127.0.0.1", metadata={"help": "address to serve the page on; anyone who reaches it may use the mesh"}
+    )
     port: int = field(default=8200, metadata={"help": "port of the page; 0: any free one"})
     allowed_hosts: tuple[str, ...] = field(
         default=(), metadata={"help": "more names under which browsers may ask for the page; addresses and localhost always may"}
@@ -53,25 +55,25 @@ class ConsoleConfig:
     otlp_host: str = field(default="127.0.0.1", metadata={"help": "address to take traces on, by OTLP over gRPC"})
     otlp_port: int = field(default=4317, metadata={"help": "port to take traces on; 0: any free one"})
     otlp_port_is_held: bool = field(
-        default=False, metadata={"help": "who started this process holds that port for it, by a socket that does not listen"}
+        default=False, metadata={"help": "the parent process holds that port, by a socket that does not listen"}
     )
     forward_otlp: str = field(
-        default="", metadata={"help": "collector that gets all that arrives here, host:port or https://host:port; empty: none"}
+        default="", metadata={"help": "collector to which all of it is forwarded, host:port or https://host:port; empty: none"}
     )
     max_traces: int = field(default=2000, metadata={"help": "traces that are kept, the newest"})
     max_age_s: float = field(default=900.0, metadata={"help": "how long they are kept"})
     max_mib: int = field(default=128, metadata={"help": "memory that they may take, in MiB"})
-    api_key: str = field(default="", metadata={"help": "key of an admin, for routers that ask for one", "secret": True})
+    api_key: str = field(default="", metadata={"help": "API key of an admin, for routers that require one", "secret": True})
     tls: ClientTlsConfig = field(default_factory=ClientTlsConfig, metadata={"flatten": True})
     exit_with_parent: bool = field(default=False, metadata={"help": "end when the process that started this one ends"})
 
     def validate(self) -> None:
-        """Raises ConfigError, or ValueError that names the field."""
+        """Raise ConfigError, or ValueError that names the field."""
         if not self.routers:
             raise ConfigError("routers", "is empty", f"name at least one, such as {DEFAULT_ADDRESS}")
         for name in ("port", "otlp_port"):
             if not 0 <= getattr(self, name) <= 65535:
-                raise ConfigError(name, f"{getattr(self, name)} is no port", "give 0 to 65535")
+                raise ConfigError(name, f"{getattr(self, name)} is not a port", "give 0 to 65535")
         for name, least in (("max_traces", 1), ("max_age_s", 1.0), ("max_mib", 1)):
             if not getattr(self, name) >= least:
                 raise ConfigError(name, f"{getattr(self, name):g} is less than {least:g}", f"give {least:g} or more")
@@ -89,10 +91,10 @@ BACKLOG = 64
 
 
 class HttpServer:
-    """One listening port, from `start` to `stop`."""
+    """Serve one port, from `start` to `stop`."""
 
     def __init__(self, app: ASGIApp, host: str, port: int) -> None:
-        """`port` 0: any free one."""
+        """Create the server on `port`; 0: any free one."""
         self._host, self._port = host, port
         config = uvicorn.Config(
             app, ws="none", lifespan="off", interface="asgi3", proxy_headers=False, server_header=False,
@@ -104,18 +106,18 @@ class HttpServer:
 
     @property
     def address(self) -> str:
-        """ "host:port" as bound."""
+        """Return "host:port" as bound."""
         return f"{f'[{self._host}]' if ':' in self._host else self._host}:{self._port}"
 
     async def start(self) -> None:
-        """Binds and answers. Raises ConfigError where the port is taken."""
+        """Bind and answer. Raises ConfigError if the port is taken."""
         listening = self._bind()
         self._port = listening.getsockname()[1]
         self._task = asyncio.create_task(self._server.serve(sockets=[listening]), name="http")
         await self._server.listening.wait()
 
     async def stop(self) -> None:
-        """Answers under way get a moment. Idempotent."""
+        """Stop; running answers get a moment. Idempotent."""
         if self._task is not None:
             task, self._task = self._task, None
             self._server.should_exit = True
@@ -132,7 +134,7 @@ class HttpServer:
 
 
 class _Server(uvicorn.Server):
-    """Stops when it is told to, not by signals: those are the process's."""
+    """Stop when told to, not by signals: those are the process's."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -140,11 +142,11 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Leaves them alone."""
+        """Leave signals alone."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listens."""
+        """Start listening."""
         await super().startup(sockets)
         self.listening.set()
 
@@ -155,10 +157,10 @@ logger = logging.getLogger(__name__)
 
 
 class ConsoleProcess:
-    """All parts, from `start` to `stop`."""
+    """Hold all parts, from `start` to `stop`."""
 
     def __init__(self, config: ConsoleConfig) -> None:
-        """Raises ConfigError."""
+        """Create the parts. Raises ConfigError."""
         self._config = config
         routers = addresses(config.routers)
         metadata = (("authorization", f"Bearer {config.api_key}"),) if config.api_key else None
@@ -177,13 +179,13 @@ class ConsoleProcess:
 
     @property
     def url(self) -> str:
-        """Of the page, once it has started."""
+        """Return the URL of the page, once it has started."""
         return f"http://{self._http.address}"
 
     async def start(self) -> str:
-        """Listens; returns the address that takes traces. Raises ConfigError; `stop` it all the same."""
+        """Listen; return the address that receives traces. Raises ConfigError; `stop` it all the same."""
         if self._config.host not in LOOPBACK:
-            logger.warning("whoever reaches %s may see this mesh and use it", self._config.host)
+            logger.warning("anyone who reaches %s may see and use this mesh", self._config.host)
         self._events.start()
         self._topology.start()
         self._stack.push_async_callback(self._topology.stop)
@@ -194,11 +196,11 @@ class ConsoleProcess:
         self._stack.push_async_callback(self._otlp.stop)
         await self._http.start()
         self._stack.push_async_callback(self._http.stop)
-        self._stack.push_async_callback(self._events.stop)  # the first to end: its streams last for ever
+        self._stack.push_async_callback(self._events.stop)  # the first to end: its streams never end by themselves
         return otlp_address
 
     async def stop(self) -> None:
-        """Idempotent."""
+        """Stop. Idempotent."""
         await self._stack.aclose()
 
     def _changed(self) -> None:
@@ -214,7 +216,7 @@ class ConsoleProcess:
 
 
 async def serve(config: ConsoleConfig, life: process.Lifecycle) -> None:
-    """Until the process is to stop."""
+    """Serve until the process is to stop."""
     console = ConsoleProcess(config)
     try:
         otlp_address = await console.start()
@@ -226,7 +228,7 @@ async def serve(config: ConsoleConfig, life: process.Lifecycle) -> None:
 
 
 def main() -> None:
-    """`python -m pdmesh.console`."""
+    """Run `python -m pdmesh.console`."""
     config = configuration.load(ConsoleConfig, None, os.environ, prog="pdmesh.console")
     log.configure("console")
     sys.exit(process.run(lambda life: serve(config, life), exit_with_parent=config.exit_with_parent))

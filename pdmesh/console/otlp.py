@@ -1,4 +1,4 @@
-"""Takes OTLP over gRPC: traces are read, all that comes is handed on as it came."""
+"""Receives OTLP over gRPC: traces are read, and everything is forwarded unchanged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ METRICS = "/opentelemetry.proto.collector.metrics.v1.MetricsService/Export"
 LOGS = "/opentelemetry.proto.collector.logs.v1.LogsService/Export"
 MAX_REQUEST_BYTES = 8 << 20
 MAX_CALLS = 32
-_EMPTY = b""  # the answer to what is taken whole, in protobuf
+_EMPTY = b""  # the protobuf answer that accepts everything
 
 Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
 OnExport = Callable[[Export], None]
@@ -36,17 +36,18 @@ logger = logging.getLogger(__name__)
 
 
 class OtlpReceiver:
-    """One listening port, from `start` to `stop`. `on_export` gets spans, `on_bytes` the method and body of every call."""
+    """Serve one port, from `start` to `stop`. `on_export` receives spans, `on_bytes` the method and body of every call."""
 
     def __init__(self, host: str, port: int, on_export: OnExport, on_bytes: OnBytes, *, is_held: bool = False) -> None:
-        """`is_held`: by a launcher's socket that does not listen. Else nobody may share the port: each would get a part."""
+        """Create it. `is_held`: a launcher's socket that does not listen holds the port. Otherwise it is not shared: each process
+        would get a part."""
         self._is_held = is_held
         self._host, self._port = host, port
         self._on_export, self._on_bytes = on_export, on_bytes
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> str:
-        """Listens; returns "host:port". Raises ConfigError where the port is taken."""
+        """Listen; return "host:port". Raises ConfigError if the port is taken."""
         options = (
             ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
             ("grpc.max_concurrent_streams", MAX_CALLS),
@@ -63,7 +64,7 @@ class OtlpReceiver:
         return f"{self._host}:{port}"
 
     async def stop(self) -> None:
-        """Idempotent."""
+        """Stop. Idempotent."""
         if self._server is not None:
             await self._server.stop(0.2)
             self._server = None
@@ -85,7 +86,7 @@ class OtlpReceiver:
 
 
 class _Methods(grpc.GenericRpcHandler):
-    """By path, on bytes: what is only handed on is never parsed."""
+    """Dispatch by path, on bytes: what is only forwarded is never parsed."""
 
     def __init__(self, methods: dict[str, Callable[[str, bytes, Context], Awaitable[bytes]]]) -> None:
         self._methods = methods
@@ -102,7 +103,7 @@ class _Methods(grpc.GenericRpcHandler):
         return grpc.unary_unary_rpc_method_handler(call)
 
 
-# Hands what the console takes on to another collector, without ever waiting for it: what does not fit is dropped and counted.
+# Forwards to another collector without ever waiting for it: what does not fit is dropped and counted.
 
 
 MAX_QUEUED_BYTES = 32 << 20
@@ -112,10 +113,10 @@ _MISSING = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 class Forwarder:
-    """A queue and its task. A call that meets nobody is tried again until newer ones need its room."""
+    """Queue and send calls in a task. A call without an answer is retried until newer ones need its place."""
 
     def __init__(self, endpoint: Endpoint, env: Mapping[str, str]) -> None:
-        """`env`: what OpenTelemetry's variables say of headers and CAs. Raises ConfigError."""
+        """Create it. `env` holds OpenTelemetry's variables for headers and CAs. Raises ConfigError."""
         self.num_sent = 0
         self.num_dropped = 0
         self._endpoint = endpoint
@@ -128,7 +129,7 @@ class Forwarder:
         self._task: asyncio.Task[None] | None = None
 
     def put(self, method: str, body: bytes) -> None:
-        """On the event loop."""
+        """Queue a call; on the event loop."""
         self._queue.append((method, body))
         self._num_bytes += len(body)
         while self._num_bytes > MAX_QUEUED_BYTES:
@@ -136,11 +137,11 @@ class Forwarder:
         self._filled.set()
 
     def start(self) -> None:
-        """Begins to send."""
+        """Start sending."""
         self._task = asyncio.create_task(self._run(), name="forward")
 
     async def stop(self) -> None:
-        """What is left is dropped. Idempotent."""
+        """Stop; the rest is dropped. Idempotent."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -172,7 +173,7 @@ class Forwarder:
         self.num_dropped += 1
 
     async def _send(self, channel: grpc.aio.Channel, method: str, body: bytes) -> bool:
-        """False: nobody is there; it is the next one again."""
+        """Send one call; False: no answer, send the same one again."""
         try:
             call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(method)
             await call(body, timeout=TIMEOUT_S, metadata=self._headers)
@@ -189,7 +190,7 @@ class Forwarder:
         return True
 
     def _note(self, *, reachable: bool, words: str = "") -> None:
-        """One line for each change."""
+        """Log one line for each change."""
         if reachable != self._is_reachable:
             self._is_reachable = reachable
             if reachable:

@@ -1,4 +1,4 @@
-"""The page's prompt box: a request through the client library, whose trace the page is told at once."""
+"""The page's prompt box: a request through the client library, whose trace id is sent to the page at once."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ TIMEOUT_S = 300.0
 
 
 class BadPrompt(ValueError):
-    """The page, or whoever speaks like it, asked for what is none."""
+    """Raised for an invalid request of the page or another client."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What was asked. `repr` and logs never show it."""
+    """Hold a prompt. `repr` and logs never show it."""
 
     text: str
     model: str
@@ -40,7 +40,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Where prompts go."""
+    """Name the mesh that prompts are sent to."""
 
     routers: Sequence[str]
     tls: TlsConfig | None
@@ -48,7 +48,7 @@ class Mesh:
 
 
 class _TracedClient(AsyncClient):
-    """All its calls belong to one trace."""
+    """Put all calls into one trace."""
 
     def __init__(self, mesh: Mesh, trace: Metadata) -> None:
         super().__init__(mesh.routers, resume_timeout_s=5.0, tls=mesh.tls, api_key=mesh.api_key)
@@ -56,13 +56,13 @@ class _TracedClient(AsyncClient):
 
 
 def read_prompt(body: bytes) -> Prompt:
-    """Of JSON {"prompt", "model", "max_tokens", "temperature", "chat"}; all but the first may be absent. Raises BadPrompt."""
+    """Read JSON {"prompt", "model", "max_tokens", "temperature", "chat"}; all but the first may be absent. Raises BadPrompt."""
     try:
         given = json.loads(body)
     except (ValueError, RecursionError):  # the second: thousands of brackets
-        raise BadPrompt("the body is no JSON") from None
+        raise BadPrompt("the body is not JSON") from None
     if not isinstance(given, dict):
-        raise BadPrompt("the body is no JSON object")
+        raise BadPrompt("the body is not a JSON object")
     text = given.get("prompt")
     if not isinstance(text, str) or not text.strip():
         raise BadPrompt("prompt: write something")
@@ -92,7 +92,8 @@ def _number(given: Mapping[str, object], name: str, default: float, least: float
 
 
 async def answer(mesh: Mesh, prompt: Prompt) -> AsyncGenerator[str]:
-    """Lines of JSON: {"trace_id"}, {"text"} …, then {"done": figures} or {"error": words}. Closing it cancels the request."""
+    """Yield lines of JSON: {"trace_id"}, {"text"} …, then {"done": figures} or {"error": words}. Closing it cancels the
+    request."""
     context = SpanContext(secrets.randbits(128) | 1, secrets.randbits(64) | 1)
     yield _line({"trace_id": context.trace_name})
     try:

@@ -1,7 +1,7 @@
-"""The page and what it asks for, over HTTP.
+"""Serves the page and its data over HTTP.
 
-/                     the page; /page/… what it is made of
-/api/state            all that it shows; /api/events the same again and again, as server-sent events
+/                     the page; /page/… its files
+/api/state            all that it shows; /api/events the same repeatedly, as server-sent events
 /api/requests         those in one bar of a histogram: ?model=&metric=ttft_ms|tpot_ms&from_ms=&to_ms=
 /api/traces/{id}      the spans of a trace; with ?soon none instead of 404 while it is not there
 /api/generate         POST a prompt; the answer comes as lines of JSON
@@ -30,10 +30,10 @@ from pdmesh.console.figures import METRICS, Query
 from pdmesh.console.prompting import BadPrompt, Mesh
 from pdmesh.console.state import MAX_CLIENTS, Events, State
 
-# Keeps other people's pages away from the console: what a browser sends along says who asks.
+# Protection against other sites' pages, by the headers that a browser sends.
 #
-# - a name that was made to point here (DNS rebinding) stands in Host, and is none that we answer to;
-# - another site's form or script stands in Origin and Sec-Fetch-Site, and only our own page may ask for more than the page.
+# - a name that was made to point here (DNS rebinding) appears in Host, and is not accepted;
+# - another site's form or script appears in Origin and Sec-Fetch-Site, and only our own page may use the API.
 
 
 HEADERS = {
@@ -54,14 +54,14 @@ _SAFE = frozenset({"GET", "HEAD"})
 
 
 class Guard:
-    """Around an application."""
+    """Wrap an application."""
 
     def __init__(self, app: ASGIApp, allowed_hosts: Collection[str]) -> None:
         self._app = app
         self._allowed = _LOCAL | {name.lower() for name in allowed_hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """Call the application, as ASGI."""
         if scope["type"] != "http":
             return
         problem = self._problem(scope["method"], scope["path"], Headers(scope=scope))
@@ -77,11 +77,11 @@ class Guard:
         await self._app(scope, receive, with_headers)
 
     def _problem(self, method: str, path: str, headers: Headers) -> str:
-        """Why it is not answered; "" if it is."""
+        """Return why the request is rejected; "" if it is not."""
         hosts = headers.getlist("host")
         if len(hosts) != 1 or not self._is_ours(hosts[0]):
             return "this console does not answer to that Host; --allowed-hosts names more"
-        if method in _SAFE and not path.startswith("/api/"):  # a link to the page may stand anywhere
+        if method in _SAFE and not path.startswith("/api/"):  # a link to the page may come from anywhere
             return ""
         origin, site = headers.get("origin"), headers.get("sec-fetch-site", "same-origin")
         if (origin is not None and _netloc(origin) != hosts[0].lower()) or site not in ("same-origin", "none"):
@@ -89,7 +89,7 @@ class Guard:
         return ""
 
     def _is_ours(self, host: str) -> bool:
-        """Addresses are: no name had to be resolved to get here."""
+        """Return whether the host is ours; addresses are: no name was resolved to get here."""
         name = _hostname(host)
         return name is not None and (name in self._allowed or _is_address(name))
 
@@ -123,7 +123,7 @@ _TRACE_ID = re.compile(r"[0-9a-f]{32}")
 
 
 class Console:
-    """The endpoints."""
+    """Hold the endpoints."""
 
     def __init__(self, state: State, events: Events, mesh: Mesh) -> None:
         self._state = state
@@ -133,7 +133,7 @@ class Console:
         self._num_prompts = 0
 
     def app(self, allowed_hosts: Collection[str]) -> ASGIApp:
-        """Guarded."""
+        """Return the guarded app."""
         routes = [
             Route("/", self.page, methods=["GET"]),
             Route("/page/{name}", self.page, methods=["GET"]),
@@ -146,7 +146,7 @@ class Console:
         return Guard(Starlette(routes=routes, exception_handlers={HTTPException: _problem}), allowed_hosts)
 
     async def page(self, request: Request) -> Response:
-        """A file of the page."""
+        """Return a file of the page."""
         name = request.path_params.get("name", "index.html")
         if name not in self._files:
             raise HTTPException(404, "there is no such file")
@@ -154,31 +154,31 @@ class Console:
         return Response(body, media_type=kind)
 
     async def state(self, request: Request) -> Response:
-        """All that the page shows."""
+        """Return all that the page shows."""
         return _json(self._state.snapshot())
 
     async def events(self, request: Request) -> Response:
-        """The same again and again."""
+        """Stream the state repeatedly."""
         if self._events.num_clients >= MAX_CLIENTS:
-            raise HTTPException(503, f"{MAX_CLIENTS} pages look already")
+            raise HTTPException(503, f"{MAX_CLIENTS} pages are connected already")
         return StreamingResponse(self._events.stream(), media_type="text/event-stream")
 
     async def requests(self, request: Request) -> Response:
-        """Those in one bar."""
+        """Return the requests in one bar."""
         return _json(self._state.found(_query(request)))
 
     async def trace(self, request: Request) -> Response:
-        """One of them."""
+        """Return one trace."""
         trace_id = request.path_params["trace_id"].lower()
         found = self._state.trace(trace_id) if _TRACE_ID.fullmatch(trace_id) else None
         if found is None and "soon" in request.query_params:
             return _json('{"requests":[],"spans":[],"steps":[]}')
         if found is None:
-            raise HTTPException(404, "this trace is not here: it has not arrived yet, or had to give way to newer ones")
+            raise HTTPException(404, "this trace is not here: it has not arrived yet, or was evicted for newer ones")
         return _json(found)
 
     async def generate(self, request: Request) -> Response:
-        """A prompt to the mesh."""
+        """Send a prompt to the mesh."""
         if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
             raise HTTPException(415, "send application/json")
         try:
@@ -232,7 +232,7 @@ async def _problem(request: Request, error: Exception) -> Response:
 
 
 def _page_files() -> dict[str, tuple[bytes, str]]:
-    """Body and type by name: nothing but these is ever served."""
+    """Return body and type by name: nothing but these is ever served."""
     folder = resources.files("pdmesh.console") / "page"
     return {
         entry.name: (entry.read_bytes(), _TYPES[suffix])

@@ -1,4 +1,4 @@
-"""All that the page shows, as one JSON text, made again only when something has changed."""
+"""The state of the page as one JSON text, rebuilt only when something has changed, and its publication to all clients."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _SHOWN = tuple(field.name for field in fields(RequestSummary))
 
 
 class State:
-    """Store and topology together."""
+    """Combine store and topology."""
 
     def __init__(self, store: Store, topology: Topology, *, forwards_to: str = "") -> None:
-        """`forwards_to`: the collector that gets all traces besides."""
+        """Create it. `forwards_to`: the collector to which all traces are forwarded."""
         self._store, self._forwards_to = store, forwards_to
         self._topology = topology
 
     def snapshot(self) -> str:
-        """JSON, for somebody who looks now: the routers are asked more often from then on."""
+        """Return JSON for a client: the routers are polled more often from then on."""
         self._topology.watch()
         now_s = time.time()
         self._store.prune(now_s)
@@ -52,12 +52,12 @@ class State:
         )
 
     def found(self, query: Query) -> str:
-        """JSON: requests that it asks for, the latest first; at most NUM_FOUND of `total`."""
+        """Return JSON: the selected requests, the latest first; at most NUM_FOUND of `total`."""
         requests = sorted((each for each in self._store.requests() if query.takes(each)), key=lambda each: -each.end_s)
         return _json({"total": len(requests), "requests": [request_view(request) for request in requests[:NUM_FOUND]]})
 
     def trace(self, trace_id: str) -> str | None:
-        """JSON: the spans of one, and engine steps that took part in it. None: it is not known."""
+        """Return JSON: the spans of one trace, and engine steps that took part in it. None: it is not known."""
         spans = self._store.trace(trace_id)
         if spans is None:
             return None
@@ -86,13 +86,13 @@ class State:
 
 
 def request_view(request: RequestSummary) -> dict[str, Any]:
-    """One request for the page."""
-    # Not dataclasses.asdict, which copies what is in the fields, too: of all that a state takes it would be most.
+    """Return one request for the page."""
+    # dataclasses.asdict also copies the fields' values, which would take most of a state's time.
     return {**{name: getattr(request, name) for name in _SHOWN}, "dominant": request.dominant()}
 
 
 def span_view(span: ReceivedSpan) -> dict[str, Any]:
-    """One span for the page; times in whole nanoseconds since 1970 as text, for JavaScript's numbers are too short for them."""
+    """Return one span for the page; times in whole nanoseconds since 1970 as text: JavaScript's numbers lack the precision."""
     details = span.read()
     return {
         "span_id": span.span_id,
@@ -111,7 +111,7 @@ def span_view(span: ReceivedSpan) -> dict[str, Any]:
 
 
 def _json(value: object) -> str:
-    """As browsers read it: they know no NaN."""
+    """Return JSON for browsers, which do not accept NaN."""
     try:
         return json.dumps(value, separators=(",", ":"), allow_nan=False)
     except ValueError:
@@ -119,7 +119,7 @@ def _json(value: object) -> str:
 
 
 def _finite(value: object) -> object:
-    """Numbers that are none become None."""
+    """Return the value with numbers that are not finite as None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -129,20 +129,20 @@ def _finite(value: object) -> object:
     return value
 
 
-# Tells all pages that look of what has changed: the latest state, at most once a second; who is slow gets fewer of them.
+# Sends the latest state to all clients, at most once a second; slow clients get fewer updates.
 
 
-MIN_PERIOD_S = 1.0  # as often as routers are asked
+MIN_PERIOD_S = 1.0  # the routers' polling period
 KEEP_ALIVE_S = 10.0
 MAX_CLIENTS = 32
 
 
 class TooMany(Exception):
-    """Of pages that look."""
+    """Raised when there are too many clients."""
 
 
 class Events:
-    """One text for everybody, made once when it is due."""
+    """Publish one text to all clients, built once when it is due."""
 
     def __init__(self, make: Callable[[], str]) -> None:
         self._make = make
@@ -155,15 +155,15 @@ class Events:
 
     @property
     def num_clients(self) -> int:
-        """That look now."""
+        """Return the number of clients."""
         return self._num_clients
 
     def start(self) -> None:
-        """Begins to publish."""
+        """Start publishing."""
         self._task = asyncio.create_task(self._run(), name="events")
 
     async def stop(self) -> None:
-        """Ends all streams. Idempotent."""
+        """End all streams. Idempotent."""
         self._is_closed = True
         if self._task is not None:
             self._task.cancel()
@@ -174,11 +174,11 @@ class Events:
             self._published.notify_all()
 
     def changed(self) -> None:
-        """There is something new."""
+        """Note a change."""
         self._changed.set()
 
     async def stream(self) -> AsyncIterator[str]:
-        """Server-sent events for one client: at first the state of now. Raises TooMany."""
+        """Yield server-sent events for one client, the current state first. Raises TooMany."""
         if self._num_clients >= MAX_CLIENTS:
             raise TooMany
         self._num_clients += 1
@@ -194,7 +194,7 @@ class Events:
             self._num_clients -= 1
 
     async def _wait(self, number: int) -> bool:
-        """Until there is another state than `number`; False: nothing has happened for a while."""
+        """Wait until there is another state than `number`; return False if nothing has happened for a while."""
         async with self._published:
             try:
                 async with asyncio.timeout(KEEP_ALIVE_S / 2):

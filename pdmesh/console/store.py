@@ -1,7 +1,7 @@
-"""The traces of late, within bounds: so many, so old, so large. Pure: time is passed in, wall clock seconds.
+"""Stores recent traces within bounds of number, age and size. Pure: time is passed in, wall clock seconds.
 
-spans ─► traces, the oldest give way ─┬─ requests: a summary of each router's `generate`
-                                      └─ engine steps, which are traces of their own, found by the traces that they name
+spans ─► traces, the oldest are evicted ─┬─ requests: a summary of each router's `generate`
+                                         └─ engine steps, which are traces of their own, linked to the traces that they name
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from itertools import islice
 
 from pdmesh.runtime.telemetry.received import Details, ReceivedSpan, Value
 
-# What one request was like, from the attributes of its router's `generate` span.
+# The summary of a request, from the attributes of its router's `generate` span.
 
 
 SERVICE = "pdmesh-router"
 TTFT_PARTS = ("route", "admission_queue", "reserve", "prefill_queue", "prefill_compute", "first_token_return", "retry")
-"""In the order in which they happen; together they are the time to the first token."""
+"""The parts in the order in which they happen; together they are the time to the first token."""
 LATER_PARTS = ("kv_exposed", "decode_queue")
 
 
 @dataclass(frozen=True, slots=True)
 class RequestSummary:
-    """One request. Times in milliseconds, None where there is none; `start_s` since 1970.
+    """Summarize one request. Times in milliseconds, None where there is none; `start_s` since 1970.
 
-    `parts` of its TTFT and of what follows. `met`: whether it kept its objectives, None without any. `error` is a word,
-    "" for none."""
+    `parts` of its TTFT and of what follows. `met`: whether it kept its objectives, None without any. `error` is a word, "" for
+    none."""
 
     trace_id: str
     span_id: str
@@ -55,22 +55,22 @@ class RequestSummary:
 
     @property
     def end_s(self) -> float:
-        """Since 1970."""
+        """Return the end, in seconds since 1970."""
         return self.start_s + self.total_ms / 1000
 
     def dominant(self) -> str:
-        """The part that took most of the time to the first token; "" without one."""
+        """Return the part that took most of the time to the first token; "" without one."""
         parts = {name: self.parts[name] for name in TTFT_PARTS if self.parts.get(name)}
         return max(parts, key=lambda name: parts[name]) if parts else ""
 
 
 def is_request(span: ReceivedSpan) -> bool:
-    """Whether it is a router's `generate`: the caller's own may be above it."""
+    """Return whether it is a router's `generate`: the caller's own span may be above it."""
     return span.process.service == SERVICE and (span.name == "generate" or span.name.startswith("generate "))
 
 
 def summarize(span: ReceivedSpan) -> RequestSummary:
-    """Of a span that is one's. What it does not say, or says in another type, is left out."""
+    """Return the summary of a request's span. Attributes that are missing or of another type are left out."""
     details = span.read()
     said = details.attributes
     return RequestSummary(
@@ -132,12 +132,12 @@ MAX_SPANS_PER_TRACE = 512
 MAX_STEPS = 2048
 STEP = "decode.step"
 SUMMARY_BYTES = 1500
-"""Of a request's summary, about."""
+"""Approximate size of a request's summary."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What is kept at most."""
+    """Bound what is kept."""
 
     max_traces: int = 2000
     max_age_s: float = 900.0
@@ -146,7 +146,7 @@ class Bounds:
 
 @dataclass
 class _Trace:
-    """Spans by id."""
+    """Hold spans by id."""
 
     since_s: float
     spans: dict[str, ReceivedSpan] = field(default_factory=dict)
@@ -155,25 +155,25 @@ class _Trace:
 
 
 class Store:
-    """Owner of all spans that are kept."""
+    """Own all spans that are kept."""
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
         self.version = 0
-        """Changes whenever what there is to see has."""
+        """Changes whenever the content does."""
         self.num_bytes = 0
-        self.num_dropped = 0  # spans for which their trace had no room
+        self.num_dropped = 0  # spans for which their trace had no space
         self._traces: OrderedDict[str, _Trace] = OrderedDict()
         self._steps: deque[ReceivedSpan] = deque()
-        self._step_bytes = 0  # of num_bytes
+        self._step_bytes = 0  # part of num_bytes
 
     @property
     def num_traces(self) -> int:
-        """That are kept."""
+        """Return the number of traces."""
         return len(self._traces)
 
     def add(self, spans: Iterable[ReceivedSpan], now_s: float) -> None:
-        """Spans as they came; one that comes twice counts once."""
+        """Add spans; a duplicate counts once."""
         for span in spans:
             if span.name == STEP:
                 self._add_step(span)
@@ -186,7 +186,7 @@ class Store:
         trace = self._traces.setdefault(span.trace_id, _Trace(now_s))
         if span.span_id in trace.spans:
             return
-        # A request's own span comes last, and is the one that is missed most: there is always room for it.
+        # A request's own span comes last and matters most: there is always space for it.
         if len(trace.spans) >= MAX_SPANS_PER_TRACE and (not is_request(span) or len(trace.requests) >= MAX_SPANS_PER_TRACE):
             self.num_dropped += 1
             return
@@ -213,7 +213,7 @@ class Store:
         self.num_bytes += num_bytes
 
     def prune(self, now_s: float) -> None:
-        """What is too old, or too much: steps first, where they are more than half of it."""
+        """Evict what is too old or too much: steps first, where they are more than half of it."""
         while self.num_bytes > self.bounds.max_bytes and self._step_bytes > self.bounds.max_bytes // 2:
             self._drop_step()
         while self._traces and self._is_beyond(next(iter(self._traces.values())), now_s):
@@ -227,16 +227,16 @@ class Store:
         return is_too_much or now_s - oldest.since_s > self.bounds.max_age_s
 
     def trace(self, trace_id: str) -> list[ReceivedSpan] | None:
-        """Its spans by their beginnings; None: it is not known (any more)."""
+        """Return its spans by their start; None: it is not known (any more)."""
         trace = self._traces.get(trace_id)
         return None if trace is None else sorted(trace.spans.values(), key=lambda span: (span.start_ns, -span.end_ns))
 
     def steps_of(self, trace_id: str, limit: int = 256) -> list[ReceivedSpan]:
-        """Batches of engine steps that took part in it, oldest first; the last so many."""
+        """Return batches of engine steps that took part in it, oldest first; the last `limit`."""
         found = (span for span in reversed(self._steps) if trace_id in span.linked)
         return list(islice(found, limit))[::-1]
 
     def requests(self) -> Iterator[RequestSummary]:
-        """Of all traces, those that came last first."""
+        """Yield the requests of all traces, the latest first."""
         for trace in reversed(self._traces.values()):
             yield from reversed(trace.requests.values())

@@ -1,4 +1,5 @@
-"""Asks the routers how the mesh is, each second while somebody looks, seldom otherwise; every few seconds what was decided."""
+"""Polls the routers for the state of the mesh, each second while a page is open, seldom otherwise; decisions every few
+seconds."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from pdmesh.v1.mesh_pb2_grpc import MeshAsyncStub
 
 
-# What routers say of the mesh, as plain values for the page. Pure.
+# The routers' statuses as plain values for the page.
 
 
 MAX_CANDIDATES = 4
@@ -37,7 +38,7 @@ _BREAKERS = {
 
 
 def router_view(address: str, status: mesh_pb2.GetStatusResponse | None, problem: str) -> dict[str, Any]:
-    """One router; `problem` says why it does not answer, "" while it does. `status` is the latest that it gave."""
+    """Return one router; `problem` says why it does not answer, "" while it does. `status` is its latest."""
     seen = status or mesh_pb2.GetStatusResponse()
     return {
         "address": address,
@@ -58,7 +59,7 @@ def _prediction(seen: mesh_pb2.PredictionStatus) -> dict[str, float]:
 
 
 def worker_views(statuses: Iterable[mesh_pb2.GetStatusResponse]) -> list[dict[str, Any]]:
-    """Every worker once, as the router says that has heard of it last; by name."""
+    """Return every worker once, from the router that has heard from it last; by name."""
     found: dict[str, mesh_pb2.WorkerStatus] = {}
     for worker in (worker for status in statuses for worker in status.workers):
         known = found.get(worker.info.worker_id)
@@ -68,7 +69,7 @@ def worker_views(statuses: Iterable[mesh_pb2.GetStatusResponse]) -> list[dict[st
 
 
 def worker_view(worker: mesh_pb2.WorkerStatus) -> dict[str, Any]:
-    """Load, KV pool, prefix cache and speculation of one."""
+    """Return load, KV pool, prefix cache and speculation of one."""
     info, load = worker.info, worker.load
     return {
         "id": info.worker_id,
@@ -115,7 +116,7 @@ def _breaker(breaker: mesh_pb2.BreakerStatus) -> dict[str, Any]:
 
 
 def objective_views(statuses: Iterable[mesh_pb2.GetStatusResponse]) -> dict[str, dict[str, float]]:
-    """What is promised, by model."""
+    """Return the objectives by model."""
     return {
         each.model: {"ttft_ms": each.ttft_ms, "tpot_ms": each.tpot_ms, "quantile": each.quantile}
         for status in statuses
@@ -124,7 +125,7 @@ def objective_views(statuses: Iterable[mesh_pb2.GetStatusResponse]) -> dict[str,
 
 
 def policy_views(router: str, decisions: Iterable[mesh_pb2.Decision], now_s: float) -> list[dict[str, Any]]:
-    """Decisions as the router of that id told them at `now_s`; that and `at_s` since 1970."""
+    """Return decisions as the router of that id reported them at `now_s`; that and `at_s` since 1970."""
     return [_policy_view(now_s - each.age_ms / 1000, router, each) for each in decisions]
 
 
@@ -155,7 +156,7 @@ def _candidate(candidate: mesh_pb2.Candidate) -> dict[str, Any]:
 
 
 WATCHED_PERIOD_S, IDLE_PERIOD_S = 1.0, 10.0
-DECISIONS_PERIOD_S = 3.0  # of all that is asked they are the most to tell and to read
+DECISIONS_PERIOD_S = 3.0  # of all answers they cost most to send and to read
 WATCHED_FOR_S = 10.0
 TIMEOUT_S = 2.0
 MAX_DECISIONS = 30
@@ -166,7 +167,7 @@ Metadata = tuple[tuple[str, str], ...]
 
 @dataclass
 class _Router:
-    """What is known of one."""
+    """Hold what is known of one router."""
 
     address: str
     stub: MeshAsyncStub
@@ -177,7 +178,7 @@ class _Router:
 
 
 class Topology:
-    """The latest answers. Belongs to one event loop; `start`, then `stop`."""
+    """Hold the latest answers. Belongs to one event loop; `start`, then `stop`."""
 
     def __init__(
         self, routers: Sequence[str], tls: Tls | None, metadata: Metadata | None, *, on_change: Callable[[], None]
@@ -193,11 +194,11 @@ class Topology:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begins to ask."""
+        """Start polling."""
         self._task = asyncio.create_task(self._run(), name="topology")
 
     async def stop(self) -> None:
-        """Idempotent."""
+        """Stop. Idempotent."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -206,14 +207,14 @@ class Topology:
         await asyncio.gather(*(channel.close() for channel in self._channels))
 
     def watch(self) -> None:
-        """Somebody looks now."""
+        """Note that a page is open."""
         is_news = not self._is_watched
         self._watched_at = time.monotonic()
         if is_news:
             self._wanted.set()
 
     def view(self) -> dict[str, Any]:
-        """Routers, workers, objectives and decisions, for the page."""
+        """Return routers, workers, objectives and decisions, for the page."""
         statuses = [router.status for router in self._routers if router.status is not None]
         policy = (decision for router in self._routers for decision in router.policy)
         return {
@@ -249,13 +250,13 @@ class Topology:
             await self._ask_why(router, router.status.router_id)
 
     async def _ask_why(self, router: _Router, router_id: str) -> None:
-        with contextlib.suppress(grpc.aio.AioRpcError):  # not for everybody: then there are no decisions to be seen
+        with contextlib.suppress(grpc.aio.AioRpcError):  # requires admin rights: without them there are no decisions to show
             latest = mesh_pb2.ExplainRequest(latest=MAX_DECISIONS)
             explained = await router.stub.Explain(latest, timeout=TIMEOUT_S, metadata=self._metadata)
             router.policy = policy_views(router_id, explained.decisions, time.time())
 
     def _read_scaling(self) -> None:
-        """What `pdmesh up --autoscale` on this machine has decided since the last look; what changes nothing only once."""
+        """Read what `pdmesh up --autoscale` on this machine has decided since the last look; repetitions only once."""
         statuses = [router.status for router in self._routers if router.status is not None]
         alive = [worker.info.address for status in statuses for worker in status.workers if worker.alive]
         decided = local_state.latest(alive)

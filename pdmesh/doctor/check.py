@@ -1,4 +1,4 @@
-"""What a machine has and lacks for a mesh: each check is a function to a `Check`; none raises, none changes anything for good."""
+"""Checks of what a machine has and lacks for a mesh: each is a function to a `Check`; none raises or makes lasting changes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import Enum
 
 
 class State(Enum):
-    """How a check came out. MISSING: something is not there; whether that stops the mesh is `Check.required`."""
+    """Name the outcome of a check. MISSING: something is not there; whether that stops the mesh is `Check.required`."""
 
     OK = "OK"
     WARN = "WARN"
@@ -17,7 +17,7 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Check:
-    """One finding: what it is about, what was found, what its lack costs and what to do about it."""
+    """Hold one finding: its subject, what was found, what its lack costs and what to do about it."""
 
     name: str
     state: State
@@ -28,34 +28,34 @@ class Check:
 
     @property
     def blocks(self) -> bool:
-        """Whether the mesh cannot run because of it."""
+        """Return whether the mesh cannot run because of it."""
         return self.required and self.state is State.MISSING
 
 
 def ok(name: str, found: str) -> Check:
-    """A check that found all it wants."""
+    """Return a check that found all it needs."""
     return Check(name, State.OK, found)
 
 
 def warn(name: str, found: str, cost: str, remedy: str) -> Check:
-    """A check that found something that makes the mesh worse."""
+    """Return a check that found something that makes the mesh worse."""
     return Check(name, State.WARN, found, cost, remedy)
 
 
 def missing(name: str, found: str, cost: str, remedy: str, *, required: bool = False) -> Check:
-    """A check that did not find what it looks for."""
+    """Return a check that did not find what it looks for."""
     return Check(name, State.MISSING, found, cost, remedy, required)
 
 
 def examine(checks: Iterable[tuple[str, Callable[[], Check]]]) -> list[Check]:
-    """Runs checks in order. One that fails unexpectedly is a finding itself, not the end of the examination."""
+    """Run checks in order. One that fails unexpectedly is a finding itself, not the end of the examination."""
     return [_examined(name, check) for name, check in checks]
 
 
 def _examined(name: str, check: Callable[[], Check]) -> Check:
     try:
         return check()
-    except Exception as error:  # noqa: BLE001  # the doctor has to outlive any patient; the finding names the error
+    except Exception as error:  # noqa: BLE001  # a failing check must not end the others; the finding names the error
         return warn(
             name, f"could not be checked: {type(error).__name__}: {error}", "it is not known whether this works", "report this"
         )

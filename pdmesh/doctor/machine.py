@@ -29,7 +29,7 @@ _LEAST_OPEN_FILES = 1024
 
 
 def compiler() -> Check:
-    """A C compiler, for packages without a wheel and for native code."""
+    """Check for a C compiler, for packages without a wheel and for native code."""
     for name in _COMPILERS:
         path = shutil.which(name)
         if path is not None:
@@ -44,7 +44,7 @@ def _first_line(command: list[str]) -> str:
 
 
 def cores() -> Check:
-    """Cores that this process may use."""
+    """Check the cores that this process may use."""
     usable, whole = len(usable_cores()), os.cpu_count() or 1
     found = f"{usable} usable of {whole}, {platform.machine()}"
     if usable >= 2:
@@ -53,7 +53,7 @@ def cores() -> Check:
 
 
 def cpu_features() -> Check:
-    """Instructions that decide how fast a CPU engine is."""
+    """Check the instructions that decide how fast a CPU engine is."""
     found = [feature for feature in _CPU_FEATURES if feature in cpu_flags(Path("/proc/cpuinfo").read_text().splitlines())]
     shown = ", ".join(found) or "none that matters"
     if {"avx2", "asimd"} & set(found):
@@ -62,7 +62,7 @@ def cpu_features() -> Check:
 
 
 def cpu_flags(cpuinfo: Iterable[str]) -> frozenset[str]:
-    """Feature names of the first processor in the lines of /proc/cpuinfo ("flags" on x86, "Features" on Arm)."""
+    """Return feature names of the first processor in the lines of /proc/cpuinfo ("flags" on x86, "Features" on Arm)."""
     for line in cpuinfo:
         key, _, value = line.partition(":")
         if key.strip() in ("flags", "Features"):
@@ -71,7 +71,7 @@ def cpu_flags(cpuinfo: Iterable[str]) -> frozenset[str]:
 
 
 def memory() -> Check:
-    """Memory that is free for weights and KV, within the limit of this container."""
+    """Check the memory that is free for weights and KV, within the limit of this container."""
     free = min(available_bytes(Path("/proc/meminfo").read_text().splitlines()), _cgroup_free_bytes())
     found = f"{size(free)} free"
     remedy = "stop other programs, or give the machine or container more memory"
@@ -83,7 +83,7 @@ def memory() -> Check:
 
 
 def available_bytes(meminfo: Iterable[str]) -> int:
-    """MemAvailable of /proc/meminfo in bytes. Raises ValueError if it is not there."""
+    """Return MemAvailable of /proc/meminfo in bytes. Raises ValueError if it is not there."""
     for line in meminfo:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -91,7 +91,7 @@ def available_bytes(meminfo: Iterable[str]) -> int:
 
 
 def _cgroup_free_bytes() -> float:
-    """What the cgroup (v2) leaves of its limit; infinite without one."""
+    """Return what the cgroup (v2) leaves of its limit; infinite without one."""
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
         used = int(Path("/sys/fs/cgroup/memory.current").read_text())
@@ -101,7 +101,8 @@ def _cgroup_free_bytes() -> float:
 
 
 def shared_memory() -> Check:
-    """The shm transport: anonymous shared memory whose descriptor travels over an abstract Unix socket, mapped read-only."""
+    """Check the shm transport: anonymous shared memory whose descriptor travels over an abstract Unix socket, mapped
+    read-only."""
     try:
         _pass_memory_between_sockets()
     except (OSError, AttributeError, ValueError) as error:
@@ -113,7 +114,7 @@ def shared_memory() -> Check:
 
 
 def _pass_memory_between_sockets() -> None:
-    """Raises OSError, AttributeError (no Linux) or ValueError when a part of it does not work."""
+    """Raise OSError, AttributeError (not Linux) or ValueError when a part of it does not work."""
     sent = b"pdmesh doctor"
     name = f"\0pdmesh-doctor-{os.getpid()}"
     memory_fd = os.memfd_create("pdmesh-doctor", os.MFD_CLOEXEC)
@@ -143,7 +144,7 @@ def _read_received(receiver: socket.socket, num_bytes: int) -> bytes:
 
 
 def loopback() -> Check:
-    """A TCP connection within this machine: without it the processes cannot talk."""
+    """Check a TCP connection within this machine: without it the processes cannot communicate."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), timeout=2):
             return ok("loopback", "127.0.0.1 connects")
@@ -153,7 +154,7 @@ def loopback() -> Check:
 
 
 def port(number: int, flag: str = "--port") -> Check:
-    """A port that `pdmesh up` takes, by the flag that gives another."""
+    """Check a port that `pdmesh up` takes, by the flag that sets another."""
     name = f"port {number}"
     try:
         with socket.create_server(("127.0.0.1", number)):
@@ -164,7 +165,7 @@ def port(number: int, flag: str = "--port") -> Check:
 
 
 def open_files() -> Check:
-    """The limit on file descriptors: each stream and connection takes one."""
+    """Check the limit on file descriptors: each stream and connection takes one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     found = f"{soft} (at most {hard})"
     if soft >= _LEAST_OPEN_FILES:
@@ -173,7 +174,7 @@ def open_files() -> Check:
 
 
 def gpu() -> Check:
-    """An NVIDIA GPU with its driver. torch is asked only if there is one: importing it takes seconds."""
+    """Check for an NVIDIA GPU with its driver. torch is imported only if there is one: that takes seconds."""
     cost = "engines run on the CPU: fine for small models, an order of magnitude slower for large ones"
     if not Path("/proc/driver/nvidia/version").exists() and shutil.which("nvidia-smi") is None:
         return missing("gpu", "no NVIDIA driver", cost, "nothing to do, if the CPU is meant to serve")

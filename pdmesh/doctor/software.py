@@ -18,7 +18,7 @@ _REDIS_TIMEOUT_S = 2.0
 
 
 def python() -> Check:
-    """The interpreter."""
+    """Check the interpreter."""
     found = f"{sys.version.split()[0]} at {sys.executable}"
     if sys.version_info >= (3, 11):  # noqa: UP036  # run from its source, nothing has checked this
         return ok("python", found)
@@ -26,7 +26,7 @@ def python() -> Check:
 
 
 def package(name: str, extra: str, purpose: str, *, module: str = "", required: bool = True) -> Check:
-    """An installed package; `extra` of pdmesh brings it, `purpose` is what is lost without it."""
+    """Check for an installed package; `extra` of pdmesh brings it, `purpose` is what is lost without it."""
     if importlib.util.find_spec(module or name) is not None:
         return ok(name, _version(name))
     return missing(name, "not installed", purpose, f"pip install 'pdmesh[{extra}]'", required=required)
@@ -40,7 +40,7 @@ def _version(name: str) -> str:
 
 
 def redis(url: str) -> Check:
-    """A Redis at `url`, or the embedded one's binary."""
+    """Check the Redis at `url`, or the embedded one's binary."""
     if url != EMBEDDED_REDIS:
         return _redis_at(url)
     from pdmesh.runtime.registry.redis_server import find_binary
@@ -69,7 +69,7 @@ def _redis_at(url: str) -> Check:
 
 
 def cpu_kernels() -> Check:
-    """The native CPU backend: compiled already, built ahead, or to be compiled by the first worker."""
+    """Check the native CPU backend: compiled already, built ahead, or to be compiled by the first worker."""
     from pdmesh.engine.kernels.cpu import build, isa
 
     name = "cpu kernels"
@@ -92,7 +92,7 @@ def cpu_kernels() -> Check:
 
 
 def model_files(name: str) -> Check:
-    """The model: in the cache, on disk, or to be fetched."""
+    """Check the model: in the cache, on disk, or to be fetched."""
     if name not in KNOWN_MODELS:
         exists = Path(name).expanduser().exists()
         remedy = f"check the path, or name one of {', '.join(KNOWN_MODELS)}"
@@ -107,19 +107,19 @@ def model_files(name: str) -> Check:
 
 
 def disk(name: str) -> Check:
-    """Free space for a model that is to be fetched, where the cache is."""
+    """Check the free space for a model that is to be fetched, where the cache is."""
     folder = next(path for path in (cache_folder(), *cache_folder().parents) if path.exists())
     fetched = name not in KNOWN_MODELS or (cache_folder() / "models" / name / "config.json").is_file()
     return judge_disk(shutil.disk_usage(folder).free, folder, None if fetched else KNOWN_MODELS[name])
 
 
 def judge_disk(free: int, folder: Path, to_fetch: KnownModel | None) -> Check:
-    """Whether `free` bytes at `folder` are enough for fetching and converting a model."""
+    """Return whether `free` bytes at `folder` are enough for fetching and converting a model."""
     found = f"{size(free)} free at {folder}"
     if to_fetch is None:
         return ok("disk", found)
     least = 2 * to_fetch.source.num_bytes + to_fetch.num_bytes
-    # Weights of two bits and more become float32, beside what was downloaded.
+    # Weights of two bits and more become float32, beside the download.
     enough = least + 16 * to_fetch.num_bytes
     remedy = "free some space, or set PDMESH_CACHE to another folder"
     if free < least:

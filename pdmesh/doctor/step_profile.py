@@ -1,4 +1,6 @@
-"""Where the time of an engine's step goes: the stages of the CPU kernels, sampling, and Python around them. No mesh is needed."""
+"""Measures where the time of an engine's step goes: the stages of the CPU kernels, sampling, and Python around them. No mesh
+needed.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ _WARM_UP_STEPS = 3
 
 @dataclass(frozen=True)
 class Case:
-    """A kind of step: `num_seqs` sequences that decode behind `context` tokens, or the whole prompt of one (`num_seqs` 0)."""
+    """Describe a kind of step: `num_seqs` sequences that decode after `context` tokens, or the whole prompt of one (`num_seqs`
+    0)."""
 
     num_seqs: int
     context: int
@@ -36,13 +39,13 @@ class Case:
 
     @property
     def num_tokens(self) -> int:
-        """Of one step."""
+        """Return the tokens of one step."""
         return self.num_seqs or self.context
 
 
 @dataclass(frozen=True)
 class StepProfile:
-    """A typical step. `parts` in nanoseconds, in the order of the computation; they add up to the wall time."""
+    """Hold a typical step. `parts` in nanoseconds, in the order of the computation; they add up to the wall time."""
 
     case: Case
     parts: dict[str, int]
@@ -57,16 +60,15 @@ class StepProfile:
 
 
 class StepProfiler:
-    """An engine in this process whose steps are taken apart."""
+    """Profile the steps of an engine in this process."""
 
     def __init__(
         self, config: EngineConfig, cases: Sequence[Case], num_steps: int, say: Callable[[str], None] = lambda _text: None
     ) -> None:
-        """`config` as a worker has it; its pool and budget are made large enough, and nobody guesses: steps are what their case
-        says. `say` hears when the kernels are compiled.
+        """Create it. `config` as a worker has it; its pool and budget are made large enough, and speculation is off: steps are
+        what their case says. `say` is called when the kernels are compiled.
 
-        Raises ValueError for settings that cannot be, and for a model that the kernels do not compute.
-        """
+        Raises ValueError for invalid settings, and for a model that the kernels do not compute."""
         self.cases, self._num_steps = cases, num_steps
         config = replace(_with_room(config, cases, num_steps), prefix_caching=False, speculation="none")
         loaded = load_model(config, lambda share, text: None if share else say(text))
@@ -80,7 +82,7 @@ class StepProfiler:
         self.numeric_mode = loaded.numeric_mode
 
     def run(self, case: Case) -> StepProfile:
-        """Runs the case's steps; the mean of those whose wall time is in the middle half, so that the parts add up."""
+        """Run the case's steps; return the mean of those whose wall time is in the middle half, so that the parts add up."""
         self._model.profile = Profile()
         samples = list(self._decode(case) if case.num_seqs else self._prefill(case))
         self._model.profile = None
@@ -141,7 +143,7 @@ class _Sampler(Protocol):
 
 
 class _TimedSampler:
-    """A sampler, and the nanoseconds it took since `ns` was set to 0."""
+    """Wrap a sampler, and count the nanoseconds it took since `ns` was set to 0."""
 
     def __init__(self, sampler: _Sampler) -> None:
         self._sampler = sampler
@@ -155,7 +157,7 @@ class _TimedSampler:
 
 
 def _with_room(config: EngineConfig, cases: Sequence[Case], num_steps: int) -> EngineConfig:
-    """A pool for the largest case, and a budget in which a prompt is one step."""
+    """Return a config with a pool for the largest case, and a budget in which a prompt is one step."""
     tokens = [max(1, case.num_seqs) * (case.context + num_steps + _WARM_UP_STEPS + 2 * config.block_size) for case in cases]
     return replace(
         config,

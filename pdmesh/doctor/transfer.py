@@ -1,4 +1,4 @@
-"""The check of the KV transports: each is measured on this machine, and the one that a pair of workers would use is named."""
+"""The check of the KV transports: measures each on this machine, and names the one that a pair of workers would use."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from pdmesh.doctor.check import Check, missing, ok, warn
 NAME = "kv transport"
 BEST_FIRST = ("shm", "tcp", "grpc")
 ACROSS_HOSTS = ("tcp", "grpc")
-IF_NAMED = ("nixl",)  # measured where it is installed; workers offer it only when they are told to
+IF_NAMED = ("nixl",)  # measured if it is installed; workers offer it only when configured
 _WHY = {
     "shm": "one copy out of shared memory",
     "tcp": "no copies in Python, several connections",
     "grpc": "needs no port but gRPC's",
 }
-LIMIT_S = 45.0  # of a machine that is busy with other things
+LIMIT_S = 45.0  # allows for a busy machine
 
 
 def transports() -> Check:
-    """Moves 64 MiB between two processes over each transport."""
-    # A client's installation lacks what this needs; the rest of the doctor works without it.
+    """Move 64 MiB between two processes over each transport."""
+    # A client-only installation lacks what this needs; the rest of the doctor works without it.
     from pdmesh.doctor.transfer_probe import measure
 
     measured = asyncio.run(asyncio.wait_for(measure(), LIMIT_S))
@@ -29,7 +29,7 @@ def transports() -> Check:
 
 
 def judge(bytes_per_s: Mapping[str, float], failures: Mapping[str, str]) -> Check:
-    """What the measurement says, and which transport follows from it on this host and across hosts."""
+    """Return the result of the measurement, and the transport that follows from it on this host and across hosts."""
     if not bytes_per_s:
         cost = "workers cannot hand over KV: each prefills for itself"
         return missing(NAME, f"none works: {_listed(failures)}", cost, "see the checks of shared memory and loopback")

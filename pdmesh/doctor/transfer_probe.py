@@ -1,4 +1,5 @@
-"""How fast KV crosses between two processes of this machine, by each transport: the real sender here, the receiver in a child.
+"""Measures how fast KV crosses between two processes of this machine, by each transport: the real sender here, the receiver in a
+child.
 
 `python -m pdmesh.doctor.transfer_probe 256` prints one line of JSON for each transport: 256 MiB in a push. `receive 512` is the
 child, with 512 blocks: it prints a reservation (hex) that any transport it offers may fill, and ends when its standard input
@@ -43,14 +44,14 @@ START_TIMEOUT_S = 20.0
 
 @dataclass
 class Measured:
-    """By name of the transport: bytes per second where it works, or why it does not."""
+    """Hold results by name of the transport: bytes per second where it works, or why it does not."""
 
     bytes_per_s: dict[str, float] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
 
 
 async def measure(num_mib: int = 64) -> Measured:
-    """Takes a second or two. Raises TimeoutError or OSError if there is no second process to be had."""
+    """Measure for a second or two. Raises TimeoutError or OSError if there is no second process."""
     measured, pool = Measured(), ProbePool(num_mib * BLOCKS_PER_MIB)
     async with _receiving_child(pool.num_blocks) as reservation:
         sender = Sender(pool, IDENTITY, LAYOUT, 1)
@@ -67,7 +68,7 @@ async def measure(num_mib: int = 64) -> Measured:
 
 
 async def _fastest(sender: Sender, reservation: common_pb2.Reservation, transport: str, num_blocks: int) -> float:
-    """Bytes per second of the best push. Raises PushFailed."""
+    """Return the bytes per second of the best push. Raises PushFailed."""
     for left in reversed(range(NUM_TRIES)):
         try:
             best = await _push(sender, reservation, transport, num_blocks)
@@ -81,7 +82,7 @@ async def _fastest(sender: Sender, reservation: common_pb2.Reservation, transpor
 
 
 async def _push(sender: Sender, reservation: common_pb2.Reservation, transport: str, num_blocks: int) -> float:
-    """Bytes per second of one push. Raises PushFailed."""
+    """Return the bytes per second of one push. Raises PushFailed."""
     offered = common_pb2.Reservation()
     offered.CopyFrom(reservation)
     offered.reservation_id = f"{transport}-{secrets.token_hex(4)}"
@@ -97,7 +98,7 @@ async def _push(sender: Sender, reservation: common_pb2.Reservation, transport: 
 async def _receiving_child(num_blocks: int) -> AsyncIterator[common_pb2.Reservation]:
     pipe = asyncio.subprocess.PIPE
     command = python_command("-m", "pdmesh.doctor.transfer_probe", "receive", str(num_blocks))
-    nowhere = asyncio.subprocess.DEVNULL  # what it logs when it is killed is no finding
+    nowhere = asyncio.subprocess.DEVNULL  # its log when it is killed is not a finding
     child = await asyncio.create_subprocess_exec(
         *command, stdin=pipe, stdout=pipe, stderr=nowhere, env={**os.environ, **import_path()}
     )
@@ -115,7 +116,7 @@ async def _receiving_child(num_blocks: int) -> AsyncIterator[common_pb2.Reservat
 
 
 class ProbePool:
-    """A pool of the shape of IDENTITY and LAYOUT; on Linux a sealed memfd, as an engine's is."""
+    """Allocate a pool of the shape of IDENTITY and LAYOUT; on Linux a sealed memfd, as an engine's is."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_layers = IDENTITY.num_layers
@@ -133,7 +134,7 @@ class ProbePool:
         return self.memory()[start : start + self.bytes_per_layer_block]
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         self._map.close()
         if self.fd is not None:
             os.close(self.fd)
@@ -149,7 +150,7 @@ def _sealed_memfd(num_bytes: int) -> int:
 
 
 class ProbeDelegate:
-    """Lets the holder of the token write into all blocks, as often as he likes."""
+    """Let the sender with the token write into all blocks, repeatedly."""
 
     def __init__(self, epoch: int, token: bytes, num_blocks: int) -> None:
         self._epoch = epoch
@@ -167,13 +168,13 @@ class ProbeDelegate:
     async def commit_push(
         self, target: PushTarget, commit: transfer_pb2.TransferCommit, *, num_bytes: int, transport: str
     ) -> None:
-        """Nothing is to be started."""
+        """Start nothing."""
 
     def push_failed(self, target: PushTarget, reason: str) -> None:
-        """The sender hears it too."""
+        """Ignore the failure: the sender receives it too."""
 
     def push_finished(self, target: PushTarget) -> None:
-        """Nothing is to be released."""
+        """Release nothing."""
 
 
 async def _receive(num_blocks: int) -> None:
@@ -195,7 +196,7 @@ async def _receive(num_blocks: int) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """As the module's docstring says."""
+    """Run as the module's docstring says."""
     if arguments[0] == "receive":
         asyncio.run(_receive(int(arguments[1])))
         return

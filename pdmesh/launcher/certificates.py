@@ -1,7 +1,7 @@
-"""A CA of one's own and one certificate for all of a mesh.
+"""Makes a CA and one certificate for all of a mesh.
 
-The CA's key signs once and is written nowhere: what it signed is all that it will ever sign, so whoever holds one of its
-certificates is of this mesh. For a CA that goes on signing, use cert-manager or your own.
+The CA's key signs once and is not stored: it will never sign anything else, so every holder of one of its certificates belongs to
+this mesh. For a CA that continues to sign, use cert-manager or your own.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _NO_USE |= {"encipher_only": False, "decipher_only": False}
 _SIGNS = x509.KeyUsage(digital_signature=True, key_cert_sign=False, crl_sign=False, **_NO_USE)
 _SIGNS_CERTIFICATES = x509.KeyUsage(digital_signature=False, key_cert_sign=True, crl_sign=True, **_NO_USE)
 CERT, KEY, CA = "tls.crt", "tls.key", "ca.crt"  # as in a Kubernetes TLS secret
-_THIS_MACHINE = ("localhost", "127.0.0.1", "::1")  # clients over HTTP verify the address that they were given
+_THIS_MACHINE = ("localhost", "127.0.0.1", "::1")  # HTTP clients verify the address that they connect to
 
 
 class CertificateError(Exception):
-    """Certificates could not be made; the message says why and what to do."""
+    """Raised when certificates could not be made; the message says why and what to do."""
 
 
 def make_certificates(folder: Path, *, name: str = MESH_NAME, days: int = 365) -> TlsConfig:
@@ -63,7 +63,7 @@ def sign(ca: Path, stem: Path, *, name: str, more: Sequence[str] = (), days: int
 
 @dataclass(frozen=True)
 class _Pair:
-    """A certificate and its private key."""
+    """Hold a certificate and its private key."""
 
     cert: x509.Certificate
     key: ec.EllipticCurvePrivateKey

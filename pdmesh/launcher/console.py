@@ -1,4 +1,4 @@
-"""Where the processes of a local mesh send their traces when it has a console: a port that is held for it from the beginning."""
+"""Holds the port to which the processes of a local mesh send their traces when it has a console."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ VARIABLE = "PDMESH_OTLP_ENDPOINT"
 
 @dataclass(frozen=True)
 class Traces:
-    """A bound socket that never listens: nobody else gets the port while the console is not there (yet, or for a moment).
+    """Hold a bound socket that never listens: no other process gets the port while the console is not running.
 
-    `given`: what processes were to have in their environment anyway; `forward`: the user's own collector, which the console hands
-    everything on to, "" without one."""
+    `given`: the environment that processes get anyway; `forward`: the user's own collector, to which the console forwards
+    everything, "" without one."""
 
     held: socket.socket
     given: Mapping[str, str]
@@ -29,8 +29,8 @@ class Traces:
 
     @classmethod
     def reserve(cls, env: Mapping[str, str], otlp_endpoint: str = "") -> Traces:
-        """`env`: added to every process's environment; `otlp_endpoint`: the user's collector, "" for what the environment says.
-        Raises StartFailed."""
+        """Bind the port. `env`: added to every process's environment; `otlp_endpoint`: the user's collector, "" for the
+        environment's. Raises StartFailed."""
         forward = collector_of(env, otlp_endpoint)
         try:
             return cls(ports.reserve(HOST, 0, "--otlp-port"), env, forward)
@@ -39,22 +39,22 @@ class Traces:
 
     @property
     def address(self) -> str:
-        """Of the console's OTLP."""
+        """Return the address of the console's OTLP."""
         return f"{HOST}:{self.held.getsockname()[1]}"
 
     @property
     def env(self) -> dict[str, str]:
-        """For all processes."""
+        """Return the environment of all processes."""
         return {**self.given, VARIABLE: self.address}
 
     def release(self) -> Mapping[str, str]:
-        """The port is anybody's again; returns the environment that was given."""
+        """Release the port; return the environment that was given."""
         self.held.close()
         return self.given
 
 
 def require_free(host: str, port: int) -> None:
-    """Before models are loaded for nothing. Raises StartFailed when the page's port is taken; 0 never is."""
+    """Check the page's port before models are loaded in vain. Raises StartFailed when it is taken; 0 never is."""
     if not port:
         return
     try:
@@ -64,8 +64,8 @@ def require_free(host: str, port: int) -> None:
 
 
 def collector_of(env: Mapping[str, str], otlp_endpoint: str = "") -> str:
-    """Where a process with this environment sends traces and metrics, by `env`, else `otlp_endpoint`, else our own environment: a
-    URL, "" for nowhere. Raises StartFailed."""
+    """Return where a process with this environment sends traces and metrics, by `env`, else `otlp_endpoint`, else our own
+    environment: a URL, "" for nowhere. Raises StartFailed."""
     known = {**os.environ, **({VARIABLE: otlp_endpoint} if otlp_endpoint else {}), **env}
     try:
         endpoint = TelemetryConfig(otlp_endpoint=known.get(VARIABLE, "")).endpoint(known)

@@ -1,8 +1,7 @@
-"""The latest decision of `pdmesh up --autoscale`, for `pdmesh status` of the same user on the same machine.
+"""Files by which `pdmesh status` finds the latest scaling decision and the metrics ports of a mesh on this machine.
 
-Routers know nothing of an autoscaler. So `up` keeps its latest decision in autoscalers/PID.json of the cache
-(`model_cache`), and takes that away at its end; `status` shows the one whose workers are those that its router tells of.
-Standard library only.
+Routers do not know the autoscaler. So `pdmesh up --autoscale` keeps its latest decision in autoscalers/PID.json of the model
+cache, and removes it at its end; `status` of the same user shows the one whose workers its router reports. Standard library only.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ if TYPE_CHECKING:
 
 
 FORGOTTEN_S = 86_400.0
-"""After which the file of a process that was killed is taken away."""
+"""Seconds after which the file of a killed process is removed."""
 
 
 def decisions_folder() -> Path:
-    """Need not exist. Raises RuntimeError where the user has no home."""
+    """Return the folder, which may not exist. Raises RuntimeError if the user has no home."""
     return cache_folder() / "autoscalers"
 
 
 class DecisionFile:
-    """Of one process, about the workers at `addresses`. Where it cannot be written, `pdmesh status` does not show it."""
+    """Write the decisions of one process about the workers at `addresses`. If that fails, `pdmesh status` does not show them."""
 
     def __init__(self, addresses: Callable[[], Collection[str]], folder: Path | None = None) -> None:
         self._addresses = addresses
@@ -45,7 +44,7 @@ class DecisionFile:
             self._path = folder / f"{os.getpid()}.json"
 
     def decided(self, decision: Decision, now_s: float) -> None:
-        """For the loop; `now_s` is its clock, of which nothing is needed here."""
+        """Receive a decision of the loop; `now_s` is its clock, which is not needed here."""
         if self._path is None:
             return
         pools = [{**asdict(pool), "text": str(pool)} for pool in decision.pools]
@@ -56,15 +55,15 @@ class DecisionFile:
             whole.replace(self._path)
 
     def remove(self) -> None:
-        """Nobody decides any more."""
+        """Remove the file: the autoscaler has ended."""
         if self._path is not None:
             with contextlib.suppress(OSError):
                 self._path.unlink(missing_ok=True)
 
 
 def latest(workers: Collection[str], folder: Path | None = None) -> dict[str, Any] | None:
-    """What was last decided about workers at these addresses, and when (`at_s`, seconds since 1970): of each pool its name,
-    replicas `before` and now, reason, and all of it as `text`. None: nobody here scales them."""
+    """Return the latest decision about workers at these addresses, and when (`at_s`, seconds since 1970): of each pool its name,
+    replicas `before` and now, reason, and all of it as `text`. None: no local autoscaler scales them."""
     about: list[tuple[float, dict[str, Any]]] = []
     with contextlib.suppress(OSError, RuntimeError):
         for path in (decisions_folder() if folder is None else folder).glob("*.json"):
@@ -82,11 +81,11 @@ def _forget_old(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-# Where the processes of `pdmesh up --metrics-port` show their metrics: for Prometheus, and for `pdmesh status`.
+# The metrics ports of `pdmesh up --metrics-port`, for Prometheus and for `pdmesh status`.
 #
-# Workers come and go, so there are two files, made anew with each change: prometheus-targets.json beside the logs, which
-# Prometheus follows (`file_sd_configs`), and metrics/PID.json of the cache, in which `pdmesh status` of the same user on the same
-# machine finds the mesh whose workers its router tells of. Standard library only.
+# Workers come and go, so two files are rewritten with each change: prometheus-targets.json beside the logs, which Prometheus
+# watches (`file_sd_configs`), and metrics/PID.json of the cache, by which `pdmesh status` finds the mesh whose workers its router
+# reports.
 
 
 TARGETS_FILE = "prometheus-targets.json"
@@ -96,7 +95,7 @@ _PERIOD_S = 1.0
 
 @dataclass(frozen=True)
 class Target:
-    """A process and the URLs of its metrics: a router of several processes has several."""
+    """Name a process and the URLs of its metrics: a router of several processes has several."""
 
     name: str
     role: str  # router, worker or autoscaler
@@ -104,12 +103,12 @@ class Target:
 
 
 def metrics_folder() -> Path:
-    """Need not exist. Raises RuntimeError where the user has no home."""
+    """Return the folder, which may not exist. Raises RuntimeError if the user has no home."""
     return cache_folder() / "metrics"
 
 
 def discovery(targets: Iterable[Target]) -> list[dict[str, Any]]:
-    """As Prometheus reads it. `instance` is the process's name, which outlives its port."""
+    """Return the targets in Prometheus' form. `instance` is the process's name, which is stable while its port is not."""
     return [
         {
             "targets": [url.removeprefix("http://").partition("/")[0]],
@@ -125,7 +124,7 @@ def _instance(target: Target, number: int) -> str:
 
 
 class MetricsFiles:
-    """Of one mesh. Where they cannot be written nobody finds the ports by them."""
+    """Write the files of one mesh. If that fails, the ports are not found by them."""
 
     def __init__(self, log_dir: Path, folder: Path | None = None) -> None:
         self.targets_path = log_dir / TARGETS_FILE
@@ -137,7 +136,7 @@ class MetricsFiles:
             self._path = folder / f"{os.getpid()}.json"
 
     def tell(self, targets: Iterable[Target], workers: Collection[str]) -> None:
-        """What there is now. `workers` are their addresses."""
+        """Write the current targets. `workers` are their addresses."""
         now = (tuple(targets), tuple(sorted(workers)))
         if now == self._told:
             return
@@ -148,7 +147,7 @@ class MetricsFiles:
             _replace(self._path, {"workers": now[1], "targets": found, "file": str(self.targets_path)})
 
     def remove(self) -> None:
-        """Nobody shows anything any more."""
+        """Remove the files."""
         for path in (self.targets_path, self._path):
             if path is not None:
                 with contextlib.suppress(OSError):
@@ -156,14 +155,15 @@ class MetricsFiles:
 
 
 async def follow(files: MetricsFiles, look: Callable[[], tuple[Iterable[Target], Collection[str]]]) -> None:
-    """Until cancelled. `look()` gives targets and workers' addresses of now."""
+    """Follow changes until cancelled. `look()` returns the current targets and workers' addresses."""
     while True:
         files.tell(*look())
         await asyncio.sleep(_PERIOD_S)
 
 
 def shown(workers: Collection[str], folder: Path | None = None) -> Mapping[str, Any] | None:
-    """Of the mesh on this machine whose workers are at these addresses: `targets` and the `file` with them. None: no such."""
+    """Return the mesh on this machine whose workers are at these addresses: `targets` and the `file` with them. None: there is
+    none."""
     with contextlib.suppress(OSError, RuntimeError):
         for path in (metrics_folder() if folder is None else folder).glob("*.json"):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # of another version, or gone by now

@@ -1,4 +1,4 @@
-"""One process of a local mesh under supervision: its log file, its restarts."""
+"""Supervises one process of a local mesh: its log file, its restarts."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ OnEvent = Callable[[str], None]
 
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 15.0
-# A process that lived so long has earned a quick restart again.
+# A process that lived this long is restarted quickly again.
 STABLE_AFTER_S = 30.0
 
 
 def backoff_s(num_failures: int) -> float:
-    """Seconds to wait before the restart that follows `num_failures` (at least 1) short lives in a row."""
+    """Return the seconds to wait before the restart that follows `num_failures` (at least 1) short lives in a row."""
     return float(min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(num_failures - 1, 16)))
 
 
 def how_it_ended(code: int | None) -> str:
-    """An exit code for people."""
+    """Return an exit code for people."""
     if code is None:
         return "ended"
     if code < 0:
@@ -36,16 +36,15 @@ def how_it_ended(code: int | None) -> str:
 
 
 class Member:
-    """A supervised process. Between `start` and `stop` it runs, or is about to run again.
+    """Supervise a process. Between `start` and `stop` it runs, or is about to run again.
 
-    Owner of its ManagedProcess: nobody else starts or stops it. A restart makes a new one, with the same plan.
-    """
+    It owns its ManagedProcess: nothing else starts or stops it. A restart makes a new one, with the same plan."""
 
     def __init__(self, plan: ProcessPlan, log_dir: Path, on_event: OnEvent, *, restart: bool, start_timeout_s: float) -> None:
         self.plan = plan
         self.log_path = log_dir / f"{plan.name}.log"
         self.num_restarts = 0
-        self.start_s = 0.0  # that the latest start took
+        self.start_s = 0.0  # of the latest start
         self._on_event = on_event
         self._restart = restart
         self._start_timeout_s = start_timeout_s
@@ -64,32 +63,32 @@ class Member:
 
     @property
     def running(self) -> bool:
-        """Whether its process lives now."""
+        """Return whether its process lives now."""
         return self._process is not None and self._process.running
 
     @property
     def given_up(self) -> bool:
-        """Whether it has ended and nobody will start it again."""
+        """Return whether it has ended and will not be restarted."""
         return self._watch is not None and self._watch.done() and not self.running
 
     @property
     def pid(self) -> int:
-        """Of the latest process. Raises RuntimeError before the start."""
+        """Return the id of the latest process. Raises RuntimeError before the start."""
         return self._latest.pid
 
     @property
     def address(self) -> str:
-        """Where it answers. Raises RuntimeError while it is not ready."""
+        """Return its address. Raises RuntimeError while it is not ready."""
         return self._latest.address
 
     @property
     def http_url(self) -> str:
-        """Where a router answers over HTTP; empty if it does not. Raises RuntimeError while it is not ready."""
+        """Return a router's HTTP URL; empty without one. Raises RuntimeError while it is not ready."""
         return str(self._latest.ready_line.get("http_url", ""))
 
     @property
     def metrics_urls(self) -> tuple[str, ...]:
-        """Where its processes show their metrics; none if they do not, or while it is not ready."""
+        """Return the URLs of its processes' metrics; none without them, or while it is not ready."""
         if not self.running or self._process is None:
             return ()
         with contextlib.suppress(RuntimeError):
@@ -103,12 +102,12 @@ class Member:
         return self._process
 
     async def start(self, on_progress: OnEvent | None = None) -> None:
-        """Starts it, waits until it is ready, and watches it from then on. Raises StartFailed with the end of its output."""
+        """Start it, wait until it is ready, and watch it from then on. Raises StartFailed with the end of its output."""
         await self._start_process(on_progress)
         self._watch = asyncio.create_task(self._supervise(), name=f"supervise {self.name}")
 
     async def stop(self, grace_s: float) -> None:
-        """Ends it for good: SIGTERM, after `grace_s` seconds SIGKILL. Idempotent."""
+        """End it for good: SIGTERM, after `grace_s` seconds SIGKILL. Idempotent."""
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.wait([self._watch])
@@ -117,13 +116,13 @@ class Member:
             await self._process.stop(grace_s)
 
     async def restart(self, grace_s: float) -> None:
-        """Ends it and starts it again at once; returns when it is ready."""
+        """End it and start it again at once; return when it is ready."""
         await self.stop(grace_s)
         self.num_restarts += 1
         await self.start()
 
     def kill(self, number: signal.Signals) -> None:
-        """Sends a signal to the process."""
+        """Send a signal to the process."""
         self._latest.signal(number)
 
     async def _start_process(self, on_progress: OnEvent | None) -> None:
@@ -162,7 +161,7 @@ class Member:
 
 
 async def start_all(members: Sequence[Member], on_progress: OnEvent) -> None:
-    """Starts all at once; the first that fails ends the wait for the others."""
+    """Start all at once; the first that fails ends the wait for the others."""
     try:
         async with asyncio.TaskGroup() as group:
             for member in members:

@@ -1,11 +1,11 @@
-"""A mesh on this machine: Redis, workers and routers as separate processes, started together, watched, and stopped in order.
+"""Runs a mesh on this machine: Redis, workers and routers as separate processes, started together, watched, and stopped in order.
 
     async with LocalMesh(LocalMeshConfig(model=str(folder)), on_event=print) as mesh:
         async with AsyncClient(mesh.router_address) as client: ...
         mesh.kill("decode-0", signal.SIGKILL)        # it is reported and started again
 
-Whatever happens to this process, the others end with it (`pdmesh.runtime.parent_death`); so the event loop has to run in a
-thread that lives as long as the mesh, as the main thread does.
+However this process ends, the others end with it (`pdmesh.runtime.parent_death`); so the event loop must run in a thread that
+lives as long as the mesh, as the main thread does.
 """
 
 from __future__ import annotations
@@ -51,14 +51,13 @@ _REDIS_PATIENCE_S = 5.0
 
 
 def _ignore(event: str) -> None:
-    """For callers that do not listen."""
+    """Ignore the event."""
 
 
 class LocalMesh:
-    """Owner of all processes of a local mesh. Use as an async context manager, or call `start` and `stop`.
+    """Own all processes of a local mesh. Use as an async context manager, or call `start` and `stop`.
 
-    `on_event` gets a line for each death, restart and failure; `on_progress` what a slow start is busy with.
-    """
+    `on_event` receives a line for each death, restart and failure; `on_progress` what a slow start is doing."""
 
     def __init__(self, config: LocalMeshConfig, *, on_event: OnEvent = _ignore, on_progress: OnEvent = _ignore) -> None:
         config.validate()
@@ -77,17 +76,17 @@ class LocalMesh:
 
     @property
     def router_address(self) -> str:
-        """Of the first router."""
+        """Return the address of the first router."""
         return self.routers[0].address
 
     @property
     def router_addresses(self) -> tuple[str, ...]:
-        """Of all routers, for `Client`."""
+        """Return the addresses of all routers, for `Client`."""
         return tuple(router.address for router in self.routers)
 
     @property
     def worker_addresses(self) -> tuple[str, ...]:
-        """Of all workers that are ready, whether they live or not."""
+        """Return the addresses of all workers that have been ready, whether they live or not."""
         found = []
         for worker in self.workers:
             with contextlib.suppress(RuntimeError):  # it starts
@@ -96,55 +95,55 @@ class LocalMesh:
 
     @property
     def http_urls(self) -> tuple[str, ...]:
-        """Of OpenAI's API on all routers that serve it, without a path."""
+        """Return the URLs of OpenAI's API on all routers that serve it, without a path."""
         return tuple(router.http_url for router in self.routers if router.http_url)
 
     @property
     def metrics_targets(self) -> tuple[Target, ...]:
-        """Where routers and workers show their metrics now; none without config.metrics_port."""
+        """Return where routers and workers serve their metrics now; none without config.metrics_port."""
         kinds = ((self.routers, "router"), (self.workers, "worker"))
         return tuple(Target(member.name, role, member.metrics_urls) for group, role in kinds for member in group)
 
     @property
     def console_url(self) -> str:
-        """Of the console's page; "" without one."""
+        """Return the URL of the console's page; "" without one."""
         return "" if self.console is None else self.console.http_url
 
     @property
     def tls(self) -> TlsConfig:
-        """Certificates for `Client`; unset without TLS. Throwaway ones exist between start and stop."""
+        """Return certificates for `Client`; unset without TLS. Throwaway ones exist between start and stop."""
         return self.config.tls
 
     @property
     def redis_pid(self) -> int | None:
-        """Of the embedded Redis; None while it is not running, and with one of the user's."""
+        """Return the pid of the embedded Redis; None while it is not running, and with one of the user's."""
         return None if self._redis is None else self._redis.pid
 
     @property
     def pids(self) -> dict[str, int]:
-        """Process id by name of everything that runs now."""
+        """Return the process id by name of everything that runs now."""
         pids = {member.name: member.pid for member in self._members if member.running}
         redis_pid = self.redis_pid
         return pids if redis_pid is None else {"redis": redis_pid, **pids}
 
     def member(self, name: str) -> Member:
-        """The router or worker of that name. Raises KeyError that lists the names."""
+        """Return the router or worker of that name. Raises KeyError that lists the names."""
         for member in self._members:
             if member.name == name:
                 return member
         raise KeyError(f"no process is called {name!r}; there are: {', '.join(m.name for m in self._members)}")
 
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
-        """Sends a signal to a router or worker. If it dies of it, it is reported and (config.restart) started again."""
+        """Send a signal to a router or worker. If it dies of it, it is reported and (config.restart) started again."""
         self.member(name).kill(number)
 
     async def restart(self, name: str) -> None:
-        """Ends a router or worker in order and starts it again; returns when it is ready."""
+        """End a router or worker in order and start it again; return when it is ready."""
         await self.member(name).restart(self.config.stop_grace_s)
 
     async def add_worker(self, prefix: str) -> Member:
-        """One more, called `prefix` and the first number that is free; "prefill", "decode" or "worker" (both roles). Returns when
-        it is ready; routers find it by themselves. Raises StartFailed; nothing is left of it then."""
+        """Add a worker, called `prefix` and the first number that is free; "prefill", "decode" or "worker" (both roles). Returns
+        when it is ready; routers find it by themselves. Raises StartFailed; nothing is left of it then."""
         names = {member.name for member in self._members}
         name = next(name for number in itertools.count() if (name := f"{prefix}-{number}") not in names)
         member = self._member(worker_plan(self.config, name, self.redis_url, usable_cores()))
@@ -158,14 +157,14 @@ class LocalMesh:
         return member
 
     async def remove_worker(self, name: str) -> None:
-        """Ends a worker for good: it takes nothing new, finishes what it has or hands it over, and is gone when this returns.
-        Raises KeyError that lists the names."""
+        """End a worker for good: it accepts nothing new, finishes its work or migrates it, and is gone when this returns. Raises
+        KeyError that lists the names."""
         member, began = self.member(name), time.monotonic()
         await self._end(member, (self.config.drain_grace_s or 0.0) + self.config.stop_grace_s)
         self._on_event(f"{name} has finished what it had and is gone, {time.monotonic() - began:.1f} s after it was told")
 
     async def _end(self, member: Member, grace_s: float) -> None:
-        """A caller that is cancelled waits for the end all the same."""
+        """End it; a cancelled caller still waits for the end."""
         ending = asyncio.ensure_future(member.stop(grace_s))
         try:
             await asyncio.shield(ending)
@@ -176,7 +175,7 @@ class LocalMesh:
             self.workers = tuple(worker for worker in self.workers if worker is not member)
 
     async def start(self) -> None:
-        """Starts everything and waits until the routers see all workers. Raises StartFailed with the end of the culprit's
+        """Start everything and wait until the routers see all workers. Raises StartFailed with the end of the failed process's
         output; nothing is left running then."""
         try:
             # A little more than one process has: its own error, with the end of its output, says more.
@@ -217,7 +216,7 @@ class LocalMesh:
         self.started = True
 
     def _take_traces(self) -> None:
-        """All processes are told where to send their traces before there is a console: what they send until then comes later."""
+        """Reserve the trace port before there is a console: traces that processes send until then arrive later."""
         self.console = None
         require_free(self.config.console_host, self.config.console_port or 0)
         self._traces = Traces.reserve(self.config.env, self.config.otlp_endpoint)
@@ -230,7 +229,7 @@ class LocalMesh:
         self.console.plan = with_port(self.console.plan, int(self.console.http_url.rpartition(":")[2]))
 
     async def _make_certificates(self) -> None:
-        """In a folder that only this user may look into."""
+        """Make certificates in a folder that only this user can read."""
         self._certificates = tempfile.TemporaryDirectory(prefix="pdmesh-tls-")
         try:
             made = await asyncio.to_thread(make_certificates, Path(self._certificates.name))
@@ -255,7 +254,7 @@ class LocalMesh:
         return (*self.workers, *self.routers, *(() if self.console is None else (self.console,)))
 
     async def wait_ready(self, timeout_s: float) -> None:
-        """Waits until every router sees the present process of every worker alive. Raises TimeoutError."""
+        """Wait until every router sees the present process of every worker alive. Raises TimeoutError."""
         async with asyncio.timeout(timeout_s):
             for router in self.routers:
                 while not await self._sees_all_workers(router):  # noqa: ASYNC110  # the event happens in another process
@@ -266,13 +265,13 @@ class LocalMesh:
             expected = {(worker.name, worker.address) for worker in self.workers}
             async with AsyncClient(router.address, tls=self.tls) as client:
                 status = await client.status(timeout=1.0)
-        except (MeshError, RuntimeError):  # the router does not answer; it or a worker is between two lives
+        except (MeshError, RuntimeError):  # the router does not answer, or it or a worker is restarting
             return False
         return expected <= {(worker.info.worker_id, worker.info.address) for worker in status.workers if worker.alive}
 
     async def stop(self) -> None:
-        """Stops routers, then workers, then Redis; each step gets `stop_grace_s` seconds, then SIGKILL. Idempotent; a caller
-        that is cancelled waits for the end all the same."""
+        """Stop routers, then workers, then Redis; each step gets `stop_grace_s` seconds, then SIGKILL. Idempotent; a cancelled
+        caller still waits for the end."""
         stopping = asyncio.ensure_future(self._stop())
         try:
             await asyncio.shield(stopping)
@@ -282,7 +281,7 @@ class LocalMesh:
 
     async def _stop(self) -> None:
         self.started = False
-        # The console comes last: it takes what the others say at their end.
+        # The console comes last: it receives what the others send at their end.
         for group in (self.routers, self.workers, () if self.console is None else (self.console,)):
             await asyncio.gather(*(member.stop(self.config.stop_grace_s) for member in group))
         if self._redis is not None:
@@ -307,7 +306,7 @@ class LocalMesh:
 
 
 def process_table(mesh: LocalMesh) -> Table:
-    """What runs where."""
+    """Return what runs where."""
     consoles = () if mesh.console is None else (mesh.console,)
     rows = [(m.name, ",".join(m.roles), str(m.pid), m.address) for m in (*mesh.routers, *mesh.workers, *consoles)]
     if mesh.redis_pid is not None:

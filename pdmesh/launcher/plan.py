@@ -1,4 +1,4 @@
-"""What a local mesh consists of: pure functions from its configuration to the command line of each process."""
+"""The processes of a local mesh: pure functions from its configuration to the command line of each process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pdmesh.runtime.rpc.tls import TlsConfig
 
 EMBEDDED_REDIS = "embedded"
 ROLES_OF_PREFIX = {"prefill": ("prefill",), "decode": ("decode",), "worker": ("prefill", "decode")}
-# What routers and workers import: the client alone is installed without them.
+# What routers and workers import: a client-only installation lacks them.
 _PACKAGES = (
     "grpc_health", "grpc_reflection", "redis", "tokenizers", "jinja2", "starlette", "uvicorn", "torch", "safetensors", "numpy",
     "crc32c",
@@ -24,7 +24,7 @@ _PACKAGES = (
 
 @dataclass(frozen=True)
 class LocalMeshConfig:
-    """A mesh on this machine."""
+    """Configure a mesh on this machine."""
 
     model: str  # folder or .gguf file, ready to be loaded
     model_name: str = ""  # what clients ask for; empty: the name of the folder
@@ -46,8 +46,8 @@ class LocalMeshConfig:
     mesh: str = "default"
     num_threads: int = 0  # of each worker; 0: the cores divided by the workers
     bind_cpus: bool = False  # each worker's engine to cores of its own, where there are enough: see `cpu_sets`
-    max_workers: int = 0  # that there may be one day: cores and memory are shared out among so many; 0: those of the beginning
-    drain_grace_s: float | None = None  # for a worker that goes to finish what it has; None: half of stop_grace_s
+    max_workers: int = 0  # that there may be later: cores and memory are divided by this number; 0: the initial one
+    drain_grace_s: float | None = None  # for a removed worker to finish its work; None: half of stop_grace_s
     restart: bool = True  # processes that die are started again
     start_timeout_s: float = 180.0
     stop_grace_s: float = 3.0  # for each of: routers, workers
@@ -58,40 +58,40 @@ class LocalMeshConfig:
     worker_args: tuple[str, ...] = ()
     router_args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)  # added to every process's environment
-    adjust: Callable[[ProcessPlan], ProcessPlan] | None = None  # the last word on each process: flags or environment of its own
+    adjust: Callable[[ProcessPlan], ProcessPlan] | None = None  # changes flags or environment of each process
 
     @property
     def name_of_model(self) -> str:
-        """What clients ask for."""
+        """Return the name that clients use."""
         return self.model_name or Path(self.model).resolve().stem
 
     @property
     def num_workers(self) -> int:
-        """All workers, whatever their roles."""
+        """Return the number of all workers, whatever their roles."""
         return self.num_prefill + self.num_decode + self.num_both
 
     @property
     def num_sharing(self) -> int:
-        """Workers among which cores and memory are shared out."""
+        """Return the number of workers by which cores and memory are divided."""
         return max(1, self.num_workers, self.max_workers)
 
     @property
     def autoscaler_metrics_port(self) -> int | None:
-        """Behind those of the routers, whether there is an autoscaler or not; the workers follow."""
+        """Return the port after those of the routers, whether there is an autoscaler or not; the workers follow."""
         return self.metrics_port and self.metrics_port + self.num_routers * self.router_processes
 
     @property
     def num_metrics_ports(self) -> int:
-        """That processes of the beginning have."""
+        """Return the number of ports that the initial processes have."""
         return self.num_routers * self.router_processes + 1 + self.num_workers
 
     def validate(self) -> None:
-        """Raises ValueError that names the field."""
+        """Raise ValueError that names the field."""
         for name in ("num_prefill", "num_decode", "num_both", "num_threads", "max_workers"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}: must not be negative")
         if self.bind_cpus and self.max_workers:
-            raise ValueError("bind_cpus: excludes max_workers, as nobody knows how many will share the cores")
+            raise ValueError("bind_cpus: excludes max_workers, as the number of workers that share the cores is not known")
         if self.num_decode + self.num_both < 1:
             raise ValueError("num_decode: a mesh needs a worker that decodes; give at least 1")
         if self.num_routers < 1:
@@ -104,7 +104,7 @@ class LocalMeshConfig:
 
 @dataclass(frozen=True)
 class ProcessPlan:
-    """One process to be run."""
+    """Describe one process to run."""
 
     name: str
     roles: tuple[str, ...]  # "router", "console", or of a worker: "prefill", "decode"
@@ -113,12 +113,12 @@ class ProcessPlan:
 
     @property
     def is_worker(self) -> bool:
-        """Whether it runs an engine."""
+        """Return whether it runs an engine."""
         return not {"router", "console"}.intersection(self.roles)
 
 
 def worker_plans(config: LocalMeshConfig, redis_url: str, cores: Sequence[int]) -> list[ProcessPlan]:
-    """One plan for each worker: prefill-0 …, decode-0 …, worker-0 … (both roles). `cores`: those that they may use."""
+    """Return one plan for each worker: prefill-0 …, decode-0 …, worker-0 … (both roles). `cores`: those that they may use."""
     threads = num_threads(config, cores)
     counts = {"prefill": config.num_prefill, "decode": config.num_decode, "worker": config.num_both}
     named = [(f"{prefix}-{index}", roles) for prefix, roles in ROLES_OF_PREFIX.items() for index in range(counts[prefix])]
@@ -131,20 +131,20 @@ def worker_plans(config: LocalMeshConfig, redis_url: str, cores: Sequence[int]) 
 
 
 def worker_plan(config: LocalMeshConfig, name: str, redis_url: str, cores: Sequence[int]) -> ProcessPlan:
-    """That of one more; its name begins with its roles, as those of `worker_plans` do."""
+    """Return the plan of an additional worker; its name begins with its roles, as those of `worker_plans` do."""
     roles = ROLES_OF_PREFIX[name.rpartition("-")[0]]
     port = None if config.metrics_port is None else 0
     return _worker(config, name, roles, redis_url, num_threads(config, cores), (), metrics_port=port)
 
 
 def num_threads(config: LocalMeshConfig, cores: Sequence[int]) -> int:
-    """Of each worker."""
+    """Return the threads of each worker."""
     return config.num_threads or max(1, len(cores) // config.num_sharing)
 
 
 def cpu_sets(config: LocalMeshConfig, cores: Sequence[int]) -> list[tuple[int, ...]]:
-    """Disjoint cores for the engine of each worker; none when they are not to be bound, or there are fewer cores than workers
-    (or than their threads). Neighbours stay together: they share caches. What the division leaves is for all else."""
+    """Return disjoint cores for the engine of each worker; none when they are not to be bound, or there are fewer cores than
+    workers (or than their threads). Neighbours stay together: they share caches. The remaining cores serve everything else."""
     share = len(cores) // max(1, config.num_workers)
     if not config.bind_cpus or share < max(1, config.num_threads):
         return []
@@ -152,8 +152,8 @@ def cpu_sets(config: LocalMeshConfig, cores: Sequence[int]) -> list[tuple[int, .
 
 
 def _kv_share(config: LocalMeshConfig) -> float:
-    """They share the device's memory: each takes its part of what is free when it has loaded, and together they leave as much as
-    one with the default, on a CPU as two."""
+    """Return each worker's share of the device's free memory after loading: together they leave as much as one with the default,
+    on a CPU as two."""
     alone = default_kv_share(config.device)
     return min(alone, (alone if config.device == "cuda" else 2 * alone) / config.num_sharing)
 
@@ -191,7 +191,7 @@ def _worker(
 
 
 def router_plans(config: LocalMeshConfig, redis_url: str) -> list[ProcessPlan]:
-    """One plan for each router: router-0 …, on consecutive ports."""
+    """Return one plan for each router: router-0 …, on consecutive ports."""
     return [_router(config, index, redis_url) for index in range(config.num_routers)]
 
 
@@ -217,7 +217,8 @@ def _metrics_flag(port: int | None) -> dict[str, str]:
 def console_plan(
     config: LocalMeshConfig, otlp_address: str, routers: Sequence[str], *, forward: str = "", redis_url: str = ""
 ) -> ProcessPlan:
-    """The console, which takes traces at `otlp_address` and hands them on to the collector at `forward`, if there is one."""
+    """Return the plan of the console, which receives traces at `otlp_address` and forwards them to the collector at `forward`, if
+    any."""
     host, _, port = otlp_address.rpartition(":")
     flags = {
         "--routers": ",".join(routers),
@@ -233,7 +234,7 @@ def console_plan(
 
 
 def with_port(plan: ProcessPlan, port: int, flag: str = "--port") -> ProcessPlan:
-    """The plan with a fixed port: a router that comes back has to be found where it was."""
+    """Return the plan with a fixed port: a restarted router must be found where it was."""
     at = plan.argv.index(flag) + 1
     return ProcessPlan(plan.name, plan.roles, (*plan.argv[:at], str(port), *plan.argv[at + 1 :]), plan.env)
 
@@ -243,15 +244,15 @@ def _command(module: str, flags: Mapping[str, str], more: tuple[str, ...]) -> tu
 
 
 def _environment(config: LocalMeshConfig, redis_url: str) -> dict[str, str]:
-    """What children need to find this very code, installed or not; and the URL: it may hold a password, so it is no flag;
-    and the certificates, or that there are none, whatever our own environment says."""
+    """Return what children need: the import path of this code, installed or not; the Redis URL, which may hold a password and so
+    is not a flag; and the certificates, or that there are none, whatever our own environment says."""
     collector = {"PDMESH_OTLP_ENDPOINT": config.otlp_endpoint} if config.otlp_endpoint else {}
     python = {**import_path(), "PYTHONUNBUFFERED": "1"}
     return {**python, "PDMESH_REDIS": redis_url, **to_env(config.tls), **collector, **config.env}
 
 
 def check_packages() -> None:
-    """Raises StartFailed, with the command that installs them, when packages are missing that the processes need."""
+    """Raise StartFailed, with the command that installs them, when packages are missing that the processes need."""
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise StartFailed(
@@ -261,7 +262,7 @@ def check_packages() -> None:
 
 
 def usable_cores() -> list[int]:
-    """Numbers of the cores that this process may run on, ascending."""
+    """Return the numbers of the cores that this process may run on, ascending."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))

@@ -1,4 +1,4 @@
-"""The registry of a local mesh: an embedded Redis under supervision, or a look at the one that the user names."""
+"""Provides the registry of a local mesh: a supervised embedded Redis, or a check of the user's own."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ _RETRY_PERIOD_S = 0.2
 
 
 class RedisMember:
-    """A Redis that comes back on the same port when it dies, empty: workers and routers register again by themselves.
+    """Supervise a Redis that restarts on the same port when it dies, empty: workers and routers register again by themselves.
 
-    Owner of its EmbeddedRedis: nobody else starts or stops it. A restart makes a new one.
-    """
+    It owns its EmbeddedRedis: nothing else starts or stops it. A restart makes a new one."""
 
     def __init__(self, on_event: OnEvent, *, restart: bool) -> None:
         self.num_restarts = 0
@@ -30,22 +29,22 @@ class RedisMember:
 
     @property
     def url(self) -> str:
-        """The same over restarts."""
+        """Return the URL, which stays over restarts."""
         return self._redis.url
 
     @property
     def pid(self) -> int | None:
-        """Of the process that runs now; None between two."""
+        """Return the id of the process that runs now; None between two."""
         return self._redis.pid if self._redis.running else None
 
     async def start(self) -> str:
-        """Starts it and watches it from then on; returns the URL. Raises StartFailed."""
+        """Start it and watch it from then on; return the URL. Raises StartFailed."""
         await self._start_process()
         self._watch = asyncio.create_task(self._supervise(), name="supervise redis")
         return self.url
 
     async def stop(self) -> None:
-        """Ends it for good; idempotent."""
+        """End it for good; idempotent."""
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.wait([self._watch])
@@ -59,7 +58,7 @@ class RedisMember:
     async def _supervise(self) -> None:
         while True:
             pid, code = self._redis.pid, await self._redis.wait()
-            report = f"redis (pid {pid}) {how_it_ended(code)}; the mesh goes on with what it knows"
+            report = f"redis (pid {pid}) {how_it_ended(code)}; the mesh continues with what it knows"
             if not self._restart:
                 self._on_event(report)
                 return
@@ -84,7 +83,7 @@ class RedisMember:
 
 
 async def require_redis(url: str, timeout_s: float) -> None:
-    """Waits until the user's Redis answers. Raises StartFailed with the reason when the URL is none, or after `timeout_s`."""
+    """Wait until the user's Redis answers. Raises StartFailed with the reason for an invalid URL, or after `timeout_s`."""
     from pdmesh.runtime.registry.redis_link import (  # needs the package redis; the embedded server does not
         why_silent,
         without_password,

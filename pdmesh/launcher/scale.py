@@ -1,8 +1,8 @@
-"""Workers of a local mesh, started and drained for the autoscaler.
+"""Starts and drains workers of a local mesh for the autoscaler.
 
 scale(3) ─► start a process ─► it registers ─► routers find it
-                └► fails: one less is asked for, and the next try has to wait
-scale(2) ─► SIGTERM to the one that matters least ─► it finishes what it has, or hands it over ─► it is gone
+                └► fails: one less is asked for, and the next attempt is delayed
+scale(2) ─► SIGTERM to the least useful one ─► it finishes or migrates its work ─► it is gone
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ STATUS_TIMEOUT_S = 1.0
 
 @dataclass(eq=False)
 class _Pool:
-    """`asked` for; of them `starting` are not ready. `num_failures` in a row, after which nothing starts before `next_try`."""
+    """Hold the state of a pool: `asked` for, of which `starting` are not ready; `num_failures` in a row, after which nothing
+    starts before `next_try`."""
 
     asked: int
     starting: dict[asyncio.Task[None], None] = field(default_factory=dict)  # the youngest is last
@@ -39,15 +40,14 @@ class _Pool:
 
 
 class LocalPlatform:
-    """As `pdmesh.autoscaler.platform.Platform` says, of one mesh that is running. On its event loop; close it before the mesh
-    stops.
+    """Implement `pdmesh.autoscaler.platform.Platform` for one running mesh. On its event loop; close it before the mesh stops.
 
-    A worker that dies is the mesh's to restart; one that cannot be started again is none any more."""
+    The mesh restarts a worker that dies; one that cannot be restarted is no longer counted."""
 
     def __init__(
         self, mesh: LocalMesh, on_event: Callable[[str], None] = lambda text: None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`on_event` hears of starts that failed; the mesh tells of those that did not."""
+        """Create it. `on_event` receives failed starts; the mesh reports successful ones."""
         self._mesh, self._on_event, self._clock = mesh, on_event, clock
         config = mesh.config
         counts = {PoolName.PREFILL: config.num_prefill, PoolName.DECODE: config.num_decode, PoolName.BOTH: config.num_both}
@@ -58,21 +58,21 @@ class LocalPlatform:
 
     @property
     def is_settled(self) -> bool:
-        """Whether nobody starts or leaves."""
+        """Return whether no worker is starting or leaving."""
         return not self._ending and not any(pool.starting for pool in self._pools.values())
 
     async def leads(self, now_s: float) -> bool:
-        """There is no other."""
+        """Return True: there is no other candidate."""
         return True
 
     async def observe(self, now_s: float) -> Mapping[PoolName, Asked]:
-        """Those that could not be started are not asked for any more."""
+        """Return what was asked for; failed starts are no longer asked for."""
         for name, pool in self._pools.items():
             await self._bury(name, pool)
         return {name: Asked(pool.asked) for name, pool in self._pools.items()}
 
     async def scale(self, decision: PoolDecision, replicas: int, now_s: float) -> None:
-        """Returns at once: workers start and drain in the background. Raises PlatformError while a failed start is recent."""
+        """Return at once: workers start and drain in the background. Raises PlatformError while a failed start is recent."""
         pool = self._pools[decision.name]
         if replicas > pool.asked:
             self._check_patience(decision.name, pool)
@@ -82,18 +82,18 @@ class LocalPlatform:
             await self._shrink(decision.name, pool, pool.asked - replicas)
 
     async def starts_failed(self, name: PoolName, problem: str) -> None:
-        """A start that fails is told at once; this one goes on, and takes long."""
+        """Ignore it: a failed start is reported at once; this one is only slow."""
         self._on_event(f"{name}: {problem}")
 
     async def load(self) -> State | None:
-        """Nobody was here before."""
+        """Return None: there was no former leader."""
         return None
 
     async def save(self, state: State) -> None:
-        """Nobody comes after."""
+        """Save nothing: there is no next leader."""
 
     async def close(self) -> None:
-        """Gives up what starts, waits for what drains."""
+        """Cancel starts, wait for drains."""
         self._closed = True
         tasks = [task for pool in self._pools.values() for task in pool.starting]
         for task in tasks:
@@ -115,7 +115,7 @@ class LocalPlatform:
         try:
             await self._mesh.add_worker(PREFIXES[name])
         except asyncio.CancelledError:
-            raise  # whoever cancels it has ceased to ask for it
+            raise  # cancelled by its caller, which no longer asks for it
         except (StartFailed, OSError) as error:
             pool.asked -= 1
             self._failed(pool, str(error))
@@ -123,7 +123,7 @@ class LocalPlatform:
             pool.num_failures = 0
 
     def _failed(self, pool: _Pool, problem: str) -> None:
-        """Several that were started together fail together: that is one failure."""
+        """Note a failure; several workers that were started together fail together: that is one failure."""
         if self._clock() >= pool.next_try:
             pool.num_failures += 1
         pool.problem = problem.partition(";")[0]
@@ -131,7 +131,7 @@ class LocalPlatform:
         self._on_event(problem)
 
     async def _shrink(self, name: PoolName, pool: _Pool, num: int) -> None:
-        """First those that are not ready, the youngest before the others; then those that have least to do."""
+        """Remove starting workers first, youngest first; then those with the least work."""
         for task in list(pool.starting)[::-1][:num]:
             task.cancel()
             pool.asked -= 1
@@ -155,12 +155,12 @@ class LocalPlatform:
                 await self._mesh.remove_worker(member.name)
 
     def _own(self, name: PoolName, pool: _Pool) -> list[Member]:
-        """Those that are ready and stay."""
+        """Return its workers that are ready and stay."""
         ready = (member for member in self._mesh.workers if member.name.rpartition("-")[0] == PREFIXES[name])
         return [member for member in ready if member.start_s and member.name not in pool.leaving]
 
     async def _by_worth(self, name: PoolName, pool: _Pool) -> list[Member]:
-        """Whoever matters least is first: who works for its own pool and has little to do; without figures the youngest."""
+        """Sort by usefulness, least first: workers of their own pool with little work; without figures the youngest."""
         youngest = self._own(name, pool)[::-1]
         try:
             async with AsyncClient(self._mesh.router_addresses, tls=self._mesh.tls) as client:
@@ -177,7 +177,7 @@ class LocalPlatform:
 
 
 def _worth(told: mesh_pb2.WorkerStatus) -> tuple[bool, int, int]:
-    """Lent to another pool; sequences; blocks."""
+    """Return (lent to another pool, sequences, blocks)."""
     load = told.load
     busy = load.num_running + load.num_waiting + load.num_reserved + load.num_held
     return set(load.roles) != set(told.info.home_roles), busy, load.num_total_blocks - load.num_free_blocks

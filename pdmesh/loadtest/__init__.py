@@ -1,4 +1,4 @@
-"""The load test: requests start when they are due, whatever became of the others; latencies count from when they were due.
+"""The load test: an open loop, in which requests start when they are due; latencies count from then.
 
 workload (pure: what, when) ─► runner ─► target (gRPC or OpenAI) ─► records ─► stats (pure) ─► JSON, terminal, HTML
 """

@@ -1,4 +1,7 @@
-"""When requests start: seconds since the start of a run, in order. All are endless but `ramp` and `replay`; all are pure."""
+"""Arrival times in seconds since the start of a run, in order; and the distributions of flags.
+
+All arrivals are endless except `ramp` and `replay`; all are pure.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,14 @@ from itertools import count
 
 
 def constant(rate: float) -> Iterator[float]:
-    """Every 1/rate seconds. By multiplication, so that no error adds up."""
+    """Yield a time every 1/rate seconds. By multiplication, so that no error accumulates."""
     return (number / rate for number in count())
 
 
 def gamma(rate: float, burstiness: float, rng: random.Random) -> Iterator[float]:
-    """Independent gamma-distributed gaps with mean 1/rate and a coefficient of variation of 1/sqrt(burstiness).
+    """Yield times with independent gamma-distributed gaps of mean 1/rate and a coefficient of variation of 1/sqrt(burstiness).
 
-    Burstiness 1 is a Poisson process; below 1 arrivals come in bursts, far above 1 they approach `constant`.
-    """
+    Burstiness 1 is a Poisson process; below 1 arrivals come in bursts, far above 1 they approach `constant`."""
     at_s = 0.0
     while True:
         at_s += rng.gammavariate(burstiness, 1 / (rate * burstiness))
@@ -26,7 +28,7 @@ def gamma(rate: float, burstiness: float, rng: random.Random) -> Iterator[float]
 
 
 def poisson(rate: float, rng: random.Random) -> Iterator[float]:
-    """Independent arrivals: exponential gaps with mean 1/rate."""
+    """Yield independent arrivals: exponential gaps with mean 1/rate."""
     at_s = 0.0
     while True:
         at_s += rng.expovariate(rate)
@@ -34,11 +36,10 @@ def poisson(rate: float, rng: random.Random) -> Iterator[float]:
 
 
 def ramp(first_rate: float, last_rate: float, duration_s: float, rng: random.Random) -> Iterator[float]:
-    """A Poisson process whose rate goes linearly from `first_rate` to `last_rate` within `duration_s`; ends there.
+    """Yield a Poisson process whose rate goes linearly from `first_rate` to `last_rate` within `duration_s`; it ends there.
 
-    A unit Poisson process in operational time, mapped back through the inverse of the cumulative rate
-    first·t + (last − first)·t²/(2·duration) (Çinlar 1975, Introduction to Stochastic Processes, chapter 4.7).
-    """
+    It is a unit Poisson process in operational time, mapped back through the inverse of the cumulative rate first·t + (last −
+    first)·t²/(2·duration) (Çinlar 1975, Introduction to Stochastic Processes, chapter 4.7)."""
     slope = (last_rate - first_rate) / duration_s
     total = (first_rate + last_rate) / 2 * duration_s
     expected = rng.expovariate(1)
@@ -48,13 +49,13 @@ def ramp(first_rate: float, last_rate: float, duration_s: float, rng: random.Ran
 
 
 def _inverse(expected: float, first_rate: float, slope: float) -> float:
-    """The t with first_rate·t + slope·t²/2 = expected, in the form that loses no digits when slope is near 0."""
+    """Return the t with first_rate·t + slope·t²/2 = expected, in the form that loses no digits when slope is near 0."""
     root = math.sqrt(max(0.0, first_rate * first_rate + 2 * slope * expected))
     return 2 * expected / (first_rate + root)
 
 
 def replay(timestamps_s: Iterable[float], speed: float) -> Iterator[float]:
-    """The given times from the first one on, `speed` times as fast."""
+    """Yield the given times from the first one on, `speed` times as fast."""
     first: float | None = None
     for timestamp in timestamps_s:
         first = timestamp if first is None else first
@@ -64,7 +65,7 @@ def replay(timestamps_s: Iterable[float], speed: float) -> Iterator[float]:
 # Distributions by name, as they are given in flags: `fixed:512`, `normal:512:128`, `uniform:16:64`, …
 
 
-# Number of parameters by kind, with what they mean.
+# Names of the parameters by kind.
 KINDS = {
     "fixed": ("value",),
     "uniform": ("lowest", "highest"),
@@ -76,13 +77,13 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Distribution:
-    """A distribution of numbers that are not negative: what falls below 0 becomes 0."""
+    """Draw non-negative numbers: what falls below 0 becomes 0."""
 
     kind: str
     parameters: tuple[float, ...]
 
     def draw(self, rng: random.Random) -> float:
-        """One value, at least 0."""
+        """Return one value, at least 0."""
         first, second = (*self.parameters, 0.0)[:2]
         if self.kind == "fixed":
             return first
@@ -95,7 +96,7 @@ class Distribution:
         return rng.expovariate(1 / first) if first else 0.0
 
     def draw_count(self, rng: random.Random) -> int:
-        """One value as a number of tokens or turns: whole, at least 1. Uniform ones include both ends."""
+        """Return one value as a number of tokens or turns: whole, at least 1. Uniform ones include both ends."""
         if self.kind == "uniform":
             return max(1, rng.randint(int(self.parameters[0]), int(self.parameters[1])))
         return max(1, round(self.draw(rng)))
@@ -105,17 +106,17 @@ class Distribution:
 
 
 def fixed(value: float) -> Distribution:
-    """Always `value`."""
+    """Return a distribution that is always `value`."""
     return Distribution("fixed", (value,))
 
 
 def parse(text: str) -> Distribution:
-    """`KIND:PARAMETER:…`, or a bare number for `fixed`. Raises ValueError that says what would be right."""
+    """Parse `KIND:PARAMETER:…`, or a bare number for `fixed`. Raises ValueError that says what would be right."""
     kind, *values = text.split(":")
     if not values:
         kind, values = "fixed", [kind]
     if kind not in KINDS:
-        raise ValueError(f"{text!r} is no distribution; give a number or one of {usage()}")
+        raise ValueError(f"{text!r} is not a distribution; give a number or one of {usage()}")
     try:
         parameters = tuple(float(value) for value in values)
     except ValueError:
@@ -128,7 +129,7 @@ def parse(text: str) -> Distribution:
 
 
 def usage() -> str:
-    """All forms, for help and errors."""
+    """Return all forms, for help and errors."""
     return ", ".join(map(_form, KINDS))
 
 

@@ -1,10 +1,10 @@
-"""Two results side by side, with how sure the difference is.
+"""Compares two results, with the confidence of each difference.
 
-Requests that follow each other are alike (they met the same queue), so drawing single requests again would promise too much: the
-bootstrap draws blocks of consecutive time (Künsch 1989, the jackknife and the bootstrap for general stationary observations).
+Successive requests are correlated (they met the same queue), so resampling single requests would promise too much: the bootstrap
+draws blocks of consecutive time (Künsch 1989, the jackknife and the bootstrap for general stationary observations).
 
 Eleven intervals of 95 % each would seldom all be right: they are widened so that all of one comparison are, in 95 % of
-comparisons (Bonferroni 1936, whatever the figures have in common).
+comparisons (Bonferroni 1936, whatever the correlation of the figures).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _WIDER = (_FAR + (_FAR**3 + _FAR) / 4 / (NUM_BLOCKS - 1)) / _NORMAL.inv_cdf(1 - 
 
 @dataclass(frozen=True)
 class Difference:
-    """One figure of both runs; `low` and `high` bound b − a, all of a comparison together
-    with CONFIDENCE. `worse`: b is worse, surely; `better` likewise."""
+    """Hold one figure of both runs; `low` and `high` bound b − a, all of a comparison together with CONFIDENCE. `worse`: b is
+    surely worse; `better` likewise."""
 
     name: str
     unit: str
@@ -44,7 +44,7 @@ class Difference:
 
     @property
     def sure(self) -> bool:
-        """Whether the interval excludes no difference."""
+        """Return whether the interval excludes no difference."""
         return self.low > 0 or self.high < 0
 
     @property
@@ -57,17 +57,17 @@ class Difference:
 
     @property
     def relative(self) -> float | None:
-        """The change as a share of a."""
+        """Return the change as a share of a."""
         return (self.b - self.a) / self.a if self.a else None
 
 
-# Weights of the blocks in; some figures of such a resample out.
+# Maps block weights to the figures of that resample.
 _Figures = Callable[[Sequence[int]], Sequence[float]]
 _QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 def compare(a: Result, b: Result, seed: int = 0) -> list[Difference]:
-    """Differences of latencies, attainment and goodput, of the figures that both runs have."""
+    """Return differences of latencies, attainment and goodput, for the figures that both runs have."""
     rng = random.Random(seed)
     draws = [(_weights(rng), _weights(rng)) for _ in range(NUM_RESAMPLES)]
     differences = []
@@ -96,14 +96,14 @@ def _differences(
     for index, (name, x, y) in enumerate(zip(names, a(once), b(once), strict=True)):
         ordered = sorted(figures[index] for figures in resampled)
         low, middle, high = (quantile(ordered, q) for q in (tail, 0.5, 1 - tail))
-        # So far out there are too few resamples: what is known at 95 % is widened.
+        # There are too few resamples this far out: the interval at 95 % is widened.
         low, high = middle - _WIDER * (middle - low), middle + _WIDER * (high - middle)
         differences.append(Difference(name, unit, x, y, low, high, higher_is_better))
     return differences
 
 
 def _weights(rng: random.Random) -> list[int]:
-    """How often each block is drawn, of NUM_BLOCKS draws with replacement."""
+    """Return how often each block is drawn, of NUM_BLOCKS draws with replacement."""
     weights = [0] * NUM_BLOCKS
     for _ in range(NUM_BLOCKS):
         weights[rng.randrange(NUM_BLOCKS)] += 1
@@ -111,7 +111,7 @@ def _weights(rng: random.Random) -> list[int]:
 
 
 def _blocks(result: Result) -> list[int]:
-    """The block of each request, by when it was due."""
+    """Return the block of each request, by when it was due."""
     window = result.window
     width = window.length_s / NUM_BLOCKS
     return [min(NUM_BLOCKS - 1, int((at_s - window.start_s) / width)) for at_s in result.sample.scheduled_s]
@@ -154,7 +154,7 @@ def _weighted(weights: Sequence[int], counts: Sequence[int]) -> int:
 
 
 def _verdicts(result: Result) -> tuple[list[int], list[int]]:
-    """By block: requests that kept their objectives, and requests that count."""
+    """Return by block: requests that kept their objectives, and requests that count."""
     kept, counted = [0] * NUM_BLOCKS, [0] * NUM_BLOCKS
     for block, verdict in zip(_blocks(result), result.sample.met, strict=True):
         if verdict is not None:

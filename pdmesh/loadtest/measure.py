@@ -1,4 +1,4 @@
-"""One measured run, from a workload to its result; and a search over such runs for the highest rate that keeps the objectives."""
+"""Measures one run, from a workload to its result; and searches over such runs for the highest rate that keeps the objectives."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from pdmesh.loadtest.stats import Window
 from pdmesh.loadtest.targets.target import Target
 from pdmesh.loadtest.workload import Workload, plan
 
-# The highest rate at which enough requests keep their objectives: a search over observations. Pure.
+# The search for the highest rate at which enough requests keep their objectives. Pure.
 #
 # The rate doubles until it is too high, then the interval between the highest rate that held and the lowest that did not is
-# halved until it is narrow. A rate holds if most of its windows do, further ones (a confirmation) included;
-# the windows of a rate end as soon as that is decided.
+# halved until it is narrow. A rate holds if most of its windows do, further ones (a confirmation) included; the windows of a rate
+# end as soon as that is decided.
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One window at a rate: the share of requests that kept their objectives, and how many did so per second."""
+    """Hold one window at a rate: the share of requests that kept their objectives, and how many did so per second."""
 
     rate: float
     attainment: float
@@ -37,7 +37,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Search:
-    """What is looked for. `tolerance`: how much higher than the answer the lowest rate that fails may be, as a share."""
+    """Configure a search. `tolerance`: how much higher than the answer the lowest rate that fails may be, as a share."""
 
     attainment: float = 0.9
     first_rate: float = 1.0
@@ -47,7 +47,8 @@ class Search:
     windows: int = 3
 
     def holds(self, rate: float, trials: Sequence[Trial]) -> bool | None:
-        """Whether most windows at `rate` attained enough, of `windows` or of as many as there are; None while that is open."""
+        """Return whether most windows at `rate` attained enough, of `windows` or of as many as there are; None while that is
+        open."""
         verdicts = [trial.attainment >= self.attainment for trial in trials if trial.rate == rate]
         total = max(self.windows, len(verdicts))
         needed = total // 2 + 1
@@ -56,16 +57,16 @@ class Search:
         return False if len(verdicts) - sum(verdicts) > total - needed else None
 
     def bounds(self, trials: Sequence[Trial]) -> tuple[float | None, float | None]:
-        """The highest rate that held below the lowest that did not, and that one; None: there is none yet.
+        """Return the highest rate that held below the lowest that did not, and that one; None: there is none yet.
 
-        Of a rate that held above one that failed, chance is the likelier cause: it does not count."""
+        A rate that held above one that failed probably did so by chance: it does not count."""
         verdicts = {rate: self.holds(rate, trials) for rate in sorted({trial.rate for trial in trials})}
         failed = min((rate for rate, held in verdicts.items() if held is False), default=None)
         held = [rate for rate, held in verdicts.items() if held and (failed is None or rate < failed)]
         return max(held, default=None), failed
 
     def next_rate(self, trials: Sequence[Trial]) -> float | None:
-        """The rate of the next window; None when the search is over."""
+        """Return the rate of the next window; None when the search is over."""
         for trial in reversed(trials):
             if self.holds(trial.rate, trials) is None:
                 return trial.rate
@@ -82,8 +83,8 @@ class Search:
 
 @dataclass(frozen=True)
 class Capacity:
-    """What was found: `rate` requests per second held and `failed_rate` did not. None for `rate`: not even the lowest one held;
-    None for `failed_rate`: the highest rate that was allowed held, so the capacity may be higher."""
+    """Hold the answer: `rate` requests per second held and `failed_rate` did not. None for `rate`: not even the lowest one held;
+    None for `failed_rate`: the highest allowed rate held, so the capacity may be higher."""
 
     attainment: float
     rate: float | None
@@ -100,7 +101,7 @@ class Capacity:
 
 
 def found(search: Search, trials: Sequence[Trial]) -> Capacity:
-    """The answer, once `next_rate` is None (before that: what is known so far)."""
+    """Return the answer, once `next_rate` is None (before that: what is known so far)."""
     held, failed = search.bounds(trials)
     at_best = [trial.goodput for trial in trials if trial.rate == held]
     return Capacity(search.attainment, held, failed, sum(at_best) / len(at_best) if at_best else None)
@@ -111,8 +112,9 @@ Watch = Callable[[Runner], AbstractAsyncContextManager[object]]
 
 @dataclass(frozen=True)
 class Measurement:
-    """What is run and how it is judged. Requests that are due in the first `warmup_s` seconds do not count; `duration_s` is the
-    time that does. Beyond `max_lateness_s` (p99) of its own delay the load test calls its result invalid."""
+    """Configure what is run and how it is judged. Requests that are due in the first `warmup_s` seconds do not count;
+    `duration_s` is the time that does. If its own delay (p99) exceeds `max_lateness_s`, the load test calls its result
+    invalid."""
 
     workload: Workload
     book: ObjectiveBook
@@ -127,8 +129,8 @@ class Measurement:
 
 
 async def measure(target: Target, measurement: Measurement, watch: Watch = nullcontext) -> Result:
-    """Runs it, within what `watch` makes of the runner (progress). Cancelled (Ctrl-C), it returns what there is: `interrupted`
-    says so, and the window ends there."""
+    """Run it, within `watch` of the runner (progress). Cancelled (Ctrl-C), it returns what there is: `interrupted` says so, and
+    the window ends there."""
     total_s = measurement.warmup_s + measurement.duration_s
     seed = measurement.seed
     prefix = f"{measurement.run.request_id_prefix}-{seed}"
@@ -157,9 +159,9 @@ async def measure(target: Target, measurement: Measurement, watch: Watch = nullc
 
 @dataclass(frozen=True)
 class Found:
-    """The capacity for each share that was asked for, the trials that led there, and the result of the last of them at the
-    highest rate that held (of the very last one, where none did). `stopped`: why it ended early, so that a capacity may be higher
-    than what was found; empty: it did not. `interrupted`: because it was cancelled (Ctrl-C)."""
+    """Hold the capacity for each requested share, the trials that led there, and the result of the last of them at the highest
+    rate that held (of the very last one, if none did). `stopped`: why it ended early, so that a capacity may be higher than
+    found; empty: it did not. `interrupted`: it was cancelled (Ctrl-C)."""
 
     capacities: tuple[Capacity, ...]
     trials: tuple[Trial, ...]
@@ -176,8 +178,8 @@ class Found:
 
 
 def decided_s(measurement: Measurement) -> float:
-    """Seconds of a run after which no request that still runs can be good: the last one was due, and the longest answer had all
-    the time that its objectives allow. Until then nothing is given up, so nothing gets room that it would not have had."""
+    """Return the seconds of a run after which no running request can be good: the last one was due, and the longest answer had
+    all the time that its objectives allow. Until then nothing is cancelled, so no request gains capacity from it."""
     total_s = measurement.warmup_s + measurement.duration_s
     allowed_ms = 0.0
     for session in plan(measurement.workload, measurement.seed, total_s):
@@ -193,7 +195,7 @@ async def find_capacity(
     watch: Watch = nullcontext,
     on_trial: Callable[[Trial], None] = lambda trial: None,
 ) -> Found:
-    """Searches for each attainment in turn; all of them learn from all trials."""
+    """Search for each attainment in turn; all of them learn from all trials."""
     return await search_capacity(partial(measure, target, watch=watch), measurement, searches, on_trial)
 
 
@@ -203,9 +205,9 @@ async def search_capacity(
     searches: tuple[Search, ...],
     on_trial: Callable[[Trial], None] = lambda trial: None,
 ) -> Found:
-    """The same over whatever measures one window.
+    """Search with any function that measures one window.
 
-    A window in which the load test itself was too late says nothing of the target: no search goes as high again, and what held
+    A window in which the load test itself was too late says nothing about the target: no search goes as high again, and what held
     below is reported. Interrupted, it returns what there is."""
     trials: list[Trial] = []
     results: dict[float, Result] = {}
@@ -237,8 +239,8 @@ def _found(
 
 
 def window_at(measurement: Measurement, rate: float, number: int) -> Measurement:
-    """The measurement of window `number` at `rate`. Its seed follows from both: another for each, or the windows would be the
-    same requests, out of the target's caches; the same one for whatever else is searched, so that all targets get the same."""
+    """Return the measurement of window `number` at `rate`. Its seed follows from both: another for each, or the windows would
+    repeat the same requests, out of the target's caches; the same for every search, so that all targets get the same."""
     workload = replace(measurement.workload, arrivals=replace(measurement.workload.arrivals, rate=rate))
     seed = random.Random(f"{measurement.seed}/{rate:.6g}/{number}").randrange(2**31)
     window = replace(measurement, workload=workload, seed=seed)
@@ -246,5 +248,5 @@ def window_at(measurement: Measurement, rate: float, number: int) -> Measurement
 
 
 def trial_of(rate: float, result: Result) -> Trial:
-    """What the search learns of a window."""
+    """Return what the search learns from a window."""
     return Trial(rate, result.summary.attainment or 0.0, result.summary.goodput)

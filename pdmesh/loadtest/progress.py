@@ -1,4 +1,4 @@
-"""What a run shows while it runs: a bar and a line that change on a terminal, or a line every ten seconds in a log."""
+"""Shows a run's progress: a bar and a line that change on a terminal, or a line every ten seconds in a log."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FAILED = (Outcome.REFUSED, Outcome.TIMEOUT, Outcome.ERROR, Outcome.NOT_SENT)
 
 
 class Progress:
-    """Writes to `stream` for as long as it is entered."""
+    """Write to `stream` for as long as it is entered."""
 
     def __init__(self, stream: TextIO, runner: Runner, total_s: float, label: str = "") -> None:
         self._console = console(stream)
@@ -50,7 +50,7 @@ class Progress:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """The last line stays."""
+        """Leave the last line."""
         assert self._task is not None
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
@@ -84,7 +84,7 @@ class Progress:
         return self._runner.now_s() if self._runner.log.started_at else 0.0
 
     def _read(self, now_s: float) -> None:
-        """Takes in the records that are new; keeps those that ended lately."""
+        """Read the new records; keep those that ended lately."""
         records = self._runner.log.records
         for record in records[self._seen :]:
             self._num_ok += record.outcome is Outcome.OK

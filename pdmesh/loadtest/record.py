@@ -1,4 +1,7 @@
-"""What is kept of a finished request. Times are seconds since the start of the run, on a monotonic clock."""
+"""The record of a finished request, and the objectives that it is judged by.
+
+Times are seconds since the start of the run, on a monotonic clock.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,16 @@ from pdmesh.planning import objectives as planned_objectives
 
 
 class Outcome(Enum):
-    """How a request ended."""
+    """Name how a request ended."""
 
     OK = "ok"
-    # The plan wanted it so.
+    # As planned.
     CANCELLED = "cancelled"
-    # The target said that it had no room.
+    # The target said that it had no capacity.
     REFUSED = "refused"
     TIMEOUT = "timeout"
     ERROR = "error"
-    # Due while as many as the load test may have were running: it never waits for one of them to end.
+    # Due while the maximum number was running: the load test never waits for one of them to end.
     NOT_SENT = "not_sent"
     # The load test itself was interrupted; does not count.
     ABORTED = "aborted"
@@ -30,8 +33,8 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One request. Latencies count from `scheduled_s`, when it was due, so that a target that stalls (or a load test that is
-    late) is seen in all the requests that it made wait. `token_times` has a time for each message that carried tokens."""
+    """Record one request. Latencies count from `scheduled_s`, when it was due, so that a stall of the target (or a delay of the
+    load test) shows in all the requests that waited. `token_times` has a time for each message that carried tokens."""
 
     session: int
     turn: int
@@ -53,34 +56,34 @@ class Record:
 
     @property
     def lateness_s(self) -> float:
-        """How late the load test itself was."""
+        """Return how late the load test itself was."""
         return self.sent_s - self.scheduled_s
 
     @property
     def ttft_s(self) -> float | None:
-        """From when it was due to its first token."""
+        """Return the time from when it was due to its first token."""
         return self.token_times[0] - self.scheduled_s if self.token_times else None
 
     @property
     def ttft_from_sent_s(self) -> float | None:
-        """From when it was sent to its first token: what a load test that forgets its own delays would report."""
+        """Return the time from when it was sent to its first token: what a load test that ignores its own delays would report."""
         return self.token_times[0] - self.sent_s if self.token_times else None
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time per token after the first; None below two tokens."""
+        """Return the mean time per token after the first; None below two tokens."""
         if self.output_tokens < 2 or len(self.token_times) < 2:
             return None
         return (self.token_times[-1] - self.token_times[0]) / (self.output_tokens - 1)
 
     @property
     def e2e_s(self) -> float | None:
-        """From when it was due to its last token, if it was answered in full."""
+        """Return the time from when it was due to its last token, if it was answered in full."""
         return self.token_times[-1] - self.scheduled_s if self.outcome is Outcome.OK and self.token_times else None
 
     @property
     def gaps_s(self) -> list[float]:
-        """Times between one message with tokens and the next (ITL)."""
+        """Return the times between one message with tokens and the next (ITL)."""
         return [later - earlier for earlier, later in pairwise(self.token_times)]
 
 
@@ -92,7 +95,8 @@ DEFAULT_QUANTILE = 0.9
 
 @dataclass(frozen=True)
 class Objectives:
-    """Upper bounds in milliseconds; None: no bound. `quantile`: the share of requests, in (0, 1], that must keep all of them."""
+    """Hold upper bounds in milliseconds; None: no bound. `quantile`: the share of requests, in (0, 1], that must keep all of
+    them."""
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
@@ -101,12 +105,12 @@ class Objectives:
 
     @property
     def bounds(self) -> dict[str, float]:
-        """Those that are set, by name: ttft, tpot, e2e."""
+        """Return the bounds that are set, by name: ttft, tpot, e2e."""
         named = {"ttft": self.ttft_ms, "tpot": self.tpot_ms, "e2e": self.e2e_ms}
         return {name: bound for name, bound in named.items() if bound is not None}
 
     def longest_ms(self, num_tokens: int) -> float:
-        """The most time that an answer of so many tokens may take; infinite where the bounds leave that open."""
+        """Return the most time that an answer of so many tokens may take; infinite where the bounds leave that open."""
         by_tokens = math.inf
         if self.ttft_ms is not None and (num_tokens == 1 or self.tpot_ms is not None):
             by_tokens = self.ttft_ms + (num_tokens - 1) * (self.tpot_ms or 0.0)
@@ -119,24 +123,24 @@ class Objectives:
 
 @dataclass(frozen=True)
 class ObjectiveBook:
-    """The objectives of each class of traffic, where they differ from the common ones."""
+    """Hold the objectives of each class of traffic, where they differ from the common ones."""
 
     common: Objectives
     by_class: Mapping[str, Objectives] = field(default_factory=dict)
 
     def of(self, traffic_class: str) -> Objectives:
-        """The objectives that a request of this class has."""
+        """Return the objectives of a request of this class."""
         return self.by_class.get(traffic_class, self.common)
 
     @property
     def any(self) -> bool:
-        """Whether there is anything to keep."""
+        """Return whether there is any objective."""
         return any(objectives.bounds for objectives in (self.common, *self.by_class.values()))
 
 
 def from_file(path: str, model: str) -> Objectives:
-    """The objectives of `model` (or of the only one) in the file that the router reads. Raises ConfigError; ValueError if the
-    file says nothing of the model."""
+    """Return the objectives of `model` (or of the only one) in the file that the router reads. Raises ConfigError; ValueError if
+    the file does not name the model."""
     known = {objective.model: objective for objective in planned_objectives.load(path)}
     chosen = next(iter(known.values())) if len(known) == 1 and not model else known.get(model)
     if chosen is None:

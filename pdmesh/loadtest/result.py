@@ -31,7 +31,7 @@ NUM_SLOWEST = 20
 
 @dataclass(frozen=True)
 class Slow:
-    """One of the slowest requests; milliseconds, but `scheduled_s`."""
+    """Hold one of the slowest requests; milliseconds, except `scheduled_s`."""
 
     request: str
     scheduled_s: float
@@ -48,8 +48,8 @@ class Slow:
 
 @dataclass(frozen=True)
 class Sample:
-    """The counted requests as columns of equal length; milliseconds, None where there is no such latency. `met`: 1 kept, 0
-    missed, None does not count. What `compare` draws from."""
+    """Hold the counted requests as columns of equal length; milliseconds, None where there is no such latency. `met`: 1 kept, 0
+    missed, None does not count. `compare` resamples them."""
 
     scheduled_s: Sequence[float] = ()
     traffic_class: Sequence[str] = ()
@@ -62,7 +62,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class Result:
-    """One measured window. `reasons`: why it says nothing of the target (the load test was late itself); empty: it is valid."""
+    """Hold one measured window. `reasons`: why it says nothing about the target (the load test was late itself); empty: it is
+    valid."""
 
     target: str
     model: str
@@ -84,7 +85,7 @@ class Result:
     sample: Sample
     interrupted: bool = False
     format: str = FORMAT
-    # Of a search: the rates that were found, and the windows that led there.
+    # For a search: the rates that were found, and the windows that led there.
     capacity: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -103,7 +104,7 @@ def make_result(
     settings: Mapping[str, Any],
     max_lateness_s: float,
 ) -> Result:
-    """Everything that can be said of a run."""
+    """Return the result of a run."""
     counted = [record for record in log.records if window.holds(record)]
     lateness, loop_lag = Latency.of(record.lateness_s for record in counted), Latency.of(log.loop_lag_s)
     return Result(
@@ -173,21 +174,21 @@ def _ms(seconds: float | None) -> float | None:
 
 
 def as_json(result: Result) -> dict[str, Any]:
-    """The document."""
+    """Return the document."""
     return asdict(result)
 
 
 def write(result: Result, path: str) -> None:
-    """Writes the document. Raises OSError."""
+    """Write the document. Raises OSError."""
     Path(path).write_text(json.dumps(as_json(result), ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def read(path: str) -> Result:
-    """The result that `write` wrote. Raises ValueError that names the file and what is wrong with it."""
+    """Return the result that `write` wrote. Raises ValueError that names the file and what is wrong with it."""
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(document, dict) or document.get("format") != FORMAT:
-            raise ValueError(f"is no result of `pdmesh loadtest` ({FORMAT})")
+            raise ValueError(f"is not a result of `pdmesh loadtest` ({FORMAT})")
         _check(document)
         return _parse(document)
     except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
@@ -202,7 +203,7 @@ _LISTS = ("reasons", "timeline", "fleet", "slowest")
 
 
 def _check(document: Mapping[str, Any]) -> None:
-    """Raises ValueError that names the field which reports could not bear."""
+    """Raise ValueError that names a field which reports cannot use."""
     for kind, names, what in ((dict, (*_OBJECTS, "phases", "sample"), "an object"), (list, _LISTS, "a list")):
         for name in names:
             if not isinstance(document[name], kind):

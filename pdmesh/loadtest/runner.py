@@ -1,8 +1,7 @@
-"""The run: an open loop. Each session starts when it is due, whatever became of the others; nothing waits for an answer but the
-next turn of the same conversation.
+"""Runs an open loop: each session starts when it is due; only the next turn of a conversation waits for an answer.
 
-Latencies count from when a request was due. How late the load test itself was is measured: it is part of the latencies, and
-beyond a bound the result is no longer one of the target (`RunLog.lateness_s`, `loop_lag_s`).
+Latencies count from when a request was due. The load test's own lateness is measured: it is part of the latencies, and beyond a
+bound the result no longer describes the target (`RunLog.lateness_s`, `loop_lag_s`).
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ _MAX_BURST = 32
 
 @dataclass(frozen=True)
 class RunSettings:
-    """`timeout_s` counts from when a request is due. After `stop_turns_s` seconds of a run no conversation goes on; after
-    `give_up_s` what still runs has timed out. `seed` makes the words of prompts: with another than the last run's, the target has
-    none of them in its caches. Requests are told the objectives that `book` has for their class."""
+    """Configure a run. `timeout_s` counts from when a request is due. After `stop_turns_s` seconds of a run no conversation
+    continues; after `give_up_s` running requests have timed out. `seed` makes the words of prompts: with a new one, the target
+    has none of them in its caches. Requests carry the objectives that `book` has for their class."""
 
     timeout_s: float = 60.0
     max_concurrency: int = 10_000
@@ -39,11 +38,11 @@ class RunSettings:
 
 @dataclass
 class RunLog:
-    """What a run left. `started_at` is a reading of the event loop's clock; all other times count from it, in seconds."""
+    """Hold the log of a run. `started_at` is a reading of the event loop's clock; all other times count from it, in seconds."""
 
     started_at: float = 0.0
     records: list[Record] = field(default_factory=list)
-    # By how much timers of this process fired late: the delay that any message may have waited to be seen.
+    # Lateness of this process's timers: the delay by which any message may have been seen late.
     loop_lag_s: array[float] = field(default_factory=lambda: array("d"))
     fleet: list[tuple[float, Fleet]] = field(default_factory=list)
     num_running: int = 0
@@ -51,7 +50,7 @@ class RunLog:
 
 
 class _Call:
-    """One request that is running: what has arrived of it."""
+    """Hold what has arrived of a running request."""
 
     def __init__(self, sent_s: float) -> None:
         self.sent_s = sent_s
@@ -73,7 +72,7 @@ class _Call:
 
 
 class Runner:
-    """One run of a plan against a target. `log` may be read while it runs; `on_record` sees each record as it is made."""
+    """Run a plan against a target. `log` may be read while it runs; `on_record` receives each record as it is made."""
 
     def __init__(self, target: Target, settings: RunSettings, on_record: Callable[[Record], None] | None = None) -> None:
         self.log = RunLog()
@@ -83,8 +82,8 @@ class Runner:
         self._clock = asyncio.get_running_loop().time
 
     async def run(self, sessions: Iterable[PlannedSession]) -> RunLog:
-        """Starts every session when it is due and waits for all of them. Cancelling it (Ctrl-C) ends what runs, as ABORTED;
-        the log of what was finished stays readable."""
+        """Start every session when it is due and wait for all of them. Cancelling it (Ctrl-C) ends running requests, as ABORTED;
+        the log of finished ones stays readable."""
         self.log.started_at = self._clock()
         async with self._background():
             try:
@@ -96,7 +95,7 @@ class Runner:
         return self.log
 
     def now_s(self) -> float:
-        """Seconds since the start of the run."""
+        """Return the seconds since the start of the run."""
         return self._clock() - self.log.started_at
 
     async def _start_all(self, sessions: Iterable[PlannedSession], group: asyncio.TaskGroup) -> None:
@@ -107,7 +106,7 @@ class Runner:
             prepared = self._target.prepare(ask)
             early_s = session.at_s - self.now_s()
             behind = 0 if early_s > 0 else behind + 1
-            # Who is behind starts what is due before he lets others run, but not without end.
+            # Overdue sessions start before the loop yields to others, but not without bound.
             if early_s > 0 or behind % _MAX_BURST == 0:
                 await asyncio.sleep(max(0.0, early_s))
             group.create_task(self._session(session, ask, prepared))
@@ -147,7 +146,7 @@ class Runner:
         )
 
     async def _request(self, turn: PlannedTurn, prepared: object, scheduled_s: float, call: _Call) -> tuple[Outcome, str]:
-        """Sends one request and waits for its end. How it ended and, unless that was planned, why."""
+        """Send one request and wait for its end. Return how it ended and, unless that was planned, why."""
         log, settings = self.log, self._settings
         if log.num_running >= settings.max_concurrency:
             return Outcome.NOT_SENT, f"{settings.max_concurrency} requests were running already"
@@ -183,7 +182,7 @@ class Runner:
 
     @asynccontextmanager
     async def _background(self) -> AsyncIterator[None]:
-        """Measures the event loop's own lag and asks for the fleet, for as long as the run lasts."""
+        """Measure the event loop's own lag and poll the fleet, for as long as the run lasts."""
         tasks = [asyncio.create_task(self._watch_lag()), asyncio.create_task(self._watch_fleet())]
         try:
             yield
@@ -200,7 +199,7 @@ class Runner:
 
     async def _watch_fleet(self) -> None:
         while True:
-            # A busy router may miss one question; the next may be answered.
+            # A busy router may miss one poll; the next may be answered.
             with suppress(TargetError):
                 fleet = await self._target.fleet()
                 if fleet is None:

@@ -1,4 +1,4 @@
-"""Records to numbers. Pure."""
+"""Computes figures and time lines from records. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ QUANTILES = (0.5, 0.9, 0.95, 0.99)
 
 @dataclass(frozen=True)
 class Window:
-    """The part of a run that counts: requests that were due from `start_s` until `end_s`."""
+    """Bound the part of a run that counts: requests that were due from `start_s` until `end_s`."""
 
     start_s: float
     end_s: float
@@ -29,7 +29,7 @@ class Window:
 
 
 def quantile(ordered: Sequence[float], q: float) -> float:
-    """The q-quantile of a sorted, not empty sample, interpolated linearly (Hyndman and Fan 1996, definition 7)."""
+    """Return the q-quantile of a sorted, not empty sample, interpolated linearly (Hyndman and Fan 1996, definition 7)."""
     place = q * (len(ordered) - 1)
     below = math.floor(place)
     above = min(below + 1, len(ordered) - 1)
@@ -38,7 +38,7 @@ def quantile(ordered: Sequence[float], q: float) -> float:
 
 @dataclass(frozen=True)
 class Latency:
-    """A sample of durations, in milliseconds; all 0 without values."""
+    """Summarize a sample of durations, in milliseconds; all 0 without values."""
 
     num_values: int = 0
     mean: float = 0.0
@@ -50,7 +50,7 @@ class Latency:
 
     @staticmethod
     def of(values_s: Iterable[float | None]) -> Latency:
-        """Of durations in seconds; None is left out."""
+        """Return the summary of durations in seconds; None is left out."""
         ordered = sorted(1e3 * value for value in values_s if value is not None)
         if not ordered:
             return Latency()
@@ -67,8 +67,8 @@ METRICS: Mapping[str, Callable[[Record], float | None]] = {
 
 
 def met(record: Record, objectives: Objectives) -> bool | None:
-    """Whether a request kept its objectives. Answered in full: by its latencies. Cancelled by plan: None (it does not count)
-    unless its first token was late already. Everything else missed them."""
+    """Return whether a request kept its objectives. Answered in full: by its latencies. Cancelled by plan: None (it does not
+    count) unless its first token was late already. Everything else missed them."""
     if record.outcome is Outcome.CANCELLED:
         waited_s = record.end_s - record.scheduled_s if record.ttft_s is None else record.ttft_s
         late = objectives.ttft_ms is not None and 1e3 * waited_s > objectives.ttft_ms
@@ -81,7 +81,7 @@ def met(record: Record, objectives: Objectives) -> bool | None:
 
 @dataclass(frozen=True)
 class Summary:
-    """What became of a set of requests. Rates are per second of the window; latencies in milliseconds."""
+    """Summarize a set of requests. Rates are per second of the window; latencies in milliseconds."""
 
     num_requests: int
     outcomes: Mapping[str, int]
@@ -103,7 +103,8 @@ class Summary:
 
 
 def summarise(records: Sequence[Record], window: Window, book: ObjectiveBook) -> Summary:
-    """Of the requests that were due within `window`. Attainment is None where nothing counts for or against it."""
+    """Return the summary of the requests that were due within `window`. Attainment is None if no request counts for or against
+    it."""
     counted = [record for record in records if window.holds(record)]
     verdicts = [verdict for record in counted if (verdict := met(record, book.of(record.traffic_class))) is not None]
     attainment = sum(verdicts) / len(verdicts) if verdicts else None
@@ -131,14 +132,14 @@ def summarise(records: Sequence[Record], window: Window, book: ObjectiveBook) ->
 
 
 def mean_phases(records: Sequence[Record]) -> dict[str, float]:
-    """The mean of each phase that the server named, in milliseconds, over the requests that have phases."""
+    """Return the mean of each phase that the server named, in milliseconds, over the requests that have phases."""
     measured = [record.phases_ms for record in records if record.phases_ms]
     names = dict.fromkeys(name for phases in measured for name in phases)
     return {name: math.fsum(phases.get(name, 0.0) for phases in measured) / len(measured) for name in names}
 
 
 def by(records: Sequence[Record], key: Callable[[Record], str]) -> dict[str, list[Record]]:
-    """Records by what `key` says, in the order of the keys."""
+    """Return records by their `key`, in the order of the keys."""
     groups: dict[str, list[Record]] = {}
     for record in records:
         groups.setdefault(key(record), []).append(record)
@@ -146,27 +147,27 @@ def by(records: Sequence[Record], key: Callable[[Record], str]) -> dict[str, lis
 
 
 def phases_of_slowest(records: Sequence[Record]) -> dict[str, dict[str, float]]:
-    """Mean phases of all requests, of the slowest tenth and of the slowest hundredth by TTFT."""
+    """Return mean phases of all requests, of the slowest tenth and of the slowest hundredth by TTFT."""
     ordered = sorted((r for r in records if r.phases_ms and r.ttft_s is not None), key=lambda r: r.ttft_s or 0.0)
     shares = {"all": 1.0, "slowest 10 %": 0.1, "slowest 1 %": 0.01}
     return {name: mean_phases(ordered[-max(1, round(share * len(ordered))) :]) for name, share in shares.items() if ordered}
 
 
 def slowest(records: Sequence[Record], number: int) -> list[Record]:
-    """The requests that took longest, from when they were due to their end; those that were never answered come with the time
-    that they waited. What was cancelled by plan or never sent is left out."""
+    """Return the requests that took longest, from when they were due to their end; unanswered ones count with the time that they
+    waited. Requests that were cancelled by plan or never sent are left out."""
     left_out = (Outcome.CANCELLED, Outcome.NOT_SENT, Outcome.ABORTED)
     ended = [record for record in records if record.outcome not in left_out]
     return sorted(ended, key=lambda record: record.scheduled_s - record.end_s)[:number]
 
 
 def _tokens_before(record: Record, end_s: float) -> float:
-    """Tokens that had come by then; messages hold about equally many."""
+    """Return the tokens that had come by then; messages hold about equally many."""
     times = record.token_times
     return record.output_tokens * sum(at_s < end_s for at_s in times) / len(times) if times else 0.0
 
 
-# A run step by step. Pure.
+# The time line of a run.
 
 
 MAX_BINS = 240
@@ -177,8 +178,8 @@ _FAILED = (Outcome.REFUSED, Outcome.TIMEOUT, Outcome.ERROR, Outcome.NOT_SENT)
 
 @dataclass(frozen=True)
 class Bin:
-    """One step of the time line, from `at_s` on. Rates per second. `due`, `good`, `failed` and the latencies (milliseconds; None
-    without a request) belong to the requests that were due in it; `completed` counts those that ended in it, `running` those
+    """Hold one step of the time line, from `at_s` on. Rates per second. `due`, `good`, `failed` and the latencies (milliseconds;
+    None without a request) belong to the requests that were due in it; `completed` counts those that ended in it, `running` those
     that ran at its start."""
 
     at_s: float
@@ -195,7 +196,7 @@ class Bin:
 
 @dataclass(frozen=True)
 class FleetPoint:
-    """What served at `at_s`."""
+    """Hold the fleet at `at_s`."""
 
     at_s: float
     num_prefill: int
@@ -209,7 +210,8 @@ class FleetPoint:
 
 
 def timeline(records: Sequence[Record], book: ObjectiveBook) -> list[Bin]:
-    """Steps of a second, or longer ones: at most MAX_BINS, and where few requests came, some in most of them."""
+    """Return steps of a second, or longer ones: at most MAX_BINS, and with few requests, long enough that most steps have
+    some."""
     records = [record for record in records if record.outcome is not Outcome.ABORTED]
     if not records:
         return []
@@ -232,7 +234,7 @@ def timeline(records: Sequence[Record], book: ObjectiveBook) -> list[Bin]:
 
 
 def _step_s(end_s: float, num_requests: int) -> int:
-    """A step with one request says little of a share of them, but a few dozen steps show more than a handful."""
+    """Return the length of a step: one request says little about a share, but a few dozen steps show more than a handful."""
     for_requests = min(_WANTED_PER_BIN * end_s / num_requests, end_s / _MIN_BINS)
     return max(1, math.ceil(end_s / MAX_BINS), math.ceil(for_requests))
 

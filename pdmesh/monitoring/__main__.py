@@ -1,5 +1,7 @@
-"""Writes k8s/components/telemetry/ and the tables of docs/metrics.md: `python -m pdmesh.monitoring [--check]`; --files F writes
-plain files instead, for a Prometheus and a Grafana that are not on Kubernetes."""
+"""Writes k8s/components/telemetry/ and the tables of docs/metrics.md: `python -m pdmesh.monitoring [--check]`.
+
+--files F writes plain files instead, for a Prometheus and a Grafana that are not on Kubernetes.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +19,23 @@ FOLDER, PAGE = ROOT / "k8s" / "components" / "telemetry", ROOT / "docs" / "metri
 
 
 def manifests() -> Mapping[str, str]:
-    """By name of the file."""
+    """Return the manifests by name of the file."""
     return {"rules.yaml": rules_manifest(groups()), "dashboards.yaml": dashboards_manifest(all_dashboards())}
 
 
 def own_files() -> Mapping[Path, str]:
-    """Of this repository."""
+    """Return the files of this repository."""
     page = with_tables(PAGE.read_text(encoding="utf-8"))
     return {PAGE: page, **{FOLDER / name: text for name, text in manifests().items()}}
 
 
 def plain_files() -> Mapping[str, str]:
-    """The same without Kubernetes."""
+    """Return the same without Kubernetes."""
     return {"pdmesh.rules.yaml": rules_file(groups()), **{f"{each.name}.json": each.to_json() for each in all_dashboards()}}
 
 
 def main() -> int:
-    """0: written, or as it should be; 1: --check found a difference."""
+    """Run the command; return 0: written, or up to date; 1: --check found a difference."""
     parser = argparse.ArgumentParser(prog="python -m pdmesh.monitoring", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if something differs")
     parser.add_argument("--files", type=Path, help="write rules and dashboards into this folder instead, not as manifests")

@@ -1,4 +1,4 @@
-"""The dashboards: overview against objectives, one class of requests, and (dashboards.py) hand-off, workers, autoscaler."""
+"""The dashboards: overview against objectives, one class of requests, hand-off, workers, autoscaler."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CLASS_IS = f'{_MODEL_IS}, tenant=~"$tenant", priority=~"$priority"'
 
 
 def quantiles(metric: str, matchers: str, by: str = "", shares: tuple[float, ...] = (0.5, 0.9, 0.99)) -> list[Query]:
-    """Of a histogram, a line for each share and each value of the labels `by`."""
+    """Return a line of a histogram for each share and each value of the labels `by`."""
     legend = " ".join(f"{{{{{label.strip()}}}}}" for label in by.split(",") if label)
     rate = f"sum by ({', '.join(['le', *([by] if by else [])])}) (rate({metric}_bucket{{{matchers}}}{RATE}))"
     return [
@@ -27,7 +27,7 @@ def quantiles(metric: str, matchers: str, by: str = "", shares: tuple[float, ...
 
 
 def mean(metric: str, matchers: str, by: str) -> str:
-    """Of a histogram."""
+    """Return the mean of a histogram."""
     total, count = (f"sum by ({by}) (rate({metric}_{what}{{{matchers}}}{RATE}))" for what in ("sum", "count"))
     return f"{total} / ({count} > 0)"
 
@@ -37,10 +37,10 @@ def _objective(what: str) -> Query:
 
 
 def overview() -> Dashboard:
-    """Is what was promised kept, and is there room?"""
+    """Return the overview: SLO attainment and headroom."""
     objectives = Row("Against the objectives", [*_attainment(), *_latencies()])
     return Dashboard(
-        "pdmesh-overview", "pdmesh: overview", [objectives, _traffic()], [MODEL], "What was promised, and what comes"
+        "pdmesh-overview", "pdmesh: overview", [objectives, _traffic()], [MODEL], "Objectives and observed latencies"
     )
 
 
@@ -58,7 +58,7 @@ def _attainment() -> list[Panel]:
             "percentunit", "stat", 6, 5, thresholds=GOOD,
         ),
         Panel("Goodput", [Query(f"sum(pdmesh:goodput:rate5m{{{_MODEL_IS}}})", "good")], "reqps", "stat", 6, 5,
-              text="Requests that ended well and met everything that was promised"),
+              text="Requests that succeeded and met all objectives"),
         Panel("Errors", [Query(f"max(pdmesh:errors:ratio_rate5m{{{_MODEL_IS}}})", "worst class")], "percentunit", "stat", 6,
               5, thresholds=((float("-inf"), "green"), (0.001, "orange"), (0.01, "red"))),
     ]  # fmt: skip
@@ -101,7 +101,7 @@ def _traffic() -> Row:
             Panel(
                 "Tokens",
                 [Query(f"sum by (type) (rate(pdmesh_tokens_total{{{_MODEL_IS}}}{RATE}))", "{{type}}")],
-                text="input, output, and what of the input was cached",
+                text="input, output, and cached input",
             ),
             Panel("In flight and waiting", in_flight),
             Panel(
@@ -118,7 +118,7 @@ def _requests(label: str, matchers: str) -> Query:
 
 
 def request_class() -> Dashboard:
-    """Where the time of one class of requests goes."""
+    """Return where the time of one class of requests goes."""
     rows = [Row("Until the first token", [*_first_tokens(), *_prompts()]), Row("After it", [*_later_tokens(), *_troubles()])]
     return Dashboard("pdmesh-class", "pdmesh: one class of requests", rows, [MODEL, TENANT, PRIORITY], "Where its time goes")
 
@@ -174,12 +174,12 @@ def _troubles() -> list[Panel]:
     ]
     off_by = quantiles("pdmesh_prediction_deviation_ratio", "", "what", (0.5, 0.9))
     return [
-        Panel("Tried again, lost and gone on, moved, hedged", counted, "reqps"),
+        Panel("Retried, resumed after a loss, migrated, hedged", counted, "reqps"),
         Panel("How far predictions are off", off_by, "percentunit", text="|predicted - measured| / measured"),
     ]
 
 
-# Dashboards of what stands behind requests: hand-off, workers, autoscaler.
+# Dashboards of hand-off, workers and autoscaler.
 
 
 WORKER = Variable("worker", "instance", "pdmesh_engine_steps_total")
@@ -187,7 +187,7 @@ _WORKER_IS = 'instance=~"$worker"'
 
 
 def all_dashboards() -> tuple[Dashboard, ...]:
-    """In the order in which one looks."""
+    """Return all, in the order of reading."""
     return (overview(), request_class(), handoff(), workers(), autoscaler())
 
 
@@ -197,12 +197,12 @@ def _rate(metric: str, by: str, matchers: str = "") -> str:
 
 
 def _ratio(part: str, whole: str, by: str) -> Query:
-    """Of two counters' rates, a line for each value of the label `by`; none where the whole stands still."""
+    """Return the ratio of two counters' rates, a line for each value of the label `by`; none where the whole is idle."""
     return Query(f"{_rate(part, by)} / ({_rate(whole, by)} > 0)", f"{{{{{by}}}}}")
 
 
 def handoff() -> Dashboard:
-    """How KV moves from prefill to decode, and what of it anybody waits for."""
+    """Return how KV moves from prefill to decode, and the part that delays tokens."""
     rows = [_moved(), _taken()]
     return Dashboard("pdmesh-handoff", "pdmesh: hand-off", rows, (), "How KV moves from prefill to decode")
 
@@ -242,7 +242,7 @@ def _taken() -> Row:
 
 
 def workers() -> Dashboard:
-    """What each worker does, how near it is to its limits, and what speculation brings."""
+    """Return what each worker does, how near it is to its limits, and what speculation gains."""
     rows = [_limits(), Row("What they do", [*_steps(), *_states()]), _speculation()]
     return Dashboard("pdmesh-workers", "pdmesh: workers", rows, [WORKER], "What each worker does")
 
@@ -254,7 +254,7 @@ def _limits() -> Row:
         [
             Panel("Time in steps", [Query(f"pdmesh:engine_busy:ratio{{{_WORKER_IS}}}", name)], "percentunit", at_most=1),
             Panel("MFU", [Query(f"pdmesh:mfu:ratio{{{_WORKER_IS}}}", name)], "percentunit",
-                  text="Operations of the model a second, of those that this machine was measured to reach"),
+                  text="The model's operations a second, as a share of the machine's measured peak"),
             Panel("Memory bandwidth", [Query(f"pdmesh:memory_bandwidth_utilization:ratio{{{_WORKER_IS}}}", name)], "percentunit"),
             Panel("KV blocks in use", [Query(f"pdmesh:kv_occupancy:ratio{{{_WORKER_IS}}}", name)], "percentunit", at_most=1),
             Panel("Processor", [Query(_rate("process_cpu_seconds_total", "instance", _WORKER_IS), name)], "short"),
@@ -282,7 +282,7 @@ def _states() -> list[Panel]:
     return [
         Panel("Prompt tokens found in the prefix cache", [found], "percentunit", at_most=1),
         Panel("Preemptions", [Query(_rate("pdmesh_engine_preemptions_total", "instance", _WORKER_IS), name)], "cps"),
-        Panel("Left out by routers", [left_out], at_most=1),
+        Panel("Circuit breakers that are open", [left_out], at_most=1),
         Panel("Since their last report", [silent], "s"),
     ]
 
@@ -302,16 +302,16 @@ def _speculation() -> Row:
     return Row(
         "Speculation",
         [
-            Panel("Kept of what was drafted", [kept], "percentunit", at_most=1),
+            Panel("Drafted tokens that were accepted", [kept], "percentunit", at_most=1),
             Panel("Kept, by depth", [by_depth], "percentunit", at_most=1),
-            Panel("Tokens that a row gives", [of_a_row]),
+            Panel("Tokens per row and step", [of_a_row]),
             Panel("Time drafting and verifying", time, "percentunit", width=24),
         ],
     )
 
 
 def autoscaler() -> Dashboard:
-    """What it decides, from what, and what comes of it."""
+    """Return what it decides, from what, and the outcome."""
     rows = [_pools(), Row("Decisions", [*_decisions(), *_unplaced()])]
     return Dashboard("pdmesh-autoscaler", "pdmesh: autoscaler", rows, [MODEL], "What it decides, and why")
 
@@ -326,13 +326,13 @@ def _pools() -> Row:
     load = [
         Query(f"sum(rate(pdmesh_arrivals_total{RATE}))", "come"),
         Query(mean, "expected"),
-        Query(f"{mean} + 2 * {spread}", "expected, and two deviations more"),
+        Query(f"{mean} + 2 * {spread}", "forecast plus two standard deviations"),
     ]
     return Row(
         "Pools",
         [
             Panel("Wanted, asked for and ready", sizes, width=12),
-            Panel("Requests: what comes and what is expected", load, "reqps", width=12),
+            Panel("Requests: observed and forecast", load, "reqps", width=12),
         ],
     )
 
@@ -342,9 +342,9 @@ def _decisions() -> list[Panel]:
     done = Query("sum by (kind) (increase(pdmesh_autoscaler_events_total[10m]))", "{{kind}}")
     ages = [Query(f"min(pdmesh_autoscaler_{what}_age_seconds)", what) for what in ("decision", "round")]
     return [
-        Panel("By change and what held it", [made], "cps", width=12),
+        Panel("By change and reason of a hold", [made], "cps", width=12),
         Panel("What was done", [done], width=12, text="In ten minutes"),
-        Panel("Holds because figures are old", [Query("max by (reason) (pdmesh_autoscaler_held)", "{{reason}}")], at_most=1),
+        Panel("Holds because figures are stale", [Query("max by (reason) (pdmesh_autoscaler_held)", "{{reason}}")], at_most=1),
         Panel("Starts that failed", [Query("sum by (pool) (pdmesh_autoscaler_failed_starts)", "{{pool}}")]),
         Panel("Since the latest decision and round", ages, "s"),
     ]

@@ -1,5 +1,7 @@
-"""Rules and dashboards as files of Prometheus and Grafana, and as ConfigMaps of Kubernetes. Pure; no YAML library is needed:
-texts are quoted as in JSON, which YAML reads."""
+"""Writes rules and dashboards as files of Prometheus and Grafana, and as ConfigMaps of Kubernetes. Pure.
+
+No YAML library is needed: texts are quoted as in JSON, which YAML reads.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +20,18 @@ HEAD = "# Made by `python -m pdmesh.monitoring`, from pdmesh/monitoring/: change
 
 
 def rules_file(groups: Iterable[Group]) -> str:
-    """As Prometheus reads it (`rule_files`)."""
+    """Return the groups as Prometheus reads them (`rule_files`)."""
     return "groups:\n" + "".join(map(_group, groups))
 
 
 def rules_manifest(groups: Iterable[Group]) -> str:
-    """A ConfigMap whose key is a file for Prometheus."""
+    """Return a ConfigMap whose key is a file for Prometheus."""
     return HEAD + _config_map("pdmesh-prometheus-rules", {}, {"pdmesh.rules.yaml": rules_file(groups)})
 
 
 def dashboards_manifest(dashboards: Iterable[Dashboard]) -> str:
-    """A ConfigMap for each, with the label by which Grafana's sidecar finds it; and how Grafana without one finds the folder."""
+    """Return a ConfigMap for each, with the label by which Grafana's sidecar finds it; and the provider by which a Grafana
+    without one finds the folder."""
     found = [
         _config_map(f"pdmesh-dashboard-{dashboard.name.removeprefix('pdmesh-')}", {"grafana_dashboard": "1"}, _files(dashboard))
         for dashboard in dashboards
@@ -79,7 +82,7 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-# All names that processes show, as a table for docs/metrics.md. Imports what they import: engines, too.
+# All metrics of the processes, as a table for docs/metrics.md. It imports what they import: engines, too.
 
 
 MARK = "<!-- made by python -m pdmesh.monitoring -->\n"
@@ -87,12 +90,12 @@ CATALOGUE = {"Router": router.ALL, "Worker": worker.ALL, "Autoscaler": autoscale
 
 
 def tables() -> str:
-    """One for each kind of process, in Markdown."""
+    """Return one table for each kind of process, in Markdown."""
     return "".join(f"\n### {title}\n\n{_table(instruments)}" for title, instruments in CATALOGUE.items())
 
 
 def with_tables(page: str) -> str:
-    """The page, with the tables of now behind its MARK."""
+    """Return the page, with the current tables after its MARK."""
     return page.partition(MARK)[0] + MARK + tables()
 
 

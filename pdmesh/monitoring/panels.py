@@ -1,4 +1,4 @@
-"""What a dashboard of Grafana is made of. Pure: values in, what Grafana reads out."""
+"""The parts of a Grafana dashboard. Pure: values in, what Grafana reads out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Kind = Literal["timeseries", "stat", "heatmap", "gauge", "table"]
 
 @dataclass(frozen=True)
 class Query:
-    """`legend` may name labels: {{instance}}. `exemplars`: dots that lead to traces."""
+    """Hold a query. `legend` may name labels: {{instance}}. `exemplars`: dots that link to traces."""
 
     expr: str
     legend: str = ""
@@ -24,7 +24,7 @@ class Query:
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture. `unit` is one of Grafana's: s, percentunit, reqps, Bps, bytes, short."""
+    """Describe one panel. `unit` is one of Grafana's: s, percentunit, reqps, Bps, bytes, short."""
 
     title: str
     queries: Sequence[Query]
@@ -40,7 +40,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Row:
-    """Panels under a headline, from left to right."""
+    """Hold panels under a headline, from left to right."""
 
     title: str
     panels: Sequence[Panel]
@@ -48,7 +48,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Variable:
-    """A choice above the panels: the values of `label` of `metric`."""
+    """Describe a choice above the panels: the values of `label` of `metric`."""
 
     name: str
     label: str
@@ -57,7 +57,7 @@ class Variable:
 
 @dataclass(frozen=True)
 class Dashboard:
-    """`name` is its uid and the name of its file."""
+    """Describe a dashboard. `name` is its uid and the name of its file."""
 
     name: str
     title: str
@@ -68,11 +68,11 @@ class Dashboard:
 
     @property
     def panels(self) -> list[Panel]:
-        """All of them."""
+        """Return all panels."""
         return [panel for row in self.rows for panel in row.panels]
 
     def to_json(self) -> str:
-        """The file that Grafana loads."""
+        """Return the file that Grafana loads."""
         return json.dumps(_dashboard(self), indent=1, ensure_ascii=False)
 
 
@@ -97,7 +97,7 @@ def _dashboard(dashboard: Dashboard) -> dict[str, Any]:
 
 
 def _placed(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """From top to bottom; a panel that has no room in its line begins another."""
+    """Return the rows from top to bottom; a panel that does not fit in its line begins another."""
     placed, y = list[dict[str, Any]](), 0
     for row in rows:
         placed.append({"type": "row", "title": row.title, "collapsed": False, "panels": [], "id": len(placed) + 1})

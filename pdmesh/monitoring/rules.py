@@ -1,9 +1,8 @@
 """Recording and alerting rules for Prometheus. Pure.
 
-An objective is a share of requests that must meet a bound, so what it leaves is a budget of those that may miss it. An alert
-looks at how fast that is used up, over a long window (it is much) and a short one (it goes on), as in Google's "The Site
-Reliability Workbook", chapter 5: 14.4 times as fast as allowed for an hour uses 2 % of a month's budget, 6 times for six hours
-5 %.
+An objective is a share of requests that must meet a bound; the rest is the error budget. An alert watches its burn rate, over a
+long window (it is much) and a short one (it continues), as in Google's "The Site Reliability Workbook", chapter 5: 14.4 times the
+allowed rate for an hour uses 2 % of a month's budget, 6 times for six hours 5 %.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ WINDOWS = ("5m", "30m", "1h", "6h")
 CLASS = "gen_ai_request_model, tenant, priority"
 MODEL = "gen_ai_request_model"
 _OURS = 'error_type!~"CANCELLED|INVALID_ARGUMENT|NOT_FOUND|UNAUTHENTICATED|PERMISSION_DENIED|RESOURCE_EXHAUSTED"'
-"""Requests that say something about this mesh: neither the client's fault nor refused."""
+"""Requests that say something about this mesh: neither the client's fault nor rejected."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """`record` or `alert` is its name; `wait`: for how long an alert's condition must hold."""
+    """Describe a rule. `record` or `alert` is its name; `wait`: for how long an alert's condition must hold."""
 
     expr: str
     record: str = ""
@@ -32,7 +31,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Group:
-    """Rules that are evaluated one after the other, every `interval`."""
+    """Hold rules that are evaluated one after the other, every `interval`."""
 
     name: str
     rules: Sequence[Rule]
@@ -40,12 +39,12 @@ class Group:
 
 
 def groups() -> tuple[Group, ...]:
-    """All of them."""
+    """Return all groups."""
     return (_objectives(), _fleet(), _alerts())
 
 
 def _objectives() -> Group:
-    """By class of requests, over each window: `pdmesh:…:ratio_rate5m` and so on."""
+    """Return rules by class of requests, over each window: `pdmesh:…:ratio_rate5m` and so on."""
     rules = [rule for window in WINDOWS for rule in _objective_rules(window)]
     met = 'error_type="", ttft_met!="false", tpot_met!="false"'
     goodput = f"sum by ({CLASS}) (rate(pdmesh_requests_total{{{met}}}[5m]))"
@@ -63,7 +62,7 @@ def _objective_rules(window: str) -> list[Rule]:
 
 
 def _share(part: str, whole: str) -> str:
-    """A class that has had no such request has no series of them, but a share of 0."""
+    """Return the ratio. A class without such a request has no series of them, but a share of 0."""
     return f"({part} or 0 * {whole}) / ({whole} > 0)"
 
 
@@ -72,7 +71,7 @@ def _requests(matchers: str, window: str) -> str:
 
 
 def _fleet() -> Group:
-    """Of each process."""
+    """Return rules about each process."""
     rate = "rate({}[1m])"
     busy = rate.format("pdmesh_engine_busy_seconds_total")
     return Group(
@@ -103,14 +102,14 @@ def _alerts() -> Group:
 
 
 def _alert(name: str, expr: str, summary: str, description: str, *, wait: str = "", severity: str = "ticket") -> Rule:
-    """A ticket is for working hours, a page wakes somebody."""
+    """Return an alert. A ticket waits for working hours, a page wakes a person."""
     annotations = {"summary": summary, "description": description}
     return Rule(expr, alert=name, wait=wait, labels={"severity": severity}, annotations=annotations)
 
 
 @dataclass(frozen=True)
 class _Burn:
-    """`speed` times as fast as the objective allows, over both windows."""
+    """Describe a burn rate: `speed` times the allowed one, over both windows."""
 
     speed: float
     long: str
@@ -140,8 +139,8 @@ def _burns(what: str) -> list[Rule]:
 
 
 def _burning(ratio: str, speed: float) -> str:
-    """By class, against what the model's objective leaves: alike on all routers, so the least of them will do. Missing all is
-    the fastest that there is, also for an objective that leaves more than a fourteenth."""
+    """Return the condition by class, against the error budget of the model's objective: it is the same on all routers, so the
+    minimum will do. Missing all is the fastest burn, also for a budget of more than a fourteenth."""
     allowed = f"(1 - min by ({MODEL}) (pdmesh_objective_share))"
     return f"({ratio} >= on ({MODEL}) group_left () clamp_max({speed:g} * {allowed}, 0.9))"
 
@@ -183,7 +182,7 @@ def _worker_alerts() -> list[Rule]:
             "PdmeshKvFull",
             "pdmesh:kv_occupancy:ratio > 0.95",
             "{{ $labels.instance }}: {{ $value | humanizePercentage }} of its KV blocks are in use",
-            "Requests wait for room or are moved away; more decode workers, or a larger pool, would help.",
+            "Requests wait for KV or are migrated; more decode workers, or a larger pool, would help.",
             wait="5m",
         ),
         _alert(

@@ -1,1 +1,1 @@
-"""What a deployment will take: from a model, a device, a load and objectives to a mesh. No torch but in a child process."""
+"""Plans a deployment: from a model, a device, a load and objectives to a mesh. torch is loaded only in a child process."""

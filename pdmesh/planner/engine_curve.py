@@ -1,8 +1,7 @@
-"""`python -m pdmesh.planner.engine_curve JSON`: runs an engine for a while and prints how long its steps take, as JSON.
+"""Runs an engine for a while and prints the fitted times of its steps as JSON: `python -m pdmesh.planner.engine_curve JSON`.
 
-A process of its own, since it loads torch. Steps of all kinds are wanted: prompts of all lengths come beside few and many
-sequences that decode. The five numbers are those that fit them best (`docs/latency_model.md`); the error that is left is said on
-standard error.
+It runs as a separate process, since it loads torch. Steps of all kinds are needed: prompts of all lengths come beside few and
+many decoding sequences. The five numbers are the best fit (`docs/latency_model.md`); the remaining error goes to standard error.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ from pdmesh.worker.load import prior_for
 WARM_UP_STEPS = 20
 LEAST_STEPS = 100
 PHASES = ((1, 64), (1, 1024), (2, 256), (4, 64), (4, 1024), (8, 128), (16, 64), (16, 512), (32, 64), (64, 64))
-"""Sequences at once, and tokens of their prompts at most; each for its part of the time."""
+"""Concurrent sequences, and the most tokens of their prompts; each for its part of the time."""
 PROMPT_SHARE = 0.4
-"""Of a phase, for the prompts of its sequences: on a slow machine they are shorter, or nothing would be seen of decoding."""
+"""Share of a phase for the prompts of its sequences: on a slow machine they are shorter, so that decoding is seen too."""
 OUTPUT_TOKENS = (24, 96)
 _HELD = 1e-6
 """Weight of the prior, for what no step has shown."""
 _CLIP = 1.5
-"""What a step may take over what the first fit says: more is because of something else on the machine."""
+"""Bound of a step's time over the first fit: more comes from something else on the machine."""
 
 Step = tuple[Work, float]
 
 
 def main() -> int:
-    """1: it cannot be measured."""
+    """Run; return 1 if it cannot be measured."""
     asked = json.loads(sys.argv[1])
     try:
         folder = ensure_model(asked["engine"].pop("model"))
@@ -52,7 +51,7 @@ def main() -> int:
         say(f"measuring steps of {engine.numeric_mode} for {asked['seconds']:.0f} s")
         prior = prior_for(engine)
         steps = list(_steps(engine, asked["seconds"], prior.per_prefill_token_s))[WARM_UP_STEPS:]
-    except Exception as error:  # noqa: BLE001  # whatever it is, the one who started this process is to read it in a line
+    except Exception as error:  # noqa: BLE001  # the parent process reads any error as one line
         say(str(error))
         return 1
     if len(steps) < LEAST_STEPS:
@@ -65,8 +64,8 @@ def main() -> int:
 
 
 def fitted(prior: LatencyModel, steps: Sequence[Step]) -> LatencyModel:
-    """The five numbers with the least relative error over all kinds of steps, however often each came. Twice: the second time
-    steps that were held up by something else count for less."""
+    """Return the five numbers with the least relative error over all kinds of steps, however often each came. It fits twice: the
+    second time disturbed steps count for less."""
     first = _solved(prior, steps)
     return _solved(prior, [(work, min(seconds, _CLIP * first.step_s(work))) for work, seconds in steps])
 
@@ -86,12 +85,12 @@ def _solved(prior: LatencyModel, steps: Sequence[Step]) -> LatencyModel:
 
 
 def say(text: str) -> None:
-    """To whoever waits."""
+    """Print progress to standard error."""
     print(f"pdmesh plan: {text}", file=sys.stderr, flush=True)
 
 
 def _steps(engine: Engine, seconds: float, token_s: float) -> Iterator[Step]:
-    """One phase after the other. `token_s`: of a prompt's token, about."""
+    """Yield steps of one phase after the other. `token_s`: approximate time of a prompt's token."""
     rng, phase_s = random.Random(1), seconds / len(PHASES)
     for phase, (wanted, longest) in enumerate(PHASES):
         num_seqs = min(wanted, engine.config.max_num_seqs)
@@ -100,7 +99,7 @@ def _steps(engine: Engine, seconds: float, token_s: float) -> Iterator[Step]:
 
 
 def _phase(engine: Engine, rng: random.Random, name: str, num_seqs: int, length: int, until_s: float) -> Iterator[Step]:
-    """So many sequences at once; whoever ends is followed by another. In the end all go."""
+    """Run `num_seqs` sequences at once; each that ends is replaced. At the end all are removed."""
     number = 0
     while time.monotonic() < until_s:
         stats = engine.stats()
@@ -115,7 +114,7 @@ def _phase(engine: Engine, rng: random.Random, name: str, num_seqs: int, length:
 
 
 def _request(engine: Engine, rng: random.Random, name: str, length: int) -> EngineRequest:
-    """Of half the length, to the whole."""
+    """Return a request of half the length to the whole."""
     most = effective_max_context(engine.config, engine.model_config)
     length = min(rng.randint((length + 1) // 2, length), most // 2)
     max_tokens = min(rng.randint(*OUTPUT_TOKENS), most - length)
@@ -125,7 +124,7 @@ def _request(engine: Engine, rng: random.Random, name: str, length: int) -> Engi
 
 
 def _errors(model: LatencyModel, steps: list[Step]) -> str:
-    """Medians, of both kinds of steps."""
+    """Return the median errors, of both kinds of steps."""
     named = []
     for name, has_prompt in (("that only decode", False), ("with prompts", True)):
         errors = [abs(model.step_s(work) - s) / s for work, s in steps if (work.prefill_tokens > 0) == has_prompt]

@@ -1,4 +1,4 @@
-"""Measures how fast a worker is on this machine, in a process of its own: this one never loads torch."""
+"""Measures how fast a worker is on this machine, in a child process: this one never loads torch."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from pdmesh.runtime.child import import_path, python_command
 from pdmesh.simulator.workers.spec import WorkerSpec, spec_of
 
 START_S = 600.0
-"""To load the model and to compile kernels, beside measuring."""
+"""Seconds to load the model and to compile kernels, besides measuring."""
 
 
 class MeasureError(Exception):
-    """Nothing was measured: why."""
+    """Raised when the measurement failed: why."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """`written`: the JSON file, which `--speed` takes."""
+    """Hold the measurement. `written`: the JSON file, which `--speed` takes."""
 
     spec: WorkerSpec
     written: Path
 
 
 def measure(engine: dict[str, str | int], seconds: float, written: Path) -> Measured:
-    """`engine`: fields of EngineConfig. What it says while it runs goes to standard error. Raises MeasureError."""
+    """Measure an engine. `engine`: fields of EngineConfig. Its progress goes to standard error. Raises MeasureError."""
     asked = json.dumps({"engine": engine, "seconds": seconds})
     command = python_command("-m", "pdmesh.planner.engine_curve", asked)
     try:

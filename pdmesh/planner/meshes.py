@@ -1,4 +1,4 @@
-"""What a plan may consist of: kinds of workers, meshes of them, and how many of each. Pure."""
+"""The candidates of a plan: kinds of workers, meshes of them, and how many of each. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AGGREGATED, SEPARATED = "aggregated", "separated"
 
 @dataclass(frozen=True)
 class WorkerKind:
-    """One way to run the model: `num_devices` share it. `roofline` None: its speed was measured."""
+    """Describe one way to run the model: `num_devices` share it. `roofline` None: its speed was measured."""
 
     spec: WorkerSpec
     num_devices: int = 1
@@ -25,18 +25,18 @@ class WorkerKind:
 
     @property
     def name(self) -> str:
-        """Such as "tp2, 128 sequences, 2048 tokens a step"."""
+        """Return a name such as "tp2, 128 sequences, 2048 tokens a step"."""
         spread = f"tp{self.num_devices}, " if self.num_devices > 1 else ""
         return f"{spread}{self.spec.max_num_seqs} sequences, {self.spec.max_num_batched_tokens} tokens a step"
 
     @property
     def kv_tokens(self) -> int:
-        """That have room."""
+        """Return the KV tokens that fit."""
         return self.spec.num_blocks * self.spec.block_size
 
     @cached_property
     def worker(self) -> Worker:
-        """As capacity arithmetic knows it."""
+        """Return the worker for capacity planning."""
         spec = self.spec
         return Worker(spec.speed, Limits(spec.max_num_batched_tokens, spec.max_num_seqs, self.kv_tokens))
 
@@ -44,7 +44,7 @@ class WorkerKind:
 def by_roofline(
     roofline: Roofline, max_num_seqs: int, max_num_batched_tokens: int, kv_share: float, max_context: int
 ) -> WorkerKind:
-    """One with these limits. Raises ValueError where the model leaves no room for KV."""
+    """Return a worker with these limits. Raises ValueError where the model leaves no memory for KV."""
     block_size, kv_tokens = 16, roofline.kv_tokens(kv_share)
     if kv_tokens < block_size:
         raise ValueError(f"weights of {roofline.held_bytes() / 1e9:.0f} GB leave no room for KV")
@@ -62,39 +62,39 @@ def by_roofline(
 
 @dataclass(frozen=True)
 class Size:
-    """Workers of each pool."""
+    """Hold the workers of each pool."""
 
     num_prefill: int
     num_decode: int
 
     def at_most(self, other: Size) -> bool:
-        """Has it no more of either?"""
+        """Return whether it has no more of either."""
         return self.num_prefill <= other.num_prefill and self.num_decode <= other.num_decode
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Kinds without numbers. `prefill` None: workers that decode compute their prompts themselves."""
+    """Hold kinds without numbers. `prefill` None: decode workers compute their prompts themselves."""
 
     decode: WorkerKind
     prefill: WorkerKind | None = None
 
     @property
     def mesh(self) -> str:
-        """AGGREGATED or SEPARATED."""
+        """Return AGGREGATED or SEPARATED."""
         return AGGREGATED if self.prefill is None else SEPARATED
 
     @property
     def least_cost(self) -> int:
-        """Devices, without which there is no mesh."""
+        """Return the devices of the smallest mesh."""
         return self.decode.num_devices + (self.prefill.num_devices if self.prefill else 0)
 
     def cost(self, size: Size) -> int:
-        """Devices."""
+        """Return the devices of a size."""
         return size.num_decode * self.decode.num_devices + (size.num_prefill * self.prefill.num_devices if self.prefill else 0)
 
     def sizes(self, max_cost: int) -> list[Size]:
-        """Those for so many devices to which no worker can be added."""
+        """Return the sizes within the cost to which no worker can be added."""
         if self.prefill is None:
             num = max_cost // self.decode.num_devices
             return [Size(0, num)] if num else []
@@ -105,19 +105,19 @@ class Shape:
 
 @dataclass(frozen=True)
 class Point:
-    """A mesh with numbers: what is simulated."""
+    """Hold a mesh with numbers, to be simulated."""
 
     shape: Shape
     size: Size
 
     @property
     def cost(self) -> int:
-        """Devices."""
+        """Return its devices."""
         return self.shape.cost(self.size)
 
     @property
     def name(self) -> str:
-        """Such as "3 prefill + 2 decode"."""
+        """Return a name such as "3 prefill + 2 decode"."""
         return (
             f"{self.size.num_prefill} prefill + {self.size.num_decode} decode"
             if self.shape.prefill
@@ -126,11 +126,11 @@ class Point:
 
     @property
     def num_seats(self) -> int:
-        """Sequences that all its decode workers can hold."""
+        """Return the sequences that all its decode workers can hold."""
         return self.size.num_decode * self.shape.decode.spec.max_num_seqs
 
 
-# The kinds of workers that a plan chooses from: degrees of tensor parallelism and limits of batches that make sense. Pure.
+# The kinds of workers that a plan chooses from: useful degrees of tensor parallelism and limits of batches.
 
 
 DEGREES = (1, 2, 4, 8)
@@ -140,7 +140,7 @@ FEWEST_SEQS, MOST_SEQS = 8, 512
 
 @dataclass(frozen=True)
 class Limitation:
-    """What the user asked for; empty: what makes sense."""
+    """Hold the user's restrictions; empty: the useful ones."""
 
     tensor_parallel: tuple[int, ...] = ()
     max_num_seqs: tuple[int, ...] = ()
@@ -150,7 +150,7 @@ class Limitation:
 def roofline_kinds(
     roofline: Roofline, limitation: Limitation, kv_share: float, max_context: int, traffic: Traffic, goals: Goals
 ) -> tuple[list[WorkerKind], list[str]]:
-    """Those that have room for the longest request; and why others have not. Raises ValueError for a degree that cannot be."""
+    """Return the kinds that can hold the longest request; and why others cannot. Raises ValueError for an impossible degree."""
     kinds: list[WorkerKind] = []
     notes: list[str] = []
     for degree in limitation.tensor_parallel or _degrees(roofline):
@@ -165,7 +165,7 @@ def roofline_kinds(
 
 
 def measured_kinds(spec: WorkerSpec, limitation: Limitation) -> list[WorkerKind]:
-    """A measured worker with its own limits, or with those that were asked for. Raises ValueError."""
+    """Return a measured worker with its own limits, or with the requested ones. Raises ValueError."""
     if set(limitation.tensor_parallel) - {1}:
         raise ValueError("tensor_parallel: a measured speed is that of one worker as it is; give 1, or no --speed")
     seqs = limitation.max_num_seqs or (spec.max_num_seqs,)
@@ -177,20 +177,20 @@ def measured_kinds(spec: WorkerSpec, limitation: Limitation) -> list[WorkerKind]
 
 
 def _degrees(roofline: Roofline) -> list[int]:
-    """Those that divide the KV heads; one, without a link."""
+    """Return the degrees that divide the KV heads; one, without a link."""
     most = DEGREES if roofline.device.link_bytes_per_s else DEGREES[:1]
     return [degree for degree in most if roofline.decoder.num_kv_heads % degree == 0]
 
 
 def _batch(roofline: Roofline, kv_share: float, traffic: Traffic, goals: Goals) -> int:
-    """Sequences of which each gets its tokens in time, with a little room."""
+    """Return the sequences that each get their tokens in time, with a little headroom."""
     model = roofline.latency(STEP_TOKENS[-1], MOST_SEQS)
     worker = Worker(model, Limits(STEP_TOKENS[-1], MOST_SEQS, roofline.kv_tokens(kv_share)))
     return largest_batch(worker, traffic.load.lengths, goals)
 
 
 def _limits(limitation: Limitation, batch: int, max_context: int) -> list[tuple[int, int]]:
-    """Sequences and tokens of a step: powers of two around the largest batch that is of use."""
+    """Return sequences and tokens of a step: powers of two around the largest useful batch."""
     enough = min(MOST_SEQS, max(2 * FEWEST_SEQS, 1 << (batch - 1).bit_length()))
     seqs: Sequence[int] = limitation.max_num_seqs or (enough, enough // 2)
     useful = [tokens for tokens in STEP_TOKENS if tokens < 2 * max_context]

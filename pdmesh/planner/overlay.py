@@ -1,11 +1,11 @@
-"""A plan as an overlay for kustomize, on one of the overlays that are there. Pure but for finding and writing files.
+"""Writes a plan as an overlay for kustomize, on an existing overlay. Pure except for finding and writing files.
 
-Only what the chosen mesh decides stands in it: workers, limits of batches, KV, objectives, what routers let in. The rest is the
+It contains only what the chosen mesh decides: workers, limits of batches, KV, objectives, admission limits. The rest is the
 base's.
 
-Replicas are the autoscaler's: a number in a manifest would come back with each `kubectl apply`, as if a person had set it. So it
-is told which pools there are and between which sizes they may move; or, `fixed`, numbers stand in the manifests and an annotation
-beside them, by which it leaves them alone.
+The autoscaler owns the replicas: a number in a manifest would return with each `kubectl apply`, as if a person had set it. So the
+overlay sets which pools there are and their bounds; or, `fixed`, the manifests have numbers and an annotation by which the
+autoscaler leaves them alone.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from pdmesh.planner.trial import max_inflight
 
 HEADER = "# Written by `pdmesh plan`"
 CPU_MODEL = "smollm2"
-"""What the image of k8s/overlays/cpu serves, and nothing else."""
+"""The only model that the image of k8s/overlays/cpu serves."""
 _BESIDE_MB = 1536
 """Memory of a worker besides weights and KV."""
 _OVERHEAD_CORES = 1
 _ROOM = 2
-"""The autoscaler may grow a pool to so many times what was planned."""
+"""Multiple of the planned size to which the autoscaler may grow a pool."""
 
 _NO_PREFILL = """# The others compute their prompts themselves; the autoscaler does not look at this one.
 apiVersion: apps/v1
@@ -45,13 +45,13 @@ spec:
 
 
 class OverlayError(Exception):
-    """It cannot be written: why, and what to do."""
+    """Raised when it cannot be written: why, and what to do."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """The model as the manifests know it: `name`, in the folder /models/NAME of the workers. `threads` of each worker on the CPU,
-    0: as the base has it. `kv_share`: of the memory of a GPU. `fixed`: as many workers as planned, whatever comes."""
+    """Describe the model for the manifests: `name`, in the folder /models/NAME of the workers. `threads` of each worker on the
+    CPU, 0: as the base has it. `kv_share`: of the memory of a GPU. `fixed`: as many workers as planned, whatever the load."""
 
     name: str
     threads: int
@@ -60,7 +60,7 @@ class Served:
 
 
 def base_of(folder: str, *, is_gpu: bool) -> Path:
-    """The overlay to build on: the one that was given, or the repository's. Raises OverlayError."""
+    """Return the overlay to build on: the given one, or the repository's. Raises OverlayError."""
     name = "gpu" if is_gpu else "cpu"
     source = Path(pdmesh.__file__).resolve().parents[1] / "k8s" / "overlays" / name
     candidates = [Path(folder)] if folder else [Path("k8s/overlays") / name, source]
@@ -73,7 +73,7 @@ def base_of(folder: str, *, is_gpu: bool) -> Path:
 
 
 def served_name(asked: str, model: str, *, is_gpu: bool, has_base: bool) -> str:
-    """What the manifests call the model. Raises OverlayError for one that the CPU overlay has not."""
+    """Return the model's name in the manifests. Raises OverlayError for one that the CPU overlay lacks."""
     if is_gpu or has_base:
         return asked or model
     if (asked or model) not in (CPU_MODEL, DEFAULT_MODEL):
@@ -84,7 +84,7 @@ def served_name(asked: str, model: str, *, is_gpu: bool, has_base: bool) -> str:
 
 
 def check(folder: Path) -> None:
-    """Raises OverlayError for a folder that is somebody else's, or cannot be written. Leaves nothing behind."""
+    """Raise OverlayError for a folder with foreign files, or one that cannot be written. Leaves nothing behind."""
     old, is_there = folder / "kustomization.yaml", folder.exists()
     with _named_errors():
         if old.exists() and not old.read_text(encoding="utf-8").startswith(HEADER):
@@ -98,7 +98,7 @@ def check(folder: Path) -> None:
 
 
 def write(folder: Path, base: Path, plan: Plan, subject: Subject, served: Served) -> list[Path]:
-    """The files that were written. Raises OverlayError."""
+    """Write the files; return them. Raises OverlayError."""
     files = contents(os.path.relpath(base, folder), plan, subject, served)
     check(folder)
     with _named_errors():
@@ -110,7 +110,7 @@ def write(folder: Path, base: Path, plan: Plan, subject: Subject, served: Served
 
 @contextlib.contextmanager
 def _named_errors() -> Iterator[None]:
-    """OSError as OverlayError."""
+    """Convert OSError to OverlayError."""
     try:
         yield
     except OSError as error:
@@ -118,7 +118,7 @@ def _named_errors() -> Iterator[None]:
 
 
 def contents(base: str, plan: Plan, subject: Subject, served: Served) -> dict[str, str]:
-    """Text by name of the file; `base` as seen from there. Raises OverlayError for a mesh that pdmesh does not run."""
+    """Return text by name of the file; `base` as seen from there. Raises OverlayError for a mesh that pdmesh does not run."""
     problem = report_text.why_not_deployable(plan.chosen.point, subject.device, subject.weights)
     if problem is not None:
         raise OverlayError(
@@ -152,7 +152,7 @@ patchesStrategicMerge:
 
 
 def traffic_line(plan: Plan, subject: Subject) -> str:
-    """What the plan is for."""
+    """Return the load of the plan."""
     traffic = plan.task.traffic
     return f"{len(traffic.arrivals)} requests, {subject.load}, {traffic.rate_per_s:.3g}/s and {plan.task.headroom:.0%} more"
 
@@ -167,7 +167,7 @@ def _workers(plan: Plan, subject: Subject, served: Served) -> list[str]:
 
 
 def _autoscaler(plan: Plan) -> str:
-    """Which pools there are, and between which sizes. What was planned is the least: it is there before the load is."""
+    """Return the autoscaler's pools and their bounds. The planned size is the minimum: it must exist before the load comes."""
     shape, size = plan.chosen.point.shape, plan.chosen.point.size
     pools = {"BOTH": size.num_decode}
     if shape.prefill is not None:
@@ -223,14 +223,14 @@ metadata:
 
 
 def _memory(kind: WorkerKind, subject: Subject, served: Served) -> dict[str, str]:
-    """On a GPU the share of its memory that was planned with; else so many MiB."""
+    """Return on a GPU the planned share of its memory; else MiB."""
     if _is_gpu(subject):
         return {"PDMESH_KV_MEMORY_SHARE": f"{served.kv_share:g}"}
     return {"PDMESH_KV_MEMORY_MB": str(_kv_mb(kind))}
 
 
 def _resources(kind: WorkerKind, subject: Subject, served: Served) -> str:
-    """Of a worker on the CPU what was planned with; a GPU is one, which the base says."""
+    """Return the resources: planned ones of a worker on the CPU; the base requests one GPU."""
     if _is_gpu(subject):
         return ""
     memory = f"{_kv_mb(kind) + _held_mb(subject) + _BESIDE_MB}Mi"
@@ -252,7 +252,7 @@ def _kv_mb(kind: WorkerKind) -> int:
 
 
 def _held_mb(subject: Subject) -> int:
-    """Weights, twice while they are loaded: as they are in the file, and as they are computed with."""
+    """Return the weights' size, twice while they are loaded: as in the file, and in the computing format."""
     if subject.decoder is None:
         raise OverlayError("overlay: needs --model, to know how much memory a worker takes")
     return 2 * subject.decoder.num_parameters * 2 // 2**20

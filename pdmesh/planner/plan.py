@@ -1,4 +1,4 @@
-"""A plan: the cheapest mesh, what it is expected to do, and what a device less or another kind of mesh would. Pure."""
+"""Makes a plan: the cheapest mesh, its expected performance, and that of a smaller or another kind of mesh. Pure."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pdmesh.planner.trial import Outcome, simulate
 from pdmesh.planning.capacity_load import Goals
 from pdmesh.simulator.settings import MeshSettings
 
-# What no number of workers can better: requests alone on workers that do nothing else. Pure.
+# The lower bound of latency that no number of workers can improve: requests alone on idle workers.
 
 
 @dataclass(frozen=True)
 class Floor:
-    """Of one kind of worker. `attainable`: the share of requests that keep both objectives with nobody beside them; the rest is
-    at the objectives' quantile: TTFT and TPOT in seconds, and the lengths that they come from, in tokens."""
+    """Hold the bound of one kind of worker. `attainable`: the share of requests that keep both objectives alone; the rest is at
+    the objectives' quantile: TTFT and TPOT in seconds, and the lengths that they come from, in tokens."""
 
     kind: WorkerKind
     attainable: float
@@ -30,7 +30,7 @@ class Floor:
 
 
 def floor_of(kind: WorkerKind, traffic: Traffic, settings: MeshSettings, quantile: float) -> Floor:
-    """`settings` has the objectives and the way between processes."""
+    """Return the bound. `settings` has the objectives and the network times between processes."""
     goal = settings.objective
     assert goal is not None
     transit_s = settings.router_s + 2 * settings.call_s
@@ -51,7 +51,7 @@ def floor_of(kind: WorkerKind, traffic: Traffic, settings: MeshSettings, quantil
 
 
 def why_impossible(floor: Floor, settings: MeshSettings, quantile: float) -> str:
-    """In words, for the kind of worker that comes closest."""
+    """Return the reason in words, for the kind of worker that comes closest."""
     goal, share = settings.objective, f"{100 * quantile:g} %"
     assert goal is not None
     reasons = []
@@ -70,7 +70,7 @@ def why_impossible(floor: Floor, settings: MeshSettings, quantile: float) -> str
 
 
 def closest(kinds: Sequence[WorkerKind], traffic: Traffic, settings: MeshSettings, quantile: float) -> Floor:
-    """Of the first kind that keeps the objectives; of the one that comes closest, where none does."""
+    """Return the bound of the first kind that keeps the objectives; of the one that comes closest, if none does."""
     floors = []
     for kind in kinds:
         floors.append(floor_of(kind, traffic, settings, quantile))
@@ -80,7 +80,7 @@ def closest(kinds: Sequence[WorkerKind], traffic: Traffic, settings: MeshSetting
 
 
 def _parts(kind: WorkerKind, num_prompt: int, context: int) -> str:
-    """What takes the time, the longest first."""
+    """Return the parts of the time, longest first."""
     if kind.roofline is None:
         return "as measured"
     parts = kind.roofline.decode_parts(1, context) if context else kind.roofline.prefill_parts(num_prompt)
@@ -89,23 +89,23 @@ def _parts(kind: WorkerKind, num_prompt: int, context: int) -> str:
 
 
 def _quantile(values: Sequence[float], share: float) -> float:
-    """The least that at least `share` of the values do not exceed."""
+    """Return the least value that at least `share` of the values do not exceed."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
 Say = Callable[[str], None]
 OVER_GUESS, SPARE_DEVICES = 4, 8
-"""Without a budget, as many times the devices that arithmetic asks for, and some more, are looked at."""
+"""Bounds of a search without a budget: a multiple of the devices that capacity planning asks for, and some more."""
 
 
 class NoPlan(Exception):
-    """Nothing keeps the objectives: why, and what to do."""
+    """Raised when nothing keeps the objectives: why, and what to do."""
 
 
 @dataclass(frozen=True)
 class Effort:
-    """`shapes` of each kind of mesh that are searched, `splits` that are tried at one cost, requests that may be simulated before
-    the search ends, and `around`: costs, over the chosen one, that are looked at for the picture."""
+    """Bound the search. `shapes` of each kind of mesh that are searched, `splits` that are tried at one cost, requests that may
+    be simulated before the search ends, and `around`: costs above the chosen one that are simulated for the picture."""
 
     shapes: int
     splits: int
@@ -122,8 +122,8 @@ EFFORTS = {
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be planned. `headroom`: the share by which the load may be higher. `meshes`: AGGREGATED, SEPARATED or both.
-    `max_cost`: devices; 0: as many as it takes. `settings` hold the objective."""
+    """Describe what is to be planned. `headroom`: the share by which the load may be higher. `meshes`: AGGREGATED, SEPARATED or
+    both. `max_cost`: devices; 0: no bound. `settings` hold the objective."""
 
     traffic: Traffic
     kinds: tuple[WorkerKind, ...]
@@ -136,7 +136,7 @@ class Task:
 
     @property
     def goals(self) -> Goals:
-        """As capacity arithmetic knows them."""
+        """Return the goals for capacity planning."""
         goal = self.settings.objective
         assert goal is not None
         return goals_of(goal.ttft_ms, goal.tpot_ms, self.quantile, self.settings)
@@ -144,7 +144,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Tried:
-    """A mesh and what came of the load that was planned for."""
+    """Hold a mesh and its outcome under the planned load."""
 
     point: Point
     outcome: Outcome
@@ -152,9 +152,9 @@ class Tried:
 
 @dataclass(frozen=True)
 class Plan:
-    """`chosen` and all others bore the load with headroom; `expected`: the chosen one with the load as it is. `fewer`: the best
-    with a worker less, None if there is none. `best`: of each kind of mesh the cheapest that does, None where none was found.
-    `seen`: every mesh that was simulated to the end."""
+    """Hold the plan. `chosen` and all others bore the load with headroom; `expected`: the chosen one with the load as it is.
+    `fewer`: the best with a worker less, None if there is none. `best`: of each kind of mesh the cheapest that does, None if none
+    was found. `seen`: every mesh that was simulated to the end."""
 
     task: Task
     chosen: Tried
@@ -168,12 +168,12 @@ class Plan:
 
 
 def goals_of(ttft_ms: int, tpot_ms: int, quantile: float, settings: MeshSettings) -> Goals:
-    """`settings`: where time passes besides in workers."""
+    """Return the goals. `settings`: the times outside the workers."""
     return Goals(ttft_ms / 1e3, tpot_ms / 1e3, quantile, transit_s=settings.router_s + 2 * settings.call_s)
 
 
 def make_plan(task: Task, say: Say = lambda _: None) -> Plan:
-    """`say` hears how it goes. Raises NoPlan."""
+    """Return a plan; `say` receives the progress. Raises NoPlan."""
     floor = closest(task.kinds, task.traffic, task.settings, task.quantile)
     if floor.attainable < task.quantile:
         raise NoPlan(why_impossible(floor, task.settings, task.quantile) + "; relax an objective, or choose a faster device")
@@ -187,7 +187,7 @@ def make_plan(task: Task, say: Say = lambda _: None) -> Plan:
 
 
 class _Planner:
-    """One search under way."""
+    """Run one search."""
 
     def __init__(self, task: Task, say: Say) -> None:
         self._task, self._say = task, say
@@ -201,14 +201,14 @@ class _Planner:
         self._max_cost = task.max_cost or self._enough(ranked[0])
 
     def cheapest(self, mesh: str) -> Tried | None:
-        """Of one kind of mesh."""
+        """Return the cheapest mesh of one kind."""
         point = self._search.cheapest(self._shapes[mesh][: self._task.effort.shapes], self._max_cost)
         named = "none" if point is None else f"{point.cost} devices: {point.name}"
         self._say(f"{mesh}: {named} ({self._judge.num_runs} simulations of {self._judge.num_requests} requests so far)")
         return None if point is None else self._tried(point)
 
     def why_none(self) -> str:
-        """In words."""
+        """Return the reason in words."""
         if self._search.is_spent:
             return "the search ended before it found a mesh that keeps the objectives; give a higher --effort"
         tried = [self._tried(self._largest(shapes[0])) for shapes in self._shapes.values() if shapes]
@@ -219,7 +219,7 @@ class _Planner:
         )
 
     def finish(self, chosen: Tried, best: dict[str, Tried | None]) -> Plan:
-        """What is to be known beside it."""
+        """Return the plan, after simulating what it compares with."""
         task, judge = self._task, self._judge
         expected = chosen.outcome
         if task.headroom:
@@ -244,14 +244,14 @@ class _Planner:
         )
 
     def _look_around(self, point: Point, cost: int) -> None:
-        """The same shape for other numbers of devices."""
+        """Simulate the same shape for other numbers of devices."""
         costs = {round(share * cost) for share in self._task.effort.around} | {point.cost - 1, point.cost + 1}
         for each in sorted(costs):
             if point.shape.least_cost <= each <= self._max_cost:
                 self._tried(Point(point.shape, self._search.sizes(point.shape, each)[0]))
 
     def _largest(self, shape: Shape) -> Point:
-        """That is allowed."""
+        """Return the largest allowed mesh."""
         return Point(shape, self._search.sizes(shape, max(shape.least_cost, self._max_cost))[0])
 
     def _enough(self, shape: Shape) -> int:
@@ -262,7 +262,7 @@ class _Planner:
 
 
 def _one_less(point: Point) -> list[Size]:
-    """One worker of either pool, where there are more."""
+    """Return the sizes with one worker less in either pool, where there are more."""
     prefill, decode = point.size.num_prefill, point.size.num_decode
     sizes = [Size(prefill - 1, decode)] if prefill > 1 else []
     return [*sizes, Size(prefill, decode - 1)] if decode > 1 else sizes

@@ -1,4 +1,4 @@
-"""A plan as one HTML page that needs nothing else. Pure but for the style, which is the load test's."""
+"""Writes a plan as one self-contained HTML page. Pure except for the style, which is the load test's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COLOURS = {AGGREGATED: 0, SEPARATED: 2}
 
 
 def page(plan: Plan, subject: Subject) -> str:
-    """The whole document."""
+    """Return the whole document."""
     point = plan.chosen.point
     head = (
         f"<h1>{escape(report_text.mesh_name(point))}: {escape(report_text.cost(point, subject))}</h1>"
@@ -68,7 +68,7 @@ def _latency(title: str, plan: Plan, of: Callable[[Tried], float], x: Axis, subj
 
 
 def _lines(plan: Plan, of: Callable[[Tried], float]) -> list[Line]:
-    """Of each kind of mesh the best at each cost."""
+    """Return for each kind of mesh the best at each cost."""
     lines = []
     for mesh in plan.task.meshes:
         best: dict[int, Tried] = {}

@@ -1,4 +1,4 @@
-"""A plan as lines for a terminal, and as numbers for programs. Pure."""
+"""Formats a plan as lines for a terminal, and as numbers for programs. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pdmesh.planner.trial import Outcome
 from pdmesh.planning.devices import Device
 from pdmesh.terminal import table
 
-# What a plan means, in words: what takes the time, what would go wrong first, what does not run yet. Pure.
+# The plan in words: what takes the time, which limit is reached first, what does not run yet.
 
 
 KV_FULL = 0.8
@@ -35,7 +35,7 @@ _BY = {
 
 
 def decode_limit(plan: Plan) -> str:
-    """What a typical step of a decode worker consists of, and how full its KV is."""
+    """Return the parts of a typical step of a decode worker, and how full its KV is."""
     kind, batch = plan.chosen.point.shape.decode, max(1.0, plan.expected.batch)
     context = plan.task.traffic.load.lengths.running_context
     parts = _decode_parts(kind, batch, context)
@@ -49,7 +49,7 @@ def decode_limit(plan: Plan) -> str:
 
 
 def prefill_limit(plan: Plan) -> str:
-    """What a typical prompt takes on a worker that computes prompts."""
+    """Return the time of a typical prompt on a worker that computes prompts."""
     shape = plan.chosen.point.shape
     kind = shape.prefill or shape.decode
     num_tokens = int(plan.task.traffic.load.lengths.input_tokens)
@@ -60,25 +60,25 @@ def prefill_limit(plan: Plan) -> str:
 
 
 def kv_room(kind: WorkerKind) -> int:
-    """Tokens."""
+    """Return the KV capacity in tokens."""
     return max(1, kind.kv_tokens)
 
 
 def misses(outcome: Outcome) -> str:
-    """What went wrong, the most frequent first."""
+    """Return the failures, the most frequent first."""
     named = {"too late": outcome.late, "too slow": outcome.slow, "refused, as they would have been late": outcome.refused}
     parts = [f"{share:.2%} {name}" for name, share in sorted(named.items(), key=lambda part: -part[1]) if share > 0]
     return ", ".join(parts) or "nothing was missed"
 
 
 def why_not_deployable(point: Point, device: Device | None, weights: str) -> str | None:
-    """What of it pdmesh does not run today; None: it runs. `device` None: what was measured, which runs."""
+    """Return what of it pdmesh does not run today; None: it runs. `device` None: a measured worker, which runs."""
     if point.shape.decode.num_devices > 1 or (point.shape.prefill is not None and point.shape.prefill.num_devices > 1):
-        return "tensor parallelism over several GPUs is untried yet"
+        return "tensor parallelism over several GPUs is not tested yet"
     if device is not None and device.is_gpu and point.shape.prefill is not None:
-        return "the hand-off of KV between GPUs is untried yet, so prefill and decode cannot be separated there"
+        return "the KV hand-off between GPUs is not tested yet, so prefill and decode cannot be separated there"
     if device is not None and device.is_gpu and weights not in ("bfloat16", "float16", "float32"):
-        return f"{weights} weights are untried on GPUs yet"
+        return f"{weights} weights are not tested on GPUs yet"
     return None
 
 
@@ -106,7 +106,7 @@ def _prefill_parts(kind: WorkerKind, num_tokens: int) -> dict[str, float]:
 
 
 def _shares(parts: dict[str, float]) -> str:
-    """Of at least a hundredth, the longest first."""
+    """Return the parts of at least a hundredth, longest first."""
     total = sum(parts.values())
     named = sorted(parts.items(), key=lambda part: -part[1])
     return ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in named if seconds >= 0.01 * total)
@@ -118,41 +118,41 @@ _HEAD = ("ATTAINED", "TTFT P50", "P99", "TPOT P50", "P99")
 
 
 def lines(plan: Plan, subject: Subject) -> list[RenderableType]:
-    """The whole page, for a console of `WIDTH` columns."""
+    """Return the whole page, for a console of `WIDTH` columns."""
     return [*_asked(plan, subject), "", *_chosen(plan, subject), "", _others(plan, subject), "", *_notes(plan, subject)]
 
 
 def objectives(plan: Plan) -> str:
-    """In the words of the load test."""
+    """Return the objectives in the words of the load test."""
     goal = plan.task.settings.objective
     assert goal is not None
     return str(Objectives(ttft_ms=goal.ttft_ms, tpot_ms=goal.tpot_ms, quantile=plan.task.quantile))
 
 
 def mesh_name(point: Point) -> str:
-    """With the kind of mesh."""
+    """Return the mesh's name with its kind."""
     return f"{point.name} (separated)" if point.shape.prefill else f"{point.name} aggregated"
 
 
 def cost(point: Point, subject: Subject) -> str:
-    """Devices, and their price."""
+    """Return devices, and their price."""
     price = subject.money.of(point.cost)
     unit = subject.unit if point.cost != 1 else subject.unit.removesuffix("s")
     return f"{point.cost} {unit}" + (f", {price:.2f} an hour" if price is not None else "")
 
 
 def rows(plan: Plan) -> list[Tried]:
-    """Every mesh that was simulated to the end, cheapest first."""
+    """Return every mesh that was simulated to the end, cheapest first."""
     return sorted(plan.seen, key=lambda tried: (tried.point.cost, tried.point.shape.mesh, -tried.outcome.attainment))
 
 
 def cells(outcome: Outcome) -> tuple[str, ...]:
-    """Attainment and latencies, in milliseconds."""
+    """Return attainment and latencies, in milliseconds."""
     return (f"{outcome.attainment:.2%}", *(f"{1e3 * getattr(outcome, name):.1f}" for name in _LATENCIES))
 
 
 def as_json(plan: Plan, subject: Subject) -> dict[str, object]:
-    """All of it, for programs. Durations in seconds."""
+    """Return all of it, for programs. Durations in seconds."""
     goal = plan.task.settings.objective
     assert goal is not None
     return {

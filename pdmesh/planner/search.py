@@ -1,8 +1,8 @@
-"""The cheapest mesh that keeps the objectives, found by simulating few of them. Pure.
+"""Finds the cheapest mesh that keeps the objectives, by simulating few candidates. Pure.
 
-More workers never keep objectives for fewer requests: so of one shape, costs are bisected from where capacity arithmetic points,
-and a size is known to fail when a larger one did. At each cost the splits between the pools that should bear most are tried. A
-simulation ends as soon as more requests have missed than may; of a long trace the busiest part, where most miss, comes first.
+More workers never keep objectives for fewer requests: so of one shape, costs are bisected from the capacity estimate, and a size
+is known to fail when a larger one did. At each cost the most promising splits between the pools are tried. A simulation ends as
+soon as more requests have missed than may; of a long trace the busiest part, where most miss, comes first.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from pdmesh.planning.capacity import DecodePool, Pool, PrefillPool, SharedPool, 
 from pdmesh.planning.capacity_load import Goals, Load
 from pdmesh.simulator.settings import MeshSettings
 
-# Where a search begins: capacity arithmetic says how many workers each pool of a mesh would need. Pure.
+# The start of a search: capacity planning estimates how many workers each pool of a mesh needs.
 
 
 MOST_WORKERS = 512
-"""Of a pool. More than that is not planned for."""
+"""Largest planned pool."""
 
 
 @dataclass
 class Guesser:
-    """For one load and its objectives. Arithmetic alone: bursts, hand-offs and admission are left to simulation."""
+    """Estimate for one load and its objectives. Capacity planning alone: bursts, hand-offs and admission are left to
+    simulation."""
 
     load: Load
     goals: Goals
@@ -34,20 +35,20 @@ class Guesser:
     _sizes: dict[Pool, int] = field(default_factory=dict)
 
     def size(self, shape: Shape) -> Size:
-        """Workers that should do; as many as are planned for at most, where none would."""
+        """Return workers that should suffice; at most MOST_WORKERS, if none would."""
         prefill, decode = self._pools(shape)
         return Size(0 if prefill is None else self._fewest(prefill), self._fewest(decode))
 
     def ranked(self, shapes: Iterable[Shape]) -> list[Shape]:
-        """Those first that should be cheapest; of equally cheap ones those that should bear most."""
+        """Return the shapes, cheapest first; of equally cheap ones those with the highest rate first."""
         return sorted(shapes, key=lambda shape: (shape.cost(self.size(shape)), -self.rate(shape, self.size(shape))))
 
     def in_order(self, shape: Shape, sizes: Sequence[Size]) -> list[Size]:
-        """Those first that should bear most."""
+        """Return the sizes, those with the highest rate first."""
         return list(sizes) if len(sizes) < 2 else sorted(sizes, key=lambda size: -self.rate(shape, size))
 
     def rate(self, shape: Shape, size: Size) -> float:
-        """Requests a second that it should bear: as many as the weaker pool."""
+        """Return the requests a second that it should bear: the rate of the weaker pool."""
         prefill, decode = self._pools(shape)
         rates = [self._rate(decode, size.num_decode)]
         return min(rates if prefill is None else [*rates, self._rate(prefill, size.num_prefill)])
@@ -69,7 +70,7 @@ class Guesser:
 
 
 def shapes_of(kinds: Sequence[WorkerKind], *, aggregated: bool, separated: bool) -> list[Shape]:
-    """All that can be made of these kinds. Prefill workers differ by what they compute in a step, not by how many sequences."""
+    """Return all shapes of these kinds. Prefill workers differ by what they compute in a step, not by how many sequences."""
     shapes = [Shape(kind) for kind in kinds] if aggregated else []
     widest: dict[tuple[int, int], WorkerKind] = {}
     for kind in kinds:
@@ -80,17 +81,17 @@ def shapes_of(kinds: Sequence[WorkerKind], *, aggregated: bool, separated: bool)
 
 
 SCREEN_REQUESTS = 2000
-"""Of the busiest part; a load of less than twice as many has none."""
+"""Requests of the busiest part; a load of less than twice as many has none."""
 
 
 class Spent(Exception):
-    """As many requests were simulated as may be."""
+    """Raised when the limit of simulated requests is reached."""
 
 
 @dataclass
 class Judge:
-    """Says whether meshes keep the objectives of a share `quantile` of the requests; remembers what it has seen.
-    `max_requests`: to be simulated before it gives up."""
+    """Judge whether meshes keep the objectives for a share `quantile` of the requests; remembers its results. `max_requests`: to
+    simulate before it gives up."""
 
     traffic: Traffic
     settings: MeshSettings
@@ -102,7 +103,7 @@ class Judge:
     _kept: dict[Point, bool] = field(default_factory=dict)
 
     def keeps(self, point: Point) -> bool:
-        """Raises Spent."""
+        """Return whether the mesh keeps the objectives. Raises Spent."""
         known = self._kept.get(point)
         if known is None:
             known = self._implied(point)
@@ -111,7 +112,7 @@ class Judge:
         return known
 
     def outcome(self, point: Point) -> Outcome:
-        """All of it, whatever it costs."""
+        """Return the outcome of the whole load, at any cost."""
         if point not in self.outcomes:
             found = self._run(point, self.traffic, None)
             assert found is not None
@@ -120,7 +121,7 @@ class Judge:
 
     @property
     def _max_misses(self) -> int:
-        """Of all requests; rounding is not to forbid a share that is allowed."""
+        """Return the allowed misses of all requests; rounding must not forbid an allowed share."""
         return int(len(self.traffic.arrivals) * (1 - self.quantile) + 1e-6)
 
     def _try(self, point: Point) -> bool:
@@ -138,7 +139,7 @@ class Judge:
         return found is not None
 
     def _implied(self, point: Point) -> bool | None:
-        """By what is known of a larger or smaller mesh of the same shape."""
+        """Return what is implied by a larger or smaller mesh of the same shape."""
         for other, kept in self._kept.items():
             if other.shape == point.shape:
                 small, large = (other, point) if kept else (point, other)
@@ -154,7 +155,7 @@ class Judge:
 
 @dataclass
 class Search:
-    """`max_splits`: sizes that are tried at one cost."""
+    """Search. `max_splits`: sizes that are tried at one cost."""
 
     judge: Judge
     guesser: Guesser
@@ -163,8 +164,8 @@ class Search:
     _best: Point | None = None
 
     def cheapest(self, shapes: Sequence[Shape], max_cost: int) -> Point | None:
-        """Of all of them, in this order: a later one has to be cheaper. None: none for at most so many devices, or none before
-        all was spent."""
+        """Return the cheapest of all shapes, in this order: a later one must be cheaper. None: none within the cost, or none
+        before the limit was reached."""
         self._best = None
         try:
             for shape in shapes:
@@ -174,7 +175,7 @@ class Search:
         return self._best
 
     def sizes(self, shape: Shape, cost: int) -> list[Size]:
-        """To be tried at a cost, the most promising first."""
+        """Return the sizes to try at a cost, the most promising first."""
         return self.guesser.in_order(shape, shape.sizes(cost))[: self.max_splits]
 
     def _seek(self, shape: Shape, max_cost: int) -> None:
@@ -191,7 +192,7 @@ class Search:
         self._cheaper(found, too_few)
 
     def _cheaper(self, found: Point, too_few: int) -> None:
-        """Down from one that does, in growing steps until the first that does not; then halves of what is left."""
+        """Search downwards from one that does, in growing steps until the first that does not; then bisect."""
         step = 1
         while found.cost - too_few > 1:
             cost = max(too_few + 1, found.cost - step)
@@ -203,7 +204,7 @@ class Search:
                 found, step = better, 2 * step
 
     def _at(self, shape: Shape, cost: int) -> Point | None:
-        """One for at most so many devices that keeps the objectives."""
+        """Return a size within the cost that keeps the objectives."""
         points = [Point(shape, size) for size in self.sizes(shape, cost)]
         found = next((point for point in points if self.judge.keeps(point)), None)
         self._best = found or self._best

@@ -1,4 +1,4 @@
-"""The load that is planned for: a trace as a list, and what capacity arithmetic needs to know of it. Pure."""
+"""The planned load: a trace as a list, and its moments for capacity planning. Pure."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pdmesh.simulator import arrivals as shaping
 from pdmesh.simulator.arrivals import BLOCK_TOKENS, Arrival
 
 MAX_BURSTINESS = 25.0
-"""More than that is not chance but a rate that changes, which simulation sees and arithmetic cannot."""
+"""Beyond this value it is not chance but a changing rate, which simulation covers and capacity planning does not."""
 
 
 @dataclass(frozen=True, eq=False)
 class Traffic:
-    """Arrivals in the order of their time, at least two, not all at once."""
+    """Hold arrivals in the order of their time, at least two, not all at once."""
 
     arrivals: tuple[Arrival, ...]
 
@@ -27,30 +27,30 @@ class Traffic:
 
     @property
     def duration_s(self) -> float:
-        """From the first to the last."""
+        """Return the time from the first to the last."""
         return self.arrivals[-1].at_s - self.arrivals[0].at_s
 
     @property
     def rate_per_s(self) -> float:
-        """On average."""
+        """Return the average rate."""
         return (len(self.arrivals) - 1) / self.duration_s
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest request, prompt and output."""
+        """Return the tokens of the longest request, prompt and output."""
         return max(arrival.num_input + arrival.num_output for arrival in self.arrivals)
 
     @property
     def num_output_tokens(self) -> int:
-        """Of all requests."""
+        """Return the output tokens of all requests."""
         return sum(arrival.num_output for arrival in self.arrivals)
 
     def faster(self, factor: float) -> Traffic:
-        """`factor` times as many in a second."""
+        """Return `factor` times as many in a second."""
         return Traffic(tuple(shaping.at_rate(self.arrivals, factor)))
 
     def busiest(self, num: int) -> Traffic:
-        """Of so many requests in a row, those with the most tokens a second; all, if there are no more."""
+        """Return the `num` consecutive requests with the most tokens a second; all, if there are no more."""
         if num >= len(self.arrivals):
             return self
         sums = [0]
@@ -68,13 +68,13 @@ class Traffic:
 
     @cached_property
     def uncached(self) -> tuple[int, ...]:
-        """Tokens of each prompt that nobody computed before, with a cache that forgets nothing; at least one."""
+        """Return the tokens of each prompt that are no prefix hit, with an unbounded cache; at least one."""
         seen: set[int] = set()
         return tuple(_uncached(arrival, seen) for arrival in self.arrivals)
 
     @cached_property
     def load(self) -> Load:
-        """Its moments."""
+        """Return its moments."""
         inputs, outputs = [a.num_input for a in self.arrivals], [a.num_output for a in self.arrivals]
         num, total = len(self.arrivals), sum(inputs)
         cached_share = max(0.0, 1 - sum(self.uncached) / total) if total else 0.0
@@ -88,7 +88,7 @@ class Traffic:
         return Load(self.rate_per_s, lengths, self._burstiness())
 
     def _burstiness(self) -> float:
-        """The squared coefficient of variation of the gaps."""
+        """Return the squared coefficient of variation of the gaps."""
         times = [arrival.at_s for arrival in self.arrivals]
         gaps = [later - earlier for earlier, later in pairwise(times)]
         mean = sum(gaps) / len(gaps)
@@ -96,7 +96,7 @@ class Traffic:
 
 
 def traffic_of(arrivals: Iterable[Arrival]) -> Traffic:
-    """All of them. Raises ValueError, and what reading them raises."""
+    """Return all arrivals as a load. Raises ValueError, and what reading them raises."""
     return Traffic(tuple(arrivals))
 
 

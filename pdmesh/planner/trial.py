@@ -1,4 +1,4 @@
-"""One mesh in one simulation: what share of the requests kept their objectives, and what the others missed. Pure."""
+"""Simulates one mesh: the share of the requests that kept their objectives, and what the others missed. Pure."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from pdmesh.simulator.settings import MeshSettings
 from router.flow_control.capacity import AdmissionSettings
 
 SEATS_OVER = 2
-"""Requests that routers let in, over what decode workers can hold: the waiting room is theirs, and is not to be the limit."""
+"""Admitted requests as a multiple of what decode workers can hold: the rest waits in the request queue, which must not be the
+limit."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Shares are of all requests; seconds. `late` missed TTFT (whatever else), `slow` only TPOT. `batch`: sequences that a decode
-    worker had at once, on average; `local`: the share of completed requests whose prompt decode computed itself."""
+    """Hold the outcome. Shares are of all requests; seconds. `late` missed TTFT (whatever else), `slow` only TPOT. `batch`:
+    concurrent sequences of a decode worker, on average; `local`: the share of completed requests whose prompt the decode worker
+    computed itself."""
 
     attainment: float
     late: float
@@ -36,8 +38,8 @@ class Outcome:
 
 @dataclass
 class Watched:
-    """Stops a simulation when more than `max_misses` requests have missed; None: never. Has its results, and is none itself:
-    they may be compiled, and then nothing interpreted inherits from them."""
+    """Stop a simulation when more than `max_misses` requests have missed; None: never. It wraps its results instead of
+    inheriting: they may be compiled, and interpreted classes cannot inherit from compiled ones."""
 
     max_misses: int | None = None
     results: Results = field(default_factory=Results)
@@ -48,11 +50,11 @@ class Watched:
     is_stopped: bool = False
 
     def arrived(self, request: Request) -> None:
-        """It is at a router."""
+        """Count an arrival."""
         self.results.arrived(request)
 
     def ended(self, request: Request, end: End, now: float) -> None:
-        """It is over."""
+        """Count the end of a request."""
         self.results.ended(request, end, now)
         if end is End.COMPLETED:
             late = _over(request.ttft_s, request.ttft_goal_s)
@@ -65,13 +67,14 @@ class Watched:
 
     @property
     def num_missed(self) -> int:
-        """So far."""
+        """Return the misses so far."""
         total = self.results.total
         return total.num_completed + total.num_refused + total.num_lost - total.num_met
 
 
 def simulate(point: Point, arrivals: Sequence[Arrival], settings: MeshSettings, max_misses: int | None = None) -> Outcome | None:
-    """`settings`: all but admission's bounds, which follow the mesh's size. None: more than `max_misses` missed."""
+    """Return the outcome; None: more than `max_misses` missed. `settings`: all except admission's bounds, which follow the mesh's
+    size."""
     shape, size = point.shape, point.size
     watched = Watched(max_misses=max_misses)
     mesh = Mesh(_roomy(settings, point), watched, prefix_tokens=shape.decode.spec.prefix_tokens)
@@ -94,7 +97,7 @@ def _roomy(settings: MeshSettings, point: Point) -> MeshSettings:
 
 
 def max_inflight(point: Point) -> int:
-    """What each router is to let in."""
+    """Return how many requests each router admits."""
     return max(AdmissionSettings().max_inflight, SEATS_OVER * point.num_seats)
 
 

@@ -1,1 +1,1 @@
-"""What router, autoscaler and simulator share: the latency model, capacity arithmetic. Pure and without torch."""
+"""Models shared by router, autoscaler and simulator: latency model, capacity planning. Pure and without torch."""

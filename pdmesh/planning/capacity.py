@@ -1,17 +1,16 @@
-"""How many workers a load needs to keep its objectives, and what so many make of it. Pure; seconds.
+"""Computes how many workers a load needs to keep its objectives, and the latencies of a given number. Pure; seconds.
 
 Three kinds of pool: workers that only compute prompts, workers that only decode, and workers that do both. Each answers one
 question, "which share of the requests keeps this pool's objectives?", and everything else follows by search:
 
 - **Prompts** queue for `n` servers (`prompt_times.py`); the queue's wait and each prompt's own time make its TTFT. Prompts that
-meet
-  in a worker fill one step together, so the fuller the pool, the less each pays of what an empty step takes.
-- **Sequences** share the steps of their worker (`capacity.py`); how many there are varies by chance.
-- **Both on one worker**: prompts lengthen the steps of sequences as far as the promised pace lets them, sequences take from
+  meet in a worker fill one step together, so the fuller the pool, the less each pays of what an empty step takes.
+- **Sequences** share the steps of their worker (`Concurrency`); how many there are varies by chance.
+- **Both on one worker**: prompts lengthen the steps of sequences as far as their TPOT budget allows, sequences take from
   prompts the rest (`pdmesh/engine/scheduler/scheduler.py`).
 
-More load never keeps objectives for a larger share, and more workers never for a smaller one: so the fewest workers never fall
-as the load grows. What the longest prompts would miss on an idle worker too counts against nobody: no worker more would help.
+More load never keeps objectives for a larger share, and more workers never for a smaller one: so the fewest workers never fall as
+the load grows. Prompts that would miss TTFT on an idle worker too are not counted: another worker would not help them.
 
 Not covered: workers of one pool that differ in speed, transfers that compute does not hide (part of `Goals.transit_s`), and
 requests of several priorities.
@@ -29,7 +28,7 @@ from pdmesh.planning.capacity_load import Goals, Lengths, Load, Worker
 from pdmesh.planning.latency_model import MAX_SHARE, PACE_TARGET
 from pdmesh.planning.prompt_times import PromptTimes, Waiting, times_alone, times_beside, waiting
 
-# How many sequences decode at once, as they come and go by chance. Pure.
+# The number of sequences that decode at once, as they come and go by chance.
 #
 # A pool whose sequences share its steps evenly is a processor-sharing queue: with N of them, each gets a token every step(N /
 # workers) seconds. In such a queue the long-run share of time with N sequences depends on the mean output alone, not on how
@@ -38,9 +37,9 @@ from pdmesh.planning.prompt_times import PromptTimes, Waiting, times_alone, time
 #
 #     p(N) = p(N - 1) · arrivals a second · tokens of an output · step(N / workers) / N
 #
-# With steps of one length that is Poisson, whose spread is √N: small pools need relatively more room, which is square-root
-# staffing; steps that grow with the batch widen it. Arrivals that come in bursts are counted in clumps as large as their
-# peakedness (Hayward's approximation: Fredericks, "Congestion in blocking systems", Bell System Technical Journal, 1980).
+# With steps of one length that is Poisson, whose spread is √N: small pools need relatively more capacity, which is square-root
+# staffing; steps that grow with the batch widen it. Bursty arrivals are counted in clumps as large as their peakedness (Hayward's
+# approximation: Fredericks, "Congestion in blocking systems", Bell System Technical Journal, 1980).
 
 
 Array = NDArray[np.float64]
@@ -48,24 +47,24 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Concurrency:
-    """Of one pool. `batches` [n]: sequences of one worker when so many clumps are there and one more arrives; `shares` [n] of
-    arrivals that find that; `beyond`: of those that find no room. Together 1."""
+    """Hold the distribution of batches in one pool. `batches` [n]: sequences of one worker when n clumps are there and one more
+    arrives; `shares` [n] of arrivals that find that; `beyond`: of those that find no room. Together 1."""
 
     batches: Array
     shares: Array
     beyond: float
 
     def within(self, batch: float) -> float:
-        """The share of arrivals after which a worker has at most `batch` sequences."""
+        """Return the share of arrivals after which a worker has at most `batch` sequences."""
         return float(self.shares[self.batches <= batch + 1e-9].sum())
 
     @property
     def mean_batch(self) -> float:
-        """Of a worker, as arrivals find it with themselves."""
+        """Return the mean batch of a worker, as arrivals find it, themselves included."""
         return float(self.batches @ self.shares) + self.beyond * float(self.batches[-1])
 
     def quantile(self, share: float) -> float:
-        """The batch that is not exceeded for this share of arrivals; the largest that there is room for, where it is."""
+        """Return the batch that is not exceeded for this share of arrivals; at most the largest that there is room for."""
         reached = int(np.searchsorted(self.shares.cumsum(), share - 1e-12))
         return float(self.batches[min(reached, len(self.batches) - 1)])
 
@@ -73,9 +72,9 @@ class Concurrency:
 def concurrency(
     tokens_per_s: float, num_workers: int, max_batch: int, step_s: Callable[[Array], Array], burstiness: float = 1.0
 ) -> Concurrency | None:
-    """`tokens_per_s` asked of the pool; `step_s`: of batches. None: it cannot bear that many, however long they wait.
+    """Return the distribution; None: the pool cannot sustain the load. `tokens_per_s` asked of the pool; `step_s`: of batches.
 
-    `max_batch`: sequences that there is room for on a worker; more wait until one ends."""
+    `max_batch`: sequences that fit on a worker; more wait until one ends."""
     clump = max(1e-3, (1 + burstiness) / 2)
     num_clumps = max(1, int(num_workers * max_batch / clump))
     clumps = np.arange(num_clumps + 1, dtype=np.float64)
@@ -85,10 +84,10 @@ def concurrency(
     growth = tokens_per_s / clump * step_s(batches[1:]) / clumps[1:]
     if growth[-1] >= 1:
         return None
-    with np.errstate(divide="ignore"):  # hardly any load: nobody ever meets anybody
+    with np.errstate(divide="ignore"):  # hardly any load: sequences never meet
         logs = np.concatenate(([0.0], np.log(growth).cumsum()))
     weights = np.exp(logs - logs.max())
-    # Beyond the room the pool is as fast as with all of it full: each further clump is as much rarer than the one before.
+    # Beyond `max_batch` the pool is as fast as when full: each further clump is rarer than the previous one by the same factor.
     waiting = float(weights[-1] * growth[-1] / (1 - growth[-1]))
     total = float(weights.sum()) + waiting
     found = weights[:-1] / total
@@ -96,15 +95,16 @@ def concurrency(
 
 
 MAX_UTILIZATION = 0.9
-"""Of a pool that nothing is promised about: beyond that, queues are long and never end."""
+"""Bound of a pool without objectives: beyond it, queues are long and never end."""
 
 _BISECTIONS = 20
 
 
 @dataclass(frozen=True)
 class Outlook:
-    """Of a pool under a load: `attainment`, the share of requests that keep its objectives; TTFT and TPOT at the objectives'
-    quantile, None where the pool has no part in it. `utilization`: of what it could bear with queues that just do not grow."""
+    """Describe a pool under a load: `attainment`, the share of requests that keep its objectives; TTFT and TPOT at the
+    objectives' quantile, None where the pool has no part in it. `utilization`: relative to the load at which queues just do not
+    grow."""
 
     attainment: float
     utilization: float
@@ -113,37 +113,37 @@ class Outlook:
 
 
 class Pool(Protocol):
-    """One kind of worker with its objectives."""
+    """Model one kind of worker with its objectives."""
 
     @property
     def worker(self) -> Worker:
-        """A typical one."""
+        """Return a typical worker."""
 
     @property
     def goals(self) -> Goals:
-        """What is promised."""
+        """Return the objectives."""
 
     @property
     def required(self) -> float:
-        """The share of requests that has to keep this pool's objectives."""
+        """Return the share of requests that must keep this pool's objectives."""
 
     def attainment(self, load: Load, num_workers: int) -> float | None:
-        """The share of requests that keep the pool's objectives. None: so many workers cannot bear the load; queues would grow
-        without end."""
+        """Return the share of requests that keep the pool's objectives. None: the workers cannot sustain the load; queues would
+        grow without end."""
 
     def outlook(self, load: Load, num_workers: int) -> Outlook | None:
-        """All of what is to be expected; None as above."""
+        """Return all expected figures; None as above."""
 
     def reachable(self, lengths: Lengths) -> float:
-        """The share of requests that would keep this pool's objectives with nobody beside them."""
+        """Return the share of requests that would keep this pool's objectives alone on a worker."""
 
     def least(self, load: Load) -> int:
-        """Workers without which there is no use in asking: fewer cannot keep up."""
+        """Return a lower bound on the workers: fewer cannot keep up."""
 
 
 @dataclass(frozen=True)
 class PrefillPool:
-    """Workers that compute prompts for others."""
+    """Model workers that compute prompts for others."""
 
     worker: Worker
     goals: Goals
@@ -175,7 +175,7 @@ class PrefillPool:
 
 @dataclass(frozen=True)
 class DecodePool:
-    """Workers that own requests whose prompts others compute."""
+    """Model workers that decode requests whose prompts others compute."""
 
     worker: Worker
     goals: Goals
@@ -214,7 +214,7 @@ class DecodePool:
 
 @dataclass(frozen=True)
 class SharedPool:
-    """Workers with both roles: each computes the prompts of the sequences that it decodes."""
+    """Model workers with both roles: each computes the prompts of the sequences that it decodes."""
 
     worker: Worker
     goals: Goals
@@ -242,12 +242,12 @@ class SharedPool:
         return Outlook(self._kept(load.lengths, found, queue), queue.utilization, queue.ttft_s, float(slowest[0]))
 
     def _kept(self, lengths: Lengths, found: Concurrency, queue: "_PromptQueue") -> float:
-        """Of both objectives, whoever misses which."""
+        """Return the share that keeps both objectives, misses taken as disjoint."""
         batch = steps.largest_batch(self.worker, lengths, self.goals, PACE_TARGET)
         return max(0.0, found.within(batch) + queue.attainment - 1)
 
     def _both(self, load: Load, num_workers: int) -> "tuple[Concurrency, _PromptQueue] | None":
-        """The sequences that decode, and the prompts that queue beside them."""
+        """Return the decoding sequences, and the prompts that queue beside them."""
         prompts = self._prompts(load, num_workers)
         found = self._concurrency(load, num_workers, prompts) if prompts < 1 else None
         if found is None:
@@ -258,7 +258,7 @@ class SharedPool:
         return None if wait is None else (found, _PromptQueue(times, wait, self.goals, offered / num_workers))
 
     def _prompts(self, load: Load, num_workers: int) -> float:
-        """The share of the time that prompts take for themselves."""
+        """Return the share of the time that prompts take for themselves."""
         return load.rate_per_s * self._work_s(load.lengths) / num_workers
 
     def _concurrency(self, load: Load, num_workers: int, prompts: float) -> Concurrency | None:
@@ -272,7 +272,8 @@ class SharedPool:
         )
 
     def _step_s(self, batches: NDArray[np.float64], lengths: Lengths, prompts: float) -> NDArray[np.float64]:
-        """With prompts that share them, `prompts` of the time; beside promised sequences no more than their pace allows."""
+        """Return the step times with prompts that share them, `prompts` of the time; with a TPOT objective no longer than its
+        budget."""
         model = self.worker.model
         alone = model.fixed_s + batches * (model.per_sequence_s + model.per_context_token_s * lengths.running_context)
         if self.goals.tpot_s is None:
@@ -285,7 +286,7 @@ class SharedPool:
 
 @dataclass(frozen=True, eq=False)
 class _PromptQueue:
-    """Prompts that wait for one of several workers, and then take their times."""
+    """Model prompts that wait for one of several workers, and then take their times."""
 
     times: PromptTimes
     wait: Waiting
@@ -294,19 +295,19 @@ class _PromptQueue:
 
     @property
     def attainment(self) -> float:
-        """Where nothing is promised, a pool is to keep up, with room for what comes by chance."""
+        """Return the share that keeps TTFT. Without an objective a pool must keep up, with headroom for chance."""
         if self.goals.ttft_s is None:
             return float(self.utilization <= MAX_UTILIZATION)
         return self.times.within(self.wait, self.goals)
 
     @property
     def ttft_s(self) -> float:
-        """At the objectives' quantile."""
+        """Return TTFT at the objectives' quantile."""
         return self.times.quantile_s(self.wait, self.goals)
 
 
 def keeps(pool: Pool, load: Load, num_workers: int) -> bool:
-    """Do so many workers keep the objectives of as many requests as they have to, of those that could be kept at all?"""
+    """Return whether the workers keep the objectives of the required share of those requests that can keep them at all."""
     if load.rate_per_s <= 0:
         return True
     needed = pool.reachable(load.lengths) - (1 - pool.required)
@@ -315,14 +316,14 @@ def keeps(pool: Pool, load: Load, num_workers: int) -> bool:
 
 
 def fewest(pool: Pool, load: Load, most: int) -> int | None:
-    """The fewest workers that keep the objectives, 0 for no load; None: not even `most` do."""
+    """Return the fewest workers that keep the objectives, 0 for no load; None: not even `most` do."""
     if load.rate_per_s <= 0:
         return 0
     return next((number for number in range(pool.least(load), most + 1) if keeps(pool, load, number)), None)
 
 
 def bearable(pool: Pool, load: Load, num_workers: int) -> float:
-    """Requests a second, like those of `load`, of which so many workers still keep the objectives."""
+    """Return the requests a second, like those of `load`, for which the workers still keep the objectives."""
     if num_workers < 1:
         return 0.0
     low, high = 0.0, 1.0

@@ -1,4 +1,4 @@
-"""What capacity arithmetic is asked about: a load, one kind of worker and the objectives. Pure values; seconds and tokens."""
+"""Inputs of capacity planning: a load, one kind of worker and the objectives. Pure values; seconds and tokens."""
 
 import math
 from dataclasses import dataclass, replace
@@ -8,19 +8,19 @@ from statistics import NormalDist
 from pdmesh.planning.latency_model import LatencyModel
 
 NUM_POINTS = 64
-"""Equally likely prompt lengths that stand for all of them."""
+"""Equally likely prompt lengths that represent the distribution."""
 
 _BISECTIONS = 40
-_WIDEST = 8.0  # of the logarithm of a length; wider than any traffic
+_WIDEST = 8.0  # bound on the spread of a length's logarithm; wider than any traffic
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Of a request, in tokens. `*_squared`: the mean of the square, so the variance is that less the mean's square.
+    """Hold the lengths of requests, in tokens. `*_squared`: the mean of the square, so the variance is that less the mean's
+    square.
 
-    `cached_share`: of a prompt's tokens, those that whoever computes it has in its prefix cache. `output_squared` None: outputs
-    are thought to end at any token alike, which is 2 · mean².
-    """
+    `cached_share`: the share of prompt tokens that are prefix hits. `output_squared` None: outputs are taken to end at any token
+    with equal chance, which is 2 · mean²."""
 
     input_tokens: float
     input_squared: float
@@ -42,20 +42,20 @@ class Lengths:
 
     @property
     def running_context(self) -> float:
-        """Tokens that a running sequence attends to, at a random moment: long outputs run for longer, so they are seen more."""
+        """Return the context of a running sequence, at a random moment: long outputs run for longer, so they are seen more."""
         squared = 2 * self.output_tokens**2 if self.output_squared is None else self.output_squared
         return self.input_tokens + squared / (2 * self.output_tokens)
 
     @property
     def points(self) -> tuple[float, ...]:
-        """`NUM_POINTS` equally likely prompt lengths with this mean and mean square; spread like a log-normal."""
+        """Return `NUM_POINTS` equally likely prompt lengths with this mean and mean square; spread like a log-normal."""
         return _points(self.input_tokens, self.input_squared)
 
 
 @dataclass(frozen=True)
 class Load:
-    """Requests a second, and what they ask for. `burstiness`: the squared coefficient of variation of the gaps between them,
-    1 for independent arrivals."""
+    """Hold a rate in requests a second, and the lengths. `burstiness`: the squared coefficient of variation of the gaps between
+    requests, 1 for independent arrivals."""
 
     rate_per_s: float
     lengths: Lengths
@@ -68,13 +68,13 @@ class Load:
             raise ValueError(f"burstiness: {self.burstiness} is not a number from 0 up")
 
     def at(self, rate_per_s: float) -> "Load":
-        """The same requests, so many a second."""
+        """Return the same requests at another rate."""
         return replace(self, rate_per_s=rate_per_s)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one worker: tokens of a step, sequences at once, tokens of KV."""
+    """Hold the limits of one worker: tokens of a step, concurrent sequences, tokens of KV."""
 
     max_num_batched_tokens: int
     max_num_seqs: int
@@ -88,13 +88,13 @@ class Limits:
 
 @dataclass(frozen=True)
 class Worker:
-    """One kind of worker: how long its steps take, and what it can hold."""
+    """Describe one kind of worker: the times of its steps, and its limits."""
 
     model: LatencyModel
     limits: Limits
 
     def slower(self, factor: float) -> "Worker":
-        """The same, each step taking `factor` times as long."""
+        """Return the same worker with each step `factor` times as long."""
         model = self.model
         return replace(
             self,
@@ -111,9 +111,9 @@ class Worker:
 
 @dataclass(frozen=True)
 class Goals:
-    """Objectives in seconds, None without one; `quantile`: the share of requests that must keep all of them, in [0.5, 1).
+    """Hold objectives in seconds, None without one; `quantile`: the share of requests that must keep all of them, in [0.5, 1).
 
-    `transit_s`: the part of TTFT that is spent outside the workers: the router, the reservation, the way back."""
+    `transit_s`: the part of TTFT outside the workers: the router, the reservation, the way back."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -130,14 +130,16 @@ class Goals:
 
     @property
     def each(self) -> float:
-        """The share that must keep each objective by itself, so that `quantile` keep all of them, whoever misses which."""
+        """Return the share that must keep each objective by itself, so that `quantile` keep all of them even if misses are
+        disjoint."""
         num_goals = (self.ttft_s is not None) + (self.tpot_s is not None)
         return 1 - (1 - self.quantile) / max(1, num_goals)
 
 
 @lru_cache(maxsize=256)
 def _points(mean: float, mean_squared: float) -> tuple[float, ...]:
-    """Cut into so few points, a log-normal loses the end of its tail: the spread is widened until the points have the moments."""
+    """Return the points. Cut into so few, a log-normal loses the end of its tail: the spread is widened until the points have the
+    moments."""
     wanted = max(1.0, mean_squared / mean**2)
     low, high = 0.0, _WIDEST
     for _ in range(_BISECTIONS):
@@ -151,7 +153,7 @@ def _points(mean: float, mean_squared: float) -> tuple[float, ...]:
 
 
 def _shape(spread: float) -> list[float]:
-    """With a mean of 1."""
+    """Return the points' shape with a mean of 1."""
     raw = [math.exp(spread * z) for z in _NORMAL]
     mean = sum(raw) / NUM_POINTS
     return [x / mean for x in raw]

@@ -1,7 +1,7 @@
-"""Devices that a worker may have: what their makers say they can do, and the share of it that engines reach. Pure.
+"""Devices that a worker may have: data-sheet figures, and the share of them that engines reach. Pure.
 
 Operations a second are those of dense products: data sheets often print twice as many, for matrices of which half is zeros. A
-link is counted in one direction, half of what data sheets add up. A device that is not here comes from a JSON file:
+link is counted in one direction, half of what data sheets add up. Another device comes from a JSON file:
 
     {"operations_per_s": {"bfloat16": 9.9e14}, "bytes_per_s": 3.3e12, "memory_bytes": 8e10, "link_bytes_per_s": 4.5e11}
 """
@@ -16,23 +16,23 @@ from pathlib import Path
 from pdmesh.planning.latency_model import COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY
 
 NUMBERS = ("float32", "float16", "bfloat16", "fp8", "int8")
-"""In which products may be computed."""
+"""Number formats of products."""
 LINK_EFFICIENCY = 0.7
-"""Of a link's bandwidth, what an all-reduce of a few megabytes reaches."""
+"""Share of a link's bandwidth that an all-reduce of a few megabytes reaches."""
 
 _COUNTS = ("bytes_per_s", "memory_bytes", "link_bytes_per_s")
 _SHARES = ("compute_share", "memory_share", "link_share")
 
 
 class DeviceError(ValueError):
-    """There is no such device: what is wrong and what to do."""
+    """Raised for an unknown or invalid device: the problem and what to do."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """`operations_per_s` by the numbers that products are computed in (a multiplication and an addition are two), `bytes_per_s`
-    of its memory. `link_bytes_per_s`: to others of its kind in the same machine, in one direction; 0: there are none. The shares
-    are what real steps reach of each; 0.5 and 0.8 are what the router believes of a worker that has not stepped yet. `is_gpu`:
+    """Describe a device. `operations_per_s` by number format of the products (a multiplication and an addition are two),
+    `bytes_per_s` of its memory. `link_bytes_per_s`: to others of its kind in the same machine, in one direction; 0: no link. The
+    shares are what real steps reach of each; 0.5 and 0.8 are the router's prior for a worker that has not stepped yet. `is_gpu`:
     what the engine calls cuda."""
 
     name: str
@@ -59,7 +59,7 @@ class Device:
             _require(0 < getattr(self, name) <= 1, name, getattr(self, name), "in (0, 1]")
 
     def operations_in(self, numbers: str) -> float:
-        """A second, in these numbers. Raises DeviceError where it has no products of them."""
+        """Return the operations a second in this number format. Raises DeviceError if it has no such products."""
         if numbers not in self.operations_per_s:
             known = ", ".join(self.operations_per_s)
             raise DeviceError(
@@ -69,7 +69,7 @@ class Device:
 
 
 def find_device(name: str) -> Device:
-    """The known one of that name, or the one that a JSON file of that path describes. Raises DeviceError."""
+    """Return the known device of that name, or the one that a JSON file of that path describes. Raises DeviceError."""
     if name in DEVICES:
         return DEVICES[name]
     path = Path(name)
@@ -82,7 +82,7 @@ def find_device(name: str) -> Device:
 
 
 def device_of(name: str, table: object) -> Device:
-    """From what stands in such a file. Raises ValueError naming the field."""
+    """Return the device from the file's content. Raises ValueError naming the field."""
     if not isinstance(table, dict):
         raise ValueError("holds no table; pdmesh/planning/devices.py has an example")
     known = {each.name for each in dataclasses.fields(Device)} - {"name"}
@@ -116,7 +116,7 @@ def _require(condition: bool, name: str, value: float, what: str) -> None:
 def _nvidia(
     name: str, teraflops: float, eighths: Mapping[str, float], tb_per_s: float, gb: float, link_gb: float, source: str
 ) -> Device:
-    """`teraflops`: dense, in bfloat16 and float16 alike; `eighths`: in numbers of eight bits."""
+    """Return an NVIDIA device. `teraflops`: dense, in bfloat16 and float16 alike; `eighths`: in formats of eight bits."""
     operations = {"bfloat16": teraflops, "float16": teraflops, **eighths}
     table = {numbers: value * 1e12 for numbers, value in operations.items()}
     return Device(name, table, tb_per_s * 1e12, gb * 1e9, link_gb * 1e9, source=source)

@@ -1,4 +1,4 @@
-"""How long an engine step takes, from what it computes; and from that, how long a prompt and a token take. Pure.
+"""Predicts the time of an engine step from its work, and from that the times of a prompt and a token. Pure.
 
 A step's time is linear in its work (`docs/latency_model.md` says how well that fits):
 
@@ -13,10 +13,9 @@ from typing import NamedTuple
 
 
 class Work(NamedTuple):
-    """What one step computes. A token's context is the number of tokens that it attends to, itself included.
+    """Describe the work of one step. A token's context is the number of tokens that it attends to, itself included.
 
-    `prefill_context` sums the contexts of the prompt tokens in the step, `decode_context` those of the rows that decode.
-    """
+    `prefill_context` sums the contexts of the prompt tokens in the step, `decode_context` those of the decoding rows."""
 
     prefill_tokens: int = 0
     prefill_context: int = 0
@@ -25,16 +24,15 @@ class Work(NamedTuple):
 
 
 def prefill_context(first: int, last: int) -> int:
-    """The contexts of the prompt tokens `first` to `last` (from 0, `last` excluded), summed."""
+    """Return the sum of the contexts of the prompt tokens `first` to `last` (from 0, `last` excluded)."""
     return (last * (last + 1) - first * (first + 1)) // 2
 
 
 @dataclass(frozen=True)
 class LatencyModel:
-    """One worker's steps, in seconds. `num_steps` it was fitted to: 0 means a prior from hardware and model shape.
+    """Model one worker's steps, in seconds. `num_steps` it was fitted to: 0 means a prior from hardware and model shape.
 
-    The errors are medians of |predicted - observed| / observed over the latest steps with and without prompt tokens.
-    """
+    The errors are medians of |predicted - observed| / observed over the latest steps with and without prompt tokens."""
 
     fixed_s: float
     per_prefill_token_s: float
@@ -46,7 +44,7 @@ class LatencyModel:
     decode_error: float = 0.0
 
     def step_s(self, work: Work) -> float:
-        """The time of one step."""
+        """Return the time of one step."""
         return (
             self.fixed_s
             + self.per_prefill_token_s * work.prefill_tokens
@@ -56,37 +54,37 @@ class LatencyModel:
         )
 
     def prefill_s(self, first: int, last: int, *, chunk: int, num_decoding: int = 0, decode_context: int = 0) -> float:
-        """The steps that compute a prompt's tokens `first` to `last` (excluded), at most `chunk` tokens in each, while
-        `num_decoding` sequences get a token in every step."""
+        """Return the time of the steps that compute a prompt's tokens `first` to `last` (excluded), at most `chunk` tokens in
+        each, while `num_decoding` sequences get a token in every step."""
         num_steps = -(-(last - first) // max(1, chunk))
         alone = Work(last - first, prefill_context(first, last), num_steps * num_decoding, num_steps * decode_context)
         return self.step_s(alone) + (num_steps - 1) * self.fixed_s
 
     def decode_s(self, num_decoding: int, decode_context: int) -> float:
-        """The time of a step in which sequences only decode: what a token takes."""
+        """Return the time of a step in which sequences only decode: the time of a token."""
         return self.step_s(Work(num_decoding=num_decoding, decode_context=decode_context))
 
 
-# How engines keep a promised pace, for all who predict what they do. Copies of the numbers in
-# `pdmesh/engine/scheduler/scheduler.py`, which explains each and cannot be imported here; a test compares them.
+# The engine's TPOT budget, for all predictions of it. Copies of the numbers in `pdmesh/engine/scheduler/scheduler.py`, which
+# explains each and cannot be imported here; a test compares them.
 
 
 PACE_TARGET = 0.9
-"""Of a TPOT objective, the pace: steps that hold prompts last no longer, once what sequences are ahead is used up."""
+"""Share of a TPOT objective that is the pace: steps with prompts last no longer, once the sequences' slack is used up."""
 SPREAD = 8
-"""Steps over which what they are ahead is used up."""
+"""Steps over which the slack is used up."""
 MAX_SHARE = 0.75
-"""Of the time, for steps of running sequences alone: prompts get the rest, as long as the objective is kept all the same."""
+"""Share of the time for steps of running sequences alone: prompts get the rest, as long as the objective is kept all the same."""
 LEAST_TOKENS = 8
-"""Of prompts in a step, whatever anybody was promised."""
+"""Prompt tokens in a step, whatever the objectives."""
 FORGIVEN = 32
 """Paces that a sequence can be behind."""
 
 
-# What a step takes before any was measured: operations over operations a second, bytes over bytes a second. Pure.
+# The prior of a step's time: operations over operations a second, bytes over bytes a second.
 
 
-# What real steps reach of measured limits: the kernels that were written for it do better, torch does worse.
+# What real steps reach of measured limits: our own kernels do better, torch does worse.
 COMPUTE_EFFICIENCY = 0.5
 MEMORY_EFFICIENCY = 0.8
 # What a step does besides: planning, sampling, a few launches or calls for each layer; and what each sequence's row adds to that.
@@ -98,8 +96,8 @@ SUMS_PER_LAYER = 2  # over the ranks that share a model, where there are several
 
 @dataclass(frozen=True)
 class Hardware:
-    """Measured limits of one worker, all its ranks together: operations (a multiplication and an addition are two) and bytes a
-    second. `sum_s`: of adding up a few rows over ranks; 0: there is one rank."""
+    """Hold the measured limits of one worker, all its ranks together: operations (a multiplication and an addition are two) and
+    bytes a second. `sum_s`: of adding up a few rows over ranks; 0: there is one rank."""
 
     operations_per_s: float
     bytes_per_s: float
@@ -115,7 +113,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What a model costs. `attention_operations`: of one token for each token that it attends to."""
+    """Hold the costs of a model. `attention_operations`: of one token for each token that it attends to."""
 
     num_layers: int
     num_weights: int  # that each token is multiplied with
@@ -126,7 +124,8 @@ class ModelShape:
 
 
 def prior_of(hardware: Hardware, shape: ModelShape) -> LatencyModel:
-    """A step reads all weights once and multiplies each token with them; a token that attends reads keys and values."""
+    """Return the prior: a step reads all weights once and multiplies each token with them; a token that attends reads keys and
+    values."""
     operations_s = hardware.operations_per_s * COMPUTE_EFFICIENCY
     bytes_s = hardware.bytes_per_s * MEMORY_EFFICIENCY
     token_s = 2 * shape.num_weights / operations_s

@@ -1,4 +1,4 @@
-"""The objectives file: what TTFT and TPOT each model promises, and what each priority of it, where that differs.
+"""The objectives file: TTFT and TPOT objectives of each model, and of each priority where they differ.
 
 TOML or JSON (by the file's ending), one table per model; within it, one per priority whose bounds differ:
 
@@ -10,7 +10,7 @@ TOML or JSON (by the file's ending), one table per model; within it, one per pri
     [smollm2.interactive]
     ttft_ms = 300       # tpot_ms as above
 
-The model's own bounds hold for interactive and standard requests. Batch promises nothing unless `[MODEL.batch]` does.
+The model's own bounds hold for interactive and standard requests. Batch has no objectives unless `[MODEL.batch]` sets them.
 """
 
 import json
@@ -33,7 +33,7 @@ _BOUNDS = ("ttft_ms", "tpot_ms")
 
 @dataclass(frozen=True)
 class Bounds:
-    """Upper bounds in milliseconds; None: nothing is promised."""
+    """Hold upper bounds in milliseconds; None: no bound."""
 
     ttft_ms: int | None
     tpot_ms: int | None
@@ -41,7 +41,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class ModelObjective:
-    """Upper bounds in milliseconds and the share of requests, in (0, 1), that must meet them; `overrides` by priority."""
+    """Hold upper bounds in milliseconds and the share of requests, in (0, 1), that must meet them; `overrides` by priority."""
 
     model: str
     ttft_ms: int
@@ -50,7 +50,7 @@ class ModelObjective:
     overrides: Mapping[int, Bounds] = field(default_factory=dict)
 
     def bounds(self, priority: int) -> Bounds:
-        """What a request of this priority (common.proto) is promised."""
+        """Return the bounds for a request of this priority (common.proto)."""
         if priority in self.overrides:
             return self.overrides[priority]
         if priority == common_pb2.PRIORITY_BATCH:
@@ -59,7 +59,7 @@ class ModelObjective:
 
 
 def load(path: str) -> tuple[ModelObjective, ...]:
-    """The objectives in the file at `path`; none for an empty path. Raises ConfigError naming file, model and field."""
+    """Return the objectives in the file at `path`; none for an empty path. Raises ConfigError naming file, model and field."""
     if not path:
         return ()
     try:
@@ -91,7 +91,7 @@ def _parse(model: str, table: object) -> ModelObjective:
 
 
 def _override(path: str, table: object, name: str, model_bounds: Bounds) -> Bounds:
-    """What it does not name is the model's; of batch, nothing."""
+    """Return a priority's bounds; a missing one is the model's; for batch, none."""
     if not isinstance(table, dict) or not table:
         raise ValueError(f"{path}: must be a table with ttft_ms, tpot_ms or both")
     _check_names(path, table, _BOUNDS)

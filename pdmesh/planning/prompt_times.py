@@ -1,4 +1,4 @@
-"""How long prompts take, over all their lengths; and with a wait before, which share of them keeps its TTFT. Pure."""
+"""Computes the times of prompts over all their lengths, their queueing, and the share that keeps its TTFT. Pure."""
 
 import math
 from dataclasses import dataclass
@@ -10,38 +10,39 @@ from numpy.typing import NDArray
 from pdmesh.planning.capacity_load import Goals, Lengths, Worker
 from pdmesh.planning.latency_model import MAX_SHARE, PACE_TARGET, LatencyModel
 
-# How long requests wait for one of several servers. Pure; seconds.
+# The wait for one of several servers. Seconds.
 #
 # Allen and Cunneen's approximation of G/G/n (A. O. Allen, "Probability, Statistics, and Queueing Theory", 2nd edition, 1990,
 # §5.7):
 #
 #     mean wait = P(all busy) · service / (n · (1 - utilization)) · (variation of gaps² + variation of service²) / 2
 #
-# P(all busy) is Erlang's C, that of M/M/n with the same load. Exact for M/M/n and for M/G/1 (Pollaczek-Khinchine). Whoever waits
-# is taken to wait for an exponential time, as is exact for M/M/n and as Kingman's heavy traffic limit has it for all.
+# P(all busy) is Erlang's C, that of M/M/n with the same load. Exact for M/M/n and for M/G/1 (Pollaczek-Khinchine). A request that
+# waits is taken to wait for an exponential time, as is exact for M/M/n and as Kingman's heavy traffic limit has it for all.
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """`share` of the requests wait at all; what is left of a wait ends at `ends_per_s`."""
+    """Hold the wait: a `share` of the requests waits at all; the rest of a wait ends at the rate `ends_per_s`."""
 
     share: float
     ends_per_s: float
 
     @property
     def mean_s(self) -> float:
-        """Of all requests."""
+        """Return the mean over all requests."""
         return self.share / self.ends_per_s
 
     def within(self, seconds: float) -> float:
-        """The share of requests that wait for no longer."""
+        """Return the share of requests that wait for no longer."""
         return 0.0 if seconds < 0 else 1 - self.share * math.exp(-self.ends_per_s * seconds)
 
 
 def erlang_c(num_servers: int, offered: float) -> float:
-    """The share of arrivals that find `num_servers` busy; `offered`: arrivals a second times seconds each, below `num_servers`.
+    """Return the share of arrivals that find `num_servers` busy; `offered`: arrivals a second times seconds each, below
+    `num_servers`.
 
-    By the recursion of Erlang's B, which neither overflows nor loses digits."""
+    It uses the recursion of Erlang's B, which neither overflows nor loses digits."""
     blocked = 1.0
     for number in range(1, num_servers + 1):
         blocked = offered * blocked / (number + offered * blocked)
@@ -49,31 +50,32 @@ def erlang_c(num_servers: int, offered: float) -> float:
 
 
 def waiting(offered: float, num_servers: int, service_s: float, service_scv: float, gap_scv: float = 1.0) -> Waiting | None:
-    """`*_scv`: squared coefficients of variation. None: the servers cannot bear so much, and waits grow without end."""
+    """Return the wait; None: the servers cannot sustain the load, and waits grow without end. `*_scv`: squared coefficients of
+    variation."""
     if not offered < num_servers:
         return None
     mean_wait_s = service_s / (num_servers - offered) * (gap_scv + service_scv) / 2
     return Waiting(erlang_c(num_servers, offered), 1 / max(mean_wait_s, 1e-9))
 
 
-# What batches take on one worker: the arithmetic below `pdmesh/planning/capacity.py`. Pure; seconds and tokens.
+# The times of batches on one worker, for `pdmesh/planning/capacity.py`. Seconds and tokens.
 
 
 def step_s(model: LatencyModel, batch: float, context: float) -> float:
-    """A step in which `batch` sequences of `context` tokens get one more."""
+    """Return the time of a step in which `batch` sequences of `context` tokens get one more."""
     return model.fixed_s + batch * (model.per_sequence_s + model.per_context_token_s * context)
 
 
 def roomy_batch(worker: Worker, lengths: Lengths) -> int:
-    """Sequences that a worker has room for: its limit of sequences, its KV."""
+    """Return the sequences that fit on a worker: its limit of sequences, its KV."""
     by_kv = int(worker.limits.kv_tokens / lengths.running_context)
     return max(1, min(worker.limits.max_num_seqs, by_kv))
 
 
 def largest_batch(worker: Worker, lengths: Lengths, goals: Goals, share: float = 1.0) -> int:
-    """Sequences that a worker can decode at once so that each gets its tokens within `share` of the TPOT objective.
+    """Return the sequences that a worker can decode at once so that each gets its tokens within `share` of the TPOT objective.
 
-    Where not even one can, the objective is one that nobody can keep, and the batch is what there is room for."""
+    If not even one can, the objective is unreachable, and the batch is what fits."""
     room = roomy_batch(worker, lengths)
     if goals.tpot_s is None:
         return room
@@ -85,12 +87,12 @@ def largest_batch(worker: Worker, lengths: Lengths, goals: Goals, share: float =
 
 
 def keeps_tpot(worker: Worker, lengths: Lengths, goals: Goals) -> bool:
-    """Can a sequence alone on a worker get its tokens within the objective?"""
+    """Return whether a sequence alone on a worker gets its tokens within the objective."""
     return goals.tpot_s is None or step_s(worker.model, 1, lengths.running_context) <= goals.tpot_s
 
 
 def decode_tokens_per_s(worker: Worker, lengths: Lengths, goals: Goals) -> float:
-    """Of a worker that decodes the largest batch that keeps the TPOT objective."""
+    """Return the tokens a second of a worker that decodes the largest batch that keeps the TPOT objective."""
     batch = largest_batch(worker, lengths, goals)
     return batch / step_s(worker.model, batch, lengths.running_context)
 
@@ -102,8 +104,8 @@ _LONGEST_S = 3600.0
 
 @dataclass(frozen=True, eq=False)
 class PromptTimes:
-    """`each` [n]: of the equally likely lengths, with nobody else's prompt in the steps; `filled_s`: the mean where others fill
-    up the last step; `work_s`: the mean without what empty steps take."""
+    """Hold the times of prompts. `each` [n]: of the equally likely lengths, alone in their steps; `filled_s`: the mean where
+    others fill up the last step; `work_s`: the mean without what empty steps take."""
 
     each: Array
     filled_s: float
@@ -111,27 +113,27 @@ class PromptTimes:
 
     @cached_property
     def mean_s(self) -> float:
-        """Of prompts that share their steps with no other."""
+        """Return the mean of prompts that share their steps with no other."""
         return float(self.each.mean())
 
     @cached_property
     def scv(self) -> float:
-        """Their squared coefficient of variation."""
+        """Return their squared coefficient of variation."""
         return float(self.each.var() / self.each.mean() ** 2)
 
     def offered(self, rate_per_s: float, num_workers: int) -> tuple[float, float]:
-        """Servers' worth of work, and the mean service time. At utilization u, a share u of the prompts meets another that fills
-        its step: u = rate · ((1 - u) · alone + u · filled) / workers."""
+        """Return the offered load in servers, and the mean service time. At utilization u, a share u of the prompts meets another
+        that fills its step: u = rate · ((1 - u) · alone + u · filled) / workers."""
         alone, filled = rate_per_s * self.mean_s / num_workers, rate_per_s * self.filled_s / num_workers
         utilization = alone / (1 + alone - filled)
         return num_workers * utilization, (1 - utilization) * self.mean_s + utilization * self.filled_s
 
     def within(self, wait: Waiting | None, goals: Goals) -> float:
-        """The share of prompts whose TTFT keeps the objective; all, without one. `wait` None: nobody waits."""
+        """Return the share of prompts that keeps the TTFT objective; all, without one. `wait` None: no wait."""
         return 1.0 if goals.ttft_s is None else self._share(wait, goals.ttft_s - goals.transit_s)
 
     def quantile_s(self, wait: Waiting, goals: Goals) -> float:
-        """The TTFT that a share `goals.each` of the requests keeps."""
+        """Return the TTFT that a share `goals.each` of the requests keeps."""
         low, high = 0.0, _LONGEST_S
         for _ in range(_BISECTIONS):
             middle = (low + high) / 2
@@ -146,7 +148,7 @@ class PromptTimes:
 
 @lru_cache(maxsize=64)
 def times_alone(worker: Worker, lengths: Lengths) -> PromptTimes:
-    """On a worker that does nothing else."""
+    """Return the times on a worker that does nothing else."""
     tokens, work = _work(worker, lengths)
     own, chunk = tokens * (1 - lengths.cached_share), worker.limits.max_num_batched_tokens
     each = work + worker.model.fixed_s * np.maximum(1.0, np.ceil(own / chunk))
@@ -154,7 +156,8 @@ def times_alone(worker: Worker, lengths: Lengths) -> PromptTimes:
 
 
 def times_beside(worker: Worker, lengths: Lengths, goals: Goals, batch: float) -> PromptTimes:
-    """Where `batch` sequences get a token in every step, and keep their pace: those steps are never shared for free."""
+    """Return the times where `batch` sequences get a token in every step within their TPOT budget: those steps are never shared
+    for free."""
     tokens, work = _work(worker, lengths)
     decode_s = step_s(worker.model, batch, lengths.running_context)
     share = min(MAX_SHARE, decode_s / (PACE_TARGET * goals.tpot_s)) if goals.tpot_s is not None else 0.0
@@ -165,7 +168,7 @@ def times_beside(worker: Worker, lengths: Lengths, goals: Goals, batch: float) -
 
 
 def _work(worker: Worker, lengths: Lengths) -> tuple[Array, Array]:
-    """Lengths [n], and what their own tokens take [n]."""
+    """Return lengths [n], and what their own tokens take [n]."""
     tokens, cached = np.array(lengths.points), lengths.cached_share
     context = tokens**2 * (1 - cached**2) / 2
     return tokens, tokens * (1 - cached) * worker.model.per_prefill_token_s + context * worker.model.per_prefill_context_s

@@ -1,15 +1,15 @@
-"""How fast a model can be on a device, from data sheets: operations over operations a second, bytes over bytes a second. Pure.
+"""Predicts a model's speed on a device from data sheets: operations over operations a second, bytes over bytes a second. Pure.
 
     weights     W bytes / bandwidth             read once a step, however many tokens it has
-    products    2 · P · tokens / operations     at the same time: whichever takes longer, the other hides behind
+    products    2 · P · tokens / operations     at the same time: the longer of the two hides the other
     KV          bytes of a token · Σ contexts / bandwidth         of sequences that decode
     attention   4 · heads · head dim · layers · Σ contexts / operations         of prompt tokens
     all-reduce  two a layer, over the link between the devices that share a model (none with one device)
-    overhead    what the engine does besides (`pdmesh/planning/latency_model.py`)
+    overhead    the engine's other work (`pdmesh/planning/latency_model.py`)
 
-A step's time is the larger of the first two, and the others: a convex curve of the tokens in a step. The latency model is
-linear, so it is made of chords: exact for a step with nothing in it, with a full chunk of prompts and with a full batch of
-sequences; between these it lies above the curve, by less than the weights take; where both are full, a few percent below.
+A step's time is the larger of the first two, and the others: a convex curve of the tokens in a step. The latency model is linear,
+so it is made of chords: exact for an empty step, a full chunk of prompts and a full batch of sequences; between these it lies
+above the curve, by less than the weights take; where both are full, a few percent below.
 
 (S. Williams, A. Waterman, D. Patterson, "Roofline", CACM 52(4), 2009; R. Pope et al., "Efficiently Scaling Transformer
 Inference", MLSys 2023, §3, for the parts and for tensor parallelism.)
@@ -23,28 +23,28 @@ from pathlib import Path
 from pdmesh.planning.devices import Device
 from pdmesh.planning.latency_model import OVERHEAD_PER_LAYER_S, OVERHEAD_PER_SEQUENCE_S, OVERHEAD_S, LatencyModel
 
-# What a checkpoint's config.json says of a decoder's costs: weights, KV, products. Pure but for reading the file.
+# A decoder's costs from a checkpoint's config.json: weights, KV, products. Pure except for reading the file.
 #
-# For planning alone: shapes, not whether the engine can compute them (`pdmesh/engine/models/config.py` decides that). Models of
-# the Llama family, which is attention with grouped heads and a gated MLP; biases and norms are less than a thousandth and are
-# left out.
+# It serves planning alone: shapes, not whether the engine can compute them (`pdmesh/engine/models/config.py` decides that). It
+# covers models of the Llama family: attention with grouped heads and a gated MLP; biases and norms are less than a thousandth and
+# are left out.
 
 
 WEIGHT_BITS = {"float32": 32.0, "bfloat16": 16.0, "float16": 16.0, "int8": 8.0, "fp8": 8.0, "int4": 5.0}
-"""Of a weight as it is read; int4 with a scale and a minimum in float16 for each 32."""
+"""Bits of a weight as it is read; int4 with a scale and a minimum in float16 for each 32."""
 KV_BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "fp8": 8}
 _SCALE_BYTES = 4
-"""For each head of a token, of KV in int8."""
+"""Bytes for each head of a token, of KV in int8."""
 _NOT_DENSE = ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank")
 
 
 class ShapeError(ValueError):
-    """A model cannot be planned for: file, key, what is wrong."""
+    """Raised when a model cannot be planned for: file, key, the problem."""
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """Shapes. `max_context` in tokens."""
+    """Hold the shapes of a decoder. `max_context` in tokens."""
 
     num_layers: int
     hidden_size: int
@@ -58,33 +58,33 @@ class Decoder:
 
     @property
     def num_weights(self) -> int:
-        """That each token is multiplied with, the head's not counted."""
+        """Return the weights that each token is multiplied with, the head's not counted."""
         attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
 
     @property
     def num_head_weights(self) -> int:
-        """That each row of logits is multiplied with."""
+        """Return the weights that each row of logits is multiplied with."""
         return self.vocab_size * self.hidden_size
 
     @property
     def num_parameters(self) -> int:
-        """All that have to be in memory."""
+        """Return all parameters that must be in memory."""
         return self.num_weights + self.num_head_weights * (1 if self.tied_embeddings else 2)
 
     @property
     def attention_operations(self) -> int:
-        """Of one token for each token that it attends to."""
+        """Return the operations of one token for each token that it attends to."""
         return 4 * self.num_layers * self.num_heads * self.head_dim
 
     def kv_bytes_per_token(self, kv_dtype: str) -> int:
-        """Keys and values of all layers."""
+        """Return the bytes of keys and values in all layers."""
         scales = _SCALE_BYTES if kv_dtype == "int8" else 0
         return 2 * self.num_layers * self.num_kv_heads * (self.head_dim * KV_BITS[kv_dtype] // 8 + scales)
 
 
 def read_decoder(path: Path) -> Decoder:
-    """From a config.json. Raises ShapeError."""
+    """Read a config.json. Raises ShapeError."""
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(table, dict):
@@ -95,7 +95,7 @@ def read_decoder(path: Path) -> Decoder:
 
 
 def decoder_of(table: Mapping[str, object]) -> Decoder:
-    """From the content of a config.json. Raises ValueError naming the key."""
+    """Return the decoder from the content of a config.json. Raises ValueError naming the key."""
     special = next((key for key in _NOT_DENSE if table.get(key)), None)
     if special is not None:
         raise ValueError(f"{special}: mixtures of experts and latent attention are not planned for")
@@ -127,17 +127,17 @@ def _count(table: Mapping[str, object], key: str, default: int | None = None) ->
 
 
 RESERVED_BYTES = 2**30
-"""Of each device's memory, for its runtime and for activations."""
+"""Reserved of each device's memory, for its runtime and for activations."""
 ALL_REDUCE_S = 1e-5
-"""Of one all-reduce however small; two a layer. An assumption: some 10 µs are usual over NVLink."""
+"""Latency of one all-reduce, however small; two a layer. An assumption: some 10 µs are usual over NVLink."""
 _ACTIVATION_BYTES = 2
 _REDUCTIONS_PER_LAYER = 2
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """`weights`: the format that they are read in; `products`: the numbers of the products. `tensor_parallel` devices share each
-    layer by its KV heads. Raises ValueError naming the field, DeviceError."""
+    """Combine model and device. `weights`: the format that they are read in; `products`: the number format of the products.
+    `tensor_parallel` devices share each layer by its KV heads. Raises ValueError naming the field, DeviceError."""
 
     device: Device
     decoder: Decoder
@@ -157,74 +157,74 @@ class Roofline:
 
     @property
     def operations_per_s(self) -> float:
-        """That are reached, of all devices together."""
+        """Return the operations a second that are reached, of all devices together."""
         return self.device.operations_in(self.products) * self.device.compute_share * self.tensor_parallel
 
     @property
     def bytes_per_s(self) -> float:
-        """That are reached, of all devices together."""
+        """Return the bytes a second that are reached, of all devices together."""
         return self.device.bytes_per_s * self.device.memory_share * self.tensor_parallel
 
     @property
     def read_s(self) -> float:
-        """Reading all weights once: no step is shorter."""
+        """Return the time to read all weights once: no step is shorter."""
         num_read = self.decoder.num_weights + self.decoder.num_head_weights
         return num_read * WEIGHT_BITS[self.weights] / 8 / self.bytes_per_s
 
     @property
     def token_s(self) -> float:
-        """The products of one token, the head's not counted."""
+        """Return the time of the products of one token, the head's not counted."""
         return 2 * self.decoder.num_weights / self.operations_per_s
 
     @property
     def row_s(self) -> float:
-        """The products of a sequence that decodes: a token, and a row of logits."""
+        """Return the time of the products of a sequence that decodes: a token, and a row of logits."""
         return self.token_s + 2 * self.decoder.num_head_weights / self.operations_per_s
 
     @property
     def context_s(self) -> float:
-        """Of a token that decodes, for each token that it attends to: its keys and values are read."""
+        """Return the time of a decoding token for each token that it attends to: its keys and values are read."""
         return self.decoder.kv_bytes_per_token(self.kv_dtype) / self.bytes_per_s
 
     @property
     def attention_s(self) -> float:
-        """Of a prompt token, for each token that it attends to: the tokens of a chunk share what is read."""
+        """Return the time of a prompt token for each token that it attends to: the tokens of a chunk share what is read."""
         return self.decoder.attention_operations / self.operations_per_s
 
     @property
     def overhead_s(self) -> float:
-        """Of each step, whatever it holds."""
+        """Return the fixed time of each step."""
         reductions = _REDUCTIONS_PER_LAYER * ALL_REDUCE_S if self.tensor_parallel > 1 else 0.0
         return OVERHEAD_S + (OVERHEAD_PER_LAYER_S + reductions) * self.decoder.num_layers
 
     @property
     def reduce_s(self) -> float:
-        """Of each token: a ring sends 2 · (n - 1) / n of it, twice a layer."""
+        """Return the all-reduce time of each token: a ring sends 2 · (n - 1) / n of it, twice a layer."""
         if self.tensor_parallel == 1:
             return 0.0
         sent = 2 * (self.tensor_parallel - 1) / self.tensor_parallel * self.decoder.hidden_size * _ACTIVATION_BYTES
         return _REDUCTIONS_PER_LAYER * self.decoder.num_layers * sent / (self.device.link_bytes_per_s * self.device.link_share)
 
     def prefill_parts(self, num_tokens: int) -> dict[str, float]:
-        """Seconds of a step that computes a whole prompt, by what takes them."""
+        """Return the seconds of a step that computes a whole prompt, by part."""
         products_s, context = num_tokens * self.token_s, num_tokens * (num_tokens + 1) / 2
         return self._parts(products_s, {"attention": context * self.attention_s}, num_tokens, 0)
 
     def decode_parts(self, batch: float, context: float) -> dict[str, float]:
-        """Seconds of a step in which `batch` sequences of `context` tokens get one more, by what takes them."""
+        """Return the seconds of a step in which `batch` sequences of `context` tokens get one more, by part."""
         return self._parts(batch * self.row_s, {"reading KV": batch * context * self.context_s}, batch, batch)
 
     def held_bytes(self) -> float:
-        """Weights, on all devices together."""
+        """Return the bytes of the weights, on all devices together."""
         return self.decoder.num_parameters * WEIGHT_BITS[self.weights] / 8
 
     def kv_tokens(self, share: float) -> int:
-        """That have room in this share of the memory that weights leave; 0: not even the weights fit."""
+        """Return the KV tokens that fit in this share of the memory left by the weights; 0: not even the weights fit."""
         free = (self.device.memory_bytes - RESERVED_BYTES) * self.tensor_parallel - self.held_bytes()
         return max(0, int(free * share / self.decoder.kv_bytes_per_token(self.kv_dtype)))
 
     def latency(self, chunk: int, batch: int) -> LatencyModel:
-        """With steps of at most `chunk` tokens and `batch` sequences."""
+        """Return the latency model for steps of at most `chunk` tokens and `batch` sequences."""
         return LatencyModel(
             fixed_s=self.read_s + self.overhead_s,
             per_prefill_token_s=self._chord_s(chunk, self.token_s) + self.reduce_s,
@@ -234,7 +234,7 @@ class Roofline:
         )
 
     def _chord_s(self, most: int, each_s: float) -> float:
-        """Of each of `most`, beyond reading the weights."""
+        """Return the time of each of `most`, beyond reading the weights."""
         return max(0.0, most * each_s - self.read_s) / most
 
     def _parts(self, products_s: float, attention: dict[str, float], num_tokens: float, num_rows: float) -> dict[str, float]:

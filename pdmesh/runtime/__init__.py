@@ -1,1 +1,1 @@
-"""The service chassis: configuration, errors, gRPC servers and channels, processes, the registry. Knows no models."""
+"""The service chassis: configuration, errors, gRPC servers and channels, processes, the registry. It knows no models."""

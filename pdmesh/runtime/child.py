@@ -1,4 +1,4 @@
-"""Child processes that are watched, heard and never left behind: for the launcher and for tests with real processes.
+"""Runs child processes that are watched, read and never left behind: for the launcher and for tests with real processes.
 
 worker = ManagedProcess("decode-1", python_command("-m", "decode_service"), env={**import_path(), ...}, on_line=print)
 ready = await worker.start(timeout_s=60, on_progress=show)      # {"ready": true, "address": "127.0.0.1:40123", ...}
@@ -37,11 +37,11 @@ def import_path() -> dict[str, str]:
 
 
 class StartFailed(RuntimeError):
-    """A child did not get ready; the message holds the reason and the end of its stderr."""
+    """Raised when a child did not get ready; the message holds the reason and the end of its stderr."""
 
 
 class ChildProcess:
-    """A process in its own session (a terminal's Ctrl-C does not reach it) that dies with this one; its output is read
+    """Run a process in its own session (a terminal's Ctrl-C does not reach it) that dies with this one; its output is read
     continuously."""
 
     def __init__(
@@ -57,7 +57,7 @@ class ChildProcess:
         subclasses)."""
         self.name = name
         self._argv = list(argv)
-        # gRPC's core writes notes of its own to stderr, among the structured logs; what is an error is raised anyway.
+        # gRPC's core writes its own notes to stderr, among the structured logs; errors are raised anyway.
         self._env = {"GRPC_VERBOSITY": "ERROR", **os.environ, **(env or {})}
         self._cwd = cwd
         self._on_line = on_line
@@ -67,26 +67,26 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """The child's process id. Raises RuntimeError before `spawn`."""
+        """Return the child's process id. Raises RuntimeError before `spawn`."""
         return self._started.pid
 
     @property
     def returncode(self) -> int | None:
-        """The exit code (minus the signal's number if one ended it); None while it runs or was not started."""
+        """Return the exit code (minus the signal's number if one ended it); None while it runs or was not started."""
         return None if self._process is None else self._process.returncode
 
     @property
     def running(self) -> bool:
-        """Whether it was started and has not ended."""
+        """Return whether it was started and has not ended."""
         return self._process is not None and self._process.returncode is None
 
     @property
     def output_tail(self) -> str:
-        """The last lines of its stderr."""
+        """Return the last lines of its stderr."""
         return "\n".join(self._tail)
 
     async def spawn(self) -> None:
-        """Starts the process. Raises StartFailed if the system cannot."""
+        """Start the process. Raises StartFailed if the system cannot."""
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *parent_death.command(self._argv),
@@ -104,31 +104,31 @@ class ChildProcess:
         self._readers = [asyncio.create_task(self._read_stdout()), asyncio.create_task(self._read_stderr())]
 
     async def wait(self) -> int:
-        """Waits for its end and for the rest of its output; returns the exit code."""
+        """Wait for its end and for the rest of its output; return the exit code."""
         code = await self._started.wait()
-        # A grandchild may hold the pipes open: what it says is not waited for.
+        # A grandchild may hold the pipes open: its output is not waited for.
         await asyncio.wait(self._readers, timeout=1.0)
         return code
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends a signal to the child alone; nothing happens if it has ended."""
-        # Not by asyncio's `send_signal`: it reaps a child that has just died, and the exit code is lost to who waits for it.
+        """Send a signal to the child alone; do nothing if it has ended."""
+        # asyncio's `send_signal` reaps a child that has just died, and the exit code is then lost to the waiting task.
         if self._started.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL to the child and all of its process group; nothing happens if it has ended."""
+        """Send SIGKILL to the child and all of its process group; do nothing if it has ended."""
         if self.running:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
     async def stop(self, grace_s: float = 10.0) -> int | None:
-        """SIGTERM, then SIGKILL after `grace_s` seconds. Returns the exit code; None if it was never started. Idempotent."""
+        """Send SIGTERM, then SIGKILL after `grace_s` seconds. Return the exit code; None if it was never started. Idempotent."""
         if self._process is None:
             return None
         self.signal(signal.SIGTERM)
-        self.signal(signal.SIGCONT)  # a paused one has to hear it
+        self.signal(signal.SIGCONT)  # a stopped process must receive SIGTERM
         try:
             async with asyncio.timeout(grace_s):
                 await self._process.wait()
@@ -163,7 +163,7 @@ class ChildProcess:
 
 
 class ManagedProcess(ChildProcess):
-    """A service process: `start` waits for the JSON ready line that `Lifecycle.ready` prints on stdout."""
+    """Run a service process: `start` waits for the JSON ready line that `Lifecycle.ready` prints on stdout."""
 
     def __init__(
         self,
@@ -180,18 +180,18 @@ class ManagedProcess(ChildProcess):
 
     @property
     def address(self) -> str:
-        """The address in the ready line. Raises RuntimeError before it has come."""
+        """Return the address in the ready line. Raises RuntimeError before it has come."""
         return str(self.ready_line["address"])
 
     @property
     def ready_line(self) -> dict[str, object]:
-        """All that the ready line says. Raises RuntimeError before it has come."""
+        """Return the content of the ready line. Raises RuntimeError before it has come."""
         if self._ready is None or not self._ready.done():
             raise RuntimeError(f"{self.name} is not ready")
         return self._ready.result()
 
     async def start(self, timeout_s: float, on_progress: OnLine | None = None) -> dict[str, object]:
-        """Starts and waits until ready; returns the ready line's content. `on_progress` gets the texts of `Lifecycle.progress`.
+        """Start and wait until ready; return the ready line's content. `on_progress` receives the texts of `Lifecycle.progress`.
 
         Raises StartFailed when the process ends or `timeout_s` seconds pass before; no process is left then."""
         self._on_progress = on_progress
@@ -223,7 +223,7 @@ class ManagedProcess(ChildProcess):
 
 
 def _json_object(line: str) -> dict[str, object]:
-    """The object on the line; empty for anything else."""
+    """Return the object on the line; empty for anything else."""
     try:
         content = json.loads(line)
     except ValueError:
@@ -232,7 +232,7 @@ def _json_object(line: str) -> dict[str, object]:
 
 
 async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
-    """Lines as text without their ends; one that is longer than MAX_LINE_BYTES is dropped."""
+    """Yield lines as text without their ends; a line longer than MAX_LINE_BYTES is dropped."""
     while True:
         try:
             line = await stream.readline()

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn, TypeVar, get_args, get_origin
 
-# Between text (a flag or an environment variable) and the value of a configuration field, by the field's type.
+# Conversion between text (a flag or an environment variable) and the value of a configuration field, by the field's type.
 #
 # Types: str, int, float, bool, Literal of str, Enum, `X | None` (an empty text is None) and tuple[X, ...] (comma-separated; an
 # empty text is the empty tuple). Numbers are plain and finite. `format_value` is the inverse of `parse_value`.
@@ -44,7 +44,7 @@ _FALSE = ("0", "false", "no", "off")
 
 
 def is_supported(type_: object) -> bool:
-    """Whether `type_` is one that this module can parse."""
+    """Return whether this module can parse `type_`."""
     if (inner := optional_of(type_)) is not None:
         return optional_of(inner) is None and is_supported(inner)
     if (item := item_of(type_)) is not None:
@@ -53,7 +53,7 @@ def is_supported(type_: object) -> bool:
 
 
 def optional_of(type_: object) -> object | None:
-    """X of `X | None`, else None."""
+    """Return X of `X | None`, else None."""
     if get_origin(type_) not in (typing.Union, types.UnionType):
         return None
     inner = [arg for arg in get_args(type_) if arg is not types.NoneType]
@@ -61,13 +61,14 @@ def optional_of(type_: object) -> object | None:
 
 
 def item_of(type_: object) -> object | None:
-    """X of tuple[X, ...], else None."""
+    """Return X of tuple[X, ...], else None."""
     args = get_args(type_)
     return args[0] if get_origin(type_) is tuple and len(args) == 2 and args[1] is Ellipsis else None
 
 
 def choices_of(type_: object) -> dict[str, Value] | None:
-    """Value by text for a Literal of strings or an Enum (the text is its value if that is a string, else its lower-case name)."""
+    """Return the value by text for a Literal of strings or an Enum (the text is its value if that is a string, else its
+    lower-case name)."""
     if get_origin(type_) is Literal:
         literals = get_args(type_)
         return {value: value for value in literals} if all(isinstance(value, str) for value in literals) else None
@@ -77,7 +78,7 @@ def choices_of(type_: object) -> dict[str, Value] | None:
 
 
 def type_name(type_: object) -> str:
-    """What a person reads as the kind of value: "integer", "a|b", "text, text, ..."."""
+    """Return the kind of value as a person reads it: "integer", "a|b", "text, text, ..."."""
     if (inner := optional_of(type_)) is not None:
         return f"{type_name(inner)} or empty"
     if (item := item_of(type_)) is not None:
@@ -88,7 +89,7 @@ def type_name(type_: object) -> str:
 
 
 def parse_value(type_: object, text: str) -> Value:
-    """`text` as a value of `type_`. Raises ValueError that says what is wrong with the text and what would be right."""
+    """Return `text` as a value of `type_`. Raises ValueError that says what is wrong with the text and what would be right."""
     if (inner := optional_of(type_)) is not None:
         return parse_value(inner, text) if text else None
     if (item := item_of(type_)) is not None:
@@ -101,8 +102,7 @@ def parse_value(type_: object, text: str) -> Value:
 
 
 def format_value(type_: object, value: Value) -> str:
-    """The text that `parse_value` reads as `value`. Raises ValueError for what has no such text (a comma inside a tuple's
-    item)."""
+    """Return the text that `parse_value` reads as `value`. Raises ValueError if there is none (a comma inside a tuple's item)."""
     if value is None:
         return ""
     inner = optional_of(type_) or type_
@@ -152,12 +152,12 @@ def _shown(text: str) -> str:
     return repr(text) if len(text) <= 80 else repr(text[:77] + "...")
 
 
-# What a configuration dataclass offers as flags and environment variables: one `Option` for each leaf field.
+# The flags and environment variables of a configuration dataclass: one `Option` for each leaf field.
 
 
 @dataclass(frozen=True)
 class Option:
-    """One leaf of a (nested) configuration: where it stands, how it is named outside, what it may hold."""
+    """Describe one leaf of a (nested) configuration: its place, its outside names, its values."""
 
     path: tuple[str, ...]
     flag: str
@@ -170,20 +170,21 @@ class Option:
 
     @property
     def field(self) -> str:
-        """Dotted name within the configuration."""
+        """Return the dotted name within the configuration."""
         return ".".join(self.path)
 
     @property
     def default_text(self) -> str:
-        """The default as a person reads it. It stands in the source: no secret, also of an option that may hold one."""
+        """Return the default as a person reads it. It is in the source, so it is not a secret, also for an option that may hold
+        one."""
         if self.required:
             return "required"
         return format_value(self.type_, self.default) or "empty"
 
 
 def options_of(cls: type, env_prefix: str) -> tuple[Option, ...]:
-    """All leaves of `cls` in order. Raises TypeError for a field of unsupported type and for two fields with one flag: bugs
-    of the author."""
+    """Return all leaves of `cls` in order. Raises TypeError for a field of unsupported type and for two fields with one flag:
+    bugs of the author."""
     options = tuple(_walk(cls, (), "", env_prefix))
     flags: dict[str, str] = {}
     for option in options:
@@ -194,12 +195,13 @@ def options_of(cls: type, env_prefix: str) -> tuple[Option, ...]:
 
 
 def nested_class(type_: object) -> type | None:
-    """`type_` if it is a dataclass to descend into, else None."""
+    """Return `type_` if it is a dataclass to descend into, else None."""
     return type_ if isinstance(type_, type) and dataclasses.is_dataclass(type_) else None
 
 
 def _walk(cls: type, path: tuple[str, ...], prefix: str, env_prefix: str, base: object = dataclasses.MISSING) -> Iterator[Option]:
-    """`prefix` goes before field names in flags; `base` is the outer default, an instance of `cls`, if there is one."""
+    """Yield the options. `prefix` precedes field names in flags; `base` is the outer default, an instance of `cls`, if there is
+    one."""
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         if not field.init:
@@ -244,7 +246,7 @@ EXIT_USAGE = 2
 
 
 class ConfigError(Exception):
-    """A setting is wrong: `field` (or the flag or variable that gave it), what the problem is, what to do about it."""
+    """Raised for a wrong setting: `field` (or the flag or variable that gave it), the problem, and what to do about it."""
 
     def __init__(self, field: str, problem: str, remedy: str = "") -> None:
         super().__init__(f"{field}: {problem}" + (f"; {remedy}" if remedy else ""))
@@ -254,8 +256,8 @@ class ConfigError(Exception):
 
 
 def load(cls: type[T], argv: Sequence[str] | None, env: Mapping[str, str], *, prog: str, env_prefix: str = ENV_PREFIX) -> T:
-    """`parse` for a program's entry: `argv` None is sys.argv[1:]; a wrong setting prints one line on stderr and exits with
-    code 2."""
+    """Return `parse`'s result, as a program's entry: `argv` None is sys.argv[1:]; a wrong setting prints one line on stderr and
+    exits with code 2."""
     try:
         return parse(cls, sys.argv[1:] if argv is None else argv, env, prog=prog, env_prefix=env_prefix)
     except ConfigError as error:
@@ -264,8 +266,8 @@ def load(cls: type[T], argv: Sequence[str] | None, env: Mapping[str, str], *, pr
 
 
 def parse(cls: type[T], argv: Sequence[str], env: Mapping[str, str], *, prog: str, env_prefix: str = ENV_PREFIX) -> T:
-    """A validated `cls` from flags > environment > defaults. Raises ConfigError naming flag, variable or field; SystemExit(0)
-    on --help."""
+    """Return a validated `cls` from flags > environment > defaults. Raises ConfigError naming flag, variable or field;
+    SystemExit(0) on --help."""
     options = options_of(cls, env_prefix)
     env = {**env, **_secrets_in_files(options, env)}
     flags = _read_flags(cls, options, argv, prog)
@@ -276,7 +278,7 @@ def parse(cls: type[T], argv: Sequence[str], env: Mapping[str, str], *, prog: st
 
 
 def describe(cls: type, *, env_prefix: str = ENV_PREFIX) -> str:
-    """A Markdown table of all settings of `cls`: flag, variable, kind, default, meaning. For docs."""
+    """Return a Markdown table of all settings of `cls`: flag, variable, kind, default, meaning. For docs."""
     lines = ["| flag | environment | kind | default | meaning |", "| --- | --- | --- | --- | --- |"]
     for option in options_of(cls, env_prefix):
         cells = (f"`{_flag_shown(option)}`", f"`{option.env}`", _kind(option), option.default_text, option.help)
@@ -285,7 +287,7 @@ def describe(cls: type, *, env_prefix: str = ENV_PREFIX) -> str:
 
 
 def dump(config: object) -> dict[str, object]:
-    """Every setting by its dotted name, to be logged; a secret that is set reads "hidden"."""
+    """Return every setting by its dotted name, for logs; a secret that is set reads "hidden"."""
     shown: dict[str, object] = {}
     for option in options_of(type(config), ENV_PREFIX):
         value = _leaf(config, option.path)
@@ -294,7 +296,8 @@ def dump(config: object) -> dict[str, object]:
 
 
 def to_env(config: object, *, env_prefix: str = ENV_PREFIX) -> dict[str, str]:
-    """The environment that makes `load` return an equal configuration: how a launcher passes one to a child, secrets included."""
+    """Return the environment that makes `load` return an equal configuration, secrets included: a launcher passes it to a
+    child."""
     return {option.env: format_value(option.type_, _leaf(config, option.path)) for option in options_of(type(config), env_prefix)}
 
 
@@ -302,13 +305,13 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         named, _, problem = message.removeprefix("argument ").partition(": ")
         flag, remedy = named.split("/")[0].split(", ")[0], f"see {self.prog} --help"
-        if problem == "expected one argument":  # a value like -1@3 is taken for a flag
+        if problem == "expected one argument":  # argparse takes a value like -1@3 for a flag
             remedy = f"write {flag}=VALUE where the value begins with a -, or {remedy}"
         raise ConfigError(flag, problem or "wrong use", remedy)
 
 
 def _read_flags(cls: type, options: Sequence[Option], argv: Sequence[str], prog: str) -> dict[str, object]:
-    """Text (bool for switches) by dotted field for the flags that were given."""
+    """Return the text (bool for switches) by dotted field for the given flags."""
     parser = _Parser(prog=prog, description=_summary(cls), allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for option in options:
         default = option.default_text if option.required else f"default: {option.default_text}"
@@ -326,7 +329,7 @@ def _read_flags(cls: type, options: Sequence[Option], argv: Sequence[str], prog:
 
 
 def _secrets_in_files(options: Sequence[Option], env: Mapping[str, str]) -> dict[str, str]:
-    """By variable, without the end of the last line, which editors add."""
+    """Return the secrets by variable, without the final newline that editors add."""
     found = {}
     for option in options:
         name = option.env + FILE_SUFFIX
@@ -347,7 +350,7 @@ def _unknown_flag(argument: str, options: Sequence[Option], prog: str) -> Config
 
 
 def _source(option: Option, flags: Mapping[str, object], env: Mapping[str, str]) -> str:
-    """What to name when the option's value is wrong: the variable if that gave it, else the flag."""
+    """Return what to name when the option's value is wrong: the variable if that gave it, else the flag."""
     return option.env if option.field not in flags and option.env in env else option.flag
 
 
@@ -369,7 +372,7 @@ _Path = tuple[str, ...]
 
 
 def _build(cls: type, path: _Path, values: Mapping[_Path, object], sources: Mapping[_Path, str]) -> object:
-    """The (nested) dataclass, inner ones first, each validated once."""
+    """Return the (nested) dataclass, built inner ones first, each validated once."""
     hints = typing.get_type_hints(cls)
     arguments: dict[str, object] = {}
     for field in dataclasses.fields(cls):
@@ -388,10 +391,10 @@ def _build(cls: type, path: _Path, values: Mapping[_Path, object], sources: Mapp
 
 
 def _located(error: ConfigError | ValueError, path: _Path, sources: Mapping[_Path, str]) -> ConfigError:
-    """`error` of a dataclass at `path`, naming the flag or variable instead of the bare field."""
+    """Return `error` of a dataclass at `path`, naming the flag or variable instead of the bare field."""
     if isinstance(error, ConfigError):
         field, problem, remedy = error.field, error.problem, error.remedy
-    else:  # from a package below runtime: "field: what is wrong; what to do"
+    else:  # raised by a package below runtime: "field: what is wrong; what to do"
         field, _, problem = str(error).partition(": ")
         remedy = ""
     source = sources.get((*path, *field.split(".")))

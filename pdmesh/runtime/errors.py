@@ -1,9 +1,9 @@
 """The errors of the mesh, and the one place that maps exceptions to gRPC status and back.
 
-A handler raises a `MeshError`; the interceptor (`pdmesh.runtime.rpc.interceptor`) calls `status_of` and ends the call
-with code, message and rich details (google.rpc.Status with ErrorInfo, BadRequest, RetryInfo); the retry delay travels a second
-time, for clients whose gRPC library retries by itself. A client turns an `AioRpcError` back with `error_from_rpc`. Whatever is no
-MeshError becomes INTERNAL with a short id; its traceback stands in this process's log under the same id and nowhere else.
+A handler raises a `MeshError`; the interceptor (`pdmesh.runtime.rpc.interceptor`) calls `status_of` and ends the call with code,
+message and rich details (google.rpc.Status with ErrorInfo, BadRequest, RetryInfo); the retry delay travels a second time, for
+clients whose gRPC library retries by itself. A client turns an `AioRpcError` back with `error_from_rpc`. Any other exception
+becomes INTERNAL with a short id; its traceback is in this process's log under the same id and nowhere else.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from google.rpc import error_details_pb2, status_pb2
 
 DOMAIN = "pdmesh"
 DETAILS_KEY = "grpc-status-details-bin"
-# The one word about retries that gRPC's own retry policies understand: milliseconds to wait, or -1 for "do not".
+# The trailing metadata that gRPC's own retry policies understand: milliseconds to wait, or -1 for "do not".
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
-# Status and details travel as HTTP/2 headers, of which gRPC takes 8 KiB by default. The message is in both: percent-encoded
-# (up to three bytes for one) and in base64.
+# Status and details travel as HTTP/2 headers, of which gRPC takes 8 KiB by default. The message is in both: percent-encoded (up
+# to three bytes for one) and in base64.
 MAX_MESSAGE_BYTES = 900
 MAX_FIELD_BYTES = 200
 
@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 
 class MeshError(Exception):
-    """An error with a gRPC status. `field` names the request's field at fault; `retry_delay_s` (seconds) says when to try
-    again; `reason` is a word for programs where one code has several causes."""
+    """Raised for an error with a gRPC status. `field` names the request's field at fault; `retry_delay_s` (seconds) says when to
+    try again; `reason` is a word for programs where one code has several causes."""
 
     default_code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
 
@@ -60,7 +60,7 @@ class MeshError(Exception):
 
 
 class InvalidArgument(MeshError):
-    """The caller's request is wrong whatever the state of the mesh; names the field."""
+    """Raised when the caller's request is wrong whatever the state of the mesh; names the field."""
 
     default_code = grpc.StatusCode.INVALID_ARGUMENT
 
@@ -69,19 +69,19 @@ class InvalidArgument(MeshError):
 
 
 class NotFound(MeshError):
-    """The thing that `field` names does not exist."""
+    """Raised when what `field` names does not exist."""
 
     default_code = grpc.StatusCode.NOT_FOUND
 
 
 class ResourceExhausted(MeshError):
-    """No room now; `retry_delay_s` says when there may be."""
+    """Raised when there is no capacity now; `retry_delay_s` says when there may be."""
 
     default_code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 class FailedPrecondition(MeshError):
-    """The request does not fit this worker's state or identity; `field` names what differs."""
+    """Raised when the request does not fit this worker's state or identity; `field` names what differs."""
 
     default_code = grpc.StatusCode.FAILED_PRECONDITION
 
@@ -90,44 +90,44 @@ class FailedPrecondition(MeshError):
 
 
 class Unavailable(MeshError):
-    """The service cannot answer now; another one may."""
+    """Raised when the service cannot answer now; another one may."""
 
     default_code = grpc.StatusCode.UNAVAILABLE
 
 
 class Cancelled(MeshError):
-    """The request was cancelled."""
+    """Raised when the request was cancelled."""
 
     default_code = grpc.StatusCode.CANCELLED
 
 
 class DeadlineExceeded(MeshError):
-    """The time that the caller gave is over."""
+    """Raised when the caller's deadline has passed."""
 
     default_code = grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 class Aborted(MeshError):
-    """The call lost against a newer one (an older attempt, a foreign epoch)."""
+    """Raised when the call lost against a newer one (an older attempt, a foreign epoch)."""
 
     default_code = grpc.StatusCode.ABORTED
 
 
 class Unimplemented(MeshError):
-    """The server does not know the method."""
+    """Raised when the server does not know the method."""
 
     default_code = grpc.StatusCode.UNIMPLEMENTED
 
 
 class Internal(MeshError):
-    """A bug on the other side; the message holds the id under which its log has the traceback."""
+    """Raised for a bug on the other side; the message holds the id under which its log has the traceback."""
 
     default_code = grpc.StatusCode.INTERNAL
 
 
 @dataclass(frozen=True)
 class RpcStatus:
-    """How a call ends: code, message, and the trailing metadata that carries the rich details."""
+    """Hold how a call ends: code, message, and the trailing metadata that carries the rich details."""
 
     code: grpc.StatusCode
     message: str
@@ -135,7 +135,8 @@ class RpcStatus:
 
 
 def status_of(error: BaseException) -> RpcStatus:
-    """The status that `error` ends a call with. Logs the traceback of what is no MeshError; never raises."""
+    """Return the status that `error` ends a call with. Logs the traceback of an exception that is not a MeshError; never
+    raises."""
     mesh_error = as_mesh_error(error)
     message = _shortened(_with_field(mesh_error), MAX_MESSAGE_BYTES)
     details = status_pb2.Status(code=mesh_error.code.value[0], message=message, details=_details_of(mesh_error))
@@ -143,21 +144,22 @@ def status_of(error: BaseException) -> RpcStatus:
 
 
 def _pushback_of(error: MeshError) -> tuple[tuple[str, str], ...]:
-    """A refusal without a delay is final (too large for ever, too slow): another try of the same would only add load."""
+    """Return the retry metadata. A rejection without a delay is final (too large for ever, too slow): a retry would only add
+    load."""
     if error.retry_delay_s is not None:
         return ((PUSHBACK_KEY, str(math.ceil(max(error.retry_delay_s, 0.0) * 1000))),)
     return ((PUSHBACK_KEY, "-1"),) if isinstance(error, ResourceExhausted) else ()
 
 
 def _with_field(error: MeshError) -> str:
-    """Not everybody reads the rich details: the text alone says what is wrong where."""
+    """Return the message with its field: clients that do not read the rich details still see what is wrong where."""
     if error.field is None or error.field in error.message:
         return error.message
     return f"{_shortened(error.field, MAX_FIELD_BYTES)}: {error.message}"
 
 
 def as_mesh_error(error: BaseException) -> MeshError:
-    """`error` as a MeshError. A timeout is DEADLINE_EXCEEDED, an RPC's error keeps its status, the unknown is INTERNAL with
+    """Return `error` as a MeshError. A timeout is DEADLINE_EXCEEDED, an RPC's error keeps its status, any other is INTERNAL with
     an id."""
     if isinstance(error, MeshError):
         return error
@@ -171,12 +173,12 @@ def as_mesh_error(error: BaseException) -> MeshError:
 
 
 def error_from_rpc(error: grpc.aio.AioRpcError) -> MeshError:
-    """The inverse of `status_of` for clients: the MeshError that the server raised, with its field and retry delay."""
+    """Return the MeshError that the server raised, with its field and retry delay: the inverse of `status_of`, for clients."""
     code = error.code()
     message = error.details() or code.name
     field, retry_delay_s, reason = _read_details(error)
     cls = _CLASSES.get(code, MeshError)
-    result = cls.__new__(cls)  # subclasses differ in their arguments, not in what they hold
+    result = cls.__new__(cls)  # subclasses differ in their arguments, not in their fields
     MeshError.__init__(result, message, code=code, field=field, retry_delay_s=retry_delay_s, reason=reason)
     return result
 
@@ -216,7 +218,7 @@ def _packed(message: Message) -> any_pb2.Any:
 
 
 def _read_details(error: grpc.aio.AioRpcError) -> tuple[str | None, float | None, str | None]:
-    """(field, retry_delay_s, reason) from the rich details; None where they are missing or unreadable."""
+    """Return (field, retry_delay_s, reason) from the rich details; None where they are missing or unreadable."""
     field: str | None = None
     reason: str | None = None
     retry_delay_s: float | None = None
@@ -243,6 +245,6 @@ def _rich_status(error: grpc.aio.AioRpcError) -> status_pb2.Status:
 
 
 def _shortened(text: str, limit: int) -> str:
-    """`text` as valid UTF-8 of at most `limit` bytes, three of them dots where it was cut."""
+    """Return `text` as valid UTF-8 of at most `limit` bytes, three of them dots where it was cut."""
     encoded = text.encode("utf-8", "replace")
     return encoded.decode() if len(encoded) <= limit else encoded[: limit - 3].decode("utf-8", "ignore") + "..."

@@ -1,12 +1,12 @@
-"""Places where a test makes a process pause, die, wait or fail.
+"""Failpoints: places where a test makes a process pause, die, wait or fail.
 
 PDMESH_FAILPOINTS="name=action[@N][,name=action[@N]]...". Actions: `pause` (SIGSTOP to itself), `kill` (SIGKILL to itself),
-`delay:MS` (wait), `error` (raise FailpointError), `full` (raise OSError ENOSPC, as where no room is left). With `@N` only the
-N-th hit of the name acts (from 1); without, every hit does. When no variable is set, a hit costs one look at an empty dictionary.
-Never set in production.
+`delay:MS` (wait), `error` (raise FailpointError), `full` (raise OSError ENOSPC, as on a full disk). With `@N` only the N-th hit
+of the name acts (from 1); without, every hit does. When no variable is set, a hit costs one look-up in an empty dictionary. Never
+set in production.
 
-PDMESH_FAILPOINTS_FILE names a file with the same text that is read again whenever it is another one, so that a test arms and
-disarms a process that runs. What acted is appended to the file of that name with ".hit" behind it, a line each, before it acts.
+PDMESH_FAILPOINTS_FILE names a file with the same text that is read again whenever it is replaced, so that a test arms and disarms
+a running process. Each action is appended as a line to the file of that name plus ".hit" before it takes effect.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ logger = logging.getLogger(__name__)
 
 
 class FailpointError(RuntimeError):
-    """What the action `error` raises."""
+    """Raised by the action `error`."""
 
 
 @dataclass(frozen=True)
 class Action:
-    """What a failpoint does: `kind` pause, kill, delay (`delay_s` seconds), error or full; only at its `nth` hit, None: at every
-    one."""
+    """Describe a failpoint's action: `kind` pause, kill, delay (`delay_s` seconds), error or full; only at its `nth` hit, None:
+    at every hit."""
 
     kind: str
     delay_s: float = 0.0
@@ -47,7 +47,7 @@ class Action:
 
 
 def parse(text: str) -> dict[str, tuple[Action, ...]]:
-    """Actions by name. Raises ValueError, naming the variable and the entry, for what cannot be read."""
+    """Return the actions by name. Raises ValueError, naming the variable and the entry, for text that cannot be read."""
     actions: dict[str, tuple[Action, ...]] = {}
     for entry in filter(None, (part.strip() for part in text.split(","))):
         match = _ENTRY.fullmatch(entry)
@@ -62,36 +62,36 @@ def parse(text: str) -> dict[str, tuple[Action, ...]]:
 _actions = parse(os.environ.get(VARIABLE, ""))
 _hits: Counter[str] = Counter()
 _file = Path(os.environ[FILE_VARIABLE]) if os.environ.get(FILE_VARIABLE) else None
-_file_version: tuple[int, int] | None = None  # inode and time of what was read last
+_file_version: tuple[int, int] | None = None  # inode and time of the version read last
 
 
 def install(text: str) -> None:
-    """Replaces the failpoints of this process and forgets former hits; "" removes all. For tests in one process."""
+    """Replace the failpoints of this process and forget former hits; "" removes all. For tests in one process."""
     global _actions
     _actions = parse(text)
     _hits.clear()
 
 
 def watch(file: Path | None) -> None:
-    """Takes the failpoints from `file` from now on, as with PDMESH_FAILPOINTS_FILE; None: no longer."""
+    """Read the failpoints from `file` from now on, as with PDMESH_FAILPOINTS_FILE; None: no longer."""
     global _file, _file_version
     _file, _file_version = file, None
 
 
 def hit(name: str) -> None:
-    """Acts if `name` is armed. `delay` blocks the calling thread: on an event loop use `hit_async`."""
+    """Act if `name` is armed. `delay` blocks the calling thread: on an event loop use `hit_async`."""
     if _actions or _file:
         time.sleep(_act(name))
 
 
 async def hit_async(name: str) -> None:
-    """Acts if `name` is armed. `delay` lets other tasks run."""
+    """Act if `name` is armed. `delay` lets other tasks run."""
     if _actions or _file:
         await asyncio.sleep(_act(name))
 
 
 def _act(name: str) -> float:
-    """Does what is due at this hit of `name`; returns the seconds that the caller has to wait."""
+    """Perform the action due at this hit of `name`; return the seconds that the caller must wait."""
     if _file is not None:
         _read_again(_file)
     armed = _actions.get(name, ())
@@ -108,7 +108,8 @@ def _act(name: str) -> float:
 
 
 def _read_again(file: Path) -> None:
-    """Whoever arms us renames a complete file to this name, so another one has another inode or time."""
+    """Read the file again if it was replaced. Tests rename a complete file to this name, so a new version has another inode or
+    time."""
     global _file_version
     try:
         status = file.stat()

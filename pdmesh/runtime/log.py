@@ -1,8 +1,8 @@
 """Structured logs on stderr: one line for each event, as `key=value` text or JSON.
 
-`configure` once at the start; then the standard library's loggers. More fields: `logger.info("took over", extra={"fields":
-{"epoch": 7}})`. Lines about a request that is traced have its `trace_id`. The level comes from PDMESH_LOG, such as "info" or
-"info,kvtransfer=debug". Logs never hold prompts, outputs or token ids.
+Call `configure` once at the start, then use the standard library's loggers. More fields: `logger.info("took over",
+extra={"fields": {"epoch": 7}})`. Lines about a traced request have its `trace_id`. The level comes from PDMESH_LOG, such as
+"info" or "info,kvtransfer=debug". Logs never hold prompts, outputs or token ids.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNI
 def configure(
     service: str, *, format_: Format = "text", env: Mapping[str, str] | None = None, stream: TextIO | None = None
 ) -> None:
-    """Sends all logs to `stream` (stderr), naming `service`. Raises ConfigError for a PDMESH_LOG that cannot be read."""
+    """Send all logs to `stream` (stderr), naming `service`. Raises ConfigError for a PDMESH_LOG that cannot be read."""
     levels = parse_levels((os.environ if env is None else env).get(VARIABLE, ""))
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter(service) if format_ == "json" else TextFormatter(service))
@@ -42,13 +42,13 @@ def configure(
 
 
 def belongs_to(trace: str) -> None:
-    """What this task logs from now on, and tasks that it starts, names the trace; "" names none."""
+    """Add the trace to the logs of this task from now on, and of tasks that it starts; "" for none."""
     _trace.set(trace)
 
 
 @contextlib.contextmanager
 def about(trace: str) -> Iterator[None]:
-    """What is logged within names this trace, whatever the task's own is; "" names none."""
+    """Add the trace to the logs within, whatever the task's own is; "" for none."""
     token = _trace.set(trace)
     try:
         yield
@@ -57,7 +57,7 @@ def about(trace: str) -> Iterator[None]:
 
 
 def parse_levels(text: str) -> dict[str, int]:
-    """Level by logger; "" is the root's. Raises ConfigError."""
+    """Return the level by logger; "" is the root's. Raises ConfigError."""
     levels = {"": logging.INFO}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, level = part.rpartition("=")
@@ -92,18 +92,18 @@ class _Formatter(logging.Formatter):
 
 
 class JsonFormatter(_Formatter):
-    """One JSON object on a line."""
+    """Format a record as one JSON object on a line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
+        """Return the line."""
         return json.dumps(self._fields(record), default=str)
 
 
 class TextFormatter(_Formatter):
-    """`time level service logger: message key=value ...`; a traceback follows on lines of its own, for people."""
+    """Format a record as `time level service logger: message key=value ...`; a traceback follows on its own lines, for people."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, with control characters of a message escaped so that nothing in it can look like another event."""
+        """Return the line, with control characters of a message escaped so that nothing in it can look like another event."""
         fields = self._fields(record)
         traceback = fields.pop("traceback", None)
         head = " ".join(str(fields.pop(key)) for key in ("time", "level", "service", "logger"))

@@ -1,9 +1,8 @@
-"""No process is left behind: a child dies with its parent, also when the parent is killed with SIGKILL or the child is
-stopped.
+"""Ends a child with its parent, also when the parent is killed with SIGKILL or the child is stopped.
 
-On Linux the kernel does it (PR_SET_PDEATHSIG with SIGKILL, the only signal that also ends a stopped process). It fires when
-the parent's *thread* that started the child ends, so start children from a thread that lives as long as they shall, such as
-the main thread's event loop. Elsewhere a thread of the child watches its parent.
+On Linux the kernel does it (PR_SET_PDEATHSIG with SIGKILL, the only signal that also ends a stopped process). It fires when the
+parent's *thread* that started the child ends, so start children from a thread that lives as long as they should, such as the main
+thread's event loop. Elsewhere a thread of the child watches its parent.
 
 As a program, `python parent_death.py PARENT_PID COMMAND...` arms itself and becomes COMMAND: the setting survives exec. It
 replaces `preexec_fn`, which is not safe in a process with threads. It imports the standard library only and must stay so.
@@ -24,18 +23,18 @@ POLL_PERIOD_S = 0.5
 
 
 def exit_with_parent(parent_pid: int | None = None) -> None:
-    """Ends this process when its parent ends. `parent_pid` is who the parent has to be; None: whoever it is now."""
+    """End this process when its parent ends. `parent_pid` is the expected parent; None: the current one."""
     expected = os.getppid() if parent_pid is None else parent_pid
     if sys.platform == "linux":
         _set_parent_death_signal()
     else:
         threading.Thread(target=_watch_parent, args=(expected,), name="parent watch", daemon=True).start()
-    if os.getppid() != expected:  # it died before the kernel knew of our wish
+    if os.getppid() != expected:  # the parent died before the kernel knew the setting
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def command(argv: Sequence[str]) -> list[str]:
-    """The command line that runs `argv` as a child that dies with the calling process."""
+    """Return the command line that runs `argv` as a child that dies with the calling process."""
     if sys.platform != "linux":
         return list(argv)
     return [sys.executable, "-I", "-S", os.path.abspath(__file__), str(os.getpid()), *argv]

@@ -1,7 +1,7 @@
-"""Listening ports that several processes share: the kernel deals each new connection to one of them (SO_REUSEPORT).
+"""Listening ports that several processes share: the kernel assigns each new connection to one of them (SO_REUSEPORT).
 
-Whoever starts the processes keeps a socket that is bound but never listens: it gets no connections, yet the port stays taken
-while its processes come and go, and a stranger's router cannot slip in between them unseen.
+The process that starts the others keeps a socket that is bound but never listens: it gets no connections, yet the port stays
+taken while its processes come and go, and another mesh's router cannot slip in between them unseen.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from pdmesh.runtime.config import ConfigError
 
 
 def can_share() -> bool:
-    """Whether this system deals connections to all who share a port."""
+    """Return whether this system distributes connections over all processes that share a port."""
     return hasattr(socket, "SO_REUSEPORT")
 
 
 def reserve(host: str, port: int, setting: str) -> socket.socket:
-    """A bound socket that holds "host:port" for processes that share it; port 0: any free one. Close it at the end. Raises
-    ConfigError, naming `setting`, when the port is taken, also when by somebody who would share it."""
+    """Return a bound socket that holds "host:port" for processes that share it; port 0: any free one. Close it at the end. Raises
+    ConfigError, naming `setting`, when the port is taken, also by a process that would share it."""
     try:
         if port:
             _bound(host, port, shared=False).close()
@@ -30,7 +30,7 @@ def reserve(host: str, port: int, setting: str) -> socket.socket:
 
 
 def share(listening: socket.socket) -> None:
-    """Lets others that do the same bind the same port, before it is bound."""
+    """Allow other sockets with the same option to bind the same port; call it before binding."""
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
 
 
@@ -40,10 +40,10 @@ def _bound(host: str, port: int, *, shared: bool) -> socket.socket:
     try:
         if shared:
             share(made)
-        if os.name == "posix":  # what connections of somebody who has ended have left behind in the kernel is in nobody's way
+        if os.name == "posix":  # connections of an ended process that remain in the kernel do not block the port
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind(address)
-        if shared and os.name == "posix":  # from here on a stranger who asks for as much would get in
+        if shared and os.name == "posix":  # from here on a foreign process with the same option could bind the port
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except OSError:
         made.close()

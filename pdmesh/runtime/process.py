@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class Lifecycle:
-    """What a service's `main` says to, and hears from, the process around it. On the event loop's thread only.
+    """Connect a service's `main` with the process around it. On the event loop's thread only.
 
     A stop that comes while `main` still starts (neither ready nor waiting for the stop) cancels it."""
 
@@ -49,26 +49,26 @@ class Lifecycle:
 
     @property
     def stopping(self) -> bool:
-        """Whether the process has been asked to stop, or has failed."""
+        """Return whether the process has been asked to stop, or has failed."""
         return self._stop.is_set()
 
     def ready(self, address: str, **fields: str | int | float | bool) -> None:
-        """Announces on stdout, as one JSON line, that the service answers at `address`. Launchers and tests wait for it."""
+        """Announce on stdout, as one JSON line, that the service answers at `address`. Launchers and tests wait for it."""
         self._starting = None
         _print_line({"ready": True, "address": address, "pid": os.getpid(), **fields})
 
     def progress(self, text: str) -> None:
-        """Tells a waiting launcher, as a JSON line on stdout, what a slow start is busy with."""
+        """Tell a waiting launcher, as a JSON line on stdout, what a slow start is doing."""
         _print_line({"progress": text})
 
     async def wait_for_stop(self) -> str:
-        """Waits until the process is to stop; returns the reason."""
+        """Wait until the process is to stop; return the reason."""
         self._starting = None
         await self._stop.wait()
         return self.stop_reason
 
     def stop(self, reason: str) -> None:
-        """Asks `main` to drain and return. The first reason stands."""
+        """Ask `main` to drain and return. The first reason is kept."""
         if not self.stopping:
             self.stop_reason = reason
             logger.info("stopping: %s", reason)
@@ -77,14 +77,14 @@ class Lifecycle:
                 self._starting.cancel()
 
     def fail(self, error: BaseException) -> None:
-        """As `stop`, for an error that the process cannot live with; it exits with code 1."""
+        """Stop for an error that the process cannot survive; it exits with code 1."""
         if self.error is None:
             self.error = error
             logger.critical("fatal: %s", error, exc_info=error)
         self.stop(f"fatal: {error}")
 
     async def run(self, main: Main) -> None:
-        """Runs `main` to its end. Its errors come out, but not the cancellation by `stop`."""
+        """Run `main` to its end. Its errors are raised, but not the cancellation by `stop`."""
         task = self._starting = asyncio.create_task(_coroutine(main, self), name="main")
         try:
             await task
@@ -101,14 +101,14 @@ async def _coroutine(main: Main, life: Lifecycle) -> None:
 
 
 def run(main: Main, *, exit_with_parent: bool = False) -> int:
-    """Runs `main` on a new event loop until it returns; the exit code is for `sys.exit`."""
+    """Run `main` on a new event loop until it returns; the exit code is for `sys.exit`."""
     if exit_with_parent:
         parent_death.exit_with_parent()
     return asyncio.run(run_until_signal(main))
 
 
 async def run_until_signal(main: Main) -> int:
-    """Runs `main`; SIGTERM or SIGINT asks it to stop, a second signal ends the process at once. Returns the exit code."""
+    """Run `main`; SIGTERM or SIGINT asks it to stop, a second signal ends the process at once. Return the exit code."""
     life = Lifecycle()
     loop = asyncio.get_running_loop()
     for number in STOP_SIGNALS:
@@ -135,7 +135,7 @@ def _on_signal(life: Lifecycle, number: signal.Signals) -> None:
 
 
 def _program() -> str:
-    """The program's name: for `python -m NAME`, whose path ends in NAME/__main__.py, NAME."""
+    """Return the program's name: for `python -m NAME`, whose path ends in NAME/__main__.py, NAME."""
     path = Path(sys.argv[0])
     return path.parent.name if path.name == "__main__.py" else path.name
 
@@ -144,26 +144,26 @@ def _print_line(content: dict[str, object]) -> None:
     print(json.dumps(content), flush=True)
 
 
-# Which incarnation of a process this is, and which host it runs on.
+# The identity of a process: its incarnation and its host.
 
 
 def new_epoch() -> int:
-    """64 random bits, never zero (on the wire zero means "any"). Drawn once at the start of a worker; compared for equality
-    only."""
+    """Return 64 random bits, never zero (on the wire zero means "any"). Drawn once at the start of a worker; compared for
+    equality only."""
     return secrets.randbits(64) or 1
 
 
 @cache
 def host_id() -> str:
-    """Equal for two processes iff they share a running kernel and a network namespace, so that an abstract Unix socket joins
-    them."""
+    """Return an id that is equal for two processes iff they share a running kernel and a network namespace, so that an abstract
+    Unix socket joins them."""
     return f"{_boot_id()}:{_network_namespace()}"
 
 
 def _boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:  # no Linux: the host's name is the best there is
+    except OSError:  # not Linux: the host's name is the best available
         return socket.gethostname()
 
 

@@ -1,4 +1,4 @@
-"""Threads for work that may take long and is asked for by clients: few of them, a short line, and a time for each piece."""
+"""Runs long work on behalf of clients on few threads, with a bounded queue and a time limit for each piece."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ T = TypeVar("T")
 
 
 class WorkThreads:
-    """`num_threads` threads, started when they are needed, at whose end nobody waits."""
+    """Run up to `num_threads` threads, started on demand; the process does not wait for them at its end."""
 
     def __init__(self, name: str, *, num_threads: int, max_waiting: int, timeout_s: float) -> None:
-        """At most `max_waiting` pieces are under way or in line; `timeout_s` counts from when a piece begins."""
+        """Create them. At most `max_waiting` pieces run or wait; `timeout_s` counts from when a piece begins."""
         self.max_waiting = max_waiting
         self.timeout_s = timeout_s
         self._name = name
@@ -25,13 +25,13 @@ class WorkThreads:
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
 
     async def run(self, work: Callable[[], T]) -> T:
-        """The result of `work`. Raises TimeoutError (the thread goes on with it), ResourceExhausted when the line is full."""
+        """Return the result of `work`. Raises TimeoutError (the thread continues), ResourceExhausted when the queue is full."""
         if len(self._waiting) >= self.max_waiting:
             raise ResourceExhausted(f"{self.max_waiting} pieces of work wait in line ({self._name})", retry_delay_s=1.0)
         loop, begun = asyncio.get_running_loop(), asyncio.Event()
 
         def begin() -> T:
-            with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop has ended: no task waits any more
                 loop.call_soon_threadsafe(begun.set)
             return work()
 

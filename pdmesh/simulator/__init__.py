@@ -1,1 +1,1 @@
-"""The mesh without machines: discrete events around the router's and the autoscaler's own policies, against modelled workers."""
+"""Simulates a mesh by discrete events: the router's and the autoscaler's real policies against modelled workers."""

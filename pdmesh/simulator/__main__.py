@@ -1,9 +1,9 @@
-"""`python -m simulator`: compiled where that was done (pdmesh/simulator/compiled.py)."""
+"""Run `python -m simulator`, compiled if the compiled modules exist (pdmesh/simulator/compiled.py)."""
 
 from pdmesh.simulator import compiled
 
 if __name__ == "__main__":
     compiled.use()
-    from pdmesh.simulator.main import main  # not before: what is imported by then stays interpreted
+    from pdmesh.simulator.main import main  # not earlier: modules imported before `use` stay interpreted
 
     raise SystemExit(main())

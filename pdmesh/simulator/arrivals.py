@@ -1,4 +1,4 @@
-"""Arrivals: of real services' public traces, read line by line, or drawn at random.
+"""Reads arrivals from public traces of real services, line by line, or draws them at random; and reshapes the load.
 
 Azure's LLM inference traces are CSV (TIMESTAMP, ContextTokens, GeneratedTokens), Mooncake's are JSON lines (timestamp in ms,
 input_length, output_length and hash_ids, one for each block of 512 prompt tokens).
@@ -26,11 +26,12 @@ _EPOCH = datetime(2000, 1, 1, tzinfo=UTC)
 
 
 class TraceError(ValueError):
-    """A trace cannot be used: file, line, column, what is wrong and what to do."""
+    """Raised for a trace that cannot be used: file, line, column, the problem and what to do."""
 
 
 class Arrival(NamedTuple):
-    """One request: simulated seconds, lengths in tokens (at least one), names of its prompt's full prefix blocks in order."""
+    """Describe one request: simulated seconds, lengths in tokens (at least one), names of its prompt's full prefix blocks in
+    order."""
 
     at_s: float
     num_input: int
@@ -41,7 +42,7 @@ class Arrival(NamedTuple):
 
 
 def read_azure(path: str) -> Iterator[Arrival]:
-    """Azure's CSV, the first arrival at 0 s. Raises TraceError."""
+    """Yield Azure's CSV, the first arrival at 0 s. Raises TraceError."""
     with _opened(path) as lines:
         reader = csv.DictReader(lines)
         missing = [name for name in AZURE_COLUMNS if name not in (reader.fieldnames or ())]
@@ -51,7 +52,7 @@ def read_azure(path: str) -> Iterator[Arrival]:
 
 
 def read_mooncake(path: str) -> Iterator[Arrival]:
-    """Mooncake's JSON lines, the first arrival at 0 s. Raises TraceError."""
+    """Yield Mooncake's JSON lines, the first arrival at 0 s. Raises TraceError."""
     with _opened(path) as lines:
         yield from _from_zero(path, _mooncake_rows(path, lines))
 
@@ -64,7 +65,7 @@ READERS: Mapping[str, Callable[[str], Iterator[Arrival]]] = {
 
 
 def poisson(rate: float, lengths: Callable[[random.Random], tuple[int, int]], seed: int) -> Iterator[Arrival]:
-    """Endless: independent arrivals, `rate` in a second, each as long as `lengths` draws it (input, output)."""
+    """Yield endless independent arrivals, `rate` in a second, each with lengths (input, output) drawn by `lengths`."""
     rng, at_s = random.Random(seed), 0.0
     while True:
         at_s += rng.expovariate(rate)
@@ -73,7 +74,7 @@ def poisson(rate: float, lengths: Callable[[random.Random], tuple[int, int]], se
 
 
 def log_normal(mean_input: float, mean_output: float, sigma: float) -> Callable[[random.Random], tuple[int, int]]:
-    """Lengths with these means; `sigma` 0: all alike, 1: as scattered as people's are, or more."""
+    """Return a generator of lengths with these means; `sigma` 0: all alike, 1: at least as scattered as in human traffic."""
 
     def draw(rng: random.Random) -> tuple[int, int]:
         num_input, num_output = (mean * rng.lognormvariate(-sigma * sigma / 2, sigma) for mean in (mean_input, mean_output))
@@ -84,7 +85,7 @@ def log_normal(mean_input: float, mean_output: float, sigma: float) -> Callable[
 
 @contextmanager
 def _opened(path: str) -> Iterator[Iterable[str]]:
-    """The file's lines. Raises TraceError if there is none."""
+    """Yield the file's lines. Raises TraceError if there is none."""
     file = Path(path)
     if not file.is_file():
         raise TraceError(f"{path}: no such file; give a trace's path, or a rate for generated arrivals")
@@ -93,7 +94,8 @@ def _opened(path: str) -> Iterator[Iterable[str]]:
 
 
 def _from_zero(path: str, rows: Iterable[Arrival]) -> Iterator[Arrival]:
-    """In their order; one that comes before its predecessor (logs are written as requests end) comes with it."""
+    """Yield arrivals in file order; one earlier than its predecessor (logs are written as requests end) gets its predecessor's
+    time."""
     first = latest = None
     for row in rows:
         first = row.at_s if first is None else first
@@ -103,7 +105,7 @@ def _from_zero(path: str, rows: Iterable[Arrival]) -> Iterator[Arrival]:
         raise TraceError(f"{path}: line 1: holds no request; give a trace with at least one")
 
 
-# Rows by `yield`, as everything lazy here: a compiler makes lists of generator expressions (pdmesh/simulator/compiled.py).
+# Rows by `yield`: mypyc turns generator expressions into lists (pdmesh/simulator/compiled.py).
 
 
 def _azure_rows(path: str, reader: csv.DictReader[str]) -> Iterator[Arrival]:
@@ -146,7 +148,7 @@ def _mooncake_row(path: str, line: int, text: str) -> Arrival:
 
 
 def _count(path: str, line: int, column: str, value: object) -> int:
-    """At least one: a request without output still draws a token."""
+    """Return a count of at least one: a request without output still draws a token."""
     try:
         count = int(value) if isinstance(value, str | int) and not isinstance(value, bool) else -1
     except ValueError:
@@ -156,33 +158,33 @@ def _count(path: str, line: int, column: str, value: object) -> int:
     return max(1, count)
 
 
-# Other loads from given arrivals: faster, swinging, with a burst, longer, without end. Pure, and lazy: millions pass one by one
-# (by `yield`: a compiler makes lists of generator expressions, pdmesh/simulator/compiled.py).
+# Other loads from given arrivals: faster, oscillating, with a burst, longer, endless. Pure and lazy: millions pass one by one (by
+# `yield`: mypyc turns generator expressions into lists, pdmesh/simulator/compiled.py).
 #
-# Times are warped, never drawn anew: the order stays, and so does the clumping that makes real traces hard.
+# Times are warped, never redrawn: the order stays, and so does the clustering that makes real traces hard.
 
 
 Warp = Callable[[float], float]
 
 
 def at_rate(arrivals: Iterable[Arrival], factor: float) -> Iterator[Arrival]:
-    """`factor` times as many in a second."""
+    """Yield `factor` times as many arrivals in a second."""
     return warped(arrivals, lambda at_s: at_s / factor)
 
 
 def warped(arrivals: Iterable[Arrival], warp: Warp) -> Iterator[Arrival]:
-    """Each at `warp` of its time, which must not fall."""
+    """Yield each arrival at `warp` of its time, which must not decrease."""
     for arrival in arrivals:
         yield arrival._replace(at_s=warp(arrival.at_s))
 
 
 def swing(period_s: float, depth: float) -> Warp:
-    """Day and night: a steady stream gets the rate 1 + depth · sin(2π t / period) times its own, so it starts in the middle and
-    rises. `depth` is in [0, 1)."""
+    """Return a day-and-night warp: a steady stream gets the rate 1 + depth · sin(2π t / period) times its own, so it starts in
+    the middle and rises. `depth` is in [0, 1)."""
     wave = 2 * math.pi / period_s
 
     def count(at_s: float) -> float:
-        """How much of the steady stream has come by `at_s`."""
+        """Return how much of the steady stream has arrived by `at_s`."""
         return at_s + depth / wave * (1 - math.cos(wave * at_s))
 
     def warp(steady_s: float) -> float:
@@ -201,7 +203,7 @@ def swing(period_s: float, depth: float) -> Warp:
 
 
 def burst(start_s: float, factor: float, length_s: float = 60.0) -> Warp:
-    """From `start_s` on `factor` times as many for `length_s`; then as before."""
+    """Return a warp with `factor` times the rate for `length_s` from `start_s` on; then as before."""
     taken_s = factor * length_s  # of the steady stream
 
     def warp(steady_s: float) -> float:
@@ -215,8 +217,8 @@ def burst(start_s: float, factor: float, length_s: float = 60.0) -> Warp:
 
 
 def repeated(again: Callable[[], Iterable[Arrival]], num_requests: int) -> Iterator[Arrival]:
-    """`num_requests` of what `again` gives, from its beginning as often as needed: each time after the last, at the mean
-    distance. Prefix names of each round are its own: a conversation does not come back word by word."""
+    """Yield `num_requests` of the arrivals, repeated as needed: each round starts after the last at the mean gap. Prefix names of
+    each round differ: a conversation does not recur word by word."""
     offset_s, num_left, num_names = 0.0, num_requests, 0
     while num_left:
         latest, count, largest = 0.0, 0, -1
@@ -231,7 +233,7 @@ def repeated(again: Callable[[], Iterable[Arrival]], num_requests: int) -> Itera
 
 
 def together(streams: Iterable[Iterable[Arrival]]) -> Iterator[Arrival]:
-    """All of them at once. Prefix names of each are its own."""
+    """Merge the streams. Prefix names of each are its own."""
     streams = list(streams)
     own = [_named(stream, number, len(streams)) for number, stream in enumerate(streams)]
     return merge(*own, key=lambda arrival: arrival.at_s)
@@ -243,7 +245,7 @@ def _named(arrivals: Iterable[Arrival], number: int, of: int) -> Iterator[Arriva
 
 
 def lengths(arrivals: Iterable[Arrival], *, inputs: float = 1.0, outputs: float = 1.0, max_context: int = 0) -> Iterator[Arrival]:
-    """Lengths times these; cut to `max_context` (0: not), the output first, to at least one token. A prompt whose length changes
+    """Scale the lengths; cut to `max_context` (0: not), the output first, to at least one token. A prompt whose length changes
     keeps the names of the blocks that it still fills."""
     for arrival in arrivals:
         num_input, num_output = max(1, round(arrival.num_input * inputs)), max(1, round(arrival.num_output * outputs))
@@ -255,7 +257,7 @@ def lengths(arrivals: Iterable[Arrival], *, inputs: float = 1.0, outputs: float 
 
 
 def mean_rate(arrivals: Iterable[Arrival]) -> float:
-    """Requests in a second, over all of them; 0 for fewer than two, or without any time between."""
+    """Return the requests in a second, over all arrivals; 0 for fewer than two, or without any time between."""
     count, latest = 0, 0.0
     for arrival in arrivals:
         count, latest = count + 1, arrival.at_s

@@ -1,8 +1,8 @@
-"""A simulated mesh whose pools somebody scales: the autoscaler's own policy, or another.
+"""Simulates a mesh whose pools are scaled by the autoscaler's own policy, or another one.
 
-every period:  workers' figures, routers' counters ─► Seen ─► scaler ─► Wanted ─► flips, pods that start, pods that drain
+  every period:  workers' figures, routers' counters ─► Seen ─► scaler ─► Wanted ─► role switches, starting and draining pods
 
-What is seen is reckoned by the autoscaler's own code (`pdmesh/autoscaler/collect_*.py`, `starts.py`), as its loop does.
+What is seen is computed by the autoscaler's own code (`pdmesh/autoscaler/collect`), as in its loop.
 """
 
 from collections.abc import Iterable, Mapping
@@ -30,17 +30,17 @@ from router.flow_control.slo_admission import BATCH
 from router.telemetry.traffic import ModelTraffic, Visit, traffic_status
 from router.telemetry.traffic import Traffic as RouterTraffic
 
-# What an autoscaler is told of a simulated mesh: counted by `router/telemetry/traffic.py`, made figures of by
-# `pdmesh/autoscaler/collect_*.py`.
+# The autoscaler's view of a simulated mesh: counted by `router/telemetry/traffic.py`, turned into figures by
+# `pdmesh/autoscaler/collect`.
 #
-# requests ─► a Traffic of each router ─► look: TrafficStatus ─► Rounds ─► traffic: rates, lengths, latencies of a window
+#     requests ─► a Traffic of each router ─► look: TrafficStatus ─► Rounds ─► traffic: rates, lengths, latencies of a window
 #
-# Nothing is on a wire: every router answers every look, at once.
+# There is no network: every router answers every look at once.
 
 
 class Watch:
-    """Hears of every request, and passes it on. `look` is a round of the collector, at times that grow. As of the last one:
-    what each router `told`, the `counts` of all of them since the beginning, the `traffic` of the latest window."""
+    """Watch every request and pass it on. `look` is a round of the collector, at increasing times. It sets what each router
+    `told`, the `counts` of all of them since the start, and the `traffic` of the latest window."""
 
     def __init__(self, audience: Audience, num_routers: int, window_s: float) -> None:
         self.counts = Counts()
@@ -49,17 +49,17 @@ class Watch:
         self._visits: dict[Request, Visit] = {}
         self._rounds = Rounds(2 * window_s)
         self.told: list[mesh_pb2.TrafficStatus] = []
-        self.look(0.0)  # from which the first round is counted
+        self.look(0.0)  # the first round is counted from here
 
     def arrived(self, request: Request) -> None:
-        """It is at a router."""
+        """Count an arrival at its router."""
         arrival = request.arrival
         is_batch = arrival.priority == BATCH
         self._visits[request] = self._router(request).arrive(request.num_input, arrival.at_s, is_batch=is_batch)
         self._audience.arrived(request)
 
     def ended(self, request: Request, end: End, now: float) -> None:
-        """It is over."""
+        """Count the end of a request."""
         visit, is_complete = self._visits.pop(request), end is End.COMPLETED
         if end is End.REFUSED:
             visit.refused()
@@ -69,7 +69,7 @@ class Watch:
         self._audience.ended(request, end, now)
 
     def look(self, now: float) -> None:
-        """Every router is asked."""
+        """Ask every router."""
         for request, visit in self._visits.items():
             if request.decided_at is not None:
                 visit.placed()
@@ -81,17 +81,18 @@ class Watch:
         self.counts = total(counts)
 
     def traffic(self, quantile: float) -> Traffic:
-        """From the second look on."""
+        """Return the traffic, from the second look on."""
         traffic = traffic_of(self._rounds.rounds, self.told, self._window_s, quantile, age_s=0.0)
-        assert traffic is not None, "nobody has looked since the beginning"
+        assert traffic is not None, "`look` was called once only"
         return traffic
 
     def _router(self, request: Request) -> ModelTraffic:
-        """The mesh deals requests out in turn."""
+        """Return the request's router: the mesh assigns requests round-robin."""
         return self._routers[request.number % len(self._routers)].of(MODEL)
 
     def _compare(self, request: Request) -> None:
-        """As `router/lifecycle/request.py`: of requests that went smoothly, from the policy's decision on."""
+        """Compare observed and predicted latency as `router/lifecycle/request.py` does: for smooth requests, from the policy's
+        decision on."""
         predicted, first_s, decided_s = request.prediction, request.first_at, request.decided_at
         if predicted is None or first_s is None or decided_s is None or request.num_resubmissions:
             return
@@ -102,7 +103,7 @@ class Watch:
 
 
 def seen_worker(name: str, figures: Figures, spec: WorkerSpec, now: float, *, pool: PoolName, home: PoolName) -> SeenWorker:
-    """A worker as all routers tell of it."""
+    """Return a worker as all routers report it."""
     return SeenWorker(
         worker_id=name,
         address=name,
@@ -121,12 +122,12 @@ def seen_worker(name: str, figures: Figures, spec: WorkerSpec, now: float, *, po
 
 ROLES = {PoolName.PREFILL: (True, False), PoolName.DECODE: (False, True), PoolName.BOTH: (True, True)}
 SAMPLE_S = 1.0
-"""How often it is looked whether workers are busy."""
+"""Seconds between two samples of whether workers are busy."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """All that can be known at one moment. `busy`: share of the latest period in which a ready worker of the pool had a step
+    """Hold all that can be known at one moment. `busy`: share of the latest period in which a ready worker of the pool had a step
     under way; `num_waiting`: prompts that wait in the workers of the pool; `counts` of all routers so far."""
 
     snapshot: Snapshot
@@ -137,7 +138,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Move:
-    """So many workers of one pool take the roles of the other."""
+    """Move `num` workers of one pool to the roles of the other."""
 
     giver: PoolName
     taker: PoolName
@@ -146,7 +147,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Replicas by pool, `moves` among them, and why."""
+    """Hold the wanted replicas by pool, the `moves` among them, and the reason."""
 
     replicas: Mapping[PoolName, int]
     moves: tuple[Move, ...] = ()
@@ -154,20 +155,20 @@ class Wanted:
 
 
 class Scaler(Protocol):
-    """Who decides how many."""
+    """Decide the number of replicas."""
 
     def decide(self, seen: Seen) -> Wanted:
-        """Called every period, with times that grow."""
+        """Return the decision; called every period, with increasing times."""
 
 
 class OwnScaler:
-    """`pdmesh/autoscaler/policy/policy.py`."""
+    """Scale by `pdmesh/autoscaler/policy/policy.py`."""
 
     def __init__(self, settings: AutoscalerSettings, goals: Goals) -> None:
         self.policy = Policy(settings, goals)
 
     def decide(self, seen: Seen) -> Wanted:
-        """What the policy makes of the snapshot."""
+        """Return the policy's decision on the snapshot."""
         decision = self.policy.decide(seen.snapshot)
         return Wanted(
             {pool.name: pool.replicas for pool in decision.pools},
@@ -178,8 +179,8 @@ class OwnScaler:
 
 @dataclass(frozen=True)
 class AutoscaledSettings:
-    """`start_s`: from asking for a pod until it serves; `period_s` of decisions; `window_s` over which rates and latencies are
-    taken, in whole periods."""
+    """Configure the scaling. `start_s`: from asking for a pod until it serves; `period_s` of decisions; `window_s` over which
+    rates and latencies are measured, in whole periods."""
 
     start_s: float = 60.0
     period_s: float = 5.0
@@ -194,8 +195,7 @@ class AutoscaledSettings:
 
 @dataclass(frozen=True)
 class Moment:
-    """Of one period, for those who look at a run later: pods by pool (ready, starting, draining), requests a second, what
-    changed and why."""
+    """Record one period, for later analysis: pods by pool (ready, starting, draining), requests a second, changes and reasons."""
 
     at_s: float
     pods: Mapping[PoolName, tuple[int, int, int]]
@@ -207,7 +207,7 @@ class Moment:
 
 @dataclass
 class _Pod:
-    """`home`: the pool it was started for."""
+    """Hold a pod. `home`: the pool it was started for."""
 
     home: PoolName
     pool: PoolName
@@ -218,7 +218,7 @@ class _Pod:
 
 
 class Autoscaled:
-    """`specs`: of each pool's workers. Deterministic, as the mesh is."""
+    """Run the autoscaled mesh; `specs` of each pool's workers. Deterministic, as the mesh is."""
 
     def __init__(
         self,
@@ -240,12 +240,12 @@ class Autoscaled:
         self._starts = {pool: Starts(STUCK_STARTS * self.settings.start_s) for pool in specs}
 
     def start(self, replicas: Mapping[PoolName, int]) -> None:
-        """Pods that serve from the beginning."""
+        """Start pods that serve from the beginning."""
         for pool, num in replicas.items():
             self._add(pool, num, 0.0)
 
     def run(self, arrivals: Iterable[Arrival], until_s: float | None = None) -> None:
-        """As `Mesh.run`."""
+        """Run; see `Mesh.run`."""
         self.mesh.every(SAMPLE_S, self._sample)
         self.mesh.every(self.settings.period_s, self._scale)
         self.mesh.run(arrivals, until_s)
@@ -260,7 +260,7 @@ class Autoscaled:
                 pod.num_busy += worker.course is not None
 
     def seen(self) -> Seen:
-        """What is known now; to be asked once a period."""
+        """Return the current view; call it once a period."""
         now, figures = self.mesh.events.now, self.mesh.figures()
         self._forget_gone(figures, now)
         self.watch.look(now)
@@ -315,7 +315,7 @@ class Autoscaled:
             self.mesh.set_roles(worker.worker_id, prefill=prefill, decode=decode)
 
     def _resize(self, pool: PoolName, replicas: int) -> int:
-        """Returns how many were asked for, or below zero how many go."""
+        """Return how many were asked for; negative: how many are drained."""
         live = [name for name, pod in self._pods.items() if pod.pool is pool and not pod.is_draining]
         change = replicas - len(live)
         if change > 0:
@@ -331,7 +331,7 @@ class Autoscaled:
             self._pods[name] = _Pod(pool, pool, self.mesh.events.now - (0.0 if ready_after_s else self.settings.start_s))
 
     def _drain(self, live: list[str], num: int) -> None:
-        """Those that start, the latest first; then those with the least to do."""
+        """Drain starting pods, the latest first; then those with the least work."""
         starting = sorted((name for name in live if not self.mesh.takes_work(name)), key=lambda name: -self._pods[name].asked_s)
         ready = sorted((name for name in live if self.mesh.takes_work(name)), key=self._work)
         for name in [*starting, *ready][:num]:
@@ -339,18 +339,19 @@ class Autoscaled:
             self.mesh.drain_worker(name)
 
     def _work(self, name: str) -> tuple[int, int, str]:
-        """Tokens that it holds or is yet to compute."""
+        """Return the tokens that it holds or has yet to compute."""
         worker = self.mesh.worker(name)
         return (0, 0, name) if worker is None else (len(worker.rows), worker.num_to_prefill, name)
 
 
 def goals_of(objective: ModelObjective, transit_s: float = 0.0) -> Goals:
-    """What the capacity arithmetic calls them."""
+    """Return the objective as goals of capacity planning."""
     return Goals(objective.ttft_ms / 1e3, objective.tpot_ms / 1e3, objective.quantile, transit_s)
 
 
 def reversals(moments: Iterable[Moment], cool_down_s: float) -> int:
-    """Changes of a pool that turn the one before round within a cool-down. Flips count: they change pools too."""
+    """Return the changes of a pool that reverse the previous one within a cool-down. Role switches count: they change pools
+    too."""
     latest: dict[PoolName, tuple[float, int]] = {}
     found = 0
     for moment in moments:
@@ -365,7 +366,7 @@ def reversals(moments: Iterable[Moment], cool_down_s: float) -> int:
 
 
 def net_changes(moment: Moment) -> dict[PoolName, int]:
-    """Of each pool, with what was moved."""
+    """Return the change of each pool, moves included."""
     changes = dict(moment.changes)
     for move in moment.moves:
         changes[move.giver] = changes.get(move.giver, 0) - move.num

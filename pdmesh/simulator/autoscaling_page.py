@@ -1,5 +1,8 @@
-"""A page that shows what autoscalers did: load, pods of each pool and kept objectives over time, and every decision with its
-reason. One HTML file that loads nothing. Pure."""
+"""Writes a page on what autoscalers did: load, pods of each pool and SLO attainment over time, and every decision with its
+reason.
+
+It is one HTML file that loads nothing. Pure.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +14,7 @@ from pdmesh.simulator.results import Window
 
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 900, 150, 50, 18, 20
 MAX_DECISIONS = 400
-"""In the table of a run."""
+"""Rows in the table of a run."""
 
 _COLOURS = ("#2563eb", "#d97706", "#059669", "#dc2626")
 _STYLE = """body{font:14px/1.4 system-ui,sans-serif;margin:2em auto;max-width:960px;padding:0 1em;background:#fff;color:#1f2937}
@@ -24,7 +27,7 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Shown:
-    """One run: `summary` in words and numbers; `windows` of `window_s` each."""
+    """Hold one run: `summary` in words and numbers; `windows` of `window_s` each."""
 
     name: str
     summary: Mapping[str, str]
@@ -34,7 +37,7 @@ class Shown:
 
 
 def page(title: str, runs: Sequence[Shown]) -> str:
-    """The whole document."""
+    """Return the whole document."""
     body = "".join(_run(run) for run in runs)
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
     return f"<!doctype html><html lang=en><head>{head}</head><body><h1>{escape(title)}</h1>{body}</body></html>\n"
@@ -58,7 +61,7 @@ def _charts(run: Shown) -> list[str]:
 
 
 def _pods(moments: Sequence[Moment], pool: PoolName) -> dict[str, Points]:
-    """All of them, and those that serve."""
+    """Return the series of all pods, and of those that serve."""
     paid = [(moment.at_s, float(sum(moment.pods[pool]))) for moment in moments]
     return {"paid for": paid, "serving": [(moment.at_s, float(moment.pods[pool][0])) for moment in moments]}
 
@@ -68,7 +71,7 @@ def _pools(moments: Sequence[Moment]) -> list[PoolName]:
 
 
 def _chart(title: str, lines: Mapping[str, Points], end_s: float, high: float | None = None) -> str:
-    """Values hold until the next."""
+    """Return a step chart: values hold until the next."""
     top = high if high is not None else max([1.0, *(value for points in lines.values() for _, value in points)]) * 1.05
     drawn = []
     for number, (name, points) in enumerate(lines.items()):
@@ -109,13 +112,13 @@ def _minute(at_s: float, end_s: float) -> str:
 
 
 def _minutes(end_s: float) -> list[float]:
-    """About eight of them."""
+    """Return about eight tick positions."""
     step = max(60.0, round(end_s / 8 / 60) * 60.0)
     return [number * step for number in range(int(end_s / step) + 1)]
 
 
 def _decisions(moments: Sequence[Moment]) -> str:
-    """Those that changed anything."""
+    """Return the decisions that changed anything."""
     rows = []
     for moment in moments:
         for pool, change in net_changes(moment).items():

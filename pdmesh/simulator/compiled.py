@@ -1,11 +1,11 @@
-"""The simulator and the policies that it runs, compiled by mypyc from the same sources: equal numbers, twice to thrice as fast.
+"""Compiles the simulator and its policies by mypyc from the same sources: equal numbers, two to three times as fast.
 
 `python -m pdmesh.simulator.compiled` compiles them into the cache, which takes some minutes once for each state of the sources;
-it needs mypy and a C compiler. `use()` has them imported from there; without them everything runs interpreted.
+it needs mypy and a C compiler. `use()` imports them from there; without them everything runs interpreted.
 
-What is compiled has to bear it: generator expressions become lists (`yield` stays lazy), nothing interpreted inherits from a
-class, frozen dataclasses do not pickle, and dataclasses forget the types of their fields. From Python 3.12 on `sum` rounds
-floats better where it is interpreted: last digits may differ there.
+Compiled code has limits: generator expressions become lists (`yield` stays lazy), interpreted classes cannot inherit from
+compiled ones, frozen dataclasses do not pickle, and dataclasses forget the types of their fields. From Python 3.12 on `sum`
+rounds floats better where it is interpreted: last digits may differ there.
 """
 
 import contextlib
@@ -29,19 +29,19 @@ from types import ModuleType
 
 TIMEOUT_S = 1800.0
 KEPT_S = 86_400.0
-"""Other builds go when they were not used for so long: of other checkouts, or of sources of before."""
+"""Other builds (of other checkouts, or of earlier sources) are removed when unused for this long."""
 _LIBRARY = EXTENSION_SUFFIXES[0]
 _ELSE = "without compiled modules everything runs interpreted, slower"
 
 
 class CompileError(Exception):
-    """They could not be compiled: why, and what to do."""
+    """Raised when compilation fails: why, and what to do."""
 
 
 @dataclass(frozen=True)
 class Build:
-    """Modules below `root` that are compiled: of `packages` (folders) whatever `entries` import, but `left` and, unless it is
-    one of `fast`, what imports one of `needs_no_speed`. `seen`: folders that mypy has to see besides."""
+    """Describe a build. It compiles modules below `root`: of `packages` (folders) all that `entries` import, except `left` and,
+    unless it is one of `fast`, what imports one of `needs_no_speed`. `seen`: folders that mypy must see besides."""
 
     root: Path
     packages: tuple[str, ...]
@@ -53,7 +53,7 @@ class Build:
 
     @cached_property
     def folder(self) -> Path:
-        """Where compiled modules of these very sources are, for this Python, by this mypy. Need not exist."""
+        """Return the folder of the compiled modules of these very sources, for this Python and mypy. It may not exist."""
         digest = hashlib.sha256(f"{sysconfig.get_config_var('SOABI')} {_mypy()}".encode())
         for package in (*self.packages, *self.seen):
             for path in sorted((self.root / package).rglob("*.py")):
@@ -61,8 +61,8 @@ class Build:
         return _cache_folder() / f"simulator-{digest.hexdigest()[:16]}"
 
     def use(self) -> bool:
-        """From now on compiled modules are imported where there are any for these sources. To be called before any of them is
-        imported; where one is there already, or nothing was compiled, nothing changes. Returns whether they are used."""
+        """Import compiled modules from now on, if there are any for these sources. Call it before any of them is imported; if one
+        is imported already, or nothing was compiled, nothing changes. Returns whether they are used."""
         if any(isinstance(finder, _Finder) and finder.folder == self.folder for finder in sys.meta_path):
             return True
         if not self.folder.is_dir():
@@ -70,13 +70,13 @@ class Build:
         finder = _Finder(self.folder)
         if any(name in sys.modules for name in finder.libraries):
             return False
-        with contextlib.suppress(OSError):  # a cache that others own is not marked as used
+        with contextlib.suppress(OSError):  # another user's cache is not marked as used
             os.utime(self.folder)
         sys.meta_path.insert(0, finder)
         return True
 
     def make(self) -> Path:
-        """The folder of the compiled modules, compiled now where it was not there. Raises CompileError."""
+        """Return the folder of the compiled modules, compiling them if needed. Raises CompileError."""
         if not self.folder.is_dir():
             try:
                 self._make()
@@ -106,7 +106,7 @@ class Build:
                     raise
 
     def _modules(self, root: Path) -> list[str]:
-        """Paths of what is compiled, below `root`."""
+        """Return the paths of what is compiled, below `root`."""
         program = f"import sys, {', '.join(self.entries)}; print(*sys.modules)"
         names = [name for name in sorted(_run([sys.executable, "-c", program], root).split()) if name not in self.left]
         folders = tuple(f"{package}/" for package in self.packages)
@@ -137,7 +137,7 @@ SIMULATOR = Build(
 
 
 def use() -> bool:
-    """`Build.use` of the simulator: to be called before it, or a policy, is imported."""
+    """Use the simulator's build; call it before the simulator or a policy is imported. See `Build.use`."""
     return SIMULATOR.use()
 
 
@@ -151,13 +151,13 @@ class _Finder(MetaPathFinder):
 
 
 def _cache_folder() -> Path:
-    """As `pdmesh/models/catalogue.py` has it, which lies above."""
+    """Return the cache folder, as `pdmesh/models/catalogue.py` does, which lies above this layer."""
     chosen = os.environ.get("PDMESH_CACHE")
     return Path(chosen).expanduser().absolute() if chosen else Path.home() / ".cache" / "pdmesh"
 
 
 def _remove_old(cache: Path) -> None:
-    """Whole ones, and what killed builds left."""
+    """Remove old builds, complete ones and remains of killed ones."""
     for folder in cache.glob("simulator-*"):
         if time.time() - folder.stat().st_mtime > KEPT_S:
             shutil.rmtree(folder, ignore_errors=True)
@@ -180,8 +180,8 @@ def _compile(root: Path, modules: Iterable[str]) -> None:
 
 
 def _run(command: Sequence[str], folder: Path) -> str:
-    """Its output. Raises CompileError."""
-    # A product and a sum are rounded one by one, as the interpreter does.
+    """Return the command's output. Raises CompileError."""
+    # A product and a sum are rounded separately, as in the interpreter.
     flags = f"{os.environ.get('CFLAGS', '')} -ffp-contract=off".strip()
     environment = {**os.environ, "PYTHONPATH": str(folder), "CFLAGS": flags}
     name = " ".join(command[1:3])
@@ -197,7 +197,7 @@ def _run(command: Sequence[str], folder: Path) -> str:
 
 
 def _libraries(folder: Path) -> dict[str, Path]:
-    """By the name of the module."""
+    """Return the libraries by the name of their module."""
     found = [path.relative_to(folder) for path in folder.rglob(f"*{_LIBRARY}")]
     return {
         str(path)[: -len(_LIBRARY)].replace("/", "."): folder / path
@@ -207,7 +207,7 @@ def _libraries(folder: Path) -> dict[str, Path]:
 
 
 def main() -> int:
-    """Compiles them, and says where they are."""
+    """Compile, and print the folder."""
     try:
         print(SIMULATOR.make())
     except CompileError as error:

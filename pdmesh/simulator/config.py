@@ -30,7 +30,7 @@ WINDOW_S = AutoscaledSettings().window_s
 
 @dataclass(frozen=True)
 class SimulatorConfig:
-    """Replays a trace, or generated arrivals, through a simulated mesh that decides as the real one does."""
+    """Replay a trace, or generated arrivals, through a simulated mesh that decides as the real one does."""
 
     speed: str = field(metadata={"help": "JSON file that says what a worker is: see pdmesh/simulator/workers/spec.py"})
     trace: str = field(default="", metadata={"help": "KIND=PATH, of azure-conv, azure-code, mooncake; empty: generated arrivals"})
@@ -55,7 +55,7 @@ class SimulatorConfig:
     local_prefill_tokens: int = field(default=32, metadata={"help": "as the router's flag"})
     ttft_ms: int = field(default=0, metadata={"help": "objective for the time to the first token; 0: none"})
     tpot_ms: int = field(default=0, metadata={"help": "objective for the time per output token; 0: none"})
-    admission: Literal["on", "off"] = field(default="on", metadata={"help": "whether routers refuse and hold back requests"})
+    admission: Literal["on", "off"] = field(default="on", metadata={"help": "whether routers use admission control"})
     max_inflight: int = field(default=256, metadata={"help": "requests admitted at the same time, of each router"})
     max_queued: int = field(default=256, metadata={"help": "requests that may wait for admission, of each router"})
     call_ms: float = field(default=0.5, metadata={"help": "one way between router and worker"})
@@ -75,7 +75,7 @@ class SimulatorConfig:
     json: bool = field(default=False, metadata={"help": "print one JSON object instead of text"})
 
     def validate(self) -> None:
-        """Raises ValueError that names the field."""
+        """Raise ValueError that names the field."""
         _require(self.decode + self.both >= 1, "decode", "there must be a worker that decodes; give --decode or --both")
         for name in _NOT_NEGATIVE:
             _require(getattr(self, name) >= 0, name, "must not be negative")
@@ -100,7 +100,7 @@ class SimulatorConfig:
         self._check_shape()
 
     def _check_shape(self) -> None:
-        """Of the load."""
+        """Check the shape of the load."""
         if self.swing:
             _require(_PAIR.fullmatch(self.swing) is not None, "swing", f"{self.swing!r} is not DEPTH@PERIOD, such as 0.5@86400")
             depth, period_s = _pair(self.swing)
@@ -119,18 +119,18 @@ class SimulatorConfig:
 
     @property
     def pools(self) -> dict[PoolName, int]:
-        """Workers at the start, of the pools that there are."""
+        """Return the workers at the start, by pool."""
         counts = {PoolName.PREFILL: self.prefill, PoolName.DECODE: self.decode, PoolName.BOTH: self.both}
         return {pool: count for pool, count in counts.items() if count}
 
     def autoscaling(self) -> tuple[AutoscaledSettings, AutoscalerSettings]:
-        """How often it looks and how fast pods start; what the policy is set to, with that start."""
+        """Return the settings of the scaling and of the policy."""
         prefill, decode, both = (replace(self.scaler.of(pool), start_s=self.pod_start_s) for pool in PoolName)
         own = replace(self.scaler, prefill=prefill, decode=decode, both=both)
         return AutoscaledSettings(self.pod_start_s, self.scale_period_s), own
 
     def arrivals(self, max_context: int) -> Iterator[Arrival]:
-        """The load, lazily. Raises TraceError."""
+        """Return the load, lazily. Raises TraceError."""
         arrivals = shaping.lengths(self._paced(), inputs=self.input_scale, outputs=self.output_scale, max_context=max_context)
         if self.swing:
             depth, period_s = _pair(self.swing)
@@ -141,7 +141,7 @@ class SimulatorConfig:
         return arrivals
 
     def mesh(self) -> MeshSettings:
-        """Everything but workers and load."""
+        """Return the settings of the mesh, without workers and load."""
         period_s = self.report_period_ms / 1e3
         objective = ModelObjective(MODEL, self.ttft_ms, self.tpot_ms, DEFAULT_QUANTILE) if self.ttft_ms else None
         admission = AdmissionSettings(max_inflight=self.max_inflight, max_queued=self.max_queued)
@@ -158,7 +158,7 @@ class SimulatorConfig:
         )
 
     def _paced(self) -> Iterator[Arrival]:
-        """At their rate."""
+        """Return the arrivals at their rate."""
         number, is_factor = float(self.rate.rstrip("x/s")), self.rate.endswith("x")
         if not self.trace:
             assert self.requests is not None

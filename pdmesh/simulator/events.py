@@ -1,4 +1,4 @@
-"""What happens when: a heap of actions, and the simulated clock. Pure."""
+"""Holds the event queue, a heap of actions, and the simulated clock. Pure."""
 
 import heapq
 from collections.abc import Callable
@@ -7,7 +7,7 @@ Action = Callable[..., None]
 
 
 class EventQueue:
-    """Actions by time; those of one moment in the order in which they were put. `now` is simulated seconds."""
+    """Order actions by time; those of one moment in the order of insertion. `now` is simulated seconds."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -20,14 +20,14 @@ class EventQueue:
         return len(self._heap)
 
     def at(self, at_s: float, action: Action, *arguments: object) -> None:
-        """Call `action(*arguments)` at `at_s`. Raises ValueError for a time that has passed, or is none."""
+        """Call `action(*arguments)` at `at_s`. Raises ValueError for a time that has passed, or is not a number."""
         if not at_s >= self.now:
             raise ValueError(f"at_s: {at_s} is not at or after now, {self.now}")
         heapq.heappush(self._heap, (at_s, self._num_put, action, arguments))
         self._num_put += 1
 
     def after(self, delay_s: float, action: Action, *arguments: object) -> None:
-        """As `at`, so many seconds from now."""
+        """Call the action `delay_s` seconds from now; see `at`."""
         now = self.now
         at_s = now + delay_s
         if not at_s >= now:
@@ -36,12 +36,12 @@ class EventQueue:
         self._num_put += 1
 
     def stop(self) -> None:
-        """Ends `run` after the present action."""
+        """End `run` after the present action."""
         self._is_stopped = True
 
     def run(self, until_s: float | None = None) -> None:
-        """Everything, in order: until nothing is left, what is left comes after `until_s`, or somebody says `stop`. The clock
-        stands at the last action, or at `until_s` if that was given and reached."""
+        """Run the actions in order until none is left, the next comes after `until_s`, or `stop` is called. The clock ends at the
+        last action, or at `until_s` if that was given and reached."""
         heap, pop, self._is_stopped = self._heap, heapq.heappop, False
         while heap and not self._is_stopped:
             if until_s is not None and heap[0][0] > until_s:

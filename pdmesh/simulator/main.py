@@ -1,4 +1,7 @@
-"""`python -m simulator --speed SPEED.json --trace azure-conv=PATH --rate 2x --prefill 4 --decode 4`: prints what came of it."""
+"""Runs the command and prints the results.
+
+python -m simulator --speed SPEED.json --trace azure-conv=PATH --rate 2x --prefill 4 --decode 4
+"""
 
 import gc
 import json
@@ -23,7 +26,7 @@ EXIT_USAGE = 2
 
 
 def simulate(config: SimulatorConfig, spec: WorkerSpec) -> tuple[Results, Mesh]:
-    """Runs it. Raises TraceError."""
+    """Run the simulation. Raises TraceError."""
     results = Results(window_s=config.window_s)
     if config.autoscale == "on":
         return results, _autoscaled(config, spec, results).mesh
@@ -48,7 +51,7 @@ def _autoscaled(config: SimulatorConfig, spec: WorkerSpec, results: Results) -> 
 
 
 def _write_page(path: str, scaled: Autoscaled, results: Results, own: AutoscalerSettings) -> None:
-    """Raises ReportError."""
+    """Write the page. Raises ReportError."""
     num_reversals = reversals(scaled.moments, own.cool_down_s)
     summary = {
         "kept their objectives": f"{results.total.attainment:.2%} of {results.total.num_arrived}",
@@ -63,15 +66,15 @@ def _write_page(path: str, scaled: Autoscaled, results: Results, own: Autoscaler
 
 
 class ReportError(Exception):
-    """The page cannot be written: where, and why."""
+    """Raised when the page cannot be written: where, and why."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code."""
+    """Run the command; return its exit code."""
     try:
         config = load(SimulatorConfig, argv, os.environ, prog="simulator")
         spec = read_spec(config.speed)
-        gc.freeze()  # what is there stays, and what comes has no cycles: looking for them takes a tenth of the time
+        gc.freeze()  # existing objects stay, and new ones have no cycles: searching for cycles takes a tenth of the time
         gc.set_threshold(200_000, 20, 20)
         began_s = time.perf_counter()
         results, mesh = simulate(config, spec)

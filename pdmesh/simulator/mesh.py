@@ -1,8 +1,8 @@
-"""The simulated mesh: routers, workers that come, drain, change and die, and arrivals that pass through.
+"""The simulated mesh: routers, workers that start, drain, change roles and die, and arrivals.
 
 mesh = Mesh(MeshSettings(...), results)
 mesh.add_worker(spec, prefill=True, decode=False)
-mesh.every(10.0, lambda: ...)          # an autoscaler looks at `figures`, `counts`, and adds or drains
+mesh.every(10.0, lambda: ...)          # an autoscaler reads `figures`, `counts`, and adds or drains
 mesh.run(arrivals)
 """
 
@@ -21,14 +21,14 @@ from pdmesh.simulator.settings import MeshSettings
 from pdmesh.simulator.workers.spec import WorkerSpec
 from pdmesh.simulator.workers.worker import Figures, ModelledWorker, figures_of
 
-# Pods by pool, and what they cost: seconds that each was there, from its start to its end. Pure.
+# Pods by pool, and their cost: the seconds of each from start to end.
 
 
 PREFILL, DECODE, BOTH = POOLS = ("prefill", "decode", "both")
 
 
 class Phase(enum.Enum):
-    """A pod's: it starts (loads its model), works, finishes what it has, and is gone."""
+    """Name a pod's phase: it starts (loads its model), serves, drains, and is gone."""
 
     STARTING = "starting"
     READY = "ready"
@@ -38,7 +38,7 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True)
 class PoolCounts:
-    """Pods of one pool that are there now."""
+    """Hold the current pods of one pool."""
 
     starting: int = 0
     ready: int = 0
@@ -46,14 +46,14 @@ class PoolCounts:
 
 
 def pool_of(*, prefill: bool, decode: bool) -> str:
-    """The pool of a worker with these roles. Raises ValueError without any."""
+    """Return the pool of a worker with these roles. Raises ValueError without any."""
     if not (prefill or decode):
         raise ValueError("roles: a worker has at least one of prefill and decode")
     return BOTH if prefill and decode else PREFILL if prefill else DECODE
 
 
 class PodTime:
-    """Seconds by pool. `now` is simulated and never falls."""
+    """Sum pod seconds by pool. `now` is simulated and never decreases."""
 
     def __init__(self) -> None:
         self._ended: dict[str, float] = dict.fromkeys(POOLS, 0.0)
@@ -61,17 +61,17 @@ class PodTime:
         self._at = 0.0
 
     def come(self, pool: str, now: float) -> None:
-        """One more."""
+        """Add a pod."""
         self._advance(now)
         self._num[pool] += 1
 
     def go(self, pool: str, now: float) -> None:
-        """One less."""
+        """Remove a pod."""
         self._advance(now)
         self._num[pool] -= 1
 
     def seconds(self, now: float) -> dict[str, float]:
-        """Of each pool, until now."""
+        """Return the seconds of each pool until now."""
         self._advance(now)
         return dict(self._ended)
 
@@ -82,7 +82,7 @@ class PodTime:
 
 
 def counts_of(pods: Iterable[tuple[str, Phase]]) -> dict[str, PoolCounts]:
-    """Of each pool, from (pool, phase) of its pods."""
+    """Return the counts of each pool, from (pool, phase) of its pods."""
     numbers = {(pool, phase): 0 for pool in POOLS for phase in Phase}
     for pod in pods:
         numbers[pod] += 1
@@ -90,12 +90,12 @@ def counts_of(pods: Iterable[tuple[str, Phase]]) -> dict[str, PoolCounts]:
     return {pool: PoolCounts(*(numbers[pool, phase] for phase in phases)) for pool in POOLS}
 
 
-# One pod of the simulated mesh: a worker, its roles, and where it is in its life.
+# One pod of the simulated mesh: a worker, its roles, and its phase.
 
 
 @dataclass(eq=False, slots=True)
 class Pod:
-    """Roles are what routers may give it: what it has it finishes."""
+    """Hold a pod. Its roles are what routers may assign to it: it finishes the work that it has."""
 
     worker: ModelledWorker
     prefill: bool
@@ -106,16 +106,16 @@ class Pod:
 
     @property
     def pool(self) -> str:
-        """By its roles."""
+        """Return the pool by its roles."""
         return pool_of(prefill=self.prefill, decode=self.decode)
 
     def figures(self, now: float) -> Figures:
-        """What it reports at `now`."""
+        """Return what it reports at `now`."""
         is_draining = self.phase is Phase.DRAINING
         return figures_of(self.worker, now, prefill=self.prefill, decode=self.decode, draining=is_draining)
 
     def has_news(self) -> bool:
-        """Would its report differ from the one before? To be asked once for each."""
+        """Return whether its report would differ from the previous one; call it once for each."""
         worker = self.worker
         before = (self.told_changes, self.told_phase)
         self.told_changes, self.told_phase = worker.num_changes, self.phase
@@ -123,20 +123,20 @@ class Pod:
 
 
 class Audience(Protocol):
-    """Who is told of requests."""
+    """Observe requests."""
 
     def arrived(self, request: Request) -> None:
-        """It is at a router."""
+        """Observe an arrival at a router."""
 
     def ended(self, request: Request, end: End, now: float) -> None:
-        """It is over; once for each."""
+        """Observe the end of a request, once for each."""
 
 
 class Mesh:
-    """Deterministic: equal settings, calls and arrivals give equal events. Times are simulated seconds."""
+    """Simulate the mesh. Deterministic: equal settings, calls and arrivals give equal events. Times are simulated seconds."""
 
     def __init__(self, settings: MeshSettings, audience: Audience, *, prefix_tokens: int = 512, seed: int = 0) -> None:
-        """`prefix_tokens`: what a prefix hash of the arrivals stands for, as in the workers' `WorkerSpec`."""
+        """Create the mesh. `prefix_tokens`: the tokens of one prefix hash of the arrivals, as in the workers' `WorkerSpec`."""
         self.events = EventQueue()
         self._settings, self._audience, self._prefix_tokens = settings, audience, prefix_tokens
         self._rng, self._seed = random.Random(seed), seed
@@ -153,7 +153,7 @@ class Mesh:
     def add_worker(
         self, spec: WorkerSpec, *, prefill: bool, decode: bool, ready_after_s: float = 0.0, name: str | None = None
     ) -> str:
-        """A pod starts, and takes work after so many seconds; returns its name. Raises ValueError."""
+        """Start a pod that accepts work after `ready_after_s`; return its name. Raises ValueError."""
         pool = pool_of(prefill=prefill, decode=decode)
         name = name or f"{pool}-{self._num_pods}"
         if name in self._pods:
@@ -169,7 +169,7 @@ class Mesh:
         return name
 
     def drain_worker(self, name: str) -> None:
-        """It takes no new work, finishes what it has, and goes. Raises KeyError for one that is not there."""
+        """Drain a worker: it accepts no new work, finishes its own, and ends. Raises KeyError for an unknown name."""
         pod = self._pods[name]
         if pod.phase is Phase.STARTING:
             self._remove(pod)
@@ -177,13 +177,13 @@ class Mesh:
             pod.phase = Phase.DRAINING
 
     def lose_worker(self, name: str) -> None:
-        """It dies; routers notice after `loss_notice_s` and place its requests elsewhere. Raises KeyError."""
+        """Kill a worker; routers notice after `loss_notice_s` and place its requests elsewhere. Raises KeyError."""
         pod = self._pods[name]
         pod.worker.stop(self.events.now)
         self._remove(pod)
 
     def set_roles(self, name: str, *, prefill: bool, decode: bool) -> None:
-        """From now on it takes this kind of work, and finishes what it has. Raises KeyError, ValueError."""
+        """Set the roles: it accepts this kind of work from now on, and finishes its own. Raises KeyError, ValueError."""
         pod, pool = self._pods[name], pool_of(prefill=prefill, decode=decode)
         self._pod_time.go(pod.pool, self.events.now)
         pod.prefill, pod.decode = prefill, decode
@@ -191,24 +191,24 @@ class Mesh:
         self._pod_time.come(pool, self.events.now)
 
     def counts(self) -> dict[str, PoolCounts]:
-        """Pods by pool."""
+        """Return the pods by pool."""
         return counts_of((pod.pool, pod.phase) for pod in self._pods.values())
 
     def pod_seconds(self) -> dict[str, float]:
-        """By pool, of all pods that ever were."""
+        """Return the pod seconds by pool, of all pods so far."""
         return self._pod_time.seconds(self.events.now)
 
     def figures(self) -> Mapping[str, Figures]:
-        """What each worker that is ready or drains says of itself now, by name."""
+        """Return the current figures of each worker that is ready or drains, by name."""
         return {name: pod.figures(self.events.now) for name, pod in self._pods.items() if pod.phase is not Phase.STARTING}
 
     def worker(self, name: str) -> ModelledWorker | None:
-        """The one of that name, if it is there and has started."""
+        """Return the worker of that name, if it exists and has started."""
         pod = self._pods.get(name)
         return None if pod is None or pod.phase is Phase.STARTING else pod.worker
 
     def takes_work(self, name: str) -> bool:
-        """Does it live, and not drain?"""
+        """Return whether it lives and does not drain."""
         pod = self._pods.get(name)
         return pod is not None and pod.phase is Phase.READY
 
@@ -216,16 +216,16 @@ class Mesh:
 
     @property
     def num_live(self) -> int:
-        """Requests under way."""
+        """Return the number of running requests."""
         return len(self._live)
 
     @property
     def num_waiting(self) -> int:
-        """Of those, at routers: for admission, or for room on a worker."""
+        """Return how many of those wait at routers: for admission, or for capacity on a worker."""
         return sum(router.num_waiting for router in self._routers)
 
     def every(self, period_s: float, action: Callable[[], None]) -> None:
-        """Call it from `period_s` on, again and again."""
+        """Call the action every `period_s`, first after one period."""
 
         def again() -> None:
             action()
@@ -234,7 +234,7 @@ class Mesh:
         self.events.after(period_s, again)
 
     def run(self, arrivals: Iterable[Arrival], until_s: float | None = None) -> None:
-        """Until all arrivals have ended, or `until_s`: then those under way are lost."""
+        """Run until all arrivals have ended, or until `until_s`: then the running ones are lost."""
         source = iter(arrivals)
         self._is_fed = True
         self._feed(source)
@@ -245,7 +245,7 @@ class Mesh:
             self._ended(request, End.LOST)
 
     def check(self) -> None:
-        """Raises AssertionError unless nobody holds anything: nothing is under way."""
+        """Raise AssertionError unless the mesh is idle and no resource is held."""
         assert not self._live, f"{len(self._live)} requests are under way"
         for name, pod in self._pods.items():
             assert pod.worker.is_empty, f"{name} holds something"
@@ -258,7 +258,7 @@ class Mesh:
         return Router(self.events, self._settings, outlook, self, self._ended)
 
     def _feed(self, source: Iterator[Arrival]) -> None:
-        """One arrival ahead: there may be millions."""
+        """Schedule one arrival ahead: there may be millions."""
         arrival = next(source, None)
         if arrival is None:
             self._is_fed = False
@@ -275,7 +275,7 @@ class Mesh:
         self.events.after(self._settings.router_s, router.arrive, request)
 
     def _request(self, arrival: Arrival) -> Request:
-        """Its output is cut to what a worker can hold; a prompt that is too long is refused by the policy."""
+        """Return the request. Its output is cut to what a worker can hold; the policy rejects a prompt that is too long."""
         ttft_s, tpot_s = goals(self._settings, arrival.priority)
         num_output = max(1, min(arrival.num_output, self._largest - arrival.num_input))
         return Request(self._num_arrived, arrival, arrival.num_input, num_output, ttft_s, tpot_s)
@@ -296,7 +296,7 @@ class Mesh:
         self.events.after(self._rng.random() * self._period_s(pod), self._report, pod)
 
     def _report(self, pod: Pod) -> None:
-        """To all routers; not while it would say again what they know."""
+        """Report to all routers; not while nothing has changed."""
         if pod.phase is Phase.GONE:
             return
         if pod.phase is Phase.DRAINING and pod.worker.is_empty:

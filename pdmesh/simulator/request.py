@@ -1,4 +1,4 @@
-"""A request of the simulated mesh, and one of its stays on workers."""
+"""Holds a request of the simulated mesh, and its placements on workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from router.routing.worker_snapshot import WorkerKey
 
 
 class End(enum.Enum):
-    """How a request ends, each exactly once. LOST: its workers were lost too often, or the simulation ended before it did."""
+    """Name how a request ends, each exactly once. LOST: its workers were lost too often, or the simulation ended before it
+    did."""
 
     COMPLETED = "completed"
     REFUSED = "refused"
@@ -24,8 +25,8 @@ class End(enum.Enum):
 
 
 class Trail(NamedTuple):
-    """Where the time of a request went, on the last of its stays: `decided_at` a placement, `placed_at` reserved there,
-    `computed_at` the prompt after steps of `compute_s` in all, `after_s` later decode had it."""
+    """Record where the time of a request went, in its last placement: `decided_at` placed, `placed_at` reserved there,
+    `computed_at` the prompt done after steps of `compute_s` in all, `after_s` later the KV was on the decode worker."""
 
     decided_at: float
     placed_at: float
@@ -36,8 +37,8 @@ class Trail(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """`num_input` and `num_output` are the arrival's, cut to what workers can hold. Times are simulated seconds; goals are
-    seconds, None without one. `num_emitted` tokens came from stays that were lost."""
+    """Hold a request. `num_input` and `num_output` are the arrival's, cut to what workers can hold. Times are simulated seconds;
+    goals are seconds, None without one. `num_emitted` tokens came from placements that were lost."""
 
     number: int
     arrival: Arrival
@@ -60,17 +61,17 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """That have to be computed before the next one."""
+        """Return the tokens to compute before the next one is drawn."""
         return self.num_input + self.num_emitted
 
     @property
     def ttft_s(self) -> float | None:
-        """From its arrival to its first token."""
+        """Return the time from its arrival to its first token."""
         return None if self.first_at is None else self.first_at - self.arrival.at_s
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time of the tokens behind the first; None without any."""
+        """Return the mean time of the tokens after the first; None without any."""
         if self.first_at is None or self.last_at is None or self.num_output < 2:
             return None
         return (self.last_at - self.first_at) / (self.num_output - 1)
@@ -78,11 +79,12 @@ class Request:
 
 @dataclass(eq=False, slots=True)
 class Stay:
-    """One placement of a request: who owns it, who computes its prompt (None: the owner), what they were sent.
+    """Hold one placement of a request: its decode worker, its prefill worker (None: the decode worker), and what was sent to
+    each.
 
-    `refused`: who had no room before. `owned` is its reservation on decode, `prompt` what prefill computes. `tried`: prefill
-    workers that did not do it. `entered_at`: when the prompt came into the engine that computes it; `after_s`: from the first
-    token until decode goes on."""
+    `refused`: workers that had no room before. `owned` is its reservation on the decode worker, `prompt` what the prefill worker
+    computes. `tried`: prefill workers that failed. `entered_at`: when the prompt entered the engine that computes it; `after_s`:
+    from the first token until the decode worker continues."""
 
     request: Request
     placement: Placement

@@ -1,7 +1,7 @@
-"""What came of the requests: streamed into sums, so that millions of them take no more memory than a few. Pure.
+"""Sums up the outcome of requests as a stream, so that millions of them take no more memory than a few. Pure.
 
-A request meets its objectives when it was completed and kept all that it was promised; one without any meets them by being
-completed. It counts in the window of its arrival.
+A request meets its objectives when it completed and kept all of them; one without objectives meets them by completing. It counts
+in the window of its arrival.
 """
 
 import math
@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 from pdmesh.simulator.request import End, Request
 
-# Quantiles of durations in bounded memory: counts by size, each class RATIO times as wide as the one before. Pure.
+# Quantiles of durations in bounded memory: counts by size, each class RATIO times as wide as the one before.
 
 
 RATIO = 1.02
-"""A value is told by the geometric middle of its class: off by at most RELATIVE_ERROR of itself."""
+"""A value is reported as the geometric middle of its class: off by at most RELATIVE_ERROR of itself."""
 RELATIVE_ERROR = math.sqrt(RATIO) - 1
 LEAST_S = 1e-6
 MOST_S = 1e6
@@ -24,7 +24,7 @@ NUM_CLASSES = math.ceil(math.log(MOST_S / LEAST_S) / _LOG) + 1
 
 
 class Histogram:
-    """Of seconds. What is below LEAST_S or above MOST_S counts as that."""
+    """Count seconds by class. Values below LEAST_S or above MOST_S count as that."""
 
     def __init__(self) -> None:
         self.num_values = 0
@@ -33,7 +33,7 @@ class Histogram:
         self._counts = [0] * NUM_CLASSES
 
     def add(self, value_s: float) -> None:
-        """One more."""
+        """Add a value."""
         self.num_values += 1
         self.total_s += value_s
         self.max_s = max(self.max_s, value_s)
@@ -41,11 +41,11 @@ class Histogram:
 
     @property
     def mean_s(self) -> float:
-        """0 without values."""
+        """Return the mean; 0 without values."""
         return self.total_s / self.num_values if self.num_values else 0.0
 
     def quantile(self, q: float) -> float:
-        """The least value that at least the share `q` of them does not exceed, within RELATIVE_ERROR; 0 without values."""
+        """Return the least value that at least the share `q` does not exceed, within RELATIVE_ERROR; 0 without values."""
         left = max(1, math.ceil(q * self.num_values))
         for number, count in enumerate(self._counts):
             left -= count
@@ -55,12 +55,12 @@ class Histogram:
 
 
 MAX_WINDOWS = 4096
-"""With more of them, each two become one of twice the length."""
+"""Beyond this number each pair of windows becomes one of twice the length."""
 
 
 @dataclass
 class Window:
-    """Requests that arrived in it."""
+    """Sum the requests that arrived in one window."""
 
     num_arrived: int = 0
     num_completed: int = 0
@@ -69,7 +69,7 @@ class Window:
     num_lost: int = 0
 
     def add(self, other: "Window") -> None:
-        """Those of another, too."""
+        """Add another window's requests."""
         self.num_arrived += other.num_arrived
         self.num_completed += other.num_completed
         self.num_met += other.num_met
@@ -78,14 +78,14 @@ class Window:
 
     @property
     def attainment(self) -> float:
-        """The share that met its objectives, of those that ended; 1 without any."""
+        """Return the SLO attainment of those that ended; 1 without any."""
         num_ended = self.num_completed + self.num_refused + self.num_lost
         return self.num_met / num_ended if num_ended else 1.0
 
 
 @dataclass
 class Results:
-    """`window_s`: the length of a window, which doubles when a run is longer than MAX_WINDOWS of them."""
+    """Collect the results. `window_s`: the length of a window, which doubles when a run is longer than MAX_WINDOWS of them."""
 
     window_s: float = 60.0
     total: Window = field(default_factory=Window)
@@ -100,12 +100,12 @@ class Results:
     windows: list[Window] = field(default_factory=list)
 
     def arrived(self, request: Request) -> None:
-        """It is at a router."""
+        """Count an arrival."""
         self.total.num_arrived += 1
         self._window(request).num_arrived += 1
 
     def ended(self, request: Request, end: End, now: float) -> None:
-        """It is over."""
+        """Count the end of a request."""
         self.ended_at = max(self.ended_at, now)
         self.num_resubmissions += request.num_resubmissions
         is_met = end is End.COMPLETED and meets(request)
@@ -121,7 +121,7 @@ class Results:
 
     @property
     def goodput(self) -> float:
-        """Requests in a second that met their objectives, over the whole run."""
+        """Return the goodput: requests in a second that met their objectives, over the whole run."""
         return self.total.num_met / self.ended_at if self.ended_at else 0.0
 
     def _completed(self, request: Request) -> None:
@@ -150,23 +150,23 @@ class Results:
 
 
 def meets(request: Request) -> bool:
-    """Did a completed request keep what it was promised?"""
+    """Return whether a completed request kept its objectives."""
     ttft_s, tpot_s = request.ttft_s, request.tpot_s
     late = request.ttft_goal_s is not None and ttft_s is not None and ttft_s > request.ttft_goal_s
     slow = request.tpot_goal_s is not None and tpot_s is not None and tpot_s > request.tpot_goal_s
     return not (late or slow)
 
 
-# What a simulation found, as numbers for programs and as a page for people. Pure.
+# The results as numbers for programs and as a page for people.
 
 
 QUANTILES = (0.5, 0.9, 0.99)
 MAX_LINES = 24
-"""Of windows in the text."""
+"""Lines for windows in the text."""
 
 
 def numbers(results: Results, pod_seconds: Mapping[str, float], *, wall_s: float) -> dict[str, object]:
-    """One object; `wall_s`: real seconds that it took."""
+    """Return the numbers as one object; `wall_s`: real seconds that the simulation took."""
     total = results.total
     return {
         "num_requests": total.num_arrived,
@@ -196,7 +196,7 @@ def numbers(results: Results, pod_seconds: Mapping[str, float], *, wall_s: float
 
 
 def text(results: Results, pod_seconds: Mapping[str, float], *, wall_s: float) -> str:
-    """A short page."""
+    """Return a short page."""
     total = results.total
     speed = total.num_arrived / wall_s if wall_s else 0.0
     refused = ", ".join(f"{reason} {count}" for reason, count in results.reasons.most_common())
@@ -214,7 +214,7 @@ def text(results: Results, pod_seconds: Mapping[str, float], *, wall_s: float) -
 
 
 def _windows(results: Results) -> list[str]:
-    """As many as fit on a page: several as one."""
+    """Return lines for as many windows as fit on a page, merging several into one."""
     windows = results.windows
     each = -(-len(windows) // MAX_LINES) if windows else 1
     lines = ["", "from       arrived  completed  refused  met"]
@@ -233,7 +233,7 @@ def _times(histogram: Histogram) -> dict[str, float]:
 
 
 def _line(histogram: Histogram) -> str:
-    """Milliseconds."""
+    """Return quantiles in milliseconds."""
     return ", ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in _times(histogram).items()) + " ms"
 
 

@@ -1,4 +1,4 @@
-"""What a simulated mesh is set to, beside its workers. The defaults are those of the real one, or were measured on it."""
+"""Settings of a simulated mesh, besides its workers. The defaults are those of the real one, or were measured on it."""
 
 from dataclasses import dataclass, field
 
@@ -10,7 +10,7 @@ POLICIES = ("predict", "round-robin", "least-loaded", "prefix")
 
 @dataclass(frozen=True)
 class HandOff:
-    """What bringing KV to decode adds behind the first token: `fixed_s`, and of the transfer (`bytes_per_s`) what computing the
+    """Model the KV hand-off after the first token: `fixed_s`, and the part of the transfer (`bytes_per_s`) that computing the
     prompt did not hide: at least one of `num_parts`, in which it is sent as it is computed."""
 
     fixed_s: float = 2e-3
@@ -18,18 +18,18 @@ class HandOff:
     num_parts: int = 8
 
     def exposed_s(self, num_bytes: float, compute_s: float) -> float:
-        """`compute_s`: the prompt's, from its first chunk to its last."""
+        """Return the exposed time. `compute_s`: the prompt's, from its first chunk to its last."""
         transfer_s = num_bytes / self.bytes_per_s
         return self.fixed_s + max(transfer_s - compute_s, transfer_s / self.num_parts)
 
 
 @dataclass(frozen=True)
 class MeshSettings:
-    """`call_s`: one way between router and worker; `token_s`: from the end of a step to the client, None: `call_s`. Reports come
-    every `report_period_s`, of workers that decode every `decode_report_period_s` (they report on two streams), and arrive
-    `report_delay_s` after they were made. `admission` None: everybody is let in. `objective`: what requests are promised; None:
-    nothing. `max_tokens`: what clients ask for at most, None: as much as the context holds. `router_s`: from a request's arrival
-    to the gate (tokenizing, checks). The rest is as the flags of the router of the same names."""
+    """Configure the mesh. `call_s`: one way between router and worker; `token_s`: from the end of a step to the client, None:
+    `call_s`. Reports come every `report_period_s`, of decode workers every `decode_report_period_s` (they report on two streams),
+    and arrive `report_delay_s` after they were made. `admission` None: all requests are admitted. `objective` of requests; None:
+    none. `max_tokens`: what clients ask for at most, None: as much as the context holds. `router_s`: from a request's arrival to
+    admission (tokenizing, checks). The rest is as the flags of the router of the same names."""
 
     num_routers: int = 1
     policy: str = "predict"

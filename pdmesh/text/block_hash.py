@@ -1,8 +1,8 @@
-"""Names of KV blocks: a hash chained over the tokens up to a block's end.
+"""Names KV blocks: a hash chained over the tokens up to a block's end.
 
-Two blocks have the same name iff they hold the same tokens behind the same tokens under the same root, and the root carries
-everything else that decides a block's contents or who may share it: identity of the model, tenant, salt. BLAKE2b with 128
-bits: fast, and nobody can make two prompts collide.
+Two blocks have the same name iff they hold the same tokens after the same tokens under the same root, and the root carries
+everything else that decides a block's contents or which requests may share it: identity of the model, tenant, salt. BLAKE2b with
+128 bits is fast and collision-resistant.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ SHORT_NAME_BYTES = 8
 _TOKEN_BYTES = 4
 
 
-@lru_cache(maxsize=1024, typed=True)  # asked for with every request, of the same few identities and tenants
+@lru_cache(maxsize=1024, typed=True)  # called for every request, with the same few identities and tenants
 def cache_root(*fields: str | int, salt: str) -> bytes:
-    """The root of a chain, 16 bytes, from the fields of an identity (in a fixed order) and a tenant's salt."""
+    """Return the root of a chain, 16 bytes, from the fields of an identity (in a fixed order) and a tenant's salt."""
     digest = blake2b(digest_size=HASH_BYTES, person=b"pdmesh.root")
     for field in (*fields, salt):
         encoded = f"{type(field).__name__}:{field}".encode()
@@ -29,12 +29,12 @@ def cache_root(*fields: str | int, salt: str) -> bytes:
 
 
 def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """The name (16 bytes) of the block with `token_ids` (each in [0, 2**32)) behind the block or root `parent`."""
+    """Return the name (16 bytes) of the block with `token_ids` (each in [0, 2**32)) after the block or root `parent`."""
     return _chain(parent, _pack(token_ids))
 
 
 def hash_prompt(root: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
-    """The names of all full blocks of a prompt, in order."""
+    """Return the names of all full blocks of a prompt, in order."""
     packed = memoryview(_pack(token_ids))
     stride = block_size * _TOKEN_BYTES
     hashes: list[bytes] = []
@@ -46,19 +46,19 @@ def hash_prompt(root: bytes, token_ids: Sequence[int], block_size: int) -> list[
 
 
 def short_name(block_hash: bytes) -> int:
-    """The first eight bytes, big-endian: what a block is called in indexes and on the wire."""
+    """Return the first eight bytes, big-endian: the name of a block in indexes and on the wire."""
     return int.from_bytes(block_hash[:SHORT_NAME_BYTES], "big")
 
 
 def _chain(parent: bytes, packed: bytes | memoryview) -> bytes:
-    # The length keeps an empty root apart from a parent: no two different pairs make the same input.
+    # The length distinguishes an empty root from a parent: no two different pairs make the same input.
     digest = blake2b(bytes((len(parent),)) + parent, digest_size=HASH_BYTES, person=b"pdmesh.block")
     digest.update(packed)
     return digest.digest()
 
 
 def _pack(token_ids: Sequence[int]) -> bytes:
-    """Little-endian uint32."""
+    """Pack as little-endian uint32."""
     packed = array("I", token_ids)
     if sys.byteorder == "big":
         packed.byteswap()

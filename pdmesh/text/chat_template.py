@@ -1,8 +1,8 @@
-"""Chat templates: a model's own Jinja template, rendered as Hugging Face renders it.
+"""Renders a model's own chat template, in Jinja, as Hugging Face does.
 
 The conventions are those of transformers' `apply_chat_template`: blocks trimmed, loop controls, `raise_exception`,
-`strftime_now`, a `tojson` that leaves non-ASCII characters alone, `{% generation %}` transparent. A template comes with the
-model and is not trusted: it runs in Jinja's immutable sandbox. Not covered: tools and documents (always none).
+`strftime_now`, a `tojson` that leaves non-ASCII characters alone, `{% generation %}` transparent. A template comes with the model
+and is not trusted: it runs in Jinja's immutable sandbox. Not covered: tools and documents (always none).
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# What a template may raise on messages that it does not expect; all of it is the caller's (or the template's) fault.
+# Exceptions of a template on unexpected messages; all of them are the caller's (or the template's) fault.
 _RENDER_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 @dataclass(frozen=True)
 class Message:
-    """One turn of a conversation: `role` is "system", "user", "assistant" or another that the template knows."""
+    """Hold one turn of a conversation: `role` is "system", "user", "assistant" or another that the template knows."""
 
     role: str
     content: str
 
 
 class ChatTemplate:
-    """A Jinja template and the special tokens that it may name (`bos_token`, `eos_token`, ...)."""
+    """Hold a Jinja template and the special tokens that it may name (`bos_token`, `eos_token`, ...)."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self.source = source
         self.special_tokens = dict(special_tokens)
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        """The conversation as the text that the model was trained on. ValueError says what the template refused."""
+        """Return the conversation as text. Raises ValueError with what the template rejected."""
         if not messages:
             raise ValueError("messages: a conversation needs at least one message")
         try:
@@ -64,7 +64,7 @@ class ChatTemplate:
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks the assistant's text for training masks; here its body is rendered as it is."""
+    """Render the body of `{% generation %}`, which marks the assistant's text for training masks, unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 
@@ -92,7 +92,7 @@ def _strftime_now(date_format: str) -> str:
 
 
 def select_template(declared: object) -> str | None:
-    """The template among what `chat_template` of a tokenizer_config.json may be: absent, one string, or a list of
+    """Return the template from `chat_template` of a tokenizer_config.json, which may be absent, one string, or a list of
     `{"name", "template"}` of which "default" is meant for plain conversations."""
     if declared is None or isinstance(declared, str):
         return declared

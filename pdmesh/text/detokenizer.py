@@ -1,4 +1,4 @@
-"""Token ids to text, one at a time."""
+"""Converts token ids to text incrementally, one token at a time."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
-# Decoders of `tokenizer.json` as transducers: one token in, the text that has become certain out.
+# Decoders of `tokenizer.json` as transducers: one token in, the final text out.
 #
 # `tokenizers` decodes whole lists. Its decoders are chains of steps from a list of tokens to a list of strings; each step here
-# does the same for a stream, holding back only what a later token could still change, so that the pieces joined are exactly
-# the decoded list. Two kinds cover the models of this project:
+# does the same for a stream, holding back only what a later token could still change, so that the joined pieces are exactly the
+# decoded list. Two kinds cover the models of this project:
 #
 #     byte-level BPE (Llama 3, Qwen, SmolLM)   ByteLevel: holds back at most three bytes, the beginning of a character
 #     SentencePiece BPE (Llama 2, TinyLlama)   Replace, ByteFallback, Fuse, Strip: holds back a run of `<0x..>` tokens until it
 #                                              ends, because one invalid byte turns the whole run into U+FFFD
 #
-# Source of the semantics: the decoders of the Rust crate `tokenizers` 0.23. Not covered: WordPiece, BPEDecoder, CTC, Strip at
-# the end of a fused text, Replace by a regular expression; they are refused when the tokenizer is loaded.
+# Source of the semantics: the decoders of the Rust crate `tokenizers` 0.23. Not covered: WordPiece, BPEDecoder, CTC, Strip at the
+# end of a fused text, Replace by a regular expression; they are rejected when the tokenizer is loaded.
 
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -28,17 +28,17 @@ _REPLACEMENT = "\ufffd"
 
 
 class Stage(Protocol):
-    """One step of a decoder, with the state of one stream."""
+    """Transform one stream by one step of a decoder."""
 
     def push(self, piece: str) -> Sequence[str]:
-        """What is certain after one more piece."""
+        """Return the final text after one more piece."""
 
     def flush(self) -> Sequence[str]:
-        """What was held back, at the end of the stream."""
+        """Return what was held back, at the end of the stream."""
 
 
 class ByteLevel:
-    """GPT-2's spelling of bytes as printable characters; all tokens together are one UTF-8 text."""
+    """Decode GPT-2's spelling of bytes as printable characters; all tokens together are one UTF-8 text."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -46,7 +46,7 @@ class ByteLevel:
 
     def push(self, piece: str) -> Sequence[str]:
         whole = byte_level_text(piece) if self._is_between_characters else None
-        if whole is not None:  # most tokens: looked up, with nothing to decode
+        if whole is not None:  # most tokens: a look-up without decoding
             return whole
         text = self._decoder.decode(byte_level_bytes(piece))
         self._is_between_characters = not self._decoder.getstate()[0]
@@ -57,7 +57,7 @@ class ByteLevel:
 
 
 class ByteFallback:
-    """`<0xE2>` is a byte. A run of them is one text if it is valid UTF-8, else one U+FFFD per byte."""
+    """Decode `<0xE2>` as a byte. A run of them is one text if it is valid UTF-8, else one U+FFFD per byte."""
 
     def __init__(self) -> None:
         self._run = bytearray()
@@ -80,7 +80,7 @@ class ByteFallback:
 
 
 class Replace:
-    """Replaces a string within each piece."""
+    """Replace a string within each piece."""
 
     def __init__(self, pattern: str, content: str) -> None:
         self._pattern, self._content = pattern, content
@@ -93,7 +93,7 @@ class Replace:
 
 
 class StripPiece:
-    """Removes up to `start` leading and `stop` trailing characters `content` of each piece."""
+    """Remove up to `start` leading and `stop` trailing characters `content` of each piece."""
 
     def __init__(self, content: str, start: int, stop: int) -> None:
         self._content, self._start, self._stop = content, start, stop
@@ -108,7 +108,7 @@ class StripPiece:
 
 
 class StripStart:
-    """Removes up to `start` leading characters `content` of the whole text."""
+    """Remove up to `start` leading characters `content` of the whole text."""
 
     def __init__(self, content: str, start: int) -> None:
         self._content, self._left = content, start
@@ -125,7 +125,7 @@ class StripStart:
 
 
 class Metaspace:
-    """A visible character stands for a space; in the first piece it is dropped, if the tokenizer had put it there."""
+    """Replace the visible character for a space; in the first piece it is dropped, if the tokenizer had put it there."""
 
     def __init__(self, replacement: str, drop_first: bool) -> None:
         self._replacement, self._drop = replacement, drop_first
@@ -140,7 +140,7 @@ class Metaspace:
 
 
 class Join:
-    """No decoder: tokens are separated by spaces."""
+    """Separate tokens by spaces, where there is no decoder."""
 
     def __init__(self) -> None:
         self._separator = ""
@@ -157,7 +157,8 @@ StageFactory = Callable[[], Stage]
 
 
 def parse_decoder(config: Mapping[str, object] | None) -> list[StageFactory]:
-    """Makers of the stages of a `decoder` entry of a tokenizer.json. ValueError names a decoder that is not covered."""
+    """Return makers of the stages of a `decoder` entry of a tokenizer.json. Raises ValueError naming a decoder that is not
+    covered."""
     if config is None:
         return [Join]
     steps = config["decoders"] if config["type"] == "Sequence" else [config]
@@ -169,13 +170,13 @@ def parse_decoder(config: Mapping[str, object] | None) -> list[StageFactory]:
         factories += _parse_step(step, fused)
         fused = fused or step["type"] in ("Fuse", "ByteLevel")
     for factory in factories:
-        factory()  # a bad parameter shows now, not with the first token
+        factory()  # a bad parameter fails now, not with the first token
     return factories
 
 
 def _parse_step(step: Mapping[str, object], fused: bool) -> list[StageFactory]:
     kind = step["type"]
-    # Behind Fuse or ByteLevel the library sees one long string, so only what works on a stream's beginning is possible.
+    # After Fuse or ByteLevel the library sees one long string, so only steps on a stream's beginning are possible.
     if kind == "Strip" and fused and not _count(step, "stop"):
         return [lambda: StripStart(str(step["content"]), _count(step, "start"))]
     if kind == "Fuse" or fused:
@@ -221,7 +222,7 @@ def _count_leading(text: str, content: str, limit: int) -> int:
 
 
 def byte_spelling() -> dict[str, int]:
-    """GPT-2's table: printable bytes stand for themselves, the others for the characters from U+0100 on, in order."""
+    """Return GPT-2's table: printable bytes stand for themselves, the others for the characters from U+0100 on, in order."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + rank): byte for rank, byte in enumerate(others)}
@@ -232,7 +233,7 @@ BYTE_OF_CHARACTER = byte_spelling()
 
 @lru_cache(maxsize=1 << 18)
 def byte_level_bytes(token: str) -> bytes:
-    """The bytes of a byte-level token; a token with other characters (an added one) is its own UTF-8 bytes."""
+    """Return the bytes of a byte-level token; a token with other characters (an added one) is its own UTF-8 bytes."""
     try:
         return bytes([BYTE_OF_CHARACTER[character] for character in token])
     except KeyError:
@@ -241,7 +242,7 @@ def byte_level_bytes(token: str) -> bytes:
 
 @lru_cache(maxsize=1 << 18)
 def byte_level_text(token: str) -> tuple[str] | None:
-    """The text of a byte-level token whose bytes are whole characters; None of any other."""
+    """Return the text of a byte-level token whose bytes are whole characters; None for any other."""
     try:
         return (byte_level_bytes(token).decode(),)
     except UnicodeDecodeError:
@@ -249,17 +250,17 @@ def byte_level_text(token: str) -> tuple[str] | None:
 
 
 class DetokenizerSource(Protocol):
-    """What a detokenizer needs of a tokenizer."""
+    """Provide what a detokenizer needs of a tokenizer."""
 
     def decoder_stages(self) -> list[Stage]:
-        """Fresh stages of the tokenizer's decoder."""
+        """Return fresh stages of the tokenizer's decoder."""
 
     def piece(self, token_id: int) -> str | None:
-        """The vocabulary's spelling of a token; None if it has no text: special or unknown."""
+        """Return the vocabulary's spelling of a token; None if it has no text: special or unknown."""
 
 
 class PieceStream:
-    """Pieces of a vocabulary through a decoder's stages; `push` and `flush` give what has become certain."""
+    """Pass pieces of a vocabulary through a decoder's stages; `push` and `flush` return the final text."""
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self._stages = stages
@@ -273,11 +274,10 @@ class PieceStream:
 
 
 class IncrementalDetokenizer:
-    """The text of a growing sequence of tokens.
+    """Return the text of a growing sequence of tokens.
 
     All pushes and the flush joined are exactly `tokenizer.decode(ids, skip_special_tokens=True)`. A character whose bytes are
-    spread over tokens comes out with the last of them. The cost of a token does not depend on how many came before.
-    """
+    spread over tokens appears with the last of them. The cost of a token does not depend on the number before it."""
 
     def __init__(self, tokenizer: DetokenizerSource) -> None:
         self._piece_of = tokenizer.piece
@@ -286,14 +286,14 @@ class IncrementalDetokenizer:
         self._only_stage = stages[0].push if len(stages) == 1 else None  # byte-level vocabularies: the per-token path
 
     def push(self, token_id: int) -> str:
-        """Text that is certain after `token_id`; often empty in the middle of a character."""
+        """Return the final text after `token_id`; often empty in the middle of a character."""
         piece = self._piece_of(token_id)
         if piece is None:
             return ""
         return self._stream.push(piece) if self._only_stage is None else "".join(self._only_stage(piece))
 
     def flush(self) -> str:
-        """Text that was held back, at the end of the sequence; nothing may be pushed afterwards."""
+        """Return the text that was held back, at the end of the sequence; nothing may be pushed afterwards."""
         return self._stream.flush()
 
 
@@ -303,25 +303,25 @@ def _feed(stages: Sequence[Stage], pieces: Sequence[str]) -> Sequence[str]:
     return pieces
 
 
-# Stop strings in a stream of text.
+# Finds stop strings in a stream of text, and combines that with the detokenizer for one choice.
 #
 # The stop string that is *complete first*, reading character by character, ends the text; of several that complete with the same
-# character the longest counts (it starts earliest, so the least is emitted). This rule needs no look-ahead, so the result
-# depends on the characters alone, not on how they were grouped into tokens and deltas, and a replayed history decides alike.
+# character the longest counts (it starts earliest, so the least is emitted). This rule needs no look-ahead, so the result depends
+# on the characters alone, not on their grouping into tokens and deltas, and a replayed history decides alike.
 #
 # Algorithm: Aho and Corasick, "Efficient string matching: an aid to bibliographic search", CACM 18(6), 1975. The depth of the
 # automaton's state is the length of the longest suffix that begins a stop string: just that much is held back.
 
 
 class StopResult(NamedTuple):
-    """Text that may go out, and the stop string that ended it, if one did."""
+    """Hold the text that may be sent, and the stop string that ended it, if any."""
 
     text: str
     matched: str | None
 
 
 class StopChecker:
-    """Watches one stream for any of `stop`, a few non-empty strings."""
+    """Watch one stream for any of `stop`, a few non-empty strings."""
 
     def __init__(self, stop: Sequence[str]) -> None:
         if "" in stop:
@@ -333,11 +333,11 @@ class StopChecker:
 
     @property
     def matched(self) -> str | None:
-        """The stop string that ended the stream; None while it goes on."""
+        """Return the stop string that ended the stream; None while it goes on."""
         return self._matched
 
     def push(self, text: str) -> StopResult:
-        """What may go out after `text`. From a match on everything is swallowed."""
+        """Return what may be sent after `text`. After a match everything is dropped."""
         if self._matched is not None:
             return StopResult("", self._matched)
         if not self._state and self._automaton.first_characters.isdisjoint(text):
@@ -345,7 +345,7 @@ class StopChecker:
         return self._scan(text)
 
     def flush(self) -> str:
-        """The text held back, at the end of the stream."""
+        """Return the text held back, at the end of the stream."""
         held, self._held, self._state = self._held, "", 0
         return held
 
@@ -363,7 +363,7 @@ class StopChecker:
 
 
 class _Automaton:
-    """State 0 is the root. `complete[s]` is the longest stop string that ends in state s, or None."""
+    """Match all strings at once. State 0 is the root. `complete[s]` is the longest stop string that ends in state s, or None."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self._edges: list[dict[str, int]] = [{}]
@@ -393,7 +393,7 @@ class _Automaton:
         self.complete[state] = word
 
     def _link(self) -> None:
-        """Sets fallbacks breadth first: a state's fallback is shallower, so it is final when it is needed."""
+        """Set fallbacks breadth first: a state's fallback is shallower, so it is final when it is needed."""
         queue = deque(self._edges[0].values())
         while queue:
             state = queue.popleft()
@@ -408,15 +408,14 @@ class _Automaton:
 
 
 class ChoiceText:
-    """Turns a choice's tokens into text that may go out.
+    """Turn a choice's tokens into text that may be sent.
 
     Args:
         tokenizer: of the model.
         stop: stop strings; the output ends before the first that appears (see `pdmesh.text.detokenizer`).
         silent_token_ids: end-of-sequence and stop tokens: part of the ids, never of the text. Special tokens have no text anyway.
 
-    A function of the tokens alone: a resumed stream that replays its history is in the same state.
-    """
+    It is a function of the tokens alone: a resumed stream that replays its history is in the same state."""
 
     def __init__(self, tokenizer: DetokenizerSource, stop: Sequence[str] = (), silent_token_ids: Collection[int] = ()) -> None:
         self._detokenizer = IncrementalDetokenizer(tokenizer)
@@ -426,16 +425,16 @@ class ChoiceText:
 
     @property
     def matched(self) -> str | None:
-        """The stop string that ended the text; None while it goes on. May be set by `finish`, too."""
+        """Return the stop string that ended the text; None while it goes on. `finish` may set it, too."""
         return self._stop.matched
 
     def push(self, token_id: int) -> StopResult:
-        """(text that may go out with this token, the stop string that it completed or None)."""
+        """Return (text that may be sent with this token, the stop string that it completed or None)."""
         if token_id in self._silent:
             return StopResult("", self._stop.matched)
         text = self._detokenizer.push(token_id)
         return self._stop.push(text) if self._can_stop else StopResult(text, None)
 
     def finish(self) -> str:
-        """What was held back, when the choice has ended; empty after a match."""
+        """Return what was held back, when the choice has ended; empty after a match."""
         return self._stop.push(self._detokenizer.flush()).text + self._stop.flush()

@@ -1,8 +1,8 @@
-"""The tokenizer inside a GGUF file, as the files of a Hugging Face folder.
+"""Writes the tokenizer inside a GGUF file as the files of a Hugging Face folder.
 
 A GGUF holds vocabulary, merges, token types, the *name* of its pre-tokenizer and the chat template. Two kinds are covered:
-byte-level BPE ("gpt2") with the pre-tokenizers of SmolLM, Llama 3, Qwen 2 and GPT-2, and SentencePiece BPE ("llama", as in
-Llama 2 and TinyLlama). Others are refused by name: a wrong pre-tokenizer would be nearly right, which is worse than none.
+byte-level BPE ("gpt2") with the pre-tokenizers of SmolLM, Llama 3, Qwen 2 and GPT-2, and SentencePiece BPE ("llama", as in Llama
+2 and TinyLlama). Others are rejected by name: a wrong pre-tokenizer would be nearly right, which is worse than none.
 
 Sources: the GGUF specification (keys `tokenizer.ggml.*`), the pre-tokenizer table of llama.cpp's `llama-vocab.cpp`, and the
 tokenizer.json files that those models were published with.
@@ -46,20 +46,19 @@ _PRE_TOKENIZERS: dict[str, JsonValue] = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), _split(_LLAMA3_SPLIT)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _split(_QWEN2_SPLIT)),
 }
-# Llama 3 takes a word that is in the vocabulary as it is, whatever its merges would make of it, and begins every text with BOS.
+# Llama 3 takes a word that is in the vocabulary whole, whatever its merges would make of it, and begins every text with BOS.
 _LLAMA3 = frozenset(("llama-bpe", "llama3", "llama-v3"))
 _NORMALIZED = frozenset(("qwen2", "deepseek-r1-qwen"))
 
 
 def write_gguf_tokenizer(metadata: Metadata, folder: str | Path) -> None:
-    """Writes tokenizer.json, tokenizer_config.json and generation_config.json.
+    """Write tokenizer.json, tokenizer_config.json and generation_config.json.
 
     Args:
         metadata: the GGUF's key-value pairs as Python values (`field.contents()` of a gguf.GGUFReader).
         folder: exists.
 
-    ValueError names what is missing or not covered.
-    """
+    Raises ValueError naming what is missing or not covered."""
     folder = Path(folder)
     tokenizer_json = json.dumps(build_tokenizer(metadata))
     try:
@@ -75,7 +74,7 @@ def write_gguf_tokenizer(metadata: Metadata, folder: str | Path) -> None:
 
 
 def build_tokenizer(metadata: Metadata) -> JsonValue:
-    """The content of tokenizer.json."""
+    """Return the content of tokenizer.json."""
     kind = metadata.get("tokenizer.ggml.model")
     builders = {"gpt2": _byte_level_parts, "llama": _sentencepiece_parts}
     if kind not in builders:
@@ -122,11 +121,10 @@ def _sentencepiece_parts(metadata: Metadata) -> JsonValue:
 
 
 def merges_of_scores(metadata: Metadata) -> list[list[str]]:
-    """Merge rules of a SentencePiece BPE, best first.
+    """Return the merge rules of a SentencePiece BPE, best first.
 
-    SentencePiece stores no rules: it merges the neighbours whose union has the best score. Each way to cut a piece in two
-    pieces is a rule with the rank of the whole; among cuts of one piece the lower ids go first.
-    """
+    SentencePiece stores no rules: it merges the neighbours whose union has the best score. Each way to cut a piece in two pieces
+    is a rule with the rank of the whole; among cuts of one piece the lower ids go first."""
     tokens = _strings(metadata, "tokenizer.ggml.tokens")
     scores = metadata["tokenizer.ggml.scores"]
     assert isinstance(scores, list)
@@ -165,7 +163,7 @@ def _bpe_model(
 
 
 def _added_tokens(metadata: Metadata) -> list[JsonValue]:
-    """Control tokens are special; user-defined ones are found whole in a text, but are text."""
+    """Return the added tokens. Control tokens are special; user-defined ones are found whole in a text, but are text."""
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     tokens = zip(_strings(metadata, "tokenizer.ggml.tokens"), _types(metadata), strict=True)
     return [
@@ -176,7 +174,7 @@ def _added_tokens(metadata: Metadata) -> list[JsonValue]:
 
 
 def _post_processor(metadata: Metadata) -> JsonValue | None:
-    """Where the model wants it, BOS before and EOS behind every text that is encoded "with special tokens"."""
+    """Return a post-processor that adds BOS before and EOS after texts encoded "with special tokens", if the model wants them."""
     adds_bos = metadata["tokenizer.ggml.model"] == "llama" or metadata.get("tokenizer.ggml.pre") in _LLAMA3
     before = _affix(metadata, "bos", adds_bos)
     behind = _affix(metadata, "eos", False)
@@ -202,7 +200,7 @@ def _tokenizer_config(metadata: Metadata) -> JsonValue:
     roles = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     named = {name: _named(metadata, role) for name, role in roles.items()}
     config: dict[str, object] = {
-        # The generic class: transformers' classes for families would put their own pre-tokenizer in place of ours.
+        # The generic class: transformers' classes for families would replace our pre-tokenizer by their own.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         **{name: token for name, token in named.items() if token is not None},
@@ -216,7 +214,8 @@ def _tokenizer_config(metadata: Metadata) -> JsonValue:
 
 
 def _generation_config(metadata: Metadata) -> JsonValue:
-    """An output ends with EOS; chat models of some families end a turn with another token, named separately."""
+    """Return the generation config: an output ends with EOS; chat models of some families end a turn with another token, named
+    separately."""
     ends = [metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot", "eom")]
     eos = list(dict.fromkeys(token_id for token_id in ends if isinstance(token_id, int)))
     named = {"bos_token_id": "bos", "pad_token_id": "padding"}

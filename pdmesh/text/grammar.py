@@ -1,12 +1,12 @@
-"""Constraints on an output, compiled to grammars over a model's tokens (llguidance) and followed token by token.
+"""Compiles constraints on an output to grammars over a model's tokens (llguidance) and follows them token by token.
 
     compiler = GrammarCompiler(tokenizer.to_json(), vocab_size, eos_token_ids)
     grammar = compiler.compile("json_schema", '{"type": "object"}')     ValueError says what is wrong with it
     matcher = grammar.matcher()                                         one for each choice
     matcher.allowed(), matcher.take(token_id), matcher.allowed(), ...
 
-JSON comes as `{"a": 1, "b": [2, 3]}`: with a space behind comma and colon and no others, as most models were trained to write it,
-which forces more of it and leaves a model no way to write spaces for ever. A schema may say otherwise under "x-guidance".
+JSON is written as `{"a": 1, "b": [2, 3]}`: with a space after comma and colon and no others, as most models were trained to write
+it, which forces more of it and prevents endless spaces. A schema may say otherwise under "x-guidance".
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ import llguidance
 import numpy as np
 from numpy.typing import NDArray
 
-# How deep the definitions of a grammar lead into each other. llguidance recurses along them, and a stack that overflows takes
-# the whole process with it: a few KB of `$ref` after `$ref` would do. So a grammar that is too deep is refused, and what is not
-# is compiled on a stack that surely suffices (some 10 KB a level were measured).
+# The depth of a grammar's definitions. llguidance recurses along them, and a stack overflow ends the whole process: a few KB of
+# `$ref` after `$ref` would do. So a grammar that is too deep is rejected, and any other is compiled on a stack that surely
+# suffices (some 10 KB a level were measured).
 
 
 T = TypeVar("T")
 
 MAX_DEPTH = 3000
-STACK_BYTES = 256 << 20  # of addresses: memory is what is used of it, until the thread ends
+STACK_BYTES = 256 << 20  # of addresses: only the used part takes memory, until the thread ends
 
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _stack_size = threading.Lock()
 
 
 def check_schema_depth(schema: object) -> None:
-    """Raises ValueError when following every reference of a JSON schema once may lead deeper than MAX_DEPTH."""
+    """Raise ValueError when following every reference of a JSON schema once may lead deeper than MAX_DEPTH."""
     depth, seen, ahead = 0, set[str](), ["#"]
     while ahead:
         reference = ahead.pop()
@@ -54,13 +54,13 @@ def check_schema_depth(schema: object) -> None:
 
 
 def check_lark_depth(source: str) -> None:
-    """Raises ValueError when a Lark grammar defines so much that its rules, and schemas within, may lead too deep: each step
-    down has a colon, as a rule's or a member's."""
+    """Raise ValueError when a Lark grammar defines so much that its rules, and schemas within, may lead too deep: each step down
+    has a colon, as a rule's or a member's."""
     _check(source.count(":"))
 
 
 def with_deep_stack(work: Callable[[], T]) -> T:
-    """The result of `work`, which may recurse as deep as the checks above allow."""
+    """Return the result of `work`, which may recurse as deep as the checks above allow."""
     results: list[T] = []
     errors: list[BaseException] = []
 
@@ -70,7 +70,7 @@ def with_deep_stack(work: Callable[[], T]) -> T:
         except BaseException as error:  # noqa: BLE001  whatever it is, it belongs to the caller
             errors.append(error)
 
-    with _stack_size:  # of the threads that are started from now on: all of the process's
+    with _stack_size:  # applies to all threads of the process that start from now on
         before = threading.stack_size(STACK_BYTES)
         try:
             thread = threading.Thread(target=run, name="grammar-stack", daemon=True)
@@ -89,7 +89,8 @@ def _check(depth: int) -> None:
 
 
 def _survey(root: object) -> tuple[int, list[str]]:
-    """How deep a value is nested, and the references in it. No recursion: a value may be nested as deep as Python can parse."""
+    """Return how deep a value is nested, and the references in it. No recursion: a value may be nested as deep as Python can
+    parse."""
     deepest, references, ahead = 0, list[str](), [(root, 1)]
     while ahead:
         value, depth = ahead.pop()
@@ -103,7 +104,7 @@ def _survey(root: object) -> tuple[int, list[str]]:
 
 
 def _resolve(schema: object, reference: str) -> object:
-    """What a reference names; the whole schema if it is none of "#/path", so that its depth counts at least."""
+    """Return what a reference names; the whole schema if it is not "#/path", so that at least its depth counts."""
     value = schema
     for part in unquote(reference.removeprefix("#")).split("/")[1:]:
         key = part.replace("~1", "/").replace("~0", "~")
@@ -122,15 +123,15 @@ KINDS = ("json_schema", "regex", "choice", "grammar")
 MAX_BYTES = 128 * 1024
 MAX_CHOICES = 1000
 MAX_ERROR_CHARS = 300
-MAX_REMEMBERED_BYTES = 1 << 20  # of source text; what it compiles to may take a hundred times as much
+MAX_REMEMBERED_BYTES = 1 << 20  # of source text; the compiled form may take a hundred times as much
 MAX_REMEMBERED = 512
-SLICE_S, PAUSE_S = 0.0005, 0.00005  # of a long replay: work with the GIL, then a moment for whoever waits for it
+SLICE_S, PAUSE_S = 0.0005, 0.00005  # of a long replay: work with the GIL, then a pause for waiting threads
 
 _JSON_STYLE: llguidance._lib.JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 def _limits() -> llguidance.LLParserLimits:
-    """What a hostile grammar can cost: about a second to compile, 2 ms for a token (the items of an ambiguous one are looked at
+    """Return limits on a hostile grammar: about a second to compile, 2 ms for a token (the items of an ambiguous one are compared
     in pairs), 40 MB of lexer states, and 0.1 s to find a text that it forces as a whole (of some 20 KB at most)."""
     return llguidance.LLParserLimits(
         initial_lexer_fuel=100_000,
@@ -143,22 +144,22 @@ def _limits() -> llguidance.LLParserLimits:
 
 
 class GrammarCompiler:
-    """For one model. Remembers what it compiled last, and what it refused. Any thread may call it; nearly all of the work is
-    done without the GIL."""
+    """Compile for one model. Remembers the latest compiled and rejected grammars. Thread-safe; nearly all of the work is done
+    without the GIL."""
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Collection[int]) -> None:
-        """`vocab_size` and `eos_token_ids` are the model's. Nothing is done yet: see `warm`."""
+        """Create it. `vocab_size` and `eos_token_ids` are the model's. Nothing is done yet: see `warm`."""
         self.vocab_size = vocab_size
         self.eos_token_ids = tuple(sorted(eos_token_ids))
         self._tokenizer_json = tokenizer_json
         self._lock = threading.Lock()
-        self._known: OrderedDict[tuple[str, str], CompiledGrammar | str] = OrderedDict()  # a text says why it was refused
+        self._known: OrderedDict[tuple[str, str], CompiledGrammar | str] = OrderedDict()  # a text is the reason of a rejection
         self._num_bytes = 0
         self._warming = threading.Lock()
         self._unfit = ""
 
     def warm(self) -> None:
-        """Prepares the vocabulary unless it has been: half a second with the GIL, so before anything is served.
+        """Prepare the vocabulary once: half a second with the GIL, so before anything is served.
 
         Raises ValueError: no output of this model can be constrained, and why."""
         with self._warming:
@@ -171,8 +172,8 @@ class GrammarCompiler:
                 raise
 
     def known(self, kind: str, source: str | Sequence[str]) -> CompiledGrammar | None:
-        """What was compiled before, at once; None: it has to be compiled. Raises ValueError if it was refused before,
-        or is too large."""
+        """Return a grammar compiled before; None: it must be compiled. Raises ValueError if it was rejected before, or is too
+        large."""
         _check_size(source)
         key = (kind, _text(source))
         with self._lock:
@@ -184,7 +185,8 @@ class GrammarCompiler:
         return known
 
     def compile(self, kind: str, source: str | Sequence[str]) -> CompiledGrammar:
-        """`kind` is one of KINDS; `source` a text, or for "choice" the strings. Raises ValueError that says what is wrong."""
+        """Compile a grammar. `kind` is one of KINDS; `source` a text, or for "choice" the strings. Raises ValueError that says
+        what is wrong."""
         known = self.known(kind, source)
         if known is not None:
             return known
@@ -221,10 +223,10 @@ class GrammarCompiler:
 
 
 class CompiledGrammar:
-    """A constraint for one model. Immutable; its matchers are copies of one that stands at the beginning."""
+    """Hold a constraint for one model. Immutable; its matchers are copies of one at the beginning."""
 
     def __init__(self, tokens: llguidance.LLTokenizer, grammar: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
-        """Raises ValueError: not a grammar, too complex, or nothing matches it."""
+        """Compile. Raises ValueError: not a grammar, too complex, or nothing matches it."""
         self.vocab_size = vocab_size
         matcher = llguidance.LLMatcher(tokens, grammar, log_level=0, limits=_limits())
         _raise_error(matcher)
@@ -232,23 +234,23 @@ class CompiledGrammar:
         _raise_error(matcher)
         self._origin = GrammarMatcher(matcher, vocab_size, eos_token_ids)
         trial = self.matcher()
-        if trial.forced is not None:  # a text without end runs into the limits at its first token
+        if trial.forced is not None:  # an endless forced text runs into the limits at its first token
             trial.take(trial.forced)
         if self._origin.failed or (trial.failed and self._origin.forced not in eos_token_ids):
             raise ValueError("forces a text that is too long, or that spells the end of the sequence")
 
     def matcher(self) -> GrammarMatcher:
-        """At the beginning of an output."""
+        """Return a matcher at the beginning of an output."""
         return self._origin.copy()
 
     def first_stray(self, output: Sequence[int]) -> int | None:
-        """The index of the first token that does not follow the grammar; None if all do, or the last one only led to where the
-        grammar cannot be followed any further."""
+        """Return the index of the first token that violates the grammar; None if all follow it, or the last one only led to where
+        the grammar cannot be followed any further."""
         return self.follow(output)[1]
 
     def follow(self, output: Sequence[int]) -> tuple[GrammarMatcher, int | None]:
-        """A matcher behind `output`, and what `first_stray` says of it. Takes some 5 to 10 us a token, in slices: other threads
-        are let in between."""
+        """Return a matcher after `output`, and the result of `first_stray`. Takes some 5 to 10 us a token, in slices: other
+        threads run in between."""
         matcher, pause_at = self.matcher(), time.perf_counter() + SLICE_S
         for index, token_id in enumerate(output):
             matcher.take(token_id)
@@ -265,11 +267,11 @@ class CompiledGrammar:
 
 
 class GrammarMatcher:
-    """Where one choice is in a grammar: a function of the tokens taken. Implements pdmesh.engine.sampling.grammar.Matcher.
+    """Hold the place of one choice in a grammar: a function of the tokens taken. Implements
+    pdmesh.engine.sampling.grammar.Matcher.
 
-    A run of tokens that the grammar forces is found where it begins and followed to its end: how text is cut into tokens
-    depends on what comes before it, so to look again in its middle could give other tokens.
-    """
+    A run of tokens that the grammar forces is found where it begins and followed to its end: the tokenization of a text depends
+    on what comes before it, so another look-up in its middle could give other tokens."""
 
     def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self.failed = False
@@ -278,22 +280,22 @@ class GrammarMatcher:
         self._end = eos_token_ids[0]
         self._ends = frozenset(eos_token_ids)
         self._run: list[int] = []  # the next token last
-        self._allowed: Bits | None = None  # here, once somebody has asked
+        self._allowed: Bits | None = None  # at this place, once computed
         self._find_run()
 
     def copy(self) -> GrammarMatcher:
-        """At the same place, and on its own from here."""
+        """Return an independent copy at the same place."""
         copied = copy(self)
         copied._matcher, copied._run = self._matcher.deep_copy(), list(self._run)
         return copied
 
     @property
     def forced(self) -> int | None:
-        """The token that comes next, where the grammar leaves no choice; end-of-sequence where it is complete or has failed."""
+        """Return the next token, where the grammar leaves no choice; end-of-sequence where it is complete or has failed."""
         return self._run[-1] if self._run else None
 
     def take(self, token_id: int) -> None:
-        """The output goes on with this token."""
+        """Advance by this token."""
         if self.failed:
             return
         self._allowed = None
@@ -305,15 +307,15 @@ class GrammarMatcher:
             self._find_run()
 
     def allowed(self) -> Bits:
-        """The tokens that may come next, as bits of [ceil(vocab_size / 32)]; at least one. Not to be written to: who asks twice
-        gets the same ones."""
+        """Return the tokens that may come next, as bits of [ceil(vocab_size / 32)]; at least one. Read-only: a second call
+        returns the same array."""
         if self._allowed is None:
             self._allowed = self._find_allowed()
             self._allowed.flags.writeable = False
         return self._allowed
 
     def num_possible(self, token_ids: Sequence[int]) -> int:
-        """How many of these tokens, from the first on, may come one after the other; any spelling of what is forced is taken."""
+        """Return how many of these tokens, from the first on, may follow each other; any spelling of forced text is accepted."""
         if self.failed:
             return 0
         return self._matcher.validate_tokens(list(token_ids))
@@ -360,7 +362,7 @@ def _check_size(source: str | Sequence[str]) -> None:
 
 
 def _grammar_text(kind: str, source: str | Sequence[str]) -> str:
-    """For llguidance. Raises ValueError for what is wrong on the face of it."""
+    """Return the grammar for llguidance. Raises ValueError for what is obviously wrong."""
     if kind == "choice":
         return _of_choices(source)
     if not isinstance(source, str) or not source:
@@ -380,7 +382,7 @@ def _of_choices(values: Sequence[str]) -> str:
         raise ValueError(f"has {len(values)} values; 1 to {MAX_CHOICES} are allowed")
     if not all(values):
         raise ValueError(f"value {list(values).index('')} is empty; leave it out")
-    # One terminal (a name in capitals): as a rule with so many alternatives it would cost far more.
+    # One terminal (a name in capitals): a rule with so many alternatives would cost far more.
     alternatives = " | ".join(json.dumps(value, ensure_ascii=False).replace("\x7f", r"\u007f") for value in values)
     return llguidance.LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {alternatives}")
 
@@ -399,6 +401,6 @@ def _checked_json(source: str) -> str:
 
 
 def _readable(error: str) -> str:
-    """The first lines of an error of llguidance, which may go on with the grammar."""
+    """Return the first lines of an error of llguidance, which may continue with the grammar."""
     text = " ".join(error.replace("<non-verbose/>", "").split())
     return "nothing matches it" if text.startswith("NoExtension") else text[:MAX_ERROR_CHARS]

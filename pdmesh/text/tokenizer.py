@@ -1,4 +1,4 @@
-"""A model's tokenizer, from its folder; a thin layer over the `tokenizers` library."""
+"""Wraps a model's tokenizer, from its folder; a thin layer over the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ import tokenizers
 from pdmesh.text.chat_template import ChatTemplate, Message, select_template
 from pdmesh.text.detokenizer import PieceStream, Stage, StripStart, byte_spelling, parse_decoder
 
-# What a model folder says about its tokenizer beside tokenizer.json.
+# A model folder's tokenizer settings besides tokenizer.json.
 
 
 _SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-# transformers writes int(1e30) where it does not know a tokenizer's limit.
+# transformers writes int(1e30) for an unknown limit of a tokenizer.
 _MAX_PLAUSIBLE_CONTEXT = 1 << 40
 
 
 @dataclass(frozen=True)
 class TokenizerSettings:
-    """Facts of one model folder; 0, empty and None where the folder does not say."""
+    """Hold the facts of one model folder; 0, empty and None where the folder does not say."""
 
     vocab_size: int = 0
     max_context: int = 0
@@ -35,7 +35,7 @@ class TokenizerSettings:
 
     @classmethod
     def load(cls, folder: str | Path) -> TokenizerSettings:
-        """Of the files, each may be missing. ValueError names the one that is no JSON object or holds nonsense."""
+        """Read the files, each of which may be missing. Raises ValueError naming one that is invalid."""
         folder = Path(folder)
         config = _read_object(folder / "config.json")
         text_config = config.get("text_config", config)  # models that see images keep their language model one level down
@@ -69,13 +69,13 @@ def _number(value: object) -> int:
 
 
 def _ids(value: object) -> tuple[int, ...]:
-    """eos_token_id is a number, a list of them, or null."""
+    """Return the ids: eos_token_id is a number, a list of them, or null."""
     values = value if isinstance(value, list) else [value]
     return tuple(item for item in values if isinstance(item, int))
 
 
 def _chat_template(folder: Path, tokenizer_config: Mapping[str, object]) -> str | None:
-    """A chat_template.jinja beats tokenizer_config.json, as in transformers."""
+    """Return the template: chat_template.jinja takes precedence over tokenizer_config.json, as in transformers."""
     separate = folder / "chat_template.jinja"
     if separate.is_file():
         return separate.read_text(encoding="utf-8")
@@ -83,7 +83,7 @@ def _chat_template(folder: Path, tokenizer_config: Mapping[str, object]) -> str 
 
 
 def _special_tokens(*sources: Mapping[str, object]) -> dict[str, str]:
-    """Names such as "bos_token" with their content; the first source that has one counts."""
+    """Return names such as "bos_token" with their content; the first source that has one counts."""
     tokens: dict[str, str] = {}
     for source in sources:
         for name in _SPECIAL_TOKEN_NAMES:
@@ -94,14 +94,14 @@ def _special_tokens(*sources: Mapping[str, object]) -> dict[str, str]:
     return tokens
 
 
-# How many bytes of text one token can stand for at most: a text that is longer than the context times this cannot fit.
+# The most bytes of text that one token can stand for: a text that is longer than the context times this cannot fit.
 #
-# Answered only where it can be proved from tokenizer.json: no step may drop an unknown part, or shorten a text without limit.
-# Byte-level BPE and BPE with byte fallback, which is nearly every model, can be proved.
+# It is known only if tokenizer.json proves it: no step may drop an unknown part, or shorten a text without limit. Byte-level BPE
+# and BPE with byte fallback, which is nearly every model, can be proved.
 
 
-# Of NFC. A character (4 bytes at most) decomposes into 1 byte or more, and a composed text has at least a third of the bytes of
-# its decomposition (Unicode's FAQ on normalization, expansion of NFD in UTF-8).
+# NFC's bound. A character (4 bytes at most) decomposes into 1 byte or more, and a composed text has at least a third of the bytes
+# of its decomposition (Unicode's FAQ on normalization, expansion of NFD in UTF-8).
 NFC_SHRINKS = 12
 
 _KEEPING_SPLITS = frozenset(("Digits", "Metaspace", "ByteLevel", "UnicodeScripts"))
@@ -111,18 +111,19 @@ Part = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class TokenBytes:
-    """`longest`: bytes that one token stands for at most. `silent`: bytes that the vocabulary cannot spell and drops."""
+    """Hold bounds. `longest`: bytes that one token stands for at most. `silent`: bytes that the vocabulary cannot spell and
+    drops."""
 
     longest: int
     silent: bytes = b""
 
     def fewest_tokens(self, text: str) -> int:
-        """`text` has at least so many tokens."""
+        """Return a lower bound on the tokens of `text`."""
         return -(-len(text.encode().translate(None, self.silent)) // self.longest)
 
 
 def token_bytes(tokenizer_json: str) -> TokenBytes | None:
-    """Of a tokenizer.json; None where nothing can be proved."""
+    """Return the bounds of a tokenizer.json; None where nothing can be proved."""
     source = json.loads(tokenizer_json)
     model, added = source["model"], source.get("added_tokens") or []
     normalizers, splits = list(_steps(source.get("normalizer"))), list(_steps(source.get("pre_tokenizer")))
@@ -143,7 +144,7 @@ def token_bytes(tokenizer_json: str) -> TokenBytes | None:
 
 
 def _steps(part: Part | None) -> Iterator[Part]:
-    """A normalizer or pre-tokenizer as the plain ones in it."""
+    """Yield a normalizer or pre-tokenizer as its elementary steps."""
     if part is None:
         return
     if part["type"] != "Sequence":
@@ -154,7 +155,7 @@ def _steps(part: Part | None) -> Iterator[Part]:
 
 
 def _shrinks(step: Part) -> int | None:
-    """How many times shorter a normalizer can make a text, in bytes; None: without limit, or unknown."""
+    """Return how many times shorter a normalizer can make a text, in bytes; None: without limit, or unknown."""
     kind = step["type"]
     if kind in ("Prepend", "ByteLevel"):
         return 1
@@ -166,14 +167,14 @@ def _shrinks(step: Part) -> int | None:
 
 
 def _keeps_all(step: Part) -> bool:
-    """Whether a pre-tokenizer hands on all of the text."""
+    """Return whether a pre-tokenizer passes on all of the text."""
     if step["type"] in ("Split", "Punctuation"):
         return bool(step["behavior"] != "Removed")
     return step["type"] in _KEEPING_SPLITS
 
 
 def _silent(model: Part, *, by_byte: bool) -> bytes | None:
-    """Bytes without a token of their own, which are dropped or run together; None: that may happen to any text."""
+    """Return the bytes without a token of their own, which are dropped or merged; None: that may happen to any text."""
     vocab = model["vocab"]
     if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):  # a byte may be known in one place only
         return None
@@ -184,7 +185,7 @@ def _silent(model: Part, *, by_byte: bool) -> bytes | None:
 
 
 class Tokenizer:
-    """Text to token ids and back, with the model's chat template. Immutable after `load`; safe to share between threads."""
+    """Convert text to token ids and back, with the model's chat template. Immutable after `load`; thread-safe."""
 
     def __init__(self, backend: tokenizers.Tokenizer, settings: TokenizerSettings) -> None:
         self._backend = backend
@@ -194,13 +195,14 @@ class Tokenizer:
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         decoder = backend.decoder
         self._stage_factories = parse_decoder(None if decoder is None else json.loads(decoder.__getstate__()))
-        self._pieces: dict[int, str] = {}  # asked for with every token of every stream
-        self._token_texts: dict[int, str] = {}  # asked for again and again: 20 alternatives to each token, mostly the same few
+        self._pieces: dict[int, str] = {}  # looked up for every token of every stream
+        self._token_texts: dict[int, str] = {}  # looked up often: 20 alternatives to each token, mostly the same few
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer:
-        """Reads tokenizer.json and, where present, tokenizer_config.json, special_tokens_map.json, chat_template.jinja,
-        generation_config.json and config.json. FileNotFoundError or ValueError name the file and what is wrong with it."""
+        """Read tokenizer.json and, if present, tokenizer_config.json, special_tokens_map.json, chat_template.jinja,
+        generation_config.json and config.json. Raises FileNotFoundError or ValueError naming the file and what is wrong with
+        it."""
         path = Path(folder) / "tokenizer.json"
         if Path(folder).is_file():
             raise ValueError(
@@ -222,17 +224,18 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids that the model accepts: config.json's, which may count unused rows, else the tokenizer's."""
+        """Return the number of token ids that the model accepts: config.json's, which may count unused rows, else the
+        tokenizer's."""
         return self.settings.vocab_size or self._backend.get_vocab_size(with_added_tokens=True)
 
     @property
     def max_context(self) -> int:
-        """Tokens of prompt and output together that the model was made for."""
+        """Return the most tokens of prompt and output together that the model was made for."""
         return self.settings.max_context
 
     @cached_property
     def eos_token_ids(self) -> frozenset[int]:
-        """Tokens that end an output."""
+        """Return the tokens that end an output."""
         if self.settings.eos_token_ids:
             return frozenset(self.settings.eos_token_ids)
         eos = self._backend.token_to_id(self.settings.special_tokens.get("eos_token", ""))
@@ -240,34 +243,36 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether `apply_chat_template` works."""
+        """Return whether `apply_chat_template` works."""
         return self.settings.chat_template is not None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; by default with what the model wants around every text, such as beginning-of-sequence."""
+        """Return the token ids of `text`; by default with what the model wants around every text, such as
+        beginning-of-sequence."""
         try:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError as error:
             raise ValueError("text: is not valid Unicode (it holds half of a surrogate pair)") from error
 
     def encode_detached(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """As `encode`, for long texts in a thread. The library's `encode` holds the interpreter's lock from beginning to end; its
-        batches let go of it, and without offsets there is little to copy and to free under the lock afterwards."""
+        """Return the token ids, for long texts in a thread. The library's `encode` holds the GIL from beginning to end; its
+        batches release it, and without offsets there is little to copy and to free under the GIL afterwards."""
         try:
             return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError as error:
             raise ValueError("text: is not valid Unicode (it holds half of a surrogate pair)") from error
 
     def fewest_tokens(self, text: str) -> int:
-        """`text` has at least so many tokens: told by its bytes, without encoding it. 0 where nothing can be proved."""
+        """Return a lower bound on the tokens of `text`, from its bytes, without encoding it. 0 where nothing can be proved."""
         return 0 if self._token_bytes is None else self._token_bytes.fewest_tokens(text)
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of a whole sequence. Ids outside the vocabulary have no text."""
+        """Return the text of a whole sequence. Ids outside the vocabulary have no text."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
-        """One token as it reads in the middle of a text, special tokens by name; bytes that are no text alone are U+FFFD."""
+        """Return one token as it reads in the middle of a text, special tokens by name; bytes that are no text alone are
+        U+FFFD."""
         text = self._token_texts.get(token_id)
         if text is None:
             text = self._token_texts[token_id] = self._read_token(token_id)
@@ -285,31 +290,32 @@ class Tokenizer:
         return stream.push(token) + stream.flush()
 
     def apply_chat_template(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a conversation, up to where the assistant's next message begins. ValueError: no template, or a refusal."""
+        """Return the token ids of a conversation, up to where the assistant's next message begins. Raises ValueError without a
+        template, or if it rejects the messages."""
         return self.encode(self.render_chat(messages), add_special_tokens=False)
 
     def render_chat(self, messages: Sequence[Message]) -> str:
-        """The text that `apply_chat_template` encodes."""
+        """Return the text that `apply_chat_template` encodes."""
         if self._template is None:
             raise ValueError("model: it has no chat template; send a prompt to Generate instead")
         return self._template.render(messages)
 
     def to_json(self) -> str:
-        """All of it as one tokenizer.json, with the special tokens that other files declare."""
+        """Return it all as one tokenizer.json, with the special tokens that other files declare."""
         return self._backend.to_str()
 
     def piece(self, token_id: int) -> str | None:
-        """The vocabulary's spelling of a token; None if it has no text: special or unknown."""
+        """Return the vocabulary's spelling of a token; None if it has no text: special or unknown."""
         try:
             return self._pieces[token_id]
         except KeyError:
             piece = None if token_id in self._special_ids else self._backend.id_to_token(token_id)
-            if piece is not None:  # so that ids outside of the vocabulary cannot fill it
+            if piece is not None:  # so that ids outside the vocabulary cannot fill it
                 self._pieces[token_id] = piece
             return piece
 
     def decoder_stages(self) -> list[Stage]:
-        """Fresh stages of the decoder, for one stream."""
+        """Return fresh stages of the decoder, for one stream."""
         return [make() for make in self._stage_factories]
 
     @cached_property
@@ -322,7 +328,7 @@ class Tokenizer:
         return None if source is None else ChatTemplate(source, self.settings.special_tokens)
 
     def _add_declared_special_tokens(self, names: Iterable[str]) -> None:
-        """Some folders name special tokens only in tokenizer_config.json; those of the vocabulary become special here, too."""
+        """Add special tokens that some folders name only in tokenizer_config.json, as far as they are in the vocabulary."""
         known = {token.content for token in self._backend.get_added_tokens_decoder().values() if token.special}
         missing = {name for name in names if name not in known and self._backend.token_to_id(name) is not None}
         if missing:

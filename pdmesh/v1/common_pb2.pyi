@@ -56,7 +56,7 @@ class _PriorityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Priority.Val
     PRIORITY_STANDARD: _Priority.ValueType  # 2
     """PRIORITY_STANDARD is the default."""
     PRIORITY_BATCH: _Priority.ValueType  # 3
-    """PRIORITY_BATCH fills what is left."""
+    """PRIORITY_BATCH uses the remaining capacity."""
 
 class Priority(_Priority, metaclass=_PriorityEnumTypeWrapper):
     """Priority orders work under load."""
@@ -68,7 +68,7 @@ PRIORITY_INTERACTIVE: Priority.ValueType  # 1
 PRIORITY_STANDARD: Priority.ValueType  # 2
 """PRIORITY_STANDARD is the default."""
 PRIORITY_BATCH: Priority.ValueType  # 3
-"""PRIORITY_BATCH fills what is left."""
+"""PRIORITY_BATCH uses the remaining capacity."""
 Global___Priority: _TypeAlias = Priority  # noqa: Y015
 
 @_typing.final
@@ -112,9 +112,9 @@ class SamplingParams(_message.Message):
     seed: _builtins.int
     """seed determines every draw of the request. Absent means that the router draws one and names it in `Started`."""
     max_tokens: _builtins.int
-    """max_tokens bounds the output of each choice. At least 1. Absent means what is left of the model's context."""
+    """max_tokens bounds the output of each choice. At least 1. Absent means the rest of the model's context."""
     min_tokens: _builtins.int
-    """min_tokens forbids end-of-sequence and stop tokens before so many tokens of output. 0 means none."""
+    """min_tokens forbids end-of-sequence and stop tokens before that many tokens of output. 0 means none."""
     ignore_eos: _builtins.bool
     """ignore_eos continues past the model's end-of-sequence tokens."""
     logprobs: _builtins.int
@@ -202,8 +202,8 @@ class Constraint(_message.Message):
     CHOICE_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
-    """json_schema is a JSON Schema as JSON text; "{}" allows any JSON value. A keyword that is not supported is refused. JSON is
-    written with one space behind comma and colon and no others, unless "x-guidance" in the schema says otherwise.
+    """json_schema is a JSON Schema as JSON text; "{}" allows any JSON value. A keyword that is not supported is rejected. JSON is
+    written with one space after comma and colon and no others, unless "x-guidance" in the schema says otherwise.
     """
     regex: _builtins.str
     """regex that the whole output matches, in the syntax of Rust's regex crate: no look-around, no back-references."""
@@ -339,7 +339,7 @@ class Identity(_message.Message):
     head_dim: _builtins.int
     """head_dim is the number of elements of one head's key (or value)."""
     numeric_mode: _builtins.str
-    """numeric_mode names what decides the bits of the computation beside the KV's element type, such as
+    """numeric_mode names what determines the bits of the computation besides the KV's element type, such as
     "int8-native2-avx512_bf16": weights, kernels.
     """
     protocol_version: _builtins.int
@@ -385,7 +385,7 @@ class KVLayout(_message.Message):
     tensor_parallel_size: _builtins.int
     """tensor_parallel_size is the number of shards over which KV heads are split."""
     tensor_parallel_rank: _builtins.int
-    """tensor_parallel_rank is the shard that lies in this pool, from 0."""
+    """tensor_parallel_rank is the shard in this pool, from 0."""
     arrangement: _builtins.str
     """arrangement of the numbers within a block: "plain" ([token][head][dimension]) or "panels" (of the CPU kernels). It must be equal."""
     def __init__(
@@ -424,7 +424,7 @@ class TransferEndpoint(_message.Message):
     host_id: _builtins.str
     """host_id tells whether two processes share a host (and its network namespace). Empty for tcp."""
     tls: _builtins.bool
-    """tls: pushes have to come over TLS, from a sender with a certificate of the mesh. Only over tcp."""
+    """tls: pushes must come over TLS, from a sender with a certificate of the mesh. Only over tcp."""
     def __init__(
         self,
         *,
@@ -443,7 +443,7 @@ Global___TransferEndpoint: _TypeAlias = TransferEndpoint  # noqa: Y015
 
 @_typing.final
 class Reservation(_message.Message):
-    """Reservation is what decode grants: blocks held for a request under a lease."""
+    """Reservation is a decode worker's grant: blocks held for a request under a lease."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -466,7 +466,7 @@ class Reservation(_message.Message):
     token: _builtins.bytes
     """token authorizes a push into this reservation; secret."""
     num_cached_tokens: _builtins.int
-    """num_cached_tokens of the prompt that decode holds already (whole blocks, pinned until commit): they are not to be sent."""
+    """num_cached_tokens of the prompt: the decode worker's prefix hit (whole blocks, pinned until commit), which is not sent."""
     @_builtins.property
     def endpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransferEndpoint]:
         """endpoints of the receiver, best first."""
@@ -497,7 +497,7 @@ Global___Reservation: _TypeAlias = Reservation  # noqa: Y015
 
 @_typing.final
 class EmittedChoice(_message.Message):
-    """EmittedChoice is what the client has already been given of one choice."""
+    """EmittedChoice is what the client has already received of one choice."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -545,7 +545,7 @@ class TokenRequest(_message.Message):
     cache_salt: _builtins.str
     """cache_salt keeps the prefix caches of tenants apart. Empty means shared."""
     tenant: _builtins.str
-    """tenant on whose account this runs. Empty means the default tenant."""
+    """tenant that the request belongs to. Empty means the default tenant."""
     priority: Global___Priority.ValueType
     """priority class."""
     @_builtins.property
@@ -558,7 +558,7 @@ class TokenRequest(_message.Message):
 
     @_builtins.property
     def emitted(self) -> _containers.RepeatedCompositeFieldContainer[Global___EmittedChoice]:
-        """emitted is history: generation continues behind it. Empty, or one entry for each choice."""
+        """emitted is history: generation continues after it. Empty, or one entry for each choice."""
 
     def __init__(
         self,
@@ -608,8 +608,8 @@ class PrefillTimings(_message.Message):
     num_steps: _builtins.int
     """num_steps over which the prompt was computed (chunks)."""
     reserve_ns: _builtins.int
-    """reserve_ns: from receipt of the request until the engine had it, where decode computes the prompt itself. Zero: prefill_queue_ns
-    begins with the receipt.
+    """reserve_ns: from receipt of the request until the engine had it, if the decode worker computes the prompt itself. Zero:
+    prefill_queue_ns begins with the receipt.
     """
     def __init__(
         self,

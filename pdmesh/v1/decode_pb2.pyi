@@ -48,7 +48,7 @@ Global___RequestEventKind: _TypeAlias = RequestEventKind  # noqa: Y015
 
 @_typing.final
 class SubmitRequest(_message.Message):
-    """SubmitRequest carries everything that decode will need."""
+    """SubmitRequest carries everything that the decode worker will need."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -74,8 +74,8 @@ class SubmitRequest(_message.Message):
     epoch: _builtins.int
     """epoch that the router expects of the worker. 0 means any."""
     tpot_goal_ms: _builtins.int
-    """tpot_goal_ms: the request's tokens are wanted this far apart at most, on average. Steps hold only so much of other prompts as
-    leaves it that. 0 means that nobody said.
+    """tpot_goal_ms: the TPOT objective of the request. Steps hold only as much of other prompts as it allows. 0 means that there is
+    none.
     """
     @_builtins.property
     def request(self) -> _common_pb2.TokenRequest:
@@ -83,7 +83,7 @@ class SubmitRequest(_message.Message):
 
     @_builtins.property
     def identity(self) -> _common_pb2.Identity:
-        """identity that the router expects of the worker; what is set is compared."""
+        """identity that the router expects of the worker; fields that are set are compared."""
 
     def __init__(
         self,
@@ -200,8 +200,8 @@ class AttachRequest(_message.Message):
 
     @_builtins.property
     def waiting_request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """waiting_request_ids were submitted and have not started: a message renews the leases of their reservations, and of no others. What
-        a router does not name any more lapses, though the Cancel for it was lost.
+        """waiting_request_ids were submitted and have not started: a message renews the leases of their reservations, and of no others.
+        A reservation that a router no longer names expires, even if the Cancel for it was lost.
         """
 
     def __init__(
@@ -252,7 +252,7 @@ Global___ResumePoint: _TypeAlias = ResumePoint  # noqa: Y015
 
 @_typing.final
 class Frame(_message.Message):
-    """Frame holds what is new of all of one router's sequences. Frames of a slow router are merged."""
+    """Frame holds the new output of all of one router's sequences. Frames of a slow router are merged."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -317,11 +317,11 @@ class SequenceOutput(_message.Message):
     finish_reason: _common_pb2.FinishReason.ValueType
     """finish_reason when the choice ended with the last token."""
     num_drafted: _builtins.int
-    """num_drafted tokens were guessed and verified for this choice since the request runs here, those of this message's steps included:
-    whoever has the latest message knows all of it. 0 means none.
+    """num_drafted tokens were drafted and verified for this choice since the request runs here, those of this message's steps
+    included: the latest message has the total. 0 means none.
     """
     num_accepted: _builtins.int
-    """num_accepted of them came true."""
+    """num_accepted of them."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """token_ids in order."""
@@ -352,7 +352,7 @@ Global___SequenceOutput: _TypeAlias = SequenceOutput  # noqa: Y015
 
 @_typing.final
 class RequestEvent(_message.Message):
-    """RequestEvent tells a router about the life of a request."""
+    """RequestEvent reports a change of state of a request to its router."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -383,7 +383,7 @@ class RequestEvent(_message.Message):
     decode_queue_ns: _builtins.int
     """decode_queue_ns from commit to the first decode step. With STARTED."""
     num_cached_tokens: _builtins.int
-    """num_cached_tokens that decode held of the prompt. With STARTED."""
+    """num_cached_tokens: the prefix hit on the decode worker. With STARTED."""
     @_builtins.property
     def local_prefill(self) -> _common_pb2.PrefillTimings:
         """prefill timings of a LOCAL request. With STARTED."""

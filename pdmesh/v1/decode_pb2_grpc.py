@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class DecodeServiceStub:
-    """DecodeService owns requests: it reserves their blocks, receives or computes their KV and generates their tokens.
+    """DecodeService decodes requests: it reserves their blocks, receives or computes their KV and generates their tokens.
     """
 
     def __init__(self, channel):
@@ -53,13 +53,13 @@ class DecodeServiceStub:
 
 
 class DecodeServiceServicer:
-    """DecodeService owns requests: it reserves their blocks, receives or computes their KV and generates their tokens.
+    """DecodeService decodes requests: it reserves their blocks, receives or computes their KV and generates their tokens.
     """
 
     def Submit(self, request, context):
-        """Submit reserves blocks for a request, or drives it on: it is idempotent per (request_id, attempt, mode).
+        """Submit reserves blocks for a request, or starts its next attempt: it is idempotent per (request_id, attempt, mode).
         A higher attempt replaces the former one (REMOTE: to be filled by another prefill worker; LOCAL: computed here).
-        RESOURCE_EXHAUSTED: no room; nothing is kept. FAILED_PRECONDITION: identity or role does not fit (the field is named), or the
+        RESOURCE_EXHAUSTED: no capacity; nothing is kept. FAILED_PRECONDITION: identity or role does not fit (the field is named), or the
         request runs already. CANCELLED: it was cancelled before. ABORTED: the attempt is older than one already known.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -108,7 +108,7 @@ def add_DecodeServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DecodeService:
-    """DecodeService owns requests: it reserves their blocks, receives or computes their KV and generates their tokens.
+    """DecodeService decodes requests: it reserves their blocks, receives or computes their KV and generates their tokens.
     """
 
     @staticmethod

@@ -27,16 +27,16 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class DecodeServiceStub:
-    """DecodeService owns requests: it reserves their blocks, receives or computes their KV and generates their tokens."""
+    """DecodeService decodes requests: it reserves their blocks, receives or computes their KV and generates their tokens."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DecodeServiceAsyncStub: ...
     Submit: _grpc.UnaryUnaryMultiCallable[_decode_pb2.SubmitRequest, _decode_pb2.SubmitResponse]
-    """Submit reserves blocks for a request, or drives it on: it is idempotent per (request_id, attempt, mode).
+    """Submit reserves blocks for a request, or starts its next attempt: it is idempotent per (request_id, attempt, mode).
     A higher attempt replaces the former one (REMOTE: to be filled by another prefill worker; LOCAL: computed here).
-    RESOURCE_EXHAUSTED: no room; nothing is kept. FAILED_PRECONDITION: identity or role does not fit (the field is named), or the
+    RESOURCE_EXHAUSTED: no capacity; nothing is kept. FAILED_PRECONDITION: identity or role does not fit (the field is named), or the
     request runs already. CANCELLED: it was cancelled before. ABORTED: the attempt is older than one already known.
     """
     Cancel: _grpc.UnaryUnaryMultiCallable[_decode_pb2.CancelRequest, _decode_pb2.CancelResponse]
@@ -48,13 +48,13 @@ class DecodeServiceStub:
 
 @_typing.type_check_only
 class DecodeServiceAsyncStub(DecodeServiceStub):
-    """DecodeService owns requests: it reserves their blocks, receives or computes their KV and generates their tokens."""
+    """DecodeService decodes requests: it reserves their blocks, receives or computes their KV and generates their tokens."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Submit: _aio.UnaryUnaryMultiCallable[_decode_pb2.SubmitRequest, _decode_pb2.SubmitResponse]  # type: ignore[assignment]
-    """Submit reserves blocks for a request, or drives it on: it is idempotent per (request_id, attempt, mode).
+    """Submit reserves blocks for a request, or starts its next attempt: it is idempotent per (request_id, attempt, mode).
     A higher attempt replaces the former one (REMOTE: to be filled by another prefill worker; LOCAL: computed here).
-    RESOURCE_EXHAUSTED: no room; nothing is kept. FAILED_PRECONDITION: identity or role does not fit (the field is named), or the
+    RESOURCE_EXHAUSTED: no capacity; nothing is kept. FAILED_PRECONDITION: identity or role does not fit (the field is named), or the
     request runs already. CANCELLED: it was cancelled before. ABORTED: the attempt is older than one already known.
     """
     Cancel: _aio.UnaryUnaryMultiCallable[_decode_pb2.CancelRequest, _decode_pb2.CancelResponse]  # type: ignore[assignment]
@@ -65,7 +65,7 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     """
 
 class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
-    """DecodeService owns requests: it reserves their blocks, receives or computes their KV and generates their tokens."""
+    """DecodeService decodes requests: it reserves their blocks, receives or computes their KV and generates their tokens."""
 
     @_abc_1.abstractmethod
     def Submit(
@@ -73,9 +73,9 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _decode_pb2.SubmitRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_decode_pb2.SubmitResponse, _abc.Awaitable[_decode_pb2.SubmitResponse]]:
-        """Submit reserves blocks for a request, or drives it on: it is idempotent per (request_id, attempt, mode).
+        """Submit reserves blocks for a request, or starts its next attempt: it is idempotent per (request_id, attempt, mode).
         A higher attempt replaces the former one (REMOTE: to be filled by another prefill worker; LOCAL: computed here).
-        RESOURCE_EXHAUSTED: no room; nothing is kept. FAILED_PRECONDITION: identity or role does not fit (the field is named), or the
+        RESOURCE_EXHAUSTED: no capacity; nothing is kept. FAILED_PRECONDITION: identity or role does not fit (the field is named), or the
         request runs already. CANCELLED: it was cancelled before. ABORTED: the attempt is older than one already known.
         """
 

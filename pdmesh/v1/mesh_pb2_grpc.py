@@ -74,7 +74,7 @@ class MeshServicer:
     def Generate(self, request, context):
         """Generate continues a prompt. The first message is `started`, then deltas, last `completed`.
         INVALID_ARGUMENT names the field; NOT_FOUND: unknown model; RESOURCE_EXHAUSTED: overload, with RetryInfo (without: it never fits,
-        or the client reads too slowly); DEADLINE_EXCEEDED; UNAVAILABLE: no worker, or the router is going: continue with `resume`.
+        or the client reads too slowly); DEADLINE_EXCEEDED; UNAVAILABLE: no worker, or the router stops: continue with `resume`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -109,8 +109,8 @@ class MeshServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Explain(self, request, context):
-        """Explain tells why requests went where they went, or where one would go now. INVALID_ARGUMENT names the field; NOT_FOUND: the
-        request is not among those that this router remembers.
+        """Explain returns why requests were placed as they were, or where one would be placed now. INVALID_ARGUMENT names the field;
+        NOT_FOUND: the request is not among those that this router remembers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -29,10 +29,10 @@ class _HandoffStatusEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Handoff
     HANDOFF_STATUS_UNSPECIFIED: _HandoffStatus.ValueType  # 0
     """HANDOFF_STATUS_UNSPECIFIED is invalid."""
     HANDOFF_STATUS_COMMITTED: _HandoffStatus.ValueType  # 1
-    """HANDOFF_STATUS_COMMITTED: decode has everything and goes on."""
+    """HANDOFF_STATUS_COMMITTED: the decode worker has everything and continues."""
     HANDOFF_STATUS_FINISHED: _HandoffStatus.ValueType  # 2
-    """HANDOFF_STATUS_FINISHED: every choice ended with its first token. Decode was told and released the reservation; with a message it
-    could not be told, and the router has to cancel there.
+    """HANDOFF_STATUS_FINISHED: every choice ended with its first token. The decode worker was told and released the reservation;
+    with a message it could not be told, and the router must cancel there.
     """
     HANDOFF_STATUS_FAILED: _HandoffStatus.ValueType  # 3
     """HANDOFF_STATUS_FAILED: see message."""
@@ -43,10 +43,10 @@ class HandoffStatus(_HandoffStatus, metaclass=_HandoffStatusEnumTypeWrapper):
 HANDOFF_STATUS_UNSPECIFIED: HandoffStatus.ValueType  # 0
 """HANDOFF_STATUS_UNSPECIFIED is invalid."""
 HANDOFF_STATUS_COMMITTED: HandoffStatus.ValueType  # 1
-"""HANDOFF_STATUS_COMMITTED: decode has everything and goes on."""
+"""HANDOFF_STATUS_COMMITTED: the decode worker has everything and continues."""
 HANDOFF_STATUS_FINISHED: HandoffStatus.ValueType  # 2
-"""HANDOFF_STATUS_FINISHED: every choice ended with its first token. Decode was told and released the reservation; with a message it
-could not be told, and the router has to cancel there.
+"""HANDOFF_STATUS_FINISHED: every choice ended with its first token. The decode worker was told and released the reservation;
+with a message it could not be told, and the router must cancel there.
 """
 HANDOFF_STATUS_FAILED: HandoffStatus.ValueType  # 3
 """HANDOFF_STATUS_FAILED: see message."""
@@ -75,7 +75,7 @@ class PrefillRequest(_message.Message):
 
     @_builtins.property
     def reservation(self) -> _common_pb2.Reservation:
-        """reservation on decode that is to be filled."""
+        """reservation on the decode worker to be filled."""
 
     @_builtins.property
     def identity(self) -> _common_pb2.Identity:
@@ -222,11 +222,11 @@ class HandoffOutcome(_message.Message):
     transport: _builtins.str
     """transport used."""
     kv_exposed_ns: _builtins.int
-    """kv_exposed_ns from the first token to the receipt of decode's commit."""
+    """kv_exposed_ns from the first token to the receipt of the decode worker's commit."""
     retryable: _builtins.bool
     """retryable: another attempt, perhaps elsewhere, may succeed."""
     code: _builtins.int
-    """code is the gRPC status code of a failure: what the receiver said, or how the connection ended."""
+    """code is the gRPC status code of a failure: the receiver's, or that of the connection."""
     def __init__(
         self,
         *,

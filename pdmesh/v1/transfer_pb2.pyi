@@ -47,8 +47,8 @@ class TransferChunk(_message.Message):
 
     DATA_FIELD_NUMBER: _builtins.int
     data: _builtins.bytes
-    """data are the next bytes, a megabyte at most beside a frame. A message of no bytes at all (no data) says that its sender sends
-    nothing more, though the call goes on.
+    """data are the next bytes, a megabyte at most beside a frame. A message without data says that its sender sends nothing more,
+    though the call continues.
     """
     def __init__(
         self,
@@ -173,7 +173,7 @@ class TransferHello(_message.Message):
     pool_num_blocks: _builtins.int
     """pool_num_blocks of the sender's pool. Only over shm, nixl and cuda_ipc."""
     push_id: _builtins.bytes
-    """push_id, 16 random bytes: connections that say the same are one push."""
+    """push_id, 16 random bytes: connections with the same id are one push."""
     connection: _builtins.int
     """connection counts the connections of a push. 0 is the first one: it opens the push and carries commit or abort. Over others
     only parts travel.
@@ -192,7 +192,7 @@ class TransferHello(_message.Message):
 
     @_builtins.property
     def device_pool(self) -> Global___DevicePool:
-        """device_pool is how the sender's pool is found on the GPU. Only over cuda_ipc."""
+        """device_pool locates the sender's pool on the GPU. Only over cuda_ipc."""
 
     @_builtins.property
     def nixl_device(self) -> Global___NixlDevice:
@@ -227,14 +227,14 @@ Global___TransferHello: _TypeAlias = TransferHello  # noqa: Y015
 
 @_typing.final
 class NixlDevice(_message.Message):
-    """NixlDevice is what a pool lies in, as NIXL names it."""
+    """NixlDevice is the memory of a pool, as NIXL names it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     KIND_FIELD_NUMBER: _builtins.int
     NUMBER_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
-    """kind is "VRAM", a GPU's memory. "DRAM", the host's, stands for it where there is none."""
+    """kind is "VRAM", a GPU's memory. "DRAM", the host's, replaces it where there is none."""
     number: _builtins.int
     """number of the GPU in the sender's process."""
     def __init__(
@@ -360,7 +360,7 @@ Global___PartHeader: _TypeAlias = PartHeader  # noqa: Y015
 
 @_typing.final
 class PartEnd(_message.Message):
-    """PartEnd comes behind the bytes of a part: their checksum is computed while they move, so that neither end reads them twice. Over
+    """PartEnd follows the bytes of a part: their checksum is computed while they move, so that neither end reads them twice. Over
     cuda_ipc, and over nixl out of a device, it follows the header at once.
     """
 
@@ -425,7 +425,7 @@ Global___PartReply: _TypeAlias = PartReply  # noqa: Y015
 
 @_typing.final
 class TransferAlive(_message.Message):
-    """TransferAlive says, while there is nothing to send, that the prefill goes on. A sender whose engine stands still sends none."""
+    """TransferAlive says, while there is nothing to send, that the prefill goes on. A sender whose engine is stuck sends none."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -442,7 +442,7 @@ Global___TransferAlive: _TypeAlias = TransferAlive  # noqa: Y015
 
 @_typing.final
 class TransferCommit(_message.Message):
-    """TransferCommit ends the manifest and carries what decode needs to go on."""
+    """TransferCommit ends the manifest and carries what the decode worker needs to continue."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -452,7 +452,7 @@ class TransferCommit(_message.Message):
     num_parts: _builtins.int
     """num_parts sent."""
     num_tokens: _builtins.int
-    """num_tokens whose KV decode now has, the pinned prefix included."""
+    """num_tokens whose KV the decode worker now has, the pinned prefix included."""
     @_builtins.property
     def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___CommittedChoice]:
         """choices hold the first token of each choice."""
@@ -488,13 +488,13 @@ class CommittedChoice(_message.Message):
     index: _builtins.int
     """index of the token in the output."""
     token_id: _builtins.int
-    """token_id drawn on prefill."""
+    """token_id drawn on the prefill worker."""
     finish_reason: _common_pb2.FinishReason.ValueType
     """finish_reason when the choice ended with it."""
     draft_state: _builtins.bytes
-    """draft_state is the model's last hidden state that the token was drawn from, before the final norm: bfloat16, little-endian. Who
-    guesses from it on decode can do so at once. Only of a request with one choice; empty where prefill does not say. What decode
-    cannot use it ignores.
+    """draft_state is the model's last hidden state that the token was drawn from, before the final norm: bfloat16, little-endian. A
+    draft head on the decode worker can draft from it at once. Only of a request with one choice; empty where the prefill worker
+    does not send it. A decode worker that cannot use it ignores it.
     """
     def __init__(
         self,
@@ -522,7 +522,7 @@ class TransferAbort(_message.Message):
     FINISHED_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     finished: _builtins.bool
-    """finished: every choice ended with its first token, so that the reservation is to be released."""
+    """finished: every choice ended with its first token, so the reservation is released."""
     reason: _builtins.str
     """reason for people."""
     def __init__(

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class TransferServiceStub:
-    """TransferService is for where only the gRPC port of a decode worker is open.
+    """TransferService carries pushes where only the gRPC port of a decode worker is open.
     """
 
     def __init__(self, channel):
@@ -43,11 +43,11 @@ class TransferServiceStub:
 
 
 class TransferServiceServicer:
-    """TransferService is for where only the gRPC port of a decode worker is open.
+    """TransferService carries pushes where only the gRPC port of a decode worker is open.
     """
 
     def Push(self, request_iterator, context):
-        """Push is one connection of a push: either direction is a stream of bytes in chunks, whose borders mean nothing.
+        """Push is one connection of a push: either direction is a stream of bytes in chunks, whose boundaries have no meaning.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -70,7 +70,7 @@ def add_TransferServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TransferService:
-    """TransferService is for where only the gRPC port of a decode worker is open.
+    """TransferService carries pushes where only the gRPC port of a decode worker is open.
     """
 
     @staticmethod

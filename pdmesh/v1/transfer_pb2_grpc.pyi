@@ -47,25 +47,25 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class TransferServiceStub:
-    """TransferService is for where only the gRPC port of a decode worker is open."""
+    """TransferService carries pushes where only the gRPC port of a decode worker is open."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> TransferServiceAsyncStub: ...
     Push: _grpc.StreamStreamMultiCallable[_transfer_pb2.TransferChunk, _transfer_pb2.TransferChunk]
-    """Push is one connection of a push: either direction is a stream of bytes in chunks, whose borders mean nothing."""
+    """Push is one connection of a push: either direction is a stream of bytes in chunks, whose boundaries have no meaning."""
 
 @_typing.type_check_only
 class TransferServiceAsyncStub(TransferServiceStub):
-    """TransferService is for where only the gRPC port of a decode worker is open."""
+    """TransferService carries pushes where only the gRPC port of a decode worker is open."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Push: _aio.StreamStreamMultiCallable[_transfer_pb2.TransferChunk, _transfer_pb2.TransferChunk]  # type: ignore[assignment]
-    """Push is one connection of a push: either direction is a stream of bytes in chunks, whose borders mean nothing."""
+    """Push is one connection of a push: either direction is a stream of bytes in chunks, whose boundaries have no meaning."""
 
 class TransferServiceServicer(metaclass=_abc_1.ABCMeta):
-    """TransferService is for where only the gRPC port of a decode worker is open."""
+    """TransferService carries pushes where only the gRPC port of a decode worker is open."""
 
     @_abc_1.abstractmethod
     def Push(
@@ -73,6 +73,6 @@ class TransferServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_transfer_pb2.TransferChunk],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_transfer_pb2.TransferChunk], _abc.AsyncIterator[_transfer_pb2.TransferChunk]]:
-        """Push is one connection of a push: either direction is a stream of bytes in chunks, whose borders mean nothing."""
+        """Push is one connection of a push: either direction is a stream of bytes in chunks, whose boundaries have no meaning."""
 
 def add_TransferServiceServicer_to_server(servicer: TransferServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -96,7 +96,7 @@ class WorkerControlServicer:
         raise NotImplementedError('Method not implemented!')
 
     def KeepTraces(self, request, context):
-        """KeepTraces has the worker send what it holds, or will have, of traces that were not sampled: their requests went badly.
+        """KeepTraces has the worker send its present and future spans of unsampled traces: their requests went badly.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -28,7 +28,7 @@ async def test_names_are_resolved_and_keys_are_shown() -> None:
     async with serving(router := told_router(1, key="secret")) as port:
         shut_out = Collector([f"localhost:{port}"], "m", window_s=10.0)
         await shut_out.look(0.0)
-        assert "does not let us in" in next(iter(shut_out.problems.values()))
+        assert "rejects the key" in next(iter(shut_out.problems.values()))
         let_in = Collector([f"localhost:{port}"], "m", window_s=10.0, api_key="secret")
         await let_in.look(0.0)
         assert not let_in.problems and let_in.heard_s == 0.0
@@ -37,6 +37,6 @@ async def test_names_are_resolved_and_keys_are_shown() -> None:
         assert "cannot be resolved" in nobody.problems["no-such-host.invalid:1"]
         other = Collector([router.address], "other", window_s=10.0, api_key="secret")
         await other.look(0.0)
-        assert "nothing of the traffic of model 'other'; it tells of m" in other.problems[router.address]
+        assert "no traffic of model 'other'; it reports m" in other.problems[router.address]
         for collector in (shut_out, let_in, nobody, other):
             await collector.close()

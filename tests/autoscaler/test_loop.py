@@ -93,7 +93,7 @@ async def test_starts_that_fail_are_told_once_until_some_succeed() -> None:
         await scene.rounds(5)
         assert not platform.failed_starts, "ten seconds are not over"
         await scene.rounds(12)
-        told = "replicas: not started within 10 s, and counted for nothing now"
+        told = "replicas: not started within 10 s, and no longer counted"
         assert platform.failed_starts == [(DECODE, f"1 of 2 {told}")]
         assert platform.asked[DECODE] == 2
         router.status.workers.append(worker("d1", (D,)))

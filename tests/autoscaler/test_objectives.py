@@ -79,7 +79,7 @@ def test_the_file_is_read_anew_when_it_changes_and_a_bad_one_changes_nothing(
     path.write_text(TIGHT)
     assert [file.look(), file.look()] == [tight, tight]
     (line,) = said()
-    assert line.startswith(f"INFO objectives were read anew: {promise(tight)}; before: {promise(slack)}")
+    assert line.startswith(f"INFO objectives were reloaded: {promise(tight)}; before: {promise(slack)}")
     for text in ("ttft_ms = ", '["m"]\nttft_ms = 600\n', SLACK.replace('"m"', "other"), SLACK.replace("0.95", "0.2")):
         path.write_text(text)
         assert [file.look(), file.look()] == [tight, tight]

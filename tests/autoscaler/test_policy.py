@@ -191,7 +191,7 @@ def test_an_idle_pool_goes_to_zero_only_where_that_is_allowed() -> None:
         assert scaler.decide(snapshot(now_s, 0.0, 1, 1)).replicas(PREFILL) == 1
     decision = scaler.decide(snapshot(600, 0.0, 1, 1))
     assert decision.replicas(PREFILL) == 0 and decision.replicas(DECODE) == 1
-    assert "nobody has asked for anything for 600 s; the first request will wait about 60 s" in decision.reason
+    assert "no request for 600 s; the first request will wait about 60 s" in decision.reason
     assert scaler.decide(snapshot(620, 0.0, 0, 1)).replicas(PREFILL) == 0
 
 
@@ -208,7 +208,7 @@ def test_the_first_request_wakes_it() -> None:
 def test_a_mesh_that_has_told_nothing_stays_as_it_is() -> None:
     decision = policy().decide(Snapshot(0, traffic(50.0, lengths=None), (PoolView(BOTH, 3),)))
     assert decision.replicas(BOTH) == 3
-    assert "no worker has told its speed, or no request its length" in decision.reason
+    assert "no worker has reported its speed, or no request has arrived yet" in decision.reason
 
 
 def test_a_mesh_that_nobody_has_ever_asked_goes_down_to_its_least() -> None:
@@ -219,7 +219,7 @@ def test_a_mesh_that_nobody_has_ever_asked_goes_down_to_its_least() -> None:
         silent = replace(unasked, age_s=60.0) if now_s == 100 else unasked
         decision = scaler.decide(Snapshot(now_s, silent, (view(BOTH, 4),)))
         assert decision.replicas(BOTH) == (4 if now_s < 230 else least), now_s
-    assert "2 have been enough for 120 s" in decision.reason and "nobody has asked for anything so far" in decision.reason
+    assert "2 have been enough for 120 s" in decision.reason and "there has been no request yet" in decision.reason
     untold = policy()
     assert all(untold.decide(Snapshot(now_s, unasked, (unknown,))).replicas(BOTH) == 4 for now_s in range(0, 400, 10))
 

@@ -75,7 +75,7 @@ async def test_no_saved_state_keeps_the_next_leaders_from_leading(
         with caplog.at_level(logging.WARNING, "pdmesh.autoscaler.loop"):
             await scene.rounds(30, requests=200)
         assert len(scene.decisions) == 29, "each round but the first decides"
-        assert [record.message.partition(", ")[2].partition(":")[0] for record in caplog.records] == ["learning begins anew"]
+        assert [record.message.partition(", ")[2].partition(":")[0] for record in caplog.records] == ["learning starts afresh"]
         assert "need" in scene.decisions[-1].reason, "it learns"
         resumed(Policy(KALMAN, GOALS), platform.saved, scene.now_s, 30.0)  # and leaves something that can be used
         await scene.loop.close()

@@ -85,10 +85,10 @@ def test_an_overlay_of_what_runs(model: str, tmp_path: Path, capsys: pytest.Capt
 def test_what_does_not_run_is_said(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--device", "l40s", "--mesh", "separated", "--tensor-parallel", "1", "--max-num-seqs", "64"]
     assert cli.run(["plan", model, *flags, *LOAD, "--slo-ttft", "300ms", "--slo-tpot", "50ms"]) == 0
-    assert "pdmesh does not run the chosen mesh today: the hand-off of KV between GPUs is untried yet" in capsys.readouterr().out
+    assert "pdmesh does not run the chosen mesh today: the KV hand-off between GPUs is not tested yet" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         cli.run(["plan", "--device", "l40s", *LOAD, "--slo-ttft", "0.3", "--slo-tpot", "50ms"])
-    assert "--slo-ttft: '0.3' is no duration; give one such as 200ms or 0.2s" in capsys.readouterr().err
+    assert "--slo-ttft: '0.3' is not a duration; give one such as 200ms or 0.2s" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -100,9 +100,9 @@ def test_what_does_not_run_is_said(model: str, capsys: pytest.CaptureFixture[str
         (
             ["--device", "l40s", "--mesh", "separated", "--deployable", *LOAD],
             2,
-            "mesh: the hand-off of KV between GPUs is untried yet",
+            "mesh: the KV hand-off between GPUs is not tested yet",
         ),
-        (["--device", "l40s", "--quantization", "int8", "--deployable", *LOAD], 2, "quantization: such weights are untried"),
+        (["--device", "l40s", "--quantization", "int8", "--deployable", *LOAD], 2, "quantization: such weights are not tested"),
         (["--device", "epyc-2-cores", "--quantization", "fp8", *LOAD], 2, "quantization: fp8 is for GPUs, epyc-2-cores is none"),
         (
             ["--device", "epyc-2-cores", "--kv-dtype", "fp8", *LOAD],
@@ -119,7 +119,7 @@ def test_what_does_not_run_is_said(model: str, capsys: pytest.CaptureFixture[str
         (
             ["--device", "l40s", "--tensor-parallel", "2", "--overlay", "x", *LOAD],
             2,
-            "tensor_parallel: it is untried over several",
+            "tensor_parallel: it is not tested on several",
         ),
     ],
 )

@@ -201,14 +201,14 @@ def test_a_look_whether_it_can_be_written_leaves_nothing(tmp_path: Path) -> None
 def test_what_does_not_run_is_not_written(on_gpus: tuple[Plan, Subject], on_cpus: tuple[Plan, Subject]) -> None:
     separated, subject = on_cpus
     served = Served("x", 0, 0.5)
-    with pytest.raises(OverlayError, match=r"the hand-off of KV between GPUs is untried yet.* give --deployable"):
+    with pytest.raises(OverlayError, match=r"the KV hand-off between GPUs is not tested yet.* give --deployable"):
         overlay.contents("base", separated, replace(subject, device=H100.device, weights="bfloat16"), served)
     plan, gpu_subject = on_gpus
     shape = plan.chosen.point.shape
     wide = replace(plan.chosen.point, shape=replace(shape, decode=replace(shape.decode, num_devices=2)))
     with pytest.raises(OverlayError, match="tensor parallelism"):
         overlay.contents("base", replace(plan, chosen=replace(plan.chosen, point=wide)), gpu_subject, served)
-    with pytest.raises(OverlayError, match="int8 weights are untried on GPUs yet"):
+    with pytest.raises(OverlayError, match="int8 weights are not tested on GPUs yet"):
         overlay.contents("base", plan, replace(gpu_subject, weights="int8"), served)
 
 

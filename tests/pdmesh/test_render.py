@@ -138,7 +138,7 @@ def test_status_says_what_guessing_brings() -> None:
     lines = plain(*status_lines(mesh_pb2.GetStatusResponse(workers=workers)))
     at = next(number for number, line in enumerate(lines) if "TOKENS/STEP" in line)
     assert " ".join(lines[at + 1].split()) == "d0 1.70 100 70 0.3s prompt_lookup 70 % of 100, heads 0 % of 0"
-    assert lines[at + 2] == "d0: heads has failed and guesses no more; the worker's log says why"
+    assert lines[at + 2] == "d0: heads has failed and drafts no more; the worker's log says why"
     assert not any("d1" in line or "p0" in line for line in lines[at:])
     assert not any("TOKENS/STEP" in line for line in plain(*status_lines(mesh_pb2.GetStatusResponse(workers=workers[1:]))))
 

@@ -1,4 +1,4 @@
-"""The `.proto` files as descriptors, with their comments: what the reference and the promise of stability are made from."""
+"""Loads the `.proto` files as descriptors, with their comments, for the reference and the check of stability."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ Type = DescriptorProto | EnumDescriptorProto
 
 @dataclass(frozen=True)
 class Commented:
-    """A file with the comments of its parts, by path, as written."""
+    """Hold a file with the comments of its parts, by path, as written."""
 
     file: FileDescriptorProto
     comments: dict[tuple[int, ...], str]
 
 
 class Api:
-    """All of `pdmesh.v1`: services and types by name, comments by what they belong to ("Delta.text")."""
+    """Hold all of `pdmesh.v1`: services and types by name, comments by what they belong to ("Delta.text")."""
 
     def __init__(self, files: list[Commented]) -> None:
         self.files = files
@@ -73,7 +73,7 @@ class Api:
         self.comments[name] = comment or ""
 
     def reachable(self, services: list[str]) -> list[str]:
-        """Names of the types that calls of `services` send, in the order in which a reader meets them."""
+        """Return the names of the types that calls of `services` send, in reading order."""
         found: dict[str, None] = {}
         for name in services:
             for method in self.services[name].method:
@@ -94,7 +94,7 @@ class Api:
 
 
 def load() -> Api:
-    """Compiles `protos/pdmesh/v1/*.proto` with their comments."""
+    """Compile `protos/pdmesh/v1/*.proto` with their comments."""
     protos = ROOT / "protos"
     sources = sorted(str(path.relative_to(protos)) for path in (protos / "pdmesh/v1").glob("*.proto"))
     with tempfile.TemporaryDirectory() as folder:
@@ -113,7 +113,7 @@ def _comments(file: FileDescriptorProto) -> Iterator[tuple[tuple[int, ...], str]
 
 
 def short(full_name: str) -> str:
-    """The name within the package. Raises SystemExit for a type of another package."""
+    """Return the name within the package. Raises SystemExit for a type of another package."""
     name = full_name.removeprefix(f".{PACKAGE}.")
     if "." in name:
         raise SystemExit(f"{full_name} is outside {PACKAGE}; neither the reference nor the check of stability covers it")
@@ -121,19 +121,19 @@ def short(full_name: str) -> str:
 
 
 def type_name(field: FieldDescriptorProto) -> str:
-    """ "uint32", "TokenIds"."""
+    """Return the type, such as "uint32" or "TokenIds"."""
     return short(field.type_name) if field.type_name else SCALARS[field.type]
 
 
 def oneof_name(message: DescriptorProto, field: FieldDescriptorProto) -> str | None:
-    """The oneof that the field is a member of; None for a field of its own (that of `optional` is no oneof to a reader)."""
+    """Return the oneof that the field is a member of; None for others (that of `optional` does not count)."""
     if not field.HasField("oneof_index") or field.proto3_optional:
         return None
     return message.oneof_decl[field.oneof_index].name
 
 
 def cardinality(message: DescriptorProto, field: FieldDescriptorProto) -> str:
-    """ "repeated", "optional" (absence can be told from zero), "oneof kind", or "" for a plain field."""
+    """Return "repeated", "optional" (absence can be told from zero), "oneof kind", or "" for a plain field."""
     if field.label == FieldDescriptorProto.LABEL_REPEATED:
         return "repeated"
     if field.proto3_optional:
@@ -143,6 +143,6 @@ def cardinality(message: DescriptorProto, field: FieldDescriptorProto) -> str:
 
 
 def signature(method: MethodDescriptorProto) -> tuple[str, str]:
-    """("GenerateRequest", "stream GenerateResponse")."""
+    """Return ("GenerateRequest", "stream GenerateResponse")."""
     sent, received = short(method.input_type), short(method.output_type)
     return ("stream " * method.client_streaming + sent, "stream " * method.server_streaming + received)

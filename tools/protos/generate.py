@@ -1,4 +1,4 @@
-"""Generate the stubs from the files below `protos/`, or check that the committed ones are what the files say.
+"""Generates the stubs from the files below `protos/`, or checks that the committed ones match.
 
 `python -m tools.protos.generate` writes; `python -m tools.protos.generate --check` compares and exits 1 when they differ.
 """
@@ -10,14 +10,14 @@ from pathlib import Path
 from grpc_tools import protoc
 
 ROOT = Path(__file__).resolve().parents[2]
-# The wire of our own, and two protocols that others speak (docs/kserve.md, docs/vllm_engine.md).
+# Our own protocol, and two foreign ones (docs/kserve.md, docs/vllm_engine.md).
 PROTOS = ROOT / "protos"
 FOLDERS = ("pdmesh/v1", "pdmesh/third_party/kserve", "pdmesh/third_party/vllm")
 SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
 
 
 def generate(out: Path) -> list[Path]:
-    """Write the stubs of every `.proto` file under `out`; returns their paths relative to it."""
+    """Write the stubs of every `.proto` file under `out`; return their paths relative to it."""
     sources = sorted(str(path.relative_to(PROTOS)) for folder in FOLDERS for path in (PROTOS / folder).glob("*.proto"))
     bin_folder = Path(sys.executable).parent
     plugins = [f"--plugin={name}={bin_folder / name}" for name in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")]
@@ -29,7 +29,7 @@ def generate(out: Path) -> list[Path]:
 
 
 def _stubs(root: Path) -> list[Path]:
-    """The stubs under `root`, relative to it."""
+    """Return the stubs under `root`, relative to it."""
     paths = (path for folder in FOLDERS for path in (root / folder).iterdir())
     return sorted(path.relative_to(root) for path in paths if path.name.endswith(SUFFIXES))
 
@@ -38,7 +38,7 @@ OUTPUTS = (("python", ""), ("grpc_python", ""), ("mypy", "quiet:"), ("mypy_grpc"
 
 
 def stale(fresh: Path, names: list[Path]) -> list[str]:
-    """Names of stubs that differ from the committed ones, are missing there, or have no `.proto` file any more."""
+    """Return the names of stubs that differ from the committed ones, are missing there, or have no `.proto` file any more."""
     committed = set(_stubs(ROOT))
     differing = {name for name in names if name not in committed or (ROOT / name).read_bytes() != (fresh / name).read_bytes()}
     return sorted(str(name) for name in differing | (committed - set(names)))

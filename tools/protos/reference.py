@@ -1,4 +1,4 @@
-"""The reference of `pdmesh.v1`, field by field, from the `.proto` files and their comments.
+"""Writes the reference of `pdmesh.v1`, field by field, from the `.proto` files and their comments.
 
 `python -m tools.protos.reference` writes docs/api.md; with `--check` it compares and exits 1 when the page is stale.
 """
@@ -25,15 +25,15 @@ INTRODUCTION = f"""\
 Generated from `protos/pdmesh/v1/*.proto` by `make stubs`: change the comments there, not this page. How to call it from a
 program of any language, what errors mean and what may change: [grpc.md](grpc.md).
 
-How to read the tables: a field of no *kind* is never absent to its reader, who gets the default of what was
-not sent. An *optional* field, a message and a member of a *oneof* can be told to be absent; of a *oneof* at most one is set.
+How to read the tables: a field of no *kind* is never absent: the reader gets the default of what was not
+sent. An *optional* field, a message and a member of a *oneof* can be told to be absent; of a *oneof* at most one is set.
 *repeated* is a list in order. A server ignores fields that it does not know, and so has a client to.
 """
 DEFAULTS = {"string": '`""`', "bytes": "empty", "bool": "`false`", "double": "`0`", "float": "`0`"}
 
 
 def page(api: Api) -> str:
-    """The whole page."""
+    """Return the whole page."""
     client = api.reachable([CLIENT_SERVICE])
     internal = [name for name in api.services if name != CLIENT_SERVICE]
     rest = sorted(set(api.types) - set(client), key=list(api.types).index)
@@ -106,7 +106,7 @@ def _message(api: Api, message: DescriptorProto) -> Iterator[str]:
 
 
 def _numbered(name: str, number: int) -> str:
-    """Spaces that do not break: a narrow column would tear them apart."""
+    """Return the name with spaces that do not break: a narrow column would separate the parts."""
     return f"`{name}`\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}{number}"
 
 
@@ -116,7 +116,7 @@ def _type(field: FieldDescriptorProto) -> str:
 
 
 def _default(api: Api, field: FieldDescriptorProto, kind: str) -> str:
-    """What a reader gets of a field that was not sent."""
+    """Return what a reader gets of a field that was not sent."""
     if kind == "repeated":
         return "empty"
     if kind or field.type == FieldDescriptorProto.TYPE_MESSAGE:
@@ -135,7 +135,7 @@ def _enum(api: Api, enum: EnumDescriptorProto) -> Iterator[str]:
 
 
 def _text(api: Api, name: str) -> str:
-    """The comment on one line, as Markdown that fits into a table."""
+    """Return the comment on one line, as Markdown for a table."""
     words = " ".join(api.comments[name].split())
     return words.replace("|", "\\|").replace("<", "&lt;")
 
@@ -154,7 +154,7 @@ def _link(name: str) -> str:
 
 
 def _anchor(heading: str) -> str:
-    """As a forge makes it from a heading."""
+    """Return the anchor that a forge makes from a heading."""
     return heading.lower().replace(".", "").replace(" ", "-")
 
 

@@ -1,8 +1,8 @@
-"""The promise of `pdmesh.v1`: what a client has compiled in goes on working.
+"""Checks the stability of `pdmesh.v1`: clients that are compiled already continue to work.
 
-`stable.json` holds the names, numbers and types of the client API. What stands there is never removed, renamed, renumbered or
-given another type; additions are welcome, and stand there too. `python -m tools.protos.stable` records additions, refuses what
-breaks; with `--check` it writes nothing and also refuses additions that are not recorded yet. Who has to break something makes a
+`stable.json` holds the names, numbers and types of the client API. What it holds is never removed, renamed, renumbered or given
+another type; additions are welcome, and recorded too. `python -m tools.protos.stable` records additions and rejects breaking
+changes; with `--check` it writes nothing and also rejects additions that are not recorded yet. A breaking change needs a
 `pdmesh.v2`.
 """
 
@@ -17,12 +17,12 @@ from tools.protos import descriptors
 from tools.protos.descriptors import Api
 
 FILE = descriptors.ROOT / "protos/pdmesh/v1/stable.json"
-# Kind ("services", "messages", "enums") → name → key (a method's name, a field's number, a value's number) → what it is.
+# Kind ("services", "messages", "enums") → name → key (a method's name, a field's number, a value's number) → description.
 Snapshot = dict[str, dict[str, dict[str, str]]]
 
 
 def snapshot(api: Api, service: str = descriptors.CLIENT_SERVICE) -> Snapshot:
-    """All that calls of `service` consist of."""
+    """Return all that calls of `service` consist of."""
     methods = {method.name: "{} -> {}".format(*descriptors.signature(method)) for method in api.services[service].method}
     taken: Snapshot = {"services": {f"{descriptors.PACKAGE}.{service}": methods}, "messages": {}, "enums": {}}
     for name in sorted(api.reachable([service])):
@@ -42,7 +42,7 @@ def _described(message: DescriptorProto, field: FieldDescriptorProto) -> str:
 
 
 def broken(promised: Snapshot, now: Snapshot) -> list[str]:
-    """What was promised and is not so any more, a line each."""
+    """Return what was promised and has changed, a line each."""
     lines = []
     for kind, names in promised.items():
         for name, entries in names.items():

@@ -1,7 +1,7 @@
-"""Asks every router what it knows, and makes figures of all answers together.
+"""Asks every router for its status and combines the answers into the figures that the policy reads.
 
-Addresses are names that are resolved anew each time, so a headless Service stands for all of its routers. A router that does not
-answer keeps its place until its address is listed no more: figures grow old meanwhile, and whoever decides holds.
+Targets are names that are resolved anew each time, so a headless Service stands for all of its routers. A router that does not
+answer stays known until its address is no longer listed. Meanwhile the figures grow old, and the policy holds.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ if TYPE_CHECKING:
     from pdmesh.runtime.rpc.tls import Tls
 
 
-# Which router processes there are, and which of them have been heard. Pure.
+# The router processes that exist, and those that have answered. Pure.
 #
-# An address may be several processes (`python -m router --processes N`), and a connection reaches any of them. A process is
-# forgotten when its address is listed no more, or when others have taken its place there: then as many as share the port have
-# been heard since it was.
+# An address may stand for several processes (`python -m router --processes N`), and a connection reaches any one of them. A
+# process is forgotten when its address is no longer listed, or when others have replaced it: as many processes as share the port
+# have answered since it last did.
 
 
 @dataclass(eq=False)
 class _Place:
     num_processes: int = 1
-    heard_s: dict[Key, float] = field(default_factory=dict)  # the latest is last
+    heard_s: dict[Key, float] = field(default_factory=dict)  # most recent last
 
 
 class Routers:
-    """By address."""
+    """Hold the known router processes by address."""
 
     def __init__(self) -> None:
         self._places: dict[str, _Place] = {}
 
     def listed(self, addresses: Collection[str]) -> set[Key]:
-        """All there are; returns the processes that are gone with theirs."""
+        """Set the addresses that exist; return the processes that are gone with the others."""
         gone = {key for address, place in self._places.items() if address not in addresses for key in place.heard_s}
         self._places = {address: self._places.get(address, _Place()) for address in addresses}
         return gone - self.keys
 
     def heard(self, address: str, key: Key, num_processes: int, now_s: float) -> set[Key]:
-        """A process has answered; returns those whose place it has taken."""
+        """Note that a process has answered; return the processes that it has replaced."""
         place = self._places.setdefault(address, _Place())
         place.num_processes = max(1, num_processes)
         place.heard_s.pop(key, None)
@@ -68,45 +68,46 @@ class Routers:
 
     @property
     def keys(self) -> set[Key]:
-        """Of all processes that are known."""
+        """Return the keys of all known processes."""
         return {key for place in self._places.values() for key in place.heard_s}
 
     def num_missing(self, address: str, since_s: float) -> int:
-        """Processes there that have not been heard since then."""
+        """Return how many processes at the address have not answered since then."""
         place = self._places[address]
         return place.num_processes - sum(heard_s >= since_s for heard_s in place.heard_s.values())
 
     def unknown(self) -> list[str]:
-        """Addresses that have processes of which nothing was ever heard."""
+        """Return the addresses that have processes which never answered."""
         return [address for address, place in self._places.items() if len(place.heard_s) < place.num_processes]
 
 
 ASK_TIMEOUT_S = 2.0
 MAX_TRIES = 4
-"""For each process behind one address: the kernel deals connections out at random."""
+"""Attempts for each process behind one address: the kernel assigns connections to processes at random."""
 
 logger = logging.getLogger(__name__)
 
 
 class Collector:
-    """Of one model's mesh. Call `look` regularly; the rest says what is known since. On one event loop."""
+    """Collect the status of one model's routers. Call `look` regularly; the other methods return what is known since. Runs on one
+    event loop."""
 
     def __init__(self, routers: Sequence[str], model: str, *, window_s: float, tls: Tls | None = None, api_key: str = "") -> None:
-        """`routers` as host:port; `window_s`: over how long rates are taken."""
+        """Create a collector. `routers` are host:port; rates are measured over `window_s` seconds."""
         self._targets, self._model, self._window_s, self._tls = tuple(routers), model, window_s, tls
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
         self._channels, self._opened = Channels(tls=tls), set[str]()
         self._routers, self._rounds = Routers(), Rounds(2 * window_s)
         self._resolved: dict[str, tuple[str, ...]] = {}
-        self._answers: dict[Key, mesh_pb2.GetStatusResponse] = {}  # of the latest look that anybody answered
+        self._answers: dict[Key, mesh_pb2.GetStatusResponse] = {}  # of the latest look that got any answer
         self._waiting: dict[Key, mesh_pb2.TrafficStatus] = {}
         self._had_registry: set[Key] = set()
-        self.heard_s: float | None = None  # when somebody answered last
+        self.heard_s: float | None = None  # when a router last answered
         self.workers: tuple[SeenWorker, ...] = ()
-        self.problems: dict[str, str] = {}  # by address, or by name that was not resolved
+        self.problems: dict[str, str] = {}  # by address, or by name that could not be resolved
 
     async def look(self, now_s: float) -> None:
-        """Asks all routers. Raises nothing: what went wrong stands in `problems`."""
+        """Ask all routers. Raises nothing: `problems` holds what went wrong."""
         self.problems.clear()
         addresses = await self._resolve()
         self._drop(self._routers.listed(addresses))
@@ -123,7 +124,7 @@ class Collector:
             self._rounds.close(now_s)
 
     def traffic(self, now_s: float, quantile: float) -> Traffic | None:
-        """Over the latest window; None before all routers have answered twice."""
+        """Return the traffic of the latest window; None before all routers have answered twice."""
         oldest_s = self._rounds.oldest_s
         age_s = max(0.0, now_s - oldest_s) if oldest_s is not None else 0.0
         if self._rounds.rounds:
@@ -132,15 +133,16 @@ class Collector:
 
     @property
     def lost_registry(self) -> bool:
-        """Whether a router has lost the registry that it had: nobody finds workers that start now."""
+        """Return whether a router has lost its registry: workers that start now are not discovered."""
         return any(key in self._had_registry and not answer.registry_connected for key, answer in self._answers.items())
 
     async def close(self) -> None:
-        """Closes all connections."""
+        """Close all connections."""
         await self._channels.close()
 
     async def _resolve(self) -> list[str]:
-        """Addresses of all targets; of one that cannot be resolved, those that it had: an outage makes nobody go."""
+        """Return the addresses of all targets. A target that cannot be resolved keeps its last ones: a DNS outage removes no
+        router."""
         found = await asyncio.gather(*(self._addresses(target) for target in self._targets))
         return list(dict.fromkeys(address for addresses in found for address in addresses))
 
@@ -164,13 +166,13 @@ class Collector:
             self._had_registry.discard(key)
 
     async def _close_unused(self, addresses: set[str]) -> None:
-        """Also channels that keep a certificate which has been replaced."""
+        """Close unused channels, including those with a certificate that has been replaced."""
         for address in [each for each in self._opened if each not in addresses or self._channels.is_outdated(each)]:
             self._opened.discard(address)
             await self._channels.forget(address)
 
     async def _ask(self, address: str, now_s: float) -> dict[Key, mesh_pb2.GetStatusResponse]:
-        """All processes there, as far as they can be reached."""
+        """Return the answers of all processes at the address that can be reached."""
         answers: dict[Key, mesh_pb2.GetStatusResponse] = {}
         self._opened.add(address)
         try:
@@ -194,11 +196,11 @@ class Collector:
     async def _heard(
         self, address: str, answer: mesh_pb2.GetStatusResponse, answers: dict[Key, mesh_pb2.GetStatusResponse], now_s: float
     ) -> None:
-        """Raises ValueError for an answer that says nothing of the model's traffic."""
+        """Record an answer. Raises ValueError for one without the model's traffic."""
         told = next((each for each in answer.traffic if each.model == self._model), None)
         if told is None:
             known = ", ".join(each.model for each in answer.traffic) or "none"
-            raise ValueError(f"tells nothing of the traffic of model {self._model!r}; it tells of {known}")
+            raise ValueError(f"reports no traffic of model {self._model!r}; it reports {known}")
         key: Key = answer.epoch or answer.router_id
         counts = counts_of(told)
         self._drop(self._routers.heard(address, key, answer.num_processes, now_s))
@@ -218,7 +220,7 @@ def _is_address(host: str) -> bool:
 
 
 def _hosts(infos: Sequence[tuple[socket.AddressFamily, int, int, str, tuple[str | int | bytes, ...]]]) -> list[str]:
-    """Addresses of one family: a host that has both is one host."""
+    """Return the addresses of one family: a host that has both counts once."""
     families = [info[0] for info in infos]
     family = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
     return [str(info[4][0]) for info in infos if info[0] is family]
@@ -230,7 +232,7 @@ def _joined(host: str, port: str) -> str:
 
 @asynccontextmanager
 async def _connection(address: str, tls: Tls | None) -> AsyncIterator[grpc.aio.Channel]:
-    """A new one, which reaches any of the processes there."""
+    """Open a new connection, which reaches any of the processes there."""
     channel = connect(address, tls=tls)
     try:
         yield channel
@@ -241,5 +243,5 @@ async def _connection(address: str, tls: Tls | None) -> AsyncIterator[grpc.aio.C
 def _problem(address: str, error: grpc.aio.AioRpcError) -> str:
     code = error.code()
     if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
-        return f"router {address} does not let us in: {error.details()}; give an --api-key of an admin"
+        return f"router {address} rejects the key: {error.details()}; give an --api-key of an admin"
     return f"router {address} does not answer: {code.name}, {(error.details() or 'without a reason')[:200]}"

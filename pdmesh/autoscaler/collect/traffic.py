@@ -1,4 +1,4 @@
-"""The traffic of the latest window, from the rounds in which all routers have answered. Pure."""
+"""Sums the routers' counters over complete rounds and derives the traffic of the latest window. Pure."""
 
 import math
 from collections import Counter, deque
@@ -11,21 +11,22 @@ from pdmesh.planning.capacity_load import Lengths
 from pdmesh.planning.duration_histogram import quantile_s
 from pdmesh.v1 import mesh_pb2
 
-# What routers have counted between two looks at them, over all routers. Pure.
+# Counters of all routers between two looks.
 #
-# A round is complete when every router that is known has answered since the one before; only then it counts. While one is silent
-# the figures are those of the last complete round and grow old: silence is never taken for idleness.
+# A round is complete, and counts, when every known router has answered since the previous one. While a router is silent the
+# figures are those of the last complete round and grow old: silence is never taken for idleness.
 
 
 SLACK_S = 1.0
-"""By which a router's clock and ours may differ over a round: one that started within the round is counted from its beginning."""
+"""Seconds by which a router's clock and ours may differ over a round: a router that started within the round is counted from its
+start."""
 
 Key: TypeAlias = int | str
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Sums as in TrafficStatus, since a beginning or between two looks; histograms by class."""
+    """Hold sums as in TrafficStatus, since the process started or between two looks; histograms by class."""
 
     up_s: float = 0.0
     num_arrived: float = 0.0
@@ -57,19 +58,19 @@ _HISTOGRAMS = ("ttft_observed", "ttft_predicted", "tpot_observed", "tpot_predict
 
 
 def counts_of(told: mesh_pb2.TrafficStatus) -> Counts:
-    """Since the router's process began. Raises ValueError naming a figure that is none."""
+    """Return the counts since the router process started. Raises ValueError naming a figure that is invalid."""
     values: dict[str, Any] = {name: _number(told, name) for name in _NUMBERS}
     values |= {name: _histogram(getattr(told, name)) for name in _HISTOGRAMS}
     return Counts(up_s=told.up_ms / 1000, **values)
 
 
 def total(parts: Iterable[Counts]) -> Counts:
-    """Of all of them."""
+    """Return the sum of all parts."""
     return sum(parts, Counts())
 
 
 class Round(NamedTuple):
-    """A complete one: when it ended, how long it was, and what each router counted in it."""
+    """Hold a complete round: when it ended, how long it was, and what each router counted in it."""
 
     at_s: float
     seconds: float
@@ -80,21 +81,21 @@ class Round(NamedTuple):
 class _Router:
     latest: Counts
     heard_s: float
-    counted: Counts | None  # up to where a complete round has counted it; None: not yet
+    counted: Counts | None  # the counts that complete rounds already include; None: none yet
 
 
 class Rounds:
-    """Of all routers' counters; keeps complete rounds of the last `keep_s` seconds."""
+    """Hold the complete rounds of the last `keep_s` seconds over all routers' counters."""
 
     def __init__(self, keep_s: float) -> None:
         self._keep_s = keep_s
         self._routers: dict[Key, _Router] = {}
         self._answered: set[Key] = set()
-        self._ended_s: float | None = None  # of the last complete round
+        self._ended_s: float | None = None  # end of the last complete round
         self.rounds: deque[Round] = deque()
 
     def heard(self, key: Key, counts: Counts, now_s: float) -> None:
-        """A router process has answered."""
+        """Record the answer of a router process."""
         router = self._routers.get(key)
         if router is None:
             self._routers[key] = _Router(counts, now_s, self._beginning(counts, now_s))
@@ -103,18 +104,18 @@ class Rounds:
         self._answered.add(key)
 
     def forget(self, keys: Collection[Key]) -> None:
-        """Routers that are no more. What they counted in complete rounds stays."""
+        """Forget routers that are gone. What they counted in complete rounds stays."""
         for key in keys:
             self._routers.pop(key, None)
             self._answered.discard(key)
 
     @property
     def oldest_s(self) -> float | None:
-        """When the router was heard that has been silent for longest; None without any."""
+        """Return when the router that has been silent longest last answered; None without routers."""
         return min((router.heard_s for router in self._routers.values()), default=None)
 
     def close(self, now_s: float) -> bool:
-        """To be called once all have been asked, and everybody is known who is to answer: ends the round if all have."""
+        """End the round if all known routers have answered. Call it once all have been asked; returns whether the round ended."""
         if not self._routers or self._answered != self._routers.keys():
             return False
         counts = {key: router.latest - router.counted for key, router in self._routers.items() if router.counted is not None}
@@ -129,7 +130,7 @@ class Rounds:
         return True
 
     def _beginning(self, counts: Counts, now_s: float) -> Counts | None:
-        """Of a new router: from zero if it began within this round, else from where it is first seen."""
+        """Return a new router's baseline: zero if it started within this round, else its first counts."""
         if self._ended_s is not None and counts.up_s <= now_s - self._ended_s + SLACK_S:
             return Counts()
         return None
@@ -138,7 +139,7 @@ class Rounds:
 def _number(told: mesh_pb2.TrafficStatus, name: str) -> float:
     value = float(getattr(told, name))
     if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"traffic.{name}: a router told {value}, which counts nothing")
+        raise ValueError(f"traffic.{name}: a router reported {value}, which is not a count")
     return value
 
 
@@ -147,10 +148,10 @@ def _histogram(told: mesh_pb2.DurationHistogram) -> Counter[int]:
 
 
 USUAL_GAPS = 10
-"""So many gaps of independent arrivals are believed in before any were seen: the spread of a few says next to nothing."""
+"""Pseudo-observations of independent arrivals that each estimate starts with: the variance of a few gaps says next to nothing."""
 
 MIN_MEASURED = 8
-"""Requests, without which no quantile of their latencies is told."""
+"""Requests below which no latency quantile is reported."""
 
 MOST_CACHED = 0.99
 
@@ -158,8 +159,8 @@ MOST_CACHED = 0.99
 def traffic_of(
     rounds: Iterable[Round], waiting: Collection[mesh_pb2.TrafficStatus], window_s: float, quantile: float, age_s: float
 ) -> Traffic | None:
-    """Over the last `window_s` seconds at least, as far as rounds reach back; None before the first. `waiting`: what routers told
-    last, for those who wait now."""
+    """Return the traffic of at least the last `window_s` seconds, as far as rounds reach back; None before the first round.
+    `waiting` holds what routers last reported about requests that wait now."""
     window = _latest(list(rounds), window_s)
     if not window:
         return None
@@ -180,7 +181,7 @@ def traffic_of(
 
 
 def _latest(rounds: Sequence[Round], window_s: float) -> list[Round]:
-    """The last ones that together are at least as long, or all."""
+    """Return the last rounds that together span at least the window, or all."""
     chosen: list[Round] = []
     for each in reversed(rounds):
         if sum(one.seconds for one in chosen) >= window_s:
@@ -198,7 +199,7 @@ def _by_router(window: Iterable[Round]) -> dict[Key, Counts]:
 
 
 def lengths_of(counts: Counts) -> Lengths | None:
-    """Of the requests; None while nobody has come, or nobody has been answered."""
+    """Return the lengths of the requests; None before any has arrived or been answered."""
     if not counts.num_arrived or not counts.num_answered:
         return None
     inputs, outputs = (max(1.0, each) for each in (_mean(counts, "input", "arrived"), _mean(counts, "output", "answered")))
@@ -217,8 +218,8 @@ def _mean(counts: Counts, tokens: str, requests: str) -> float:
 
 
 def _burstiness(by_router: Iterable[Counts]) -> float:
-    """Of all arrivals together: variances of counts add up, so the routers' own are weighted by how many came to each (the
-    asymptotic method of Whitt, "Approximating a point process by a renewal process", 1982)."""
+    """Return the burstiness of all arrivals together. Variances of counts add up, so the routers' own values are weighted by
+    their arrivals (the asymptotic method of Whitt, "Approximating a point process by a renewal process", 1982)."""
     arrivals, weighted = 0.0, 0.0
     for counts in by_router:
         arrivals += counts.num_arrived
@@ -227,7 +228,7 @@ def _burstiness(by_router: Iterable[Counts]) -> float:
 
 
 def _variation(counts: Counts) -> float:
-    """The squared coefficient of variation of the gaps, with those that are believed in from the start."""
+    """Return the squared coefficient of variation of the gaps, including the pseudo-observations."""
     if not counts.num_gaps or counts.gaps_s <= 0:
         return 1.0
     mean = counts.gaps_s / counts.num_gaps

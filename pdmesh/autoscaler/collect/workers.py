@@ -1,4 +1,4 @@
-"""Which workers are there, from what all routers tell of them. Pure."""
+"""Derives the live workers, the pools and the replicas that are starting from all routers' reports. Pure."""
 
 import math
 from collections import deque
@@ -25,9 +25,9 @@ _POOL_OF_ROLES = {
 
 @dataclass(frozen=True)
 class SeenWorker:
-    """One that lives. `pool` by the roles that it has now, `home` by those that it was started with. `num_busy`: sequences that
-    it has in any state. `reported_s`: when its figures were true, on the loop's clock. `latency` and `limits`: None where it does
-    not say."""
+    """Describe one live worker. `pool` follows its roles now, `home` the roles that it was started with. `num_busy` counts its
+    sequences in any state. `reported_s`: when its figures were true, on the loop's clock. `latency` and `limits` are None where
+    it does not report them."""
 
     worker_id: str
     address: str
@@ -44,22 +44,22 @@ class SeenWorker:
 
     @property
     def key(self) -> WorkerKey:
-        """What tells its process from others."""
+        """Return what identifies its process."""
         return (self.address, self.epoch)
 
     @property
     def is_lent(self) -> bool:
-        """Whether another pool than its own has it."""
+        """Return whether it works for another pool than its own."""
         return self.pool is not self.home
 
     @property
     def serves(self) -> bool:
-        """It takes new work."""
+        """Return whether it accepts new work."""
         return not self.draining
 
 
 def workers_of(answers: Iterable[tuple[float, mesh_pb2.GetStatusResponse]], model: str) -> list[SeenWorker]:
-    """Those of `model` that any router hears, as the freshest report has them. `answers`: with the time of each."""
+    """Return the workers of `model` that any router hears, each from its freshest report. `answers` come with their times."""
     found: dict[WorkerKey, SeenWorker] = {}
     for heard_s, answer in answers:
         for told in answer.workers:
@@ -70,20 +70,20 @@ def workers_of(answers: Iterable[tuple[float, mesh_pb2.GetStatusResponse]], mode
 
 
 def typical(workers: Collection[SeenWorker]) -> tuple[LatencyModel | None, Limits | None]:
-    """Speed and limits of the one in the middle; those that have measured count before those that only guess."""
+    """Return speed and limits of the median worker; measured models take precedence over estimated ones."""
     told = [worker.latency for worker in workers if worker.latency is not None]
     limits = [worker.limits for worker in workers if worker.limits is not None]
     return typical_speed(told), middle(limits, lambda limit: limit.kv_tokens)
 
 
 def kv_occupancy(workers: Collection[SeenWorker]) -> float:
-    """Of all of them together; 0 without any."""
+    """Return the occupancy of all workers' KV together; 0 without workers."""
     blocks = sum(worker.total_blocks for worker in workers)
     return sum(worker.used_blocks for worker in workers) / blocks if blocks else 0.0
 
 
 def _seen(told: mesh_pb2.WorkerStatus, heard_s: float) -> SeenWorker | None:
-    """None for one whose roles make no sense."""
+    """Return the worker; None if its roles are invalid."""
     info, load = told.info, told.load
     pool = _POOL_OF_ROLES.get(frozenset(load.roles or info.roles))
     home = _POOL_OF_ROLES.get(frozenset(info.home_roles)) if info.home_roles else pool
@@ -131,19 +131,19 @@ def _limits(info: worker_pb2.WorkerInfo) -> Limits | None:
     return Limits(info.max_num_batched_tokens, info.max_num_seqs, kv_tokens)
 
 
-# Which replicas are on their way: asked for, and not serving yet, whoever has failed to create them so far. Pure.
+# Replicas that were asked for and do not serve yet, whatever has delayed their creation.
 #
-# Who comes, came for the oldest request. One that has been awaited for too long has failed
-# (`pdmesh/autoscaler/policy/pool_plan.py` counts it for nothing, and asks for another); when such another has failed as well,
-# asking for more has not helped, and the pool is not to grow until somebody comes.
+# A new worker satisfies the oldest pending start. A start that has been pending too long has failed: `pool_plan.py` no longer
+# counts it and asks for a replacement. When the replacement fails too, asking for more does not help, and the pool does not grow
+# until a worker appears.
 #
-# A pool may shrink and grow again before a failed start is known as one. So a start that was withdrawn and is asked for again
-# soon goes on where it was: withdrawing it has made nobody come.
+# A pool may shrink and grow again before a failed start is recognized. A start that was withdrawn and is asked for again soon
+# therefore keeps its age: withdrawing it has not produced a worker.
 
 
 @dataclass(eq=False)
 class _Start:
-    """`since_s`: now less how long it has been awaited. `is_second`: it was asked for after others had failed."""
+    """Hold a pending start. `since_s` is now minus the time it has been pending; `is_second`: it replaces others that failed."""
 
     since_s: float
     is_second: bool
@@ -151,18 +151,18 @@ class _Start:
 
 
 class Starts:
-    """Of one pool."""
+    """Track the pending starts of one pool."""
 
     def __init__(self, patience_s: float) -> None:
-        """`patience_s`: after which a start has failed."""
+        """Create the tracker. A start fails after `patience_s` seconds."""
         self.patience_s = patience_s
-        self._awaited: deque[_Start] = deque()  # the oldest first
-        self._withdrawn: list[_Start] = []  # the oldest last: it is the first to be awaited again
+        self._awaited: deque[_Start] = deque()  # oldest first
+        self._withdrawn: list[_Start] = []  # oldest last: it is the first to be pending again
         self._num_asked = self._num_serving = 0
         self._is_hopeless = False
 
     def update(self, now_s: float, num_asked: int, num_serving: int) -> None:
-        """`num_serving` of the `num_asked` that were asked for last are there."""
+        """Update with the number of replicas asked for, `num_asked`, of which `num_serving` serve."""
         missing = max(0, num_asked - num_serving)
         if num_serving > self._num_serving:
             self._somebody_came()
@@ -176,36 +176,37 @@ class Starts:
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether one has failed that was asked for after another had, and nobody has come since: more will not help."""
+        """Return whether a replacement of a failed start has failed too, and no worker has appeared since: asking for more does
+        not help."""
         return self._is_hopeless
 
     @property
     def num_serving(self) -> int:
-        """Those that are there."""
+        """Return the number of replicas that serve."""
         return self._num_serving
 
     def ages_s(self, now_s: float) -> tuple[float, ...]:
-        """For how long those have been awaited that are awaited now, the oldest first."""
+        """Return the ages of all pending starts, oldest first."""
         return tuple(max(0.0, now_s - start.since_s) for start in self._awaited)
 
     def num_failed(self, now_s: float) -> int:
-        """Those that have been awaited for too long."""
+        """Return the number of starts that have been pending too long."""
         return sum(age_s > self.patience_s for age_s in self.ages_s(now_s))
 
     def is_failing(self, now_s: float) -> bool:
-        """Whether one has failed, be it asked for at the moment or withdrawn a moment ago, and nobody has come in its place."""
+        """Return whether a start has failed, pending or withdrawn a moment ago, and no worker has appeared in its place."""
         withdrawn = any(start.withdrawn_s - start.since_s > self.patience_s for start in self._withdrawn)
         return withdrawn or self.num_failed(now_s) > 0
 
     def _somebody_came(self) -> None:
-        """So those who are awaited still may come as well."""
+        """Reset the failures: a worker has appeared, so the pending starts may succeed too."""
         self._is_hopeless = False
         self._withdrawn.clear()
         for start in self._awaited:
             start.is_second = False
 
     def _withdraw(self, now_s: float, num: int) -> None:
-        """Whoever is asked for no more is the one that was asked for last."""
+        """Withdraw the latest `num` pending starts."""
         self._withdrawn = [start for start in self._withdrawn if now_s - start.withdrawn_s <= self.patience_s]
         for _ in range(num):
             start = self._awaited.pop()
@@ -226,51 +227,52 @@ class Starts:
             self._is_hopeless = False
 
 
-# From workers that are seen, and replicas that were asked for, to the pools that the policy decides on. Pure.
+# The pools that the policy decides on, from live workers and the replicas asked for.
 
 
 @dataclass(frozen=True)
 class Pools:
-    """Of one model's mesh. `asked` of the platform, `workers` that live."""
+    """Hold the pools of one model's mesh: the replicas `asked` of the platform and the live `workers`."""
 
     asked: Mapping[PoolName, Asked]
     workers: tuple[SeenWorker, ...]
 
     def pool_of(self, worker: SeenWorker) -> PoolName:
-        """Where it counts: by its roles now, or, where no pool has such roles, by those that it was started with."""
+        """Return the pool that the worker counts for: by its roles now, or by its original roles if no pool has the current
+        ones."""
         return worker.pool if worker.pool in self.asked else worker.home
 
     def here(self, name: PoolName) -> list[SeenWorker]:
-        """Those that serve with the pool's roles."""
+        """Return the workers that serve with the pool's roles."""
         return [worker for worker in self.workers if worker.serves and self.pool_of(worker) is name]
 
     def own(self, name: PoolName) -> list[SeenWorker]:
-        """Those that serve and were started for it, whatever they do now."""
+        """Return the pool's own workers that serve, whatever roles they have now."""
         return [worker for worker in self.workers if worker.serves and worker.home is name]
 
     def num_leaving(self, name: PoolName) -> int:
-        """Of its own, those that are not asked for any more and have not been told so far."""
+        """Return how many of its own are no longer asked for but have not been told to drain yet."""
         return max(0, len(self.own(name)) - self.asked[name].replicas)
 
     def num_lent(self, name: PoolName) -> int:
-        """Of its own, those that work for another pool."""
+        """Return how many of its own work for another pool."""
         return sum(self.pool_of(worker) is not name for worker in self.own(name))
 
     def num_borrowed(self, name: PoolName) -> int:
-        """Of those that work for it, others' own."""
+        """Return how many workers of other pools work for it."""
         return sum(worker.home is not name for worker in self.here(name))
 
     def num_own(self, name: PoolName, replicas: int) -> int:
-        """How many of its own the platform has to be asked for, so that so many work for it."""
+        """Return how many of its own the platform must run so that `replicas` work for it."""
         return max(0, replicas + self.num_lent(name) - self.num_borrowed(name))
 
     def moved(self, worker: SeenWorker, pool: PoolName) -> "Pools":
-        """The same, with other roles for one of the workers."""
+        """Return the same pools with other roles for one worker."""
         changed = replace(worker, pool=pool)
         return replace(self, workers=tuple(changed if each.key == worker.key else each for each in self.workers))
 
     def views(self, starts: Mapping[PoolName, Starts], now_s: float, heard_s: float) -> tuple[PoolView, ...]:
-        """As the policy takes them; `starts` have been told of these pools already. `heard_s`: when a router was heard last."""
+        """Return the policy's views; `starts` are already updated with these pools. `heard_s`: when a router last answered."""
         return tuple(self._view(name, starts[name], now_s, heard_s) for name in self.asked)
 
     def _view(self, name: PoolName, starts: Starts, now_s: float, heard_s: float) -> PoolView:
@@ -292,11 +294,11 @@ class Pools:
         )
 
     def follow(self, starts: Mapping[PoolName, Starts], now_s: float) -> None:
-        """Tell `starts` who has come."""
+        """Update `starts` with the workers that serve."""
         for name, asked in self.asked.items():
             starts[name].update(now_s, asked.replicas, len(self.own(name)) - self.num_leaving(name))
 
 
 def idlest(workers: Collection[SeenWorker], taker: PoolName, num: int) -> list[SeenWorker]:
-    """Of those that may change sides: those come home first that the taker had lent, then those who have least to do."""
+    """Return the idlest workers that may switch roles: those lent by the taker first, then those with the least work."""
     return sorted(workers, key=lambda worker: (worker.home is not taker, worker.num_busy, worker.used_blocks, worker.key))[:num]

@@ -1,6 +1,6 @@
-"""What is to come, from what came: the interface, the plainest forecaster, and the choice by name. Pure: the time is passed in.
+"""Holds the interface of forecasters, the simplest one, and helpers for saved state. Pure: the time is passed in.
 
-A forecaster's state is a plain dictionary, so that a new leader goes on where the last one ended.
+A forecaster's state is a plain dictionary, so that a new leader continues where the last one ended.
 """
 
 from typing import NamedTuple, Protocol
@@ -9,8 +9,8 @@ State = dict[str, object]
 
 
 class Expected(NamedTuple):
-    """At one moment. `spread`: one standard deviation of what `mean` may be off by, without the noise of a single observation.
-    `noise`: the variance of an observation, times what independent arrivals would have."""
+    """Hold the forecast for one moment. `spread`: one standard deviation of the error of `mean`, without the noise of a single
+    observation. `noise`: the variance of an observation relative to independent arrivals."""
 
     mean: float
     spread: float
@@ -18,23 +18,23 @@ class Expected(NamedTuple):
 
 
 class Forecaster(Protocol):
-    """Of one series that is never negative."""
+    """Forecast one non-negative series."""
 
     def observe(self, time_s: float, value: float) -> None:
-        """Times never go back; one that does is left out. Gaps are allowed."""
+        """Add an observation. One whose time is earlier than the latest is ignored. Gaps are allowed."""
 
     def at(self, time_s: float) -> Expected:
-        """At that time, which is no earlier than the last observation; 0 with no spread before the first."""
+        """Return the forecast at `time_s`, no earlier than the last observation; 0 without spread before the first."""
 
     def save(self) -> State:
-        """What `restore` of a new one takes; empty before the first observation."""
+        """Return the state for `restore`; empty before the first observation."""
 
     def restore(self, state: State) -> None:
-        """Goes on from there. Raises ValueError naming what is missing."""
+        """Continue from a saved state. Raises ValueError naming what is missing."""
 
 
 class LastValue:
-    """It stays as it is. The spread is what it changed by, on average, from one observation to the next."""
+    """Forecast the last value. The spread is the average change between two observations."""
 
     def __init__(self) -> None:
         self._time_s = float("-inf")
@@ -60,7 +60,7 @@ class LastValue:
 
 
 def number(state: State, name: str) -> float:
-    """A number of a saved state. Raises ValueError."""
+    """Return a number of a saved state. Raises ValueError."""
     value = state.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{name}: a saved state holds a number there, not {value!r}")

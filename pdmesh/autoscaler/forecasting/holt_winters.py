@@ -1,25 +1,25 @@
-"""A series that repeats, such as a day and its night, around a level with a trend that fades. Pure.
+"""Forecasts a series that repeats, such as day and night, around a level with a damped trend. Pure.
 
 Additive Holt-Winters with a damped trend (Hyndman and Athanasopoulos, "Forecasting: Principles and Practice", 3rd edition,
-§8.2-8.3) over means of `season / NUM_BINS` each. The first whole season sets level and season; before that nothing is known of a
-season, and the latest is what is expected. What the series is off just now by is expected to fade.
+§8.2-8.3) over means of `season / NUM_BINS` each. The first whole season initializes level and season; until then the forecast is
+the latest value. The current deviation from the model is expected to fade.
 """
 
 import math
 
 from pdmesh.autoscaler.forecasting.forecast import Expected, State, number
 
-NUM_BINS = 96  # of a season: a quarter of an hour of a day
-LEVEL, TREND, SEASON = 0.2, 0.02, 0.3  # shares of an error that they learn from one bin
-DAMPING = 0.9  # of the trend, in a bin
-OFF_S = 60.0  # over which "just now" is smoothed,
-OFF_FADE_S = 900.0  # after which a third of it is left
+NUM_BINS = 96  # bins of a season: a quarter of an hour each for a day
+LEVEL, TREND, SEASON = 0.2, 0.02, 0.3  # learning rates: shares of one bin's error
+DAMPING = 0.9  # of the trend, per bin
+OFF_S = 60.0  # smoothing time of the current deviation
+OFF_FADE_S = 900.0  # time after which a third of the deviation is left
 _LEARN = 0.1
 _NUMBERS = ("time_s", "level", "trend", "off", "spread", "sum", "num")
 
 
 class HoltWinters:
-    """`season_s`: after which the series repeats."""
+    """Forecast a series that repeats after `season_s` seconds."""
 
     def __init__(self, season_s: float = 86400.0) -> None:
         self._bin_s = season_s / NUM_BINS
@@ -37,7 +37,7 @@ class HoltWinters:
         else:
             before = self._mean(time_s)
             self._close(self._index(time_s) - self._index(self._time_s))
-            # What a bin teaches explains a part of what the series is off by: the sum of both does not jump.
+            # What a bin teaches explains a part of the current deviation: the sum of both does not jump.
             self._off += before - self._mean(time_s)
             weight = 1 - math.exp(-(time_s - self._time_s) / OFF_S)
             error = value - self._mean(time_s)
@@ -74,7 +74,8 @@ class HoltWinters:
         return math.floor((time_s - self._started_s) / self._bin_s)
 
     def _mean(self, time_s: float) -> float:
-        """Without what it is off by just now: level, trend so far ahead, and the season between the middles of two bins."""
+        """Return the mean without the current deviation: level, trend, and the season interpolated between the middles of two
+        bins."""
         if not self._is_known:
             return self._level
         position = (time_s - self._started_s) / self._bin_s - 0.5
@@ -88,7 +89,7 @@ class HoltWinters:
         return self._bins[index % NUM_BINS] or 0.0
 
     def _close(self, num_bins: int) -> None:
-        """So many bins have ended, the last observed one and those of a gap after it."""
+        """Close `num_bins` bins: the last observed one and those of a gap after it."""
         if num_bins <= 0:
             return
         index, mean = self._index(self._time_s), self._sum / max(1.0, self._num)
@@ -112,7 +113,7 @@ class HoltWinters:
         self._bins[index % NUM_BINS] = season + SEASON * (1 - LEVEL) * error
 
     def _begin(self) -> None:
-        """The first season is over; what it lacks is taken to be as it was before."""
+        """Initialize after the first season; a bin without observations takes the value of the previous one."""
         filled, last = [], next(mean for mean in self._bins if mean is not None)
         for mean in self._bins:
             last = last if mean is None else mean

@@ -1,9 +1,9 @@
-"""A series with a level and a slope, both of which wander: a Kalman filter that learns how noisy the observations are. Pure.
+"""Forecasts a series with a random-walk level and slope: a Kalman filter that learns the noise of the observations. Pure.
 
-Local linear trend (Harvey, "Forecasting, Structural Time Series Models and the Kalman Filter", 1989, §2.3). Observations may come
-at any distance. How noisy they are tells the distance of each from the line through its neighbours. One that is out of all
-proportion (a burst) is no noise: the filter then forgets how sure it was of level and slope, follows within an observation or
-two, and sees the slope of a rise while it lasts. Looking ahead, the slope fades.
+Local linear trend (Harvey, "Forecasting, Structural Time Series Models and the Kalman Filter", 1989, §2.3). Observations may be
+unevenly spaced. Their noise is estimated from the distance of each to the line through its neighbours. An extreme outlier (a
+burst) is not noise: the filter then resets its confidence in level and slope, follows within one or two observations, and sees
+the slope of a rise while it lasts. The slope fades with the horizon.
 """
 
 import math
@@ -11,21 +11,22 @@ from collections import deque
 
 from pdmesh.autoscaler.forecasting.forecast import Expected, State, number
 
-LEVEL_NOISE = 0.001  # of the level, by which it wanders in a second (its root)
-SLOPE_NOISE = 1e-5  # of the level in a second, by which the slope wanders in a second (its root)
-SURPRISE = 6.0  # standard deviations beyond which an observation tells of a change
-FADE_S = 90.0  # after which a slope counts for a third
-MOST_NOISE = 400.0  # times what independent arrivals would have: of an hour of code completions 70 to 160
+LEVEL_NOISE = 0.001  # root of the level's drift per second, relative to the level
+SLOPE_NOISE = 1e-5  # root of the slope's drift per second, relative to the level per second
+SURPRISE = 6.0  # standard deviations beyond which an observation signals a change
+FADE_S = 90.0  # time after which a slope counts for a third
+MOST_NOISE = 400.0  # times that of independent arrivals: an hour of code completions shows 70 to 160
 LEAST_LEVEL = 0.05
 WINDOW_S = 15.0
-NOISE_S = 300.0  # over which noise is averaged, unless told otherwise
-LEAST_NOISE_WINDOWS = 2.0  # over which it is averaged at least: with less, each observation would stand for all of them
+NOISE_S = 300.0  # averaging time of the noise, by default
+LEAST_NOISE_WINDOWS = 2.0  # least averaging time: with less, each observation would stand for all of them
 _FIELDS = ("time_s", "level", "slope", "var_level", "covar", "var_slope", "noise")
 
 
 class Kalman:
-    """`window_s`: over which each observed rate was counted; independent arrivals in it make the noise that it begins with.
-    `noise_s`: over which noise is averaged, so for how long a burst, whose end is no line either, makes arrivals look noisy."""
+    """Forecast by level and slope. `window_s`: the window over which each observed rate was counted; independent arrivals in it
+    give the initial noise. `noise_s`: the averaging time of the noise, and so how long a burst (its end is not a line either)
+    makes arrivals look noisy."""
 
     def __init__(self, window_s: float = WINDOW_S, noise_s: float = NOISE_S) -> None:
         self._window_s = window_s
@@ -34,7 +35,7 @@ class Kalman:
         self._level = self._slope = 0.0
         self._var_level = self._covar = self._var_slope = 0.0
         self._recent: deque[tuple[float, float]] = deque()
-        self._noise = 1.0  # times what independent arrivals would have
+        self._noise = 1.0  # times that of independent arrivals
 
     def observe(self, time_s: float, value: float) -> None:
         if time_s <= self._time_s:
@@ -81,7 +82,7 @@ class Kalman:
         return self._noise * level / self._window_s
 
     def _advance(self, seconds: float) -> None:
-        """The level moves by the slope, which fades over a gap; both become less sure."""
+        """Advance the state: the level moves by the slope, which fades over a gap; both become less certain."""
         reach_s, level = FADE_S * (1 - math.exp(-seconds / FADE_S)), max(self._level, LEAST_LEVEL)
         slope_noise = (SLOPE_NOISE * level) ** 2
         self._level = max(0.0, self._level + self._slope * reach_s)
@@ -97,8 +98,8 @@ class Kalman:
         self._covar = 0.0
 
     def _learn_noise(self, time_s: float, value: float, seconds: float) -> None:
-        """By how far the middle of three observations, windows apart, lies from the line through the others: a rise is no noise,
-        however steep, and a step only once."""
+        """Learn the noise from how far the middle of three observations, windows apart, lies from the line through the others: a
+        rise is not noise, however steep, and a step counts only once."""
         recent = self._recent
         recent.append((time_s, value))
         while len(recent) > 1 and recent[1][0] <= time_s - 2 * self._window_s:

@@ -1,1 +1,3 @@
-"""Replicas from Kubernetes: scale subresources, one leader by a Lease, Events that say why, and metrics for HPA and KEDA."""
+"""Scales Deployments in Kubernetes: scale subresources, leader election by a Lease, Events with reasons, metrics for HPA and
+KEDA.
+"""

@@ -1,6 +1,7 @@
-"""Requests to the API server through the `kubernetes` client: plain JSON objects, a bound on every wait, one error type.
+"""Sends requests to the API server through the `kubernetes` client: plain JSON objects, bounded waits, one error type.
 
-The client blocks, so each request has a thread. Its models are left out: they would refuse objects of other versions.
+The client blocks, so each request runs in a thread. The client's models are not used: they would reject objects of other
+versions.
 """
 
 import asyncio
@@ -22,11 +23,11 @@ from pdmesh.runtime.config import ConfigError
 
 Object = dict[str, Any]
 MERGE_PATCH = "application/merge-patch+json"
-# More than are ever under way, so that some may hang in a name's look-up without holding up the Lease.
+# More threads than requests ever run at once, so that some may hang in a DNS look-up without delaying the Lease.
 _MAX_THREADS = 12
 _MAX_SHOWN = 300
 _REMEDIES = {
-    401: "the token or certificate is not believed: look at --…-kubeconfig or the pod's service account",
+    401: "the token or certificate is rejected: check --…-kubeconfig or the pod's service account",
     403: "give the account the rights in k8s/components/autoscaler/rbac.yaml",
 }
 
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class ApiError(PlatformError):
-    """The API server does not answer (`status` None), or refuses."""
+    """Raised when the API server does not answer (`status` None) or rejects a request."""
 
     def __init__(self, what: str, problem: str, status: int | None = None) -> None:
         remedy = f"; {_REMEDIES[status]}" if status in _REMEDIES else ""
@@ -43,39 +44,40 @@ class ApiError(PlatformError):
 
 
 class MissingError(ApiError):
-    """There is no such object."""
+    """Raised when the object does not exist."""
 
 
 class ConflictError(ApiError):
-    """The object has changed since it was read, or is there already."""
+    """Raised when the object has changed since it was read, or exists already."""
 
 
 _ERRORS: dict[int, type[ApiError]] = {404: MissingError, 409: ConflictError}
 
 
 class Api:
-    """One API server."""
+    """Access one API server."""
 
     def __init__(self, api_client: Any, timeout_s: float) -> None:
-        """`api_client`: an ApiClient, ours from here on. `timeout_s` bounds each request as a whole."""
+        """Own `api_client`, an ApiClient, from here on. `timeout_s` bounds each request as a whole."""
         self._client = api_client
         self._timeout_s = timeout_s
         self._threads = ThreadPoolExecutor(_MAX_THREADS, "kubernetes")
 
     async def get(self, path: str) -> Object:
-        """All of these raise ApiError: MissingError, ConflictError or another one."""
+        """Return an object. All methods raise ApiError: MissingError, ConflictError or another one."""
         return await self._request("GET", path, None)
 
     async def create(self, path: str, body: Object) -> Object:
-        """`path` of the collection."""
+        """Create an object; `path` is that of the collection."""
         return await self._request("POST", path, body)
 
     async def patch(self, path: str, body: Object) -> Object:
-        """Merges `body`: what it does not name stays. With metadata.resourceVersion in it only if that is the current one."""
+        """Merge `body` into the object: fields that it does not name stay. With metadata.resourceVersion it applies only to that
+        version."""
         return await self._request("PATCH", path, body)
 
     def close(self) -> None:
-        """What is under way ends within its own bound."""
+        """Close the client. Running requests end within their own bound."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._client.close()
 
@@ -88,14 +90,14 @@ class Api:
         except TimeoutError:
             raise ApiError(what, f"the API server has not answered within {self._timeout_s:g} s") from None
         except (urllib3.exceptions.HTTPError, OpenApiException, config.ConfigException, OSError) as error:
-            raise ApiError(what, f"cannot ask the API server: {_shown(error)}") from error
+            raise ApiError(what, f"cannot reach the API server: {_shown(error)}") from error
         return _object(what, status, data)
 
     def _call(self, method: str, path: str, body: Object | None) -> tuple[int, bytes]:
         headers = {"Accept": "application/json"}
         if body is not None:
             headers["Content-Type"] = MERGE_PATCH if method == "PATCH" else "application/json"
-        # The manager is how others see who has set a field.
+        # managedFields shows this name as the manager of the fields.
         query = [] if method == "GET" else [("fieldManager", MANAGER)]
         request = self._client.param_serialize(
             method, path, query_params=query, header_params=headers, body=body, auth_settings=["BearerToken"]
@@ -105,7 +107,7 @@ class Api:
 
 
 def open_api(settings: KubernetesSettings) -> Api:
-    """Nothing is sent yet. Raises ConfigError where nobody says how to reach the API server."""
+    """Return an Api; nothing is sent yet. Raises ConfigError without a configuration to reach the API server."""
     configuration = client.Configuration()
     try:
         if settings.kubeconfig:
@@ -117,7 +119,7 @@ def open_api(settings: KubernetesSettings) -> Api:
         name = "kubeconfig" if settings.kubeconfig else "KUBERNETES_SERVICE_HOST"
         remedy = "in a pod mount the account's token (automountServiceAccountToken); elsewhere give --…-kubeconfig"
         raise ConfigError(name, _shown(error), remedy) from None
-    # Who asks decides when to ask again; an attempt that is repeated unseen would outlast its bound.
+    # The caller decides when to retry: a hidden retry would exceed the bound.
     configuration.retries = False
     return Api(client.ApiClient(configuration), settings.request_timeout_s)
 
@@ -130,7 +132,7 @@ def _object(what: str, status: int, data: bytes) -> Object:
     if not 200 <= status <= 299:
         raise _ERRORS.get(status, ApiError)(what, _refusal(status, found), status)
     if not isinstance(found, dict):
-        raise ApiError(what, f"what answers is no API server: {data[:_MAX_SHOWN]!r}")
+        raise ApiError(what, f"the answer is not from an API server: {data[:_MAX_SHOWN]!r}")
     return found
 
 

@@ -1,4 +1,4 @@
-"""Keeps trying to lead: reads and writes the Lease in the background, as `elector.py` decides."""
+"""Leader election by a Lease: the decision as client-go makes it, and the background task that reads and renews the Lease."""
 
 import asyncio
 import contextlib
@@ -15,15 +15,15 @@ from pdmesh.autoscaler.kubernetes import objects
 from pdmesh.autoscaler.kubernetes.api import Api, ApiError, ConflictError, MissingError, Object
 from pdmesh.autoscaler.kubernetes.settings import KubernetesSettings
 
-# Who leads, decided from a Lease as client-go decides it. Pure: both clocks are passed in.
+# The decision. Pure: both clocks are passed in.
 #
-# A candidate believes nobody's clock but its own: it waits until the record has not changed for as long as the record says. The
-# leader counts from before it sent its latest renewal, and stops leading earlier than anybody else may begin.
+# A candidate trusts only its own clock: it waits until the record has not changed for as long as the record says. The leader
+# counts from before it sent its latest renewal, and stops leading earlier than another candidate may begin.
 
 
 @dataclass(frozen=True)
 class LeaseRecord:
-    """The spec of a Lease. `holder` is empty: nobody. Times are kept as they were written: only whether they change matters."""
+    """Hold the spec of a Lease. An empty `holder` means none. Times are kept as written: only whether they change matters."""
 
     holder: str
     duration_s: int
@@ -34,7 +34,7 @@ class LeaseRecord:
 
     @classmethod
     def of(cls, lease: dict[str, Any]) -> "LeaseRecord":
-        """A Lease of the API; what it leaves out counts as nothing."""
+        """Return the record of a Lease object; missing fields are empty."""
         spec = lease.get("spec") or {}
         return cls(
             holder=str(spec.get("holderIdentity") or ""),
@@ -46,7 +46,7 @@ class LeaseRecord:
         )
 
     def spec(self) -> dict[str, Any]:
-        """As the API wants it."""
+        """Return the spec in the API's form."""
         return {
             "holderIdentity": self.holder,
             "leaseDurationSeconds": self.duration_s,
@@ -57,7 +57,8 @@ class LeaseRecord:
 
 
 class Election:
-    """One candidate's view. `now_s` is its own monotonic clock; `wall` is the time in words, for people who read the Lease."""
+    """Hold one candidate's view. `now_s` is its own monotonic clock; `wall` is the time in words, for people who read the
+    Lease."""
 
     def __init__(self, identity: str, duration_s: int, renew_deadline_s: float) -> None:
         self.identity = identity
@@ -69,11 +70,11 @@ class Election:
 
     @property
     def leader(self) -> str:
-        """As last seen; empty: nobody."""
+        """Return the leader as last seen; empty: none."""
         return self._record.holder if self._record is not None else ""
 
     def seen(self, record: LeaseRecord | None, now_s: float) -> None:
-        """What the API showed; `now_s` when it had. None: there is no Lease, and anybody may make one."""
+        """Note the record that the API showed at `now_s`. None: there is no Lease, and any candidate may create one."""
         if record is None or self._record is None or replace(record, version="") != replace(self._record, version=""):
             self._changed_s = now_s
         self._record = record
@@ -81,7 +82,7 @@ class Election:
             self._renewed_s = None
 
     def attempt(self, now_s: float, wall: str) -> LeaseRecord | None:
-        """What to write in place of what was seen, provided that it is still the same; None: another one leads."""
+        """Return the record to write in place of the one seen, if that is still current; None while another candidate leads."""
         record = self._record
         if record is None:
             return LeaseRecord(self.identity, self._duration_s, wall, wall, 0)
@@ -93,20 +94,20 @@ class Election:
         return replace(taken, transitions=record.transitions + 1)
 
     def wrote(self, record: LeaseRecord, sent_s: float) -> None:
-        """The API took an attempt that was sent at `sent_s`."""
+        """Note that the API accepted an attempt sent at `sent_s`."""
         self._record, self._changed_s = record, sent_s
         self._renewed_s = sent_s if record.holder == self.identity else None
 
     def leads(self, now_s: float) -> bool:
-        """Whether this candidate may act now."""
+        """Return whether this candidate may act now."""
         return self._renewed_s is not None and now_s < self._renewed_s + self._renew_deadline_s
 
     def silent_s(self, now_s: float) -> float | None:
-        """How long ago the renewal was sent that this candidate leads by, or has led by; None: there is none."""
+        """Return the age of the renewal that this candidate's lead rests on, or rested on; None without one."""
         return None if self._renewed_s is None else now_s - self._renewed_s
 
     def resign(self, wall: str) -> LeaseRecord | None:
-        """Leads no more from here on. What to write so that others need not wait; None: it held nothing."""
+        """Give up the lead. Returns the record to write so that others need not wait; None if it did not lead."""
         holds = self._renewed_s is not None and self.leader == self.identity
         self._renewed_s = None
         if not holds or self._record is None:
@@ -114,14 +115,14 @@ class Election:
         return replace(self._record, holder="", duration_s=1, acquired=wall, renewed=wall)
 
 
-_JITTER = 0.2  # so that candidates do not ask all at once
+_JITTER = 0.2  # so that candidates do not all ask at once
 _ATTEMPT_REQUESTS = 2
 
 logger = logging.getLogger(__name__)
 
 
 class Elector:
-    """From the first `leads` to `close`."""
+    """Run the election from the first `leads` to `close`."""
 
     def __init__(
         self, api: Api, namespace: str, settings: KubernetesSettings, clock: Callable[[], float] = time.monotonic
@@ -138,11 +139,11 @@ class Elector:
         self._error: ApiError | None = None
         self._shown = False
         self.term = 0
-        """Rises with each time that this process begins to lead: what it knew before may be old."""
+        """Increases each time this process begins to lead: state from an earlier term may be stale."""
 
     @property
     def leads(self) -> bool:
-        """At this moment."""
+        """Return whether this process leads now."""
         leads = self._election.leads(self._clock())
         if leads != self._shown:
             self._shown = leads
@@ -155,14 +156,14 @@ class Elector:
         if leads:
             logger.info("%s leads", self.identity)
         elif other:
-            logger.warning("%s does not lead any more; %s does", self.identity, self._election.leader or "nobody")
+            logger.warning("%s no longer leads; %s does", self.identity, self._election.leader or "no other")
         elif silent_s is None:
             logger.info("%s has given up the lead", self.identity)
         else:
-            logger.warning("%s could not renew the Lease for %.0f s, and does not lead any more", self.identity, silent_s)
+            logger.warning("%s could not renew the Lease for %.0f s, and no longer leads", self.identity, silent_s)
 
     async def ask(self) -> bool:
-        """Whether this process leads; the first call waits for the first answer. Raises ApiError where nobody can tell."""
+        """Return whether this process leads; the first call waits for the first answer. Raises ApiError while that is unknown."""
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name="lease")
         await self._attempted.wait()
@@ -171,10 +172,10 @@ class Elector:
         return self.leads
 
     async def close(self) -> None:
-        """Lets another one lead at once. Raises nothing."""
+        """Release the lead at once for another candidate. Raises nothing."""
         self._stopping.set()
         if self._task is not None:
-            # Cut off, an attempt that is under way might still arrive, and outlive what frees the Lease.
+            # If cancelled, a running attempt might still arrive after the write that frees the Lease.
             await asyncio.wait({self._task}, timeout=_ATTEMPT_REQUESTS * self._request_s)
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -184,7 +185,7 @@ class Elector:
             try:
                 await self._api.patch(f"{self._leases}/{self._name}", self._lease(freed))
             except ApiError as error:
-                logger.warning("the Lease ends by itself: %s", error)
+                logger.warning("the Lease will expire by itself: %s", error)
 
     async def _run(self) -> None:
         while not self._stopping.is_set():
@@ -194,14 +195,14 @@ class Elector:
                 await asyncio.wait_for(self._stopping.wait(), self._retry_s * (1 + random.uniform(0, _JITTER)))
 
     async def _attempt(self) -> None:
-        """One; what goes wrong is told by `ask`, and logged when it begins."""
+        """Make one attempt; a failure is raised by `ask`, and logged when it begins."""
         try:
             await self._step()
         except ApiError as error:
             if self._error is None:
                 logger.warning("cannot renew the Lease: %s", error)
             self._error = error
-        except Exception as error:  # a bug here must not end the task: nobody would learn why there is no leader
+        except Exception as error:  # a bug here must not end the task: the missing leader would go unnoticed
             logger.exception("cannot renew the Lease")
             self._error = ApiError("the Lease", f"cannot be renewed: {error!r}")
         else:
@@ -215,7 +216,7 @@ class Elector:
         self._election.seen(shown, self._clock())
         wanted = self._election.attempt(self._clock(), objects.micro_time(time.time()))
         if wanted is not None:
-            # Another one may have been faster: the next attempt will see.
+            # Another candidate may have been faster: the next attempt will see it.
             with contextlib.suppress(ConflictError):
                 await self._write(wanted, is_new=shown is None)
 

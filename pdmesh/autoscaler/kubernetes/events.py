@@ -1,4 +1,4 @@
-"""Events that say why, on the objects that they are about (`kubectl describe`, `kubectl events`): bounded, never in the way."""
+"""Writes Events with reasons on the objects they concern (`kubectl describe`, `kubectl events`): rate limited, never blocking."""
 
 import logging
 import time
@@ -11,7 +11,7 @@ from pdmesh.autoscaler.kubernetes.api import Api, ApiError, Object
 
 CONTROLLER = "pdmesh.io/autoscaler"
 MAX_NOTE = 1024
-"""What the API takes."""
+"""The API's limit."""
 BURST = 10
 REFILL_S = 30.0
 REPEAT_S = 600.0
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Subject:
-    """What an event is about."""
+    """Name the object that an event is about."""
 
     api_version: str
     kind: str
@@ -30,8 +30,8 @@ class Subject:
 
 
 class Pace:
-    """So many at once, one more every `REFILL_S`, the same again no sooner than after `REPEAT_S`. Pure: the time is passed in,
-    in seconds."""
+    """Limit the rate: a burst, then one more every `REFILL_S`, and no repeat within `REPEAT_S`. Pure: the time is passed in, in
+    seconds."""
 
     def __init__(self) -> None:
         self._left = float(BURST)
@@ -39,7 +39,7 @@ class Pace:
         self._told: dict[tuple[str, str], tuple[str, float]] = {}
 
     def allows(self, name: str, reason: str, note: str, now_s: float) -> bool:
-        """Whether to tell it now, which counts as done."""
+        """Return whether the event may be written now, and count it if so."""
         latest = self._told.get((name, reason))
         if latest is not None and latest[0] == note and now_s < latest[1] + REPEAT_S:
             return False
@@ -53,7 +53,7 @@ class Pace:
 
 
 class Events:
-    """Of one process."""
+    """Write the Events of one process."""
 
     def __init__(self, api: Api, namespace: str, identity: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._api = api
@@ -65,7 +65,7 @@ class Events:
     async def tell(
         self, subject: Subject, reason: str, note: str, *, action: str = "Scale", kind: Literal["Normal", "Warning"] = "Normal"
     ) -> None:
-        """Raises nothing: a decision without its event is still a decision. `note` is cut to what the API takes."""
+        """Write an event. Raises nothing: a decision stands without its event. `note` is cut to the API's limit."""
         if not self._pace.allows(subject.name, reason, note, self._clock()):
             return
         body = event(subject, self._namespace, self._identity, time.time_ns(), reason=reason, action=action, note=note, kind=kind)
@@ -78,7 +78,7 @@ class Events:
 def event(
     subject: Subject, namespace: str, identity: str, time_ns: int, *, reason: str, action: str, note: str, kind: str
 ) -> Object:
-    """The object; its name holds the time, as client-go's do."""
+    """Return the event object; its name contains the time, as client-go's names do."""
     regarding = {"apiVersion": subject.api_version, "kind": subject.kind, "namespace": namespace, "name": subject.name}
     return {
         "apiVersion": "events.k8s.io/v1",

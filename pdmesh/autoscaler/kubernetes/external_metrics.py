@@ -1,9 +1,9 @@
-"""`external.metrics.k8s.io/v1beta1`, so that HPA does what the policy wants; and the same as plain JSON, for KEDA.
+"""Serves the policy's wanted replicas as `external.metrics.k8s.io/v1beta1` for HPA, and as plain JSON for KEDA.
 
-HPA asks the API server, which checks who asks and what he may, and passes it on over TLS with a certificate that proves who it is
-(`metrics_server.py`). An HPA with `averageValue: "1"` then asks for as many replicas as the value says.
+HPA asks the API server, which authenticates and authorizes the caller and forwards the request over TLS with its own client
+certificate (`metrics_server.py`). An HPA with `averageValue: "1"` then asks for as many replicas as the value says.
 
-A decision that is too old is not shown: the answer is 503 and HPA and KEDA leave everything as it is.
+A decision that is too old is not shown: the answer is 503, and HPA and KEDA change nothing.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from starlette.routing import Route
 from pdmesh.autoscaler.kubernetes import objects
 from pdmesh.autoscaler.views import Decision, PoolName
 
-# How many replicas the policy wants of each pool, for whoever scales them instead. Pure: the time is passed in, in seconds of
-# any clock that only goes forward.
+# The replicas that the policy wants of each pool, for an external scaler. Pure: the time is passed in, in seconds of any
+# monotonic clock.
 
 
 METRIC = "pdmesh_wanted_replicas"
@@ -32,7 +32,7 @@ METRIC = "pdmesh_wanted_replicas"
 
 @dataclass(frozen=True)
 class Value:
-    """Of one pool; `wall_s`, since 1970, is when it was decided."""
+    """Hold the value of one pool; `wall_s`, since 1970, is when it was decided."""
 
     pool: PoolName
     replicas: int
@@ -40,8 +40,7 @@ class Value:
 
 
 class Wanted:
-    """The latest decision, while it is fresh. One that only says that nothing is known (`held`) makes none fresh: silence is not
-    what anybody wants."""
+    """Hold the latest decision while it is fresh. A decision that only reports missing data (`held`) does not count as fresh."""
 
     def __init__(self, max_age_s: float) -> None:
         self._max_age_s = max_age_s
@@ -49,17 +48,17 @@ class Wanted:
         self._decided_s = float("-inf")
 
     def decided(self, decision: Decision, now_s: float, wall_s: float) -> None:
-        """Another decision."""
+        """Store another decision."""
         if decision.held is None:
             self._values = tuple(Value(pool.name, pool.replicas, wall_s) for pool in decision.pools)
             self._decided_s = now_s
 
     def fresh(self, now_s: float) -> tuple[Value, ...]:
-        """Of all pools; none where the latest is too old."""
+        """Return the values of all pools; none if the latest decision is too old."""
         return self._values if now_s - self._decided_s <= self._max_age_s else ()
 
 
-# Label selectors as the API writes them in a query: `pool=decode,model in (a,b),!x`. Pure.
+# Label selectors as the API writes them in a query: `pool=decode,model in (a,b),!x`.
 
 
 Labels = Mapping[str, str]
@@ -71,7 +70,7 @@ _EXISTS = re.compile(rf"(!?)\s*({_KEY})")
 
 
 def parse_selector(text: str) -> Callable[[Labels], bool]:
-    """Whether labels are meant; an empty text means all. Raises ValueError for what is no selector."""
+    """Return a predicate over labels; an empty text matches all. Raises ValueError for an invalid selector."""
     terms = [_term(each.strip()) for each in re.split(r",(?![^()]*\))", text) if text.strip()]
     return lambda labels: all(term(labels) for term in terms)
 
@@ -91,12 +90,12 @@ def _term(text: str) -> Callable[[Labels], bool]:
 
 GROUP, VERSION = "external.metrics.k8s.io", "v1beta1"
 _REASONS = {400: "BadRequest", 404: "NotFound", 405: "MethodNotAllowed", 503: "ServiceUnavailable"}
-_STALE = "no decision is fresh: routers or workers have not been heard of late, or this process has just started"
+_STALE = "no decision is fresh: routers or workers have not reported lately, or this process has just started"
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class ExternalMetrics:
-    """Both answers, from the same decisions. `namespace`: the one that the metrics are of."""
+    """Serve both answers from the same decisions. `namespace` is that of the metrics."""
 
     def __init__(self, namespace: str, model: str, max_age_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._namespace = namespace
@@ -105,11 +104,11 @@ class ExternalMetrics:
         self._clock = clock
 
     def on_decision(self, decision: Decision, now_s: float) -> None:
-        """For the loop; `now_s` is its clock, of which nothing is needed here."""
+        """Receive the loop's decisions; `now_s` is the loop's clock, which is not needed here."""
         self._wanted.decided(decision, self._clock(), time.time())
 
     def kubernetes_app(self) -> Starlette:
-        """What the API server asks."""
+        """Return the app that answers the API server."""
         group = f"/apis/{GROUP}"
         routes = [
             _get("/apis", self._groups),
@@ -120,7 +119,7 @@ class ExternalMetrics:
         return Starlette(routes=routes, exception_handlers={HTTPException: _refused})
 
     def json_app(self) -> Starlette:
-        """`GET /wanted/decode` answers {"replicas": 3}."""
+        """Return the app that answers `GET /wanted/decode` with {"replicas": 3}."""
         return Starlette(routes=[_get("/wanted/{pool}", self._one)], exception_handlers={HTTPException: _refused})
 
     async def _groups(self, request: Request) -> Response:
@@ -137,7 +136,7 @@ class ExternalMetrics:
     async def _values(self, request: Request) -> Response:
         namespace, metric = request.path_params["namespace"], request.path_params["metric"]
         if metric != METRIC:
-            raise HTTPException(404, f"{metric[:100]} is no metric; there is {METRIC}")
+            raise HTTPException(404, f"{metric[:100]} is not a metric; there is {METRIC}")
         if namespace != self._namespace:
             raise HTTPException(404, f"nothing is known of namespace {namespace[:100]}, only of {self._namespace}")
         try:
@@ -153,11 +152,11 @@ class ExternalMetrics:
         pool = request.path_params["pool"]
         values = {value.pool.value: value for value in self._fresh()}
         if pool not in values:
-            raise HTTPException(404, f"{pool[:100]} is no pool; there is {', '.join(values)}")
+            raise HTTPException(404, f"{pool[:100]} is not a pool; there is {', '.join(values)}")
         return JSONResponse({"pool": pool, "model": self._model, "replicas": values[pool].replicas})
 
     def _fresh(self) -> tuple[Value, ...]:
-        """Raises HTTPException."""
+        """Return the fresh values. Raises HTTPException without any."""
         values = self._wanted.fresh(self._clock())
         if not values:
             raise HTTPException(503, _STALE)
@@ -183,7 +182,7 @@ def _group() -> dict[str, Any]:
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    """As Kubernetes says it: a Status."""
+    """Return the error in Kubernetes' form, a Status."""
     assert isinstance(error, HTTPException)
     content = {
         "kind": "Status",

@@ -1,4 +1,4 @@
-"""Listens for whoever asks for the wanted replicas, on the loop of the autoscaler."""
+"""Serves the wanted replicas over HTTPS (API server) and HTTP (KEDA) on the autoscaler's event loop."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from pdmesh.autoscaler.kubernetes.settings import KubernetesSettings, MetricsSet
 from pdmesh.autoscaler.platform import PlatformError
 from pdmesh.runtime.config import ConfigError
 
-# Who may ask for external metrics: the API server alone, which shows a certificate of a CA that is made for that.
+# Authentication of external metrics: only the API server may ask, with a client certificate of the front proxy's CA.
 #
-# It says who that CA is in the ConfigMap extension-apiserver-authentication of kube-system. Whether the user may read the metric,
-# it has asked itself; there is no second question here.
+# The ConfigMap extension-apiserver-authentication in kube-system names that CA. The API server has already authorized the user;
+# there is no second check here.
 
 
 CONFIG_MAP = "/api/v1/namespaces/kube-system/configmaps/extension-apiserver-authentication"
@@ -35,13 +35,13 @@ CONFIG_MAP = "/api/v1/namespaces/kube-system/configmaps/extension-apiserver-auth
 
 @dataclass(frozen=True)
 class Callers:
-    """`ca`: PEM. `names`: common names of certificates that count; empty: all that the CA has signed."""
+    """Describe the accepted clients. `ca`: PEM. `names`: accepted common names; empty: any that the CA has signed."""
 
     ca: str
     names: tuple[str, ...] = ()
 
     def knows(self, certificate: dict[str, Any] | None) -> bool:
-        """A certificate of the CA, as `SSLSocket.getpeercert` shows it. None: there is none."""
+        """Return whether the certificate, in the form of `SSLSocket.getpeercert`, is accepted. None: there is none."""
         if not certificate:
             return False
         names = [value for part in certificate.get("subject", ()) for key, value in part if key == "commonName"]
@@ -49,7 +49,7 @@ class Callers:
 
 
 async def read_front_proxy(api: Api) -> Callers:
-    """What the cluster says. Raises PlatformError."""
+    """Read the front proxy's CA from the cluster. Raises PlatformError."""
     data = (await api.get(CONFIG_MAP)).get("data") or {}
     ca = data.get("requestheader-client-ca-file")
     if not ca:
@@ -68,26 +68,26 @@ async def read_front_proxy(api: Api) -> Callers:
 MAX_CONNECTIONS = 128
 STOP_S = 1.0
 RELOAD_S = 30.0
-"""Between two looks at who may ask, and at the certificate: both are replaced while a pod runs."""
+"""Seconds between two checks of the accepted clients and of the certificate: both are replaced while a pod runs."""
 RETRY_S = 5.0
-"""The same, as long as it is not known who may ask."""
+"""Seconds between two checks while the accepted clients are unknown."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class _Trust:
-    """What the port of external metrics was opened with: who may ask, and which files say who we are."""
+    """Hold what the port of external metrics was opened with: the accepted clients and our own certificate files."""
 
     callers: Callers
     files: tuple[tuple[int, int], ...]
 
 
 class MetricsServer:
-    """From `start` to `close`. `ports`: as bound, by "kubernetes" and "json"."""
+    """Serve from `start` to `close`. `ports`: the bound ports, by "kubernetes" and "json"."""
 
     def __init__(self, settings: MetricsSettings, cluster: KubernetesSettings, host: str, model: str) -> None:
-        """Raises ConfigError."""
+        """Create the server. Raises ConfigError."""
         self._settings, self._cluster, self._host = settings, cluster, host
         self._metrics = ExternalMetrics(cluster.own_namespace(), model, settings.max_age_s)
         self._json: _Running | None = None
@@ -100,8 +100,8 @@ class MetricsServer:
         self.on_decision = self._metrics.on_decision
 
     async def start(self) -> None:
-        """Raises ConfigError where the files or a port cannot be used. Where the cluster does not say who may ask, its port
-        refuses connections and the question is put again and again: decisions do not wait for it."""
+        """Start serving. Raises ConfigError if the files or a port cannot be used. While the cluster does not name the accepted
+        clients, the port refuses connections and the question is retried: decisions do not wait for it."""
         if self._settings.json_port is not None:
             json_port = _bound(self._host, self._settings.json_port)
             self.ports["json"] = int(json_port.getsockname()[1])
@@ -114,7 +114,7 @@ class MetricsServer:
             self._following = asyncio.create_task(self._follow(), name="external metrics")
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Close the servers. Idempotent."""
         if self._following is not None:
             self._following.cancel()
             await asyncio.gather(self._following, return_exceptions=True)
@@ -134,8 +134,8 @@ class MetricsServer:
                 self._warn(error)
 
     async def _renew(self) -> None:
-        """Opens the port once it is known who may ask, and anew when that has changed, or our certificate has: what was trusted
-        cannot be taken from a context that serves. Raises ConfigError."""
+        """Open the port once the accepted clients are known, and reopen it when they or our certificate change: a serving context
+        cannot drop a CA that it trusts. Raises ConfigError."""
         try:
             trust = _Trust(await self._callers(), _versions(self._settings))
             if trust != self._trust:
@@ -146,23 +146,23 @@ class MetricsServer:
             self._problem = ""
 
     async def _open(self, trust: _Trust, context: ssl.SSLContext) -> None:
-        """In place of the one before, whose connections end. Who asks between the two waits in the queue of the port."""
+        """Replace the former server, whose connections end. Clients that connect in between wait in the port's queue."""
         assert self._port is not None
         if self._kubernetes is not None:
-            logger.info("the port of external metrics is opened anew: who may ask, or our certificate, has changed")
+            logger.info("the port of external metrics is reopened: the accepted clients or our certificate have changed")
             await self._kubernetes.end()
         self._kubernetes = _Running(self._metrics.kubernetes_app(), self._port.dup(), context, trust.callers)
         self._trust = trust
 
     def _warn(self, problem: Exception) -> None:
-        """Once."""
+        """Log the problem once."""
         if str(problem) != self._problem:
             state, period_s = ("stays closed", RETRY_S) if self._trust is None else ("stays as it was opened", RELOAD_S)
             logger.warning("the port of external metrics %s, tried again every %g s: %s", state, period_s, problem)
         self._problem = str(problem)
 
     async def _callers(self) -> Callers:
-        """Raises ConfigError, PlatformError."""
+        """Return the accepted clients. Raises ConfigError, PlatformError."""
         if self._settings.client_ca:
             return Callers(_certificates(self._settings.client_ca), self._settings.client_names)
         api = open_api(self._cluster)
@@ -173,7 +173,7 @@ class MetricsServer:
 
 
 class _Running:
-    """A server on a socket, which it closes at its end. `context` None: no TLS; `callers` None: anybody may ask."""
+    """Run a server on a socket, which it closes at its end. `context` None: no TLS; `callers` None: any client may ask."""
 
     _server: _Server
 
@@ -193,7 +193,7 @@ class _Running:
         logger.info("wanted replicas on port %d", listening.getsockname()[1])
 
     async def end(self, *, force: bool = False) -> None:
-        """Answers are finished within a moment, unless `force`."""
+        """End the server. Running answers finish within a moment, unless `force`."""
         self._server.should_exit, self._server.force_exit = True, force
         await asyncio.wait({self._task}, timeout=STOP_S)
         self._task.cancel()
@@ -201,18 +201,19 @@ class _Running:
 
 
 class _Protocol(H11Protocol):
-    """Ends connections of who is not known. Nobody else gets through the handshake than those of the CA."""
+    """Close connections of clients that are not accepted. The handshake admits only certificates of the CA."""
 
     callers: Callers | None = None
 
     def ends(self) -> bool:
-        """Whether the server does: a handshake that it began may be done only now, by a CA that is trusted no more."""
+        """Return whether the server is ending: a handshake that it began may finish only now, by a CA that is no longer
+        trusted."""
         return False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         certificate: dict[str, Any] | None = transport.get_extra_info("peercert")
         if self.callers is not None and not self.callers.knows(certificate):
-            logger.warning("someone who is not the API server asked for metrics: %s", (certificate or {}).get("subject"))
+            logger.warning("a client other than the API server asked for metrics: %s", (certificate or {}).get("subject"))
             transport.abort()
         elif self.ends():
             transport.abort()
@@ -220,16 +221,16 @@ class _Protocol(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the process."""
+    """Leave signals to the process."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Nothing."""
+        """Capture nothing."""
         yield
 
 
 def _certificates(path: str) -> str:
-    """PEM. Raises ConfigError."""
+    """Return the PEM text. Raises ConfigError."""
     try:
         text = Path(path).read_text(encoding="utf-8")
         ssl.create_default_context(cadata=text)
@@ -251,7 +252,7 @@ def _bound(host: str, port: int) -> socket.socket:
 
 
 def _context(settings: MetricsSettings, callers: Callers | None = None) -> ssl.SSLContext:
-    """No handshake without a certificate of their CA. Raises ConfigError for our own files, SSLError for that CA."""
+    """Return a context that requires a certificate of the CA. Raises ConfigError for our own files, SSLError for that CA."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.verify_mode = ssl.CERT_REQUIRED
@@ -265,7 +266,7 @@ def _context(settings: MetricsSettings, callers: Callers | None = None) -> ssl.S
 
 
 def _versions(settings: MetricsSettings) -> tuple[tuple[int, int], ...]:
-    """Of our certificate and its key."""
+    """Return the modification times and sizes of our certificate and key."""
     found = []
     for path in (settings.cert, settings.key):
         with contextlib.suppress(OSError):

@@ -1,10 +1,9 @@
-"""Replicas of Deployments. One round of the loop, as it comes here:
+"""Scales Deployments. One round of the loop, as seen here:
 
 1. `leads`: the Lease, renewed in the background (`elector.py`).
-2. `observe`: each Deployment is read. Replicas that we have not asked for were set by a person and stay (`ledger.py`).
-3. `scale`: what is to be asked for is noted (`platform.py`), then the scale subresource is patched, provided that the Deployment
-is
-   still as it was read: a change that nobody here has seen is never overwritten. An Event says why.
+2. `observe`: each Deployment is read. Replicas that we have not asked for were set by a person and are held (`ledger.py`).
+3. `scale`: the request is recorded (`StateStore`), then the scale subresource is patched, provided that the Deployment is as it
+   was read: a change that has not been seen is never overwritten. An Event gives the reason.
 """
 
 import asyncio
@@ -25,17 +24,17 @@ from pdmesh.autoscaler.kubernetes.settings import KubernetesSettings
 from pdmesh.autoscaler.platform import Asked, Platform, PlatformError
 from pdmesh.autoscaler.views import Hold, PoolDecision, PoolName
 
-# What a leader leaves for the next one, in a ConfigMap. Who leads no more cannot overwrite what came after.
+# The state that a leader leaves for the next one, in a ConfigMap. A former leader cannot overwrite what came after it.
 
 
 MAX_BYTES = 400_000
-"""Of one value; etcd takes a megabyte and a half for a whole object."""
+"""Limit of one value; etcd takes a megabyte and a half for a whole object."""
 
 logger = logging.getLogger(__name__)
 
 
 class StateStore:
-    """JSON values by key. `leads` is asked before anything is written."""
+    """Store JSON values by key. `leads` is checked before each write."""
 
     def __init__(self, api: Api, namespace: str, name: str, leads: Callable[[], bool]) -> None:
         self._api = api
@@ -45,7 +44,7 @@ class StateStore:
         self._version: str | None = None
 
     async def load(self, key: str) -> object:
-        """None where nothing was saved, or what was cannot be read. Raises ApiError."""
+        """Return the value; None if nothing was saved or it cannot be read. Raises ApiError."""
         try:
             found = await self._api.get(f"{self._maps}/{self._name}")
         except MissingError:
@@ -54,24 +53,24 @@ class StateStore:
         self._version = _version(found)
         try:
             value: object = json.loads((found.get("data") or {}).get(key, "null"))
-            json.dumps(value, allow_nan=False)  # Python reads infinities, which nothing here reckons with
+            json.dumps(value, allow_nan=False)  # Python accepts infinities, which no caller expects
         except (ValueError, RecursionError) as error:
-            logger.warning("ConfigMap %s: %s cannot be read (%s): begun anew", self._name, key, error)
+            logger.warning("ConfigMap %s: %s cannot be read (%s): starting afresh", self._name, key, error)
             return None
         return value
 
     async def save(self, key: str, value: object) -> None:
-        """Raises PlatformError."""
+        """Save a value. Raises PlatformError."""
         text = self._text(key, value)
         try:
             await self._write({key: text})
-        except (ConflictError, MissingError):  # somebody has edited it or taken it away; or another one leads by now
+        except (ConflictError, MissingError):  # edited or deleted by someone, or another candidate leads by now
             await self._read_version()
             await self._write({key: text})
 
     async def _write(self, data: dict[str, str]) -> None:
         if not self._leads():
-            raise PlatformError(f"ConfigMap {self._name}: not written, as this process does not lead any more")
+            raise PlatformError(f"ConfigMap {self._name}: not written, as this process no longer leads")
         if self._version is None:
             self._version = _version(await self._api.create(self._maps, self._body(data)))
         else:
@@ -104,18 +103,19 @@ def _version(found: Object) -> str:
 
 
 MAX_TRIES = 3
-"""Of one change; a Deployment whose pods come and go changes often, without anybody's doing."""
+"""Attempts of one change; a Deployment whose pods come and go changes often by itself."""
 _ASKED, _POLICY = "asked.json", "policy.json"
 
 
 def open_platform(settings: KubernetesSettings) -> Platform:
-    """Sends nothing yet. Raises ConfigError."""
+    """Return the platform; sends nothing yet. Raises ConfigError."""
     namespace = settings.own_namespace()
     return KubernetesPlatform(open_api(settings), namespace, settings)
 
 
 class KubernetesPlatform:
-    """As `pdmesh.autoscaler.platform.Platform` says. `wall` is the time that all machines share, in seconds since 1970."""
+    """Implement `pdmesh.autoscaler.platform.Platform` on Deployments. `wall` is the time that all machines share, in seconds
+    since 1970."""
 
     def __init__(self, api: Api, namespace: str, settings: KubernetesSettings, wall: Callable[[], float] = time.time) -> None:
         self._api = api
@@ -154,12 +154,10 @@ class KubernetesPlatform:
                 await self._tell(name, before, replicas, decision.reason)
                 return
             await self._look_again(name)
-        raise PlatformError(
-            f"{name}: the Deployment {self._seen[name].name} changes all the time; asked for again in the next round"
-        )
+        raise PlatformError(f"{name}: the Deployment {self._seen[name].name} keeps changing; the next round tries again")
 
     async def starts_failed(self, name: PoolName, problem: str) -> None:
-        note = f"{problem}; what keeps the pods: kubectl describe pod"
+        note = f"{problem}; see kubectl describe pod"
         logger.warning("%s: %s", name, note)
         await self._events.tell(self._subject(name), "FailedStart", note, action="Start", kind="Warning")
 
@@ -177,7 +175,7 @@ class KubernetesPlatform:
             self._api.close()
 
     async def _begin_term(self) -> None:
-        """What a former leader has asked for, if this process has just begun to lead, or has not looked yet."""
+        """Load what a former leader asked for, if this process has just begun to lead or has not looked yet."""
         term = self._elector.term
         if term == self._term:
             return
@@ -188,7 +186,7 @@ class KubernetesPlatform:
         self._saved, self._term = saved, term
 
     async def _look(self, name: PoolName) -> None:
-        """Reads one Deployment and says whose its replicas are."""
+        """Read one Deployment and decide whether its replicas are ours."""
         deployment = self._settings.deployments[name]
         try:
             seen = seen_of(await self._api.get(f"{self._deployments}/{deployment}"))
@@ -204,18 +202,18 @@ class KubernetesPlatform:
             await self._events.tell(self._subject(name), "BadAnnotation", f"Nothing changes: {held.mistake}", kind="Warning")
 
     async def _look_again(self, name: PoolName) -> None:
-        """After a conflict. Raises PlatformError where it is a person's doing."""
+        """Read again after a conflict. Raises PlatformError if a person has changed the Deployment."""
         before = self._seen[name]
         await self._look(name)
         if self._seen[name].replicas != before.replicas or self._held(name) is not None:
             await self._save_entries()
-            raise PlatformError(f"{name}: somebody has changed the Deployment {before.name} just now; nothing was overwritten")
+            raise PlatformError(f"{name}: someone has changed the Deployment {before.name} just now; nothing was overwritten")
 
     async def _set(self, name: PoolName, replicas: int) -> bool:
-        """Whether it was done; not if the Deployment has changed in any way since it was read. Raises PlatformError."""
+        """Set the replicas; returns False if the Deployment has changed since it was read. Raises PlatformError."""
         seen, held = self._seen[name], self._held(name)
         if held is not None:
-            raise PlatformError(f"{name}: the Deployment {seen.name} is not scaled: {held.by} holds it")
+            raise PlatformError(f"{name}: the Deployment {seen.name} is not scaled: held by {held.by}")
         self._entries[name] = self._entries[name].asking(replicas, self._wall())
         await self._save_entries()
         self._check_lead()
@@ -235,7 +233,7 @@ class KubernetesPlatform:
 
     def _check_lead(self) -> None:
         if not self._elector.leads:
-            raise PlatformError("this process does not lead any more, and leaves the Deployments to the one that does")
+            raise PlatformError("this process no longer leads and leaves the Deployments to the leader")
 
     def _held(self, name: PoolName) -> Held | None:
         return ledger.hold(self._entries[name], self._seen[name], self._wall(), self._settings.manual_hold_s)
@@ -253,7 +251,7 @@ class KubernetesPlatform:
         await self._events.tell(self._subject(name), what, f"{before} → {replicas} replicas: {reason}")
 
     async def _tell_change(self, name: PoolName, before: Entry) -> None:
-        """If a person has changed the replicas, or his mind about them."""
+        """Report that a person has changed the replicas or ended a hold."""
         seen, entry, held_s = self._seen[name], self._entries[name], self._settings.manual_hold_s
         if entry.changed_s not in (None, before.changed_s):
             reason, action = "ManualChange", "Hold"

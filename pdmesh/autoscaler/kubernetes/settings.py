@@ -1,4 +1,4 @@
-"""What the autoscaler has to know about its cluster: flags, environment and `--help` come from here. Durations in seconds."""
+"""Holds the settings of the cluster: flags, environment and `--help` come from here. Durations in seconds."""
 
 import re
 from dataclasses import dataclass, field
@@ -15,10 +15,10 @@ _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 @dataclass(frozen=True)
 class KubernetesSettings:
-    """Where the Deployments are, who leads, and for how long a person's change stays."""
+    """Name the Deployments, configure leader election, and bound how long a person's change is held."""
 
     namespace: str = field(default="", metadata={"help": "of the Deployments; empty: that of this pod"})
-    kubeconfig: str = field(default="", metadata={"help": "file that says how to reach the API server; empty: as a pod does"})
+    kubeconfig: str = field(default="", metadata={"help": "kubeconfig of the API server; empty: as a pod does"})
     context: str = field(default="", metadata={"help": "of the kubeconfig; empty: its current one"})
     prefill_deployment: str = field(default="pdmesh-prefill", metadata={"help": "Deployment of prefill workers"})
     decode_deployment: str = field(default="pdmesh-decode", metadata={"help": "Deployment of decode workers"})
@@ -26,18 +26,18 @@ class KubernetesSettings:
         default="", metadata={"help": "Deployment of workers with both roles, in place of the other two; empty: there is none"}
     )
     manual_hold_s: float = field(
-        default=1800.0, metadata={"help": "how long replicas stay that somebody else has set; 0: they do not stay at all"}
+        default=1800.0, metadata={"help": "how long replicas set by someone else are kept; 0: not at all"}
     )
     request_timeout_s: float = field(default=4.0, metadata={"help": "for one request to the API server"})
     lease: str = field(default="pdmesh-autoscaler", metadata={"help": "Lease that the leader holds"})
-    state: str = field(default="pdmesh-autoscaler-state", metadata={"help": "ConfigMap in which a leader leaves what it knows"})
+    state: str = field(default="pdmesh-autoscaler-state", metadata={"help": "ConfigMap in which a leader saves its state"})
     identity: str = field(default="", metadata={"help": "of this process among candidates; empty: host name and a random part"})
-    lease_duration_s: int = field(default=15, metadata={"help": "after which a leader that is silent is no leader"})
+    lease_duration_s: int = field(default=15, metadata={"help": "after which a silent leader is replaced"})
     renew_deadline_s: float = field(default=10.0, metadata={"help": "after which a leader that cannot renew steps down"})
     retry_period_s: float = field(default=2.0, metadata={"help": "between two attempts to lead or to go on leading"})
 
     def validate(self) -> None:
-        """Raises ConfigError."""
+        """Raise ConfigError for invalid settings."""
         for name in ("prefill_deployment", "decode_deployment", "both_deployment", "lease", "state"):
             self._check_name(name)
         if self.namespace and not _LABEL.fullmatch(self.namespace):
@@ -61,7 +61,7 @@ class KubernetesSettings:
             raise ConfigError(name, "is empty", "name the Deployment, or --…-both-deployment in place of the two")
 
     def _check_lease(self) -> None:
-        """A leader is silent before others may think so, and what it has sent by then has arrived or failed."""
+        """Check that a leader stops before others may take over, and that all it has sent by then has arrived or failed."""
         if self.retry_period_s < MIN_REQUEST_S:
             raise ConfigError(
                 "retry_period_s", f"{self.retry_period_s:g} is less than {MIN_REQUEST_S:g}", "two seconds are usual"
@@ -75,13 +75,13 @@ class KubernetesSettings:
 
     @property
     def deployments(self) -> dict[PoolName, str]:
-        """The Deployment of each pool."""
+        """Return the Deployment of each pool."""
         if self.both_deployment:
             return {PoolName.BOTH: self.both_deployment}
         return {PoolName.PREFILL: self.prefill_deployment, PoolName.DECODE: self.decode_deployment}
 
     def own_namespace(self) -> str:
-        """The one that was given, else the pod's. Raises ConfigError where there is neither."""
+        """Return the given namespace, else the pod's. Raises ConfigError without either."""
         if self.namespace:
             return self.namespace
         try:
@@ -90,36 +90,37 @@ class KubernetesSettings:
             raise ConfigError("namespace", "is empty, and this is no pod with an account", "name the namespace") from None
 
 
-# Where the wanted replicas are shown to HPA and KEDA: flags, environment and `--help` come from here.
+# How the wanted replicas are served to HPA and KEDA.
 
 
 @dataclass(frozen=True)
 class MetricsSettings:
-    """Ports are off where they are empty; 0 picks a free one."""
+    """Configure the ports: an empty one is off; 0 picks a free one."""
 
     port: int | None = field(default=None, metadata={"help": "port of external.metrics.k8s.io, HTTPS; empty: not served"})
     cert: str = field(default="", metadata={"help": "certificate of that port, PEM file"})
     key: str = field(default="", metadata={"help": "its private key, PEM file"})
     client_ca: str = field(
-        default="", metadata={"help": "CA of who may ask there, PEM file; empty: what the cluster says of its API server"}
+        default="", metadata={"help": "CA of clients that may ask there, PEM file; empty: the cluster's front-proxy CA"}
     )
     client_names: tuple[str, ...] = field(
-        default=(), metadata={"help": "common names of who may ask, with --…-client-ca; empty: any that the CA has signed"}
+        default=(),
+        metadata={"help": "common names of clients that may ask, with --…-client-ca; empty: any that the CA has signed"},
     )
     json_port: int | None = field(default=None, metadata={"help": "port of the same as plain JSON (KEDA), HTTP; empty: none"})
-    max_age_s: float = field(default=30.0, metadata={"help": "older decisions are not shown: whoever asks then changes nothing"})
+    max_age_s: float = field(default=30.0, metadata={"help": "older decisions are not shown: HPA and KEDA then change nothing"})
 
     @property
     def is_set(self) -> bool:
-        """Whether anything is to be served."""
+        """Return whether anything is to be served."""
         return self.port is not None or self.json_port is not None
 
     def validate(self) -> None:
-        """Raises ConfigError."""
+        """Raise ConfigError for invalid settings."""
         for name in ("port", "json_port"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 65535:
-                raise ConfigError(name, f"{value} is no port", "give 0 to 65535")
+                raise ConfigError(name, f"{value} is not a port", "give 0 to 65535")
         if self.port is not None and not (self.cert and self.key):
             raise ConfigError("cert" if not self.cert else "key", "is missing", "the API server asks over HTTPS only")
         if self.max_age_s <= 0:

@@ -1,15 +1,15 @@
-"""How many replicas each pool is to have, and why. Pure: a snapshot in, a decision out; the only clock is the snapshot's.
+"""Decides how many replicas each pool needs, and why. Pure: a snapshot in, a decision out; the only clock is the snapshot's.
 
 One decision:
 
-1. Stale figures: everything stays, and nothing is learned. Silence is no idleness.
+1. Stale figures: everything stays, and nothing is learned. Silence is not idleness.
 2. Learn: arrivals for the forecast, observed over predicted latencies for the correction.
-3. For each pool, what the demand needs (`sizing.py`, `sizing.py`); up at once, down late (`pool_plan.py`).
-4. Idle workers of one pool take the other's role before pods are asked for (`pool_plan.py`).
-5. Too few GPUs for all are divided by what they buy (`policy.py`).
+3. For each pool, compute what the demand needs (`sizing.py`); grow at once, shrink late (`pool_plan.py`).
+4. Switch the roles of idle workers before asking for pods (`pool_plan.py`).
+5. Divide GPUs by their benefit if there are too few for all pools (`divide`).
 
-A pool never shrinks within a cool-down after it grew, but where settings are lowered. It may grow soon after it shrank: then the
-demand has risen by more than twice the headroom, since what was left would have borne the first of them.
+A pool never shrinks within a cool-down after it grew, unless settings are lowered. It may grow soon after it shrank: then the
+demand has risen by more than twice the headroom, since the remaining workers would have borne the first of them.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,21 +36,22 @@ from pdmesh.autoscaler.settings import AutoscalerSettings
 from pdmesh.autoscaler.views import Decision, Flip, PoolDecision, PoolName, PoolView, Snapshot
 from pdmesh.planning.capacity_load import Goals, Load, Worker
 
-# Divides GPUs between pools when there are fewer than they ask for. Pure.
+# Division of GPUs between pools when there are fewer than they ask for.
 #
-# A request needs every pool, so the pool that bears the smallest share of the demand decides how many requests keep their
-# objectives: each replica goes to that pool, until nobody wants one or it does not fit. As a share never falls with a replica
-# more, no other division has a larger smallest share.
+# A request needs every pool, so the pool that bears the smallest share of the demand limits the goodput: each replica goes to
+# that pool, until no pool wants one or it does not fit. As a share never falls with a replica more, no other division has a
+# larger smallest share.
 
 
 WORTH_MOVING = 0.1
-"""Of the demand, that more has to be borne before a pool gives up replicas that it needs itself."""
+"""Share of the demand that must be gained before a pool gives up replicas that it needs itself."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """Of one pool: `least` replicas that it keeps in any case, `least_ever` if replicas may be moved, `wanted` at most. `share`:
-    of the demand that so many replicas bear. `gpus` of each; `other_gpus`: of pods that are on their way out."""
+    """Hold the claim of one pool: `least` replicas that it keeps in any case, `least_ever` if replicas may be moved, `wanted`
+    at most. `share` of the demand that a number of replicas bears. `gpus` of each replica; `other_gpus`: of pods that are
+    draining."""
 
     name: PoolName
     least: int
@@ -62,14 +63,15 @@ class Claim:
 
 
 def cost(claims: list[Claim], replicas: dict[PoolName, int]) -> int:
-    """GPUs of so many replicas, and of what still drains."""
+    """Return the GPUs of the replicas and of what still drains."""
     return sum(claim.gpus * replicas[claim.name] + claim.other_gpus for claim in claims)
 
 
 def divide(claims: list[Claim], max_gpus: int, *, may_move: bool) -> dict[PoolName, int]:
-    """Replicas of each pool. Nobody gets more than it wants; the budget holds unless what pools keep is over it already.
+    """Return the replicas of each pool. No pool gets more than it wants; the budget holds unless what pools keep already exceeds
+    it.
 
-    `may_move`: replicas of one pool may be taken for another, where that bears clearly more, or where all keep too many."""
+    `may_move`: replicas of one pool may be taken for another, if that bears clearly more, or if all keep too many."""
     kept = _fill(claims, {claim.name: min(claim.least, claim.wanted) for claim in claims}, max_gpus)
     if not may_move:
         return kept
@@ -99,11 +101,11 @@ Share = Callable[[int], float]
 
 
 class Policy:
-    """Of one model's mesh. What it remembers can be saved, so that a new leader goes on: times are of the snapshots' clock, which
-    has to be the same for both."""
+    """Decide for one model's mesh. Its state can be saved, so that a new leader continues: times are of the snapshots' clock,
+    which must be the same for both."""
 
     def __init__(self, settings: AutoscalerSettings, goals: Goals, forecaster: Forecaster | None = None) -> None:
-        """Raises ConfigError. `forecaster` None: the one that the settings name."""
+        """Create the policy. `forecaster` None: the one that the settings name. Raises ConfigError."""
         settings.validate()
         self._settings, self._goals = settings, goals
         self._forecaster = forecaster if forecaster is not None else forecaster_of(settings)
@@ -113,7 +115,7 @@ class Policy:
         self._speeds = {name: Speed() for name in PoolName}
 
     def decide(self, snapshot: Snapshot) -> Decision:
-        """Call it every few seconds; `now_s` of the snapshots must not go back."""
+        """Return a decision. Call it every few seconds; `now_s` of the snapshots must not go back."""
         stale = self._stale(snapshot)
         if stale is not None:
             return self._keep(snapshot, stale)
@@ -126,7 +128,7 @@ class Policy:
         return Decision(tuple(planned.decision for planned in plans.values()), flips)
 
     def save(self) -> State:
-        """JSON of everything that `restore` needs."""
+        """Return the JSON state that `restore` needs."""
         return {
             "format": _FORMAT,
             "forecast": {self._settings.forecast: self._forecaster.save()},
@@ -137,8 +139,8 @@ class Policy:
         }
 
     def restore(self, state: State) -> None:
-        """What `save` gave. A forecast of another kind than the settings' begins anew. Raises ValueError naming what is wrong; by
-        then a part may be restored, so give it a copy (`pdmesh/autoscaler/loop.py`)."""
+        """Restore what `save` returned. A forecast of another kind than the settings' starts afresh. Raises ValueError naming
+        what is wrong; a part may be restored by then, so pass it a copy (`pdmesh/autoscaler/loop.py`)."""
         if state.get("format") != _FORMAT:
             raise ValueError(f"format: {state.get('format')!r} is not {_FORMAT}; begin without a saved state")
         forecast = _table(state, "forecast")
@@ -153,24 +155,24 @@ class Policy:
 
     @property
     def goals(self) -> Goals:
-        """What pools are sized for."""
+        """Return the goals that pools are sized for."""
         return self._goals
 
     def expected(self, time_s: float) -> Expected:
-        """Requests a second at that time, which is not before the latest snapshot."""
+        """Return the forecast of requests per second at that time, which is not before the latest snapshot."""
         return self._forecaster.at(time_s)
 
     def aim(self, goals: Goals) -> None:
-        """From now on for these; what was learned stays."""
+        """Set the goals; what was learned stays."""
         self._goals = goals
 
     def interrupt(self) -> None:
-        """Nobody has watched for a while: what would have been enough, and being idle, has to be shown anew."""
+        """Note a gap in observation: spare capacity and idleness must be shown anew."""
         for memory in self._memories.values():
             memory.interrupt()
 
     def _stale(self, snapshot: Snapshot) -> str | None:
-        """What is too old."""
+        """Return which figures are stale, if any."""
         ages_s = {"traffic": snapshot.traffic.age_s} | {f"the {view.name} pool": view.age_s for view in snapshot.pools}
         what, age_s = max(ages_s.items(), key=lambda item: item[1])
         if age_s <= self._settings.stale_after_s:
@@ -187,7 +189,7 @@ class Policy:
 
     def _learn(self, snapshot: Snapshot) -> None:
         traffic, now_s = snapshot.traffic, snapshot.now_s
-        # What was counted over a window is true of its middle.
+        # A count over a window describes the middle of the window.
         self._forecaster.observe(now_s - traffic.age_s - traffic.window_s / 2, traffic.rate_per_s)
         self._lengths.observe(now_s, traffic)
         for view in snapshot.pools:
@@ -200,7 +202,7 @@ class Policy:
                 correction.skip(now_s)
 
     def _is_settled(self, snapshot: Snapshot) -> bool:
-        """No pod comes or goes, and nothing has changed for a cool-down."""
+        """Return whether no pod comes or goes, and nothing has changed for a cool-down."""
         return all(not view.starting_ages_s and not view.num_draining for view in snapshot.pools) and all(
             self._memories[view.name].grew_within(snapshot.now_s, self._settings.cool_down_s) is None
             and self._memories[view.name].shrank_within(snapshot.now_s, self._settings.cool_down_s) is None
@@ -229,12 +231,12 @@ class Policy:
         return size(view, pool, load, asked, queue_wait_s, self._settings), lambda num: borne_share(pool, load, asked.needed, num)
 
     def _factor(self, name: PoolName) -> float:
-        """By which its steps take longer than its model says."""
+        """Return the factor by which its steps take longer than its model predicts."""
         ttft, tpot = self._ttft.factor, self._tpot.factor
         return {PoolName.PREFILL: ttft, PoolName.DECODE: tpot, PoolName.BOTH: max(ttft, tpot)}[name]
 
     def _within_budget(self, plans: dict[PoolName, Plan], flips: tuple[Flip, ...], now_s: float) -> dict[PoolName, Plan]:
-        """The plans, or what of them fits."""
+        """Return the plans, reduced to the GPU budget."""
         settings = self._settings
         claims = [self._claim(planned, flips) for planned in plans.values()]
         wanted = sum(claim.gpus * claim.wanted + claim.other_gpus for claim in claims)
@@ -253,7 +255,7 @@ class Policy:
         return Claim(view.name, least, least_ever, planned.target, own.gpus_per_replica, other_gpus, planned.share)
 
     def _is_calm(self, plans: Mapping[PoolName, Plan], now_s: float) -> bool:
-        """Nothing that replicas are taken from for another has grown of late."""
+        """Return whether no pool that gives up replicas has grown lately."""
         return all(self._memories[name].grew_within(now_s, self._settings.cool_down_s) is None for name in plans)
 
     def _cut(self, planned: Plan, num: int, wanted_gpus: int) -> Plan:
@@ -271,8 +273,8 @@ def _without_old_hold(view: PoolView, now_s: float) -> PoolView:
 
 
 def _without_held_kv(view: PoolView, snapshot: Snapshot) -> PoolView:
-    """Requests hold KV of decode while their prompts wait for prefill workers: that fills it while those start, and tells nothing
-    about decode."""
+    """Return the view without held KV: requests hold KV of decode workers while their prompts wait for prefill workers. That
+    fills it while those start, and says nothing about decode."""
     is_short = any(other.name is PoolName.PREFILL and other.starting_ages_s for other in snapshot.pools)
     return replace(view, kv_occupancy=0.0) if view.name is PoolName.DECODE and is_short else view
 

@@ -1,4 +1,4 @@
-"""What one pool would do, were it alone: up at once, down late. Pure."""
+"""Plans one pool on its own (grow at once, shrink late), and the role switches between pools. Pure."""
 
 from collections import deque
 from collections.abc import Callable
@@ -9,14 +9,14 @@ from pdmesh.autoscaler.policy.sizing import Size
 from pdmesh.autoscaler.settings import AutoscalerSettings, PoolSettings
 from pdmesh.autoscaler.views import Flip, PoolDecision, PoolName, PoolView
 
-# What the policy remembers of one pool: what it changed, and what would have been enough of late. Pure, saved as JSON.
+# The policy's memory of one pool: its changes, and what would have been enough lately. Saved as JSON.
 
 
 Pairs = deque[tuple[float, int]]
 
 
 class PoolMemory:
-    """`changes`: (time, replicas added). `enough`: (time, replicas that would have borne the load with headroom)."""
+    """Remember `changes`: (time, replicas added), and `enough`: (time, replicas that would have borne the load with headroom)."""
 
     def __init__(self) -> None:
         self.changes: Pairs = deque()
@@ -24,12 +24,13 @@ class PoolMemory:
         self.idle_since_s: float | None = None
 
     def changed(self, now_s: float, num_added: int) -> None:
-        """A decision, not what became of it."""
+        """Record a decision, not its outcome."""
         if num_added:
             self.changes.append((now_s, num_added))
 
     def remember(self, now_s: float, num_enough: int, cool_down_s: float, step_period_s: float) -> None:
-        """And forgets what no rule asks about any more; of `enough` one entry from before the cool-down stays, to span it."""
+        """Record what would be enough and drop what no rule needs any more; of `enough` one entry from before the cool-down
+        stays, to span it."""
         self.enough.append((now_s, num_enough))
         while len(self.enough) > 1 and self.enough[1][0] <= now_s - cool_down_s:
             self.enough.popleft()
@@ -37,32 +38,32 @@ class PoolMemory:
             self.changes.popleft()
 
     def interrupt(self) -> None:
-        """Nobody knows what would have been enough just now: being idle has to be shown anew."""
+        """Note a gap in observation: idleness must be shown anew."""
         self.enough.clear()
         self.idle_since_s = None
 
     def most_enough(self, now_s: float, seconds: float) -> int | None:
-        """The most that was needed at any time of the latest `seconds`, at most a cool-down; None while it has not been watched
+        """Return the most that was needed at any time of the latest `seconds`, at most a cool-down; None if it was not observed
         for so long."""
         known = [place for place, (time_s, _) in enumerate(self.enough) if time_s <= now_s - seconds]
         return max(num for _, num in list(self.enough)[known[-1] :]) if known else None
 
     def grew_within(self, now_s: float, seconds: float) -> float | None:
-        """How long ago it grew, None if not within `seconds`."""
+        """Return how long ago it grew, None if not within `seconds`."""
         ages = [now_s - time_s for time_s, num in self.changes if num > 0 and now_s - time_s < seconds]
         return min(ages, default=None)
 
     def shrank_within(self, now_s: float, seconds: float) -> float | None:
-        """How long ago it shrank, None if not within `seconds`."""
+        """Return how long ago it shrank, None if not within `seconds`."""
         ages = [now_s - time_s for time_s, num in self.changes if num < 0 and now_s - time_s < seconds]
         return min(ages, default=None)
 
     def stepped(self, now_s: float, period_s: float, sign: int) -> int:
-        """Replicas added (`sign` 1) or taken (-1) within the period."""
+        """Return the replicas added (`sign` 1) or removed (-1) within the period."""
         return sum(num * sign for time_s, num in self.changes if num * sign > 0 and now_s - time_s < period_s)
 
     def idle_s(self, now_s: float, is_idle: bool) -> float | None:
-        """How long nobody has asked for anything; None: somebody does."""
+        """Return how long there have been no requests; None while there are some."""
         if not is_idle:
             self.idle_since_s = None
             return None
@@ -71,11 +72,11 @@ class PoolMemory:
         return now_s - self.idle_since_s
 
     def save(self) -> State:
-        """What `restore` of a new one takes."""
+        """Return the state for `restore`."""
         return {"changes": list(self.changes), "enough": list(self.enough), "idle_since_s": self.idle_since_s}
 
     def restore(self, state: State) -> None:
-        """Raises ValueError."""
+        """Restore saved state. Raises ValueError."""
         self.changes, self.enough = _pairs(state, "changes"), _pairs(state, "enough")
         self.idle_since_s = None if state.get("idle_since_s") is None else number(state, "idle_since_s")
 
@@ -91,12 +92,13 @@ def _pairs(state: State, name: str) -> Pairs:
 
 
 STUCK_STARTS = 5
-"""Times the usual start, after which a pod that does not serve counts for nothing."""
+"""Multiples of the usual start time after which a starting pod is not counted."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """`target` replicas for now. `share`: of the demand that so many would bear. `held` as in `PoolDecision`."""
+    """Hold the plan of a pool: `target` replicas for now, the `share` of the demand that they would bear, and `held` as in
+    `PoolDecision`."""
 
     view: PoolView
     size: Size
@@ -107,12 +109,12 @@ class Plan:
 
     @property
     def num_added(self) -> int:
-        """Below zero: taken away."""
+        """Return the replicas added; below zero: removed."""
         return self.target - self.view.num_replicas
 
     @property
     def decision(self) -> PoolDecision:
-        """As it stands."""
+        """Return the plan as a decision."""
         return PoolDecision(self.view.name, self.view.num_replicas, self.target, self.reason, self.held)
 
 
@@ -125,9 +127,9 @@ def plan(
     now_s: float,
     idle_s: float | None,
 ) -> Plan:
-    """`idle_s`: for how long nobody has asked for anything, nor is expected to; None: somebody does.
+    """Return the plan of one pool. `idle_s`: how long there have been no requests, nor are any expected; None: there are some.
 
-    The memory knows already what is enough now. A hold that is over is none: the caller has taken it off the view."""
+    The memory already includes the current need. The caller has removed a hold that is over from the view."""
     own = settings.of(view.name)
     target, reason, held = _decided(view, size, memory, settings, now_s, idle_s)
     if view.hold is not None:
@@ -142,7 +144,7 @@ def plan(
 def _decided(
     view: PoolView, size: Size, memory: PoolMemory, settings: AutoscalerSettings, now_s: float, idle_s: float | None
 ) -> tuple[int, str, str | None]:
-    """Target, reason, and what held it."""
+    """Return target, reason, and the hold."""
     own, num = settings.of(view.name), view.num_replicas
     if own.allow_zero and idle_s is not None and (num == 0 or idle_s >= settings.zero_after_s):
         return _zero(view, memory, settings, own, now_s, idle_s)
@@ -159,8 +161,8 @@ def _zero(
     grew_s = memory.grew_within(now_s, settings.cool_down_s)
     if grew_s is not None and view.num_replicas:
         held = f"grew {grew_s:.0f} s ago"
-        return view.num_replicas, f"nobody has asked for anything for {idle_s:.0f} s, but it {held}", held
-    return 0, f"nobody has asked for anything for {idle_s:.0f} s; {wake}", None
+        return view.num_replicas, f"no request for {idle_s:.0f} s, but it {held}", held
+    return 0, f"no request for {idle_s:.0f} s; {wake}", None
 
 
 def _up(
@@ -179,7 +181,7 @@ def _up(
     elif view.starting_ages_s:
         notes.append(f"{view.num_ready} serve and {len(view.starting_ages_s)} start")
     if num_stuck:
-        notes.append(f"{num_stuck} have been starting for more than {STUCK_STARTS * own.start_s:.0f} s and count for nothing")
+        notes.append(f"{num_stuck} have been starting for more than {STUCK_STARTS * own.start_s:.0f} s and are not counted")
     if target < wanted:
         notes.append(f"{wanted} are wanted, but a step is at most {settings.max_step_up} in {settings.step_period_s:.0f} s")
     return target, "; ".join(notes), f"step of {settings.max_step_up}" if target < wanted else None
@@ -205,17 +207,17 @@ def _down(
     return target, reason, None
 
 
-# Idle workers take the other role before pods are asked for, and give it back. Pure.
+# Role switching: idle workers take the other role before pods are asked for, and give it back.
 
 
 SPARE_SHARE = 0.5
-"""Of a cool-down, for which a pool has to have had workers to spare before it lends them."""
+"""Share of a cool-down for which a pool must have had workers to spare before it lends them."""
 
 
 def switch_roles(
     plans: dict[PoolName, Plan], memories: dict[PoolName, PoolMemory], settings: AutoscalerSettings, now_s: float
 ) -> tuple[dict[PoolName, Plan], tuple[Flip, ...]]:
-    """The plans with the workers that change sides. Only one direction at a time: the other pool has none to give."""
+    """Return the plans with the workers that switch roles. Only one direction at a time: the other pool has none to give."""
     for taker, giver in ((PoolName.PREFILL, PoolName.DECODE), (PoolName.DECODE, PoolName.PREFILL)):
         if not settings.flips or giver not in plans or settings.of(taker).gpus_per_replica != settings.of(giver).gpus_per_replica:
             break
@@ -232,8 +234,8 @@ def switch_roles(
 
 
 def _spare(giving: Plan, memory: PoolMemory, settings: AutoscalerSettings, now_s: float) -> int:
-    """Workers that the pool can do without, with headroom, and that serve already. It need not have been for as long as before
-    it shrinks: they can be had back as fast."""
+    """Return how many serving workers the pool can spare, with headroom. It need not wait as long as before it shrinks: they can
+    be taken back as fast."""
     if memory.grew_within(now_s, settings.cool_down_s) is not None:
         return 0
     most = memory.most_enough(now_s, SPARE_SHARE * settings.cool_down_s)

@@ -1,4 +1,4 @@
-"""How many replicas of one pool a demand needs, and how many it could do with. Pure."""
+"""Sizes one pool: the replicas that a demand needs, and the replicas that would suffice. Learns lengths and speeds. Pure."""
 
 import math
 from collections import deque
@@ -15,34 +15,34 @@ from pdmesh.planning.capacity_load import Goals, Lengths, Load, Worker
 from pdmesh.planning.latency_model import LatencyModel, Work, prefill_context
 from pdmesh.planning.prompt_times import keeps_tpot
 
-# How many requests a second each pool has to be ready for. Pure.
+# The demand, in requests a second, that each pool must be ready for.
 #
-# sure      = observed less what chance may have added to it       moves a pool up at once
-# expected  = forecast for when a pod asked for now would serve    is the floor
-# later     = forecast for a cool-down after that                  is what a pool must not shrink below
-# backlog   = what waits beyond the usual, over the time to be rid of it
+#   sure      = observed minus its statistical error                 moves a pool up at once
+#   expected  = forecast for when a pod asked for now would serve    is the floor
+#   later     = forecast for a cool-down after that                  is what a pool must not shrink below
+#   backlog   = what waits beyond the usual, over the time to drain it
 #
-# Arrivals that come in lumps (completions for editors come in salvos of seconds) are met by a pool that bears most lumps all the
-# time: a pod that is asked for when one comes serves when it is over. How lumpy they are the forecaster learns.
+# Bursty arrivals (code completions come in bursts of seconds) need a pool that bears most bursts all the time: a pod that is
+# asked for when one begins serves when it is over. The forecaster learns how bursty they are.
 
 
 SURE_SIGMAS = 2.0
-"""Of arrivals, by which the observed rate may be too high by chance."""
+"""Standard deviations of the arrivals by which the observed rate may be too high by chance."""
 
 USUAL_QUEUE_S, USUAL_SHARE = 0.25, 0.25
-"""Arrivals of so long wait at routers at any time, or of so much of a TTFT objective: they give workers no more work in advance
+"""Seconds of arrivals, or share of a TTFT objective, that always wait at routers: routers give workers no more work in advance
 than that (router/routing/cost_model.py)."""
 
 USUAL_NOISE, LUMP_SIGMAS = 4.0, 2.5
-"""Of arrivals with more noise than this (1: independent ones), so much is to be borne at any time."""
+"""With more noise than USUAL_NOISE (1: independent arrivals), LUMP_SIGMAS standard deviations are borne at any time."""
 
 ABSORBED = 2.0
-"""Times the TTFT objective, over which a queue evens lumps out."""
+"""Multiples of the TTFT objective over which a queue evens out bursts."""
 
 
 @dataclass(frozen=True)
 class Demand:
-    """In requests a second. `backlog`: to be had on top of everything else until it is gone."""
+    """Hold the demand in requests a second. `backlog` comes on top of everything else until it is drained."""
 
     observed: float
     expected: float
@@ -52,15 +52,15 @@ class Demand:
 
     @property
     def needed(self) -> float:
-        """What a pool has to bear."""
+        """Return the rate that a pool must bear."""
         return max(self.least, self.expected) + self.backlog
 
 
 def demand(
     now_s: float, traffic: Traffic, forecaster: Forecaster, settings: AutoscalerSettings, start_s: float, ttft_s: float | None
 ) -> Demand:
-    """`start_s`: until a pod that is asked for now serves; `ttft_s`: the objective. What is expected is the most of now and then:
-    a pool must not shrink for a night that begins only after that."""
+    """Return the demand. `start_s`: until a pod that is asked for now serves; `ttft_s`: the objective. The expected rate is the
+    maximum of now and then: a pool must not shrink for a night that begins only after that."""
     rate, window_s = traffic.rate_per_s, max(traffic.window_s, 1e-3)
     evened_s = max(window_s, ABSORBED * (ttft_s or 0.0))
     moments = [forecaster.at(now_s + start_s * share) for share in (0.0, 0.5, 1.0)]
@@ -77,16 +77,16 @@ def _lumps(moment: Expected, evened_s: float) -> float:
 
 
 WAIT_SHARE = 0.5
-"""Of a TTFT objective, that requests may wait at routers before it is more than chance."""
+"""Share of a TTFT objective beyond which waiting at routers is not chance."""
 
 ROOMY = 0.9
-"""Of the KV that may be in use: with less, decode keeps nobody waiting."""
+"""Share of the KV in use below which decode workers keep no request waiting."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """Replicas. `needed` keeps the objectives; `enough` would with headroom; both within the pool's bounds. `why`: what decides
-    `needed`, in words."""
+    """Hold numbers of replicas. `needed` keeps the objectives; `enough` would with headroom; both within the pool's bounds.
+    `why`: what determines `needed`, in words."""
 
     needed: int
     enough: int
@@ -94,7 +94,7 @@ class Size:
 
 
 def pool_of(name: PoolName, worker: Worker, goals: Goals) -> Pool:
-    """How a pool of such workers is reckoned with."""
+    """Return the capacity model of a pool of such workers."""
     kinds: dict[PoolName, Callable[[Worker, Goals], Pool]] = {
         PoolName.PREFILL: PrefillPool,
         PoolName.DECODE: DecodePool,
@@ -104,8 +104,8 @@ def pool_of(name: PoolName, worker: Worker, goals: Goals) -> Pool:
 
 
 def size(view: PoolView, pool: Pool, load: Load, demand: Demand, queue_wait_s: float, settings: AutoscalerSettings) -> Size:
-    """`load`: the requests that come; how many of them `demand` says. `queue_wait_s` at routers, 0 while a change may
-    still have to show in it."""
+    """Return the size of a pool. `load`: the requests' lengths; `demand`: their rate. `queue_wait_s` at routers, 0 while a change
+    may still have to show in it."""
     own = settings.of(view.name)
     num = fewest(pool, load.at(demand.needed), own.max_replicas)
     enough = fewest(pool, load.at(max(demand.needed, demand.later) * (1 + settings.headroom)), own.max_replicas)
@@ -126,19 +126,19 @@ def size(view: PoolView, pool: Pool, load: Load, demand: Demand, queue_wait_s: f
 
 
 def unmeasured(view: PoolView, settings: PoolSettings) -> Size:
-    """Of a pool of which no worker has told how fast it is, or which nobody has asked for anything: as it is, at least one."""
+    """Return the size of a pool without reported speed or lengths: as it is, at least one."""
     num = _bounded(max(1, view.num_replicas), settings)
-    return Size(num, num, "no worker has told its speed, or no request its length, so far")
+    return Size(num, num, "no worker has reported its speed, or no request has arrived yet")
 
 
 def unasked(settings: PoolSettings) -> Size:
-    """Of a pool that nobody has asked for anything ever, nor does now."""
+    """Return the size of a pool that has never had a request."""
     num = _bounded(1, settings)
-    return Size(num, num, "nobody has asked for anything so far")
+    return Size(num, num, "there has been no request yet")
 
 
 def borne_share(pool: Pool, load: Load, needed_per_s: float, num_replicas: int) -> float:
-    """The share of the demand that so many replicas serve within the objectives."""
+    """Return the share of the demand that the replicas serve within the objectives."""
     return 1.0 if needed_per_s <= 0 else min(1.0, bearable(pool, load, num_replicas) / needed_per_s)
 
 
@@ -147,9 +147,9 @@ def _by_kv(view: PoolView, most: float) -> int:
 
 
 def _waits_for(view: PoolView, goals: Goals, queue_wait_s: float, max_kv_occupancy: float) -> bool:
-    """Do requests wait for this pool, for so long that their TTFT is in danger? Whatever the model says then, it is wrong.
+    """Return whether requests wait for this pool so long that their TTFT is in danger. Whatever the model says then, it is wrong.
 
-    Without room in KV they wait for decode, else for somebody to compute their prompts."""
+    Without free KV they wait for decode workers, else for prefill workers."""
     if goals.ttft_s is None or queue_wait_s <= WAIT_SHARE * goals.ttft_s:
         return False
     is_full = view.kv_occupancy > ROOMY * max_kv_occupancy
@@ -161,7 +161,7 @@ def _bounded(num: int, settings: PoolSettings) -> int:
 
 
 def _why(name: PoolName, goals: Goals, demand: Demand, num: int) -> str:
-    """The demand, where it comes from, what it needs."""
+    """Return the demand, its source and what it needs, in words."""
     source = "expected" if demand.expected >= demand.least else "observed"
     backlog = f", {demand.backlog:.3g}/s of it to drain the backlog," if demand.backlog > 0 else ""
     return (
@@ -170,7 +170,7 @@ def _why(name: PoolName, goals: Goals, demand: Demand, num: int) -> str:
 
 
 def _hopeless(name: PoolName, pool: Pool, load: Load) -> str:
-    """What no number of such workers can keep."""
+    """Return the objectives that no number of such workers can keep."""
     goals, notes = pool.goals, ""
     if name is not PoolName.PREFILL and goals.tpot_s is not None and not keeps_tpot(pool.worker, load.lengths, goals):
         notes += f"; a lone sequence's step takes longer than {1000 * goals.tpot_s:.0f} ms: that TPOT is out of reach"
@@ -189,10 +189,10 @@ def _promise(name: PoolName, goals: Goals) -> str:
     return f"{' and '.join(bounds)} of {goals.quantile:.0%}" if bounds else "queues that do not grow"
 
 
-# What requests ask for, without the noise of a few of them. Pure.
+# Request lengths, smoothed.
 #
-# The mean square of a window's prompts hangs on the longest one or two; a pool that followed it would move with each of them. So
-# all moments are smoothed over a minute, and what was last known holds while nobody comes.
+# The mean square of a window's prompts depends on the longest one or two; a pool that followed it would move with each of them.
+# So all moments are smoothed over a minute, and the last values hold while there are no requests.
 
 
 SMOOTH_S = 60.0
@@ -200,7 +200,7 @@ _FIELDS = ("input_tokens", "input_squared", "output_tokens", "cached_share", "ou
 
 
 class SmoothedLengths:
-    """`latest`: None before the first request. `burstiness` of arrivals, smoothed with them."""
+    """Hold the smoothed lengths. `latest`: None before the first request. `burstiness` of arrivals is smoothed with them."""
 
     def __init__(self) -> None:
         self.latest: Lengths | None = None
@@ -209,7 +209,8 @@ class SmoothedLengths:
         self._looked_s: float | None = None
 
     def observe(self, now_s: float, traffic: Traffic) -> None:
-        """Nobody came: nothing is learned of lengths, and the burst before the silence tells less and less."""
+        """Update from the traffic. Without requests nothing is learned about lengths, and the burst before the silence counts
+        less and less."""
         silent_s = 0.0 if self._looked_s is None else max(0.0, now_s - self._looked_s)
         self._looked_s = now_s
         if traffic.lengths is None or traffic.rate_per_s == 0:
@@ -222,13 +223,13 @@ class SmoothedLengths:
         self._time_s = now_s
 
     def save(self) -> State:
-        """What `restore` of a new one takes; empty before the first request."""
+        """Return the state for `restore`; empty before the first request."""
         if self.latest is None or self._time_s is None:
             return {}
         return {name: getattr(self.latest, name) for name in _FIELDS} | {"burstiness": self.burstiness, "time_s": self._time_s}
 
     def restore(self, state: State) -> None:
-        """Raises ValueError."""
+        """Restore saved state. Raises ValueError."""
         if not state:
             return
         tokens, squares, outputs, cached = (number(state, name) for name in _FIELDS[:4])
@@ -238,7 +239,7 @@ class SmoothedLengths:
 
 
 def _between(before: Lengths, after: Lengths, weight: float) -> Lengths:
-    """Means of means and of squares are those of all requests together."""
+    """Interpolate: means of means and of squares are those of all requests together."""
     tokens, squares, outputs, cached = (
         (1 - weight) * getattr(before, name) + weight * getattr(after, name) for name in _FIELDS[:4]
     )
@@ -248,31 +249,32 @@ def _between(before: Lengths, after: Lengths, weight: float) -> Lengths:
     return Lengths(tokens, squares, outputs, cached, squared)
 
 
-# How much slower workers are than their models say: observed over predicted latency, bounded and slow. Pure.
+# The correction of the workers' models: observed over predicted latency, bounded and slow.
 #
-# Predicted is what routers had thought of the very requests that were observed, queues included: so a queue that was foreseen is
-# no error of the model, and load alone does not make workers look slow.
+# The prediction is the routers' own for the very requests that were observed, queues included: a queue that was foreseen is not
+# an error of the model, and load alone does not make workers look slow.
 
 
 LEAST, MOST = 0.8, 2.0
 KEPT = 0.9
-"""Of an objective: admission refuses what would miss it, so that what is seen beyond it is cut off."""
+"""Share of an objective: admission rejects requests that would miss it, so observations beyond it are cut off."""
 LEARN_S = 300.0
-"""After which two thirds of an error are corrected."""
+"""Seconds after which two thirds of an error are corrected."""
 
 
 class Correction:
-    """Of one latency."""
+    """Correct the prediction of one latency."""
 
     def __init__(self) -> None:
         self.factor = 1.0
         self._time_s: float | None = None
 
     def observe(self, now_s: float, measured: Measured, goal_s: float | None) -> None:
-        """Only while nothing else changes: what is seen while pods come and go belongs to neither the old nor the new pool.
+        """Learn from a measurement. Call it only while nothing else changes: latencies observed while pods come and go belong to
+        neither the old nor the new pool.
 
-        `goal_s`: the objective. What keeps it with room needs no more workers, whatever was predicted: latencies that are longer
-        than thought then show what a request takes, not how much of them a worker bears."""
+        `goal_s`: the objective. A latency well within it needs no more workers, whatever was predicted: longer latencies than
+        predicted then show what a request takes, not how many a worker bears."""
         since_s = 0.0 if self._time_s is None else max(0.0, now_s - self._time_s)
         self._time_s = now_s
         if measured.observed_s is None or not measured.predicted_s:
@@ -280,26 +282,26 @@ class Correction:
         ratio = min(MOST, max(LEAST, measured.observed_s / measured.predicted_s))
         if goal_s is None or measured.observed_s <= KEPT * goal_s:
             ratio = min(1.0, ratio)
-        # A gap does not make one figure worth more than a minute of them.
+        # After a gap one figure weighs no more than a minute of them.
         weight = 1 - math.exp(-min(since_s, 60.0) / LEARN_S)
         self.factor *= (ratio / self.factor) ** weight
 
     def skip(self, now_s: float) -> None:
-        """Nothing is learned from the time until now."""
+        """Learn nothing from the time until now."""
         self._time_s = now_s
 
     def save(self) -> State:
         return {"factor": self.factor}
 
     def restore(self, state: State) -> None:
-        """Raises ValueError."""
+        """Restore saved state. Raises ValueError."""
         self.factor = min(MOST, max(LEAST, number(state, "factor")))
 
 
-# How fast a pool's workers are, without the noise of their latest steps. Pure.
+# The speed of a pool's workers, smoothed.
 #
-# A worker refits its model every few steps; on a machine that does other things too, one fit may say ten times what the last one
-# did. So of all that a typical worker has said within a minute the one in the middle counts, as with workers themselves.
+# A worker refits its model every few steps; on a machine that does other things too, one fit may differ tenfold from the one
+# before. So the median of a minute's typical workers counts, as with workers themselves.
 
 
 T = TypeVar("T")
@@ -310,13 +312,13 @@ KEEP_S = 60.0
 
 
 def typical_speed(told: Collection[LatencyModel]) -> LatencyModel | None:
-    """The one in the middle; those that were measured count before those that are only guessed. None without any."""
+    """Return the median; measured models take precedence over estimated ones. None without any."""
     measured = [latency for latency in told if latency.num_steps]
     return middle(measured or told, lambda latency: latency.step_s(USUAL))
 
 
 def middle(values: Collection[T], measure: Callable[[T], float]) -> T | None:
-    """One of them; None without any."""
+    """Return the median; None without any."""
     if not values:
         return None
     found = median_low([measure(value) for value in values])
@@ -324,13 +326,13 @@ def middle(values: Collection[T], measure: Callable[[T], float]) -> T | None:
 
 
 class Speed:
-    """Of one pool."""
+    """Track the speed of one pool."""
 
     def __init__(self) -> None:
         self._told: deque[tuple[float, Worker]] = deque()
 
     def observe(self, now_s: float, worker: Worker | None) -> None:
-        """The typical worker of the moment; None: nobody is there, and what was last known still holds."""
+        """Record the typical worker of the moment; None: there is none, and the last values still hold."""
         if worker is None:
             return
         self._told.append((now_s, worker))
@@ -339,7 +341,7 @@ class Speed:
 
     @property
     def latest(self) -> Worker | None:
-        """The limits that were told last, and the speed in the middle of the latest minute. None before anybody has told."""
+        """Return the last limits and the median speed of the latest minute. None before any worker has reported."""
         if not self._told:
             return None
         latency = typical_speed([worker.model for _, worker in self._told])

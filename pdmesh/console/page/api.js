@@ -1,4 +1,4 @@
-// What the page asks the console for.
+// Requests of the page to the console.
 async function get(path) {
   const response = await fetch(path, { headers: { accept: "application/json" } });
   if (!response.ok) throw new Error((await response.json().catch(() => ({}))).error ?? `the console answered ${response.status}`);
@@ -13,12 +13,12 @@ export function fetchRequests(model, metric, bar) {
   return get(`/api/requests?${query}`);
 }
 
-// A console that hangs, or a network that drops everything, closes nothing: the console says something every few seconds.
+// A hanging console or a network that drops packets closes no connection, so the console sends something every few seconds.
 const SILENCE_MS = 12_000;
 
 // Calls onState with each state, onConnection with "live", "away" or "paused". Browsers connect again by themselves, unless
-// refused. A page that nobody sees lets its connection go: a browser has six for all its pages of one server, and the seventh
-// page would never load.
+// rejected. A hidden page closes its connection: a browser has six for all pages of one server, and the seventh page would
+// never load.
 export function follow(onState, onConnection) {
   let source = null, again = 0, silence = 0;
   const stop = () => {

@@ -41,7 +41,7 @@ function drawHistograms() {
   }
 }
 
-// Whoever clicks a bar that is red in part wants to see what was late.
+// A click on a bar that is red in part shows the late requests.
 const isLate = (request, metric) => request[`objective_${metric}`] && request[metric] > request[`objective_${metric}`];
 
 async function chooseBar(bar) {
@@ -122,7 +122,7 @@ function draw() {
   drawWindow(state);
 }
 
-// Nothing moves under a pointer that is down: a click would miss what it was meant for.
+// Nothing is redrawn while the pointer is down: a click would miss its target.
 function holdWhilePressed() {
   const release = () => {
     page.isHeld = false;

@@ -1,4 +1,4 @@
-// Why requests went where they went, and why pools grew or shrank.
+// Decisions: why requests were placed as they were, and why pools grew or shrank.
 import { h, show, empty } from "./dom.js";
 import { ago, ms, plural } from "./format.js";
 
@@ -20,7 +20,7 @@ function policyItem(decision, options) {
   const chosen = decision.candidates.find((each) => each.chosen);
   const request = options.requests.find((each) => each.request_id === decision.request_id);
   return h("li", {}, h("div", { class: "line" },
-    h("b", {}, chosen ? (chosen.prefill ? `${chosen.prefill} → ${chosen.decode}` : `${chosen.decode} alone`) : "nobody"),
+    h("b", {}, chosen ? (chosen.prefill ? `${chosen.prefill} → ${chosen.decode}` : `${chosen.decode} alone`) : "no worker"),
     h("span", { class: "tag" }, decision.policy), h("span", { class: "hint" }, `${decision.num_tokens} tokens`),
     request ? h("button", { type: "button", class: "tag", "data-key": `o${decision.request_id}`, style: { height: "auto", border: "0" }, onclick: () => options.onOpen(request) }, "its trace") : null,
     h("span", { class: "when" }, ago(options.nowS - decision.at_s))),

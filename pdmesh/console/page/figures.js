@@ -1,4 +1,4 @@
-// The row of figures at the top, and what is wrong right now.
+// The row of figures at the top, and current problems.
 import { h, show } from "./dom.js";
 import { ms, percent, perSecond, plural } from "./format.js";
 
@@ -20,7 +20,7 @@ export function drawFigures(container, state, model) {
   const pair = (distribution) => (distribution?.count ? [ms(distribution.p50), `p90 ${ms(distribution.p90)} · p99 ${ms(distribution.p99)}`] : ["–", "no request yet"]);
   show(container,
     figure("Requests", [perSecond(state.rates.requests_per_s), h("small", {}, " /s")], errors ? `${plural(errors, "error")} in the window` : "no errors in the window"),
-    figure("In flight", String(inflight), queued ? `${queued} queued` : "nobody waits", ""),
+    figure("In flight", String(inflight), queued ? `${queued} queued` : "no queue", ""),
     figure("TTFT, median", ...pair(model?.ttft_ms)),
     figure("TPOT, median", ...pair(model?.tpot_ms)),
     kept(model),

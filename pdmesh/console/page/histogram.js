@@ -1,4 +1,4 @@
-// How many requests took how long, on a logarithmic axis, with the objective; a click on a bar asks for its requests.
+// The histogram of latencies, on a logarithmic axis, with the objective; a click on a bar requests its requests.
 import { h, s, show, empty } from "./dom.js";
 import { edge, ms, percent, plural } from "./format.js";
 

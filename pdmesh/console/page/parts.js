@@ -1,4 +1,4 @@
-// The parts of the time to the first token: their names, colours, and what makes each of them long.
+// The parts of the time to the first token: their names, colours, and the causes that make each of them long.
 import { h } from "./dom.js";
 import { edge, ms, percent } from "./format.js";
 

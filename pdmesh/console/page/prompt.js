@@ -40,7 +40,7 @@ async function follow(body, answer) {
   return { traceId, done };
 }
 
-// Spans of several processes come one after another: shown when the request's own is there, and once more when all had time.
+// Spans of several processes arrive one after another: shown when the request's own has arrived, and again after a while.
 async function showTrace(container, traceId, note) {
   const tools = h("div", { class: "tabs" }), body = h("div", {}), opened = new Set();
   show(container, h("div", { class: "head" }, h("p", { class: "hint" }, note), tools), body);

@@ -6,7 +6,7 @@ function millis(nanoseconds, from) {
   return Number(since / MS) + Number(since % MS) / 1e6;
 }
 
-// By whose work it is; decode workers that compute a prompt themselves do a prefill's work.
+// By the kind of work: a decode worker that computes a prompt itself does prefill work.
 function processOf(span) {
   if (span.name === "retry") return "client";
   if (span.service === "pdmesh-router") return "router";

@@ -68,7 +68,7 @@ function placeRows(columns, width) {
   return y - 18 - GAP;
 }
 
-// What flows from whom to whom, per second, and what could.
+// The flows between nodes, per second, and the possible ones.
 function edges(state, nodes) {
   const found = new Map();
   const add = (from, to, kind, flow) => {

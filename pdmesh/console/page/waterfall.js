@@ -1,4 +1,4 @@
-// One request's spans over time, and what they say.
+// One request's spans over time, and their summary.
 import { h, show, empty } from "./dom.js";
 import { ms, size } from "./format.js";
 import { partsLegend, stack, verdict } from "./parts.js";
@@ -81,7 +81,7 @@ const reasonsOf = (rows) => [...new Set(rows.filter((row) => row.span.name === "
 
 export const startView = (request) => (request.ttft_ms && request.total_ms > 3 * request.ttft_ms ? "first" : "all");
 
-// `trace`: what /api/traces gave; `view`: "all" or "first" (to the first token). `tools`: where the choice between them stands.
+// `trace`: what /api/traces gave; `view`: "all" or "first" (to the first token). `tools`: where the choice between them is placed.
 export function drawWaterfall(container, tools, trace, request, view, opened = new Set()) {
   const rows = rowsOf(trace, request);
   if (!rows.length) {

@@ -1,6 +1,6 @@
-"""Charts as inline SVG: lines over a common axis. Pure.
+"""Draws charts as inline SVG: lines over a common axis; and builds sections and tables of a page. Pure.
 
-Colours come from the page's style, so that light and dark are its business; every mark has a text for the pointer.
+Colours come from the page's style, so that it decides light and dark; every mark has a tooltip.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Line:
-    """A named line through points; `colour` is the number of a colour of the page. `steps`: values that hold until the
-    next; `area`: filled down to 0; `measured`: few points, which are to be seen."""
+    """Hold a named line through points; `colour` is the number of a colour of the page. `steps`: values that hold until the next;
+    `area`: filled down to 0; `measured`: few points, which are drawn as dots."""
 
     name: str
     points: Sequence[Point | None]
@@ -33,7 +33,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Mark:
-    """A named bound, drawn across (of y) or upright (of x); its name stands at the upper end of an upright one, or `low`."""
+    """Hold a named bound, drawn across (of y) or upright (of x); its name is at the upper end of an upright one, or `low`."""
 
     name: str
     value: float
@@ -43,7 +43,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Axis:
-    """From `low` to `high`; `log`: in powers of ten (both ends above 0). `whole`: of things that are counted."""
+    """Hold an axis from `low` to `high`; `log`: in powers of ten (both ends above 0). `whole`: of counts."""
 
     low: float
     high: float
@@ -51,7 +51,7 @@ class Axis:
     whole: bool = False
 
     def place(self, value: float) -> float:
-        """0 at `low`, 1 at `high`; what lies outside is put at the end."""
+        """Return 0 at `low`, 1 at `high`; values outside are clipped."""
         if self.log:
             value = max(value, self.low)
             share = math.log(value / self.low) / math.log(self.high / self.low)
@@ -60,19 +60,19 @@ class Axis:
         return min(max(share, 0.0), 1.0)
 
     def ticks(self) -> list[float]:
-        """About five round numbers."""
+        """Return about five round numbers."""
         if self.log:
             return _log_ticks(self.low, self.high)
         return _linear_ticks(self.low, self.high, 1.0 if self.whole else 0.0)
 
 
 def linear(values: Sequence[float], *, whole: bool = False) -> Axis:
-    """From 0 to a little above the highest value; to 1 where all are 0."""
+    """Return an axis from 0 to a little above the highest value; to 1 where all are 0."""
     return Axis(0.0, 1.05 * max([*values, 0.0]) or 1.0, whole=whole)
 
 
 def logarithmic(values: Sequence[float]) -> Axis:
-    """Around the values that are above 0."""
+    """Return an axis around the values that are above 0."""
     positive = [value for value in values if value > 0] or [1.0]
     low, high = min(positive), max(positive)
     return Axis(low / 1.1, max(high * 1.1, low * 1.5), log=True)
@@ -81,7 +81,7 @@ def logarithmic(values: Sequence[float]) -> Axis:
 def lines_chart(
     lines: Sequence[Line], x: Axis, y: Axis, *, x_unit: str, y_unit: str, marks: Sequence[Mark] = (), shaded: Sequence[Point] = ()
 ) -> str:
-    """Lines, with a legend if there are several. `shaded`: stretches of x, from and to."""
+    """Draw lines, with a legend if there are several. `shaded`: stretches of x, from and to."""
     parts = [_shade(x, *stretch) for stretch in shaded]
     parts += [_grid(x, y, x_unit, y_unit), *(_line(line, x, y, x_unit, y_unit) for line in lines)]
     parts += [_mark(mark, x, y) for mark in marks]
@@ -91,7 +91,7 @@ def lines_chart(
 
 
 def cdf_chart(values: Sequence[float], unit: str, bound: float | None) -> str:
-    """How many of the values are at most x, and where the bound is."""
+    """Draw how many of the values are at most x, and where the bound is."""
     x = logarithmic([*values, *([] if bound is None else [bound])])
     marks = [] if bound is None else [Mark("objective", bound, across=False, low=share_within(values, bound) > 0.5)]
     points = [(value, 100 * share) for value, share in cdf(values)]
@@ -99,12 +99,12 @@ def cdf_chart(values: Sequence[float], unit: str, bound: float | None) -> str:
 
 
 def share_within(values: Sequence[float], bound: float) -> float:
-    """The share of the values (at least one) that are at most `bound`."""
+    """Return the share of the values (at least one) that are at most `bound`."""
     return sum(value <= bound for value in values) / len(values)
 
 
 def cdf(values: Sequence[float], max_points: int = 400) -> list[Point]:
-    """The share of values at most x, at up to `max_points` of them."""
+    """Return the share of values at most x, at up to `max_points` of them."""
     ordered = sorted(values)
     step = max(1, len(ordered) // max_points)
     points = [(ordered[index], (index + 1) / len(ordered)) for index in range(0, len(ordered), step)]
@@ -112,7 +112,7 @@ def cdf(values: Sequence[float], max_points: int = 400) -> list[Point]:
 
 
 def number_text(value: float) -> str:
-    """Three digits that matter, without a power of ten."""
+    """Return three significant digits, without a power of ten."""
     if value == 0:
         return "0"
     digits = max(0, 2 - math.floor(math.log10(abs(value))))
@@ -155,7 +155,7 @@ def _line(line: Line, x: Axis, y: Axis, x_unit: str, y_unit: str) -> str:
     css = f"point c{line.colour}" if line.measured else "dot"
     dots = "".join(_dot(css, line.name, point, x, y, x_unit, y_unit) for point in line.points if point is not None)
     pieces = [_path(piece, x, y, steps=line.steps) for piece in _unbroken(line.points)]
-    # Of no length, but with round ends: a point that stands alone is seen, too.
+    # A path of no length with round ends: an isolated point is visible, too.
     drawn = f'<path class="line s{line.colour}" d="{"".join(f"M{piece}h0" for piece in pieces)}"/>'
     if not line.area:
         return drawn + dots
@@ -167,7 +167,7 @@ def _line(line: Line, x: Axis, y: Axis, x_unit: str, y_unit: str) -> str:
 
 
 def _unbroken(points: Sequence[Point | None]) -> list[list[Point]]:
-    """The stretches between the points that are missing."""
+    """Return the stretches between the points that are missing."""
     stretches: list[list[Point]] = [[]]
     for point in points:
         if point is None:
@@ -184,7 +184,7 @@ def _path(points: Sequence[Point], x: Axis, y: Axis, *, steps: bool) -> str:
 
 
 def _dot(css: str, name: str, point: Point, x: Axis, y: Axis, x_unit: str, y_unit: str) -> str:
-    """With a text for the pointer; a "dot" is not seen until the pointer is on it."""
+    """Draw a dot with a tooltip; a "dot" is invisible until the pointer is on it."""
     title = f"{escape(name)}: {number_text(point[1])} {escape(y_unit)} at {number_text(point[0])} {escape(x_unit)}"
     return f'<circle class="{css}" cx="{_x(x, point[0]):.1f}" cy="{_y(y, point[1]):.1f}" r="4"><title>{title}</title></circle>'
 
@@ -196,7 +196,7 @@ def _mark(mark: Mark, x: Axis, y: Axis) -> str:
         text = f'x="{WIDTH - _RIGHT}" y="{at - 5:.1f}"'
     else:
         at, width = _x(x, mark.value), _CHARACTER * len(mark.name)
-        # A rising curve leaves room above on the left and below on the right.
+        # A rising curve leaves space above on the left and below on the right.
         left = at + width > WIDTH - _RIGHT if mark.low else at - width > _LEFT
         ends, anchor = f'x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}"', "end" if left else "start"
         text = f'x="{at + (-5 if left else 5):.1f}" y="{HEIGHT - _BOTTOM - 8 if mark.low else _TOP + 12}"'
@@ -204,7 +204,7 @@ def _mark(mark: Mark, x: Axis, y: Axis) -> str:
 
 
 def _round_step(rough: float) -> float:
-    """The next of 1, 2 or 5 times a power of ten."""
+    """Return the next of 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(rough))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
 
@@ -223,16 +223,16 @@ def _log_ticks(low: float, high: float) -> list[float]:
     return [tick for power in powers for factor in factors if low <= (tick := factor * 10.0**power) <= high]
 
 
-# Pieces of the page that all of its sections are made of. Pure.
+# Pieces of the page that all of its sections are made of.
 
 
 def section(title: str, content: str) -> str:
-    """A heading and what stands under it (markup)."""
+    """Return a heading and the content under it (markup)."""
     return f"<section><h2>{escape(title)}</h2>{content}</section>"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Text in rows, without a head if that is empty; it scrolls by itself where it is wider than the page."""
+    """Return text in rows, without a head if that is empty; it scrolls by itself where it is wider than the page."""
     top = f"<tr>{''.join(f'<th>{escape(name)}</th>' for name in head)}</tr>" if head else ""
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<div class="scroll"><table>{top}{body}</table></div>'

@@ -1,4 +1,4 @@
-"""Several results as one HTML page: who bears which rate, and what the answers are like there. Needs nothing else to be seen.
+"""Writes several results as one self-contained HTML page: the rate that each system sustains, and its latencies there.
 
 Results of a search (`--find-capacity`) draw a curve over the rates that were tried; a single run is one point of it.
 """
@@ -38,7 +38,7 @@ _NOTE = (
 
 @dataclass(frozen=True)
 class Facts:
-    """A table that the caller adds: what belongs beside the measured, such as the machine."""
+    """Hold a table that the caller adds to the measurements, such as the machine."""
 
     title: str
     rows: Sequence[Sequence[str]]
@@ -46,7 +46,7 @@ class Facts:
 
 
 def page(results: Mapping[str, Result], title: str = "Load tests compared", facts: Sequence[Facts] = ()) -> str:
-    """The whole document. `results` by the name of what was tested; at least one."""
+    """Return the whole document. `results` by the name of what was tested; at least one."""
     some = next(iter(results.values()))
     objectives = dict.fromkeys(str(result.objectives) for result in results.values())
     head = (
@@ -61,7 +61,7 @@ def page(results: Mapping[str, Result], title: str = "Load tests compared", fact
     sections = [
         head,
         doubts,
-        section("Who bears what", table(*overview(results)) + f'<p class="sub">{_NOTE}</p>'),
+        section("Capacity", table(*overview(results)) + f'<p class="sub">{_NOTE}</p>'),
         section("Over the offered rate", f'<div class="charts">{_goodput_chart(results)}{_attainment_chart(results)}</div>'),
         section("Latencies at the capacity, against objectives", f'<div class="charts">{_cdf_charts(results)}</div>'),
         *(section(fact.title, f'<div class="text">{table(fact.head, fact.rows)}</div>') for fact in facts),
@@ -71,7 +71,7 @@ def page(results: Mapping[str, Result], title: str = "Load tests compared", fact
 
 
 def overview(results: Mapping[str, Result]) -> tuple[Sequence[str], list[Sequence[str]]]:
-    """Head and rows of the table: a row for each result."""
+    """Return head and rows of the table: a row for each result."""
     shares = sorted({found["attainment"] for result in results.values() for found in _capacities(result)})
     head = (
         "",
@@ -96,7 +96,7 @@ def _cells(result: Result, shares: Sequence[float]) -> Sequence[str]:
 
 
 def _capacity(found: Mapping[str, Any] | None) -> str:
-    """A rate; that it may be higher; or that there is none."""
+    """Return a rate, with a mark if it may be higher; or that there is none."""
     if found is None:
         return "–"
     rate, failed = found["rate"], found["failed_rate"]
@@ -111,7 +111,7 @@ def _capacities(result: Result) -> Sequence[Mapping[str, Any]]:
 
 
 def trials(result: Result) -> list[Trial]:
-    """All windows of a search, or the only one of a run, by rate."""
+    """Return all windows of a search, or the only one of a run, by rate."""
     searched = [Trial(**trial) for trial in result.capacity.get("trials", ())]
     summary = result.summary
     only = Trial(summary.request_rate, summary.attainment or 0.0, summary.goodput)
@@ -119,7 +119,7 @@ def trials(result: Result) -> list[Trial]:
 
 
 def _curve(result: Result, name: str) -> list[Point]:
-    """The mean over the windows of each rate."""
+    """Return the mean over the windows of each rate."""
     by_rate: dict[float, list[float]] = {}
     for trial in trials(result):
         by_rate.setdefault(trial.rate, []).append(getattr(trial, name))

@@ -1,4 +1,6 @@
-"""A result as one HTML page that needs nothing else: no script, font or image from elsewhere; light or dark as the reader is."""
+"""Writes a result as one self-contained HTML page: no script, font or image from elsewhere; light or dark by the reader's
+setting.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,11 @@ from pdmesh.loadtest.reports.text import NAMES, durations, milliseconds, share
 from pdmesh.loadtest.result import Result, Slow
 from pdmesh.loadtest.stats import Bin, Summary, Window
 
-# The plots of the page: the run over time, latencies against their objectives, where the time goes. Pure.
+# The plots of the page: the run over time, latencies against their objectives, where the time goes.
 
 
 def timelines(result: Result) -> str:
-    """Rate, latencies and what served, second by second or in longer steps."""
+    """Plot rate, latencies and fleet, second by second or in longer steps."""
     bins = result.timeline
     if not bins:
         return "<p>Nothing was due.</p>"
@@ -53,7 +55,7 @@ def timelines(result: Result) -> str:
 
 
 def cdfs(result: Result) -> str:
-    """The distribution of each latency, and how many requests kept its objective."""
+    """Plot the distribution of each latency, and how many requests kept its objective."""
     bounds, sample = result.objectives.bounds, result.sample
     figures = []
     for name in ("ttft", "tpot", "e2e"):
@@ -67,7 +69,7 @@ def cdfs(result: Result) -> str:
 
 
 def phases(result: Result) -> str:
-    """A bar for all requests and one for the slowest, of the parts that the server measured; the numbers below."""
+    """Draw a bar for all requests and one for the slowest, of the parts that the server measured; the numbers below."""
     groups = result.phases
     if not groups:
         return ""
@@ -99,7 +101,7 @@ def _latency(name: str, bins: Sequence[Bin], x: Axis, bound: float | None, shade
 
 
 def _served(result: Result, x: Axis, shaded: Sequence[Point]) -> list[str]:
-    """Workers, and what the router held; nothing where the target does not tell."""
+    """Plot workers, and the router's queue; nothing where the target does not report them."""
     if not result.fleet:
         return []
 
@@ -120,7 +122,7 @@ def _served(result: Result, x: Axis, shaded: Sequence[Point]) -> list[str]:
 
 
 def _uncounted(window: Window, end_s: float) -> list[Point]:
-    """The stretches of a run outside its window."""
+    """Return the stretches of a run outside its window."""
     return [(start, end) for start, end in ((0.0, window.start_s), (window.end_s, end_s)) if end > start]
 
 
@@ -152,7 +154,7 @@ _LATENCIES = ("ttft", "ttft_from_sent", "tpot", "itl", "e2e")
 
 
 def page(result: Result) -> str:
-    """The whole document."""
+    """Return the whole document."""
     sections = [
         _head(result),
         _tiles(result),
@@ -170,7 +172,7 @@ def page(result: Result) -> str:
 
 
 def document(title: str, content: str) -> str:
-    """A page of `content`, with the style that the classes of its parts need."""
+    """Return a page of `content`, with the style that the classes of its parts need."""
     style = resources.files("pdmesh.loadtest.reports").joinpath("report.css").read_text(encoding="utf-8")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'

@@ -1,4 +1,4 @@
-"""A result for the terminal: lines and tables of at most 100 columns."""
+"""Formats a result for the terminal: lines and tables of at most 100 columns."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAMES = {
 
 
 def lines(result: Result) -> list[RenderableType]:
-    """All of a result but its time line."""
+    """Return all of a result except its time line."""
     summary = result.summary
     return [
         Text(f"{result.target} · {result.model or 'unknown model'} · {result.window.length_s:g} s", "bold"),
@@ -59,17 +59,17 @@ def _latency_row(name: str, latency: Latency) -> tuple[str, ...]:
 
 
 def durations(latency: Latency, *names: str) -> tuple[str, ...]:
-    """These figures of it in milliseconds, or dashes where there were no values."""
+    """Return its figures in milliseconds, or dashes where there were no values."""
     return tuple(milliseconds(getattr(latency, name)) if latency.num_values else "–" for name in names)
 
 
 def milliseconds(value: float) -> str:
-    """Three digits that matter."""
+    """Return three significant digits."""
     return f"{value:.0f}" if value >= 1000 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def share(value: float | None) -> str:
-    """A share as a percentage."""
+    """Return a share as a percentage."""
     return "–" if value is None else f"{100 * value:.2f} %"
 
 
@@ -124,12 +124,12 @@ def _validity_lines(result: Result) -> list[RenderableType]:
 
 
 def trial_line(trial: Trial) -> str:
-    """One window of a search."""
+    """Return one window of a search."""
     return f"{trial.rate:8.3f} requests/s: {share(trial.attainment)} attained, goodput {trial.goodput:.3f}/s"
 
 
 def capacity_lines(capacities: Sequence[Capacity], stopped: str = "") -> list[RenderableType]:
-    """What a search found; `stopped`: why it ended early."""
+    """Return the result of a search; `stopped`: why it ended early."""
     ended = [Text(f"the search ended early: {stopped}", "warning")] if stopped else []
     return [Text("CAPACITY", "bold"), *(_capacity_line(capacity, stopped) for capacity in capacities), *ended]
 
@@ -147,7 +147,7 @@ def _capacity_line(capacity: Capacity, stopped: str) -> RenderableType:
 
 
 def comparison_table(differences: Sequence[Difference]) -> Table:
-    """Two results side by side."""
+    """Return two results side by side."""
     head = ("", "A", "B", "B − A", f"{100 * CONFIDENCE:g} % INTERVAL", "CHANGE", "")
     rows = [
         (

@@ -1,4 +1,4 @@
-"""The mesh's own gRPC API, through the client library."""
+"""Sends requests to the mesh's own gRPC API, through the client library."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _MAX_UINT32 = 0xFFFF_FFFF
 
 @dataclass(frozen=True)
 class GrpcSettings:
-    """How requests are put. `resume_timeout_s`: how long the client looks for another router when one is lost.
-    `send_objectives`: a request names those of its class as its own. `prompt`: token ids, or words that the router tokenizes.
-    `mode`: "local" or "remote" for every request; empty: the router chooses."""
+    """Configure the requests. `resume_timeout_s`: how long the client looks for another router when one is lost.
+    `send_objectives`: a request carries those of its class. `prompt`: token ids, or words that the router tokenizes. `mode`:
+    "local" or "remote" for every request; empty: the router chooses."""
 
     model: str = ""
     vocab_size: int = 32_000
@@ -58,7 +58,8 @@ class _Prepared:
 
 
 class GrpcTarget:
-    """Routers at "host:port,…": each client prefers another of them; with a `resume_timeout_s` it falls back on the rest."""
+    """Send to routers at "host:port,…": each client prefers another of them; with a `resume_timeout_s` it falls back on the
+    rest."""
 
     def __init__(self, routers: str, settings: GrpcSettings) -> None:
         self._settings = settings
@@ -75,7 +76,7 @@ class GrpcTarget:
         self._next = cycle(self._clients)
 
     async def check(self) -> TargetInfo:
-        """The model and its context; TargetError if no router answers or it does not serve the model."""
+        """Return the model and its context. Raises TargetError if no router answers or it does not serve the model."""
         try:
             models = await self._clients[0].list_models(timeout=_CHECK_TIMEOUT_S)
         except MeshError as error:
@@ -88,7 +89,7 @@ class GrpcTarget:
         return TargetInfo(chosen.name, chosen.max_context or None)
 
     def prepare(self, ask: Ask) -> _Prepared:
-        """The whole conversation, and the options of the request."""
+        """Return the whole conversation, and the options of the request."""
         settings = self._settings
         options = GenerateOptions(
             max_tokens=ask.output_tokens,
@@ -130,20 +131,21 @@ class GrpcTarget:
             raise _target_error(error) from error
 
     async def fleet(self) -> Fleet | None:
-        """Workers that are alive, and the router's requests. TargetError if it does not answer within a second."""
+        """Return the workers that are alive, and the router's requests. Raises TargetError if it does not answer within a
+        second."""
         try:
             return _fleet(await self._clients[0].status(timeout=1.0))
         except MeshError as error:
             raise _target_error(error) from error
 
     async def close(self) -> None:
-        """Closes the channels."""
+        """Close the channels."""
         for client in self._clients:
             await client.close()
 
 
 def _objectives(objectives: Objectives) -> GenerateOptions:
-    """In whole milliseconds; what has none is left out, and takes the model's."""
+    """Return the objectives in whole milliseconds; a missing one takes the model's."""
     named = {"slo_ttft_ms": objectives.ttft_ms, "slo_tpot_ms": objectives.tpot_ms}
     whole = {name: min(max(1, round(bound)), _MAX_UINT32) for name, bound in named.items() if bound is not None}
     return cast(GenerateOptions, whole)

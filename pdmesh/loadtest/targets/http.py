@@ -1,6 +1,6 @@
-"""HTTP/1.1 for streams that start by the hundred a second: connections that are kept, on h11.
+"""HTTP/1.1 for hundreds of new streams a second: persistent connections, on h11.
 
-A general client (httpx, with its pool that looks at every connection for each request) needs more than one core for 500 streams a
+A general client (httpx, with its pool that scans every connection for each request) needs more than one core for 500 streams a
 second; `make bench-loadtest` measures both.
 """
 
@@ -23,12 +23,12 @@ _CONNECT_TIMEOUT_S = 10.0
 
 
 class HttpError(Exception):
-    """No HTTP answer: the connection could not be opened, was lost, or carries something else."""
+    """Raised without an HTTP answer: the connection could not be opened, was lost, or carries something else."""
 
 
 @dataclass(frozen=True)
 class BaseUrl:
-    """Where a server is. `path` has no slash at its end."""
+    """Name a server. `path` has no slash at its end."""
 
     scheme: str
     host: str
@@ -37,25 +37,25 @@ class BaseUrl:
 
     @staticmethod
     def parse(url: str) -> BaseUrl:
-        """Raises ValueError for what is no http(s) URL."""
+        """Parse an http(s) URL. Raises ValueError for anything else."""
         try:
             parts = urlsplit(url)
             port = parts.port or (443 if parts.scheme == "https" else 80)
         except ValueError as error:
-            raise ValueError(f"{url!r} is no URL: {error}") from None
+            raise ValueError(f"{url!r} is not a URL: {error}") from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{url!r} is no URL; give one such as http://127.0.0.1:8000/v1")
+            raise ValueError(f"{url!r} is not a URL; give one such as http://127.0.0.1:8000/v1")
         return BaseUrl(parts.scheme, parts.hostname, port, parts.path.rstrip("/"))
 
     @property
     def host_header(self) -> str:
-        """With the port, also where it is the scheme's own: servers take both."""
+        """Return the host with the port, also where it is the scheme's own: servers accept both."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
 
 
 class _Connection:
-    """One connection; one request at a time."""
+    """Hold one connection, which carries one request at a time."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -64,7 +64,7 @@ class _Connection:
 
     @property
     def reusable(self) -> bool:
-        """Whether the server has left it open."""
+        """Return whether the server has left it open."""
         return self._http.our_state is h11.IDLE and not self._reader.at_eof() and not self._writer.is_closing()
 
     async def send(self, request: h11.Request, body: bytes) -> None:
@@ -80,7 +80,7 @@ class _Connection:
             self._http.receive_data(await self._reader.read(_READ_BYTES))
 
     def end_cycle(self) -> None:
-        """Ready for the next request, if both sides are done and want that."""
+        """Prepare for the next request, if both sides are done and keep the connection."""
         if self._http.our_state is h11.DONE and self._http.their_state is h11.DONE:
             self._http.start_next_cycle()
 
@@ -90,14 +90,14 @@ class _Connection:
 
 @dataclass
 class Response:
-    """An answer whose body is read as it arrives. Names of `headers` are in lower case."""
+    """Read an answer's body as it arrives. Names of `headers` are in lower case."""
 
     status: int
     headers: Mapping[str, str]
     _connection: _Connection
 
     async def pieces(self) -> AsyncGenerator[bytes, None]:
-        """The body. Raises HttpError if it breaks off."""
+        """Yield the body. Raises HttpError if it breaks off."""
         try:
             while isinstance(event := await self._connection.next_event(), h11.Data):
                 yield bytes(event.data)
@@ -107,7 +107,7 @@ class Response:
             raise HttpError("the answer broke off")
 
     async def read(self, max_bytes: int) -> bytes:
-        """The whole body, or its first `max_bytes`."""
+        """Return the whole body, or its first `max_bytes`."""
         body = b""
         async with aclosing(self.pieces()) as pieces:
             async for piece in pieces:
@@ -118,10 +118,10 @@ class Response:
 
 
 class HttpClient:
-    """Requests to one server. Idle connections are kept, the last used first; there are as many as requests at a time."""
+    """Send requests to one server. Idle connections are kept, the last used first; there are as many as concurrent requests."""
 
     def __init__(self, base: BaseUrl, headers: Mapping[str, str], tls: TlsConfig | None = None) -> None:
-        """`tls`: for https, whom to believe and what to show; without: the system's CAs, and no certificate."""
+        """Create it. `tls`: for https, the CA and our certificate; without: the system's CAs, and no certificate."""
         self._base = base
         self._headers = [("Host", base.host_header), *headers.items()]
         self._tls = _context(tls) if base.scheme == "https" else None
@@ -131,7 +131,8 @@ class HttpClient:
     async def request(
         self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
     ) -> AsyncGenerator[Response, None]:
-        """The response to a request. Leaving it before its end closes the connection, which cancels it. Raises HttpError."""
+        """Yield the response to a request. Leaving it before its end closes the connection, which cancels it. Raises
+        HttpError."""
         length = [("Content-Length", str(len(body)))] if body else []
         target = self._base.path + path
         request = h11.Request(method=method, target=target, headers=[*self._headers, *(headers or {}).items(), *length])
@@ -146,12 +147,13 @@ class HttpClient:
                 connection.close()
 
     async def close(self) -> None:
-        """Closes idle connections."""
+        """Close idle connections."""
         while self._idle:
             self._idle.pop().close()
 
     async def _exchange(self, request: h11.Request, body: bytes) -> tuple[_Connection, Response]:
-        """The server may have closed a kept connection meanwhile: without a word of an answer on it, another is tried."""
+        """Send the request. The server may have closed a kept connection meanwhile: if no part of an answer has come, another is
+        tried."""
         while True:
             connection, kept = await self._connection()
             try:
@@ -173,7 +175,7 @@ class HttpClient:
                 return connection, Response(response.status_code, headers, connection)
 
     async def _connection(self) -> tuple[_Connection, bool]:
-        """A connection, and whether it has been used before."""
+        """Return a connection, and whether it has been used before."""
         while self._idle:
             if (connection := self._idle.pop()).reusable:
                 return connection, True
@@ -187,7 +189,7 @@ class HttpClient:
 
 
 def _context(tls: TlsConfig | None) -> ssl.SSLContext:
-    """Raises ConfigError, OSError. A server on the web is known by its host's name, not by a mesh's."""
+    """Return the context. Raises ConfigError, OSError. A server on the web is known by its host's name, not by a mesh's."""
     if tls is None or not tls.is_set:
         return ssl.create_default_context()
     context = ssl.create_default_context(cafile=tls.tls_ca)
@@ -197,7 +199,7 @@ def _context(tls: TlsConfig | None) -> ssl.SSLContext:
 
 
 def _reason(error: BaseException) -> str:
-    """Without addresses, so that equal causes read the same."""
+    """Return the reason without addresses, so that equal causes read the same."""
     if isinstance(error, TimeoutError):
         return "timed out"
     return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)

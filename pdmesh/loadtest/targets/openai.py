@@ -1,4 +1,4 @@
-"""Any server that speaks OpenAI's protocol: /completions with token ids (or words), or /chat/completions, streamed."""
+"""Sends requests to any server with OpenAI's protocol: /completions with token ids (or words), or /chat/completions, streamed."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from pdmesh.loadtest.targets.target import (
 )
 from pdmesh.runtime.rpc.tls import TlsConfig
 
-# What an OpenAI server sends, checked: bytes in, values out, or a TargetError that says what is wrong. Pure.
+# Validation of an OpenAI server's answers: bytes in, values out, or a TargetError that says what is wrong. Pure.
 #
-# Whatever comes is one request's error: it must not end the run.
+# An invalid answer is one request's error: it must not end the run.
 
 
 _REFUSALS = (429, 503)
@@ -38,19 +38,19 @@ _MAX_MESSAGE = 200
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One event of a stream: the text of its first choice, reasoning included, and the counts if it brings them."""
+    """Hold one event of a stream: the text of its first choice, reasoning included, and the counts if it has them."""
 
     text: str
     done: Done | None
 
 
 def malformed(what: str) -> TargetError:
-    """The error for an answer that is none."""
+    """Return the error for an invalid answer."""
     return TargetError(Outcome.ERROR, f"malformed answer: {what}")
 
 
 def read_chunk(data: bytes) -> Chunk:
-    """The data of one event."""
+    """Read the data of one event."""
     value = _object(data)
     if value.get("error"):
         raise TargetError(Outcome.ERROR, read_message(data))
@@ -59,7 +59,7 @@ def read_chunk(data: bytes) -> Chunk:
 
 
 def read_models(body: bytes) -> dict[str, TargetInfo]:
-    """What /models lists, with the context where the server tells it."""
+    """Return the models in /models, with the context where the server reports it."""
     found = {}
     for model in _member(_object(body), "data", list, "a list") or []:
         if isinstance(model, dict) and isinstance(name := model.get("id"), str):
@@ -69,13 +69,13 @@ def read_models(body: bytes) -> dict[str, TargetInfo]:
 
 
 def read_refusal(status: int, body: bytes) -> TargetError:
-    """The error for an answer that is not 200."""
+    """Return the error for an answer that is not 200."""
     outcome = Outcome.REFUSED if status in _REFUSALS else Outcome.ERROR
     return TargetError(outcome, f"HTTP {status}: {read_message(body)}")
 
 
 def read_message(body: bytes) -> str:
-    """What the server says was wrong, in one line of at most 200 characters that a terminal can show."""
+    """Return the server's error message, in one line of at most 200 characters that a terminal can show."""
     try:
         value = json.loads(body)
         error = value.get("error", value)
@@ -116,7 +116,7 @@ def _count(value: Mapping[str, Any], name: str, where: str) -> int | None:
 
 
 def _member(value: Mapping[str, Any], name: str, kind: type, called: str, where: str = "") -> Any:
-    """What stands under `name`, of this kind; None where it is absent or null."""
+    """Return the value of `name`, of this kind; None where it is absent or null."""
     found = value.get(name)
     if found is not None and not isinstance(found, kind):
         raise malformed(f"{where}{name} is not {called}")
@@ -133,18 +133,18 @@ def _object(data: bytes) -> dict[str, Any]:
     return value
 
 
-# Server-sent events: bytes in pieces of any size, the data of complete events out. Pure. (WHATWG HTML, section 9.2.6.)
+# Server-sent events: bytes in pieces of any size in, the data of complete events out (WHATWG HTML, section 9.2.6).
 
 
 MAX_EVENT_BYTES = 1 << 20
 
 
 class EventTooLarge(ValueError):
-    """An event, or a line, of more than MAX_EVENT_BYTES: whoever sends one never ends."""
+    """Raised for an event, or a line, of more than MAX_EVENT_BYTES: such a stream may never end."""
 
 
 class SseParser:
-    """Keeps what is incomplete. Fields other than `data` are not needed here and dropped."""
+    """Parse events; incomplete ones are kept. Fields other than `data` are not needed and dropped."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -152,7 +152,7 @@ class SseParser:
         self._num_bytes = 0  # of _data
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """The data of each event that this piece completes. Lines may end in LF or CR LF. Raises EventTooLarge."""
+        """Return the data of each event that this piece completes. Lines may end in LF or CR LF. Raises EventTooLarge."""
         *lines, self._rest = (self._rest + piece).split(b"\n")
         events = []
         for line in lines:
@@ -175,7 +175,7 @@ _CHECK_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class OpenAiSettings:
-    """How requests are put. `prompt`: token ids (of /completions only) or words; chat takes words in any case.
+    """Configure the requests. `prompt`: token ids (of /completions only) or words; chat takes words in any case.
     `priority_header` and `tenant_header` name headers that carry them, for gateways that read such; empty: none."""
 
     model: str = ""
@@ -197,7 +197,7 @@ class _Prepared:
 
 
 class OpenAiTarget:
-    """A server at http(s)://HOST:PORT/v1."""
+    """Send to a server at http(s)://HOST:PORT/v1."""
 
     def __init__(self, url: str, settings: OpenAiSettings) -> None:
         self._settings = settings
@@ -209,7 +209,7 @@ class OpenAiTarget:
         self._path = "/chat/completions" if settings.endpoint == "chat" else "/completions"
 
     async def check(self) -> TargetInfo:
-        """The model, from /models; the only one if none was named. The context where the server tells it (vLLM does)."""
+        """Return the model, from /models; the only one if none was named. The context where the server reports it (vLLM does)."""
         try:
             async with asyncio.timeout(_CHECK_TIMEOUT_S), self._http.request("GET", "/models") as response:
                 body = await response.read(_MAX_BODY_BYTES)
@@ -227,7 +227,7 @@ class OpenAiTarget:
         return models[self._model]
 
     def prepare(self, ask: Ask) -> _Prepared:
-        """The request's body and headers."""
+        """Return the request's body and headers."""
         settings, traffic = self._settings, ask.traffic
         body: dict[str, object] = {
             "model": self._model,
@@ -259,11 +259,11 @@ class OpenAiTarget:
             raise TargetError(Outcome.ERROR, str(error)) from error
 
     async def fleet(self) -> Fleet | None:
-        """Unknown: the protocol says nothing of it."""
+        """Return None: the protocol does not report it."""
         return None
 
     async def close(self) -> None:
-        """Closes the connections."""
+        """Close the connections."""
         await self._http.close()
 
     def _messages(self, ask: Ask) -> list[dict[str, str]]:
@@ -275,7 +275,8 @@ class OpenAiTarget:
         return messages
 
     def _prompt(self, ask: Ask) -> list[int] | str:
-        """Ids of the segments, or words and the answers between them: an answer comes as text, so with ids it is left out."""
+        """Return the ids of the segments, or words and the answers between them: an answer comes as text, so with ids it is left
+        out."""
         settings = self._settings
         if settings.prompt == "words":
             return conversation(ask.said, ask.seed)

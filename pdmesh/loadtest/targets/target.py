@@ -1,4 +1,4 @@
-"""What is tested: anything that answers prompts token by token."""
+"""The interface of a target: anything that answers prompts token by token; and the text of prompts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pdmesh.loadtest.workload import Segment, TrafficClass
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What was received of an answer: ids where the protocol has them, text where it has that."""
+    """Hold what was received of an answer: ids where the protocol has them, text where it has that."""
 
     token_ids: Sequence[int] = ()
     text: str = ""
@@ -22,7 +22,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """One turn of a conversation; `answer` is None for the last, which is asked now."""
+    """Hold one turn of a conversation; `answer` is None for the last, current one."""
 
     segments: tuple[Segment, ...]
     answer: Answer | None = None
@@ -30,8 +30,8 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request, ready to be put into a protocol. `request_id` tells it from all others of the run; `seed` makes its words;
-    `objectives` are those of its class."""
+    """Describe a request, independent of the protocol. `request_id` is unique in the run; `seed` makes its words; `objectives`
+    are those of its class."""
 
     request_id: str
     seed: int
@@ -43,14 +43,14 @@ class Ask:
 
     @property
     def num_input_tokens(self) -> int:
-        """As planned: segments, and answers where their ids are known."""
+        """Return the planned input tokens: segments, and answers where their ids are known."""
         asked = sum(segment.num_tokens for said in self.said for segment in said.segments)
         return asked + sum(len(said.answer.token_ids) for said in self.said if said.answer)
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """`count` new tokens of an answer; more than 0."""
+    """Report `count` new tokens of an answer; more than 0."""
 
     count: int
     token_ids: Sequence[int] = ()
@@ -59,7 +59,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The answer is complete. What the server does not say is None or empty."""
+    """Report that the answer is complete. What the server does not report is None or empty."""
 
     input_tokens: int | None = None
     output_tokens: int | None = None
@@ -72,7 +72,7 @@ Event = Tokens | Done
 
 
 class TargetError(Exception):
-    """The target did not answer: how that counts, and why, in a few words that are the same for the same cause."""
+    """Raised when the target did not answer: the outcome, and the reason in a few words that are the same for the same cause."""
 
     def __init__(self, outcome: Outcome, message: str) -> None:
         super().__init__(message)
@@ -82,7 +82,7 @@ class TargetError(Exception):
 
 @dataclass(frozen=True)
 class TargetInfo:
-    """What a target says of itself: its model, and the model's context in tokens if it is known."""
+    """Describe a target: its model, and the model's context in tokens if it is known."""
 
     model: str
     max_context: int | None = None
@@ -90,7 +90,7 @@ class TargetInfo:
 
 @dataclass(frozen=True)
 class Fleet:
-    """What serves at one moment."""
+    """Describe the fleet at one moment."""
 
     num_prefill: int
     num_decode: int
@@ -99,26 +99,28 @@ class Fleet:
 
 
 class Target(Protocol):
-    """A protocol and an address. Belongs to one event loop."""
+    """Represent a protocol and an address. Belongs to one event loop."""
 
     async def check(self) -> TargetInfo:
-        """Whether it is there, and what it serves. Raises TargetError."""
+        """Return what it serves, if it is reachable. Raises TargetError."""
         ...
 
     def prepare(self, ask: Ask) -> object:
-        """All work on a request that can be done before it is due."""
+        """Do all work on a request that can be done before it is due."""
         ...
 
     def stream(self, prepared: object) -> AsyncGenerator[Event, None]:
-        """Sends what `prepare` returned; tokens as they arrive, last Done. Closing it cancels the request. Raises TargetError."""
+        """Send what `prepare` returned; yield tokens as they arrive, last Done. Closing it cancels the request. Raises
+        TargetError."""
         ...
 
     async def fleet(self) -> Fleet | None:
-        """What serves now; None where the target never tells. Raises TargetError where it failed to tell this time."""
+        """Return the current fleet; None where the target never reports it. Raises TargetError where it failed to report this
+        time."""
         ...
 
     async def close(self) -> None:
-        """Closes all connections."""
+        """Close all connections."""
         ...
 
 
@@ -138,7 +140,7 @@ WORDS = tuple(_COMMON.split())
 
 
 def token_ids(segments: Iterable[Segment], seed: int, vocab_size: int) -> list[int]:
-    """Ids from FIRST_TOKEN_ID to below `vocab_size`."""
+    """Return ids from FIRST_TOKEN_ID to below `vocab_size`."""
     ids: list[int] = []
     for segment in segments:
         ids += _ids(segment, seed, vocab_size)
@@ -146,12 +148,12 @@ def token_ids(segments: Iterable[Segment], seed: int, vocab_size: int) -> list[i
 
 
 def words(segments: Iterable[Segment], seed: int) -> str:
-    """About one token for each word."""
+    """Return words, about one token for each."""
     return " ".join(WORDS[number % len(WORDS)] for segment in segments for number in _numbers(segment, seed))
 
 
 def conversation(said: Iterable[Said], seed: int) -> str:
-    """The words of all turns, and the answers between them."""
+    """Return the words of all turns, and the answers between them."""
     return " ".join(text for one in said for text in (words(one.segments, seed), *([one.answer.text] if one.answer else ())))
 
 
@@ -162,5 +164,5 @@ def _ids(segment: Segment, seed: int, vocab_size: int) -> list[int]:
 
 
 def _numbers(segment: Segment, seed: int) -> memoryview:
-    """So many random 32-bit numbers; a longer segment of the same key begins with the same ones."""
+    """Return random 32-bit numbers; a longer segment of the same key begins with the same ones."""
     return memoryview(random.Random(f"{seed}/{segment.key}").randbytes(4 * segment.num_tokens)).cast("I")

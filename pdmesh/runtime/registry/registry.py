@@ -1,12 +1,12 @@
-"""Who serves in a mesh: workers and routers, registered in Redis with a time to live.
+"""The registry of a mesh: workers and routers, registered in Redis with a time to live.
 
-The registry is a directory, not the truth: a worker whose stream lives is alive whatever stands here. Nothing raises because
-Redis is down, slow, hanging, empty or full of garbage; reads then give the last known snapshot with its age, writes return
-False, and both go on by themselves when Redis is back.
+The registry is a directory, not the truth: a worker whose stream lives is alive whatever the registry says. Nothing raises
+because Redis is down, slow, hanging, empty or full of garbage; reads then return the last known snapshot with its age, writes
+return False, and both resume by themselves when Redis is back.
 
 A record belongs to the newest process that registered its id: an older one (paused, then resumed; or still draining) neither
-overwrites nor deletes it. Reading scans the keys of the selected database, so a large shared Redis should give the mesh a
-database of its own.
+overwrites nor deletes it. Reading scans the keys of the selected database, so on a large shared Redis the mesh should have its
+own database.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What was last read: workers by id, router addresses by id, and when (`taken_at`, monotonic seconds; None: never)."""
+    """Hold what was last read: workers by id, router addresses by id, and when (`taken_at`, monotonic seconds; None: never)."""
 
     workers: dict[str, WorkerInfo]
     routers: dict[str, str]
@@ -78,7 +78,7 @@ class Snapshot:
 
 
 class Registry:
-    """Client of one mesh's registry. On one event loop; close with `stop`."""
+    """Access one mesh's registry. On one event loop; close with `stop`."""
 
     def __init__(
         self,
@@ -89,7 +89,8 @@ class Registry:
         timeout_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`ttl_s` seconds a record lives without renewal. Raises ConfigError for a malformed URL or mesh's name."""
+        """Create the client. A record lives `ttl_s` seconds without renewal. Raises ConfigError for a malformed URL or mesh
+        name."""
         try:
             self._mesh = records.check_id("mesh", mesh)
         except records.InvalidRecord as error:
@@ -106,16 +107,16 @@ class Registry:
 
     @property
     def connected(self) -> bool:
-        """Whether the last operation reached Redis."""
+        """Return whether the last operation reached Redis."""
         return self._link.connected
 
     def age_s(self) -> float | None:
-        """Seconds since the snapshot was read; None: never read."""
+        """Return the seconds since the snapshot was read; None: never read."""
         return None if self.snapshot.taken_at is None else self._clock() - self.snapshot.taken_at
 
     async def register(self, info: WorkerInfo) -> bool:
-        """Writes the record of a process that starts, whoever had the id before. False: Redis did not take it (`renew` will
-        try again).
+        """Write the record of a process that starts, whichever process had the id before. False: Redis did not accept it (`renew`
+        will try again).
 
         Raises InvalidRecord when `info` itself is wrong, since no reader would accept it."""
         records.check_worker(info)
@@ -123,36 +124,36 @@ class Registry:
         return await self.renew(info)
 
     async def renew(self, info: WorkerInfo) -> bool:
-        """Writes the record again, with new content if it changed. False: Redis is down, or a newer process owns the id."""
+        """Write the record again, with new content if it changed. False: Redis is down, or a newer process owns the id."""
         records.check_worker(info)
         return await self._put(self._key("worker", info.worker_id), info.epoch, info.SerializeToString())
 
     async def deregister(self, info: WorkerInfo) -> bool:
-        """Deletes the record if it is still this process's. False: it was not there any more, or Redis is down (it lapses
-        then)."""
+        """Delete the record if it is still this process's. False: it was gone already, or Redis is down (the record then
+        expires)."""
         return await self._remove(self._key("worker", info.worker_id), info.epoch)
 
     async def register_router(self, router_id: str, address: str, epoch: int) -> bool:
-        """Writes or renews a router's record; as `renew`."""
+        """Write or renew a router's record; as `renew`."""
         key = self._key("router", records.check_id("router_id", router_id))
         return await self._put(key, epoch, records.check_address(address).encode())
 
     async def deregister_router(self, router_id: str, epoch: int) -> bool:
-        """As `deregister`."""
+        """Delete a router's record; as `deregister`."""
         return await self._remove(self._key("router", router_id), epoch)
 
     async def list_workers(self) -> list[WorkerInfo]:
-        """All valid workers now, by id; the last known ones when Redis does not answer."""
+        """Return all valid workers now, by id; the last known ones when Redis does not answer."""
         await self.refresh()
         return list(self.snapshot.workers.values())
 
     async def list_routers(self) -> dict[str, str]:
-        """Address by router id; the last known ones when Redis does not answer."""
+        """Return the addresses by router id; the last known ones when Redis does not answer."""
         await self.refresh()
         return dict(self.snapshot.routers)
 
     async def refresh(self) -> bool:
-        """Reads everything into `snapshot`. False: Redis did not answer and the snapshot is unchanged."""
+        """Read everything into `snapshot`. False: Redis did not answer and the snapshot is unchanged."""
         values = await self._link.call(self._read)
         if values is None:
             return False
@@ -164,11 +165,11 @@ class Registry:
         return True
 
     def start(self, on_change: OnChange, poll_period_s: float = 0.5) -> None:
-        """Polls in the background; calls `on_change` on the event loop after the first read and whenever the workers differ."""
+        """Poll in the background; call `on_change` on the event loop after the first read and whenever the workers differ."""
         self._watcher = asyncio.create_task(self._watch(on_change, poll_period_s), name="registry watcher")
 
     async def stop(self) -> None:
-        """Stops polling and closes the connection; records stay until they lapse or are deregistered before."""
+        """Stop polling and close the connection; records stay until they expire or are deregistered."""
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
@@ -199,7 +200,7 @@ class Registry:
         return bool(await self._link.call(lambda redis: _eval(redis, _REMOVE, key, (f"{epoch:016x}",))))
 
     async def _read(self, redis: Redis) -> dict[bytes, bytes | RedisError]:
-        """Value (or the error of reading it) by key, for all keys of the mesh."""
+        """Return the value (or the error of reading it) by key, for all keys of the mesh."""
         keys: list[bytes] = []
         for kind in ("worker", "router"):
             async for key in redis.scan_iter(match=self._key(kind, "*"), count=1000):
@@ -208,10 +209,10 @@ class Registry:
                     raise ResponseError(f"more than {MAX_RECORDS} keys of mesh {self._mesh}; give the mesh a database of its own")
         pipeline = redis.pipeline(transaction=False)
         for key in (unique := sorted(set(keys))):
-            # A byte more than is valid tells a value that is too large without reading all of it.
+            # Reading one byte more than is valid detects a value that is too large without reading all of it.
             pipeline.getrange(key, 0, records.MAX_RECORD_BYTES)
         values = await pipeline.execute(raise_on_error=False)
-        return {key: value for key, value in zip(unique, values, strict=True) if value != b""}  # b"": lapsed meanwhile
+        return {key: value for key, value in zip(unique, values, strict=True) if value != b""}  # b"": expired meanwhile
 
     def _decode(
         self, kind: Kind, values: dict[bytes, bytes | RedisError], decode: Callable[[str, bytes], T], invalid: dict[bytes, str]
@@ -231,11 +232,11 @@ class Registry:
         return decoded
 
     def _report_invalid(self, invalid: dict[bytes, str]) -> None:
-        """Counts and logs each garbage record once, and again when its problem changes."""
+        """Count and log each garbage record once, and again when its problem changes."""
         for key, problem in invalid.items():
             if self._invalid.get(key) != problem:
                 self.num_invalid_records += 1
-                logger.warning("registry record %a is ignored: %s; delete it, or see who writes it", key[:200], problem)
+                logger.warning("registry record %a is ignored: %s; delete it, or find its writer", key[:200], problem)
         self._invalid = invalid
 
     def _key(self, kind: str, id_: str) -> str:
@@ -249,20 +250,20 @@ async def _eval(redis: Redis, script: str, key: str, arguments: tuple[str | byte
 def _tell(on_change: OnChange, workers: list[WorkerInfo]) -> None:
     try:
         on_change(workers)
-    except Exception:  # the watcher outlives a bug of its listener
+    except Exception:  # the watcher survives a bug of its listener
         logger.exception("the listener of registry changes failed")
 
 
 # Keeps a registration alive in the background: writes it at once, renews it in time, withdraws it at the end.
 #
-# announcer = worker_announcer(registry, worker.info)     # a callable: the record follows changes of roles
-# announcer.start()
-# announcer.renew_now()                                    # after a change
-# await announcer.stop()                                   # deregisters
+#     announcer = worker_announcer(registry, worker.info)      # a callable: the record follows changes of roles
+#     announcer.start()
+#     announcer.renew_now()                                    # after a change
+#     await announcer.stop()                                   # deregisters
 
 
 class Announcer:
-    """Calls `put` every `period_s` seconds (and on `renew_now`) until `stop`, then `remove` once."""
+    """Call `put` every `period_s` seconds (and on `renew_now`) until `stop`, then `remove` once."""
 
     def __init__(self, put: Callable[[], Awaitable[bool]], remove: Callable[[], Awaitable[bool]], period_s: float) -> None:
         self._put = put
@@ -272,15 +273,15 @@ class Announcer:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begins; returns at once."""
+        """Start the renewals; return at once."""
         self._task = asyncio.create_task(self._run(), name="announcer")
 
     def renew_now(self) -> None:
-        """Renews without waiting for the period."""
+        """Renew without waiting for the period."""
         self._wake.set()
 
     async def stop(self) -> None:
-        """Ends the renewals, then withdraws the record; idempotent."""
+        """End the renewals, then withdraw the record; idempotent."""
         if self._task is None:
             return
         self._task.cancel()
@@ -306,12 +307,12 @@ class Announcer:
 
 
 def worker_announcer(registry: Registry, info: Callable[[], WorkerInfo]) -> Announcer:
-    """Announces the worker that `info` describes at each renewal."""
+    """Announce the worker that `info` describes at each renewal."""
     return Announcer(lambda: registry.renew(info()), lambda: registry.deregister(info()), registry.ttl_s / 3)
 
 
 def router_announcer(registry: Registry, router_id: str, address: str, epoch: int) -> Announcer:
-    """Announces a router."""
+    """Announce a router."""
     return Announcer(
         lambda: registry.register_router(router_id, address, epoch),
         lambda: registry.deregister_router(router_id, epoch),

@@ -22,16 +22,17 @@ def connect(
     keepalive_time_s: float = KEEPALIVE_TIME_S,
     tls: Tls | None = None,
 ) -> grpc.aio.Channel:
-    """A channel to "host:port". Connects at the first call and again, soon, whenever the connection is lost. Close it after use.
+    """Return a channel to "host:port". It connects at the first call and again, soon, whenever the connection is lost. Close it
+    after use.
 
-    No proxy (mesh traffic stays in its network); a connection of its own, so that closing the channel closes it. With
-    `tls` it is encrypted, and the server has to be one of the mesh."""
+    It uses no proxy (mesh traffic stays in its network) and its own connection, so that closing the channel closes it. With `tls`
+    it is encrypted, and the server must be one of the mesh."""
     options: list[Option] = [
         *message_size_options(max_message_bytes),
         ("grpc.keepalive_time_ms", round(keepalive_time_s * 1000)),
         ("grpc.keepalive_timeout_ms", round(KEEPALIVE_TIMEOUT_S * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
-        # gRPC's own back-off reaches two minutes; a worker that restarts is to serve within a second of being ready.
+        # gRPC's own back-off reaches two minutes; a restarted worker should serve within a second of being ready.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 1000),
         ("grpc.max_reconnect_backoff_ms", 300),
@@ -44,44 +45,44 @@ def connect(
 
 
 def message_size_options(max_message_bytes: int) -> list[tuple[str, int]]:
-    """The options that bound messages in both directions, for channels and servers."""
+    """Return the options that bound messages in both directions, for channels and servers."""
     return [("grpc.max_send_message_length", max_message_bytes), ("grpc.max_receive_message_length", max_message_bytes)]
 
 
 class Channels:
-    """One channel for each address, opened when first asked for. On one event loop."""
+    """Cache one channel for each address, opened at first use. On one event loop."""
 
     def __init__(self, *, max_message_bytes: int = MAX_MESSAGE_BYTES, tls: Tls | None = None) -> None:
         self._tls = tls
         self._max_message_bytes = max_message_bytes
         self._channels: dict[str, grpc.aio.Channel] = {}
-        self._opened_with: dict[str, int] = {}  # which certificates, as Tls counts them
+        self._opened_with: dict[str, int] = {}  # the version of the certificates, as Tls counts them
 
     def get(self, address: str) -> grpc.aio.Channel:
-        """The channel to `address`; owned by this cache."""
+        """Return the channel to `address`; owned by this cache."""
         if address not in self._channels:
             self._opened_with[address] = self._num_changes()
             self._channels[address] = connect(address, max_message_bytes=self._max_message_bytes, tls=self._tls)
         return self._channels[address]
 
     def is_outdated(self, address: str) -> bool:
-        """Whether the certificates have changed since the channel to `address`, which keeps them, was opened."""
+        """Return whether the certificates have changed since the channel to `address`, which keeps them, was opened."""
         return address in self._channels and self._opened_with[address] != self._num_changes()
 
     def _num_changes(self) -> int:
         return 0 if self._tls is None else self._tls.num_changes()
 
     def take(self, address: str) -> grpc.aio.Channel | None:
-        """The channel to `address`, which is the caller's to close from now on; `get` opens another one."""
+        """Return the channel to `address`, which the caller must close; `get` opens another one."""
         return self._channels.pop(address, None)
 
     async def forget(self, address: str) -> None:
-        """Closes the channel to `address`, if there is one; its calls end with CANCELLED."""
+        """Close the channel to `address`, if there is one; its calls end with CANCELLED."""
         channel = self.take(address)
         if channel is not None:
             await channel.close()
 
     async def close(self) -> None:
-        """Closes all channels."""
+        """Close all channels."""
         channels, self._channels = self._channels, {}
         await asyncio.gather(*(channel.close() for channel in channels.values()))

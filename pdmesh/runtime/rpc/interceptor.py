@@ -1,10 +1,9 @@
-"""The server interceptor that maps exceptions to gRPC status for all four kinds of call, also after the first streamed
-message.
+"""Maps exceptions to gRPC status in a server interceptor, for all four kinds of call, also after the first streamed message.
 
-Handlers are coroutines, or async generators where they stream. The wrapper of a streaming handler writes each message itself
-and closes the generator in the call's own task, so that its `finally` has run when the call is over: also when the client
-cancels between two messages. Requests that cannot be parsed (broken bytes, text that is not UTF-8) are INVALID_ARGUMENT
-instead of gRPC's UNKNOWN.
+Handlers are coroutines, or async generators where they stream. The wrapper of a streaming handler writes each message itself and
+closes the generator in the call's own task, so that its `finally` has run when the call is over: also when the client cancels
+between two messages. Requests that cannot be parsed (broken bytes, text that is not UTF-8) are INVALID_ARGUMENT instead of gRPC's
+UNKNOWN.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ CANCEL_FOLLOWS_S = 1.0
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Has to be the outermost interceptor: what others raise is mapped too."""
+    """Map exceptions to status. It must be the outermost interceptor: exceptions of the others are mapped too."""
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Req, Resp] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Req, Resp] | None:
-        """The wrapped handler; None for an unknown method, which gRPC answers with UNIMPLEMENTED."""
+        """Return the wrapped handler; None for an unknown method, which gRPC answers with UNIMPLEMENTED."""
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
@@ -49,7 +48,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 @dataclass(frozen=True)
 class _Unparsed:
-    """Stands in for a unary request until the wrapper, which can answer, sees it."""
+    """Hold the parse error of a unary request until the wrapper, which can answer, sees it."""
 
     error: InvalidArgument
 
@@ -64,7 +63,7 @@ def _wrapped(handler: Handler) -> Handler:
 
 
 def parts_of(handler: Handler) -> tuple[Behaviour, Callable[..., Handler]]:
-    """The handler's function, and gRPC's factory for its kind of call."""
+    """Return the handler's function, and gRPC's factory for its kind of call."""
     kinds = {
         (False, False): (handler.unary_unary, grpc.unary_unary_rpc_method_handler),
         (False, True): (handler.unary_stream, grpc.unary_stream_rpc_method_handler),
@@ -96,11 +95,11 @@ def _streaming(behaviour: Behaviour) -> Callable[[object, Context], Awaitable[No
                 return
             async with aclosing(result) as responses:
                 async for response in responses:
-                    try:  # here and not in a function of its own: this is the per-token path
+                    try:  # inlined: this is the per-token path
                         await context.write(response)
                     except Exception:
-                        # A call that was just cancelled may refuse a message before its task is cancelled. That has to come
-                        # before the generator is closed: in the midst of its `finally` it would cut the cleaning up short.
+                        # A call that was just cancelled may refuse a message before its task is cancelled. The cancellation must
+                        # come before the generator is closed: in the middle of its `finally` it would cut the clean-up short.
                         await asyncio.sleep(CANCEL_FOLLOWS_S)
                         raise
         except BaseException as error:  # noqa: BLE001 - the boundary
@@ -115,8 +114,8 @@ def _check_parsed(request: object) -> None:
 
 
 def _checked(deserialize: Callable[[bytes], object], *, raises: bool) -> Callable[[bytes], object]:
-    """A streamed request is parsed while the handler reads it, within the wrapper's `try`; a unary one before the handler is
-    called."""
+    """Return a deserializer whose errors the wrapper sees. A streamed request is parsed while the handler reads it, within the
+    wrapper's `try`; a unary one before the handler is called."""
 
     def parse(data: bytes) -> object:
         try:
@@ -132,7 +131,7 @@ def _checked(deserialize: Callable[[bytes], object], *, raises: bool) -> Callabl
 
 
 async def _end(error: BaseException, context: Context) -> NoReturn:
-    """Ends the call with the error's status, or lets pass what gRPC has to see itself."""
+    """End the call with the error's status, or re-raise what gRPC must see itself."""
     if isinstance(error, grpc.aio.AbortError) or not isinstance(error, (Exception, asyncio.CancelledError)):
         raise error
     if isinstance(error, asyncio.CancelledError):

@@ -7,8 +7,8 @@
     ...
     await server.drain(grace_s=10)       # NOT_SERVING, no new calls; waits for those that run, then cancels them
 
-Interceptors given by the caller run inside the one that maps errors, so that they see messages and exceptions as the handlers
-give them.
+Interceptors of the caller run inside the one that maps errors, so that they see messages and exceptions as the handlers give
+them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pdmesh.runtime.rpc.tls import Tls
 # The standard gRPC health service, with watches that end when the server does.
 #
 # grpc_health's own servicer keeps a watch open until the end of a drain's grace period, and holds its lock while it writes, so
-# that one client that does not read would stop every change of state.
+# that one client that does not read would block every change of state.
 
 
 HEALTH_SERVICE = "grpc.health.v1.Health"
@@ -42,7 +42,7 @@ Response: TypeAlias = health_pb2.HealthCheckResponse
 
 
 class HealthServicer:
-    """Serves Check, List and Watch (grpc.health.v1.Health). On one event loop."""
+    """Serve Check, List and Watch (grpc.health.v1.Health). On one event loop."""
 
     def __init__(self) -> None:
         self._serving: dict[str, bool] = {}
@@ -50,28 +50,28 @@ class HealthServicer:
         self._changed = asyncio.Event()
 
     def set(self, service: str, serving: bool) -> None:
-        """Sets the state of a service; "" is the whole server. After `close`, nothing is serving any more."""
+        """Set the state of a service; "" is the whole server. After `close`, nothing is serving any more."""
         self._serving[service] = serving and not self._closed
         self._announce()
 
     def close(self) -> None:
-        """Everything NOT_SERVING for good; watches are told and then end with UNAVAILABLE."""
+        """Set everything to NOT_SERVING for good; watches receive it and then end with UNAVAILABLE."""
         self._serving = dict.fromkeys(self._serving, False)
         self._closed = True
         self._announce()
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: object) -> Response:
-        """The state now; NOT_FOUND for an unknown service."""
+        """Return the current state; NOT_FOUND for an unknown service."""
         if request.service not in self._serving:
             raise NotFound(f"no service {request.service[:200]!r} here", field="service")
         return Response(status=self._status(request.service))
 
     async def List(self, request: health_pb2.HealthListRequest, context: object) -> health_pb2.HealthListResponse:
-        """The state now of every service, and of the server under ""."""
+        """Return the current state of every service, and of the server under ""."""
         return health_pb2.HealthListResponse(statuses={name: Response(status=self._status(name)) for name in self._serving})
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: object) -> AsyncIterator[Response]:
-        """The state now and after each change; of several quick changes the last."""
+        """Yield the state now and after each change; of several quick changes the last."""
         told: int | None = None
         while True:
             changed, closed, status = self._changed, self._closed, self._status(request.service)
@@ -94,24 +94,24 @@ class HealthServicer:
         changed.set()
 
 
-# A bound on the calls that are open at a server, over all connections.
+# A bound on the open calls of a server, over all connections.
 #
-# gRPC's own (`maximum_concurrent_rpcs`) would refuse health checks too, so that a full server looks dead, and without RetryInfo,
-# so that nobody tries again. Its bound on connections (`grpc.max_allowed_incoming_connections`) is not used either: in grpcio
-# 1.85 some of those that it refuses keep a place for ever, and in the end nobody gets in. What bounds connections is the
-# process's limit of open files; at it those that are open go on.
+# gRPC's own bound (`maximum_concurrent_rpcs`) would reject health checks too, so that a full server looks dead, and without
+# RetryInfo, so that clients do not retry. Its bound on connections (`grpc.max_allowed_incoming_connections`) is not used either:
+# in grpcio 1.85 some of the connections that it rejects keep a place for ever, and in the end no client gets in. The process's
+# limit of open files bounds connections; at the limit open ones continue.
 
 
 Req = TypeVar("Req")
 Resp = TypeVar("Resp")
 CHECK = "/grpc.health.v1.Health/Check"
 NUM_CHECKS = 64
-"""Places beyond the bound for health checks: a server that is full is not dead, and is not to be restarted for it."""
+"""Places beyond the bound for health checks: a full server is not dead and must not be restarted."""
 RETRY_DELAY_S = 1.0
 
 
 class CallBound(grpc.aio.ServerInterceptor):
-    """Refuses what is too much with RESOURCE_EXHAUSTED and RetryInfo. Inside the interceptor that maps errors."""
+    """Reject excess calls with RESOURCE_EXHAUSTED and RetryInfo. Runs inside the interceptor that maps errors."""
 
     def __init__(self, max_calls: int) -> None:
         self._max_calls = max_calls
@@ -122,8 +122,8 @@ class CallBound(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Req, Resp] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Req, Resp] | None:
-        """The handler, or one that refuses. The call's place is its task's: it is free again when that has ended, however it
-        does, and also where the client never sends its request."""
+        """Return the handler, or one that rejects. The call's place belongs to its task: it is free again when that has ended, in
+        any way, and also if the client never sends its request."""
         most = self._max_calls + (NUM_CHECKS if handler_call_details.method == CHECK else 0)
         if self.num_calls >= most:
             return cast("grpc.RpcMethodHandler[Req, Resp]", grpc.stream_stream_rpc_method_handler(self._refuse))
@@ -137,21 +137,21 @@ class CallBound(grpc.aio.ServerInterceptor):
         self.num_calls -= 1
 
     async def _refuse(self, _requests: object, _context: object) -> NoReturn:
-        """As if requests were streamed, whatever the method: for a request that is not, gRPC would wait before it calls this."""
+        """Reject, as if requests were streamed: for a unary request gRPC would wait for the message before it calls this."""
         message = f"streams: {self._max_calls} calls are open here, and more are not taken (max_streams)"
         raise ResourceExhausted(message, retry_delay_s=RETRY_DELAY_S, reason="streams")
 
 
-# Only members of the mesh may call: the interceptor that looks at the name in the caller's certificate.
+# The interceptor that admits only members of the mesh, by the name in the caller's certificate.
 #
-# gRPC itself asks no more of a caller than a certificate of the CA; clients of the router may have one, too.
+# gRPC itself requires only a certificate of the CA; clients of the router may have one, too.
 
 
 _SAN = "x509_subject_alternative_name"
 
 
 class MemberInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls whose certificate does not carry `name` with UNAUTHENTICATED. Inside the one that maps errors."""
+    """Reject calls whose certificate does not carry `name` with UNAUTHENTICATED. Runs inside the interceptor that maps errors."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -161,7 +161,7 @@ class MemberInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Req, Resp] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Req, Resp] | None:
-        """The handler behind the check; None for an unknown method."""
+        """Return the handler behind the check; None for an unknown method."""
         found = await continuation(handler_call_details)
         if found is None:
             return None
@@ -187,9 +187,9 @@ class MemberInterceptor(grpc.aio.ServerInterceptor):
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """What one connection may do, and all together. `max_streams` of one: calls at the same time; more wait at the client.
-    `max_age_s`: after so long it takes no new calls, while those that run go on to their end; 0: never. `max_idle_s`: it is
-    closed after so long without a call; 0: never. `max_calls` of all connections: more are refused; None: no bound."""
+    """Bound connections and calls. `max_streams` of one connection: concurrent calls; more wait at the client. `max_age_s`: after
+    that long it accepts no new calls, while running ones finish; 0: never. `max_idle_s`: it is closed after that long without a
+    call; 0: never. `max_calls` over all connections: more are rejected; None: no bound."""
 
     max_streams: int = 4096
     max_age_s: float = 0.0
@@ -212,7 +212,7 @@ logger = logging.getLogger(__name__)
 
 
 class GrpcServer:
-    """One listening port with the services that are registered before `start`. On one event loop."""
+    """Serve the services that are registered before `start` on one port. On one event loop."""
 
     def __init__(
         self,
@@ -226,10 +226,12 @@ class GrpcServer:
         limits: ConnectionLimits = DEFAULT_LIMITS,
         share_port: bool = False,
     ) -> None:
-        """`port` 0: any free one. A message larger than `max_message_bytes` is refused with RESOURCE_EXHAUSTED.
+        """Create the server on `port`; 0: any free one. A message larger than `max_message_bytes` is rejected with
+        RESOURCE_EXHAUSTED.
 
-        With `tls`, `callers` says who may call: whose certificate carries the mesh's name, who has any of the CA, or anybody.
-        `share_port`: others of this user may listen there, too, and the kernel deals the connections out."""
+        With `tls`, `callers` says which clients may call: those whose certificate carries the mesh's name, those with any
+        certificate of the CA, or all. `share_port`: other processes of this user may listen there, too, and the kernel
+        distributes the connections."""
         self.host = host
         self.port = port
         self._tls = tls
@@ -246,16 +248,16 @@ class GrpcServer:
 
     @property
     def address(self) -> str:
-        """ "host:port" as bound."""
+        """Return "host:port" as bound."""
         return _joined(self.host, self.port)
 
     def register(self, add: Callable[[S, grpc.aio.Server], object], servicer: S, full_service_name: str) -> None:
-        """Adds a service before `start`: the generated `add_XServicer_to_server`, its servicer, and "package.Service"."""
+        """Add a service before `start`: the generated `add_XServicer_to_server`, its servicer, and "package.Service"."""
         add(servicer, self.server)
         self._service_names.append(full_service_name)
 
     async def start(self) -> int:
-        """Binds and answers, with health NOT_SERVING; returns the bound port. Raises ConfigError when the address cannot be
+        """Bind and answer, with health NOT_SERVING; return the bound port. Raises ConfigError when the address cannot be
         bound."""
         reflection.enable_server_reflection((*self._service_names, HEALTH_SERVICE, reflection.SERVICE_NAME), self.server)
         await self.set_serving(False)
@@ -274,17 +276,17 @@ class GrpcServer:
         return self.server.add_secure_port(self.address, credentials)
 
     async def set_serving(self, serving: bool, services: Iterable[str] | None = None) -> None:
-        """Sets the health of `services`; of all of them and of the whole server ("") if None."""
+        """Set the health of `services`; of all of them and of the whole server ("") if None."""
         for name in ("", *self._service_names) if services is None else services:
             self._health.set(name, serving)
 
     async def drain(self, grace_s: float) -> None:
-        """Health NOT_SERVING, no new calls; waits up to `grace_s` seconds for the calls that run, then cancels them.
+        """Set health to NOT_SERVING and accept no new calls; wait up to `grace_s` seconds for running calls, then cancel them.
 
-        Idempotent: a further call waits for the end of the first, whose grace stands."""
+        Idempotent: a further call waits for the end of the first, whose grace period applies."""
         if self._drained is None:
             self._health.close()
-            # gRPC crashes when two stops overlap, so that there is one only, and nobody's cancellation interrupts it.
+            # gRPC crashes when two stops overlap, so there is only one, which no cancellation interrupts.
             self._drained = asyncio.create_task(self.server.stop(grace_s), name="drain")
         await asyncio.shield(self._drained)
 
@@ -294,26 +296,26 @@ def _options(max_message_bytes: int, limits: ConnectionLimits, *, share_port: bo
         *_time_option("grpc.max_connection_age_ms", limits.max_age_s),
         *_time_option("grpc.max_connection_idle_ms", limits.max_idle_s),
         *message_size_options(max_message_bytes),
-        # Unless they mean to, two processes on one port would share its calls at random: a second one has to fail.
+        # Without sharing, two processes on one port would split its calls at random: the second one must fail.
         ("grpc.so_reuseport", int(share_port)),
         ("grpc.max_concurrent_streams", limits.max_streams),
-        # Of the metadata of one call, all names and values together. Beyond it the call is refused.
+        # Bound on the metadata of one call, all names and values together. Beyond it the call is rejected.
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
-        # Who pings more often than the interval below, so often in a row, is sent away.
+        # A client that pings more often than the interval below, this often in a row, is disconnected.
         ("grpc.http2.max_ping_strikes", MAX_PING_STRIKES),
         ("grpc.keepalive_time_ms", round(KEEPALIVE_TIME_S * 1000)),
         ("grpc.keepalive_timeout_ms", round(KEEPALIVE_TIMEOUT_S * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", round(MIN_PING_INTERVAL_S * 1000)),
-        # What a client may send ahead of a handler that does not read. Left to itself gRPC opens it to tens of megabytes.
+        # What a client may send ahead of a handler that does not read. By default gRPC opens it to tens of megabytes.
         ("grpc.http2.lookahead_bytes", STREAM_WINDOW_BYTES),
         ("grpc.http2.bdp_probe", 0),
     ]
 
 
 def _time_option(name: str, seconds: float) -> list[tuple[str, int]]:
-    """Nothing for 0."""
+    """Return the option in milliseconds; none for 0."""
     return [(name, round(seconds * 1000))] if seconds else []
 
 
@@ -322,7 +324,7 @@ def _joined(host: str, port: int) -> str:
 
 
 def _bind_error(host: str, port: int) -> ConfigError:
-    """gRPC says only that it failed; an attempt of our own finds out why."""
+    """Return the reason: gRPC says only that binding failed, so a bind of our own finds out why."""
     reason = "the address cannot be bound"
     try:
         family, kind, number, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]

@@ -1,4 +1,4 @@
-"""TLS between the processes of a mesh, and to its clients: who shows a certificate, and whom to believe.
+"""TLS between the processes of a mesh, and to its clients.
 
     tls = open_tls(config.tls)                              # None: nothing is encrypted
     server = GrpcServer(host, port, tls=tls)                # peers show a certificate of the CA that carries the mesh's name
@@ -6,11 +6,11 @@
     tls.server_context(), tls.client_context()              # for sockets of our own: TLS 1.3
 
 All certificates of a mesh carry one name (a DNS subject alternative name, "pdmesh" unless --tls-name says otherwise), and that is
-what is verified, not the address: pods change theirs. So one certificate may serve all pods, and meshes that share a CA keep
-apart by their names. Clients of a router need any certificate of the CA.
+what is verified, not the address: pods change theirs. So one certificate may serve all pods, and meshes that share a CA are
+separated by their names. Clients of a router need any certificate of the CA.
 
 The files are read again when they change (cert-manager replaces them): listening ports and KV connections use the new ones from
-the next handshake on. A gRPC channel keeps the one that it was opened with: a router opens those anew whose worker is lost.
+the next handshake on. A gRPC channel keeps the one that it was opened with: a router reopens the channel of a lost worker.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import grpc
 
 from pdmesh.runtime.config import ConfigError
 
-# The three files of a mesh's TLS, read and checked: what is wrong with them is found here, not by a peer.
+# The three files of a mesh's TLS, read and checked: mistakes in them are found here, not by a peer.
 #
 # The check is the one that peers make: a TLS handshake of the certificate with itself, in memory. Needs the standard library
 # only.
@@ -43,14 +43,14 @@ _NOT_YET_VALID, _EXPIRED, _WRONG_NAME = 9, 10, 62
 
 @dataclass(frozen=True)
 class TlsPaths:
-    """Where the files are. `cert` and `key` are empty for a client that shows no certificate."""
+    """Name the files. `cert` and `key` are empty for a client that shows no certificate."""
 
     cert: str
     key: str
     ca: str
 
     def stamp(self) -> tuple[tuple[int, int, int], ...]:
-        """Another one when a file has been changed or replaced. Raises OSError."""
+        """Return a stamp that differs when a file has been changed or replaced. Raises OSError."""
         return tuple((stat.st_ino, stat.st_mtime_ns, stat.st_size) for stat in (Path(path).stat() for path in self._given()))
 
     def _given(self) -> Iterator[str]:
@@ -59,7 +59,7 @@ class TlsPaths:
 
 @dataclass(frozen=True)
 class TlsMaterial:
-    """What the files hold, PEM; the contexts are for sockets of our own: TLS 1.3, both ends show a certificate, but that
+    """Hold the files' content, PEM; the contexts are for sockets of our own: TLS 1.3, both ends show a certificate, except that
     `public_context` asks clients for none."""
 
     cert: bytes | None
@@ -71,7 +71,7 @@ class TlsMaterial:
 
 
 def read_tls_files(paths: TlsPaths, name: str, *, member: bool) -> TlsMaterial:
-    """The files as they are now; a `member` of the mesh has a certificate that carries `name`.
+    """Return the files as they are now; a `member` of the mesh has a certificate that carries `name`.
 
     Raises ConfigError that names the setting at fault and what to do about it."""
     ca = _pem("tls_ca", paths.ca, _CERTIFICATE, "certificate")
@@ -94,7 +94,7 @@ def read_tls_files(paths: TlsPaths, name: str, *, member: bool) -> TlsMaterial:
 
 
 def explain(error: OSError) -> str:
-    """What a failed handshake, or an alert of the peer, means."""
+    """Return what a failed handshake, or an alert of the peer, means."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not accepted: {error.verify_message}"
     reason = (getattr(error, "reason", None) or str(error) or type(error).__name__).replace("_", " ").lower()
@@ -124,7 +124,7 @@ def _context(protocol: int, ca: bytes) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED
     if protocol == ssl.PROTOCOL_TLS_SERVER:
-        context.num_tickets = 0  # no connection is resumed
+        context.num_tickets = 0  # connections are not resumed
     try:
         context.load_verify_locations(cadata=ca.decode("ascii", "ignore"))
     except ssl.SSLError as error:
@@ -147,7 +147,7 @@ def _load_chain(context: ssl.SSLContext, paths: TlsPaths) -> None:
 
 
 def _trusting_client(paths: TlsPaths) -> ssl.SSLContext:
-    """For a certificate that is good for clients only, under a name of its own: nobody but the server looks at it."""
+    """Return a context for a certificate that is valid for clients only, under a name of its own: only the server checks it."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.load_cert_chain(paths.cert, paths.key)
@@ -164,7 +164,7 @@ def _check_as_peers_do(server: ssl.SSLContext, client: ssl.SSLContext, name: str
 
 
 def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext, name: str) -> None:
-    """Raises ssl.SSLError."""
+    """Perform the handshake in memory. Raises ssl.SSLError."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = (
         client.wrap_bio(to_client, to_server, server_hostname=name),
@@ -194,7 +194,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TlsConfig:
-    """Certificates of a process of the mesh: all three files, or none."""
+    """Configure the certificates of a process of the mesh: all three files, or none."""
 
     is_member: ClassVar[bool] = True  # its certificate carries the name of the mesh
 
@@ -205,16 +205,16 @@ class TlsConfig:
 
     @property
     def is_set(self) -> bool:
-        """Whether TLS is wanted."""
+        """Return whether TLS is configured."""
         return any((self.tls_cert, self.tls_key, self.tls_ca))
 
     @property
     def paths(self) -> TlsPaths:
-        """The files."""
+        """Return the files' paths."""
         return TlsPaths(self.tls_cert, self.tls_key, self.tls_ca)
 
     def validate(self) -> None:
-        """Raises ConfigError that names the setting, also for what is wrong inside the files."""
+        """Raise ConfigError that names the setting, also for mistakes inside the files."""
         self._check_given()
         if not self.tls_name:
             raise ConfigError("tls_name", "is empty", f"give the name that the certificates carry, such as {MESH_NAME}")
@@ -222,7 +222,7 @@ class TlsConfig:
             self.read()
 
     def read(self) -> TlsMaterial:
-        """What the files hold now, checked. Raises ConfigError."""
+        """Return the files' current content, checked. Raises ConfigError."""
         return read_tls_files(self.paths, self.tls_name, member=self.is_member)
 
     def _check_given(self) -> None:
@@ -233,7 +233,7 @@ class TlsConfig:
 
 @dataclass(frozen=True)
 class ClientTlsConfig(TlsConfig):
-    """Certificates of a client: the CA, and where the router wants to know who calls, certificate and key."""
+    """Configure a client's certificates: the CA and, if the router identifies callers, certificate and key."""
 
     is_member: ClassVar[bool] = False
 
@@ -246,10 +246,10 @@ class ClientTlsConfig(TlsConfig):
 
 
 class Tls:
-    """Credentials from the files of a configuration, read again when they change. Thread-safe."""
+    """Provide credentials from the files of a configuration, read again when they change. Thread-safe."""
 
     def __init__(self, config: TlsConfig) -> None:
-        """Raises ConfigError."""
+        """Read the files. Raises ConfigError."""
         config.validate()
         self.name = config.tls_name
         self._config = config
@@ -259,11 +259,11 @@ class Tls:
         self._num_changes = 0
 
     def server_credentials(self, *, require_client: bool) -> grpc.ServerCredentials:
-        """For a listening port. `require_client`: callers have to show a certificate of the CA."""
+        """Return the credentials of a listening port. `require_client`: callers must show a certificate of the CA."""
         served = self._current()
 
         def fetch() -> grpc.ServerCertificateConfiguration | None:
-            """Called for each handshake, on a thread of gRPC's; None: no change."""
+            """Return new certificates; None: no change. Called for each handshake, on a thread of gRPC's."""
             nonlocal served
             now = self._current()
             if now is served:
@@ -278,25 +278,26 @@ class Tls:
         )
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """For a channel, which keeps them."""
+        """Return the credentials for a channel, which keeps them."""
         material = self._current()
         return grpc.ssl_channel_credentials(material.ca, material.key, material.cert)
 
     @property
     def channel_options(self) -> tuple[tuple[str, str], ...]:
-        """Options of a channel: the server is known by the mesh's name, whatever its address."""
+        """Return the options of a channel: the server is known by the mesh's name, whatever its address."""
         return (("grpc.ssl_target_name_override", self.name),)
 
     def server_context(self) -> ssl.SSLContext:
-        """For an accepted socket: TLS 1.3, the peer has to show a certificate of the CA. Its name is the caller's to check."""
+        """Return a context for an accepted socket: TLS 1.3, the peer must show a certificate of the CA. The caller checks its
+        name."""
         return self._current().server_context
 
     def listening_context(self, *, require_client: bool) -> ssl.SSLContext:
-        """For a listening socket that lives on: each handshake takes the certificates that the files hold then."""
+        """Return a context for a long-lived listening socket: each handshake uses the certificates that the files hold then."""
         context = self._listening(require_client=require_client)
 
         def choose(socket: ssl.SSLSocket | ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:
-            """Called at each client hello, also without a name."""
+            """Switch to the current context; called at each client hello, also without a name."""
             socket.context = self._listening(require_client=require_client)
 
         context.sni_callback = choose
@@ -307,16 +308,16 @@ class Tls:
         return material.server_context if require_client else material.public_context
 
     def client_context(self) -> ssl.SSLContext:
-        """For a connected socket: TLS 1.3. Wrap with server_hostname=`name`."""
+        """Return a context for a connected socket: TLS 1.3. Wrap with server_hostname=`name`."""
         return self._current().client_context
 
     def num_changes(self) -> int:
-        """How often the files have changed, up to now."""
+        """Return how often the files have changed so far."""
         self._current()
         return self._num_changes
 
     def _current(self) -> TlsMaterial:
-        """What the files hold now; what they held before while they are being replaced."""
+        """Return the files' current content; the former content while they are being replaced."""
         with self._lock:
             try:
                 stamp = self._config.paths.stamp()
@@ -330,7 +331,7 @@ class Tls:
 
 
 def open_tls(config: TlsConfig) -> Tls | None:
-    """None where no TLS is wanted. Raises ConfigError."""
+    """Return the Tls, None if TLS is not configured. Raises ConfigError."""
     return Tls(config) if config.is_set else None
 
 

@@ -1,1 +1,1 @@
-"""What a process says of itself: traces and metrics. The only place that knows OpenTelemetry and Prometheus' client."""
+"""The telemetry of a process: traces and metrics. The only place that knows OpenTelemetry and Prometheus' client."""

@@ -16,7 +16,7 @@ _ENDPOINT = re.compile(r"(?P<scheme>https?://)?(?P<target>(\[[0-9A-Fa-f:.]+\]|[^
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A collector: "host:port" of OTLP over gRPC, and whether the way there is encrypted."""
+    """Name a collector: "host:port" of OTLP over gRPC, and whether the connection is encrypted."""
 
     target: str
     encrypted: bool
@@ -24,7 +24,7 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class TelemetryConfig:
-    """Where traces and metrics go. `metrics_port` None: no endpoint for scrapers."""
+    """Configure the destinations of traces and metrics. `metrics_port` None: no endpoint for scrapers."""
 
     otlp_endpoint: str = field(
         default="",
@@ -53,7 +53,7 @@ class TelemetryConfig:
     metrics_host: str = field(default="", metadata={"help": "address to listen on for /metrics; empty: --host"})
 
     def validate(self) -> None:
-        """Raises ValueError that names the field."""
+        """Raise ValueError that names the field."""
         if self.otlp_endpoint:
             parse_endpoint(self.otlp_endpoint)
         if not 0 <= self.trace_share <= 1:
@@ -64,8 +64,8 @@ class TelemetryConfig:
             raise ValueError("metrics_port: must be between 0 and 65535")
 
     def endpoint(self, env: Mapping[str, str]) -> Endpoint | None:
-        """The collector, ours or OpenTelemetry's own setting in `env`; None: nothing is sent. Raises ValueError, naming the
-        variable, for one that cannot be read."""
+        """Return the collector, ours or OpenTelemetry's own setting in `env`; None: nothing is sent. Raises ValueError, naming
+        the variable, for one that cannot be read."""
         if self.otlp_endpoint:
             return parse_endpoint(self.otlp_endpoint)
         for name in ENDPOINT_VARIABLES:
@@ -75,7 +75,7 @@ class TelemetryConfig:
 
 
 def parse_endpoint(text: str, name: str = "otlp_endpoint") -> Endpoint:
-    """Raises ValueError that begins with `name`."""
+    """Parse an endpoint. Raises ValueError that begins with `name`."""
     match = _ENDPOINT.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"{name}: {text[:100]!r} is no collector; give host:port, http://host:port or https://host:port")
@@ -83,16 +83,18 @@ def parse_endpoint(text: str, name: str = "otlp_endpoint") -> Endpoint:
 
 
 def _speaks_grpc(env: Mapping[str, str]) -> bool:
-    """Whether what the environment names is meant for us: others may use OTLP over HTTP, which has another port."""
+    """Return whether the endpoint in the environment applies to us: other programs may use OTLP over HTTP, which has another
+    port."""
     protocol = next((env[name] for name in PROTOCOL_VARIABLES if env.get(name)), "grpc")
     return protocol == "grpc" and env.get("OTEL_SDK_DISABLED", "").lower() != "true"
 
 
-# Which process speaks, on every span and metric that it sends.
+# The identity of the process on every span and metric that it sends.
 
 
 def resource_of(instance_id: str, mesh: str, roles: Sequence[str], epoch: int | None = None) -> Attributes:
-    """`instance_id` is the name of the router, worker or autoscaler; `epoch` tells its incarnations apart."""
+    """Return the resource attributes. `instance_id` is the name of the router, worker or autoscaler; `epoch` tells its
+    incarnations apart."""
     attributes: dict[str, Value] = {
         "service.instance.id": instance_id,
         "service.namespace": "pdmesh",

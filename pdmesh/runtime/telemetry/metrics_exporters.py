@@ -1,6 +1,6 @@
-"""Metrics that somebody sees: by a port for scrapers, by OTLP, or both.
+"""Exports metrics: by a port for scrapers, by OTLP, or both.
 
-event loop of the service    counts, and answers readers once for each look
+event loop of the service    counts, and calls readers once for each scrape
 thread "metrics"             HTTP, text                        (metrics_exporters.py)
 thread "metrics-otlp"        OTLP every 10 s                   (metrics_otlp.py)
 """
@@ -25,11 +25,12 @@ from pdmesh.runtime.telemetry.metrics import Instrument, Kind, Metrics, Reader, 
 from pdmesh.runtime.telemetry.metrics_registry import Reading, Registry
 from pdmesh.runtime.telemetry.spans import Attributes, Value
 
-# The port that Prometheus scrapes: GET /metrics, as text or, for who asks for it, as OpenMetrics, which has exemplars.
+# The port that Prometheus scrapes: GET /metrics, as text or, if the request accepts it, as OpenMetrics, which has exemplars.
 #
-# A thread with an event loop of its own: whoever scrapes slowly, often, or sends garbage costs the service nothing. A connection
-# is for one request of at most MAX_REQUEST_BYTES and lives TIMEOUT_S at most; there are MAX_CONNECTIONS; and who asks again
-# within FRESH_S gets the same text. Neither encrypted nor asking for a key: bind it to where only the monitoring gets.
+# It runs on a thread with its own event loop: a client that is slow, frequent or sends garbage costs the service nothing. A
+# connection is for one request of at most MAX_REQUEST_BYTES and lives TIMEOUT_S at most; there are MAX_CONNECTIONS; a scrape
+# within FRESH_S gets the same text again. It is neither encrypted nor authenticated: bind it to a network that only the
+# monitoring reaches.
 
 
 MAX_CONNECTIONS = 16
@@ -38,16 +39,16 @@ TIMEOUT_S = 5.0
 FRESH_S = 0.25
 _EOF = b"# EOF\n"
 _CHUNK = 8
-"""Families that are made into text in a row, without giving way to the service's threads."""
+"""Families that are formatted in a row, without yielding to the service's threads."""
 
 logger = logging.getLogger(__name__)
 
 
 class MetricsServer:
-    """Between `start` and `stop`, which block and may be called on any thread but its own."""
+    """Serve between `start` and `stop`, which block and may be called on any thread but its own."""
 
     def __init__(self, host: str, port: int, look: Callable[[], list[Metric]]) -> None:
-        """`look` gives all families; it may block, and raise."""
+        """Create the server. `look` returns all families; it may block, and raise."""
         self.host, self.port = host, port
         self._look = look
         self._texts: dict[str, tuple[float, bytes]] = {}
@@ -59,7 +60,7 @@ class MetricsServer:
         self._thread: threading.Thread | None = None
 
     def start(self) -> str:
-        """Returns its URL. Raises OSError."""
+        """Start; return the URL. Raises OSError."""
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="metrics", daemon=True)
         self._thread.start()
         self.port = self._started.result()
@@ -67,7 +68,7 @@ class MetricsServer:
         return f"http://[{host}]:{self.port}/metrics" if ":" in host else f"http://{host}:{self.port}/metrics"
 
     def stop(self) -> None:
-        """Idempotent."""
+        """Stop. Idempotent."""
         if self._loop is not None and self._stopping is not None and self._thread is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stopping.set)
             self._thread.join(TIMEOUT_S)
@@ -81,7 +82,7 @@ class MetricsServer:
             return
         self._started.set_result(server.sockets[0].getsockname()[1])
         await self._stopping.wait()
-        server.close()  # what is still open ends with this loop
+        server.close()  # open connections end with this loop
 
     async def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self._num_open >= MAX_CONNECTIONS:
@@ -117,7 +118,7 @@ class MetricsServer:
         return _response("200 OK", text, kind, with_body=method == "GET")
 
     async def _text(self, accepted: str) -> tuple[str, bytes]:
-        """Content type and text; made anew after a while."""
+        """Return content type and text; renewed after FRESH_S."""
         encode, kind = choose_encoder(accepted)
         async with self._rendering:
             made_at, text = self._texts.get(kind, (float("-inf"), b""))
@@ -167,17 +168,17 @@ Look = Callable[[], list[Metric]]
 
 
 class Exporter(Protocol):
-    """Sends figures on a thread of its own."""
+    """Send figures on a thread of its own."""
 
     def start(self, look: Look, catalogue: dict[str, Instrument]) -> None:
-        """From now on; `look` blocks for a moment."""
+        """Start sending; `look` blocks for a moment."""
 
     def close(self, timeout_s: float) -> None:
-        """Sends the last ones, for at most so long."""
+        """Send the last figures, for at most `timeout_s` seconds."""
 
 
 class LiveMetrics(Metrics):
-    """See `metrics.Metrics`."""
+    """Export the instruments; see `metrics.Metrics`."""
 
     is_on = True
 
@@ -201,11 +202,11 @@ class LiveMetrics(Metrics):
         self._readers.append(reader)
 
     def listen(self, host: str, port: int) -> None:
-        """There is to be a port for scrapers; 0: any."""
+        """Open a port for scrapers; 0: any."""
         self._server = MetricsServer(host, port, self.look)
 
     def send_by(self, exporter: Exporter) -> None:
-        """There is a collector."""
+        """Send to a collector."""
         self._exporter = exporter
 
     async def start(self) -> str:
@@ -228,7 +229,7 @@ class LiveMetrics(Metrics):
         self._loop = None
 
     def look(self) -> list[Metric]:
-        """All families as of now. Blocks until the service's event loop has answered; on other threads only. Raises
+        """Return all current families. Blocks until the service's event loop has answered; on other threads only. Raises
         TimeoutError, RuntimeError once it has stopped."""
         if self._loop is None:
             raise RuntimeError("it has stopped")
@@ -245,7 +246,7 @@ class LiveMetrics(Metrics):
         for reader in self._readers:
             try:
                 reader(reading)
-            except Exception:  # a bug in one reader must not take the others' figures away
+            except Exception:  # a bug in one reader must not remove the others' figures
                 if reader not in self._failing:
                     self._failing.add(reader)
                     logger.exception("some metrics cannot be read")

@@ -1,8 +1,8 @@
-"""The same figures by OTLP over gRPC, every PERIOD_S: for collectors that nobody lets scrape.
+"""Sends the metrics by OTLP over gRPC, every PERIOD_S, to collectors that do not scrape.
 
-Encoded here and not by OpenTelemetry's SDK, whose instruments would have to count everything a second time. All sums are
-cumulative, from the start of the process. A collector that is away costs a call that fails; figures are not kept for it, since
-the next ones contain them.
+They are encoded here and not by OpenTelemetry's SDK, whose instruments would count everything a second time. All sums are
+cumulative, from the start of the process. An unreachable collector costs a failed call; figures are not kept for it, since the
+next ones contain them.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ CALL_TIMEOUT_S = 3.0
 _CUMULATIVE = metrics_pb2.AGGREGATION_TEMPORALITY_CUMULATIVE
 _UNITS = {"seconds": "s", "bytes": "By"}
 Catalogue = Mapping[str, Instrument]
-"""By the name that Prometheus knows."""
+"""Instruments by their name in Prometheus."""
 
 logger = logging.getLogger(__name__)
 
 
 def open_exporter(endpoint: Endpoint, service: str, resource: Attributes, env: Mapping[str, str]) -> OtlpMetricsExporter:
-    """To the collector at `endpoint`. Raises ConfigError for certificates that cannot be read."""
+    """Return an exporter to the collector at `endpoint`. Raises ConfigError for certificates that cannot be read."""
     return OtlpMetricsExporter(open_channel(endpoint, env), encode_resource(service, resource, env), headers(env))
 
 
 class OtlpMetricsExporter:
-    """A thread that looks and sends."""
+    """Collect and send on a thread."""
 
     def __init__(
         self,
@@ -58,12 +58,12 @@ class OtlpMetricsExporter:
         self._thread: threading.Thread | None = None
 
     def start(self, look: Callable[[], list[Metric]], catalogue: Catalogue) -> None:
-        """See `metrics_live.Exporter`."""
+        """Start; see `metrics_exporters.Exporter`."""
         self._thread = threading.Thread(target=self._run, args=(look, catalogue), name="metrics-otlp", daemon=True)
         self._thread.start()
 
     def close(self, timeout_s: float) -> None:
-        """See `metrics_live.Exporter`. Idempotent."""
+        """Close; see `metrics_exporters.Exporter`. Idempotent."""
         self._closing.set()
         if self._thread is not None:
             self._thread.join(timeout_s)
@@ -74,7 +74,7 @@ class OtlpMetricsExporter:
             self._closing.wait(self._period_s)
             try:
                 families = look()
-            except (TimeoutError, RuntimeError):  # busy or stopping; the next look comes
+            except (TimeoutError, RuntimeError):  # busy or stopping; the next period tries again
                 continue
             self._send(encode_request(families, catalogue, self._resource, self._began_ns, time.time_ns()))
 
@@ -92,7 +92,7 @@ class OtlpMetricsExporter:
             return
 
     def _note(self, problem: str | None) -> None:
-        """One line when it begins to fail and one when it is over."""
+        """Log one line when failures begin and one when they end."""
         if (problem is None) != self._is_reachable:
             self._is_reachable = problem is None
             if problem is None:
@@ -104,7 +104,7 @@ class OtlpMetricsExporter:
 def encode_request(
     families: Iterable[Metric], catalogue: Catalogue, resource: resource_pb2.Resource, began_ns: int, now_ns: int
 ) -> metrics_service_pb2.ExportMetricsServiceRequest:
-    """Times are of the wall clock."""
+    """Encode the families. Times are of the wall clock."""
     metrics = [_metric(family, catalogue.get(family.name), began_ns, now_ns) for family in families if family.samples]
     scope = metrics_pb2.ScopeMetrics(scope=common_pb2.InstrumentationScope(name=SCOPE), metrics=metrics)
     return metrics_service_pb2.ExportMetricsServiceRequest(
@@ -113,7 +113,7 @@ def encode_request(
 
 
 def _metric(family: Metric, instrument: Instrument | None, began_ns: int, now_ns: int) -> metrics_pb2.Metric:
-    """What is not of our catalogue (the process's own figures) keeps Prometheus' names."""
+    """Encode one metric. One outside our catalogue (the process's own figures) keeps Prometheus' names."""
     names = {} if instrument is None else dict(zip(instrument.label_names, instrument.labels, strict=True))
     name, unit = (family.name, _unit(family.name)) if instrument is None else (instrument.name, instrument.unit)
     metric = metrics_pb2.Metric(name=name, description=family.documentation, unit=unit)
@@ -141,7 +141,7 @@ def _number(sample: Sample, names: Mapping[str, str], began_ns: int, now_ns: int
 def _histogram_points(
     samples: Iterable[Sample], names: Mapping[str, str], began_ns: int, now_ns: int
 ) -> list[metrics_pb2.HistogramDataPoint]:
-    """Of samples that come series by series, each with its buckets in order, as Prometheus' client gives them."""
+    """Encode samples that come series by series, each with its buckets in order, as Prometheus' client gives them."""
     points: dict[frozenset[tuple[str, str]], metrics_pb2.HistogramDataPoint] = {}
     for sample in samples:
         labels = {name: value for name, value in sample.labels.items() if name != "le"}
@@ -157,7 +157,7 @@ def _histogram_points(
 
 
 def _add_sample(point: metrics_pb2.HistogramDataPoint, sample: Sample) -> None:
-    """Prometheus' buckets contain those below, OTLP's do not."""
+    """Add a sample: Prometheus' buckets are cumulative, OTLP's are not."""
     if sample.name.endswith("_sum"):
         point.sum = sample.value
     elif sample.name.endswith("_bucket"):
@@ -169,7 +169,7 @@ def _add_sample(point: metrics_pb2.HistogramDataPoint, sample: Sample) -> None:
 
 
 def _exemplar(exemplar: Exemplar) -> metrics_pb2.Exemplar:
-    """Of a trace; which of its spans is not known."""
+    """Encode the exemplar of a trace; the span is not known."""
     return metrics_pb2.Exemplar(
         trace_id=bytes.fromhex(exemplar.labels.get("trace_id", "")),
         as_double=exemplar.value,
@@ -178,7 +178,7 @@ def _exemplar(exemplar: Exemplar) -> metrics_pb2.Exemplar:
 
 
 def _attributes(labels: Mapping[str, str], names: Mapping[str, str]) -> list[common_pb2.KeyValue]:
-    """An empty label is none."""
+    """Return the attributes; an empty label is omitted."""
     return [
         common_pb2.KeyValue(key=names.get(name, name), value=common_pb2.AnyValue(string_value=value))
         for name, value in labels.items()

@@ -1,7 +1,7 @@
-"""Counters and histograms of this process, whose label sets are bounded, as families that Prometheus' client makes texts of.
+"""Holds counters and histograms of this process, with bounded label sets, as families that Prometheus' client formats.
 
-A label takes MAX_VALUES values, those that came first; what comes later is counted as "other", so that nobody who names himself
-(tenants do) can fill the memory of whoever stores the figures. And no instrument has more than MAX_SERIES sets of labels.
+A label takes its first MAX_VALUES values; later ones are counted as "other", so that a client that chooses names (tenants do)
+cannot fill the memory of the metrics store. No instrument has more than MAX_SERIES sets of labels.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Labels = tuple[str, ...]
 
 
 class LabelGuard:
-    """Which values of labels are told apart: the same for all instruments, so that their figures can be put together."""
+    """Decide which label values are kept: the same for all instruments, so that their figures can be joined."""
 
     def __init__(self, max_values: int = MAX_VALUES, max_values_of: Mapping[str, int] = MAX_VALUES_OF) -> None:
         self._max_values, self._max_values_of = max_values, max_values_of
@@ -39,7 +39,7 @@ class LabelGuard:
         self._lock = threading.Lock()
 
     def fold(self, names: Sequence[str], values: Labels) -> Labels:
-        """`values` of the labels `names`, one or more of them "other"."""
+        """Return `values` of the labels `names`, with excess ones replaced by "other"."""
         return tuple([self._fold(name, value) for name, value in zip(names, values, strict=True)])
 
     def _fold(self, name: str, value: str) -> str:
@@ -54,7 +54,7 @@ class LabelGuard:
 
 
 class Distribution:
-    """A histogram's series: how many fell into each bucket, those beyond the last bound at the end."""
+    """Hold a histogram's series: the count in each bucket, observations beyond the last bound at the end."""
 
     __slots__ = ("bounds", "counts", "examples", "total")
 
@@ -65,7 +65,7 @@ class Distribution:
         self.total = 0.0
 
     def observe(self, value: float, trace: str) -> None:
-        """One more."""
+        """Add an observation."""
         bucket = bisect_left(self.bounds, value)
         self.counts[bucket] += 1
         self.total += value
@@ -73,7 +73,7 @@ class Distribution:
             self.examples[bucket] = Exemplar({"trace_id": trace}, value, time.time())
 
     def buckets(self) -> list[tuple[str, float] | tuple[str, float, Exemplar]]:
-        """As Prometheus has them: each contains those below."""
+        """Return the buckets as Prometheus has them: cumulative."""
         found = list[tuple[str, float] | tuple[str, float, Exemplar]]()
         ends = [*map(floatToGoString, self.bounds), "+Inf"]
         for end, count, example in zip(ends, accumulate(self.counts), self.examples, strict=True):
@@ -82,9 +82,9 @@ class Distribution:
 
 
 class Registry:
-    """Counters and histograms, which may be used on any thread; `families` of them.
+    """Hold counters and histograms, which may be used on any thread; return their `families`.
 
-    Counted here, in a microsecond, and not by Prometheus' client, which takes several: it is asked for the texts only."""
+    They are counted here, in a microsecond, and not by Prometheus' client, which takes several: it only formats them."""
 
     def __init__(self, guard: LabelGuard | None = None, max_series: int = MAX_SERIES) -> None:
         self.guard = guard or LabelGuard()
@@ -97,7 +97,7 @@ class Registry:
         ProcessCollector(registry=self._process)
 
     def add(self, instrument: Instrument, amount: float, labels: Labels) -> None:
-        """A counter grows."""
+        """Increase a counter."""
         with self._lock:
             totals = self._totals[instrument]
             if labels not in totals:
@@ -105,7 +105,7 @@ class Registry:
             totals[labels] = totals.get(labels, 0.0) + amount
 
     def observe(self, instrument: Instrument, value: float, labels: Labels, trace: str) -> None:
-        """A histogram gets one more."""
+        """Add an observation to a histogram."""
         with self._lock:
             distributions = self._distributions[instrument]
             series = distributions.get(labels)
@@ -115,7 +115,7 @@ class Registry:
             series.observe(value, trace)
 
     def families(self) -> list[Metric]:
-        """As they are now, the process's own figures among them."""
+        """Return the current families, including the process's own figures."""
         found: list[Metric] = list(self._process.collect())
         with self._lock:
             totals = [(instrument, dict(series)) for instrument, series in self._totals.items()]
@@ -133,19 +133,19 @@ class Registry:
         return found
 
     def note(self, instrument: Instrument) -> None:
-        """It belongs to the catalogue of this process."""
+        """Add the instrument to the catalogue of this process."""
         self.catalogue[instrument.family] = instrument
 
     def _folded(self, instrument: Instrument, labels: Labels, known: Collection[Labels]) -> Labels:
-        """The labels of the series that counts these, or of that of others where there are too many. Only the folded ones are
-        remembered: raw ones have no end."""
+        """Return the labels of the series that counts these, or of "other" if there are too many. Only the folded ones are
+        remembered: the raw ones are unbounded."""
         self.note(instrument)
         folded = self.guard.fold(instrument.labels, labels)
         return folded if folded in known or len(known) < self._max_series else (OTHER,) * len(labels)
 
 
 class Reading:
-    """What readers say at one moment."""
+    """Hold what readers report at one moment."""
 
     def __init__(self, registry: Registry, max_series: int = MAX_SERIES) -> None:
         self._registry = registry
@@ -153,7 +153,7 @@ class Reading:
         self._values: dict[Instrument, dict[Labels, float]] = {}
 
     def put(self, instrument: Instrument, value: float, *labels: str) -> None:
-        """See `metrics.Readings`."""
+        """Add a value; see `metrics.Readings`."""
         values = self._values.setdefault(instrument, {})
         folded = self._registry.guard.fold(instrument.labels, labels)
         if folded not in values and len(values) >= self._max_series:
@@ -161,7 +161,7 @@ class Reading:
         values[folded] = values.get(folded, 0.0) + value
 
     def families(self) -> Iterable[Metric]:
-        """In the order in which they came."""
+        """Return the families in order of arrival."""
         for instrument, values in self._values.items():
             self._registry.note(instrument)
             cls = CounterMetricFamily if instrument.kind is Kind.COUNTER else GaugeMetricFamily

@@ -1,6 +1,6 @@
-"""Spans as OTLP's messages, and the gRPC call that takes them to a collector.
+"""Encodes spans as OTLP and sends them to a collector in batches, on a thread.
 
-Encoded here and not by OpenTelemetry's SDK: from our spans it takes half the time, which a busy process would miss.
+They are encoded here and not by OpenTelemetry's SDK: from our spans it takes half the time, which a busy process would miss.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ from pdmesh.runtime.telemetry.config import Endpoint
 from pdmesh.runtime.telemetry.propagation import SpanContext
 from pdmesh.runtime.telemetry.spans import Attributes, Event, Span, Value
 
-# A thread that sends spans in batches, so that nobody waits for a collector, whatever it does.
+# The thread that sends spans, so that no request waits for a collector.
 #
-# put ─► queue, bounded ─► thread: gather for a moment, encode, send ─┬─ taken
-#             └─ full: dropped, counted                               ├─ refused: dropped, counted
-#                                                                     └─ no answer: the batch is tried again after a pause
+#     put ─► queue, bounded ─► thread: gather for a moment, encode, send ─┬─ accepted
+#                 └─ full: dropped, counted                               ├─ rejected: dropped, counted
+#                                                                         └─ no answer: the batch is tried again after a pause
 #
-# A call costs both ends as much as dozens of spans. So it is made once a second, which one span alone does not have to wait for.
+# A call costs both ends as much as dozens of spans. So it is made once a second, except that a single span does not wait that
+# long.
 
 
 MAX_QUEUED = 8192
 BATCH = 128
-"""Encoding them takes the interpreter for a few milliseconds, during which an event loop waits."""
+"""Encoding a batch holds the interpreter for a few milliseconds, during which an event loop waits."""
 MANY = 4 * BATCH
-"""For these no second is waited."""
+"""With this many spans the second is not awaited."""
 GATHER_S = 0.2
 PERIOD_S = 1.0
 CALL_TIMEOUT_S = 3.0
@@ -52,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 
 class Answer(Enum):
-    """What became of a batch."""
+    """Tell the outcome of a batch."""
 
     TAKEN = "taken"
     REFUSED = "refused"
@@ -60,22 +61,23 @@ class Answer(Enum):
 
 
 class Exporter(Protocol):
-    """The way to a collector. Used by one thread, but for `close`."""
+    """Send to a collector. Used by one thread, except for `close`."""
 
     def send(self, spans: Sequence[Span], timeout_s: float) -> tuple[Answer, str]:
-        """Waits for the answer, for so long; with what the collector or the way to it says. Never raises."""
+        """Send and wait up to `timeout_s` for the answer; return it with the collector's or the connection's message. Never
+        raises."""
 
     def close(self) -> None:
-        """A call under way ends."""
+        """Close; a running call ends."""
 
 
 class Sender:
-    """A queue and its thread, which begins with the first span."""
+    """Queue spans for a thread, which starts with the first span."""
 
     def __init__(
         self, exporter: Exporter, *, max_queued: int = MAX_QUEUED, gather_s: float = GATHER_S, period_s: float = PERIOD_S
     ) -> None:
-        """`gather_s`: behind the first span. `period_s`: from one call to the next."""
+        """Create the queue. `gather_s`: wait after the first span. `period_s`: from one call to the next."""
         self.num_sent = 0
         self.num_dropped = 0
         self._exporter = exporter
@@ -89,7 +91,7 @@ class Sender:
         self._thread: threading.Thread | None = None
 
     def put(self, span: Span) -> None:
-        """On one thread."""
+        """Queue a span. Called on one thread."""
         if len(self._queue) >= self._max_queued or self._closing.is_set():
             self.num_dropped += 1
             return
@@ -103,7 +105,7 @@ class Sender:
                 self._thread.start()
 
     def close(self, timeout_s: float) -> None:
-        """Sends what is left for at most so many seconds; what is left then is dropped."""
+        """Send the rest for at most `timeout_s` seconds; drop what is left then."""
         if self._closing.is_set():
             return
         self._close_at = time.monotonic() + timeout_s
@@ -122,9 +124,9 @@ class Sender:
         while self._filled.wait():
             self._hurry.wait(max(self._gather_s, called_at + self._period_s - time.monotonic()))
             self._hurry.clear()
-            self._filled.clear()  # before the queue is looked at: what comes from now on sets it again
+            self._filled.clear()  # before the queue is read: later spans set it again
             is_last, left = self._closing.is_set(), len(self._queue)
-            while left and not self._is_over():  # not what comes meanwhile: each would get a call of its own
+            while left and not self._is_over():  # spans that come meanwhile wait for the next call
                 batch = [self._queue.popleft() for _ in range(min(BATCH, left))]
                 left -= len(batch)
                 self._send(batch)
@@ -137,7 +139,7 @@ class Sender:
         return self._closing.is_set() and time.monotonic() >= self._close_at
 
     def _send(self, batch: list[Span]) -> None:
-        """Until it is taken or refused. Once it is time to end, a batch that meets nobody is dropped."""
+        """Send until the batch is accepted or rejected. While closing, a batch without an answer is dropped."""
         while True:
             answer, words = self._exporter.send(batch, self._patience_s())
             self._note(answer, words)
@@ -154,7 +156,7 @@ class Sender:
         return max(0.01, min(CALL_TIMEOUT_S, self._close_at - time.monotonic()))
 
     def _note(self, answer: Answer, words: str) -> None:
-        """One line when it begins to fail and one when it is over: a collector that is away must not fill the log."""
+        """Log one line when failures begin and one when they end: an unreachable collector must not fill the log."""
         is_reachable = answer is Answer.TAKEN
         if is_reachable != self._is_reachable:
             self._is_reachable = is_reachable
@@ -173,22 +175,22 @@ _OPTIONS = (("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)
 
 
 def open_outbox(endpoint: Endpoint, service: str, resource: Attributes, env: Mapping[str, str]) -> Sender:
-    """To the collector at `endpoint`. Raises ConfigError for certificates that cannot be read."""
+    """Return a sender to the collector at `endpoint`. Raises ConfigError for certificates that cannot be read."""
     return Sender(OtlpExporter(endpoint, encode_resource(service, resource, env), env))
 
 
 class OtlpExporter:
-    """Calls `TraceService/Export`."""
+    """Call `TraceService/Export`."""
 
     def __init__(self, endpoint: Endpoint, resource: resource_pb2.Resource, env: Mapping[str, str]) -> None:
         self._resource = resource
-        self._clock_ns = time.time_ns() - time.monotonic_ns()  # once: spans of a process keep their distances
+        self._clock_ns = time.time_ns() - time.monotonic_ns()  # read once: spans of a process keep their distances
         self._headers = tuple(headers(env))
         self._channel = open_channel(endpoint, env)
         self._stub = trace_service_pb2_grpc.TraceServiceStub(self._channel)  # type: ignore[no-untyped-call]
 
     def send(self, spans: Sequence[Span], timeout_s: float) -> tuple[Answer, str]:
-        """One call."""
+        """Make one call."""
         request = encode_request(spans, self._resource, self._clock_ns)
         try:
             answer = self._stub.Export(request, timeout=timeout_s, metadata=self._headers)
@@ -203,12 +205,12 @@ class OtlpExporter:
         return Answer.TAKEN, ""
 
     def close(self) -> None:
-        """Ends a call under way."""
+        """End a running call."""
         self._channel.close()
 
 
 def encode_resource(service: str, resource: Attributes, env: Mapping[str, str]) -> resource_pb2.Resource:
-    """Who speaks: OTEL_RESOURCE_ATTRIBUTES, over which ours win."""
+    """Return the resource: OTEL_RESOURCE_ATTRIBUTES, overridden by our attributes."""
     given: dict[str, Value] = dict(_pairs(env.get("OTEL_RESOURCE_ATTRIBUTES", "")))
     all_of_them = {**given, **resource, "service.name": service, "process.pid": os.getpid(), "telemetry.sdk.language": "python"}
     return resource_pb2.Resource(attributes=_attributes(all_of_them))
@@ -217,7 +219,7 @@ def encode_resource(service: str, resource: Attributes, env: Mapping[str, str]) 
 def encode_request(
     spans: Sequence[Span], resource: resource_pb2.Resource, clock_ns: int
 ) -> trace_service_pb2.ExportTraceServiceRequest:
-    """`clock_ns`: what the wall clock is ahead of the monotonic one."""
+    """Encode the spans. `clock_ns`: offset of the wall clock from the monotonic one."""
     scope = trace_pb2.ScopeSpans(
         scope=common_pb2.InstrumentationScope(name=SCOPE), spans=[encode_span(span, clock_ns) for span in spans]
     )
@@ -227,7 +229,7 @@ def encode_request(
 
 
 def encode_span(span: Span, clock_ns: int) -> trace_pb2.Span:
-    """As OTLP has it."""
+    """Encode one span."""
     context = span.context
     encoded = trace_pb2.Span(
         trace_id=context.trace_id.to_bytes(16, "big"),
@@ -251,13 +253,13 @@ def encode_span(span: Span, clock_ns: int) -> trace_pb2.Span:
 
 
 def headers(env: Mapping[str, str]) -> list[tuple[str, str]]:
-    """What the environment says is to be sent along, such as a key of the collector's."""
+    """Return the headers that the environment names, such as a key of the collector's."""
     text = next((env[name] for name in HEADERS_VARIABLES if env.get(name)), "")
     return [(key.lower(), value) for key, value in _pairs(text)]
 
 
 def _pairs(text: str) -> list[tuple[str, str]]:
-    """`key=value,key=value`, percent-encoded; what is none is left out, as OpenTelemetry does."""
+    """Parse `key=value,key=value`, percent-encoded; invalid pairs are left out, as OpenTelemetry does."""
     pairs = (part.partition("=") for part in text.split(","))
     return [(key.strip(), unquote(value.strip())) for key, separator, value in pairs if separator and key.strip()]
 
@@ -289,14 +291,14 @@ def _link(context: SpanContext) -> trace_pb2.Span.Link:
 
 
 def open_channel(endpoint: Endpoint, env: Mapping[str, str]) -> grpc.Channel:
-    """Encrypted or not. Raises ConfigError for certificates that cannot be read."""
+    """Open a channel, encrypted or not. Raises ConfigError for certificates that cannot be read."""
     if not endpoint.encrypted:
         return grpc.insecure_channel(endpoint.target, options=_OPTIONS)
     return grpc.secure_channel(endpoint.target, grpc.ssl_channel_credentials(read_ca(env)), options=_OPTIONS)
 
 
 def read_ca(env: Mapping[str, str]) -> bytes | None:
-    """Whom to believe that it is the collector; None: the CAs of this machine."""
+    """Return the CA that signs the collector's certificate; None: the CAs of this machine."""
     for name in CA_VARIABLES:
         if env.get(name):
             with contextlib.suppress(OSError):

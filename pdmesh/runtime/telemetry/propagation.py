@@ -1,9 +1,9 @@
 """The context of a trace as it travels between processes: W3C Trace Context, in gRPC metadata and HTTP headers.
 
     traceparent: 00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01      version, trace, span, flags
-    tracestate: vendor=value,other=value                                      handed on as it came
+    tracestate: vendor=value,other=value                                      passed on unchanged
 
-What cannot be read is ignored, as the standard says: the trace begins anew, and nobody gets an error.
+A context that cannot be read is ignored, as the standard says: a new trace begins, and no error is returned.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MAX_MEMBERS = 32
 
 @dataclass(frozen=True, slots=True)
 class SpanContext:
-    """Which span of which trace. `is_sampled`: whoever began the trace sends its spans. `state`: a tracestate, "" without one."""
+    """Identify a span of a trace. `is_sampled`: the root's process sends its spans. `state`: a tracestate, "" without one."""
 
     trace_id: int
     span_id: int
@@ -35,12 +35,12 @@ class SpanContext:
 
     @property
     def trace_name(self) -> str:
-        """The trace's id as people and logs write it."""
+        """Return the trace's id as people and logs write it."""
         return f"{self.trace_id:032x}"
 
 
 def extract(metadata: Iterable[tuple[str, str | bytes]]) -> SpanContext | None:
-    """The context of a call's metadata or of headers, whatever their case; None without one that can be read."""
+    """Return the context in a call's metadata or in headers, whatever their case; None without a readable one."""
     parents, states = list[str](), list[str]()
     for key, value in metadata:
         name = key.lower()
@@ -53,7 +53,7 @@ def extract(metadata: Iterable[tuple[str, str | bytes]]) -> SpanContext | None:
 
 
 def parse(traceparent: str) -> SpanContext | None:
-    """Without state; None for what is none. Of a later version what is known of it counts."""
+    """Parse without state; None if invalid. Of a later version the known part counts."""
     match = _PARENT.fullmatch(traceparent.strip(" \t"))
     if match is None or match[1] == "ff" or (match[1] == "00" and match[5] is not None):
         return None
@@ -64,7 +64,7 @@ def parse(traceparent: str) -> SpanContext | None:
 
 
 def inject(context: SpanContext | None) -> Metadata:
-    """What to send along with a call; nothing without a context."""
+    """Return the metadata to send with a call; nothing without a context."""
     if context is None:
         return ()
     parent = (TRACEPARENT, format_parent(context))
@@ -72,12 +72,13 @@ def inject(context: SpanContext | None) -> Metadata:
 
 
 def format_parent(context: SpanContext) -> str:
-    """A traceparent."""
+    """Return a traceparent."""
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-{'01' if context.is_sampled else '00'}"
 
 
 def _checked_state(text: str) -> str:
-    """As it came, without empty members; "" if anything in it breaks the rules, or it is longer than has to be handed on."""
+    """Return the state as received, without empty members; "" if anything in it breaks the rules, or it is longer than must be
+    passed on."""
     members = [member for part in text.split(",") if (member := part.strip(" \t"))]
     found = [_MEMBER.fullmatch(member) for member in members]
     keys = {match["key"] for match in found if match is not None}
@@ -87,7 +88,7 @@ def _checked_state(text: str) -> str:
     return state if len(state) <= MAX_STATE_CHARS else ""
 
 
-# What a Submit carries of the trace: who calls, and whose child all is that decode does after it has answered.
+# The trace context of a Submit: its caller, and the parent of all that the decode worker does after it has answered.
 #
 # traceparent          the Submit call: parent of what happens until its answer
 # pdmesh-attempt       the attempt at placing: parent of `decode`, which may last for minutes
@@ -98,19 +99,20 @@ ATTEMPT = "pdmesh-attempt"
 
 @dataclass(frozen=True)
 class SubmitContext:
-    """The spans of the router that a Submit belongs to."""
+    """Name the router's spans that a Submit belongs to."""
 
     call: SpanContext
     attempt: SpanContext
 
 
 def submit_metadata(call: SpanContext, attempt: SpanContext) -> Metadata:
-    """Metadata of the Submit call."""
+    """Return the metadata of the Submit call."""
     return (*inject(call), (ATTEMPT, format_parent(attempt)))
 
 
 def read_submit(metadata: Iterable[tuple[str, str | bytes]] | None) -> SubmitContext | None:
-    """None: the router does not trace this request, or says so unreadably. Callers that know nothing of attempts have one."""
+    """Return the context; None if the router does not trace this request, or it is unreadable. Without an attempt the call is
+    used for both."""
     pairs = tuple(metadata or ())
     call = extract(pairs)
     if call is None:
@@ -120,46 +122,46 @@ def read_submit(metadata: Iterable[tuple[str, str | bytes]] | None) -> SubmitCon
     return SubmitContext(call, call if attempt is None or attempt.trace_id != call.trace_id else attempt)
 
 
-# The client library within its caller's trace, where the caller has OpenTelemetry: nothing is installed or imported for it.
+# The client library within its caller's trace, if the caller uses OpenTelemetry: nothing is installed or imported for it.
 #
-# A caller that traces has imported OpenTelemetry's API, so that is asked, and only that. Then a request is a span of the
-# caller's, of kind CLIENT, below the one that is current where the request is made; and the router goes on below it.
+# A caller that traces has imported OpenTelemetry's API, so only that is used. A request is then a span of the caller's, of kind
+# CLIENT, below the one that is current where the request is made; and the router continues below it.
 
 
 API = "opentelemetry.trace"
 
 
 class CallerSpan(Protocol):
-    """One request in the caller's trace, from its making to its end."""
+    """Represent one request in the caller's trace, from start to end."""
 
     @property
     def metadata(self) -> Metadata:
-        """What a call of the request carries."""
+        """Return the metadata that a call of the request carries."""
 
     def set(self, attributes: Mapping[str, str | int | float]) -> None:
-        """What has become of the request."""
+        """Set attributes with the outcome of the request."""
 
     def end(self, error_type: str = "", problem: str = "") -> None:
-        """The request is over; `error_type` says that it failed. Only the first call counts."""
+        """End the request; `error_type` says that it failed. Only the first call counts."""
 
 
 class _NoSpan:
-    """Nobody traces."""
+    """Stand in where the caller does not trace."""
 
     metadata: Metadata = ()
 
     def set(self, attributes: Mapping[str, str | int | float]) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def end(self, error_type: str = "", problem: str = "") -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 NO_SPAN = _NoSpan()
 
 
 def begin_request(operation: str, model: str) -> CallerSpan:
-    """`operation` as the GenAI conventions name it. NO_SPAN unless the caller traces, now."""
+    """Start a span; `operation` as the GenAI conventions name it. Returns NO_SPAN unless the caller traces now."""
     api: Any = sys.modules.get(API)
     return NO_SPAN if api is None else _begin(api, operation, model)
 
@@ -174,7 +176,7 @@ def _begin(api: Any, operation: str, model: str) -> CallerSpan:
 
 
 class _LiveSpan:
-    """Of the caller's own SDK; or, where it has none, the context that it was given by somebody else."""
+    """Wrap a span of the caller's own SDK or, without an SDK, the context that the caller received."""
 
     def __init__(self, api: Any, span: Any) -> None:
         self._api = api

@@ -1,6 +1,6 @@
-"""OTLP's traces as they arrive at a collector of ours: what is a span, what is none, and what it says.
+"""Reads OTLP traces as they arrive at our collector, and validates their spans.
 
-A span is kept as its bytes and read in full only when somebody looks at it: most never are.
+A span is kept as its bytes and read in full only on demand: most never are.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ MAX_SPAN_BYTES = 64 << 10
 MAX_NAME_CHARS = 256
 MAX_LINKED = 128
 _TRACE_ID_BYTES, _SPAN_ID_BYTES = 16, 8
-_OBJECT_BYTES, _LINK_BYTES = 700, 120  # of Python, around the bytes that came
+_OBJECT_BYTES, _LINK_BYTES = 700, 120  # overhead of Python objects, around the received bytes
 _MAX_TEXT_CHARS = 4096
 
 Value = str | bool | int | float | list["Value"] | None
 
 
 class Unreadable(ValueError):
-    """It is no OTLP."""
+    """Raised for bytes that are not OTLP."""
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """Who speaks: `service` such as pdmesh-worker, `instance` its name."""
+    """Identify the sending process: `service` such as pdmesh-worker, `instance` its name."""
 
     service: str
     instance: str
@@ -37,7 +37,8 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class ReceivedSpan:
-    """Ids are hexadecimal; `parent_id` "" is a root. Times are wall clock nanoseconds. `linked`: ids of traces that it names."""
+    """Hold a span. Ids are hexadecimal; `parent_id` "" is a root. Times are wall clock nanoseconds. `linked`: ids of traces that
+    it names."""
 
     trace_id: str
     span_id: str
@@ -51,11 +52,11 @@ class ReceivedSpan:
 
     @property
     def num_bytes(self) -> int:
-        """That it takes to keep, about."""
+        """Return the approximate number of bytes that it takes to keep."""
         return len(self.encoded) + _OBJECT_BYTES + _LINK_BYTES * len(self.linked)
 
     def read(self) -> Details:
-        """All that it says."""
+        """Read the span in full."""
         span = trace_pb2.Span.FromString(self.encoded)
         return Details(
             kind=trace_pb2.Span.SpanKind.Name(span.kind).removeprefix("SPAN_KIND_").lower() if span.kind in _KINDS else "",
@@ -68,7 +69,7 @@ class ReceivedSpan:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened within a span, at wall clock nanoseconds."""
+    """Describe an event within a span, at wall clock nanoseconds."""
 
     name: str
     at_ns: int
@@ -77,7 +78,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """What a span says beyond its name and times."""
+    """Hold a span's content beyond its name and times."""
 
     kind: str
     attributes: Mapping[str, Value]
@@ -88,14 +89,14 @@ class Details:
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """What one call brought. `num_refused` of its spans are none; `refusal` says why the first is none."""
+    """Hold the spans of one call. `num_refused` of its spans are invalid; `refusal` says why the first one is."""
 
     spans: tuple[ReceivedSpan, ...]
     num_refused: int = 0
     refusal: str = ""
 
     def answer(self) -> bytes:
-        """An ExportTraceServiceResponse."""
+        """Return an ExportTraceServiceResponse."""
         response = trace_service_pb2.ExportTraceServiceResponse()
         if self.num_refused:
             response.partial_success.rejected_spans = self.num_refused
@@ -104,7 +105,7 @@ class Export:
 
 
 def read_export(encoded: bytes) -> Export:
-    """An ExportTraceServiceRequest. Raises Unreadable."""
+    """Read an ExportTraceServiceRequest. Raises Unreadable."""
     try:
         request = trace_service_pb2.ExportTraceServiceRequest.FromString(encoded)
     except DecodeError:
@@ -125,7 +126,7 @@ _KINDS = frozenset(trace_pb2.Span.SpanKind.values())
 
 
 def _problem(span: trace_pb2.Span) -> str:
-    """Why it is no span; "" for one that is."""
+    """Return why the span is invalid; "" if it is valid."""
     if len(span.trace_id) != _TRACE_ID_BYTES or not any(span.trace_id):
         return "trace_id: must be 16 bytes that are not all 0"
     if len(span.span_id) != _SPAN_ID_BYTES or not any(span.span_id):

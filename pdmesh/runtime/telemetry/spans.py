@@ -1,6 +1,6 @@
-"""A span while it lives and once it is over. Times are `time.monotonic_ns()` of this process.
+"""Spans, live and ended, and the step log from which some are made. Times are `time.monotonic_ns()` of this process.
 
-Making one costs a few microseconds: ids, a dictionary. What OTLP wants of it is made by the sender's thread.
+Making one costs a few microseconds: ids, a dictionary. The sender's thread encodes it for OTLP.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_EVENTS = MAX_LINKS = 128
 
 
 class Kind(enum.IntEnum):
-    """As OTLP numbers them."""
+    """Number the kinds as OTLP does."""
 
     INTERNAL = 1
     SERVER = 2
@@ -33,7 +33,7 @@ class Kind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened within a span."""
+    """Describe an event within a span."""
 
     name: str
     at_ns: int
@@ -41,7 +41,7 @@ class Event:
 
 
 class Span:
-    """One span. Its `context` may be handed on at once; it is sent when it has ended. On one thread."""
+    """Record one span. Its `context` may be passed on at once; it is sent when it has ended. On one thread."""
 
     __slots__ = (
         "_attributes", "_emit", "context", "end_ns", "events", "is_failed", "kind", "links", "name", "num_dropped_events",
@@ -58,7 +58,7 @@ class Span:
         attributes: Attributes,
         emit: Callable[[Span], None],
     ) -> None:
-        """`parent_id` 0: it is the root of its trace. `emit` takes it when it ends."""
+        """Start a span. `parent_id` 0: it is the root of its trace. `emit` receives it when it ends."""
         self.name = name
         self.context = context
         self.parent_id = parent_id
@@ -75,43 +75,43 @@ class Span:
 
     @property
     def attributes(self) -> Attributes:
-        """All that were set."""
+        """Return all attributes that were set."""
         return self._attributes
 
     @property
     def is_open(self) -> bool:
-        """It has not ended."""
+        """Return whether it has not ended."""
         return not self.end_ns
 
     def set(self, attributes: Attributes) -> None:
-        """More attributes; the last word on each counts."""
+        """Set more attributes; the last value of each counts."""
         self._attributes.update(attributes)
 
     def event(self, name: str, at_ns: int | None = None, attributes: Attributes | None = None) -> None:
-        """Something happened, just now if not at `at_ns`. Of very many the last are counted only."""
+        """Add an event, now or at `at_ns`. Beyond a bound events are only counted."""
         if len(self.events) < MAX_EVENTS:
             self.events.append(Event(name, time.monotonic_ns() if at_ns is None else at_ns, attributes or {}))
         else:
             self.num_dropped_events += 1
 
     def fail(self, error_type: str, problem: str = "") -> None:
-        """What it stands for went wrong. `error_type` is one of few words; `problem` says it to people, without request text."""
+        """Mark the span as failed. `error_type` is one of few words; `problem` describes it for people, without request text."""
         self.is_failed, self.problem = True, problem
         self._attributes["error.type"] = error_type
 
     def end(self, at_ns: int | None = None) -> None:
-        """Over, just now if not at `at_ns`. Only the first call counts."""
+        """End the span, now or at `at_ns`. Only the first call counts."""
         if not self.end_ns:
             self.end_ns = max(self.start_ns, time.monotonic_ns() if at_ns is None else at_ns)
             self._emit(self)
 
 
-# How a request ended, in words that a span may hold: nothing of the request's text.
+# The outcome of a request in words that a span may hold: nothing of the request's text.
 
 
 def problem_of(error: BaseException) -> tuple[str, str]:
-    """`error.type` and what to tell people. Of what a caller has got wrong only the field is named: messages quote it. Of errors
-    that are none of ours nothing but the kind is known to be harmless."""
+    """Return `error.type` and a description. Of a caller's mistake only the field is named: messages quote it. Of foreign errors
+    only the type is known to be harmless."""
     if isinstance(error, (GeneratorExit, asyncio.CancelledError)):
         return Cancelled.default_code.name, "the caller left"
     if not isinstance(error, MeshError):
@@ -122,14 +122,14 @@ def problem_of(error: BaseException) -> tuple[str, str]:
 
 
 def finish_word(reason: common_pb2.FinishReason.ValueType) -> str:
-    """Why a choice ended, as the GenAI conventions write it."""
+    """Return why a choice ended, as the GenAI conventions write it."""
     if reason == common_pb2.FINISH_REASON_UNSPECIFIED:
         return "unfinished"
     return common_pb2.FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()
 
 
 def is_departure(error_type: str) -> bool:
-    """Whoever leaves has made no error."""
+    """Return whether the client left, which is not an error."""
     return error_type == Cancelled.default_code.name
 
 
@@ -140,7 +140,7 @@ MAX_STEPS = 2048
 
 
 class Step(NamedTuple):
-    """One engine step. `prefill_tokens` of all prompts in it; `num_decoding` tokens beside them."""
+    """Describe one engine step. `prefill_tokens` of all prompts in it; `num_decoding` tokens beside them."""
 
     number: int
     started_ns: int
@@ -150,22 +150,22 @@ class Step(NamedTuple):
 
 
 class StepLog:
-    """Steps in order; the oldest are forgotten."""
+    """Keep steps in order; the oldest are forgotten."""
 
     def __init__(self, max_steps: int = MAX_STEPS) -> None:
         self._steps: deque[Step] = deque(maxlen=max_steps)
 
     def add(self, step: Step) -> None:
-        """The one after the latest."""
+        """Add the step after the latest."""
         self._steps.append(step)
 
     def of(self, number: int) -> Step | None:
-        """None: forgotten, or never told."""
+        """Return the step; None: forgotten or never added."""
         offset = self._steps[-1].number - number if self._steps else -1
         return self._steps[-1 - offset] if 0 <= offset < len(self._steps) else None
 
     def between(self, started_ns: int, ended_ns: int) -> list[Step]:
-        """Those with prompt tokens that lie within, in order."""
+        """Return the steps with prompt tokens that lie within, in order."""
         found = []
         for step in reversed(self._steps):
             if step.started_ns < started_ns:
@@ -176,7 +176,7 @@ class StepLog:
 
 
 def chunk_events(steps: Iterable[Step], tokens: Mapping[int, int] | None = None) -> list[Event]:
-    """One event for each step that computed a part of a prompt; `tokens` of the prompt by step, where they are known."""
+    """Return one event for each step that computed a part of a prompt; `tokens` of the prompt by step, where they are known."""
     events = []
     for step in islice(steps, MAX_STEPS):
         attributes: dict[str, Value] = {

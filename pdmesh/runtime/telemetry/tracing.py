@@ -1,4 +1,4 @@
-"""Makes the spans of a process, and hands those that have ended to whoever sends them.
+"""Makes the spans of a process, and passes ended ones to the sender.
 
     tracing = open_tracing(config, "pdmesh-router", {"service.instance.id": router_id}, os.environ)
     parent = tracing.extract(context.invocation_metadata())
@@ -7,7 +7,7 @@
     span.end()
     tracing.close()
 
-Where nothing is sent there is `OFF`: the same methods, which do nothing; OpenTelemetry is not even imported.
+Without a collector there is `OFF`: the same methods, which do nothing; OpenTelemetry is not even imported.
 """
 
 from __future__ import annotations
@@ -25,24 +25,25 @@ from pdmesh.runtime.telemetry.config import TelemetryConfig
 from pdmesh.runtime.telemetry.propagation import Metadata, SpanContext
 from pdmesh.runtime.telemetry.spans import MAX_LINKS, Attributes, Event, Kind, Span
 
-# Which traces are sent: a share by their ids, decided at the beginning; and at the end those of requests that went badly.
+# Sampling: a share of the traces by their ids, decided at the start; and at the end those of requests that went badly.
 #
-# sampled at the beginning ─► sent as its spans end
-# not sampled ─► held, the oldest traces give way ─┬─ kept: what is held is sent, and what still comes
-#                                                  └─ else forgotten
+#   sampled at the start ─► sent as its spans end
+#   not sampled ─► held, the oldest traces give way ─┬─ kept: held spans are sent, and those that follow
+#                                                    └─ else forgotten
 
 
-MAX_KEPT = 4096  # traces of which something may still come
+MAX_KEPT = 4096  # traces of which spans may still come
 _RANGE = 1 << 64
 
 
 def is_sampled(trace_id: int, share: float) -> bool:
-    """Decides alike wherever it is asked: by the lower 64 bits of the id, as OpenTelemetry's samplers do."""
+    """Return whether the trace is sampled, the same wherever it is asked: by the lower 64 bits of the id, as OpenTelemetry's
+    samplers do."""
     return trace_id % _RANGE < round(share * _RANGE)
 
 
 class Held:
-    """Spans of traces that nobody has asked for, at most `max_spans`."""
+    """Hold spans of traces that are not sampled, at most `max_spans`."""
 
     def __init__(self, max_spans: int) -> None:
         self._max_spans = max_spans
@@ -51,7 +52,7 @@ class Held:
         self.num_spans = 0
 
     def hold(self, span: Span) -> bool:
-        """False: its trace was asked for, send it."""
+        """Hold the span; False if its trace is kept: send it."""
         trace_id = span.context.trace_id
         if trace_id in self._kept:
             return False
@@ -62,7 +63,7 @@ class Held:
         return True
 
     def keep(self, trace_id: int) -> list[Span]:
-        """What is held of a trace, to be sent; what comes of it later is not held any more."""
+        """Return the held spans of a trace, to be sent; its later spans are not held any more."""
         self._kept[trace_id] = None
         while len(self._kept) > MAX_KEPT:
             self._kept.popitem(last=False)
@@ -75,33 +76,33 @@ logger = logging.getLogger(__name__)
 
 
 class Outbox(Protocol):
-    """Where spans go that are to be sent. Never blocks, never raises."""
+    """Receive spans to be sent. Never blocks, never raises."""
 
     def put(self, span: Span) -> None:
-        """Sent soon, or dropped and counted."""
+        """Send the span soon, or drop and count it."""
 
     def close(self, timeout_s: float) -> None:
-        """Send what is left within so many seconds; idempotent."""
+        """Send the rest within `timeout_s` seconds; idempotent."""
 
 
 class Tracing:
-    """The spans of one process. On one thread (but `outbox` sends on its own)."""
+    """Make the spans of one process. On one thread (except that `outbox` sends on its own)."""
 
     is_on = True
 
     def __init__(self, outbox: Outbox, *, share: float = 1.0, max_held_spans: int = 8192) -> None:
-        """`share` of the traces that begin here are sent as they come."""
+        """Create it. A `share` of the traces that begin here are sent as they come."""
         self._outbox = outbox
         self._share = share
         self._held = Held(max_held_spans)
         self._random = random.Random()
 
     def extract(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> SpanContext | None:
-        """The caller's context; None without one."""
+        """Return the caller's context; None without one."""
         return propagation.extract(metadata or ())
 
     def inject(self, span: Span | None) -> Metadata | None:
-        """Metadata of a call that `span` stands for; None: nothing to add."""
+        """Return the metadata of a call that `span` stands for; None: nothing to add."""
         return None if span is None else propagation.inject(span.context)
 
     def begin(
@@ -113,7 +114,7 @@ class Tracing:
         kind: Kind = Kind.INTERNAL,
         attributes: Attributes | None = None,
     ) -> Span:
-        """A span that lives until its `end`; without a `parent` it is the root of a new trace."""
+        """Return a span that lives until its `end`; without a `parent` it is the root of a new trace."""
         context = self._new_trace() if parent is None else self._child_of(parent)
         return Span(name, context, 0 if parent is None else parent.span_id, kind, start_ns, attributes or {}, self._emit)
 
@@ -129,20 +130,20 @@ class Tracing:
         events: Sequence[Event] = (),
         links: Sequence[SpanContext] = (),
     ) -> None:
-        """A span that is over already."""
+        """Record a span that is over already."""
         span = self.begin(name, parent, start_ns=start_ns, kind=kind, attributes=attributes)
         span.events.extend(events)
         span.links = links[:MAX_LINKS]
         span.end(end_ns)
 
     def keep(self, trace_ids: Iterable[int]) -> None:
-        """These traces are to be sent after all: what is held of them, and what comes."""
+        """Send these traces after all: their held spans, and those that follow."""
         for trace_id in trace_ids:
             for span in self._held.keep(trace_id):
                 self._outbox.put(span)
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """Sends what is left, for at most so many seconds; blocks that long."""
+        """Send the rest, for at most `timeout_s` seconds; blocks that long."""
         self._outbox.close(timeout_s)
 
     def _emit(self, span: Span) -> None:
@@ -162,14 +163,14 @@ class Tracing:
 
 class _Nowhere:
     def put(self, span: Span) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def close(self, timeout_s: float) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class _NoTracing(Tracing):
-    """Nobody is told anything. `begin` gives a span for callers that do not ask whether it `is_on`; those on busy paths do."""
+    """Send nothing. `begin` returns a span for callers that do not check `is_on`; busy paths do."""
 
     is_on = False
 
@@ -180,16 +181,17 @@ class _NoTracing(Tracing):
         return None
 
     def _emit(self, span: Span) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 OFF: Tracing = _NoTracing(_Nowhere(), max_held_spans=0)
 
 
 def open_tracing(config: TelemetryConfig, service: str, resource: Attributes, env: Mapping[str, str] | None = None) -> Tracing:
-    """`OFF` unless there is a collector and traces are wanted. A collector that does not answer costs nothing but the spans.
+    """Return the tracing, `OFF` unless there is a collector and traces are wanted. A collector that does not answer costs nothing
+    but the spans.
 
-    `service` is the name of this kind of process; `resource` says which of them it is. `env`: this process's unless given. Raises
+    `service` is the name of this kind of process; `resource` identifies the instance. `env`: this process's unless given. Raises
     ConfigError."""
     env = os.environ if env is None else env
     try:
@@ -200,7 +202,7 @@ def open_tracing(config: TelemetryConfig, service: str, resource: Attributes, en
     if endpoint is None:
         return OFF
     try:
-        from pdmesh.runtime.telemetry.otlp import open_outbox  # imports OpenTelemetry, for nothing where nothing is sent
+        from pdmesh.runtime.telemetry.otlp import open_outbox  # imports OpenTelemetry, which is useless without a collector
     except ImportError as error:
         remedy = "pip install 'pdmesh[services]'"
         raise ConfigError("otlp_endpoint", f"a package is missing that sends traces ({error.name})", remedy) from error

@@ -1,4 +1,4 @@
-"""The gate of one simulated router: the real admission, with events where `router/flow_control/controller.py` has coroutines."""
+"""Admission of one simulated router: the real one, with events where `router/flow_control/controller.py` has coroutines."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from router.lifecycle.placement import MIN_RETRY_GAP_S, RETRY_PERIOD_S
 
 
 class SimulatedAdmission:
-    """`admitted` and `refused` are called with each request exactly once, of those that `ask`. Without an admission all go in."""
+    """Call `admitted` or `refused` exactly once for each request given to `ask`. Without an admission all are admitted."""
 
     def __init__(
         self,
@@ -26,11 +26,11 @@ class SimulatedAdmission:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that it holds."""
+        """Return the number of requests in the queue."""
         return len(self._waiting)
 
     def ask(self, request: Request, applicant: Callable[[], FlowItem]) -> None:
-        """May it go in?"""
+        """Ask for admission of a request."""
         if self._admission is None:
             self._admitted(request)
             return
@@ -43,18 +43,18 @@ class SimulatedAdmission:
         self._wake(decided)
 
     def placed(self, request: Request) -> None:
-        """It has been sent to a worker."""
+        """Note that it has been sent to a worker."""
         if self._admission is not None and request.ticket is not None:
             self._wake(self._admission.placed(request.ticket, self._events.now))
 
     def leave(self, request: Request, used_tokens: int) -> None:
-        """It has ended; its tenant pays for so many."""
+        """Note that it has ended; its tenant is charged `used_tokens`."""
         ticket, request.ticket = request.ticket, None
         if self._admission is not None and ticket is not None:
             self._wake(self._admission.release(ticket, self._events.now, used_tokens))
 
     def answered(self, request: Request) -> None:
-        """Its first token came smoothly: was its forecast right?"""
+        """Note that its first token came smoothly: checks its forecast."""
         if self._admission is not None and request.ticket is not None and request.first_at is not None:
             self._admission.answered(request.ticket, request.first_at)
 
@@ -67,7 +67,7 @@ class SimulatedAdmission:
             self._admitted(request)
 
     def _wake(self, decided: list[Ticket]) -> None:
-        """By events, as who is admitted may be placed at once, and ask again."""
+        """Schedule the decided requests as events: an admitted one may be placed at once, and ask again."""
         for ticket in decided:
             request = self._waiting.pop(ticket.number, None)
             if request is not None:
@@ -93,12 +93,11 @@ class SimulatedAdmission:
                 self._look_later()
 
 
-# Requests that found no room on any decode worker, and who of them tries again, as in `router/lifecycle/capacity_queue.py` and
-# the placer.
+# Requests that found no capacity on any decode worker, retried as in `router/lifecycle/capacity_queue.py` and the placer.
 
 
 class SimulatedQueue:
-    """`attempt` is called with the first ones whenever there may be room; it answers with `left` or `failed`."""
+    """Call `attempt` with the first requests whenever there may be capacity; it answers with `left` or `failed`."""
 
     def __init__(self, events: EventQueue, attempt: Callable[[Request], None]) -> None:
         self._events, self._attempt = events, attempt
@@ -112,7 +111,7 @@ class SimulatedQueue:
         return len(self._line)
 
     def join(self, request: Request) -> None:
-        """It waits behind the others. Alone, it has just tried in vain."""
+        """Append a request. If it is alone, it has just tried in vain."""
         request.waits_since = self._events.now
         self._line.append(request)
         if len(self._line) == 1:
@@ -121,30 +120,30 @@ class SimulatedQueue:
             self.opened()
 
     def join_first(self, request: Request) -> None:
-        """Its output is under way: it goes before the others."""
+        """Put a request with output under way before the others."""
         request.waits_since = self._events.now
         self._line.insert(0, request)
         if len(self._trying) < self._num_trying:
             self.opened()
 
     def is_trying(self, request: Request) -> bool:
-        """Is an attempt of it under way?"""
+        """Return whether an attempt for it is running."""
         return request in self._trying
 
     def opened(self) -> None:
-        """Somebody reported or ended."""
+        """Retry: a worker has reported or a request has ended."""
         if self._line and len(self._trying) < self._num_trying:
             self._try_at(max(self._events.now, self._may_try_at))
 
     def failed(self, request: Request) -> None:
-        """Its attempt found no room."""
+        """Note that its attempt found no capacity."""
         self._trying.discard(request)
         self._num_trying = 1
         self._may_try_at = self._events.now + MIN_RETRY_GAP_S
         self._try_at(self._events.now + RETRY_PERIOD_S)
 
     def left(self, request: Request, *, placed: bool = True) -> None:
-        """It has found a place, or has given up."""
+        """Remove it: it has been placed, or has given up."""
         if placed and self._line[0] is request:
             self._num_trying = min(MAX_TRYING, 2 * self._num_trying)
         self._line.remove(request)
@@ -162,6 +161,6 @@ class SimulatedQueue:
         if version != self._version:
             return
         for place, request in enumerate(self._line[: self._num_trying]):
-            if place < self._num_trying and request not in self._trying:  # the one before may have failed at once
+            if place < self._num_trying and request not in self._trying:  # the previous one may have failed at once
                 self._trying.add(request)
                 self._attempt(request)

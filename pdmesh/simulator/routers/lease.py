@@ -1,5 +1,8 @@
-"""What happens between one simulated router and its workers, from Submit to the last token: `router/lifecycle/prefill_stage.py`
-and `router/lifecycle/dispatcher.py` as events. A stay that is over ignores whatever still comes of it."""
+"""Events between one simulated router and its workers, from Submit to the last token.
+
+It mirrors `router/lifecycle/prefill_stage.py` and `router/lifecycle/dispatcher.py`. A placement that is over ignores its late
+events.
+"""
 
 from typing import Protocol
 
@@ -15,33 +18,33 @@ from router.routing.worker_snapshot import WorkerKey
 
 
 class Floor(Protocol):
-    """Where workers are."""
+    """Find workers."""
 
     def worker(self, name: str) -> ModelledWorker | None:
-        """The one of that name, if it lives."""
+        """Return the worker of that name, if it lives."""
 
     def takes_work(self, name: str) -> bool:
-        """Does it live, and not drain?"""
+        """Return whether it lives and does not drain."""
 
 
 class Owner(Protocol):
-    """Who placed the request."""
+    """Receive the outcome of placements."""
 
     def placed(self, stay: Stay) -> None:
-        """Its worker has reserved for it."""
+        """Note that the worker has reserved."""
 
     def turned_down(self, stay: Stay, refused: frozenset[WorkerKey]) -> None:
-        """Its worker did not take it; these have not."""
+        """Note that the worker rejected it; `refused` have rejected it so far."""
 
     def interrupted(self, stay: Stay) -> None:
-        """Its decode worker is lost."""
+        """Note that its decode worker is lost."""
 
     def finished(self, stay: Stay) -> None:
-        """Its last token is here."""
+        """Note that its last token has arrived."""
 
 
 class SimulatedLease:
-    """The stays of one router's requests."""
+    """Run the placements of one router's requests."""
 
     def __init__(self, events: EventQueue, settings: MeshSettings, outlook: SimulatedRouting, floor: Floor, owner: Owner) -> None:
         self._events, self._settings, self._outlook, self._floor, self._owner = events, settings, outlook, floor, owner
@@ -49,7 +52,7 @@ class SimulatedLease:
         self._stays: dict[Stay, None] = {}
 
     def begin(self, stay: Stay) -> None:
-        """Submit is on its way."""
+        """Send Submit."""
         self._stays[stay] = None
         self._outlook.dispatched(stay.decode, stay.sent)
         if stay.prefill is not None and stay.sent_prompt is not None:
@@ -57,7 +60,7 @@ class SimulatedLease:
         self._events.after(self._settings.call_s, self._at_decode, stay)
 
     def lost(self, name: str) -> None:
-        """A worker is gone."""
+        """Handle the loss of a worker."""
         for stay in list(self._stays):
             if stay.decode == name and stay.owned is not None and not stay.owned.num_left:
                 continue  # its last token is on its way
@@ -124,7 +127,7 @@ class SimulatedLease:
             self._events.at(at_s + self._settings.call_s, self._not_computed, stay, prompt)
 
     def _not_computed(self, stay: Stay, prompt: Sequence) -> None:
-        """Another worker for the same reservation, or decode itself; it is told first."""
+        """Try another prefill worker for the same reservation, or the decode worker itself, after telling it."""
         if stay.is_over or stay.prompt is not prompt or stay.prefill is None:
             return
         self._prompt_is_done(stay)
@@ -145,10 +148,10 @@ class SimulatedLease:
         if worker is not None and owned is not None and not stay.is_over:
             worker.call(lambda _: worker.run_local(owned))
 
-    # Tokens: what workers tell
+    # Tokens: workers' notifications
 
     def on_prompt(self, sequence: Sequence, at_s: float) -> None:
-        """As `Watcher` says."""
+        """Handle a computed prompt; see `Watcher`."""
         stay = _stay_of(sequence)
         stay.request.num_cached = sequence.num_cached
         if sequence.prefill_only:
@@ -160,7 +163,7 @@ class SimulatedLease:
                 self._events.at(at_s + self._token_s, self._finish, stay)
 
     def on_end(self, sequence: Sequence, at_s: float) -> None:
-        """As `Watcher` says."""
+        """Handle the end of a sequence; see `Watcher`."""
         self._events.at(at_s + self._token_s, self._finish, _stay_of(sequence))
 
     def _computed_elsewhere(self, stay: Stay, prompt: Sequence, at_s: float) -> None:
@@ -176,7 +179,7 @@ class SimulatedLease:
         self._events.at(at_s + self._exposed_s(stay.owned, prompt, stay), self._commit, stay, prompt)
 
     def _exposed_s(self, owned: Sequence, prompt: Sequence, stay: Stay) -> float:
-        """What bringing the part of the KV that decode lacks adds."""
+        """Return the delay added by transferring the KV that the decode worker lacks."""
         worker = self._floor.worker(stay.prefill or "")
         if worker is None:
             return 0.0
@@ -200,12 +203,12 @@ class SimulatedLease:
         worker.start(owned, owned.num_left - 1)
 
     def _let_go(self, sequence: Sequence) -> None:
-        """Whoever holds it may forget it."""
+        """Release it on its worker."""
         worker = self._floor.worker(sequence.where)
         if worker is not None:
             worker.call(lambda _: worker.let_go(sequence))
 
-    # Tokens: what the router sees
+    # Tokens: arrival at the router
 
     def _first(self, stay: Stay) -> None:
         self._prompt_is_done(stay)
@@ -221,14 +224,15 @@ class SimulatedLease:
         stay.request.trail = Trail(stay.decided_at, stay.placed_at, stay.computed_at, stay.compute_s, stay.after_s)
         self._end(stay)
         self._outlook.released(stay.decode, stay.sent, now)
-        if stay.prompt is not None and not stay.is_running and stay.owned is not None:  # one token: the hand-off is called off
+        # a single token: the hand-off is cancelled
+        if stay.prompt is not None and not stay.is_running and stay.owned is not None:
             self._let_go(stay.prompt)
             self._let_go(stay.owned)
         self._forget(stay)
         self._owner.finished(stay)
 
     def _interrupt(self, stay: Stay) -> None:
-        """What it has drawn so far is with the client."""
+        """Interrupt: the client keeps the tokens drawn so far."""
         self._end(stay)
         self._prompt_is_done(stay)
         request, owned = stay.request, stay.owned
@@ -248,7 +252,7 @@ class SimulatedLease:
         self._stays.pop(stay, None)
 
     def _forget(self, stay: Stay) -> None:
-        """Its sequences know it: it forgets them, so that memory is free without a search for circles."""
+        """Drop the placement from its sequences, so that memory is freed without cycle collection."""
         stay.owned = stay.prompt = None
 
 

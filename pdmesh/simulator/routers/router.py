@@ -1,8 +1,8 @@
 """One simulated router: a request from its arrival to its end, on the real admission and policy.
 
-arrive ─► gate ─► place ─► Submit to decode ─► Prefill, or LOCAL ─► first token ─► commit ─► last token
-              │        └─ no room: the line                     (lease.py)
-              └─ refused
+arrive ─► admission ─► place ─► Submit to decode ─► Prefill, or LOCAL ─► first token ─► commit ─► last token
+               │         └─ no room: capacity queue              (lease.py)
+               └─ rejected
 """
 
 from collections.abc import Callable
@@ -22,11 +22,11 @@ from router.routing.cost_model import Overhead
 from router.routing.filters import NoPlacement, blocks_for
 from router.routing.worker_snapshot import WorkerKey
 
-# What a request that has ended teaches its router: as `router/lifecycle/request.py`.
+# What the router learns from an ended request, as in `router/lifecycle/request.py`.
 
 
 def learn(outlook: SimulatedRouting, stay: Stay) -> None:
-    """A request that was tried again or lost teaches nothing about a smooth one."""
+    """Learn from the request; one that was retried or lost teaches nothing about a smooth one."""
     request, placement = stay.request, stay.placement
     outlook.output_lengths.observe(MODEL, request.arrival.tenant, request.num_output)
     if request.num_resubmissions or stay.tried or request.first_at is None:
@@ -39,12 +39,12 @@ def learn(outlook: SimulatedRouting, stay: Stay) -> None:
     outlook.overheads.observe(placement.prefill, placement.decode, Overhead(before_s, stay.after_s))
 
 
-NOBODY: frozenset[WorkerKey] = frozenset()
+NO_WORKERS: frozenset[WorkerKey] = frozenset()
 OnEnd = Callable[[Request, End], None]
 
 
 class Router:
-    """`floor` finds workers by name; `on_end` hears of every request that came, once."""
+    """Simulate a router. `floor` finds workers by name; `on_end` is called once for every request that came."""
 
     def __init__(
         self, events: EventQueue, settings: MeshSettings, outlook: SimulatedRouting, floor: Floor, on_end: OnEnd
@@ -58,35 +58,35 @@ class Router:
 
     @property
     def num_waiting(self) -> int:
-        """Requests at the gate and in the line for room."""
+        """Return the requests in the request queue and in the capacity queue."""
         return self._gate.num_waiting + len(self._line)
 
     def arrive(self, request: Request) -> None:
-        """It stands at the gate now."""
+        """Ask for admission."""
         self._gate.ask(request, lambda: self._applicant(request))
 
     def opened(self) -> None:
-        """A worker has reported."""
+        """Retry waiting requests: a worker has reported."""
         self._line.opened()
 
     def lost(self, name: str) -> None:
-        """It is noticed that a worker is gone."""
+        """Handle the noticed loss of a worker."""
         self.outlook.lose(name)
         self._staying.lost(name)
 
-    # What a stay tells
+    # Outcomes of a placement
 
     def placed(self, stay: Stay) -> None:
-        """Its worker has reserved for it."""
+        """Note that its worker has reserved."""
         if self._line.is_trying(stay.request):
             self._line.left(stay.request)
 
     def turned_down(self, stay: Stay, refused: frozenset[WorkerKey]) -> None:
-        """Its worker had no room: the next one."""
+        """Place it elsewhere: its worker had no room."""
         self._try(stay.request, refused)
 
     def interrupted(self, stay: Stay) -> None:
-        """Its decode worker is lost: somewhere else, in front of those who have not begun."""
+        """Place it elsewhere, before requests that have not begun: its decode worker is lost."""
         request = stay.request
         request.num_resubmissions += 1
         if self._line.is_trying(request):  # its Submit was under way
@@ -100,7 +100,7 @@ class Router:
             self._try(request)
 
     def finished(self, stay: Stay) -> None:
-        """Its last token is here."""
+        """End the request: its last token has arrived."""
         request = stay.request
         if request.num_resubmissions == 0 and not stay.tried:
             self._gate.answered(request)
@@ -108,10 +108,10 @@ class Router:
         self._leave(request, End.COMPLETED)
         self._line.opened()
 
-    # How it gets there
+    # Placing
 
     def _applicant(self, request: Request) -> FlowItem:
-        """As router/flow_control/ttft_predictor.py."""
+        """Return the request's flow item, as router/flow_control/ttft_predictor.py builds it."""
         arrival = request.arrival
         guarded = _bounds(self._settings, PRIORITIES["standard"])
         expected = self.outlook.output_lengths.expected(MODEL, arrival.tenant, self.outlook.max_tokens(request))
@@ -135,8 +135,8 @@ class Router:
         else:
             self._try(request)
 
-    def _try(self, request: Request, refused: frozenset[WorkerKey] = NOBODY) -> None:
-        """One round of the policy, of which some workers have `refused` already."""
+    def _try(self, request: Request, refused: frozenset[WorkerKey] = NO_WORKERS) -> None:
+        """Run one round of the policy; some workers have `refused` already."""
         decided = self.outlook.choose(request, self._events.now, refused)
         if isinstance(decided.choice, NoPlacement):
             self._no_place(request, decided.choice, is_full=bool(refused))
@@ -201,6 +201,6 @@ def _seconds(milliseconds: int | None) -> float | None:
 
 
 def goals(settings: MeshSettings, priority: int) -> tuple[float | None, float | None]:
-    """What a request of this priority is promised: seconds of TTFT and TPOT."""
+    """Return the objectives of a request of this priority: seconds of TTFT and TPOT."""
     bounds = _bounds(settings, priority)
     return _seconds(bounds.ttft_ms), _seconds(bounds.tpot_ms)

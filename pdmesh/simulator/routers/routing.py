@@ -1,4 +1,4 @@
-"""One simulated router's picture of the fleet, as old as reports are, and what the real policy answers to it."""
+"""One simulated router's view of the fleet, as old as reports are, and the real policy's answers to it."""
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -20,14 +20,15 @@ from router.routing.policies.single_signal import SingleSignalPolicy, preference
 from router.routing.worker_reports import NOTHING
 from router.routing.worker_snapshot import WorkerKey, WorkerSnapshot
 
-# Which worker holds which prefix, as one router knows it: what workers tell, and what was just sent. On the real maps.
+# The prefix index of one router: what workers report, and what was just sent. On the real index.
 
 
 NO_PREFIXES: Mapping[WorkerKey, int] = {}
 
 
 class Prefixes:
-    """`max_blocks` bounds the pairs of block and worker, as `--prefix-index-blocks` does; `prefix_tokens` of each block."""
+    """Index prefixes. `max_blocks` bounds the pairs of block and worker, as `--prefix-index-blocks` does; `prefix_tokens` of each
+    block."""
 
     def __init__(self, max_blocks: int, prefix_tokens: int) -> None:
         self._told = BlockMap(max_blocks)
@@ -35,7 +36,7 @@ class Prefixes:
         self._prefix_tokens = prefix_tokens
 
     def cached_tokens(self, hashes: Sequence[int], now: float) -> Mapping[WorkerKey, int]:
-        """Tokens of the prompt that each worker is thought to hold; workers with none are absent. To be used at once."""
+        """Return the prompt tokens that each worker is thought to have cached; workers with none are absent. Use it at once."""
         if not hashes or not self._prefix_tokens:
             return NO_PREFIXES
         maps = (self._told, *self._sent.maps(now))
@@ -43,24 +44,24 @@ class Prefixes:
         return together(parts) if parts else NO_PREFIXES
 
     def sent(self, worker: WorkerKey, hashes: Sequence[int], now: float) -> None:
-        """It computes or receives these, and will soon tell of them."""
+        """Note blocks that it computes or receives, and will soon report."""
         if hashes and self._prefix_tokens:
             self._sent.record(worker, hashes, now, keep=False)
 
     def tell(self, worker: WorkerKey, stored: Sequence[int], evicted: Sequence[int]) -> None:
-        """What its cache has gained and lost."""
+        """Note what its cache has stored and evicted."""
         if stored:
             self._told.add(worker, stored)
         if evicted:
             self._told.remove(worker, evicted)
 
     def forget(self, worker: WorkerKey) -> None:
-        """It is gone."""
+        """Forget a worker."""
         self._told.forget(worker)
         self._sent.forget(worker)
 
 
-# What one router knows of one worker: its latest report, and what was sent there since. As `router/fleet/worker.py`. Pure.
+# One router's view of one worker: its latest report, and what was sent there since. As `router/fleet/worker.py`.
 
 
 MODEL = "simulated"
@@ -70,7 +71,7 @@ EPOCH = 1
 
 
 class Ledger:
-    """One worker's. `figures` None: the router has not heard of it, or hears no more."""
+    """Hold one worker's state. `figures` None: the router has not heard of it, or no longer does."""
 
     def __init__(self, name: str, spec: WorkerSpec) -> None:
         self.name, self.spec = name, spec
@@ -84,29 +85,29 @@ class Ledger:
         self._dispatched.append(sent)
 
     def released(self, sent: Dispatched, now: float) -> None:
-        """What was sent has come to its end: a report may still contain it."""
+        """Note the end of what was sent: a report may still contain it."""
         self.dispatched(sent.ended(now))
 
     def done(self, sent: Dispatched) -> bool:
-        """The worker has no more work with what was sent; False: that was known."""
+        """Remove finished work; False: it was removed before."""
         if sent not in self._dispatched:
             return False
         self._dispatched.remove(sent)
         return True
 
     def report(self, figures: Figures) -> None:
-        """This has come."""
+        """Store a report."""
         self.figures = figures
         if self._dispatched:
             self._dispatched = [sent for sent in self._dispatched if not sent.is_contained(figures.taken_at)]
 
     @property
     def is_settled(self) -> bool:
-        """Nothing was sent that the report does not contain."""
+        """Return whether the report contains everything that was sent."""
         return not self._dispatched
 
     def view(self) -> WorkerSnapshot | None:
-        """What the policy sees; None while it takes no work."""
+        """Return the policy's snapshot; None while it accepts no work."""
         figures, spec = self.figures, self.spec
         if figures is None or figures.draining:
             return None
@@ -148,24 +149,24 @@ class Ledger:
 
 @lru_cache(maxsize=64)
 def _layout(block_size: int) -> Layout:
-    """Equal ones as one object: comparing them then takes no time."""
+    """Return equal layouts as one object: comparing them is then free."""
     return Layout(block_size, "float32")
 
 
 IDLE_FOR_S, MAX_IDLE, CONTEXT_STEP = 1.0, 256, 256
-"""As router/flow_control/ttft_predictor.py."""
-NOBODY: frozenset[WorkerKey] = frozenset()
+"""The values of router/flow_control/ttft_predictor.py."""
+NO_WORKERS: frozenset[WorkerKey] = frozenset()
 
 
 class Decided(NamedTuple):
-    """What the policy was asked, and its answer."""
+    """Hold the policy's input and its answer."""
 
     demand: RoutingRequest
     choice: Placement | NoPlacement
 
 
 class SimulatedRouting:
-    """Ledgers by worker, and what follows from them."""
+    """Hold the ledgers by worker, and what follows from them."""
 
     def __init__(self, settings: MeshSettings, prefix_tokens: int) -> None:
         self.overheads, self.output_lengths = Overheads(), OutputLengths()
@@ -180,71 +181,71 @@ class SimulatedRouting:
         self._idle: dict[tuple[int, int], float | None] = {}
         self._idle_until = 0.0
 
-    # What changes it
+    # Updates
 
     def meet(self, name: str, spec: WorkerSpec) -> None:
-        """A worker will report."""
+        """Expect reports of a worker."""
         self._ledgers[name] = Ledger(name, spec)
         self.max_context = max(self.max_context, spec.largest)
 
     def lose(self, name: str) -> None:
-        """It is gone."""
+        """Forget a worker."""
         ledger = self._ledgers.pop(name, None)
         if ledger is not None:
             self.prefixes.forget(ledger.key)
             self._changed(name)
 
     def report(self, name: str, figures: Figures) -> None:
-        """A report has come."""
+        """Store a report."""
         ledger = self._ledgers.get(name)
         if ledger is not None:
             ledger.report(figures)
             self._changed(name)
 
     def dispatched(self, name: str, sent: Dispatched) -> None:
-        """This is being sent there."""
+        """Count what is being sent there."""
         ledger = self._ledgers.get(name)
         if ledger is not None:
             ledger.dispatched(sent)
             self._changed(name)
 
     def done(self, name: str, sent: Dispatched | None) -> None:
-        """The worker has no more work with it; idempotent."""
+        """Remove finished work; idempotent."""
         ledger = self._ledgers.get(name)
         if ledger is not None and sent is not None and ledger.done(sent):
             self._changed(name)
 
     def released(self, name: str, sent: Dispatched, now: float) -> None:
-        """It has come to its end there; a report may still contain it."""
+        """Note the end of work there; a report may still contain it."""
         ledger = self._ledgers.get(name)
         if ledger is not None:
             ledger.released(sent, now)
             self._changed(name)
 
     def told(self, name: str, stored: list[int], evicted: list[int]) -> None:
-        """What its prefix cache has gained and lost."""
+        """Note what its prefix cache has stored and evicted."""
         ledger = self._ledgers.get(name)
         if ledger is not None and (stored or evicted):
             self.prefixes.tell(ledger.key, stored, evicted)
             self._latest = None
 
     def sent_prompt(self, name: str, request: Request, now: float) -> None:
-        """Its prompt's blocks are, or will soon be, there."""
+        """Note that its prompt's blocks are, or will soon be, there."""
         ledger = self._ledgers.get(name)
         if ledger is not None and request.arrival.hashes:
             self.prefixes.sent(ledger.key, request.arrival.hashes, now)
             self._latest = None
 
-    # What follows
+    # Queries
 
     def is_settled(self, name: str) -> bool:
-        """Do its reports contain everything that was sent there?"""
+        """Return whether its reports contain everything that was sent there."""
         ledger = self._ledgers.get(name)
         return ledger is None or ledger.is_settled
 
     @property
     def roster(self) -> FleetSnapshot:
-        """Brought up to date when somebody looks."""
+        """Return the fleet snapshot, updated on demand."""
         if self._outdated:
             for name in self._outdated:
                 ledger = self._ledgers.get(name)
@@ -252,9 +253,9 @@ class SimulatedRouting:
             self._outdated.clear()
         return self._roster
 
-    def choose(self, request: Request, now: float, refused: frozenset[WorkerKey] = NOBODY) -> Decided:
-        """The policy's answer, without those who `refused` to own it. Asked twice about one request in one moment (its forecast,
-        then its placement) it answers once."""
+    def choose(self, request: Request, now: float, refused: frozenset[WorkerKey] = NO_WORKERS) -> Decided:
+        """Return the policy's answer, without the `refused` decode workers. Asked twice about one request in one moment (its
+        forecast, then its placement) it answers once."""
         latest = self._latest
         if latest is not None and latest[0] is request and latest[1] == now and not refused:
             return latest[2]
@@ -264,7 +265,7 @@ class SimulatedRouting:
         return decided
 
     def choose_prefill(self, request: Request, decode: str, tried: frozenset[WorkerKey], now: float) -> WorkerSnapshot | None:
-        """Another worker to compute the prompt of a request that `decode` has reserved; None without one."""
+        """Return another worker to compute the prompt of a request that `decode` has reserved; None without one."""
         engine = self.roster.get(decode)
         if engine is None:
             return None
@@ -275,10 +276,10 @@ class SimulatedRouting:
         request: Request,
         now: float,
         *,
-        excluded_decode: frozenset[WorkerKey] = NOBODY,
-        excluded_prefill: frozenset[WorkerKey] = NOBODY,
+        excluded_decode: frozenset[WorkerKey] = NO_WORKERS,
+        excluded_prefill: frozenset[WorkerKey] = NO_WORKERS,
     ) -> RoutingRequest:
-        """What the policy is asked: as router/routing/routing_request.py."""
+        """Return the routing request, as router/routing/routing_request.py builds it."""
         max_tokens, objective = self.max_tokens(request), self._settings.objective
         expected = self.output_lengths.expected(MODEL, request.arrival.tenant, max_tokens)
         return RoutingRequest(
@@ -295,13 +296,13 @@ class SimulatedRouting:
         )
 
     def max_tokens(self, request: Request) -> int:
-        """What its client asks for at most."""
+        """Return the most tokens that its client asks for."""
         most = self.max_context - request.num_input
         asked = self._settings.max_tokens
         return max(1, most if asked is None else min(most, max(asked, request.num_output)))
 
     def forecast(self, request: Request, now: float) -> Forecast | None:
-        """What admission asks: as router/flow_control/ttft_predictor.py."""
+        """Return admission's forecast, as router/flow_control/ttft_predictor.py computes it."""
         choice = self.choose(request, now).choice
         best = None if isinstance(choice, NoPlacement) else choice.chosen
         if best is None or best.prediction is None:
@@ -312,11 +313,11 @@ class SimulatedRouting:
         return Forecast(predicted.ttft_s, predicted.tpot_s, best.has_room, predicted.ahead_s, idle_tpot_s)
 
     def cached_tokens(self, request: Request, worker: WorkerKey, now: float) -> int:
-        """Of its prompt, that `worker` is thought to hold."""
+        """Return its prompt's tokens that `worker` is thought to have cached."""
         return self.prefixes.cached_tokens(request.arrival.hashes, now).get(worker, 0)
 
     def _idle_tpot_s(self, context: int, now: float) -> float | None:
-        """Of the fastest worker with nothing else to do; remembered for a while, as it takes a look at all."""
+        """Return the TPOT of the fastest idle worker; cached for a while, as it scans all."""
         if now >= self._idle_until or len(self._idle) > MAX_IDLE:
             self._idle, self._idle_until = {}, now + IDLE_FOR_S
         key = (1, context // CONTEXT_STEP)

@@ -1,4 +1,7 @@
-"""The steps that a modelled worker has under way: one, or many of which each only takes a little longer than the last. Pure."""
+"""The batch of a modelled worker: steps under way, decoding rows and their TPOT budgets. Pure.
+
+Many steps count as one event when each takes a little longer than the previous one.
+"""
 
 import heapq
 import math
@@ -15,8 +18,8 @@ SHORT = 1e-3
 
 @dataclass(slots=True)
 class StepsUnderWay:
-    """Since `began_s`: one step with `pieces` of prompts (sequence, tokens), or `num_steps` of rows alone. The first takes
-    `first_s`, each next one `more_s` more."""
+    """Hold steps that began at `began_s`: one step with `pieces` of prompts (sequence, tokens), or `num_steps` of rows alone. The
+    first takes `first_s`, each next one `more_s` more."""
 
     began_s: float
     num_steps: int
@@ -25,11 +28,11 @@ class StepsUnderWay:
     pieces: list[tuple[Sequence, int]] = field(default_factory=list)
 
     def lasts_s(self, num_steps: int) -> float:
-        """The first so many of them."""
+        """Return the time of the first `num_steps`."""
         return num_steps * self.first_s + self.more_s * (num_steps * (num_steps - 1) // 2)
 
     def steps_by(self, now: float) -> int:
-        """How many have ended by `now`: the root of a quadratic equation, put right where rounding moved it."""
+        """Return how many have ended by `now`: the root of a quadratic equation, corrected for rounding."""
         gone_s, half = max(0.0, now - self.began_s), self.first_s - self.more_s / 2
         guess = 2 * gone_s / (half + math.sqrt(half * half + 2 * self.more_s * gone_s))
         num_steps = min(self.num_steps, int(guess))
@@ -41,20 +44,19 @@ class StepsUnderWay:
 
 
 class StepTimes:
-    """What steps take beyond their work: `between_s` until the next one begins, and what else the machine does, which makes steps
-    longer or shorter and lasts for a while.
+    """Model what steps take beyond their work: `between_s` until the next one begins, and disturbances of the machine, which make
+    steps longer or shorter and last for a while.
 
     Factors are log-normal around a mean of 1; `noise` is the standard deviation of one step's logarithm. Disturbances of
-    `lasts_s` (the time constant of an Ornstein-Uhlenbeck process) outlast a step and not a thousand, so what many steps take
-    together varies less: 2/x · (1 - (1 - e^-x)/x) of the variance is left, x = time / lasts_s.
-    """
+    `lasts_s` (the time constant of an Ornstein-Uhlenbeck process) outlast a step and not a thousand, so the time of many steps
+    together varies less: 2/x · (1 - (1 - e^-x)/x) of the variance is left, x = time / lasts_s."""
 
     def __init__(self, between_s: float, noise: float, lasts_s: float, seed: str) -> None:
         self._between_s, self._noise, self._lasts_s = between_s, noise, lasts_s
         self._rng = random.Random(seed)
 
     def apply(self, course: StepsUnderWay) -> None:
-        """To all of its steps alike."""
+        """Apply the same factor to all of its steps."""
         if self._noise:
             factor = self._factor(course.lasts_s(course.num_steps) / self._lasts_s)
             course.first_s *= factor
@@ -68,21 +70,22 @@ class StepTimes:
 
 
 def prompts_s(speed: LatencyModel, pieces: list[tuple[Sequence, int]]) -> float:
-    """What chunks of prompts add to a step, before they are counted as computed."""
+    """Return what chunks of prompts add to a step, before they are counted as computed."""
     num_tokens = sum([piece[1] for piece in pieces])
     context = sum([prefill_context(s.num_computed, s.num_computed + num) for s, num in pieces])
     return speed.per_prefill_token_s * num_tokens + speed.per_prefill_context_s * context
 
 
-# The sequences of a worker that decode, as sums: each gets a token in every step, so many steps count as fast as one. Pure.
+# The decoding sequences of a worker, as sums: each gets a token in every step, so many steps count as fast as one.
 #
-# context at step s      = context now + number of rows · (s - now)
-# a row ends             at a step that is known when it enters: a heap
-# a row takes a block    in every `block_size`-th step: rows are counted by the remainder at which it does
+#     context at step s      = context now + number of rows · (s - now)
+#     a row ends             at a step that is known when it enters: a heap
+#     a row takes a block    in every `block_size`-th step: rows are counted by the remainder at which it does
 
 
 class Rows:
-    """`step` counts the steps in which anybody decoded. `context`: tokens that all of them attend to in the next one."""
+    """Hold the rows. `step` counts the steps with any decoding row. `context`: tokens that all of them attend to in the next
+    one."""
 
     def __init__(self, block_size: int) -> None:
         self.step = 0
@@ -91,13 +94,14 @@ class Rows:
         self._endings: list[tuple[int, int, Sequence]] = []
         self._growing = [0] * block_size
         self._block_size = block_size
-        self._num_entered = 0  # of equal steps, so that sequences are not compared
+        self._num_entered = 0  # breaks ties of equal steps, so that sequences are not compared
 
     def __len__(self) -> int:
         return len(self.members)
 
     def enter(self, sequence: Sequence) -> None:
-        """All its tokens are computed but the one that was drawn last; `num_left` more are to be drawn, at least one."""
+        """Add a sequence: all its tokens are computed except the one drawn last; `num_left` more are to be drawn, at least
+        one."""
         sequence.entry_step, sequence.end_step = self.step, self.step + sequence.num_left
         self.members[sequence] = None
         self.context += sequence.num_tokens
@@ -106,7 +110,7 @@ class Rows:
         self._num_entered += 1
 
     def leave(self, sequence: Sequence) -> None:
-        """It decodes no longer; says in the sequence how far it came."""
+        """Remove a sequence and record in it how far it came."""
         del self.members[sequence]
         self._growing[self._remainder(sequence)] -= 1
         num_drawn = self.step - sequence.entry_step
@@ -116,7 +120,7 @@ class Rows:
         sequence.end_step = None
 
     def advance(self, num_steps: int) -> list[Sequence]:
-        """So many steps are done, at most `steps_to_end`; returns those that have drawn their last token, who have left."""
+        """Advance by at most `steps_to_end` steps; return the sequences that have drawn their last token, which are removed."""
         self.step += num_steps
         self.context += num_steps * len(self.members)
         done, endings = [], self._endings
@@ -128,7 +132,7 @@ class Rows:
         return done
 
     def steps_to_end(self) -> int:
-        """Until the next row ends; there is one."""
+        """Return the steps until the next row ends; there must be one."""
         endings = self._endings
         while endings[0][2].end_step != endings[0][0]:
             heapq.heappop(endings)  # it was preempted
@@ -136,20 +140,20 @@ class Rows:
 
     @property
     def next_growth(self) -> int:
-        """Blocks that the next step takes."""
+        """Return the blocks that the next step takes."""
         return self._growing[-self.step % self._block_size]
 
     def growth(self, num_steps: int) -> int:
-        """Blocks that the next so many steps take."""
+        """Return the blocks that the next `num_steps` steps take."""
         size, growing = self._block_size, self._growing
         cycles, rest = divmod(num_steps, size)
-        end = -self.step % size + 1  # remainders take their turn downwards from the one before it, round
+        end = -self.step % size + 1  # remainders follow downwards from the previous one, cyclically
         if rest <= end:
             return cycles * len(self.members) + sum(growing[end - rest : end])
         return cycles * len(self.members) + sum(growing[:end]) + sum(growing[end - rest :])
 
     def steps_within(self, num_free: int, num_steps: int) -> int:
-        """How many of the next `num_steps` there are blocks for."""
+        """Return how many of the next `num_steps` the free blocks suffice for."""
         if self.growth(num_steps) <= num_free:
             return num_steps
         done = num_free // len(self.members) * self._block_size
@@ -158,15 +162,15 @@ class Rows:
         return done
 
     def latest(self) -> Sequence | None:
-        """The one that arrived last; None without any. Looks at all."""
+        """Return the sequence that arrived last; None without any. Scans all."""
         return max(self.members, key=lambda sequence: sequence.turn, default=None)
 
     def _remainder(self, sequence: Sequence) -> int:
         return (sequence.num_tokens - 1 - sequence.entry_step) % self._block_size
 
 
-# The pace that a modelled worker's rows were promised, and how much of prompts a step may hold beside them: the rules of
-# `pdmesh/engine/scheduler/scheduler.py`, for many rows at once. Pure.
+# The TPOT budgets of a modelled worker's rows, and how much of prompts a step may hold beside them: the rules of
+# `pdmesh/engine/scheduler/scheduler.py`, for many rows at once.
 #
 # A row that began at `t` in step `s` is ahead by   pace · (step - s) - (now - t)  =  pace · step - now + key,   key = t - pace ·
 # s: of all rows with one objective, the one with the least key leaves the least room, whatever the time. So there is a heap of
@@ -177,34 +181,34 @@ ROUNDING_S = 1e-9
 
 
 class Pace(NamedTuple):
-    """Of the row that leaves least room: a token every `pace_s`, ahead of that by `slack_s` (behind: below zero)."""
+    """Hold the budget of the tightest row: a token every `pace_s`, ahead of that by `slack_s` (behind: below zero)."""
 
     pace_s: float
     slack_s: float
 
     @property
     def step_s(self) -> float:
-        """How long the next step may take."""
+        """Return how long the next step may take."""
         return self.pace_s + self.slack_s / SPREAD
 
 
 class Paces:
-    """Rows by objective. Those without one are not kept."""
+    """Hold rows by objective; those without one are not kept."""
 
     def __init__(self) -> None:
         self._keys: dict[float, list[tuple[float, int, Sequence]]] = {}
         self._num_live: dict[float, int] = {}
-        self._num_pushed = 0  # of equal keys, so that sequences are not compared
+        self._num_pushed = 0  # breaks ties of equal keys, so that sequences are not compared
 
     def enter(self, sequence: Sequence, step: int, now: float) -> None:
-        """It begins to decode at `now`, in the step after `step`."""
+        """Add a sequence that begins to decode at `now`, in the step after `step`."""
         goal_s = sequence.goal_s
         if goal_s:
             self._num_live[goal_s] = self._num_live.get(goal_s, 0) + 1
             self._push(goal_s, now - PACE_TARGET * goal_s * step, sequence)
 
     def leave(self, sequence: Sequence) -> None:
-        """It decodes no longer."""
+        """Remove a sequence."""
         if sequence.pace_key is None:
             return
         goal_s, sequence.pace_key = sequence.goal_s, None
@@ -217,13 +221,13 @@ class Paces:
             heapq.heapify(self._keys[goal_s])
 
     def tightest(self, decode_s: float, step: int, now: float) -> Pace | None:
-        """None: nobody was promised anything that can be kept. `decode_s`: a step of the rows alone. Forgives those too far
-        behind."""
+        """Return the tightest budget; None: no row has an objective that can be kept. `decode_s`: a step of the rows alone.
+        Forgives rows too far behind."""
         paces = [Pace(PACE_TARGET * goal_s, self._slack_s(goal_s, step, now)) for goal_s in self._keys]
         return min([pace for pace in paces if pace.pace_s > PACE_TARGET * decode_s], key=lambda pace: pace.step_s, default=None)
 
     def prompt_tokens(self, prompt: Sequence, speed: LatencyModel, decode_s: float, step: int, now: float) -> int | None:
-        """Of prompts, the next of which is `prompt`, the next step may hold so many; None: as many as fit."""
+        """Return how many prompt tokens, the next of `prompt`, the next step may hold; None: as many as fit."""
         pace = self.tightest(decode_s, step, now)
         if pace is None:
             return None
@@ -231,7 +235,7 @@ class Paces:
         return max(LEAST_TOKENS, _fitting(speed, prompt, max(least_s, pace.step_s - decode_s)))
 
     def _slack_s(self, goal_s: float, step: int, now: float) -> float:
-        """The least of this objective."""
+        """Return the least slack of this objective."""
         keys, pace_s = self._keys[goal_s], PACE_TARGET * goal_s
         since_s = pace_s * step - now
         while True:
@@ -251,7 +255,7 @@ class Paces:
 
 
 def _fitting(speed: LatencyModel, prompt: Sequence, room_s: float) -> int:
-    """Tokens of `prompt`, and of those behind it, that take so long."""
+    """Return how many tokens of `prompt`, and of those behind it, take `room_s`."""
     num_tokens = num_behind = 0.0
     for _ in range(2):
         token_s = speed.per_prefill_token_s + speed.per_prefill_context_s * (prompt.num_computed + num_behind)

@@ -1,8 +1,8 @@
-"""The KV blocks of a modelled worker, and the prefixes that it remembers. Pure.
+"""The KV blocks of a modelled worker, its prefix cache, and its sequences. Pure.
 
-Blocks belong to one sequence, or hold a part of a prefix that several share. A prefix that nobody uses stays until its place is
-needed, the one that was used longest ago first. Traces name prefixes in blocks of their own size (Mooncake: 512 tokens): each of
-those takes as many of the worker's blocks as hold so many tokens.
+Blocks belong to one sequence, or hold a part of a prefix that several share. An unused prefix stays until its blocks are needed,
+least recently used first. Traces name prefixes in blocks of their own size (Mooncake: 512 tokens): each of those takes as many of
+the worker's blocks as hold that many tokens.
 """
 
 from __future__ import annotations
@@ -10,26 +10,25 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-# A request on one modelled worker: what is known of its tokens, and what it holds there.
+# A request on one modelled worker: its tokens, and its blocks there.
 
 
 class Watcher(Protocol):
-    """Who is told of tokens, at the end of the step that drew them. It may ask workers for something by events only."""
+    """Receive tokens at the end of the step that drew them. It may ask workers for something by events only."""
 
     def on_prompt(self, sequence: Sequence, at_s: float) -> None:
-        """The prompt is computed, its next token is drawn. With `num_left` 0 that was the last."""
+        """Handle a computed prompt, whose next token is drawn. With `num_left` 0 that was the last."""
 
     def on_end(self, sequence: Sequence, at_s: float) -> None:
-        """A row has drawn its last token; the worker has forgotten it."""
+        """Handle the last token of a row; the worker has forgotten it."""
 
 
 class Sequence:
-    """`num_tokens` have to be computed before it draws its next token; `num_left` it is yet to draw here.
+    """Hold a sequence. `num_tokens` must be computed before it draws its next token; `num_left` are yet to be drawn here.
 
-    `watcher` is told of its tokens, `tag` is the caller's. `goal_s`: its TPOT objective, 0 without one. `hashes` name the
-    prompt's full prefix blocks in order. `prefill_only`: it ends with its first token, and its blocks stay until somebody lets go
-    of them. What `KvRoom`, `Rows` and `Paces` keep here is theirs.
-    """
+    `watcher` receives its tokens, `tag` is the caller's. `goal_s`: its TPOT objective, 0 without one. `hashes` name the prompt's
+    full prefix blocks in order. `prefill_only`: it ends with its first token, and its blocks stay until they are released.
+    `KvRoom`, `Rows` and `Paces` own the fields that they set here."""
 
     __slots__ = (
         "compute_s", "end_step", "entry_step", "goal_s", "hashes", "num_blocks", "num_cached", "num_computed", "num_left",
@@ -63,12 +62,12 @@ class Sequence:
 
     @property
     def num_remaining(self) -> int:
-        """Tokens of the prompt that are still to be computed."""
+        """Return the prompt tokens that are still to be computed."""
         return self.num_tokens - self.num_computed
 
 
 class KvRoom:
-    """`num_blocks` of `block_size` tokens. `prefix_tokens`: what one prefix hash stands for; 0: nothing is remembered."""
+    """Hold `num_blocks` of `block_size` tokens. `prefix_tokens` of one prefix hash; 0: no prefix cache."""
 
     def __init__(self, num_blocks: int, block_size: int, prefix_tokens: int = 0) -> None:
         self.num_total, self.block_size = num_blocks, block_size
@@ -77,20 +76,21 @@ class KvRoom:
         self._prefix_tokens = prefix_tokens
         self._per_prefix = prefix_tokens // block_size
         self._pinned: dict[int, int] = {}  # prefix block → sequences that use it
-        self._idle: dict[int, None] = {}  # the one used longest ago first
-        self._changes: dict[int, bool] = {}  # since somebody asked: is it there?
+        self._idle: dict[int, None] = {}  # least recently used first
+        self._changes: dict[int, bool] = {}  # since the last query: is it there?
 
     @property
     def num_free(self) -> int:
-        """Blocks that a sequence could get, those of idle prefixes included."""
+        """Return the blocks available to a sequence, those of idle prefixes included."""
         return self.num_total - self.num_used
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens`."""
+        """Return the blocks that hold `num_tokens`."""
         return -(-num_tokens // self.block_size)
 
     def admit(self, sequence: Sequence, keep_free: int) -> bool:
-        """Blocks for all its tokens, shared ones for a known prefix; False, and none, if fewer than `keep_free` stayed free."""
+        """Take blocks for all its tokens, shared ones for a prefix hit; False, and none, if fewer than `keep_free` stayed
+        free."""
         found = self._find(sequence) if sequence.hashes and self._prefix_tokens else []
         waking = sum(name in self._idle for name in found) * self._per_prefix
         own = self.blocks_for(sequence.num_tokens) - len(found) * self._per_prefix
@@ -107,12 +107,12 @@ class KvRoom:
         return True
 
     def grow(self, num_blocks: int) -> None:
-        """Sequences that decode take so many more; they must be free."""
+        """Take `num_blocks` more for decoding sequences; they must be free."""
         self.num_used += num_blocks
         self._make_place()
 
     def publish(self, sequence: Sequence) -> None:
-        """All its tokens are computed: its prefix blocks that nobody had are to be found from now on."""
+        """Publish its new prefix blocks: all its tokens are computed, so the blocks can be hit from now on."""
         if not self._prefix_tokens:
             return
         full = min(len(sequence.hashes), sequence.num_tokens // self._prefix_tokens)
@@ -124,7 +124,7 @@ class KvRoom:
                 self._changes[name] = True
 
     def release(self, sequence: Sequence) -> None:
-        """Gives back what it holds; the end of a prefix is forgotten before its beginning."""
+        """Release what it holds; the end of a prefix is evicted before its beginning."""
         self.num_used -= sequence.num_blocks
         for name in reversed(sequence.shared):
             users = self._pinned.pop(name) - 1
@@ -136,7 +136,7 @@ class KvRoom:
         sequence.num_blocks, sequence.shared = 0, []
 
     def take_changes(self) -> tuple[list[int], list[int]]:
-        """Prefix blocks that can be found, and that can no longer, since this was last asked."""
+        """Return the prefix blocks stored and evicted since the last call."""
         if not self._changes:
             return [], []
         changes, self._changes = self._changes, {}
@@ -144,13 +144,13 @@ class KvRoom:
         return stored, [name for name, is_there in changes.items() if not is_there]
 
     def check(self, sequences: Iterable[Sequence]) -> None:
-        """Raises AssertionError unless all blocks belong to these, or to nobody."""
+        """Raise AssertionError unless every block in use belongs to one of these sequences."""
         own = sum(sequence.num_blocks for sequence in sequences)
         held = own + len(self._pinned) * self._per_prefix
         assert held == self.num_used <= self.num_total, f"{held} blocks are held, {self.num_used} are counted as used"
 
     def _find(self, sequence: Sequence) -> list[int]:
-        """Never the last token: it is what the sequence is computed for."""
+        """Return its cached blocks, never up to the last token: it is what the sequence is computed for."""
         found = []
         for name in sequence.hashes[: (sequence.num_tokens - 1) // self._prefix_tokens]:
             if name not in self._pinned and name not in self._idle:

@@ -1,4 +1,4 @@
-"""What a modelled worker is: how fast, how large. Read from a JSON file such as
+"""The speed and size of a modelled worker. Read from a JSON file such as
 
     {"fixed_s": 4e-3, "per_prefill_token_s": 5e-5, "per_prefill_context_s": 2e-9, "per_sequence_s": 1e-4,
      "per_context_token_s": 1e-8, "max_num_batched_tokens": 2048, "max_num_seqs": 256, "num_blocks": 30000, "block_size": 16,
@@ -19,23 +19,23 @@ from pdmesh.planning.latency_model import LatencyModel
 
 PRICES = ("fixed_s", "per_prefill_token_s", "per_prefill_context_s", "per_sequence_s", "per_context_token_s")
 HABITS = ("between_s", "noise", "noise_lasts_s")
-"""What workers do not tell, and a step log does."""
+"""Fields that come from a step log, not from workers' reports."""
 KNOWN_STEPS = 1_000_000
-"""A modelled worker knows its speed as if it had measured it for long."""
+"""Steps that a modelled worker claims to be fitted to: its speed counts as measured."""
 
 
 class SpecError(ValueError):
-    """A file does not describe a worker: file, field, what is wrong."""
+    """Raised when a file does not describe a worker: file, field, the problem."""
 
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """`speed` is what steps take, and what the worker says they do. Sizes are those of the engine's flags; `keeps_pace`: steps
-    hold only so much of prompts as rows with a TPOT objective can spare. `prefix_tokens`: what a hash of the arrivals stands
-    for, 0: no prefix is remembered. `between_s` pass between one step and the next, which the worker does not count as any
-    step's. `noise`: how much single steps vary, as the standard deviation of the logarithm; what makes them lasts for
-    `noise_lasts_s` (pdmesh/simulator/workers/batch.py). `host`: what routers learn of one worker, they expect of the others
-    there; empty: each has a machine of its own."""
+    """Describe a worker. `speed` is what steps take, and what the worker reports. Sizes are those of the engine's flags;
+    `keeps_pace`: steps hold only so much of prompts as rows with a TPOT objective can spare. `prefix_tokens` of a hash of the
+    arrivals, 0: no prefix cache. `between_s` pass between one step and the next, outside any step's time. `noise`: how much
+    single steps vary, as the standard deviation of the logarithm; disturbances last `noise_lasts_s`
+    (pdmesh/simulator/workers/batch.py). `host`: routers apply what they learn of one worker to the others on its host; empty:
+    each has a machine of its own."""
 
     speed: LatencyModel
     max_num_batched_tokens: int = 512
@@ -68,12 +68,12 @@ class WorkerSpec:
 
     @property
     def largest(self) -> int:
-        """Tokens of the longest sequence it could ever hold."""
+        """Return the tokens of the longest sequence it could ever hold."""
         return min(self.max_context, self.num_blocks * self.block_size)
 
 
 def read_spec(path: str) -> WorkerSpec:
-    """The worker that the JSON file at `path` describes. Raises SpecError."""
+    """Return the worker that the JSON file at `path` describes. Raises SpecError."""
     try:
         return spec_of(json.loads(Path(path).read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
@@ -81,7 +81,7 @@ def read_spec(path: str) -> WorkerSpec:
 
 
 def spec_of(table: object) -> WorkerSpec:
-    """From what stands in such a file. Raises ValueError naming the field."""
+    """Return the worker from the file's content. Raises ValueError naming the field."""
     if not isinstance(table, dict):
         raise ValueError("holds no table of numbers; see pdmesh/simulator/workers/spec.py for an example")
     sizes = {field.name for field in dataclasses.fields(WorkerSpec)} - {"speed", "host", *HABITS}

@@ -1,11 +1,10 @@
-"""A modelled worker: what `pdmesh/engine/scheduler/scheduler.py` does with its steps, each of which takes what a latency model
-says.
+"""A modelled worker: the steps of `pdmesh/engine/scheduler/scheduler.py`, each with the time that a latency model predicts.
 
-    command ─► waits for the end of the step ─► reserve, run_local, start, prefill, let_go ─► the next step
+  command ─► waits for the end of the step ─► reserve, run_local, start, prefill, let_go ─► the next step
 
-A step holds one token of every row that decodes and, in order of arrival, chunks of prompts under the token budget, as much of
-them as the rows' promised pace leaves. As long as there is no prompt nothing changes but contexts: then as many steps as lie
-before the next row's end are one event, cut short at the end of its current step by whoever comes meanwhile.
+A step holds one token of every decoding row and, in order of arrival, chunks of prompts under the token budget, as much of them
+as the rows' TPOT budgets leave. Without a prompt only contexts change: then all steps before the next row's end are one event,
+which a new command cuts short at the end of its current step.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from pdmesh.simulator.workers.batch import Paces, Rows, StepsUnderWay, StepTimes
 from pdmesh.simulator.workers.kv_room import KvRoom, Sequence
 from pdmesh.simulator.workers.spec import WorkerSpec
 
-# What a modelled worker tells of itself: the numbers of `pdmesh/engine/scheduler/stats.py`. Pure.
+# The figures that a modelled worker reports: those of `pdmesh/engine/scheduler/stats.py`. Pure.
 
 
 @dataclass(slots=True)
 class Counters:
-    """Since start."""
+    """Count since the start."""
 
     num_steps: int = 0
     num_prefilled: int = 0
@@ -36,7 +35,7 @@ class Counters:
 
 
 class Census(NamedTuple):
-    """What a worker holds at one moment."""
+    """Hold a worker's state at one moment."""
 
     num_decoding: int
     num_prefilling: int
@@ -49,8 +48,8 @@ class Census(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """As of `taken_at` (simulated seconds), the end of its latest step. Those that count tokens, steps and preemptions do so
-    from its start on; the rest is as `protos/pdmesh/v1/worker.proto` says of the same names."""
+    """Hold figures as of `taken_at` (simulated seconds), the end of its latest step. Those that count tokens, steps and
+    preemptions do so from its start; the rest is as `protos/pdmesh/v1/worker.proto` says of the same names."""
 
     taken_at: float
     num_running: int
@@ -76,7 +75,7 @@ class Figures(NamedTuple):
 
 
 def census_of(worker: ModelledWorker) -> Census:
-    """As it is."""
+    """Return the current state."""
     num_waiting, rows = len(worker.waiting), worker.rows
     return Census(
         len(rows.members),
@@ -93,8 +92,9 @@ def census_of(worker: ModelledWorker) -> Census:
 def figures_of(
     worker: ModelledWorker, now: float, *, prefill: bool = False, decode: bool = False, draining: bool = False
 ) -> Figures:
-    """Steps that have ended by `now` count, what has come since the last of them does not: the engine counts at the end of a
-    step, then hears what it is asked. So nobody is told of a prompt before the end of the first step that holds some of it."""
+    """Return the figures. Steps that have ended by `now` count, what has come since the last of them does not: the engine counts
+    at the end of a step, then takes new requests. So a prompt is not reported before the end of the first step that holds some of
+    it."""
     course, rows, counters = worker.course, worker.rows, worker.counters
     num_steps = 0 if course is None or course.pieces else course.steps_by(now)
     taken_at = now if course is None else course.began_s + course.lasts_s(num_steps)
@@ -128,7 +128,7 @@ def figures_of(
 
 
 def _pace(worker: ModelledWorker, decode_context: int, num_steps: int, at_s: float) -> tuple[float, float]:
-    """That of the row that leaves least room; without one, the least that anybody here will have, and no slack."""
+    """Return the budget of the tightest row; without one, the least budget that any row here can have, and no slack."""
     if not worker.spec.keeps_pace:
         return 0.0, 0.0
     num_rows = len(worker.rows)
@@ -140,7 +140,7 @@ def _pace(worker: ModelledWorker, decode_context: int, num_steps: int, at_s: flo
 
 
 BLOCKS_PER_SPARE = 64
-"""Of so many blocks one is kept free for growth when something is admitted beside running sequences
+"""Blocks of which one is kept free for growth when something is admitted beside running sequences
 (pdmesh/engine/scheduler/scheduler.py)."""
 
 Command = Callable[[float], None]
@@ -148,14 +148,14 @@ _turn: Callable[[Sequence], int] = attrgetter("turn")
 
 
 class ModelledWorker:
-    """`name` is its address; `seed` draws the noise of `spec`. What it is asked comes in as a command: `call` runs it between two
-    steps, as the engine does."""
+    """Model a worker. `name` is its address; `seed` draws the noise of `spec`. Requests come in as commands: `call` runs them
+    between two steps, as the engine does."""
 
     def __init__(self, name: str, spec: WorkerSpec, events: EventQueue, seed: int = 0) -> None:
         self.name, self.spec = name, spec
         self.counters = Counters()
         self.is_dead = False
-        self.num_changes = 0  # of anything that its figures tell
+        self.num_changes = 0  # of anything in its figures
         self.rows, self.room = Rows(spec.block_size), KvRoom(spec.num_blocks, spec.block_size, spec.prefix_tokens)
         self.paces = Paces()
         self.prompts: list[Sequence] = []  # they have blocks, in order of arrival
@@ -165,17 +165,17 @@ class ModelledWorker:
         self.num_to_prefill = 0
         self.goals: dict[float, int] = {}
         self.course: StepsUnderWay | None = None
-        self.before: Census | None = None  # what it held when it was last asked for something, before its present steps
+        self.before: Census | None = None  # its state at the last command, before its present steps
         self._times = StepTimes(spec.between_s, spec.noise, spec.noise_lasts_s, f"{seed}/{name}")
         self._events = events
         self._commands: list[Command] = []
         self._version = 0
         self._num_arrivals = 0
 
-    # What may be asked of it
+    # Requests to it
 
     def call(self, command: Command) -> None:
-        """Run it now if no step is under way, else at its end; with the time at which it runs."""
+        """Run the command now if no step is under way, else at its end; it receives the time at which it runs."""
         if self.is_dead:
             return
         self._commands.append(command)
@@ -185,7 +185,7 @@ class ModelledWorker:
             self._cut_short(self._events.now)
 
     def stop(self, now: float) -> None:
-        """It dies: what its rows have drawn by now is counted, and nothing happens here any more."""
+        """Die: what its rows have drawn by now is counted, and nothing happens here any more."""
         if self.course is not None and not self.course.pieces:
             self._advance(min(self.course.steps_by(now), self.course.num_steps - 1))
         for sequence in list(self.rows.members):
@@ -194,13 +194,13 @@ class ModelledWorker:
 
     @property
     def is_empty(self) -> bool:
-        """Nobody has anything here, or has asked for anything."""
+        """Return whether it has no sequence and no pending command."""
         return not (self.rows.members or self.prompts or self.waiting or self.reserved or self.held or self._commands)
 
-    # Commands: only to be run by `call`
+    # Commands, run by `call` only
 
     def reserve(self, sequence: Sequence) -> bool:
-        """Blocks and a seat for a request whose prompt somebody computes; False: no room now."""
+        """Take blocks and a place for a request whose prompt is computed later; False: no capacity now."""
         if not self._has_seat():
             return False
         owed = sum([self.room.blocks_for(other.num_tokens) for other in self.waiting if other.was_preempted])
@@ -211,13 +211,13 @@ class ModelledWorker:
         return True
 
     def run_local(self, sequence: Sequence) -> None:
-        """Of a reservation: what it lacks is computed here."""
+        """Compute here what the reservation lacks."""
         del self.reserved[sequence]
         self.num_to_prefill += sequence.num_remaining
         insort(self.prompts, sequence, key=_turn)
 
     def start(self, sequence: Sequence, num_left: int) -> None:
-        """Of a reservation: its KV is here with a token that was drawn elsewhere, and it goes on; `num_left` at least 1."""
+        """Continue a reservation whose KV has arrived with a token drawn elsewhere; `num_left` at least 1."""
         del self.reserved[sequence]
         self.room.publish(sequence)
         sequence.num_computed = sequence.num_tokens
@@ -225,7 +225,7 @@ class ModelledWorker:
         self._decode(sequence)
 
     def prefill(self, sequence: Sequence) -> bool:
-        """Compute a prompt for somebody else, in its turn; False: all seats are taken."""
+        """Compute a prompt for another worker, in its turn; False: all places are taken."""
         if not self._has_seat():
             return False
         self._enter(sequence)
@@ -234,7 +234,7 @@ class ModelledWorker:
         return True
 
     def let_go(self, sequence: Sequence) -> None:
-        """Of a reservation, or of a prompt that was computed for somebody else: its blocks are needed no more; idempotent."""
+        """Release a reservation, or a prompt that was computed for another worker; idempotent."""
         for place in (self.reserved, self.held):
             if sequence in place:
                 del place[sequence]
@@ -243,7 +243,7 @@ class ModelledWorker:
     # Steps
 
     def _begin(self, now: float) -> None:
-        """Run what was asked, then plan the next step, or steps."""
+        """Run the commands, then plan the next step or steps."""
         self.num_changes += 1
         self.before = census_of(self) if self._commands else None
         while self._commands:
@@ -261,7 +261,7 @@ class ModelledWorker:
         self._events.at(end_s, self._end, self._version)
 
     def _cut_short(self, now: float) -> None:
-        """Somebody came: the steps end with the one that is under way."""
+        """End the steps with the current one: a command has come."""
         course = self.course
         if course is None or course.num_steps == 1:
             return
@@ -294,7 +294,7 @@ class ModelledWorker:
         self.counters.num_generated += course.num_steps * len(self.rows.members)
 
     def _advance(self, num_steps: int) -> list[Sequence]:
-        """Rows: who has ended, and has given its blocks back."""
+        """Advance the rows; return those that ended, with their blocks released."""
         if num_steps > 1:
             self.room.grow(self.rows.growth(num_steps) - self.rows.next_growth)  # the first took its blocks when it was planned
         done = self.rows.advance(num_steps)
@@ -304,13 +304,13 @@ class ModelledWorker:
         return done
 
     def _stop_decoding(self, sequence: Sequence) -> None:
-        """It has left the rows: what it holds becomes its own to give back."""
+        """Take it out of the rows: its blocks become its own to release."""
         self.paces.leave(sequence)
         shared = len(sequence.shared) * (self.spec.prefix_tokens // self.spec.block_size)
         sequence.num_blocks = self.room.blocks_for(sequence.num_tokens - 1) - shared
 
     def _computed(self, sequence: Sequence, now: float) -> None:
-        """All its tokens are: it draws the next one."""
+        """Draw its next token: all its tokens are computed."""
         self.prompts.remove(sequence)
         self.room.publish(sequence)
         sequence.num_left -= 1
@@ -329,7 +329,7 @@ class ModelledWorker:
         self.paces.enter(sequence, self.rows.step, self._events.now)
 
     def _plan(self, now: float) -> StepsUnderWay | None:
-        """None: nothing can be done until somebody gives blocks back."""
+        """Plan the next steps; None: nothing can run until blocks are released."""
         rows, speed = self.rows, self.spec.speed
         has_preempted = self._make_room()
         num_rows = len(rows.members)
@@ -339,12 +339,13 @@ class ModelledWorker:
             return StepsUnderWay(now, 1, decode_s + prompts_s(speed, pieces), pieces=pieces)
         if not num_rows:
             return None
-        free = self.room.num_free + rows.next_growth  # what the first of them takes is taken
+        free = self.room.num_free + rows.next_growth  # the first step's blocks are taken
         num_steps = 1 if has_preempted and self.waiting else rows.steps_within(free, rows.steps_to_end())
         return StepsUnderWay(now, num_steps, decode_s, speed.per_context_token_s * num_rows)
 
     def _make_room(self) -> bool:
-        """Blocks for the next token of every row, taken from those that arrived last if need be; had anybody to go?"""
+        """Free blocks for the next token of every row, preempting the latest arrivals if needed; return whether any was
+        preempted."""
         rows, num_preemptions = self.rows, self.counters.num_preemptions
         while rows.members and rows.next_growth > self.room.num_free:
             self._preempt(self._latest())
@@ -353,12 +354,12 @@ class ModelledWorker:
         return self.counters.num_preemptions > num_preemptions
 
     def _latest(self) -> Sequence:
-        """Of those that run; there is a row. Never one whose KV is for somebody else."""
+        """Return the latest running sequence, of which there is one; never one whose KV is for another worker."""
         running = [self.rows.latest(), *(sequence for sequence in self.prompts if not sequence.prefill_only)]
         return max([sequence for sequence in running if sequence is not None], key=_turn)
 
     def _preempt(self, victim: Sequence) -> None:
-        """It gives its blocks back and waits in its turn, to compute everything anew."""
+        """Preempt it: it releases its blocks and waits in its turn, to be recomputed."""
         self.counters.num_preemptions += 1
         if victim in self.rows.members:
             self.rows.leave(victim)
@@ -372,7 +373,7 @@ class ModelledWorker:
         insort(self.waiting, victim, key=_turn)
 
     def _plan_prompts(self, decode_s: float, now: float, *, admit: bool) -> list[tuple[Sequence, int]]:
-        """Chunks for the next step, in order of arrival; whoever waits gets blocks in its turn, if `admit`."""
+        """Return chunks for the next step, in order of arrival; waiting sequences get blocks in their turn, if `admit`."""
         first = self.prompts[0] if self.prompts else self.waiting[0] if self.waiting else None
         if first is None:
             return []
@@ -390,7 +391,7 @@ class ModelledWorker:
         return pieces
 
     def _in_turn(self, *, admit: bool) -> Iterator[Sequence]:
-        """Those that have blocks, then those that get some now."""
+        """Yield those that have blocks, then those that get some now."""
         yield from list(self.prompts)
         while admit and self.waiting and self.room.admit(self.waiting[0], self._spare(0)):
             sequence = self.waiting.pop(0)
@@ -398,10 +399,10 @@ class ModelledWorker:
             self.num_to_prefill -= sequence.num_cached
             yield sequence
 
-    # Places
+    # Capacity
 
     def _spare(self, num_reserved: int) -> int:
-        """Blocks to leave free when something is admitted, so that it does not push out at once who runs or is about to."""
+        """Return the blocks to leave free on admission, so that it does not at once preempt what runs or is about to."""
         num_running = len(self.rows.members) + len(self.prompts)
         return min(num_running + num_reserved, max(1, self.spec.num_blocks // BLOCKS_PER_SPARE))
 

@@ -12,7 +12,7 @@ from pdmesh.autoscaler.kubernetes.ledger import (
     ARRIVES_S,
     AUTOSCALE,
     HOLD_UNTIL,
-    SOMEBODY,
+    UNKNOWN_OWNER,
     Entry,
     Held,
     entry_of,
@@ -65,7 +65,7 @@ def test_another_number_is_a_persons_and_stays_for_a_while() -> None:
 )
 def test_who_is_not_known_is_not_named(shown: Owner) -> None:
     before = Owner("kubectl-client-side-apply", "2027-01-01T00:00:00Z")
-    assert looked(Entry("u", (2,), owner=before), _seen(5, "u", shown), NOW_S).changed_by == SOMEBODY
+    assert looked(Entry("u", (2,), owner=before), _seen(5, "u", shown), NOW_S).changed_by == UNKNOWN_OWNER
 
 
 def test_a_request_that_nobody_answered_may_have_arrived_or_not() -> None:
@@ -73,7 +73,7 @@ def test_a_request_that_nobody_answered_may_have_arrived_or_not() -> None:
     assert entry.ours == (6, 2)
     assert looked(entry, _seen(2), NOW_S) == entry
     assert looked(entry, _seen(6), NOW_S).ours == (6,)
-    assert looked(entry, _seen(4), NOW_S).changed_by == SOMEBODY
+    assert looked(entry, _seen(4), NOW_S).changed_by == UNKNOWN_OWNER
     assert entry.asking(2, NOW_S).ours == (2, 6)
     many = Entry("u", (1,))
     for replicas in range(2, 9):
@@ -155,7 +155,7 @@ def test_tidying_up_after_a_hold_is_not_its_end() -> None:
 
 def test_a_change_after_the_end_of_a_hold_is_a_new_one() -> None:
     entry = looked(looked(CHANGED, _seen(5, autoscale="on"), NOW_S + 60), _seen(7, autoscale="on"), NOW_S + 120)
-    assert _held(entry, _seen(7, autoscale="on"), NOW_S + 120) == Held(SOMEBODY, 600.0)
+    assert _held(entry, _seen(7, autoscale="on"), NOW_S + 120) == Held(UNKNOWN_OWNER, 600.0)
 
 
 @pytest.mark.parametrize("period_s", [0.0, 600.0])
@@ -187,7 +187,7 @@ def test_a_newer_annotation_shortens_and_lengthens_what_a_change_does_an_older_o
     ("annotations", "told"),
     [
         ({"autoscale": "No"}, "pdmesh.io/autoscale: 'No' is neither on nor off"),
-        ({"hold_until": "tomorrow"}, "pdmesh.io/hold-until: 'tomorrow' is no time"),
+        ({"hold_until": "tomorrow"}, "pdmesh.io/hold-until: 'tomorrow' is not a time"),
         ({"hold_until": "2027-01-01T00:00:00"}, "has no time zone; end it with Z"),
     ],
 )
@@ -223,7 +223,7 @@ def test_a_deployment_of_the_api() -> None:
     ]
     seen = seen_of({"metadata": metadata | {"managedFields": managed}, "spec": {"replicas": 0}})
     assert seen == Seen("d", "u", "9", 0, {"a": "b"}, KUBECTL)
-    with pytest.raises(PlatformError, match="is none"):
+    with pytest.raises(PlatformError, match="is not one"):
         seen_of({"metadata": metadata})
 
 

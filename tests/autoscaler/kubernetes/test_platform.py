@@ -63,7 +63,7 @@ async def test_a_persons_change_stays_for_a_while(candidate: Open, server: ApiSe
     await platform.scale(_decision(5), 5, NOW_S)
     server.person_scales("pdmesh-decode", 9)
     assert (await platform.observe(NOW_S))[DECODE] == Asked(9, Hold("kubectl", NOW_S + 600))
-    with pytest.raises(PlatformError, match="kubectl holds it"):
+    with pytest.raises(PlatformError, match="held by kubectl"):
         await platform.scale(_decision(5), 5, NOW_S)
     wall.now_s += 599
     assert (await platform.observe(NOW_S + 599))[DECODE].hold == Hold("kubectl", NOW_S + 600)
@@ -132,7 +132,7 @@ async def test_on_a_server_that_does_not_note_scaling_nobody_is_named(candidate:
     platform = await _leading(candidate)
     server.put(path, server.objects[path] | {"spec": {"replicas": 9}})
     hold = (await platform.observe(NOW_S))[DECODE].hold
-    assert hold is not None and hold.by == "somebody (kubectl scale or another client)"
+    assert hold is not None and hold.by == "someone (kubectl scale or another client)"
 
 
 async def test_a_persons_change_is_honoured_by_the_next_leader(candidate: Open, server: ApiServer, wall: Wall) -> None:
@@ -240,7 +240,7 @@ async def test_starts_that_fail_are_a_warning_where_people_look(candidate: Open,
     (event,) = server.events()
     assert (event["reason"], event["type"], event["action"]) == ("FailedStart", "Warning", "Start")
     assert event["regarding"]["name"] == "pdmesh-decode"
-    assert event["note"] == "1 of 2 replicas: not started within 300 s; what keeps the pods: kubectl describe pod"
+    assert event["note"] == "1 of 2 replicas: not started within 300 s; see kubectl describe pod"
 
 
 async def test_events_that_cannot_be_written_hinder_nothing(candidate: Open, server: ApiServer) -> None:

@@ -166,7 +166,7 @@ async def test_leaving_an_answer_closes_its_connection() -> None:
 
 @pytest.mark.parametrize("url", ["127.0.0.1:80", "ftp://a/b", "http://", "https:///v1", "http://a:99999/v1", "http://[/v1"])
 def test_what_is_no_url(url: str) -> None:
-    with pytest.raises(ValueError, match="is no URL"):
+    with pytest.raises(ValueError, match="is not a URL"):
         BaseUrl.parse(url)
 
 
