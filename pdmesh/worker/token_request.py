@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from pdmesh.engine.engine import Engine
-from pdmesh.engine.request import EngineRequest, SamplingParams
+from pdmesh.engine.request import EngineRequest
 from pdmesh.engine.sampling.grammar import Grammar, Matcher
 from pdmesh.runtime.errors import FailedPrecondition, InvalidArgument
 from pdmesh.runtime.files import cache_root_of
 from pdmesh.runtime.work_threads import WorkThreads
+from pdmesh.sampling_params import SamplingParams
 from pdmesh.text.grammar import CompiledGrammar, GrammarCompiler
 from pdmesh.text.tokenizer import Tokenizer
 from pdmesh.v1 import common_pb2

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdmesh.engine.outputs import TokenLogprobs
-from pdmesh.engine.request import SamplingParams
 from pdmesh.engine.sampling.counter_rng import gumbel, gumbel_array, random_bits
 from pdmesh.engine.sampling.sampler import SampledToken, Sampler, SampleRow, keep_min_p, keep_top_k, keep_top_p, penalize
+from pdmesh.sampling_params import SamplingParams
 
 EOS = 5
 

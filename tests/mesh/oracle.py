@@ -6,7 +6,8 @@ from pathlib import Path
 
 from benchmarks.engine_runs import make_engine
 from pdmesh.engine.engine import Engine
-from pdmesh.engine.request import EngineRequest, SamplingParams
+from pdmesh.engine.request import EngineRequest
+from pdmesh.sampling_params import SamplingParams
 
 
 @lru_cache(maxsize=2)

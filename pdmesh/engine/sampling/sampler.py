@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from pdmesh.engine.outputs import TokenLogprobs
-from pdmesh.engine.request import SamplingParams, end_tokens
+from pdmesh.engine.request import end_tokens
 from pdmesh.engine.sampling.counter_rng import gumbel
 from pdmesh.engine.sampling.grammar import Bits
+from pdmesh.sampling_params import SamplingParams
 
 # What changes a row of logits before a token is drawn, in this order:
 # grammar, penalties, minimum length, temperature, top-k, top-p, min-p.

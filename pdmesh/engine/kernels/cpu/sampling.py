@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor, float32
 
 from pdmesh.engine.outputs import TokenLogprobs
-from pdmesh.engine.request import SamplingParams
 from pdmesh.engine.sampling.sampler import SampledToken, SampleRow
+from pdmesh.sampling_params import SamplingParams
 
 Int64s = NDArray[np.int64]
 

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from pdmesh.engine.kernels.cpu import build, isa
 from pdmesh.engine.kernels.cpu.sampling import NativeSampler
-from pdmesh.engine.request import SamplingParams
 from pdmesh.engine.sampling.counter_rng import gumbel, random_bits
 from pdmesh.engine.sampling.grammar import Bits
 from pdmesh.engine.sampling.sampler import (
@@ -33,6 +32,7 @@ from pdmesh.engine.sampling.sampler import (
     keep_top_p,
     penalize,
 )
+from pdmesh.sampling_params import SamplingParams
 
 EOS = 5
 TIERS = sorted({isa.supported()[0].name, *(tier.name for tier in isa.supported() if tier.name in ("avx2", "portable"))})

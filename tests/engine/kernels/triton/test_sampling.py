@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from pdmesh.engine.kernels.triton.sampling.batch import BatchMaker
 from pdmesh.engine.kernels.triton.sampling.kernels import exp_of, gumbel_of, random_bits
 from pdmesh.engine.kernels.triton.sampling.sampler import DeviceSampler, GreedyScratch, SamplingScratch, _likeliest, draw, greedy
-from pdmesh.engine.request import SamplingParams
 from pdmesh.engine.sampling import counter_rng
 from pdmesh.engine.sampling.sampler import Sampler, SampleRow, Unseen
+from pdmesh.sampling_params import SamplingParams
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EOS = 5

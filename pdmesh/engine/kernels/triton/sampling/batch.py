@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pdmesh.engine.kernels.triton.kernel_cache_keys import settle_keys
-from pdmesh.engine.request import SamplingParams
 from pdmesh.engine.sampling.sampler import SampleRow, Unseen
+from pdmesh.sampling_params import SamplingParams
 
 # Which tokens a sequence has had, counted on the device: a penalty needs the history, and a history is long.
 #
