@@ -4,10 +4,12 @@ import json
 import math
 from collections.abc import Callable
 
+from pdmesh.sampling_params import Kind, Parameter
 from pdmesh.v1 import common_pb2
 from router.api.validation import refuse
 
 Value = object
+Read = Callable[[str, Value], object]
 _UINT32 = 2**32
 
 
@@ -53,10 +55,9 @@ def whole(low: int, high: int) -> Callable[[str, Value], int]:
 
 
 count = whole(0, _UINT32)
-seed = whole(0, 2**64)
 
 
-def top_k(field: str, value: Value) -> int:
+def count_or_all(field: str, value: Value) -> int:
     """-1 is a usual way to say "all", which is 0 here."""
     return max(0, whole(-1, _UINT32)(field, value))
 
@@ -121,3 +122,12 @@ def _from_json(value: str, begin: str) -> Value:
         return json.loads(value)
     except (ValueError, RecursionError):
         return value
+
+
+def reader(parameter: Parameter) -> Read:
+    """What reads a sampling parameter that is no list."""
+    if parameter.kind is Kind.NUMBER:
+        return number
+    if parameter.kind is Kind.FLAG:
+        return flag
+    return count_or_all if parameter.rules.is_minus_one_all else whole(0, 2**parameter.rules.bits)
