@@ -257,7 +257,7 @@ def _is_simple(piece: ScheduledSequence) -> bool:
 def _is_penalized_alike(sequence: Sequence) -> bool:
     """Two of the penalties begin with the second token: not before the first is known."""
     params = sequence.group.request.sampling
-    return bool(sequence.output) or not (params.presence_penalty or params.frequency_penalty)
+    return bool(sequence.output) or not params.penalizes_output
 
 
 def overlap_scheduler(
