@@ -1,16 +1,16 @@
 """The sampling parameters of a request, each described once.
 
-    SamplingParams     what the engine computes with; the metadata of a field are its Rules
-    SamplingOptions    the same as keyword arguments of the client
-    PARAMETERS         the description that all others read:
+    SamplingParams                      what the engine computes with; the metadata of a field are its Rules
+    SamplingOptions                     the same as keyword arguments of the client
+    PARAMETERS                          the description, which these read:
 
-        router/api/validation.py      which values a client may ask for, and what is said of others
-        router/api/openai, kserve, vllm    a parameter under its name in each protocol that has it
-        pdmesh/worker/token_request.py     from the wire to SamplingParams
-        pdmesh/engine/sampling/sampler.py  what the samplers in C++ and in Triton get of it (`DRAWN`)
+    router/api/validation.py            which values a client may ask for, and what is said of others
+    router/api/openai, kserve, vllm     the parameter under its name in each protocol that has it
+    pdmesh/worker/token_request.py      from the wire to SamplingParams
+    pdmesh/engine/sampling/sampler.py   the record that the samplers in C++ and in Triton get (`DRAWN`)
 
-A new parameter is a field of both classes here and of `SamplingParams` in protos/pdmesh/v1/common.proto (then `make stubs`),
-and its rule in each sampler. Nothing is imported that the client, the router or the engine could not import.
+A new parameter is a field of both classes and of `SamplingParams` in protos/pdmesh/v1/common.proto (then `make stubs`), and its
+rule in each of the three samplers. This module imports nothing that client, router or engine may not import.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class Rules:
     is_drawn: bool = False
 
 
-def _rules(**rules: Any) -> Mapping[str, Rules]:
-    return {"rules": Rules(**rules)}
+def _as(rules: Rules) -> Mapping[str, Rules]:
+    return {"rules": rules}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,32 +86,37 @@ class SamplingParams:
 
     temperature: float = field(
         default=1.0,
-        metadata=_rules(
-            computed=Range(0), meaning="at least 0 (0 is greedy)", served=Range(MIN_TEMPERATURE, 100), zero="greedy",
-            is_drawn=True,
+        metadata=_as(
+            Rules(
+                computed=Range(0),
+                meaning="at least 0 (0 is greedy)",
+                served=Range(MIN_TEMPERATURE, 100),
+                zero="greedy",
+                is_drawn=True,
+            )
         ),
-    )  # fmt: skip
+    )
     top_k: int = field(  # 0: all tokens
         default=0,
-        metadata=_rules(computed=Range(0), meaning="at least 0 (0 is all tokens)", is_minus_one_all=True, is_drawn=True),
+        metadata=_as(Rules(computed=Range(0), meaning="at least 0 (0 is all tokens)", is_minus_one_all=True, is_drawn=True)),
     )
-    top_p: float = field(default=1.0, metadata=_rules(computed=Range(0, 1, is_open=True), is_drawn=True))
-    min_p: float = field(default=0.0, metadata=_rules(computed=Range(0, 1), is_drawn=True))
+    top_p: float = field(default=1.0, metadata=_as(Rules(computed=Range(0, 1, is_open=True), is_drawn=True)))
+    min_p: float = field(default=0.0, metadata=_as(Rules(computed=Range(0, 1), is_drawn=True)))
     repetition_penalty: float = field(
         default=1.0,
-        metadata=_rules(computed=Range(0, is_open=True), served=Range(0.01, 100), hint="; 1 is none", is_drawn=True),
+        metadata=_as(Rules(computed=Range(0, is_open=True), served=Range(0.01, 100), hint="; 1 is none", is_drawn=True)),
     )
-    presence_penalty: float = field(default=0.0, metadata=_rules(served=Range(-2, 2), is_drawn=True))
-    frequency_penalty: float = field(default=0.0, metadata=_rules(served=Range(-2, 2), is_drawn=True))
+    presence_penalty: float = field(default=0.0, metadata=_as(Rules(served=Range(-2, 2), is_drawn=True)))
+    frequency_penalty: float = field(default=0.0, metadata=_as(Rules(served=Range(-2, 2), is_drawn=True)))
     seed: int = field(
-        default=0, metadata=_rules(computed=Range(0, 2**64 - 1), meaning="an unsigned 64-bit number", bits=64, is_drawn=True)
+        default=0, metadata=_as(Rules(computed=Range(0, 2**64 - 1), meaning="an unsigned 64-bit number", bits=64, is_drawn=True))
     )
-    max_tokens: int = field(metadata=_rules(computed=Range(1)))
-    min_tokens: int = field(default=0, metadata=_rules())
-    ignore_eos: bool = field(default=False, metadata=_rules())
-    stop_token_ids: tuple[int, ...] = field(default=(), metadata=_rules(computed=Range(0), meaning="token ids, at least 0"))
-    logprobs: int | None = field(default=None, metadata=_rules(computed=Range(0), served=Range(0, MAX_LOGPROBS)))
-    n: int = field(default=1, metadata=_rules(computed=Range(1), served=Range(0, MAX_CHOICES)))
+    max_tokens: int = field(metadata=_as(Rules(computed=Range(1))))
+    min_tokens: int = field(default=0, metadata=_as(Rules()))
+    ignore_eos: bool = field(default=False, metadata=_as(Rules()))
+    stop_token_ids: tuple[int, ...] = field(default=(), metadata=_as(Rules(computed=Range(0), meaning="token ids, at least 0")))
+    logprobs: int | None = field(default=None, metadata=_as(Rules(computed=Range(0), served=Range(0, MAX_LOGPROBS))))
+    n: int = field(default=1, metadata=_as(Rules(computed=Range(1), served=Range(0, MAX_CHOICES))))
 
     @property
     def greedy(self) -> bool:
