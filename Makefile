@@ -66,6 +66,7 @@ stubs-fresh: $(READY)
 	$(BIN)/python -m tools.protos.generate --check
 	$(BIN)/python -m tools.protos.stable --check
 	$(BIN)/python -m tools.protos.reference --check
+	$(BIN)/python -m tools.sampling_params --check
 
 # Failed tests run once more, alone: a test that was late under the machine's load is shown above and passes then, a broken one
 # fails twice.
@@ -149,10 +150,11 @@ bench-autoscale: $(READY) model kernels  ## the autoscaler against an oracle and
 bench-capacity: $(READY) model kernels  ## the rate that mesh, one engine, vLLM and SMG + vLLM sustain (half an hour; resumes where it was stopped)
 	$(BIN)/python -m benchmarks.capacity $(ARGS)
 
-stubs: $(READY)  ## regenerate what comes from the .proto files: stubs, docs/api.md, the stable client API
+stubs: $(READY)  ## regenerate what comes from the .proto files (stubs, docs/api.md, the list of what is promised to clients) and from sampling_params.py
 	$(BIN)/python -m tools.protos.generate
 	$(BIN)/python -m tools.protos.stable
 	$(BIN)/python -m tools.protos.reference
+	$(BIN)/python -m tools.sampling_params
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.engine import Engine
-from pdmesh.engine.request import EngineRequest, SamplingParams
+from pdmesh.engine.request import EngineRequest
+from pdmesh.sampling_params import SamplingParams
 from pdmesh.text.block_hash import hash_block
 
 # Fields of EngineConfig: the numbers that an engine, or every worker of a mesh, computes in.

@@ -20,10 +20,11 @@ from benchmarks.engine_runs import make_engine
 from benchmarks.harness import PLAIN, Figure, say, write
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.outputs import StepResult
-from pdmesh.engine.request import EngineRequest, SamplingParams
+from pdmesh.engine.request import EngineRequest
 from pdmesh.models.registry import DEFAULT_MODEL, ensure_model
 from pdmesh.planning.latency_fit import LatencyFit
 from pdmesh.planning.latency_model import LatencyModel, Work
+from pdmesh.sampling_params import SamplingParams
 from pdmesh.worker.load import prior_for
 
 CONCURRENCY = (2, 8, 16, 4, 12)  # one after the other, each for a fifth of the time

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pdmesh.engine.request import SamplingParams
+from pdmesh.sampling_params import SamplingParams
 from tests.mesh import oracle
 
 _BATCH = 8  # requests that the engine computes together: more would not fit into its pool

@@ -20,8 +20,8 @@ from pdmesh.engine.kernels.triton.sampling.sampler import DeviceSampler
 from pdmesh.engine.models import layers
 from pdmesh.engine.models.config import ModelConfig
 from pdmesh.engine.models.layers import RotaryTable, rotate
-from pdmesh.engine.request import SamplingParams
 from pdmesh.engine.sampling.sampler import Sampler, SampleRow
+from pdmesh.sampling_params import SamplingParams
 
 Check = Callable[[Context], float]
 EPS = 1e-5

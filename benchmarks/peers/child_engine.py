@@ -10,7 +10,8 @@ from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.kernels.cpu.model import NativeModel
 from pdmesh.engine.loader.loader import load_model
-from pdmesh.engine.request import EngineRequest, SamplingParams
+from pdmesh.engine.request import EngineRequest
+from pdmesh.sampling_params import SamplingParams
 from pdmesh.text.block_hash import hash_block
 
 

@@ -17,10 +17,10 @@ from benchmarks.spec.runs import Bench, Task, answer, guessed, of_length
 from benchmarks.spec.scripted import Scripted
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.kv_cache.events import LayerReadiness
-from pdmesh.engine.request import SamplingParams
 from pdmesh.engine.runner.model_runner import ModelRunner, SampledOutput
 from pdmesh.engine.scheduler.scheduler import SchedulerOutput
 from pdmesh.engine.scheduler.sequence import Sequence as EngineSequence
+from pdmesh.sampling_params import SamplingParams
 
 NUM_TOKENS = 241
 """One with the prompt; the rest is a multiple of every draft and its one token more, so that no draft is cut short at α = 1."""

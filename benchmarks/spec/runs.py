@@ -12,10 +12,11 @@ from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.loader.loader import LoadedModel, load_model
 from pdmesh.engine.outputs import StepResult, TokenLogprobs
-from pdmesh.engine.request import EngineRequest, SamplingParams
+from pdmesh.engine.request import EngineRequest
 from pdmesh.engine.sampling.grammar import Grammar
 from pdmesh.engine.speculation.proposer import Proposer
 from pdmesh.engine.speculation.stats import SpeculationStats
+from pdmesh.sampling_params import SamplingParams
 from pdmesh.text.block_hash import hash_block
 
 MOST_SEQS = 32

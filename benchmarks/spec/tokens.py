@@ -14,9 +14,9 @@ from benchmarks.harness import Figure, say
 from benchmarks.spec.runs import MOST_SEQS, Bench, Output, Task, answer, counts, groups, guessed, of_length
 from benchmarks.spec.scripted import Scripted
 from pdmesh.engine.engine import Engine
-from pdmesh.engine.request import SamplingParams
 from pdmesh.engine.speculation.ngrams.lookahead import NAME as LOOKAHEAD
 from pdmesh.engine.speculation.ngrams.lookahead import Lookahead
+from pdmesh.sampling_params import SamplingParams
 
 NUM_BATCHED, NUM_ALONE = 24, 8
 """Tokens of an answer."""

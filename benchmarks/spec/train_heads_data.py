@@ -19,8 +19,9 @@ from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.kv_cache.events import LayerReadiness
 from pdmesh.engine.loader.loader import LoadedModel
-from pdmesh.engine.request import EngineRequest, SamplingParams
+from pdmesh.engine.request import EngineRequest
 from pdmesh.engine.runner.batch import StepBatch
+from pdmesh.sampling_params import SamplingParams
 from pdmesh.text.block_hash import hash_block
 from pdmesh.text.tokenizer import Tokenizer
 

@@ -14,7 +14,7 @@ from benchmarks.constrained_schemas import prompt, schema
 from benchmarks.spec.prompts import chat, varied_prompts
 from benchmarks.spec.tasks import COPYING
 from benchmarks.spec.texts import CITIES, HOBBIES, THINGS, person
-from pdmesh.engine.request import SamplingParams
+from pdmesh.sampling_params import SamplingParams
 
 Encode = Callable[[str], Sequence[int]]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypedDict
+
+from pdmesh.sampling_params import SamplingOptions
 
 
 class FinishReason(Enum):
@@ -42,25 +43,11 @@ class Message:
 MessageLike = Message | tuple[str, str] | Mapping[str, str]
 
 
-class GenerateOptions(TypedDict, total=False):
-    """Type the keyword arguments of generate and chat; what is absent takes the mesh's default (see SamplingParams in
+class GenerateOptions(SamplingOptions, total=False):
+    """Keyword arguments of generate and chat; what is absent takes the mesh's default (see SamplingParams in
     protos/pdmesh/v1)."""
 
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    seed: int
-    max_tokens: int
-    min_tokens: int
-    ignore_eos: bool
     stop: Sequence[str]
-    stop_token_ids: Sequence[int]
-    logprobs: int
-    n: int
     json_schema: str | Mapping[str, object]  # of json_schema, regex, choice and grammar at most one: what the output must be
     regex: str
     choice: Sequence[str]

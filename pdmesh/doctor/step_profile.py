@@ -17,8 +17,9 @@ from pdmesh.engine.engine import Engine
 from pdmesh.engine.kernels.cpu.library import Profile
 from pdmesh.engine.kernels.cpu.model import NativeModel
 from pdmesh.engine.loader.loader import load_model
-from pdmesh.engine.request import EngineRequest, SamplingParams
+from pdmesh.engine.request import EngineRequest
 from pdmesh.engine.sampling.sampler import SampledToken, SampleRow
+from pdmesh.sampling_params import SamplingParams
 from pdmesh.text.block_hash import hash_block
 
 SAMPLING, PYTHON, REST = "sampling", "Python", "between stages"

@@ -18,10 +18,11 @@ import numpy as np
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.memory import effective_max_context
-from pdmesh.engine.request import EngineRequest, SamplingParams
+from pdmesh.engine.request import EngineRequest
 from pdmesh.models.registry import ensure_model
 from pdmesh.planning.latency_fit import WorkCells, solve_non_negative
 from pdmesh.planning.latency_model import LatencyModel, Work
+from pdmesh.sampling_params import SamplingParams
 from pdmesh.simulator.workers.spec import PRICES
 from pdmesh.text.block_hash import hash_block
 from pdmesh.worker.load import prior_for

@@ -9,20 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from pdmesh.engine.engine import Engine
-from pdmesh.engine.request import EngineRequest, SamplingParams
+from pdmesh.engine.request import EngineRequest
 from pdmesh.engine.sampling.grammar import Grammar, Matcher
 from pdmesh.runtime.errors import FailedPrecondition, InvalidArgument
 from pdmesh.runtime.files import cache_root_of
 from pdmesh.runtime.work_threads import WorkThreads
+from pdmesh.sampling_params import MAX_CHOICES, MAX_LOGPROBS, PARAMETERS, Kind, Parameter, SamplingParams
 from pdmesh.text.grammar import CompiledGrammar, GrammarCompiler
 from pdmesh.text.tokenizer import Tokenizer
 from pdmesh.v1 import common_pb2
 from pdmesh.worker.description import identity_of, layout_of
 
-MAX_CHOICES = 16
-MAX_LOGPROBS = 20
+_FIELDS = common_pb2.SamplingParams.DESCRIPTOR.fields_by_name
 _Emitted = tuple[tuple[int, ...], ...]
 _Matchers = tuple[Matcher | None, ...]
 
@@ -113,24 +114,18 @@ def _sampling(wire: common_pb2.SamplingParams) -> SamplingParams:
         raise InvalidArgument("request.sampling.n", f"{wire.n} choices; at most {MAX_CHOICES}")
     if wire.logprobs > MAX_LOGPROBS:
         raise InvalidArgument("request.sampling.logprobs", f"{wire.logprobs} alternatives; at most {MAX_LOGPROBS}")
-    params = SamplingParams(
-        temperature=wire.temperature if wire.HasField("temperature") else 1.0,
-        top_k=wire.top_k,
-        top_p=wire.top_p if wire.HasField("top_p") else 1.0,
-        min_p=wire.min_p,
-        repetition_penalty=wire.repetition_penalty if wire.HasField("repetition_penalty") else 1.0,
-        presence_penalty=wire.presence_penalty,
-        frequency_penalty=wire.frequency_penalty,
-        seed=wire.seed,
-        max_tokens=wire.max_tokens,
-        min_tokens=wire.min_tokens,
-        ignore_eos=wire.ignore_eos,
-        stop_token_ids=tuple(wire.stop_token_ids),
-        logprobs=wire.logprobs if wire.HasField("logprobs") else None,
-        n=wire.n or 1,
-    )
+    params = SamplingParams(**{parameter.name: _value(wire, parameter) for parameter in PARAMETERS})
     _check_ranges(params)
     return params
+
+
+def _value(wire: common_pb2.SamplingParams, parameter: Parameter) -> Any:
+    """The default where the field is absent, or 0 where it cannot be absent."""
+    value = getattr(wire, parameter.name)
+    if parameter.kind is Kind.TOKENS:
+        return tuple(value)
+    is_given = wire.HasField(parameter.name) if _FIELDS[parameter.name].has_presence else value  # type: ignore[arg-type]
+    return value if is_given else parameter.default
 
 
 def _check_ranges(params: SamplingParams) -> None:

@@ -9,11 +9,11 @@ from typing import NoReturn
 
 from pdmesh.runtime.errors import InvalidArgument
 from pdmesh.runtime.work_threads import WorkThreads
+from pdmesh.sampling_params import NUMBERS, PARAMETERS, Kind, Parameter
 from pdmesh.text.grammar import CompiledGrammar, GrammarCompiler
 from pdmesh.v1 import common_pb2, mesh_pb2
 from router.routing.worker_snapshot import Mode
 
-MAX_CHOICES = 16
 MAX_TENANT_CHARS = 128
 MAX_SALT_CHARS = 256
 MAX_MESSAGES = 10_000
@@ -134,16 +134,12 @@ def _check_emitted(field: str, emitted: common_pb2.EmittedChoice, sampling: comm
 
 # Sampling parameters of a client: checked, completed, and split into what workers get and what the router keeps (stop strings).
 
-MAX_TEMPERATURE = 100.0
-MIN_TEMPERATURE = 1e-4
-MAX_REPETITION_PENALTY = 100.0
-MIN_REPETITION_PENALTY = 0.01
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1000
 MAX_STOP_TOKENS = 256
-MAX_LOGPROBS = 20
 
-_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_FIELDS = common_pb2.SamplingParams.DESCRIPTOR.fields_by_name
+_COUNTS = tuple(parameter for parameter in PARAMETERS if parameter.kind is Kind.COUNT)
 
 
 @dataclass(frozen=True)
@@ -169,29 +165,21 @@ def complete(sampling: common_pb2.SamplingParams, limits: Limits) -> common_pb2.
 
 
 def _check_numbers(sampling: common_pb2.SamplingParams) -> None:
-    for name in _NUMBERS:
-        if not math.isfinite(getattr(sampling, name)):
-            refuse(f"sampling.{name}", f"{getattr(sampling, name)} is not a finite number")
-    _check_temperature(sampling.temperature)
-    if sampling.HasField("top_p") and not 0 < sampling.top_p <= 1:
-        refuse("sampling.top_p", f"{sampling.top_p} is not in (0, 1]")
-    if not 0 <= sampling.min_p <= 1:
-        refuse("sampling.min_p", f"{sampling.min_p} is not in [0, 1]")
-    penalty = sampling.repetition_penalty
-    if sampling.HasField("repetition_penalty") and not MIN_REPETITION_PENALTY <= penalty <= MAX_REPETITION_PENALTY:
-        refuse(
-            "sampling.repetition_penalty",
-            f"{penalty} is not in [{MIN_REPETITION_PENALTY}, {MAX_REPETITION_PENALTY:.0f}]; 1 is none",
-        )
-    for name in ("presence_penalty", "frequency_penalty"):
-        if not -2 <= getattr(sampling, name) <= 2:
-            refuse(f"sampling.{name}", f"{getattr(sampling, name)} is not in [-2, 2]")
+    for parameter in NUMBERS:
+        if not math.isfinite(getattr(sampling, parameter.name)):
+            refuse(f"sampling.{parameter.name}", f"{getattr(sampling, parameter.name)} is not a finite number")
+    for parameter in NUMBERS:
+        _check_range(parameter, sampling)
 
 
-def _check_temperature(temperature: float) -> None:
-    """Refuse a temperature between 0 (greedy) and MIN_TEMPERATURE: logits divided by it leave the range of float32."""
-    if temperature and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
-        refuse("sampling.temperature", f"{temperature} is neither 0 (greedy) nor in [{MIN_TEMPERATURE}, {MAX_TEMPERATURE:.0f}]")
+def _check_range(parameter: Parameter, sampling: common_pb2.SamplingParams) -> None:
+    """Absent means the default, which needs no check."""
+    name = parameter.name
+    if _FIELDS[name].has_presence and not sampling.HasField(name):  # type: ignore[arg-type]
+        return
+    problem = parameter.refusal(getattr(sampling, name))
+    if problem is not None:
+        refuse(f"sampling.{name}", problem)
 
 
 def _check_lengths(sampling: common_pb2.SamplingParams, limits: Limits) -> None:
@@ -202,10 +190,8 @@ def _check_lengths(sampling: common_pb2.SamplingParams, limits: Limits) -> None:
         refuse("sampling.max_tokens", f"{max_tokens} is more than the {limits.room} tokens that the prompt leaves of the context")
     if sampling.min_tokens > max_tokens:
         refuse("sampling.min_tokens", f"{sampling.min_tokens} is more than max_tokens, {max_tokens}")
-    if sampling.n > MAX_CHOICES:
-        refuse("sampling.n", f"{sampling.n} is more than {MAX_CHOICES}")
-    if sampling.logprobs > MAX_LOGPROBS:
-        refuse("sampling.logprobs", f"{sampling.logprobs} is more than {MAX_LOGPROBS}")
+    for parameter in _COUNTS:
+        _check_range(parameter, sampling)
 
 
 def _check_stops(sampling: common_pb2.SamplingParams, limits: Limits) -> None:

@@ -18,9 +18,9 @@ from benchmarks.gpu.shapes import TINY
 from benchmarks.gpu.timing import Deadline
 from benchmarks.gpu.weights import launched_model, make_decoder
 from pdmesh.engine.kernels.triton.sampling.sampler import DeviceSampler
-from pdmesh.engine.request import SamplingParams
 from pdmesh.engine.runner.batch import StepBatch
 from pdmesh.engine.sampling.sampler import SampleRow
+from pdmesh.sampling_params import SamplingParams
 from tests.engine.kernels.triton.paged import Sequences, Shape
 
 

@@ -17,9 +17,9 @@ from benchmarks.spec.study import Row, kept_by_depth
 from benchmarks.spec.tokens import answers, check_evidence, kinds_of
 from benchmarks.spec.turns import Turns, rates, take_turns, typical
 from pdmesh.engine.engine import Engine
-from pdmesh.engine.request import SamplingParams
 from pdmesh.engine.speculation.ngrams.lookahead import Lookahead
 from pdmesh.engine.speculation.stats import ProposerStats, SpeculationStats
+from pdmesh.sampling_params import SamplingParams
 from tests.support.mock_engine import VOCAB_SIZE, make_engine
 
 TASKS = [

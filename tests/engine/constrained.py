@@ -11,8 +11,9 @@ from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.loader.loader import LoadedModel, load_model
 from pdmesh.engine.outputs import FinishReason, StepResult, TokenLogprobs
-from pdmesh.engine.request import EngineRequest, SamplingParams
+from pdmesh.engine.request import EngineRequest
 from pdmesh.engine.speculation.proposer import Proposer
+from pdmesh.sampling_params import SamplingParams
 from pdmesh.text.grammar import GrammarCompiler
 from pdmesh.text.tokenizer import Tokenizer
 from tests.support.handed_over import hand_over

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from pdmesh.engine.engine import Engine
-from pdmesh.engine.request import EngineRequest, SamplingParams
+from pdmesh.engine.request import EngineRequest
+from pdmesh.sampling_params import SamplingParams
 from tests.support.ahead_model import AheadMock
 from tests.support.mock_engine import Collector, answer, make_engine, run_to_end
 

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdmesh.engine.kv_cache.block_pool import BlockLog, BlockPool
-from pdmesh.engine.request import EngineRequest, SamplingParams
+from pdmesh.engine.request import EngineRequest
+from pdmesh.sampling_params import SamplingParams
 from tests.support.mock_engine import Collector, make_engine, run_to_end
 
 CALLS = st.lists(

@@ -14,7 +14,8 @@ from torch import Tensor
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.loader.loader import LoadedModel, load_model
-from pdmesh.engine.request import EngineRequest, SamplingParams
+from pdmesh.engine.request import EngineRequest
+from pdmesh.sampling_params import SamplingParams
 from tests.engine.backends import BACKENDS
 from tests.support.handed_over import hand_over
 from tests.support.mock_engine import open_engine, run_to_end

@@ -14,7 +14,8 @@ from pdmesh.engine.engine import Engine
 from pdmesh.engine.kv_cache.events import SIGNALS_PER_STEP, LayerReadiness
 from pdmesh.engine.loop import EngineLoop
 from pdmesh.engine.outputs import KVReady, StepResult
-from pdmesh.engine.request import EngineRequest, SamplingParams
+from pdmesh.engine.request import EngineRequest
+from pdmesh.sampling_params import SamplingParams
 from tests.engine.backends import BACKENDS
 from tests.support.engine_requests import assert_whole, request
 from tests.support.mock_engine import Collector, hash_block, make_engine

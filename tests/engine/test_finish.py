@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pdmesh.engine.outputs import FinishReason
-from pdmesh.engine.request import SamplingParams, finish_reason
+from pdmesh.engine.request import finish_reason
+from pdmesh.sampling_params import SamplingParams
 
 EOS, STOP, OTHER = 3, 5, 7
 

@@ -12,7 +12,8 @@ import torch
 from kvtransfer.conversion import FP8, KVFormat, Numbers
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.engine import Engine
-from pdmesh.engine.request import EngineRequest, SamplingParams
+from pdmesh.engine.request import EngineRequest
+from pdmesh.sampling_params import SamplingParams
 from tests.engine.backends import needs_native
 from tests.support.mock_engine import hash_block
 from tests.support.tiny_models import make_tiny_model

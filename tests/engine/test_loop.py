@@ -15,9 +15,10 @@ from pdmesh.engine.engine import Engine
 from pdmesh.engine.errors import EngineStopped, InvalidRequest
 from pdmesh.engine.loop import EngineLoop
 from pdmesh.engine.outputs import StepResult
-from pdmesh.engine.request import EngineRequest, SamplingParams
+from pdmesh.engine.request import EngineRequest
 from pdmesh.engine.scheduler.sequence import Sequence
 from pdmesh.engine.speculation.draft import Draft
+from pdmesh.sampling_params import SamplingParams
 from tests.support.mock_engine import Collector, answer, make_engine
 
 DEADLINE_S = 10.0

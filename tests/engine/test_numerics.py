@@ -16,7 +16,8 @@ from pdmesh.engine.kernels.cpu.model import NativeModel, why_not
 from pdmesh.engine.loader.loader import LoadedModel, load_model
 from pdmesh.engine.models.config import ModelConfig
 from pdmesh.engine.models.decoder import DecoderModel
-from pdmesh.engine.request import EngineRequest, SamplingParams
+from pdmesh.engine.request import EngineRequest
+from pdmesh.sampling_params import SamplingParams
 from tests.engine.backends import needs_native
 from tests.support.mock_engine import open_engine
 from tests.support.tiny_models import make_tiny_model

@@ -6,11 +6,12 @@ import pytest
 
 from pdmesh.engine.kv_cache.block_manager import BlockAllocator
 from pdmesh.engine.kv_cache.block_pool import BlockPool
-from pdmesh.engine.request import EngineRequest, SamplingParams
+from pdmesh.engine.request import EngineRequest
 from pdmesh.engine.scheduler.scheduler import FORGIVEN, LEAST_TOKENS, MAX_SHARE, SPREAD, TARGET, Scheduler, StepCost, TpotLimiter
 from pdmesh.engine.scheduler.sequence import Phase, Sequence, SequenceGroup
 from pdmesh.engine.speculation.draft import Draft
 from pdmesh.planning import latency_model
+from pdmesh.sampling_params import SamplingParams
 from tests.support.mock_engine import hash_block
 
 COST = StepCost(

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdmesh.engine.outputs import TokenLogprobs
-from pdmesh.engine.request import SamplingParams
 from pdmesh.engine.sampling.counter_rng import gumbel, gumbel_array, random_bits
 from pdmesh.engine.sampling.sampler import SampledToken, Sampler, SampleRow, keep_min_p, keep_top_k, keep_top_p, penalize
+from pdmesh.sampling_params import SamplingParams
+from tests.support.sampling_values import other_values
 
 EOS = 5
 
@@ -116,21 +117,22 @@ def test_noise_of_a_token_does_not_depend_on_which_others_are_asked_for() -> Non
     assert torch.equal(gumbel(1, 2, 3, some), whole[some])
 
 
-sampling: st.SearchStrategy[dict[str, Any]] = st.builds(
-    dict,
-    temperature=st.sampled_from([0.0, 1e-6, 0.5, 1.0, 3.0]),
-    top_k=st.integers(0, 50),
-    top_p=st.floats(0.01, 1.0),
-    min_p=st.floats(0.0, 1.0),
-    repetition_penalty=st.sampled_from([1.0, 0.5, 1.3]),
-    presence_penalty=st.sampled_from([0.0, -1.0, 2.0]),
-    frequency_penalty=st.sampled_from([0.0, 0.5]),
-    seed=st.integers(0, 2**64 - 1),
-    min_tokens=st.integers(0, 3),
-    logprobs=st.sampled_from([None, 0, 3]),
-    stop_token_ids=st.sampled_from([(), (1, 2)]),
-    ignore_eos=st.booleans(),
-)
+listed: dict[str, st.SearchStrategy[Any]] = {
+    "temperature": st.sampled_from([0.0, 1e-6, 0.5, 1.0, 3.0]),
+    "top_k": st.integers(0, 50),
+    "top_p": st.floats(0.01, 1.0),
+    "min_p": st.floats(0.0, 1.0),
+    "repetition_penalty": st.sampled_from([1.0, 0.5, 1.3]),
+    "presence_penalty": st.sampled_from([0.0, -1.0, 2.0]),
+    "frequency_penalty": st.sampled_from([0.0, 0.5]),
+    "seed": st.integers(0, 2**64 - 1),
+    "min_tokens": st.integers(0, 3),
+    "logprobs": st.sampled_from([None, 0, 3]),
+    "stop_token_ids": st.sampled_from([(), (1, 2)]),
+    "ignore_eos": st.booleans(),
+}
+others = {name: st.sampled_from(values) for name, values in other_values(listed).items()}
+sampling: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries({**listed, **others})
 
 
 @settings(deadline=None, max_examples=60)

@@ -8,10 +8,11 @@ import pytest
 
 from pdmesh.engine.kv_cache.block_manager import BlockAllocator, BlockCopy
 from pdmesh.engine.kv_cache.block_pool import BlockPool
-from pdmesh.engine.request import EngineRequest, SamplingParams
+from pdmesh.engine.request import EngineRequest
 from pdmesh.engine.scheduler.scheduler import Scheduler, SchedulerOutput
 from pdmesh.engine.scheduler.sequence import Phase, Sequence, SequenceGroup
 from pdmesh.engine.speculation.draft import Draft
+from pdmesh.sampling_params import SamplingParams
 from tests.support.mock_engine import hash_block
 
 BLOCK_SIZE = 4

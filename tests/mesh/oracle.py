@@ -7,7 +7,8 @@ from pathlib import Path
 
 from benchmarks.engine_runs import make_engine
 from pdmesh.engine.engine import Engine
-from pdmesh.engine.request import EngineRequest, SamplingParams
+from pdmesh.engine.request import EngineRequest
+from pdmesh.sampling_params import SamplingParams
 
 _ids = count()  # of requests: one that a failed test has left behind is in no other's way
 

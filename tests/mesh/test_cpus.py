@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from pdmesh.client.client import AsyncClient
-from pdmesh.engine.request import SamplingParams
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.launcher.plan import LocalMeshConfig, usable_cores
+from pdmesh.sampling_params import SamplingParams
 from tests.mesh import oracle
 
 

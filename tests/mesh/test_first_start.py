@@ -8,9 +8,9 @@ import pytest
 from pdmesh.client.client import AsyncClient
 from pdmesh.engine.kernels.cpu import isa
 from pdmesh.engine.kernels.cpu.build import build_ahead
-from pdmesh.engine.request import SamplingParams
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.launcher.plan import LocalMeshConfig
+from pdmesh.sampling_params import SamplingParams
 from tests.mesh import oracle
 
 # What it links is the library that this machine has already; and it takes its time.

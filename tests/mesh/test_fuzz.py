@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pdmesh.client.client import AsyncClient
-from pdmesh.engine.request import SamplingParams
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.launcher.plan import LocalMeshConfig
+from pdmesh.sampling_params import SamplingParams
 from pdmesh.v1 import decode_pb2, mesh_pb2, prefill_pb2, worker_pb2
 from tests.mesh import oracle
 from tests.mesh.checks import Footprint, abstract_sockets, assert_whole

@@ -9,10 +9,10 @@ import pytest
 import pytest_asyncio
 
 from pdmesh.client.client import AsyncClient, Started
-from pdmesh.engine.request import SamplingParams
 from pdmesh.errors import Overloaded
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.launcher.plan import LocalMeshConfig
+from pdmesh.sampling_params import SamplingParams
 from tests.mesh import oracle
 from tests.mesh.checks import assert_whole
 

@@ -7,8 +7,8 @@ import pytest
 
 from pdmesh.client.client import AsyncClient, Client, Completed, Delta, Started
 from pdmesh.client.types import FinishReason
-from pdmesh.engine.request import SamplingParams
 from pdmesh.launcher.mesh import LocalMesh
+from pdmesh.sampling_params import SamplingParams
 from pdmesh.text.tokenizer import Tokenizer
 from tests.examples.programs import example, output_of
 from tests.mesh import oracle

@@ -10,10 +10,10 @@ import pytest
 import pytest_asyncio
 
 from pdmesh.client.client import AsyncClient
-from pdmesh.engine.request import SamplingParams
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.launcher.plan import LocalMeshConfig, ProcessPlan
 from pdmesh.runtime.failpoints import VARIABLE
+from pdmesh.sampling_params import SamplingParams
 from tests.mesh import oracle
 from tests.mesh.checks import Footprint, assert_whole
 

@@ -13,9 +13,9 @@ import pytest_asyncio
 
 from pdmesh.client.client import AsyncClient, Completed, Delta
 from pdmesh.client.types import Timings
-from pdmesh.engine.request import SamplingParams
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.launcher.plan import LocalMeshConfig
+from pdmesh.sampling_params import SamplingParams
 from tests.mesh import oracle
 from tests.mesh.checks import Footprint, assert_whole, is_running
 from tests.support.waiting import eventually

@@ -12,9 +12,9 @@ import pytest_asyncio
 from pdmesh.client.client import AsyncClient, Completed, Delta
 from pdmesh.client.stream import AsyncStream
 from pdmesh.client.types import FinishReason, Generation
-from pdmesh.engine.request import SamplingParams
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.launcher.plan import LocalMeshConfig, ProcessPlan
+from pdmesh.sampling_params import SamplingParams
 from pdmesh.text.tokenizer import Tokenizer
 from pdmesh.v1 import worker_pb2
 from tests.mesh import oracle

@@ -13,12 +13,12 @@ import pytest_asyncio
 
 from pdmesh import cli
 from pdmesh.client.client import AsyncClient, Client, ClientTlsConfig
-from pdmesh.engine.request import SamplingParams
 from pdmesh.errors import Unavailable
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.launcher.plan import LocalMeshConfig
 from pdmesh.runtime.config import to_env
 from pdmesh.runtime.rpc.tls import open_tls
+from pdmesh.sampling_params import SamplingParams
 from pdmesh.v1 import worker_pb2
 from pdmesh.v1.worker_pb2_grpc import WorkerControlStub
 from tests.mesh import oracle

@@ -12,9 +12,9 @@ from benchmarks.observability.otlp_receiver import OtlpReceiver
 from benchmarks.observability.traces import REMOTE_SPANS, trace_of
 from pdmesh.client.client import AsyncClient
 from pdmesh.client.types import Generation
-from pdmesh.engine.request import SamplingParams
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.launcher.plan import LocalMeshConfig
+from pdmesh.sampling_params import SamplingParams
 from tests.mesh import oracle
 from tests.mesh.checks import assert_whole
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pdmesh.engine.engine import Engine
-from pdmesh.engine.request import EngineRequest, SamplingParams
+from pdmesh.engine.request import EngineRequest
+from pdmesh.sampling_params import SamplingParams
 from tests.support.mock_engine import Collector, answer, write_kv
 
 PROMPT = (5, 6, 7, 8, 9, 10, 11, 12, 13, 14)

@@ -262,7 +262,7 @@ def _is_penalized_alike(sequence: Sequence) -> bool:
     """Return whether penalties of the next token are known: two of them begin with the second token, not before the first is
     known."""
     params = sequence.group.request.sampling
-    return bool(sequence.output) or not (params.presence_penalty or params.frequency_penalty)
+    return bool(sequence.output) or not params.penalizes_output
 
 
 def overlap_scheduler(

@@ -13,12 +13,14 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pdmesh.engine.outputs import TokenLogprobs
-from pdmesh.engine.request import SamplingParams, end_tokens
+from pdmesh.engine.request import end_tokens
 from pdmesh.engine.sampling.counter_rng import gumbel
 from pdmesh.engine.sampling.grammar import Bits
+from pdmesh.sampling_params import DRAWN, Kind, SamplingParams
 
 # Functions that change a row of logits before a token is drawn, in this order:
 # grammar, penalties, minimum length, temperature, top-k, top-p, min-p.
@@ -36,13 +38,13 @@ def keep_allowed(row: Tensor, allowed: Bits) -> Tensor:
 
 
 def penalize(row: Tensor, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]) -> Tensor:
-    """Apply the repetition penalty over prompt and output (Keskar et al., CTRL, 2019; as in transformers), then presence and
-    frequency penalties over the output (OpenAI's definition). Returns the row itself when all are neutral."""
-    if params.repetition_penalty != 1.0:
+    """Repetition penalty over prompt and output (Keskar et al., CTRL, 2019; as in transformers), then presence and frequency
+    penalties over the output (OpenAI's definition). Returns the row itself when all are neutral."""
+    if params.penalizes_prompt:
         ids = torch.unique(torch.tensor([*prompt, *output], dtype=torch.int64, device=row.device))
         seen = row[ids]
         row = row.index_put((ids,), torch.where(seen < 0, seen * params.repetition_penalty, seen / params.repetition_penalty))
-    if output and (params.presence_penalty or params.frequency_penalty):
+    if output and params.penalizes_output:
         ids, counts = torch.unique(torch.tensor(list(output), device=row.device), return_counts=True)
         row = row.index_put((ids,), row[ids] - params.frequency_penalty * counts - params.presence_penalty)
     return row
@@ -90,6 +92,30 @@ def keep_min_p(row: Tensor, min_p: float) -> Tensor:
     return row.masked_fill(probabilities < min_p * probabilities.max(), HIDDEN)
 
 
+def keep_likely(row: Tensor, params: SamplingParams) -> Tensor:
+    """Hides what none of the draws of a request may give, whatever the noise. `row`: divided by the temperature."""
+    return keep_min_p(keep_top_p(keep_top_k(row, params.top_k), params.top_p), params.min_p)
+
+
+# What samplers in other languages are told of a request: a record of all that their rules depend on (`DRAWN`).
+
+
+def record_type(number: str, count: str, *, align: bool) -> np.dtype[np.void]:
+    """A record with a field for each parameter, of these numpy types; a count of 64 bits has 64."""
+    types = {Kind.NUMBER: number, Kind.COUNT: count}
+    wide = [(each.name, "u8" if each.rules.bits == 64 else types[each.kind]) for each in DRAWN]
+    return np.dtype(wide, align=align)
+
+
+def record_of(params: SamplingParams, type_: np.dtype[np.void]) -> NDArray[np.void]:
+    """One record [1]. A count that its field cannot hold becomes the most that it can: all tokens, either way."""
+    record = np.zeros(1, type_)
+    for parameter in DRAWN:
+        value, name = getattr(params, parameter.name), parameter.name
+        record[name] = min(value, np.iinfo(record.dtype[name]).max) if parameter.kind is Kind.COUNT else value
+    return record
+
+
 @dataclass(frozen=True)
 class SampleRow:
     """Describe what one row of logits is for."""
@@ -113,8 +139,8 @@ class SampleRow:
     def is_plain(self) -> bool:
         """Return whether the row is greedy from the raw logits: one argmax."""
         params = self.params
-        neutral = params.repetition_penalty == 1.0 and not (params.presence_penalty or params.frequency_penalty)
-        return params.greedy and neutral and not self.forbidden and self.allowed is None
+        is_penalized = params.penalizes_prompt or params.penalizes_output
+        return params.greedy and not is_penalized and not self.forbidden and self.allowed is None
 
 
 class Unseen(NamedTuple):
@@ -153,9 +179,8 @@ def _draw(logits: Tensor, row: SampleRow) -> int:
         logits = forbid(logits, row.forbidden)
     if params.greedy:
         return int(logits.argmax())
-    logits = apply_temperature(logits, params.temperature)
-    logits = keep_min_p(keep_top_p(keep_top_k(logits, params.top_k), params.top_p), params.min_p)
-    # Noise only for what can be drawn: it does not depend on which other tokens get noise.
+    logits = keep_likely(apply_temperature(logits, params.temperature), params)
+    # Noise for what can be drawn only: it does not depend on which other tokens are asked for.
     candidates = (logits > float("-inf")).nonzero().flatten()
     scores = logits[candidates] + gumbel(params.seed, row.choice, row.index, candidates)
     return int(candidates[scores.argmax()])

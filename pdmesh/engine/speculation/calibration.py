@@ -32,11 +32,11 @@ from torch import Tensor
 
 from pdmesh.engine.kv_cache.block_pool import num_blocks_for
 from pdmesh.engine.loader.hash import cache_folder
-from pdmesh.engine.request import SamplingParams
 from pdmesh.engine.runner.batch import StepBatch
 from pdmesh.engine.runner.model_runner import ForwardModel, TokenSampler
 from pdmesh.engine.sampling.sampler import SampleRow
 from pdmesh.engine.speculation.cost_curve import CostCurve, rising
+from pdmesh.sampling_params import SamplingParams
 
 # Cost curves of earlier starts, in the user's cache folder: one file for each model, machine and setting
 #

@@ -5,33 +5,22 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from pdmesh.runtime.errors import InvalidArgument, NotFound
+from pdmesh.sampling_params import PARAMETERS, Kind
 from pdmesh.third_party.kserve import grpc_service_pb2 as pb
 from pdmesh.v1 import common_pb2, mesh_pb2
 from router.api.kserve import values
 from router.api.kserve.tensors import FLAGS, LATE_OUTPUTS, OUTPUTS, PIECE_OUTPUTS, VERSION, WHOLE_OUTPUTS, Inputs, input_name
-from router.api.kserve.values import Value
+from router.api.kserve.values import Read, Value
 from router.api.protocol_errors import mesh_request_id
 from router.api.validation import MAX_MESSAGES, refuse
 
 # Parameters of a request, from `parameters` and from the JSON in the tensor `sampling_parameters`, to our messages.
 
-Read = Callable[[str, Value], object]
-_SAMPLING: dict[str, Read] = {
-    "temperature": values.number,
-    "top_k": values.top_k,
-    "top_p": values.number,
-    "min_p": values.number,
-    "repetition_penalty": values.number,
-    "presence_penalty": values.number,
-    "frequency_penalty": values.number,
-    "seed": values.seed,
-    "max_tokens": values.count,
-    "min_tokens": values.count,
-    "ignore_eos": values.flag,
-    "logprobs": values.count,
-    "n": values.count,
+_SAMPLING: dict[str, Read] = {each.name: values.reader(each) for each in PARAMETERS if each.kind is not Kind.TOKENS}
+_LISTS: dict[str, Callable[[str, Value], list[str] | list[int]]] = {
+    "stop": values.texts,
+    **{each.name: values.counts for each in PARAMETERS if each.kind is Kind.TOKENS},
 }
-_LISTS: dict[str, Callable[[str, Value], list[str] | list[int]]] = {"stop": values.texts, "stop_token_ids": values.counts}
 _CONSTRAINTS: dict[str, Read] = {
     "json_schema": values.schema,
     "regex": values.text,

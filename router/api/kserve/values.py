@@ -5,10 +5,12 @@ import json
 import math
 from collections.abc import Callable
 
+from pdmesh.sampling_params import Kind, Parameter
 from pdmesh.v1 import common_pb2
 from router.api.validation import refuse
 
 Value = object
+Read = Callable[[str, Value], object]
 _UINT32 = 2**32
 
 
@@ -54,11 +56,10 @@ def whole(low: int, high: int) -> Callable[[str, Value], int]:
 
 
 count = whole(0, _UINT32)
-seed = whole(0, 2**64)
 
 
-def top_k(field: str, value: Value) -> int:
-    """Return the number of likeliest tokens; -1, which is a usual way to say "all", becomes 0."""
+def count_or_all(field: str, value: Value) -> int:
+    """-1 is a usual way to say "all", which is 0 here."""
     return max(0, whole(-1, _UINT32)(field, value))
 
 
@@ -122,3 +123,12 @@ def _from_json(value: str, begin: str) -> Value:
         return json.loads(value)
     except (ValueError, RecursionError):
         return value
+
+
+def reader(parameter: Parameter) -> Read:
+    """What reads a sampling parameter that is no list."""
+    if parameter.kind is Kind.NUMBER:
+        return number
+    if parameter.kind is Kind.FLAG:
+        return flag
+    return count_or_all if parameter.rules.is_minus_one_all else whole(0, 2**parameter.rules.bits)

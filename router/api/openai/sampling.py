@@ -6,10 +6,11 @@ import json
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from pdmesh.sampling_params import MAX_CHOICES, MIN_TEMPERATURE, NUMBERS, PARAMETERS, Kind
 from pdmesh.text.grammar import MAX_BYTES
 from pdmesh.v1 import common_pb2
 from router.api.openai.fields import MAX_UINT32, Fields, as_integer, as_text
-from router.api.validation import MAX_CHOICES, MAX_STOP_STRINGS, MAX_STOP_TOKENS, MIN_TEMPERATURE, refuse
+from router.api.validation import MAX_STOP_STRINGS, MAX_STOP_TOKENS, refuse
 
 # Constraints on the output: OpenAI's `response_format`, and vLLM's `structured_outputs` and older `guided_*`.
 
@@ -108,34 +109,26 @@ def _choice(fields: Fields, name: str) -> common_pb2.Constraint:
 _READERS: dict[str, Reader] = {"json": _json, "regex": _regex, "choice": _choice, "grammar": _grammar}
 
 
-_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 LEAST_TOP_P = 1e-6
-_INTEGERS = ("n", "min_tokens", "max_tokens")
+# Each endpoint has a way of its own to ask for log-probabilities.
+_COUNTS = tuple(parameter for parameter in PARAMETERS if parameter.kind is Kind.COUNT and parameter.name != "logprobs")
+# What differs from an unsigned number of 32 bits. What is made for each choice is made before the router looks at the request.
+_LIMITS = {"n": (1, MAX_CHOICES), "max_tokens": (1, MAX_UINT32), "seed": (-(2**63), 2**64 - 1)}
 
 
 def read_sampling(fields: Fields) -> tuple[common_pb2.SamplingParams, dict[str, str]]:
     """Return the parameters that both endpoints have in common, and names for `errors.renamed`. The router checks ranges; a value
     that does not fit the wire is refused here. Raises InvalidArgument."""
     sampling = common_pb2.SamplingParams(ignore_eos=fields.flag("ignore_eos"))
-    for name in _NUMBERS:
-        number = fields.number(name)
+    for parameter in NUMBERS:
+        number = fields.number(parameter.name)
         if number is not None:
-            setattr(sampling, name, number)
+            setattr(sampling, parameter.name, number)
     if 0 < sampling.temperature < MIN_TEMPERATURE:
         sampling.temperature = 0  # OpenAI's range has no gap between greedy and the lowest temperature that can be computed
     if sampling.HasField("top_p") and sampling.top_p == 0:
         sampling.top_p = LEAST_TOP_P  # the likeliest token always stays
-    for name in _INTEGERS:
-        # Objects for each choice are made before the router checks the request.
-        high = MAX_CHOICES if name == "n" else MAX_UINT32
-        integer = fields.integer(name, low=0 if name == "min_tokens" else 1, high=high)
-        if integer is not None:
-            setattr(sampling, name, integer)
-    top_k = fields.integer("top_k", low=-1)
-    sampling.top_k = max(0, top_k or 0)  # -1 is vLLM's word for all
-    seed = fields.integer("seed", low=-(2**63), high=2**64 - 1)
-    if seed is not None:
-        sampling.seed = seed % 2**64
+    _read_counts(fields, sampling)
     stop_token_ids = fields.items("stop_token_ids") or []
     if len(stop_token_ids) > MAX_STOP_TOKENS:
         refuse("stop_token_ids", f"{len(stop_token_ids)} tokens are more than {MAX_STOP_TOKENS}")
@@ -147,6 +140,15 @@ def read_sampling(fields: Fields) -> tuple[common_pb2.SamplingParams, dict[str, 
         kind = wanted.constraint.WhichOneof("kind")
         names |= {"sampling.constraint": wanted.param, f"sampling.constraint.{kind}": wanted.param}
     return sampling, names
+
+
+def _read_counts(fields: Fields, sampling: common_pb2.SamplingParams) -> None:
+    for parameter in _COUNTS:
+        name, is_minus_one_all = parameter.name, parameter.rules.is_minus_one_all
+        low, high = _LIMITS.get(name, (-1 if is_minus_one_all else 0, MAX_UINT32))
+        integer = fields.integer(name, low, high)
+        if integer is not None:
+            setattr(sampling, name, max(0, integer) if is_minus_one_all else integer % 2**parameter.rules.bits)
 
 
 def _read_stop(fields: Fields, sampling: common_pb2.SamplingParams) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import math
 
+from pdmesh.sampling_params import PARAMETERS, Kind, Parameter
 from pdmesh.third_party.vllm import vllm_engine_pb2 as pb
 from pdmesh.v1 import common_pb2, mesh_pb2
 from router.api.protocol_errors import mesh_request_id, shortest
@@ -22,17 +23,14 @@ _REFUSED_SAMPLING = {
     "truncate_prompt_tokens": "is not supported; send the prompt as it is to be used",
     "structural_tag": "is not supported; send json_schema, regex, grammar or choice",
 }
-# 0 is the default of both protocols.
-_NUMBERS = ("min_p", "frequency_penalty", "presence_penalty")
-_SAME = ("top_k", "min_tokens", "ignore_eos", "n")
 ANY_OBJECT = '{"type": "object"}'
 
-_FIELDS = (*_NUMBERS, *_SAME, "temperature", "top_p", "repetition_penalty", "max_tokens", "seed", "logprobs")
-_LISTS = ("stop", "stop_token_ids")
+# Of our parameters those that the engine's protocol has, under the same names.
+_PARAMETERS = {each.name: each for each in PARAMETERS if each.name in pb.SamplingParams.DESCRIPTOR.fields_by_name}
 _CONSTRAINTS = ("json_schema", "regex", "grammar", "choice")
 # Our fields to the caller's names, for errors.
 NAMES = {
-    **{f"sampling.{name}": f"sampling_params.{name}" for name in (*_FIELDS, *_LISTS)},
+    **{f"sampling.{name}": f"sampling_params.{name}" for name in (*_PARAMETERS, "stop")},
     **{f"sampling.constraint.{name}": f"sampling_params.{name}" for name in _CONSTRAINTS},
     "sampling.constraint": "sampling_params.constraint",
     "tokens.ids": "tokenized.input_ids",
@@ -62,37 +60,28 @@ def to_mesh(request: pb.GenerateRequest) -> mesh_pb2.GenerateRequest:
 
 
 def _sampling(params: pb.SamplingParams) -> common_pb2.SamplingParams:
-    present = {descriptor.name for descriptor, _ in params.ListFields()}
+    present = {descriptor.name for descriptor, _ in params.ListFields()}  # what is absent, or 0, is the default, as with us
     for name, why in _REFUSED_SAMPLING.items():
         if name in present:
             refuse(f"sampling_params.{name}", why)
-    sampling = common_pb2.SamplingParams(stop=params.stop, stop_token_ids=params.stop_token_ids)
-    for name in _SAME:
-        setattr(sampling, name, getattr(params, name))
-    for name in _NUMBERS:
-        setattr(sampling, name, _number(params, name))
-    for name in ("top_p", "repetition_penalty"):
-        if name in present:  # these fields are set if and only if they are not 0
-            setattr(sampling, name, _number(params, name))
-    if params.HasField("temperature"):
-        sampling.temperature = _number(params, "temperature")
-    if params.HasField("max_tokens"):
-        sampling.max_tokens = params.max_tokens
-    if params.HasField("seed"):
-        sampling.seed = params.seed % 2**64
-    if params.HasField("logprobs"):
-        sampling.logprobs = _logprobs(params.logprobs)
+    sampling = common_pb2.SamplingParams(stop=params.stop)
+    for name, parameter in _PARAMETERS.items():
+        if name not in present:
+            continue
+        if parameter.kind is Kind.TOKENS:
+            getattr(sampling, name).extend(getattr(params, name))
+        else:
+            setattr(sampling, name, _value(parameter, getattr(params, name)))
     _constrain(sampling, params)
     return sampling
 
 
-def _number(params: pb.SamplingParams, name: str) -> float:
-    value: float = getattr(params, name)
-    return shortest(value) if math.isfinite(value) else value
-
-
-def _logprobs(value: int) -> int:
-    if value < 0:
+def _value(parameter: Parameter, value: float) -> float:
+    if parameter.kind is Kind.NUMBER:
+        return shortest(value) if math.isfinite(value) else value
+    if parameter.name == "seed":
+        return int(value) % 2**64
+    if parameter.name == "logprobs" and value < 0:
         refuse("sampling_params.logprobs", f"{value} is negative; the whole vocabulary is not supported")
     return value
 

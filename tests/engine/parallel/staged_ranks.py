@@ -17,7 +17,8 @@ from pdmesh.engine.kv_cache.staging import Marks, Staging, StagingSizes
 from pdmesh.engine.kv_cache.streams import streams_of
 from pdmesh.engine.parallel.model import ParallelModel
 from pdmesh.engine.parallel.staging import RanksCopies, stage_ranks
-from pdmesh.engine.request import EngineRequest, SamplingParams
+from pdmesh.engine.request import EngineRequest
+from pdmesh.sampling_params import SamplingParams
 from tests.engine.parallel.conftest import running
 from tests.support.mock_engine import run_to_end
 

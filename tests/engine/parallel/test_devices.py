@@ -13,7 +13,8 @@ import torch
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.parallel.tp_protocol import RankFailed
-from pdmesh.engine.request import EngineRequest, SamplingParams
+from pdmesh.engine.request import EngineRequest
+from pdmesh.sampling_params import SamplingParams
 from tests.engine.parallel.conftest import pids_of, running
 from tests.engine.parallel.staged_ranks import handed_off, prefilled, staged_ranks
 from tests.support.mock_engine import run_to_end

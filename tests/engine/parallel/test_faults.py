@@ -18,7 +18,8 @@ from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.loader.loader import load_model
 from pdmesh.engine.parallel.tp_protocol import RankFailed
-from pdmesh.engine.request import EngineRequest, SamplingParams
+from pdmesh.engine.request import EngineRequest
+from pdmesh.sampling_params import SamplingParams
 from tests.engine.parallel.conftest import config_of, is_alive, pids_of, running
 from tests.support.tiny_models import make_tiny_model
 

@@ -16,9 +16,10 @@ from pdmesh.engine.engine import Engine
 from pdmesh.engine.kv_cache.pool import KVShape
 from pdmesh.engine.loader.loader import load_model
 from pdmesh.engine.parallel.model import ParallelModel
-from pdmesh.engine.request import EngineRequest, SamplingParams
+from pdmesh.engine.request import EngineRequest
 from pdmesh.engine.runner.batch import StepBatch
 from pdmesh.engine.speculation.draft_heads.weights import save_heads
+from pdmesh.sampling_params import SamplingParams
 from tests.engine.parallel.conftest import config_of, running
 from tests.engine.speculation.heads.tiny_heads import make_heads
 from tests.support.handed_over import hand_over

@@ -6,10 +6,11 @@ import itertools
 from collections.abc import Callable
 from collections.abc import Sequence as Sequence_
 
-from pdmesh.engine.request import EngineRequest, SamplingParams
+from pdmesh.engine.request import EngineRequest
 from pdmesh.engine.scheduler.sequence import Phase, Sequence, SequenceGroup
 from pdmesh.engine.speculation.draft import Draft, Verified
 from pdmesh.engine.speculation.proposer import Ask, Proposer
+from pdmesh.sampling_params import SamplingParams
 
 _numbers = itertools.count()
 

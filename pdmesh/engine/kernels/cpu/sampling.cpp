@@ -57,9 +57,8 @@ void forget_tokens(const int64_t* ids, int64_t count, int64_t vocab, int32_t* co
 }
 
 void penalize_repetition(float* x, int64_t vocab, const PdmeshSampleRow& row, int32_t* counts) {
-    const auto penalize = [&](int64_t id) {
-        x[id] = x[id] < 0 ? x[id] * row.repetition_penalty : x[id] / row.repetition_penalty;
-    };
+    const float penalty = static_cast<float>(row.params.repetition_penalty);
+    const auto penalize = [&](int64_t id) { x[id] = x[id] < 0 ? x[id] * penalty : x[id] / penalty; };
     count_tokens(row.prompt, row.num_prompt, vocab, counts, penalize);
     count_tokens(row.output, row.num_output, vocab, counts, penalize);
     forget_tokens(row.prompt, row.num_prompt, vocab, counts);
@@ -67,13 +66,15 @@ void penalize_repetition(float* x, int64_t vocab, const PdmeshSampleRow& row, in
 }
 
 void penalize_output(float* x, int64_t vocab, const PdmeshSampleRow& row, int32_t* counts) {
+    const float presence = static_cast<float>(row.params.presence_penalty);
+    const float frequency = static_cast<float>(row.params.frequency_penalty);
     count_tokens(row.output, row.num_output, vocab, counts, [](int64_t) {});
     for (int64_t i = 0; i < row.num_output; i++) {
         const int64_t id = row.output[i];
         if (id < 0 || id >= vocab || counts[id] == 0) continue;
         // By way of double the product is rounded by itself, as in torch: no compiler fuses it with the difference.
-        const double penalty = static_cast<double>(row.frequency_penalty) * counts[id];
-        x[id] = x[id] - static_cast<float>(penalty) - row.presence_penalty;
+        const double penalty = static_cast<double>(frequency) * counts[id];
+        x[id] = x[id] - static_cast<float>(penalty) - presence;
         counts[id] = 0;
     }
 }
@@ -91,8 +92,8 @@ void keep_allowed(float* x, int64_t vocab, const uint32_t* allowed) {
 
 // The row itself where nothing changes it.
 const float* adjusted(const float* x, int64_t vocab, const PdmeshSampleRow& row, Scratch& own) {
-    const bool is_repetition = row.repetition_penalty != 1.0f;
-    const bool is_output = row.num_output > 0 && (row.presence_penalty != 0.0f || row.frequency_penalty != 0.0f);
+    const bool is_repetition = row.params.repetition_penalty != 1.0;
+    const bool is_output = row.num_output > 0 && (row.params.presence_penalty != 0.0 || row.params.frequency_penalty != 0.0);
     if (!is_repetition && !is_output && row.num_forbidden == 0 && !row.allowed) return x;
     own.logits.assign(x, x + vocab);
     if (row.allowed) keep_allowed(own.logits.data(), vocab, row.allowed);
@@ -155,11 +156,12 @@ int64_t draw_any(const Row& row, float temperature, const NoiseKeys& keys) {
 
 // ---- rows ------------------------------------------------------------------------------------------------------------------
 
-int64_t draw(const Row& row, const PdmeshSampleRow& params, Scratch& own) {
-    if (!(params.temperature > 0.0f) || !std::isfinite(row.max)) return argmax(row);
-    const NoiseKeys keys = noise_keys(params.seed, params.choice, params.index);
-    const bool is_filtered = has_top_k(params, row.size) || params.top_p < 1.0 || params.min_p > 0.0;
-    if (!is_filtered) return draw_any(row, params.temperature, keys);
+int64_t draw(const Row& row, const PdmeshSampleRow& wanted, Scratch& own) {
+    const PdmeshSamplingParams& params = wanted.params;
+    const float temperature = temperature_of(params);
+    if (!(temperature > 0.0f) || !std::isfinite(row.max)) return argmax(row);
+    const NoiseKeys keys = noise_keys(params.seed, wanted.choice, wanted.index);
+    if (!is_filtered(params, row.size)) return draw_any(row, temperature, keys);
     select(row, params, own.sorted, own.candidates);
     return own.candidates.count ? draw_candidates(own.candidates, keys) : argmax(row);
 }
@@ -193,11 +195,11 @@ void report_logprobs(const float* x, int64_t vocab, int64_t index, int32_t count
     if (wanted > 0 && std::isfinite(row.max)) report_likeliest(row, log_sum, index, wanted, out, own);
 }
 
-void sample_row(const float* logits, int64_t vocab, int64_t index, const PdmeshSampleRow& params, const PdmeshSampleOutput& out) {
+void sample_row(const float* logits, int64_t vocab, int64_t index, const PdmeshSampleRow& wanted, const PdmeshSampleOutput& out) {
     Scratch& own = scratch();
     const float* x = logits + index * vocab;
-    out.tokens[index] = draw(scan(adjusted(x, vocab, params, own), vocab, own.columns), params, own);
-    if (params.wants_logprobs) report_logprobs(x, vocab, index, params.num_logprobs, out, own);
+    out.tokens[index] = draw(scan(adjusted(x, vocab, wanted, own), vocab, own.columns), wanted, own);
+    if (wanted.wants_logprobs) report_logprobs(x, vocab, index, wanted.num_logprobs, out, own);
 }
 
 // Roughly how long a token takes, in nanoseconds: to look at it, or to give it noise or a weight.
@@ -206,7 +208,7 @@ constexpr double kLook = 0.06, kWork = 1.0;
 constexpr double kWorthWaking = 1e5;
 
 double duration(const PdmeshSampleRow& row, int64_t vocab) {
-    return (row.temperature > 0.0f || row.wants_logprobs ? kWork : kLook) * static_cast<double>(vocab);
+    return (row.params.temperature > 0.0 || row.wants_logprobs ? kWork : kLook) * static_cast<double>(vocab);
 }
 
 // body(row) for all rows, which take `nanoseconds` together.
@@ -284,10 +286,10 @@ void pdmesh_sample_noise(uint64_t seed, int64_t choice, int64_t index, int64_t c
 }
 
 // For tests. The tokens of one row that can be drawn with a temperature, into tokens [vocab]; how many they are.
-int64_t pdmesh_sample_candidates(const float* logits, int64_t vocab, const PdmeshSampleRow* params, int64_t* tokens) {
+int64_t pdmesh_sample_candidates(const float* logits, int64_t vocab, const PdmeshSampleRow* row, int64_t* tokens) {
     using namespace pdmesh::sampling;
     Scratch& own = scratch();
-    select(scan(adjusted(logits, vocab, *params, own), vocab, own.columns), *params, own.sorted, own.candidates);
+    select(scan(adjusted(logits, vocab, *row, own), vocab, own.columns), row->params, own.sorted, own.candidates);
     return std::copy_n(own.candidates.ids.data(), own.candidates.count, tokens) - tokens;
 }
 

@@ -1,26 +1,23 @@
-// Drawing the tokens of one step, all rows in one call. The meaning of every rule is that of pdmesh/engine/sampling/sampler.py and
-// pdmesh/engine/sampling/sampler.py; pdmesh/engine/kernels/cpu/sampling.py mirrors the structs.
+// Drawing the tokens of one step, all rows in one call. The meaning of every rule is that of pdmesh/engine/sampling/sampler.py;
+// pdmesh/engine/kernels/cpu/sampling.py mirrors the structs.
 #pragma once
 
 #include <cstdint>
 
 #include "parallel.h"
+#include "sampling_params.h"
 
 extern "C" {
 
 // What one row of logits is for. All memory stays the caller's and is only read.
 struct PdmeshSampleRow {
-    uint64_t seed;
+    PdmeshSamplingParams params;
     int64_t choice, index;
     const int64_t* prompt;     // [num_prompt], for the repetition penalty; ids outside the vocabulary are ignored
     const int64_t* output;     // [num_output], for all penalties
     const int64_t* forbidden;  // [num_forbidden]: tokens that cannot be drawn now
     const uint32_t* allowed;   // [ceil(V / 32)], a bit for each token: no other can be drawn; null: all can
     int64_t num_prompt, num_output, num_forbidden;
-    int64_t top_k;  // 0: all tokens
-    double top_p, min_p;  // 1 and 0: all tokens
-    float temperature;    // 0: greedy
-    float repetition_penalty, presence_penalty, frequency_penalty;  // 1, 0 and 0: none
     int32_t num_logprobs;  // how many of the likeliest tokens are reported beside the chosen one
     int32_t wants_logprobs;
 };

@@ -17,19 +17,19 @@ from numpy.typing import NDArray
 from torch import Tensor, float32
 
 from pdmesh.engine.outputs import TokenLogprobs
-from pdmesh.engine.request import SamplingParams
-from pdmesh.engine.sampling.sampler import SampledToken, SampleRow
+from pdmesh.engine.sampling.sampler import SampledToken, SampleRow, record_of, record_type
+from pdmesh.sampling_params import SamplingParams
 
 Int64s = NDArray[np.int64]
 
+# PdmeshSamplingParams of sampling_params.h, which is made from the same description.
+PARAMS = record_type("f8", "i8", align=True)
 # PdmeshSampleRow of sampling.h, field by field.
 ROW = np.dtype(
     [
-        ("seed", np.uint64), ("choice", np.int64), ("index", np.int64),
+        ("params", PARAMS), ("choice", np.int64), ("index", np.int64),
         ("prompt", np.uintp), ("output", np.uintp), ("forbidden", np.uintp), ("allowed", np.uintp),
         ("num_prompt", np.int64), ("num_output", np.int64), ("num_forbidden", np.int64),
-        ("top_k", np.int64), ("top_p", np.float64), ("min_p", np.float64), ("temperature", np.float32),
-        ("repetition_penalty", np.float32), ("presence_penalty", np.float32), ("frequency_penalty", np.float32),
         ("num_logprobs", np.int32), ("wants_logprobs", np.int32),
     ],
     align=True,
@@ -58,9 +58,9 @@ class _Plan:
     __slots__ = ("has_ends", "has_penalty", "has_repetition", "is_plain", "packed", "params", "points", "wants_logprobs")
 
     def __init__(self, params: SamplingParams) -> None:
-        self.params = params  # also keeps their id() from being reused
-        self.has_repetition = params.repetition_penalty != 1.0
-        self.has_penalty = self.has_repetition or bool(params.presence_penalty or params.frequency_penalty)
+        self.params = params  # also keeps their id() from being another's
+        self.has_repetition = params.penalizes_prompt
+        self.has_penalty = self.has_repetition or params.penalizes_output
         self.has_ends = params.min_tokens > 0
         self.points = self.has_penalty or self.has_ends
         self.wants_logprobs = params.logprobs is not None
@@ -203,11 +203,7 @@ class NativeSampler:
 def _packed(params: SamplingParams) -> bytes:
     """Return a packed row without what changes from token to token."""
     row = np.zeros(1, ROW)
-    row["seed"] = params.seed
-    row["top_k"] = min(params.top_k, _MOST)
-    row["top_p"], row["min_p"], row["temperature"] = params.top_p, params.min_p, params.temperature
-    row["repetition_penalty"] = params.repetition_penalty
-    row["presence_penalty"], row["frequency_penalty"] = params.presence_penalty, params.frequency_penalty
+    row["params"] = record_of(params, PARAMS)
     row["wants_logprobs"], row["num_logprobs"] = params.logprobs is not None, min(params.logprobs or 0, _MOST)
     return row.tobytes()
 

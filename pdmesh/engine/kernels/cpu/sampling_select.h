@@ -33,7 +33,9 @@ constexpr int kLanes = 16;
 constexpr int kGroup = 512;  // tokens
 constexpr float kHidden = -std::numeric_limits<float>::infinity();
 
-inline bool has_top_k(const PdmeshSampleRow& params, int64_t vocab) { return params.top_k > 0 && params.top_k < vocab; }
+inline float temperature_of(const PdmeshSamplingParams& params) { return static_cast<float>(params.temperature); }
+
+inline bool has_top_k(const PdmeshSamplingParams& params, int64_t vocab) { return params.top_k > 0 && params.top_k < vocab; }
 
 // One row of logits and the maxima of its columns. NaN is lower than everything.
 struct Row {
@@ -324,26 +326,31 @@ inline void keep_top_p(Candidates& candidates, double top_p, double total, int64
     candidates.keep([&](int64_t i) { return weights[i] >= bounds.possible; });
 }
 
+// Whether any rule hides tokens.
+inline bool is_filtered(const PdmeshSamplingParams& params, int64_t vocab) {
+    return has_top_k(params, vocab) || params.top_p < 1.0 || params.min_p > 0.0;
+}
+
 // No token below it can pass the rules of a row with a finite maximum. `total`: the sum of all weights, where top-p needs it.
-inline float bound_of(const Row& row, const PdmeshSampleRow& params, double& total, std::vector<float>& scratch) {
+inline float bound_of(const Row& row, const PdmeshSamplingParams& params, double& total, std::vector<float>& scratch) {
     if (has_top_k(params, row.size)) return bound_of_highest(row, params.top_k, scratch);
     double least = std::max(params.min_p, 0.0);
     if (params.top_p < 1.0) {
-        total = sum_weights(row.x, row.size, row.max, params.temperature);
+        total = sum_weights(row.x, row.size, row.max, temperature_of(params));
         least = std::max(least, std::min(total * (1.0 - params.top_p) / static_cast<double>(row.size), 1.0));
     }
     if (!(least > 0.0)) return kHidden;
     // The extra 1e-3: the weights are rounded, and so are their logarithms.
-    const double distance = static_cast<double>(params.temperature) * (std::log(least) - 1e-3);
+    const double distance = static_cast<double>(temperature_of(params)) * (std::log(least) - 1e-3);
     return lowered(static_cast<double>(row.max) + distance, row.max);
 }
 
 // What can be drawn from a row with a finite maximum.
-inline void select(const Row& row, const PdmeshSampleRow& params, std::vector<float>& scratch, Candidates& out) {
+inline void select(const Row& row, const PdmeshSamplingParams& params, std::vector<float>& scratch, Candidates& out) {
     const bool has_top_p = params.top_p < 1.0, has_min_p = params.min_p > 0.0;
     double total = 0;
     gather(row, std::max(bound_of(row, params, total, scratch), std::numeric_limits<float>::lowest()), out);
-    scale(row, params.temperature, out);
+    scale(row, temperature_of(params), out);
     if (has_top_k(params, row.size)) keep_top_k(out, params.top_k);
     if (has_top_p || has_min_p) weigh(out);
     if (has_top_p) {

@@ -16,7 +16,8 @@ from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.loader.loader import load_model
 from pdmesh.engine.outputs import FinishReason, StepResult, TokenLogprobs
-from pdmesh.engine.request import EngineRequest, SamplingParams
+from pdmesh.engine.request import EngineRequest
+from pdmesh.sampling_params import SamplingParams
 from tests.engine.backends import needs_native
 from tests.support.handed_over import hand_over
 from tests.support.mock_engine import open_engine

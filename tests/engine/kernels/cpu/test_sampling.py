@@ -19,7 +19,6 @@ from torch import Tensor
 
 from pdmesh.engine.kernels.cpu import build, isa
 from pdmesh.engine.kernels.cpu.sampling import NativeSampler
-from pdmesh.engine.request import SamplingParams
 from pdmesh.engine.sampling.counter_rng import gumbel, random_bits
 from pdmesh.engine.sampling.grammar import Bits
 from pdmesh.engine.sampling.sampler import (
@@ -28,11 +27,12 @@ from pdmesh.engine.sampling.sampler import (
     apply_temperature,
     forbid,
     keep_allowed,
-    keep_min_p,
-    keep_top_k,
-    keep_top_p,
+    keep_likely,
     penalize,
 )
+from pdmesh.sampling_params import SamplingParams
+from tests.support.sampling_values import other_values
+from tools import sampling_params
 
 EOS = 5
 TIERS = sorted({isa.supported()[0].name, *(tier.name for tier in isa.supported() if tier.name in ("avx2", "portable"))})
@@ -81,7 +81,7 @@ def random_logits(rows: int, size: int, seed: int = 0, scale: float = 2.0) -> Te
 
 def random_row(chance: random.Random, vocab: int, **fixed: Any) -> SampleRow:
     tokens = [chance.randrange(min(vocab, 300)) for _ in range(60)]
-    params = {
+    params: dict[str, Any] = {
         "temperature": chance.choice([0.0, 0.1, 0.7, 1.0, 1.0, 5.0]),
         "top_k": chance.choice([0, 0, 1, 5, 50, 700, vocab, vocab + 1]),
         "top_p": chance.choice([1.0, 1.0, 0.05, 0.5, 0.9, 0.95, 0.999]),
@@ -95,6 +95,7 @@ def random_row(chance: random.Random, vocab: int, **fixed: Any) -> SampleRow:
         "ignore_eos": chance.random() < 0.3,
         "logprobs": chance.choice([None, None, 0, 4]),
     }
+    params |= {name: chance.choice(values) for name, values in other_values(params).items()}
     index = chance.randrange(20)
     prompt, output = tuple(tokens[:40]), tokens[40 : 40 + index]
     made = row(choice=chance.randrange(4), index=index, prompt=prompt, output=output, **params | fixed)
@@ -116,7 +117,7 @@ def reference(logits: Tensor, r: SampleRow) -> tuple[Tensor, Tensor]:
         logits = keep_allowed(logits, r.allowed)
     logits = forbid(penalize(logits, r.params, r.prompt, r.output), r.forbidden)
     logits = apply_temperature(logits, r.params.temperature)
-    kept = keep_min_p(keep_top_p(keep_top_k(logits, r.params.top_k), r.params.top_p), r.params.min_p)
+    kept = keep_likely(logits, r.params)
     return kept, kept + gumbel(r.params.seed, r.choice, r.index, torch.arange(len(logits)))
 
 
@@ -131,6 +132,11 @@ def candidates(sampler: NativeSampler, logits: Tensor, r: SampleRow) -> set[int]
 
 def tokens_of(sampler: NativeSampler | Sampler, logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
     return [token.token_id for token in sampler.sample(logits, rows)]
+
+
+def test_what_is_made_from_the_description_is_fresh() -> None:
+    """The record of sampling_params.h beside the record of NativeSampler, and the lists of parameters in the documents."""
+    assert [str(path) for path, text in sampling_params.files().items() if path.read_text(encoding="utf-8") != text] == []
 
 
 @pytest.mark.parametrize("tier", TIERS)

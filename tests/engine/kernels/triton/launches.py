@@ -17,8 +17,8 @@ from pdmesh.engine.kv_cache.block_moves import Move
 from pdmesh.engine.loader.quantize import quantize_fp8, quantize_int4, quantize_int8
 from pdmesh.engine.models.config import RopeConfig
 from pdmesh.engine.models.layers import RotaryTable
-from pdmesh.engine.request import SamplingParams
 from pdmesh.engine.sampling.sampler import SampleRow
+from pdmesh.sampling_params import SamplingParams
 from tests.engine.kernels.triton.paged import DEVICE, Sequences, Shape
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn

@@ -27,7 +27,8 @@ from pdmesh.engine.loader.quantize import (
     quantize_int8,
 )
 from pdmesh.engine.loader.safetensors import read_config
-from pdmesh.engine.request import EngineRequest, SamplingParams
+from pdmesh.engine.request import EngineRequest
+from pdmesh.sampling_params import SamplingParams
 from tests.engine.kernels.triton.paged import DEVICE
 from tests.engine.paged_loop import Chunk, PagedLoop
 from tests.support.mock_engine import hash_block, run_to_end

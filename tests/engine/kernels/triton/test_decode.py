@@ -17,8 +17,9 @@ from pdmesh.engine.kernels.triton.split_kv import Splits
 from pdmesh.engine.kv_cache.events import LayerReadiness
 from pdmesh.engine.loader.loader import LoadedModel, load_model
 from pdmesh.engine.models.decoder import DecoderModel
-from pdmesh.engine.request import EngineRequest, SamplingParams
+from pdmesh.engine.request import EngineRequest
 from pdmesh.engine.runner.batch import StepBatch
+from pdmesh.sampling_params import SamplingParams
 from tests.engine.kernels.triton.paged import DEVICE
 from tests.engine.kernels.triton.recorders import Counted
 from tests.engine.kernels.triton.test_model import answers, prompt

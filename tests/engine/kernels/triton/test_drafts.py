@@ -17,10 +17,11 @@ from pdmesh.engine.kernels.triton.model import TritonModel
 from pdmesh.engine.kernels.triton.step import TritonStep
 from pdmesh.engine.loader.loader import load_model
 from pdmesh.engine.memory import MIB
-from pdmesh.engine.request import EngineRequest, SamplingParams
+from pdmesh.engine.request import EngineRequest
 from pdmesh.engine.speculation.draft_heads.weights import save_heads
 from pdmesh.engine.speculation.draft_models.proposer import ModelDraft
 from pdmesh.engine.speculation.registry import load_drafts
+from pdmesh.sampling_params import SamplingParams
 from tests.engine.kernels.triton.paged import DEVICE
 from tests.engine.kernels.triton.recorders import Counted
 from tests.engine.speculation.heads.tiny_heads import make_heads

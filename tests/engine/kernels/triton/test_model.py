@@ -14,8 +14,9 @@ from pdmesh.engine.kernels.triton.model import TritonModel
 from pdmesh.engine.kernels.triton.split_kv import Splits
 from pdmesh.engine.loader.loader import LoadedModel, load_model
 from pdmesh.engine.models.decoder import DecoderModel
-from pdmesh.engine.request import EngineRequest, SamplingParams
+from pdmesh.engine.request import EngineRequest
 from pdmesh.engine.speculation.draft import Draft
+from pdmesh.sampling_params import SamplingParams
 from tests.engine.kernels.triton.paged import DEVICE
 from tests.engine.model_kinds import KINDS
 from tests.engine.paged_loop import Chunk, PagedLoop, load

@@ -27,8 +27,9 @@ from pdmesh.engine.parallel.share import Share
 from pdmesh.engine.parallel.split import Shard
 from pdmesh.engine.parallel.tp_protocol import Kind
 from pdmesh.engine.parallel.tp_worker import _Follower
-from pdmesh.engine.request import EngineRequest, SamplingParams
+from pdmesh.engine.request import EngineRequest
 from pdmesh.engine.runner.batch import StepBatch
+from pdmesh.sampling_params import SamplingParams
 from tests.engine.parallel.conftest import running
 from tests.engine.parallel.staged_ranks import handed_off, staged_ranks
 from tests.engine.parallel.test_parallel_engine import batches, numbers

@@ -20,10 +20,11 @@ from pdmesh.engine.kernels.triton.split_kv import Splits
 from pdmesh.engine.kv_cache.events import LayerReadiness
 from pdmesh.engine.loader.loader import LoadedModel
 from pdmesh.engine.models.decoder import DecoderModel
-from pdmesh.engine.request import EngineRequest, SamplingParams
+from pdmesh.engine.request import EngineRequest
 from pdmesh.engine.runner.batch import StepBatch
 from pdmesh.engine.scheduler.sequence import Sequence as EngineSequence
 from pdmesh.engine.speculation.draft import Draft
+from pdmesh.sampling_params import SamplingParams
 from tests.engine.kernels.triton.paged import DEVICE
 from tests.engine.kernels.triton.recorders import Counted
 from tests.engine.kernels.triton.test_model import answers, prompt

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from pdmesh.engine.kernels.triton.sampling.batch import BatchMaker
 from pdmesh.engine.kernels.triton.sampling.kernels import exp_of, gumbel_of, random_bits
 from pdmesh.engine.kernels.triton.sampling.sampler import DeviceSampler, GreedyScratch, SamplingScratch, _likeliest, draw, greedy
-from pdmesh.engine.request import SamplingParams
 from pdmesh.engine.sampling import counter_rng
 from pdmesh.engine.sampling.sampler import Sampler, SampleRow, Unseen
+from pdmesh.sampling_params import SamplingParams
+from tests.support.sampling_values import other_values
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EOS = 5
@@ -70,25 +71,22 @@ def sample_rows(draw_: st.DrawFn, vocab: int) -> SampleRow:
         padded = np.zeros(-(-vocab // 32) * 32, bool)
         padded[:vocab] = bits
         allowed = np.packbits(padded, bitorder="little").view(np.uint32)
-    return row(
-        choice=draw_(st.integers(0, 3)),
-        index=len(output),
-        prompt=draw_(tokens),
-        output=output,
-        allowed=allowed,
-        temperature=draw_(st.sampled_from([0.0, 1e-6, 0.5, 1.0, 3.0])),
-        top_k=draw_(st.sampled_from([0, 0, 1, 2, 7, 50, 1000])),
-        top_p=draw_(st.one_of(st.just(1.0), st.floats(0.01, 1.0))),
-        min_p=draw_(st.one_of(st.just(0.0), st.floats(0.0, 1.0))),
-        repetition_penalty=draw_(st.sampled_from([1.0, 0.5, 1.3])),
-        presence_penalty=draw_(st.sampled_from([0.0, -1.0, 2.0])),
-        frequency_penalty=draw_(st.sampled_from([0.0, 0.7])),
-        seed=draw_(st.integers(0, 2**64 - 1)),
-        min_tokens=draw_(st.integers(0, 5)),
-        logprobs=draw_(st.sampled_from([None, 0, 3])),
-        stop_token_ids=draw_(st.sampled_from([(), (1, 2, 99999)])),
-        ignore_eos=draw_(st.booleans()),
-    )
+    params: dict[str, Any] = {
+        "temperature": draw_(st.sampled_from([0.0, 1e-6, 0.5, 1.0, 3.0])),
+        "top_k": draw_(st.sampled_from([0, 0, 1, 2, 7, 50, 1000])),
+        "top_p": draw_(st.one_of(st.just(1.0), st.floats(0.01, 1.0))),
+        "min_p": draw_(st.one_of(st.just(0.0), st.floats(0.0, 1.0))),
+        "repetition_penalty": draw_(st.sampled_from([1.0, 0.5, 1.3])),
+        "presence_penalty": draw_(st.sampled_from([0.0, -1.0, 2.0])),
+        "frequency_penalty": draw_(st.sampled_from([0.0, 0.7])),
+        "seed": draw_(st.integers(0, 2**64 - 1)),
+        "min_tokens": draw_(st.integers(0, 5)),
+        "logprobs": draw_(st.sampled_from([None, 0, 3])),
+        "stop_token_ids": draw_(st.sampled_from([(), (1, 2, 99999)])),
+        "ignore_eos": draw_(st.booleans()),
+    }
+    params |= {name: draw_(st.sampled_from(values)) for name, values in other_values(params).items()}
+    return row(choice=draw_(st.integers(0, 3)), index=len(output), prompt=draw_(tokens), output=output, allowed=allowed, **params)
 
 
 def test_tokens_that_only_the_device_has_seen_are_penalized() -> None:

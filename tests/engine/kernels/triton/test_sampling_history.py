@@ -11,8 +11,8 @@ import torch
 
 from pdmesh.engine.kernels.triton.sampling.batch import IN_PROMPT, HistoryCounts
 from pdmesh.engine.kernels.triton.sampling.sampler import DeviceSampler
-from pdmesh.engine.request import SamplingParams
 from pdmesh.engine.sampling.sampler import Sampler, SampleRow
+from pdmesh.sampling_params import SamplingParams
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB, CHUNK = 50, 32

@@ -18,8 +18,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from pdmesh.engine.kernels.triton.sampling.sampler import DeviceSampler
-from pdmesh.engine.request import SamplingParams
 from pdmesh.engine.sampling.sampler import SampleRow
+from pdmesh.sampling_params import SamplingParams
 
 HOPPER = GPUTarget("cuda", 90, 32)
 VOCAB = 1001  # rows and tables of it are no multiples of 16 bytes long

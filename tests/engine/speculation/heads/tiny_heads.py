@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from pdmesh.engine.request import EngineRequest, SamplingParams
+from pdmesh.engine.request import EngineRequest
 from pdmesh.engine.scheduler.sequence import Phase, Sequence, SequenceGroup
 from pdmesh.engine.speculation.draft_heads.weights import Block, DraftHeads
+from pdmesh.sampling_params import SamplingParams
 
 HIDDEN, WIDTH, VOCAB = 32, 48, 50
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pdmesh.engine.request import SamplingParams
 from pdmesh.engine.sampling.counter_rng import gumbel
 from pdmesh.engine.sampling.sampler import Sampler, SampleRow
 from pdmesh.engine.speculation.acceptance_rate import chances
+from pdmesh.sampling_params import SamplingParams
 
 VOCAB = 40
 TRIALS = 20_000

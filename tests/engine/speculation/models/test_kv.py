@@ -9,9 +9,10 @@ import torch
 
 from pdmesh.engine.kv_cache.pool import KVShape
 from pdmesh.engine.loader.loader import LoadedModel
-from pdmesh.engine.request import EngineRequest, SamplingParams
+from pdmesh.engine.request import EngineRequest
 from pdmesh.engine.scheduler.sequence import Phase, Sequence, SequenceGroup
 from pdmesh.engine.speculation.draft_models.kv import Chunk, ParallelKV, batch_of
+from pdmesh.sampling_params import SamplingParams
 from tests.engine.speculation.models.driver import load_tiny
 from tests.support.tiny_models import make_tiny_model
 

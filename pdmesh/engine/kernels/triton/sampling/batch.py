@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pdmesh.engine.kernels.triton.kernel_cache_keys import settle_keys
-from pdmesh.engine.request import SamplingParams
-from pdmesh.engine.sampling.sampler import SampleRow, Unseen
+from pdmesh.engine.sampling.sampler import SampleRow, Unseen, record_of, record_type
+from pdmesh.sampling_params import SamplingParams
 
 # Token counts of sequences, kept on the device: a penalty needs the history, and a history is long
 #
@@ -117,7 +117,7 @@ class HistoryCounts:
 
     def _count(self, held: _Held, row: SampleRow, num_sure: int, update: Update, *, is_new: bool) -> None:
         first = held.row * self._vocab_size
-        if is_new and row.params.repetition_penalty != 1.0:  # the other penalties do not use the prompt
+        if is_new and row.params.penalizes_prompt:  # the other penalties do not look at the prompt
             update.prompts.append(self._prompt_of(row.prompt) + np.int32(first))
         if num_sure > held.num_counted:
             update.outputs.append(np.asarray(row.output[held.num_counted : num_sure], np.int32) + np.int32(first))
@@ -172,23 +172,26 @@ class HistoryCounts:
 # address for each field would be aligned or not by the number of rows, and each case would be compiled.
 
 
-# Kernels see a module's constants as constexpr only.
-TEMPERATURE = tl.constexpr(0)  # float32, as the six behind it
-TOP_P = tl.constexpr(1)
-FLOOR = tl.constexpr(2)  # probabilities below it are not in top-p's set, see pdmesh.engine.sampling.sampler.keep_top_p
-MIN_P = tl.constexpr(3)
-REPETITION = tl.constexpr(4)
-PRESENCE = tl.constexpr(5)
-FREQUENCY = tl.constexpr(6)
-TOP_K = tl.constexpr(7)  # 0: all
-SEED = tl.constexpr(8)  # two words, the lower first
-CHOICE = tl.constexpr(10)
-INDEX = tl.constexpr(11)  # index in the choice's output
-COUNT_ROW = tl.constexpr(12)  # row of the counts, -1: none
-MASK = tl.constexpr(13)  # where in the message the words of its mask begin, -1: none
-FORBIDDEN = tl.constexpr(14)  # where in the message its forbidden tokens begin; the next word: where they end
-GUESSED = tl.constexpr(16)  # the same of draft tokens before this one, which are not counted
-WORDS = tl.constexpr(18)
+# The parameters come first: float32, int32 (of more, the most), or two words, the lower first.
+PARAMS = record_type("<f4", "<i4", align=False)
+_PARAM_WORDS = PARAMS.itemsize // 4
+
+
+def word_of(name: str) -> tl.constexpr:
+    """Where a parameter stands in a record. Kernels see a module's constants as constexpr only."""
+    assert PARAMS.fields is not None
+    return tl.constexpr(PARAMS.fields[name][1] // 4)
+
+
+SEED = word_of("seed")
+FLOOR = tl.constexpr(_PARAM_WORDS)  # float32: less likely tokens are not in top-p's set, see sampling/sampler.keep_top_p
+CHOICE = tl.constexpr(_PARAM_WORDS + 1)
+INDEX = tl.constexpr(_PARAM_WORDS + 2)  # in the choice's output
+COUNT_ROW = tl.constexpr(_PARAM_WORDS + 3)  # of the counts, -1: none
+MASK = tl.constexpr(_PARAM_WORDS + 4)  # where in the message the words of its mask begin, -1: none
+FORBIDDEN = tl.constexpr(_PARAM_WORDS + 5)  # where in the message its forbidden tokens begin; the next word: where they end
+GUESSED = tl.constexpr(_PARAM_WORDS + 7)  # the same of drafted tokens before this one, which no count holds
+WORDS = tl.constexpr(_PARAM_WORDS + 9)
 
 
 @triton.jit
@@ -211,19 +214,8 @@ def column(field: tl.constexpr) -> int:
 def packed(params: SamplingParams, vocab_size: int) -> Ints:
     """Return [WORDS], without what changes from token to token."""
     record = np.zeros(column(WORDS), np.int32)
-    record[: column(TOP_K)] = np.array(
-        [
-            params.temperature,
-            params.top_p,
-            (1.0 - params.top_p) / vocab_size,
-            params.min_p,
-            params.repetition_penalty,
-            params.presence_penalty,
-            params.frequency_penalty,
-        ]
-    ).astype(np.float32).view(np.int32)  # fmt: skip
-    record[column(TOP_K)] = min(params.top_k, vocab_size)
-    record[column(SEED) : column(SEED) + 2] = np.array([params.seed], "<u8").view("<i4")
+    record[:_PARAM_WORDS] = record_of(params, PARAMS).view("<i4")
+    record[column(FLOOR)] = np.float32((1.0 - params.top_p) / vocab_size).view(np.int32)
     record[[column(COUNT_ROW), column(MASK)]] = -1
     return record
 
@@ -258,8 +250,8 @@ class Plan:
         self.params = params  # also keeps their id() from being reused
         self.min_tokens = params.min_tokens
         self.is_random = not params.greedy
-        self.has_repetition = params.repetition_penalty != 1.0
-        self.has_penalty = self.has_repetition or bool(params.presence_penalty or params.frequency_penalty)
+        self.has_repetition = params.penalizes_prompt
+        self.has_penalty = self.has_repetition or params.penalizes_output
         self.record = packed(params, vocab_size).tobytes()
 
     def is_free(self, row: SampleRow) -> bool:

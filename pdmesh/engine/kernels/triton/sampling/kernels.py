@@ -22,22 +22,21 @@ from pdmesh.engine.kernels.triton.sampling.batch import (
     COUNT_ROW,
     FLOOR,
     FORBIDDEN,
-    FREQUENCY,
     GUESSED,
     INDEX,
     MASK,
-    MIN_P,
-    PRESENCE,
-    REPETITION,
-    TEMPERATURE,
-    TOP_K,
-    TOP_P,
     WORDS,
     float_at,
     seed_of,
+    word_of,
 )
 
-# Functions inside the sampling kernels: exponential, noise, an order on floats, the best of some values
+# Of a row's record: what the rules below read of its parameters.
+TEMPERATURE, TOP_K, TOP_P, MIN_P = word_of("temperature"), word_of("top_k"), word_of("top_p"), word_of("min_p")
+REPETITION, PRESENCE = word_of("repetition_penalty"), word_of("presence_penalty")
+FREQUENCY = word_of("frequency_penalty")
+
+# Numbers inside the sampling kernels: exponential, noise, an order on floats, the best of some. Triton functions, no launchers.
 #
 # All are written so that compilers cannot change their bits: launches that use them set `enable_fp_fusion=False`.
 

@@ -41,8 +41,8 @@ from pdmesh.engine.kernels.triton.sampling.kernels import (
     scores_kernel,
 )
 from pdmesh.engine.outputs import TokenLogprobs
-from pdmesh.engine.request import SamplingParams
 from pdmesh.engine.sampling.sampler import SampledToken, SampleRow, Unseen
+from pdmesh.sampling_params import SamplingParams
 
 # Launches of the sampling kernels into buffers that stay. They only launch, so a CUDA graph may contain them.
 

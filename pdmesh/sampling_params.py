@@ -1,0 +1,210 @@
+"""The sampling parameters of a request, each described once.
+
+    SamplingParams                      what the engine computes with; the metadata of a field are its Rules
+    SamplingOptions                     the same as keyword arguments of the client
+    PARAMETERS                          the description, which these read:
+
+    router/api/validation.py            which values a client may ask for, and what is said of others
+    router/api/openai, kserve, vllm     the parameter under its name in each protocol that has it
+    pdmesh/worker/token_request.py      from the wire to SamplingParams
+    pdmesh/engine/sampling/sampler.py   the record that the samplers in C++ and in Triton get (`DRAWN`)
+
+A new parameter is a field of both classes and of `SamplingParams` in protos/pdmesh/v1/common.proto (then `make stubs`), and its
+rule in each of the three samplers. This module imports nothing that client, router or engine may not import.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from enum import Enum
+from typing import Any, TypedDict, get_type_hints
+
+MAX_CHOICES = 16
+MAX_LOGPROBS = 20
+# Between zero and this the quotient of logits leaves float32.
+MIN_TEMPERATURE = 1e-4
+
+
+class Kind(Enum):
+    """What values a parameter has, in Python and on the wire."""
+
+    NUMBER = "number"  # double
+    COUNT = "count"  # an unsigned integer
+    FLAG = "flag"
+    TOKENS = "tokens"  # a list of token ids
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers from `low` to `high`, both included; `is_open`: but not `low` itself."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    is_open: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        return self.low <= value <= self.high and not (self.is_open and value == self.low)
+
+    def __str__(self) -> str:
+        if self.high == math.inf:
+            return f"{'more than' if self.is_open else 'at least'} {self.low:g}"
+        return f"in {'(' if self.is_open else '['}{self.low:g}, {self.high:g}]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What is known of a parameter beside its name, type and default.
+
+    `computed`: what the samplers can compute with, `meaning`: how an error says it, if not by the range. `served`: what a client
+    may ask for, where that is less; `zero`: what 0 means, where 0 is served too; `hint`: said behind the range. `bits` of a count
+    on the wire. `is_minus_one_all`: other protocols write -1 for 0, all. `is_drawn`: the samplers' records hold it.
+    """
+
+    computed: Range | None = None
+    meaning: str = ""
+    served: Range | None = None
+    zero: str = ""
+    hint: str = ""
+    bits: int = 32
+    is_minus_one_all: bool = False
+    is_drawn: bool = False
+
+
+def _as(rules: Rules) -> Mapping[str, Rules]:
+    return {"rules": rules}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """One request's sampling. Neutral values (the defaults) change nothing; temperature 0 is greedy.
+
+    `seed` is an unsigned 64-bit number; with the choice and the index of a token it fixes the token's noise.
+    `logprobs` None: none wanted; k: the chosen token's and the k likeliest ones'.
+    """
+
+    temperature: float = field(
+        default=1.0,
+        metadata=_as(
+            Rules(
+                computed=Range(0),
+                meaning="at least 0 (0 is greedy)",
+                served=Range(MIN_TEMPERATURE, 100),
+                zero="greedy",
+                is_drawn=True,
+            )
+        ),
+    )
+    top_k: int = field(  # 0: all tokens
+        default=0,
+        metadata=_as(Rules(computed=Range(0), meaning="at least 0 (0 is all tokens)", is_minus_one_all=True, is_drawn=True)),
+    )
+    top_p: float = field(default=1.0, metadata=_as(Rules(computed=Range(0, 1, is_open=True), is_drawn=True)))
+    min_p: float = field(default=0.0, metadata=_as(Rules(computed=Range(0, 1), is_drawn=True)))
+    repetition_penalty: float = field(
+        default=1.0,
+        metadata=_as(Rules(computed=Range(0, is_open=True), served=Range(0.01, 100), hint="; 1 is none", is_drawn=True)),
+    )
+    presence_penalty: float = field(default=0.0, metadata=_as(Rules(served=Range(-2, 2), is_drawn=True)))
+    frequency_penalty: float = field(default=0.0, metadata=_as(Rules(served=Range(-2, 2), is_drawn=True)))
+    seed: int = field(
+        default=0, metadata=_as(Rules(computed=Range(0, 2**64 - 1), meaning="an unsigned 64-bit number", bits=64, is_drawn=True))
+    )
+    max_tokens: int = field(metadata=_as(Rules(computed=Range(1))))
+    min_tokens: int = field(default=0, metadata=_as(Rules()))
+    ignore_eos: bool = field(default=False, metadata=_as(Rules()))
+    stop_token_ids: tuple[int, ...] = field(default=(), metadata=_as(Rules(computed=Range(0), meaning="token ids, at least 0")))
+    logprobs: int | None = field(default=None, metadata=_as(Rules(computed=Range(0), served=Range(0, MAX_LOGPROBS))))
+    n: int = field(default=1, metadata=_as(Rules(computed=Range(1), served=Range(0, MAX_CHOICES))))
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def penalizes_prompt(self) -> bool:
+        """Whether a token's logit depends on where it stands in prompt or output."""
+        return self.repetition_penalty != 1.0
+
+    @property
+    def penalizes_output(self) -> bool:
+        """Whether a token's logit depends on how often it stands in the output, beside what `penalizes_prompt` says."""
+        return bool(self.presence_penalty or self.frequency_penalty)
+
+    def validate(self) -> None:
+        """Raises ValueError naming the field, what is wrong with it and what is allowed."""
+        for parameter in NUMBERS:
+            if not math.isfinite(getattr(self, parameter.name)):
+                raise ValueError(f"{parameter.name}: {getattr(self, parameter.name)} is not a finite number")
+        for parameter in PARAMETERS:
+            _require(parameter.is_computed(getattr(self, parameter.name)), parameter, self)
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            expected = f"in [0, max_tokens={self.max_tokens}]"
+            raise ValueError(f"min_tokens: {self.min_tokens} is not allowed; it must be {expected}")
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The parameters as keyword arguments; what is absent takes the mesh's default."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int
+    max_tokens: int
+    min_tokens: int
+    ignore_eos: bool
+    stop_token_ids: Sequence[int]
+    logprobs: int
+    n: int
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One field of SamplingParams, under the same name on the wire. `default` is None also where a request has to say it."""
+
+    name: str
+    kind: Kind
+    default: Any
+    rules: Rules
+
+    def is_computed(self, value: Any) -> bool:
+        """Whether the samplers can compute with a finite value."""
+        computed = self.rules.computed
+        if computed is None or (value is None and self.default is None):
+            return True
+        return all(token in computed for token in value) if self.kind is Kind.TOKENS else value in computed
+
+    def refusal(self, value: float) -> str | None:
+        """What is wrong with a finite value that a client asks for; None: nothing."""
+        served = self.rules.served or self.rules.computed
+        if served is None or value in served or (self.rules.zero and value == 0):
+            return None
+        if self.kind is Kind.COUNT and value > served.high:
+            return f"{value} is more than {served.high:g}"
+        if self.rules.zero:
+            return f"{value} is neither 0 ({self.rules.zero}) nor {served}"
+        return f"{value} is not {served}{self.rules.hint}"
+
+
+def _require(allowed: bool, parameter: Parameter, params: SamplingParams) -> None:
+    if not allowed:
+        expected = parameter.rules.meaning or parameter.rules.computed
+        raise ValueError(f"{parameter.name}: {getattr(params, parameter.name)} is not allowed; it must be {expected}")
+
+
+_KINDS: dict[Any, Kind] = {
+    float: Kind.NUMBER, int: Kind.COUNT, int | None: Kind.COUNT, bool: Kind.FLAG, tuple[int, ...]: Kind.TOKENS,
+}  # fmt: skip
+_TYPES = get_type_hints(SamplingParams)
+PARAMETERS = tuple(
+    Parameter(each.name, _KINDS[_TYPES[each.name]], None if each.default is MISSING else each.default, each.metadata["rules"])
+    for each in fields(SamplingParams)
+)
+NUMBERS = tuple(parameter for parameter in PARAMETERS if parameter.kind is Kind.NUMBER)
+# What the rules of a draw depend on, in the order in which the samplers' records hold it.
+DRAWN = tuple(parameter for parameter in PARAMETERS if parameter.rules.is_drawn)
