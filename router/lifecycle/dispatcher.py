@@ -16,7 +16,7 @@ from pdmesh.v1 import mesh_pb2
 from router.context import RouterContext
 from router.fleet.circuit_breaker import Role
 from router.lifecycle.client_stream import ClientStream
-from router.lifecycle.decode_stage import DecodeStage, DraftTotals, WorkerLost
+from router.lifecycle.decode_session import DecodeSession, DraftTotals, WorkerLost
 from router.lifecycle.output import OutputTracker, TokenChunk
 from router.lifecycle.placement import Assignment, PlacementRequest, Placer
 from router.lifecycle.prefill_stage import PrefillStage
@@ -51,7 +51,7 @@ class RequestDispatcher:
         self._placer = Placer(core)
         self._avoid: frozenset[WorkerKey] = frozenset()
         self._kind: tuple[object, ...] | None = None
-        self._decode_stage: DecodeStage | None = None
+        self._session: DecodeSession | None = None
         self._asked: asyncio.Future[str] | None = None  # while it can move
 
     async def run(self) -> None:
@@ -90,11 +90,7 @@ class RequestDispatcher:
     @property
     def holder(self) -> WorkerKey | None:
         """The decode worker that it could leave now; None while it has none, or moves already."""
-        return (
-            self._decode_stage.key
-            if self._decode_stage is not None and self._asked is not None and not self._asked.done()
-            else None
-        )
+        return self._session.key if self._session is not None and self._asked is not None and not self._asked.done() else None
 
     @property
     def model(self) -> str:
@@ -121,16 +117,16 @@ class RequestDispatcher:
         goes on."""
         need = self._need(self._timings)
         placed = await self._placer.place(need)
-        decode_stage = self._decode_stage = placed.decode_stage
+        session = self._session = placed.session
         try:
             await self._fill(placed, need)
             (await self._follow(placed)).finished()
             self._check_outbox()
         except WorkerLost as loss:
-            self._note_loss(self._decode_stage or decode_stage, loss)
+            self._note_loss(self._session or session, loss)
         finally:
-            (self._decode_stage or decode_stage).leave("the request has ended")
-            self._decode_stage = None
+            (self._session or session).leave("the request has ended")
+            self._session = None
 
     async def _fill(self, placed: Assignment, need: PlacementRequest) -> None:
         """Raises LegLost, MeshError."""
@@ -142,13 +138,13 @@ class RequestDispatcher:
         self._core.movers.add(self)
         try:
             while True:
-                decode_stage = self._decode_stage = placed.decode_stage
-                pace = (now_ns(), self._num_steps(decode_stage))
+                session = self._session = placed.session
+                pace = (now_ns(), self._num_steps(session))
                 asked = self._asked = asyncio.get_running_loop().create_future()
-                await asyncio.wait((decode_stage.ended, asked), return_when=asyncio.FIRST_COMPLETED)
-                self._note_pace(decode_stage, *pace)
-                if decode_stage.ended.done():
-                    _raise(decode_stage.ended.result())
+                await asyncio.wait((session.ended, asked), return_when=asyncio.FIRST_COMPLETED)
+                self._note_pace(session, *pace)
+                if session.ended.done():
+                    _raise(session.ended.result())
                     return placed
                 placed = await self._move(placed, asked.result())
         finally:
@@ -157,18 +153,18 @@ class RequestDispatcher:
 
     async def _move(self, placed: Assignment, reason: str) -> Assignment:
         """`_try_move`, as a span."""
-        spans = self._timings.spans.moving(now_ns(), placed.decode_stage.info.worker_id, reason)
+        spans = self._timings.spans.moving(now_ns(), placed.session.info.worker_id, reason)
         now_at = placed
         try:
             now_at = await self._try_move(placed, reason, spans)
             return now_at
         finally:
-            spans.moved(None if now_at is placed else now_at.decode_stage.info.worker_id)
+            spans.moved(None if now_at is placed else now_at.session.info.worker_id)
 
     async def _try_move(self, placed: Assignment, reason: str, spans: Spans) -> Assignment:
         """To another worker while the present stay goes on; when that one ends meanwhile, the next is needed only if it was lost.
         Returns where the request is now."""
-        old = placed.decode_stage
+        old = placed.session
         arriving = asyncio.create_task(self._arrive(old, spans), name=f"move {old.wire_id}")
         try:
             new = await _arrival(arriving, old)
@@ -180,16 +176,16 @@ class RequestDispatcher:
             return placed
         if new is None:
             return placed
-        info = new.decode_stage.info
+        info = new.session.info
         logger.info("%s goes on at %s: %s", old.wire_id, info.worker_id, reason)
         self._timings.parts.decode_worker = info.worker_id
         self._core.num_migrations += 1
-        self._decode_stage, self._kind = new.decode_stage, kind_of(info)
+        self._session, self._kind = new.session, kind_of(info)
         placed.finished()
         old.leave(f"it goes on elsewhere: {reason}")
         return new
 
-    async def _arrive(self, old: DecodeStage, spans: Spans) -> Assignment | None:
+    async def _arrive(self, old: DecodeSession, spans: Spans) -> Assignment | None:
         """The next stay, when its tokens come; None without room elsewhere. Its timings are nobody's: the client has a first
         token. Raises LegLost, MeshError."""
         self._kind = kind_of(old.info)
@@ -197,45 +193,45 @@ class RequestDispatcher:
         placed = await self._placer.place_elsewhere(need, old)
         if placed is None:
             return None
-        decode_stage = placed.decode_stage
+        session = placed.session
         try:
             await self._fill(placed, need)
-            await _first(decode_stage.flowing, decode_stage.ended)
-            if decode_stage.ended.done():
-                _raise(decode_stage.ended.result())
+            await _first(session.flowing, session.ended)
+            if session.ended.done():
+                _raise(session.ended.result())
         except BaseException:
-            decode_stage.leave("its move came to nothing")
+            session.leave("its move came to nothing")
             raise
         return placed
 
-    def _note_loss(self, decode_stage: DecodeStage, loss: WorkerLost) -> None:
+    def _note_loss(self, session: DecodeSession, loss: WorkerLost) -> None:
         parts = self._timings.parts
-        logger.warning("%s: %s; %d tokens are out, it goes on elsewhere", decode_stage.wire_id, loss, self._tracker.num_tokens)
-        self._core.health_recorder.failed(decode_stage.key, Role.DECODE, str(loss))
+        logger.warning("%s: %s; %d tokens are out, it goes on elsewhere", session.wire_id, loss, self._tracker.num_tokens)
+        self._core.health_recorder.failed(session.key, Role.DECODE, str(loss))
         self._timings.failed(str(loss))
         self._tracker.drop_early()
-        self._avoid = frozenset({decode_stage.key})
+        self._avoid = frozenset({session.key})
         if self._tracker.anything_emitted:
-            self._kind = kind_of(decode_stage.info)
+            self._kind = kind_of(session.info)
         parts.num_resubmissions += 1
         if parts.num_resubmissions > self._core.config.max_resubmissions:
             raise Unavailable(
                 f"lost {parts.num_resubmissions} times (max_resubmissions), the last time because {loss}; resume it"
             )
 
-    def _num_steps(self, decode_stage: DecodeStage) -> int:
+    def _num_steps(self, session: DecodeSession) -> int:
         """Tokens so far, less those that took no step of their own on `leg`, as they were guessed."""
-        return self.num_tokens - self.drafts.accepted_in(decode_stage.wire_id) // self._prepared.num_choices
+        return self.num_tokens - self.drafts.accepted_in(session.wire_id) // self._prepared.num_choices
 
-    def _note_pace(self, decode_stage: DecodeStage, since_ns: int, since_steps: int) -> None:
+    def _note_pace(self, session: DecodeSession, since_ns: int, since_steps: int) -> None:
         """How fast it stepped on `leg`. Not how fast tokens came: a worker whose outputs cannot be guessed is not slow."""
-        num_steps = self._num_steps(decode_stage) - since_steps
+        num_steps = self._num_steps(session) - since_steps
         since_ns = max(since_ns, self._timings.first_received_ns or 0)  # before it, decode may have computed the prompt
-        if decode_stage.ended.done() and decode_stage.ended.result() is not None:
+        if session.ended.done() and session.ended.result() is not None:
             return
-        self._core.health_recorder.succeeded(decode_stage.key, Role.DECODE)
+        self._core.health_recorder.succeeded(session.key, Role.DECODE)
         if num_steps >= MIN_PACE_STEPS:
-            self._core.health_recorder.took(decode_stage.key, Role.DECODE, (now_ns() - since_ns) / 1e9 / num_steps)
+            self._core.health_recorder.took(session.key, Role.DECODE, (now_ns() - since_ns) / 1e9 / num_steps)
 
     def _check_outbox(self) -> None:
         """A client that is too slow has ended the leg: the error waits in the outbox, and the book must not be filled further."""
@@ -267,7 +263,7 @@ async def _first(event: asyncio.Event, future: asyncio.Future[WorkerLost | MeshE
         waiting.cancel()
 
 
-async def _arrival(arriving: asyncio.Task[Assignment | None], old: DecodeStage) -> Assignment | None:
+async def _arrival(arriving: asyncio.Task[Assignment | None], old: DecodeSession) -> Assignment | None:
     """The next stay; None when there is none, or `old` has brought everything meanwhile. Whatever else happens, what had been
     begun elsewhere is left. Raises LegLost, MeshError."""
     taken: Assignment | None = None
@@ -282,4 +278,4 @@ async def _arrival(arriving: asyncio.Task[Assignment | None], old: DecodeStage) 
         arriving.cancel()
         await asyncio.wait((arriving,))
         if taken is None and not arriving.cancelled() and arriving.exception() is None and (new := arriving.result()) is not None:
-            new.decode_stage.leave("the request has ended meanwhile")
+            new.session.leave("the request has ended meanwhile")

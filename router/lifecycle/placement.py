@@ -14,7 +14,7 @@ from router.fleet.circuit_breaker import Role
 from router.fleet.worker import Dispatched, Incarnation, Worker
 from router.flow_control.ttft_predictor import num_emitted
 from router.lifecycle.capacity_queue import Waiter
-from router.lifecycle.decode_stage import DecodeStage, Sink
+from router.lifecycle.decode_session import DecodeSession, Sink
 from router.lifecycle.prefill_call import PrefillTarget
 from router.routing import worker_reports
 from router.routing.decisions import Decision, cached_of
@@ -38,14 +38,14 @@ Ejected = Callable[[FleetSnapshot, Role], frozenset[WorkerKey]]
 class Assignment:
     """A reservation on a decode worker, and who is to fill it: None if decode itself does. `sent` counts as decode's load."""
 
-    decode_stage: DecodeStage
+    session: DecodeSession
     reservation: common_pb2.Reservation
     prefill: PrefillTarget | None
     sent: Dispatched
 
     def finished(self) -> None:
         """The worker has generated everything: its next report may not know yet."""
-        self.decode_stage.worker.released(self.sent, time.monotonic())
+        self.session.worker.released(self.sent, time.monotonic())
 
 
 @dataclass(frozen=True)
@@ -96,20 +96,18 @@ class Placer:
         finally:
             line.leave(key, turn, placed=found is not None)
 
-    def next_prefill(
-        self, decode_stage: DecodeStage, need: PlacementRequest, tried: frozenset[WorkerKey]
-    ) -> PrefillTarget | None:
+    def next_prefill(self, session: DecodeSession, need: PlacementRequest, tried: frozenset[WorkerKey]) -> PrefillTarget | None:
         """Another prefill worker for a reservation that stands; None if there is none that was not tried."""
         fleet_snapshot = self._core.fleet.fleet_snapshot
-        engine = fleet_snapshot.get(decode_stage.worker.address)
-        if engine is None or engine.view.epoch != decode_stage.info.epoch:
+        engine = fleet_snapshot.get(session.worker.address)
+        if engine is None or engine.view.epoch != session.info.epoch:
             return None
         excluded = tried | self._core.health_recorder.ejected(fleet_snapshot, Role.PREFILL)
         routing_request = self._routing_request(need, prefill=excluded)
         prefill = self._core.policy.choose_prefill(fleet_snapshot, engine.view, routing_request, time.monotonic())
         return self._prefill_target(prefill, routing_request)
 
-    async def place_elsewhere(self, need: PlacementRequest, leaving: DecodeStage) -> Assignment | None:
+    async def place_elsewhere(self, need: PlacementRequest, leaving: DecodeSession) -> Assignment | None:
         """One try, for a request that runs and may as well stay: None without room. Where it can, the worker that it leaves hands
         the KV over: its cache holds nearly all of it. Raises MeshError."""
         fleet_snapshot, ejected = self._core.fleet.fleet_snapshot, self._core.health_recorder.ejected
@@ -216,7 +214,7 @@ class Placer:
         if decode is None or (prefill is None and choice.prefill is not None):
             _give_up(prefill)
             return Unavailable("the worker has just been lost")
-        decode_stage = DecodeStage(self._core, *decode, need.prepared, need.sink, need.timings)
+        session = DecodeSession(self._core, *decode, need.prepared, need.sink, need.timings)
         local_tokens = 0 if prefill else routing_request.uncached(choice.decode)
         sent = Dispatched(
             routing_request.num_choices,
@@ -228,35 +226,33 @@ class Placer:
         decode[0].dispatched(sent)
         self._core.health_recorder.chosen(choice.decode.key, Role.DECODE)
         try:
-            reservation = await decode_stage.submit(choice.mode, need.emitted)
+            reservation = await session.submit(choice.mode, need.emitted)
         except MeshError as error:
             need.timings.failed(error.message)
             decode[0].done(sent)
             _give_up(prefill)
-            self._note_refusal(decode_stage, error)
+            self._note_refusal(session, error)
             return error
         except asyncio.CancelledError:
             decode[0].done(sent)
             _give_up(prefill)
-            decode_stage.leave("the client left")
+            session.leave("the client left")
             raise
         sent.arrived_at = time.monotonic()
         if prefill is None:
             self.remember(need.prepared, (decode[1],))
-        logger.debug("%s attempt %d: %s", decode_stage.wire_id, decode_stage.attempt, choice.reason or choice.mode.name)
-        return Assignment(decode_stage, reservation, prefill, sent)
+        logger.debug("%s attempt %d: %s", session.wire_id, session.attempt, choice.reason or choice.mode.name)
+        return Assignment(session, reservation, prefill, sent)
 
-    def _note_refusal(self, decode_stage: DecodeStage, error: MeshError) -> None:
+    def _note_refusal(self, session: DecodeSession, error: MeshError) -> None:
         """Leave the leg; raises the error if it is the caller's to mend."""
         if isinstance(error, (ResourceExhausted, InvalidArgument)):
-            decode_stage.refused()
+            session.refused()
         else:
-            logger.warning(
-                "Submit of %s to %s: %s %s", decode_stage.wire_id, decode_stage.info.worker_id, error.code.name, error.message
-            )
+            logger.warning("Submit of %s to %s: %s %s", session.wire_id, session.info.worker_id, error.code.name, error.message)
             if not isinstance(error, (DeadlineExceeded, FailedPrecondition)):
-                self._core.health_recorder.failed(decode_stage.key, Role.DECODE, error.message)
-        decode_stage.leave("its Submit failed")
+                self._core.health_recorder.failed(session.key, Role.DECODE, error.message)
+        session.leave("its Submit failed")
         if isinstance(error, InvalidArgument):
             raise error
 

@@ -12,7 +12,7 @@ from pdmesh.v1 import common_pb2, prefill_pb2
 from router.context import time_left_ms, time_left_s
 from router.fleet.change_notifier import unless
 from router.fleet.worker import Dispatched, Incarnation, Worker
-from router.lifecycle.decode_stage import DecodeStage
+from router.lifecycle.decode_session import DecodeSession
 from router.routing.worker_snapshot import WorkerKey
 from router.tokenization.prepared_request import PreparedRequest
 
@@ -65,7 +65,7 @@ class PrefillCall:
 
     async def run(
         self,
-        decode_stage: DecodeStage,
+        session: DecodeSession,
         prepared: PreparedRequest,
         reservation: common_pb2.Reservation,
         request: common_pb2.TokenRequest,
@@ -73,10 +73,10 @@ class PrefillCall:
     ) -> PrefillEnd:
         """Never raises but when cancelled: whatever goes wrong is a reason to try elsewhere."""
         message = prefill_pb2.PrefillRequest(
-            request_id=decode_stage.wire_id,
+            request_id=session.wire_id,
             request=request,
             reservation=reservation,
-            identity=decode_stage.info.identity,
+            identity=session.info.identity,
             time_left_ms=time_left_ms(prepared.deadline),
         )
         call = self._target.worker.prefill.Prefill(message, timeout=time_left_s(prepared.deadline), metadata=metadata)

@@ -21,7 +21,7 @@ from router.config import RouterConfig
 from router.context import RouterContext
 from router.fleet.circuit_breaker import Role
 from router.fleet.heartbeat import HeartbeatClock
-from router.lifecycle.decode_stage import WorkerLost
+from router.lifecycle.decode_session import WorkerLost
 from router.lifecycle.output import OutputTracker, TokenChunk
 from router.lifecycle.placement import Assignment, PlacementRequest, Placer
 from router.lifecycle.prefill_call import PrefillCall, PrefillEnd, PrefillTarget
@@ -70,7 +70,7 @@ class PrefillStage:
         self._prepared = prepared
         self._tracker = tracker
         self._state = state
-        self._decode_stage = placed.decode_stage
+        self._session = placed.session
         self._need = need
         self._timings = need.timings
         self._placer = Placer(core)
@@ -95,8 +95,8 @@ class PrefillStage:
         spans.took_part(prefill.worker)
         request = self._prepared.token_request(attempt.emitted)
         running = asyncio.create_task(
-            call.run(self._decode_stage, self._prepared, attempt.reservation, request, spans.prefill_metadata),
-            name=f"prefill {self._decode_stage.wire_id}",
+            call.run(self._session, self._prepared, attempt.reservation, request, spans.prefill_metadata),
+            name=f"prefill {self._session.wire_id}",
         )
         try:
             hedge = await self._watch(running, call, prefill, began)
@@ -108,7 +108,7 @@ class PrefillStage:
                 return None
             return await self._after_failure(prefill, end)
         finally:
-            spans.prefilled({}, None if self._state.is_winding_up or self._decode_stage.ended.done() else "it was given up")
+            spans.prefilled({}, None if self._state.is_winding_up or self._session.ended.done() else "it was given up")
             running.cancel()
 
     async def _watch(
@@ -121,10 +121,10 @@ class PrefillStage:
         silence = HeartbeatClock(_stalled_s(self._core.config), WATCH_PERIOD_S)
         heard_at = prefill.incarnation.reported_at
         may_hedge = True
-        while not running.done() and not self._decode_stage.ended.done():
-            is_due = may_hedge and not call.got_first_tokens and not self._decode_stage.started
+        while not running.done() and not self._session.ended.done():
+            is_due = may_hedge and not call.got_first_tokens and not self._session.started
             await asyncio.wait(
-                (running, self._decode_stage.ended),
+                (running, self._session.ended),
                 timeout=WATCH_PERIOD_S if is_due else None,
                 return_when=asyncio.FIRST_COMPLETED,
             )
@@ -132,13 +132,7 @@ class PrefillStage:
                 heard_at = prefill.incarnation.reported_at
                 silence.heard()
             is_silent = silence.tick(loop.time())
-            if (
-                not is_due
-                or running.done()
-                or self._decode_stage.ended.done()
-                or call.got_first_tokens
-                or self._decode_stage.started
-            ):
+            if not is_due or running.done() or self._session.ended.done() or call.got_first_tokens or self._session.started:
                 continue
             if hedging.may_hedge(loop.time() - began, bound_s, silent=is_silent):
                 hedge = await self._hedge(prefill, loop.time() - began, silent=is_silent)
@@ -159,11 +153,11 @@ class PrefillStage:
         self._tried |= {prefill.key}
         following, emitted = self._next_prefill(), self._tracker.history()
         try:
-            reservation = await self._decode_stage.submit(_mode(following), emitted, because=f"{late}; it is fenced")
+            reservation = await self._session.submit(_mode(following), emitted, because=f"{late}; it is fenced")
         except MeshError as error:
             _give_up(following)
             self._timings.withdrawn(error.message)
-            logger.info("%s: %s; it stays there all the same: %s", self._decode_stage.wire_id, late, error.message)
+            logger.info("%s: %s; it stays there all the same: %s", self._session.wire_id, late, error.message)
             return None
         except asyncio.CancelledError:
             _give_up(following)
@@ -178,19 +172,17 @@ class PrefillStage:
         self._tried |= {prefill.key}
         self._note_retry(end.problem or "")
         following, emitted = self._next_prefill() if end.retryable else None, self._tracker.history()
-        decode_stage = self._decode_stage
+        session = self._session
         try:
-            return Attempt(following, await decode_stage.submit(_mode(following), emitted), emitted)
+            return Attempt(following, await session.submit(_mode(following), emitted), emitted)
         except BaseException as error:
             _give_up(following)
             if not isinstance(error, MeshError):
                 raise
-            if isinstance(error, FailedPrecondition) and decode_stage.delivered:
+            if isinstance(error, FailedPrecondition) and session.delivered:
                 return None
             said = "was refused" if isinstance(error, FailedPrecondition) else "failed"
-            raise WorkerLost(
-                f"attempt {decode_stage.attempt} on {decode_stage.info.worker_id} {said}: {error.message}"
-            ) from error
+            raise WorkerLost(f"attempt {session.attempt} on {session.info.worker_id} {said}: {error.message}") from error
 
     def _is_committed(self, prefill: PrefillTarget, call: PrefillCall, end: PrefillEnd) -> bool:
         """Does decode go on by itself? Raises LegLost when it does but the first tokens, which only prefill had, did not come."""
@@ -199,17 +191,17 @@ class PrefillStage:
                 raise WorkerLost(f"prefill worker {call.worker_id} reported a hand-off without first tokens")
             self._note_handoff(prefill, end)
             return True
-        if self._decode_stage.ended.done():
+        if self._session.ended.done():
             return True
-        if self._decode_stage.started and not call.got_first_tokens:
+        if self._session.started and not call.got_first_tokens:
             raise WorkerLost(f"{end.problem}; the hand-off was done, its first tokens are lost")
-        return self._decode_stage.started
+        return self._session.started
 
     def _next_prefill(self) -> PrefillTarget | None:
         """Several choices under way can only be continued LOCAL."""
         if self._prepared.num_choices > 1 and self._tracker.anything_emitted:
             return None
-        return self._placer.next_prefill(self._decode_stage, self._need, self._tried)
+        return self._placer.next_prefill(self._session, self._need, self._tried)
 
     def _on_first_tokens(self, prefill: PrefillTarget, began: float, first: prefill_pb2.FirstTokens) -> None:
         seconds = asyncio.get_running_loop().time() - began
@@ -224,7 +216,7 @@ class PrefillStage:
             )
             for token in first.tokens
         ]
-        self._decode_stage.deliver_first(spans)
+        self._session.deliver_first(spans)
 
     def _slowness(self, prefill: PrefillTarget, seconds: float) -> float:
         """Observed ÷ expected. What lies below the least bound of a hedge hurts nobody, and its quotient says nothing."""
@@ -236,15 +228,15 @@ class PrefillStage:
         self._core.health_recorder.succeeded(prefill.key, Role.PREFILL)
         if end.outcome is None:
             return
-        decode_stage = self._decode_stage
+        session = self._session
         if end.outcome.status == prefill_pb2.HANDOFF_STATUS_FINISHED:
             if not end.outcome.message:  # else decode could not be told, and holds its blocks until we cancel
-                decode_stage.finished()
+                session.finished()
             return
         parts = self._timings.parts
         parts.kv_exposed_ns = end.outcome.kv_exposed_ns
         parts.kv_bytes, parts.transport = end.outcome.kv_bytes, end.outcome.transport
-        decode = decode_stage.worker.current
+        decode = session.worker.current
         holders = (prefill.incarnation,) if decode is None else (prefill.incarnation, decode)
         self._placer.remember(self._prepared, holders)
 
@@ -254,14 +246,14 @@ class PrefillStage:
 
     def _count_retry(self, problem: str) -> None:
         self._timings.parts.num_retries += 1
-        logger.warning("%s attempt %d: %s", self._decode_stage.wire_id, self._decode_stage.attempt, problem)
+        logger.warning("%s attempt %d: %s", self._session.wire_id, self._session.attempt, problem)
 
     def _blame(self, prefill: PrefillTarget, end: PrefillEnd) -> None:
         """A hand-off that failed may be either side's fault: who is part of many is left out."""
         if end.at_fault:
             self._core.health_recorder.failed(prefill.key, Role.PREFILL, end.problem or "")
         if end.outcome is not None:
-            self._core.health_recorder.failed(self._decode_stage.key, Role.DECODE, end.problem or "")
+            self._core.health_recorder.failed(self._session.key, Role.DECODE, end.problem or "")
 
 
 def _stalled_s(config: RouterConfig) -> float:

@@ -74,7 +74,7 @@ class Sink(Protocol):
         """(choice, output index needed next) of each choice that goes on."""
 
 
-class DecodeStage:
+class DecodeSession:
     """A Follower of the worker's link.
 
     The id on the wire is the client's with a random tail: a client's id need not be unique, and a request that comes back to a
