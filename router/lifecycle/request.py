@@ -10,7 +10,7 @@ from pdmesh.v1 import common_pb2, mesh_pb2
 from router.context import RouterContext
 from router.flow_control.slo_admission import Ticket
 from router.flow_control.ttft_predictor import flow_item_of, num_emitted
-from router.lifecycle.dispatcher import RequestDispatcher
+from router.lifecycle.decode_stage import RequestDispatcher
 from router.lifecycle.output import Output, OutputTracker, ResumeMismatch
 from router.routing.cost_model import Overhead, Prediction
 from router.routing.decisions import Decision
