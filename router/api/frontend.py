@@ -1,7 +1,7 @@
 """What every protocol that clients speak stands on: requests as messages of `pdmesh.v1` in, their responses out.
 
 pdmesh.v1.Mesh (service.py) ─┐
-OpenAI over HTTP             ├─► Frontend ─► Jobs (checks, tokens) ─► Request (admission, course) ─► responses
+OpenAI over HTTP             ├─► Frontend ─► the stages of a request (router/lifecycle/stages.py) ─► responses
 KServe v2, vLLM's engine     ┘
 """
 
@@ -9,23 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterable
 
 from pdmesh.planning.objectives import ModelObjective
-from pdmesh.runtime import failpoints
 from pdmesh.runtime.errors import InvalidArgument, Unavailable
 from pdmesh.v1 import common_pb2, mesh_pb2
 from router.api import explain, status
 from router.api.validation import refuse
 from router.context import RouterContext
-from router.lifecycle.request import Request
-from router.routing.routing_request import goals_ms
-from router.telemetry.request_trace import CHAT, COMPLETION, RequestTrace, open_trace
-from router.telemetry.request_trace import OFF as NO_TRACE
+from router.lifecycle.request import OpenRequests, Request
+from router.lifecycle.stages import Pipeline
+from router.telemetry.request_trace import CHAT, COMPLETION, open_trace
 from router.telemetry.timings import RequestTimings, now_ns
-from router.tokenization.prepared_request import PreparedRequest
-from router.tokenization.preprocessor import Preprocessor
+from router.tokenization.preprocessor import ClientMessage, Preprocessor
 
 LAST_WORDS_S = 2.0
 RequestMetadata = Iterable[tuple[str, str | bytes]]
@@ -33,7 +29,7 @@ RequestMetadata = Iterable[tuple[str, str | bytes]]
 
 
 class Frontend:
-    """Serves until it is drained. Whoever takes a stream closes it (`aclose`): that is how a client leaves."""
+    """Serves until it is drained. The caller of a stream closes it (`aclose`): that is how a client leaves."""
 
     def __init__(
         self, core: RouterContext, objectives: tuple[ModelObjective, ...], registry_connected: Callable[[], bool]
@@ -42,12 +38,8 @@ class Frontend:
         self._preprocessor = Preprocessor(core)
         self._objectives = objectives
         self._registry_connected = registry_connected
-        self._requests: set[Request] = set()
-        self._num_streams = 0  # with those whose requests are still being made
-        self.on_asked: Callable[[str, int], None] | None = None  # tenant, and tokens of prompt and output
-        self._draining = False
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self.open_requests = OpenRequests()
+        self._pipeline = Pipeline(core, self._preprocessor, self.open_requests)
 
     def generate(
         self,
@@ -56,11 +48,9 @@ class Frontend:
         received_ns: int | None = None,
         metadata: RequestMetadata | None = None,
     ) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
-        """`started`, deltas, `completed`. `received_ns`: when it had arrived here, if not just now. `metadata` (or headers) may
-        name the caller's trace. Raises MeshError."""
-        received_ns = received_ns or now_ns()
-        trace = self._trace(COMPLETION, received_ns, metadata)
-        return self._stream(self._preprocessor.from_generate(request, time_left_s), received_ns, trace)
+        """Yield `started`, deltas, `completed`. `received_ns`: when it had arrived here, if not just now. `metadata` (or headers)
+        may name the caller's trace. Raises MeshError."""
+        return self._pipeline.run(self._request(COMPLETION, request, time_left_s, received_ns, metadata))
 
     def chat(
         self,
@@ -70,14 +60,14 @@ class Frontend:
         metadata: RequestMetadata | None = None,
     ) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
         """As `generate`."""
-        received_ns = received_ns or now_ns()
-        trace = self._trace(CHAT, received_ns, metadata)
-        return self._stream(self._preprocessor.from_chat(request, time_left_s), received_ns, trace)
+        return self._pipeline.run(self._request(CHAT, request, time_left_s, received_ns, metadata))
 
     def refused(self, operation: str, error: BaseException, received_ns: int, metadata: RequestMetadata | None = None) -> None:
-        """A request ended before it could be made one of ours: it leaves a trace, and is counted, as those that are found invalid
-        here. `operation`: what it was to be."""
-        self._never_began(error, received_ns, self._trace(operation, received_ns, metadata))
+        """Account for a request that ended before it was a message: it leaves a trace, and is counted, as those that are found
+        invalid here. `operation`: what it was to be."""
+        request = self._request(operation, mesh_pb2.GenerateRequest(), None, received_ns, metadata)
+        request.timings.routed(received_ns)
+        self._pipeline.end(request, error)
 
     async def tokenize(self, request: mesh_pb2.TokenizeRequest, time_left_s: float | None = None) -> mesh_pb2.TokenizeResponse:
         """Raises MeshError."""
@@ -106,92 +96,31 @@ class Frontend:
 
     @property
     def is_ready(self) -> bool:
-        """Can a request be owned by somebody now?"""
-        return not self._draining and self.core.fleet.ready()
+        """True if a decode worker can take a request now."""
+        return not self.open_requests.is_draining and self.core.fleet.ready()
 
     async def drain(self, grace_s: float) -> None:
-        """Admit nobody; let streams finish for `grace_s` seconds, then end them so that their clients resume elsewhere."""
-        self._draining = True
-        self.core.flow_control.close(self._going())
+        """Admit no request; let streams finish for `grace_s` seconds, then end them so that their clients resume elsewhere."""
+        self.open_requests.is_draining = True
+        self.core.flow_control.close(self.open_requests.closed())
         for timeout_s in (grace_s, LAST_WORDS_S):
             try:
-                await asyncio.wait_for(self._idle.wait(), timeout_s)
+                await asyncio.wait_for(self.open_requests.idle.wait(), timeout_s)
                 return
             except TimeoutError:
-                for request in self._requests:
-                    request.fail(Unavailable("this router is going; resume on another one"))
+                self.open_requests.fail(Unavailable("this router is going; resume on another one"))
 
-    async def _stream(
-        self, making: Coroutine[object, object, PreparedRequest], received_ns: int, trace: RequestTrace = NO_TRACE
-    ) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
-        if self._draining:
-            making.close()
-            self._never_began(going := self._going(), received_ns, trace)
-            raise going
-        self._num_streams += 1
-        self._idle.clear()
-        try:
-            async with aclosing(self._made(making, received_ns, trace)) as messages:
-                async for message in messages:
-                    yield message
-        finally:
-            self._num_streams -= 1
-            if not self._num_streams:
-                self._idle.set()
-
-    async def _made(
-        self, making: Coroutine[object, object, PreparedRequest], received_ns: int, trace: RequestTrace = NO_TRACE
-    ) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
-        timings = RequestTimings(received_ns, spans=trace.spans)
-        timings.routed(received_ns)
-        request: Request | None = None
-        error: BaseException | None = None
-        try:
-            prepared = await making
-            await failpoints.hit_async("router.route")
-            request = self._begin(prepared, timings)
-            trace.admitted(request.prepared)
-            async with aclosing(request.messages()) as messages:
-                async for message in messages:
-                    yield message
-        except BaseException as caught:
-            error = caught
-            raise
-        finally:
-            self._end(request, timings, trace, error)
-
-    def _begin(self, prepared: PreparedRequest, timings: RequestTimings) -> Request:
-        if self._draining:
-            raise self._going()
-        if self.on_asked is not None:
-            self.on_asked(prepared.tenant, len(prepared.prompt) + prepared.num_choices * prepared.sampling.max_tokens)
-        request = Request(self.core, prepared, timings)
-        self._requests.add(request)
-        return request
-
-    def _never_began(self, error: BaseException, received_ns: int, trace: RequestTrace) -> None:
-        timings = RequestTimings(received_ns, spans=trace.spans)
-        timings.routed(received_ns)
-        self._end(None, timings, trace, error)
-
-    def _end(self, request: Request | None, timings: RequestTimings, trace: RequestTrace, error: BaseException | None) -> None:
-        """Whoever closes a stream behind its last message has not left early."""
-        if request is None:
-            trace.ended(timings, None, error)
-            self.core.metrics.ended(None, (0, 0), 0, timings, error)
-            return
-        self._requests.discard(request)
-        error, prepared = None if request.is_complete else error, request.prepared
-        trace.ended(timings, request.brought, error)
-        self.core.metrics.ended(
-            prepared, goals_ms(self.core, prepared), request.num_generated, timings, error, trace=trace.sent_as
-        )
-
-    def _trace(self, operation: str, received_ns: int, metadata: RequestMetadata | None) -> RequestTrace:
-        return open_trace(self.core, operation, self.core.tracing.extract(metadata), received_ns)
-
-    def _going(self) -> Unavailable:
-        return Unavailable("this router is going; use another one")
+    def _request(
+        self,
+        operation: str,
+        message: ClientMessage,
+        time_left_s: float | None,
+        received_ns: int | None,
+        metadata: RequestMetadata | None,
+    ) -> Request:
+        received_ns = received_ns or now_ns()
+        trace = open_trace(self.core, operation, self.core.tracing.extract(metadata), received_ns)
+        return Request(message, time_left_s, RequestTimings(received_ns, spans=trace.spans), trace)
 
 
 # Options beside the message, in gRPC metadata or HTTP headers: for clients and proxies that cannot set its fields.

@@ -1,7 +1,7 @@
 """Asks running requests to move: all that a decode worker has when it drains, one now and then when loads differ much.
 
-How a request moves, router/lifecycle/decode_stage.py knows: its next stay is prepared while the present one goes on, so nobody
-waits for it. Here it is decided who moves, and how many at once: each move is a hand-off that others pay for.
+How a request moves, `router/lifecycle/decode_stage.py` knows: its next session is prepared while the present one goes on, so no
+client waits for it. Here it is decided which ones move, and how many at once: each move is a hand-off that others pay for.
 """
 
 import asyncio

@@ -16,39 +16,11 @@ from pdmesh.v1 import common_pb2, decode_pb2, mesh_pb2
 from router.context import RouterContext, time_left_ms, time_left_s
 from router.fleet.change_notifier import unless
 from router.fleet.worker import Incarnation, Worker
-from router.lifecycle.output import OutputError, TokenChunk
+from router.lifecycle.output import DraftTotals, OutputError, TokenChunk
 from router.routing.routing_request import tpot_goal_ms
 from router.routing.worker_snapshot import Mode, WorkerKey
 from router.telemetry.timings import RequestTimings
 from router.tokenization.prepared_request import PreparedRequest
-
-# What workers guessed for one request, over all of its stays on decode workers. Pure.
-
-
-class DraftTotals:
-    """Messages name totals of a stay, so that one which is lost, or sent again, changes nothing; the latest of each counts."""
-
-    def __init__(self) -> None:
-        self._totals: dict[tuple[str, int], tuple[int, int]] = {}
-
-    def note(self, stay: str, choice: int, num_drafted: int, num_accepted: int) -> None:
-        """So many tokens have been guessed for `choice` since `stay` began, and so many of them came true (per-token path)."""
-        self._totals[stay, choice] = (num_drafted, num_accepted)
-
-    def accepted_in(self, stay: str) -> int:
-        """Of all choices, on one worker."""
-        return sum(accepted for (where, _), (_, accepted) in self._totals.items() if where == stay)
-
-    @property
-    def num_drafted(self) -> int:
-        """Tokens that were guessed and verified."""
-        return sum(drafted for drafted, _ in self._totals.values())
-
-    @property
-    def num_accepted(self) -> int:
-        """Of them, those that came true."""
-        return sum(accepted for _, accepted in self._totals.values())
-
 
 MAX_HELD_SPANS = 4096
 CANCEL_TIMEOUT_S = 1.0

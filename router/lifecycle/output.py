@@ -288,3 +288,30 @@ class Output:
 
     def _length_reason(self, num_tokens: int) -> common_pb2.FinishReason.ValueType:
         return common_pb2.FINISH_REASON_LENGTH if num_tokens >= self._prepared.sampling.max_tokens else UNFINISHED
+
+
+class DraftTotals:
+    """Tokens that workers drafted for one request, over all of its decode sessions.
+
+    Messages name totals of a session, so that one which is lost, or sent again, changes nothing; the latest of each counts."""
+
+    def __init__(self) -> None:
+        self._totals: dict[tuple[str, int], tuple[int, int]] = {}
+
+    def note(self, session: str, choice: int, num_drafted: int, num_accepted: int) -> None:
+        """Set the totals of `choice` since `session` (its id on the wire) began. Per-token path."""
+        self._totals[session, choice] = (num_drafted, num_accepted)
+
+    def accepted_in(self, session: str) -> int:
+        """Return the accepted tokens of all choices in one session."""
+        return sum(accepted for (where, _), (_, accepted) in self._totals.items() if where == session)
+
+    @property
+    def num_drafted(self) -> int:
+        """Tokens that were drafted and verified."""
+        return sum(drafted for drafted, _ in self._totals.values())
+
+    @property
+    def num_accepted(self) -> int:
+        """Those of them that the model confirmed."""
+        return sum(accepted for _, accepted in self._totals.values())

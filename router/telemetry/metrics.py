@@ -197,13 +197,15 @@ class RequestMetrics:
         timings: RequestTimings,
         error: BaseException | None,
         *,
+        decision: Decision | None = None,
         trace: str = "",
     ) -> None:
-        """`job` None: the request was not valid. `error` None: its last message was made. `trace`: its id, if it is sent."""
+        """Add a request that has ended. `prepared` None: it was not valid. `error` None: its last message was made. `decision`:
+        the latest that placed it. `trace`: its id, if it is sent."""
         if not self.metrics.is_on:
             return
         try:
-            self._note(prepared, goals, num_output_tokens, timings, error, trace)
+            self._note(prepared, goals, num_output_tokens, timings, error, decision, trace)
         except Exception:  # a bug in what is counted of a request must not end it
             logger.exception("a request is not in the metrics")
 
@@ -214,6 +216,7 @@ class RequestMetrics:
         num_output_tokens: int,
         timings: RequestTimings,
         error: BaseException | None,
+        decision: Decision | None,
         trace: str,
     ) -> None:
         parts = timings.parts if timings.parts.total_ns else timings.message()
@@ -227,8 +230,8 @@ class RequestMetrics:
         met = verdict(parts, goals, problem)
         who = (*_class_of(prepared), _MODES.get(parts.mode, ""))
         self.metrics.add(REQUESTS, 1, *who, error_type, _word(met.ttft), _word(met.tpot))
-        if problem is None and timings.decision is not None:
-            self._predicted(prepared, parts, timings.decision)
+        if problem is None and decision is not None:
+            self._predicted(prepared, parts, decision)
 
     def _measured(self, prepared: PreparedRequest, parts: mesh_pb2.Timings, error_type: str, trace: str) -> None:
         observe = self.metrics.observe

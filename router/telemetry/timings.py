@@ -15,7 +15,6 @@ All values are monotonic nanoseconds of this router; durations of workers travel
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -26,7 +25,6 @@ from pdmesh.v1 import common_pb2, mesh_pb2
 
 if TYPE_CHECKING:
     from router.fleet.worker import Worker
-    from router.routing.decisions import Decision
 
 
 # What `RequestTimings` measures, as spans: one placement after another, until a worker decodes.
@@ -277,9 +275,7 @@ class _Attempt:
 
 @dataclass(slots=True)
 class RequestTimings:
-    """Collects while the request lives; `message` sums up. Before the first token a failed attempt starts the parts anew.
-
-    `decision`: the latest that placed the request."""
+    """Collects while the request lives; `message` sums up. Before the first token a failed attempt starts the parts anew."""
 
     received_ns: int
     parts: mesh_pb2.Timings = field(default_factory=mesh_pb2.Timings)
@@ -290,9 +286,7 @@ class RequestTimings:
     first_received_ns: int | None = None
     first_handed_ns: int | None = None
     prefill: common_pb2.PrefillTimings | None = None
-    on_submitting: Callable[[], None] | None = None
     paces: dict[int, _ChoicePace] = field(default_factory=dict)
-    decision: Decision | None = None
     spans: Spans = NO_SPANS
     route_since_ns: int | None = None
     _before: _Attempt | None = None
@@ -323,9 +317,6 @@ class RequestTimings:
     def submitting(self, attributes: Attributes | None = None, reason: str = "") -> None:
         """An attempt begins: Submit is being sent. What an earlier one took counts as retry; `reason` is what speaks against it.
         `attributes` say where the new one goes."""
-        if self.on_submitting is not None:
-            self.on_submitting()
-            self.on_submitting = None
         now = now_ns()
         self._end_route(now)
         self._supersede(now, reason)

@@ -12,7 +12,8 @@ from router.fleet.hedging import HedgeLimits
 from router.fleet.migration import RebalanceLimits
 from router.fleet.worker import Dispatched
 from router.lifecycle.decode_session import DecodeSession
-from router.lifecycle.placement import Assignment, PlacementRequest, Placer
+from router.lifecycle.placement import PlaceStage
+from router.lifecycle.request import Dispatch
 from tests.router.mesh import Answer, Mesh, expected, request, running_mesh
 from tests.router.stub_workers import DECODE, PREFILL, StubWorker
 from tests.support.waiting import eventually
@@ -194,13 +195,13 @@ async def test_hand_over_that_fails_costs_nothing(model_folder: Path, what: str)
 
 
 async def test_move_that_meets_a_bug_ends_no_stream(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tries = list[PlacementRequest]()
+    tries = list[Dispatch]()
 
-    async def fail(placer: Placer, need: PlacementRequest, leaving: DecodeSession) -> Assignment | None:
-        tries.append(need)
+    def fail(stage: PlaceStage, dispatch: Dispatch, leaving: DecodeSession) -> None:
+        tries.append(dispatch)
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(Placer, "place_elsewhere", fail)
+    monkeypatch.setattr(PlaceStage, "place_elsewhere", fail)
     async with running_mesh(model_folder, decode=2) as mesh:
         asking, first, _ = await started(mesh, 1)
         first.draining = True

@@ -94,7 +94,7 @@ class SimulatedAdmission:
 
 
 # Requests that found no room on any decode worker, and who of them tries again, as in `router/lifecycle/capacity_queue.py` and
-# the placer.
+# `router/lifecycle/placement.py`.
 
 
 class SimulatedQueue:

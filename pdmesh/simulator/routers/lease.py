@@ -1,5 +1,5 @@
 """What happens between one simulated router and its workers, from Submit to the last token: `router/lifecycle/prefill_stage.py`
-and `router/lifecycle/decode_stage.py` as events. A stay that is over ignores whatever still comes of it."""
+and `router/lifecycle/stages.py` as events. A stay that is over ignores whatever still comes of it."""
 
 from typing import Protocol
 

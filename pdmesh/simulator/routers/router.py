@@ -22,7 +22,7 @@ from router.routing.cost_model import Overhead
 from router.routing.filters import NoPlacement, blocks_for
 from router.routing.worker_snapshot import WorkerKey
 
-# What a request that has ended teaches its router: as `router/lifecycle/request.py`.
+# What a request that has ended teaches its router: as `router/lifecycle/stages.py`.
 
 
 def learn(outlook: SimulatedRouting, stay: Stay) -> None:
