@@ -39,7 +39,7 @@ class Frontend:
         self._objectives = objectives
         self._registry_connected = registry_connected
         self.open_requests = OpenRequests()
-        self._pipeline = Pipeline(core, self._preprocessor, self.open_requests)
+        self.pipeline = Pipeline(core, self._preprocessor, self.open_requests)
 
     def generate(
         self,
@@ -50,7 +50,7 @@ class Frontend:
     ) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
         """Yield `started`, deltas, `completed`. `received_ns`: when it had arrived here, if not just now. `metadata` (or headers)
         may name the caller's trace. Raises MeshError."""
-        return self._pipeline.run(self._request(COMPLETION, request, time_left_s, received_ns, metadata))
+        return self.pipeline.run(self._request(COMPLETION, request, time_left_s, received_ns, metadata))
 
     def chat(
         self,
@@ -60,14 +60,14 @@ class Frontend:
         metadata: RequestMetadata | None = None,
     ) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
         """As `generate`."""
-        return self._pipeline.run(self._request(CHAT, request, time_left_s, received_ns, metadata))
+        return self.pipeline.run(self._request(CHAT, request, time_left_s, received_ns, metadata))
 
     def refused(self, operation: str, error: BaseException, received_ns: int, metadata: RequestMetadata | None = None) -> None:
         """Account for a request that ended before it was a message: it leaves a trace, and is counted, as those that are found
         invalid here. `operation`: what it was to be."""
         request = self._request(operation, mesh_pb2.GenerateRequest(), None, received_ns, metadata)
         request.timings.routed(received_ns)
-        self._pipeline.end(request, error)
+        self.pipeline.end(request, error)
 
     async def tokenize(self, request: mesh_pb2.TokenizeRequest, time_left_s: float | None = None) -> mesh_pb2.TokenizeResponse:
         """Raises MeshError."""

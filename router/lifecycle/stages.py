@@ -334,6 +334,11 @@ class Pipeline:
         self._stream = StreamStage()
         self._account = AccountStage(core)
 
+    @property
+    def stages(self) -> tuple[object, ...]:
+        """All of them, in the order of `STAGES`."""
+        return (*self._intake, *self._dispatch, self._stream, self._account)
+
     async def run(self, request: Request) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
         """Yield the messages of `request`, from its arrival on. However that ends, the request's work ends with it.
 

@@ -172,10 +172,10 @@ NO_TENANT = "(default)"
 OTHER = "other"
 _PRIORITIES = {number: name for name, number in PRIORITIES.items()}
 _MODES = {mesh_pb2.PREFILL_MODE_LOCAL: "local", mesh_pb2.PREFILL_MODE_REMOTE: "remote"}
-_TTFT_PARTS = (
+TTFT_PARTS = (
     "route", "admission_queue", "reserve", "prefill_queue", "prefill_compute", "first_token_return", "retry",
 )  # fmt: skip
-_HANDOFF_PARTS = ("kv_exposed", "decode_queue")
+HANDOFF_PARTS = ("kv_exposed", "decode_queue")
 
 logger = logging.getLogger(__name__)
 Goals = tuple[int, int]
@@ -243,10 +243,10 @@ class RequestMetrics:
             return
         observe(TTFT, parts.ttft_ns / 1e9, *who, trace=trace)
         model, priority = prepared.model.name, who[4]
-        for part in _TTFT_PARTS:
+        for part in TTFT_PARTS:
             observe(TTFT_PART, getattr(parts, f"{part}_ns") / 1e9, model, priority, part)
         if parts.mode == mesh_pb2.PREFILL_MODE_REMOTE and parts.kv_bytes:
-            for part in _HANDOFF_PARTS:
+            for part in HANDOFF_PARTS:
                 observe(HANDOFF_PART, getattr(parts, f"{part}_ns") / 1e9, model, part)
 
     def _counted(self, prepared: PreparedRequest, parts: mesh_pb2.Timings, num_output_tokens: int) -> None:
