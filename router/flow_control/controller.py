@@ -1,11 +1,11 @@
-"""Admission: who may start now, who waits, who is refused with a reason and a retry delay. Pure: no clock, no I/O, no tasks.
+"""Admission: which requests start now, wait, or are refused with a reason and a retry delay. `Admission` itself is pure.
 
 ask ──► Ticket(admitted)                                     a place is free and the forecast is good
     ──► Ticket(waiting) ─┬► admitted                         by `release` or `look`: fair between tenants, then by rank
                          └► refused                          its objective can no longer be met, or it makes way for another
     ──► Refusal(reason, message, retry_delay_s)              over its rate; too late by prediction; the room is full
 
-What is known of the mesh comes in through `Applicant.foresee`; without a forecast everything goes by count.
+What is known of the mesh comes in through `FlowItem.foresee`; without a forecast everything goes by count.
 """
 
 import asyncio
@@ -28,8 +28,8 @@ from router.flow_control.slo_admission import (
 
 
 class Admission:
-    """One router's. Every ticket is given back with `release`. Who was decided on while waiting is in what `release` and `look`
-    return; after `ask`, in `decided`."""
+    """The admission of one router. Every ticket is given back with `release`. Tickets that were decided on while waiting are in
+    what `release` and `look` return; after `ask`, in `decided`."""
 
     def __init__(self, settings: AdmissionSettings, tracker: TenantBook | None = None) -> None:
         self.settings = settings
@@ -64,7 +64,7 @@ class Admission:
         return self._room.num_bytes
 
     def ask(self, item: FlowItem, now: float) -> Ticket | Refusal:
-        """A ticket (look at its state), or a refusal. `now`: monotonic seconds, as in all calls."""
+        """Return a ticket (look at its state), or a refusal. `now`: monotonic seconds, as in all calls."""
         limits = self.limiter.tracker.limits_of(item.tenant)
         tally = self.limiter.counts.of(item.tenant, item.priority)
         answer = self._rate_refusal(item, limits, now) or self._place_or_queue(item, limits, tally, now)
@@ -86,19 +86,19 @@ class Admission:
         return self.decided()
 
     def answered(self, ticket: Ticket, now: float) -> None:
-        """Its first token is there: says how far forecasts can be trusted."""
+        """Note that the first token has come: it says how far forecasts can be trusted."""
         item, expected_s = ticket.item, ticket.expected_s
         if expected_s is not None and item.ttft_s is not None:
             accuracy = self._room.lane(item.lane, now).accuracy
             accuracy.observe(expected_s, now - ticket.arrived, item.ttft_s, now)
 
     def placed(self, ticket: Ticket, now: float) -> list[Ticket]:
-        """Its prompt is on its way to a worker: forecasts contain it from now on; returns as `look`."""
+        """Note that the prompt is on its way to a worker: forecasts contain it from now on. Return as `look`."""
         self._room.lane(ticket.item.lane, now).transit.leave(ticket.number)
         return self.look(now) if self.num_queued else []
 
     def look(self, now: float) -> list[Ticket]:
-        """Look at the mesh again: admit those who may go, refuse those who are too late; returns both."""
+        """Look at the mesh again: admit requests that may go, refuse those that are too late; return both."""
         self._dispatch_order.take(now)
         for lane in self._room.lanes.values():
             lane.tick(now, is_full=self.limiter.is_full)
@@ -187,7 +187,7 @@ class Admission:
         return ticket
 
     def _make_room(self, item: FlowItem, limits: TenantLimits) -> bool:
-        """Whoever makes way for it does; False: nobody has to."""
+        """Refuse waiting requests that have to make way for it; return False if none has to."""
         if self._room.fits(item):
             return True
         while True:
@@ -195,8 +195,8 @@ class Admission:
             if victim is None:
                 return False
             for_rank = victim.item.rank > item.rank
-            whom = "requests of higher priority" if for_rank else "tenants that hold less of it"
-            message = f"the queue is full, and this request makes way for {whom}; retry later"
+            others = "requests of higher priority" if for_rank else "tenants that hold less of it"
+            message = f"the queue is full, and this request makes way for {others}; retry later"
             delay_s = self._full_delay_s(self._room.lanes[victim.item.lane])
             self._dispatch_order.refuse(victim, Refusal("priority" if for_rank else "share", message, delay_s))
             if self._room.holds(item):
@@ -219,15 +219,15 @@ def _note_expected(ticket: Ticket, forecast: Forecast | None, wait_s: float | No
         ticket.expected_s = expected_ttft_s(forecast, wait_s)
 
 
-# Admission for coroutines: waits for the place that `router.admission` decides on.
+# Admission for coroutines: they wait for the place on which `Admission` decides.
 
 
 LOOK_PERIOD_S = 0.02
-"""While somebody waits, the mesh is looked at so often: reports, first tokens and time itself open the gate, too."""
+"""While requests wait, the mesh is looked at so often: reports, first tokens and time itself free places, too."""
 
 
 class FlowController:
-    """One admission and those who wait at it."""
+    """One admission and the coroutines that wait for it."""
 
     def __init__(self, admission: Admission) -> None:
         self.admission = admission
@@ -235,7 +235,7 @@ class FlowController:
         self._next_look: asyncio.TimerHandle | None = None
 
     async def enter(self, item: FlowItem) -> Ticket:
-        """A ticket that holds a place; to be given back with `leave`. Raises ResourceExhausted with a retry delay."""
+        """Return a ticket that holds a place; to be given back with `leave`. Raises ResourceExhausted with a retry delay."""
         ticket = self.admission.ask(item, asyncio.get_running_loop().time())
         self._wake(self.admission.decided())
         if isinstance(ticket, Refusal):
@@ -245,15 +245,15 @@ class FlowController:
         return ticket
 
     def leave(self, ticket: Ticket, used_tokens: int | None = None) -> None:
-        """Give the place back, as often as one likes; wakes those who get one instead. `used_tokens`: see Admission.release."""
+        """Give the place back, as often as one likes; wake requests that get one now. `used_tokens`: see Admission.release."""
         self._wake(self.admission.release(ticket, asyncio.get_running_loop().time(), used_tokens))
 
     def placed(self, ticket: Ticket) -> None:
-        """It has been sent to a worker."""
+        """The request of the ticket has been sent to a worker."""
         self._wake(self.admission.placed(ticket, asyncio.get_running_loop().time()))
 
     def close(self, error: MeshError) -> None:
-        """Turn away all who wait; those who hold a place keep it."""
+        """Refuse all that wait; requests that hold a place keep it."""
         for waiter in self._waiting.values():
             if not waiter.done():
                 waiter.set_exception(error)

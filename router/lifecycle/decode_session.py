@@ -1,4 +1,4 @@
-"""One request on one decode worker: its own id there, its attempts, and how its stay ends."""
+"""One request on one decode worker: its own id there, its attempts, its tokens, and how it ends."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ from router.routing.worker_snapshot import Mode, WorkerKey
 from router.telemetry.timings import RequestTimings
 from router.tokenization.prepared_request import PreparedRequest
 
-MAX_HELD_SPANS = 4096
+MAX_HELD_CHUNKS = 4096
 CANCEL_TIMEOUT_S = 1.0
 CANCEL_FOR_S = 5.0
 WIRE_MODES = {Mode.LOCAL: mesh_pb2.PREFILL_MODE_LOCAL, Mode.REMOTE: mesh_pb2.PREFILL_MODE_REMOTE}
@@ -31,27 +31,27 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerLost(Exception):
-    """The request's stay on this decode worker is over before its output is; it has to go on elsewhere."""
+    """A decode session is over before the output is; the request has to go on elsewhere."""
 
 
 class Sink(Protocol):
-    """Where a leg's tokens go."""
+    """Where the tokens of a session go."""
 
     drafts: DraftTotals
 
-    def accept(self, span: TokenChunk) -> bool:
-        """New or repeated output; True when no more is needed. Must return at once. Raises BookError."""
+    def accept(self, chunk: TokenChunk) -> bool:
+        """Take new or repeated output; return True when no more is needed. Must return at once. Raises OutputError."""
 
     def next_indexes(self) -> Sequence[tuple[int, int]]:
-        """(choice, output index needed next) of each choice that goes on."""
+        """Return (choice, output index needed next) of each choice that goes on."""
 
 
 class DecodeSession:
-    """A Follower of the worker's link.
+    """A request on a decode worker, from Submit until it ends or is left. It follows the worker's link.
 
     The id on the wire is the client's with a random tail: a client's id need not be unique, and a request that comes back to a
-    worker which still holds an earlier stay of it must not be taken for that one.
-    `started`: decode generates; `delivered`: tokens have come during this stay, from decode or prefill; `flowing` is set then.
+    worker which still holds an earlier session of it must not be taken for that one.
+    `started`: decode generates; `delivered`: tokens have come in this session, from decode or prefill; `flowing` is set then.
     `ended` resolves with None when the worker has finished every choice, else with the reason why not.
     """
 
@@ -88,16 +88,16 @@ class DecodeSession:
 
     @property
     def key(self) -> WorkerKey:
-        """The incarnation on which it is."""
+        """The incarnation of the worker."""
         return (self.worker.address, self.info.epoch)
 
     @property
     def incarnation(self) -> Incarnation:
-        """The process on which it is."""
+        """The process of the worker."""
         return self._incarnation
 
     async def submit(self, mode: Mode, emitted: list[common_pb2.EmittedChoice], *, because: str = "") -> common_pb2.Reservation:
-        """The next attempt; `because`: what speaks against one that is under way. Raises MeshError as the worker answered."""
+        """Submit the next attempt. `because`: what speaks against the one under way. Raises MeshError as the worker answered."""
         self.attempt += 1
         waited_before = self._waits_for_first
         self._waits_for_first = waited_before or mode is Mode.REMOTE  # until the answer, what comes is of the attempt before
@@ -123,7 +123,7 @@ class DecodeSession:
         return {"pdmesh.attempt": self.attempt, "pdmesh.mode": mode.value, "pdmesh.decode.worker": self.info.worker_id}
 
     def _expect_first(self, mode: Mode) -> None:
-        """This attempt is in force now: its first tokens come from prefill, or from decode itself."""
+        """The attempt is in force now: its first tokens come from prefill, or from decode itself."""
         self._waits_for_first = mode is Mode.REMOTE
         if mode is Mode.LOCAL:
             self.deliver_first(())
@@ -136,31 +136,31 @@ class DecodeSession:
         """Prefill has told decode that every choice ended with its first token: nothing is left to cancel."""
         self._unfinished.clear()
 
-    def deliver_first(self, spans: Sequence[TokenChunk]) -> None:
-        """The first tokens, from the prefill worker that fills the reservation. What decode sent before them follows."""
+    def deliver_first(self, chunks: Sequence[TokenChunk]) -> None:
+        """Take the first tokens from the prefill worker that fills the reservation. What decode sent before them follows."""
         self._waits_for_first = False
         self._got_first = True
         held, self._held = self._held, []
-        for span in (*spans, *held):
-            self.deliver(span)
+        for chunk in (*chunks, *held):
+            self.deliver(chunk)
 
-    def deliver(self, span: TokenChunk) -> None:
-        """Output of this stay, in the order in which it counts."""
+    def deliver(self, chunk: TokenChunk) -> None:
+        """Take output of this session, in the order in which it counts."""
         if not self.delivered:
             self.delivered = True
             self.flowing.set()
         try:
-            if self._sink.accept(span):
+            if self._sink.accept(chunk):
                 self.end(None)
         except OutputError as error:
             self.end(WorkerLost(f"{self.info.worker_id}: {error}"))
 
-    def _hold_back(self, span: TokenChunk) -> None:
+    def _hold_back(self, chunk: TokenChunk) -> None:
         """Decode repeats the committed first tokens, without log-probabilities; those of prefill, with its timings, come first.
 
         The two streams may overtake each other, by little."""
-        self._held.append(span)
-        if len(self._held) > MAX_HELD_SPANS:
+        self._held.append(chunk)
+        if len(self._held) > MAX_HELD_CHUNKS:
             self.end(WorkerLost(f"tokens come from {self.info.worker_id}, but no first tokens from the prefill worker"))
 
     def end(self, result: WorkerLost | MeshError | None) -> None:
@@ -183,14 +183,14 @@ class DecodeSession:
             self._sink.drafts.note(self.wire_id, output.choice, output.num_drafted, output.num_accepted)
         self.started = True
         logprobs = output.logprobs if self._wants_logprobs else ()
-        span = TokenChunk(output.choice, output.first_index, output.token_ids[:], logprobs, output.finish_reason)
+        chunk = TokenChunk(output.choice, output.first_index, output.token_ids[:], logprobs, output.finish_reason)
         if self._waits_for_first:
-            self._hold_back(span)
+            self._hold_back(chunk)
         else:
-            self.deliver(span)
+            self.deliver(chunk)
 
     def on_event(self, event: decode_pb2.RequestEvent) -> None:
-        """STARTED brings timings, FAILED ends the stay unless it is about an earlier attempt (0: about none in particular)."""
+        """STARTED brings timings, FAILED ends the session unless it is about an earlier attempt (0: about none in particular)."""
         if event.kind == decode_pb2.REQUEST_EVENT_KIND_STARTED and event.attempt == self.attempt:
             self._on_started(event)
         elif event.kind == decode_pb2.REQUEST_EVENT_KIND_FAILED and self._is_about_now(event.attempt):
@@ -203,7 +203,7 @@ class DecodeSession:
         self.end(WorkerLost(reason))
 
     def next_indexes(self) -> Sequence[tuple[int, int]]:
-        """What a re-attached stream has to start from."""
+        """Return what a re-attached stream has to start from."""
         return self._sink.next_indexes()
 
     def _is_about_now(self, attempt: int) -> bool:
@@ -261,7 +261,7 @@ class DecodeSession:
         return limit_s if left_s is None else min(limit_s, left_s)
 
     async def _cancel(self, reason: str) -> None:
-        """Until the worker has answered, is another incarnation, or has had the time to miss the request itself."""
+        """Call until the worker has answered, is another incarnation, or has had the time to miss the request itself."""
         request = decode_pb2.CancelRequest(request_id=self.wire_id, reason=reason)
         backoff_s = 0.1
         with contextlib.suppress(TimeoutError):

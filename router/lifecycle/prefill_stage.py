@@ -216,7 +216,7 @@ class PrefillCall:
         return True
 
     def _after_failure(self, end: PrefillEnd) -> type[ReserveStage]:
-        """Choose who fills the same reservation next: another prefill worker, or decode itself."""
+        """Choose what fills the same reservation next: another prefill worker, or decode itself."""
         self._blame(end)
         self._dispatch.tried |= {self._prefill.key}
         self._timings.failed(end.problem or "")

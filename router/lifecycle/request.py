@@ -85,12 +85,12 @@ class Request:
 
     # The sink of decode sessions
 
-    def accept(self, span: TokenChunk) -> bool:
+    def accept(self, chunk: TokenChunk) -> bool:
         """Take tokens from any worker; return True when no more are needed. Raises OutputError. Per-token path."""
-        spans = self.tracker.accept(span)
-        if spans:
+        chunks = self.tracker.accept(chunk)
+        if chunks:
             self.timings.first_token()
-        for new in spans:
+        for new in chunks:
             self.client_stream.put(new)
             if new.finish_reason and self.tracker.all_finished:
                 self.is_winding_up = True

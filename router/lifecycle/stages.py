@@ -287,7 +287,7 @@ STAGES = (
         ("route", "admission_queue"),
         (_TTFT_PART, "pdmesh.policy.decision", "pdmesh.policy.decisions", "pdmesh.unplaced.requests", "pdmesh.unplaced.age"),
     ),
-    Stage("reserve", ReserveStage, ("attempt", "reserve"), ("reserve",), (_TTFT_PART,)),
+    Stage("reserve", ReserveStage, ("attempt", "reserve", "retry"), ("reserve", "retry"), (_TTFT_PART,)),
     Stage(
         "prefill",
         PrefillStage,

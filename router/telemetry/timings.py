@@ -10,6 +10,13 @@ LOCAL   one call's worth: the worker measures from the receipt of Submit on, res
         compute and return. The prompt waits for no answer to Submit, which may even come behind its first token.
 All values are monotonic nanoseconds of this router; durations of workers travel as durations. What is counted here is told to
 `spans` with the same two clock readings, so that the spans of a trace have the durations of the timings.
+
+The stages of a request (`router/lifecycle/stages.py`) record what they do, by name; nothing here decides or calls back:
+
+    validate, tokenize   routed, at arrival                       prefill   prefilling, prefilled; failed, withdrawn (a hedge)
+    admit                queued                                   decode    prefilled (LOCAL), first_token; failed (a lost worker)
+    place                routed, queued (no worker had room)      stream    handed, message
+    reserve              submitting, submitted; failed
 """
 
 from __future__ import annotations
@@ -35,7 +42,7 @@ if TYPE_CHECKING:
 #               ├─ retry                     beside an attempt that failed before the first token
 #               └─ migrate ─── the same      a move to another worker while it runs
 #
-# `Spans` itself does nothing: where traces are off, everybody has that one.
+# `Spans` itself does nothing: where traces are off, every request has that one.
 
 
 MAX_PARTS = 64
@@ -43,19 +50,19 @@ MAX_PARTS = 64
 
 
 class Spans:
-    """Nobody is told. Times are monotonic nanoseconds."""
+    """Record nothing. Times are monotonic nanoseconds."""
 
     is_on = False
     trace_name = ""  # the trace's id for logs
 
     def routed(self, started_ns: int, ended_ns: int) -> None:
-        """Validation, tokenization or a choice of workers."""
+        """Validation, tokenization or a choice of workers took this time."""
 
     def queued(self, started_ns: int, ended_ns: int) -> None:
         """It waited for a place or for room."""
 
     def submitting(self, at_ns: int, attributes: Attributes) -> None:
-        """An attempt begins. One that is under way stays so until this one is `reserved`."""
+        """An attempt begins. One that is under way stays in force until this one is `submitted`."""
 
     def submitted(self, at_ns: int, attributes: Attributes) -> None:
         """Submit was answered: now the attempt is in force, and one before it is over."""
@@ -85,11 +92,11 @@ class Spans:
         """The first token came back."""
 
     def moving(self, at_ns: int, worker_id: str, reason: str) -> Spans:
-        """Spans of the next stay, while the one on `worker_id` goes on."""
+        """Return spans of the next decode session, while the one on `worker_id` goes on."""
         return self
 
     def moved(self, worker_id: str | None) -> None:
-        """The move of these spans has ended there; None: it came to nothing."""
+        """The move of these spans has ended on that worker; None: it came to nothing."""
 
     def took_part(self, worker: Worker) -> None:
         """It holds spans of this trace."""
@@ -292,8 +299,8 @@ class RequestTimings:
     _before: _Attempt | None = None
 
     def routed(self, started_ns: int) -> None:
-        """Since `started_ns` it has been the router's turn: validation, tokenization, a choice of workers. Until it waits in a
-        line or an attempt begins: between its parts nothing is left out, whoever took the processor meanwhile."""
+        """Since `started_ns` it has been the router's turn: validation, tokenization, a choice of workers. That lasts until the
+        request waits in a queue or an attempt begins: nothing between the parts is left out, whatever took the processor."""
         if self.route_since_ns is None:
             self.route_since_ns = started_ns
 

@@ -48,7 +48,7 @@ def _read(folder: str) -> tuple[Tokenizer, GrammarCompiler]:
     if not tokenizer.max_context:
         raise ConfigError("--models", f"{folder}/config.json names no max_position_embeddings", "add the model's config.json")
     grammars = GrammarCompiler(tokenizer.to_json(), tokenizer.vocab_size, tokenizer.eos_token_ids)
-    with contextlib.suppress(ValueError):  # whoever asks for a constraint is told
+    with contextlib.suppress(ValueError):  # a request with a constraint gets the error
         grammars.warm()
     return tokenizer, grammars
 
