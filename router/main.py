@@ -81,7 +81,7 @@ class Router:
         self.follower = PrefixFollower(fleet, self.core.prefixes, stream)
         self.mover = _mover(self.core, goals)
         self.frontend = Frontend(self.core, goals, self._registry_connected)
-        self.frontend.on_asked = self.tenants.asked
+        self.frontend.open_requests.on_admitting = self.tenants.asked
         self.keys = api_keys.open_store(config.api_keys, config.mesh)
         checks = () if self.keys is None else (KeyInterceptor(self.keys),)
         self.server = GrpcServer(

@@ -91,7 +91,7 @@ class Watch:
         return self._routers[request.number % len(self._routers)].of(MODEL)
 
     def _compare(self, request: Request) -> None:
-        """Compare observed and predicted latency as `router/lifecycle/request.py` does: for smooth requests, from the policy's
+        """Compare observed and predicted latency as `router/lifecycle/stages.py` does: for smooth requests, from the policy's
         decision on."""
         predicted, first_s, decided_s = request.prediction, request.first_at, request.decided_at
         if predicted is None or first_s is None or decided_s is None or request.num_resubmissions:

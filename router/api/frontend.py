@@ -2,7 +2,7 @@
 responses.
 
 pdmesh.v1.Mesh (service.py) ─┐
-OpenAI over HTTP             ├─► Frontend ─► Preprocessor (checks, tokens) ─► Request (admission, dispatcher) ─► responses
+OpenAI over HTTP             ├─► Frontend ─► the stages of a request (router/lifecycle/stages.py) ─► responses
 KServe v2, vLLM's engine     ┘
 """
 
@@ -10,23 +10,19 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterable
 
 from pdmesh.planning.objectives import ModelObjective
-from pdmesh.runtime import failpoints
 from pdmesh.runtime.errors import InvalidArgument, Unavailable
 from pdmesh.v1 import common_pb2, mesh_pb2
 from router.api import explain, status
 from router.api.validation import refuse
 from router.context import RouterContext
-from router.lifecycle.request import Request
-from router.routing.routing_request import goals_ms
-from router.telemetry.request_trace import CHAT, COMPLETION, RequestTrace, open_trace
-from router.telemetry.request_trace import OFF as NO_TRACE
+from router.lifecycle.request import OpenRequests, Request
+from router.lifecycle.stages import Pipeline
+from router.telemetry.request_trace import CHAT, COMPLETION, open_trace
 from router.telemetry.timings import RequestTimings, now_ns
-from router.tokenization.prepared_request import PreparedRequest
-from router.tokenization.preprocessor import Preprocessor
+from router.tokenization.preprocessor import ClientMessage, Preprocessor
 
 LAST_WORDS_S = 2.0
 RequestMetadata = Iterable[tuple[str, str | bytes]]
@@ -34,8 +30,7 @@ RequestMetadata = Iterable[tuple[str, str | bytes]]
 
 
 class Frontend:
-    """Serve requests until the router is drained. The caller of `generate` or `chat` closes the stream with `aclose`, which also
-    cancels a request that has not ended."""
+    """Serves until it is drained. The caller of a stream closes it (`aclose`): that is how a client leaves."""
 
     def __init__(
         self, core: RouterContext, objectives: tuple[ModelObjective, ...], registry_connected: Callable[[], bool]
@@ -44,12 +39,8 @@ class Frontend:
         self._preprocessor = Preprocessor(core)
         self._objectives = objectives
         self._registry_connected = registry_connected
-        self._requests: set[Request] = set()
-        self._num_streams = 0  # includes streams whose requests are still being prepared
-        self.on_asked: Callable[[str, int], None] | None = None  # tenant, and tokens of prompt and output
-        self._draining = False
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self.open_requests = OpenRequests()
+        self.pipeline = Pipeline(core, self._preprocessor, self.open_requests)
 
     def generate(
         self,
@@ -58,11 +49,9 @@ class Frontend:
         received_ns: int | None = None,
         metadata: RequestMetadata | None = None,
     ) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
-        """Return the stream of `started`, deltas, `completed`. `received_ns`: when the request arrived at this process; None:
-        now. `metadata` (or headers) may name the caller's trace. Raises MeshError."""
-        received_ns = received_ns or now_ns()
-        trace = self._trace(COMPLETION, received_ns, metadata)
-        return self._stream(self._preprocessor.from_generate(request, time_left_s), received_ns, trace)
+        """Yield `started`, deltas, `completed`. `received_ns`: when it had arrived here, if not just now. `metadata` (or headers)
+        may name the caller's trace. Raises MeshError."""
+        return self.pipeline.run(self._request(COMPLETION, request, time_left_s, received_ns, metadata))
 
     def chat(
         self,
@@ -71,15 +60,15 @@ class Frontend:
         received_ns: int | None = None,
         metadata: RequestMetadata | None = None,
     ) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
-        """Return the same stream as `generate`, for a chat."""
-        received_ns = received_ns or now_ns()
-        trace = self._trace(CHAT, received_ns, metadata)
-        return self._stream(self._preprocessor.from_chat(request, time_left_s), received_ns, trace)
+        """As `generate`."""
+        return self.pipeline.run(self._request(CHAT, request, time_left_s, received_ns, metadata))
 
     def refused(self, operation: str, error: BaseException, received_ns: int, metadata: RequestMetadata | None = None) -> None:
-        """Count a request that failed before it became a message of `pdmesh.v1`, and leave a trace of it, as for requests that
-        are found invalid here. `operation`: what it was to be."""
-        self._never_began(error, received_ns, self._trace(operation, received_ns, metadata))
+        """Account for a request that ended before it was a message: it leaves a trace, and is counted, as those that are found
+        invalid here. `operation`: what it was to be."""
+        request = self._request(operation, mesh_pb2.GenerateRequest(), None, received_ns, metadata)
+        request.timings.routed(received_ns)
+        self.pipeline.end(request, error)
 
     async def tokenize(self, request: mesh_pb2.TokenizeRequest, time_left_s: float | None = None) -> mesh_pb2.TokenizeResponse:
         """Return the token ids of a text or a chat. Raises MeshError."""
@@ -108,93 +97,31 @@ class Frontend:
 
     @property
     def is_ready(self) -> bool:
-        """Return whether some decode worker can take a request now."""
-        return not self._draining and self.core.fleet.ready()
+        """True if a decode worker can take a request now."""
+        return not self.open_requests.is_draining and self.core.fleet.ready()
 
     async def drain(self, grace_s: float) -> None:
-        """Admit no further requests; let streams finish for `grace_s` seconds, then end them so that their clients resume
-        elsewhere."""
-        self._draining = True
-        self.core.flow_control.close(self._going())
+        """Admit no request; let streams finish for `grace_s` seconds, then end them so that their clients resume elsewhere."""
+        self.open_requests.is_draining = True
+        self.core.flow_control.close(self.open_requests.closed())
         for timeout_s in (grace_s, LAST_WORDS_S):
             try:
-                await asyncio.wait_for(self._idle.wait(), timeout_s)
+                await asyncio.wait_for(self.open_requests.idle.wait(), timeout_s)
                 return
             except TimeoutError:
-                for request in self._requests:
-                    request.fail(Unavailable("this router is shutting down; resume on another one"))
+                self.open_requests.fail(Unavailable("this router is going; resume on another one"))
 
-    async def _stream(
-        self, making: Coroutine[object, object, PreparedRequest], received_ns: int, trace: RequestTrace = NO_TRACE
-    ) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
-        if self._draining:
-            making.close()
-            self._never_began(going := self._going(), received_ns, trace)
-            raise going
-        self._num_streams += 1
-        self._idle.clear()
-        try:
-            async with aclosing(self._made(making, received_ns, trace)) as messages:
-                async for message in messages:
-                    yield message
-        finally:
-            self._num_streams -= 1
-            if not self._num_streams:
-                self._idle.set()
-
-    async def _made(
-        self, making: Coroutine[object, object, PreparedRequest], received_ns: int, trace: RequestTrace = NO_TRACE
-    ) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
-        timings = RequestTimings(received_ns, spans=trace.spans)
-        timings.routed(received_ns)
-        request: Request | None = None
-        error: BaseException | None = None
-        try:
-            prepared = await making
-            await failpoints.hit_async("router.route")
-            request = self._begin(prepared, timings)
-            trace.admitted(request.prepared)
-            async with aclosing(request.messages()) as messages:
-                async for message in messages:
-                    yield message
-        except BaseException as caught:
-            error = caught
-            raise
-        finally:
-            self._end(request, timings, trace, error)
-
-    def _begin(self, prepared: PreparedRequest, timings: RequestTimings) -> Request:
-        if self._draining:
-            raise self._going()
-        if self.on_asked is not None:
-            self.on_asked(prepared.tenant, len(prepared.prompt) + prepared.num_choices * prepared.sampling.max_tokens)
-        request = Request(self.core, prepared, timings)
-        self._requests.add(request)
-        return request
-
-    def _never_began(self, error: BaseException, received_ns: int, trace: RequestTrace) -> None:
-        timings = RequestTimings(received_ns, spans=trace.spans)
-        timings.routed(received_ns)
-        self._end(None, timings, trace, error)
-
-    def _end(self, request: Request | None, timings: RequestTimings, trace: RequestTrace, error: BaseException | None) -> None:
-        """Record the end of a request. A stream that is closed after its last message counts as completed, not as cancelled."""
-        if request is None:
-            trace.ended(timings, None, error)
-            self.core.metrics.ended(None, (0, 0), 0, timings, error)
-            return
-        self._requests.discard(request)
-        error, prepared = None if request.is_complete else error, request.prepared
-        trace.ended(timings, request.brought, error)
-        self.core.metrics.ended(
-            prepared, goals_ms(self.core, prepared), request.num_generated, timings, error, trace=trace.sent_as
-        )
-
-    def _trace(self, operation: str, received_ns: int, metadata: RequestMetadata | None) -> RequestTrace:
-        return open_trace(self.core, operation, self.core.tracing.extract(metadata), received_ns)
-
-    def _going(self) -> Unavailable:
-        return Unavailable("this router is shutting down; use another one")
+    def _request(
+        self,
+        operation: str,
+        message: ClientMessage,
+        time_left_s: float | None,
+        received_ns: int | None,
+        metadata: RequestMetadata | None,
+    ) -> Request:
+        received_ns = received_ns or now_ns()
+        trace = open_trace(self.core, operation, self.core.tracing.extract(metadata), received_ns)
+        return Request(message, time_left_s, RequestTimings(received_ns, spans=trace.spans), trace)
 
 
 # Request options in gRPC metadata or HTTP headers: for clients and proxies that cannot set the fields of the message.

@@ -1,7 +1,7 @@
 """Migration decides which running requests move to another decode worker: all of a worker that drains, and one now and then when
 loads differ much.
 
-router/lifecycle/dispatcher.py moves a request: it prepares the next placement while the present one goes on, so that the client
+router/lifecycle/decode_stage.py moves a request: it prepares the next placement while the present one goes on, so that the client
 does not wait. This module decides which requests move, and how many at once, because each move is a hand-off that costs other
 requests time.
 """

@@ -1,11 +1,11 @@
-"""The line of admitted requests that found no room on any decode worker: who is first tries again, so that nobody starves.
+"""The queue of admitted requests that found no room on any decode worker: the first one tries again, so that none starves.
 
-It stands by arrival, as admission let them in: fair between tenants. Who was interrupted here goes first. A priority orders a
-tenant's own among the places that they have in the line: it takes none from others.
+It is ordered by arrival, as admission let requests in: fair between tenants. A request that was interrupted here goes first. A
+priority orders the requests of one tenant among the places that they have in the queue: it takes none from other tenants.
 
-One at a time would be no faster than Submit, which a worker answers between two of its steps: a line that began with a moment's
-shortage would last as long as the load. So each place that the first finds lets twice as many try at once, and each try that
-fails, nobody but the first.
+One try at a time would be no faster than Submit, which a worker answers between two of its steps: a queue that began with a
+moment's shortage would last as long as the load. So each place that the first finds lets twice as many try at once, and after
+each try that fails only the first may.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ MAX_TRYING = 64
 
 @dataclass(order=True)
 class Waiter:
-    """A request in the line. `may_try` is set when it is among the first of them, as many as may try at once."""
+    """A request in the queue. `may_try` is set when it is among the first of them, as many as may try at once."""
 
     priority: int
     arrival: int
@@ -28,63 +28,63 @@ class Waiter:
 
 
 @dataclass
-class _Line:
-    dispatch_order: list[Waiter] = field(default_factory=list)
+class _Queue:
+    waiters: list[Waiter] = field(default_factory=list)
     num_trying: int = 1
 
 
 class CapacityQueue:
-    """One line for each key: requests that different workers can serve must not wait for each other."""
+    """One queue for each key: requests that different workers can serve must not wait for each other."""
 
     def __init__(self) -> None:
-        self._lines: dict[Hashable, _Line] = {}
+        self._queues: dict[Hashable, _Queue] = {}
         self._arrivals = itertools.count()
 
     def is_empty(self, key: Hashable) -> bool:
-        """Nobody waits."""
-        return key not in self._lines
+        """Return True if no request waits."""
+        return key not in self._queues
 
     def enter(self, key: Hashable, priority: int, tenant: str = "", *, interrupted: bool = False) -> Waiter:
-        """Stand in line; leave with `leave`. `interrupted`: this router has placed it before, and its output is under way."""
-        turn = Waiter(priority, next(self._arrivals), tenant, interrupted)
-        line = self._lines.setdefault(key, _Line())
+        """Add a request; `leave` has to follow. `interrupted`: this router has placed it before, and its output is under way."""
+        waiter = Waiter(priority, next(self._arrivals), tenant, interrupted)
+        queue = self._queues.setdefault(key, _Queue())
         if interrupted:
-            line.dispatch_order.insert(sum(other.interrupted for other in line.dispatch_order), turn)
+            queue.waiters.insert(sum(other.interrupted for other in queue.waiters), waiter)
         else:
-            line.dispatch_order.append(turn)
-            _order_own(line.dispatch_order, tenant)
-        _call(line)
-        return turn
+            queue.waiters.append(waiter)
+            _order_own(queue.waiters, tenant)
+        _call(queue)
+        return waiter
 
     def failed(self, key: Hashable) -> None:
-        """Somebody who might try found no room: now only the first may."""
-        line = self._lines[key]
-        line.num_trying = 1
-        _call(line)
+        """A request that might try found no room: now only the first may."""
+        queue = self._queues[key]
+        queue.num_trying = 1
+        _call(queue)
 
-    def leave(self, key: Hashable, turn: Waiter, *, placed: bool = False) -> None:
-        """Step out, placed or not."""
-        line = self._lines[key]
-        if placed and line.dispatch_order[0] is turn:
-            line.num_trying = min(MAX_TRYING, 2 * line.num_trying)
-        line.dispatch_order.remove(turn)
-        if line.dispatch_order:
-            _call(line)
+    def leave(self, key: Hashable, waiter: Waiter, *, placed: bool = False) -> None:
+        """Remove a request, placed or not."""
+        queue = self._queues[key]
+        if placed and queue.waiters[0] is waiter:
+            queue.num_trying = min(MAX_TRYING, 2 * queue.num_trying)
+        queue.waiters.remove(waiter)
+        if queue.waiters:
+            _call(queue)
         else:
-            del self._lines[key]
+            del self._queues[key]
 
 
-def _call(line: _Line) -> None:
-    """The first; the others wait, also those that somebody stepped before."""
-    for place, turn in enumerate(line.dispatch_order):
-        if place < line.num_trying:
-            turn.may_try.set()
+def _call(queue: _Queue) -> None:
+    """Let the first ones try; the others wait, also those that have been overtaken since they might."""
+    for place, waiter in enumerate(queue.waiters):
+        if place < queue.num_trying:
+            waiter.may_try.set()
         else:
-            turn.may_try.clear()
+            waiter.may_try.clear()
 
 
-def _order_own(line: list[Waiter], tenant: str) -> None:
-    """The tenant's requests change places among themselves, by priority, then arrival."""
-    limiter = [place for place, turn in enumerate(line) if turn.tenant == tenant and not turn.interrupted]
-    for place, turn in zip(limiter, sorted(line[place] for place in limiter), strict=True):
-        line[place] = turn
+def _order_own(waiters: list[Waiter], tenant: str) -> None:
+    """Have the tenant's requests change places among themselves, by priority, then arrival."""
+    places = [place for place, waiter in enumerate(waiters) if waiter.tenant == tenant and not waiter.interrupted]
+    for place, waiter in zip(places, sorted(waiters[place] for place in places), strict=True):
+        waiters[place] = waiter

@@ -14,37 +14,37 @@ class ClientStream(Generic[M]):
     """Accepted output of one request on its way to the client. One producer side, one consumer, one event loop.
 
     A client that waits gets its message rendered in the producer's turn: the reader of a frame then does so for all of its
-    requests in a row, and each request's task has nothing left to do but to write. Spans of a choice that pile up for a client
-    that is slow are merged before they are rendered, so it costs fewer messages, not more.
+    requests in a row, and each request's task has nothing left to do but to write. Chunks of a choice that pile up for a slow
+    client are merged before they are rendered, so it costs fewer messages, not more.
     """
 
     def __init__(self, max_tokens: int, render: Callable[[TokenChunk], M | None]) -> None:
-        """`render`: a span's message, or None if the client needs none."""
+        """`render` returns the message of a chunk, or None if the client needs none."""
         self._max_tokens = max_tokens
         self._render = render
         self._num_tokens = 0
-        self._spans: list[TokenChunk] = []
+        self._chunks: list[TokenChunk] = []
         self._error: BaseException | None = None
-        self._waiter: asyncio.Future[M | None] | None = None  # who waits here takes all of it in its next turn
+        self._waiter: asyncio.Future[M | None] | None = None  # the task that waits here takes everything in its next turn
 
     @property
     def failed(self) -> bool:
-        """An error waits behind the spans, or was given out already."""
+        """An error waits behind the chunks, or was raised already."""
         return self._error is not None
 
-    def put(self, span: TokenChunk) -> None:
-        """Queue `span`, or hand its message to who waits. When the client is too far behind, everything is dropped and the stream
-        fails. What counts is what lay here before: a grammar may force thousands of tokens at once."""
+    def put(self, chunk: TokenChunk) -> None:
+        """Queue `chunk`, or hand its message to the task that waits. When the client is too far behind, everything is dropped and
+        the stream fails. What counts is what lay here before: a grammar may force thousands of tokens at once."""
         if self._error is not None:
             return
         waiter = self._waiter
         if waiter is None:
-            self._pile_up(span)
+            self._pile_up(chunk)
         elif waiter.done():
-            self._queue(span)
+            self._queue(chunk)
         else:
             try:
-                message = self._render(span)
+                message = self._render(chunk)
             except Exception as error:  # noqa: BLE001 - the producer serves other requests, too
                 self.fail(error)
                 return
@@ -59,8 +59,8 @@ class ClientStream(Generic[M]):
             self._waiter.set_result(None)
 
     async def take(self) -> list[M]:
-        """Messages of everything queued; at least one span was. Raises the error once nothing is left."""
-        while not self._spans:
+        """Wait until a chunk is queued; return the messages of everything queued. Raises the error once nothing is left."""
+        while not self._chunks:
             if self._error is not None:
                 raise self._error
             self._waiter = asyncio.get_running_loop().create_future()
@@ -69,37 +69,37 @@ class ClientStream(Generic[M]):
             finally:
                 self._waiter = None
             if message is not None:
-                return [message, *self._rendered()] if self._spans else [message]
+                return [message, *self._rendered()] if self._chunks else [message]
         return self._rendered()
 
-    def _pile_up(self, span: TokenChunk) -> None:
+    def _pile_up(self, chunk: TokenChunk) -> None:
         if self._num_tokens >= self._max_tokens:
             self._overflow()
         else:
-            self._queue(span)
+            self._queue(chunk)
 
-    def _queue(self, span: TokenChunk) -> None:
-        self._num_tokens += len(span.token_ids)
-        if not self._merge(span):
-            self._spans.append(span)
+    def _queue(self, chunk: TokenChunk) -> None:
+        self._num_tokens += len(chunk.token_ids)
+        if not self._merge(chunk):
+            self._chunks.append(chunk)
 
     def _rendered(self) -> list[M]:
-        spans, self._spans, self._num_tokens = self._spans, [], 0
-        return [message for span in spans if (message := self._render(span)) is not None]
+        chunks, self._chunks, self._num_tokens = self._chunks, [], 0
+        return [message for chunk in chunks if (message := self._render(chunk)) is not None]
 
-    def _merge(self, span: TokenChunk) -> bool:
-        if not self._spans:
+    def _merge(self, chunk: TokenChunk) -> bool:
+        if not self._chunks:
             return False
-        last = self._spans[-1]
-        if last.choice != span.choice or last.finish_reason or last.first_index + len(last.token_ids) != span.first_index:
+        last = self._chunks[-1]
+        if last.choice != chunk.choice or last.finish_reason or last.first_index + len(last.token_ids) != chunk.first_index:
             return False
-        last.token_ids += span.token_ids
-        last.logprobs = [*last.logprobs, *span.logprobs]
-        last.finish_reason = span.finish_reason
+        last.token_ids += chunk.token_ids
+        last.logprobs = [*last.logprobs, *chunk.logprobs]
+        last.finish_reason = chunk.finish_reason
         return True
 
     def _overflow(self) -> None:
-        self._spans.clear()
+        self._chunks.clear()
         self.fail(
             ResourceExhausted(
                 f"the client reads too slowly: {self._num_tokens} tokens wait for it (max_buffered_tokens); "

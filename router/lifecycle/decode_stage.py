@@ -1,312 +1,164 @@
-"""One request on one decode worker: its own id there, its attempts, and how its stay ends."""
+"""The stage decode: a decode worker generates until every choice has ended, here or where the request has moved to meanwhile.
+
+asked to move (`router/fleet/migration.py` asks) ─► place, reserve and prefill elsewhere while the present session goes on ─► its
+tokens come: the present session is left. Without room elsewhere, or when anything fails there, the request stays.
+"""
 
 import asyncio
-import contextlib
 import logging
-import random
 from collections.abc import Sequence
-from typing import Protocol
 
-import grpc
-import grpc.aio
+from pdmesh.runtime.errors import MeshError, Unavailable
+from router.context import RouterContext
+from router.fleet.circuit_breaker import Role
+from router.lifecycle.decode_session import DecodeSession, WorkerLost
+from router.lifecycle.placement import NoRoomElsewhere
+from router.lifecycle.request import Assignment, Dispatch, DispatchStage, Request, run_in_order
+from router.routing.worker_reports import kind_of
+from router.telemetry.timings import RequestTimings, Spans, now_ns
 
-from pdmesh.runtime.errors import DeadlineExceeded, MeshError, Unavailable, error_from_rpc
-from pdmesh.runtime.telemetry.spans import Attributes
-from pdmesh.v1 import common_pb2, decode_pb2, mesh_pb2
-from router.context import RouterContext, time_left_ms, time_left_s
-from router.fleet.change_notifier import unless
-from router.fleet.worker import Incarnation, Worker
-from router.lifecycle.output import OutputError, TokenChunk
-from router.routing.routing_request import tpot_goal_ms
-from router.routing.worker_snapshot import Mode, WorkerKey
-from router.telemetry.timings import RequestTimings
-from router.tokenization.prepared_request import PreparedRequest
-
-# What workers guessed for one request, over all of its stays on decode workers. Pure.
-
-
-class DraftTotals:
-    """Messages name totals of a stay, so that one which is lost, or sent again, changes nothing; the latest of each counts."""
-
-    def __init__(self) -> None:
-        self._totals: dict[tuple[str, int], tuple[int, int]] = {}
-
-    def note(self, stay: str, choice: int, num_drafted: int, num_accepted: int) -> None:
-        """So many tokens have been guessed for `choice` since `stay` began, and so many of them came true (per-token path)."""
-        self._totals[stay, choice] = (num_drafted, num_accepted)
-
-    def accepted_in(self, stay: str) -> int:
-        """Of all choices, on one worker."""
-        return sum(accepted for (where, _), (_, accepted) in self._totals.items() if where == stay)
-
-    @property
-    def num_drafted(self) -> int:
-        """Tokens that were guessed and verified."""
-        return sum(drafted for drafted, _ in self._totals.values())
-
-    @property
-    def num_accepted(self) -> int:
-        """Of them, those that came true."""
-        return sum(accepted for _, accepted in self._totals.values())
-
-
-MAX_HELD_SPANS = 4096
-CANCEL_TIMEOUT_S = 1.0
-CANCEL_FOR_S = 5.0
-WIRE_MODES = {Mode.LOCAL: mesh_pb2.PREFILL_MODE_LOCAL, Mode.REMOTE: mesh_pb2.PREFILL_MODE_REMOTE}
+MIN_PACE_STEPS = 8
+"""Fewer steps of a session say nothing about how fast they come."""
 
 logger = logging.getLogger(__name__)
 
 
-class WorkerLost(Exception):
-    """The request's stay on this decode worker is over before its output is; it has to go on elsewhere."""
-
-
-class Sink(Protocol):
-    """Where a leg's tokens go."""
-
-    drafts: DraftTotals
-
-    def accept(self, span: TokenChunk) -> bool:
-        """New or repeated output; True when no more is needed. Must return at once. Raises BookError."""
-
-    def next_indexes(self) -> Sequence[tuple[int, int]]:
-        """(choice, output index needed next) of each choice that goes on."""
-
-
 class DecodeStage:
-    """A Follower of the worker's link.
+    """Dispatch whose KV is there → every choice has ended. Raises WorkerLost, DeadlineExceeded.
 
-    The id on the wire is the client's with a random tail: a client's id need not be unique, and a request that comes back to a
-    worker which still holds an earlier stay of it must not be taken for that one.
-    `started`: decode generates; `delivered`: tokens have come during this stay, from decode or prefill; `flowing` is set then.
-    `ended` resolves with None when the worker has finished every choice, else with the reason why not.
+    A move runs `stages_before`, place to prefill, for the next session.
     """
 
-    def __init__(
-        self,
-        core: RouterContext,
-        worker: Worker,
-        incarnation: Incarnation,
-        prepared: PreparedRequest,
-        sink: Sink,
-        timings: RequestTimings,
-    ) -> None:
-        self.worker = worker
-        self.info = incarnation.info
-        self._incarnation = incarnation
-        self.wire_id = f"{prepared.request_id[:51]}-{random.getrandbits(48):012x}"
-        self.attempt = 0
-        self.started = False
-        self.delivered = False
-        self.flowing = asyncio.Event()
-        self.ended: asyncio.Future[WorkerLost | MeshError | None] = asyncio.get_running_loop().create_future()
+    def __init__(self, core: RouterContext, stages_before: Sequence[DispatchStage]) -> None:
         self._core = core
-        self._prepared = prepared
-        self._sink = sink
-        self._timings = timings
-        self._wants_logprobs = prepared.sampling.HasField("logprobs")
-        self._waits_for_first = False
-        self._got_first = False
-        self._held: list[TokenChunk] = []
-        self._submitting = False
-        self._failed_meanwhile: WorkerLost | MeshError | None = None
-        self._submitted = False
-        self._unfinished = set(range(prepared.num_choices))
+        self._stages_before = stages_before
 
-    @property
-    def key(self) -> WorkerKey:
-        """The incarnation on which it is."""
-        return (self.worker.address, self.info.epoch)
-
-    @property
-    def incarnation(self) -> Incarnation:
-        """The process on which it is."""
-        return self._incarnation
-
-    async def submit(self, mode: Mode, emitted: list[common_pb2.EmittedChoice], *, because: str = "") -> common_pb2.Reservation:
-        """The next attempt; `because`: what speaks against one that is under way. Raises MeshError as the worker answered."""
-        self.attempt += 1
-        waited_before = self._waits_for_first
-        self._waits_for_first = waited_before or mode is Mode.REMOTE  # until the answer, what comes is of the attempt before
-        self._got_first = False
-        self._unfinished -= {choice.index for choice in emitted if choice.finish_reason}
-        self.worker.link.follow(self.wire_id, self.info.epoch, self)
-        self._timings.submitting(self._described(mode), because)
-        self._failed_meanwhile = None
+    async def run(self, dispatch: Dispatch) -> None:
+        """Wait for the end of the session, or of the one that follows a move."""
+        request, assignment = dispatch.request, dispatch.assigned
+        self._core.movers.add(request)
         try:
-            response = await self._call_submit(self._submit_request(mode, emitted))
-        except MeshError:
-            self.attempt -= 1  # the one before is in force again, if any is
-            if not waited_before or self._got_first:
-                self.deliver_first(())  # decode may run on with the attempt before
-            if self._failed_meanwhile is not None:
-                self.end(self._failed_meanwhile)
-            raise
-        self._expect_first(mode)
-        self._timings.submitted(WIRE_MODES[mode], self.info.worker_id, response.reservation.num_cached_tokens)
-        return response.reservation
-
-    def _described(self, mode: Mode) -> Attributes:
-        return {"pdmesh.attempt": self.attempt, "pdmesh.mode": mode.value, "pdmesh.decode.worker": self.info.worker_id}
-
-    def _expect_first(self, mode: Mode) -> None:
-        """This attempt is in force now: its first tokens come from prefill, or from decode itself."""
-        self._waits_for_first = mode is Mode.REMOTE
-        if mode is Mode.LOCAL:
-            self.deliver_first(())
-
-    def refused(self) -> None:
-        """The worker kept nothing of the Submit: no Cancel is due."""
-        self._submitted = False
-
-    def finished(self) -> None:
-        """Prefill has told decode that every choice ended with its first token: nothing is left to cancel."""
-        self._unfinished.clear()
-
-    def deliver_first(self, spans: Sequence[TokenChunk]) -> None:
-        """The first tokens, from the prefill worker that fills the reservation. What decode sent before them follows."""
-        self._waits_for_first = False
-        self._got_first = True
-        held, self._held = self._held, []
-        for span in (*spans, *held):
-            self.deliver(span)
-
-    def deliver(self, span: TokenChunk) -> None:
-        """Output of this stay, in the order in which it counts."""
-        if not self.delivered:
-            self.delivered = True
-            self.flowing.set()
-        try:
-            if self._sink.accept(span):
-                self.end(None)
-        except OutputError as error:
-            self.end(WorkerLost(f"{self.info.worker_id}: {error}"))
-
-    def _hold_back(self, span: TokenChunk) -> None:
-        """Decode repeats the committed first tokens, without log-probabilities; those of prefill, with its timings, come first.
-
-        The two streams may overtake each other, by little."""
-        self._held.append(span)
-        if len(self._held) > MAX_HELD_SPANS:
-            self.end(WorkerLost(f"tokens come from {self.info.worker_id}, but no first tokens from the prefill worker"))
-
-    def end(self, result: WorkerLost | MeshError | None) -> None:
-        """Resolve `ended`; the first result stays."""
-        if not self.ended.done():
-            self.ended.set_result(result)
-
-    def leave(self, reason: str) -> None:
-        """Stop following; when the worker may still hold something of the request, tell it in the background."""
-        self.worker.link.unfollow(self.wire_id)
-        if self._submitted and self._unfinished:
-            self._submitted = False
-            self._core.background.spawn(self._cancel(reason), f"cancel {self.wire_id}")
-
-    def on_output(self, output: decode_pb2.SequenceOutput) -> None:
-        """Per-token path."""
-        if output.finish_reason:
-            self._unfinished.discard(output.choice)
-        if output.num_drafted:
-            self._sink.drafts.note(self.wire_id, output.choice, output.num_drafted, output.num_accepted)
-        self.started = True
-        logprobs = output.logprobs if self._wants_logprobs else ()
-        span = TokenChunk(output.choice, output.first_index, output.token_ids[:], logprobs, output.finish_reason)
-        if self._waits_for_first:
-            self._hold_back(span)
-        else:
-            self.deliver(span)
-
-    def on_event(self, event: decode_pb2.RequestEvent) -> None:
-        """STARTED brings timings, FAILED ends the stay unless it is about an earlier attempt (0: about none in particular)."""
-        if event.kind == decode_pb2.REQUEST_EVENT_KIND_STARTED and event.attempt == self.attempt:
-            self._on_started(event)
-        elif event.kind == decode_pb2.REQUEST_EVENT_KIND_FAILED and self._is_about_now(event.attempt):
-            self.end(self._failure(event))
-        elif event.kind == decode_pb2.REQUEST_EVENT_KIND_FAILED and self._submitting and event.attempt == self.attempt - 1:
-            self._failed_meanwhile = self._failure(event)  # counts only if the new attempt is refused
-
-    def on_lost(self, reason: str) -> None:
-        """The worker is gone, or out of reach for too long."""
-        self.end(WorkerLost(reason))
-
-    def next_indexes(self) -> Sequence[tuple[int, int]]:
-        """What a re-attached stream has to start from."""
-        return self._sink.next_indexes()
-
-    def _is_about_now(self, attempt: int) -> bool:
-        # A re-attach that overtakes a Submit names a request that the worker does not know yet: its answer says attempt 0.
-        return attempt == self.attempt or (attempt == 0 and not self._submitting)
-
-    def _on_started(self, event: decode_pb2.RequestEvent) -> None:
-        self.started = True
-        parts = self._timings.parts
-        parts.decode_queue_ns, parts.decode_cached_tokens = event.decode_queue_ns, event.num_cached_tokens
-        parts.kv_bytes, parts.transport = event.kv_bytes, event.transport
-        if event.HasField("local_prefill"):
-            self._timings.prefilled(event.local_prefill)
-
-    def _failure(self, event: decode_pb2.RequestEvent) -> WorkerLost | MeshError:
-        if event.code == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]:
-            return DeadlineExceeded(event.message or "the deadline passed on the decode worker")
-        return WorkerLost(f"decode worker {self.info.worker_id} gave the request up (code {event.code}): {event.message}")
-
-    async def _call_submit(self, request: decode_pb2.SubmitRequest) -> decode_pb2.SubmitResponse:
-        """Raises MeshError, also when the worker falls silent meanwhile."""
-        self._submitting = self._submitted = True
-        self._timings.spans.took_part(self.worker)
-        try:
-            response = await unless(self._incarnation.lost, self._rpc(request))
+            while not await self._is_over(request, assignment.session):
+                assignment = await self._move(request, assignment)
         finally:
-            self._submitting = False
-        if response is None:
-            raise Unavailable(f"decode worker {self.info.worker_id} fell silent")
-        return response
+            self._core.movers.discard(request)
+            request.move = None
+        assignment.finished()
+        if request.client_stream.failed:  # the client is too slow: the tracker must not be filled further
+            raise Unavailable("the client's stream has failed")
 
-    async def _rpc(self, request: decode_pb2.SubmitRequest) -> decode_pb2.SubmitResponse:
+    async def _is_over(self, request: Request, session: DecodeSession) -> bool:
+        """Wait for the end of `session`; return False when the request was asked to move before. Raises WorkerLost, MeshError."""
+        request.session = session
+        since_ns, since_steps = now_ns(), _num_steps(request, session)
+        asked = request.move = asyncio.get_running_loop().create_future()
+        await asyncio.wait((session.ended, asked), return_when=asyncio.FIRST_COMPLETED)
+        self._note_pace(request, session, since_ns, since_steps)
+        if session.ended.done():
+            _raise(session)
+            return True
+        return False
+
+    async def _move(self, request: Request, assignment: Assignment) -> Assignment:
+        """`_try_move`, as a span."""
+        assert request.move is not None
+        reason = request.move.result()
+        spans = request.timings.spans.moving(now_ns(), assignment.session.info.worker_id, reason)
+        now_at = assignment
         try:
-            metadata = self._timings.spans.submit_metadata
-            return await self.worker.decode.Submit(request, timeout=self._submit_timeout_s(), metadata=metadata)
-        except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error) from error
+            now_at = await self._try_move(request, assignment, reason, spans)
+            return now_at
+        finally:
+            spans.moved(None if now_at is assignment else now_at.session.info.worker_id)
 
-    def _submit_request(self, mode: Mode, emitted: list[common_pb2.EmittedChoice]) -> decode_pb2.SubmitRequest:
-        return decode_pb2.SubmitRequest(
-            request_id=self.wire_id,
-            router_id=self._core.router_id,
-            attempt=self.attempt,
-            mode=WIRE_MODES[mode],
-            request=self._prepared.token_request(emitted),
-            time_left_ms=time_left_ms(self._prepared.deadline),
-            identity=self.info.identity,
-            epoch=self.info.epoch,
-            tpot_goal_ms=tpot_goal_ms(self._core, self._prepared),
-        )
+    async def _try_move(self, request: Request, assignment: Assignment, reason: str, spans: Spans) -> Assignment:
+        """Prepare a session elsewhere while the present one goes on; when that one ends meanwhile, the next is needed only if it
+        was lost. Return the assignment where the request is now."""
+        old = assignment.session
+        arriving = asyncio.create_task(self._arrive(request, old, spans), name=f"move {old.wire_id}")
+        try:
+            new = await _arrival(arriving, old)
+        except NoRoomElsewhere:
+            return assignment
+        except (WorkerLost, MeshError) as error:
+            logger.info("%s stays on %s: %s", old.wire_id, old.info.worker_id, error)
+            return assignment
+        except Exception:  # the present session is well: a bug in a move must not end it
+            logger.exception("%s stays on %s: its move failed", old.wire_id, old.info.worker_id)
+            return assignment
+        if new is None:
+            return assignment
+        info = new.session.info
+        logger.info("%s goes on at %s: %s", old.wire_id, info.worker_id, reason)
+        request.timings.parts.decode_worker = info.worker_id
+        self._core.num_migrations += 1
+        request.session, request.kind = new.session, kind_of(info)
+        assignment.finished()
+        old.leave(f"it goes on elsewhere: {reason}")
+        return new
 
-    def _submit_timeout_s(self) -> float:
-        left_s = time_left_s(self._prepared.deadline)
-        limit_s = self._core.config.submit_timeout_s
-        return limit_s if left_s is None else min(limit_s, left_s)
+    async def _arrive(self, request: Request, old: DecodeSession, spans: Spans) -> Assignment:
+        """Return the next assignment when its tokens come. Its timings are not the request's: the client has a first token.
 
-    async def _cancel(self, reason: str) -> None:
-        """Until the worker has answered, is another incarnation, or has had the time to miss the request itself."""
-        request = decode_pb2.CancelRequest(request_id=self.wire_id, reason=reason)
-        backoff_s = 0.1
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CANCEL_FOR_S):
-                while not self._is_gone():
-                    try:
-                        await self.worker.decode.Cancel(request, timeout=CANCEL_TIMEOUT_S)
-                        return
-                    except grpc.aio.AioRpcError as error:
-                        logger.info(
-                            "cancel of %s on %s failed (%s), trying again", self.wire_id, self.info.worker_id, error.code().name
-                        )
-                    except grpc.aio.UsageError:  # the channel was closed: the worker has been forgotten
-                        return
-                    await asyncio.sleep(backoff_s)
-                    backoff_s = min(1.0, 2 * backoff_s)
+        Raises NoRoomElsewhere, WorkerLost, MeshError."""
+        request.kind = kind_of(old.info)
+        dispatch = request.new_dispatch(RequestTimings(now_ns(), spans=spans), leaving=old)
+        try:
+            await run_in_order(self._stages_before, dispatch)
+            session = dispatch.assigned.session
+            await _first(session.flowing, session.ended)
+            if session.ended.done():
+                _raise(session)
+        except BaseException:
+            if dispatch.assignment is not None:
+                dispatch.assignment.session.leave("its move came to nothing")
+            raise
+        return dispatch.assigned
 
-    def _is_gone(self) -> bool:
-        current = self.worker.current
-        return current is not None and current.info.epoch != self.info.epoch
+    def _note_pace(self, request: Request, session: DecodeSession, since_ns: int, since_steps: int) -> None:
+        """Note how fast the worker stepped. Not how fast tokens came: a worker whose outputs cannot be guessed is not slow."""
+        num_steps = _num_steps(request, session) - since_steps
+        since_ns = max(since_ns, request.timings.first_received_ns or 0)  # before it, decode may have computed the prompt
+        if session.ended.done() and session.ended.result() is not None:
+            return
+        self._core.health_recorder.succeeded(session.key, Role.DECODE)
+        if num_steps >= MIN_PACE_STEPS:
+            self._core.health_recorder.took(session.key, Role.DECODE, (now_ns() - since_ns) / 1e9 / num_steps)
+
+
+def _num_steps(request: Request, session: DecodeSession) -> int:
+    """Return the tokens so far, less those that took no step of their own in `session`, as they were drafted."""
+    return request.num_tokens - request.drafts.accepted_in(session.wire_id) // request.prepared.num_choices
+
+
+def _raise(session: DecodeSession) -> None:
+    result = session.ended.result()
+    if result is not None:
+        raise result
+
+
+async def _first(event: asyncio.Event, future: asyncio.Future[WorkerLost | MeshError | None]) -> None:
+    """Wait until one of them has come."""
+    waiting = asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait((waiting, future), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
+
+
+async def _arrival(arriving: asyncio.Task[Assignment], old: DecodeSession) -> Assignment | None:
+    """Return the next assignment; None when `old` has brought everything meanwhile. Whatever else happens, what had been begun
+    elsewhere is left. Raises NoRoomElsewhere, WorkerLost, MeshError."""
+    taken: Assignment | None = None
+    try:
+        await asyncio.wait((arriving, old.ended), return_when=asyncio.FIRST_COMPLETED)
+        if old.ended.done() and not isinstance(old.ended.result(), WorkerLost):
+            return None
+        await asyncio.wait((arriving,))
+        taken = arriving.result()
+        return taken
+    finally:
+        arriving.cancel()
+        await asyncio.wait((arriving,))
+        if taken is None and not arriving.cancelled() and arriving.exception() is None:
+            arriving.result().session.leave("the request has ended meanwhile")

@@ -7,10 +7,11 @@ from pdmesh.text.detokenizer import ChoiceText
 from pdmesh.v1 import common_pb2, mesh_pb2
 from router.tokenization.prepared_request import PreparedRequest
 
-# The book of one request's output: each index once and in order, whatever arrives, how often and from where.
+# The output of one request: each index once and in order, whatever arrives, how often and from where.
 #
 # Tokens come from two streams (the first one from prefill, the others from decode) and, after a loss, again from another worker.
-# The book keeps what was accepted as history, holds back what is ahead of a gap, and counts a repeated index whose token differs.
+# The tracker keeps what was accepted as history, holds back what is ahead of a gap, and counts a repeated index whose token
+# differs.
 
 
 MAX_EARLY_TOKENS = 4096
@@ -31,7 +32,7 @@ class TokenChunk:
 
 
 @dataclass(slots=True)
-class _ChoicePages:
+class _ChoiceOutput:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: common_pb2.FinishReason.ValueType = UNFINISHED
     early: list[TokenChunk] = field(default_factory=list)
@@ -42,112 +43,112 @@ class OutputError(Exception):
 
 
 class OutputTracker:
-    """Output of `num_choices` choices, starting from what was emitted before (resume)."""
+    """The output of `num_choices` choices, starting from what was emitted before (resume)."""
 
     def __init__(self, num_choices: int, emitted: Sequence[common_pb2.EmittedChoice] = ()) -> None:
-        self._choices = [_ChoicePages() for _ in range(num_choices)]
+        self._choices = [_ChoiceOutput() for _ in range(num_choices)]
         self.num_mismatches = 0
         for choice in emitted:
-            self._choices[choice.index] = _ChoicePages(list(choice.token_ids), choice.finish_reason)
+            self._choices[choice.index] = _ChoiceOutput(list(choice.token_ids), choice.finish_reason)
 
     @property
     def all_finished(self) -> bool:
         """Every choice has ended."""
-        return all(pages.finish_reason for pages in self._choices)
+        return all(state.finish_reason for state in self._choices)
 
     @property
     def num_tokens(self) -> int:
         """Accepted tokens of all choices, history included."""
-        return sum(len(pages.token_ids) for pages in self._choices)
+        return sum(len(state.token_ids) for state in self._choices)
 
     @property
     def anything_emitted(self) -> bool:
-        """Is there any history?"""
-        return any(pages.token_ids or pages.finish_reason for pages in self._choices)
+        """True if there is any history."""
+        return any(state.token_ids or state.finish_reason for state in self._choices)
 
     @property
     def finish_reasons(self) -> tuple[common_pb2.FinishReason.ValueType, ...]:
-        """One of each choice; unspecified: it goes on."""
-        return tuple(pages.finish_reason for pages in self._choices)
+        """The finish reason of each choice; unspecified: it goes on."""
+        return tuple(state.finish_reason for state in self._choices)
 
     @property
     def has_gap(self) -> bool:
         """Some choice has tokens that wait for an earlier one."""
-        return any(pages.early for pages in self._choices)
+        return any(state.early for state in self._choices)
 
     def next_index(self, choice: int) -> int:
-        """The output index that is needed next."""
+        """Return the output index that is needed next."""
         return len(self._choices[choice].token_ids)
 
     def is_finished(self, choice: int) -> bool:
-        """Has this choice ended?"""
+        """Return True if this choice has ended."""
         return bool(self._choices[choice].finish_reason)
 
     def history(self) -> list[common_pb2.EmittedChoice]:
-        """What the next attempt is forced to: nothing, or one entry for each choice."""
+        """Return what the next attempt is forced to: nothing, or one entry for each choice."""
         if not self.anything_emitted:
             return []
         return [
-            common_pb2.EmittedChoice(index=index, token_ids=pages.token_ids, finish_reason=pages.finish_reason)
-            for index, pages in enumerate(self._choices)
+            common_pb2.EmittedChoice(index=index, token_ids=state.token_ids, finish_reason=state.finish_reason)
+            for index, state in enumerate(self._choices)
         ]
 
-    def accept(self, span: TokenChunk) -> list[TokenChunk]:
-        """What of `span`, and of spans held back before it, is new now, in order. Raises BookError."""
-        if not 0 <= span.choice < len(self._choices):
-            raise OutputError(f"choice {span.choice} does not exist: the request has {len(self._choices)}")
-        pages = self._choices[span.choice]
-        if pages.finish_reason:
-            self._compare(pages, span)
+    def accept(self, chunk: TokenChunk) -> list[TokenChunk]:
+        """Return what is new of `chunk`, and of chunks held back before it, in order. Raises OutputError."""
+        if not 0 <= chunk.choice < len(self._choices):
+            raise OutputError(f"choice {chunk.choice} does not exist: the request has {len(self._choices)}")
+        state = self._choices[chunk.choice]
+        if state.finish_reason:
+            self._compare(state, chunk)
             return []
-        if span.first_index > len(pages.token_ids):
-            self._hold_back(pages, span)
+        if chunk.first_index > len(state.token_ids):
+            self._hold_back(state, chunk)
             return []
-        new = self._append(pages, span)
-        return new if not pages.early else new + self._release_early(pages)
+        new = self._append(state, chunk)
+        return new if not state.early else new + self._release_early(state)
 
     def stop(self, choice: int, num_tokens: int) -> None:
-        """A stop string ended `choice` after `num_tokens` tokens: later ones are dropped and not counted."""
-        pages = self._choices[choice]
-        del pages.token_ids[num_tokens:]
-        pages.early.clear()
-        pages.finish_reason = common_pb2.FINISH_REASON_STOP
+        """End `choice` after `num_tokens` tokens, where a stop string was found: later ones are dropped and not counted."""
+        state = self._choices[choice]
+        del state.token_ids[num_tokens:]
+        state.early.clear()
+        state.finish_reason = common_pb2.FINISH_REASON_STOP
 
     def drop_early(self) -> None:
-        """Forget what waits behind gaps: another attempt will repeat it."""
-        for pages in self._choices:
-            pages.early.clear()
+        """Forget what waits behind gaps: another attempt repeats it."""
+        for state in self._choices:
+            state.early.clear()
 
-    def _append(self, pages: _ChoicePages, span: TokenChunk) -> list[TokenChunk]:
-        num_known = len(pages.token_ids) - span.first_index
+    def _append(self, state: _ChoiceOutput, chunk: TokenChunk) -> list[TokenChunk]:
+        num_known = len(state.token_ids) - chunk.first_index
         if num_known > 0:
-            self._compare(pages, span)
-            if num_known > len(span.token_ids):
+            self._compare(state, chunk)
+            if num_known > len(chunk.token_ids):
                 return []
-            logprobs = span.logprobs[num_known:]
-            span = TokenChunk(span.choice, len(pages.token_ids), span.token_ids[num_known:], logprobs, span.finish_reason)
-        if not span.token_ids and not span.finish_reason:
+            logprobs = chunk.logprobs[num_known:]
+            chunk = TokenChunk(chunk.choice, len(state.token_ids), chunk.token_ids[num_known:], logprobs, chunk.finish_reason)
+        if not chunk.token_ids and not chunk.finish_reason:
             return []
-        pages.token_ids += span.token_ids
-        pages.finish_reason = span.finish_reason
-        return [span]
+        state.token_ids += chunk.token_ids
+        state.finish_reason = chunk.finish_reason
+        return [chunk]
 
-    def _compare(self, pages: _ChoicePages, span: TokenChunk) -> None:
-        known = pages.token_ids[span.first_index : span.first_index + len(span.token_ids)]
-        self.num_mismatches += sum(ours != theirs for ours, theirs in zip(known, span.token_ids, strict=False))
+    def _compare(self, state: _ChoiceOutput, chunk: TokenChunk) -> None:
+        known = state.token_ids[chunk.first_index : chunk.first_index + len(chunk.token_ids)]
+        self.num_mismatches += sum(ours != theirs for ours, theirs in zip(known, chunk.token_ids, strict=False))
 
-    def _hold_back(self, pages: _ChoicePages, span: TokenChunk) -> None:
-        if sum(len(early.token_ids) for early in pages.early) + len(span.token_ids) > MAX_EARLY_TOKENS:
-            raise OutputError(f"index {len(pages.token_ids)} of choice {span.choice} is missing, later ones keep coming")
-        pages.early.append(span)
-        pages.early.sort(key=lambda early: early.first_index)
+    def _hold_back(self, state: _ChoiceOutput, chunk: TokenChunk) -> None:
+        if sum(len(early.token_ids) for early in state.early) + len(chunk.token_ids) > MAX_EARLY_TOKENS:
+            raise OutputError(f"index {len(state.token_ids)} of choice {chunk.choice} is missing, later ones keep coming")
+        state.early.append(chunk)
+        state.early.sort(key=lambda early: early.first_index)
 
-    def _release_early(self, pages: _ChoicePages) -> list[TokenChunk]:
+    def _release_early(self, state: _ChoiceOutput) -> list[TokenChunk]:
         released: list[TokenChunk] = []
-        while pages.early and not pages.finish_reason and pages.early[0].first_index <= len(pages.token_ids):
-            released += self._append(pages, pages.early.pop(0))
-        if pages.finish_reason:
-            pages.early.clear()
+        while state.early and not state.finish_reason and state.early[0].first_index <= len(state.token_ids):
+            released += self._append(state, state.early.pop(0))
+        if state.finish_reason:
+            state.early.clear()
         return released
 
 
@@ -160,7 +161,7 @@ class ResumeMismatch(Exception):
 
 
 class Output:
-    """Output of one request towards its client. Ends choices at stop strings, which it tells the book."""
+    """The output of one request towards its client. Ends choices at stop strings, of which it tells the tracker."""
 
     def __init__(self, prepared: PreparedRequest, tracker: OutputTracker) -> None:
         self._prepared = prepared
@@ -183,37 +184,37 @@ class Output:
         return sum(self._counts)
 
     def replay(self, emitted: Sequence[common_pb2.EmittedChoice]) -> list[mesh_pb2.GenerateResponse]:
-        """Take in the history of a resumed stream. Returns messages only for choices whose end the client has not been told.
+        """Take in the history of a resumed stream. Return messages only for choices of whose end the client was not told.
 
         Raises ResumeMismatch.
         """
         deltas = [self._replay_choice(choice) for choice in emitted]
         return [mesh_pb2.GenerateResponse(delta=delta) for delta in deltas if delta is not None]
 
-    def render(self, span: TokenChunk) -> mesh_pb2.GenerateResponse | None:
-        """The message with the delta of `span`; None when its choice has ended already (per-token path)."""
-        choice = span.choice
+    def render(self, chunk: TokenChunk) -> mesh_pb2.GenerateResponse | None:
+        """Return the message with the delta of `chunk`; None when its choice has ended already. Per-token path."""
+        choice = chunk.choice
         if self._finished[choice]:
             return None
-        token_ids = span.token_ids
+        token_ids = chunk.token_ids
         text, num_pushed, matched = self._push(choice, token_ids)
         response = mesh_pb2.GenerateResponse()
         delta = response.delta
-        delta.first_index, delta.text = span.first_index, text
+        delta.first_index, delta.text = chunk.first_index, text
         if choice:  # 0 need not be said
             delta.choice = choice
         delta.token_ids.extend(token_ids if num_pushed == len(token_ids) else token_ids[:num_pushed])
         self._counts[choice] += num_pushed
         if matched is not None:
             self._end_by_string(delta, matched)
-        elif span.finish_reason:
-            self._end(delta, span.finish_reason, span.token_ids[-1] if span.token_ids else None)
-        if span.logprobs:
-            self._add_logprobs(delta, span.logprobs[:num_pushed])
+        elif chunk.finish_reason:
+            self._end(delta, chunk.finish_reason, chunk.token_ids[-1] if chunk.token_ids else None)
+        if chunk.logprobs:
+            self._add_logprobs(delta, chunk.logprobs[:num_pushed])
         return response
 
     def _push(self, choice: int, token_ids: Sequence[int]) -> tuple[str, int, str | None]:
-        """(text, number of tokens taken, stop string that the last of them completed)."""
+        """Return (text, number of tokens taken, stop string that the last of them completed)."""
         push = self._texts[choice].push
         if len(token_ids) == 1:
             piece, matched = push(token_ids[0])
@@ -270,7 +271,7 @@ class Output:
         return self._replay_end(choice, tokens, matched, ends_at is not None)
 
     def _replay_end(self, choice: int, tokens: Sequence[int], matched: str | None, by_token: bool) -> mesh_pb2.Delta | None:
-        """The last delta of a choice whose history is complete although nobody said so; None when it goes on."""
+        """Return the last delta of a choice whose history is complete without a finish reason; None when it goes on."""
         delta = mesh_pb2.Delta(choice=choice, first_index=len(tokens))
         if matched is not None:
             self._end_by_string(delta, matched)
@@ -283,8 +284,35 @@ class Output:
         return delta
 
     def _ends(self, token_id: int, number: int) -> bool:
-        """Would `token_id`, the `number`-th of an output, have ended it? Before min_tokens no such token can be drawn."""
+        """Return True if `token_id`, the `number`-th of an output, has ended it. Before min_tokens no such token is drawn."""
         return token_id in self._ending and number > self._prepared.sampling.min_tokens
 
     def _length_reason(self, num_tokens: int) -> common_pb2.FinishReason.ValueType:
         return common_pb2.FINISH_REASON_LENGTH if num_tokens >= self._prepared.sampling.max_tokens else UNFINISHED
+
+
+class DraftTotals:
+    """Tokens that workers drafted for one request, over all of its decode sessions.
+
+    Messages name totals of a session, so that one which is lost, or sent again, changes nothing; the latest of each counts."""
+
+    def __init__(self) -> None:
+        self._totals: dict[tuple[str, int], tuple[int, int]] = {}
+
+    def note(self, session: str, choice: int, num_drafted: int, num_accepted: int) -> None:
+        """Set the totals of `choice` since `session` (its id on the wire) began. Per-token path."""
+        self._totals[session, choice] = (num_drafted, num_accepted)
+
+    def accepted_in(self, session: str) -> int:
+        """Return the accepted tokens of all choices in one session."""
+        return sum(accepted for (where, _), (_, accepted) in self._totals.items() if where == session)
+
+    @property
+    def num_drafted(self) -> int:
+        """Tokens that were drafted and verified."""
+        return sum(drafted for drafted, _ in self._totals.values())
+
+    @property
+    def num_accepted(self) -> int:
+        """Those of them that the model confirmed."""
+        return sum(accepted for _, accepted in self._totals.values())

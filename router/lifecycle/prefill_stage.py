@@ -1,32 +1,37 @@
-"""How the KV of one stay comes into being: Prefill calls, one after another, until decode goes on by itself.
+"""The stage prefill: one Prefill call, or nothing where the decode worker computes the prompt itself.
 
-    REMOTE ─► Prefill ─┬─ committed ─────────────────────────────────────────► decode goes on
-                ▲      ├─ failed ─► Submit(attempt + 1) ─┬─ another prefill worker ─┐
-                │      └─ late ───► the same: a hedge    └─ LOCAL ─────────────────►│ decode goes on
-                └───────────────────────────────────────────────────────────────────┘
+    REMOTE ─► Prefill ─┬─ committed ─► decode
+                       ├─ failed ────► reserve: Submit(attempt + 1), for another prefill worker or LOCAL
+                       └─ late ──────► a hedge: the same Submit beside the late call, then prefill again
+    LOCAL ───────────────────────────► decode
 
-A hedge (router/fleet/hedging.py says when) submits the next attempt while the late call still runs. Decode takes it: the late
-worker is fenced, and told to stop. Decode refuses it, because the late one has just committed: then that call just goes on.
+A hedge (`router/fleet/hedging.py` says when) submits the next attempt while the late call still runs. When decode takes it, the
+late worker is fenced and told to stop. When decode refuses it, because the late worker has just committed, that call goes on.
 """
+
+from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
 
-from pdmesh.runtime.errors import FailedPrecondition, MeshError
+import grpc
+import grpc.aio
+
+from pdmesh.runtime import failpoints
+from pdmesh.runtime.errors import MeshError
+from pdmesh.runtime.telemetry.propagation import Metadata
 from pdmesh.runtime.telemetry.spans import Attributes
-from pdmesh.v1 import common_pb2, prefill_pb2
+from pdmesh.v1 import prefill_pb2
 from router.config import RouterConfig
-from router.context import RouterContext
+from router.context import RouterContext, time_left_ms, time_left_s
+from router.fleet.change_notifier import unless
 from router.fleet.circuit_breaker import Role
 from router.fleet.heartbeat import HeartbeatClock
-from router.lifecycle.decode_stage import WorkerLost
-from router.lifecycle.output import OutputTracker, TokenChunk
-from router.lifecycle.placement import Assignment, PlacementRequest, Placer
-from router.lifecycle.prefill_call import PrefillCall, PrefillEnd, PrefillTarget
-from router.routing.worker_snapshot import Mode, WorkerKey
-from router.tokenization.prepared_request import PreparedRequest
+from router.lifecycle.decode_session import WorkerLost
+from router.lifecycle.output import TokenChunk
+from router.lifecycle.placement import ReserveStage, give_up, next_prefill
+from router.lifecycle.request import Assignment, Dispatch, PrefillTarget
 
 OUTCOME_GRACE_S = 1.0
 """How long a Prefill call may still report its hand-off when every choice has ended already."""
@@ -34,97 +39,129 @@ WATCH_PERIOD_S = 0.1
 STALLED_SHARE = 0.6
 """Of the time after which a silent worker is lost: a request whose first token is due leaves a little earlier."""
 
+_INNOCENT = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.FAILED_PRECONDITION)
+
 logger = logging.getLogger(__name__)
 
 
-class RequestState(Protocol):
-    """The request that is being filled for."""
+class PrefillStage:
+    """Dispatch with an `assignment` → KV on the decode worker, which goes on by itself; or the decode session has ended.
 
-    @property
-    def is_winding_up(self) -> bool:
-        """Workers have finished every choice."""
+    A call that fails re-enters at reserve, a hedge at prefill. Raises WorkerLost when the first tokens are lost.
+    """
+
+    def __init__(self, core: RouterContext) -> None:
+        self._core = core
+
+    async def run(self, dispatch: Dispatch) -> type[ReserveStage | PrefillStage] | None:
+        """Make one Prefill call. Cancelling this cancels the call."""
+        assignment = dispatch.assigned
+        again = None if assignment.prefill is None else await PrefillCall(self._core, dispatch, assignment.prefill).run()
+        if again is None:
+            dispatch.timings.spans.filled()
+        return again
 
 
 @dataclass(frozen=True)
-class Attempt:
-    """One attempt at a reservation, forced to `emitted`; `prefill` None: decode computes, and nothing is left to do here."""
+class PrefillEnd:
+    """How a call ended: `outcome` as reported (None: the call broke), the problem in words unless it went well.
 
-    prefill: PrefillTarget | None
-    reservation: common_pb2.Reservation
-    emitted: list[common_pb2.EmittedChoice]
+    `at_fault`: the problem speaks against the worker; one that is full or about to go has just said so."""
+
+    outcome: prefill_pb2.HandoffOutcome | None
+    problem: str | None
+    retryable: bool = True
+    at_fault: bool = True
 
 
-class PrefillStage:
-    """`run` to its end once for each stay. Cancelling it cancels the Prefill call under way."""
+class PrefillCall:
+    """One Prefill call of a dispatch: first tokens, then the outcome of the hand-off, or the news that the worker fell silent."""
 
-    def __init__(
-        self,
-        core: RouterContext,
-        prepared: PreparedRequest,
-        tracker: OutputTracker,
-        state: RequestState,
-        placed: Assignment,
-        need: PlacementRequest,
-    ) -> None:
+    def __init__(self, core: RouterContext, dispatch: Dispatch, prefill: PrefillTarget) -> None:
         self._core = core
-        self._prepared = prepared
-        self._tracker = tracker
-        self._state = state
-        self._decode_stage = placed.decode_stage
-        self._need = need
-        self._timings = need.timings
-        self._placer = Placer(core)
-        self._first = Attempt(placed.prefill, placed.reservation, need.emitted)
-        self._tried: frozenset[WorkerKey] = frozenset()
+        self._dispatch = dispatch
+        self._prefill = prefill
+        self._request = dispatch.request
+        self._timings = dispatch.timings
+        self._session = dispatch.assigned.session
+        self._began = asyncio.get_running_loop().time()
+        self._got_first_tokens = False
 
-    async def run(self) -> None:
-        """Returns when decode goes on by itself, or its stay has ended. Raises LegLost, MeshError."""
-        attempt: Attempt | None = self._first
-        while attempt is not None and attempt.prefill is not None:
-            attempt = await self._prefill(attempt, attempt.prefill)
-
-    async def _prefill(self, attempt: Attempt, prefill: PrefillTarget) -> Attempt | None:
-        """One Prefill call. Returns the next attempt; None when none is needed.
+    async def run(self) -> type[ReserveStage | PrefillStage] | None:
+        """Return the stage of the next attempt; None when none is needed.
 
         Where first tokens end every choice, the call may still report: then decode has been told already and needs no Cancel.
         """
-        began = asyncio.get_running_loop().time()
-        call = PrefillCall(prefill, lambda first: self._on_first_tokens(prefill, began, first))
         spans = self._timings.spans
-        self._timings.prefilling(call.worker_id)
-        spans.took_part(prefill.worker)
-        request = self._prepared.token_request(attempt.emitted)
-        running = asyncio.create_task(
-            call.run(self._decode_stage, self._prepared, attempt.reservation, request, spans.prefill_metadata),
-            name=f"prefill {self._decode_stage.wire_id}",
-        )
+        self._timings.prefilling(self._worker_id)
+        spans.took_part(self._prefill.worker)
+        call = self._call(self._dispatch.assigned, spans.prefill_metadata)
+        running = asyncio.create_task(call, name=f"prefill {self._session.wire_id}")
         try:
-            hedge = await self._watch(running, call, prefill, began)
-            if hedge is not None or not running.done():
-                return hedge
+            is_hedged = await self._watch(running)
+            if is_hedged:
+                return PrefillStage
+            if not running.done():
+                return None
             end = running.result()
             spans.prefilled(_moved(end), end.problem)
-            if self._is_committed(prefill, call, end):
-                return None
-            return await self._after_failure(prefill, end)
+            return None if self._is_committed(end) else self._after_failure(end)
         finally:
-            spans.prefilled({}, None if self._state.is_winding_up or self._decode_stage.ended.done() else "it was given up")
+            is_over = self._request.is_winding_up or self._session.ended.done()
+            spans.prefilled({}, None if is_over else "it was given up")
             running.cancel()
 
-    async def _watch(
-        self, running: asyncio.Task[PrefillEnd], call: PrefillCall, prefill: PrefillTarget, began: float
-    ) -> Attempt | None:
-        """Until the call or the stay has ended; the attempt that follows if the call was hedged."""
-        hedging, loop = self._core.hedging, asyncio.get_running_loop()
+    async def _call(self, attempt: Assignment, metadata: Metadata | None) -> PrefillEnd:
+        """Raise nothing but CancelledError: whatever goes wrong is a reason to try elsewhere."""
+        prepared = self._request.prepared
+        message = prefill_pb2.PrefillRequest(
+            request_id=self._session.wire_id,
+            request=prepared.token_request(attempt.emitted),
+            reservation=attempt.reservation,
+            identity=self._session.info.identity,
+            time_left_ms=time_left_ms(prepared.deadline),
+        )
+        timeout_s = time_left_s(prepared.deadline)
+        call = self._prefill.worker.prefill.Prefill(message, timeout=timeout_s, metadata=metadata)
+        try:
+            end = await unless(self._prefill.incarnation.lost, self._read(call))
+            return end or PrefillEnd(None, f"prefill worker {self._worker_id} fell silent")
+        finally:
+            call.cancel()
+            self._prefill.computed()
+
+    async def _read(self, call: grpc.aio.UnaryStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillEvent]) -> PrefillEnd:
+        try:
+            async for event in call:
+                if event.HasField("first_tokens"):
+                    await failpoints.hit_async("router.first_token")
+                    self._got_first_tokens = True
+                    self._prefill.computed()
+                    self._take_first_tokens(event.first_tokens)
+                elif event.HasField("outcome"):
+                    return self._end_of(event.outcome)
+        except grpc.aio.AioRpcError as error:
+            problem = f"prefill worker {self._worker_id} answered {error.code().name}: {error.details()}"
+            return PrefillEnd(None, problem, at_fault=error.code() not in _INNOCENT and not self._is_draining)
+        return PrefillEnd(None, f"prefill worker {self._worker_id} ended its stream without an outcome")
+
+    def _end_of(self, outcome: prefill_pb2.HandoffOutcome) -> PrefillEnd:
+        if outcome.status in (prefill_pb2.HANDOFF_STATUS_COMMITTED, prefill_pb2.HANDOFF_STATUS_FINISHED):
+            return PrefillEnd(outcome, None)
+        return PrefillEnd(outcome, f"hand-off from {self._worker_id} failed: {outcome.message}", outcome.retryable)
+
+    async def _watch(self, running: asyncio.Task[PrefillEnd]) -> bool:
+        """Wait until the call or the session has ended. Return True when the call was hedged before."""
+        hedging, loop, prefill = self._core.hedging, asyncio.get_running_loop(), self._prefill
         hedging.budget.earn()
         bound_s = hedging.bound_s(prefill.sent.tokens, prefill.predicted_s)
         silence = HeartbeatClock(_stalled_s(self._core.config), WATCH_PERIOD_S)
         heard_at = prefill.incarnation.reported_at
         may_hedge = True
-        while not running.done() and not self._decode_stage.ended.done():
-            is_due = may_hedge and not call.got_first_tokens and not self._decode_stage.started
+        while not running.done() and not self._session.ended.done():
+            is_due = may_hedge and self._waits_for_first()
             await asyncio.wait(
-                (running, self._decode_stage.ended),
+                (running, self._session.ended),
                 timeout=WATCH_PERIOD_S if is_due else None,
                 return_when=asyncio.FIRST_COMPLETED,
             )
@@ -132,136 +169,131 @@ class PrefillStage:
                 heard_at = prefill.incarnation.reported_at
                 silence.heard()
             is_silent = silence.tick(loop.time())
-            if (
-                not is_due
-                or running.done()
-                or self._decode_stage.ended.done()
-                or call.got_first_tokens
-                or self._decode_stage.started
-            ):
+            if not is_due or running.done() or self._session.ended.done() or not self._waits_for_first():
                 continue
-            if hedging.may_hedge(loop.time() - began, bound_s, silent=is_silent):
-                hedge = await self._hedge(prefill, loop.time() - began, silent=is_silent)
-                if hedge is not None:
-                    return hedge
+            if hedging.may_hedge(loop.time() - self._began, bound_s, silent=is_silent):
+                if await self._hedge(loop.time() - self._began, silent=is_silent):
+                    return True
                 may_hedge = False
-        if self._state.is_winding_up:
+        if self._request.is_winding_up:
             await asyncio.wait((running,), timeout=OUTCOME_GRACE_S)
-        return None
+        return False
 
-    async def _hedge(self, prefill: PrefillTarget, waited_s: float, *, silent: bool) -> Attempt | None:
-        """The next attempt while the late one still runs; None when decode does not take it: the late one goes on."""
-        late = f"no first token from {prefill.incarnation.info.worker_id} within {waited_s:.2f} s"
+    @property
+    def _worker_id(self) -> str:
+        return self._prefill.incarnation.info.worker_id
+
+    @property
+    def _is_draining(self) -> bool:
+        return self._prefill.incarnation.load.draining
+
+    def _waits_for_first(self) -> bool:
+        return not self._got_first_tokens and not self._session.started
+
+    async def _hedge(self, waited_s: float, *, silent: bool) -> bool:
+        """Submit the next attempt while the late one still runs. Return False when decode does not take it: that one goes on."""
+        prefill, session = self._prefill, self._session
+        late = f"no first token from {self._worker_id} within {waited_s:.2f} s"
         if silent:
             self._core.health_recorder.failed(prefill.key, Role.PREFILL, late)
         else:
-            self._core.health_recorder.took(prefill.key, Role.PREFILL, self._slowness(prefill, waited_s))
-        self._tried |= {prefill.key}
-        following, emitted = self._next_prefill(), self._tracker.history()
+            self._core.health_recorder.took(prefill.key, Role.PREFILL, self._slowness(waited_s))
+        self._dispatch.tried |= {prefill.key}
+        hedge = self._next_attempt()
         try:
-            reservation = await self._decode_stage.submit(_mode(following), emitted, because=f"{late}; it is fenced")
+            reservation = await session.submit(hedge.mode, hedge.emitted, because=f"{late}; it is fenced")
         except MeshError as error:
-            _give_up(following)
+            give_up(hedge.prefill)
             self._timings.withdrawn(error.message)
-            logger.info("%s: %s; it stays there all the same: %s", self._decode_stage.wire_id, late, error.message)
-            return None
+            logger.info("%s: %s; it stays there all the same: %s", session.wire_id, late, error.message)
+            return False
         except asyncio.CancelledError:
-            _give_up(following)
+            give_up(hedge.prefill)
             raise
         self._core.num_hedges += 1
         self._count_retry(f"{late}; it is fenced")
-        return Attempt(following, reservation, emitted)
+        self._dispatch.assignment = replace(hedge, reservation=reservation)
+        return True
 
-    async def _after_failure(self, prefill: PrefillTarget, end: PrefillEnd) -> Attempt | None:
-        """The next attempt at the same reservation; None when decode runs already: the last one has succeeded after all."""
-        self._blame(prefill, end)
-        self._tried |= {prefill.key}
-        self._note_retry(end.problem or "")
-        following, emitted = self._next_prefill() if end.retryable else None, self._tracker.history()
-        decode_stage = self._decode_stage
-        try:
-            return Attempt(following, await decode_stage.submit(_mode(following), emitted), emitted)
-        except BaseException as error:
-            _give_up(following)
-            if not isinstance(error, MeshError):
-                raise
-            if isinstance(error, FailedPrecondition) and decode_stage.delivered:
-                return None
-            said = "was refused" if isinstance(error, FailedPrecondition) else "failed"
-            raise WorkerLost(
-                f"attempt {decode_stage.attempt} on {decode_stage.info.worker_id} {said}: {error.message}"
-            ) from error
+    def _after_failure(self, end: PrefillEnd) -> type[ReserveStage]:
+        """Choose what fills the same reservation next: another prefill worker, or decode itself."""
+        self._blame(end)
+        self._dispatch.tried |= {self._prefill.key}
+        self._timings.failed(end.problem or "")
+        self._count_retry(end.problem or "")
+        self._dispatch.assignment = self._next_attempt(retryable=end.retryable)
+        return ReserveStage
 
-    def _is_committed(self, prefill: PrefillTarget, call: PrefillCall, end: PrefillEnd) -> bool:
-        """Does decode go on by itself? Raises LegLost when it does but the first tokens, which only prefill had, did not come."""
-        if end.problem is None:
-            if not call.got_first_tokens:
-                raise WorkerLost(f"prefill worker {call.worker_id} reported a hand-off without first tokens")
-            self._note_handoff(prefill, end)
-            return True
-        if self._decode_stage.ended.done():
-            return True
-        if self._decode_stage.started and not call.got_first_tokens:
-            raise WorkerLost(f"{end.problem}; the hand-off was done, its first tokens are lost")
-        return self._decode_stage.started
-
-    def _next_prefill(self) -> PrefillTarget | None:
+    def _next_attempt(self, *, retryable: bool = True) -> Assignment:
         """Several choices under way can only be continued LOCAL."""
-        if self._prepared.num_choices > 1 and self._tracker.anything_emitted:
-            return None
-        return self._placer.next_prefill(self._decode_stage, self._need, self._tried)
+        tracker, target = self._request.tracker, None
+        if retryable and not (self._request.prepared.num_choices > 1 and tracker.anything_emitted):
+            target = next_prefill(self._core, self._dispatch)
+        return replace(self._dispatch.assigned, prefill=target, emitted=tracker.history())
 
-    def _on_first_tokens(self, prefill: PrefillTarget, began: float, first: prefill_pb2.FirstTokens) -> None:
-        seconds = asyncio.get_running_loop().time() - began
-        self._core.health_recorder.took(prefill.key, Role.PREFILL, self._slowness(prefill, seconds))
-        if not self._need.started:  # what continues is cached, who knows how much of it
+    def _is_committed(self, end: PrefillEnd) -> bool:
+        """Return whether decode goes on by itself. Raises WorkerLost when it does but the first tokens, which only prefill had,
+        did not come."""
+        if end.problem is None:
+            if not self._got_first_tokens:
+                raise WorkerLost(f"prefill worker {self._worker_id} reported a hand-off without first tokens")
+            self._note_handoff(end)
+            return True
+        if self._session.ended.done():
+            return True
+        if self._session.started and not self._got_first_tokens:
+            raise WorkerLost(f"{end.problem}; the hand-off was done, its first tokens are lost")
+        return self._session.started
+
+    def _take_first_tokens(self, first: prefill_pb2.FirstTokens) -> None:
+        prefill, seconds = self._prefill, asyncio.get_running_loop().time() - self._began
+        self._core.health_recorder.took(prefill.key, Role.PREFILL, self._slowness(seconds))
+        if not self._dispatch.started:  # of what continues an unknown part is cached
             self._core.hedging.times.record(prefill.sent.tokens, seconds)
         self._timings.prefilled(first.timings)
-        wants_logprobs = self._prepared.sampling.HasField("logprobs")
-        spans = [
-            TokenChunk(
-                token.choice, token.index, [token.token_id], (token.logprobs,) if wants_logprobs else (), token.finish_reason
-            )
-            for token in first.tokens
-        ]
-        self._decode_stage.deliver_first(spans)
+        wants_logprobs = self._request.prepared.sampling.HasField("logprobs")
+        self._session.deliver_first(
+            [
+                TokenChunk(
+                    token.choice, token.index, [token.token_id], (token.logprobs,) if wants_logprobs else (), token.finish_reason
+                )
+                for token in first.tokens
+            ]
+        )
 
-    def _slowness(self, prefill: PrefillTarget, seconds: float) -> float:
-        """Observed ÷ expected. What lies below the least bound of a hedge hurts nobody, and its quotient says nothing."""
-        expected_s = prefill.predicted_s or self._core.hedging.expected_s(prefill.sent.tokens) or seconds
-        least_s = self._core.hedging.limits.min_s
+    def _slowness(self, seconds: float) -> float:
+        """Return observed ÷ expected. What lies below the least bound of a hedge does no harm, and its quotient says nothing."""
+        prefill, hedging = self._prefill, self._core.hedging
+        expected_s = prefill.predicted_s or hedging.expected_s(prefill.sent.tokens) or seconds
+        least_s = hedging.limits.min_s
         return max(seconds, least_s) / max(expected_s, least_s)
 
-    def _note_handoff(self, prefill: PrefillTarget, end: PrefillEnd) -> None:
+    def _note_handoff(self, end: PrefillEnd) -> None:
+        prefill, session = self._prefill, self._session
         self._core.health_recorder.succeeded(prefill.key, Role.PREFILL)
         if end.outcome is None:
             return
-        decode_stage = self._decode_stage
         if end.outcome.status == prefill_pb2.HANDOFF_STATUS_FINISHED:
-            if not end.outcome.message:  # else decode could not be told, and holds its blocks until we cancel
-                decode_stage.finished()
+            if not end.outcome.message:  # else decode could not be told, and holds its blocks until the router cancels
+                session.finished()
             return
         parts = self._timings.parts
         parts.kv_exposed_ns = end.outcome.kv_exposed_ns
         parts.kv_bytes, parts.transport = end.outcome.kv_bytes, end.outcome.transport
-        decode = decode_stage.worker.current
+        decode = session.worker.current
         holders = (prefill.incarnation,) if decode is None else (prefill.incarnation, decode)
-        self._placer.remember(self._prepared, holders)
-
-    def _note_retry(self, problem: str) -> None:
-        self._timings.failed(problem)
-        self._count_retry(problem)
+        self._core.prefixes.remember(self._request.prepared, holders)
 
     def _count_retry(self, problem: str) -> None:
         self._timings.parts.num_retries += 1
-        logger.warning("%s attempt %d: %s", self._decode_stage.wire_id, self._decode_stage.attempt, problem)
+        logger.warning("%s attempt %d: %s", self._session.wire_id, self._session.attempt, problem)
 
-    def _blame(self, prefill: PrefillTarget, end: PrefillEnd) -> None:
-        """A hand-off that failed may be either side's fault: who is part of many is left out."""
+    def _blame(self, end: PrefillEnd) -> None:
+        """A hand-off that failed may be either side's fault: a worker that takes part in many of them is left out."""
         if end.at_fault:
-            self._core.health_recorder.failed(prefill.key, Role.PREFILL, end.problem or "")
+            self._core.health_recorder.failed(self._prefill.key, Role.PREFILL, end.problem or "")
         if end.outcome is not None:
-            self._core.health_recorder.failed(self._decode_stage.key, Role.DECODE, end.problem or "")
+            self._core.health_recorder.failed(self._session.key, Role.DECODE, end.problem or "")
 
 
 def _stalled_s(config: RouterConfig) -> float:
@@ -275,13 +307,3 @@ def _moved(end: PrefillEnd) -> Attributes:
     if outcome is None:
         return {}
     return {"pdmesh.kv.bytes": outcome.kv_bytes, "pdmesh.kv.transport": outcome.transport}
-
-
-def _mode(prefill: PrefillTarget | None) -> Mode:
-    return Mode.LOCAL if prefill is None else Mode.REMOTE
-
-
-def _give_up(prefill: PrefillTarget | None) -> None:
-    """It will not be asked to compute anything."""
-    if prefill is not None:
-        prefill.computed()

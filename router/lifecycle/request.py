@@ -1,205 +1,320 @@
-"""One request from admission to completion: what the client's stream is made of."""
+"""One request from its arrival to its last message: the state that its stages take and give. `stages.py` has their order.
+
+Request     what the client asked for and what it has been sent; lives from validate to account
+Dispatch    one passage through place, reserve, prefill and decode; a lost decode worker makes a further one, a move one beside it
+"""
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
-from pdmesh.runtime import failpoints
-from pdmesh.runtime.errors import DeadlineExceeded, InvalidArgument, MeshError, ResourceExhausted
+from pdmesh.runtime.errors import MeshError, Unavailable
 from pdmesh.v1 import common_pb2, mesh_pb2
-from router.context import RouterContext
+from router.fleet.worker import Dispatched, Incarnation, Worker
 from router.flow_control.slo_admission import Ticket
-from router.flow_control.ttft_predictor import flow_item_of, num_emitted
-from router.lifecycle.dispatcher import RequestDispatcher
-from router.lifecycle.output import Output, OutputTracker, ResumeMismatch
-from router.routing.cost_model import Overhead, Prediction
+from router.flow_control.ttft_predictor import num_emitted
+from router.lifecycle.capacity_queue import CapacityQueue, Waiter
+from router.lifecycle.client_stream import ClientStream
+from router.lifecycle.decode_session import DecodeSession
+from router.lifecycle.output import DraftTotals, Output, OutputTracker, TokenChunk
 from router.routing.decisions import Decision
-from router.telemetry.request_trace import Yield
-from router.telemetry.timings import RequestTimings, now_ns
-from router.telemetry.traffic import ModelTraffic, Visit
+from router.routing.filters import Placement, RoutingRequest
+from router.routing.worker_snapshot import Mode, WorkerKey
+from router.telemetry.request_trace import RequestTrace, Yield
+from router.telemetry.timings import RequestTimings
+from router.telemetry.traffic import Visit
 from router.tokenization.prepared_request import PreparedRequest
-
-# What a request that has ended teaches the policy: how far predictions were off, what hand-offs cost, how long outputs get.
-
-
-def learn(
-    core: RouterContext, prepared: PreparedRequest, decision: Decision | None, timings: mesh_pb2.Timings, num_tokens: int
-) -> None:
-    """`num_tokens` of all choices. A request that was tried again or lost teaches nothing about a smooth one."""
-    core.output_lengths.observe(prepared.model.name, prepared.tenant, num_tokens // prepared.num_choices)
-    if decision is None or timings.num_retries or timings.num_resubmissions or prepared.emitted:
-        return
-    core.decisions.compare(decision)
-    chosen, tpot_s = decision.placement.chosen, decision.observed_tpot_s
-    if chosen is not None and chosen.prediction is not None:
-        _count(core.traffic.of(prepared.model.name), decision, chosen.prediction)
-        if tpot_s:
-            core.overheads.observe_tpot(chosen.decode, chosen.prediction.steps_tpot_s, tpot_s)
-    seen = _overhead(decision, timings)
-    if seen is not None:
-        core.overheads.observe(decision.placement.prefill, decision.placement.decode, seen)
-
-
-def _count(traffic: ModelTraffic, decision: Decision, predicted: Prediction) -> None:
-    """What came beside what had been predicted, for the autoscaler."""
-    if decision.observed_ttft_s is not None:
-        traffic.ttft.add(decision.observed_ttft_s, predicted.ttft_s)
-    if decision.observed_tpot_s is not None:
-        traffic.tpot.add(decision.observed_tpot_s, predicted.tpot_s)
-
-
-def _overhead(decision: Decision, timings: mesh_pb2.Timings) -> Overhead | None:
-    """All of TTFT that the worker's queue and steps did not take, and what the hand-off added behind it."""
-    ttft_s = decision.observed_ttft_s
-    if ttft_s is None:
-        return None
-    on_worker_ns = timings.prefill_queue_ns + timings.prefill_compute_ns
-    after_ns = timings.kv_exposed_ns + timings.decode_queue_ns if decision.placement.prefill is not None else 0
-    return Overhead(max(0.0, ttft_s - on_worker_ns / 1e9), after_ns / 1e9)
-
-
-# How long a complete answer waits for the rest of its timings. The report is on its way already: it takes a millisecond or two.
-SETTLE_S = 0.1
+from router.tokenization.preprocessor import ClientMessage, ValidatedRequest
 
 
 class Request:
-    """Owns a place in admission and a course; `close` gives both up, as often as one likes."""
+    """The state that all stages of one request share. The comments name the stage that gives a field.
 
-    def __init__(self, core: RouterContext, prepared: PreparedRequest, timings: RequestTimings) -> None:
+    It is the sink of its decode sessions: they bring tokens, `client_stream` has them in order, each index once. It is
+    `Migratable` while a decode worker generates for it.
+    """
+
+    validated: ValidatedRequest  # validate
+    prepared: PreparedRequest  # tokenize, as the four below
+    tracker: OutputTracker
+    output: Output
+    client_stream: ClientStream[mesh_pb2.GenerateResponse]
+
+    def __init__(self, message: ClientMessage, time_left_s: float | None, timings: RequestTimings, trace: RequestTrace) -> None:
+        self.message = message
+        self.time_left_s = time_left_s
+        self.timings = timings
+        self.trace = trace
+        self.is_open = False  # admit: its end is accounted with its model and tenant
+        self.replayed: list[mesh_pb2.GenerateResponse] = []  # admit: ends that a resumed stream's client was not told of
+        self.visit: Visit | None = None  # admit
+        self.ticket: Ticket | None = None  # admit; account gives it back
+        self.dispatching: asyncio.Task[None] | None = None  # runs place, reserve, prefill and decode
+        self.decision: Decision | None = None  # place: the latest
+        self.is_submitted = False  # reserve: a worker was asked
+        self.session: DecodeSession | None = None  # decode: where the request is now
+        self.move: asyncio.Future[str] | None = None  # decode: resolved with the reason to move, while it can
+        self.drafts = DraftTotals()  # of all decode sessions
+        self.is_winding_up = False  # workers have finished every choice; what is left to do ends by itself, soon
+        self.is_complete = False  # stream: the last message was made
+        self.kind: tuple[object, ...] | None = None  # workers must be of it, once tokens are out
+        self.avoid: frozenset[WorkerKey] = frozenset()  # workers that have just lost it
+
+    def open_stream(self, prepared: PreparedRequest, max_buffered_tokens: int) -> None:
+        """Set what follows from the prepared request."""
         self.prepared = prepared
-        self._core = core
-        self._timings = timings
-        self._tracker = OutputTracker(prepared.num_choices, prepared.emitted)
-        self._output = Output(prepared, self._tracker)
-        self._dispatcher = RequestDispatcher(core, prepared, self._tracker, timings, self._output.render)
-        self._ticket: Ticket | None = None
-        self._visit: Visit | None = None
-        self._task: asyncio.Task[None] | None = None
-        self._submitted = False
-        self._failed = False
-        self.is_complete = False  # the last message was made
-
-    async def messages(self) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
-        """`started`, deltas, `completed`. Raises MeshError. However it ends, the request's work ends with it."""
-        try:
-            ended = self._replay()
-            self._arrive()
-            await self._admit()
-            self._task = self._core.background.spawn(self._dispatcher.run(), f"request {self.prepared.request_id}")
-            yield self._started()
-            for message in ended:
-                yield message
-            take, handed = self._dispatcher.client_stream.take, self._timings.handed
-            while not self._output.done:
-                for message in await take():
-                    delta = message.delta
-                    handed(delta.choice, len(delta.token_ids))
-                    yield message
-            await self._settle()
-            yield self._completed()
-        except MeshError as error:
-            self._failed = not isinstance(error, DeadlineExceeded)
-            if self._visit is not None and not self._submitted and isinstance(error, ResourceExhausted):
-                self._visit.refused()
-            raise
-        finally:
-            self.close()
-
-    async def _settle(self) -> None:
-        """A short answer can end before prefill's report of the hand-off has been read: the timings of `completed` need it."""
-        if self._task is not None and self._dispatcher.is_winding_up:
-            await asyncio.wait((self._task,), timeout=SETTLE_S)
+        self.tracker = OutputTracker(prepared.num_choices, prepared.emitted)
+        self.output = Output(prepared, self.tracker)
+        self.client_stream = ClientStream(max_buffered_tokens, self.output.render)
 
     @property
     def num_generated(self) -> int:
         """Output tokens, without those that the client had before."""
-        return self._tracker.num_tokens - num_emitted(self.prepared)
+        return self.tracker.num_tokens - num_emitted(self.prepared)
 
     @property
     def brought(self) -> Yield:
         """What has come of it so far."""
-        drafts = self._dispatcher.drafts
-        return Yield(self._output.num_tokens, self._tracker.finish_reasons, drafts.num_drafted, drafts.num_accepted)
+        return Yield(self.output.num_tokens, self.tracker.finish_reasons, self.drafts.num_drafted, self.drafts.num_accepted)
+
+    def fail(self, error: BaseException) -> None:
+        """End the stream with `error` after what is queued."""
+        self.client_stream.fail(error)
+
+    # The sink of decode sessions
+
+    def accept(self, chunk: TokenChunk) -> bool:
+        """Take tokens from any worker; return True when no more are needed. Raises OutputError. Per-token path."""
+        chunks = self.tracker.accept(chunk)
+        if chunks:
+            self.timings.first_token()
+        for new in chunks:
+            self.client_stream.put(new)
+            if new.finish_reason and self.tracker.all_finished:
+                self.is_winding_up = True
+        return self.is_winding_up or self.client_stream.failed
+
+    def next_indexes(self) -> Sequence[tuple[int, int]]:
+        """Return (choice, output index needed next) of each unfinished choice, for a stream that re-attaches."""
+        choices = range(self.prepared.num_choices)
+        return [(choice, self.tracker.next_index(choice)) for choice in choices if not self.tracker.is_finished(choice)]
+
+    # Migratable
+
+    @property
+    def holder(self) -> WorkerKey | None:
+        """The decode worker that it could leave now; None while it has none, or moves already."""
+        return self.session.key if self.session is not None and self.move is not None and not self.move.done() else None
+
+    @property
+    def model(self) -> str:
+        """The name of the model."""
+        return self.prepared.model.name
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens of the longest choice."""
+        return max(self.tracker.next_index(choice) for choice in range(self.prepared.num_choices))
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that may still come."""
+        return self.prepared.sampling.max_tokens - self.num_tokens
+
+    def ask_to_move(self, reason: str) -> None:
+        """Have the request placed elsewhere and go there, if there is room; to be called only while it has a `holder`."""
+        if self.move is not None and not self.move.done():
+            self.move.set_result(reason)
+
+    def new_dispatch(self, timings: RequestTimings, leaving: DecodeSession | None = None) -> "Dispatch":
+        """Return a dispatch of the prompt and what was emitted so far."""
+        return Dispatch(self, timings, self.tracker.history(), self.kind, WorkerSearch(self.avoid), leaving)
+
+
+class OpenRequests:
+    """The requests of one router that are under way. Once it drains, no further one is taken."""
+
+    def __init__(self) -> None:
+        self.is_draining = False
+        self.on_admitting: Callable[[str, int], None] | None = None  # tenant, and tokens of prompt and output
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self._requests: set[Request] = set()
+
+    def enter(self, request: Request) -> None:
+        """Take a request that has arrived; `leave` has to follow. Raises Unavailable while draining."""
+        self._check()
+        self._requests.add(request)
+        self.idle.clear()
+
+    def admit(self, request: Request) -> None:
+        """From now on the request counts with its model and tenant. Raises Unavailable while draining."""
+        self._check()
+        prepared = request.prepared
+        if self.on_admitting is not None:
+            self.on_admitting(prepared.tenant, len(prepared.prompt) + prepared.num_choices * prepared.sampling.max_tokens)
+        request.is_open = True
+
+    def leave(self, request: Request) -> None:
+        """The request has ended; also without `enter`."""
+        self._requests.discard(request)
+        if not self._requests:
+            self.idle.set()
 
     def fail(self, error: MeshError) -> None:
-        """End the stream with `error` after what is queued."""
-        self._dispatcher.client_stream.fail(error)
+        """End every stream that has begun with `error`."""
+        for request in self._requests:
+            if request.is_open:
+                request.fail(error)
 
-    def close(self) -> None:
-        """Give place and workers back. The workers are told in the background."""
-        if self._task is not None and not self._dispatcher.is_winding_up:
-            self._task.cancel()
-        if self._visit is not None:
-            self._visit.ended(self.num_generated, self._timings.parts.prefill_cached_tokens)
-        if self._ticket is not None:
-            self._core.flow_control.leave(self._ticket, self._used_tokens())
-            self._ticket = None
-            self._core.num_token_mismatches += self._tracker.num_mismatches
-            self._core.fleet.openings.fire()
+    def closed(self) -> Unavailable:
+        """Return the error of requests that come while draining."""
+        return Unavailable("this router is going; use another one")
 
-    def _used_tokens(self) -> int:
-        """What its tenant pays for: what was generated, and the prompt once a worker was asked to compute it: leaving before the
-        first token gives no work away. Only what the mesh failed to answer at all is free."""
-        generated = self._tracker.num_tokens
-        for_nothing = self._failed and generated <= num_emitted(self.prepared)
-        return len(self.prepared.prompt) + generated if self._submitted and not for_nothing else 0
+    def _check(self) -> None:
+        if self.is_draining:
+            raise self.closed()
 
-    def _replay(self) -> list[mesh_pb2.GenerateResponse]:
-        try:
-            return self._output.replay(self.prepared.emitted)
-        except ResumeMismatch as error:
-            field = f"resume.emitted[{error.choice}].token_ids"
-            raise InvalidArgument(field, f"{field}: {error}; send what was received, no more") from error
 
-    def _arrive(self) -> None:
-        prepared = self.prepared
-        self._visit = self._core.traffic.of(prepared.model.name).arrive(
-            len(prepared.prompt),
-            time.monotonic(),
-            is_batch=prepared.priority == common_pb2.PRIORITY_BATCH,
-            is_new=prepared.attempt == 0,
-        )
+# One passage through place, reserve, prefill and decode.
 
-    async def _admit(self) -> None:
-        began_ns = now_ns()
-        try:
-            ticket = self._ticket = await self._core.flow_control.enter(flow_item_of(self._core, self.prepared))
-            await failpoints.hit_async("router.admission")
-        finally:
-            self._timings.queued(began_ns)
-        self._timings.on_submitting = lambda: self._submitting(ticket)
 
-    def _teach(self) -> None:
-        """A smooth request says whether admission's forecast was right."""
-        first_ns, parts = self._timings.first_received_ns, self._timings.parts
-        if self._ticket is not None and first_ns is not None and not (parts.num_retries or self.prepared.emitted):
-            self._core.flow_control.admission.answered(self._ticket, first_ns / 1e9)
+@dataclass(frozen=True)
+class PrefillTarget:
+    """The worker that is to compute a prompt. `sent` counts as its load until it has.
 
-    def _submitting(self, ticket: Ticket) -> None:
-        self._submitted = True
-        if self._visit is not None:
-            self._visit.placed()
-        self._core.flow_control.placed(ticket)
+    `predicted_s`: when the policy expects the first token, from the call on; None when it does not."""
 
-    def _started(self) -> mesh_pb2.GenerateResponse:
-        started = mesh_pb2.Started(
-            request_id=self.prepared.request_id,
-            seed=self.prepared.sampling.seed,
-            model=self.prepared.model.name,
-            num_prompt_tokens=len(self.prepared.prompt),
-        )
-        return mesh_pb2.GenerateResponse(started=started)
+    worker: Worker
+    incarnation: Incarnation
+    sent: Dispatched
+    predicted_s: float | None = None
 
-    def _completed(self) -> mesh_pb2.GenerateResponse:
-        timings = self._timings.message()
-        self.is_complete = True
-        self._teach()
-        usage = mesh_pb2.Usage(
-            prompt_tokens=len(self.prepared.prompt),
-            completion_tokens=self._output.num_tokens,
-            cached_tokens=min(timings.prefill_cached_tokens, len(self.prepared.prompt)),
-            drafted_tokens=self._dispatcher.drafts.num_drafted,
-            accepted_tokens=self._dispatcher.drafts.num_accepted,
-        )
-        learn(self._core, self.prepared, self._timings.decision, timings, self._output.num_tokens)
-        return mesh_pb2.GenerateResponse(completed=mesh_pb2.Completed(usage=usage, timings=timings))
+    @property
+    def key(self) -> WorkerKey:
+        """What tells incarnations apart."""
+        return (self.worker.address, self.incarnation.info.epoch)
+
+    def computed(self) -> None:
+        """The first tokens have come, or never will; idempotent."""
+        self.worker.done(self.sent)
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A reservation on a decode worker and the current attempt at filling it. `sent` counts as decode's load.
+
+    `prefill` None: the decode worker computes the prompt itself. `emitted`: output that the attempt is forced to."""
+
+    session: DecodeSession
+    sent: Dispatched
+    reservation: common_pb2.Reservation
+    prefill: PrefillTarget | None
+    emitted: list[common_pb2.EmittedChoice]
+
+    @property
+    def mode(self) -> Mode:
+        """Where the prompt is computed."""
+        return Mode.LOCAL if self.prefill is None else Mode.REMOTE
+
+    def finished(self) -> None:
+        """The worker has generated everything: its next report may not know yet."""
+        self.session.worker.released(self.sent, time.monotonic())
+
+
+@dataclass(eq=False)
+class WorkerSearch:
+    """The state of one search for a decode worker that takes the request: tries, and between them the capacity queue.
+
+    A try leaves out the workers to `avoid`, those that have refused it (`refused`, with their `errors`) and, in its first round,
+    ejected ones. When no other worker takes the request, a second round includes them (`takes_ejected`).
+    """
+
+    avoid: frozenset[WorkerKey]
+    refused: frozenset[WorkerKey] = frozenset()
+    errors: list[MeshError] = field(default_factory=list)
+    takes_ejected: bool = False
+    has_begun: bool = False
+    waiter: Waiter | None = None  # the place in the capacity queue
+    change: asyncio.Event = field(init=False)  # the next change of the fleet since before the try
+    began_s: float = 0.0  # of the wait, in event-loop time
+    waiting_ns: int = 0
+
+    def begin_round(self, *, takes_ejected: bool) -> None:
+        """Forget refusals."""
+        self.refused, self.errors, self.takes_ejected = frozenset(), [], takes_ejected
+
+    def begin_try(self) -> None:
+        """Ask every worker again, after a wait."""
+        self.avoid = frozenset()
+        self.begin_round(takes_ejected=False)
+
+    def refuse(self, key: WorkerKey, error: MeshError) -> None:
+        """The worker has answered `error`."""
+        self.refused |= {key}
+        self.errors.append(error)
+
+
+@dataclass(eq=False)
+class Dispatch:
+    """One passage of a request through place, reserve, prefill and decode.
+
+    `timings`: the request's, or those of a move. `emitted`: output before it, to which its attempts are forced. `kind`: workers
+    must be of it, None: any. `leaving`: the session that a move is to replace, None otherwise. Place gives `placement` and
+    `routing_request`, reserve `assignment`, prefill `tried`: prefill workers that have failed.
+    """
+
+    request: Request
+    timings: RequestTimings
+    emitted: list[common_pb2.EmittedChoice]
+    kind: tuple[object, ...] | None
+    search: WorkerSearch
+    leaving: DecodeSession | None = None
+    placement: Placement = field(init=False)
+    routing_request: RoutingRequest = field(init=False)
+    assignment: Assignment | None = None
+    tried: frozenset[WorkerKey] = frozenset()
+
+    @property
+    def assigned(self) -> Assignment:
+        """The assignment. Only for stages behind reserve."""
+        assert self.assignment is not None
+        return self.assignment
+
+    @property
+    def started(self) -> bool:
+        """Tokens are out already."""
+        return bool(self.emitted)
+
+    @property
+    def queue_key(self) -> Hashable:
+        """Dispatches with the same key could run on the same workers."""
+        return (self.request.model, self.kind, self.request.prepared.mode)
+
+    @property
+    def interrupted(self) -> bool:
+        """This router has generated some of the output: more than the client had from elsewhere."""
+        return sum(len(choice.token_ids) for choice in self.emitted) > num_emitted(self.request.prepared)
+
+    def leave_queue(self, queue: CapacityQueue, *, placed: bool = False) -> None:
+        """Give the place in the capacity queue up; without one nothing happens."""
+        waiter, self.search.waiter = self.search.waiter, None
+        if waiter is not None:
+            queue.leave(self.queue_key, waiter, placed=placed)
+
+
+class DispatchStage(Protocol):
+    """A stage between the router's queue and a worker."""
+
+    async def run(self, dispatch: Dispatch, /) -> "type[DispatchStage] | None":
+        """Return None to go on with the next stage, or the earlier stage to re-enter."""
+
+
+async def run_in_order(stages: Sequence[DispatchStage], dispatch: Dispatch) -> None:
+    """Run `stages` one after the other, and again from the one that a stage returns."""
+    number = 0
+    while number < len(stages):
+        again = await stages[number].run(dispatch)
+        number = number + 1 if again is None else [type(stage) for stage in stages].index(again)

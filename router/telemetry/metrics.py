@@ -174,10 +174,10 @@ NO_TENANT = "(default)"
 OTHER = "other"
 _PRIORITIES = {number: name for name, number in PRIORITIES.items()}
 _MODES = {mesh_pb2.PREFILL_MODE_LOCAL: "local", mesh_pb2.PREFILL_MODE_REMOTE: "remote"}
-_TTFT_PARTS = (
+TTFT_PARTS = (
     "route", "admission_queue", "reserve", "prefill_queue", "prefill_compute", "first_token_return", "retry",
 )  # fmt: skip
-_HANDOFF_PARTS = ("kv_exposed", "decode_queue")
+HANDOFF_PARTS = ("kv_exposed", "decode_queue")
 
 logger = logging.getLogger(__name__)
 Goals = tuple[int, int]
@@ -199,15 +199,16 @@ class RequestMetrics:
         timings: RequestTimings,
         error: BaseException | None,
         *,
+        decision: Decision | None = None,
         trace: str = "",
     ) -> None:
-        """Count a request. `prepared` None: it was not valid. `error` None: it was completed. `trace`: its id, if it is
-        exported."""
+        """Add a request that has ended. `prepared` None: it was not valid. `error` None: its last message was made. `decision`:
+        the latest that placed it. `trace`: its id, if it is sent."""
         if not self.metrics.is_on:
             return
         try:
-            self._note(prepared, goals, num_output_tokens, timings, error, trace)
-        except Exception:  # a bug in the metrics must not end the request
+            self._note(prepared, goals, num_output_tokens, timings, error, decision, trace)
+        except Exception:  # a bug in what is counted of a request must not end it
             logger.exception("a request is not in the metrics")
 
     def _note(
@@ -217,6 +218,7 @@ class RequestMetrics:
         num_output_tokens: int,
         timings: RequestTimings,
         error: BaseException | None,
+        decision: Decision | None,
         trace: str,
     ) -> None:
         parts = timings.parts if timings.parts.total_ns else timings.message()
@@ -230,8 +232,8 @@ class RequestMetrics:
         met = verdict(parts, goals, problem)
         labels = (*_class_of(prepared), _MODES.get(parts.mode, ""))
         self.metrics.add(REQUESTS, 1, *labels, error_type, _word(met.ttft), _word(met.tpot))
-        if problem is None and timings.decision is not None:
-            self._predicted(prepared, parts, timings.decision)
+        if problem is None and decision is not None:
+            self._predicted(prepared, parts, decision)
 
     def _measured(self, prepared: PreparedRequest, parts: mesh_pb2.Timings, error_type: str, trace: str) -> None:
         observe = self.metrics.observe
@@ -243,10 +245,10 @@ class RequestMetrics:
             return
         observe(TTFT, parts.ttft_ns / 1e9, *labels, trace=trace)
         model, priority = prepared.model.name, labels[4]
-        for part in _TTFT_PARTS:
+        for part in TTFT_PARTS:
             observe(TTFT_PART, getattr(parts, f"{part}_ns") / 1e9, model, priority, part)
         if parts.mode == mesh_pb2.PREFILL_MODE_REMOTE and parts.kv_bytes:
-            for part in _HANDOFF_PARTS:
+            for part in HANDOFF_PARTS:
                 observe(HANDOFF_PART, getattr(parts, f"{part}_ns") / 1e9, model, part)
 
     def _counted(self, prepared: PreparedRequest, parts: mesh_pb2.Timings, num_output_tokens: int) -> None:

@@ -3,19 +3,25 @@
     received ─ route ─ admission_queue ─ route ─┬─ reserve ─ prefill_queue ─ prefill_compute ─ first_token_return ─► to gRPC
                                                 └─ retry: from the Submit of an attempt that failed until the next one begins
 
-REMOTE  (disaggregated) the Submit call, then, after its response, the Prefill call. Of the latter the worker measures queue,
-        compute, return and the whole (service); call duration − service is the wire, which belongs to first_token_return, like
-        the router's own time until the hand-over.
-LOCAL   (aggregated) one call: from the receipt of Submit on, the worker measures reserve until its engine has the prompt, then
-        queue, compute and return. The prompt does not wait for the response to Submit, which may even come after its first token.
-All values are monotonic nanoseconds of this router; durations of workers travel as durations. `spans` gets the same two clock
-readings, so that the spans of a trace have the durations of the timings.
+REMOTE  the Submit call, then, from its answer on, the Prefill call. Of the latter the worker measures queue, compute, return and
+        the whole (service); call duration − service is the wire, which belongs to first_token_return, like the router's own time
+        until the hand-over.
+LOCAL   one call's worth: the worker measures from the receipt of Submit on, reserve until its engine has the prompt, then queue,
+        compute and return. The prompt waits for no answer to Submit, which may even come behind its first token.
+All values are monotonic nanoseconds of this router; durations of workers travel as durations. What is counted here is told to
+`spans` with the same two clock readings, so that the spans of a trace have the durations of the timings.
+
+The stages of a request (`router/lifecycle/stages.py`) record what they do, by name; nothing here decides or calls back:
+
+    validate, tokenize   routed, at arrival                       prefill   prefilling, prefilled; failed, withdrawn (a hedge)
+    admit                queued                                   decode    prefilled (LOCAL), first_token; failed (a lost worker)
+    place                routed, queued (no worker had room)      stream    handed, message
+    reserve              submitting, submitted; failed
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -26,7 +32,6 @@ from pdmesh.v1 import common_pb2, mesh_pb2
 
 if TYPE_CHECKING:
     from router.fleet.worker import Worker
-    from router.routing.decisions import Decision
 
 
 # What `RequestTimings` measures, as spans: one placement after another, until a decode worker has the KV.
@@ -37,26 +42,27 @@ if TYPE_CHECKING:
 #               ├─ retry                     beside an attempt that failed before the first token
 #               └─ migrate ─── the same      a move to another worker while the request runs
 #
-# `Spans` itself does nothing, and stands in where traces are off.
+# `Spans` itself does nothing: where traces are off, every request has that one.
+
 
 MAX_PARTS = 64
 """Bounds the `route` and `admission` spans: a request that waits for room tries again and again."""
 
 
 class Spans:
-    """Receive the events of a request, and do nothing. Times are monotonic nanoseconds."""
+    """Record nothing. Times are monotonic nanoseconds."""
 
     is_on = False
     trace_name = ""  # the trace's id for logs
 
     def routed(self, started_ns: int, ended_ns: int) -> None:
-        """Record validation, tokenization or a placement decision."""
+        """Validation, tokenization or a choice of workers took this time."""
 
     def queued(self, started_ns: int, ended_ns: int) -> None:
         """Record a wait for admission or for room on workers."""
 
     def submitting(self, at_ns: int, attributes: Attributes) -> None:
-        """Begin an attempt. An earlier one stays open until this one is `submitted`."""
+        """An attempt begins. One that is under way stays in force until this one is `submitted`."""
 
     def submitted(self, at_ns: int, attributes: Attributes) -> None:
         """Record the response to Submit: now the attempt is in force, and the one before is over."""
@@ -87,11 +93,11 @@ class Spans:
         """Record the way of the first token to the client's stream."""
 
     def moving(self, at_ns: int, worker_id: str, reason: str) -> Spans:
-        """Return the spans of a move, while the placement on `worker_id` goes on."""
+        """Return spans of the next decode session, while the one on `worker_id` goes on."""
         return self
 
     def moved(self, worker_id: str | None) -> None:
-        """End the move of these spans, on the new worker; None: the request stayed."""
+        """The move of these spans has ended on that worker; None: it came to nothing."""
 
     def took_part(self, worker: Worker) -> None:
         """Record that the worker holds spans of this trace."""
@@ -277,10 +283,7 @@ class _Attempt:
 
 @dataclass(slots=True)
 class RequestTimings:
-    """Collect a request's timings; `message` sums them up. Before the first token a failed attempt resets the parts.
-
-    `decision`: the latest one that placed the request.
-    """
+    """Collects while the request lives; `message` sums up. Before the first token a failed attempt starts the parts anew."""
 
     received_ns: int
     parts: mesh_pb2.Timings = field(default_factory=mesh_pb2.Timings)
@@ -291,16 +294,14 @@ class RequestTimings:
     first_received_ns: int | None = None
     first_handed_ns: int | None = None
     prefill: common_pb2.PrefillTimings | None = None
-    on_submitting: Callable[[], None] | None = None
     paces: dict[int, _ChoicePace] = field(default_factory=dict)
-    decision: Decision | None = None
     spans: Spans = NO_SPANS
     route_since_ns: int | None = None
     _before: _Attempt | None = None
 
     def routed(self, started_ns: int) -> None:
-        """Record that the router works on the request since `started_ns`: validation, tokenization, placement. This lasts until
-        the request waits in a queue or an attempt begins, so no time between parts is lost."""
+        """Since `started_ns` it has been the router's turn: validation, tokenization, a choice of workers. That lasts until the
+        request waits in a queue or an attempt begins: nothing between the parts is left out, whatever took the processor."""
         if self.route_since_ns is None:
             self.route_since_ns = started_ns
 
@@ -323,11 +324,8 @@ class RequestTimings:
         self.spans.routed(since_ns, at_ns)
 
     def submitting(self, attributes: Attributes | None = None, reason: str = "") -> None:
-        """Begin an attempt: Submit is being sent. The time of an earlier attempt counts as retry, for `reason`. `attributes`
-        describe the new one."""
-        if self.on_submitting is not None:
-            self.on_submitting()
-            self.on_submitting = None
+        """An attempt begins: Submit is being sent. What an earlier one took counts as retry; `reason` is what speaks against it.
+        `attributes` say where the new one goes."""
         now = now_ns()
         self._end_route(now)
         self._supersede(now, reason)

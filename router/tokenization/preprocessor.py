@@ -21,7 +21,8 @@ from router.context import RouterContext
 from router.tokenization.prepared_request import PreparedRequest, ServedModel, scoped_salt
 from router.tokenization.queue import TokenizationPool
 
-# Tokens of texts and chats: short ones at once, long ones through the tokenization queue.
+# Text and conversations as tokens: short ones at once, long ones in the queue of `TokenizationPool`.
+
 
 LARGE_TEXT_CHARS = 8192
 """Longer texts are tokenized in a thread, so that they do not block the streams on the event loop."""
@@ -29,14 +30,14 @@ LARGE_TEXT_CHARS = 8192
 
 @dataclass(frozen=True)
 class Asker:
-    """Hold the tenant for which a text is tokenized, and the deadline (event-loop time)."""
+    """The tenant for whom a text is tokenized, and the deadline (event-loop time)."""
 
     tenant: str
     deadline: float | None
 
 
 class Prompts:
-    """Tokenize prompts for one router."""
+    """Tokenizes the prompts of one router."""
 
     def __init__(self, core: RouterContext, tokenizing: TokenizationPool | None = None) -> None:
         self._core = core
@@ -45,7 +46,7 @@ class Prompts:
             model.tokenizer.fewest_tokens("")  # reads the vocabulary now, not when the first long text comes
 
     async def of_text(self, model: ServedModel, text: str, asker: Asker, *, must_fit: bool = True) -> list[int]:
-        """Return token ids. `must_fit`: refuse a text that cannot fit the context before it is tokenized.
+        """Return token ids. `must_fit`: refuse what cannot fit the context before any work on it.
 
         Raises InvalidArgument, ResourceExhausted, DeadlineExceeded.
         """
@@ -58,9 +59,8 @@ class Prompts:
     async def of_chat(
         self, model: ServedModel, messages: validation.Messages, asker: Asker, *, must_fit: bool = True
     ) -> list[int]:
-        """Return token ids of a rendered chat, as `of_text`. A template may drop much of its input, so a chat that cannot fit is
-        refused only after it is rendered."""
-        validation.check_messages(messages, self._core.config.max_prompt_bytes)
+        """As `of_text`, of messages that have been checked. A template may leave out much of them: what cannot fit is refused
+        once it is rendered."""
         turns = [Message(message.role, message.content) for message in messages]
         if sum(len(turn.content) for turn in turns) <= LARGE_TEXT_CHARS:
             return _of_turns(model, turns)
@@ -83,7 +83,7 @@ def _of_turns(model: ServedModel, turns: list[Message]) -> list[int]:
 
 
 def _of_long_turns(model: ServedModel, turns: list[Message], check: Callable[[str], None] | None) -> list[int]:
-    """Render, check and encode a long chat; called in a thread."""
+    """Rendered, checked, encoded; in a thread."""
     try:
         text = model.tokenizer.render_chat(turns)
         if check is not None:
@@ -99,6 +99,18 @@ MAX_LOGGED_CHARS = 4000
 logger = logging.getLogger(__name__)
 
 
+ClientMessage = mesh_pb2.GenerateRequest | mesh_pb2.ChatRequest
+
+
+@dataclass(frozen=True)
+class ValidatedRequest:
+    """A client's message that may be tokenized. `deadline` is in event-loop time, None without one."""
+
+    message: ClientMessage
+    model: ServedModel
+    deadline: float | None
+
+
 @dataclass(frozen=True)
 class _Rest:
     """Hold what Generate and Chat have in common besides the prompt."""
@@ -112,7 +124,7 @@ class _Rest:
 
 
 class Preprocessor:
-    """Prepare requests for one router."""
+    """Prepares the requests of one router."""
 
     def __init__(self, core: RouterContext) -> None:
         self._core = core
@@ -120,21 +132,32 @@ class Preprocessor:
 
     async def from_generate(self, request: mesh_pb2.GenerateRequest, time_left_s: float | None) -> PreparedRequest:
         """Return the prepared request. Raises InvalidArgument naming the field, NotFound, DeadlineExceeded."""
-        deadline = deadline_of(time_left_s)
-        model = self._model(request.model)
-        validation.check_options(request.options)
-        identity.claim(request.options)
-        prompt = await self._generate_prompt(model, request, Asker(request.options.tenant, deadline))
-        return await self._checked_job(model, prompt, await _rest(model, request, deadline))
+        return await self.prepare(self.validate(request, time_left_s))
 
     async def from_chat(self, request: mesh_pb2.ChatRequest, time_left_s: float | None) -> PreparedRequest:
-        """Return the prepared request of a chat. Raises as `from_generate`."""
+        """As `from_generate`."""
+        return await self.prepare(self.validate(request, time_left_s))
+
+    def validate(self, message: ClientMessage, time_left_s: float | None) -> ValidatedRequest:
+        """Return `message` with its model and deadline. What depends on the number of tokens is checked by `prepare`.
+
+        Raises InvalidArgument naming the field, NotFound, DeadlineExceeded."""
         deadline = deadline_of(time_left_s)
-        model = self._model(request.model)
-        validation.check_options(request.options)
-        identity.claim(request.options)
-        prompt = await self._prompts.of_chat(model, request.messages, Asker(request.options.tenant, deadline))
-        return await self._checked_job(model, prompt, await _rest(model, request, deadline))
+        model = self._model(message.model)
+        validation.check_options(message.options)
+        identity.claim(message.options)
+        if isinstance(message, mesh_pb2.ChatRequest):
+            validation.check_messages(message.messages, self._core.config.max_prompt_bytes)
+        else:
+            self._check_prompt(model, message)
+        return ValidatedRequest(message, model, deadline)
+
+    async def prepare(self, validated: ValidatedRequest) -> PreparedRequest:
+        """Return the request with its token ids, and every parameter set.
+
+        Raises InvalidArgument naming the field, ResourceExhausted, DeadlineExceeded."""
+        prompt = await self._token_ids(validated)
+        return await self._checked(validated.model, prompt, await _rest(validated))
 
     async def tokenize(self, request: mesh_pb2.TokenizeRequest, time_left_s: float | None) -> mesh_pb2.TokenizeResponse:
         """Return token ids, also of texts that are longer than the context. Raises as `from_generate`."""
@@ -143,6 +166,7 @@ class Preprocessor:
         if request.text and request.messages:
             validation.refuse("text", "exclusive with messages; send one of them")
         if request.messages:
+            validation.check_messages(request.messages, self._core.config.max_prompt_bytes)
             token_ids = await self._prompts.of_chat(model, request.messages, asker, must_fit=False)
         else:
             validation.check_prompt_text(request.text, self._core.config.max_prompt_bytes, field="text")
@@ -159,17 +183,25 @@ class Preprocessor:
             raise NotFound(f"model: {name[:100]!r} is not served here; there is {', '.join(sorted(models))}", field="model")
         return models[name]
 
-    async def _generate_prompt(self, model: ServedModel, request: mesh_pb2.GenerateRequest, asker: Asker) -> list[int]:
+    def _check_prompt(self, model: ServedModel, request: mesh_pb2.GenerateRequest) -> None:
         kind = request.WhichOneof("prompt")
         if kind == "text":
             validation.check_prompt_text(request.text, self._core.config.max_prompt_bytes)
-            return await self._prompts.of_text(model, request.text, asker)
-        if kind != "tokens":
+        elif kind == "tokens":
+            validation.check_tokens("tokens.ids", request.tokens.ids, model.tokenizer.vocab_size)
+        else:
             validation.refuse("prompt", "it is missing; send text or tokens")
-        validation.check_tokens("tokens.ids", request.tokens.ids, model.tokenizer.vocab_size)
-        return list(request.tokens.ids)
 
-    async def _checked_job(self, model: ServedModel, prompt: list[int], rest: _Rest) -> PreparedRequest:
+    async def _token_ids(self, validated: ValidatedRequest) -> list[int]:
+        message, model = validated.message, validated.model
+        asker = Asker(message.options.tenant, validated.deadline)
+        if isinstance(message, mesh_pb2.ChatRequest):
+            return await self._prompts.of_chat(model, message.messages, asker)
+        if message.WhichOneof("prompt") == "text":
+            return await self._prompts.of_text(model, message.text, asker)
+        return list(message.tokens.ids)
+
+    async def _checked(self, model: ServedModel, prompt: list[int], rest: _Rest) -> PreparedRequest:
         prepared = self._prepared(model, prompt, rest)
         if self._core.config.log_requests:
             logger.info(
@@ -222,8 +254,9 @@ def deadline_of(time_left_s: float | None) -> float | None:
     return asyncio.get_running_loop().time() + time_left_s
 
 
-async def _rest(model: ServedModel, request: mesh_pb2.GenerateRequest | mesh_pb2.ChatRequest, deadline: float | None) -> _Rest:
-    resume = request.resume if request.HasField("resume") else None
-    grammar = await constraint.compile_constraint(model.grammars, request.sampling)
-    is_chat = isinstance(request, mesh_pb2.ChatRequest)
-    return _Rest(request.sampling, request.options, resume, deadline, grammar, is_chat)
+async def _rest(validated: ValidatedRequest) -> _Rest:
+    message = validated.message
+    resume = message.resume if message.HasField("resume") else None
+    grammar = await constraint.compile_constraint(validated.model.grammars, message.sampling)
+    is_chat = isinstance(message, mesh_pb2.ChatRequest)
+    return _Rest(message.sampling, message.options, resume, validated.deadline, grammar, is_chat)

@@ -51,7 +51,7 @@ def test_objectives_of_a_file_are_said_and_one_that_lacks_the_model_is_refused(t
 def test_every_worker_is_told_who_guesses(tmp_path: Path) -> None:
     asked = replace(Options(), speculation="prompt_lookup", worker_args=("--max-num-seqs=8",))
     for plan in worker_plans(_mesh_config(asked, tmp_path), "redis://", [0]):
-        config = load(WorkerConfig, plan.argv[3:], {}, prog="worker")
+        config = load(WorkerConfig, plan.argv[4:], {}, prog="worker")
         assert (config.engine.speculation, config.engine.max_num_seqs) == ("prompt_lookup", 8)
     usual = worker_plans(_mesh_config(Options(), tmp_path), "redis://", [0])
     assert not any("--speculation" in plan.argv for plan in usual)

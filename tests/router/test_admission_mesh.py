@@ -14,6 +14,8 @@ from pdmesh.v1 import common_pb2, mesh_pb2
 from router.api.frontend import Frontend
 from router.flow_control.capacity import SameForAll, TenantLimits
 from router.flow_control.slo_admission import Forecast
+from router.lifecycle.request import Request
+from router.lifecycle.stages import TokenizeStage
 from router.tokenization.prepared_request import PreparedRequest
 from tests.router.kserve import calls as kserve
 from tests.router.mesh import Mesh, expected, request, running_mesh
@@ -206,16 +208,19 @@ async def test_leaving_before_the_first_token_is_not_free_once_a_worker_was_aske
         assert limiter.rates.spent["acme"] == pytest.approx(len(message.tokens.ids), abs=0.1)
 
 
-async def test_draining_waits_for_requests_that_are_being_made_and_admits_none_of_them(model_folder: Path) -> None:
+async def test_draining_waits_for_requests_that_are_being_made_and_admits_none_of_them(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with running_mesh(model_folder) as mesh:
         frontend = Frontend(mesh.router.core, (), lambda: True)
-        made = asyncio.Event()
+        made, tokenize = asyncio.Event(), TokenizeStage.run
 
-        async def making() -> PreparedRequest:
+        async def wait(stage: TokenizeStage, asked: Request) -> None:
             await made.wait()
-            return Sky(GOOD).prepared  # type: ignore[return-value]  # nobody looks at it
+            await tokenize(stage, asked)
 
-        stream = frontend._stream(making(), 1)
+        monkeypatch.setattr(TokenizeStage, "run", wait)
+        stream = frontend.generate(request(), 30.0)
         reading = asyncio.create_task(anext(stream))
         await asyncio.sleep(0)
         draining = asyncio.create_task(frontend.drain(30.0))

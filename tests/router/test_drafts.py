@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pdmesh.v1 import mesh_pb2
-from router.lifecycle.decode_stage import DraftTotals
+from router.lifecycle.output import DraftTotals
 from tests.router import stub_model
 from tests.router.mesh import Answer, Mesh, expected, request, running_mesh
 from tests.router.stub_workers import StubWorker

@@ -11,8 +11,9 @@ from router.fleet.circuit_breaker import HealthLimits, Role, State
 from router.fleet.hedging import HedgeLimits
 from router.fleet.migration import RebalanceLimits
 from router.fleet.worker import Dispatched
-from router.lifecycle.decode_stage import DecodeStage
-from router.lifecycle.placement import Assignment, PlacementRequest, Placer
+from router.lifecycle.decode_session import DecodeSession
+from router.lifecycle.placement import PlaceStage
+from router.lifecycle.request import Dispatch
 from tests.router.mesh import Answer, Mesh, expected, request, running_mesh
 from tests.router.stub_workers import DECODE, PREFILL, StubWorker
 from tests.support.waiting import eventually
@@ -194,13 +195,13 @@ async def test_hand_over_that_fails_costs_nothing(model_folder: Path, what: str)
 
 
 async def test_move_that_meets_a_bug_ends_no_stream(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tries = list[PlacementRequest]()
+    tries = list[Dispatch]()
 
-    async def fail(placer: Placer, need: PlacementRequest, leaving: DecodeStage) -> Assignment | None:
-        tries.append(need)
+    def fail(stage: PlaceStage, dispatch: Dispatch, leaving: DecodeSession) -> None:
+        tries.append(dispatch)
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(Placer, "place_elsewhere", fail)
+    monkeypatch.setattr(PlaceStage, "place_elsewhere", fail)
     async with running_mesh(model_folder, decode=2) as mesh:
         asking, first, _ = await started(mesh, 1)
         first.draining = True
@@ -216,11 +217,11 @@ async def test_client_that_leaves_before_its_submit_is_answered_is_no_load(
 ) -> None:
     submitting = asyncio.Event()
 
-    async def never(decode_stage: DecodeStage, *_: object) -> None:
+    async def never(session: DecodeSession, *_: object) -> None:
         submitting.set()
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(DecodeStage, "submit", never)
+    monkeypatch.setattr(DecodeSession, "submit", never)
     async with running_mesh(model_folder, prefill=0) as mesh:
         worker = mesh.router.core.fleet.workers[mesh["d0"].address]
         done = list[Dispatched]()

@@ -1,6 +1,6 @@
 """Events between one simulated router and its workers, from Submit to the last token.
 
-It mirrors `router/lifecycle/prefill_stage.py` and `router/lifecycle/dispatcher.py`. A placement that is over ignores its late
+It mirrors `router/lifecycle/prefill_stage.py` and `router/lifecycle/decode_stage.py`. A placement that is over ignores its late
 events.
 """
 

@@ -22,7 +22,7 @@ from router.routing.cost_model import Overhead
 from router.routing.filters import NoPlacement, blocks_for
 from router.routing.worker_snapshot import WorkerKey
 
-# What the router learns from an ended request, as in `router/lifecycle/request.py`.
+# What the router learns from an ended request, as in `router/lifecycle/stages.py`.
 
 
 def learn(outlook: SimulatedRouting, stay: Stay) -> None:

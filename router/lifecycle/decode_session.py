@@ -1,0 +1,284 @@
+"""One request on one decode worker: its own id there, its attempts, its tokens, and how it ends."""
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Sequence
+from typing import Protocol
+
+import grpc
+import grpc.aio
+
+from pdmesh.runtime.errors import DeadlineExceeded, MeshError, Unavailable, error_from_rpc
+from pdmesh.runtime.telemetry.spans import Attributes
+from pdmesh.v1 import common_pb2, decode_pb2, mesh_pb2
+from router.context import RouterContext, time_left_ms, time_left_s
+from router.fleet.change_notifier import unless
+from router.fleet.worker import Incarnation, Worker
+from router.lifecycle.output import DraftTotals, OutputError, TokenChunk
+from router.routing.routing_request import tpot_goal_ms
+from router.routing.worker_snapshot import Mode, WorkerKey
+from router.telemetry.timings import RequestTimings
+from router.tokenization.prepared_request import PreparedRequest
+
+MAX_HELD_CHUNKS = 4096
+CANCEL_TIMEOUT_S = 1.0
+CANCEL_FOR_S = 5.0
+WIRE_MODES = {Mode.LOCAL: mesh_pb2.PREFILL_MODE_LOCAL, Mode.REMOTE: mesh_pb2.PREFILL_MODE_REMOTE}
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerLost(Exception):
+    """A decode session is over before the output is; the request has to go on elsewhere."""
+
+
+class Sink(Protocol):
+    """Where the tokens of a session go."""
+
+    drafts: DraftTotals
+
+    def accept(self, chunk: TokenChunk) -> bool:
+        """Take new or repeated output; return True when no more is needed. Must return at once. Raises OutputError."""
+
+    def next_indexes(self) -> Sequence[tuple[int, int]]:
+        """Return (choice, output index needed next) of each choice that goes on."""
+
+
+class DecodeSession:
+    """A request on a decode worker, from Submit until it ends or is left. It follows the worker's link.
+
+    The id on the wire is the client's with a random tail: a client's id need not be unique, and a request that comes back to a
+    worker which still holds an earlier session of it must not be taken for that one.
+    `started`: decode generates; `delivered`: tokens have come in this session, from decode or prefill; `flowing` is set then.
+    `ended` resolves with None when the worker has finished every choice, else with the reason why not.
+    """
+
+    def __init__(
+        self,
+        core: RouterContext,
+        worker: Worker,
+        incarnation: Incarnation,
+        prepared: PreparedRequest,
+        sink: Sink,
+        timings: RequestTimings,
+    ) -> None:
+        self.worker = worker
+        self.info = incarnation.info
+        self._incarnation = incarnation
+        self.wire_id = f"{prepared.request_id[:51]}-{random.getrandbits(48):012x}"
+        self.attempt = 0
+        self.started = False
+        self.delivered = False
+        self.flowing = asyncio.Event()
+        self.ended: asyncio.Future[WorkerLost | MeshError | None] = asyncio.get_running_loop().create_future()
+        self._core = core
+        self._prepared = prepared
+        self._sink = sink
+        self._timings = timings
+        self._wants_logprobs = prepared.sampling.HasField("logprobs")
+        self._waits_for_first = False
+        self._got_first = False
+        self._held: list[TokenChunk] = []
+        self._submitting = False
+        self._failed_meanwhile: WorkerLost | MeshError | None = None
+        self._submitted = False
+        self._unfinished = set(range(prepared.num_choices))
+
+    @property
+    def key(self) -> WorkerKey:
+        """The incarnation of the worker."""
+        return (self.worker.address, self.info.epoch)
+
+    @property
+    def incarnation(self) -> Incarnation:
+        """The process of the worker."""
+        return self._incarnation
+
+    async def submit(self, mode: Mode, emitted: list[common_pb2.EmittedChoice], *, because: str = "") -> common_pb2.Reservation:
+        """Submit the next attempt. `because`: what speaks against the one under way. Raises MeshError as the worker answered."""
+        self.attempt += 1
+        waited_before = self._waits_for_first
+        self._waits_for_first = waited_before or mode is Mode.REMOTE  # until the answer, what comes is of the attempt before
+        self._got_first = False
+        self._unfinished -= {choice.index for choice in emitted if choice.finish_reason}
+        self.worker.link.follow(self.wire_id, self.info.epoch, self)
+        self._timings.submitting(self._described(mode), because)
+        self._failed_meanwhile = None
+        try:
+            response = await self._call_submit(self._submit_request(mode, emitted))
+        except MeshError:
+            self.attempt -= 1  # the one before is in force again, if any is
+            if not waited_before or self._got_first:
+                self.deliver_first(())  # decode may run on with the attempt before
+            if self._failed_meanwhile is not None:
+                self.end(self._failed_meanwhile)
+            raise
+        self._expect_first(mode)
+        self._timings.submitted(WIRE_MODES[mode], self.info.worker_id, response.reservation.num_cached_tokens)
+        return response.reservation
+
+    def _described(self, mode: Mode) -> Attributes:
+        return {"pdmesh.attempt": self.attempt, "pdmesh.mode": mode.value, "pdmesh.decode.worker": self.info.worker_id}
+
+    def _expect_first(self, mode: Mode) -> None:
+        """The attempt is in force now: its first tokens come from prefill, or from decode itself."""
+        self._waits_for_first = mode is Mode.REMOTE
+        if mode is Mode.LOCAL:
+            self.deliver_first(())
+
+    def refused(self) -> None:
+        """The worker kept nothing of the Submit: no Cancel is due."""
+        self._submitted = False
+
+    def finished(self) -> None:
+        """Prefill has told decode that every choice ended with its first token: nothing is left to cancel."""
+        self._unfinished.clear()
+
+    def deliver_first(self, chunks: Sequence[TokenChunk]) -> None:
+        """Take the first tokens from the prefill worker that fills the reservation. What decode sent before them follows."""
+        self._waits_for_first = False
+        self._got_first = True
+        held, self._held = self._held, []
+        for chunk in (*chunks, *held):
+            self.deliver(chunk)
+
+    def deliver(self, chunk: TokenChunk) -> None:
+        """Take output of this session, in the order in which it counts."""
+        if not self.delivered:
+            self.delivered = True
+            self.flowing.set()
+        try:
+            if self._sink.accept(chunk):
+                self.end(None)
+        except OutputError as error:
+            self.end(WorkerLost(f"{self.info.worker_id}: {error}"))
+
+    def _hold_back(self, chunk: TokenChunk) -> None:
+        """Decode repeats the committed first tokens, without log-probabilities; those of prefill, with its timings, come first.
+
+        The two streams may overtake each other, by little."""
+        self._held.append(chunk)
+        if len(self._held) > MAX_HELD_CHUNKS:
+            self.end(WorkerLost(f"tokens come from {self.info.worker_id}, but no first tokens from the prefill worker"))
+
+    def end(self, result: WorkerLost | MeshError | None) -> None:
+        """Resolve `ended`; the first result stays."""
+        if not self.ended.done():
+            self.ended.set_result(result)
+
+    def leave(self, reason: str) -> None:
+        """Stop following; when the worker may still hold something of the request, tell it in the background."""
+        self.worker.link.unfollow(self.wire_id)
+        if self._submitted and self._unfinished:
+            self._submitted = False
+            self._core.background.spawn(self._cancel(reason), f"cancel {self.wire_id}")
+
+    def on_output(self, output: decode_pb2.SequenceOutput) -> None:
+        """Per-token path."""
+        if output.finish_reason:
+            self._unfinished.discard(output.choice)
+        if output.num_drafted:
+            self._sink.drafts.note(self.wire_id, output.choice, output.num_drafted, output.num_accepted)
+        self.started = True
+        logprobs = output.logprobs if self._wants_logprobs else ()
+        chunk = TokenChunk(output.choice, output.first_index, output.token_ids[:], logprobs, output.finish_reason)
+        if self._waits_for_first:
+            self._hold_back(chunk)
+        else:
+            self.deliver(chunk)
+
+    def on_event(self, event: decode_pb2.RequestEvent) -> None:
+        """STARTED brings timings, FAILED ends the session unless it is about an earlier attempt (0: about none in particular)."""
+        if event.kind == decode_pb2.REQUEST_EVENT_KIND_STARTED and event.attempt == self.attempt:
+            self._on_started(event)
+        elif event.kind == decode_pb2.REQUEST_EVENT_KIND_FAILED and self._is_about_now(event.attempt):
+            self.end(self._failure(event))
+        elif event.kind == decode_pb2.REQUEST_EVENT_KIND_FAILED and self._submitting and event.attempt == self.attempt - 1:
+            self._failed_meanwhile = self._failure(event)  # counts only if the new attempt is refused
+
+    def on_lost(self, reason: str) -> None:
+        """The worker is gone, or out of reach for too long."""
+        self.end(WorkerLost(reason))
+
+    def next_indexes(self) -> Sequence[tuple[int, int]]:
+        """Return what a re-attached stream has to start from."""
+        return self._sink.next_indexes()
+
+    def _is_about_now(self, attempt: int) -> bool:
+        # A re-attach that overtakes a Submit names a request that the worker does not know yet: its answer says attempt 0.
+        return attempt == self.attempt or (attempt == 0 and not self._submitting)
+
+    def _on_started(self, event: decode_pb2.RequestEvent) -> None:
+        self.started = True
+        parts = self._timings.parts
+        parts.decode_queue_ns, parts.decode_cached_tokens = event.decode_queue_ns, event.num_cached_tokens
+        parts.kv_bytes, parts.transport = event.kv_bytes, event.transport
+        if event.HasField("local_prefill"):
+            self._timings.prefilled(event.local_prefill)
+
+    def _failure(self, event: decode_pb2.RequestEvent) -> WorkerLost | MeshError:
+        if event.code == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]:
+            return DeadlineExceeded(event.message or "the deadline passed on the decode worker")
+        return WorkerLost(f"decode worker {self.info.worker_id} gave the request up (code {event.code}): {event.message}")
+
+    async def _call_submit(self, request: decode_pb2.SubmitRequest) -> decode_pb2.SubmitResponse:
+        """Raises MeshError, also when the worker falls silent meanwhile."""
+        self._submitting = self._submitted = True
+        self._timings.spans.took_part(self.worker)
+        try:
+            response = await unless(self._incarnation.lost, self._rpc(request))
+        finally:
+            self._submitting = False
+        if response is None:
+            raise Unavailable(f"decode worker {self.info.worker_id} fell silent")
+        return response
+
+    async def _rpc(self, request: decode_pb2.SubmitRequest) -> decode_pb2.SubmitResponse:
+        try:
+            metadata = self._timings.spans.submit_metadata
+            return await self.worker.decode.Submit(request, timeout=self._submit_timeout_s(), metadata=metadata)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from error
+
+    def _submit_request(self, mode: Mode, emitted: list[common_pb2.EmittedChoice]) -> decode_pb2.SubmitRequest:
+        return decode_pb2.SubmitRequest(
+            request_id=self.wire_id,
+            router_id=self._core.router_id,
+            attempt=self.attempt,
+            mode=WIRE_MODES[mode],
+            request=self._prepared.token_request(emitted),
+            time_left_ms=time_left_ms(self._prepared.deadline),
+            identity=self.info.identity,
+            epoch=self.info.epoch,
+            tpot_goal_ms=tpot_goal_ms(self._core, self._prepared),
+        )
+
+    def _submit_timeout_s(self) -> float:
+        left_s = time_left_s(self._prepared.deadline)
+        limit_s = self._core.config.submit_timeout_s
+        return limit_s if left_s is None else min(limit_s, left_s)
+
+    async def _cancel(self, reason: str) -> None:
+        """Call until the worker has answered, is another incarnation, or has had the time to miss the request itself."""
+        request = decode_pb2.CancelRequest(request_id=self.wire_id, reason=reason)
+        backoff_s = 0.1
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CANCEL_FOR_S):
+                while not self._is_gone():
+                    try:
+                        await self.worker.decode.Cancel(request, timeout=CANCEL_TIMEOUT_S)
+                        return
+                    except grpc.aio.AioRpcError as error:
+                        logger.info(
+                            "cancel of %s on %s failed (%s), trying again", self.wire_id, self.info.worker_id, error.code().name
+                        )
+                    except grpc.aio.UsageError:  # the channel was closed: the worker has been forgotten
+                        return
+                    await asyncio.sleep(backoff_s)
+                    backoff_s = min(1.0, 2 * backoff_s)
+
+    def _is_gone(self) -> bool:
+        current = self.worker.current
+        return current is not None and current.info.epoch != self.info.epoch

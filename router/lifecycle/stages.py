@@ -1,0 +1,411 @@
+"""The stages of a request, in order. What runs them is `Pipeline` at the end; `STAGES` is the same list as a table.
+
+    validate ─ tokenize ─ admit ─┬─ place ─ reserve ─ prefill ─ decode      in a task of its own, until every choice has ended
+                                 └─ stream ─ account                        in the client's task, beside it
+
+    reserve, refused          re-enters at place, without that worker
+    prefill, failed           re-enters at reserve: the next attempt at the same reservation, elsewhere or LOCAL
+    prefill, late (a hedge)   re-enters at prefill, once decode has taken the next attempt
+    decode worker lost        re-enters at place, with the prompt and what was emitted: indexes go on, tokens are the same
+    decode, asked to move     runs place, reserve and prefill for a further session beside the present one
+
+Each stage is a class with one verb, `run`, and keeps no state: `Request` and `Dispatch` (`request.py`) have it. A LOCAL request
+passes through prefill, too, where the router has nothing to do. Whatever ends a request, account comes last.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from pdmesh.runtime import failpoints, log
+from pdmesh.runtime.errors import DeadlineExceeded, InvalidArgument, MeshError, ResourceExhausted, Unavailable
+from pdmesh.v1 import common_pb2, mesh_pb2
+from router.context import RouterContext
+from router.fleet.circuit_breaker import Role
+from router.flow_control.ttft_predictor import flow_item_of, num_emitted
+from router.lifecycle.decode_session import DecodeSession, WorkerLost
+from router.lifecycle.decode_stage import DecodeStage
+from router.lifecycle.output import ResumeMismatch
+from router.lifecycle.placement import PlaceStage, ReserveStage
+from router.lifecycle.prefill_stage import PrefillStage
+from router.lifecycle.request import OpenRequests, Request, run_in_order
+from router.routing.cost_model import Overhead, Prediction
+from router.routing.decisions import Decision
+from router.routing.routing_request import goals_ms
+from router.routing.worker_reports import kind_of
+from router.telemetry.timings import now_ns
+from router.telemetry.traffic import ModelTraffic
+from router.tokenization.prepared_request import PreparedRequest
+from router.tokenization.preprocessor import Preprocessor
+
+SETTLE_S = 0.1
+"""How long a complete answer waits for the rest of its timings. The report is on its way: it takes a millisecond or two."""
+
+logger = logging.getLogger(__name__)
+
+
+class ValidateStage:
+    """Message → `validated`. Raises InvalidArgument naming the field, NotFound, DeadlineExceeded."""
+
+    def __init__(self, preprocessor: Preprocessor) -> None:
+        self._preprocessor = preprocessor
+
+    async def run(self, request: Request) -> None:
+        """Find the model, check every field that needs no tokens."""
+        request.validated = self._preprocessor.validate(request.message, request.time_left_s)
+
+
+class TokenizeStage:
+    """`validated` → `prepared`. Raises InvalidArgument naming the field, ResourceExhausted, DeadlineExceeded."""
+
+    def __init__(self, core: RouterContext, preprocessor: Preprocessor) -> None:
+        self._max_buffered_tokens = core.config.max_buffered_tokens
+        self._preprocessor = preprocessor
+
+    async def run(self, request: Request) -> None:
+        """Make token ids, long prompts in a fair queue; check and complete what depends on their number."""
+        prepared = await self._preprocessor.prepare(request.validated)
+        await failpoints.hit_async("router.route")
+        request.open_stream(prepared, self._max_buffered_tokens)
+
+
+class AdmitStage:
+    """`prepared` → `ticket`, a place in this router. Raises ResourceExhausted with a retry delay, Unavailable while draining."""
+
+    def __init__(self, core: RouterContext, open_requests: OpenRequests) -> None:
+        self._core = core
+        self._open_requests = open_requests
+
+    async def run(self, request: Request) -> None:
+        """Count the request, check the output that it resumes, wait for its turn."""
+        self._open_requests.admit(request)
+        request.trace.admitted(request.prepared)
+        request.replayed = _replay(request)
+        self._note_arrival(request)
+        began_ns = now_ns()
+        try:
+            request.ticket = await self._core.flow_control.enter(flow_item_of(self._core, request.prepared))
+            await failpoints.hit_async("router.admission")
+        finally:
+            request.timings.queued(began_ns)
+
+    def _note_arrival(self, request: Request) -> None:
+        prepared = request.prepared
+        request.visit = self._core.traffic.of(prepared.model.name).arrive(
+            len(prepared.prompt),
+            time.monotonic(),
+            is_batch=prepared.priority == common_pb2.PRIORITY_BATCH,
+            is_new=prepared.attempt == 0,
+        )
+
+
+def _replay(request: Request) -> list[mesh_pb2.GenerateResponse]:
+    try:
+        return request.output.replay(request.prepared.emitted)
+    except ResumeMismatch as error:
+        field = f"resume.emitted[{error.choice}].token_ids"
+        raise InvalidArgument(field, f"{field}: {error}; send what was received, no more") from error
+
+
+class StreamStage:
+    """Accepted output → `started`, deltas, `completed`, in the client's task. Raises the MeshError that has ended the request."""
+
+    async def run(self, request: Request) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
+        """Hand messages over as fast as the client takes them. Per-token path."""
+        yield _started(request.prepared)
+        for message in request.replayed:
+            yield message
+        output, take, handed = request.output, request.client_stream.take, request.timings.handed
+        while not output.done:
+            for message in await take():
+                delta = message.delta
+                handed(delta.choice, len(delta.token_ids))
+                yield message
+        if request.dispatching is not None and request.is_winding_up:
+            # A short answer can end before prefill's report of the hand-off has been read: the timings of `completed` need it.
+            await asyncio.wait((request.dispatching,), timeout=SETTLE_S)
+        yield _completed(request)
+
+
+def _started(prepared: PreparedRequest) -> mesh_pb2.GenerateResponse:
+    started = mesh_pb2.Started(
+        request_id=prepared.request_id,
+        seed=prepared.sampling.seed,
+        model=prepared.model.name,
+        num_prompt_tokens=len(prepared.prompt),
+    )
+    return mesh_pb2.GenerateResponse(started=started)
+
+
+def _completed(request: Request) -> mesh_pb2.GenerateResponse:
+    timings, num_prompt_tokens = request.timings.message(), len(request.prepared.prompt)
+    request.is_complete = True
+    usage = mesh_pb2.Usage(
+        prompt_tokens=num_prompt_tokens,
+        completion_tokens=request.output.num_tokens,
+        cached_tokens=min(timings.prefill_cached_tokens, num_prompt_tokens),
+        drafted_tokens=request.drafts.num_drafted,
+        accepted_tokens=request.drafts.num_accepted,
+    )
+    return mesh_pb2.GenerateResponse(completed=mesh_pb2.Completed(usage=usage, timings=timings))
+
+
+class AccountStage:
+    """Whatever ended the request → its place and workers are given back; admission, policy, trace and metrics are told."""
+
+    def __init__(self, core: RouterContext) -> None:
+        self._core = core
+
+    def run(self, request: Request, error: BaseException | None) -> None:
+        """Account for a request that `error` has ended, None: that was answered. Workers are told in the background."""
+        if not request.is_open:
+            request.trace.ended(request.timings, None, error)
+            self._core.metrics.ended(None, (0, 0), 0, request.timings, error)
+            return
+        if request.is_complete:
+            error = None  # a client that closes the stream behind its last message has not left early
+        try:
+            if request.is_complete:
+                self._learn(request)
+        finally:
+            self._release(request, error)
+            self._report(request, error)
+
+    def _learn(self, request: Request) -> None:
+        """A smooth request says whether admission's forecast and the policy's predictions were right."""
+        first_ns, parts = request.timings.first_received_ns, request.timings.parts
+        if request.ticket is not None and first_ns is not None and not (parts.num_retries or request.prepared.emitted):
+            self._core.flow_control.admission.answered(request.ticket, first_ns / 1e9)
+        learn(self._core, request.prepared, request.decision, parts, request.output.num_tokens)
+
+    def _release(self, request: Request, error: BaseException | None) -> None:
+        if request.dispatching is not None and not request.is_winding_up:
+            request.dispatching.cancel()
+        if request.visit is not None:
+            if not request.is_submitted and isinstance(error, ResourceExhausted):
+                request.visit.refused()
+            request.visit.ended(request.num_generated, request.timings.parts.prefill_cached_tokens)
+        if request.ticket is not None:
+            self._core.flow_control.leave(request.ticket, _used_tokens(request, error))
+            request.ticket = None
+            self._core.num_token_mismatches += request.tracker.num_mismatches
+            self._core.fleet.openings.fire()
+
+    def _report(self, request: Request, error: BaseException | None) -> None:
+        prepared, trace = request.prepared, request.trace
+        trace.ended(request.timings, request.brought, error)
+        self._core.metrics.ended(
+            prepared,
+            goals_ms(self._core, prepared),
+            request.num_generated,
+            request.timings,
+            error,
+            decision=request.decision,
+            trace=trace.sent_as,
+        )
+
+
+def _used_tokens(request: Request, error: BaseException | None) -> int:
+    """Return what the tenant pays for: what was generated, and the prompt once a worker was asked to compute it: leaving before
+    the first token gives no work away. Only what the mesh failed to answer at all is free."""
+    generated = request.tracker.num_tokens
+    has_failed = isinstance(error, MeshError) and not isinstance(error, DeadlineExceeded)
+    for_nothing = has_failed and generated <= num_emitted(request.prepared)
+    return len(request.prepared.prompt) + generated if request.is_submitted and not for_nothing else 0
+
+
+# What a request that has ended teaches the policy: how far predictions were off, what hand-offs cost, how long outputs get.
+
+
+def learn(
+    core: RouterContext, prepared: PreparedRequest, decision: Decision | None, timings: mesh_pb2.Timings, num_tokens: int
+) -> None:
+    """Learn from a request with `num_tokens` of all choices. One that was tried again or lost says nothing about a smooth one."""
+    core.output_lengths.observe(prepared.model.name, prepared.tenant, num_tokens // prepared.num_choices)
+    if decision is None or timings.num_retries or timings.num_resubmissions or prepared.emitted:
+        return
+    core.decisions.compare(decision)
+    chosen, tpot_s = decision.placement.chosen, decision.observed_tpot_s
+    if chosen is not None and chosen.prediction is not None:
+        _count(core.traffic.of(prepared.model.name), decision, chosen.prediction)
+        if tpot_s:
+            core.overheads.observe_tpot(chosen.decode, chosen.prediction.steps_tpot_s, tpot_s)
+    seen = _overhead(decision, timings)
+    if seen is not None:
+        core.overheads.observe(decision.placement.prefill, decision.placement.decode, seen)
+
+
+def _count(traffic: ModelTraffic, decision: Decision, predicted: Prediction) -> None:
+    """Count what came beside what had been predicted, for the autoscaler."""
+    if decision.observed_ttft_s is not None:
+        traffic.ttft.add(decision.observed_ttft_s, predicted.ttft_s)
+    if decision.observed_tpot_s is not None:
+        traffic.tpot.add(decision.observed_tpot_s, predicted.tpot_s)
+
+
+def _overhead(decision: Decision, timings: mesh_pb2.Timings) -> Overhead | None:
+    """Return all of TTFT that the worker's queue and steps did not take, and what the hand-off added behind it."""
+    ttft_s = decision.observed_ttft_s
+    if ttft_s is None:
+        return None
+    on_worker_ns = timings.prefill_queue_ns + timings.prefill_compute_ns
+    after_ns = timings.kv_exposed_ns + timings.decode_queue_ns if decision.placement.prefill is not None else 0
+    return Overhead(max(0.0, ttft_s - on_worker_ns / 1e9), after_ns / 1e9)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One row of the list. `spans` of the router's traces and `timing_parts` (`Timings.*_ns`) are recorded in the stage; stages
+    without a name of their own there share one. `metrics`: those that it fills, or that account fills from its timing parts."""
+
+    name: str
+    run_by: type[object]
+    spans: tuple[str, ...] = ()
+    timing_parts: tuple[str, ...] = ()
+    metrics: tuple[str, ...] = ()
+
+
+_TTFT_PART, _HANDOFF_PART = "pdmesh.ttft.part", "pdmesh.handoff.part"
+
+STAGES = (
+    Stage("validate", ValidateStage, ("route",), ("route",), (_TTFT_PART,)),
+    Stage("tokenize", TokenizeStage, ("route",), ("route",), (_TTFT_PART,)),
+    Stage(
+        "admit",
+        AdmitStage,
+        ("admission",),
+        ("admission_queue",),
+        (_TTFT_PART, "pdmesh.arrivals", "pdmesh.admission.admitted", "pdmesh.admission.waited", "pdmesh.admission.refused"),
+    ),
+    Stage(
+        "place",
+        PlaceStage,
+        ("route", "admission"),
+        ("route", "admission_queue"),
+        (_TTFT_PART, "pdmesh.policy.decision", "pdmesh.policy.decisions", "pdmesh.unplaced.requests", "pdmesh.unplaced.age"),
+    ),
+    Stage("reserve", ReserveStage, ("attempt", "reserve", "retry"), ("reserve", "retry"), (_TTFT_PART,)),
+    Stage(
+        "prefill",
+        PrefillStage,
+        ("prefill", "retry"),
+        ("prefill_queue", "prefill_compute", "retry", "kv_exposed"),
+        (_TTFT_PART, _HANDOFF_PART, "pdmesh.request.retries", "pdmesh.hedges"),
+    ),
+    Stage(
+        "decode",
+        DecodeStage,
+        ("migrate",),
+        ("decode_queue",),
+        (_HANDOFF_PART, "pdmesh.request.resubmissions", "pdmesh.migrations", "pdmesh.token.mismatches"),
+    ),
+    Stage(
+        "stream",
+        StreamStage,
+        ("first_token_return",),
+        ("first_token_return", "ttft", "tpot"),
+        (_TTFT_PART, "gen_ai.server.time_to_first_token", "gen_ai.server.time_per_output_token"),
+    ),
+    Stage(
+        "account",
+        AccountStage,
+        ("generate",),
+        ("total",),
+        (
+            "gen_ai.server.request.duration", "gen_ai.client.token.usage", "pdmesh.requests", "pdmesh.tokens",
+            "pdmesh.prediction.error", "pdmesh.prediction.deviation",
+        ),
+    ),
+)  # fmt: skip
+
+
+class Pipeline:
+    """Runs the stages of one router's requests."""
+
+    def __init__(self, core: RouterContext, preprocessor: Preprocessor, open_requests: OpenRequests) -> None:
+        self._core = core
+        self._open_requests = open_requests
+        self._intake = (ValidateStage(preprocessor), TokenizeStage(core, preprocessor), AdmitStage(core, open_requests))
+        before_decode = (PlaceStage(core), ReserveStage(core), PrefillStage(core))
+        self._dispatch = (*before_decode, DecodeStage(core, before_decode))
+        self._stream = StreamStage()
+        self._account = AccountStage(core)
+
+    @property
+    def stages(self) -> tuple[object, ...]:
+        """All of them, in the order of `STAGES`."""
+        return (*self._intake, *self._dispatch, self._stream, self._account)
+
+    async def run(self, request: Request) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
+        """Yield the messages of `request`, from its arrival on. However that ends, the request's work ends with it.
+
+        Raises MeshError."""
+        request.timings.routed(request.timings.received_ns)
+        error: BaseException | None = None
+        try:
+            self._open_requests.enter(request)
+            for stage in self._intake:
+                await stage.run(request)
+            task = f"request {request.prepared.request_id}"
+            request.dispatching = self._core.background.spawn(self._run_dispatches(request), task)
+            async with aclosing(self._stream.run(request)) as messages:
+                async for message in messages:
+                    yield message
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            self.end(request, error)
+
+    def end(self, request: Request, error: BaseException | None) -> None:
+        """Account for a request that has ended, also for one that could not be made a message and so entered no other stage."""
+        self._open_requests.leave(request)
+        self._account.run(request, error)
+
+    async def _run_dispatches(self, request: Request) -> None:
+        """Dispatch until every choice has ended. Errors go to the client's stream; on cancellation workers are told in the
+        background."""
+        log.belongs_to(request.timings.spans.trace_name)
+        limit = asyncio.timeout_at(request.prepared.deadline)
+        try:
+            async with limit:
+                while not request.tracker.all_finished:
+                    await self._run_dispatch(request)
+        except MeshError as error:
+            request.fail(error)
+        except TimeoutError as error:
+            request.fail(DeadlineExceeded("the deadline of the request has passed") if limit.expired() else error)
+        except Exception as error:  # noqa: BLE001 - the client gets INTERNAL instead of a stream that hangs
+            request.fail(error)
+
+    async def _run_dispatch(self, request: Request) -> None:
+        """Place, reserve, prefill, decode. A loss is noted, and the caller goes on at place."""
+        dispatch = request.new_dispatch(request.timings)
+        try:
+            await run_in_order(self._dispatch, dispatch)
+        except WorkerLost as loss:
+            self._note_loss(request, request.session or dispatch.assigned.session, loss)
+        finally:
+            dispatch.leave_queue(self._core.room)
+            if dispatch.assignment is not None:
+                (request.session or dispatch.assignment.session).leave("the request has ended")
+            request.session = None
+
+    def _note_loss(self, request: Request, session: DecodeSession, loss: WorkerLost) -> None:
+        """Have the next dispatch avoid the worker. Raises Unavailable when the request was lost too often."""
+        parts, tracker = request.timings.parts, request.tracker
+        logger.warning("%s: %s; %d tokens are out, it goes on elsewhere", session.wire_id, loss, tracker.num_tokens)
+        self._core.health_recorder.failed(session.key, Role.DECODE, str(loss))
+        request.timings.failed(str(loss))
+        tracker.drop_early()
+        request.avoid = frozenset({session.key})
+        if tracker.anything_emitted:
+            request.kind = kind_of(session.info)
+        parts.num_resubmissions += 1
+        if parts.num_resubmissions > self._core.config.max_resubmissions:
+            raise Unavailable(
+                f"lost {parts.num_resubmissions} times (max_resubmissions), the last time because {loss}; resume it"
+            )
