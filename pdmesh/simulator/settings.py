@@ -4,8 +4,7 @@ from dataclasses import dataclass, field
 
 from pdmesh.planning.objectives import ModelObjective
 from router.flow_control.capacity import AdmissionSettings
-
-POLICIES = ("predict", "round-robin", "least-loaded", "prefix")
+from router.routing.policy import POLICIES
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class HandOff:
 class MeshSettings:
     """`call_s`: one way between router and worker; `token_s`: from the end of a step to the client, None: `call_s`. Reports come
     every `report_period_s`, of workers that decode every `decode_report_period_s` (they report on two streams), and arrive
-    `report_delay_s` after they were made. `admission` None: everybody is let in. `objective`: what requests are promised; None:
+    `report_delay_s` after they were made. `admission` None: all are let in. `objective`: what requests are promised; None:
     nothing. `max_tokens`: what clients ask for at most, None: as much as the context holds. `router_s`: from a request's arrival
     to the gate (tokenizing, checks). The rest is as the flags of the router of the same names."""
 

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 
 from kvtransfer.layout import Layout
+from router.routing.cost_model import Overheads
 from router.routing.filters import NoPlacement, Placement, RoutingRequest, compatible
 from router.routing.fleet_snapshot import FleetSnapshot
-from router.routing.policies.single_signal import SingleSignalPolicy, preference
+from router.routing.policy import POLICIES, make_policy
 from router.routing.worker_snapshot import Mode, WorkerSnapshot
 from tests.router import fleets
 
@@ -29,7 +30,7 @@ DEMAND = RoutingRequest(model="m", num_tokens=160, max_total_tokens=200)
 P0, P1, D0, D1, BOTH = worker("p0"), worker("p1"), worker("d0"), worker("d1"), worker("pd")
 
 
-LEAST_LOADED = SingleSignalPolicy(preference("least-loaded"), local_prefill_tokens=32)
+LEAST_LOADED = make_policy("least-loaded", Overheads(), local_prefill_tokens=32)
 
 
 def place(workers: list[WorkerSnapshot], **routing_request: object) -> tuple[str, str | None] | NoPlacement:
@@ -131,3 +132,7 @@ def test_retry_takes_only_what_fits_the_reservation() -> None:
     routing_request = replace(DEMAND, excluded_prefill=frozenset({P0.key}))
     assert LEAST_LOADED.choose_prefill(FleetSnapshot([P0, foreign, D0]), D0, routing_request, 0.0) is None
     assert not compatible(foreign, D0)
+
+
+def test_every_policy_says_the_name_that_it_is_listed_by() -> None:
+    assert {name: make_policy(name, Overheads(), 32).name for name in POLICIES} == {name: name for name in POLICIES}

@@ -13,10 +13,9 @@ from router.fleet.worker import Dispatched, counted
 from router.flow_control.slo_admission import Forecast
 from router.kv_index.index import IN_FLIGHT_S, BlockMap, Part, PrefixMemory, together
 from router.routing.cost_model import OutputLengths, Overheads
-from router.routing.cost_policy import Policy, PredictPolicy
 from router.routing.filters import NoPlacement, Placement, RoutingRequest
 from router.routing.fleet_snapshot import FleetSnapshot
-from router.routing.policies.single_signal import SingleSignalPolicy, preference
+from router.routing.policy import make_policy
 from router.routing.worker_reports import NOTHING
 from router.routing.worker_snapshot import WorkerKey, WorkerSnapshot
 
@@ -154,7 +153,7 @@ def _layout(block_size: int) -> Layout:
 
 IDLE_FOR_S, MAX_IDLE, CONTEXT_STEP = 1.0, 256, 256
 """As router/flow_control/ttft_predictor.py."""
-NOBODY: frozenset[WorkerKey] = frozenset()
+NO_WORKERS: frozenset[WorkerKey] = frozenset()
 
 
 class Decided(NamedTuple):
@@ -170,7 +169,7 @@ class SimulatedRouting:
     def __init__(self, settings: MeshSettings, prefix_tokens: int) -> None:
         self.overheads, self.output_lengths = Overheads(), OutputLengths()
         self.prefixes = Prefixes(settings.prefix_index_blocks, prefix_tokens)
-        self.policy = _policy(settings, self.overheads)
+        self.policy = make_policy(settings.policy, self.overheads, settings.local_prefill_tokens)
         self.max_context = 0
         self._settings = settings
         self._ledgers: dict[str, Ledger] = {}
@@ -244,7 +243,7 @@ class SimulatedRouting:
 
     @property
     def roster(self) -> FleetSnapshot:
-        """Brought up to date when somebody looks."""
+        """Brought up to date when it is read."""
         if self._outdated:
             for name in self._outdated:
                 ledger = self._ledgers.get(name)
@@ -252,9 +251,9 @@ class SimulatedRouting:
             self._outdated.clear()
         return self._roster
 
-    def choose(self, request: Request, now: float, refused: frozenset[WorkerKey] = NOBODY) -> Decided:
-        """The policy's answer, without those who `refused` to own it. Asked twice about one request in one moment (its forecast,
-        then its placement) it answers once."""
+    def choose(self, request: Request, now: float, refused: frozenset[WorkerKey] = NO_WORKERS) -> Decided:
+        """The policy's answer, without the workers that `refused` to own it. Asked twice about one request in one moment (its
+        forecast, then its placement) it answers once."""
         latest = self._latest
         if latest is not None and latest[0] is request and latest[1] == now and not refused:
             return latest[2]
@@ -275,8 +274,8 @@ class SimulatedRouting:
         request: Request,
         now: float,
         *,
-        excluded_decode: frozenset[WorkerKey] = NOBODY,
-        excluded_prefill: frozenset[WorkerKey] = NOBODY,
+        excluded_decode: frozenset[WorkerKey] = NO_WORKERS,
+        excluded_prefill: frozenset[WorkerKey] = NO_WORKERS,
     ) -> RoutingRequest:
         """What the policy is asked: as router/routing/routing_request.py."""
         max_tokens, objective = self.max_tokens(request), self._settings.objective
@@ -328,9 +327,3 @@ class SimulatedRouting:
     def _changed(self, name: str) -> None:
         self._outdated[name] = None
         self._latest = None
-
-
-def _policy(settings: MeshSettings, overheads: Overheads) -> Policy:
-    if settings.policy == "predict":
-        return PredictPolicy(overheads, local_prefill_tokens=settings.local_prefill_tokens)
-    return SingleSignalPolicy(preference(settings.policy), settings.local_prefill_tokens)
