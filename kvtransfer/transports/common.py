@@ -206,6 +206,7 @@ class UnixSocketTransport:
     """What those transports have in common."""
 
     name: str
+    is_default = True
     gains_by_connections = False  # one costs the memory nothing, and a second one a handshake
 
     def reaches(self, endpoint: common_pb2.TransferEndpoint) -> bool:

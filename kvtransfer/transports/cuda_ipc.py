@@ -6,12 +6,12 @@
                                                                               behind its own mark, and sums WHAT IT STORES
            ◄── ok, if that is the sum ──────────────────────────────────────
 
-Nobody writes into another's pool, so a sender that was paused and wakes up does no harm: what it has given away meanwhile spoils
-a copy whose sum then differs, in blocks that nobody reads before the commit. A part is announced when it is final, so the two
-processes share no event, and who is silent holds nothing of the device. A push that is cancelled, and `quiesce`, wait for the
+No process writes into another's pool, so a sender that was paused and wakes up does no harm: what it has given away meanwhile
+spoils a copy whose sum then differs, in blocks that are not read before the commit. A part is announced when it is final, so the
+two processes share no event, and a silent peer holds nothing of the device. A push that is cancelled, and `quiesce`, wait for the
 device; the other end is told by its connection.
 
-Whoever dies: his connection ends, and with it the push; a work that reads then goes on reading
+When a process dies, its connection ends, and with it the push; a work that reads then goes on reading
 (pdmesh/engine/kv_cache/cuda_ipc.py says what the driver promises), and its sum decides. What goes wrong on the device is refused
 with UNIMPLEMENTED: the next attempt goes over another transport. So does at once what this one does not do: other layouts, memory
 without a handle, devices that do not reach each other. Only one that cannot open the sender's pool says so; there is no search
@@ -29,7 +29,8 @@ from concurrent.futures import Executor
 from typing import TYPE_CHECKING
 
 from kvtransfer.errors import FrameError, TransportUnavailable
-from kvtransfer.manifest import KVMemory, Part, PoolShape, refuse
+from kvtransfer.manifest import MAX_PULLED_BYTES, KVMemory, Part, PoolShape, refuse
+from kvtransfer.reach import Reach, Scope
 from kvtransfer.staging import StagedMemory
 from kvtransfer.stream import SocketStream, expect
 from kvtransfer.transports.common import (
@@ -123,6 +124,9 @@ class CudaIpcTransport(UnixSocketTransport):
     """Between processes of one user on one host whose pools lie in memory of a GPU."""
 
     name = "cuda_ipc"
+    reach = Reach(Scope.HOST, same_layout=True)
+    summary = "one copy from GPU to GPU"
+    max_shown_bytes = MAX_PULLED_BYTES
 
     def __init__(self) -> None:
         self._pools = OpenedPools()
@@ -143,7 +147,7 @@ class CudaIpcTransport(UnixSocketTransport):
 
     def accept(self, sock: socket.socket, memory: KVMemory, executor: Executor, idle_timeout_s: float) -> CudaIpcIncoming:
         stream, shown = self._accepted(sock, executor, idle_timeout_s), shown_by(memory)
-        assert shown is not None, "who listens receives"
+        assert shown is not None, "a pool that is not shown is not listened for"
         return CudaIpcIncoming(stream, shown, memory, self._pools)
 
     def close(self) -> None:

@@ -5,8 +5,8 @@
                                                                                 copies them, sums WHAT IT STORES
     sender ── part end: the sum of what lies in its pool ────────────────────► receiver: compares
 
-The receiver pulls, and nobody else ever writes into its pool: neither a sender that was paused and wakes up after its blocks were
-given away, nor NIXL, which goes on writing after a read was released (reader.py). The price is a copy, in which the checksum
+The receiver pulls, and no other process ever writes into its pool: neither a sender that was paused and wakes up after its blocks
+were given away, nor NIXL, which goes on writing after a read was released (reader.py). The price is a copy, in which the checksum
 is computed that would read the bytes anyhow. Pools in memory of GPUs: device.py. Between one there and one in
 the host's KV goes over tcp.
 
@@ -31,13 +31,20 @@ from kvtransfer.staging import StagedMemory
 from kvtransfer.stream import SocketStream
 from kvtransfer.transports.common import InlineIncoming, InlineOutgoing, announce, shown_by, source_of, unusable
 from kvtransfer.transports.nixl.agent import HOST, Agent, NixlUnusable, is_installed
-from kvtransfer.transports.nixl.device import DeviceReader, NixlDeviceIncoming, NixlDeviceOutgoing, check_pool, place_of
+from kvtransfer.transports.nixl.device import (
+    ROOM_BYTES,
+    DeviceReader,
+    NixlDeviceIncoming,
+    NixlDeviceOutgoing,
+    check_pool,
+    place_of,
+)
 from kvtransfer.transports.nixl.reader import Pull, Reader, Remote
 from kvtransfer.transports.tcp import TcpTransport
 from pdmesh.runtime.rpc.tls import Tls
 from pdmesh.v1 import common_pb2, transfer_pb2
 
-if TYPE_CHECKING:  # whoever moves KV of CPU memory needs no torch
+if TYPE_CHECKING:  # a process that moves KV of CPU memory needs no torch
     from pdmesh.engine.kv_cache.ipc_pool import ShownPool
 
 OPEN_TIMEOUT_S = 2.0  # the first time the package is loaded, too; a lease must not lapse over it
@@ -141,7 +148,10 @@ class NixlTransport(TcpTransport):
     """Between any two hosts whose processes have the package."""
 
     name = "nixl"
+    summary = "RDMA, where the hosts have it"
+    is_default = False  # it needs a package, and a network that is set up for it
     gains_by_connections = False
+    max_shown_bytes = ROOM_BYTES
 
     def __init__(self, tls: Tls | None = None) -> None:
         super().__init__(tls)

@@ -5,6 +5,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from kvtransfer.layout import Layout
+from kvtransfer.reach import EVERYWHERE, Transports
 from pdmesh.simulator.request import Request
 from pdmesh.simulator.settings import MeshSettings
 from pdmesh.simulator.workers.spec import WorkerSpec
@@ -64,7 +65,7 @@ class Prefixes:
 
 MODEL = "simulated"
 IDENTITY: tuple[object, ...] = (MODEL,)
-TRANSPORTS = frozenset({"tcp"})
+TRANSPORTS = Transports.of({"simulated": EVERYWHERE})
 EPOCH = 1
 
 
