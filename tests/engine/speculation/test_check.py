@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from pdmesh.engine.config import PROPOSERS, EngineConfig
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.speculation.draft_heads.weights import FILE, save_heads
-from pdmesh.engine.speculation.registry import _KINDS, check_speculation
+from pdmesh.engine.speculation.setup import _KINDS, check_speculation
 from pdmesh.text.block_hash import hash_block
 from tests.engine.speculation.heads.tiny_heads import make_heads
 from tests.support.tiny_models import make_tiny_model
