@@ -58,7 +58,7 @@ class Options:
     threads: int = field(default=0, metadata={"help": "threads of each worker; 0: the cores divided by the workers"})
     speculation: str = field(
         default="",
-        metadata={"help": "who guesses the next tokens: auto, none, or names joined by commas; empty: as workers do (none)"},
+        metadata={"help": "what guesses the next tokens: auto, none, or names joined by commas; empty: as workers do (none)"},
     )
     bind_cpus: bool = field(default=False, metadata={"help": "each worker computes on cores of its own, where there are enough"})
     tls: bool = field(default=False, metadata={"help": "encrypt, with certificates made for this mesh and deleted with it"})

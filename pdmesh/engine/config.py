@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from pdmesh.engine.speculation.registry import PROPOSERS
+
 DEVICES = ("cpu", "cuda")
 MAX_THREADS = 1024  # torch crashes when the system refuses it a thread
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -12,7 +14,6 @@ BACKENDS = ("auto", "native", "triton", "torch")
 QUANTIZATIONS = ("auto", "none", "int8", "int4", "fp8")
 QUANTIZATION_GROUPS = (32, 64, 128)
 KV_DTYPES = ("auto", "float32", "bfloat16", "int8", "fp8")
-PROPOSERS = ("prompt_lookup", "retrieval", "lookahead", "heads", "draft_model", "self_draft")
 MAX_DRAFT_TOKENS = 64
 
 
@@ -63,7 +64,7 @@ class EngineConfig:
     prefix_caching: bool = field(default=True, metadata={"help": "share KV blocks between prompts with equal beginnings"})
     speculation: str = field(
         default="none",
-        metadata={"help": "who guesses the next tokens: auto (as far as it pays), none, or names joined by commas"},
+        metadata={"help": "what guesses the next tokens: auto (as far as it pays), none, or names joined by commas"},
     )
     draft_model: str = field(default="", metadata={"help": "a smaller model with the same vocabulary, to guess with"})
     draft_heads: str = field(

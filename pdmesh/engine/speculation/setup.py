@@ -1,8 +1,9 @@
-"""Which proposers an engine has: names in its configuration, made here, one line for each kind."""
+"""Makes the proposers that an engine's configuration names, and loads what they compute with. Their names: `registry.py`."""
 
 from __future__ import annotations
 
 import logging
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,10 +30,9 @@ from pdmesh.engine.speculation.draft_models.loading import (
     open_draft_model,
     self_draft,
 )
-from pdmesh.engine.speculation.ngrams.lookahead import Lookahead
 from pdmesh.engine.speculation.ngrams.prompt_lookup import PromptLookup
-from pdmesh.engine.speculation.ngrams.retrieval import Retrieval
 from pdmesh.engine.speculation.proposer import Proposer
+from pdmesh.engine.speculation.registry import PROPOSERS
 
 NONE = "none"
 AUTO = "auto"
@@ -42,8 +42,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Drafts:
-    """What guesses by computing, loaded before the KV pool is sized; None: nobody guesses so. `step_bytes` of the device's memory
-    are for its steps and graphs, `block_bytes` for its own pool, for each block of the target's."""
+    """What proposers compute drafts with, loaded before the KV pool is sized; None: no proposer needs it. `step_bytes` of the
+    device's memory are for its steps and graphs, `block_bytes` for its own pool, for each block of the target's."""
 
     heads: HeadMaths | None = None
     model: LoadedModel | None = None
@@ -87,13 +87,18 @@ def make_proposers(parts: Parts) -> list[Proposer]:
     """In the order of the configuration, ready for the first request. Raises ValueError naming the field for what cannot be."""
     names = names_for(parts.config, parts.loaded)
     if names != proposer_names(parts.config):
-        logger.info("speculation: auto guesses nothing where torch computes: it may lose there; name who is to guess")
-    return [_KINDS[name](parts) for name in names]
+        logger.info("speculation: auto guesses nothing where torch computes: it may lose there; name the proposers to use")
+    return [_maker(name)(parts) for name in names]
+
+
+def _maker(name: str) -> Callable[[Parts], Proposer]:
+    maker: Callable[[Parts], Proposer] = pkgutil.resolve_name(PROPOSERS[name])
+    return maker
 
 
 def names_for(config: EngineConfig, loaded: LoadedModel) -> tuple[str, ...]:
-    """Who guesses for this model. Auto leaves torch's steps alone unless something was given to guess with, or how far to: with a
-    few sequences prompt lookup was seen to slow them (docs/speculation.md)."""
+    """Return the proposers for this model. Auto leaves torch's steps alone unless something was given to guess with,
+    or how far to: with a few sequences prompt lookup was seen to slow them (docs/speculation.md)."""
     is_given = bool(config.draft_heads or config.draft_model or config.self_draft_layers or config.draft_length)
     if config.speculation == AUTO and not (is_given or isinstance(loaded.model, NativeModel)):
         return ()
@@ -136,7 +141,7 @@ def given_draft_model(config: EngineConfig) -> str:
     return config.draft_model
 
 
-def _heads(parts: Parts) -> HeadProposer:
+def make_heads(parts: Parts) -> HeadProposer:
     config = parts.loaded.config
     assert parts.drafts.heads is not None, "load_drafts loads what is named"
     device = parts.kv.tensor.device
@@ -158,7 +163,7 @@ def _maths(config: EngineConfig, loaded: LoadedModel) -> HeadMaths:
     return NativeHeads(heads, model.weights.embedding, model.library, model.team, model)
 
 
-def _draft_model(parts: Parts) -> Proposer:
+def make_draft_model(parts: Parts) -> Proposer:
     target = Target(parts.config, parts.loaded.config, parts.kv.shape)
     assert parts.drafts.model is not None, "load_drafts loads what is named"
     draft = open_draft_model(parts.drafts.model, target, parts.room, sampler=parts.sampler, inner=PromptLookup())
@@ -166,7 +171,7 @@ def _draft_model(parts: Parts) -> Proposer:
     return draft
 
 
-def _self_draft(parts: Parts) -> Proposer:
+def make_self_draft(parts: Parts) -> Proposer:
     config = parts.loaded.config
     draft = self_draft(
         parts.loaded.model,
@@ -182,16 +187,6 @@ def _self_draft(parts: Parts) -> Proposer:
     return draft
 
 
-_KINDS: dict[str, Callable[[Parts], Proposer]] = {
-    "prompt_lookup": lambda _: PromptLookup(),
-    "retrieval": lambda _: Retrieval(),
-    "lookahead": lambda _: Lookahead(),
-    "heads": _heads,
-    "draft_model": _draft_model,
-    "self_draft": _self_draft,
-}
-
-
 # Is all there that the configured proposers need? Asked before any weights are read: a large model takes minutes to load.
 
 
@@ -199,7 +194,7 @@ _USED_BY = {"draft_heads": "heads", "draft_model": "draft_model", "self_draft_la
 
 
 def check_speculation(config: EngineConfig) -> None:
-    """Raises ValueError, naming the field and what to do, for settings that nobody would use and for what is missing or is not
+    """Raises ValueError, naming the field and what to do, for settings that are not used and for what is missing or is not
     for this model. Settings that only the chosen proposers leave unused are warned of."""
     names = proposer_names(config)
     _check_unused(config, names)
@@ -219,4 +214,4 @@ def _check_unused(config: EngineConfig, names: tuple[str, ...]) -> None:
                 raise ValueError(f"{name}: {value} is given, but speculation is {NONE}; give speculation=auto, or leave this out")
     for name, proposer in _USED_BY.items():
         if getattr(config, name) and proposer not in names:
-            logger.warning("%s is given, but nobody uses it: speculation is %s, without %s", name, config.speculation, proposer)
+            logger.warning("%s is given, but not used: speculation is %s, without %s", name, config.speculation, proposer)

@@ -1,0 +1,15 @@
+"""The proposers there are, by the name that `--speculation` takes.
+
+A new proposer is one module, with a function that makes it from the parts of an engine (`pdmesh.engine.speculation.setup.Parts`),
+and one line here. The table holds "module:function" instead of the functions, as settings are checked in processes that never
+import torch.
+"""
+
+PROPOSERS: dict[str, str] = {
+    "prompt_lookup": "pdmesh.engine.speculation.ngrams.prompt_lookup:make",
+    "retrieval": "pdmesh.engine.speculation.ngrams.retrieval:make",
+    "lookahead": "pdmesh.engine.speculation.ngrams.lookahead:make",
+    "heads": "pdmesh.engine.speculation.setup:make_heads",
+    "draft_model": "pdmesh.engine.speculation.setup:make_draft_model",
+    "self_draft": "pdmesh.engine.speculation.setup:make_self_draft",
+}
