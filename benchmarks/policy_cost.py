@@ -12,6 +12,7 @@ from dataclasses import replace
 from statistics import quantiles
 
 from kvtransfer.layout import Layout
+from kvtransfer.reach import EVERYWHERE, Reach, Scope, Transports
 from pdmesh.planning.latency_model import LatencyModel
 from pdmesh.v1 import worker_pb2
 from router.routing.cost_model import Overheads
@@ -23,7 +24,11 @@ from router.routing.worker_snapshot import WorkerSnapshot
 
 NUM_DECISIONS = 3000
 NUM_HOLDERS = 20
-IDENTITY, LAYOUT, TRANSPORTS = ("m", "hash"), Layout(16, "bfloat16"), frozenset({"tcp", "shm"})
+IDENTITY, LAYOUT, TRANSPORTS = (
+    ("m", "hash"),
+    Layout(16, "bfloat16"),
+    Transports.of({"wide": EVERYWHERE, "host": Reach(Scope.HOST)}),
+)
 
 
 def view(number: int, draw: random.Random) -> WorkerSnapshot:

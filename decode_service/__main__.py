@@ -1,6 +1,6 @@
 """Run a worker with the role `decode`: `python -m decode_service`."""
 
-from pdmesh.worker.main import decode_main
+from pdmesh.runtime.entry import start
 
 if __name__ == "__main__":
-    decode_main()
+    start("decode_service")

@@ -74,33 +74,41 @@ EXIT_DEADLINE = 4
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 
-COMMANDS = {
-    "up": "start a mesh on this machine: Redis, router, prefill and decode workers",
-    "generate": "continue a prompt",
-    "chat": "talk to the model, or ask one question",
-    "loadtest": "load a mesh, or any OpenAI server; loadtest compare, loadtest report: show results",
-    "status": "show workers, their roles and load, and the objectives in force",
-    "explain": "why a request went where it went, or where one would go now",
-    "roles": "change the roles of a worker while it runs",
-    "models": "list models, or fetch or convert one",
-    "profile": "show where the time of an engine's step goes on this machine",
-    "keys": "make, list and revoke the API keys that routers require",
-    "tls": "make certificates, so that a mesh encrypts and rejects other clients",
-    "doctor": "check what this machine has and lacks",
-    "plan": "say what a deployment takes: how many workers of which kind keep the objectives under a load",
-    "demo": "start a mesh, ask a question, show where the time went, stop",
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """What `pdmesh --help` says of a command without importing it. `extra` brings all packages that it needs; empty: that of the
+    package that is missing. `subcommands`: words behind it that make another command of it, each with options of its own; "run"
+    is the command itself."""
+
+    summary: str
+    extra: str = ""
+    subcommands: tuple[str, ...] = ()
+
+
+# A new command is a file in `pdmesh/commands/`, with `Options` and `run`, and a line here.
+COMMANDS: dict[str, Command] = {
+    "up": Command("start a mesh on this machine: Redis, router, prefill and decode workers", extra="local"),
+    "generate": Command("continue a prompt"),
+    "chat": Command("talk to the model, or ask one question"),
+    "loadtest": Command(
+        "load a mesh, or any OpenAI server; loadtest compare, loadtest report: what was measured",
+        subcommands=("run", "compare", "report"),
+    ),
+    "status": Command("show workers, their roles and load, and the objectives in force"),
+    "explain": Command("why a request went where it went, or where one would go now"),
+    "roles": Command("change the roles of a worker while it runs"),
+    "models": Command("list models, or fetch or convert one"),
+    "profile": Command("show where the time of an engine's step goes on this machine", extra="local"),
+    "keys": Command("make, list and revoke the API keys that routers ask for", extra="services"),
+    "tls": Command("make certificates, so that a mesh encrypts and lets nobody else in", extra="services"),
+    "doctor": Command("check what this machine has and lacks"),
+    "plan": Command(
+        "say what a deployment takes: how many workers of which kind keep the objectives under a load", extra="services"
+    ),
+    "demo": Command("start a mesh, ask a question, show where the time went, stop", extra="local"),
 }
-# Words after a command that make another one of it, each with options of its own; "run" is the command itself.
-SUBCOMMANDS = {"loadtest": ("run", "compare", "report")}
-# The extra that these commands need; and for the others, the one that brings the missing package.
-_EXTRA_OF_COMMAND = {
-    "up": "local",
-    "demo": "local",
-    "profile": "local",
-    "plan": "services",
-    "keys": "services",
-    "tls": "services",
-}
+# What brings a package that is missing.
 _EXTRAS = {
     "rich": "cli",
     "redis": "services",
@@ -114,7 +122,9 @@ _EXTRAS = {
 }
 
 
-class _Command(Protocol):
+class CommandModule(Protocol):
+    """A file in `pdmesh/commands/`."""
+
     Options: type[Any]
 
     def run(self, options: object) -> int:
@@ -147,7 +157,7 @@ def run(argv: Sequence[str]) -> int:
 def overview() -> str:
     """Return the text of `pdmesh --help`."""
     width = max(map(len, COMMANDS))
-    lines = [f"  {name.ljust(width)}  {summary}" for name, summary in COMMANDS.items()]
+    lines = [f"  {name.ljust(width)}  {command.summary}" for name, command in COMMANDS.items()]
     return "\n".join(
         [
             "usage: pdmesh COMMAND [options]",
@@ -176,10 +186,21 @@ def _unknown(name: str) -> int:
     return EXIT_USAGE
 
 
+def all_commands() -> list[tuple[str, ...]]:
+    """Return the words of each command and subcommand."""
+    longer = [(name, word) for name, command in COMMANDS.items() for word in command.subcommands if word != "run"]
+    return [*((name,) for name in COMMANDS), *longer]
+
+
+def command_of(words: Sequence[str]) -> CommandModule:
+    """Return the module of a command. Raises ModuleNotFoundError where a package that it needs is missing."""
+    return cast(CommandModule, importlib.import_module("pdmesh.commands." + "_".join(words)))
+
+
 def _run_command(name: str, argv: Sequence[str]) -> int:
     try:
         words, argv = _subcommand(name, argv)
-        command = cast(_Command, importlib.import_module("pdmesh.commands." + "_".join(words)))
+        command = command_of(words)
         options = parse_options(command.Options, argv, os.environ, prog=" ".join(("pdmesh", *words)))
         return command.run(options)
     except KeyboardInterrupt:
@@ -197,8 +218,8 @@ def _run_command(name: str, argv: Sequence[str]) -> int:
 
 
 def _subcommand(name: str, argv: Sequence[str]) -> tuple[tuple[str, ...], Sequence[str]]:
-    """Return the words that name the command, and the rest of `argv`."""
-    if not argv or argv[0] not in SUBCOMMANDS.get(name, ()):
+    """The words that name the command, and what is left of `argv`."""
+    if not argv or argv[0] not in COMMANDS[name].subcommands:
         return (name,), argv
     return (name,) if argv[0] == "run" else (name, argv[0]), argv[1:]
 
@@ -225,5 +246,5 @@ def exit_code(error: MeshError) -> int:
 
 def _missing_package(command: str, error: ModuleNotFoundError) -> str:
     package = (error.name or "").partition(".")[0]
-    extra = _EXTRA_OF_COMMAND.get(command) or _EXTRAS.get(package, "local")
+    extra = COMMANDS[command].extra or _EXTRAS.get(package, "local")
     return f"the Python package {package!r} is missing; install what this command needs with: pip install 'pdmesh[{extra}]'"

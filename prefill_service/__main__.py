@@ -1,6 +1,6 @@
 """Run a worker with the role `prefill`: `python -m prefill_service`."""
 
-from pdmesh.worker.main import prefill_main
+from pdmesh.runtime.entry import start
 
 if __name__ == "__main__":
-    prefill_main()
+    start("prefill_service")

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pdmesh.runtime.rpc.tls import TlsConfig
 from pdmesh.runtime.telemetry.config import TelemetryConfig
+from router.routing.policy import POLICIES
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\s]+):[0-9]{1,5}")
@@ -109,9 +110,12 @@ class RouterConfig:
         default=4096, metadata={"help": "tokens held for a client that reads slowly; more cancel it"}
     )
     max_prompt_bytes: int = field(default=2 << 20, metadata={"help": "bytes of prompt text, or of all chat messages"})
-    policy: Literal["predict", "round-robin", "least-loaded", "prefix"] = field(
+    policy: str = field(
         default="predict",
-        metadata={"help": "how workers are chosen: predict, or for comparison round-robin, least-loaded, prefix"},
+        metadata={
+            "help": "how workers are chosen: predict compares predicted costs; the others are there to compare with",
+            "choices": POLICIES,
+        },
     )
     local_prefill_tokens: int = field(
         default=32, metadata={"help": "prompts with fewer uncached tokens are prefilled by the decode worker"}
@@ -196,6 +200,7 @@ class RouterConfig:
         for address in self.workers:
             _require(bool(_ADDRESS.fullmatch(address)), "workers", f"{address!r} is not host:port")
         _require(bool(self.models), "models", "name at least one, such as --models smollm2=/path/to/folder")
+        _require(self.policy in POLICIES, "policy", f"{self.policy!r} is not known; give one of {', '.join(POLICIES)}")
         _require(self.processes <= MAX_PROCESSES, "processes", f"must be at most {MAX_PROCESSES}")
         self._check_metrics_ports()
         self.model_folders()

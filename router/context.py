@@ -27,9 +27,8 @@ from router.flow_control.slo_admission import Forecaster
 from router.kv_index.index import PrefixIndex
 from router.lifecycle.capacity_queue import CapacityQueue
 from router.routing.cost_model import OutputLengths, Overheads
-from router.routing.cost_policy import Policy, PredictPolicy
 from router.routing.decisions import Decisions
-from router.routing.policies.single_signal import SingleSignalPolicy, preference
+from router.routing.policy import Policy, make_policy
 from router.telemetry.metrics import RequestMetrics
 from router.telemetry.traffic import Traffic
 from router.tokenization.prepared_request import ServedModel
@@ -166,7 +165,8 @@ class RouterContext:
         flow_control = FlowController(Admission(_settings(config), tenants))
         prefixes, overheads = PrefixIndex(config.prefix_index_blocks), Overheads()
         goals = {goal.model: goal for goal in objectives}
-        return cls(config, router_id, models, fleet, flow_control, prefixes, _policy(config, overheads), overheads, goals)
+        policy = make_policy(config.policy, overheads, config.local_prefill_tokens)
+        return cls(config, router_id, models, fleet, flow_control, prefixes, policy, overheads, goals)
 
     def max_context(self, model: ServedModel) -> int:
         """Return the tokens that a request to `model` may have: the model's own limit, or that of the largest known worker."""
@@ -182,12 +182,6 @@ def _settings(config: RouterConfig) -> AdmissionSettings:
         hold_timeout_s=config.hold_timeout_s,
         aging_s=config.aging_s,
     )
-
-
-def _policy(config: RouterConfig, overheads: Overheads) -> Policy:
-    if config.policy == "predict":
-        return PredictPolicy(overheads, local_prefill_tokens=config.local_prefill_tokens)
-    return SingleSignalPolicy(preference(config.policy), config.local_prefill_tokens)
 
 
 def time_left_s(deadline: float | None) -> float | None:

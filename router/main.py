@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 import sys
+from functools import partial
 
 from pdmesh.planning import objectives
 from pdmesh.runtime import config as configuration
@@ -18,17 +19,10 @@ from pdmesh.runtime.rpc.tls import open_tls
 from pdmesh.runtime.telemetry.config import resource_of
 from pdmesh.runtime.telemetry.metrics import open_metrics
 from pdmesh.runtime.telemetry.tracing import open_tracing
-from pdmesh.third_party.kserve import grpc_service_pb2_grpc
-from pdmesh.third_party.vllm import vllm_engine_pb2_grpc
-from pdmesh.v1 import mesh_pb2_grpc
 from router import processes
+from router.api import protocols
 from router.api.frontend import Frontend
-from router.api.kserve.service import SERVICE_NAME as KSERVE
-from router.api.kserve.service import InferenceService
 from router.api.openai.server import open_gateway
-from router.api.service import MeshService
-from router.api.vllm.service import SERVICE_NAME as VLLM_ENGINE
-from router.api.vllm.service import VllmEngineService
 from router.auth import api_keys
 from router.auth.identity import KeyInterceptor
 from router.auth.tenants import Tenants
@@ -43,7 +37,6 @@ from router.kv_index.subscriber import PrefixFollower
 from router.telemetry.fleet_metrics import StatusReader
 from router.tokenization import prepared_request
 
-SERVICE_NAME = "pdmesh.v1.Mesh"
 BACKGROUND_GRACE_S = 3.0
 YOUNG_OBJECTS = 20_000
 
@@ -93,13 +86,8 @@ class Router:
             limits=_limits(config),
             share_port=config.share_ports,
         )
-        self.server.register(mesh_pb2_grpc.add_MeshServicer_to_server, MeshService(self.frontend), SERVICE_NAME)
-        self.http = open_gateway(config, self.frontend, tls, self.keys)
-        # the protocols of other projects, on the same port
-        add_kserve = grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server
-        add_vllm_engine = vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server
-        self.server.register(add_kserve, InferenceService(self.frontend), KSERVE)
-        self.server.register(add_vllm_engine, VllmEngineService(self.frontend), VLLM_ENGINE)
+        protocols.add_services(self.server, self.frontend)
+        self.http = open_gateway(config, partial(protocols.routes, self.frontend), tls, self.keys)
         self._health: asyncio.Task[None] | None = None
 
     async def start(self) -> str:

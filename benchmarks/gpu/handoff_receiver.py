@@ -41,7 +41,7 @@ class ReceivingEnd:
         self._pool = KVPool(ends.shape, ends.device, shared=False)
         self._memory = _staged(ends, self._pool)
         self._receiver = Receiver(
-            self._memory, Grants(self._pool), ends.identity, ends.layout, transports=TRANSPORTS, idle_timeout_s=LEASE_S
+            self._memory, Grants(self._pool), ends.identity, ends.layout, transports=tuple(TRANSPORTS), idle_timeout_s=LEASE_S
         )
         self._numbers = itertools.count()
 

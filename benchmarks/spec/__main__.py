@@ -20,7 +20,7 @@ from benchmarks.spec.runs import Bench, Task
 from benchmarks.spec.tokens import Guess
 from benchmarks.spec.workloads import WORKLOADS, Job, jobs
 from pdmesh.engine.speculation.draft_heads.weights import FILE
-from pdmesh.engine.speculation.registry import heads_path
+from pdmesh.engine.speculation.setup import heads_path
 from pdmesh.models.registry import DEFAULT_MODEL, ensure_model
 from pdmesh.text.grammar import GrammarCompiler
 from pdmesh.text.tokenizer import Tokenizer

@@ -12,9 +12,10 @@ from kvtransfer.errors import Incompatible, TransferRefused
 from kvtransfer.grpc_stream import MessageStream, Wire
 from kvtransfer.manifest import KVMemory, check_memory, refuse
 from kvtransfer.native.library import prepare
+from kvtransfer.reach import Reach
 from kvtransfer.receiver.push import Host, InboundConnection, InboundPush, PushTarget, ReceiverDelegate, unknown_reservation
 from kvtransfer.transports.base import Incoming, SocketTransport
-from kvtransfer.transports.registry import GRPC, TRANSPORTS, socket_transports
+from kvtransfer.transports.registry import GRPC, TRANSPORTS, defaults, socket_transports
 from pdmesh.runtime.errors import MeshError, ResourceExhausted, Unavailable
 from pdmesh.runtime.rpc.tls import Tls
 from pdmesh.v1 import common_pb2, transfer_pb2
@@ -32,11 +33,13 @@ logger = logging.getLogger(__name__)
 class Receiver:
     """Receive pushes into `memory`; the delegate accepts them, and is told how each ended.
 
-    identity and layout are compared with every sender's. host and port are tcp's (port 0, and nixl: any free one); advertise is
-    the host that peers are told (None: `host`). `grpc_address` is set, once the worker's gRPC server has started, to where it can
-    be reached; that server passes calls on to `serve_push`. idle_timeout_s, the lease, bounds every wait for a sender. tls
-    encrypts what crosses hosts (over nixl only the control connection). fp8_scales: see Conversion. Raises ValueError for an
-    unknown transport or memory that does not have the shape of identity and layout."""
+    identity and layout are compared with every sender's. `transports` None: those that workers offer by default. host and port
+    are tcp's (port 0, and nixl: any free one); advertise is the host that peers are told (None: `host`). `grpc_address` is to be
+    set, once the worker's gRPC server has started, to where it can be reached; it passes calls on to `serve_push`.
+    idle_timeout_s, the lease, bounds every wait for a sender. tls encrypts what crosses hosts (over nixl only the conversation).
+    fp8_scales: see Conversion. Raises ValueError for an unknown transport or memory that does not have the shape of identity and
+    layout.
+    """
 
     def __init__(
         self,
@@ -47,13 +50,14 @@ class Receiver:
         *,
         host: str = "127.0.0.1",
         port: int = 0,
-        transports: Sequence[str] = ("shm", "tcp", "grpc"),
+        transports: Sequence[str] | None = None,
         advertise: str | None = None,
         idle_timeout_s: float = 5.0,
         max_connections: int = 256,
         tls: Tls | None = None,
         fp8_scales: FP8Scales = (),
     ) -> None:
+        transports = defaults() if transports is None else transports
         unknown = [name for name in transports if name not in TRANSPORTS]
         if unknown:
             raise ValueError(f"transports: {', '.join(unknown)} unknown; there are {', '.join(TRANSPORTS)}")
@@ -93,6 +97,11 @@ class Receiver:
         if self.takes_calls and self.grpc_address is not None:
             endpoints.append(GRPC.endpoint(self.grpc_address))
         return endpoints
+
+    def reach(self) -> dict[str, Reach]:
+        """Return what each transport of `endpoints` reaches."""
+        reach = {transport.name: transport.reach for transport, _ in self._listeners}
+        return {**reach, GRPC.name: GRPC.reach} if self.takes_calls and self.grpc_address is not None else reach
 
     @property
     def num_connections(self) -> int:

@@ -13,7 +13,6 @@ import grpc
 
 from kvtransfer.errors import FrameError, NoAnswer, PushFailed, TransferRefused, TransportUnavailable, push_failed
 from kvtransfer.manifest import (
-    MAX_PULLED_BYTES,
     PROTOCOL_VERSION,
     TARGET_PART_BYTES,
     KVMemory,
@@ -27,9 +26,6 @@ from kvtransfer.sender.send_queue import Ending, FirstTokensDrawn, NothingToDeco
 from kvtransfer.staging import StagedMemory
 from kvtransfer.transports.base import Outgoing, Transport
 from kvtransfer.transports.common import shown_by
-from kvtransfer.transports.cuda_ipc import CudaIpcTransport
-from kvtransfer.transports.nixl.device import ROOM_BYTES
-from kvtransfer.transports.nixl.transport import NixlTransport
 from kvtransfer.transports.registry import transports_with
 from pdmesh.runtime import failpoints
 from pdmesh.runtime.rpc.tls import Tls
@@ -64,13 +60,10 @@ class Silent:
 # The size of the parts of a push
 
 
-_MOST_SHOWN = {CudaIpcTransport.name: MAX_PULLED_BYTES, NixlTransport.name: ROOM_BYTES}
-
-
-def part_bytes_over(transport: str, memory: KVMemory, wanted: int | None) -> int:
-    """Return the largest size of a part out of `memory`; wanted: None for what suits the transport. Parts of a staged pool are
-    fetched in pieces, unless the receiver reads the pool itself: its device does, or NIXL into a room there."""
-    shown, most = shown_by(memory), _MOST_SHOWN.get(transport)
+def part_bytes_over(transport: Transport, memory: KVMemory, wanted: int | None) -> int:
+    """Return the most of a part out of `memory`; wanted: None for what suits the transport. Parts of a staged pool are fetched by
+    pieces, unless the receiver's device reads it."""
+    shown, most = shown_by(memory), transport.max_shown_bytes
     if shown is not None and most is not None:
         return min(shown.part_bytes if wanted is None else wanted, most)
     wanted = TARGET_PART_BYTES if wanted is None else wanted
@@ -209,7 +202,7 @@ class Sender:
         opened: list[PushConnection] = []
         try:
             endpoint = await self._connect(job, opened)
-            pipeline.target_bytes = part_bytes_over(endpoint.transport, self._memory, self._part_bytes)
+            pipeline.target_bytes = part_bytes_over(self._transports[endpoint.transport], self._memory, self._part_bytes)
             lease_s = job.reservation.lease_ms / 1000 or math.inf
             for connection in opened:
                 connection.on_part = job.on_part

@@ -8,6 +8,7 @@ from concurrent.futures import Executor
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from kvtransfer.manifest import KVMemory, Part
+from kvtransfer.reach import Reach
 from kvtransfer.stream import Stream
 from pdmesh.v1 import common_pb2, transfer_pb2
 
@@ -86,10 +87,18 @@ class DeviceReadTarget(Incoming, Protocol):
 
 
 class Transport(Protocol):
-    """One way to transfer between two processes, as one sender or one receiver uses it."""
+    """One way between two processes, as one sender or one receiver uses it. A new one is a module that defines this and a line
+    in `registry.py`."""
 
     name: str
-    gains_by_connections: bool  # several connections for one push are faster than one
+    reach: Reach  # workers register it, and routers compare it
+    summary: str  # what speaks for it, in a few words
+    is_default: bool  # workers offer it unless they are told which to offer
+    gains_by_connections: bool  # several for one push are faster than one
+
+    @property
+    def max_shown_bytes(self) -> int | None:
+        """The most of a part of a pool that is shown to other devices; None: it does not use that."""
 
     def sends(self, memory: KVMemory) -> bool:
         """Return whether this process can send from this memory."""
@@ -109,6 +118,7 @@ class Transport(Protocol):
         """Give back what outlives connections, when there are none any more. Idempotent."""
 
 
+@runtime_checkable
 class SocketTransport(Transport, Protocol):
     """A transport that listens on a socket of its own."""
 

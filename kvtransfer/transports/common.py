@@ -208,7 +208,8 @@ class UnixSocketTransport:
     """Common part of the transports over abstract Unix sockets."""
 
     name: str
-    gains_by_connections = False  # one connection saturates the memory, and a second one costs a handshake
+    is_default = True
+    gains_by_connections = False  # one costs the memory nothing, and a second one a handshake
 
     def reaches(self, endpoint: common_pb2.TransferEndpoint) -> bool:
         return endpoint.host_id == host_id()

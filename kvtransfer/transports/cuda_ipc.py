@@ -28,7 +28,8 @@ from concurrent.futures import Executor
 from typing import TYPE_CHECKING
 
 from kvtransfer.errors import FrameError, TransportUnavailable
-from kvtransfer.manifest import KVMemory, Part, PoolShape, refuse
+from kvtransfer.manifest import MAX_PULLED_BYTES, KVMemory, Part, PoolShape, refuse
+from kvtransfer.reach import Reach, Scope
 from kvtransfer.staging import StagedMemory
 from kvtransfer.stream import SocketStream, expect
 from kvtransfer.transports.common import (
@@ -122,6 +123,9 @@ class CudaIpcTransport(UnixSocketTransport):
     """Transfer between processes of one user on one host whose pools lie in GPU memory."""
 
     name = "cuda_ipc"
+    reach = Reach(Scope.HOST, same_layout=True)
+    summary = "one copy from GPU to GPU"
+    max_shown_bytes = MAX_PULLED_BYTES
 
     def __init__(self) -> None:
         self._pools = OpenedPools()

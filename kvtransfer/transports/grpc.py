@@ -14,6 +14,7 @@ import grpc.aio
 from kvtransfer.errors import TransportUnavailable
 from kvtransfer.grpc_stream import MessageStream, Wire
 from kvtransfer.manifest import KVMemory
+from kvtransfer.reach import EVERYWHERE
 from kvtransfer.transports.common import InlineIncoming, InlineOutgoing
 from pdmesh.runtime.rpc.channel import connect
 from pdmesh.runtime.rpc.tls import Tls
@@ -66,7 +67,11 @@ class GrpcTransport:
     """Transfer between any two hosts, through the gRPC port that every worker has open."""
 
     name = "grpc"
+    reach = EVERYWHERE
+    summary = "needs no port but gRPC's"
+    is_default = True
     gains_by_connections = True
+    max_shown_bytes = None
 
     def __init__(self, tls: Tls | None = None) -> None:
         self._tls = tls

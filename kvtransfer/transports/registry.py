@@ -1,4 +1,7 @@
-"""All transports, best first. A new transport is a module in this folder and a line here."""
+"""All transports, best first. A new one is a module beside this and a line in `TRANSPORTS`: workers offer it, register what it
+reaches and send over it, and `pdmesh doctor` measures it; no other place knows its name."""
+
+from collections.abc import Callable
 
 from kvtransfer.transports.base import SocketTransport, Transport
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
@@ -11,29 +14,33 @@ from pdmesh.runtime.rpc.tls import Tls
 
 GRPC = GrpcTransport()  # listens on no socket of its own
 
-
-def socket_transports(tls: Tls | None) -> dict[str, SocketTransport]:
-    """Return the transports that listen on a socket, for one owner that closes them; tcp is encrypted if `tls` is given. cuda_ipc
-    and shm do not change: the kernel vouches for the peer. nixl comes before tcp: it is offered only where it was configured by
-    name."""
-    transports: tuple[SocketTransport, ...] = (
-        CudaIpcTransport(),
-        ShmTransport(),
-        NixlTransport(tls),
-        TcpTransport(tls),
-    )
-    return {transport.name: transport for transport in transports}
+# From the mesh's certificates, if it has any. cuda_ipc and shm need none: the kernel vouches for the peer. nixl comes before tcp,
+# as it is offered only where it is named.
+TRANSPORTS: dict[str, Callable[[Tls | None], Transport]] = {
+    CudaIpcTransport.name: lambda tls: CudaIpcTransport(),
+    ShmTransport.name: lambda tls: ShmTransport(),
+    NixlTransport.name: NixlTransport,
+    TcpTransport.name: TcpTransport,
+    GrpcTransport.name: GrpcTransport,
+}
 
 
 def transports_with(tls: Tls | None) -> dict[str, Transport]:
-    """Return all transports, for one owner that closes them."""
-    return {**socket_transports(tls), GRPC.name: GrpcTransport(tls)}
+    """Return all transports, for one owner that closes them; those that encrypt do if `tls` is given."""
+    return {name: make(tls) for name, make in TRANSPORTS.items()}
 
 
-TRANSPORTS: tuple[str, ...] = tuple(transports_with(None))
+def socket_transports(tls: Tls | None) -> dict[str, SocketTransport]:
+    """Return those that listen on a socket, likewise."""
+    return {name: each for name, each in transports_with(tls).items() if isinstance(each, SocketTransport)}
+
+
+def defaults() -> tuple[str, ...]:
+    """Return the names of those that workers offer unless they are told which to offer."""
+    return tuple(name for name, transport in transports_with(None).items() if transport.is_default)
 
 
 def installed() -> tuple[str, ...]:
-    """Return names of the transports that move KV in host memory and whose packages are installed, best first."""
+    """Return the names of those that move KV in memory of the host and whose packages are there, best first."""
     on_host = (name for name in TRANSPORTS if name != CudaIpcTransport.name)
     return tuple(name for name in on_host if name != NixlTransport.name or is_installed())

@@ -23,6 +23,7 @@ from kvtransfer.errors import FrameError, PeerClosed, TransportUnavailable
 from kvtransfer.framing import copy_runs
 from kvtransfer.manifest import KVMemory, Part, Rectangle, copies, shape_of
 from kvtransfer.native.library import Runs
+from kvtransfer.reach import Reach, Scope
 from kvtransfer.stream import SocketStream
 from kvtransfer.transports.common import UnixSocketTransport, announce, shape_of_sender, source_of
 from kvtransfer.transports.peer_pool_cache import MappedPool, MappedPools
@@ -121,6 +122,9 @@ class ShmTransport(UnixSocketTransport):
     """Transfer between processes of one user on one host."""
 
     name = "shm"
+    reach = Reach(Scope.HOST)
+    summary = "one copy out of shared memory"
+    max_shown_bytes = None
 
     def __init__(self) -> None:
         self._pools = MappedPools()

@@ -10,6 +10,7 @@ from concurrent.futures import Executor
 
 from kvtransfer.errors import TransportUnavailable
 from kvtransfer.manifest import KVMemory
+from kvtransfer.reach import EVERYWHERE
 from kvtransfer.stream import SocketStream
 from kvtransfer.tls_stream import TlsStream
 from kvtransfer.transports.common import InlineIncoming, InlineOutgoing
@@ -24,7 +25,11 @@ class TcpTransport:
     """Transfer between any two hosts; encrypted if `tls` is given."""
 
     name = "tcp"
+    reach = EVERYWHERE
+    summary = "no copies in Python, several connections"
+    is_default = True
     gains_by_connections = True
+    max_shown_bytes: int | None = None
 
     def __init__(self, tls: Tls | None = None) -> None:
         self._tls = tls

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from pdmesh.engine.speculation.registry import PROPOSERS
+
 DEVICES = ("cpu", "cuda")
 MAX_THREADS = 1024  # torch crashes when the system refuses to start a thread
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -12,7 +14,6 @@ BACKENDS = ("auto", "native", "triton", "torch")
 QUANTIZATIONS = ("auto", "none", "int8", "int4", "fp8")
 QUANTIZATION_GROUPS = (32, 64, 128)
 KV_DTYPES = ("auto", "float32", "bfloat16", "int8", "fp8")
-PROPOSERS = ("prompt_lookup", "retrieval", "lookahead", "heads", "draft_model", "self_draft")
 MAX_DRAFT_TOKENS = 64
 
 

@@ -39,7 +39,7 @@ from pdmesh.engine.speculation.calibration import LONGEST, Circumstances, measur
 from pdmesh.engine.speculation.draft import Draft
 from pdmesh.engine.speculation.handover import unpacked
 from pdmesh.engine.speculation.proposer import Proposer
-from pdmesh.engine.speculation.registry import Drafts, Parts, check_speculation, load_drafts, make_proposers
+from pdmesh.engine.speculation.setup import Drafts, Parts, check_speculation, load_drafts, make_proposers
 from pdmesh.engine.speculation.speculator import Bounds, Speculator
 
 # The integrity check of the blocks, cheap enough to run whenever the engine idles

@@ -11,7 +11,8 @@
 
 `port` is `--port` and PDMESH_PORT; a flag wins over the environment, that over the default. Fields of a nested dataclass
 carry the outer field's name as prefix (`--engine-max-num-seqs`) unless its metadata say `flatten`. Booleans are `--x` and
-`--no-x`. Field types: see `pdmesh.runtime.config`. Metadata: `help`, `flatten`, `secret` (what is given is never shown).
+`--no-x`. Field types: see `pdmesh.runtime.config`. Metadata: `help`, `flatten`, `secret` (what is given is never shown),
+`choices` (the values of a str, such as the names of a registry: read when flags are, so that the registry is the only list).
 A secret may also stand in a file, as Kubernetes mounts it: PDMESH_REDIS_URL_FILE names it; PDMESH_REDIS_URL wins over it.
 """
 
@@ -22,6 +23,7 @@ import dataclasses
 import difflib
 import enum
 import math
+import operator
 import re
 import sys
 import types
@@ -214,7 +216,17 @@ def _walk(cls: type, path: tuple[str, ...], prefix: str, env_prefix: str, base: 
             continue
         if not is_supported(hints[field.name]):
             raise TypeError(f"{cls.__name__}.{field.name}: configuration cannot hold {hints[field.name]}")
-        yield _option(field, path, prefix + field.name, env_prefix, hints[field.name], default)
+        yield _option(field, path, prefix + field.name, env_prefix, _chosen_type(field, hints[field.name]), default)
+
+
+def _chosen_type(field: dataclasses.Field[object], type_: object) -> object:
+    """The field's type, or a Literal of its `choices`. Raises TypeError where those are given for another type than str."""
+    choices = field.metadata.get("choices")
+    if choices is None:
+        return type_
+    if type_ is not str:
+        raise TypeError(f"{field.name}: choices are for text, not for {type_}")
+    return operator.getitem(Literal, tuple(choices))
 
 
 def _option(

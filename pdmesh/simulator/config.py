@@ -14,6 +14,7 @@ from pdmesh.simulator.autoscaling import AutoscaledSettings
 from pdmesh.simulator.routers.routing import MODEL
 from pdmesh.simulator.settings import HandOff, MeshSettings
 from router.flow_control.capacity import AdmissionSettings
+from router.routing.policy import POLICIES
 
 _RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?)(x|/s)")
 _PAIR = re.compile(r"([0-9]+(?:\.[0-9]+)?)@([0-9]+(?:\.[0-9]+)?)")
@@ -49,9 +50,7 @@ class SimulatorConfig:
     decode: int = field(default=0, metadata={"help": "workers with the decode role"})
     both: int = field(default=0, metadata={"help": "workers with both roles"})
     routers: int = field(default=1, metadata={"help": "routers, to which arrivals go in turn; they do not know of each other"})
-    policy: Literal["predict", "round-robin", "least-loaded", "prefix"] = field(
-        default="predict", metadata={"help": "how workers are chosen, as the router's flag"}
-    )
+    policy: str = field(default="predict", metadata={"help": "how workers are chosen, as the router's flag", "choices": POLICIES})
     local_prefill_tokens: int = field(default=32, metadata={"help": "as the router's flag"})
     ttft_ms: int = field(default=0, metadata={"help": "objective for the time to the first token; 0: none"})
     tpot_ms: int = field(default=0, metadata={"help": "objective for the time per output token; 0: none"})

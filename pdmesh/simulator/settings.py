@@ -4,8 +4,7 @@ from dataclasses import dataclass, field
 
 from pdmesh.planning.objectives import ModelObjective
 from router.flow_control.capacity import AdmissionSettings
-
-POLICIES = ("predict", "round-robin", "least-loaded", "prefix")
+from router.routing.policy import POLICIES
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,34 @@ ROLE_DECODE: Role.ValueType  # 2
 """ROLE_DECODE decodes requests."""
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
+class _ReachScope:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ReachScopeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ReachScope.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REACH_SCOPE_UNSPECIFIED: _ReachScope.ValueType  # 0
+    """REACH_SCOPE_UNSPECIFIED: the worker does not say."""
+    REACH_SCOPE_PROCESS: _ReachScope.ValueType  # 1
+    """REACH_SCOPE_PROCESS: both workers have the same epoch."""
+    REACH_SCOPE_HOST: _ReachScope.ValueType  # 2
+    """REACH_SCOPE_HOST: both workers have the same host_id."""
+    REACH_SCOPE_EVERYWHERE: _ReachScope.ValueType  # 3
+    """REACH_SCOPE_EVERYWHERE: any two workers of the mesh."""
+
+class ReachScope(_ReachScope, metaclass=_ReachScopeEnumTypeWrapper):
+    """ReachScope says how far apart two workers may be for a transport."""
+
+REACH_SCOPE_UNSPECIFIED: ReachScope.ValueType  # 0
+"""REACH_SCOPE_UNSPECIFIED: the worker does not say."""
+REACH_SCOPE_PROCESS: ReachScope.ValueType  # 1
+"""REACH_SCOPE_PROCESS: both workers have the same epoch."""
+REACH_SCOPE_HOST: ReachScope.ValueType  # 2
+"""REACH_SCOPE_HOST: both workers have the same host_id."""
+REACH_SCOPE_EVERYWHERE: ReachScope.ValueType  # 3
+"""REACH_SCOPE_EVERYWHERE: any two workers of the mesh."""
+Global___ReachScope: _TypeAlias = ReachScope  # noqa: Y015
+
 @_typing.final
 class GetInfoRequest(_message.Message):
     """GetInfoRequest has no fields."""
@@ -131,6 +159,7 @@ class WorkerInfo(_message.Message):
     HOST_ID_FIELD_NUMBER: _builtins.int
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
     HOME_ROLES_FIELD_NUMBER: _builtins.int
+    TRANSPORT_REACH_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """worker_id is stable over restarts if the deployment names it."""
     epoch: _builtins.int
@@ -161,7 +190,7 @@ class WorkerInfo(_message.Message):
 
     @_builtins.property
     def transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """transports it offers, such as "shm" and "tcp"."""
+        """transports it offers, such as "shm" and "tcp". transport_reach says what each of them reaches."""
 
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -171,6 +200,13 @@ class WorkerInfo(_message.Message):
     def home_roles(self) -> _containers.RepeatedScalarFieldContainer[Global___Role.ValueType]:
         """home_roles that it was started with. It has other roles temporarily, after role switching. Empty means that the worker does
         not say.
+        """
+
+    @_builtins.property
+    def transport_reach(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransportReach]:
+        """transport_reach of each of `transports`: between which workers it moves KV. A transport that is not listed, as with workers
+        of a version before this field, reaches what the other end says of it, or every worker if that does not say it either: the
+        hand-off itself checks again.
         """
 
     def __init__(
@@ -190,14 +226,45 @@ class WorkerInfo(_message.Message):
         host_id: _builtins.str = ...,
         max_num_batched_tokens: _builtins.int = ...,
         home_roles: _abc.Iterable[Global___Role.ValueType] | None = ...,
+        transport_reach: _abc.Iterable[Global___TransportReach] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "home_roles", b"home_roles", "host_id", b"host_id", "identity", b"identity", "layout", b"layout", "max_context", b"max_context", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "roles", b"roles", "transports", b"transports", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "home_roles", b"home_roles", "host_id", b"host_id", "identity", b"identity", "layout", b"layout", "max_context", b"max_context", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "roles", b"roles", "transport_reach", b"transport_reach", "transports", b"transports", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerInfo: _TypeAlias = WorkerInfo  # noqa: Y015
+
+@_typing.final
+class TransportReach(_message.Message):
+    """TransportReach says between which workers a transport moves KV."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    SCOPE_FIELD_NUMBER: _builtins.int
+    SAME_LAYOUT_FIELD_NUMBER: _builtins.int
+    transport: _builtins.str
+    """transport is a name in `transports`."""
+    scope: Global___ReachScope.ValueType
+    """scope within which both workers have to be. A router does not use a transport whose scope it does not know."""
+    same_layout: _builtins.bool
+    """same_layout: the transport converts nothing, so both workers need the same layout. false means that layouts may differ."""
+    def __init__(
+        self,
+        *,
+        transport: _builtins.str = ...,
+        scope: Global___ReachScope.ValueType = ...,
+        same_layout: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["same_layout", b"same_layout", "scope", b"scope", "transport", b"transport"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TransportReach: _TypeAlias = TransportReach  # noqa: Y015
 
 @_typing.final
 class LoadReport(_message.Message):

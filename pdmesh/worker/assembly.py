@@ -284,7 +284,7 @@ class Worker:
             epoch=self.epoch,
             address=self._address,
             model=self._config.served_name,
-            transports=tuple(endpoint.transport for endpoint in self._receiver.endpoints()),
+            transports=self._receiver.reach(),
         )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from decode_service.ports import DecodeSettings, ReservationSettings, StreamSettings
-from kvtransfer.transports.registry import TRANSPORTS
+from kvtransfer.transports.registry import TRANSPORTS, defaults
 from pdmesh.engine.config import EngineConfig
 from pdmesh.runtime.rpc.tls import TlsConfig
 from pdmesh.runtime.telemetry.config import TelemetryConfig
@@ -79,7 +79,7 @@ class WorkerConfig:
     port: int = field(default=0, metadata={"help": "gRPC port; 0 picks a free one"})
     advertise: str = field(default="", metadata={"help": "host at which others reach the worker; empty: --host"})
     transfer_port: int = field(default=0, metadata={"help": "port of the KV receiver (tcp; nixl takes any); 0 picks a free one"})
-    transports: tuple[str, ...] = field(default=("cuda_ipc", "shm", "tcp", "grpc"), metadata={"help": _TRANSPORTS_HELP})
+    transports: tuple[str, ...] = field(default=defaults(), metadata={"help": _TRANSPORTS_HELP})
     worker_id: str = field(default="", metadata={"help": "name of this worker, stable over restarts; empty: a random one"})
     redis: str = field(
         default="", metadata={"help": "URL of the registry; empty: routers list this worker in --workers", "secret": True}

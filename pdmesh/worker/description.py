@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvtransfer.manifest import PROTOCOL_VERSION
+from kvtransfer.reach import Reach, Scope
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.memory import effective_max_context
 from pdmesh.runtime.process import host_id
@@ -39,6 +41,17 @@ def layout_of(engine: Engine) -> common_pb2.KVLayout:
     )
 
 
+_SCOPES = {
+    Scope.PROCESS: worker_pb2.REACH_SCOPE_PROCESS,
+    Scope.HOST: worker_pb2.REACH_SCOPE_HOST,
+    Scope.EVERYWHERE: worker_pb2.REACH_SCOPE_EVERYWHERE,
+}
+
+
+def _reach(transport: str, reach: Reach) -> worker_pb2.TransportReach:
+    return worker_pb2.TransportReach(transport=transport, scope=_SCOPES[reach.scope], same_layout=reach.same_layout)
+
+
 @dataclass(frozen=True)
 class Description:
     """Hold what does not change while the worker runs, and its roles, which may change."""
@@ -48,7 +61,7 @@ class Description:
     address: str
     identity: common_pb2.Identity
     layout: common_pb2.KVLayout
-    transports: tuple[str, ...]
+    transports: Mapping[str, Reach]
     max_context: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -66,7 +79,8 @@ class Description:
             home_roles=self.gate.home_roles,
             identity=self.identity,
             layout=self.layout,
-            transports=self.transports,
+            transports=list(self.transports),
+            transport_reach=[_reach(name, reach) for name, reach in self.transports.items()],
             max_context=self.max_context,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
@@ -84,7 +98,7 @@ def describe(
     epoch: int,
     address: str,
     model: str,
-    transports: tuple[str, ...],
+    transports: Mapping[str, Reach],
 ) -> Description:
     """Return the description of a worker around `engine`."""
     return Description(

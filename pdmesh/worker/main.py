@@ -19,7 +19,7 @@ from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.loader.builder import Progress
 from pdmesh.engine.loader.loader import load_model
-from pdmesh.engine.speculation.registry import check_speculation, names_for
+from pdmesh.engine.speculation.setup import check_speculation, names_for
 from pdmesh.runtime import log
 from pdmesh.runtime.config import ConfigError, load
 from pdmesh.runtime.process import Lifecycle, run

@@ -5,13 +5,22 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING
 
+from pdmesh.runtime.rpc.server import GrpcServer
 from pdmesh.v1 import mesh_pb2
-from pdmesh.v1.mesh_pb2_grpc import MeshServicer
+from pdmesh.v1.mesh_pb2_grpc import MeshServicer, add_MeshServicer_to_server
 from router.api import frontend as request_metadata
 from router.api.frontend import Frontend
 
 if TYPE_CHECKING:
     from pdmesh.v1.mesh_pb2_grpc import _ServicerContext
+
+
+SERVICE_NAME = "pdmesh.v1.Mesh"
+
+
+def add_services(server: GrpcServer, frontend: Frontend) -> None:
+    """Add the service to a router's gRPC server."""
+    server.register(add_MeshServicer_to_server, MeshService(frontend), SERVICE_NAME)
 
 
 class MeshService(MeshServicer):

@@ -1,4 +1,4 @@
-"""Where a request goes: what each candidate would cost in seconds, of the request's own time and of everybody else's. Pure.
+"""Where a request goes: what each candidate would cost in seconds, of the request's own time and of all others'. Pure.
 
     cost = TTFT + (tokens expected - 1) · TPOT      of the request itself
          + delay                                    of the sequences that run already, summed
@@ -12,7 +12,7 @@ says more.
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from pdmesh.planning.latency_model import PACE_TARGET
 from router.routing.cost_model import (
@@ -134,30 +134,13 @@ def paired(prompt: PromptPart, output: OutputPart, over: Overhead, gaps: float, 
 MISS_PENALTY_S = 10.0
 MISSES_MORE = 0.1
 LATER = 1.5
-"""What somebody who can begin at once may cost more than the best, who cannot: in misses, and times its TTFT."""
+"""What a candidate that can begin at once may cost more than the best, which has to wait: in misses, and times its TTFT."""
 SHORTLIST, LARGE_FLEET, SHORTLIST_OF_LARGE = 4, 64, 2
 """Of so many workers, the best two of a ranking differ little from the next."""
 
 THOROUGH = 256
 MAX_HOLDERS = 64
 """Where more workers than this hold a part of the prompt, the shortlists contain good ones anyway."""
-
-
-class Policy(Protocol):
-    """A way to choose. `now` is monotonic seconds."""
-
-    name: str
-
-    def choose(self, fleet_snapshot: FleetSnapshot, routing_request: RoutingRequest, now: float) -> Placement | NoPlacement:
-        """The placement of one request."""
-
-    def choose_prefill(
-        self, fleet_snapshot: FleetSnapshot, decode: WorkerSnapshot, routing_request: RoutingRequest, now: float
-    ) -> WorkerSnapshot | None:
-        """Another prefill worker for a request that `decode` has reserved already; None without one."""
-
-    def placed(self, decode: WorkerSnapshot, prefill: WorkerSnapshot | None) -> None:
-        """What it chose is being done."""
 
 
 class PredictPolicy:
@@ -171,7 +154,7 @@ class PredictPolicy:
         self._shortlist = shortlist
 
     def choose(self, fleet_snapshot: FleetSnapshot, routing_request: RoutingRequest, now: float) -> Placement | NoPlacement:
-        """As `Policy` says; equal snapshots get equal answers."""
+        """Return the placement of one request; equal snapshots get equal answers."""
         candidates: list[Candidate] = []
         owners: list[WorkerEstimate] = []
         for group in fleet_snapshot.groups(routing_request.model, routing_request.kind):
@@ -188,7 +171,7 @@ class PredictPolicy:
     def choose_prefill(
         self, fleet_snapshot: FleetSnapshot, decode: WorkerSnapshot, routing_request: RoutingRequest, now: float
     ) -> WorkerSnapshot | None:
-        """The cheapest pair with this decode worker."""
+        """Return the prefill worker of the cheapest pair with this decode worker; None without one."""
         group = fleet_snapshot.group_of(decode)
         owner = group.engines[decode.address]
         count = self._count(group)
@@ -197,12 +180,13 @@ class PredictPolicy:
         return _least(candidates).prefill if candidates else None
 
     def placed(self, decode: WorkerSnapshot, prefill: WorkerSnapshot | None) -> None:
-        """It remembers nothing: the views do."""
+        """Remember nothing: the snapshots count what was dispatched."""
 
     def _look_everywhere(
         self, fleet_snapshot: FleetSnapshot, routing_request: RoutingRequest, now: float
     ) -> Placement | NoPlacement | None:
-        """REMOTE was asked for, and nobody on the shortlists reaches anybody: None if everybody was on them."""
+        """Return the choice among all workers where REMOTE was asked for and no pair of the shortlists fits; None if all were on
+        them."""
         if self._shortlist is not None or len(fleet_snapshot) <= SHORTLIST:
             return None
         thorough = PredictPolicy(self._overheads, shortlist=min(len(fleet_snapshot), THOROUGH))
@@ -306,7 +290,7 @@ class _Look:
     def remote(self, decodes: Iterable[WorkerEstimate], prefills: Iterable[WorkerEstimate]) -> list[Candidate]:
         """Pairs of the best by what each side costs alone: together they cost little more than the sum.
 
-        KV of another element type gives other tokens than decode's own: only where there is nobody else."""
+        KV of another element type gives other tokens than decode's own: it is the last resort."""
         prompts, outputs = sorted(prefills, key=self._prompt_order), sorted(decodes, key=self._output_order)
         found, goals, gaps, parts = list[Candidate](), self._goals, self._gaps, self._prompts
         expected, pressure, between = self._expected, self._pressure, self._overheads.between
@@ -364,13 +348,13 @@ class _Look:
 
 
 def _prompt_alone(prompt: PromptPart, goals: Goals) -> float:
-    """What computing the prompt costs, whoever owns it."""
+    """Return what computing the prompt costs, on whatever decode worker."""
     misses = miss(prompt.compute_s, goals.ttft_s) + prompt.misses
     return prompt.compute_s + prompt.lost_s + MISS_PENALTY_S * misses
 
 
 def _alone(output: OutputPart, expected: float) -> float:
-    """What owning the request costs, whoever computes the prompt."""
+    """Return what decoding the request costs, whatever worker computes the prompt."""
     misses = output.own_misses + output.misses
     return output.queue_s + expected * output.tpot_s + output.slowed_s + MISS_PENALTY_S * misses
 
@@ -382,8 +366,8 @@ def cost_s(predicted: Prediction, expected_tokens: float, pressure: float) -> fl
 
 
 def _least(candidates: list[Candidate]) -> Candidate:
-    """The first by `Candidate.order`. Where that would have to wait, and somebody else can begin without anybody's missing an
-    objective for it: the first of those, so that nobody is idle while requests wait."""
+    """Return the first by `Candidate.order`. Where that would have to wait, and others can begin without one more missed
+    objective, return the first of those: no worker is idle while requests wait."""
     roomy = [candidate for candidate in candidates if candidate.has_room] or candidates
     best = _first(roomy)
     if best.prediction is None or not is_saturated(best.prediction.ttft_s, best.prediction.ahead_s):

@@ -10,17 +10,16 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from kvtransfer.layout import Layout
+from kvtransfer.reach import Transports
 from router.routing.cost_model import Prediction, WorkerEstimate
 from router.routing.worker_snapshot import Mode, WorkerKey, WorkerSnapshot
-
-_REACH_EVERYWHERE = frozenset({"nixl", "tcp", "grpc"})
 
 
 @dataclass(slots=True)
 class RoutingRequest:
     """What a request needs. `cached_tokens` by worker; `kind` pins the kind of worker that the request started on.
 
-    Nobody changes one: it is not frozen because that takes three times as long to make, and each decision makes one.
+    It is never changed: it is not frozen because that takes three times as long to make, and each decision makes one.
 
     `expected_tokens` it is thought to generate for each choice; the goals are seconds, None without
     an objective: its own, and the TPOT of what runs beside it.
@@ -93,7 +92,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class NoPlacement:
-    """Nobody can take it now. `full`: some worker fits and would, had it room. `never`: too large for any of them."""
+    """No worker can take it now. `full`: some worker fits and would, had it room. `never`: too large for any of them."""
 
     reason: str
     full: bool = False
@@ -141,19 +140,19 @@ def compatible(prefill: WorkerSnapshot, decode: WorkerSnapshot) -> bool:
     """May these two hand over KV? Equal identity, a layout that converts, and a transport that reaches."""
     if prefill.identity != decode.identity or (prefill.address == decode.address and prefill.epoch == decode.epoch):
         return False
-    if prefill.layout is decode.layout and prefill.transports is decode.transports and "tcp" in prefill.transports:
+    if prefill.layout is decode.layout and prefill.transports is decode.transports and prefill.transports.reach_all:
         return True  # most pairs are alike, and most decisions ask about dozens of them
-    same_host = prefill.host_id == decode.host_id
-    return _hands_over(prefill.layout, decode.layout, prefill.transports, decode.transports, same_host)
+    same_process, same_host = prefill.epoch == decode.epoch, prefill.host_id == decode.host_id
+    return _hands_over(prefill.layout, decode.layout, prefill.transports, decode.transports, same_process, same_host)
 
 
 @lru_cache(maxsize=1024)
-def _hands_over(prefill: Layout, decode: Layout, ours: frozenset[str], theirs: frozenset[str], same_host: bool) -> bool:
-    common = ours & theirs
+def _hands_over(
+    prefill: Layout, decode: Layout, ours: Transports, theirs: Transports, same_process: bool, same_host: bool
+) -> bool:
     if prefill.difference(decode) is not None:
         return False
-    here = {"shm", "cuda_ipc"} if prefill == decode else {"shm"}  # cuda_ipc converts nothing
-    return bool(_REACH_EVERYWHERE & common) or (same_host and bool(here & common))
+    return ours.meet(theirs, same_process=same_process, same_host=same_host, same_layout=prefill == decode)
 
 
 def explain_no_candidate(workers: Iterable[WorkerSnapshot], routing_request: RoutingRequest) -> NoPlacement:
@@ -170,7 +169,7 @@ def explain_no_candidate(workers: Iterable[WorkerSnapshot], routing_request: Rou
 
 
 def no_partner(decode: Iterable[WorkerSnapshot]) -> NoPlacement:
-    """REMOTE was asked for, and nobody can do it."""
+    """Return that REMOTE was asked for and cannot be done."""
     names = ", ".join(worker.worker_id for worker in decode)
     return NoPlacement(f"REMOTE was asked for and no prefill worker fits {names}")
 

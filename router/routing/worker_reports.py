@@ -1,9 +1,11 @@
 """From a worker's own messages to the value that the policy looks at."""
 
+from contextlib import suppress
 from functools import lru_cache
 from typing import NamedTuple
 
 from kvtransfer.layout import Layout
+from kvtransfer.reach import Reach, Transports
 from pdmesh.planning.latency_model import LatencyModel
 from pdmesh.v1 import common_pb2, worker_pb2
 from router.routing.fleet_snapshot import is_usable
@@ -34,7 +36,7 @@ class Described(NamedTuple):
     model: str
     identity: tuple[object, ...]
     layout: Layout
-    transports: frozenset[str]
+    transports: Transports
     host_id: str
     max_context: int
     max_num_seqs: int
@@ -64,7 +66,7 @@ def describe(info: worker_pb2.WorkerInfo) -> Described:
         model=info.identity.model,
         identity=_identity(identity_of(info.identity)),
         layout=_layout(Layout.of(info.layout)),
-        transports=_transports(tuple(info.transports)),
+        transports=_transports(_reach_of(info)),
         host_id=info.host_id,
         max_context=info.max_context,
         max_num_seqs=info.max_num_seqs,
@@ -158,8 +160,18 @@ def _identity(identity: tuple[object, ...]) -> tuple[object, ...]:
 
 
 @lru_cache(maxsize=256)
-def _transports(names: tuple[str, ...]) -> frozenset[str]:
-    return frozenset(names)
+def _transports(reach: tuple[tuple[str, Reach | None], ...]) -> Transports:
+    return Transports.of(dict(reach))
+
+
+def _reach_of(info: worker_pb2.WorkerInfo) -> tuple[tuple[str, Reach | None], ...]:
+    """Return each transport with its reach, None where the worker does not say it; without those of a scope that is not known."""
+    said = {each.transport: each for each in info.transport_reach}
+    known = []
+    for name in info.transports:
+        with suppress(ValueError):  # a scope of a later version
+            known.append((name, Reach.of(said[name]) if name in said else None))
+    return tuple(known)
 
 
 def problem_of(info: worker_pb2.WorkerInfo) -> str | None:

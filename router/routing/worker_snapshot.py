@@ -4,6 +4,7 @@ import enum
 from dataclasses import dataclass
 
 from kvtransfer.layout import Layout
+from kvtransfer.reach import Transports
 from pdmesh.planning.latency_model import LatencyModel
 
 WorkerKey = tuple[str, int]
@@ -11,7 +12,7 @@ WorkerKey = tuple[str, int]
 
 
 class Mode(enum.Enum):
-    """Who computes the prompt: decode itself, or a prefill worker."""
+    """Where the prompt is computed: on the decode worker itself, or on a prefill worker."""
 
     LOCAL = "local"
     REMOTE = "remote"
@@ -21,7 +22,7 @@ class Mode(enum.Enum):
 class WorkerSnapshot:
     """One worker that lives and takes work. `identity` is compared for equality only.
 
-    Nobody changes one. It is not frozen because thousands are made in a second, and freezing takes three times as long.
+    It is never changed. It is not frozen because thousands are made in a second, and freezing takes three times as long.
 
     `figures_at`: monotonic seconds at which its numbers were true; `dispatched_*` is what this router sent there since.
     `num_decoding` sequences attend to `decode_context` tokens in every step; `num_starting` are prefilled or reserved and will
@@ -40,7 +41,7 @@ class WorkerSnapshot:
     decode: bool
     identity: tuple[object, ...]
     layout: Layout
-    transports: frozenset[str]
+    transports: Transports
     host_id: str
     block_size: int
     max_context: int
@@ -78,7 +79,7 @@ class WorkerSnapshot:
         return (self.identity, self.layout.kv_dtype)
 
     def idle_tpot_s(self, num_sequences: int, context: int) -> float | None:
-        """What a token would take so many sequences here, with nobody else. None while it does not say how fast it is."""
+        """Return the seconds of a token with so many sequences here and no others. None while it does not say how fast it is."""
         model = self.latency
         if model is None:
             return None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pdmesh.engine.config import MAX_DRAFT_TOKENS, PROPOSERS, EngineConfig, named_proposers
+from pdmesh.engine.config import MAX_DRAFT_TOKENS, EngineConfig, named_proposers
+from pdmesh.engine.speculation.registry import PROPOSERS
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,7 @@ def test_probes_ask_what_the_program_answers(mesh: str, workload: Workload, cont
             assert not config.tls.is_set  # the kubelet would not get through
             assert probe["grpc"].get("service", "pdmesh.v1.Mesh") in GRPC_SERVICES
         if way == "httpGet":
-            assert f'"{probe[way]["path"]}"' in inspect.getsource(server.build_app)
+            assert f'"{probe[way]["path"]}"' in inspect.getsource(server.routes)
             assert (probe[way].get("scheme") == "HTTPS") == config.tls.is_set
             assert not config.tls.is_set or config.tls_client_auth == "none"  # the kubelet shows no certificate
     assert isinstance(config, WorkerConfig) or "grpc" not in container["livenessProbe"]  # not ready is not dead

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtransfer.transports.registry import installed
+from kvtransfer.transports.registry import installed, transports_with
 from pdmesh import cli
 from pdmesh.commands import doctor as command
 from pdmesh.commands import up
@@ -43,13 +43,16 @@ def test_this_machine_moves_kv_over_every_transport() -> None:
     assert finding.found.startswith("shm ") and finding.found.count("GB/s") == len(installed())
 
 
+KNOWN = transports_with(None)
+
+
 def test_kv_transports_that_fail_cost_speed_or_the_hand_off() -> None:
-    finding = transfer.judge({"grpc": 0.9e9}, {"shm": "shm: no memfd", "tcp": "tcp: closed"})
+    finding = transfer.judge({"grpc": 0.9e9}, {"shm": "shm: no memfd", "tcp": "tcp: closed"}, KNOWN)
     assert finding.state is State.WARN and "no memfd" in finding.remedy and "tcp: closed" in finding.remedy
     assert finding.found.startswith("grpc 0.90 GB/s; on this host grpc (")
-    assert "across hosts none" in transfer.judge({"shm": 3e9}, {"tcp": "closed"}).found
-    assert transfer.judge({}, {"tcp": "closed"}).state is State.MISSING
-    optional = transfer.judge({"shm": 3e9, "tcp": 2e9}, {"nixl": "nixl: does not load"})
+    assert "across hosts none" in transfer.judge({"shm": 3e9}, {"tcp": "closed"}, KNOWN).found
+    assert transfer.judge({}, {"tcp": "closed"}, KNOWN).state is State.MISSING
+    optional = transfer.judge({"shm": 3e9, "tcp": 2e9}, {"nixl": "nixl: does not load"}, KNOWN)
     assert optional.state is State.WARN and "does not load" in optional.remedy and "loopback" not in optional.remedy
 
 

@@ -3,6 +3,8 @@
 from dataclasses import replace
 
 from kvtransfer.layout import Layout
+from kvtransfer.reach import Transports
+from kvtransfer.transports.registry import transports_with
 from pdmesh.planning.latency_model import LatencyModel
 from router.routing.worker_snapshot import WorkerSnapshot
 
@@ -15,6 +17,13 @@ SPEED = LatencyModel(
     num_steps=99,
 )
 
+
+def offers(*names: str) -> Transports:
+    """These transports, as a worker registers them."""
+    known = transports_with(None)
+    return Transports.of({name: known[name].reach for name in names})
+
+
 BASE = WorkerSnapshot(
     worker_id="",
     address="",
@@ -24,7 +33,7 @@ BASE = WorkerSnapshot(
     decode=False,
     identity=("m", "hash"),
     layout=Layout(16, "float32"),
-    transports=frozenset({"tcp", "shm"}),
+    transports=offers("tcp", "shm"),
     host_id="here",
     block_size=16,
     max_context=8192,

@@ -5,11 +5,13 @@ from dataclasses import replace
 import pytest
 
 from kvtransfer.layout import Layout
+from router.routing.cost_model import Overheads
 from router.routing.filters import NoPlacement, Placement, RoutingRequest, compatible
 from router.routing.fleet_snapshot import FleetSnapshot
-from router.routing.policies.single_signal import SingleSignalPolicy, preference
+from router.routing.policy import POLICIES, make_policy
 from router.routing.worker_snapshot import Mode, WorkerSnapshot
 from tests.router import fleets
+from tests.router.fleets import offers
 
 SMALL = {"max_context": 2048, "max_num_seqs": 8, "num_total_blocks": 100, "latency": None, "max_num_batched_tokens": 0}
 
@@ -21,7 +23,7 @@ def worker(name: str, **fields: object) -> WorkerSnapshot:
 
 def device_pair(**prefill: object) -> list[WorkerSnapshot]:
     """Two on GPUs of one host that have no other transport in common."""
-    only = {"transports": frozenset({"cuda_ipc"})}
+    only = {"transports": offers("cuda_ipc")}
     return [worker("p0", **only, **prefill), worker("d0", **only)]
 
 
@@ -29,7 +31,7 @@ DEMAND = RoutingRequest(model="m", num_tokens=160, max_total_tokens=200)
 P0, P1, D0, D1, BOTH = worker("p0"), worker("p1"), worker("d0"), worker("d1"), worker("pd")
 
 
-LEAST_LOADED = SingleSignalPolicy(preference("least-loaded"), local_prefill_tokens=32)
+LEAST_LOADED = make_policy("least-loaded", Overheads(), local_prefill_tokens=32)
 
 
 def place(workers: list[WorkerSnapshot], **routing_request: object) -> tuple[str, str | None] | NoPlacement:
@@ -72,15 +74,15 @@ def place(workers: list[WorkerSnapshot], **routing_request: object) -> tuple[str
         ([worker("p0", layout=Layout(16, "float32", arrangement="panels")), D0], {}, ("d0", None)),
         ([P0, D0, worker("d1", identity=("m", "old"))], {"kind": (("m", "old"), "float32")}, ("d1", None)),
         ([worker("p0", model="x"), worker("d0", model="x"), D1], {}, ("d1", None)),
-        ([worker("p0", host_id="there", transports=frozenset({"shm"})), D0], {}, ("d0", None)),  # shm does not reach
-        ([worker("p0", transports=frozenset({"shm"})), D0], {}, ("d0", "p0")),
+        ([worker("p0", host_id="there", transports=offers("shm")), D0], {}, ("d0", None)),  # shm does not reach
+        ([worker("p0", transports=offers("shm")), D0], {}, ("d0", "p0")),
         (device_pair(), {}, ("d0", "p0")),
         (device_pair(host_id="there"), {}, ("d0", None)),
         (device_pair(layout=Layout(32, "float32")), {}, ("d0", None)),  # cuda_ipc converts nothing
         ([worker("p0", host_id="there"), D0], {}, ("d0", "p0")),  # tcp does
-        ([worker("p0", host_id="there", transports=frozenset({"grpc"})), D1], {}, ("d1", None)),
+        ([worker("p0", host_id="there", transports=offers("grpc")), D1], {}, ("d1", None)),
         (
-            [worker("p0", host_id="there", transports=frozenset({"grpc"})), worker("d0", transports=frozenset({"tcp", "grpc"}))],
+            [worker("p0", host_id="there", transports=offers("grpc")), worker("d0", transports=offers("tcp", "grpc"))],
             {},
             ("d0", "p0"),
         ),
@@ -131,3 +133,7 @@ def test_retry_takes_only_what_fits_the_reservation() -> None:
     routing_request = replace(DEMAND, excluded_prefill=frozenset({P0.key}))
     assert LEAST_LOADED.choose_prefill(FleetSnapshot([P0, foreign, D0]), D0, routing_request, 0.0) is None
     assert not compatible(foreign, D0)
+
+
+def test_every_policy_says_the_name_that_it_is_listed_by() -> None:
+    assert {name: make_policy(name, Overheads(), 32).name for name in POLICIES} == {name: name for name in POLICIES}

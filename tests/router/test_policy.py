@@ -12,7 +12,7 @@ from router.routing.cost_policy import PredictPolicy
 from router.routing.filters import Candidate, NoPlacement, Placement, RoutingRequest, compatible, has_room
 from router.routing.fleet_snapshot import FleetSnapshot
 from router.routing.worker_snapshot import Mode, WorkerSnapshot
-from tests.router.fleets import SPEED, running, worker
+from tests.router.fleets import SPEED, offers, running, worker
 
 DEMAND = RoutingRequest(model="m", num_tokens=400, max_total_tokens=500, expected_tokens=64)
 POLICY = PredictPolicy(Overheads(), local_prefill_tokens=32)
@@ -71,7 +71,7 @@ BUSY = running("d0", 12)
         ([P0, BUSY], {"excluded_prefill": frozenset({P0.key})}, ("d0", None)),
         ([worker("p0", identity=("m", "old")), BUSY], {}, ("d0", None)),
         ([worker("d0", identity=("m", "old")), D1], {"kind": (("m", "hash"), "float32")}, ("d1", None)),
-        ([worker("p0", host_id="there", transports=frozenset({"shm"})), BUSY], {}, ("d0", None)),
+        ([worker("p0", host_id="there", transports=offers("shm")), BUSY], {}, ("d0", None)),
         ([worker("d0", penalty_s=30.0), running("d1", 4)], {}, ("d1", None)),
         ([replace(P0, latency=None), replace(BUSY, latency=None)], {"num_tokens": 2000}, ("d0", "p0")),  # nobody says how fast
         ([replace(P0, latency=None), BUSY], {}, ("d0", "p0")),  # as fast as the others, it is thought
@@ -178,10 +178,10 @@ def test_a_retry_takes_what_fits_the_reservation() -> None:
 
 def test_remote_finds_the_only_pair_of_a_large_fleet() -> None:
     """Nobody on the shortlists can hand over: asked for REMOTE, the policy looks at everybody."""
-    lonely = [worker(f"d{number}", host_id=f"h{number}", transports=frozenset({"shm"})) for number in range(20)]
+    lonely = [worker(f"d{number}", host_id=f"h{number}", transports=offers("shm")) for number in range(20)]
     pair = [
-        running("d99", 30, host_id="far", transports=frozenset({"shm"})),
-        worker("p99", host_id="far", transports=frozenset({"shm"})),
+        running("d99", 30, host_id="far", transports=offers("shm")),
+        worker("p99", host_id="far", transports=offers("shm")),
     ]
     assert names(choose(lonely + pair, replace(DEMAND, mode=Mode.REMOTE))) == ("d99", "p99")
 

@@ -227,3 +227,26 @@ def test_parse_value_gives_a_value_or_a_value_error(type_: object, text: str) ->
 def test_what_no_text_can_say_is_refused() -> None:
     with pytest.raises(ValueError, match="cannot be written"):
         config_values.format_value(tuple[str, ...], ("a,b",))
+
+
+def test_choices_of_a_registry_are_read_when_flags_are() -> None:
+    registry = {"plain": 1}
+
+    @dataclass(frozen=True)
+    class Chosen:
+        kind: str = field(default="plain", metadata={"choices": registry})
+
+    with pytest.raises(ConfigError, match="'fancy' is not known; give one of plain"):
+        parse(Chosen, ["--kind=fancy"], {}, prog="test")
+    registry["fancy"] = 2
+    assert parse(Chosen, ["--kind=fancy"], {}, prog="test").kind == "fancy"
+    assert "plain|fancy" in describe(Chosen).replace("\\|", "|")
+
+
+def test_choices_are_for_text() -> None:
+    @dataclass(frozen=True)
+    class Wrong:
+        count: int = field(default=1, metadata={"choices": ("1",)})
+
+    with pytest.raises(TypeError, match="choices are for text"):
+        parse(Wrong, [], {}, prog="test")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pdmesh.runtime.registry.records import InvalidRecord, check_address, check_worker, decode_router, decode_worker
 from pdmesh.v1.common_pb2 import Identity, KVLayout
-from pdmesh.v1.worker_pb2 import ROLE_DECODE, ROLE_PREFILL, WorkerInfo
+from pdmesh.v1.worker_pb2 import ROLE_DECODE, ROLE_PREFILL, TransportReach, WorkerInfo
 
 
 def worker(worker_id: str = "w1", **changes: object) -> WorkerInfo:
@@ -74,6 +74,8 @@ def test_element_types_of_kv(kv_dtype: str) -> None:
         (lambda info: setattr(info, "num_blocks", (1 << 32) - 1), "num_blocks"),
         (lambda info: info.eos_token_ids.extend(range(2000)), "eos_token_ids"),
         (lambda info: info.transports.append("SHM!"), "transports"),
+        (lambda info: info.transport_reach.add(transport="pigeon"), "transport_reach"),
+        (lambda info: info.transport_reach.extend([TransportReach(transport="shm")] * 17), "transport_reach"),
         (lambda info: setattr(info, "host_id", "h" * 300), "host_id"),
     ],
 )

@@ -13,9 +13,10 @@ from pdmesh.simulator.arrivals import Arrival
 from pdmesh.simulator.mesh import Mesh, PoolCounts
 from pdmesh.simulator.request import End, Request
 from pdmesh.simulator.routers.routing import MODEL
-from pdmesh.simulator.settings import POLICIES, HandOff, MeshSettings
+from pdmesh.simulator.settings import HandOff, MeshSettings
 from pdmesh.simulator.workers.spec import WorkerSpec
 from router.flow_control.capacity import AdmissionSettings
+from router.routing.policy import POLICIES
 from tests.simulator.specs import LARGE, SMALL, SPEED
 
 OBJECTIVE = ModelObjective(MODEL, 300, 20, 0.99)
@@ -72,7 +73,7 @@ arrivals = st.lists(
 
 @given(
     arrivals,
-    st.sampled_from(POLICIES),
+    st.sampled_from(list(POLICIES)),
     st.sampled_from([None, AdmissionSettings(max_inflight=6, max_queued=4)]),
     st.sampled_from([None, OBJECTIVE]),
     st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 1)).filter(lambda counts: counts[1] + counts[2] > 0),

@@ -21,27 +21,11 @@ from google.protobuf.descriptor import FileDescriptor
 from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorProto
 
 from kvtransfer.transports.registry import TRANSPORTS
-from pdmesh import client, errors
+from pdmesh import cli, client, errors
 from pdmesh.autoscaler.config import AutoscalerConfig
 from pdmesh.autoscaler.metrics import ALL as AUTOSCALER_INSTRUMENTS
 from pdmesh.client import types as client_types
 from pdmesh.client.stream import AsyncStream, Stream
-from pdmesh.commands.chat import Options as Chat
-from pdmesh.commands.demo import Options as Demo
-from pdmesh.commands.doctor import Options as Doctor
-from pdmesh.commands.explain import Options as Explain
-from pdmesh.commands.generate import Options as Generate
-from pdmesh.commands.keys import Options as Keys
-from pdmesh.commands.loadtest import Options as Loadtest
-from pdmesh.commands.loadtest_compare import Options as LoadtestCompare
-from pdmesh.commands.loadtest_report import Options as LoadtestReport
-from pdmesh.commands.models import Options as Models
-from pdmesh.commands.plan import Options as Plan
-from pdmesh.commands.profile import Options as Profile
-from pdmesh.commands.roles import Options as Roles
-from pdmesh.commands.status import Options as Status
-from pdmesh.commands.tls import Options as Tls
-from pdmesh.commands.up import Options as Up
 from pdmesh.console.main import ConsoleConfig
 from pdmesh.engine.kernels.cpu.isa import TIERS
 from pdmesh.loadtest.arrivals import KINDS
@@ -75,11 +59,7 @@ PROGRAMS: dict[str, type] = {
     "autoscaler": AutoscalerConfig, "simulator": SimulatorConfig, "pdmesh.console": ConsoleConfig,
 }  # fmt: skip
 # By the words behind `pdmesh`.
-COMMANDS: dict[str, type] = {
-    "chat": Chat, "demo": Demo, "doctor": Doctor, "explain": Explain, "generate": Generate, "keys": Keys, "loadtest": Loadtest,
-    "loadtest compare": LoadtestCompare, "loadtest report": LoadtestReport, "models": Models, "plan": Plan, "profile": Profile,
-    "roles": Roles, "status": Status, "tls": Tls, "up": Up,
-}  # fmt: skip
+COMMANDS: dict[str, type] = {" ".join(words): cli.command_of(words).Options for words in cli.all_commands()}
 API_FILES = (common_pb2, decode_pb2, mesh_pb2, prefill_pb2, transfer_pb2, worker_pb2)
 FOREIGN_FILES = (grpc_service_pb2, vllm_engine_pb2)
 _PROTOCOLS = {f"__{name}__" for name in ("iter", "next", "enter", "exit", "aiter", "anext", "aenter", "aexit")}

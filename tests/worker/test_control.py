@@ -28,6 +28,11 @@ def roles(*wanted: worker_pb2.Role.ValueType, drain_timeout_ms: int = 0) -> work
 async def test_info_is_complete(decoder: Peer) -> None:
     info = await decoder.control.GetInfo(worker_pb2.GetInfoRequest())
     assert (info.worker_id, list(info.roles), list(info.transports)) == ("d", [DECODE], ["shm", "tcp", "grpc"])
+    assert [(each.transport, each.scope, each.same_layout) for each in info.transport_reach] == [
+        ("shm", worker_pb2.REACH_SCOPE_HOST, False),
+        ("tcp", worker_pb2.REACH_SCOPE_EVERYWHERE, False),
+        ("grpc", worker_pb2.REACH_SCOPE_EVERYWHERE, False),
+    ]
     assert (info.identity.model, info.identity.protocol_version) == (MODEL, PROTOCOL_VERSION)
     assert len(info.identity.weights_hash) == 64
     assert (info.layout.block_size, info.layout.kv_dtype, info.layout.tensor_parallel_size) == (16, "float32", 1)

@@ -31,7 +31,14 @@ from kvtransfer.staging import StagedMemory
 from kvtransfer.stream import SocketStream
 from kvtransfer.transports.common import InlineIncoming, InlineOutgoing, announce, shown_by, source_of, unusable
 from kvtransfer.transports.nixl.agent import HOST, Agent, NixlUnusable, is_installed
-from kvtransfer.transports.nixl.device import DeviceReader, NixlDeviceIncoming, NixlDeviceOutgoing, check_pool, place_of
+from kvtransfer.transports.nixl.device import (
+    ROOM_BYTES,
+    DeviceReader,
+    NixlDeviceIncoming,
+    NixlDeviceOutgoing,
+    check_pool,
+    place_of,
+)
 from kvtransfer.transports.nixl.reader import Pull, Reader, Remote
 from kvtransfer.transports.tcp import TcpTransport
 from pdmesh.runtime.rpc.tls import Tls
@@ -141,7 +148,10 @@ class NixlTransport(TcpTransport):
     """Transfer between any two hosts whose processes have the package."""
 
     name = "nixl"
+    summary = "RDMA, where the hosts have it"
+    is_default = False  # it needs a package, and a network that is set up for it
     gains_by_connections = False
+    max_shown_bytes = ROOM_BYTES
 
     def __init__(self, tls: Tls | None = None) -> None:
         super().__init__(tls)

@@ -82,6 +82,8 @@ def check_worker(info: worker_pb2.WorkerInfo) -> None:
     _check_capacity(info)
     if len(info.transports) > 16 or not all(_TRANSPORT.fullmatch(name) for name in info.transports):
         raise InvalidRecord(f"transports {[name[:20] for name in info.transports[:16]]} are not names of transports")
+    if len(info.transport_reach) > 16 or not {each.transport for each in info.transport_reach} <= set(info.transports):
+        raise InvalidRecord("transport_reach is about more than the transports")
     _check_text("host_id", info.host_id)
 
 

@@ -5,6 +5,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from kvtransfer.layout import Layout
+from kvtransfer.reach import EVERYWHERE, Transports
 from pdmesh.simulator.request import Request
 from pdmesh.simulator.settings import MeshSettings
 from pdmesh.simulator.workers.spec import WorkerSpec
@@ -13,10 +14,9 @@ from router.fleet.worker import Dispatched, counted
 from router.flow_control.slo_admission import Forecast
 from router.kv_index.index import IN_FLIGHT_S, BlockMap, Part, PrefixMemory, together
 from router.routing.cost_model import OutputLengths, Overheads
-from router.routing.cost_policy import Policy, PredictPolicy
 from router.routing.filters import NoPlacement, Placement, RoutingRequest
 from router.routing.fleet_snapshot import FleetSnapshot
-from router.routing.policies.single_signal import SingleSignalPolicy, preference
+from router.routing.policy import make_policy
 from router.routing.worker_reports import NOTHING
 from router.routing.worker_snapshot import WorkerKey, WorkerSnapshot
 
@@ -66,7 +66,7 @@ class Prefixes:
 
 MODEL = "simulated"
 IDENTITY: tuple[object, ...] = (MODEL,)
-TRANSPORTS = frozenset({"tcp"})
+TRANSPORTS = Transports.of({"simulated": EVERYWHERE})
 EPOCH = 1
 
 
@@ -171,7 +171,7 @@ class SimulatedRouting:
     def __init__(self, settings: MeshSettings, prefix_tokens: int) -> None:
         self.overheads, self.output_lengths = Overheads(), OutputLengths()
         self.prefixes = Prefixes(settings.prefix_index_blocks, prefix_tokens)
-        self.policy = _policy(settings, self.overheads)
+        self.policy = make_policy(settings.policy, self.overheads, settings.local_prefill_tokens)
         self.max_context = 0
         self._settings = settings
         self._ledgers: dict[str, Ledger] = {}
@@ -329,9 +329,3 @@ class SimulatedRouting:
     def _changed(self, name: str) -> None:
         self._outdated[name] = None
         self._latest = None
-
-
-def _policy(settings: MeshSettings, overheads: Overheads) -> Policy:
-    if settings.policy == "predict":
-        return PredictPolicy(overheads, local_prefill_tokens=settings.local_prefill_tokens)
-    return SingleSignalPolicy(preference(settings.policy), settings.local_prefill_tokens)

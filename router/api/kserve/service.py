@@ -8,8 +8,12 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from pdmesh.runtime.errors import MeshError, NotFound, as_mesh_error, status_of
+from pdmesh.runtime.rpc.server import GrpcServer
 from pdmesh.third_party.kserve import grpc_service_pb2 as pb
-from pdmesh.third_party.kserve.grpc_service_pb2_grpc import GRPCInferenceServiceServicer
+from pdmesh.third_party.kserve.grpc_service_pb2_grpc import (
+    GRPCInferenceServiceServicer,
+    add_GRPCInferenceServiceServicer_to_server,
+)
 from pdmesh.v1 import mesh_pb2
 from router.api import frontend as request_metadata
 from router.api.frontend import Frontend, RequestMetadata
@@ -94,6 +98,11 @@ class Many:
 SERVICE_NAME = "inference.GRPCInferenceService"
 # A client that sends this key in its metadata wants an error as the status of the call, which ends it.
 STATUS_ERRORS = "triton_grpc_error"
+
+
+def add_services(server: GrpcServer, frontend: Frontend) -> None:
+    """Add the protocol's service to a router's gRPC server."""
+    server.register(add_GRPCInferenceServiceServicer_to_server, InferenceService(frontend), SERVICE_NAME)
 
 
 class InferenceService(GRPCInferenceServiceServicer):

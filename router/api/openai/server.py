@@ -9,7 +9,7 @@ import logging
 import os
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from functools import partial
 from typing import Any, ClassVar, cast
 
@@ -301,10 +301,10 @@ def _abort(peer: object) -> None:
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-def build_app(frontend: Frontend, settings: HttpSettings) -> Starlette:
-    """Return the application that serves `frontend`."""
+def routes(frontend: Frontend, settings: HttpSettings) -> list[Route]:
+    """Return the endpoints of OpenAI's API, and those by which balancers ask after the router's health."""
     handlers = Handlers(frontend, settings)
-    routes = [
+    return [
         Route("/v1/chat/completions", _guarded(handlers.chat), methods=["POST"]),
         Route("/v1/completions", _guarded(handlers.complete), methods=["POST"]),
         Route("/v1/models", _guarded(handlers.list_models), methods=["GET"]),
@@ -313,6 +313,10 @@ def build_app(frontend: Frontend, settings: HttpSettings) -> Starlette:
         Route("/health/ready", _guarded(handlers.ready), methods=["GET"]),
         Route("/health/live", _guarded(handlers.live), methods=["GET"]),
     ]
+
+
+def build_app(routes: Sequence[Route]) -> Starlette:
+    """Return an application that answers on these routes, and says which there are on any other."""
     paths = ", ".join(dict.fromkeys(route.path for route in routes))
 
     async def no_route(request: Request, error: Exception) -> Response:
@@ -324,7 +328,7 @@ def build_app(frontend: Frontend, settings: HttpSettings) -> Starlette:
         response.headers.update(error.headers or {})
         return response
 
-    return Starlette(routes=routes, exception_handlers={HTTPException: no_route})
+    return Starlette(routes=list(routes), exception_handlers={HTTPException: no_route})
 
 
 def _guarded(endpoint: Endpoint) -> Endpoint:
@@ -341,10 +345,12 @@ def _guarded(endpoint: Endpoint) -> Endpoint:
     return call
 
 
-# The gateway of one router: the endpoints on the frontend, on a port of their own.
+# The gateway of one router: the endpoints of its protocols, on a port of their own.
 
 
-def open_gateway(config: RouterConfig, frontend: Frontend, tls: Tls | None, keys: KeyStore | None) -> HttpServer | None:
+def open_gateway(
+    config: RouterConfig, routes_with: Callable[[HttpSettings], Sequence[Route]], tls: Tls | None, keys: KeyStore | None
+) -> HttpServer | None:
     """Return a server that does not listen yet; None where no HTTP is wanted. With TLS it serves https, and asks for client
     certificates as gRPC does."""
     if config.http_port is None:
@@ -352,7 +358,7 @@ def open_gateway(config: RouterConfig, frontend: Frontend, tls: Tls | None, keys
     settings = HttpSettings(config.http_max_body_bytes, keys)
     context = None if tls is None else tls.listening_context(require_client=config.tls_client_auth == "require")
     return HttpServer(
-        build_app(frontend, settings),
+        build_app(routes_with(settings)),
         config.http_host or config.host,
         config.http_port,
         context,

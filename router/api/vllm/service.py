@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, NoReturn
 import grpc
 
 from pdmesh.runtime.errors import FailedPrecondition, MeshError, Unimplemented
+from pdmesh.runtime.rpc.server import GrpcServer
 from pdmesh.third_party.vllm import smg_common_pb2
 from pdmesh.third_party.vllm import smg_common_pb2 as common_pb
 from pdmesh.third_party.vllm import vllm_engine_pb2 as pb
-from pdmesh.third_party.vllm.vllm_engine_pb2_grpc import VllmEngineServicer
+from pdmesh.third_party.vllm.vllm_engine_pb2_grpc import VllmEngineServicer, add_VllmEngineServicer_to_server
 from pdmesh.v1 import mesh_pb2
 from router.api import frontend as request_metadata
 from router.api.frontend import Frontend
@@ -147,6 +148,11 @@ def archive_chunks(folder: Path) -> list[smg_common_pb2.GetTokenizerChunk]:
 
 
 SERVICE_NAME = "vllm.grpc.engine.VllmEngine"
+
+
+def add_services(server: GrpcServer, frontend: Frontend) -> None:
+    """Add the protocol's service to a router's gRPC server."""
+    server.register(add_VllmEngineServicer_to_server, VllmEngineService(frontend), SERVICE_NAME)
 
 
 class VllmEngineService(VllmEngineServicer):

@@ -1,13 +1,10 @@
-"""Policies to compare with: each looks at one thing, and none predicts. Pure; they look at every worker.
+"""What policies that look at one signal share: they predict nothing and look at every worker. Pure.
 
-least-loaded  decode with the fewest blocks and sequences, less a credit for the cached share of the prompt; the prefill worker
-              with the fewest tokens before this request's first; LOCAL for prompts that are nearly cached, or when
-              no prefill worker fits
-round-robin   every decode worker in turn, and every prefill worker
-prefix        the workers that hold most of the prompt, whatever their load
+The decode worker is the one with the least cost by the signal; the prefill worker is the one with the least cost among those
+that fit it. LOCAL is chosen for prompts that are nearly cached, and when no prefill worker fits.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from router.routing.filters import (
@@ -15,7 +12,6 @@ from router.routing.filters import (
     NoPlacement,
     Placement,
     RoutingRequest,
-    blocks_for,
     can_decode,
     can_prefill,
     compatible,
@@ -27,41 +23,38 @@ from router.routing.filters import (
 from router.routing.fleet_snapshot import FleetSnapshot
 from router.routing.worker_snapshot import Mode, WorkerSnapshot
 
-PREFIX_CREDIT = 0.25
-"""A worker that holds the whole prompt may be this share of its capacity fuller and still win."""
-
 
 class Signal(Protocol):
-    """What one of these policies looks at; the least number wins."""
+    """The costs by which one of these policies compares workers; the least wins."""
 
     name: str
 
     def decode_cost(self, worker: WorkerSnapshot, routing_request: RoutingRequest) -> float:
-        """Of owning the request."""
+        """Return the cost of decoding the request on `worker`."""
 
     def prefill_cost(self, worker: WorkerSnapshot, routing_request: RoutingRequest) -> float:
-        """Of computing its prompt."""
+        """Return the cost of computing the prompt on `worker`."""
 
     def placed(self, decode: WorkerSnapshot, prefill: WorkerSnapshot | None) -> None:
-        """So it was decided."""
+        """Note that a request was sent to these workers."""
 
 
 class SingleSignalPolicy:
-    """Decode first, then prefill for it; LOCAL below `local_prefill_tokens` uncached tokens."""
+    """Choose the decode worker first, then a prefill worker for it; LOCAL below `local_prefill_tokens` uncached tokens."""
 
-    def __init__(self, preference: Signal, local_prefill_tokens: int) -> None:
-        self.name = preference.name
-        self._preference = preference
+    def __init__(self, signal: Signal, local_prefill_tokens: int) -> None:
+        self.name = signal.name
+        self._signal = signal
         self._local_prefill_tokens = local_prefill_tokens
 
     def choose(self, fleet_snapshot: FleetSnapshot, routing_request: RoutingRequest, now: float) -> Placement | NoPlacement:
-        """As `Policy` says. `now` plays no part."""
+        """Return the placement of one request; `now` plays no part."""
         kind = [worker for worker in fleet_snapshot.views() if same_kind(worker, routing_request)]
         owners = [worker for worker in kind if can_decode(worker, routing_request)]
         if not owners:
             return explain_no_candidate(kind, routing_request)
         candidates = [
-            Candidate(w, None, self._preference.decode_cost(w, routing_request), has_room(w, routing_request)) for w in owners
+            Candidate(w, None, self._signal.decode_cost(w, routing_request), has_room(w, routing_request)) for w in owners
         ]
         decode = min(candidates, key=lambda candidate: candidate.order).decode
         return self._with_prefill(decode, kind, routing_request)
@@ -69,12 +62,12 @@ class SingleSignalPolicy:
     def choose_prefill(
         self, fleet_snapshot: FleetSnapshot, decode: WorkerSnapshot, routing_request: RoutingRequest, now: float
     ) -> WorkerSnapshot | None:
-        """The one that fits `decode` and is preferred."""
+        """Return the worker with the least cost among those that fit `decode`; None without one."""
         return self._prefill(decode, list(fleet_snapshot.views()), routing_request)
 
     def placed(self, decode: WorkerSnapshot, prefill: WorkerSnapshot | None) -> None:
-        """What it chose is being done."""
-        self._preference.placed(decode, prefill)
+        """Note that a request was sent to these workers."""
+        self._signal.placed(decode, prefill)
 
     def _with_prefill(
         self, decode: WorkerSnapshot, kind: Sequence[WorkerSnapshot], routing_request: RoutingRequest
@@ -100,79 +93,7 @@ class SingleSignalPolicy:
         candidates = [worker for worker in workers if can_prefill(worker, routing_request) and compatible(worker, decode)]
 
         def cost(worker: WorkerSnapshot) -> tuple[bool, float, str]:
-            # KV of another element type gives other tokens than decode's own: only where there is nobody else.
-            return (worker.kind != decode.kind, self._preference.prefill_cost(worker, routing_request), worker.address)
+            # KV of another element type gives other tokens than decode's own: it is the last resort.
+            return (worker.kind != decode.kind, self._signal.prefill_cost(worker, routing_request), worker.address)
 
         return min(candidates, key=cost, default=None)
-
-
-class LeastLoaded:
-    """Blocks, sequences and waiting tokens."""
-
-    name = "least-loaded"
-
-    def decode_cost(self, worker: WorkerSnapshot, routing_request: RoutingRequest) -> float:
-        """The fuller of its two shares, less the credit."""
-        seq_share = (worker.num_seqs + worker.dispatched_seqs + routing_request.num_choices) / worker.max_num_seqs
-        own = blocks_for(routing_request.uncached(worker), worker)
-        used_blocks = worker.num_total_blocks - worker.num_free_blocks + worker.dispatched_blocks + own
-        cached_share = 1 - routing_request.uncached(worker) / routing_request.num_tokens
-        return max(seq_share, used_blocks / worker.num_total_blocks) - PREFIX_CREDIT * cached_share
-
-    def prefill_cost(self, worker: WorkerSnapshot, routing_request: RoutingRequest) -> float:
-        """Tokens until this prompt is done."""
-        return worker.tokens_ahead + routing_request.uncached(worker)
-
-    def placed(self, decode: WorkerSnapshot, prefill: WorkerSnapshot | None) -> None:
-        """It remembers nothing: the views do."""
-
-
-class Prefix:
-    """Cached tokens, nothing else."""
-
-    name = "prefix"
-
-    def decode_cost(self, worker: WorkerSnapshot, routing_request: RoutingRequest) -> float:
-        """Uncached tokens."""
-        return routing_request.uncached(worker)
-
-    def prefill_cost(self, worker: WorkerSnapshot, routing_request: RoutingRequest) -> float:
-        """Uncached tokens."""
-        return routing_request.uncached(worker)
-
-    def placed(self, decode: WorkerSnapshot, prefill: WorkerSnapshot | None) -> None:
-        """It remembers nothing."""
-
-
-class RoundRobin:
-    """Whose turn is longest ago. It remembers the turns of `MAX_REMEMBERED` addresses; a forgotten one is first again."""
-
-    name = "round-robin"
-    MAX_REMEMBERED = 65536
-
-    def __init__(self) -> None:
-        self._dispatch_order: dict[tuple[str, str], int] = {}
-        self._num_turns = 0
-
-    def decode_cost(self, worker: WorkerSnapshot, routing_request: RoutingRequest) -> float:
-        """The number of its latest turn."""
-        return self._dispatch_order.get(("decode", worker.address), -1)
-
-    def prefill_cost(self, worker: WorkerSnapshot, routing_request: RoutingRequest) -> float:
-        """The number of its latest turn."""
-        return self._dispatch_order.get(("prefill", worker.address), -1)
-
-    def placed(self, decode: WorkerSnapshot, prefill: WorkerSnapshot | None) -> None:
-        """Their turn was now."""
-        if len(self._dispatch_order) > self.MAX_REMEMBERED:
-            self._dispatch_order.clear()
-        self._num_turns += 1
-        self._dispatch_order["decode", decode.address] = self._num_turns
-        if prefill is not None:
-            self._dispatch_order["prefill", prefill.address] = self._num_turns
-
-
-def preference(name: str) -> Signal:
-    """By its flag; raises KeyError."""
-    known: dict[str, Callable[[], Signal]] = {"least-loaded": LeastLoaded, "prefix": Prefix, "round-robin": RoundRobin}
-    return known[name]()

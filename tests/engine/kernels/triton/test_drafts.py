@@ -20,7 +20,7 @@ from pdmesh.engine.memory import MIB
 from pdmesh.engine.request import EngineRequest
 from pdmesh.engine.speculation.draft_heads.weights import save_heads
 from pdmesh.engine.speculation.draft_models.proposer import ModelDraft
-from pdmesh.engine.speculation.registry import load_drafts
+from pdmesh.engine.speculation.setup import load_drafts
 from pdmesh.sampling_params import SamplingParams
 from tests.engine.kernels.triton.paged import DEVICE
 from tests.engine.kernels.triton.recorders import Counted

@@ -18,7 +18,7 @@ from pdmesh.engine.loader.loader import load_model
 from pdmesh.engine.sampling.counter_rng import gumbel
 from pdmesh.engine.speculation.draft_heads.reference import TorchHeads, begin_states
 from pdmesh.engine.speculation.draft_heads.weights import FILE, load_heads
-from pdmesh.engine.speculation.registry import heads_path, proposer_names
+from pdmesh.engine.speculation.setup import heads_path, proposer_names
 from tests.support.tiny_models import VOCAB_SIZE, make_tiny_model
 
 HIDDEN, VOCAB = 16, 40

@@ -1,0 +1,48 @@
+"""The protocols that clients may speak with a router, each a translation between its own messages and those of `Frontend`.
+
+A new protocol is a module (or folder) beside this and one line in `PROTOCOLS`: its services come to the router's gRPC port, its
+routes to the HTTP port, if there is one (`--http-port`). API keys are checked before a gRPC service is called; routes check them
+themselves, with `HttpSettings.keys`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from starlette.routing import Route
+
+from pdmesh.runtime.rpc.server import GrpcServer
+from router.api import service as mesh
+from router.api.frontend import Frontend
+from router.api.kserve import service as kserve
+from router.api.openai import server as openai
+from router.api.openai.handlers import HttpSettings
+from router.api.vllm import service as vllm
+
+
+@dataclass(frozen=True)
+class ClientProtocol:
+    """What one protocol adds to a router: services on its gRPC server, before that starts, or routes of its HTTP server."""
+
+    add_services: Callable[[GrpcServer, Frontend], None] | None = None
+    routes: Callable[[Frontend, HttpSettings], Sequence[Route]] | None = None
+
+
+PROTOCOLS: dict[str, ClientProtocol] = {
+    "mesh": ClientProtocol(add_services=mesh.add_services),
+    "openai": ClientProtocol(routes=openai.routes),
+    "kserve": ClientProtocol(add_services=kserve.add_services),
+    "vllm": ClientProtocol(add_services=vllm.add_services),
+}
+
+
+def add_services(server: GrpcServer, frontend: Frontend) -> None:
+    """Add the services of all protocols to a router's gRPC server."""
+    for protocol in PROTOCOLS.values():
+        if protocol.add_services is not None:
+            protocol.add_services(server, frontend)
+
+
+def routes(frontend: Frontend, settings: HttpSettings) -> list[Route]:
+    """Return the routes of all protocols."""
+    listed = [protocol.routes for protocol in PROTOCOLS.values() if protocol.routes is not None]
+    return [route for routes_of in listed for route in routes_of(frontend, settings)]

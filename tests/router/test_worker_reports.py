@@ -1,0 +1,52 @@
+"""What the router reads of a worker's registration."""
+
+from kvtransfer.reach import EVERYWHERE, Reach, Scope, Transports
+from pdmesh.v1 import common_pb2, worker_pb2
+from router.routing.filters import compatible
+from router.routing.worker_reports import describe, snapshot_of
+from router.routing.worker_snapshot import WorkerSnapshot
+
+
+def info(*reach: worker_pb2.TransportReach, name: str = "w", host: str = "here") -> worker_pb2.WorkerInfo:
+    layout = common_pb2.KVLayout(block_size=16, kv_dtype="float32", tensor_parallel_size=1, arrangement="plain")
+    return worker_pb2.WorkerInfo(
+        worker_id=name,
+        address=name,
+        epoch=len(name),
+        layout=layout,
+        transports=["near", "far"],
+        transport_reach=reach,
+        host_id=host,
+    )
+
+
+NEAR = worker_pb2.TransportReach(transport="near", scope=worker_pb2.REACH_SCOPE_HOST)
+FAR = worker_pb2.TransportReach(transport="far", scope=worker_pb2.REACH_SCOPE_EVERYWHERE)
+
+
+def snapshot(told: worker_pb2.WorkerInfo) -> WorkerSnapshot:
+    return snapshot_of(describe(told), worker_pb2.LoadReport(), decode=True)
+
+
+def test_reach_is_what_the_worker_says() -> None:
+    assert describe(info(NEAR, FAR)).transports == Transports.of({"near": Reach(Scope.HOST), "far": EVERYWHERE})
+
+
+def test_equal_offers_are_one_object() -> None:
+    assert describe(info(NEAR, FAR)).transports is describe(info(NEAR, FAR, name="v")).transports
+
+
+def test_a_worker_of_an_older_version_pairs() -> None:
+    """It registers names alone: what the other end says of them counts, and nothing is ruled out where neither says anything."""
+    old, other = snapshot(info(name="old", host="there")), snapshot(info(name="other"))
+    assert old.transports == Transports.of({"near": None, "far": None})
+    assert compatible(old, other)
+    assert compatible(old, snapshot(info(NEAR, FAR, name="new"))) and compatible(snapshot(info(NEAR, FAR, name="new")), old)
+    narrow = info(NEAR, name="narrow")
+    narrow.transports[:] = ["near"]
+    assert not compatible(old, snapshot(narrow))
+
+
+def test_a_scope_of_a_later_version_is_not_used() -> None:
+    later = worker_pb2.TransportReach(transport="near", scope=9)  # type: ignore[arg-type]
+    assert describe(info(later, FAR)).transports == Transports.of({"far": EVERYWHERE})
