@@ -67,6 +67,7 @@ stubs-fresh: $(READY)
 	$(BIN)/python -m tools.protos.stable --check
 	$(BIN)/python -m tools.protos.reference --check
 	$(BIN)/python -m tools.sampling_params --check
+	$(BIN)/python -m tools.structure --check
 
 # Failed tests run once more, alone: a test that was late under the machine's load is shown above and passes then, a broken one
 # fails twice.
@@ -150,11 +151,12 @@ bench-autoscale: $(READY) model kernels  ## the autoscaler against an oracle and
 bench-capacity: $(READY) model kernels  ## the rate that mesh, one engine, vLLM and SMG + vLLM sustain (half an hour; resumes where it was stopped)
 	$(BIN)/python -m benchmarks.capacity $(ARGS)
 
-stubs: $(READY)  ## regenerate what comes from the .proto files (stubs, docs/api.md, the list of what is promised to clients) and from sampling_params.py
+stubs: $(READY)  ## regenerate what follows from other files: stubs, docs/api.md, the stable client API, sampling parameters, the table of packages
 	$(BIN)/python -m tools.protos.generate
 	$(BIN)/python -m tools.protos.stable
 	$(BIN)/python -m tools.protos.reference
 	$(BIN)/python -m tools.sampling_params
+	$(BIN)/python -m tools.structure
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -1,0 +1,1 @@
+"""Everything that a person or a program calls, and the packages beneath the services."""

@@ -1,0 +1,1 @@
+"""Programs for developers: stubs, references, lists and training. Not installed."""

@@ -1,0 +1,1 @@
+"""A mesh on this machine: processes started, supervised, scaled and stopped together."""

@@ -1,0 +1,1 @@
+"""Models by name: the catalogue, downloads, the cache, conversion of GGUF files."""

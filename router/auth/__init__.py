@@ -1,0 +1,1 @@
+"""Authentication and tenants: API keys, the identity of a caller, limits of tenants."""

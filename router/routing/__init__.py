@@ -1,0 +1,1 @@
+"""Routing: which decode worker, which prefill worker, aggregated or disaggregated. Pure."""

@@ -1,0 +1,1 @@
+"""Timings, spans and metrics of requests and of the fleet."""

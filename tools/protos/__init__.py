@@ -1,0 +1,1 @@
+"""What `make stubs` makes of the proto files: stubs, the API reference, the list of the stable API."""

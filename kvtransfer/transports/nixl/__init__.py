@@ -1,0 +1,1 @@
+"""KV over NIXL (RDMA, NVLink): the receiver reads the sender's pool. Optional."""

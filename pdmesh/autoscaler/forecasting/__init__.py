@@ -1,0 +1,1 @@
+"""Forecasts of the request rate: Holt-Winters, a Kalman filter, or the last value."""

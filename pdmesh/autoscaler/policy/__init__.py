@@ -1,0 +1,1 @@
+"""The scaling decision, pure: demand, sizes of pools, role switching, and the reasons."""

@@ -1,0 +1,1 @@
+"""Attention over the paged KV pool: the interface of backends and the reference in torch."""

@@ -1,0 +1,1 @@
+"""Loading of checkpoints: safetensors and GGUF to quantized, packed or plain weights."""

@@ -1,0 +1,1 @@
+"""One step on the device: the batch, the model runner, overlap scheduling."""

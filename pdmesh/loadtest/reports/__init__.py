@@ -1,0 +1,1 @@
+"""Results of a load test as text and as HTML pages with charts."""

@@ -1,0 +1,1 @@
+"""Workers and routers in Redis: records, leases, the stream of prefix cache changes, an embedded Redis."""

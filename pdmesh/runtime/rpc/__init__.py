@@ -1,0 +1,1 @@
+"""gRPC servers and channels: interceptors, health, limits, TLS."""

@@ -1,0 +1,1 @@
+"""A simulated router around the real admission and routing policy."""

@@ -1,0 +1,1 @@
+"""A modelled worker: batches, sequences, KV blocks, step times."""

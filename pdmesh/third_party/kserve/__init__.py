@@ -1,0 +1,1 @@
+"""Stubs of the Open Inference Protocol v2 (package `inference`)."""

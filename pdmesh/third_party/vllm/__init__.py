@@ -1,0 +1,1 @@
+"""Stubs of vLLM's engine protocol (package `vllm.grpc.engine`)."""

@@ -1,0 +1,1 @@
+"""Sampling on the device: penalties, top-k, top-p, min-p, the draw, log-probabilities."""
