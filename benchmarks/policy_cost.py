@@ -11,8 +11,7 @@ import time
 from dataclasses import replace
 from statistics import quantiles
 
-from kvtransfer.layout import Layout
-from kvtransfer.reach import EVERYWHERE, Reach, Scope, Transports
+from kvtransfer.layout import EVERYWHERE, Layout, Reach, Scope, Transports
 from pdmesh.planning.latency_model import LatencyModel
 from pdmesh.v1 import worker_pb2
 from router.routing.cost_model import Overheads

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from kvtransfer.reservation import Mode, ReservationState, State
 from pdmesh.engine.outputs import FinishReason, PrefillTiming, RequestStarted, SequenceUpdate, TokenLogprobs
@@ -17,10 +17,6 @@ from pdmesh.runtime.telemetry.propagation import SpanContext, SubmitContext
 from pdmesh.runtime.telemetry.spans import Kind, Span, StepLog, Value, chunk_events, finish_word, problem_of
 from pdmesh.runtime.telemetry.tracing import OFF, Tracing
 from pdmesh.v1 import common_pb2, decode_pb2
-
-if TYPE_CHECKING:
-    from decode_service.token_stream import TokenStream
-
 
 # Spans of decode for a request: `submit` below the router's call, the rest below its attempt.
 #
@@ -315,6 +311,18 @@ class Beginning:
     draft_states: Mapping[int, bytes]
 
 
+class RouterEvents(Protocol):
+    """Where a request tells its router what happened (`token_stream.TokenStream`)."""
+
+    router_id: str
+    records: dict[str, DecodeRequest]
+
+    def mark(self, record: DecodeRequest) -> None: ...
+    def mark_started(self, record: DecodeRequest) -> None: ...
+    def post(self, event: decode_pb2.RequestEvent) -> None: ...
+    def forget(self, record: DecodeRequest) -> None: ...
+
+
 @dataclass(eq=False)
 class DecodeRequest:
     """Hold one request. `reservation` is the value of the state machine; `submission` is the newest attempt that was accepted."""
@@ -324,7 +332,7 @@ class DecodeRequest:
     engine_id: str  # unique for each set of blocks, so that late updates of a released set are dropped
     reservation: ReservationState
     token: bytes
-    outbox: TokenStream
+    outbox: RouterEvents
     stream_generation: int
     on_finished: Callable[[DecodeRequest], None]
     spans: DecodeSpans

@@ -17,7 +17,7 @@ from pdmesh.runtime.rpc.channel import Channels
 from pdmesh.runtime.rpc.server import Callers, ConnectionLimits, GrpcServer
 from pdmesh.runtime.rpc.tls import open_tls
 from pdmesh.runtime.telemetry.config import resource_of
-from pdmesh.runtime.telemetry.metrics import open_metrics
+from pdmesh.runtime.telemetry.open_metrics import open_metrics
 from pdmesh.runtime.telemetry.tracing import open_tracing
 from router import processes
 from router.api import protocols

@@ -13,8 +13,7 @@ from benchmarks.autoscale.scenario import Scenario
 from pdmesh.autoscaler.collect.traffic import Counts, lengths_of
 from pdmesh.autoscaler.settings import AutoscalerSettings
 from pdmesh.autoscaler.views import PoolName
-from pdmesh.planning.capacity_load import Limits, Worker
-from pdmesh.planning.duration_histogram import middle_s
+from pdmesh.planning.capacity_load import Limits, Worker, middle_s
 from pdmesh.simulator.arrivals import Arrival
 from pdmesh.simulator.autoscaling import Autoscaled, Moment, OwnScaler, Scaler, Seen, Wanted, goals_of, reversals
 from pdmesh.simulator.results import Results, Window
@@ -162,7 +161,7 @@ def dynamo(scenario: Scenario) -> Scaler:
 
 
 def _mean_s(durations: Counter[int]) -> float | None:
-    """Of classes (`pdmesh/planning/duration_histogram.py`); None without any."""
+    """Of classes (`pdmesh/planning/capacity_load.py`); None without any."""
     num = durations.total()
     return sum(count * middle_s(number) for number, count in durations.items()) / num if num else None
 

@@ -25,9 +25,9 @@ from benchmarks.gpu.weights import make_decoder
 from pdmesh.engine.kernels.triton.attention import TritonAttention
 from pdmesh.engine.kernels.triton.blocks import TritonSums
 from pdmesh.engine.kernels.triton.cuda_graphs import DecodeGraphs, DecodeSizes
+from pdmesh.engine.kernels.triton.model import warm, warm_moves
 from pdmesh.engine.kernels.triton.sampling.sampler import DeviceSampler
 from pdmesh.engine.kernels.triton.step import TritonStep
-from pdmesh.engine.kernels.triton.warmup import warm, warm_moves
 from pdmesh.engine.kv_cache.block_moves import NUM_SUMS, Blocks
 from pdmesh.engine.models.config import ModelConfig
 from pdmesh.engine.sampling.sampler import SampledToken, SampleRow

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from kvtransfer.layout import Reach
 from kvtransfer.manifest import KVMemory, Part
-from kvtransfer.reach import Reach
 from kvtransfer.stream import Stream
 from pdmesh.v1 import common_pb2, transfer_pb2
 

@@ -28,8 +28,8 @@ from concurrent.futures import Executor
 from typing import TYPE_CHECKING
 
 from kvtransfer.errors import FrameError, TransportUnavailable
+from kvtransfer.layout import Reach, Scope
 from kvtransfer.manifest import MAX_PULLED_BYTES, KVMemory, Part, PoolShape, refuse
-from kvtransfer.reach import Reach, Scope
 from kvtransfer.staging import StagedMemory
 from kvtransfer.stream import SocketStream, expect
 from kvtransfer.transports.common import (

@@ -13,8 +13,8 @@ import grpc.aio
 
 from kvtransfer.errors import TransportUnavailable
 from kvtransfer.grpc_stream import MessageStream, Wire
+from kvtransfer.layout import EVERYWHERE
 from kvtransfer.manifest import KVMemory
-from kvtransfer.reach import EVERYWHERE
 from kvtransfer.transports.common import InlineIncoming, InlineOutgoing
 from pdmesh.runtime.rpc.channel import connect
 from pdmesh.runtime.rpc.tls import Tls

@@ -21,9 +21,9 @@ import numpy as np
 from kvtransfer import framing
 from kvtransfer.errors import FrameError, PeerClosed, TransportUnavailable
 from kvtransfer.framing import copy_runs
+from kvtransfer.layout import Reach, Scope
 from kvtransfer.manifest import KVMemory, Part, Rectangle, copies, shape_of
 from kvtransfer.native.library import Runs
-from kvtransfer.reach import Reach, Scope
 from kvtransfer.stream import SocketStream
 from kvtransfer.transports.common import UnixSocketTransport, announce, shape_of_sender, source_of
 from kvtransfer.transports.peer_pool_cache import MappedPool, MappedPools

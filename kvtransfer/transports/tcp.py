@@ -9,8 +9,8 @@ import socket
 from concurrent.futures import Executor
 
 from kvtransfer.errors import TransportUnavailable
+from kvtransfer.layout import EVERYWHERE
 from kvtransfer.manifest import KVMemory
-from kvtransfer.reach import EVERYWHERE
 from kvtransfer.stream import SocketStream
 from kvtransfer.tls_stream import TlsStream
 from kvtransfer.transports.common import InlineIncoming, InlineOutgoing

@@ -8,29 +8,96 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
 from pdmesh.autoscaler.collect.collect import Collector
+from pdmesh.autoscaler.collect.workers import Pools, SeenWorker
 from pdmesh.autoscaler.config import AutoscalerConfig, objective_of
-from pdmesh.autoscaler.dry_run import DryRunPlatform, DryRunRoles
+from pdmesh.autoscaler.forecasting.forecast import State
 from pdmesh.autoscaler.forecasting.registry import forecaster_of
 from pdmesh.autoscaler.loop import Listener, Loop, LoopSettings, ObjectivesFile, Parts
 from pdmesh.autoscaler.loop_history import DecisionSpans, History
 from pdmesh.autoscaler.metrics import SERVICE, AutoscalerMetrics
+from pdmesh.autoscaler.platform import Asked, PlatformError
 from pdmesh.autoscaler.policy.policy import Policy
-from pdmesh.autoscaler.roles import RoleChanger
+from pdmesh.autoscaler.roles import Flipped, RoleChanger
+from pdmesh.autoscaler.views import AGGREGATED, SEPARATED, Flip, PoolDecision, PoolName
 from pdmesh.runtime import config as configuration
 from pdmesh.runtime import log, process
 from pdmesh.runtime.rpc.server import GrpcServer
 from pdmesh.runtime.rpc.tls import open_tls
 from pdmesh.runtime.telemetry.config import resource_of
-from pdmesh.runtime.telemetry.metrics import open_metrics
+from pdmesh.runtime.telemetry.open_metrics import open_metrics
 from pdmesh.runtime.telemetry.spans import Attributes
 from pdmesh.runtime.telemetry.tracing import Tracing, open_tracing
 
 if TYPE_CHECKING:
     from pdmesh.autoscaler.kubernetes.metrics_server import MetricsServer
     from pdmesh.autoscaler.platform import Platform
+
+
+# Holds a platform that starts and stops nothing: a dry run prints what it would ask for, and why.
+
+
+class DryRunRoles:
+    """Implement `pdmesh.autoscaler.roles.Roles` without switching any roles."""
+
+    def __init__(self, say: Callable[[str], None] = print) -> None:
+        self._say = say
+        self._said = ""
+
+    async def flip(self, flip: Flip, pools: Pools) -> Flipped:
+        """Report the switch once, until a different one is due."""
+        if self._said != str(flip):
+            self._said = str(flip)
+            self._say(f"would change roles: {flip}")
+        return Flipped(pools, ())
+
+    async def close(self) -> None:
+        pass
+
+
+class DryRunPlatform:
+    """Implement `pdmesh.autoscaler.platform.Platform` without scaling: existing replicas count as asked for, and no others
+    appear."""
+
+    def __init__(self, workers: Callable[[], Collection[SeenWorker]], say: Callable[[str], None] = print) -> None:
+        """Create the platform over the `workers` that routers hear now."""
+        self._workers, self._say = workers, say
+        self._said: dict[PoolName, int] = {}
+
+    async def leads(self, now_s: float) -> bool:
+        """Return True: a dry run never blocks another leader."""
+        return True
+
+    async def observe(self, now_s: float) -> Mapping[PoolName, Asked]:
+        """Return the current replicas. Raises PlatformError while no worker is known."""
+        homes = [worker.home for worker in self._workers() if worker.serves]
+        if not homes:
+            raise PlatformError("no router has reported a worker of this model yet; check that some run")
+        pools = AGGREGATED if set(homes) == AGGREGATED else SEPARATED
+        return {name: Asked(homes.count(name)) for name in PoolName if name in pools}
+
+    async def scale(self, decision: PoolDecision, replicas: int, now_s: float) -> None:
+        """Report the request once, until a different one is due."""
+        if self._said.get(decision.name) != replicas:
+            self._said[decision.name] = replicas
+            self._say(f"would ask for {replicas} of {decision.name}. {decision}")
+
+    async def starts_failed(self, name: PoolName, problem: str) -> None:
+        """Ignore failed starts: nothing was asked for."""
+        self._say(f"{name}: {problem}")
+
+    async def load(self) -> State | None:
+        return None
+
+    async def save(self, state: State) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
 
 SICK_PERIODS = 10
 """Periods without a completed round after which the process is not healthy."""

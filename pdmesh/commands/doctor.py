@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from pdmesh.doctor import machine, software, transfer
-from pdmesh.doctor.check import Check, State, examine
+from pdmesh.doctor.machine import Check, State, examine
 from pdmesh.launcher.plan import EMBEDDED_REDIS
 from pdmesh.models.catalogue import DEFAULT_MODEL
 from pdmesh.terminal import show

@@ -17,8 +17,7 @@ from pdmesh.planner import overlay, report_html, report_text
 from pdmesh.planner.measure import MeasureError, measure
 from pdmesh.planner.meshes import AGGREGATED, SEPARATED, Limitation, WorkerKind, measured_kinds, roofline_kinds
 from pdmesh.planner.plan import EFFORTS, NoPlan, Plan, Task, goals_of, make_plan
-from pdmesh.planner.subject import Money, Subject
-from pdmesh.planner.traffic import Traffic, traffic_of
+from pdmesh.planner.traffic import Money, Subject, Traffic, traffic_of
 from pdmesh.planning.devices import Device, find_device
 from pdmesh.planning.roofline import Decoder, Roofline, read_decoder
 from pdmesh.simulator.config import SimulatorConfig

@@ -25,7 +25,7 @@ from pdmesh.launcher.scale import LocalPlatform
 from pdmesh.planning.objectives import load as load_objectives
 from pdmesh.runtime.rpc.tls import open_tls
 from pdmesh.runtime.telemetry.config import TelemetryConfig, resource_of
-from pdmesh.runtime.telemetry.metrics import open_metrics
+from pdmesh.runtime.telemetry.open_metrics import open_metrics
 from pdmesh.runtime.telemetry.tracing import OFF, Tracing, open_tracing
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-from pdmesh.doctor.check import Check, missing, ok, warn
+from pdmesh.doctor.machine import Check, missing, ok, warn
 from pdmesh.launcher.plan import EMBEDDED_REDIS
 from pdmesh.models.catalogue import KNOWN_MODELS, KnownModel, cache_folder
 from pdmesh.terminal import size

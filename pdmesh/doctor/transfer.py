@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from kvtransfer.reach import Scope
-from pdmesh.doctor.check import Check, missing, ok, warn
+from kvtransfer.layout import Scope
+from pdmesh.doctor.machine import Check, missing, ok, warn
 
 if TYPE_CHECKING:
     from kvtransfer.transports.base import Transport

@@ -29,12 +29,11 @@ from pdmesh.engine.request import EngineRequest
 from pdmesh.engine.request_validation import Limits
 from pdmesh.engine.runner.model_runner import ModelRunner, SampledOutput
 from pdmesh.engine.runner.overlap import overlap_scheduler
-from pdmesh.engine.scheduler.postprocess import OutputProcessor
 from pdmesh.engine.scheduler.requests import RequestTable, Reservations, ReservedBlocks
 from pdmesh.engine.scheduler.scheduler import Scheduler, SchedulerOutput, TpotLimiter
 from pdmesh.engine.scheduler.sequence import Phase, SequenceGroup
 from pdmesh.engine.scheduler.sequence import Sequence as EngineSequence
-from pdmesh.engine.scheduler.stats import Counters, EngineStatsCollector
+from pdmesh.engine.scheduler.stats import Counters, EngineStatsCollector, OutputProcessor
 from pdmesh.engine.speculation.calibration import LONGEST, Circumstances, measure_curve, processor_name
 from pdmesh.engine.speculation.draft import Draft
 from pdmesh.engine.speculation.handover import unpacked

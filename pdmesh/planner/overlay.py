@@ -22,7 +22,7 @@ from pdmesh.models.catalogue import DEFAULT_MODEL
 from pdmesh.planner import report_text
 from pdmesh.planner.meshes import WorkerKind
 from pdmesh.planner.plan import Plan
-from pdmesh.planner.subject import Subject
+from pdmesh.planner.traffic import Subject
 from pdmesh.planner.trial import max_inflight
 
 HEADER = "# Written by `pdmesh plan`"

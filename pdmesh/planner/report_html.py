@@ -11,7 +11,7 @@ from pdmesh.planner import report_text
 from pdmesh.planner import report_text as words
 from pdmesh.planner.meshes import AGGREGATED, SEPARATED
 from pdmesh.planner.plan import Plan, Tried
-from pdmesh.planner.subject import Subject
+from pdmesh.planner.traffic import Subject
 
 _COLOURS = {AGGREGATED: 0, SEPARATED: 2}
 

@@ -11,7 +11,7 @@ from rich.text import Text
 from pdmesh.loadtest.record import Objectives
 from pdmesh.planner.meshes import Point, WorkerKind
 from pdmesh.planner.plan import Plan, Tried
-from pdmesh.planner.subject import Subject
+from pdmesh.planner.traffic import Subject
 from pdmesh.planner.trial import Outcome
 from pdmesh.planning.devices import Device
 from pdmesh.terminal import table

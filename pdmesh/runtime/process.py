@@ -19,6 +19,7 @@ import asyncio
 import json
 import logging
 import os
+import pkgutil
 import secrets
 import signal
 import socket
@@ -172,3 +173,20 @@ def _network_namespace() -> str:
         return os.readlink("/proc/self/ns/net").removeprefix("net:").strip("[]")
     except OSError:
         return "0"
+
+
+# Programs that other packages start without importing them.
+#
+# `python -m prefill_service` is a worker with one role, and the worker is made of `prefill_service`. It is found by its name when
+# the program starts, so that imports point one way.
+
+
+PROGRAMS = {
+    "prefill_service": "pdmesh.worker.main:prefill_main",
+    "decode_service": "pdmesh.worker.main:decode_main",
+}
+
+
+def start(program: str) -> None:
+    """Run a program until it ends. Raises KeyError for one that is not listed."""
+    pkgutil.resolve_name(PROGRAMS[program])()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kvtransfer.layout import Reach, Scope
 from kvtransfer.manifest import PROTOCOL_VERSION
-from kvtransfer.reach import Reach, Scope
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.memory import effective_max_context
 from pdmesh.runtime.process import host_id

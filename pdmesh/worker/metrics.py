@@ -16,7 +16,8 @@ from pdmesh.engine.hardware import MachineLimits, ModelCost
 from pdmesh.engine.outputs import EngineStats, StepResult, StepWork
 from pdmesh.engine.speculation.stats import SpeculationStats
 from pdmesh.runtime.telemetry.config import resource_of
-from pdmesh.runtime.telemetry.metrics import Metrics, Reader, Readings, counter, gauge, histogram, open_metrics
+from pdmesh.runtime.telemetry.metrics import Metrics, Reader, Readings, counter, gauge, histogram
+from pdmesh.runtime.telemetry.open_metrics import open_metrics
 from pdmesh.v1 import worker_pb2
 from pdmesh.worker.config import WorkerConfig
 

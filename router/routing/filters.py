@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
-from kvtransfer.layout import Layout
-from kvtransfer.reach import Transports
+from kvtransfer.layout import Layout, Transports
 from router.routing.cost_model import Prediction, WorkerEstimate
 from router.routing.worker_snapshot import Mode, WorkerKey, WorkerSnapshot
 

@@ -4,8 +4,7 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import NamedTuple
 
-from kvtransfer.layout import Layout
-from kvtransfer.reach import Reach, Transports
+from kvtransfer.layout import Layout, Reach, Transports
 from pdmesh.planning.latency_model import LatencyModel
 from pdmesh.v1 import common_pb2, worker_pb2
 from router.routing.fleet_snapshot import is_usable

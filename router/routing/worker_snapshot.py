@@ -3,8 +3,7 @@
 import enum
 from dataclasses import dataclass
 
-from kvtransfer.layout import Layout
-from kvtransfer.reach import Transports
+from kvtransfer.layout import Layout, Transports
 from pdmesh.planning.latency_model import LatencyModel
 
 WorkerKey = tuple[str, int]

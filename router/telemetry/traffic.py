@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from pdmesh.planning.duration_histogram import class_of
+from pdmesh.planning.capacity_load import class_of
 from pdmesh.v1 import mesh_pb2
 
 
@@ -31,7 +31,7 @@ class Sums:
 
 @dataclass(eq=False)
 class Durations:
-    """Hold observed and predicted durations of the same requests: counts by class (`pdmesh/planning/duration_histogram.py`)."""
+    """Hold observed and predicted durations of the same requests: counts by class (`pdmesh/planning/capacity_load.py`)."""
 
     observed: Counter[int] = field(default_factory=Counter)
     predicted: Counter[int] = field(default_factory=Counter)

@@ -14,7 +14,7 @@ from pdmesh.autoscaler.collect.traffic import MIN_MEASURED, Counts, Rounds, coun
 from pdmesh.autoscaler.collect.workers import Pools, Starts, idlest, typical, workers_of
 from pdmesh.autoscaler.platform import Asked
 from pdmesh.autoscaler.views import PoolName, Traffic
-from pdmesh.planning.duration_histogram import RELATIVE_ERROR, class_of
+from pdmesh.planning.capacity_load import RELATIVE_ERROR, class_of
 from pdmesh.v1 import mesh_pb2
 from tests.autoscaler.collected import D, P, counts, status, worker
 

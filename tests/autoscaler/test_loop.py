@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from pdmesh.autoscaler.dry_run import DryRunPlatform, DryRunRoles
 from pdmesh.autoscaler.loop import Loop, LoopSettings
+from pdmesh.autoscaler.main import DryRunPlatform, DryRunRoles
 from pdmesh.autoscaler.settings import PoolSettings
 from pdmesh.autoscaler.views import Flip
 from tests.autoscaler.collected import D, P, worker

@@ -12,7 +12,7 @@ from pdmesh.autoscaler.loop_history import History
 from pdmesh.autoscaler.metrics import AutoscalerMetrics, hold_name
 from pdmesh.autoscaler.settings import PoolSettings
 from pdmesh.runtime.telemetry.config import TelemetryConfig
-from pdmesh.runtime.telemetry.metrics import open_metrics
+from pdmesh.runtime.telemetry.open_metrics import open_metrics
 from tests.autoscaler.loop_scene import SETTINGS, MemoryPlatform, Scene, usual_router
 from tests.autoscaler.routers import serving
 from tests.runtime.telemetry.scrape import Page, scrape

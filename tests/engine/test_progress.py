@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from pdmesh.engine.outputs import StepWork
-from pdmesh.engine.scheduler.postprocess import work_of
 from pdmesh.engine.scheduler.scheduler import ScheduledSequence
 from pdmesh.engine.scheduler.sequence import Sequence
+from pdmesh.engine.scheduler.stats import work_of
 from pdmesh.engine.speculation.draft import NOTHING, Draft
 from tests.engine.speculation.copying import decoding
 

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from kvtransfer.reach import EVERYWHERE, Reach, Scope, Transports
+from kvtransfer.layout import EVERYWHERE, Reach, Scope, Transports
 from kvtransfer.transports.registry import TRANSPORTS, defaults, transports_with
 from pdmesh.v1 import worker_pb2
 

@@ -13,7 +13,7 @@ from pdmesh import cli
 from pdmesh.commands import doctor as command
 from pdmesh.commands import up
 from pdmesh.doctor import machine, software, transfer
-from pdmesh.doctor.check import Check, State, examine, missing, ok
+from pdmesh.doctor.machine import Check, State, examine, missing, ok
 from pdmesh.engine.kernels.cpu import build, isa
 from pdmesh.models.catalogue import KNOWN_MODELS
 from tests.support.terminal import plain

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from pdmesh.models import convert as model_convert
 from pdmesh.models import download, registry
+from pdmesh.models import registry as model_convert
 from pdmesh.models.catalogue import KnownModel, ModelError, NpmParts, PipWheel, Progress, is_complete
 from pdmesh.models.download import explain_failure, require_space
 from pdmesh.models.registry import ensure_gguf_of, ensure_model

@@ -18,7 +18,7 @@ from pdmesh.planner import overlay
 from pdmesh.planner.meshes import AGGREGATED, SEPARATED, Limitation, Point, Size, roofline_kinds
 from pdmesh.planner.overlay import HEADER, OverlayError, Served
 from pdmesh.planner.plan import EFFORTS, Plan, goals_of, make_plan
-from pdmesh.planner.subject import Subject
+from pdmesh.planner.traffic import Subject
 from pdmesh.planning import objectives
 from pdmesh.planning.devices import DEVICES
 from pdmesh.planning.roofline import Decoder, Roofline

@@ -6,7 +6,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdmesh.planning.duration_histogram import LEAST_S, NUM_CLASSES, RELATIVE_ERROR, class_of, middle_s, quantile_s
+from pdmesh.planning.capacity_load import LEAST_S, NUM_CLASSES, RELATIVE_ERROR, class_of, middle_s, quantile_s
 
 SECONDS = st.floats(min_value=LEAST_S, max_value=1000.0)
 

@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from kvtransfer.layout import Layout
-from kvtransfer.reach import Transports
+from kvtransfer.layout import Layout, Transports
 from kvtransfer.transports.registry import transports_with
 from pdmesh.planning.latency_model import LatencyModel
 from router.routing.worker_snapshot import WorkerSnapshot

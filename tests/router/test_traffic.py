@@ -11,7 +11,7 @@ import pytest
 
 from pdmesh.client import service_config
 from pdmesh.client.client import AsyncClient
-from pdmesh.planning.duration_histogram import class_of
+from pdmesh.planning.capacity_load import class_of
 from pdmesh.runtime.errors import InvalidArgument
 from pdmesh.v1 import common_pb2, mesh_pb2, mesh_pb2_grpc
 from router.api import frontend

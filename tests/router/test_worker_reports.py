@@ -1,6 +1,6 @@
 """What the router reads of a worker's registration."""
 
-from kvtransfer.reach import EVERYWHERE, Reach, Scope, Transports
+from kvtransfer.layout import EVERYWHERE, Reach, Scope, Transports
 from pdmesh.v1 import common_pb2, worker_pb2
 from router.routing.filters import compatible
 from router.routing.worker_reports import describe, snapshot_of

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, TypeAlias
 
 from pdmesh.autoscaler.views import Measured, Traffic
-from pdmesh.planning.capacity_load import Lengths
-from pdmesh.planning.duration_histogram import quantile_s
+from pdmesh.planning.capacity_load import Lengths, quantile_s
 from pdmesh.v1 import mesh_pb2
 
 # Counters of all routers between two looks.

@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from kvtransfer.layout import Layout
-from kvtransfer.reach import EVERYWHERE, Transports
+from kvtransfer.layout import EVERYWHERE, Layout, Transports
 from pdmesh.simulator.request import Request
 from pdmesh.simulator.settings import MeshSettings
 from pdmesh.simulator.workers.spec import WorkerSpec

@@ -17,8 +17,9 @@ from pdmesh.runtime.config import ConfigError
 from pdmesh.runtime.telemetry import metrics_exporters
 from pdmesh.runtime.telemetry import metrics_exporters as metrics_server
 from pdmesh.runtime.telemetry.config import TelemetryConfig
-from pdmesh.runtime.telemetry.metrics import OFF, Metrics, Readings, counter, gauge, histogram, open_metrics
+from pdmesh.runtime.telemetry.metrics import OFF, Metrics, Readings, counter, gauge, histogram
 from pdmesh.runtime.telemetry.metrics_registry import MAX_VALUES, OTHER, LabelGuard, Registry
+from pdmesh.runtime.telemetry.open_metrics import open_metrics
 from tests.runtime.telemetry.scrape import Page, scrape
 
 ASKED = counter("pdmesh.asked", "Questions", ("tenant",))

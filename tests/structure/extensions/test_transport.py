@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtransfer.reach import Reach, Scope
+from kvtransfer.layout import Reach, Scope
 from kvtransfer.transports.registry import TRANSPORTS, installed, transports_with
 from kvtransfer.transports.tcp import TcpTransport
 from pdmesh.doctor import transfer

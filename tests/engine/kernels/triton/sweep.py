@@ -15,9 +15,8 @@ from benchmarks.gpu.weights import make_decoder
 from pdmesh.engine.kernels.triton.attention import TritonAttention
 from pdmesh.engine.kernels.triton.blocks import TritonBlocks
 from pdmesh.engine.kernels.triton.metadata import Capacity, StepMetadata
-from pdmesh.engine.kernels.triton.model import padded
+from pdmesh.engine.kernels.triton.model import padded, warm, warm_moves
 from pdmesh.engine.kernels.triton.step import TritonStep
-from pdmesh.engine.kernels.triton.warmup import warm, warm_moves
 from pdmesh.engine.kv_cache.block_moves import Move
 from pdmesh.engine.models.config import ModelConfig
 from pdmesh.engine.runner.batch import StepBatch

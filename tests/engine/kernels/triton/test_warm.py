@@ -7,9 +7,9 @@ import torch
 from benchmarks.gpu.drawn import engine_config
 from benchmarks.gpu.weights import make_decoder
 from pdmesh.engine.kernels.triton.attention import TritonAttention
+from pdmesh.engine.kernels.triton.model import padding_steps, warm, warm_moves
 from pdmesh.engine.kernels.triton.split_kv import Splits
 from pdmesh.engine.kernels.triton.step import TritonStep
-from pdmesh.engine.kernels.triton.warmup import padding_steps, warm, warm_moves
 from pdmesh.engine.models.config import ModelConfig
 from tests.engine.kernels.triton.paged import DEVICE
 
