@@ -1,0 +1,98 @@
+"""Runs pytest; what failed runs once more, alone, and what passes then is printed as a table with its first failure.
+
+`python -m tests.repeat NAME PYTEST-ARGUMENTS`. A test that passes only when repeated is broken: if it happens twice in three runs
+of NAME, the run fails. The runs before are remembered in the cache ($PDMESH_CACHE/repeated/NAME.json).
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from pdmesh.models.catalogue import cache_folder
+
+NUM_RUNS = 3
+MOST = 2
+FAILED = 1
+"""pytest's exit code when tests failed."""
+NO_TESTS = 5
+
+
+def run(arguments: Sequence[str]) -> tuple[int, dict[str, str]]:
+    """Return pytest's exit code, and the first line of each failure by test."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        done = subprocess.run([sys.executable, "-m", "pytest", *arguments, f"--junitxml={report}"], check=False)
+        return done.returncode, failures(report) if report.is_file() else {}
+
+
+def failures(report: Path) -> dict[str, str]:
+    """Return the first line of each failure or error in a JUnit report, by test."""
+    found = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        for kind in ("failure", "error"):
+            if (problem := case.find(kind)) is not None:
+                first = (problem.get("message") or "").strip().splitlines() or ["?"]
+                found[f"{case.get('classname')}::{case.get('name')}"] = first[0][:200]
+    return found
+
+
+def table(repeated: Mapping[str, str], before: Sequence[Sequence[str]]) -> Table:
+    """Return what passed only when repeated, its first failure, and in how many of the latest runs."""
+    shown = Table(title="failed, and passed when repeated", title_justify="left")
+    for head in ("test", "first failure", f"of {NUM_RUNS} runs"):
+        shown.add_column(head, overflow="fold")
+    for name, problem in sorted(repeated.items()):
+        shown.add_row(name, problem, str(times(name, before)))
+    return shown
+
+
+def times(name: str, before: Sequence[Sequence[str]]) -> int:
+    """Return in how many of the latest runs it happened, this one included."""
+    return 1 + sum(name in names for names in before[-(NUM_RUNS - 1) :])
+
+
+def history(name: str) -> Path:
+    """Return the file that remembers the runs before."""
+    return cache_folder() / "repeated" / f"{name}.json"
+
+
+def read(path: Path) -> list[list[str]]:
+    """Return the tests that were repeated, run by run; nothing where no run is remembered."""
+    try:
+        runs = json.loads(path.read_text(encoding="utf-8"))
+        return [[str(test) for test in tests] for tests in runs]
+    except (OSError, ValueError, TypeError):
+        return []
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run, repeat, compare with the runs before; return the exit code."""
+    name, *arguments = argv
+    path = history(name)
+    before = read(path)
+    code, first = run(arguments)
+    repeated: dict[str, str] = {}
+    if code == FAILED:
+        code, still = run([*arguments, "--last-failed", "--last-failed-no-failures=none", "-n0"])
+        repeated = {test: problem for test, problem in first.items() if test not in still}
+        if repeated:
+            Console(width=130).print(table(repeated, before))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps([*before, sorted(repeated)][-NUM_RUNS:]), encoding="utf-8")
+    too_often = [test for test in repeated if times(test, before) >= MOST]
+    if too_often:
+        print(f"repeated in {MOST} of {NUM_RUNS} runs, so broken: {', '.join(too_often)}")
+    return code or (FAILED if too_often else 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,46 @@
+"""What passes only when repeated is shown, and fails the run when it happens twice in three."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import repeat
+
+FLAKY = """
+from pathlib import Path
+def test_second_time():
+    mark = Path({mark!r})
+    seen = mark.exists()
+    mark.touch()
+    assert seen, "the first time"
+def test_fine(): pass
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PDMESH_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "test_it.py").write_text(FLAKY.format(mark=str(tmp_path / "mark")))
+    return tmp_path
+
+
+def once(folder: Path) -> int:
+    (folder / "mark").unlink(missing_ok=True)
+    return repeat.main(["it", "-q", "-c", str(folder / "pytest.ini"), "--rootdir", str(folder), str(folder)])
+
+
+def test_once_is_shown_and_twice_in_three_runs_fails(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert once(folder) == 0
+    shown = capsys.readouterr().out
+    assert "test_it::test_second_time" in shown and "the first time" in shown
+    assert once(folder) == repeat.FAILED
+    assert "so broken: test_it::test_second_time" in capsys.readouterr().out
+
+
+def test_what_fails_twice_fails(folder: Path) -> None:
+    (folder / "test_it.py").write_text("def test_wrong(): assert False\n")
+    assert once(folder) == repeat.FAILED
+    assert repeat.read(repeat.history("it")) == [[]]
