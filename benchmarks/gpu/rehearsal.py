@@ -14,9 +14,6 @@ from itertools import chain
 
 import torch
 
-from benchmarks.gpu.checks import checks
-from benchmarks.gpu.checks_attention import attention_checks
-from benchmarks.gpu.checks_linear import linear_checks
 from benchmarks.gpu.context import Context
 from benchmarks.gpu.drawn import engine_config
 from benchmarks.gpu.paged import BLOCK_SIZE
@@ -31,6 +28,9 @@ from pdmesh.engine.kernels.triton.warmup import warm, warm_moves
 from pdmesh.engine.kv_cache.ipc_pool import NUM_SUMS, Blocks
 from pdmesh.engine.models.config import ModelConfig
 from pdmesh.engine.sampling.sampler import SampledToken, SampleRow
+from tests.gpu.checks import checks
+from tests.gpu.checks_attention import attention_checks
+from tests.gpu.checks_linear import linear_checks
 
 META = "meta"
 TABLE_WIDTHS = (32, 33)

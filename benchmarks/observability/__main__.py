@@ -14,12 +14,12 @@ from benchmarks import parts
 from benchmarks.harness import RESULTS, Figure, say
 from benchmarks.observability import delays, overhead, spans
 from benchmarks.observability import parts as adding_up
-from benchmarks.observability.traced import Traced, traced_mesh
 from benchmarks.router.options import MODEL, Options
 from benchmarks.router.results import save_to
 from pdmesh.client.client import AsyncClient
 from pdmesh.launcher.plan import LocalMeshConfig
 from pdmesh.models.registry import ensure_model
+from tests.support.traced_mesh import Traced, traced_mesh
 
 PATH = RESULTS / "observability.json"
 PARTS = ("overhead", "parts", "delays", "spans")

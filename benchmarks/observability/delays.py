@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.harness import Figure
-from benchmarks.observability.traced import DECODES, PREFILLS, ROUTERS, Traced
-from benchmarks.observability.traces import REMOTE_SPANS
 from pdmesh.client.client import AsyncClient
+from tests.support.traced_mesh import DECODES, PREFILLS, ROUTERS, Traced
+from tests.support.traces import REMOTE_SPANS
 
 DELAY_MS = 50
 LENGTH, NUM_TOKENS = 20, 3

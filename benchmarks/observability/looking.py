@@ -14,8 +14,8 @@ from pathlib import Path
 import httpx
 
 from benchmarks.harness import say
-from benchmarks.observability.prometheus import BINARY, Prometheus, running_prometheus
 from pdmesh.launcher.local_state import Target, discovery
+from tests.support.prometheus import BINARY, Prometheus, running_prometheus
 
 PERIOD_S = 1.0
 

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Sequence
 
 from benchmarks.harness import Figure
-from benchmarks.observability.traced import Traced
-from benchmarks.observability.traces import LOCAL_SPANS, REMOTE_SPANS, Trace
 from pdmesh.client.client import AsyncClient
 from pdmesh.client.types import Generation
+from tests.support.traced_mesh import Traced
+from tests.support.traces import LOCAL_SPANS, REMOTE_SPANS, Trace
 
 AT_ONCE = 8
 MOST_SHARE, MOST_MS = 0.02, 1.0

@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator, Sequence, Set
 from dataclasses import dataclass
 
 from benchmarks.harness import Figure, say
-from benchmarks.observability.otlp_receiver import Received
-from benchmarks.observability.traced import DECODES, PREFILLS, TIMEOUT_S, Traced, unseen
-from benchmarks.observability.traces import Trace, trace_so_far
 from pdmesh.client.client import AsyncClient
 from pdmesh.client.types import Completed, Delta
+from tests.support.otlp_receiver import Received
+from tests.support.traced_mesh import DECODES, PREFILLS, TIMEOUT_S, Traced, unseen
+from tests.support.traces import Trace, trace_so_far
 
 ROOT = "generate@router"
 ATTEMPT = f"{ROOT}/attempt@router"

@@ -17,12 +17,12 @@ from benchmarks.router.meshes import MESH, Running, running
 from benchmarks.router.mix_plan import Idle, objectives
 from benchmarks.router.options import Options
 from benchmarks.router.windows import WARMUP_S, Seen, alone, load_of, warm_up, window
-from benchmarks.soak.flatness import line
 from pdmesh.loadtest.arrivals import Distribution, fixed
 from pdmesh.loadtest.measure import Search, Trial, find_capacity
 from pdmesh.loadtest.record import ObjectiveBook
 from pdmesh.loadtest.stats import quantile, summarise
 from pdmesh.loadtest.workload import Arrivals, Limits, TrafficClass, Workload
+from tests.soak.flatness import line
 
 INPUT_TOKENS, OUTPUT_TOKENS, SEED = 420, 64, 61
 ATTAINMENT, TIMES = 0.95, 3.0

@@ -17,7 +17,6 @@ import torch
 from benchmarks.gpu.arguments import parse_args
 from benchmarks.gpu.batches import decode_batch, ragged_prompts
 from benchmarks.gpu.busy import covered_share
-from benchmarks.gpu.compare import num_differing, over_bound, over_roundings, relative_error
 from benchmarks.gpu.counts import attention_bytes, causal_operations, decode_bytes, prefill_operations, product_operations
 from benchmarks.gpu.drawn import RandomSource, engine_config, random_fp8, random_int4, random_int8
 from benchmarks.gpu.gathered import Gathered
@@ -33,6 +32,7 @@ from benchmarks.harness import Figure
 from pdmesh.engine.hardware import ModelCost
 from pdmesh.engine.kernels.triton.split_kv import SPLITS, Splits
 from pdmesh.engine.loader.quantize import dequantize_fp8, dequantize_int4, dequantize_int8
+from tests.gpu.compare import num_differing, over_bound, over_roundings, relative_error
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,10 +6,10 @@ import pytest
 
 from benchmarks.observability import parts, spans
 from benchmarks.observability.delays import DELAYS, figures_of
-from benchmarks.observability.otlp_receiver import Received
-from benchmarks.observability.traces import Trace, trace_so_far
 from benchmarks.observability.turns import jobs, ratios
 from benchmarks.router.results import reached
+from tests.support.otlp_receiver import Received
+from tests.support.traces import Trace, trace_so_far
 
 
 def test_a_turn_is_compared_with_those_of_the_base_on_either_side() -> None:

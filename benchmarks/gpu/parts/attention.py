@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.gpu.compare import relative_error
 from benchmarks.gpu.context import Context
 from benchmarks.gpu.counts import attention_bytes, causal_operations
 from benchmarks.gpu.paged import BLOCK_SIZE, Sequence
@@ -19,6 +18,7 @@ from benchmarks.gpu.timing import turns_s
 from benchmarks.harness import Figure
 from pdmesh.engine.kernels.triton.attention import Workspace, paged_attention
 from pdmesh.engine.kernels.triton.split_kv import SPLITS, Splits
+from tests.gpu.compare import relative_error
 
 UNSPLIT = Splits(SPLITS.min_keys, 1)
 SHARE_GOAL, SPEEDUP_GOAL = 70.0, 8.0
