@@ -19,10 +19,10 @@ from pathlib import Path
 from benchmarks.capacity.outcome import Outcome, figures, page
 from benchmarks.capacity.plan import ABOVE, FULL, QUICK, Plan
 from benchmarks.capacity.probes import Probes
-from benchmarks.capacity.processes import watched_shared_memory
-from benchmarks.capacity.systems import MODEL, SYSTEMS, System
 from benchmarks.harness import RESULTS, say, write
 from benchmarks.peers.environments import PeerError
+from benchmarks.peers.servers import watched_shared_memory
+from benchmarks.peers.systems import MODEL, SYSTEMS, System
 from pdmesh.loadtest import result as results
 from pdmesh.loadtest.measure import search_capacity, trial_of, window_at
 from pdmesh.loadtest.reports import text

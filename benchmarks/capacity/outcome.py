@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from benchmarks.capacity.plan import MAX_INPUT_TOKENS, OUTPUT_TOKENS, TRAFFIC, Plan
-from benchmarks.capacity.systems import System
 from benchmarks.harness import Figure, this_machine
+from benchmarks.peers.systems import System
 from pdmesh.loadtest.measure import Capacity, Trial, found
 from pdmesh.loadtest.reports import comparison
 from pdmesh.loadtest.reports.comparison import Facts

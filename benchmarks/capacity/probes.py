@@ -11,9 +11,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from benchmarks.capacity.systems import System
 from benchmarks.harness import say
 from benchmarks.peers.environments import PeerError
+from benchmarks.peers.systems import System
 from pdmesh.loadtest import result as results
 from pdmesh.loadtest.measure import Measurement, measure
 from pdmesh.loadtest.progress import Progress

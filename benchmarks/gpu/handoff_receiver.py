@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.gpu.handoff_ends import Ends, fingerprint, one_launch_at_a_time
 from benchmarks.gpu.part import prepare_interpreter
-from benchmarks.handoff_process import EPOCH, Grants
+from benchmarks.handoff.ends import EPOCH, Grants
 from kvtransfer.native import library as native_library
 from kvtransfer.receiver.receiver import Receiver
 from kvtransfer.staging import StagedMemory

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.engine_runs import GREEDY
 from benchmarks.gpu.handoff_ends import BLOCK_SIZE, Ends, fingerprint
 from benchmarks.gpu.steady import prompt_of
-from benchmarks.handoff_process import EPOCH, PUSH_TIMEOUT_S, TOKENS
+from benchmarks.handoff.ends import EPOCH, PUSH_TIMEOUT_S, TOKENS
 from kvtransfer.sender.push import PushJob, PushResult
 from kvtransfer.sender.send_queue import KVReadiness, Ready, complete_readiness
 from kvtransfer.sender.sender import Sender

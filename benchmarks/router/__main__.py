@@ -10,8 +10,8 @@ import importlib
 import sys
 
 from benchmarks import parts
-from benchmarks.capacity.processes import watched_shared_memory
 from benchmarks.harness import Figure, say
+from benchmarks.peers.servers import watched_shared_memory
 from benchmarks.router.options import MODEL, Kept, Options
 from benchmarks.router.results import save
 from pdmesh.models.registry import ensure_model

@@ -2,11 +2,11 @@
 
 import pytest
 
-from benchmarks.cpu import parse_args
-from benchmarks.cpu_cases import Measured, Plan, context_case, decode_case, prefill_case, start_case
-from benchmarks.cpu_figures import Results, all_figures
-from benchmarks.cpu_limits import BF16, INT8, READ, MachineLimits, ModelSizes
-from benchmarks.cpu_table import all_with_goals, side_by_side
+from benchmarks.cpu.__main__ import parse_args
+from benchmarks.cpu.cases import Measured, Plan, context_case, decode_case, prefill_case, start_case
+from benchmarks.cpu.figures import Results, all_figures
+from benchmarks.cpu.limits import BF16, INT8, READ, MachineLimits, ModelSizes
+from benchmarks.cpu.table import all_with_goals, side_by_side
 from benchmarks.peers.catalogue import OURS, PEERS
 from benchmarks.peers.environments import PeerError
 

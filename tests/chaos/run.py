@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.handoff.protection import cost_figures
 from benchmarks.harness import say, write
-from benchmarks.protection import cost_figures
 from pdmesh.models.catalogue import cache_folder
 from pdmesh.models.registry import ensure_model
 from tests.chaos import report

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from benchmarks.loadtest_stub import Latencies, Stub, serve_grpc, serve_http
+from benchmarks.loadtest.stub import Latencies, Stub, serve_grpc, serve_http
 from pdmesh.errors import Overloaded
 from pdmesh.loadtest.arrivals import fixed
 from pdmesh.loadtest.measure import Measurement, measure

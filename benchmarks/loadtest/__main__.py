@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 import httpx
 
 from benchmarks.harness import Figure, say, write
-from benchmarks.loadtest_stub import Latencies
+from benchmarks.loadtest.stub import Latencies
 from pdmesh.loadtest.arrivals import fixed
 from pdmesh.loadtest.record import ObjectiveBook, Objectives, Outcome
 from pdmesh.loadtest.runner import RunLog, Runner, RunSettings
@@ -66,7 +66,7 @@ class Server:
 async def serving(case: Case) -> AsyncIterator[Server]:
     """A stub for the case."""
     given = {name: value for name, value in asdict(case.latencies).items() if value != float("inf")}
-    command = [sys.executable, "-m", "benchmarks.loadtest_stub", case.kind, "--latencies", json.dumps(given)]
+    command = [sys.executable, "-m", "benchmarks.loadtest.stub", case.kind, "--latencies", json.dumps(given)]
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)  # noqa: ASYNC220 - before any load
     assert process.stdin is not None and process.stdout is not None

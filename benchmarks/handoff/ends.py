@@ -1,4 +1,4 @@
-"""One end of a hand-off as a process: `python -m benchmarks.handoff_process receive|send`. A line of JSON each way.
+"""One end of a hand-off as a process: `python -m benchmarks.handoff.ends receive|send`. A line of JSON each way.
 
 receive   {"reserve": TRANSPORT}      a reservation for all its blocks (hex); the push into it follows
 send      {"push": RESERVATION}       pushes all its blocks: seconds, bytes, parts, connections

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.cpu_cases import SHORT_CONTEXT, Plan, context_case, decode_case, prefill_case, start_case
-from benchmarks.cpu_limits import BF16, INT8, READ, UNITS, MachineLimits, ModelSizes
+from benchmarks.cpu.cases import SHORT_CONTEXT, Plan, context_case, decode_case, prefill_case, start_case
+from benchmarks.cpu.limits import BF16, INT8, READ, UNITS, MachineLimits, ModelSizes
 from benchmarks.harness import Figure
 from benchmarks.peers.catalogue import Contestant
 

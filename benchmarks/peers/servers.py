@@ -17,8 +17,8 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from benchmarks.capacity import keeper
 from benchmarks.harness import say
+from benchmarks.peers import keeper
 from benchmarks.peers.environments import PeerError, last_line, peers_folder
 from pdmesh.runtime.child import ChildProcess
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-from benchmarks.cpu_prompts import ANSWER, Prompts
+from benchmarks.cpu.prompts import ANSWER, Prompts
 from benchmarks.harness import PLAIN, say
 from benchmarks.peers.catalogue import Contestant
 from benchmarks.peers.environments import PeerError, ensure_environment, peers_folder

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from benchmarks import loopback
-from benchmarks.handoff_process import NUM_BYTES
+from benchmarks.handoff import loopback
+from benchmarks.handoff.ends import NUM_BYTES
+from benchmarks.handoff.memory_copy import copy_bandwidth_gb_s, streamed_bandwidth_gb_s
 from benchmarks.harness import Figure, interleave, say
-from benchmarks.memory_copy import copy_bandwidth_gb_s, streamed_bandwidth_gb_s
 from kvtransfer.sender.sender import NUM_CONNECTIONS
 from kvtransfer.transports.registry import installed
 
@@ -29,7 +29,7 @@ class Process:
     """An end of the hand-off."""
 
     def __init__(self, role: str) -> None:
-        command = [sys.executable, "-m", "benchmarks.handoff_process", role]
+        command = [sys.executable, "-m", "benchmarks.handoff.ends", role]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ask(self, **command: object) -> dict[str, Any]:

@@ -14,9 +14,9 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from benchmarks.cpu_contest import Contest, Seat, first_token_seconds
-from benchmarks.cpu_limits import LIMIT_CASES
-from benchmarks.cpu_prompts import Prompts
+from benchmarks.cpu.contest import Contest, Seat, first_token_seconds
+from benchmarks.cpu.limits import LIMIT_CASES
+from benchmarks.cpu.prompts import Prompts
 from benchmarks.harness import interleave, say
 from benchmarks.peers.environments import PeerError
 

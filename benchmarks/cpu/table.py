@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from benchmarks.accuracy import missed
-from benchmarks.cpu_cases import Plan, decode_case, prefill_case
+from benchmarks.cpu.cases import Plan, decode_case, prefill_case
 from benchmarks.harness import Figure
 
 

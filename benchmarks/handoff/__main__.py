@@ -13,8 +13,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 
-from benchmarks.handoff_exposed import exposed_figures
-from benchmarks.handoff_throughput import throughput_figures
+from benchmarks.handoff.exposed import exposed_figures
+from benchmarks.handoff.throughput import throughput_figures
 from benchmarks.harness import Figure, write
 
 # Each gets the number of rounds and returns its figures.

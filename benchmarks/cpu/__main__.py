@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.accuracy import VARIANTS, accuracy_figures
-from benchmarks.cpu_cases import Measured, Plan, measure, measure_starts
-from benchmarks.cpu_contest import Contest
-from benchmarks.cpu_figures import Results, all_figures
-from benchmarks.cpu_limits import MachineLimits, ModelSizes
-from benchmarks.cpu_prompts import Prompts
-from benchmarks.cpu_table import all_with_goals, left_out, side_by_side
+from benchmarks.cpu.cases import Measured, Plan, measure, measure_starts
+from benchmarks.cpu.contest import Contest
+from benchmarks.cpu.figures import Results, all_figures
+from benchmarks.cpu.limits import MachineLimits, ModelSizes
+from benchmarks.cpu.prompts import Prompts
+from benchmarks.cpu.table import all_with_goals, left_out, side_by_side
 from benchmarks.harness import Figure, say, write
 from benchmarks.peers.catalogue import OURS, PEERS, Contestant
 from pdmesh.models.registry import DEFAULT_MODEL, ensure_model
