@@ -14,9 +14,8 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-from benchmarks.cpu_time import event_loop_cpu_ns, process_cpu_ns
 from benchmarks.engine_runs import DEFAULT, FLOAT32, GREEDY, Settings, flags_of, make_engine, timed
-from benchmarks.harness import PLAIN, Figure, interleave, say, write
+from benchmarks.harness import PLAIN, Figure, event_loop_cpu_ns, interleave, process_cpu_ns, say, write
 from pdmesh.client.client import AsyncClient, Completed, Delta
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.kernels.cpu.library import product_peak_gop_s, read_bandwidth_gb_s

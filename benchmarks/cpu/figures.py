@@ -5,10 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.cpu.cases import SHORT_CONTEXT, Plan, context_case, decode_case, prefill_case, start_case
-from benchmarks.cpu.limits import BF16, INT8, READ, UNITS, MachineLimits, ModelSizes
+from benchmarks.cpu.contest import (
+    BF16,
+    INT8,
+    READ,
+    SHORT_CONTEXT,
+    UNITS,
+    MachineLimits,
+    ModelSizes,
+    Plan,
+    context_case,
+    decode_case,
+    prefill_case,
+    start_case,
+)
 from benchmarks.harness import Figure
-from benchmarks.peers.catalogue import Contestant
+from benchmarks.peers.environments import Contestant
 
 INT8_NAME, BF16_NAME, INT4_NAME, VLLM_NAME = "pdmesh int8", "pdmesh bf16", "pdmesh int4", "vLLM bf16"
 # Times the fastest peer.

@@ -22,7 +22,7 @@ FP8_SPREAD = 100.1  # of all codes of e4m3 but NaN
 
 
 def generator_of(name: str, device: str) -> torch.Generator | None:
-    """None where tensors have no numbers (rehearsal.py)."""
+    """None where tensors have no numbers (compile.py)."""
     return None if device == "meta" else torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
 
 

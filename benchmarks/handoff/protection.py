@@ -81,4 +81,4 @@ def _without_checksums(plan: ProcessPlan) -> ProcessPlan:
     if not plan.is_worker:
         return plan
     at = plan.argv.index("pdmesh.worker")
-    return replace(plan, argv=(*plan.argv[:at], "benchmarks.handoff.unprotected", *plan.argv[at + 1 :]))
+    return replace(plan, argv=(*plan.argv[:at], "benchmarks.handoff.ends", "worker", *plan.argv[at + 1 :]))

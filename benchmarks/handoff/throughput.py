@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import mmap
+import shutil
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
-from benchmarks.handoff import loopback
+import numpy as np
+
 from benchmarks.handoff.ends import NUM_BYTES
-from benchmarks.handoff.memory_copy import copy_bandwidth_gb_s, streamed_bandwidth_gb_s
 from benchmarks.harness import Figure, interleave, say
+from kvtransfer.native.library import PROJECT, Native, address_of
 from kvtransfer.sender.sender import NUM_CONNECTIONS
 from kvtransfer.transports.registry import installed
+from pdmesh.engine.kernels.cpu.build import load_library
 
 COPY, STREAMED = "memcpy of 256 MB, one core", "copy of 256 MB past the caches, one core"
 IPERF = f"iperf3 over loopback, {NUM_CONNECTIONS} connections"
@@ -86,8 +93,8 @@ def throughput_figures(rounds: int) -> list[Figure]:
         cases: dict[str, Callable[[], float]] = {COPY: partial(copy_bandwidth_gb_s, NUM_BYTES)}
         if ends.can_leave_sums:
             cases[STREAMED] = partial(streamed_bandwidth_gb_s, NUM_BYTES)
-        if loopback.is_there():
-            cases[IPERF] = partial(loopback.iperf3_gb_s, NUM_CONNECTIONS)
+        if has_iperf3():
+            cases[IPERF] = partial(iperf3_gb_s, NUM_CONNECTIONS)
         else:
             say("left out: iperf3 is not installed (Debian, Ubuntu: apt install iperf3)")
         if "nixl" not in installed():
@@ -123,3 +130,78 @@ def _figures_of(transport: str, medians: dict[str, float]) -> list[Figure]:
         cost = 100 * (unsummed / medians[transport] - 1)
         figures.append(Figure(f"{transport}, time that the checksum adds", cost, "%", "lower", goal=MAX_CHECKSUM_COST))
     return figures
+
+
+# The limit of a hand-off through sockets: iperf3 over loopback.
+
+
+SECONDS = 2
+_START_S = 5.0
+
+
+def has_iperf3() -> bool:
+    """iperf3 is on PATH."""
+    return shutil.which("iperf3") is not None
+
+
+def iperf3_gb_s(num_connections: int) -> float:
+    """10^9 bytes a second that arrive over so many connections. Raises RuntimeError with what iperf3 said."""
+    port = _free_port()
+    with subprocess.Popen(["iperf3", "--server", "--one-off", "--port", str(port)], stdout=subprocess.DEVNULL) as server:
+        try:
+            return _iperf3_client(port, num_connections)
+        finally:
+            server.kill()
+
+
+def _iperf3_client(port: int, num_connections: int) -> float:
+    command = ["iperf3", "--client", "127.0.0.1", "--port", str(port), "--time", str(SECONDS), "--json"]
+    command += ["--parallel", str(num_connections)]
+    deadline = time.monotonic() + _START_S
+    while True:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        answer: dict[str, Any] = json.loads(done.stdout) if done.stdout else {"error": done.stderr}
+        if "error" not in answer:
+            return float(answer["end"]["sum_received"]["bits_per_second"]) / 8e9
+        if "refused" not in answer["error"] or time.monotonic() > deadline:  # it may not listen yet
+            raise RuntimeError(f"iperf3 failed: {answer['error']}")
+        time.sleep(0.05)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+# The limits of a hand-off through memory: copies between buffers larger than the caches, by memcpy and past the caches.
+
+
+def copy_bandwidth_gb_s(num_bytes: int) -> float:
+    """10^9 bytes copied a second by one thread, once, between buffers whose pages are there."""
+    target, source = _buffers(num_bytes)
+    started = time.perf_counter()
+    ctypes.memmove(address_of(memoryview(target)), address_of(memoryview(source)), num_bytes)
+    return num_bytes / (time.perf_counter() - started) / 1e9
+
+
+def streamed_bandwidth_gb_s(num_bytes: int) -> float:
+    """The same with stores past the caches, which spare reading what is overwritten; without a checksum. Raises ValueError where
+    the native library has no such copy."""
+    target, source = _buffers(num_bytes)
+    runs = np.array([[address_of(memoryview(target)), address_of(memoryview(source)), num_bytes]])
+    started = time.perf_counter()
+    _unsummed_library().copy(0, runs, streams=True)
+    return num_bytes / (time.perf_counter() - started) / 1e9
+
+
+@cache
+def _unsummed_library() -> Native:
+    return Native(load_library(lambda _text: None, project=PROJECT), "unsummed")
+
+
+@cache
+def _buffers(num_bytes: int) -> tuple[mmap.mmap, mmap.mmap]:
+    buffers = mmap.mmap(-1, num_bytes), mmap.mmap(-1, num_bytes)
+    for buffer in buffers:
+        buffer[:] = b"\1" * num_bytes
+    return buffers

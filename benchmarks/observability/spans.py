@@ -4,15 +4,136 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Sequence, Set
+import statistics
+from collections.abc import AsyncIterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from benchmarks.harness import Figure, say
 from pdmesh.client.client import AsyncClient
-from pdmesh.client.types import Completed, Delta
+from pdmesh.client.types import Completed, Delta, Generation
 from tests.support.otlp_receiver import Received
-from tests.support.traced_mesh import DECODES, PREFILLS, TIMEOUT_S, Traced, unseen
-from tests.support.traces import Trace, trace_so_far
+from tests.support.traced_mesh import DECODES, PREFILLS, ROUTERS, TIMEOUT_S, Traced, unseen
+from tests.support.traces import LOCAL_SPANS, REMOTE_SPANS, Trace, trace_so_far
+
+# Whether the parts of the time to the first token add up to it, for each of many requests under load.
+
+
+AT_ONCE = 8
+MOST_SHARE, MOST_MS = 0.02, 1.0
+"""That may be missing: whichever is more."""
+
+
+async def under_load(traced: Traced, client: AsyncClient, num_requests: int) -> list[tuple[Generation, Trace]]:
+    """Prompts of many lengths, separated and not, `AT_ONCE` at a time; each answer with its trace, which is complete."""
+    gate = asyncio.Semaphore(AT_ONCE)
+
+    async def one(number: int) -> tuple[Generation, Trace]:
+        async with gate:
+            mode = ("remote", "local")[number % 2]
+            result = await traced.ask(client, mode, length=40 + 13 * (number % 17), max_tokens=4)
+        return result, await traced.trace(result.request_id, REMOTE_SPANS if mode == "remote" else LOCAL_SPANS)
+
+    return await asyncio.gather(*(one(number) for number in range(num_requests)))
+
+
+def may_miss_ms(ttft_ms: float) -> float:
+    """So much of it may be in no part."""
+    return max(MOST_MS, MOST_SHARE * ttft_ms)
+
+
+def parts_figures(traces: Sequence[Trace]) -> list[Figure]:
+    """Of all of them. Pure."""
+    missing = {trace: abs(trace.missing_ms) for trace in traces}
+    share = sum(ms <= may_miss_ms(trace.ttft_ms) for trace, ms in missing.items()) / len(traces)
+    worst = max(missing, key=lambda trace: missing[trace])
+    relative = max(ms / trace.ttft_ms for trace, ms in missing.items())
+    of = f"{len(traces)} requests, {AT_ONCE} at a time, half of them separated"
+    limits = f"requests whose parts of TTFT add up to it within {MOST_SHARE:.0%} or {MOST_MS:g} ms"
+    return [
+        Figure(limits, round(share, 4), "share", "higher", goal=1.0, peer=of),
+        Figure("the most that is missing of a TTFT", round(missing[worst], 3), "ms", "lower", peer=f"of {worst.ttft_ms:.1f} ms"),
+        Figure("the most that is missing, of its TTFT", round(100 * relative, 3), "%", "lower"),
+    ]
+
+
+# What a delay in one phase of a request does to the durations of all of them.
+
+
+DELAY_MS = 50
+LENGTH, NUM_TOKENS = 20, 3
+"""Of the prompts: one step each. Of the answers."""
+
+
+@dataclass(frozen=True)
+class Delay:
+    """`point`: a failpoint of these processes, within the phase that `part` is the duration of."""
+
+    part: str
+    processes: tuple[str, ...]
+    point: str
+
+
+DELAYS = (
+    Delay("route", ROUTERS, "router.route"),
+    Delay("admission", ROUTERS, "router.admission"),
+    Delay("reserve", DECODES, "decode.reserved"),
+    Delay("prefill.queue", PREFILLS, "prefill.accepted"),
+    Delay("prefill.compute", PREFILLS, "engine.compute"),
+    Delay("first_token_return", ROUTERS, "router.first_token"),
+    Delay("kv.exposed", PREFILLS, "push.before_commit"),
+    Delay("decode.queue", DECODES, "engine.step"),
+)
+Parts = Mapping[str, float]
+"""Milliseconds by name."""
+
+
+async def moved(traced: Traced, client: AsyncClient, delay: Delay, repeats: int = 5) -> dict[str, float]:
+    """By how much each part is longer with the delay than just before without it: the median of a few pairs."""
+    request_ids: list[str] = []
+    for _ in range(repeats):
+        request_ids.append(await _asked(traced, client))
+        traced.arm(delay.processes, delay.point, f"delay:{DELAY_MS}")
+        request_ids.append(await _asked(traced, client))
+        traced.disarm()
+    parts = await _parts(traced, request_ids)
+    pairs = list(zip(parts[::2], parts[1::2], strict=True))
+    return {name: statistics.median(after[name] - before[name] for before, after in pairs) for name in parts[0]}
+
+
+async def medians(traced: Traced, client: AsyncClient, repeats: int = 5) -> dict[str, float]:
+    """Of a few requests, one after the other."""
+    parts = await _parts(traced, [await _asked(traced, client) for _ in range(repeats)])
+    return {name: statistics.median(each[name] for each in parts) for name in parts[0]}
+
+
+async def _asked(traced: Traced, client: AsyncClient) -> str:
+    """One separated request, until it is answered; its id."""
+    return (await traced.ask(client, length=LENGTH, max_tokens=NUM_TOKENS)).request_id
+
+
+async def _parts(traced: Traced, request_ids: Sequence[str]) -> list[Parts]:
+    traces = await asyncio.gather(*(traced.trace(each, REMOTE_SPANS) for each in request_ids))
+    return [trace.ttft_parts_ms() | trace.gap_parts_ms() for trace in traces]
+
+
+async def delay_figures(traced: Traced, client: AsyncClient, repeats: int) -> list[Figure]:
+    """Two for each delay: its own part, and the other one that moved most."""
+    found: list[Figure] = []
+    for delay in DELAYS:
+        parts = await moved(traced, client, delay, repeats)
+        found += figures_of(delay, parts)
+    return found
+
+
+def figures_of(delay: Delay, parts: Parts) -> list[Figure]:
+    """`parts`: by how much each moved. Pure."""
+    other = max((name for name in parts if name != delay.part), key=lambda name: abs(parts[name]))
+    name = f"{DELAY_MS} ms in {delay.part}"
+    return [
+        Figure(f"{name}: it is longer by", round(parts[delay.part], 2), "ms", "higher", goal=0.9 * DELAY_MS),
+        Figure(f"{name}: another moves by at most", round(abs(parts[other]), 2), "ms", "lower", goal=DELAY_MS / 2, peer=other),
+    ]
+
 
 ROOT = "generate@router"
 ATTEMPT = f"{ROOT}/attempt@router"

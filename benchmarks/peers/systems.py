@@ -11,8 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.harness import PLAIN_FLAGS, say
-from benchmarks.peers.catalogue import TORCH, VLLM, Environment
-from benchmarks.peers.environments import child_environment, ensure_environment, peers_folder
+from benchmarks.peers.environments import TORCH, VLLM, Environment, child_environment, ensure_environment, peers_folder
 from benchmarks.peers.servers import Server, free_ports, serving
 from benchmarks.peers.weights import ensure_weights
 from pdmesh.launcher.mesh import LocalMesh

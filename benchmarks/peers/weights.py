@@ -14,8 +14,15 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.peers.catalogue import LLAMA_CPP, Weights
-from benchmarks.peers.environments import PeerError, child_environment, ensure_environment, last_line, peers_folder
+from benchmarks.peers.environments import (
+    LLAMA_CPP,
+    PeerError,
+    Weights,
+    child_environment,
+    ensure_environment,
+    last_line,
+    peers_folder,
+)
 from pdmesh.models.catalogue import Progress, building, exclusive, publish
 from pdmesh.models.registry import ensure_gguf_of, ensure_model
 

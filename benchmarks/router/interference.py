@@ -13,10 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
 
-from benchmarks.harness import Figure, say
-from benchmarks.router.meshes import SEPARATED, TWO_CORES, Running, Shape, asking, running
-from benchmarks.router.options import Options
-from benchmarks.router.windows import Call, call, warm_up
+from benchmarks.harness import Figure, Options, say
+from benchmarks.router.meshes import SEPARATED, TWO_CORES, Call, Running, Shape, asking, call, running, warm_up
 from pdmesh.loadtest.stats import quantile
 from pdmesh.loadtest.targets.target import Target
 

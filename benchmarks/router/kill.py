@@ -8,10 +8,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from benchmarks.harness import Figure, say
+from benchmarks.harness import Figure, Options, say
 from benchmarks.mesh import prompt
 from benchmarks.router.meshes import MESH, running
-from benchmarks.router.options import Options
 from pdmesh.client.client import AsyncClient, Completed, Delta
 from pdmesh.errors import MeshError
 from pdmesh.launcher.mesh import LocalMesh

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from benchmarks.harness import Figure, say
-from benchmarks.router.meshes import MESH, running
-from benchmarks.router.options import Options
-from benchmarks.router.windows import load_of, warm_up, window
+from benchmarks.harness import Figure, Options, say
+from benchmarks.router.meshes import MESH, load_of, running, warm_up, window
 from pdmesh.client.client import AsyncClient
 from pdmesh.loadtest.arrivals import Distribution
 from pdmesh.loadtest.record import ObjectiveBook, Objectives

@@ -12,10 +12,8 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from itertools import count, takewhile
 
-from benchmarks.harness import Figure, say
-from benchmarks.router.meshes import MESH, running, with_policy
-from benchmarks.router.options import Options
-from benchmarks.router.windows import load_of, warm_up, window
+from benchmarks.harness import Figure, Options, say
+from benchmarks.router.meshes import MESH, load_of, running, warm_up, window, with_policy
 from pdmesh.loadtest import arrivals
 from pdmesh.loadtest.record import ObjectiveBook, Objectives, Record
 from pdmesh.loadtest.stats import Latency

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import signal
 import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.harness import RESULTS, say
-from benchmarks.router.overhead import CLIENT, STEP_S, streams, write_model
-from benchmarks.router.processes import router, running
+from benchmarks.harness import RESULTS, running, say
+from benchmarks.router.overhead import CLIENT, STEP_S, router, streams, write_model
 
 SECONDS = 60.0
 STOP = ("--drain-grace-s", 0, "--linger-s", 0)
@@ -50,4 +50,5 @@ def _of_requests(folder: Path, seconds: float) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(prog="python -m benchmarks.router.profile", description=__doc__).parse_args()
     write_profile()

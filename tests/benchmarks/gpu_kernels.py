@@ -9,13 +9,11 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.compiler import recorded
-from benchmarks.gpu.context import Context
+from benchmarks.gpu.batches import BLOCK_SIZE
+from benchmarks.gpu.context import Context, Deadline
 from benchmarks.gpu.drawn import engine_config
-from benchmarks.gpu.paged import BLOCK_SIZE
-from benchmarks.gpu.rehearsal import scenes
+from benchmarks.gpu.parts.compile import recorded, scenes
 from benchmarks.gpu.shapes import TINY
-from benchmarks.gpu.timing import Deadline
 from benchmarks.gpu.weights import launched_model, make_decoder
 from pdmesh.engine.kernels.triton.sampling.sampler import DeviceSampler
 from pdmesh.engine.request import SamplingParams

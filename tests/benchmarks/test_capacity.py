@@ -16,10 +16,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.capacity import probes
-from benchmarks.capacity.__main__ import confirm, search
-from benchmarks.capacity.outcome import Outcome, figures, page
-from benchmarks.capacity.plan import QUICK, Plan
-from benchmarks.capacity.probes import Probes
+from benchmarks.capacity.__main__ import Outcome, confirm, figures, page, search
+from benchmarks.capacity.probes import QUICK, Plan, Probes
 from benchmarks.peers import keeper
 from benchmarks.peers.environments import PeerError
 from benchmarks.peers.systems import SYSTEMS, System

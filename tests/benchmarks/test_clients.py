@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness import Figure
-from benchmarks.peers.catalogue import Environment
+from benchmarks.peers.environments import Environment
 from pdmesh.launcher.plan import LocalMeshConfig, router_plans, worker_plans
 from tests.interop import loading
 from tests.interop.asking import Run, figures_of

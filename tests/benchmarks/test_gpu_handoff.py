@@ -12,8 +12,7 @@ import torch
 
 from benchmarks.gpu.drawn import RandomSource, engine_config
 from benchmarks.gpu.handoff_ends import BLOCK_SIZE, Ends, ends_for, fingerprint
-from benchmarks.gpu.handoff_figures import Samples, figures, size_words
-from benchmarks.gpu.handoff_sender import Other, SendingEnd, receiving
+from benchmarks.gpu.parts.handoff import Other, Samples, SendingEnd, figures, receiving, size_words
 from benchmarks.gpu.shapes import FULL, TINY
 from kvtransfer.errors import PushFailed
 from pdmesh.engine.engine import Engine

@@ -10,13 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.harness import Figure
+from benchmarks.harness import Figure, Kept, merged, reached, table
 from benchmarks.router import interference, kill, overload, peers, prediction, prefix
-from benchmarks.router.__main__ import PARTS, parts_of
-from benchmarks.router.mix_plan import MIXES, Cell, Idle, Kind, Mix, book_of, figures_of, objectives, ratio
-from benchmarks.router.options import Kept
-from benchmarks.router.results import merged, reached, table
-from benchmarks.router.windows import Call, Seen
+from benchmarks.router.__main__ import PARTS, SUITE
+from benchmarks.router.meshes import Call, Seen
+from benchmarks.router.mixes import MIXES, Cell, Idle, Kind, Mix, book_of, figures_of, objectives, ratio
 from pdmesh.loadtest.record import ObjectiveBook, Objectives, Outcome, Record
 from pdmesh.loadtest.stats import Window
 from pdmesh.v1 import mesh_pb2, worker_pb2
@@ -138,10 +136,10 @@ def test_what_was_kept_is_found_again_until_it_is_forgotten(tmp_path: Path) -> N
 
 
 def test_parts_come_in_their_order_and_unknown_ones_are_named() -> None:
-    assert parts_of("") == list(PARTS)
-    assert parts_of("prefix,mixes") == ["mixes", "prefix"]
+    assert SUITE.chosen("") == list(PARTS)
+    assert SUITE.chosen("prefix,mixes") == ["mixes", "prefix"]
     with pytest.raises(ValueError, match=r"only: there is no part 'nonsense'; there are mixes"):
-        parts_of("mixes,nonsense")
+        SUITE.chosen("mixes,nonsense")
 
 
 def stream(start_s: float, step_s: float, count: int = 11) -> Call:

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
 from benchmarks.gpu.batches import decode_batch
 from benchmarks.gpu.context import Context
-from benchmarks.gpu.drawn import engine_config, generator_of
+from benchmarks.gpu.drawn import engine_config, generator_of, random_fp8, random_int4, random_int8
 from benchmarks.gpu.shapes import Heads
 from benchmarks.gpu.weights import launched_model, make_decoder
+from pdmesh.engine.attention.base import ReferenceAttention
+from pdmesh.engine.kernels.triton.attention import TritonAttention
 from pdmesh.engine.kernels.triton.kv import rope_and_store, store_kv
+from pdmesh.engine.kernels.triton.linear.linear import make_triton_linear
 from pdmesh.engine.kernels.triton.norms import add_rms_norm, rms_norm, silu_mul
 from pdmesh.engine.kernels.triton.sampling.sampler import DeviceSampler
+from pdmesh.engine.loader.quantize import Fp8Weight, Int4Weight, Int8Weight, dequantize_fp8, dequantize_int4, dequantize_int8
 from pdmesh.engine.models import layers
 from pdmesh.engine.models.config import ModelConfig
 from pdmesh.engine.models.layers import RotaryTable, rotate
 from pdmesh.engine.request import SamplingParams
+from pdmesh.engine.runner.batch import StepBatch
 from pdmesh.engine.sampling.sampler import Sampler, SampleRow
-from tests.gpu.compare import UNIT, is_same, over_bound, over_roundings, relative_error
 
 Check = Callable[[Context], float]
 EPS = 1e-5
@@ -158,3 +163,161 @@ def _logits(context: Context) -> float:
 def _short(context: Context) -> ModelConfig:
     values = {**context.scale.models["8B"], "model_type": "qwen3", "num_hidden_layers": 2}
     return ModelConfig.from_dict(values)
+
+
+# How far one tensor is from another, in units of what it may be; how many tokens differ.
+#
+# Tensors on the device `meta` have no numbers: they are taken for equal (compile.py launches what is compared, and no more).
+
+
+UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+"""Half of the distance between 1 and the next number: what one rounding is off by at most, relatively."""
+
+
+def over_bound(actual: Tensor, expected: Tensor, bound: Tensor) -> float:
+    """Largest error over the bound at its place; infinite for another shape or dtype, and for NaN on one side alone."""
+    if actual.shape != expected.shape:
+        return float("inf")
+    if actual.is_meta:
+        return 0.0
+    error = (actual.double() - expected.double()).abs() / bound.double()
+    error = torch.where(actual.isnan() & expected.isnan(), torch.zeros_like(error), error)
+    worst = error.nan_to_num(nan=float("inf")).max().item() if error.numel() else 0.0
+    return float(worst)
+
+
+def over_roundings(actual: Tensor, expected: Tensor, roundings: float) -> float:
+    """Over so many roundings of each element's own size. `expected` has the dtype that the bound is of."""
+    bound = 2 * roundings * UNIT[expected.dtype] * expected.double().abs() + 1e-7
+    return over_bound(actual, expected, bound)
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over the norm of what is expected; infinite where something is NaN."""
+    if actual.is_meta:
+        return 0.0
+    difference = (actual.double() - expected.double()).norm() / expected.double().norm()
+    return float(difference.nan_to_num(nan=float("inf")).item())
+
+
+def is_same(actual: Tensor, expected: Tensor) -> bool:
+    """To the bit."""
+    return actual.is_meta or torch.equal(actual, expected)
+
+
+def num_differing(found: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> int:
+    """Tokens at the same place that are not the same, or that one side lacks."""
+    lines = zip(found, expected, strict=True)
+    return sum(sum(a != b for a, b in zip(f, e, strict=False)) + abs(len(f) - len(e)) for f, e in lines)
+
+
+# Attention over ragged batches against the engine's reference, which computes in float32 with torch.
+
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+BLOCK_SIZE = 16
+# (context, queries): one token, the ends of blocks and of splits, a chunk behind others, a whole prompt.
+LENGTHS = [(1, 1), (256, 1), (257, 1), (40, 18), (900, 16), (130, 130)]
+LONG = [(20_000, 1), (16_400, 9), (3000, 700)]
+
+
+def attention_checks(context: Context) -> Iterator[tuple[str, Check]]:
+    lengths = LENGTHS + (LONG if context.device != "cpu" else [])
+    for model, heads in context.scale.heads.items():
+        for window in (None, 70):
+            name = f"attention, heads of {model}{'' if window is None else f', window {window}'}"
+            yield name, lambda c, h=heads, w=window: _attention(c, h, w, lengths)  # type: ignore[misc]
+
+
+def _attention(context: Context, heads: Heads, window: int | None, lengths: list[tuple[int, int]]) -> float:
+    config, batch = _config(context, heads, window), ragged_batch(lengths)
+    num_blocks = 1 + max(block for table in batch.block_tables for block in table)
+    kv = random(context, "kv", 1, 2, num_blocks, BLOCK_SIZE, heads.num_kv_heads, heads.head_dim)
+    query = random(context, "query", batch.num_tokens, heads.num_heads, heads.head_dim)
+    key, value = (random(context, name, batch.num_tokens, heads.num_kv_heads, heads.head_dim) for name in ("key", "value"))
+    plans = [attention(config, context.device).plan(batch, BLOCK_SIZE) for attention in (TritonAttention, ReferenceAttention)]
+    found, expected = (plan.run(0, query, key, value, kv.clone()) for plan in plans)
+    starts = batch.query_starts
+    worst = max(relative_error(found[a:b], expected[a:b]) for a, b in pairwise(starts))
+    return worst / TOLERANCE[context.dtype]
+
+
+def _config(context: Context, heads: Heads, window: int | None) -> ModelConfig:
+    return replace(
+        context.scale.config("8B"),
+        num_layers=1,
+        num_heads=heads.num_heads,
+        num_kv_heads=heads.num_kv_heads,
+        head_dim=heads.head_dim,
+        windows=(window,),
+    )
+
+
+def ragged_batch(lengths: list[tuple[int, int]]) -> StepBatch:
+    """Blocks lie scattered, as after a while of serving."""
+    needed = [-(-context // BLOCK_SIZE) for context, _ in lengths]
+    blocks = torch.randperm(sum(needed), generator=torch.Generator().manual_seed(3)).tolist()
+    tables = [[blocks.pop() for _ in range(count)] for count in needed]
+    positions = [list(range(context - queries, context)) for context, queries in lengths]
+    slots = [t[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for t, ps in zip(tables, positions, strict=True) for p in ps]
+    flat = torch.tensor([p for ps in positions for p in ps])
+    return StepBatch(
+        token_ids=torch.zeros_like(flat),
+        positions=flat,
+        slot_mapping=torch.tensor(slots),
+        query_starts=[0, *accumulate(queries for _, queries in lengths)],
+        context_lens=[context for context, _ in lengths],
+        block_tables=tables,
+        logits_rows=torch.arange(len(flat)),
+    )
+
+
+# Products with weights in 8 and 4 bits against those with the dequantized ones, within the bound that WordLinear states.
+
+
+ENCODINGS = ("int8", "int4", "fp8")
+LINEAR_ROWS = (
+    4,
+    32,
+    300,
+)  # of the vector kernel, of tiles, and more than both take; as decode has them, whose kernels are compiled then
+ROUNDINGS = 3.0  # of the weight, of the result, and one for good measure
+
+
+def linear_checks(context: Context) -> Iterator[tuple[str, Check]]:
+    shape = context.scale.config("8B")
+    sizes = ((2 * shape.intermediate_size, shape.hidden_size), (shape.hidden_size, shape.intermediate_size))
+    for encoding in ENCODINGS:
+        for outputs, inputs in sizes:
+            name = f"product with {encoding}, {outputs} x {inputs}"
+            yield name, lambda c, e=encoding, o=outputs, i=inputs: _product(c, e, o, i)  # type: ignore[misc]
+
+
+def _product(context: Context, encoding: str, outputs: int, inputs: int) -> float:
+    weight, dense = _weight(context, encoding, outputs, inputs)
+    linear = make_triton_linear(weight)
+    return max(_over_bound(context, linear(x), x, dense) for x in _activations(context, inputs))
+
+
+def _activations(context: Context, inputs: int) -> Iterator[Tensor]:
+    for rows in LINEAR_ROWS if context.device != "cpu" else (1, 4, 9):
+        yield random(context, f"x{rows}", rows, inputs)
+
+
+def _weight(context: Context, encoding: str, outputs: int, inputs: int) -> tuple[Int8Weight | Int4Weight | Fp8Weight, Tensor]:
+    if encoding == "int8":
+        int8 = random_int8("check", outputs, inputs, 0, context.device)
+        return int8, dequantize_int8(int8)
+    if encoding == "int4":
+        int4 = random_int4("check", outputs, inputs, 32, context.device)
+        return int4, dequantize_int4(int4)
+    fp8 = random_fp8("check", outputs, inputs, 0, context.device)
+    return fp8, dequantize_fp8(fp8)
+
+
+def _over_bound(context: Context, actual: Tensor, x: Tensor, dense: Tensor) -> float:
+    """|error| <= (K u + 2 d) sum |x| |w| + d |result|."""
+    exact, size = x.double() @ dense.double().T, x.double().abs() @ dense.double().abs().T
+    unit = UNIT[context.dtype]
+    bound = (x.shape[1] * UNIT[torch.float32] + (ROUNDINGS - 1) * unit) * size + unit * exact.abs() + 1e-7
+    return over_bound(actual, exact, bound)

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.metadata import version
 
-from benchmarks.peers.catalogue import Environment
+from benchmarks.peers.environments import Environment
 from tests.interop.load.aiperf import AIPERF
 from tests.interop.load.guidellm import GUIDELLM
 from tests.interop.load.k6 import K6

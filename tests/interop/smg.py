@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from benchmarks.harness import say
-from benchmarks.peers.catalogue import Environment
-from benchmarks.peers.environments import PeerError, child_environment, ensure_environment, last_line, peers_folder
+from benchmarks.peers.environments import Environment, PeerError, child_environment, ensure_environment, last_line, peers_folder
 from tests.interop.site import Site
 
 # smg-grpc-proto describes the protocol: tests compare it with ours.

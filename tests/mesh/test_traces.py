@@ -9,8 +9,7 @@ import pytest
 import pytest_asyncio
 
 from benchmarks.observability import spans
-from benchmarks.observability.delays import DELAY_MS, DELAYS, Delay, medians, moved
-from benchmarks.observability.parts import under_load
+from benchmarks.observability.spans import DELAY_MS, DELAYS, Delay, medians, moved, under_load
 from pdmesh.client.client import AsyncClient, Delta
 from pdmesh.errors import MeshError
 from pdmesh.launcher.plan import LocalMeshConfig

@@ -7,7 +7,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.constrained_schemas import schema
+from benchmarks.constrained import schema
 from pdmesh.client.types import GenerateOptions
 
 NUM_KNOWN = 400  # requests that come again and again, each time with the answer that they had the first time

@@ -6,9 +6,9 @@ import statistics
 import time
 
 from benchmarks.gpu.context import Context
-from benchmarks.gpu.counts import decode_bytes
 from benchmarks.gpu.drawn import engine_config
 from benchmarks.gpu.peers import affordable_output, continuous_batching, make_peer, peer_version
+from benchmarks.gpu.shapes import decode_bytes
 from benchmarks.gpu.steady import prompt_of, whole_run
 from benchmarks.gpu.weights import Subject, make_subject
 from benchmarks.harness import Figure

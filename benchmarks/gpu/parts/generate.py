@@ -6,9 +6,9 @@ import statistics
 import time
 
 from benchmarks.gpu.context import Context
-from benchmarks.gpu.counts import decode_bytes
 from benchmarks.gpu.drawn import engine_config
 from benchmarks.gpu.peers import make_peer, peer_version, static_step_s
+from benchmarks.gpu.shapes import decode_bytes
 from benchmarks.gpu.steady import prompt_of, whole_run
 from benchmarks.gpu.weights import make_subject
 from benchmarks.harness import Figure

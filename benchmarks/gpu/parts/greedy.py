@@ -16,7 +16,7 @@ from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.kernels.triton.model import TritonModel
 from pdmesh.engine.models.config import ModelConfig
 from pdmesh.engine.models.decoder import DecoderModel
-from tests.gpu.compare import num_differing
+from tests.gpu.checks import num_differing
 
 CASES = (("1B", "none"), ("1B", "int4"), ("8B", "none"), ("8B", "int8"))
 NUM_PROMPTS = 5

@@ -8,9 +8,7 @@ import torch
 
 from benchmarks.gpu.context import Context
 from benchmarks.harness import Figure
-from tests.gpu.checks import checks
-from tests.gpu.checks_attention import attention_checks
-from tests.gpu.checks_linear import linear_checks
+from tests.gpu.checks import attention_checks, checks, linear_checks
 
 EXPECTED_S = 1.5
 

@@ -6,11 +6,10 @@ import statistics
 from functools import partial
 
 from benchmarks.engine_runs import GREEDY
-from benchmarks.gpu.context import Context
-from benchmarks.gpu.counts import prefill_operations
+from benchmarks.gpu.context import Context, wall_s
 from benchmarks.gpu.drawn import engine_config
+from benchmarks.gpu.shapes import prefill_operations
 from benchmarks.gpu.steady import prompt_of
-from benchmarks.gpu.timing import wall_s
 from benchmarks.gpu.weights import make_subject
 from benchmarks.harness import Figure
 from pdmesh.engine.engine import Engine

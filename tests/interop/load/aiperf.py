@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks.peers.catalogue import Environment
+from benchmarks.peers.environments import Environment
 from tests.interop.load.generator import LoadGenerator, Report, Task, read_json, write_lines
 
 _PREFIX = "report"

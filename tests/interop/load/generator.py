@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.catalogue import Environment
+from benchmarks.peers.environments import Environment
 from tests.interop.site import Site
 
 

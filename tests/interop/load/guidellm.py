@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks.peers.catalogue import TORCH, Environment
+from benchmarks.peers.environments import TORCH, Environment
 from tests.interop.load.generator import LoadGenerator, Report, Task, read_json, write_lines
 
 

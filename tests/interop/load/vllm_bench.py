@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.peers.catalogue import VLLM
+from benchmarks.peers.environments import VLLM
 from tests.interop.load.generator import LoadGenerator, Report, Task, read_json
 
 _PROMPT_TOKENS = 30
