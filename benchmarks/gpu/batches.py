@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.drawn import generator_of
 from benchmarks.gpu.shapes import Heads
 from pdmesh.engine.kernels.triton.metadata import StepMetadata
 from pdmesh.engine.runner.batch import StepBatch
+from tests.support.random_weights import generator_of
 
 # Random keys and values in a paged pool whose blocks lie scattered, and the same in one piece for those who want them so.
 

@@ -8,9 +8,10 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.harness import MODEL, Figure, Options, Suite
-from benchmarks.observability import overhead, spans
+from benchmarks.observability import overhead
 from pdmesh.client.client import AsyncClient
 from pdmesh.launcher.plan import LocalMeshConfig
+from tests.support import trace_figures as spans
 from tests.support.traced_mesh import Traced, traced_mesh
 
 SUITE = Suite("observability", ("overhead", "parts", "delays", "spans"), {"model": MODEL})

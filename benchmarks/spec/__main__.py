@@ -10,16 +10,17 @@ from functools import cached_property
 from pathlib import Path
 
 from benchmarks.harness import Figure, Measured, Suite, say
-from benchmarks.spec import forced, gain, safety, tokens
+from benchmarks.spec import forced, gain, safety
 from benchmarks.spec.runs import Bench, Task
 from benchmarks.spec.texts import varied_prompts
-from benchmarks.spec.tokens import Guess
 from benchmarks.spec.workloads import WORKLOADS, Job, jobs
 from pdmesh.engine.speculation.draft_heads.weights import FILE
 from pdmesh.engine.speculation.registry import heads_path
 from pdmesh.models.registry import DEFAULT_MODEL, ensure_model
 from pdmesh.text.grammar import GrammarCompiler
 from pdmesh.text.tokenizer import Tokenizer
+from tests.equality import speculation as tokens
+from tests.equality.speculation import Guess
 
 NUM_JOBS = 36
 """Of each workload: so many are different texts."""

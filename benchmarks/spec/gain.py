@@ -9,9 +9,9 @@ from statistics import mean
 
 from benchmarks.harness import Figure, say
 from benchmarks.spec.runs import Answering, Bench, Task, answer, counts, guessed, of_length, together
-from benchmarks.spec.tokens import Guess
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.speculation.stats import SpeculationStats
+from tests.equality.speculation import Guess
 
 # Which drafts pay: for each proposer what a verified draft brings and what it costs, with drafts of LENGTH tokens whatever they
 # cost. (What the policy makes of them: gain.py.) Prints a table for docs/speculation.md.

@@ -11,15 +11,15 @@ import torch
 
 from benchmarks.gpu.batches import BLOCK_SIZE
 from benchmarks.gpu.context import Context, Deadline
-from benchmarks.gpu.drawn import engine_config
 from benchmarks.gpu.parts.compile import recorded, scenes
 from benchmarks.gpu.shapes import TINY
-from benchmarks.gpu.weights import launched_model, make_decoder
 from pdmesh.engine.kernels.triton.sampling.sampler import DeviceSampler
 from pdmesh.engine.request import SamplingParams
 from pdmesh.engine.runner.batch import StepBatch
 from pdmesh.engine.sampling.sampler import SampleRow
 from tests.engine.kernels.triton.paged import Sequences, Shape
+from tests.support.random_models import launched_model, make_decoder
+from tests.support.random_weights import engine_config
 
 
 def batches() -> list[StepBatch]:

@@ -17,7 +17,6 @@ import torch
 from benchmarks.gpu.batches import BLOCK_SIZE, Sequence, decode_batch, ragged_prompts
 from benchmarks.gpu.command import NOT_EQUAL, Gathered, PartProcess, misses, table, write
 from benchmarks.gpu.context import MOST_REPEATS, ROUNDS, Deadline, repeats_for
-from benchmarks.gpu.drawn import RandomSource, engine_config, random_fp8, random_int4, random_int8
 from benchmarks.gpu.parts.decode import covered_share
 from benchmarks.gpu.parts.mesh import last_line
 from benchmarks.gpu.peers import affordable_output, window_of
@@ -37,6 +36,7 @@ from pdmesh.engine.hardware import ModelCost
 from pdmesh.engine.kernels.triton.split_kv import SPLITS, Splits
 from pdmesh.engine.loader.quantize import dequantize_fp8, dequantize_int4, dequantize_int8
 from tests.gpu.checks import num_differing, over_bound, over_roundings, relative_error
+from tests.support.random_weights import RandomSource, engine_config, random_fp8, random_int4, random_int8
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.gpu.drawn import RandomSource, engine_config
 from benchmarks.gpu.handoff_ends import BLOCK_SIZE, Ends, ends_for, fingerprint
 from benchmarks.gpu.parts.handoff import Other, Samples, SendingEnd, figures, receiving, size_words
 from benchmarks.gpu.shapes import FULL, TINY
@@ -20,6 +19,7 @@ from pdmesh.engine.kv_cache.pool import KVPool
 from pdmesh.engine.loader.loader import LoadedModel, TorchBuilder
 from pdmesh.engine.memory import effective_max_context
 from pdmesh.text.block_hash import hash_block
+from tests.support.random_weights import RandomSource, engine_config
 
 ENDS = replace(ends_for("cpu", TINY), num_blocks=4)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.harness import reached
-from benchmarks.observability import spans
 from benchmarks.observability.overhead import jobs, ratios
-from benchmarks.observability.spans import DELAYS, figures_of
+from tests.support import trace_figures as spans
 from tests.support.otlp_receiver import Received
+from tests.support.trace_figures import DELAYS, figures_of
 from tests.support.traces import Trace, trace_so_far
 
 

@@ -13,11 +13,11 @@ from benchmarks.spec.forced import Scripted, expected, right_run, timed
 from benchmarks.spec.gain import Row, kept_by_depth, likeness, tasks_of
 from benchmarks.spec.runs import Answering, Arriving, Output, Task, answer, as_many, counts, groups, guessed, together
 from benchmarks.spec.safety import Turns, rates, take_turns, typical
-from benchmarks.spec.tokens import answers, check_evidence, kinds_of
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.request import SamplingParams
 from pdmesh.engine.speculation.ngrams.lookahead import Lookahead
 from pdmesh.engine.speculation.stats import ProposerStats, SpeculationStats
+from tests.equality.speculation import answers, check_evidence, kinds_of
 from tests.support.mock_engine import VOCAB_SIZE, make_engine
 
 TASKS = [

@@ -11,9 +11,7 @@ from torch import Tensor
 
 from benchmarks.gpu.batches import decode_batch
 from benchmarks.gpu.context import Context
-from benchmarks.gpu.drawn import engine_config, generator_of, random_fp8, random_int4, random_int8
 from benchmarks.gpu.shapes import Heads
-from benchmarks.gpu.weights import launched_model, make_decoder
 from pdmesh.engine.attention.base import ReferenceAttention
 from pdmesh.engine.kernels.triton.attention import TritonAttention
 from pdmesh.engine.kernels.triton.kv import rope_and_store, store_kv
@@ -27,6 +25,8 @@ from pdmesh.engine.models.layers import RotaryTable, rotate
 from pdmesh.engine.request import SamplingParams
 from pdmesh.engine.runner.batch import StepBatch
 from pdmesh.engine.sampling.sampler import Sampler, SampleRow
+from tests.support.random_models import launched_model, make_decoder
+from tests.support.random_weights import engine_config, generator_of, random_fp8, random_int4, random_int8
 
 Check = Callable[[Context], float]
 EPS = 1e-5

@@ -23,9 +23,7 @@ from triton.runtime.jit import JITFunction
 
 from benchmarks.gpu.batches import BLOCK_SIZE
 from benchmarks.gpu.context import Context
-from benchmarks.gpu.drawn import engine_config
 from benchmarks.gpu.parts import attention, decode, greedy, mesh, prefill
-from benchmarks.gpu.weights import make_decoder
 from benchmarks.harness import Figure
 from pdmesh.engine.kernels.triton.attention import TritonAttention
 from pdmesh.engine.kernels.triton.blocks import TritonSums
@@ -37,6 +35,8 @@ from pdmesh.engine.kv_cache.ipc_pool import NUM_SUMS, Blocks
 from pdmesh.engine.models.config import ModelConfig
 from pdmesh.engine.sampling.sampler import SampledToken, SampleRow
 from tests.gpu.checks import attention_checks, checks, linear_checks
+from tests.support.random_models import make_decoder
+from tests.support.random_weights import engine_config
 
 # Triton's kernels compiled ahead, by as many processes as there are cores, into the cache on the disk where every later launch
 # looks first.

@@ -13,16 +13,16 @@ import torch
 
 from benchmarks.gpu.batches import decode_batch
 from benchmarks.gpu.context import Context, device_s, replayed_s
-from benchmarks.gpu.drawn import engine_config
 from benchmarks.gpu.shapes import decode_bytes
 from benchmarks.gpu.steady import Pace, started, steady_pace
-from benchmarks.gpu.weights import Subject, make_subject
 from benchmarks.harness import Figure
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.kernels.triton.attention import TritonAttention
 from pdmesh.engine.kernels.triton.cuda_graphs import DecodeGraphs, DecodeSizes, Recording, Work, make_recorder
 from pdmesh.engine.kernels.triton.sampling.sampler import GreedyScratch, greedy
 from pdmesh.engine.kernels.triton.step import TritonStep
+from tests.support.random_models import Subject, make_subject
+from tests.support.random_weights import engine_config
 
 # Which share of the time some kernel or copy runs, as the profiler sees it: gaps between a graph's kernels count as idle.
 

@@ -24,10 +24,8 @@ import torch
 
 from benchmarks.engine_runs import GREEDY
 from benchmarks.gpu.context import Context, replayed_s
-from benchmarks.gpu.drawn import engine_config
 from benchmarks.gpu.handoff_ends import BLOCK_SIZE, MODEL, Ends, ends_for, fingerprint, one_launch_at_a_time
 from benchmarks.gpu.steady import prompt_of
-from benchmarks.gpu.weights import make_subject
 from benchmarks.handoff.ends import EPOCH, PUSH_TIMEOUT_S, TOKENS
 from benchmarks.harness import Figure
 from kvtransfer.errors import PushFailed
@@ -44,6 +42,8 @@ from pdmesh.engine.outputs import KVReady, StepResult
 from pdmesh.engine.request import EngineRequest
 from pdmesh.v1 import common_pb2
 from pdmesh.worker.kv_memory import sharing_for, stage
+from tests.support.random_models import make_subject
+from tests.support.random_weights import engine_config
 
 # What comes of the rounds of a hand-off over one transport. Pure.
 

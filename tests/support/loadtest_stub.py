@@ -1,4 +1,4 @@
-"""A server whose latencies are known exactly, for the load test: `python -m benchmarks.loadtest.stub grpc|http`.
+"""A server whose latencies are known exactly, for the load test: `python -m tests.support.loadtest_stub grpc|http`.
 
 The latencies of request number i (the number within its id) are drawn from a distribution with a seed, so whoever has the seed
 knows the true latency of every request. With a stall, nothing leaves the server from `stall_at_s` (seconds after the arrival of

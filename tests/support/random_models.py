@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.drawn import RandomSource, random_fp8, random_int4, random_int8
 from pdmesh.engine.backend_selection import Numerics
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.engine import Engine
@@ -25,6 +24,7 @@ from pdmesh.engine.models.config import ModelConfig
 from pdmesh.engine.models.decoder import DecoderModel
 from pdmesh.engine.models.layers import Linear
 from pdmesh.text.block_hash import hash_block
+from tests.support.random_weights import RandomSource, random_fp8, random_int4, random_int8
 
 
 class RandomMaps(QuantizedMaps):
