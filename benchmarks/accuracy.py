@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.engine_runs import GREEDY, run
-from benchmarks.harness import Figure, say
+from benchmarks.harness import Figure, parser_of, say
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.kv_cache.block_pool import num_blocks_for
@@ -557,7 +557,7 @@ def _shown(figure: Figure) -> str:
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """`variants` comes back as the chosen entries of VARIANTS."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.accuracy", description=__doc__.partition("\n")[0])
+    parser = parser_of("benchmarks.accuracy", __doc__)
     parser.add_argument("--model", default=DEFAULT_MODEL, help="known name or Hugging Face folder (default: %(default)s)")
     parser.add_argument("--windows", type=int, default=Sizes.num_windows, help="windows of text (default: %(default)s)")
     parser.add_argument("--variants", default=",".join(VARIANTS), help=f"of: {','.join(VARIANTS)} (default: all)")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import jsonschema
 
-from benchmarks.harness import PLAIN_FLAGS, Figure, say, write
+from benchmarks.harness import PLAIN_FLAGS, Figure, parser_of, say, write
 from pdmesh.client.client import AsyncClient
 from pdmesh.client.types import FinishReason, Generation
 from pdmesh.launcher.mesh import LocalMesh
@@ -234,4 +234,5 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
+    parser_of("benchmarks.constrained", __doc__).parse_args()
     asyncio.run(main())

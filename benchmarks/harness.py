@@ -85,6 +85,11 @@ def _cpu_model() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
+def parser_of(program: str, doc: str | None) -> argparse.ArgumentParser:
+    """Of `python -m PROGRAM`, whose `--help` begins with the first line of its docstring."""
+    return argparse.ArgumentParser(prog=f"python -m {program}", description=(doc or "").partition("\n")[0])
+
+
 def interleave(cases: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, float]:
     """Run every case once per round, in turn; returns the median of each."""
     samples: dict[str, list[float]] = {name: [] for name in cases}
@@ -203,7 +208,7 @@ class Suite:
 
     def parser(self, doc: str | None, **flags: str) -> argparse.ArgumentParser:
         """With `--only`, `--quick` and further switches with their help."""
-        parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{self.name}", description=doc)
+        parser = parser_of(f"benchmarks.{self.name}", doc)
         parser.add_argument("--only", default="", help=f"of {','.join(self.parts)}")
         parser.add_argument("--quick", action="store_true", help="to see that all work, in short; no results are written")
         for flag, text in flags.items():
@@ -213,6 +218,14 @@ class Suite:
     def chosen(self, only: str) -> list[str]:
         """See `chosen`."""
         return chosen(only, self.parts)
+
+    def arguments(self, parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, list[str]]:
+        """And the parts that were chosen; ends the program where one of them is not known."""
+        arguments = parser.parse_args()
+        try:
+            return arguments, self.chosen(arguments.only)
+        except ValueError as error:
+            parser.error(str(error))
 
     def save(self, part: str, figures: Sequence[Figure]) -> None:
         """Writes them beside the others' where the documents point to, with this machine and the command."""

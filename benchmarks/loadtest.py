@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 
 import httpx
 
-from benchmarks.harness import Figure, say, write
+from benchmarks.harness import Figure, parser_of, say, write
 from pdmesh.loadtest.arrivals import fixed
 from pdmesh.loadtest.record import ObjectiveBook, Objectives, Outcome
 from pdmesh.loadtest.runner import RunLog, Runner, RunSettings
@@ -203,4 +203,5 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
+    parser_of("benchmarks.loadtest", __doc__).parse_args()
     asyncio.run(main())

@@ -15,7 +15,7 @@ from itertools import product
 from pathlib import Path
 
 from benchmarks.engine_runs import DEFAULT, FLOAT32, GREEDY, Settings, flags_of, make_engine, timed
-from benchmarks.harness import PLAIN, Figure, event_loop_cpu_ns, interleave, process_cpu_ns, say, write
+from benchmarks.harness import PLAIN, Figure, event_loop_cpu_ns, interleave, parser_of, process_cpu_ns, say, write
 from pdmesh.client.client import AsyncClient, Completed, Delta
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.kernels.cpu.library import product_peak_gop_s, read_bandwidth_gb_s
@@ -186,4 +186,5 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
+    parser_of("benchmarks.mesh", __doc__).parse_args()
     asyncio.run(main())

@@ -6,11 +6,11 @@ a report of somebody after each.
 
 import json
 import random
-import sys
 import time
 from dataclasses import replace
 from statistics import quantiles
 
+from benchmarks.harness import parser_of
 from kvtransfer.layout import Layout
 from pdmesh.planning.latency_model import LatencyModel
 from pdmesh.v1 import worker_pb2
@@ -93,7 +93,9 @@ def described(worker: WorkerSnapshot) -> Described:
 
 def main() -> None:
     """Decisions, updates of views, and reports from the parsed message to the updated roster."""
-    num_workers = int(sys.argv[1]) if len(sys.argv) > 1 else 3000
+    parser = parser_of("benchmarks.policy_cost", __doc__)
+    parser.add_argument("num_workers", nargs="?", type=int, default=3000)
+    num_workers: int = parser.parse_args().num_workers
     draw = random.Random(0)
     views = [view(number, draw) for number in range(num_workers)]
     roster, policy = FleetSnapshot(views), PredictPolicy(Overheads(), local_prefill_tokens=32)

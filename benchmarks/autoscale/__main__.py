@@ -42,9 +42,9 @@ def main() -> None:
     generated = f"folder of the public traces ({TRACES}); without: generated lengths"
     parser.add_argument("--traces", default=os.environ.get(TRACES, ""), help=generated)
     parser.add_argument("--report", type=Path, default=Options.report, help="folder for pages that show the runs")
-    arguments = parser.parse_args()
+    arguments, names = SUITE.arguments(parser)
     try:
-        names, traces = SUITE.chosen(arguments.only), traces_of(arguments.traces)
+        traces = traces_of(arguments.traces)
     except ValueError as error:
         parser.error(str(error))
     SUITE.main(names, measure(Options(quick=arguments.quick, traces=traces, report=arguments.report)), quick=arguments.quick)

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import shutil
-import signal
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from benchmarks.capacity.probes import ABOVE, FULL, MAX_INPUT_TOKENS, OUTPUT_TOKENS, QUICK, TRAFFIC, Plan, Probes
-from benchmarks.harness import MODEL, RESULTS, Figure, say, this_machine, write
+from benchmarks.harness import MODEL, RESULTS, Figure, cancellable, parser_of, say, show, this_machine, write
 from benchmarks.peers.environments import PeerError
 from benchmarks.peers.servers import watched_shared_memory
 from benchmarks.peers.systems import SYSTEMS, System
@@ -216,17 +214,13 @@ def report(outcomes: Sequence[Outcome], absent: dict[str, str], folder: Path, *,
     where.write_text(page(outcomes, absent, "make bench-capacity" if whole else "make bench-capacity, in part"), encoding="utf-8")
     say(f"wrote {where}")
     if not whole:
-        print("\n".join(json.dumps(asdict(figure)) for figure in figures(outcomes)))
+        show(figures(outcomes))
         return
     windows = {outcome.system.name: [asdict(trial) for trial in outcome.trials] for outcome in outcomes}
     write("capacity", figures(outcomes), model=MODEL, plan=asdict(outcomes[0].plan), windows=windows, absent=absent)
 
 
 async def run(options: argparse.Namespace) -> None:
-    task = asyncio.current_task()
-    assert task is not None
-    # As Ctrl-C does: everything that was started is ended.
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     plan = QUICK if options.quick else FULL
     folder = cache_folder() / "capacity"
     windows = folder / plan.key
@@ -245,12 +239,12 @@ async def run(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.capacity", description=__doc__)
+    parser = parser_of("benchmarks.capacity", __doc__)
     parser.add_argument("--quick", action="store_true", help="short windows, to see that all work; no results are written")
     parser.add_argument("--fresh", action="store_true", help="forget what an interrupted run had measured")
     parser.add_argument("--only", default="", help=f"of {','.join(system.key for system in SYSTEMS)}")
     try:
-        asyncio.run(run(parser.parse_args()))
+        asyncio.run(cancellable(run(parser.parse_args())))
     except (asyncio.CancelledError, KeyboardInterrupt):
         say("interrupted; the next run goes on with what was measured")
         sys.exit(130)

@@ -18,7 +18,6 @@ from benchmarks.accuracy import VARIANTS, accuracy_figures, missed
 from benchmarks.cpu.contest import (
     Contest,
     MachineLimits,
-    Measured,
     ModelSizes,
     Plan,
     Prompts,
@@ -28,7 +27,7 @@ from benchmarks.cpu.contest import (
     prefill_case,
 )
 from benchmarks.cpu.figures import Results, all_figures
-from benchmarks.harness import Figure, say, write
+from benchmarks.harness import Figure, parser_of, say, write
 from benchmarks.peers.environments import OURS, PEERS, Contestant
 from pdmesh.models.registry import DEFAULT_MODEL, ensure_model
 from pdmesh.text.tokenizer import Tokenizer
@@ -104,14 +103,11 @@ def run(folder: Path, contestants: Sequence[Contestant], plan: Plan) -> Run:
         about={seat.contestant.name: seat.child.about for seat in contest.seats},
         limits=MachineLimits.of(medians),
     )
-    return Run(results, contest.absent | speeds.failures | starts.failures, _notes(contest, speeds, starts))
+    return Run(results, contest.absent | speeds.failures | starts.failures, _notes(contest))
 
 
-def _notes(contest: Contest, *measured: Measured) -> dict[str, object]:
-    return {
-        "contestants": {seat.contestant.name: {**seat.child.about, "answer": seat.answer} for seat in contest.seats},
-        "samples": {name: values for part in measured for name, values in part.samples.items()},
-    }
+def _notes(contest: Contest) -> dict[str, object]:
+    return {"contestants": {seat.contestant.name: {**seat.child.about, "answer": seat.answer} for seat in contest.seats}}
 
 
 def report(found: Run, figures: Sequence[Figure]) -> None:
@@ -125,7 +121,7 @@ def report(found: Run, figures: Sequence[Figure]) -> None:
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """`peers` comes back as the chosen ones of PEERS."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu", description=__doc__.partition("\n")[0])
+    parser = parser_of("benchmarks.cpu", __doc__)
     parser.add_argument("--rounds", type=int, default=Plan.rounds, help="of which the medians are taken (default: %(default)s)")
     parser.add_argument("--peers", help="parts of names, separated by commas; none: only our own engine (default: all)")
     parser.add_argument("--quick", action="store_true", help="one round, two batch sizes, few tokens: to see that all works")

@@ -8,14 +8,12 @@ Only a run of all parts writes `benchmarks/results/handoff.json`; others print. 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 
 from benchmarks.handoff.exposed import exposed_figures
 from benchmarks.handoff.throughput import throughput_figures
-from benchmarks.harness import Figure, write
+from benchmarks.harness import Figure, parser_of, show, write
 
 # Each gets the number of rounds and returns its figures.
 PARTS: Mapping[str, Callable[[int], list[Figure]]] = {"throughput": throughput_figures, "exposed": exposed_figures}
@@ -23,7 +21,7 @@ ROUNDS = 7
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.handoff", description=__doc__.partition("\n")[0])
+    parser = parser_of("benchmarks.handoff", __doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (default: all)")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="of which the medians are taken (default: %(default)s)")
     args = parser.parse_args(argv)
@@ -38,8 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     figures = [figure for part in args.parts or PARTS for figure in PARTS[part](args.rounds)]
     if args.parts:
-        for figure in figures:
-            print(json.dumps(asdict(figure)))
+        show(figures)
     else:
         write("handoff", figures, layout="of SmolLM2-135M, 256 MB of KV")
     return 0

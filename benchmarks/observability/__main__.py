@@ -38,11 +38,7 @@ async def _of_traces(name: str, options: Options, traced: Traced, client: AsyncC
 
 def main() -> None:
     parser = SUITE.parser(__doc__)
-    arguments = parser.parse_args()
-    try:
-        names = SUITE.chosen(arguments.only)
-    except ValueError as error:
-        parser.error(str(error))
+    arguments, names = SUITE.arguments(parser)
     options = Options("observability", arguments.quick)
     SUITE.main(names, lambda name: _figures(name, options), quick=options.quick)
 

@@ -16,11 +16,7 @@ SUITE = Suite("router", PARTS, {"model": MODEL})
 
 def main() -> None:
     parser = SUITE.parser(__doc__, fresh="forget what an interrupted run had measured")
-    arguments = parser.parse_args()
-    try:
-        names = SUITE.chosen(arguments.only)
-    except ValueError as error:
-        parser.error(str(error))
+    arguments, names = SUITE.arguments(parser)
     options = Options("router", arguments.quick)
     if arguments.fresh or arguments.quick:
         for name in names:

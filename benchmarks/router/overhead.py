@@ -12,17 +12,16 @@ all requests together.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.harness import Figure, Process, running, say
+from benchmarks.harness import Figure, Process, parser_of, running, say, show
 from benchmarks.router.stub_worker import MAX_CONTEXT
 from tests.support.tiny_models import write_byte_tokenizer
 
@@ -208,7 +207,6 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of("benchmarks.router.overhead", __doc__)
     parser.add_argument("--quick", action="store_true", help="twenty seconds; the numbers are rough")
-    for figure in figures(quick=parser.parse_args().quick):
-        print(json.dumps(asdict(figure)))
+    show(figures(quick=parser.parse_args().quick))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import signal
 import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.harness import RESULTS, running, say
+from benchmarks.harness import RESULTS, parser_of, running, say
 from benchmarks.router.overhead import CLIENT, STEP_S, router, streams, write_model
 
 SECONDS = 60.0
@@ -50,5 +49,5 @@ def _of_requests(folder: Path, seconds: float) -> str:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(prog="python -m benchmarks.router.profile", description=__doc__).parse_args()
+    parser_of("benchmarks.router.profile", __doc__).parse_args()
     write_profile()

@@ -125,11 +125,7 @@ class Parts:
 def main() -> None:
     parser = SUITE.parser(__doc__)
     parser.add_argument("--prompts", type=int, default=200, help="so many of the 200 varied prompts, in tokens and mesh")
-    arguments = parser.parse_args()
-    try:
-        names = SUITE.chosen(arguments.only)
-    except ValueError as error:
-        parser.error(str(error))
+    arguments, names = SUITE.arguments(parser)
     shared = Parts(ensure_model(DEFAULT_MODEL, say), max(1, arguments.prompts), arguments.quick)
     SUITE.main(names, shared.figures, quick=arguments.quick)
 

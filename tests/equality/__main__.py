@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.engine_runs import FLOAT32, GREEDY, SAMPLED
-from benchmarks.harness import Figure, say, write
+from benchmarks.harness import Figure, parser_of, say, write
 from pdmesh.models.registry import ensure_model
 from pdmesh.text.tokenizer import Tokenizer
 from tests.equality import reference
@@ -102,4 +102,5 @@ async def main() -> int:
 
 
 if __name__ == "__main__":
+    parser_of("tests.equality", __doc__).parse_args()
     sys.exit(asyncio.run(main()))

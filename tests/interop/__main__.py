@@ -12,7 +12,7 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from benchmarks.harness import PLAIN_FLAGS, Figure, say, write
+from benchmarks.harness import PLAIN_FLAGS, Figure, parser_of, say, write
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.launcher.plan import LocalMeshConfig
 from pdmesh.models.registry import ensure_model
@@ -61,4 +61,5 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
+    parser_of("tests.interop", __doc__).parse_args()
     asyncio.run(main())

@@ -74,7 +74,7 @@ class Soak:
         return figures
 
     def table(self) -> list[str]:
-        """A sample a minute, for the file of results: memory in MB, then open files and threads, and blocks in use and cached."""
+        """A sample a minute, for the log: memory in MB, then open files and threads, and blocks in use and cached."""
         return [_header(self.samples[0]), *(_row(sample) for sample in self.samples[::_SAMPLES_A_ROW])]
 
 

@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 
 from redis.exceptions import RedisError
 
-from benchmarks.harness import say, write
+from benchmarks.harness import say, show, write
 from pdmesh.client.client import AsyncClient
 from pdmesh.errors import MeshError
 from pdmesh.launcher.mesh import LocalMesh
@@ -137,14 +135,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _arguments(argv)
     model = ensure_model("smollm2-135m-instruct", say)
     run = asyncio.run(soak(model, seed=arguments.seed, seconds=arguments.seconds, requests=arguments.requests))
-    for problem in run.problems:
-        say(problem)
+    say("\n".join([*run.table(), *run.problems]))
     if (arguments.seconds, arguments.requests) == (SECONDS, REQUESTS):
-        write("soak", run.figures(), problems=run.problems, samples=run.table())
+        write("soak", run.figures(), problems=run.problems)
     else:
         with suppress(BrokenPipeError):
-            for figure in run.figures():
-                print(json.dumps(asdict(figure)))
+            show(run.figures())
     return 1 if run.problems else 0
 
 
