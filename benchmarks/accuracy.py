@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.engine_runs import GREEDY, run
-from benchmarks.harness import Figure, parser_of, say
+from benchmarks.harness import Figure, missed, parser_of, say
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.kv_cache.block_pool import num_blocks_for
@@ -534,13 +534,6 @@ def _ratio(name: str, overrides: Overrides, measured: Mapping[str, Measured]) ->
     goal = GOALS.get(str(overrides.get("quantization")))
     unit = f"ratio (standard error {error:.4f})"
     return Figure(f"perplexity, of {BASE}'s: {name}", ratio, unit, "lower", goal=goal, peer=f"this engine, {BASE}")
-
-
-def missed(figure: Figure) -> bool:
-    """Whether a figure with a numeric goal falls short of it."""
-    if not isinstance(figure.goal, int | float) or not isinstance(figure.value, int | float):
-        return False
-    return figure.value > figure.goal if figure.better == "lower" else figure.value < figure.goal
 
 
 def table(figures: Sequence[Figure]) -> str:

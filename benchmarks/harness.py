@@ -15,12 +15,13 @@ import os
 import platform
 import shutil
 import signal
+import socket
 import statistics
 import subprocess
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib.metadata import version
@@ -152,24 +153,29 @@ def reached(figure: Figure) -> bool | None:
     return figure.value >= figure.goal if figure.better == "higher" else figure.value <= figure.goal
 
 
-def table(figures: Sequence[Figure]) -> list[str]:
-    """A line for each figure: name, value, limit and its share, the peer, what was asked for and whether it is so."""
-    return aligned([_cells(figure) for figure in figures])
+def missed(figure: Figure) -> bool:
+    """Whether there is a goal that a number falls short of. Pure."""
+    return reached(figure) is False
 
 
-def _cells(figure: Figure) -> tuple[str, ...]:
+def table(figures: Sequence[Figure], met: str = "reached") -> list[str]:
+    """A line for each figure: name, value, limit and its share, the peer, what was asked for and whether it is `met`."""
+    return aligned([_cells(figure, met) for figure in figures])
+
+
+def _cells(figure: Figure, met: str) -> tuple[str, ...]:
     # A limit of 1 is a share already, one of 0 is the ideal of a difference.
     is_rate = figure.limit is not None and figure.limit > 1 and isinstance(figure.value, int | float)
     share = f" ({float(figure.value) / figure.limit:.2f})" if is_rate and figure.limit else ""
     limit = "" if figure.limit is None else f"limit {figure.limit:.4g}{share}"
-    return figure.name, f"{_number(figure.value)} {figure.unit}", limit, figure.peer or "", _verdict(figure)
+    return figure.name, f"{_number(figure.value)} {figure.unit}", limit, figure.peer or "", _verdict(figure, met)
 
 
-def _verdict(figure: Figure) -> str:
+def _verdict(figure: Figure, met: str) -> str:
     if figure.goal is None:
         return ""
     sign = ">=" if figure.better == "higher" else "<="
-    verdict = {True: "reached", False: "MISSED", None: "no number"}[reached(figure)]
+    verdict = {True: met, False: "MISSED", None: "MISSED, no number"}[reached(figure)]
     return f"{sign} {_number(figure.goal)}: {verdict}"
 
 
@@ -382,10 +388,15 @@ def running(module: str, *arguments: object, ends_by_itself: bool = False) -> It
     with subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=errors, text=True) as popen:
         try:
             yield Process(popen)
-            if ends_by_itself:
-                popen.communicate()
         finally:
-            popen.kill()
+            popen.communicate() if ends_by_itself else popen.kill()
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of the loopback that are free now."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [one.getsockname()[1] for one in sockets]
 
 
 def resident_bytes(pid: int) -> int:

@@ -17,10 +17,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from benchmarks import harness
 from benchmarks.gpu.__main__ import describe_gpu
 from benchmarks.gpu.parts.machine import COPY, PRODUCT
-from benchmarks.gpu.plan import Part, allotment_s
-from benchmarks.harness import RESULTS, Figure, say, this_machine
+from benchmarks.gpu.plan import NOT_EQUAL, Part, allotment_s
+from benchmarks.harness import RESULTS, Figure, reached, say, this_machine, write_document
 
 # What the parts of a run wrote, read by the process that started them.
 
@@ -57,8 +58,6 @@ def _whole_lines(sink: Path) -> Iterator[dict[str, Any]]:
 
 
 GRACE_S = 3.0
-NOT_EQUAL = 4
-"""Exit status of a part that found something that was not equal: 1 is Python's for an error that nobody caught."""
 
 
 class PartProcess:
@@ -102,27 +101,18 @@ def _words(status: int) -> str:
 # The table at the end, and the file: `{machine, command, figures}` like every benchmark's, with GPU, parts and notes.
 
 
-_WIDTHS = (74, 12, 22, 10, 12)
-
-
 def table(figures: Sequence[Figure]) -> str:
-    """A line for each: name, value, unit, goal (with a mark where it is missed), limit."""
-    lines = [_line(("figure", "value", "unit", "goal", "limit"))]
-    lines += [_line((f.name, _number(f.value), f.unit, _goal(f), _number(f.limit))) for f in figures]
-    return "\n".join(lines)
+    """A line for each, with a mark where its goal is missed."""
+    return "\n".join(["figures, their limits and goals", *harness.table(figures, "ok")])
 
 
 def misses(figure: Figure) -> bool:
     """Whether there is a goal that it does not reach; what is no number reaches none."""
-    if figure.goal is None:
-        return False
-    if not isinstance(figure.value, (int, float)) or not isinstance(figure.goal, (int, float)):
-        return figure.value != figure.goal
-    return figure.value < figure.goal if figure.better == "higher" else figure.value > figure.goal
+    return figure.goal is not None and not reached(figure)
 
 
 def write(path: Path, gathered: Gathered, parts: Mapping[str, str], gpu: Mapping[str, object]) -> None:
-    """In one move, so that a run that is cut off while it writes leaves the file before."""
+    """What is known so far."""
     document = {
         "machine": {**asdict(this_machine()), "gpu": dict(gpu)},
         "command": "benchmarks/gpu/run.sh",
@@ -131,27 +121,7 @@ def write(path: Path, gathered: Gathered, parts: Mapping[str, str], gpu: Mapping
         "failures": gathered.failures,
         "notes": gathered.notes,
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f"{path.name}.part")
-    beside.write_text(json.dumps(document, indent=1) + "\n")
-    os.replace(beside, path)
-
-
-def _line(cells: Sequence[str]) -> str:
-    first, *others = (
-        cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(cells, _WIDTHS, strict=True))
-    )
-    return " ".join((first, *others)).rstrip()
-
-
-def _goal(figure: Figure) -> str:
-    return "" if figure.goal is None else f"{_number(figure.goal)} {'MISSED' if misses(figure) else 'ok'}"
-
-
-def _number(value: float | str | None) -> str:
-    if value is None:
-        return ""
-    return value if isinstance(value, str) else f"{value:.4g}"
+    write_document(path, document)
 
 
 class CutOff(Exception):

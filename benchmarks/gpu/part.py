@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.command import NOT_EQUAL
+from benchmarks.gpu.plan import NOT_EQUAL
 
 # Which kernels a process had to compile because nobody had done it ahead (parts/compile.py).
 

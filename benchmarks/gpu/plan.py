@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LIMIT_S = 480.0
+NOT_EQUAL = 4
+"""Exit status of a part that found something that was not equal: 1 is Python's for an error that nobody caught."""
 RESERVE_S = 8.0
 """Of the limit: for the table, the file, and the end of a part that did not end by itself."""
 LEAST_S = 5.0

@@ -6,9 +6,7 @@ import ctypes
 import json
 import mmap
 import shutil
-import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.handoff.ends import NUM_BYTES
-from benchmarks.harness import Figure, interleave, say
+from benchmarks.harness import Figure, Process, free_ports, interleave, running, say
 from kvtransfer.native.library import PROJECT, Native, address_of
 from kvtransfer.sender.sender import NUM_CONNECTIONS
 from kvtransfer.transports.registry import installed
@@ -30,29 +28,6 @@ SHARE_OF_LIMIT = 0.8
 MAX_CHECKSUM_COST = 5.0  # %
 GRPC_GOAL_GB_S = 0.7
 WARM_UPS = 2
-
-
-class Process:
-    """An end of the hand-off."""
-
-    def __init__(self, role: str) -> None:
-        command = [sys.executable, "-m", "benchmarks.handoff.ends", role]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def ask(self, **command: object) -> dict[str, Any]:
-        """Its answer. Raises RuntimeError when it has ended."""
-        assert self._process.stdin and self._process.stdout
-        self._process.stdin.write(json.dumps(command) + "\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"a hand-off process ended with {self._process.wait()}; its errors are above")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def close(self) -> None:
-        """Its input ends, so does it."""
-        self._process.communicate()
 
 
 class Pair:
@@ -79,12 +54,10 @@ class Pair:
 
 @contextmanager
 def pair() -> Iterator[Pair]:
-    receiver, sender = Process("receive"), Process("send")
-    try:
+    """The sender ends first."""
+    ends = "benchmarks.handoff.ends"
+    with running(ends, "receive", ends_by_itself=True) as receiver, running(ends, "send", ends_by_itself=True) as sender:
         yield Pair(receiver, sender)
-    finally:
-        sender.close()
-        receiver.close()
 
 
 def throughput_figures(rounds: int) -> list[Figure]:
@@ -146,7 +119,7 @@ def has_iperf3() -> bool:
 
 def iperf3_gb_s(num_connections: int) -> float:
     """10^9 bytes a second that arrive over so many connections. Raises RuntimeError with what iperf3 said."""
-    port = _free_port()
+    [port] = free_ports(1)
     with subprocess.Popen(["iperf3", "--server", "--one-off", "--port", str(port)], stdout=subprocess.DEVNULL) as server:
         try:
             return _iperf3_client(port, num_connections)
@@ -166,11 +139,6 @@ def _iperf3_client(port: int, num_connections: int) -> float:
         if "refused" not in answer["error"] or time.monotonic() > deadline:  # it may not listen yet
             raise RuntimeError(f"iperf3 failed: {answer['error']}")
         time.sleep(0.05)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 # The limits of a hand-off through memory: copies between buffers larger than the caches, by memcpy and past the caches.

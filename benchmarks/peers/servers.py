@@ -8,7 +8,6 @@ import json
 import os
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -106,11 +105,23 @@ def _is_healthy(address: str) -> bool:
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports of the loopback that are free now."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [one.getsockname()[1] for one in sockets]
+@contextmanager
+def served(servers: Sequence[Server], timeout_s: float = START_TIMEOUT_S) -> Iterator[None]:
+    """`serving` for callers without an event loop: one in a thread of its own reads what the servers say."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    running = serving(servers, timeout_s)
+    try:
+        asyncio.run_coroutine_threadsafe(running.__aenter__(), loop).result()
+        try:
+            yield
+        finally:
+            asyncio.run_coroutine_threadsafe(running.__aexit__(None, None, None), loop).result()
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
 
 
 @contextmanager

@@ -29,7 +29,6 @@ from benchmarks.accuracy import (
     cut_windows,
     decode_starts,
     fixed_text,
-    missed,
     parse_args,
     perplexity_ratio,
     prose,
@@ -38,7 +37,7 @@ from benchmarks.accuracy import (
     table,
     zen,
 )
-from benchmarks.harness import Figure
+from benchmarks.harness import Figure, missed
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.loader.loader import LoadedModel, load_model
 from pdmesh.engine.runner.batch import StepBatch

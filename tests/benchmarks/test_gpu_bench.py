@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from benchmarks.gpu.batches import BLOCK_SIZE, Sequence, decode_batch, ragged_prompts
-from benchmarks.gpu.command import NOT_EQUAL, Gathered, PartProcess, misses, table, write
+from benchmarks.gpu.command import Gathered, PartProcess, misses, table, write
 from benchmarks.gpu.context import MOST_REPEATS, ROUNDS, Deadline, repeats_for
 from benchmarks.gpu.parts.decode import covered_share
 from benchmarks.gpu.parts.mesh import last_line
 from benchmarks.gpu.peers import affordable_output, window_of
-from benchmarks.gpu.plan import LEAST_S, LIMIT_S, PARTS, RESERVE_S, Part, allotment_s, chosen, parse_args
+from benchmarks.gpu.plan import LEAST_S, LIMIT_S, NOT_EQUAL, PARTS, RESERVE_S, Part, allotment_s, chosen, parse_args
 from benchmarks.gpu.shapes import (
     FULL,
     TINY,
