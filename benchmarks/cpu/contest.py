@@ -98,7 +98,7 @@ def start_child(contestant: Contestant, python: Path | None, weights: Path, max_
     """A process that loads the model. Not `as_measured`: our engine with all its defaults."""
     cores = sorted(os.sched_getaffinity(0))
     settings = {**contestant.settings, **(MEASURED if as_measured else {})} if contestant.is_ours else {}
-    options = {"model": str(weights), "threads": len(cores), "max_seqs": MAX_SEQS, "max_context": max_context}
+    options: dict[str, object] = {"model": str(weights), "threads": len(cores), "max_seqs": MAX_SEQS, "max_context": max_context}
     variables = {
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
         "VLLM_CACHE_ROOT": str(peers_folder() / "vllm-cache"),
@@ -107,7 +107,8 @@ def start_child(contestant: Contestant, python: Path | None, weights: Path, max_
     folder = peers_folder() / "logs"
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / (re.sub(r"\W+", "-", contestant.name) + ".log")
-    return Child(python or Path(sys.executable), contestant.module, {**options, "settings": settings}, log, variables)
+    options |= {"library": contestant.library, "settings": settings}
+    return Child(python or Path(sys.executable), "benchmarks.peers.children", options, log, variables)
 
 
 def first_token_seconds(seat: Seat, question: Sequence[int]) -> float:

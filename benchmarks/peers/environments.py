@@ -39,14 +39,14 @@ class Environment:
 
 @dataclass(frozen=True)
 class Contestant:
-    """One row of the table: a child module, the weights that it reads and what it is told at start.
+    """One row of the table: a library of `children.py`, the weights that it reads and what it is told at start.
 
     `environment` None is this very Python: our own engine. `bytes_per_weight` is what a decode step reads, for the limit;
     `settings` go to our engine only, and `variables` into the child's environment.
     """
 
     name: str
-    module: str
+    library: str
     weights: Weights
     bytes_per_weight: float
     environment: Environment | None = None
@@ -73,18 +73,12 @@ LLAMA_CPP = Environment(
 )
 TRANSFORMERS = Environment("transformers", (TORCH, ("install", "transformers==5.23.0", "safetensors==0.8.0")))
 
-_ENGINE, _LLAMA = "benchmarks.peers.child_engine", "benchmarks.peers.child_llama_cpp"
 INT4_GROUP = 32
+_INT4 = {"quantization": "int4", "quantization_group": INT4_GROUP}
 OURS = (
-    Contestant("pdmesh int8", _ENGINE, "float32", 1.0),
-    Contestant("pdmesh bf16", _ENGINE, "float32", 2.0, settings={"dtype": "bfloat16"}),
-    Contestant(
-        "pdmesh int4",
-        _ENGINE,
-        "q4_1",
-        0.5 + 4 / INT4_GROUP,
-        settings={"quantization": "int4", "quantization_group": INT4_GROUP},
-    ),
+    Contestant("pdmesh int8", "pdmesh", "float32", 1.0),
+    Contestant("pdmesh bf16", "pdmesh", "float32", 2.0, settings={"dtype": "bfloat16"}),
+    Contestant("pdmesh int4", "pdmesh", "q4_1", 0.5 + 4 / INT4_GROUP, settings=_INT4),
 )
 _VLLM_VARIABLES = {
     "VLLM_CPU_KVCACHE_SPACE": "2",
@@ -95,11 +89,11 @@ _VLLM_VARIABLES = {
     "VLLM_USE_AOT_COMPILE": "0",
 }
 PEERS = (
-    Contestant("OpenVINO GenAI Q4_1", "benchmarks.peers.child_openvino", "q4_1", 0.73, OPENVINO),
-    Contestant("vLLM bf16", "benchmarks.peers.child_vllm", "bfloat16", 2.0, VLLM, variables=_VLLM_VARIABLES),
-    Contestant("llama.cpp Q8_0", _LLAMA, "q8_0", 1.06, LLAMA_CPP),
-    Contestant("llama.cpp Q4_1", _LLAMA, "q4_1", 0.73, LLAMA_CPP),
-    Contestant("transformers bf16", "benchmarks.peers.child_transformers", "bfloat16", 2.0, TRANSFORMERS),
+    Contestant("OpenVINO GenAI Q4_1", "openvino", "q4_1", 0.73, OPENVINO),
+    Contestant("vLLM bf16", "vllm", "bfloat16", 2.0, VLLM, variables=_VLLM_VARIABLES),
+    Contestant("llama.cpp Q8_0", "llama.cpp", "q8_0", 1.06, LLAMA_CPP),
+    Contestant("llama.cpp Q4_1", "llama.cpp", "q4_1", 0.73, LLAMA_CPP),
+    Contestant("transformers bf16", "transformers", "bfloat16", 2.0, TRANSFORMERS),
 )
 
 

@@ -58,7 +58,7 @@ def _requantize(name: str, target: Path, say: Progress) -> None:
     python = ensure_environment(LLAMA_CPP, say)
     with building(target) as folder:
         log, made = folder / "log", folder / target.name
-        command = [str(python), "-m", "benchmarks.peers.quantize_q8", str(ensure_gguf_of(name, say)), str(made)]
+        command = [str(python), "-m", "benchmarks.peers.llama", str(ensure_gguf_of(name, say)), str(made)]
         with log.open("wb") as output:
             done = subprocess.run(command, stdout=output, stderr=output, env=child_environment(), timeout=600, check=False)
         if done.returncode or not made.is_file():

@@ -1,15 +1,19 @@
-"""llama.cpp through its C interface: one `llama_batch` a step over all sequences, each with a KV stream of its own."""
+"""llama.cpp through its C interface: one `llama_batch` a step over all sequences, each with a KV stream of its own.
+
+`python -m benchmarks.peers.llama IN.gguf OUT.gguf`, under its own environment, makes all weights Q8_0.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import llama_cpp  # type: ignore[import-not-found]
 import numpy as np
 
-from benchmarks.peers.child import Answer, Loaded, Options, Prompts, serve
+from benchmarks.peers.child import Answer, Loaded, Options, Prompts
 
 # Tokens that one llama_decode call may hold (it cuts them into smaller ones itself).
 _MAX_BATCH = 8192
@@ -89,5 +93,14 @@ def load(options: Options) -> Loaded:
     return Loaded(Llama(options).generate, {"version": llama_cpp.__version__})
 
 
+def quantize(source: str, target: str) -> int:
+    """Its status: 0 where all went well."""
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0
+    params.allow_requantize = True
+    params.nthread = 2
+    return int(llama_cpp.llama_model_quantize(source.encode(), target.encode(), ctypes.byref(params)))
+
+
 if __name__ == "__main__":
-    serve(load)
+    sys.exit(quantize(*sys.argv[1:]))
