@@ -20,8 +20,8 @@ import statistics
 import subprocess
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib.metadata import version
@@ -201,6 +201,18 @@ def chosen(only: str, parts: Sequence[str]) -> list[str]:
     if unknown := [name for name in wanted if name not in parts]:
         raise ValueError(f"only: there is no part {unknown[0]!r}; there are {', '.join(parts)}")
     return [name for name in parts if name in wanted]
+
+
+@asynccontextmanager
+async def beside(work: Coroutine[Any, Any, Any]) -> AsyncIterator[None]:
+    """Does it until the block ends. Raises what it failed with."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 receive   {"reserve": TRANSPORT}      a reservation for all its blocks (hex); the push into it follows
 send      {"push": RESERVATION}       pushes all its blocks: seconds, bytes, parts, connections
 both      {"cpu": true}               seconds of processor time that it has taken
-both      {"sums": BOOL}              with or without the checksum of the KV, from here on: whether that is possible
+both      {"checksums": BOOL}         with or without the checksum of the KV, from here on: whether that is possible
 """
 
 from __future__ import annotations
@@ -84,10 +84,10 @@ class Grants:
 
 
 class ReceivingEnd:
-    def __init__(self) -> None:
-        self._pool = make_pool(1, shared=False)
-        self._grants = Grants(self._pool)
-        self._receiver = Receiver(self._pool, self._grants, IDENTITY, LAYOUT, transports=installed())
+    """Offers reservations for all of its blocks, and takes what is pushed into them."""
+
+    def __init__(self, receiver: Receiver, layout: common_pb2.KVLayout, lease_ms: int = 5000) -> None:
+        self._receiver, self._layout, self._lease_ms = receiver, layout, lease_ms
         self._numbers = itertools.count()
 
     async def start(self) -> None:
@@ -101,13 +101,25 @@ class ReceivingEnd:
         await self._receiver.stop()
         await self._server.drain(0)
 
+    @property
+    def transports(self) -> list[str]:
+        """Names of those that it offers."""
+        return [endpoint.transport for endpoint in self._receiver.endpoints()]
+
     async def answer(self, command: dict[str, Any]) -> dict[str, Any]:
         """A reservation that offers one transport."""
         endpoints = [each for each in self._receiver.endpoints() if each.transport == command["reserve"]]
+        name = f"r{next(self._numbers)}"
         reservation = common_pb2.Reservation(
-            reservation_id=f"r{next(self._numbers)}", epoch=EPOCH, attempt=1, lease_ms=5000, endpoints=endpoints, layout=LAYOUT
+            reservation_id=name, epoch=EPOCH, attempt=1, lease_ms=self._lease_ms, endpoints=endpoints, layout=self._layout
         )
         return {"reservation": reservation.SerializeToString().hex()}
+
+
+def receiving_end() -> ReceivingEnd:
+    """On a pool as a decode worker's."""
+    pool = make_pool(1, shared=False)
+    return ReceivingEnd(Receiver(pool, Grants(pool), IDENTITY, LAYOUT, transports=installed()), LAYOUT)
 
 
 class SendingEnd:
@@ -145,13 +157,16 @@ async def answer(end: ReceivingEnd | SendingEnd, command: dict[str, Any]) -> dic
     """To one line."""
     if "cpu" in command:
         return {"cpu_s": time.process_time()}
-    if "sums" in command:
-        return {"done": set_sums(command["sums"])}
+    if "checksums" in command:
+        return {"done": set_sums(command["checksums"])}
     return await end.answer(command)
 
 
-async def serve(end: ReceivingEnd | SendingEnd) -> None:
+async def serve(end: ReceivingEnd | SendingEnd, *, says_transports: bool = False) -> None:
+    """A line for each line, until there are no more. `says_transports`: one first, with what a receiving end offers."""
     await end.start()
+    if says_transports and isinstance(end, ReceivingEnd):
+        print(json.dumps({"transports": end.transports}), flush=True)
     loop = asyncio.get_running_loop()
     try:
         while line := await loop.run_in_executor(None, sys.stdin.readline):
@@ -162,7 +177,7 @@ async def serve(end: ReceivingEnd | SendingEnd) -> None:
 
 def main(role: str) -> None:
     native_library.prepare()
-    asyncio.run(serve(ReceivingEnd() if role == "receive" else SendingEnd()))
+    asyncio.run(serve(receiving_end() if role == "receive" else SendingEnd()))
 
 
 def unsummed_worker() -> None:

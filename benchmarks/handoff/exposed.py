@@ -19,6 +19,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.engine_runs import prompt
 from benchmarks.harness import Figure, say
 from pdmesh.models.registry import DEFAULT_MODEL, ensure_model
 from pdmesh.runtime.child import ManagedProcess
@@ -119,23 +120,18 @@ async def measure(pair: Pair, lengths: Sequence[int], rounds: int) -> dict[int, 
     """Interleaved: each length alone, pushed, and once more with its KV all there."""
     times = {length: Times() for length in lengths}
     serial = itertools.count(1)
-    await pair.hand_off(prompt_of(next(serial), 300), push=True)
+    await pair.hand_off(prompt(next(serial), 300), push=True)
     for _ in range(rounds):
         for length, each in times.items():
-            await pair.hand_off(prompt_of(next(serial), length), push=False)
+            await pair.hand_off(prompt(next(serial), length), push=False)
             each.alone.append(pair.compute_s)
-            prompt = prompt_of(next(serial), length)
-            await pair.hand_off(prompt, push=True)
+            ids = prompt(next(serial), length)
+            await pair.hand_off(ids, push=True)
             each.ready.append(pair.compute_s + pair.exposed_s)
             each.exposed.append(pair.exposed_s)
-            await pair.hand_off(prompt, push=True)  # the prefill worker has it in its cache; decode keeps none
+            await pair.hand_off(ids, push=True)  # the prefill worker has it in its cache; decode keeps none
             each.whole.append(pair.compute_s + pair.exposed_s)  # of one block: the rest is there, and leaves at once
     return times
-
-
-def prompt_of(number: int, length: int) -> list[int]:
-    """Token ids that share no block with another number's."""
-    return [1000 + (number * 7919 + position * 104_729) % 40_000 for position in range(length)]
 
 
 @contextmanager

@@ -41,7 +41,7 @@ class Pair:
     def set_sums(self, sums: bool) -> bool:
         """With or without checksums from here on; False where that cannot be chosen."""
         self._sums = sums
-        return all(end.ask(sums=sums)["done"] for end in (self._receiver, self._sender))
+        return all(end.ask(checksums=sums)["done"] for end in (self._receiver, self._sender))
 
     def push(self, transport: str, *, sums: bool = True) -> float:
         """10^9 bytes a second of one push of everything, from connecting to the receipt of the commit."""

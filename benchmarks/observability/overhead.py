@@ -9,7 +9,7 @@ import random
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median, quantiles, stdev
@@ -17,7 +17,7 @@ from typing import Literal, TypeVar
 
 import httpx
 
-from benchmarks.harness import MODEL, Figure, Options, Process, process_cpu_ns, running, say
+from benchmarks.harness import MODEL, Figure, Options, Process, beside, process_cpu_ns, running, say
 from pdmesh.client.client import AsyncClient
 from pdmesh.launcher.local_state import Target, discovery
 from pdmesh.launcher.mesh import LocalMesh
@@ -130,13 +130,8 @@ class Scraper:
     @asynccontextmanager
     async def looking(self, targets: Sequence[Target]) -> AsyncIterator[None]:
         """Inside."""
-        task = asyncio.create_task(self._run([url for target in targets for url in target.urls]))
-        try:
+        async with beside(self._run([url for target in targets for url in target.urls])):
             yield
-        finally:
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
 
     async def _run(self, urls: Sequence[str]) -> None:
         while True:
@@ -205,14 +200,8 @@ class Page:
     @asynccontextmanager
     async def looking(self, url: str) -> AsyncIterator[None]:
         """Inside."""
-        async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as http:
-            task = asyncio.create_task(self._follow(http))
-            try:
-                yield
-            finally:
-                task.cancel()
-                with suppress(asyncio.CancelledError):
-                    await task
+        async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as http, beside(self._follow(http)):
+            yield
 
     async def _follow(self, http: httpx.AsyncClient) -> None:
         async with http.stream("GET", "/api/events") as response:

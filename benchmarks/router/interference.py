@@ -7,13 +7,12 @@ steady rate. TPOT is a stream's mean time per token; a stream counts to the time
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
 
-from benchmarks.harness import Figure, Options, say
+from benchmarks.harness import Figure, Options, beside, say
 from benchmarks.router.meshes import SEPARATED, TWO_CORES, Call, Running, Shape, asking, call, running, warm_up
 from pdmesh.loadtest.stats import quantile
 from pdmesh.loadtest.targets.target import Target
@@ -88,13 +87,8 @@ async def _prompts(target: Target, period_s: float, into: list[Call]) -> None:
 
 async def _disturbed(streams: Target, prompts: Target, seconds: float, num_output: int) -> tuple[list[Call], list[Call]]:
     answered: list[Call] = []
-    arriving = asyncio.create_task(_prompts(prompts, PROMPT_PERIOD_S, answered))
-    try:
+    async with beside(_prompts(prompts, PROMPT_PERIOD_S, answered)):
         return await _streams(streams, seconds, num_output, "disturbed"), answered
-    finally:
-        arriving.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await arriving
 
 
 async def _measure(system: Running, mode: str, options: Options) -> Felt:

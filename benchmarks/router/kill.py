@@ -8,8 +8,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from benchmarks.engine_runs import prompt
 from benchmarks.harness import Figure, Options, say
-from benchmarks.mesh import prompt
 from benchmarks.router.meshes import MESH, running
 from pdmesh.client.client import AsyncClient, Completed, Delta
 from pdmesh.errors import MeshError

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from benchmarks.harness import Figure, Options, resident_bytes, say
+from benchmarks.harness import Figure, Options, beside, resident_bytes, say
 from benchmarks.router.meshes import MESH, WARMUP_S, Running, Seen, alone, load_of, running, warm_up, window
 from benchmarks.router.mixes import Idle, objectives
 from pdmesh.loadtest.arrivals import Distribution, fixed
@@ -101,12 +101,8 @@ async def _watched(pid: int) -> AsyncIterator[tuple[list[float], list[float]]]:
             mib.append(resident_bytes(pid) / 2**20)
             await asyncio.sleep(SAMPLE_PERIOD_S)
 
-    task = asyncio.create_task(sample())
-    try:
+    async with beside(sample()):
         yield times_s, mib
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 def overload_figures(capacity: Found, seen: Seen, memory: Memory) -> list[Figure]:
