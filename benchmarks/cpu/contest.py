@@ -16,9 +16,8 @@ from pathlib import Path
 from types import TracebackType
 
 from benchmarks.harness import PLAIN, interleave, say
-from benchmarks.peers.environments import Contestant, PeerError, ensure_environment, peers_folder
+from benchmarks.peers.environments import Contestant, PeerError, ensure_environment, ensure_weights, peers_folder
 from benchmarks.peers.servers import Child
-from benchmarks.peers.weights import ensure_weights
 from pdmesh.engine.kernels.cpu import library
 from pdmesh.models.catalogue import ModelError
 from pdmesh.text.tokenizer import Tokenizer

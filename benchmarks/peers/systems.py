@@ -11,9 +11,16 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.harness import PLAIN_FLAGS, free_ports, say
-from benchmarks.peers.environments import TORCH, VLLM, Environment, child_environment, ensure_environment, peers_folder
+from benchmarks.peers.environments import (
+    TORCH,
+    VLLM,
+    Environment,
+    child_environment,
+    ensure_environment,
+    ensure_weights,
+    peers_folder,
+)
 from benchmarks.peers.servers import Server, serving
-from benchmarks.peers.weights import ensure_weights
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.launcher.plan import LocalMeshConfig
 from pdmesh.loadtest.targets.grpc import GrpcSettings, GrpcTarget

@@ -4,14 +4,24 @@ in benchmarks/results/router.json as soon as it is through; the mixes go on wher
 
 from __future__ import annotations
 
-import importlib
+from collections.abc import Callable, Mapping
 
 from benchmarks.harness import MODEL, Kept, Measured, Options, Suite
 from benchmarks.peers.servers import watched_shared_memory
+from benchmarks.router import disturbances, mixes, overhead, overload, peers, placement
 
-# In the order of what they promise. Each is a module here with `figures(options)`.
-PARTS = ("mixes", "peers", "interference", "overhead", "prediction", "overload", "kill", "prefix")
-SUITE = Suite("router", PARTS, {"model": MODEL})
+# In the order of what they promise.
+PARTS: Mapping[str, Callable[[Options], Measured]] = {
+    "mixes": mixes.figures,
+    "peers": peers.figures,
+    "interference": disturbances.figures,
+    "overhead": lambda options: overhead.figures(quick=options.quick),
+    "prediction": placement.prediction_figures,
+    "overload": overload.figures,
+    "kill": disturbances.kill_figures,
+    "prefix": placement.figures,
+}
+SUITE = Suite("router", tuple(PARTS), {"model": MODEL})
 
 
 def main() -> None:
@@ -21,15 +31,8 @@ def main() -> None:
     if arguments.fresh or arguments.quick:
         for name in names:
             Kept(options.folder / name).forget()
-
-    def measure(name: str) -> Measured:
-        part = importlib.import_module(f"benchmarks.router.{name}")
-        # It needs no model.
-        found: Measured = part.figures(quick=options.quick) if name == "overhead" else part.figures(options)
-        return found
-
     with watched_shared_memory():
-        SUITE.main(names, measure, quick=options.quick)
+        SUITE.main(names, lambda name: PARTS[name](options), quick=options.quick)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.batches import BLOCK_SIZE
 from benchmarks.gpu.context import Context, Deadline
 from benchmarks.gpu.parts.compile import recorded, scenes
-from benchmarks.gpu.shapes import TINY
+from benchmarks.gpu.shapes import BLOCK_SIZE, TINY
 from pdmesh.engine.kernels.triton.sampling.sampler import DeviceSampler
 from pdmesh.engine.request import SamplingParams
 from pdmesh.engine.runner.batch import StepBatch

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu.batches import BLOCK_SIZE, Sequence, decode_batch, ragged_prompts
 from benchmarks.gpu.command import Gathered, PartProcess, misses, table, write
 from benchmarks.gpu.context import MOST_REPEATS, ROUNDS, Deadline, repeats_for
 from benchmarks.gpu.parts.decode import covered_share
@@ -22,14 +21,18 @@ from benchmarks.gpu.parts.mesh import last_line
 from benchmarks.gpu.peers import affordable_output, window_of
 from benchmarks.gpu.plan import LEAST_S, LIMIT_S, NOT_EQUAL, PARTS, RESERVE_S, Part, allotment_s, chosen, parse_args
 from benchmarks.gpu.shapes import (
+    BLOCK_SIZE,
     FULL,
     TINY,
     Heads,
+    Sequence,
     attention_bytes,
     causal_operations,
+    decode_batch,
     decode_bytes,
     prefill_operations,
     product_operations,
+    ragged_prompts,
 )
 from benchmarks.harness import Figure
 from pdmesh.engine.hardware import ModelCost

@@ -9,9 +9,8 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.batches import decode_batch
 from benchmarks.gpu.context import Context
-from benchmarks.gpu.shapes import Heads
+from benchmarks.gpu.shapes import Heads, decode_batch
 from pdmesh.engine.attention.base import ReferenceAttention
 from pdmesh.engine.kernels.triton.attention import TritonAttention
 from pdmesh.engine.kernels.triton.kv import rope_and_store, store_kv

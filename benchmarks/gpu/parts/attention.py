@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.gpu.batches import BLOCK_SIZE, Sequence
 from benchmarks.gpu.context import Context, turns_s
-from benchmarks.gpu.shapes import attention_bytes, causal_operations
+from benchmarks.gpu.shapes import BLOCK_SIZE, Sequence, attention_bytes, causal_operations
 from benchmarks.harness import Figure
 from pdmesh.engine.kernels.triton.attention import Workspace, paged_attention
 from pdmesh.engine.kernels.triton.split_kv import SPLITS, Splits

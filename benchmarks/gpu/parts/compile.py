@@ -21,9 +21,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from benchmarks.gpu.batches import BLOCK_SIZE
 from benchmarks.gpu.context import Context
 from benchmarks.gpu.parts import attention, decode, greedy, mesh, prefill
+from benchmarks.gpu.shapes import BLOCK_SIZE
 from benchmarks.harness import Figure
 from pdmesh.engine.kernels.triton.attention import TritonAttention
 from pdmesh.engine.kernels.triton.blocks import TritonSums

@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from benchmarks.gpu.batches import decode_batch
 from benchmarks.gpu.context import Context, device_s, replayed_s
-from benchmarks.gpu.shapes import decode_bytes
+from benchmarks.gpu.shapes import decode_batch, decode_bytes
 from benchmarks.gpu.steady import Pace, started, steady_pace
 from benchmarks.harness import Figure
 from pdmesh.engine.engine import Engine

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from benchmarks.engine_runs import GREEDY
 from benchmarks.engine_runs import run as run_engine
-from benchmarks.gpu.batches import ragged_prompts
 from benchmarks.gpu.context import Context
+from benchmarks.gpu.shapes import ragged_prompts
 from benchmarks.harness import Figure
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.kernels.triton.model import TritonModel
