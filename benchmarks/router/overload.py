@@ -19,7 +19,7 @@ from pdmesh.loadtest.measure import Search, Trial, find_capacity
 from pdmesh.loadtest.record import ObjectiveBook
 from pdmesh.loadtest.stats import quantile, summarise
 from pdmesh.loadtest.workload import Arrivals, Limits, TrafficClass, Workload
-from tests.soak.flatness import line
+from tests.soak.samples import line
 
 INPUT_TOKENS, OUTPUT_TOKENS, SEED = 420, 64, 61
 ATTAINMENT, TIMES = 0.95, 3.0

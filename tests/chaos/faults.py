@@ -11,7 +11,7 @@ import signal
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 
-from tests.chaos.link import Link
+from tests.chaos.links import Link
 from tests.chaos.mesh import ChaosMesh, Victim
 from tests.chaos.plan import ANY_MOMENT, Kind, LinkName, PlannedFault
 

@@ -3,24 +3,124 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
+import os
+import shutil
 import signal
+import struct
+import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from redis.asyncio import Redis
+
 from pdmesh.client.client import AsyncClient
 from pdmesh.launcher.member import Member
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.launcher.plan import LocalMeshConfig, ProcessPlan
+from pdmesh.runtime.registry.redis_server import EmbeddedRedis
 from pdmesh.v1 import mesh_pb2
 from tests.chaos.arming import Arming
-from tests.chaos.clock import Clock, build
-from tests.chaos.link import Link
-from tests.chaos.links import Links
+from tests.chaos.links import Link, Links
 from tests.chaos.plan import LinkName
-from tests.chaos.registry import Registry
 from tests.mesh.checks import Footprint, is_running, unwhole
+
+# The wall clock of one process, moved while it runs; the machine's own is never touched.
+#
+# `clock.c`, compiled once, is preloaded into the process and reads the seconds to add from a file that we map as well.
+# libfaketime does the same and more, but would have to be installed.
+
+
+_SOURCE = Path(__file__).with_name("clock.c")
+_DOUBLE = struct.Struct("d")
+VARIABLE = "PDMESH_CHAOS_CLOCK"
+
+
+def build(folder: Path) -> Path:
+    """The shared library to preload, in `folder`. Raises RuntimeError when there is no compiler, or it fails."""
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        raise RuntimeError("clock jumps need a C compiler: install one, or leave them out with --kinds")
+    library = folder / "clock.so"
+    command = [compiler, "-O2", "-shared", "-fPIC", "-o", str(library), str(_SOURCE), "-ldl", "-lm"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise RuntimeError(f"{_SOURCE.name} does not compile:\n{result.stderr}")
+    return library
+
+
+class Clock:
+    """The clock of one process, by the file that `environment` names to it. A process started again keeps it."""
+
+    def __init__(self, library: Path, file: Path) -> None:
+        self._library = library
+        self._file = file
+        file.write_bytes(_DOUBLE.pack(0.0))
+        with file.open("r+b") as opened:
+            self._map = mmap.mmap(opened.fileno(), _DOUBLE.size)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the process has to be started with."""
+        return {"LD_PRELOAD": str(self._library), VARIABLE: str(self._file)}
+
+    def jump(self, to_s: float) -> None:
+        """The process's clock is `to_s` seconds ahead of the machine's from now on (behind, if negative)."""
+        self._map[:] = _DOUBLE.pack(to_s)
+
+
+# The mesh's Redis, in our hands: paused, emptied, killed and started again at the same port.
+
+
+class Registry:
+    """Owner of an embedded Redis. `busy` is held by whoever disturbs it."""
+
+    def __init__(self) -> None:
+        self.busy = asyncio.Lock()
+        self._redis = EmbeddedRedis()
+
+    @property
+    def url(self) -> str:
+        """The same over restarts."""
+        return self._redis.url
+
+    @property
+    def pid(self) -> int:
+        return self._redis.pid
+
+    async def start(self) -> None:
+        """Starts it, the second time at the port of the first. Raises StartFailed."""
+        if self._redis.port:
+            self._redis = EmbeddedRedis(self._redis.port)
+        await self._redis.start()
+
+    def pause(self) -> None:
+        """It hangs: connections stay, nobody gets an answer."""
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Ends a pause."""
+        os.kill(self.pid, signal.SIGCONT)
+
+    async def empty(self) -> None:
+        """Forgets every registration."""
+        redis = Redis.from_url(self.url)
+        try:
+            await redis.flushall()
+        finally:
+            await redis.aclose()
+
+    async def kill(self) -> None:
+        """SIGKILL; returns when it is gone."""
+        os.kill(self.pid, signal.SIGKILL)
+        await self._redis.wait()
+
+    async def stop(self) -> None:
+        """Ends it for good; idempotent."""
+        await self._redis.stop()
+
 
 _POLL_PERIOD_S = 0.03
 _STATUS_TIMEOUT_S = 10.0

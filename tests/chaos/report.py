@@ -9,8 +9,7 @@ from typing import Any
 
 from benchmarks.harness import Figure
 from tests.chaos.plan import STATES, Kind
-from tests.chaos.record import Dealt, Round
-from tests.chaos.tally import Tally
+from tests.chaos.record import Dealt, Round, Tally
 
 REAL_MODEL = "smollm2"
 MIN_FAULTS, MIN_OF_KIND, MIN_OF_CELL, MIN_ON_REAL_MODEL = 2000, 100, 20, 200

@@ -23,13 +23,10 @@ from pdmesh.models.catalogue import cache_folder
 from pdmesh.models.registry import ensure_model
 from tests.chaos import report
 from tests.chaos.campaign import Campaign
-from tests.chaos.jobs import Sizes, make_jobs
-from tests.chaos.load import Load
+from tests.chaos.load import Load, Sizes, make_jobs
 from tests.chaos.mesh import ChaosMesh, MeshSize
 from tests.chaos.plan import Kind, PlannedFault, make_plan
-from tests.chaos.progress import Progress
-from tests.chaos.record import Round
-from tests.chaos.tally import Tally
+from tests.chaos.record import Progress, Round, Tally
 from tests.support.tiny_models import make_tiny_model
 
 TINY_FAULTS, REAL_FAULTS = 2420, 220  # 20 and some of each kind at each state

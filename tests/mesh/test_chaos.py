@@ -8,8 +8,7 @@ import pytest
 
 from tests.chaos import report
 from tests.chaos.campaign import Campaign
-from tests.chaos.jobs import Sizes, make_jobs
-from tests.chaos.load import Load
+from tests.chaos.load import Load, Sizes, make_jobs
 from tests.chaos.mesh import ChaosMesh, MeshSize
 from tests.chaos.plan import ANY_MOMENT, Kind, make_plan
 

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.harness import Figure
-from tests.soak.flatness import FEWEST, MAX_GROWTH, MAX_SLOPE, Flatness, flatness
 from tests.soak.ledger import Ledger
-from tests.soak.samples import Sample
+from tests.soak.samples import FEWEST, MAX_GROWTH, MAX_SLOPE, Flatness, Sample, flatness
 from tests.soak.traffic import NUM_FILLING
 
 _SAMPLES_A_ROW = 6

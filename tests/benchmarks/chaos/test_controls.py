@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.arming import Arming
-from tests.chaos.clock import Clock, build
+from tests.chaos.mesh import Clock, build
 
 _ECHO_CLOCKS = "import sys, time\nfor _ in sys.stdin: print(time.time(), time.monotonic(), flush=True)"
 _HIT_POINTS = (

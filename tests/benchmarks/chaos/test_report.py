@@ -8,9 +8,7 @@ import pytest
 
 from tests.chaos import report
 from tests.chaos.plan import ANY_MOMENT, Kind
-from tests.chaos.progress import Progress
-from tests.chaos.record import Dealt, Round, with_stalls
-from tests.chaos.tally import Tally
+from tests.chaos.record import Dealt, Progress, Round, Tally, with_stalls
 
 
 def dealt(number: int, began: float, ended: float, kind: Kind = Kind.KILL, victim: str = "decode-0") -> Dealt:
