@@ -75,20 +75,8 @@ def report(worker: WorkerSnapshot, draw: random.Random) -> worker_pb2.LoadReport
 
 def described(worker: WorkerSnapshot) -> Described:
     """The lasting part of the view."""
-    return Described(
-        worker_id=worker.worker_id,
-        address=worker.address,
-        epoch=worker.epoch,
-        model=worker.model,
-        identity=worker.identity,
-        layout=worker.layout,
-        transports=worker.transports,
-        host_id=worker.host_id,
-        max_context=worker.max_context,
-        max_num_seqs=worker.max_num_seqs,
-        num_blocks=worker.num_total_blocks,
-        max_num_batched_tokens=worker.max_num_batched_tokens,
-    )
+    same = {name: getattr(worker, name) for name in Described._fields if name != "num_blocks"}
+    return Described(**same, num_blocks=worker.num_total_blocks)
 
 
 def main() -> None:
