@@ -90,7 +90,8 @@ def graph_step_s(subject: Subject, device: str, contexts: list[int]) -> float:
     kept, config = Kept(model.device), engine.config
     step = TritonStep(model.decoder, TritonAttention(model.config, device, kv_scales=model.kv_scales, splits=model.splits))
     sizes = DecodeSizes(len(contexts), config.max_context, config.block_size)
-    DecodeGraphs(step, engine.kv.tensor, sizes, kept).run(decode_batch(contexts, config.block_size))
+    graphs = DecodeGraphs(step, engine.kv.tensor, sizes, kept)  # owns the buffers that a replay reads
+    graphs.run(decode_batch(contexts, config.block_size))
     assert kept.last is not None
     return replayed_s({"step": kept.last.replay}, device)["step"]
 
