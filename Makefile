@@ -89,10 +89,10 @@ test-k8s: $(READY) model kernels  ## the manifests and the autoscaler on a real 
 	$(BIN)/python -m pytest tests/cluster
 
 equality: $(READY) model kernels  ## all prompts, every way through the mesh, against transformers and one engine (slow)
-	$(BIN)/python -m benchmarks.equality
+	$(BIN)/python -m tests.equality
 
 chaos: $(READY) model kernels  ## 2 640 faults at every state of the hand-off, under load (an hour; resumes where it was stopped)
-	$(BIN)/python -m benchmarks.chaos
+	$(BIN)/python -m tests.chaos
 
 bench-mesh: $(READY) model kernels  ## engine and mesh, in int8 and float32, with the machine
 	$(BIN)/python -m benchmarks.mesh
@@ -113,13 +113,13 @@ bench-latency: $(READY) model kernels  ## how well the latency model predicts an
 	$(BIN)/python -m benchmarks.latency
 
 bench-clients: $(READY) model kernels  ## third parties' clients, gateways and load generators against a real mesh, beside pdmesh's own
-	$(BIN)/python -m benchmarks.clients
+	$(BIN)/python -m tests.interop
 
 bench-constrained: $(READY) model kernels  ## 500 requests with a JSON schema each, beside as many unconstrained tokens
 	$(BIN)/python -m benchmarks.constrained
 
 bench-soak: $(READY) model kernels  ## an hour of mixed traffic over all protocols, with cancellations and rejections: memory stays constant (slow)
-	$(BIN)/python -m benchmarks.soak
+	$(BIN)/python -m tests.soak
 
 bench-spec: $(READY) model kernels  ## speculative decoding: same tokens, the gain, that it never loses (slow; trained heads if there are some)
 	$(BIN)/python -m benchmarks.spec
@@ -139,7 +139,7 @@ bench-gpu: $(GPU_WHEELS)  ## one GPU in 8 minutes: correctness, then speed besid
 	@PYTHON="$(PYTHON)" benchmarks/gpu/run.sh $(ARGS)
 
 train-heads: $(READY) model kernels  ## trains draft heads for SmolLM2 on its own outputs, into the cache (half an hour)
-	$(BIN)/python -m benchmarks.spec.train_heads
+	$(BIN)/python -m tools.draft_heads
 
 bench-router: $(READY) model kernels  ## policy, peers, interference, overhead, predictions, overload, a killed router, prefixes (an hour and a half)
 	$(BIN)/python -m benchmarks.router $(ARGS)

@@ -45,6 +45,11 @@ def make_engine(folder: Path, **settings: object) -> Engine:
     return Engine(EngineConfig(**fields), hash_block=hash_block)  # type: ignore[arg-type]
 
 
+def prompt(number: int, length: int) -> list[int]:
+    """Token ids that share no block with another number's."""
+    return [1000 + (number * 7919 + position * 104_729) % 40_000 for position in range(length)]
+
+
 def run(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams, name: str = "r") -> list[list[int]]:
     """All prompts at once, batched as the scheduler sees fit; returns the output of each (choice 0)."""
     outputs: list[list[int]] = [[] for _ in prompts]

@@ -8,7 +8,6 @@ counts the time that the engine's one thread itself ran: what is left is the mod
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import sys
@@ -17,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.engine_runs import make_engine
-from benchmarks.harness import PLAIN, Figure, say, write
+from benchmarks.harness import PLAIN, Figure, parser_of, say, write
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.outputs import StepResult
 from pdmesh.engine.request import EngineRequest
@@ -97,7 +96,7 @@ def run(engine: Engine, seconds: float, clock: Callable[[], float]) -> Errors:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.latency", description=__doc__.partition("\n")[0])
+    parser = parser_of("benchmarks.latency", __doc__)
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--threads", type=int, default=0, help="of the engine; 0: all cores")
     parser.add_argument("--own-time", action="store_true", help="count the engine thread's own time, with one thread")

@@ -21,8 +21,7 @@ from dataclasses import asdict, dataclass
 
 import httpx
 
-from benchmarks.harness import Figure, say, write
-from benchmarks.loadtest_stub import Latencies
+from benchmarks.harness import Figure, parser_of, say, write
 from pdmesh.loadtest.arrivals import fixed
 from pdmesh.loadtest.record import ObjectiveBook, Objectives, Outcome
 from pdmesh.loadtest.runner import RunLog, Runner, RunSettings
@@ -31,6 +30,7 @@ from pdmesh.loadtest.targets.grpc import GrpcSettings, GrpcTarget
 from pdmesh.loadtest.targets.openai import OpenAiSettings, OpenAiTarget
 from pdmesh.loadtest.targets.target import Target
 from pdmesh.loadtest.workload import Arrivals, PlannedSession, TrafficClass, Workload, plan
+from tests.support.loadtest_stub import Latencies
 
 RATE, DURATION_S, WARMUP_S = 500.0, 20.0, 2.0
 INPUT_TOKENS, OUTPUT_TOKENS = 64, 4
@@ -66,7 +66,7 @@ class Server:
 async def serving(case: Case) -> AsyncIterator[Server]:
     """A stub for the case."""
     given = {name: value for name, value in asdict(case.latencies).items() if value != float("inf")}
-    command = [sys.executable, "-m", "benchmarks.loadtest_stub", case.kind, "--latencies", json.dumps(given)]
+    command = [sys.executable, "-m", "tests.support.loadtest_stub", case.kind, "--latencies", json.dumps(given)]
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)  # noqa: ASYNC220 - before any load
     assert process.stdin is not None and process.stdout is not None
@@ -203,4 +203,5 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
+    parser_of("benchmarks.loadtest", __doc__).parse_args()
     asyncio.run(main())

@@ -14,9 +14,8 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-from benchmarks.cpu_time import event_loop_cpu_ns, process_cpu_ns
-from benchmarks.engine_runs import DEFAULT, FLOAT32, GREEDY, Settings, flags_of, make_engine, timed
-from benchmarks.harness import PLAIN, Figure, interleave, say, write
+from benchmarks.engine_runs import DEFAULT, FLOAT32, GREEDY, Settings, flags_of, make_engine, prompt, timed
+from benchmarks.harness import PLAIN, Figure, event_loop_cpu_ns, interleave, parser_of, process_cpu_ns, say, write
 from pdmesh.client.client import AsyncClient, Completed, Delta
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.kernels.cpu.library import product_peak_gop_s, read_bandwidth_gb_s
@@ -32,11 +31,6 @@ BYTES_PER_WEIGHT = {"int8": 1, "float32": 4}
 LAYER_WEIGHTS, HEAD_WEIGHTS = 106.2e6, 28.3e6  # of the model's products; prefill needs the head for one token only
 PROMPT_TOKENS, OUTPUT_TOKENS, ROUNDS = 160, 64, 5
 STREAMS = 16
-
-
-def prompt(number: int, length: int) -> list[int]:
-    """Token ids that share no block with another number's."""
-    return [1000 + (number * 7919 + position * 104_729) % 40_000 for position in range(length)]
 
 
 def decode_speed(engine: Engine, batch: int, tag: str) -> float:
@@ -187,4 +181,5 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
+    parser_of("benchmarks.mesh", __doc__).parse_args()
     asyncio.run(main())

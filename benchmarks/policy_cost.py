@@ -6,11 +6,11 @@ a report of somebody after each.
 
 import json
 import random
-import sys
 import time
 from dataclasses import replace
 from statistics import quantiles
 
+from benchmarks.harness import parser_of
 from kvtransfer.layout import EVERYWHERE, Layout, Reach, Scope, Transports
 from pdmesh.planning.latency_model import LatencyModel
 from pdmesh.v1 import worker_pb2
@@ -79,25 +79,15 @@ def report(worker: WorkerSnapshot, draw: random.Random) -> worker_pb2.LoadReport
 
 def described(worker: WorkerSnapshot) -> Described:
     """The lasting part of the view."""
-    return Described(
-        worker_id=worker.worker_id,
-        address=worker.address,
-        epoch=worker.epoch,
-        model=worker.model,
-        identity=worker.identity,
-        layout=worker.layout,
-        transports=worker.transports,
-        host_id=worker.host_id,
-        max_context=worker.max_context,
-        max_num_seqs=worker.max_num_seqs,
-        num_blocks=worker.num_total_blocks,
-        max_num_batched_tokens=worker.max_num_batched_tokens,
-    )
+    same = {name: getattr(worker, name) for name in Described._fields if name != "num_blocks"}
+    return Described(**same, num_blocks=worker.num_total_blocks)
 
 
 def main() -> None:
     """Decisions, updates of views, and reports from the parsed message to the updated roster."""
-    num_workers = int(sys.argv[1]) if len(sys.argv) > 1 else 3000
+    parser = parser_of("benchmarks.policy_cost", __doc__)
+    parser.add_argument("num_workers", nargs="?", type=int, default=3000)
+    num_workers: int = parser.parse_args().num_workers
     draw = random.Random(0)
     views = [view(number, draw) for number in range(num_workers)]
     roster, policy = FleetSnapshot(views), PredictPolicy(Overheads(), local_prefill_tokens=32)

@@ -2,7 +2,7 @@
 
 import statistics
 
-from benchmarks.harness import Figure, say, write
+from benchmarks.harness import Figure, parser_of, say, write
 from pdmesh.doctor.step_profile import PYTHON, Case, StepProfile, StepProfiler
 from pdmesh.engine.config import EngineConfig
 from pdmesh.models.registry import ensure_model
@@ -35,4 +35,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    parser_of("benchmarks.profile", __doc__).parse_args()
     main()

@@ -4,40 +4,28 @@ others in benchmarks/results/autoscale.json as soon as it is through.
 
 from __future__ import annotations
 
-import argparse
-import asyncio
 import importlib
 import os
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import parts
-from benchmarks.autoscale.options import Options
-from benchmarks.autoscale.results import save
-from benchmarks.harness import Figure, say
+from benchmarks.autoscale.scenario import Options
+from benchmarks.harness import Measured, Suite
 
 # In the order of what they promise. Each is a module here with `figures(options)`, a coroutine or not.
 PARTS = ("simulated", "speed", "local", "fidelity")
+SUITE = Suite("autoscale", PARTS)
 TRACES = "PDMESH_TRACES"
 
 
-def run(names: list[str], options: Options) -> dict[str, str]:
-    """Runs them; returns what failed, and why."""
-    return parts.run(names, lambda name: _figures(name, options), _forget if options.quick else save)
+def measure(options: Options) -> Callable[[str], Measured]:
+    """A part by its name."""
 
+    def figures(name: str) -> Measured:
+        found: Measured = importlib.import_module(f"benchmarks.autoscale.{name}").figures(options)
+        return found
 
-def _figures(name: str, options: Options) -> parts.Measured:
-    found: parts.Measured = importlib.import_module(f"benchmarks.autoscale.{name}").figures(options)
-    return found
-
-
-def _forget(name: str, figures: list[Figure]) -> None:
-    """Of a quick run."""
-
-
-def parts_of(only: str) -> list[str]:
-    """The parts that were named, in their order; all, where none was. Raises ValueError that lists them."""
-    return parts.chosen(only, PARTS)
+    return figures
 
 
 def traces_of(folder: str) -> Path | None:
@@ -50,24 +38,16 @@ def traces_of(folder: str) -> Path | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.autoscale", description=__doc__)
-    parser.add_argument("--only", default="", help=f"of {','.join(PARTS)}")
-    parser.add_argument("--quick", action="store_true", help="to see that all work, in short; no results are written")
-    parser.add_argument(
-        "--traces", default=os.environ.get(TRACES, ""), help=f"folder of the public traces ({TRACES}); without: generated lengths"
-    )
+    parser = SUITE.parser(__doc__)
+    generated = f"folder of the public traces ({TRACES}); without: generated lengths"
+    parser.add_argument("--traces", default=os.environ.get(TRACES, ""), help=generated)
     parser.add_argument("--report", type=Path, default=Options.report, help="folder for pages that show the runs")
-    arguments = parser.parse_args()
+    arguments, names = SUITE.arguments(parser)
     try:
-        names, traces = parts_of(arguments.only), traces_of(arguments.traces)
+        traces = traces_of(arguments.traces)
     except ValueError as error:
         parser.error(str(error))
-    try:
-        failed = run(names, Options(arguments.quick, traces, arguments.report))
-    except (asyncio.CancelledError, KeyboardInterrupt):
-        say("interrupted")
-        sys.exit(130)
-    sys.exit(parts.told(failed))
+    SUITE.main(names, measure(Options(quick=arguments.quick, traces=traces, report=arguments.report)), quick=arguments.quick)
 
 
 if __name__ == "__main__":

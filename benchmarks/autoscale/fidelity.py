@@ -1,7 +1,7 @@
 """The simulator against a real mesh: the same requests at the same times, TTFT and TPOT side by side.
 
 Real processes on this machine's cores, router, load and Redis beside the engines. First some requests that calibrate what the
-simulator cannot know (`fidelity_calibration.py`); then a slice of the trace, twice: how far apart two equal runs are is as near
+simulator cannot know (`fidelity_runs.py`); then a slice of the trace, twice: how far apart two equal runs are is as near
 as any simulation can be expected to come. Workers are simulated as they reported themselves to be. Observations are kept:
 `python -m benchmarks.autoscale.fidelity [separated] [mesh]` simulates them again, and shows where the time went.
 """
@@ -11,21 +11,164 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.autoscale import fidelity_real
-from benchmarks.autoscale.fidelity_calibration import Calibration, calibrated
-from benchmarks.autoscale.fidelity_runs import INPUT_SCALE, OUTPUT_SCALE, Run, arrivals_of
-from benchmarks.autoscale.fidelity_sim import objective, simulated
-from benchmarks.autoscale.fidelity_table import QUANTITIES, apart, lines, value
-from benchmarks.autoscale.options import Options
-from benchmarks.harness import Figure, say
+from benchmarks.autoscale.fidelity_runs import (
+    INPUT_SCALE,
+    OUTPUT_SCALE,
+    PARTS,
+    Calibration,
+    Passage,
+    Run,
+    arrivals_of,
+    calibrated,
+)
+from benchmarks.autoscale.scenario import Options
+from benchmarks.harness import Figure, Kept, say
 from benchmarks.router.meshes import MESH, SEPARATED, Running, Shape
-from benchmarks.router.options import Kept
+from pdmesh.loadtest.stats import quantile
+from pdmesh.planning.objectives import ModelObjective
 from pdmesh.simulator.arrivals import Arrival
+from pdmesh.simulator.mesh import Mesh
+from pdmesh.simulator.request import End, Request
+from pdmesh.simulator.routers.routing import MODEL
 from pdmesh.simulator.settings import MeshSettings
 from router.flow_control.capacity import AdmissionSettings
+
+# Two runs of the same requests side by side: quantiles, how far apart they are, and in which part of the time. Pure.
+
+
+class Quantity(NamedTuple):
+    """What is compared, and how far apart a simulation may be: a share."""
+
+    name: str
+    field: str
+    q: float
+    goal: float
+
+
+QUANTITIES = (
+    Quantity("TTFT median", "ttft_s", 0.5, 0.10),
+    Quantity("TPOT median", "tpot_s", 0.5, 0.10),
+    Quantity("TTFT p99", "ttft_s", 0.99, 0.25),
+    Quantity("TPOT p99", "tpot_s", 0.99, 0.25),
+)
+
+
+def value(runs: Iterable[Run], what: Quantity) -> float:
+    """Of the requests of all these runs together, in seconds. Raises ValueError without any."""
+    values = sorted(seconds for run in runs for one in run.passages if (seconds := getattr(one, what.field)) > 0)
+    if not values:
+        raise ValueError(f"{what.name}: no request was answered")
+    return quantile(values, what.q)
+
+
+def apart(ours: float, theirs: float) -> float:
+    """|ours / theirs - 1|."""
+    return abs(ours / theirs - 1)
+
+
+def lines(real: Sequence[Run], simulated: Sequence[Run]) -> list[str]:
+    """A table for people: milliseconds, real and simulated."""
+    listed = [f"{'':<20}{'real':>9}{'simulated':>11}{'off':>8}"]
+    for what in QUANTITIES:
+        theirs, ours = value(real, what), value(simulated, what)
+        listed.append(f"{what.name:<20}{1e3 * theirs:9.2f}{1e3 * ours:11.2f}{ours / theirs - 1:+8.1%}")
+    listed.append(f"{'LOCAL':<20}{_local(real):9.1%}{_local(simulated):11.1%}")
+    listed.append(f"{'refused':<20}{_refused(real):9.1f}{_refused(simulated):11.1f}")
+    listed.append(f"{'':<20}{'mean':>9}{'p50':>9}{'p99':>9}   |{'mean':>9}{'p50':>9}{'p99':>9}")
+    for part in ("outside", *PARTS, "first_gap"):
+        theirs_of, ours_of = _three(real, part), _three(simulated, part)
+        listed.append(f"{part:<20}{theirs_of}   |{ours_of}")
+    return listed
+
+
+def _three(runs: Sequence[Run], part: str) -> str:
+    values = sorted(one.parts.get(part, 0.0) for one in _passages(runs))
+    three = (sum(values) / len(values), quantile(values, 0.5), quantile(values, 0.99))
+    return "".join(f"{1e3 * seconds:9.2f}" for seconds in three)
+
+
+def _local(runs: Sequence[Run]) -> float:
+    passages = _passages(runs)
+    return sum(one.is_local for one in passages) / len(passages)
+
+
+def _refused(runs: Sequence[Run]) -> float:
+    return sum(run.num_refused for run in runs) / len(runs)
+
+
+def _passages(runs: Sequence[Run]) -> list[Passage]:
+    return [one for run in runs for one in run.passages]
+
+
+# The same requests through a simulated mesh: what each took there.
+
+
+@dataclass
+class Audience:
+    """Keeps what became of those that count."""
+
+    from_s: float
+    router_s: float
+    passages: list[Passage] = field(default_factory=list)
+    num_refused: int = 0
+
+    def arrived(self, request: Request) -> None:
+        """Nothing is known yet."""
+
+    def ended(self, request: Request, end: End, now: float) -> None:
+        """As `pdmesh.simulator.mesh.Audience` says. Raises ValueError for one that was lost: nobody dies here."""
+        if request.arrival.at_s < self.from_s:
+            return
+        if end is End.LOST:
+            raise ValueError(f"request {request.number} was lost: {request.reason}")
+        self.num_refused += end is End.REFUSED
+        if end is End.COMPLETED:
+            self.passages.append(_passage(request, self.router_s))
+
+
+def simulated(run: Run, settings: MeshSettings, measured: Calibration, seeds: Iterable[int]) -> list[Run]:
+    """The run's arrivals on its workers, as they said they were; once for each seed, which draws what is left to chance."""
+    return [_simulated(run, settings, measured, seed) for seed in seeds]
+
+
+def objective(ttft_ms: int, tpot_ms: int) -> ModelObjective:
+    """Of the simulated model."""
+    return ModelObjective(MODEL, ttft_ms, tpot_ms, 0.99)
+
+
+def _simulated(run: Run, settings: MeshSettings, measured: Calibration, seed: int) -> Run:
+    audience = Audience(run.from_s, settings.router_s)
+    mesh = Mesh(settings, audience, prefix_tokens=0, seed=seed)
+    for worker in run.workers:
+        spec = worker.spec(between_s=measured.between_s, noise=measured.noise, noise_lasts_s=measured.noise_lasts_s)
+        mesh.add_worker(spec, prefill=worker.prefill, decode=worker.decode, name=worker.name)
+    mesh.run(Arrival(*one) for one in run.arrivals)
+    return Run(run.arrivals, run.from_s, audience.passages, audience.num_refused)
+
+
+def _passage(request: Request, router_s: float) -> Passage:
+    trail, at_s = request.trail, request.arrival.at_s
+    assert trail is not None and request.ttft_s is not None, "it was answered"
+    reserve_s = trail.placed_at - trail.decided_at
+    queue_s = trail.computed_at - trail.compute_s - trail.placed_at
+    queued_s = trail.decided_at - at_s - router_s
+    parts = {
+        "route": router_s,
+        "admission_queue": queued_s,
+        "reserve": reserve_s,
+        "prefill_queue": queue_s,
+        "prefill_compute": trail.compute_s,
+        "first_token_return": request.ttft_s - router_s - queued_s - reserve_s - queue_s - trail.compute_s,
+        "kv_exposed": 0.0 if request.is_local else trail.after_s,
+    }
+    return Passage(at_s, request.num_input, request.num_output, request.ttft_s, request.tpot_s or 0.0, request.is_local, parts)
+
 
 SHAPES = (SEPARATED, MESH)
 LOAD = 0.6

@@ -12,11 +12,9 @@ from pathlib import Path
 
 from benchmarks.autoscale.fidelity_runs import PARTS, Passage, Run, SeenWorker
 from benchmarks.autoscale.logged_worker import read_steps
-from benchmarks.autoscale.options import MODEL, Options
-from benchmarks.harness import say
-from benchmarks.router import options as router_options
-from benchmarks.router.meshes import Running, Shape, asking
-from benchmarks.router.windows import call
+from benchmarks.autoscale.scenario import Options
+from benchmarks.harness import MODEL, say
+from benchmarks.router.meshes import Running, Shape, asking, call
 from pdmesh.client.client import AsyncClient
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.launcher.plan import ProcessPlan
@@ -92,7 +90,7 @@ async def started(shape: Shape, options: Options) -> AsyncIterator[Running]:
     folder = options.folder / "fidelity"
     objectives = _objectives(folder)
     shaped = replace(shape, router_args=("--objectives", str(objectives), *shape.router_args))
-    config = shaped.config(router_options.Options(options.model, options.quick))
+    config = shaped.config(options)
     config = replace(config, adjust=lambda plan: _logged(plan, folder))
     say(f"{shape.name}: starting")
     async with LocalMesh(config, on_event=say) as mesh, asking(mesh) as target:

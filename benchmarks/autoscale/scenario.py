@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 from pathlib import Path
 
+from benchmarks import harness
 from benchmarks.harness import say
 from pdmesh.autoscaler.views import PoolName
 from pdmesh.planning.latency_model import LatencyModel
@@ -62,6 +63,17 @@ MEANS = {"azure-conv": (1155, 211), "azure-code": (2048, 28), "mooncake": (12035
 
 RISE_S = 60.0
 """In which the burst comes, and goes."""
+
+
+@dataclass(frozen=True)
+class Options(harness.Options):
+    """`traces`: the folder of the public traces, None: generated lengths stand in for them. `report`: where pages that show the
+    runs are written."""
+
+    name: str = "autoscale"
+    quick: bool = False
+    traces: Path | None = None
+    report: Path = Path("build/autoscale")
 
 
 @dataclass(frozen=True)

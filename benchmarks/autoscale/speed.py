@@ -13,7 +13,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
 
-from benchmarks.autoscale.options import Options
+from benchmarks.autoscale.scenario import Options
 from benchmarks.harness import Figure, say
 from pdmesh.autoscaler.settings import AutoscalerSettings, PoolSettings
 from pdmesh.autoscaler.views import PoolName

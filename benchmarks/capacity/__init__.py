@@ -1,5 +1,4 @@
-"""`make bench-capacity`: how much load four systems bear on this machine before answers come too late.
+"""`make bench-capacity`: how much load four systems (`peers/systems.py`) bear on this machine before answers come too late.
 
-`plan` says what is asked, `systems` who takes part and how each is started; `processes` (with `keeper`) ends all that was
-started; `probes` measures one window, once; `outcome` turns all of it into figures and a page.
+`probes` says what is asked and measures one window, once; `__main__` turns all windows into figures and a page.
 """

@@ -4,25 +4,94 @@ only while there is something to measure."""
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import math
 import sys
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from benchmarks.capacity.systems import System
 from benchmarks.harness import say
 from benchmarks.peers.environments import PeerError
+from benchmarks.peers.systems import System
 from pdmesh.loadtest import result as results
-from pdmesh.loadtest.measure import Measurement, measure
+from pdmesh.loadtest.arrivals import Distribution, fixed
+from pdmesh.loadtest.measure import Measurement, Search, measure
 from pdmesh.loadtest.progress import Progress
-from pdmesh.loadtest.record import Outcome
+from pdmesh.loadtest.record import ObjectiveBook, Objectives, Outcome
 from pdmesh.loadtest.result import Result
 from pdmesh.loadtest.runner import RunSettings
 from pdmesh.loadtest.targets.target import Ask, Said, Target, TargetError, Tokens
-from pdmesh.loadtest.workload import Arrivals, Segment, TrafficClass
+from pdmesh.loadtest.workload import Arrivals, Limits, Segment, TrafficClass, Workload
 from pdmesh.runtime.child import StartFailed
+
+# What everybody is asked, and how long: the same words at the same times at a given rate.
+
+
+OUTPUT_TOKENS, MAX_INPUT_TOKENS = 64, 720
+OBJECTIVES = Objectives(ttft_ms=500, tpot_ms=40, quantile=0.9)
+TRAFFIC = TrafficClass(input_tokens=Distribution("normal", (420, 100)), output_tokens=fixed(OUTPUT_TOKENS))
+SEED = 20
+# After its confirmation a system is asked at so many times its capacity, too.
+ABOVE = 1.15
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Seconds of a window, and how closely the capacity is looked for. `tolerance`: as in Search."""
+
+    duration_s: float = 27.0
+    warmup_s: float = 3.0
+    first_rate: float = 1.0
+    min_rate: float = 0.2
+    max_rate: float = 64.0
+    tolerance: float = 0.07
+
+    def measurement(self, target: str, model: str) -> Measurement:
+        """A window, but for its rate. What it says of its own delay is shown: on two cores it shares them with what it loads."""
+        workload = Workload(classes=(TRAFFIC,), limits=Limits(MAX_INPUT_TOKENS, OUTPUT_TOKENS))
+        settings = {
+            "input_tokens": f"{TRAFFIC.input_tokens}, at most {MAX_INPUT_TOKENS}",
+            "output_tokens": OUTPUT_TOKENS,
+            "arrivals": "poisson",
+            "seed": SEED,
+        }
+        return Measurement(
+            workload,
+            ObjectiveBook(OBJECTIVES),
+            SEED,
+            self.duration_s,
+            self.warmup_s,
+            max_lateness_s=math.inf,
+            target=target,
+            model=model,
+            settings=settings,
+        )
+
+    @property
+    def search(self) -> Search:
+        return self._search(OBJECTIVES.quantile)
+
+    @property
+    def strict_search(self) -> Search:
+        """Of which only what the other search measured anyway is told."""
+        return self._search(0.99)
+
+    @property
+    def key(self) -> str:
+        """Tells windows of one plan from those of another."""
+        return hashlib.sha256(repr((self, TRAFFIC, OBJECTIVES, SEED, MAX_INPUT_TOKENS)).encode()).hexdigest()[:12]
+
+    def _search(self, attainment: float) -> Search:
+        return Search(attainment, self.first_rate, self.max_rate, self.min_rate, self.tolerance, windows=1)
+
+
+FULL = Plan()
+# Enough to see that everybody works; not to measure anybody.
+QUICK = Plan(duration_s=8.0, warmup_s=1.0, min_rate=0.5, max_rate=8.0, tolerance=0.5)
+
 
 # Before anything counts: as many requests as fill the system's batches, whatever it compiles for them.
 WARM_UP_RATE, WARM_UP_S, WARM_UP_TIMEOUT_S = 1.0, 12.0, 60.0

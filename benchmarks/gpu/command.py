@@ -3,22 +3,125 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
+import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
-from benchmarks.gpu.gathered import Gathered
-from benchmarks.gpu.missing import describe_gpu
+from benchmarks import harness
+from benchmarks.gpu.__main__ import describe_gpu
 from benchmarks.gpu.parts.machine import COPY, PRODUCT
-from benchmarks.gpu.plan import Part, allotment_s
-from benchmarks.gpu.process import PartProcess
-from benchmarks.gpu.report import table, write
-from benchmarks.harness import RESULTS, say
+from benchmarks.gpu.plan import NOT_EQUAL, Part, allotment_s
+from benchmarks.harness import RESULTS, Figure, reached, say, this_machine, write_document
+
+# What the parts of a run wrote, read by the process that started them.
+
+
+@dataclass
+class Gathered:
+    """What parts wrote."""
+
+    figures: list[Figure] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+    def read(self, sink: Path) -> None:
+        """All whole lines of a part's file; the last one of a part that was killed may be half a line."""
+        for line in _whole_lines(sink):
+            if "figure" in line:
+                self.figures.append(Figure(**line["figure"]))
+            self.notes += [str(line["note"])] if "note" in line else []
+            self.failures += [str(line["failure"])] if "failure" in line else []
+
+    def value_of(self, name: str) -> float | None:
+        found = next((figure.value for figure in self.figures if figure.name == name), None)
+        return found if isinstance(found, float) else None
+
+
+def _whole_lines(sink: Path) -> Iterator[dict[str, Any]]:
+    text = sink.read_text() if sink.exists() else ""
+    for line in text.splitlines(keepends=True):
+        if line.endswith("\n"):
+            yield json.loads(line)
+
+
+# A part's process: ended with its children when its time is over, whatever state the GPU is in.
+
+
+GRACE_S = 3.0
+
+
+class PartProcess:
+    """In a session of its own, so that what it started (a mesh) goes with it."""
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        self._argv = argv
+
+    def run(self, seconds: float) -> str:
+        """What became of it: `done`, or how it ended. It gets SIGTERM after so long, and SIGKILL soon after."""
+        process = subprocess.Popen(self._argv, start_new_session=True)
+        try:
+            status = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return f"cut off after {seconds:.0f} s"
+        finally:
+            _end(process)
+        return _words(status)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Its whole session; a second signal for who does not mind the first."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+            break
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _words(status: int) -> str:
+    if status == 0:
+        return "done"
+    if status < 0:
+        return f"ended by signal {-status}"
+    return "something was not equal" if status == NOT_EQUAL else f"failed with status {status}; its output says why"
+
+
+# The table at the end, and the file: `{machine, command, figures}` like every benchmark's, with GPU, parts and notes.
+
+
+def table(figures: Sequence[Figure]) -> str:
+    """A line for each, with a mark where its goal is missed."""
+    return "\n".join(["figures, their limits and goals", *harness.table(figures, "ok")])
+
+
+def misses(figure: Figure) -> bool:
+    """Whether there is a goal that it does not reach; what is no number reaches none."""
+    return figure.goal is not None and not reached(figure)
+
+
+def write(path: Path, gathered: Gathered, parts: Mapping[str, str], gpu: Mapping[str, object]) -> None:
+    """What is known so far."""
+    document = {
+        "machine": {**asdict(this_machine()), "gpu": dict(gpu)},
+        "command": "benchmarks/gpu/run.sh",
+        "figures": [asdict(figure) for figure in gathered.figures],
+        "parts": dict(parts),
+        "failures": gathered.failures,
+        "notes": gathered.notes,
+    }
+    write_document(path, document)
 
 
 class CutOff(Exception):

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import sys
 import threading
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
+from benchmarks.gpu.part import prepare_interpreter
 from benchmarks.gpu.shapes import Scale
+from benchmarks.handoff.ends import Grants, ReceivingEnd, serve
 from kvtransfer.manifest import PROTOCOL_VERSION
+from kvtransfer.native import library as native_library
+from kvtransfer.receiver.receiver import Receiver
+from kvtransfer.staging import StagedMemory
+from kvtransfer.transports.registry import TRANSPORTS
 from pdmesh.engine.kernels.triton.support import why_not_here
 from pdmesh.engine.kv_cache.pool import KVPool, KVShape
-from pdmesh.engine.kv_cache.staging import StagingSizes
+from pdmesh.engine.kv_cache.staging import Marks, Staging, StagingSizes
+from pdmesh.engine.kv_cache.streams import streams_of
 from pdmesh.v1 import common_pb2
-from pdmesh.worker.kv_memory import ARRIVALS, DEPARTURES
+from pdmesh.worker.kv_memory import ARRIVALS, DEPARTURES, sharing_for, shown_to_others
 
 MODEL, BLOCK_SIZE = "8B", 16
 TINY_PIECE_BLOCKS = 3
@@ -105,3 +114,57 @@ def one_launch_at_a_time() -> None:
             launch(self, *args, **kwargs)
 
     interpreter.GridExecutor.__call__ = locked
+
+
+# The receiving end of the measured hand-off as a process: `python -m benchmarks.gpu.handoff_ends ENDS`.
+#
+# A line of JSON each way:
+#
+#     says first         {"transports": [NAME, ...]}   that it offers
+#     {"reserve": NAME}  a reservation for all its blocks (hex); the push into it follows
+#     {"sums": true}     what lies in its pool
+
+
+LEASE_S = 60  # a step takes as long as it takes in Triton's interpreter
+
+
+class DeviceEnd(ReceivingEnd):
+    """A pool on the device, staged as a decode worker's."""
+
+    def __init__(self, ends: Ends) -> None:
+        self._pool = KVPool(ends.shape, ends.device, shared=False)
+        self._memory = _staged(ends, self._pool)
+        grants, known = Grants(self._pool), (ends.identity, ends.layout)
+        receiver = Receiver(self._memory, grants, *known, transports=tuple(TRANSPORTS), idle_timeout_s=LEASE_S)
+        super().__init__(receiver, ends.layout, LEASE_S * 1000)
+
+    async def close(self) -> None:
+        await super().close()
+        self._memory.close()
+        self._pool.close()
+
+    async def answer(self, command: dict[str, Any]) -> dict[str, Any]:
+        if "sums" in command:
+            return {"sums": fingerprint(self._pool, list(range(self._pool.num_blocks)))}
+        return await super().answer(command)
+
+
+def _staged(ends: Ends, pool: KVPool) -> StagedMemory:
+    streams = streams_of(pool.tensor.device)
+    nothing = StagingSizes(1, 2 * ends.shape.bytes_per_layer_block)  # it sends none
+    out, back = (Staging(pool.tensor, streams, sizes) for sizes in (nothing, ends.sizes()[1]))
+    back.warm()
+    shown = shown_to_others(pool.tensor, streams, sharing_for(pool.tensor.device))
+    return StagedMemory(pool, out, back, Marks(streams), shown)
+
+
+def main(ends: Ends) -> None:
+    if ends.device == "cpu":
+        prepare_interpreter()
+        one_launch_at_a_time()
+    native_library.prepare()
+    asyncio.run(serve(DeviceEnd(ends), says_transports=True))
+
+
+if __name__ == "__main__":
+    main(Ends.from_json(sys.argv[1]))

@@ -11,10 +11,38 @@ import os
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from benchmarks.gpu.process import NOT_EQUAL
+from benchmarks.gpu.plan import NOT_EQUAL
+
+# Which kernels a process had to compile because nobody had done it ahead (parts/compile.py).
+
+
+class FreshKernels:
+    """Counts what Triton's compiler makes in this process from now on; those that it finds on the disk are not among them."""
+
+    def __init__(self) -> None:
+        from triton import knobs
+
+        self._names = Counter[str]()
+        self._seconds = 0.0
+        knobs.compilation.listener = self._heard
+
+    def _heard(self, *, src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
+        if not cache_hit:
+            self._names[str(src.name)] += 1
+            self._seconds += times.total / 1e6
+
+    def words(self) -> str:
+        """Empty: none."""
+        if not self._names:
+            return ""
+        listed = ", ".join(f"{count} {name}" for name, count in self._names.most_common())
+        return f"compiled only now, {self._seconds:.1f} s: {listed}"
+
 
 BEGAN = time.monotonic()
 END_S = 2.0
@@ -56,10 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from benchmarks.gpu.context import Context
-    from benchmarks.gpu.fresh import FreshKernels
+    from benchmarks.gpu.context import Context, Deadline
+    from benchmarks.gpu.part import FreshKernels
     from benchmarks.gpu.shapes import FULL, TINY
-    from benchmarks.gpu.timing import Deadline
     from pdmesh.engine.hardware import MachineLimits
 
     limits = MachineLimits(args.peak * 1e12, args.bandwidth * 1e9) if args.peak and args.bandwidth else None

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.timing import wall_s
+from benchmarks.gpu.context import wall_s
 
 _OURS_ALONE = ("model_type", "dtype", "rope_theta")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from benchmarks.engine_runs import GREEDY
-from benchmarks.gpu.timing import synchronize
+from benchmarks.gpu.context import synchronize
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.request import EngineRequest
 

@@ -1,6 +1,6 @@
 """What every child process shares: JSON lines on stdin and stdout, whatever the library prints goes to stderr.
 
-    start      python -m benchmarks.peers.child_NAME '{"model": …, "threads": 2, "max_seqs": 32, "max_context": 1152, …}'
+    start      python -m benchmarks.peers.children '{"library": …, "model": …, "threads": 2, "max_seqs": 32, …}'
     ready      {"ready": true, "about": {…}}
     request    {"op": "generate", "prompts": [[ids], …], "max_tokens": n}
     reply      {"seconds": s, "first_seconds": f | null, "token_ids": [[ids], …]} or {"error": text}

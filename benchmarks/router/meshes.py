@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+import asyncio
+import math
+import statistics
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field, replace
 
-from benchmarks.harness import PLAIN_FLAGS, say
-from benchmarks.router.options import MODEL, Options
+from benchmarks.harness import MODEL, PLAIN_FLAGS, Options, say
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.launcher.plan import LocalMeshConfig
+from pdmesh.loadtest.measure import Measurement, decided_s
+from pdmesh.loadtest.record import ObjectiveBook, Objectives, Outcome, Record
+from pdmesh.loadtest.runner import Runner, RunSettings
+from pdmesh.loadtest.stats import Summary, Window, met, summarise
 from pdmesh.loadtest.targets.grpc import GrpcSettings, GrpcTarget
+from pdmesh.loadtest.targets.target import Ask, Said, Target, TargetError, Tokens
+from pdmesh.loadtest.workload import PlannedSession, Segment, TrafficClass, Workload, plan
 
 
 @dataclass(frozen=True)
@@ -96,3 +105,136 @@ async def asking(mesh: LocalMesh, *, mode: str = "") -> AsyncIterator[GrpcTarget
 def with_policy(shape: Shape, policy: str) -> Shape:
     """The same under another policy."""
     return replace(shape, key=f"{shape.key}-{policy}", name=f"{shape.name}, {policy}", policy=policy)
+
+
+# Load on a target, and what came of it: one request alone, a closed loop that keeps it busy, an open-loop window.
+
+
+TIMEOUT_S = 120.0
+WARMUP_S = 4.0
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What became of a window's requests."""
+
+    records: Sequence[Record]
+    window: Window
+    book: ObjectiveBook
+
+    @property
+    def counted(self) -> list[Record]:
+        return [record for record in self.records if self.window.holds(record)]
+
+    @property
+    def summary(self) -> Summary:
+        return summarise(self.records, self.window, self.book)
+
+    @property
+    def admitted_attainment(self) -> float:
+        """Share of those that were not refused that kept their objectives; 0 where all were refused."""
+        admitted = [record for record in self.counted if record.outcome is not Outcome.REFUSED]
+        kept = sum(bool(met(record, self.book.of(record.traffic_class))) for record in admitted)
+        return kept / len(admitted) if admitted else 0.0
+
+    @property
+    def refusals_s(self) -> list[float]:
+        """How long each refusal took, from when it was sent."""
+        return sorted(record.end_s - record.sent_s for record in self.counted if record.outcome is Outcome.REFUSED)
+
+
+async def window(target: Target, load: Measurement, sessions: Iterable[PlannedSession] | None = None) -> Seen:
+    """Runs a window to its end: until nothing that still runs could be good. `sessions`: None, those of the load's workload."""
+    total_s = load.warmup_s + load.duration_s
+    settings = replace(
+        load.run,
+        timeout_s=TIMEOUT_S,
+        stop_turns_s=total_s,
+        give_up_s=min(decided_s(load), total_s + TIMEOUT_S),
+        request_id_prefix=f"{load.run.request_id_prefix}-{load.seed}",
+        seed=load.seed,
+        book=load.book,
+    )
+    log = await Runner(target, settings).run(plan(load.workload, load.seed, total_s) if sessions is None else sessions)
+    return Seen(log.records, Window(load.warmup_s, total_s), load.book)
+
+
+def load_of(
+    workload: Workload, objectives: ObjectiveBook, seed: int, duration_s: float, warmup_s: float = WARMUP_S
+) -> Measurement:
+    """A window of it. Its own delay is part of the latencies and does not void it: all that is compared shares its cores."""
+    return Measurement(workload, objectives, seed, duration_s, warmup_s, RunSettings(request_id_prefix="bench"), math.inf)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One request: when it was sent and when its messages came, by this process's clock (s). `error`: empty, all went well."""
+
+    sent_s: float
+    times: Sequence[float] = field(default=())
+    num_tokens: int = 0
+    error: str = ""
+
+    @property
+    def ttft_s(self) -> float:
+        return self.times[0] - self.sent_s if self.times else math.inf
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean time per token after the first; 0 below two messages."""
+        return (self.times[-1] - self.times[0]) / (self.num_tokens - 1) if len(self.times) > 1 else 0.0
+
+
+async def call(
+    target: Target, name: str, num_input: int, num_output: int, seed: int, objectives: Objectives | None = None
+) -> Call:
+    """Asks once, with a prompt that nobody else has."""
+    said = (Said((Segment(name, num_input),)),)
+    ask = Ask(f"{name}-{seed}", seed, TrafficClass(), said, num_output, TIMEOUT_S, objectives or Objectives())
+    prepared, sent_s = target.prepare(ask), time.monotonic()
+    times: list[float] = []
+    num_tokens = 0
+    try:
+        async with aclosing(target.stream(prepared)) as events:
+            async for event in events:
+                if isinstance(event, Tokens):
+                    times.append(time.monotonic())
+                    num_tokens += event.count
+    except TargetError as error:
+        return Call(sent_s, times, num_tokens, error.message)
+    return Call(sent_s, times, num_tokens)
+
+
+async def alone(target: Target, num_input: int, num_output: int, seed: int, rounds: int = 3) -> tuple[float, float]:
+    """Median TTFT and TPOT, in seconds, of requests one after the other. Raises RuntimeError where one fails."""
+    names = [f"alone-{num_input}-{num_output}-{turn}" for turn in range(rounds)]
+    calls = _good([await call(target, name, num_input, num_output, seed) for name in names])
+    return statistics.median(one.ttft_s for one in calls), statistics.median(one.tpot_s for one in calls)
+
+
+def _good(calls: list[Call]) -> list[Call]:
+    if failed := next((one.error for one in calls if one.error), ""):
+        raise RuntimeError(f"a request without other load, or with little, failed: {failed}")
+    return calls
+
+
+async def closed_loop(
+    target: Target, lengths: Sequence[tuple[int, int]], concurrency: int, seconds: float, seed: int
+) -> tuple[float, list[Call]]:
+    """Keeps so many requests running until `seconds` are over and waits for the last: requests per second, and all of them."""
+    started, calls = time.monotonic(), list[Call]()
+
+    async def one_after_the_other(number: int) -> None:
+        turn = number
+        while time.monotonic() - started < seconds:
+            num_input, num_output = lengths[turn % len(lengths)]
+            calls.append(await call(target, f"closed-{number}-{turn}", num_input, num_output, seed))
+            turn += 1
+
+    await asyncio.gather(*(one_after_the_other(number) for number in range(concurrency)))
+    return len(_good(calls)) / (time.monotonic() - started), calls
+
+
+async def warm_up(target: Target, seconds: float) -> None:
+    """A little load, of prompts that come again nowhere."""
+    await closed_loop(target, [(200, 32)], 4, seconds, seed=999)

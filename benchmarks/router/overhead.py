@@ -5,25 +5,23 @@ All are processes of their own. Rounds are interleaved and figures are medians o
 all requests together.
 
     TTFT    open loop at half of the router's capacity, less the same percentile of a server that answers by itself (`peer.py`);
-            `limit`: the same of a process that only makes the router's calls (`relay.py`)
+            `limit`: the same of a process that only makes the router's calls (`peer.py --workers`)
     CPU     of the router's process per message of one token, over that of an empty stream in a process of its own
     idle    resident memory of the router's process with many streams that have had their first token
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.harness import Figure, say
-from benchmarks.router.processes import Process, router, running
+from benchmarks.harness import Figure, Process, parser_of, running, say, show
 from benchmarks.router.stub_worker import MAX_CONTEXT
 from tests.support.tiny_models import write_byte_tokenizer
 
@@ -162,6 +160,25 @@ def idle_figures(folder: Path, scale: Scale) -> list[Figure]:
 
 
 @contextmanager
+def router(
+    folder: Path,
+    *,
+    step_s: float = 0.0,
+    hold_after: int | None = None,
+    profile: Path | None = None,
+    settings: Sequence[object] = (),
+) -> Iterator[tuple[Process, str]]:
+    """A router process before two stub workers; its address. With `profile` it samples itself into that file."""
+    hold = () if hold_after is None else ("--hold-after", hold_after)
+    program = ("router",) if profile is None else ("benchmarks.router.profiled", profile)
+    with running("benchmarks.router.stub_worker", "--step-s", step_s, *hold) as workers:
+        addresses = workers.hear()["address"]
+        flags = ("--port", 0, "--models", f"stub={folder}", "--workers", addresses, "--max-inflight", 1_000_000)
+        with running(str(program[0]), *program[1:], *flags, *settings) as process:
+            yield process, process.hear()["address"]
+
+
+@contextmanager
 def streams(address: str, count: int) -> Iterator[Process]:
     """A client whose streams have all begun."""
     with running(CLIENT, "streams", "--address", address, "--count", count, "--max-tokens", ENDLESS) as client:
@@ -173,7 +190,7 @@ def streams(address: str, count: int) -> Iterator[Process]:
 def _relay(mode: str) -> Iterator[str]:
     with ExitStack() as started:
         workers = started.enter_context(running("benchmarks.router.stub_worker")).hear()["address"]
-        relay = started.enter_context(running("benchmarks.router.relay", "--workers", workers, "--mode", mode))
+        relay = started.enter_context(running("benchmarks.router.peer", "--workers", workers, "--mode", mode))
         yield relay.hear()["address"]
 
 
@@ -190,7 +207,6 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of("benchmarks.router.overhead", __doc__)
     parser.add_argument("--quick", action="store_true", help="twenty seconds; the numbers are rough")
-    for figure in figures(quick=parser.parse_args().quick):
-        print(json.dumps(asdict(figure)))
+    show(figures(quick=parser.parse_args().quick))

@@ -10,19 +10,16 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
-from benchmarks.harness import Figure, say
-from benchmarks.router.meshes import MESH, Running, running
-from benchmarks.router.mix_plan import Idle, objectives
-from benchmarks.router.options import Options
-from benchmarks.router.windows import WARMUP_S, Seen, alone, load_of, warm_up, window
-from benchmarks.soak.flatness import line
+from benchmarks.harness import Figure, Options, beside, resident_bytes, say
+from benchmarks.router.meshes import MESH, WARMUP_S, Running, Seen, alone, load_of, running, warm_up, window
+from benchmarks.router.mixes import Idle, objectives
 from pdmesh.loadtest.arrivals import Distribution, fixed
 from pdmesh.loadtest.measure import Search, Trial, find_capacity
 from pdmesh.loadtest.record import ObjectiveBook
 from pdmesh.loadtest.stats import quantile, summarise
 from pdmesh.loadtest.workload import Arrivals, Limits, TrafficClass, Workload
+from tests.soak.samples import line
 
 INPUT_TOKENS, OUTPUT_TOKENS, SEED = 420, 64, 61
 ATTAINMENT, TIMES = 0.95, 3.0
@@ -101,21 +98,11 @@ async def _watched(pid: int) -> AsyncIterator[tuple[list[float], list[float]]]:
         clock = asyncio.get_running_loop().time
         while True:
             times_s.append(clock())
-            mib.append(resident_mib(pid))
+            mib.append(resident_bytes(pid) / 2**20)
             await asyncio.sleep(SAMPLE_PERIOD_S)
 
-    task = asyncio.create_task(sample())
-    try:
+    async with beside(sample()):
         yield times_s, mib
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-
-def resident_mib(pid: int) -> float:
-    """Raises OSError when the process has ended."""
-    fields = dict(text.split(":", 1) for text in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in text)
-    return int(fields["VmRSS"].split()[0]) / 1024
 
 
 def overload_figures(capacity: Found, seen: Seen, memory: Memory) -> list[Figure]:

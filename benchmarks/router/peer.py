@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc.aio
 
-from pdmesh.v1 import mesh_pb2
+from pdmesh.v1 import common_pb2, decode_pb2, mesh_pb2, prefill_pb2
 from pdmesh.v1.mesh_pb2_grpc import MeshServicer, add_MeshServicer_to_server
 
 STARTED = mesh_pb2.GenerateResponse(started=mesh_pb2.Started(request_id="0123456789abcdef", seed=1, model="stub"))
@@ -75,20 +75,69 @@ class EmptyStream(MeshServicer):
     Chat = Tokenize = ListModels = GetStatus = Explain = None  # type: ignore[assignment]
 
 
-async def main(step_s: float, own_timers: bool) -> None:
+# The least that a router over grpc.aio can be: `python -m benchmarks.router.peer --workers DECODE,PREFILL --mode remote|local`.
+#
+# For each request it makes the router's calls to the workers, one after the other, with messages that were made before, and
+# parses nothing. What it adds to a server that answers by itself is gRPC's share of what a router adds. LOCAL is the Submit
+# call alone: the first token, which follows in a frame of its own, is not waited for.
+
+
+PROMPT = common_pb2.TokenRequest(
+    model="stub", prompt_token_ids=[65] * 128, sampling=common_pb2.SamplingParams(seed=1, max_tokens=1)
+)
+SUBMIT = decode_pb2.SubmitRequest(request_id="relayed", attempt=1, mode=mesh_pb2.PREFILL_MODE_REMOTE, request=PROMPT)
+PREFILL = prefill_pb2.PrefillRequest(request_id="relayed", request=PROMPT)
+
+
+class Relay(MeshServicer):
+    """`started`, the workers' answers, then the deltas that were asked for."""
+
+    def __init__(self, decode: grpc.aio.Channel, prefill: grpc.aio.Channel | None) -> None:
+        self._submit: Any = decode.unary_unary("/pdmesh.v1.DecodeService/Submit")
+        self._prefill: Any = None if prefill is None else prefill.unary_stream("/pdmesh.v1.PrefillService/Prefill")
+        self._messages = SUBMIT.SerializeToString(), PREFILL.SerializeToString()
+
+    async def Generate(
+        self, request: mesh_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[mesh_pb2.GenerateResponse]:
+        """The first delta follows the first message of the last call."""
+        yield STARTED
+        submit, prefill = self._messages
+        await self._submit(submit)
+        if self._prefill is not None:
+            events = self._prefill(prefill)
+            await events.read()
+            events.cancel()  # an unread call holds its stream, and a connection has so many
+        for _ in range(request.sampling.max_tokens):
+            yield DELTA
+        yield COMPLETED
+
+    Chat = Tokenize = ListModels = GetStatus = Explain = None  # type: ignore[assignment]
+
+
+async def serve(servicer: MeshServicer, clock: Clock | None = None) -> None:
     """Until it is killed."""
-    clock = None if own_timers or not step_s else Clock(step_s)
     server = grpc.aio.server()
-    add_MeshServicer_to_server(EmptyStream(step_s, clock), server)
+    add_MeshServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     print(json.dumps({"ready": True, "address": f"127.0.0.1:{port}"}), flush=True)
     await (clock.run() if clock is not None else server.wait_for_termination())
 
 
+async def main(given: argparse.Namespace) -> None:
+    if given.workers:
+        decode, prefill = (grpc.aio.insecure_channel(address) for address in given.workers.split(","))
+        await serve(Relay(decode, prefill if given.mode == "remote" else None))
+        return
+    clock = None if given.own_timers or not given.step_s else Clock(given.step_s)
+    await serve(EmptyStream(given.step_s, clock), clock)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--step-s", type=float, default=0.0)
     parser.add_argument("--own-timers", action="store_true")
-    given = parser.parse_args()
-    asyncio.run(main(given.step_s, given.own_timers))
+    parser.add_argument("--workers", help="be a relay to these two: DECODE,PREFILL")
+    parser.add_argument("--mode", choices=("remote", "local"), default="remote")
+    asyncio.run(main(parser.parse_args()))

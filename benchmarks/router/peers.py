@@ -11,13 +11,11 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 
-from benchmarks.capacity.plan import SEED, Plan
-from benchmarks.capacity.probes import Probes
-from benchmarks.capacity.systems import SYSTEMS, System
-from benchmarks.harness import Figure, say
+from benchmarks.capacity.probes import SEED, Plan, Probes
+from benchmarks.harness import MODEL, Figure, Kept, Options, say
 from benchmarks.peers.environments import PeerError
+from benchmarks.peers.systems import SYSTEMS, System
 from benchmarks.router.meshes import MESH, running
-from benchmarks.router.options import MODEL, Kept, Options
 from pdmesh.loadtest.measure import trial_of, window_at
 from pdmesh.loadtest.targets.grpc import GrpcSettings, GrpcTarget
 from pdmesh.loadtest.targets.target import Target

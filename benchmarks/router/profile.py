@@ -7,9 +7,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.harness import RESULTS, say
-from benchmarks.router.overhead import CLIENT, STEP_S, streams, write_model
-from benchmarks.router.processes import router, running
+from benchmarks.harness import RESULTS, parser_of, running, say
+from benchmarks.router.overhead import CLIENT, STEP_S, router, streams, write_model
 
 SECONDS = 60.0
 STOP = ("--drain-grace-s", 0, "--linger-s", 0)
@@ -50,4 +49,5 @@ def _of_requests(folder: Path, seconds: float) -> str:
 
 
 if __name__ == "__main__":
+    parser_of("benchmarks.router.profile", __doc__).parse_args()
     write_profile()

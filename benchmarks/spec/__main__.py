@@ -4,34 +4,30 @@ benchmarks/results/spec.json as soon as it is through. The machine should have n
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from benchmarks import parts
-from benchmarks.harness import RESULTS, Figure, say
-from benchmarks.router.results import save_to
-from benchmarks.spec import curve, forced, gain, mesh, safety, study, threshold, tokens
-from benchmarks.spec.prompts import varied_prompts
+from benchmarks.harness import Figure, Measured, Suite, say
+from benchmarks.spec import forced, gain, safety
 from benchmarks.spec.runs import Bench, Task
-from benchmarks.spec.tokens import Guess
+from benchmarks.spec.texts import varied_prompts
 from benchmarks.spec.workloads import WORKLOADS, Job, jobs
 from pdmesh.engine.speculation.draft_heads.weights import FILE
 from pdmesh.engine.speculation.setup import heads_path
 from pdmesh.models.registry import DEFAULT_MODEL, ensure_model
 from pdmesh.text.grammar import GrammarCompiler
 from pdmesh.text.tokenizer import Tokenizer
+from tests.equality import speculation as tokens
+from tests.equality.speculation import Guess
 
-PATH = RESULTS / "spec.json"
 NUM_JOBS = 36
 """Of each workload: so many are different texts."""
 NUM_OTHER = 24
 """Of the workloads that are drawn in other ways: so many are compared token by token."""
 SELF_DRAFT_LAYERS = 24
-PARTS = ("tokens", "mesh", "curve", "forced", "gain", "safety", "arriving", "threshold", "study")
+SUITE = Suite("spec", ("tokens", "mesh", "curve", "forced", "gain", "safety", "arriving", "threshold", "study"))
 
 
 @dataclass(frozen=True)
@@ -100,18 +96,18 @@ class Parts:
     def rounds(self, count: int) -> int:
         return 1 if self.quick else count
 
-    def figures(self, part: str) -> parts.Measured:
+    def figures(self, part: str) -> Measured:
         if part == "mesh":
             return self._mesh_figures()
         measures: Mapping[str, Callable[[], Iterable[Figure]]] = {
             "tokens": lambda: tokens.engine_figures(self.bench, self.equal_kinds, self.equal_guesses),
-            "curve": lambda: curve.cost_figures(self.bench),
+            "curve": lambda: safety.cost_figures(self.bench),
             "forced": lambda: forced.forced_figures(self.bench, self._forced_prompts, self.rounds(3)),
             "gain": lambda: gain.gain_figures(self.bench, self.workloads, self.guesses),
             "safety": lambda: safety.safety_figures(self.bench, self.workloads, self.rounds(2)),
             "arriving": lambda: safety.arriving_figures(self.bench, self.workloads["mixed"], self.rounds(2)),
-            "threshold": lambda: threshold.threshold_figures(self.bench, self.workloads["mixed"], self.rounds(3)),
-            "study": lambda: study.study_figures(self.bench, self.workloads, study.guesses_to_study(self.guesses)),
+            "threshold": lambda: safety.threshold_figures(self.bench, self.workloads["mixed"], self.rounds(3)),
+            "study": lambda: gain.study_figures(self.bench, self.workloads, gain.guesses_to_study(self.guesses)),
         }
         return list(measures[part]())
 
@@ -123,29 +119,15 @@ class Parts:
         # Lookahead guesses from guesses that were verified: prompt lookup's.
         guesses = [guess for guess in self.equal_guesses if guess.name not in ("lookahead", "prompt_lookup,retrieval")]
         guesses.append(Guess("prompt_lookup,lookahead", "prompt_lookup,lookahead", {}))
-        return [figure async for figure in mesh.mesh_figures(self.folder, self.prompts, guesses, self.bench)]
+        return [figure async for figure in tokens.mesh_figures(self.folder, self.prompts, guesses, self.bench)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.spec", description=__doc__)
-    parser.add_argument("--only", default="", help=f"of {','.join(PARTS)}")
+    parser = SUITE.parser(__doc__)
     parser.add_argument("--prompts", type=int, default=200, help="so many of the 200 varied prompts, in tokens and mesh")
-    parser.add_argument("--quick", action="store_true", help="to see that all work, in short; no results are written")
-    arguments = parser.parse_args()
-    try:
-        names = parts.chosen(arguments.only, PARTS)
-    except ValueError as error:
-        parser.error(str(error))
+    arguments, names = SUITE.arguments(parser)
     shared = Parts(ensure_model(DEFAULT_MODEL, say), max(1, arguments.prompts), arguments.quick)
-    sys.exit(parts.told(parts.run(names, shared.figures, _forget if arguments.quick else _save)))
-
-
-def _save(part: str, figures: list[Figure]) -> None:
-    save_to(PATH, {"command": "make bench-spec"}, part, figures)
-
-
-def _forget(part: str, figures: list[Figure]) -> None:
-    """Of a quick run."""
+    SUITE.main(names, shared.figures, quick=arguments.quick)
 
 
 if __name__ == "__main__":

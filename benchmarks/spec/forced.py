@@ -7,20 +7,74 @@ measured: same contexts, same moment. What the speed-up lacks is drafting, choos
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
 
+from torch import Tensor
+
 from benchmarks.harness import Figure, say
 from benchmarks.spec.runs import Bench, Task, answer, guessed, of_length
-from benchmarks.spec.scripted import Scripted
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.kv_cache.events import LayerReadiness
 from pdmesh.engine.runner.model_runner import ModelRunner, SampledOutput
 from pdmesh.engine.scheduler.scheduler import SchedulerOutput
 from pdmesh.engine.scheduler.sequence import Sequence as EngineSequence
+from pdmesh.engine.speculation.draft import NOTHING, Draft, Verified
+from pdmesh.engine.speculation.proposer import Ask
 from pdmesh.sampling_params import SamplingParams
+
+# Proposers that know the answer: what speculation is worth at a given acceptance, and that wrong guesses change nothing.
+
+
+GOLDEN = (math.sqrt(5) - 1) / 2
+LEAST_CHANCE = 0.001
+"""What is said of a wrong token: better than no draft, and worse than anybody's."""
+
+
+class Scripted:
+    """Proposes what each request (by id, a number) will answer; each token is right with probability `right`.
+
+    `length` tokens a draft; who is to verify all of them gives the engine the same `draft_length`. How many of a draft's first
+    tokens are right is spread as evenly over the drafts as can be, so that a short run has the acceptance that was asked for.
+    """
+
+    name = "scripted"
+    is_free = True
+    wants_hidden = False
+    learns = False
+
+    def __init__(self, right: float, length: int, vocab_size: int) -> None:
+        self.right, self.length = right, length
+        self.answers: Sequence[Sequence[int]] = ()
+        self._vocab_size = vocab_size
+        self._at = 0.5
+
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+        return [self._draft(ask) for ask in asks]
+
+    def learn(self, sequence: EngineSequence, verified: Verified, hidden: Tensor | None) -> None:
+        """It knows already."""
+
+    def _draft(self, ask: Ask) -> Draft:
+        request, start = ask.sequence.group.request, len(ask.sequence.output)
+        answer = self.answers[int(request.request_id)][start : start + min(self.length, ask.max_depth)]
+        self._at = (self._at + GOLDEN) % 1.0
+        num_right = right_run(self.right, self._at)
+        tokens = [token if place < num_right else (token + 1) % self._vocab_size for place, token in enumerate(answer)]
+        chance = max(self.right, LEAST_CHANCE)
+        return Draft.chain(tokens, [chance] * len(tokens), self.name) if tokens else NOTHING
+
+
+def right_run(right: float, at: float) -> float:
+    """How many tokens in a row are right before the first that is not, `at` in [0, 1) of all drafts ordered by that number,
+    where each token is so with probability `right`: n or more in right^n of them."""
+    if right in (0.0, 1.0):
+        return math.inf if right else 0.0
+    return math.floor(math.log(1.0 - at) / math.log(right))
+
 
 NUM_TOKENS = 241
 """One with the prompt; the rest is a multiple of every draft and its one token more, so that no draft is cut short at α = 1."""

@@ -6,12 +6,12 @@ import asyncio
 import sys
 from pathlib import Path
 
-from benchmarks.observability.otlp_receiver import OtlpReceiver
 from pdmesh.autoscaler.loop_history import NAME
 from pdmesh.runtime.child import ManagedProcess
 from tests.autoscaler.loop_scene import usual_router
 from tests.autoscaler.routers import ToldRouter, serving
 from tests.otlp_metrics_receiver import OtlpMetricsReceiver
+from tests.support.otlp_receiver import OtlpReceiver
 
 PERIOD_S = 0.2
 

@@ -6,12 +6,12 @@ import asyncio
 import dataclasses
 from itertools import pairwise
 
-from benchmarks.observability.otlp_receiver import OtlpReceiver, Received
 from pdmesh.autoscaler.loop_history import NAME, DecisionSpans
 from pdmesh.runtime.telemetry.config import TelemetryConfig
 from pdmesh.runtime.telemetry.tracing import Tracing, open_tracing
 from tests.autoscaler.loop_scene import SETTINGS, MemoryPlatform, Scene, usual_router
 from tests.autoscaler.routers import serving
+from tests.support.otlp_receiver import OtlpReceiver, Received
 
 
 def traced(scene: Scene, receiver: OtlpReceiver) -> Tracing:

@@ -9,19 +9,16 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.compiler import recorded
-from benchmarks.gpu.context import Context
-from benchmarks.gpu.drawn import engine_config
-from benchmarks.gpu.paged import BLOCK_SIZE
-from benchmarks.gpu.rehearsal import scenes
-from benchmarks.gpu.shapes import TINY
-from benchmarks.gpu.timing import Deadline
-from benchmarks.gpu.weights import launched_model, make_decoder
+from benchmarks.gpu.context import Context, Deadline
+from benchmarks.gpu.parts.compile import recorded, scenes
+from benchmarks.gpu.shapes import BLOCK_SIZE, TINY
 from pdmesh.engine.kernels.triton.sampling.sampler import DeviceSampler
 from pdmesh.engine.runner.batch import StepBatch
 from pdmesh.engine.sampling.sampler import SampleRow
 from pdmesh.sampling_params import SamplingParams
 from tests.engine.kernels.triton.paged import Sequences, Shape
+from tests.support.random_models import launched_model, make_decoder
+from tests.support.random_weights import engine_config
 
 
 def batches() -> list[StepBatch]:

@@ -12,13 +12,32 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import accuracy_variant
-from benchmarks.accuracy import BASE, GOALS, VARIANTS, Sizes, accuracy_figures, decode_starts, missed, parse_args, table
-from benchmarks.accuracy_metrics import ROWS, common_prefix, perplexity_ratio, score, summarize
-from benchmarks.accuracy_reference import LogitsFile
-from benchmarks.accuracy_text import FILES, MIN_CHARACTERS, cut_windows, fixed_text, prose, zen
-from benchmarks.accuracy_variant import CHUNK, Variant
-from benchmarks.harness import Figure
+from benchmarks import accuracy as accuracy_variant
+from benchmarks.accuracy import (
+    BASE,
+    CHUNK,
+    FILES,
+    GOALS,
+    MIN_CHARACTERS,
+    ROWS,
+    VARIANTS,
+    LogitsFile,
+    Sizes,
+    Variant,
+    accuracy_figures,
+    common_prefix,
+    cut_windows,
+    decode_starts,
+    fixed_text,
+    parse_args,
+    perplexity_ratio,
+    prose,
+    score,
+    summarize,
+    table,
+    zen,
+)
+from benchmarks.harness import Figure, missed
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.loader.loader import LoadedModel, load_model
 from pdmesh.engine.runner.batch import StepBatch

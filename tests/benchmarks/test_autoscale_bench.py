@@ -8,17 +8,17 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.autoscale import __main__ as bench
-from benchmarks.autoscale.options import Options
-from benchmarks.harness import Figure
+from benchmarks.autoscale.scenario import Options
+from benchmarks.harness import Figure, Suite, run_parts
 
 FIGURE = Figure("a", 1.0, "times", "lower")
 
 
 def test_parts_keep_their_order_and_unknown_ones_are_named() -> None:
-    assert bench.parts_of("") == list(bench.PARTS)
-    assert bench.parts_of("speed,simulated") == ["simulated", "speed"]
+    assert bench.SUITE.chosen("") == list(bench.PARTS)
+    assert bench.SUITE.chosen("speed,simulated") == ["simulated", "speed"]
     with pytest.raises(ValueError, match="only: there is no part 'nothing'; there are simulated"):
-        bench.parts_of("speed,nothing")
+        bench.SUITE.chosen("speed,nothing")
 
 
 def test_a_folder_of_traces_has_to_be_there(tmp_path: Path) -> None:
@@ -38,7 +38,10 @@ def test_parts_are_coroutines_or_not_and_one_that_fails_costs_no_other(monkeypat
     parts = {"now": lambda options: [FIGURE], "later": later, "fails": fails}
     monkeypatch.setattr("importlib.import_module", lambda name: SimpleNamespace(figures=parts[name.rpartition(".")[2]]))
     told: list[str] = []
-    monkeypatch.setattr(bench, "save", lambda part, figures: told.append(part))
-    assert bench.run(["fails", "now", "later"], Options()) == {"fails": "RuntimeError: no luck"}
+    monkeypatch.setattr(Suite, "save", lambda suite, part, figures: told.append(part))
+    measure, keep = bench.measure(Options()), bench.SUITE.save
+    assert run_parts(["fails", "now", "later"], measure, keep) == {"fails": "RuntimeError: no luck"}
     assert told == ["now", "later"]
-    assert bench.run(["now"], Options(quick=True)) == {} and told == ["now", "later"]
+    with pytest.raises(SystemExit) as ended:
+        bench.SUITE.main(["now"], bench.measure(Options(quick=True)), quick=True)
+    assert ended.value.code == 0 and told == ["now", "later"]

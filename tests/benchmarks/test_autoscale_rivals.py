@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.autoscale.dynamo import DynamoPlanner, DynamoSettings, Interval
-from benchmarks.autoscale.rivals import Fixed, Hpa, HpaSettings
+from benchmarks.autoscale.rivals import DynamoPlanner, DynamoSettings, Fixed, Hpa, HpaSettings, Interval
 from pdmesh.planning.capacity_load import Goals, Lengths, Limits, Worker
 from pdmesh.planning.latency_model import LatencyModel
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.autoscale import oracle
-from benchmarks.autoscale.contest import fixed, play
+from benchmarks.autoscale import simulated as oracle
 from benchmarks.autoscale.scenario import SCENARIOS, Scenario, quick, surge
+from benchmarks.autoscale.simulated import fixed, play
 from pdmesh.autoscaler.collect.traffic import Counts
 from pdmesh.autoscaler.views import PoolName, PoolView, Snapshot, Traffic
 from pdmesh.simulator.autoscaling import Seen, Wanted

@@ -15,13 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.capacity import keeper, probes
-from benchmarks.capacity.__main__ import confirm, search
-from benchmarks.capacity.outcome import Outcome, figures, page
-from benchmarks.capacity.plan import QUICK, Plan
-from benchmarks.capacity.probes import Probes
-from benchmarks.capacity.systems import SYSTEMS, System
+from benchmarks.capacity import probes
+from benchmarks.capacity.__main__ import Outcome, confirm, figures, page, search
+from benchmarks.capacity.probes import QUICK, Plan, Probes
+from benchmarks.peers import keeper
 from benchmarks.peers.environments import PeerError
+from benchmarks.peers.systems import SYSTEMS, System
 from pdmesh.loadtest.measure import Trial, window_at
 from pdmesh.loadtest.targets.target import Ask, Done, Event, Fleet, Said, Target, TargetInfo, Tokens, conversation
 from pdmesh.loadtest.workload import plan as planned

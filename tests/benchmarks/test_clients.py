@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.clients import loading
-from benchmarks.clients.asking import Run, figures_of
-from benchmarks.clients.cases import Case, Outcome, Stopwatch, serve
-from benchmarks.clients.catalogue import GENERATORS
-from benchmarks.clients.load.generator import LoadGenerator, Report, Task
-from benchmarks.clients.recording_router import FILE_VARIABLE
-from benchmarks.clients.records import Record, Records, recording
-from benchmarks.clients.site import Site
 from benchmarks.harness import Figure
-from benchmarks.peers.catalogue import Environment
+from benchmarks.peers.environments import Environment
 from pdmesh.launcher.plan import LocalMeshConfig, router_plans, worker_plans
+from tests.interop import loading
+from tests.interop.asking import Run, figures_of
+from tests.interop.cases import Case, Outcome, Stopwatch, serve
+from tests.interop.catalogue import GENERATORS
+from tests.interop.load.generator import LoadGenerator, Report, Task
+from tests.interop.recording_router import FILE_VARIABLE
+from tests.interop.records import Record, Records, recording
+from tests.interop.site import Site
 
 TTFT, TPOT = (f"{name}: difference from the mesh's own record" for name in ("TTFT", "TPOT"))
 CASE = Case("Hallo", 4, 1, 0.5)
@@ -92,7 +92,7 @@ def test_only_routers_are_replaced() -> None:
     config = LocalMeshConfig(model="/models/router")
     (router,) = router_plans(config, "redis://")
     recorded = recording(router, Path("/records"))
-    assert recorded.argv[:4] == (sys.executable, "-P", "-m", "benchmarks.clients.recording_router")
+    assert recorded.argv[:4] == (sys.executable, "-P", "-m", "tests.interop.recording_router")
     assert recorded.argv[4:] == router.argv[4:] and recorded.env[FILE_VARIABLE] == "/records"
     for worker in worker_plans(config, "redis://", [0, 1]):
         assert recording(worker, Path("/records")) is worker

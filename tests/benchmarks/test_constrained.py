@@ -7,8 +7,7 @@ from pathlib import Path
 
 import jsonschema
 
-from benchmarks.constrained import FREE_TEXT
-from benchmarks.constrained_schemas import prompt, schema
+from benchmarks.constrained import FREE_TEXT, prompt, schema
 from pdmesh.text.grammar import GrammarCompiler
 from pdmesh.text.tokenizer import Tokenizer
 from tests.support.tiny_models import IM_END, VOCAB_SIZE, write_byte_tokenizer

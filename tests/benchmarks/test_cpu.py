@@ -2,13 +2,22 @@
 
 import pytest
 
-from benchmarks.cpu import parse_args
-from benchmarks.cpu_cases import Measured, Plan, context_case, decode_case, prefill_case, start_case
-from benchmarks.cpu_figures import Results, all_figures
-from benchmarks.cpu_limits import BF16, INT8, READ, MachineLimits, ModelSizes
-from benchmarks.cpu_table import all_with_goals, side_by_side
-from benchmarks.peers.catalogue import OURS, PEERS
-from benchmarks.peers.environments import PeerError
+from benchmarks.cpu.__main__ import all_with_goals, parse_args, side_by_side
+from benchmarks.cpu.contest import (
+    BF16,
+    INT8,
+    READ,
+    MachineLimits,
+    Measured,
+    ModelSizes,
+    Plan,
+    context_case,
+    decode_case,
+    prefill_case,
+    start_case,
+)
+from benchmarks.cpu.figures import Results, all_figures
+from benchmarks.peers.environments import OURS, PEERS, PeerError
 
 PLAN = Plan(batches=(1, 4), prefill_tokens=100, long_context=1064)
 SIZES = ModelSizes(layer_weights=900, head_weights=100, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8)

@@ -12,11 +12,18 @@ from typing import cast
 
 import pytest
 
-from benchmarks.autoscale.fidelity import SHAPES, settings
-from benchmarks.autoscale.fidelity_calibration import Calibration, calibrated
-from benchmarks.autoscale.fidelity_runs import INPUT_SCALE, OUTPUT_SCALE, TRACE, Passage, Run, SeenWorker, arrivals_of
-from benchmarks.autoscale.fidelity_sim import simulated
-from benchmarks.autoscale.fidelity_table import QUANTITIES, apart, lines, value
+from benchmarks.autoscale.fidelity import QUANTITIES, SHAPES, apart, lines, settings, simulated, value
+from benchmarks.autoscale.fidelity_runs import (
+    INPUT_SCALE,
+    OUTPUT_SCALE,
+    TRACE,
+    Calibration,
+    Passage,
+    Run,
+    SeenWorker,
+    arrivals_of,
+    calibrated,
+)
 from benchmarks.autoscale.logged_worker import logged, read_steps
 from pdmesh.engine.outputs import StepResult
 from pdmesh.worker.load import StepWatch

@@ -14,25 +14,32 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu.arguments import parse_args
-from benchmarks.gpu.batches import decode_batch, ragged_prompts
-from benchmarks.gpu.busy import covered_share
-from benchmarks.gpu.compare import num_differing, over_bound, over_roundings, relative_error
-from benchmarks.gpu.counts import attention_bytes, causal_operations, decode_bytes, prefill_operations, product_operations
-from benchmarks.gpu.drawn import RandomSource, engine_config, random_fp8, random_int4, random_int8
-from benchmarks.gpu.gathered import Gathered
-from benchmarks.gpu.paged import BLOCK_SIZE, Sequence
+from benchmarks.gpu.command import Gathered, PartProcess, misses, table, write
+from benchmarks.gpu.context import MOST_REPEATS, ROUNDS, Deadline, repeats_for
+from benchmarks.gpu.parts.decode import covered_share
 from benchmarks.gpu.parts.mesh import last_line
 from benchmarks.gpu.peers import affordable_output, window_of
-from benchmarks.gpu.plan import LEAST_S, LIMIT_S, PARTS, RESERVE_S, Part, allotment_s, chosen
-from benchmarks.gpu.process import NOT_EQUAL, PartProcess
-from benchmarks.gpu.report import misses, table, write
-from benchmarks.gpu.shapes import FULL, TINY, Heads
-from benchmarks.gpu.timing import MOST_REPEATS, ROUNDS, Deadline, repeats_for
+from benchmarks.gpu.plan import LEAST_S, LIMIT_S, NOT_EQUAL, PARTS, RESERVE_S, Part, allotment_s, chosen, parse_args
+from benchmarks.gpu.shapes import (
+    BLOCK_SIZE,
+    FULL,
+    TINY,
+    Heads,
+    Sequence,
+    attention_bytes,
+    causal_operations,
+    decode_batch,
+    decode_bytes,
+    prefill_operations,
+    product_operations,
+    ragged_prompts,
+)
 from benchmarks.harness import Figure
 from pdmesh.engine.hardware import ModelCost
 from pdmesh.engine.kernels.triton.split_kv import SPLITS, Splits
 from pdmesh.engine.loader.quantize import dequantize_fp8, dequantize_int4, dequantize_int8
+from tests.gpu.checks import num_differing, over_bound, over_roundings, relative_error
+from tests.support.random_weights import RandomSource, engine_config, random_fp8, random_int4, random_int8
 
 ROOT = Path(__file__).parents[2]
 

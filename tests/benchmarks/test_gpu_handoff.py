@@ -10,10 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.gpu.drawn import RandomSource, engine_config
 from benchmarks.gpu.handoff_ends import BLOCK_SIZE, Ends, ends_for, fingerprint
-from benchmarks.gpu.handoff_figures import Samples, figures, size_words
-from benchmarks.gpu.handoff_sender import Other, SendingEnd, receiving
+from benchmarks.gpu.parts.handoff import Other, Samples, SendingEnd, figures, receiving, size_words
 from benchmarks.gpu.shapes import FULL, TINY
 from kvtransfer.errors import PushFailed
 from pdmesh.engine.engine import Engine
@@ -22,6 +20,7 @@ from pdmesh.engine.loader.builder import TorchBuilder
 from pdmesh.engine.loader.loader import LoadedModel
 from pdmesh.engine.memory import effective_max_context
 from pdmesh.text.block_hash import hash_block
+from tests.support.random_weights import RandomSource, engine_config
 
 ENDS = replace(ends_for("cpu", TINY), num_blocks=4)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.observability import parts, spans
-from benchmarks.observability.delays import DELAYS, figures_of
-from benchmarks.observability.otlp_receiver import Received
-from benchmarks.observability.traces import Trace, trace_so_far
-from benchmarks.observability.turns import jobs, ratios
-from benchmarks.router.results import reached
+from benchmarks.harness import reached
+from benchmarks.observability.overhead import jobs, ratios
+from tests.support import trace_figures as spans
+from tests.support.otlp_receiver import Received
+from tests.support.trace_figures import DELAYS, figures_of
+from tests.support.traces import Trace, trace_so_far
 
 
 def test_a_turn_is_compared_with_those_of_the_base_on_either_side() -> None:
@@ -48,7 +48,7 @@ def test_of_a_local_submit_counts_until_the_engine_has_the_prompt(mode: str, who
 
 
 def test_a_trace_that_does_not_add_up_is_counted_and_named() -> None:
-    share, worst, _ = parts.figures([_trace("remote", 35.0), _trace("remote", 35.9), _trace("remote", 45.0)])
+    share, worst, _ = spans.parts_figures([_trace("remote", 35.0), _trace("remote", 35.9), _trace("remote", 45.0)])
     assert (share.value, reached(share), worst.value) == (round(2 / 3, 4), False, 10.0)
 
 

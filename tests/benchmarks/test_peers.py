@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.peers import environments
-from benchmarks.peers.catalogue import Environment
-from benchmarks.peers.environments import MARKER, PeerError, ensure_environment
-from benchmarks.peers.process import Child
+from benchmarks.peers.environments import MARKER, Environment, PeerError, ensure_environment
+from benchmarks.peers.servers import Child
 from tests.benchmarks.echo_child import FATAL, REFUSED, SHORT, SLOW
 from tests.support.waiting import eventually
 

@@ -10,13 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.harness import Figure
-from benchmarks.router import interference, kill, overload, peers, prediction, prefix
-from benchmarks.router.__main__ import PARTS, parts_of
-from benchmarks.router.mix_plan import MIXES, Cell, Idle, Kind, Mix, book_of, figures_of, objectives, ratio
-from benchmarks.router.options import Kept
-from benchmarks.router.results import merged, reached, table
-from benchmarks.router.windows import Call, Seen
+from benchmarks.harness import Figure, Kept, merged, reached, table
+from benchmarks.router import disturbances, overload, peers, placement
+from benchmarks.router.__main__ import PARTS, SUITE
+from benchmarks.router.meshes import Call, Seen
+from benchmarks.router.mixes import MIXES, Cell, Idle, Kind, Mix, book_of, figures_of, objectives, ratio
 from pdmesh.loadtest.record import ObjectiveBook, Objectives, Outcome, Record
 from pdmesh.loadtest.stats import Window
 from pdmesh.v1 import mesh_pb2, worker_pb2
@@ -138,10 +136,10 @@ def test_what_was_kept_is_found_again_until_it_is_forgotten(tmp_path: Path) -> N
 
 
 def test_parts_come_in_their_order_and_unknown_ones_are_named() -> None:
-    assert parts_of("") == list(PARTS)
-    assert parts_of("prefix,mixes") == ["mixes", "prefix"]
+    assert SUITE.chosen("") == list(PARTS)
+    assert SUITE.chosen("prefix,mixes") == ["mixes", "prefix"]
     with pytest.raises(ValueError, match=r"only: there is no part 'nonsense'; there are mixes"):
-        parts_of("mixes,nonsense")
+        SUITE.chosen("mixes,nonsense")
 
 
 def stream(start_s: float, step_s: float, count: int = 11) -> Call:
@@ -149,21 +147,21 @@ def stream(start_s: float, step_s: float, count: int = 11) -> Call:
 
 
 def test_interference_compares_the_slowest_with_the_idle_median() -> None:
-    seen = interference.felt([stream(0, 0.01)] * 3, [stream(0, 0.01)] * 98 + [stream(0, 0.03)] * 2, [stream(0, 1.0)])
+    seen = disturbances.felt([stream(0, 0.01)] * 3, [stream(0, 0.01)] * 98 + [stream(0, 0.03)] * 2, [stream(0, 1.0)])
     assert math.isclose(seen.ratio, 3.0, rel_tol=0.02)
     assert math.isclose(seen.prompt_ttft_p50, 1.0)
     with pytest.raises(ValueError, match="no stream was answered"):
-        interference.felt([], [stream(0, 0.01)], [])
+        disturbances.felt([], [stream(0, 0.01)], [])
 
 
 def test_prediction_without_requests_is_no_number() -> None:
-    assert prediction.figures_of(mesh_pb2.GetStatusResponse())[0].value == "no request was compared"
+    assert placement.prediction_figures_of(mesh_pb2.GetStatusResponse())[0].value == "no request was compared"
     worker = mesh_pb2.WorkerStatus(
         info=worker_pb2.WorkerInfo(worker_id="w"),
         load=worker_pb2.LoadReport(latency_model=worker_pb2.LatencyModel(num_steps=7, prefill_error=0.25, decode_error=0.125)),
     )
     told = mesh_pb2.PredictionStatus(num_requests=4, ttft_error=0.0625, tpot_error=0.03125)
-    figures = prediction.figures_of(mesh_pb2.GetStatusResponse(workers=[worker], prediction=told))
+    figures = placement.prediction_figures_of(mesh_pb2.GetStatusResponse(workers=[worker], prediction=told))
     assert [figure.value for figure in figures] == [0.0625, 0.03125, 4, 0.25, 0.125, 7]
 
 
@@ -207,17 +205,20 @@ def test_memory_grows_by_the_line_through_its_second_half() -> None:
     assert overload.memory_of(times, [10.0 * min(at, 5) for at in times]).growth == 0.0
 
 
-def halves(spared: list[kill.Followed], struck: list[kill.Followed]) -> kill.Halves:
-    return kill.Halves(spared, struck)
+def halves(spared: list[disturbances.Followed], struck: list[disturbances.Followed]) -> disturbances.Halves:
+    return disturbances.Halves(spared, struck)
 
 
 def test_a_kill_counts_the_same_tokens_only() -> None:
-    def followed(*tokens: int, resumes: int = 0, error: str = "") -> kill.Followed:
-        return kill.Followed(tokens=list(tokens), num_resumes=resumes, error=error, completed=not error)
+    def followed(*tokens: int, resumes: int = 0, error: str = "") -> disturbances.Followed:
+        return disturbances.Followed(tokens=list(tokens), num_resumes=resumes, error=error, completed=not error)
 
     before = halves([followed(1, 2), followed(3)], [followed(4), followed(5, 6)])
     after = halves([followed(1, 2), followed(3, resumes=1)], [followed(4, resumes=1), followed(5, 7, resumes=1)])
-    values = {figure.name.removeprefix("one of two routers killed: "): figure.value for figure in kill.figures_of(before, after)}
+    values = {
+        figure.name.removeprefix("one of two routers killed: "): figure.value
+        for figure in disturbances.kill_figures_of(before, after)
+    }
     assert values["streams of the killed router: completed with the same tokens"] == 1
     assert values["streams of the killed router: resumed on the other"] == 2
     assert values["requests of the other router: completed with the same tokens"] == 2
@@ -225,18 +226,18 @@ def test_a_kill_counts_the_same_tokens_only() -> None:
 
 
 def test_conversations_go_on_and_share_few_system_prompts() -> None:
-    sessions = list(prefix.conversations(3, 400.0))
-    assert sessions == list(prefix.conversations(3, 400.0))
-    assert len({session.turns[0].segments[0].key for session in sessions}) == prefix.NUM_PROMPTS
+    sessions = list(placement.conversations(3, 400.0))
+    assert sessions == list(placement.conversations(3, 400.0))
+    assert len({session.turns[0].segments[0].key for session in sessions}) == placement.NUM_PROMPTS
     questions = [turn.segments[-1].key for session in sessions for turn in session.turns]
-    assert len(set(questions)) == len(questions) == prefix.TURNS * len(sessions)
+    assert len(set(questions)) == len(questions) == placement.TURNS * len(sessions)
 
 
 def test_prefixes_are_compared_by_medians() -> None:
-    figures = prefix.figures_of({"predict": [record(1.0, ttft_s=0.1)], "round-robin": [record(1.0, ttft_s=0.3)]})
+    figures = placement.figures_of({"predict": [record(1.0, ttft_s=0.1)], "round-robin": [record(1.0, ttft_s=0.3)]})
     assert math.isclose(float(figures[0].value), 3.0)
     with pytest.raises(ValueError, match="round-robin: nothing was answered"):
-        prefix.figures_of({"predict": [record(1.0)], "round-robin": []})
+        placement.figures_of({"predict": [record(1.0)], "round-robin": []})
 
 
 def test_peers_are_compared_at_their_best() -> None:

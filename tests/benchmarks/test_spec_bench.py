@@ -9,17 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.spec.forced import expected, timed
-from benchmarks.spec.gain import likeness, tasks_of
+from benchmarks.spec.forced import Scripted, expected, right_run, timed
+from benchmarks.spec.gain import Row, kept_by_depth, likeness, tasks_of
 from benchmarks.spec.runs import Answering, Arriving, Output, Task, answer, as_many, counts, groups, guessed, together
-from benchmarks.spec.scripted import Scripted, right_run
-from benchmarks.spec.study import Row, kept_by_depth
-from benchmarks.spec.tokens import answers, check_evidence, kinds_of
-from benchmarks.spec.turns import Turns, rates, take_turns, typical
+from benchmarks.spec.safety import Turns, rates, take_turns, typical
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.speculation.ngrams.lookahead import Lookahead
 from pdmesh.engine.speculation.stats import ProposerStats, SpeculationStats
 from pdmesh.sampling_params import SamplingParams
+from tests.equality.speculation import answers, check_evidence, kinds_of
 from tests.support.mock_engine import VOCAB_SIZE, make_engine
 
 TASKS = [

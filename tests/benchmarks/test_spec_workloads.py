@@ -8,9 +8,21 @@ from collections.abc import Callable
 
 import pytest
 
-from benchmarks.spec.prompts import chat, varied_prompts
-from benchmarks.spec.tasks import COPYING, FENCE, Task, json_indent, json_lines, json_list, quotes, rename_attribute, rename_class
-from benchmarks.spec.workloads import WORKLOADS, copying, jobs
+from benchmarks.spec.texts import chat, varied_prompts
+from benchmarks.spec.workloads import (
+    COPYING,
+    FENCE,
+    WORKLOADS,
+    Task,
+    copying,
+    jobs,
+    json_indent,
+    json_lines,
+    json_list,
+    quotes,
+    rename_attribute,
+    rename_class,
+)
 
 
 def encode(text: str) -> list[int]:

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos import report
-from benchmarks.chaos.campaign import Campaign
-from benchmarks.chaos.jobs import Sizes, make_jobs
-from benchmarks.chaos.load import Load
-from benchmarks.chaos.mesh import ChaosMesh, MeshSize
-from benchmarks.chaos.plan import ANY_MOMENT, Kind, make_plan
+from tests.chaos import report
+from tests.chaos.campaign import Campaign
+from tests.chaos.load import Load, Sizes, make_jobs
+from tests.chaos.mesh import ChaosMesh, MeshSize
+from tests.chaos.plan import ANY_MOMENT, Kind, make_plan
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="needs 127.0.0.0/8, /proc and LD_PRELOAD"),

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import reference
 from benchmarks.engine_runs import FLOAT32, GREEDY, SAMPLED, Draw
-from benchmarks.equality_ways import Task, engine_ways, mesh_ways, preempting_mesh
-from benchmarks.prompts import encode_all
 from pdmesh.models.registry import ensure_model
 from pdmesh.text.tokenizer import Tokenizer
+from tests.equality import reference
+from tests.equality.prompts import encode_all
+from tests.equality.ways import Task, engine_ways, mesh_ways, preempting_mesh
 
 NUM_TOKENS = 32
 # One token, English, code, German, Japanese, and one of a few hundred tokens.

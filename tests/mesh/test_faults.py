@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from benchmarks.chaos.arming import Arming
 from pdmesh.client.client import AsyncClient
 from pdmesh.errors import DeadlineExceeded
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.launcher.plan import LocalMeshConfig, ProcessPlan
 from pdmesh.runtime.failpoints import VARIABLE
 from pdmesh.sampling_params import SamplingParams
+from tests.chaos.arming import Arming
 from tests.mesh import oracle
 from tests.mesh.checks import Footprint, assert_whole, is_running
 

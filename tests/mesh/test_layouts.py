@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import mesh_runs
 from benchmarks.engine_runs import SAMPLED
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.launcher.plan import LocalMeshConfig, ProcessPlan
+from tests.equality import mesh_runs
 from tests.mesh import oracle
 from tests.mesh.checks import Footprint, assert_whole
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import mesh_runs
 from benchmarks.engine_runs import SAMPLED, Settings, run_alone
-from benchmarks.equality_ways import Task
+from tests.equality import mesh_runs
+from tests.equality.ways import Task
 from tests.mesh import oracle
 from tests.mesh.checks import assert_whole
 

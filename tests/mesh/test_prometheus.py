@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from benchmarks.observability.prometheus import BINARY, Prometheus, running_prometheus
 from pdmesh.client.client import AsyncClient
 from pdmesh.commands.up import _metrics_told, _scaled
 from pdmesh.commands.up_autoscale import AutoscaleOptions
@@ -27,6 +26,7 @@ from pdmesh.monitoring.manifests import rules_file
 from pdmesh.monitoring.panels import Dashboard
 from tests.mesh import oracle
 from tests.mesh.checks import Footprint
+from tests.support.prometheus import BINARY, Prometheus, running_prometheus
 from tests.support.tiny_models import make_tiny_model
 
 pytestmark = [

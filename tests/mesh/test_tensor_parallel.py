@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import mesh_runs
 from benchmarks.engine_runs import GREEDY, SAMPLED, Draw, make_engine, run
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.launcher.plan import LocalMeshConfig, ProcessPlan
+from tests.equality import mesh_runs
 from tests.mesh import oracle
 from tests.mesh.checks import Footprint, assert_whole, is_running
 from tests.support.waiting import eventually

@@ -8,15 +8,14 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from benchmarks.observability import spans
-from benchmarks.observability.delays import DELAY_MS, DELAYS, Delay, medians, moved
-from benchmarks.observability.parts import under_load
-from benchmarks.observability.traced import DECODES, PREFILLS, Traced, traced_mesh, unseen
-from benchmarks.observability.traces import LOCAL_SPANS, REMOTE_SPANS
 from pdmesh.client.client import AsyncClient, Delta
 from pdmesh.errors import MeshError
 from pdmesh.launcher.plan import LocalMeshConfig
 from tests.mesh.checks import assert_whole
+from tests.support import trace_figures as spans
+from tests.support.trace_figures import DELAY_MS, DELAYS, Delay, medians, moved, under_load
+from tests.support.traced_mesh import DECODES, PREFILLS, Traced, traced_mesh, unseen
+from tests.support.traces import LOCAL_SPANS, REMOTE_SPANS
 
 ROUNDING_MS = 0.001
 

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from benchmarks.observability.otlp_receiver import OtlpReceiver
-from benchmarks.observability.traces import REMOTE_SPANS, trace_of
 from pdmesh.client.client import AsyncClient
 from pdmesh.client.types import Generation
 from pdmesh.launcher.mesh import LocalMesh
@@ -17,6 +15,8 @@ from pdmesh.launcher.plan import LocalMeshConfig
 from pdmesh.sampling_params import SamplingParams
 from tests.mesh import oracle
 from tests.mesh.checks import assert_whole
+from tests.support.otlp_receiver import OtlpReceiver
+from tests.support.traces import REMOTE_SPANS, trace_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

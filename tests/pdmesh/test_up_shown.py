@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from benchmarks.observability.otlp_receiver import OtlpReceiver
 from pdmesh.commands.up_autoscale import Shown
 from pdmesh.launcher.plan import LocalMeshConfig
 from tests.otlp_metrics_receiver import OtlpMetricsReceiver
+from tests.support.otlp_receiver import OtlpReceiver
 
 
 @pytest.mark.parametrize("named_by", ["flag", "console", "environment"])

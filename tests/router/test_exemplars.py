@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.observability.otlp_receiver import OtlpReceiver
 from pdmesh.runtime.telemetry.config import TelemetryConfig
 from tests.router.mesh import request, running_mesh
 from tests.runtime.telemetry.scrape import scrape
+from tests.support.otlp_receiver import OtlpReceiver
 
 BUCKET = "gen_ai_server_time_to_first_token_seconds_bucket"
 

@@ -62,6 +62,12 @@ PROGRAMS: dict[str, type] = {
 COMMANDS: dict[str, type] = {" ".join(words): cli.command_of(words).Options for words in cli.all_commands()}
 API_FILES = (common_pb2, decode_pb2, mesh_pb2, prefill_pb2, transfer_pb2, worker_pb2)
 FOREIGN_FILES = (grpc_service_pb2, vllm_engine_pb2)
+# Programs that went where tests and tools are, and the names that they were recorded by.
+MOVED = {
+    "tests.chaos": "benchmarks.chaos", "tests.soak": "benchmarks.soak", "tests.equality": "benchmarks.equality",
+    "tests.interop": "benchmarks.clients", "tests.interop.load.vllm_bench_serve": "benchmarks.clients.load.vllm_bench_serve",
+    "draft_heads": "benchmarks.spec.train_heads",
+}  # fmt: skip
 _PROTOCOLS = {f"__{name}__" for name in ("iter", "next", "enter", "exit", "aiter", "anext", "aenter", "aexit")}
 
 
@@ -219,6 +225,7 @@ def _build_names() -> Names:
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     shown = make + "".join(page.read_text(encoding="utf-8") for page in pages)
     programs = filter(source_names.is_program, re.findall(r"python3? -m ([a-z0-9_.]*[a-z0-9_])", shown))
+    bare = [name.removeprefix("pdmesh.").removeprefix("tools.") for name in programs]
     return {
         "make targets": _bare(re.findall(r"^([a-z][a-z0-9-]*):(?!=)", make, re.MULTILINE)),
         "make variables": _bare(given),
@@ -230,7 +237,7 @@ def _build_names() -> Names:
         "docker stages and arguments": _bare(re.findall(r"^(?:FROM .* AS|ARG) (\w[\w-]*)", docker, re.MULTILINE)),
         "k8s folders": _bare(str(path.parent.relative_to(ROOT)) for path in (ROOT / "k8s").rglob("kustomization.yaml")),
         # `python -m worker` may become `python -m pdmesh.worker`.
-        "programs of python -m": _bare(name.removeprefix("pdmesh.").removeprefix("tools.") for name in programs),
+        "programs of python -m": _bare(MOVED.get(name, name) for name in bare),
     }
 
 

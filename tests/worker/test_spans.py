@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import grpc.aio
 import pytest
 
-from benchmarks.observability.otlp_receiver import OtlpReceiver, Received
 from pdmesh.runtime import log
 from pdmesh.runtime.telemetry.config import TelemetryConfig
 from pdmesh.runtime.telemetry.propagation import SpanContext, inject, submit_metadata
 from pdmesh.v1 import decode_pb2, mesh_pb2, prefill_pb2, worker_pb2
 from tests.support.mini_router import MiniRouter
+from tests.support.otlp_receiver import OtlpReceiver, Received
 from tests.support.waiting import eventually
 from tests.support.worker_mesh import LOCAL, REMOTE, Model, Peer, running_worker, token_request
 

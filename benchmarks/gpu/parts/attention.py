@@ -11,14 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.gpu.compare import relative_error
-from benchmarks.gpu.context import Context
-from benchmarks.gpu.counts import attention_bytes, causal_operations
-from benchmarks.gpu.paged import BLOCK_SIZE, Sequence
-from benchmarks.gpu.timing import turns_s
+from benchmarks.gpu.context import Context, turns_s
+from benchmarks.gpu.shapes import BLOCK_SIZE, Sequence, attention_bytes, causal_operations
 from benchmarks.harness import Figure
 from pdmesh.engine.kernels.triton.attention import Workspace, paged_attention
 from pdmesh.engine.kernels.triton.split_kv import SPLITS, Splits
+from tests.gpu.checks import relative_error
 
 UNSPLIT = Splits(SPLITS.min_keys, 1)
 SHARE_GOAL, SPEEDUP_GOAL = 70.0, 8.0
@@ -45,7 +43,7 @@ def run(context: Context) -> None:
 
 @torch.inference_mode()
 def rehearse(context: Context, model: str) -> None:
-    """What is launched of ours; see rehearsal.py."""
+    """What is launched of ours; see compile.py."""
     scale = context.scale
     for queries, length in ((1, scale.long_context), (scale.prefill, scale.prefill)):
         sequence = Sequence.random(scale.heads[model], length, queries, context.device, context.dtype)

@@ -6,12 +6,12 @@ import statistics
 import time
 
 from benchmarks.gpu.context import Context
-from benchmarks.gpu.counts import decode_bytes
-from benchmarks.gpu.drawn import engine_config
 from benchmarks.gpu.peers import affordable_output, continuous_batching, make_peer, peer_version
+from benchmarks.gpu.shapes import decode_bytes
 from benchmarks.gpu.steady import prompt_of, whole_run
-from benchmarks.gpu.weights import Subject, make_subject
 from benchmarks.harness import Figure
+from tests.support.random_models import Subject, make_subject
+from tests.support.random_weights import engine_config
 
 GOAL = 2.5
 MODEL, ROUNDS, SHORT = "8B", 2, 20

@@ -6,19 +6,103 @@ alone, by the device's clock. What lies between them is Python, the draw, and wh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from benchmarks.gpu.busy import traced_share
-from benchmarks.gpu.context import Context
-from benchmarks.gpu.counts import decode_bytes
-from benchmarks.gpu.drawn import engine_config
-from benchmarks.gpu.graph_step import draw_s, graph_step_s
-from benchmarks.gpu.steady import Pace, steady_pace
-from benchmarks.gpu.weights import Subject, make_subject
+from benchmarks.gpu.context import Context, device_s, replayed_s
+from benchmarks.gpu.shapes import decode_batch, decode_bytes
+from benchmarks.gpu.steady import Pace, started, steady_pace
 from benchmarks.harness import Figure
 from pdmesh.engine.engine import Engine
+from pdmesh.engine.kernels.triton.attention import TritonAttention
+from pdmesh.engine.kernels.triton.cuda_graphs import DecodeGraphs, DecodeSizes, Recording, Work, make_recorder
+from pdmesh.engine.kernels.triton.sampling.sampler import GreedyScratch, greedy
+from pdmesh.engine.kernels.triton.step import TritonStep
+from tests.support.random_models import Subject, make_subject
+from tests.support.random_weights import engine_config
+
+# Which share of the time some kernel or copy runs, as the profiler sees it: gaps between a graph's kernels count as idle.
+
+
+STEPS = 50
+Span = tuple[float, float]
+
+
+def covered_share(spans: Sequence[Span]) -> float:
+    """Of the time from the first beginning to the last end, that in which at least one span lies; 0 for none."""
+    if not spans:
+        return 0.0
+    ordered = sorted(spans)
+    covered, end = 0.0, ordered[0][0]
+    for first, last in ordered:
+        covered += max(0.0, last - max(first, end))
+        end = max(end, last)
+    return covered / (end - ordered[0][0]) if end > ordered[0][0] else 0.0
+
+
+def traced_share(engine: Engine, device: str, *, batch: int, prompt: int) -> float | None:
+    """Over some steps of an engine; None where there is no GPU, or its profiler does not answer."""
+    if device != "cuda":
+        return None
+    names = started(engine, batch, prompt, 2 * STEPS)
+    try:
+        spans = _trace(engine)
+    except RuntimeError:
+        spans = []
+    for name in names:
+        engine.release(name)
+    while engine.step() is not None:
+        """What was launched ahead comes to its end."""
+    return covered_share(spans) if spans else None
+
+
+def _trace(engine: Engine) -> list[Span]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(STEPS):
+            engine.step()
+        torch.cuda.synchronize()
+    events = profile.events() or []
+    return [(e.time_range.start, e.time_range.end) for e in events if e.device_type.name == "CUDA"]
+
+
+# The recorded decode step of an engine's model, and the draw behind it, each alone on the device: replayed without a host
+# between two runs.
+
+
+class Kept:
+    """A recorder that keeps its last recording."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._inner = make_recorder(device)
+        self.last: Recording | None = None
+
+    def record(self, work: Work) -> Recording:
+        self.last = self._inner.record(work)
+        return self.last
+
+
+@torch.inference_mode()
+def graph_step_s(subject: Subject, device: str, contexts: list[int]) -> float:
+    """Median seconds of one step with these contexts. The engine is idle: its pool is written to."""
+    engine, model = subject.engine, subject.model
+    kept, config = Kept(model.device), engine.config
+    step = TritonStep(model.decoder, TritonAttention(model.config, device, kv_scales=model.kv_scales, splits=model.splits))
+    sizes = DecodeSizes(len(contexts), config.max_context, config.block_size)
+    graphs = DecodeGraphs(step, engine.kv.tensor, sizes, kept)  # owns the buffers that a replay reads
+    graphs.run(decode_batch(contexts, config.block_size))
+    assert kept.last is not None
+    return replayed_s({"step": kept.last.replay}, device)["step"]
+
+
+@torch.inference_mode()
+def draw_s(subject: Subject, device: str, num_rows: int) -> float:
+    """Median seconds of a greedy draw from the logits of so many sequences."""
+    vocab_size, place = subject.model.config.vocab_size, subject.model.device
+    logits, scratch = torch.randn((num_rows, vocab_size), device=place), GreedyScratch.of(num_rows, vocab_size, place)
+    return device_s(lambda: greedy(logits, scratch), device)
+
 
 FORMATS = (("1B", "none"), ("8B", "none"), ("8B", "int8"), ("8B", "int4"), ("8B", "fp8"))
 EXPECTED_S = 14.0  # of a model

@@ -6,12 +6,12 @@ import statistics
 import time
 
 from benchmarks.gpu.context import Context
-from benchmarks.gpu.counts import decode_bytes
-from benchmarks.gpu.drawn import engine_config
 from benchmarks.gpu.peers import make_peer, peer_version, static_step_s
+from benchmarks.gpu.shapes import decode_bytes
 from benchmarks.gpu.steady import prompt_of, whole_run
-from benchmarks.gpu.weights import make_subject
 from benchmarks.harness import Figure
+from tests.support.random_models import make_subject
+from tests.support.random_weights import engine_config
 
 MODEL, ROUNDS = "1B", 3
 

@@ -7,16 +7,16 @@ from dataclasses import replace
 
 from benchmarks.engine_runs import GREEDY
 from benchmarks.engine_runs import run as run_engine
-from benchmarks.gpu.batches import ragged_prompts
-from benchmarks.gpu.compare import num_differing
 from benchmarks.gpu.context import Context
-from benchmarks.gpu.drawn import engine_config
-from benchmarks.gpu.weights import graph_model, launched_model, make_decoder, make_engine
+from benchmarks.gpu.shapes import ragged_prompts
 from benchmarks.harness import Figure
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.kernels.triton.model import TritonModel
 from pdmesh.engine.models.config import ModelConfig
 from pdmesh.engine.models.decoder import DecoderModel
+from tests.gpu.checks import num_differing
+from tests.support.random_models import graph_model, launched_model, make_decoder, make_engine
+from tests.support.random_weights import engine_config
 
 CASES = (("1B", "none"), ("1B", "int4"), ("8B", "none"), ("8B", "int8"))
 NUM_PROMPTS = 5

@@ -6,11 +6,9 @@ from itertools import chain
 
 import torch
 
-from benchmarks.gpu.checks import checks
-from benchmarks.gpu.checks_attention import attention_checks
-from benchmarks.gpu.checks_linear import linear_checks
 from benchmarks.gpu.context import Context
 from benchmarks.harness import Figure
+from tests.gpu.checks import attention_checks, checks, linear_checks
 
 EXPECTED_S = 1.5
 

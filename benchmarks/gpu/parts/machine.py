@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.gpu.context import Context
-from benchmarks.gpu.counts import product_operations
-from benchmarks.gpu.timing import device_s
+from benchmarks.gpu.context import Context, device_s
+from benchmarks.gpu.shapes import product_operations
 from benchmarks.harness import Figure
 
 COPY, PRODUCT = "copy bandwidth", "product peak"

@@ -15,13 +15,13 @@ from typing import Any
 from benchmarks.engine_runs import GREEDY
 from benchmarks.gpu.context import Context
 from benchmarks.harness import Figure
-from benchmarks.mesh_runs import Stream, tokens
-from benchmarks.mesh_runs import run as run_streams
 from pdmesh.client.client import AsyncClient
 from pdmesh.errors import MeshError
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.launcher.plan import LocalMeshConfig
 from pdmesh.runtime.child import StartFailed
+from tests.equality.mesh_runs import Stream, tokens
+from tests.equality.mesh_runs import run as run_streams
 
 NAME = "mesh on one device"
 NOT_THERE = "did not run"

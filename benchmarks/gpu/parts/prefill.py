@@ -6,15 +6,14 @@ import statistics
 from functools import partial
 
 from benchmarks.engine_runs import GREEDY
-from benchmarks.gpu.context import Context
-from benchmarks.gpu.counts import prefill_operations
-from benchmarks.gpu.drawn import engine_config
+from benchmarks.gpu.context import Context, wall_s
+from benchmarks.gpu.shapes import prefill_operations
 from benchmarks.gpu.steady import prompt_of
-from benchmarks.gpu.timing import wall_s
-from benchmarks.gpu.weights import make_subject
 from benchmarks.harness import Figure
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.request import EngineRequest
+from tests.support.random_models import make_subject
+from tests.support.random_weights import engine_config
 
 CASES = (("8B", "none", 60.0), ("1B", "none", None), ("8B", "int8", None))
 """Model, weights, and the share of the peak that was asked for."""

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos.arming import Arming
-from benchmarks.chaos.clock import Clock, build
+from tests.chaos.arming import Arming
+from tests.chaos.mesh import Clock, build
 
 _ECHO_CLOCKS = "import sys, time\nfor _ in sys.stdin: print(time.time(), time.monotonic(), flush=True)"
 _HIT_POINTS = (

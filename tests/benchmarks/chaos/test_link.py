@@ -8,8 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from benchmarks.chaos.link import Link
-from benchmarks.chaos.ports import free_ports, listening_ports
+from tests.chaos.links import Link, free_ports, listening_ports
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="all of 127.0.0.0/8 is loopback on Linux only")
 

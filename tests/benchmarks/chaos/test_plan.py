@@ -2,8 +2,8 @@
 
 from collections import Counter
 
-from benchmarks.chaos.plan import ANY_MOMENT, ROLES, STATES, Kind, make_plan, role_of
-from benchmarks.chaos.run import REAL_FAULTS, TINY_FAULTS
+from tests.chaos.plan import ANY_MOMENT, ROLES, STATES, Kind, make_plan, role_of
+from tests.chaos.run import REAL_FAULTS, TINY_FAULTS
 
 
 def test_the_same_seed_gives_the_same_plan() -> None:

@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos import report
-from benchmarks.chaos.plan import ANY_MOMENT, Kind
-from benchmarks.chaos.progress import Progress
-from benchmarks.chaos.record import Dealt, Round, with_stalls
-from benchmarks.chaos.tally import Tally
+from tests.chaos import report
+from tests.chaos.plan import ANY_MOMENT, Kind
+from tests.chaos.record import Dealt, Progress, Round, Tally, with_stalls
 
 
 def dealt(number: int, began: float, ended: float, kind: Kind = Kind.KILL, victim: str = "decode-0") -> Dealt:

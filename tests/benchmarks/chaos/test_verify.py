@@ -1,6 +1,6 @@
 """Every token and every index counts."""
 
-from benchmarks.chaos.verify import Answer
+from tests.chaos.record import Answer
 
 EXPECTED = [[10, 11, 12, 13], [20, 21]]
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from benchmarks.soak.flatness import flatness, line
+from tests.soak.samples import flatness, line
 
 REQUESTS = [140.0 * number for number in range(360)]  # an hour, a sample every ten seconds
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from benchmarks.soak.cases import Case, Cases, next_turn
-from benchmarks.soak.ledger import Ledger, incomplete, is_about, is_refusal
-from benchmarks.soak.report import Soak
-from benchmarks.soak.samples import ProcessSample, Sample
-from benchmarks.soak.sides.base import Answer, ChoiceAnswer
 from pdmesh.errors import InvalidArgument, Overloaded, Unavailable
+from tests.soak.cases import Case, Cases, next_turn
+from tests.soak.ledger import Ledger, incomplete, is_about, is_refusal
+from tests.soak.report import Soak
+from tests.soak.samples import ProcessSample, Sample
+from tests.soak.sides.base import Answer, ChoiceAnswer
 
 CASE = Case({"max_tokens": 3, "ignore_eos": True}, prompt=(1, 2), key="known 1")
 

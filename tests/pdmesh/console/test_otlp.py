@@ -12,7 +12,6 @@ from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 from opentelemetry.proto.trace.v1 import trace_pb2
 
-from benchmarks.observability.otlp_receiver import OtlpReceiver
 from pdmesh.console.otlp import METRICS, TRACES
 from pdmesh.console.otlp import OtlpReceiver as Receiver
 from pdmesh.runtime.config import ConfigError
@@ -20,6 +19,7 @@ from pdmesh.runtime.telemetry.received import MAX_SPAN_BYTES, Unreadable, read_e
 from tests.pdmesh.console.conftest import Running, running_console
 from tests.pdmesh.console.made import Script, exports, made_router, send, spans_of
 from tests.pdmesh.console.test_store import MADE
+from tests.support.otlp_receiver import OtlpReceiver
 
 Change = Callable[[trace_pb2.Span], object]
 

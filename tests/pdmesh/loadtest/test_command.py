@@ -25,7 +25,7 @@ RUN += ["--max-lateness-ms", "60000"]
 
 @contextmanager
 def stub(kind: str) -> Iterator[str]:
-    command = [sys.executable, "-m", "benchmarks.loadtest_stub", kind, "--latencies", json.dumps(FAST)]
+    command = [sys.executable, "-m", "tests.support.loadtest_stub", kind, "--latencies", json.dumps(FAST)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
         try:

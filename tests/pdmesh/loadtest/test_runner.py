@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from benchmarks.loadtest_stub import Latencies, Stub, serve_grpc, serve_http
 from pdmesh.errors import Overloaded
 from pdmesh.loadtest.arrivals import fixed
 from pdmesh.loadtest.measure import Measurement, measure
@@ -21,6 +20,7 @@ from pdmesh.loadtest.targets.target import Target, TargetError
 from pdmesh.loadtest.workload import Arrivals, TrafficClass, Workload, plan
 from pdmesh.v1.mesh_pb2 import GenerateRequest
 from tests.pdmesh.fake_mesh import Script, start_router
+from tests.support.loadtest_stub import Latencies, Stub, serve_grpc, serve_http
 from tests.support.waiting import eventually
 
 QUICK = Latencies(ttft_s=0.05, sigma=0.3, gap_s=0.01)

@@ -7,13 +7,13 @@ import threading
 
 import pytest
 
-from benchmarks.observability.otlp_receiver import OtlpReceiver
 from pdmesh.runtime.ports import reserve
 from pdmesh.runtime.telemetry import metrics_otlp
 from pdmesh.runtime.telemetry.config import TelemetryConfig
 from pdmesh.runtime.telemetry.metrics import counter, histogram
 from pdmesh.runtime.telemetry.open_metrics import open_metrics
 from tests.otlp_metrics_receiver import OtlpMetricsReceiver
+from tests.support.otlp_receiver import OtlpReceiver
 from tests.support.waiting import eventually
 
 ASKED = counter("pdmesh.asked", "Questions", ("tenant",))

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from benchmarks.observability.otlp_receiver import OtlpReceiver
 from pdmesh.runtime.ports import reserve
 from pdmesh.runtime.telemetry.config import Endpoint, TelemetryConfig
 from pdmesh.runtime.telemetry.otlp import Answer, Sender
 from pdmesh.runtime.telemetry.propagation import SpanContext
 from pdmesh.runtime.telemetry.spans import Event, Kind, Span, Value
 from pdmesh.runtime.telemetry.tracing import Tracing, open_tracing
+from tests.support.otlp_receiver import OtlpReceiver
 
 SERVER_KIND = 2
 

@@ -1,6 +1,6 @@
 """Draft heads computed with torch: on any device, and the reference of native.py.
 
-Training (benchmarks/spec) uses the same two functions, so what is learned is what is computed.
+Training (tools/draft_heads) uses the same two functions, so what is learned is what is computed.
 """
 
 from __future__ import annotations

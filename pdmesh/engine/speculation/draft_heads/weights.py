@@ -1,6 +1,6 @@
 """Draft heads: small maps, trained for one model, that predict the tokens behind the next one from its last hidden state.
 
-One safetensors file (`draft_heads.safetensors`, beside the model or elsewhere; benchmarks/spec/train_heads.py makes it). H is the
+One safetensors file (`draft_heads.safetensors`, beside the model or elsewhere; tools/draft_heads/__main__.py makes it). H is the
 model's hidden size, W the width of a block, V' the reduced vocabulary: the few thousand tokens that the model's outputs are made
 of. A head that scored all of them would cost as much as the model's own (Zhao et al., FR-Spec, 2025); what is missing in it is
 just never drafted.
@@ -40,7 +40,7 @@ FILE = "draft_heads.safetensors"
 FORMAT, VERSION = "pdmesh.draft_heads", "1"
 KINDS = ("recurrent", "medusa")
 MAX_DEPTH = MAX_DRAFT_TOKENS
-_ELSE = "train the heads for this model (python -m benchmarks.spec.train_heads)"
+_ELSE = "train the heads for this model (python -m tools.draft_heads)"
 
 
 class BadHeads(ValueError):

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks.gpu.drawn import engine_config
-from benchmarks.gpu.weights import make_decoder
 from pdmesh.engine.kernels.triton.attention import TritonAttention
 from pdmesh.engine.kernels.triton.blocks import TritonBlocks
 from pdmesh.engine.kernels.triton.metadata import Capacity, StepMetadata
@@ -22,6 +20,8 @@ from pdmesh.engine.models.config import ModelConfig
 from pdmesh.engine.runner.batch import StepBatch
 from tests.engine.kernels.triton.paged import Sequences, Shape
 from tests.engine.kernels.triton.recording import Recorder, recording
+from tests.support.random_models import make_decoder
+from tests.support.random_weights import engine_config
 
 HEADS = Shape(num_heads=6, num_kv_heads=2, head_dim=64)  # a group of three: rows of a step are no multiple of 16
 TOKENS = (1, 4, 8, 12, 16, 17, 20, 31, 33, 36, 48, 64, 68, 96, 100, 128, 132, 200, 512)

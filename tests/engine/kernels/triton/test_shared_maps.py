@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.drawn import RandomSource
 from pdmesh.engine.backend_selection import Numerics
 from pdmesh.engine.loader.triton import QuantizedMaps, Weight
 from pdmesh.engine.models.config import ModelConfig
 from pdmesh.engine.parallel.quantized import SharedMaps
 from pdmesh.engine.parallel.split import Shard, cut_quantized
 from tests.engine.kernels.triton.paged import DEVICE
+from tests.support.random_weights import RandomSource
 
 SIZES = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 1, "head_dim": 32}
 SHAPE = ModelConfig.from_dict(

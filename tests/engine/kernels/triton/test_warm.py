@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.gpu.drawn import engine_config
-from benchmarks.gpu.weights import make_decoder
 from pdmesh.engine.kernels.triton.attention import TritonAttention
 from pdmesh.engine.kernels.triton.model import padding_steps, warm, warm_moves
 from pdmesh.engine.kernels.triton.split_kv import Splits
 from pdmesh.engine.kernels.triton.step import TritonStep
 from pdmesh.engine.models.config import ModelConfig
 from tests.engine.kernels.triton.paged import DEVICE
+from tests.support.random_models import make_decoder
+from tests.support.random_weights import engine_config
 
 SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 64, "num_attention_heads": 2}
 LLAMA = {"model_type": "llama", "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "dtype": "float16", **SIZES}

@@ -8,11 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.spec import train_heads
-from benchmarks.spec.train_heads_data import Outputs
-from benchmarks.spec.train_heads_eval import follow
-from benchmarks.spec.train_heads_net import Course, Net, Shape, Target, Trainer, loss_of
-from benchmarks.spec.train_heads_prompts import TOPICS, requests
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.loader.loader import load_model
 from pdmesh.engine.sampling.counter_rng import gumbel
@@ -20,6 +15,11 @@ from pdmesh.engine.speculation.draft_heads.reference import TorchHeads, begin_st
 from pdmesh.engine.speculation.draft_heads.weights import FILE, load_heads
 from pdmesh.engine.speculation.setup import heads_path, proposer_names
 from tests.support.tiny_models import VOCAB_SIZE, make_tiny_model
+from tools.draft_heads import __main__ as train_heads
+from tools.draft_heads.data import Outputs
+from tools.draft_heads.evaluate import follow
+from tools.draft_heads.net import Course, Net, Shape, Target, Trainer, loss_of
+from tools.draft_heads.prompts import TOPICS, requests
 
 HIDDEN, VOCAB = 16, 40
 

@@ -1,0 +1,1 @@
+"""`make bench-handoff`: what moving KV costs between two processes."""

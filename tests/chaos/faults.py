@@ -1,0 +1,202 @@
+"""How each kind of fault is dealt and mended.
+
+At a state, a failpoint of the victim acts first (`action`): it strikes by itself (kill, pause), or dwells so that we strike while
+the worker is there. Then `strike`, the time of the plan, `mend`. `strike` says whether anything was there to be struck.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+
+from tests.chaos.links import Link
+from tests.chaos.mesh import ChaosMesh, Victim
+from tests.chaos.plan import ANY_MOMENT, Kind, LinkName, PlannedFault
+
+DWELL = "delay:150@1"
+_SLOW_DELAY_S = 0.01
+
+
+class Fault(ABC):
+    """One fault under way; `action` is what the failpoint does at a state."""
+
+    action = DWELL
+
+    def __init__(self, planned: PlannedFault, victim: Victim, mesh: ChaosMesh) -> None:
+        self.planned = planned
+        self.victim = victim
+        self.mesh = mesh
+
+    @property
+    def at_state(self) -> bool:
+        """Did a failpoint act?"""
+        return self.planned.state != ANY_MOMENT
+
+    @abstractmethod
+    async def strike(self) -> bool:
+        """Deals it; False: there was nothing to be struck."""
+
+    async def mend(self) -> None:  # noqa: B027  nothing, unless a kind says otherwise
+        """Takes it back; called whenever `strike` was."""
+
+
+class Kill(Fault):
+    """The process ends without a word, and another takes its place."""
+
+    action = "kill@1"
+
+    async def strike(self) -> bool:
+        if not self.at_state:
+            await self.mesh.kill(self.victim)
+        return True
+
+    async def mend(self) -> None:
+        await self.mesh.restart(self.victim)
+
+
+class Stop(Fault):
+    """The process stands still, as on a machine that swaps or whose hypervisor paused it."""
+
+    action = "pause@1"
+
+    async def strike(self) -> bool:
+        if not self.at_state:
+            self.victim.member.kill(signal.SIGSTOP)
+        return True
+
+    async def mend(self) -> None:
+        self.victim.member.kill(signal.SIGCONT)
+
+
+class Restart(Fault):
+    """A rollout's: the process drains and ends, another takes its place."""
+
+    async def strike(self) -> bool:
+        await self.mesh.restart(self.victim)
+        return True
+
+
+class LinkFault(Fault):
+    """Of one link; which one is decided when it is struck."""
+
+    _link: Link | None = None
+
+    @property
+    def link(self) -> Link:
+        """KV goes to decode workers: for a prefill worker, the transfer link is the one in use, if any. A link without a
+        connection cannot be felt; then it is the victim's control link."""
+        if self._link is None:
+            busy = [link for link in self._transfer_links if link.num_connections]
+            wants_transfer = self.planned.link is LinkName.TRANSFER
+            self._link = busy[-1] if wants_transfer and busy else self.victim.links[LinkName.CONTROL]
+        return self._link
+
+    @property
+    def _transfer_links(self) -> list[Link]:
+        owners = [self.victim] if self.victim.role == "decode" else [v for v in self.mesh.victims if v.role == "decode"]
+        return [owner.links[LinkName.TRANSFER] for owner in owners]
+
+
+class Reset(LinkFault):
+    async def strike(self) -> bool:
+        return self.link.reset() > 0
+
+
+class BlackHole(LinkFault):
+    async def strike(self) -> bool:
+        self.link.black_hole()
+        return True
+
+    async def mend(self) -> None:
+        self.link.mend()
+
+
+class Slow(LinkFault):
+    async def strike(self) -> bool:
+        self.link.slow(delay_s=_SLOW_DELAY_S, bytes_per_s=self.planned.amount)
+        return True
+
+    async def mend(self) -> None:
+        self.link.mend()
+
+
+class ShmFull(Fault):
+    """The decode worker that takes KV over shared memory cannot map a peer's pool. Felt by the next push to it, or not dealt."""
+
+    async def strike(self) -> bool:
+        self.mesh.shm_victim.arming.arm("shm.map", "full")
+        return await self.mesh.shm_victim.arming.until_hit("shm.map", self.planned.hold_s)
+
+    async def mend(self) -> None:
+        self.mesh.shm_victim.arming.disarm("shm.map")
+
+
+class RedisStop(Fault):
+    async def strike(self) -> bool:
+        self.mesh.registry.pause()
+        return True
+
+    async def mend(self) -> None:
+        self.mesh.registry.go_on()
+
+
+class RedisEmpty(Fault):
+    async def strike(self) -> bool:
+        await self.mesh.registry.empty()
+        return True
+
+
+class RedisRestart(Fault):
+    async def strike(self) -> bool:
+        await self.mesh.registry.kill()
+        return True
+
+    async def mend(self) -> None:
+        await self.mesh.registry.start()
+
+
+class ClockJump(Fault):
+    async def strike(self) -> bool:
+        self.victim.clock.jump(self.planned.amount)
+        return True
+
+    async def mend(self) -> None:
+        self.victim.clock.jump(0.0)
+
+
+KINDS: dict[Kind, type[Fault]] = {
+    Kind.KILL: Kill,
+    Kind.STOP: Stop,
+    Kind.RESTART: Restart,
+    Kind.RESET: Reset,
+    Kind.BLACK_HOLE: BlackHole,
+    Kind.SLOW: Slow,
+    Kind.SHM_FULL: ShmFull,
+    Kind.REDIS_STOP: RedisStop,
+    Kind.REDIS_EMPTY: RedisEmpty,
+    Kind.REDIS_RESTART: RedisRestart,
+    Kind.CLOCK: ClockJump,
+}
+ENDS_PROCESS = frozenset({Kind.KILL, Kind.RESTART})
+_OF_REDIS = frozenset({Kind.REDIS_STOP, Kind.REDIS_EMPTY, Kind.REDIS_RESTART})
+_OF_SHM = frozenset({Kind.SHM_FULL})
+
+
+def make_fault(planned: PlannedFault, victim: Victim, mesh: ChaosMesh) -> Fault:
+    """The fault that `planned` names."""
+    return KINDS[planned.kind](planned, victim, mesh)
+
+
+@contextlib.asynccontextmanager
+async def alone(kind: Kind, mesh: ChaosMesh) -> AsyncIterator[None]:
+    """Holds what there is only one of: two faults of it would mend each other."""
+    if kind in _OF_REDIS:
+        async with mesh.registry.busy:
+            yield
+    elif kind in _OF_SHM:
+        async with mesh.shm_busy:
+            yield
+    else:
+        yield

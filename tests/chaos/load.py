@@ -1,0 +1,156 @@
+"""Clients that never stop asking: streams through the client library, each compared with the answer that it has to give."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pdmesh.client.client import AsyncClient, Completed, Delta
+from pdmesh.client.stream import AsyncStream
+from pdmesh.client.types import GenerateOptions
+from pdmesh.errors import MeshError
+from pdmesh.sampling_params import SamplingParams
+from tests.chaos.record import Answer, Tally
+from tests.mesh import oracle
+
+# Requests whose answers are known: drawn with a seed, answered once by an engine that nothing is separated from.
+
+
+_BATCH = 8  # requests that the engine computes together: more would not fit into its pool
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bounds, inclusive: tokens of a prompt and of each choice; `first_id` and `last_id` of what prompts are made of."""
+
+    prompt: tuple[int, int]
+    output: tuple[int, int]
+    first_id: int
+    last_id: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request, and the token ids of each choice of its answer."""
+
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    expected: tuple[tuple[int, ...], ...] = ()
+
+
+def make_jobs(folder: Path, sizes: Sizes, seed: int, count: int) -> list[Job]:
+    """`count` jobs for the model in `folder`; greedy ones, sampled ones, and some of two choices."""
+    rng = random.Random(seed)
+    jobs = [_draw(rng, sizes) for _ in range(count)]
+    answers = [answer for start in range(0, count, _BATCH) for answer in _answers(folder, jobs[start : start + _BATCH])]
+    return [replace(job, expected=tuple(map(tuple, answer))) for job, answer in zip(jobs, answers, strict=True)]
+
+
+def _draw(rng: random.Random, sizes: Sizes) -> Job:
+    prompt = tuple(rng.randint(sizes.first_id, sizes.last_id) for _ in range(rng.randint(*sizes.prompt)))
+    sampling = SamplingParams(
+        temperature=rng.choice((0.0, 0.7, 1.0)),
+        seed=rng.randint(1, 2**32),
+        max_tokens=rng.randint(*sizes.output),
+        ignore_eos=True,
+        n=rng.choice((1, 1, 1, 1, 1, 2)),
+    )
+    return Job(prompt, sampling)
+
+
+def _answers(folder: Path, jobs: Sequence[Job]) -> list[list[list[int]]]:
+    return oracle.answers(folder, [(job.prompt, job.sampling) for job in jobs])
+
+
+REQUEST_TIMEOUT_S = 90.0
+LONG_WAIT_S = 0.1
+_LEAVES = 0.05  # share of clients that close their stream in the middle
+_SHARES_CACHE = 0.2  # share of requests that may find their prompt in the caches; all others have a salt of their own
+_MODES = ("remote", "remote", "remote", "", "local")
+_PAUSE_S = 0.02  # between two requests of a client
+
+
+class Load:
+    """`num_clients` clients, each with one request at a time. `tally` counts since the last `take_tally`."""
+
+    def __init__(self, routers: Sequence[str], jobs: Sequence[Job], *, seed: int, num_clients: int) -> None:
+        self._routers = routers
+        self._jobs = jobs
+        self._rng = random.Random(seed)
+        self._num_clients = num_clients
+        self._tally = Tally()
+
+    def take_tally(self) -> Tally:
+        """The counts so far, which begin anew."""
+        tally, self._tally = self._tally, Tally()
+        return tally
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Clients ask within the block; leaving it waits until the last stream has ended."""
+        stop = asyncio.Event()
+        async with AsyncClient(self._routers) as client:
+            tasks = [asyncio.create_task(self._ask_until(stop, client)) for _ in range(self._num_clients)]
+            try:
+                yield
+            finally:
+                stop.set()
+                await asyncio.gather(*tasks)
+
+    async def _ask_until(self, stop: asyncio.Event, client: AsyncClient) -> None:
+        while not stop.is_set():
+            await self._ask(client, self._rng.choice(self._jobs))
+            await asyncio.sleep(_PAUSE_S)
+
+    async def _ask(self, client: AsyncClient, job: Job) -> None:
+        answer = Answer(job.expected)
+        leaves_after = self._rng.randint(0, job.sampling.max_tokens) if self._rng.random() < _LEAVES else None
+        try:
+            async with client.generate_stream(list(job.prompt), timeout=REQUEST_TIMEOUT_S, **self._options(job)) as stream:
+                await self._follow(stream, answer, leaves_after)
+        except MeshError as error:
+            self._tally.errors.append(f"{type(error).__name__} after {answer.num_tokens} tokens: {error.message}")
+        self._tally.count(answer)
+
+    async def _follow(self, stream: AsyncStream, answer: Answer, leaves_after: int | None) -> None:
+        last = time.monotonic()
+        async for event in stream:
+            if isinstance(event, Delta):
+                answer.take(event.choice, event.first_index, event.token_ids)
+                last = self._waited_since(last)
+            elif isinstance(event, Completed):
+                answer.end()
+                self._tally.num_resumes += event.num_resumes
+                self._tally.num_resubmissions += event.timings.num_resubmissions
+                self._tally.num_retries += event.timings.num_retries
+                self._tally.transports[event.timings.transport] += 1
+            if leaves_after is not None and answer.num_tokens >= leaves_after:
+                self._tally.num_left += 1
+                return
+
+    def _waited_since(self, last: float) -> float:
+        now = time.monotonic()
+        if now - last > LONG_WAIT_S:
+            self._tally.waits.append((last, now))
+        return now
+
+    def _options(self, job: Job) -> GenerateOptions:
+        sampling = job.sampling
+        options = GenerateOptions(
+            temperature=sampling.temperature,
+            seed=sampling.seed,
+            max_tokens=sampling.max_tokens,
+            ignore_eos=True,
+            n=sampling.n,
+        )
+        if self._rng.random() >= _SHARES_CACHE:
+            options["cache_salt"] = secrets.token_hex(8)
+        if mode := self._rng.choice(_MODES):
+            options["mode"] = mode
+        return options

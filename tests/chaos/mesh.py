@@ -1,0 +1,333 @@
+"""A mesh that can be hurt: each worker behind links of ours, with its own clock, and failpoints that are armed while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import shutil
+import signal
+import struct
+import subprocess
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from redis.asyncio import Redis
+
+from pdmesh.client.client import AsyncClient
+from pdmesh.launcher.member import Member
+from pdmesh.launcher.mesh import LocalMesh
+from pdmesh.launcher.plan import LocalMeshConfig, ProcessPlan
+from pdmesh.runtime.registry.redis_server import EmbeddedRedis
+from pdmesh.v1 import mesh_pb2
+from tests.chaos.arming import Arming
+from tests.chaos.links import Link, Links
+from tests.chaos.plan import LinkName
+from tests.mesh.checks import Footprint, is_running, unwhole
+
+# The wall clock of one process, moved while it runs; the machine's own is never touched.
+#
+# `clock.c`, compiled once, is preloaded into the process and reads the seconds to add from a file that we map as well.
+# libfaketime does the same and more, but would have to be installed.
+
+
+_SOURCE = Path(__file__).with_name("clock.c")
+_DOUBLE = struct.Struct("d")
+VARIABLE = "PDMESH_CHAOS_CLOCK"
+
+
+def build(folder: Path) -> Path:
+    """The shared library to preload, in `folder`. Raises RuntimeError when there is no compiler, or it fails."""
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        raise RuntimeError("clock jumps need a C compiler: install one, or leave them out with --kinds")
+    library = folder / "clock.so"
+    command = [compiler, "-O2", "-shared", "-fPIC", "-o", str(library), str(_SOURCE), "-ldl", "-lm"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise RuntimeError(f"{_SOURCE.name} does not compile:\n{result.stderr}")
+    return library
+
+
+class Clock:
+    """The clock of one process, by the file that `environment` names to it. A process started again keeps it."""
+
+    def __init__(self, library: Path, file: Path) -> None:
+        self._library = library
+        self._file = file
+        file.write_bytes(_DOUBLE.pack(0.0))
+        with file.open("r+b") as opened:
+            self._map = mmap.mmap(opened.fileno(), _DOUBLE.size)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the process has to be started with."""
+        return {"LD_PRELOAD": str(self._library), VARIABLE: str(self._file)}
+
+    def jump(self, to_s: float) -> None:
+        """The process's clock is `to_s` seconds ahead of the machine's from now on (behind, if negative)."""
+        self._map[:] = _DOUBLE.pack(to_s)
+
+
+# The mesh's Redis, in our hands: paused, emptied, killed and started again at the same port.
+
+
+class Registry:
+    """Owner of an embedded Redis. `busy` is held by whoever disturbs it."""
+
+    def __init__(self) -> None:
+        self.busy = asyncio.Lock()
+        self._redis = EmbeddedRedis()
+
+    @property
+    def url(self) -> str:
+        """The same over restarts."""
+        return self._redis.url
+
+    @property
+    def pid(self) -> int:
+        return self._redis.pid
+
+    async def start(self) -> None:
+        """Starts it, the second time at the port of the first. Raises StartFailed."""
+        if self._redis.port:
+            self._redis = EmbeddedRedis(self._redis.port)
+        await self._redis.start()
+
+    def pause(self) -> None:
+        """It hangs: connections stay, nobody gets an answer."""
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Ends a pause."""
+        os.kill(self.pid, signal.SIGCONT)
+
+    async def empty(self) -> None:
+        """Forgets every registration."""
+        redis = Redis.from_url(self.url)
+        try:
+            await redis.flushall()
+        finally:
+            await redis.aclose()
+
+    async def kill(self) -> None:
+        """SIGKILL; returns when it is gone."""
+        os.kill(self.pid, signal.SIGKILL)
+        await self._redis.wait()
+
+    async def stop(self) -> None:
+        """Ends it for good; idempotent."""
+        await self._redis.stop()
+
+
+_POLL_PERIOD_S = 0.03
+_STATUS_TIMEOUT_S = 10.0
+_SERVING_TIMEOUT_S = 60.0
+# What each takes KV over: best first is what all of one host would use. Shared memory full, its worker goes on over tcp.
+_DECODE_TRANSPORTS = {"decode-0": "shm,tcp", "decode-1": "tcp", "decode-2": "grpc"}
+
+
+@dataclass(frozen=True)
+class MeshSize:
+    """The model and the workers that serve it; one thread each."""
+
+    model: Path
+    num_prefill: int
+    num_decode: int
+    kv_memory_mb: int
+
+
+@dataclass(frozen=True)
+class Victim:
+    """A worker, and everything by which it can be hurt."""
+
+    name: str
+    role: str
+    member: Member
+    arming: Arming
+    clock: Clock
+    links: dict[LinkName, Link]
+
+
+class ChaosMesh:
+    """Use as an async context manager. `unexpected` lists deaths that nobody caused; what dies stays dead until `restart`."""
+
+    def __init__(self, size: MeshSize, folder: Path) -> None:
+        """`folder`, which exists, gets the logs and what the processes are controlled by."""
+        self.registry = Registry()
+        self.shm_busy = asyncio.Lock()  # held by whoever fills the shared memory
+        self.unexpected: list[str] = []
+        self.victims: tuple[Victim, ...] = ()
+        self._size = size
+        self._folder = folder
+        self._names = [
+            f"{role}-{i}" for role, n in (("prefill", size.num_prefill), ("decode", size.num_decode)) for i in range(n)
+        ]
+        self._links = Links(self._names)
+        library = build(folder)
+        self._armings = {name: Arming(folder / f"{name}.failpoints") for name in self._names}
+        self._clocks = {name: Clock(library, folder / f"{name}.clock") for name in self._names}
+        self._may_die: set[str] = set()
+        self._footprint: Footprint | None = None
+        self._client: AsyncClient | None = None
+        self.mesh: LocalMesh | None = None
+
+    @property
+    def routers(self) -> tuple[str, ...]:
+        """Addresses for clients."""
+        return self._running.router_addresses
+
+    @property
+    def shm_victim(self) -> Victim:
+        """The decode worker that takes KV over shared memory; to all others it goes through links."""
+        return self.victim("decode-0")
+
+    def victim(self, name: str) -> Victim:
+        """The worker of that name."""
+        return next(victim for victim in self.victims if victim.name == name)
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._start()
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def _start(self) -> None:
+        await self.registry.start()
+        self._links.start()
+        config = LocalMeshConfig(
+            model=str(self._size.model),
+            num_prefill=self._size.num_prefill,
+            num_decode=self._size.num_decode,
+            port=0,
+            redis=self.registry.url,
+            num_threads=1,
+            restart=False,
+            log_dir=str(self._folder / "logs"),
+            worker_args=("--kv-memory-mb", str(self._size.kv_memory_mb)),
+            adjust=self._adjust,
+        )
+        self.mesh = LocalMesh(config, on_event=self._on_event)
+        await self.mesh.start()
+        self.victims = tuple(self._victim(member) for member in self.mesh.workers)
+        self._footprint = Footprint.of(self.mesh)
+        self._client = AsyncClient(self.routers)
+
+    async def stop(self) -> None:
+        """Ends everything; idempotent."""
+        if self._client is not None:
+            await self._client.close()
+            self._client = None
+        if self.mesh is not None:
+            self._may_die.update(self._names)
+            await self.mesh.stop()
+        await self._links.close()
+        await self.registry.stop()
+
+    def left_behind(self) -> list[str]:
+        """After `stop`: what of the mesh is still on this machine, in words."""
+        if self._footprint is None:
+            return []
+        try:
+            self._footprint.assert_gone()
+        except AssertionError:
+            pids = [name for name, pid in self._footprint.pids.items() if is_running(pid)]
+            return [f"processes {pids}, or sockets or segments of the mesh, are left"]
+        return []
+
+    async def kill(self, victim: Victim) -> None:
+        """SIGKILL."""
+        self._may_die.add(victim.name)
+        self._running.kill(victim.name, signal.SIGKILL)
+
+    def expect_death(self, victim: Victim) -> None:
+        """A failpoint is about to kill it."""
+        self._may_die.add(victim.name)
+
+    def expect_life(self, victim: Victim) -> None:
+        """It was not killed after all."""
+        self._may_die.discard(victim.name)
+
+    async def restart(self, victim: Victim) -> None:
+        """Ends it in order, if it lives, and starts it again; returns when it is ready."""
+        self._may_die.add(victim.name)
+        await self._running.restart(victim.name)
+        self._may_die.discard(victim.name)
+        if self._footprint is not None:
+            self._footprint.pids[f"{victim.name} {victim.member.pid}"] = victim.member.pid
+
+    async def status(self) -> mesh_pb2.GetStatusResponse:
+        """The router's view. Raises MeshError."""
+        assert self._client is not None, "the mesh has not been started"
+        return await self._client.status(timeout=_STATUS_TIMEOUT_S)
+
+    async def epoch_of(self, victim: Victim) -> int:
+        """The incarnation that the router knows; 0: none."""
+        views = [view for view in (await self.status()).workers if view.info.worker_id == victim.name]
+        return views[0].info.epoch if views else 0
+
+    async def until_serving(self, victim: Victim, *, former_epoch: int = 0) -> float:
+        """Waits until the router has the worker alive, as another incarnation than `former_epoch` and as no second one beside it;
+        returns how long that took, in seconds. Raises TimeoutError."""
+        started = asyncio.get_running_loop().time()
+        async with asyncio.timeout(_SERVING_TIMEOUT_S):
+            while not self._serves(await self.status(), victim, former_epoch):  # noqa: ASYNC110
+                await asyncio.sleep(_POLL_PERIOD_S)
+        return asyncio.get_running_loop().time() - started
+
+    def _serves(self, status: mesh_pb2.GetStatusResponse, victim: Victim, former_epoch: int) -> bool:
+        views = [view for view in status.workers if view.info.worker_id == victim.name]
+        return len(views) == 1 and views[0].alive and views[0].info.epoch != former_epoch
+
+    async def leaks(self, timeout_s: float = 20.0) -> tuple[int, list[str]]:
+        """(blocks, problems in words) still held when nobody asks any more and `timeout_s` seconds were not enough to free them;
+        (0, []) when every pool is whole and every worker alive."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while True:
+            status = await self.status()
+            problems = [*unwhole(status), *self._not_at_rest(status)]
+            if not problems:
+                return 0, []
+            if asyncio.get_running_loop().time() > deadline:
+                return sum(view.load.num_total_blocks - view.load.num_free_blocks for view in status.workers), problems
+            await asyncio.sleep(0.1)
+
+    def _not_at_rest(self, status: mesh_pb2.GetStatusResponse) -> list[str]:
+        alive = {view.info.worker_id for view in status.workers if view.alive}
+        problems = [f"{name} is not alive" for name in self._names if name not in alive]
+        if status.num_inflight or status.num_queued:
+            problems.append(f"router: {status.num_inflight} in flight, {status.num_queued} queued")
+        if status.num_token_mismatches:
+            problems.append(f"router: {status.num_token_mismatches} repeated indexes with another token")
+        return problems
+
+    @property
+    def _running(self) -> LocalMesh:
+        assert self.mesh is not None, "the mesh has not been started"
+        return self.mesh
+
+    def _victim(self, member: Member) -> Victim:
+        name = member.name
+        links = {link: self._links.get(name, link) for link in LinkName}
+        return Victim(name, member.roles[0], member, self._armings[name], self._clocks[name], links)
+
+    def _adjust(self, plan: ProcessPlan) -> ProcessPlan:
+        if not plan.is_worker:
+            return plan
+        transports = _DECODE_TRANSPORTS.get(plan.name, "shm,tcp,grpc")
+        argv = (*plan.argv, *self._links.flags(plan.name), "--transports", transports)
+        env = {**plan.env, **self._armings[plan.name].environment, **self._clocks[plan.name].environment}
+        return replace(plan, argv=argv, env=env)
+
+    def _on_event(self, event: str) -> None:
+        if event.split(" ", 1)[0] not in self._may_die:
+            self.unexpected.append(event)

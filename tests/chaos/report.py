@@ -1,0 +1,140 @@
+"""From rounds to figures with their goals, and to tables that people read. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from benchmarks.harness import Figure
+from tests.chaos.plan import STATES, Kind
+from tests.chaos.record import Dealt, Round, Tally
+
+REAL_MODEL = "smollm2"
+MIN_FAULTS, MIN_OF_KIND, MIN_OF_CELL, MIN_ON_REAL_MODEL = 2000, 100, 20, 200
+DETECTION_S, RESUMPTION_S = 1.0, 0.3
+MAX_SERVING_S = 1.0
+
+
+def total(rounds: Iterable[Round]) -> Tally:
+    """What clients saw in all of them."""
+    tally = Tally()
+    for each in rounds:
+        tally.add(each.tally)
+    return tally
+
+
+def cells(rounds: Iterable[Round]) -> Counter[tuple[str, str]]:
+    """Faults dealt by (kind, state)."""
+    return Counter((fault.kind, fault.state) for each in rounds for fault in each.dealt)
+
+
+def figures(rounds: Sequence[Round], kinds: Sequence[Kind] = tuple(Kind)) -> list[Figure]:
+    """What was asked for, as measured. `kinds`: those that were in the plan."""
+    by_cell, seen = cells(rounds), total(rounds)
+    by_kind = Counter[str]()
+    for (kind, _), count in by_cell.items():
+        by_kind[kind] += count
+    on_real = sum(len(each.dealt) for each in rounds if each.campaign == REAL_MODEL)
+    counts = [
+        ("faults injected", by_cell.total(), "faults", MIN_FAULTS),
+        ("faults of the kind that has fewest", min((by_kind[kind] for kind in kinds), default=0), "faults", MIN_OF_KIND),
+        ("faults of the kind and state that have fewest", _fewest(by_cell, kinds), "faults", MIN_OF_CELL),
+        ("faults on SmolLM2", on_real, "faults", MIN_ON_REAL_MODEL),
+    ]
+    zeros = [
+        ("wrong tokens", seen.num_wrong, "tokens"),
+        ("lost tokens", seen.num_lost, "tokens"),
+        ("duplicated tokens", seen.num_duplicated, "tokens"),
+        ("errors that clients saw", len(seen.errors), "requests"),
+        ("blocks leaked", sum(each.blocks_leaked for each in rounds), "blocks"),
+        ("other problems (workers not back, processes or segments left)", sum(len(each.problems) for each in rounds), "problems"),
+    ]
+    return [
+        *(Figure(name, value, unit, "higher", goal=f">= {goal}") for name, value, unit, goal in counts),
+        Figure("requests", seen.num_requests, "requests", "higher"),
+        Figure("tokens compared", seen.num_tokens, "tokens", "higher"),
+        *(Figure(name, value, unit, "lower", goal=0) for name, value, unit in zeros),
+        *_times(rounds),
+    ]
+
+
+def failures(rounds: Sequence[Round]) -> list[str]:
+    """What must not be, in words; empty when nothing was wrong, however little was done."""
+    seen = total(rounds)
+    counts = {"wrong": seen.num_wrong, "lost": seen.num_lost, "duplicated": seen.num_duplicated}
+    tokens = [f"{count} {name} tokens" for name, count in counts.items() if count]
+    return [*tokens, *seen.errors, *(problem for each in rounds for problem in each.problems)]
+
+
+def tables(rounds: Sequence[Round]) -> dict[str, Any]:
+    """For the file of results: faults by kind and state, stalls by kind, how often the mesh had to help itself."""
+    seen, by_cell = total(rounds), cells(rounds)
+    dealt = [fault for each in rounds for fault in each.dealt]
+    return {
+        "faults": {kind: {state: by_cell[kind, state] for state in STATES} for kind in sorted({fault.kind for fault in dealt})},
+        "states_not_reached": sum(len(each.not_dealt) for each in rounds),
+        "stalls_ms": {
+            kind: _stalls([fault for fault in dealt if fault.kind == kind]) for kind in sorted({f.kind for f in dealt})
+        },
+        "elapsed_s": round(sum(each.elapsed_s for each in rounds), 1),
+        "streams_closed_by_clients": seen.num_left,
+        "streams_by_transport": {name or "none": count for name, count in sorted(seen.transports.items())},
+        "prefill_retries": seen.num_retries,
+        "resubmissions": seen.num_resubmissions,
+        "failures": failures(rounds)[:100],
+    }
+
+
+def lines(rounds: Sequence[Round]) -> list[str]:
+    """The tables for a terminal."""
+    found = tables(rounds)
+    text = [f"{'kind':<16}{'faults':>7}{'fewest':>7}  own stalls in ms: n, median, 95 %, longest"]
+    for kind, by_state in found["faults"].items():
+        own = found["stalls_ms"][kind]["own"]
+        stalls = f"{own['n']:>5}{own['p50']:>8}{own['p95']:>8}{own['max']:>8}" if own else "    -"
+        text.append(f"{kind:<16}{sum(by_state.values()):>7}{min(by_state.values()):>7}  {stalls}")
+    text.append(f"streams by transport: {found['streams_by_transport']}")
+    return [*text, *(f"! {failure}" for failure in found["failures"][:20])]
+
+
+def _fewest(by_cell: Counter[tuple[str, str]], kinds: Sequence[Kind]) -> int:
+    return min((by_cell[kind, state] for kind in kinds for state in STATES), default=0)
+
+
+def _times(rounds: Sequence[Round]) -> list[Figure]:
+    dealt = [fault for each in rounds for fault in each.dealt]
+    serving = [fault.serving_s for fault in dealt if fault.serving_s is not None]
+    killed = [
+        fault.own_stall_s
+        for fault in dealt
+        if fault.kind == Kind.KILL and fault.victim.startswith("decode") and fault.own_stall_s is not None
+    ]
+    found = []
+    if serving:
+        name = "longest time from a restarted worker's being ready to its serving"
+        found.append(Figure(name, round(max(serving), 3), "s", "lower", goal=f"<= {MAX_SERVING_S:g}"))
+    if killed:
+        name = f"longest stall after SIGKILL of a decode worker, no other fault beside it ({len(killed)} stalls)"
+        goal = f"<= {DETECTION_S + RESUMPTION_S:g} and the time to prefill"
+        found.append(Figure(name, round(max(killed), 3), "s", "lower", goal=goal))
+    if stalls := [fault.stall_s for fault in dealt if fault.stall_s is not None]:
+        found.append(Figure("longest stall of any client, whatever faults were under way", round(max(stalls), 3), "s", "lower"))
+    return found
+
+
+def _stalls(dealt: Sequence[Dealt]) -> dict[str, dict[str, int]]:
+    """`own`: no other fault lasted meanwhile. `any`: others may have."""
+    own = [fault.own_stall_s for fault in dealt if fault.own_stall_s is not None]
+    any_ = [fault.stall_s for fault in dealt if fault.stall_s is not None]
+    return {"own": _percentiles_ms(own), "any": _percentiles_ms(any_)}
+
+
+def _percentiles_ms(values: Sequence[float]) -> dict[str, int]:
+    if not values:
+        return {}
+    ordered = sorted(values)
+    p95 = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
+    in_ms = {"p50": statistics.median(ordered), "p95": p95, "max": ordered[-1]}
+    return {"n": len(values), **{name: round(value * 1000) for name, value in in_ms.items()}}

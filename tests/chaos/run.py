@@ -1,0 +1,157 @@
+"""`make chaos`: thousands of faults in a mesh of a tiny model, some hundreds in one of SmolLM2; goes on where it was stopped.
+
+    python -m tests.chaos --seconds 600 --kinds kill,stop --seed 7
+
+Writes `benchmarks/results/chaos.json`; exits 1 if a token was wrong, lost or repeated, a client saw an error or something leaked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.handoff.protection import cost_figures
+from benchmarks.harness import say, write
+from pdmesh.models.catalogue import cache_folder
+from pdmesh.models.registry import ensure_model
+from tests.chaos import report
+from tests.chaos.campaign import Campaign
+from tests.chaos.load import Load, Sizes, make_jobs
+from tests.chaos.mesh import ChaosMesh, MeshSize
+from tests.chaos.plan import Kind, PlannedFault, make_plan
+from tests.chaos.record import Progress, Round, Tally
+from tests.support.tiny_models import make_tiny_model
+
+TINY_FAULTS, REAL_FAULTS = 2420, 220  # 20 and some of each kind at each state
+ROUND_FAULTS = 55
+NUM_JOBS = 64
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One campaign: its mesh, its load, its plan."""
+
+    name: str
+    size: MeshSize
+    sizes: Sizes
+    num_clients: int
+    plan: Sequence[PlannedFault]
+    one_at_a_time: bool = False
+
+    @property
+    def rounds(self) -> list[Sequence[PlannedFault]]:
+        """The plan in batches; after each, the mesh has to come to rest."""
+        return [self.plan[start : start + ROUND_FAULTS] for start in range(0, len(self.plan), ROUND_FAULTS)]
+
+
+def tiny_stage(model: Path, plan: Sequence[PlannedFault]) -> Stage:
+    """Three workers of each kind, so that two of each may be struck at once."""
+    size = MeshSize(model, num_prefill=3, num_decode=3, kv_memory_mb=16)
+    return Stage("tiny", size, Sizes(prompt=(40, 300), output=(8, 48), first_id=1, last_id=250), num_clients=8, plan=plan)
+
+
+def real_stage(model: Path, plan: Sequence[PlannedFault]) -> Stage:
+    """Two workers of each kind, one fault at a time: a stall has one cause."""
+    size = MeshSize(model, num_prefill=2, num_decode=2, kv_memory_mb=256)
+    sizes = Sizes(prompt=(40, 120), output=(8, 32), first_id=1000, last_id=40_000)
+    return Stage(report.REAL_MODEL, size, sizes, num_clients=4, plan=plan, one_at_a_time=True)
+
+
+async def run_stage(stage: Stage, progress: Progress, *, seed: int, until: float) -> None:
+    """The rounds that are not done yet, as far as they begin before `until` (monotonic seconds)."""
+    missing = [number for number in range(len(stage.rounds)) if progress.find(stage.name, number) is None]
+    if not missing or time.monotonic() > until:
+        return
+    say(
+        f"{stage.name}: {len(stage.plan)} faults, {len(missing)} of {len(stage.rounds)} rounds to do; answers of one engine first"
+    )
+    jobs = make_jobs(stage.size.model, stage.sizes, seed, NUM_JOBS)
+    folder = Path(tempfile.mkdtemp(prefix="pdmesh-chaos-"))
+    mesh = ChaosMesh(stage.size, folder)
+    async with mesh:
+        load = Load(mesh.routers, jobs, seed=seed + missing[0], num_clients=stage.num_clients)
+        campaign = Campaign(stage.name, mesh, load, one_at_a_time=stage.one_at_a_time)
+        for number in missing:
+            if time.monotonic() > until:
+                break
+            done = await campaign.round(number, stage.rounds[number])
+            progress.add(done)
+            say(_line(done, len(stage.rounds)))
+    left = mesh.left_behind()
+    if left:
+        progress.add(_left_behind(stage.name, left))
+    if left or report.failures([each for each in progress.rounds if each.campaign == stage.name]):
+        say(f"{stage.name}: something went wrong; the logs of all processes are in {folder / 'logs'}")
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _left_behind(campaign: str, problems: Sequence[str]) -> Round:
+    """Found after the last process should have ended; a round of its own, that no plan has."""
+    return Round(campaign, -1, 0.0, [], [], Tally(), problems=problems)
+
+
+def _line(done: Round, num_rounds: int) -> str:
+    rate = 60 * len(done.dealt) / done.elapsed_s
+    wrong = "; ".join(report.failures([done])[:3]) or "nothing wrong"
+    dealt = f"{len(done.dealt)} faults in {done.elapsed_s:.0f} s ({rate:.0f} a minute), {len(done.not_dealt)} not dealt"
+    return f"{done.campaign} {done.number + 1}/{num_rounds}: {dealt}, {done.tally.num_requests} requests; {wrong}"
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--seed", type=int, default=1, help="of the plan; another one is another campaign (default: 1)")
+    parser.add_argument("--faults", type=int, default=TINY_FAULTS, help=f"on the tiny model (default: {TINY_FAULTS})")
+    parser.add_argument("--real-faults", type=int, default=REAL_FAULTS, help=f"on SmolLM2 (default: {REAL_FAULTS})")
+    parser.add_argument("--kinds", default="", help=f"comma separated, of: {', '.join(Kind)} (default: all)")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no round later; the next run goes on")
+    parser.add_argument("--fresh", action="store_true", help="forget the rounds that former runs have done")
+    return parser.parse_args(argv)
+
+
+def _is_whole(arguments: argparse.Namespace) -> bool:
+    """Is it the plan of `make chaos`? Then its results, however far it came, are the ones that documents may name."""
+    return (arguments.faults, arguments.real_faults, arguments.kinds) == (TINY_FAULTS, REAL_FAULTS, "")
+
+
+async def _run(arguments: argparse.Namespace, kinds: Sequence[Kind], progress: Progress) -> None:
+    until = time.monotonic() + arguments.seconds
+    if arguments.faults:
+        tiny = make_tiny_model(cache_folder() / "chaos" / "tiny")
+        plan = make_plan(arguments.seed, arguments.faults, kinds)
+        await run_stage(tiny_stage(tiny, plan), progress, seed=arguments.seed, until=until)
+    if arguments.real_faults:
+        real = ensure_model("smollm2-135m-instruct", say)
+        plan = make_plan(arguments.seed + 1, arguments.real_faults, kinds)
+        await run_stage(real_stage(real, plan), progress, seed=arguments.seed, until=until)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code: 1 if something was wrong."""
+    arguments = _arguments(argv)
+    kinds = [Kind(name.strip()) for name in arguments.kinds.split(",")] if arguments.kinds else list(Kind)
+    name = f"{arguments.seed}-{arguments.faults}-{arguments.real_faults}-{'-'.join(kind.name.lower() for kind in kinds)}"
+    progress = Progress(name[:120], fresh=arguments.fresh)
+    try:
+        asyncio.run(_run(arguments, kinds, progress))
+    except KeyboardInterrupt:
+        say(f"stopped; the same command goes on from {progress.path}")
+    for line in report.lines(progress.rounds):
+        say(line)
+    if _is_whole(arguments):
+        figures = report.figures(progress.rounds)
+        if arguments.seconds == float("inf"):
+            figures += cost_figures(ensure_model("smollm2-135m-instruct", say))
+        write("chaos", figures, seed=arguments.seed, report=report.tables(progress.rounds))
+    return 1 if report.failures(progress.rounds) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

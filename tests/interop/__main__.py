@@ -1,0 +1,65 @@
+"""`make bench-clients`: others' clients and load generators complete, get the answers that pdmesh's own client gets, and see the
+mesh's own timings.
+
+One request at a time, streamed. TTFT and TPOT are to differ from what the mesh recorded of the same requests by at most 5 % or
+2 ms, whichever is more: what lies between is the client, its protocol, its gateway and the loopback.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from functools import partial
+from pathlib import Path
+
+from benchmarks.harness import PLAIN_FLAGS, Figure, parser_of, say, write
+from pdmesh.launcher.mesh import LocalMesh
+from pdmesh.launcher.plan import LocalMeshConfig
+from pdmesh.models.registry import ensure_model
+from tests.interop import asking, loading
+from tests.interop.catalogue import CLIENTS, GENERATORS, REFERENCE
+from tests.interop.records import Records, recording
+from tests.interop.site import Site
+
+ROUNDS = 3
+
+
+def measure(site: Site, records: Records) -> list[Figure]:
+    """Clients in turn, round after round; then each load generator once."""
+    runs: dict[str, list[asking.Run]] = {client.name: [] for client in CLIENTS}
+    for number in range(ROUNDS):
+        for client in CLIENTS:
+            run = asking.run(client, site, records)
+            runs[client.name].append(run)
+            say(f"round {number + 1}/{ROUNDS}  {client.name}: {run.problem or f'{len(run.outcomes)} requests'}")
+    expected = [outcome.text for outcome in runs[REFERENCE.name][0].outcomes]
+    figures = [figure for client in CLIENTS for figure in asking.figures_of(client.name, runs[client.name], expected)]
+    for generator in GENERATORS:
+        load = loading.run(generator, site, records)
+        say(f"{generator.name}: {load.problem or load.report}")
+        figures += loading.figures_of(generator, load)
+    return figures
+
+
+async def main() -> None:
+    folder = ensure_model("smollm2-135m-instruct", say)
+    with tempfile.TemporaryDirectory(prefix="bench-clients-") as temporary:
+        path = Path(temporary) / "records.jsonl"
+        config = LocalMeshConfig(
+            model=str(folder),
+            port=0,
+            http_port=0,
+            worker_args=("--kv-memory-mb", "512", *PLAIN_FLAGS),
+            adjust=partial(recording, records=path),
+        )
+        async with LocalMesh(config, on_event=say) as mesh:
+            site = Site(mesh.router_address, mesh.http_urls[0], config.name_of_model, folder.resolve())
+            figures = await asyncio.to_thread(measure, site, Records(path))
+    numbers = f"{len(asking.CASES)} of a client in each round, {len(loading.PROMPTS)} of a load generator"
+    load = f"chats, one at a time, {asking.MAX_TOKENS} tokens each: {numbers}"
+    write("clients", figures, model=config.name_of_model, load=load)
+
+
+if __name__ == "__main__":
+    parser_of("tests.interop", __doc__).parse_args()
+    asyncio.run(main())
