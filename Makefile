@@ -69,16 +69,17 @@ stubs-fresh: $(READY)
 	$(BIN)/python -m tools.sampling_params --check
 	$(BIN)/python -m tools.structure --check
 
-# Failed tests run once more, alone: a test that was late under the machine's load is shown above and passes then, a broken one
-# fails twice.
-ONCE_MORE = $(BIN)/python -m pytest --last-failed --last-failed-no-failures none
+# tests/repeat.py runs failed tests once more, alone. What passes then is shown in a table, and fails the run when it happens twice in
+# three runs.
+REPEAT = $(BIN)/python -m tests.repeat
 
 # By whole files: fixtures of a file are made once. Most tests compute with one thread, and many only wait.
 unit: $(READY) $(TRITON) model kernels
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile tests --ignore=tests/mesh --ignore=tests/cluster || $(ONCE_MORE) tests --ignore=tests/mesh --ignore=tests/cluster
+	$(REPEAT) unit -n $(JOBS) --dist loadfile tests --ignore=tests/mesh --ignore=tests/cluster
 
 mesh: $(READY) model kernels
-	$(BIN)/python -m pytest tests/mesh || $(ONCE_MORE) tests/mesh
+	$(REPEAT) mesh -n $(JOBS) --dist loadfile tests/mesh -m "not thorough and not alone"
+	$(REPEAT) mesh-alone tests/mesh -m "not thorough and alone"
 
 test-thorough: $(READY) $(TRITON) model kernels  ## takes minutes: every variant of every GPU kernel compiled
 	$(BIN)/python -m pytest -m thorough tests

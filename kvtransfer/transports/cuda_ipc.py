@@ -33,6 +33,7 @@ from kvtransfer.manifest import MAX_PULLED_BYTES, KVMemory, Part, PoolShape, ref
 from kvtransfer.staging import StagedMemory
 from kvtransfer.stream import SocketStream, expect
 from kvtransfer.transports.common import (
+    OpenedPools,
     SummedIncoming,
     SummedOutgoing,
     UnixSocketTransport,
@@ -42,7 +43,6 @@ from kvtransfer.transports.common import (
     source_of,
     unusable,
 )
-from kvtransfer.transports.peer_pool_cache import OpenedPools
 from pdmesh.v1 import common_pb2, transfer_pb2
 
 if TYPE_CHECKING:  # transfers of KV in CPU memory need no torch

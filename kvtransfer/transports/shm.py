@@ -25,8 +25,7 @@ from kvtransfer.layout import Reach, Scope
 from kvtransfer.manifest import KVMemory, Part, Rectangle, copies, shape_of
 from kvtransfer.native.library import Runs
 from kvtransfer.stream import SocketStream
-from kvtransfer.transports.common import UnixSocketTransport, announce, shape_of_sender, source_of
-from kvtransfer.transports.peer_pool_cache import MappedPool, MappedPools
+from kvtransfer.transports.common import MappedPool, MappedPools, UnixSocketTransport, announce, shape_of_sender, source_of
 from pdmesh.v1 import common_pb2, transfer_pb2
 
 BATCH_BYTES = 4 << 20  # copied between two checks whether to stop

@@ -18,10 +18,10 @@ from pdmesh.autoscaler.metrics import SERVICE, AutoscalerMetrics
 from pdmesh.autoscaler.policy.policy import Policy
 from pdmesh.autoscaler.roles import RoleChanger
 from pdmesh.autoscaler.settings import AutoscalerSettings, PoolSettings
-from pdmesh.launcher.console import collector_of
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.launcher.plan import LocalMeshConfig, usable_cores
 from pdmesh.launcher.scale import LocalPlatform
+from pdmesh.launcher.sidecars import collector_of
 from pdmesh.planning.objectives import load as load_objectives
 from pdmesh.runtime.rpc.tls import open_tls
 from pdmesh.runtime.telemetry.config import TelemetryConfig, resource_of

@@ -26,7 +26,6 @@ from rich.table import Table
 from pdmesh.client.client import AsyncClient
 from pdmesh.errors import MeshError
 from pdmesh.launcher.certificates import CertificateError, make_certificates
-from pdmesh.launcher.console import Traces, require_free
 from pdmesh.launcher.local_state import Target
 from pdmesh.launcher.member import Member, OnEvent, start_all
 from pdmesh.launcher.plan import (
@@ -41,7 +40,7 @@ from pdmesh.launcher.plan import (
     worker_plan,
     worker_plans,
 )
-from pdmesh.launcher.redis import RedisMember, require_redis
+from pdmesh.launcher.sidecars import RedisMember, Traces, require_free, require_redis
 from pdmesh.runtime.child import StartFailed
 from pdmesh.runtime.rpc.tls import TlsConfig
 from pdmesh.terminal import table

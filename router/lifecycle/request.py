@@ -16,9 +16,8 @@ from router.fleet.worker import Dispatched, Incarnation, Worker
 from router.flow_control.slo_admission import Ticket
 from router.flow_control.ttft_predictor import num_emitted
 from router.lifecycle.capacity_queue import CapacityQueue, Waiter
-from router.lifecycle.client_stream import ClientStream
 from router.lifecycle.decode_session import DecodeSession
-from router.lifecycle.output import DraftTotals, Output, OutputTracker, TokenChunk
+from router.lifecycle.output import ClientStream, DraftTotals, Output, OutputTracker, TokenChunk
 from router.routing.decisions import Decision
 from router.routing.filters import Placement, RoutingRequest
 from router.routing.worker_snapshot import Mode, WorkerKey

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 import grpc.aio
 import pytest
 
-from kvtransfer.transports import peer_pool_cache
+from kvtransfer.transports import common
 from kvtransfer.transports.nixl.agent import is_installed
 from kvtransfer.transports.nixl.reader import Reader
 from tests.kvtransfer.endpoints import World, nothing_left, running
@@ -28,7 +28,7 @@ def grpc_keeps_its_threads() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def no_kept_mappings(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left behind is to be seen at once."""
-    monkeypatch.setattr(peer_pool_cache, "KEEP_S", 0)
+    monkeypatch.setattr(common, "KEEP_S", 0)
 
 
 @pytest.fixture(scope="session", autouse=True)

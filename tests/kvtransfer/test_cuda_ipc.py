@@ -22,9 +22,10 @@ from kvtransfer.receiver.receiver import Receiver
 from kvtransfer.sender.send_queue import FirstTokensDrawn, KVReadiness, Ready
 from kvtransfer.sender.sender import Sender
 from kvtransfer.staging import StagedMemory
-from kvtransfer.transports import common, peer_pool_cache
+from kvtransfer.transports import common
+from kvtransfer.transports import common as peer_pool_cache
+from kvtransfer.transports.common import OpenedPools
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
-from kvtransfer.transports.peer_pool_cache import OpenedPools
 from pdmesh.engine.kv_cache.block_moves import Blocks
 from pdmesh.engine.kv_cache.cuda_ipc import NotShared
 from pdmesh.engine.kv_cache.ipc_pool import IndexedSums, PeerPool, ShownPool

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from kvtransfer.transports import peer_pool_cache
-from kvtransfer.transports.peer_pool_cache import KeptPools
+from kvtransfer.transports import common
+from kvtransfer.transports.common import KeptPools
 from tests.kvtransfer.endpoints import until
 
 
@@ -37,7 +37,7 @@ async def test_what_has_another_user_stays() -> None:
 
 
 async def test_what_nobody_uses_is_found_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_pool_cache, "KEEP_S", 0.01)
+    monkeypatch.setattr(common, "KEEP_S", 0.01)
     pools, [pool] = kept("a")
     pools.release(pool)
     assert pools.find("a") is pool
@@ -47,7 +47,7 @@ async def test_what_nobody_uses_is_found_for_a_while(monkeypatch: pytest.MonkeyP
 
 async def test_what_is_used_again_is_closed_as_if_it_had_never_been_free(monkeypatch: pytest.MonkeyPatch) -> None:
     pools, [pool] = kept("a")
-    monkeypatch.setattr(peer_pool_cache, "KEEP_S", 0.01)
+    monkeypatch.setattr(common, "KEEP_S", 0.01)
     pools.release(pool)
     pools.use("a", pool)
     await asyncio.sleep(0.05)
@@ -59,7 +59,7 @@ async def test_what_is_used_again_is_closed_as_if_it_had_never_been_free(monkeyp
 
 
 async def test_close_takes_what_nobody_uses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_pool_cache, "KEEP_S", 0.01)
+    monkeypatch.setattr(common, "KEEP_S", 0.01)
     pools, [free, used] = kept("a", "b")
     pools.release(free)
     for _ in range(2):

@@ -14,7 +14,7 @@ from kvtransfer.errors import PushFailed
 from kvtransfer.manifest import shape_of
 from kvtransfer.receiver.receiver import Receiver
 from kvtransfer.sender.sender import PushJob, Sender
-from kvtransfer.transports import peer_pool_cache
+from kvtransfer.transports import common
 from pdmesh.v1 import common_pb2, transfer_pb2
 from tests.kvtransfer.endpoints import World, nothing_left, running
 from tests.support.kv_memory import SEALS, FakeKVMemory
@@ -180,7 +180,7 @@ async def test_block_ids_outside_the_senders_pool_are_refused() -> None:
 def test_the_mapping_is_read_only() -> None:
     memory = FakeKVMemory(1, 2, 64)
     assert memory.fd is not None
-    pool = peer_pool_cache.MappedPool(memory.fd, shape_of(memory))
+    pool = common.MappedPool(memory.fd, shape_of(memory))
     with pool.view() as view:
         assert view.readonly and view.nbytes == 256
     pool.close()
@@ -189,7 +189,7 @@ def test_the_mapping_is_read_only() -> None:
 
 
 async def test_a_pool_is_mapped_once_whatever_descriptor_leads_to_it() -> None:
-    memory, other, pools = FakeKVMemory(1, 2, 64), FakeKVMemory(1, 2, 64), peer_pool_cache.MappedPools()
+    memory, other, pools = FakeKVMemory(1, 2, 64), FakeKVMemory(1, 2, 64), common.MappedPools()
     assert memory.fd is not None and other.fd is not None
     again = os.dup(memory.fd)
     first = pools.acquire(memory.fd, shape_of(memory))

@@ -30,10 +30,16 @@ async def mesh(tiny: Path) -> AsyncIterator[LocalMesh]:
     footprint.assert_gone()
 
 
+ALONE = {"test_autoscale", "test_chaos", "test_cpus", "test_load", "test_traces"}
+"""What compares durations, or fills the machine: another mesh beside it would be measured, too."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """All of them start processes."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker("mesh")
+            if item.path.stem in ALONE:
+                item.add_marker("alone")
             if os.name != "posix":
                 item.add_marker(pytest.mark.skip(reason="needs POSIX signals"))

@@ -18,11 +18,11 @@ from pathlib import Path
 import pytest
 
 from pdmesh.launcher import mesh as launcher
-from pdmesh.launcher import redis
-from pdmesh.launcher.console import collector_of
+from pdmesh.launcher import sidecars
 from pdmesh.launcher.member import MAX_BACKOFF_S, Member, backoff_s, how_it_ended
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.launcher.plan import LocalMeshConfig, ProcessPlan, check_packages, router_plans, with_port, worker_plans
+from pdmesh.launcher.sidecars import collector_of
 from pdmesh.runtime.child import StartFailed
 from pdmesh.runtime.registry.redis_link import why_silent
 
@@ -196,7 +196,7 @@ async def test_dead_redis_without_restart_is_only_reported(stand_ins: None, tmp_
 
 
 async def test_stopped_while_redis_is_between_two_lives(stand_ins: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(redis, "backoff_s", lambda _: 60.0)
+    monkeypatch.setattr(sidecars, "backoff_s", lambda _: 60.0)
     events: list[str] = []
     async with LocalMesh(config(tmp_path), on_event=events.append) as mesh:
         assert mesh.redis_pid is not None

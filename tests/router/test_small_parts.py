@@ -15,8 +15,7 @@ from router.config import RouterConfig
 from router.fleet.change_notifier import ChangeNotifier, Signal, unless, wait_at_most
 from router.fleet.heartbeat import HeartbeatClock
 from router.lifecycle.capacity_queue import CapacityQueue
-from router.lifecycle.client_stream import ClientStream
-from router.lifecycle.output import TokenChunk
+from router.lifecycle.output import ClientStream, TokenChunk
 from router.telemetry.timings import RequestTimings, now_ns
 from router.tokenization.prepared_request import scoped_salt
 

@@ -20,7 +20,7 @@ GOALS = {
     "up_arrows": 0,
 }
 """What is wanted."""
-REACHED = {"remote_files": 116, "tcp_push_files": 16, "modules_with_code": 422, "any_circles": 6, "up_arrows": 2}
+REACHED = {"remote_files": 111, "tcp_push_files": 16}
 """What is allowed until a goal is reached: it may shrink only."""
 
 SEEN_BY_A_REQUEST = {"router", "prefill_service", "decode_service", "kvtransfer", "engine", "worker", "text"}

@@ -7,7 +7,7 @@ long as its worker. The driver's library is loaded wherever torch has a device, 
 The driver says that freeing memory which others have open is undefined. So a pool is never freed before its
 process ends (pdmesh/engine/kv_cache/pool.py drops it into torch's cache of segments at most), and a mapping is used only for a
 peer whose connection is open. It says nothing about a process that ends; reports say that the memory stays until the last
-process that has it open closes it, so mappings are kept for seconds only (kvtransfer/transports/peer_pool_cache.py).
+process that has it open closes it, so mappings are kept for seconds only (kvtransfer/transports/common.py).
 
 Expandable segments of torch's allocator have no such handles: `show` reports that.
 """
