@@ -31,7 +31,7 @@ def main(routers: str) -> None:
         except errors.Overloaded as error:  # here only if it does not fit at all
             raise SystemExit(f"no room: {error.message} (retry in {error.retry_delay_s} s)") from error
         except errors.Unavailable as error:  # no router within resume_timeout_s
-            raise SystemExit(f"nobody there: {error.message}") from error
+            raise SystemExit(f"no router answers: {error.message}") from error
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ COMMANDS: dict[str, Command] = {
     "models": Command("list models, or fetch or convert one"),
     "profile": Command("show where the time of an engine's step goes on this machine", extra="local"),
     "keys": Command("make, list and revoke the API keys that routers ask for", extra="services"),
-    "tls": Command("make certificates, so that a mesh encrypts and lets nobody else in", extra="services"),
+    "tls": Command("make certificates, so that a mesh encrypts and rejects other clients", extra="services"),
     "doctor": Command("check what this machine has and lacks"),
     "plan": Command(
         "say what a deployment takes: how many workers of which kind keep the objectives under a load", extra="services"

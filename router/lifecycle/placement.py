@@ -20,7 +20,7 @@ from router.lifecycle.request import Assignment, Dispatch, PrefillTarget, Reques
 from router.routing import worker_reports
 from router.routing.decisions import Decision, cached_of
 from router.routing.filters import NoPlacement, Placement, RoutingRequest, blocks_for, compatible, has_room
-from router.routing.routing_request import NOBODY, routing_request_of
+from router.routing.routing_request import NO_WORKERS, routing_request_of
 from router.routing.worker_snapshot import Mode, WorkerKey, WorkerSnapshot
 from router.telemetry import timings
 
@@ -96,7 +96,7 @@ class PlaceStage:
     def _ask_policy(self, dispatch: Dispatch) -> tuple[Placement | NoPlacement, RoutingRequest]:
         """Return the policy's answer, and keep it to be explained."""
         search, fleet_snapshot = dispatch.search, self._core.fleet.fleet_snapshot
-        ejected_decode = ejected_prefill = NOBODY
+        ejected_decode = ejected_prefill = NO_WORKERS
         if not search.takes_ejected:
             ejected_decode = self._core.health_recorder.ejected(fleet_snapshot, Role.DECODE)
             ejected_prefill = self._core.health_recorder.ejected(fleet_snapshot, Role.PREFILL)
@@ -286,7 +286,7 @@ def next_prefill(core: RouterContext, dispatch: Dispatch) -> PrefillTarget | Non
 
 
 def routing_request_for(
-    core: RouterContext, dispatch: Dispatch, *, prefill: frozenset[WorkerKey], decode: frozenset[WorkerKey] = NOBODY
+    core: RouterContext, dispatch: Dispatch, *, prefill: frozenset[WorkerKey], decode: frozenset[WorkerKey] = NO_WORKERS
 ) -> RoutingRequest:
     """Return what the policy is asked, without these workers, by role."""
     prepared = dispatch.request.prepared

@@ -9,7 +9,7 @@ from router.routing.filters import RoutingRequest
 from router.routing.worker_snapshot import Mode, WorkerKey
 from router.tokenization.prepared_request import PreparedRequest
 
-NOBODY: frozenset[WorkerKey] = frozenset()
+NO_WORKERS: frozenset[WorkerKey] = frozenset()
 
 
 def routing_request_of(
@@ -18,8 +18,8 @@ def routing_request_of(
     emitted: Sequence[common_pb2.EmittedChoice] = (),
     kind: tuple[object, ...] | None = None,
     *,
-    excluded_decode: frozenset[WorkerKey] = NOBODY,
-    excluded_prefill: frozenset[WorkerKey] = NOBODY,
+    excluded_decode: frozenset[WorkerKey] = NO_WORKERS,
+    excluded_prefill: frozenset[WorkerKey] = NO_WORKERS,
 ) -> RoutingRequest:
     """`emitted` tokens are out already, from workers of `kind`."""
     several_under_way = prepared.num_choices > 1 and bool(emitted)

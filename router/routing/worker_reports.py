@@ -75,35 +75,35 @@ def describe(info: worker_pb2.WorkerInfo) -> Described:
 
 
 def snapshot_of(
-    who: Described, load: worker_pb2.LoadReport, *, decode: bool, reported_at: float = 0.0, sent: Counted = NOTHING
+    described: Described, load: worker_pb2.LoadReport, *, decode: bool, reported_at: float = 0.0, sent: Counted = NOTHING
 ) -> WorkerSnapshot:
     """`decode`: its Attach stream is open, so it may own requests, if it has the role. `reported_at`: monotonic seconds of the
     report's arrival; `sent`: beside what is in it."""
     latency, roles, num_running, num_prefilling = latency_of(load), load.roles, load.num_running, load.num_prefilling
     per_row = _per_row(load.speculation) if load.HasField("speculation") else (1.0, 1.0)
     return WorkerSnapshot(
-        worker_id=who.worker_id,
-        address=who.address,
-        epoch=who.epoch,
-        model=who.model,
+        worker_id=described.worker_id,
+        address=described.address,
+        epoch=described.epoch,
+        model=described.model,
         prefill=worker_pb2.ROLE_PREFILL in roles,
         decode=decode and worker_pb2.ROLE_DECODE in roles,
-        identity=who.identity,
-        layout=who.layout,
-        transports=who.transports,
-        host_id=who.host_id,
-        block_size=who.layout.block_size,
-        max_context=who.max_context,
-        max_num_seqs=load.max_num_seqs or who.max_num_seqs,
-        num_total_blocks=load.num_total_blocks or who.num_blocks,
+        identity=described.identity,
+        layout=described.layout,
+        transports=described.transports,
+        host_id=described.host_id,
+        block_size=described.layout.block_size,
+        max_context=described.max_context,
+        max_num_seqs=load.max_num_seqs or described.max_num_seqs,
+        num_total_blocks=load.num_total_blocks or described.num_blocks,
         num_free_blocks=load.num_free_blocks,
         num_seqs=num_running + load.num_waiting + load.num_reserved + load.num_held,
         num_waiting_tokens=load.num_waiting_tokens,
         num_prefilling=num_prefilling,
         num_decoding=load.num_decoding if latency is not None else num_running,
-        decode_context=load.decode_context if latency is not None else _used_tokens(who, load),
+        decode_context=load.decode_context if latency is not None else _used_tokens(described, load),
         num_starting=load.num_reserved + (num_prefilling if latency is not None else 0),
-        max_num_batched_tokens=who.max_num_batched_tokens,
+        max_num_batched_tokens=described.max_num_batched_tokens,
         latency=latency,
         pace_s=load.pace_s if 0 < load.pace_s <= MAX_PACE_S else 0.0,
         slack_s=load.slack_s if abs(load.slack_s) <= MAX_SLACK_S else 0.0,
@@ -142,9 +142,9 @@ def _per_row(said: worker_pb2.SpeculationReport) -> tuple[float, float]:
     return (tokens, computed) if 1 <= tokens <= MAX_PER_ROW and 1 <= computed <= MAX_PER_ROW else (1.0, 1.0)
 
 
-def _used_tokens(who: Described, load: worker_pb2.LoadReport) -> int:
+def _used_tokens(described: Described, load: worker_pb2.LoadReport) -> int:
     """What the sequences of a worker that does not say may attend to, at most."""
-    return (load.num_total_blocks - load.num_free_blocks) * who.layout.block_size if load.num_running else 0
+    return (load.num_total_blocks - load.num_free_blocks) * described.layout.block_size if load.num_running else 0
 
 
 @lru_cache(maxsize=256)
