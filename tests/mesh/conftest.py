@@ -30,8 +30,8 @@ async def mesh(tiny: Path) -> AsyncIterator[LocalMesh]:
     footprint.assert_gone()
 
 
-ALONE = {"test_autoscale", "test_chaos", "test_cpus", "test_load", "test_traces"}
-"""What compares durations, or fills the machine: another mesh beside it would be measured, too."""
+ALONE = {"test_autoscale", "test_chaos", "test_cpus", "test_load", "test_speculation", "test_traces"}
+"""Tests that compare durations, decide by measured ones, or fill the machine: another mesh beside them would be measured, too."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
