@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -22,6 +22,22 @@ ROUNDS = 5
 MOST_REPEATS = 200
 
 Work = Callable[[], object]
+
+
+# Which share of the time some kernel or copy runs, as the profiler sees it: gaps between a graph's kernels count as idle.
+Span = tuple[float, float]
+
+
+def covered_share(spans: Sequence[Span]) -> float:
+    """Of the time from the first beginning to the last end, that in which at least one span lies; 0 for none."""
+    if not spans:
+        return 0.0
+    ordered = sorted(spans)
+    covered, end = 0.0, ordered[0][0]
+    for first, last in ordered:
+        covered += max(0.0, last - max(first, end))
+        end = max(end, last)
+    return covered / (end - ordered[0][0]) if end > ordered[0][0] else 0.0
 
 
 class Deadline:

@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.command import Gathered, PartProcess, misses, table, write
-from benchmarks.gpu.context import MOST_REPEATS, ROUNDS, Deadline, repeats_for
-from benchmarks.gpu.parts.decode import covered_share
+from benchmarks.gpu.context import MOST_REPEATS, ROUNDS, Deadline, covered_share, repeats_for
 from benchmarks.gpu.parts.mesh import last_line
 from benchmarks.gpu.peers import affordable_output, window_of
 from benchmarks.gpu.plan import LEAST_S, LIMIT_S, NOT_EQUAL, PARTS, RESERVE_S, Part, allotment_s, chosen, parse_args
@@ -38,7 +37,7 @@ from benchmarks.harness import Figure
 from pdmesh.engine.hardware import ModelCost
 from pdmesh.engine.kernels.triton.split_kv import SPLITS, Splits
 from pdmesh.engine.loader.quantize import dequantize_fp8, dequantize_int4, dequantize_int8
-from tests.gpu.checks import num_differing, over_bound, over_roundings, relative_error
+from tests.gpu.errors import num_differing, over_bound, over_roundings, relative_error
 from tests.support.random_weights import RandomSource, engine_config, random_fp8, random_int4, random_int8
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ from benchmarks.gpu.shapes import BLOCK_SIZE, Sequence, attention_bytes, causal_
 from benchmarks.harness import Figure
 from pdmesh.engine.kernels.triton.attention import Workspace, paged_attention
 from pdmesh.engine.kernels.triton.split_kv import SPLITS, Splits
-from tests.gpu.checks import relative_error
+from tests.gpu.errors import relative_error
 
 UNSPLIT = Splits(SPLITS.min_keys, 1)
 SHARE_GOAL, SPEEDUP_GOAL = 70.0, 8.0

@@ -6,12 +6,11 @@ alone, by the device's clock. What lies between them is Python, the draw, and wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from benchmarks.gpu.context import Context, device_s, replayed_s
+from benchmarks.gpu.context import Context, Span, covered_share, device_s, replayed_s
 from benchmarks.gpu.shapes import decode_batch, decode_bytes
 from benchmarks.gpu.steady import Pace, started, steady_pace
 from benchmarks.harness import Figure
@@ -23,23 +22,7 @@ from pdmesh.engine.kernels.triton.step import TritonStep
 from tests.support.random_models import Subject, make_subject
 from tests.support.random_weights import engine_config
 
-# Which share of the time some kernel or copy runs, as the profiler sees it: gaps between a graph's kernels count as idle.
-
-
 STEPS = 50
-Span = tuple[float, float]
-
-
-def covered_share(spans: Sequence[Span]) -> float:
-    """Of the time from the first beginning to the last end, that in which at least one span lies; 0 for none."""
-    if not spans:
-        return 0.0
-    ordered = sorted(spans)
-    covered, end = 0.0, ordered[0][0]
-    for first, last in ordered:
-        covered += max(0.0, last - max(first, end))
-        end = max(end, last)
-    return covered / (end - ordered[0][0]) if end > ordered[0][0] else 0.0
 
 
 def traced_share(engine: Engine, device: str, *, batch: int, prompt: int) -> float | None:

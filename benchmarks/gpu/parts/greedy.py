@@ -14,7 +14,7 @@ from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.kernels.triton.model import TritonModel
 from pdmesh.engine.models.config import ModelConfig
 from pdmesh.engine.models.decoder import DecoderModel
-from tests.gpu.checks import num_differing
+from tests.gpu.errors import num_differing
 from tests.support.random_models import graph_model, launched_model, make_decoder, make_engine
 from tests.support.random_weights import engine_config
 

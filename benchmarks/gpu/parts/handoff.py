@@ -42,7 +42,6 @@ from pdmesh.engine.outputs import KVReady, StepResult
 from pdmesh.engine.request import EngineRequest
 from pdmesh.v1 import common_pb2
 from pdmesh.worker.kv_memory import sharing_for, stage
-from tests.support.random_models import make_subject
 from tests.support.random_weights import engine_config
 
 # What comes of the rounds of a hand-off over one transport. Pure.
@@ -280,6 +279,8 @@ def _pinned(context: Context) -> None:
 
 
 async def _measure(context: Context, ends: Ends) -> None:
+    from tests.support.random_models import make_subject  # triton is not installed everywhere
+
     size = ends.shape.num_bytes
     context.note(
         f"hand-off: {size_words(size)} are {size} bytes: {ends.num_blocks} blocks of {BLOCK_SIZE} tokens, read and written"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from tests.engine.kernels.triton.interpreter import mend
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 if not torch.cuda.is_available():
+    if "triton" in sys.modules and "TRITON_INTERPRET" not in os.environ:
+        raise pytest.UsageError("a test outside of this folder imports triton as it is collected; import it where it is needed")
     os.environ["TRITON_INTERPRET"] = "1"
 
 
