@@ -16,6 +16,7 @@ from pdmesh.engine.hardware import ModelCost
 from pdmesh.engine.kernels.triton.metadata import StepMetadata
 from pdmesh.engine.kernels.triton.split_kv import Splits
 from pdmesh.engine.models.config import ModelConfig
+from pdmesh.engine.models.registry import model_config
 from pdmesh.engine.runner.batch import StepBatch
 from tests.support.random_weights import generator_of
 
@@ -91,7 +92,7 @@ class Scale:
     handed_off: int  # bytes of keys and values
 
     def config(self, model: str) -> ModelConfig:
-        return ModelConfig.from_dict(self.models[model])
+        return model_config(self.models[model])
 
     @property
     def max_context(self) -> int:

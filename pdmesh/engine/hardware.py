@@ -73,7 +73,7 @@ def cost_of(loaded: LoadedModel, kv: KVShape) -> ModelCost:
         num_head_weights=num_head_weights,
         weight_bytes=weight_bytes,
         # On a device a rank's pool has its own heads only.
-        kv_bytes_per_token=kv.bytes_per_block // kv.block_size * (config.num_kv_heads // kv.num_kv_heads),
+        kv_bytes_per_token=kv.bytes_per_block // kv.block_size * (config.pool_heads // kv.num_kv_heads),
         attention_operations=4 * config.num_layers * config.num_heads * config.head_dim,
     )
 

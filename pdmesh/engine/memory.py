@@ -78,9 +78,7 @@ def kv_shape(
 
 
 def _shape(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, num_blocks: int) -> KVShape:
-    return KVShape(
-        model.num_layers, num_blocks, config.block_size, model.num_kv_heads, kv_head_size(model.head_dim, dtype), dtype
-    )
+    return KVShape(model.num_layers, num_blocks, config.block_size, model.pool_heads, kv_head_size(model.pool_dim, dtype), dtype)
 
 
 def free_memory(device: str) -> int:

@@ -21,8 +21,8 @@ def identity_of(engine: Engine, model: str) -> common_pb2.Identity:
         model=model,
         weights_hash=engine.weights_hash,
         num_layers=shape.num_layers,
-        num_kv_heads=engine.model_config.num_kv_heads,
-        head_dim=engine.model_config.head_dim,
+        num_kv_heads=engine.model_config.pool_heads,
+        head_dim=engine.model_config.pool_dim,
         numeric_mode=engine.numeric_mode,
         protocol_version=PROTOCOL_VERSION,
     )

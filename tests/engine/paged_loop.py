@@ -37,8 +37,8 @@ class PagedLoop:
 
     def __post_init__(self) -> None:
         config, dtype = self.loaded.config, self.loaded.kv_dtype
-        head = kv_head_size(config.head_dim, dtype)
-        shape = KVShape(config.num_layers, self.num_blocks, self.block_size, config.num_kv_heads, head, dtype)
+        head = kv_head_size(config.pool_dim, dtype)
+        shape = KVShape(config.num_layers, self.num_blocks, self.block_size, config.pool_heads, head, dtype)
         device = getattr(self.loaded.model, "device", None)  # the CPU's backend has none
         self.pool = KVPool(shape, "cpu" if device is None else device.type)
         # What a pool holds before it is written must not matter; NaN shows it if it does, and these bytes are NaN in every

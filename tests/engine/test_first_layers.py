@@ -55,7 +55,7 @@ def step(loop: PagedLoop, chunk: Chunk, rows: list[int] | None = None) -> tuple[
 def test_the_head_makes_the_logits_from_the_hidden_states(loop: PagedLoop, folder: Path) -> None:
     logits, hidden = step(loop, Chunk(loop.table(150), PROMPT, 0, every_row=True))
     source, _ = open_checkpoint(folder)
-    normed = rms_norm(hidden, source.get("model.norm.weight").float(), loop.loaded.config.rms_norm_eps)
+    normed = rms_norm(hidden, source.get("model.norm.weight").float(), loop.loaded.config.norm_eps)
     torch.testing.assert_close(normed @ source.get("lm_head.weight").float().T, logits, atol=1e-4, rtol=1e-5)
     assert torch.equal(logits, loop.logits(PROMPT)), "asking for them changes logits"
 

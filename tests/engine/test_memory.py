@@ -12,9 +12,9 @@ from pdmesh.engine.config import EngineConfig, default_kv_share
 from pdmesh.engine.kv_cache.pool import KVShape
 from pdmesh.engine.memory import MIB, DoesNotFit, check_weights_fit, effective_max_context, free_memory, kv_shape
 from pdmesh.engine.memory import _cgroup_free as cgroup_free
-from pdmesh.engine.models.config import ModelConfig
+from pdmesh.engine.models.registry import model_config
 
-MODEL = ModelConfig.from_dict(
+MODEL = model_config(
     {
         "model_type": "llama",
         "vocab_size": 100,

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from pdmesh.engine.models.config import ModelConfig
+from pdmesh.engine.models.registry import model_config
 
 BASE: dict[str, Any] = {
     "model_type": "llama",
@@ -20,7 +21,7 @@ BASE: dict[str, Any] = {
 
 
 def parse(**overrides: Any) -> ModelConfig:
-    return ModelConfig.from_dict({**BASE, **overrides})
+    return model_config({**BASE, **overrides})
 
 
 def test_defaults() -> None:

@@ -16,6 +16,7 @@ from pdmesh.engine.kernels.cpu.model import NativeModel, why_not
 from pdmesh.engine.loader.loader import LoadedModel, load_model
 from pdmesh.engine.models.config import ModelConfig
 from pdmesh.engine.models.decoder import DecoderModel
+from pdmesh.engine.models.registry import model_config
 from pdmesh.engine.request import EngineRequest
 from pdmesh.sampling_params import SamplingParams
 from tests.engine.backends import needs_native
@@ -36,7 +37,7 @@ F32, BF16, F16, I8 = torch.float32, torch.bfloat16, torch.float16, torch.int8
 
 
 def model(dtype: str | None = "bfloat16", **changes: Any) -> ModelConfig:
-    return ModelConfig.from_dict({**SIZES, "dtype": dtype, **changes})
+    return model_config({**SIZES, "dtype": dtype, **changes})
 
 
 def chosen(

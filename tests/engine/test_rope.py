@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pdmesh.engine.models.config import RopeConfig
 from pdmesh.engine.models.layers import RotaryTable, rotate
+from pdmesh.engine.models.rope import RopeConfig
 
 
 def config(**params: object) -> RopeConfig:

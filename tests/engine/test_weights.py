@@ -182,7 +182,7 @@ def test_a_gguf_has_the_config_of_its_original(gguf: Gguf) -> None:
     ours, theirs = GgufSource(path).config, SafetensorsSource(folder).config
     for name in set(ours.__dataclass_fields__) - {"rms_norm_eps"}:
         assert getattr(ours, name) == getattr(theirs, name), name
-    assert ours.rms_norm_eps == pytest.approx(theirs.rms_norm_eps)
+    assert ours.norm_eps == pytest.approx(theirs.norm_eps)
 
 
 def test_a_converted_gguf_is_the_same_model_here_and_in_transformers(gguf: Gguf, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from pdmesh.engine.loader.quantize import Fp8Weight, Int4Weight, Int8Weight, deq
 from pdmesh.engine.models import layers
 from pdmesh.engine.models.config import ModelConfig
 from pdmesh.engine.models.layers import RotaryTable, rotate
+from pdmesh.engine.models.registry import model_config
 from pdmesh.engine.runner.batch import StepBatch
 from pdmesh.engine.sampling.sampler import Sampler, SampleRow
 from pdmesh.sampling_params import SamplingParams
@@ -162,7 +163,7 @@ def _logits(context: Context) -> float:
 
 def _short(context: Context) -> ModelConfig:
     values = {**context.scale.models["8B"], "model_type": "qwen3", "num_hidden_layers": 2}
-    return ModelConfig.from_dict(values)
+    return model_config(values)
 
 
 # How far one tensor is from another, in units of what it may be; how many tokens differ.

@@ -22,6 +22,7 @@ from pdmesh.engine.engine import Engine
 from pdmesh.engine.kv_cache.events import LayerReadiness
 from pdmesh.engine.loader.loader import LoadedModel
 from pdmesh.engine.models.config import ModelConfig
+from pdmesh.engine.models.registry import model_config
 from pdmesh.engine.outputs import FinishReason, StepResult
 from pdmesh.engine.request import EngineRequest, finish_reason
 from pdmesh.engine.runner.batch import StepBatch
@@ -130,7 +131,7 @@ def write_kv(engine: Engine, block_ids: Sequence[int], token_ids: Sequence[int],
 
 
 def model_config(max_context: int) -> ModelConfig:
-    return ModelConfig.from_dict(
+    return model_config(
         {
             "model_type": "llama",
             "vocab_size": VOCAB_SIZE,

@@ -32,7 +32,7 @@ from pdmesh.engine.kernels.triton.model import warm, warm_moves
 from pdmesh.engine.kernels.triton.sampling.sampler import DeviceSampler
 from pdmesh.engine.kernels.triton.step import TritonStep
 from pdmesh.engine.kv_cache.block_moves import NUM_SUMS, Blocks
-from pdmesh.engine.models.config import ModelConfig
+from pdmesh.engine.models.registry import model_config
 from pdmesh.engine.sampling.sampler import SampledToken, SampleRow
 from tests.gpu.checks import attention_checks, checks, linear_checks
 from tests.support.random_models import make_decoder
@@ -218,7 +218,7 @@ def _models(context: Context) -> Iterator[tuple[str, Mapping[str, object], str, 
 
 @torch.inference_mode()
 def _model(context: Context, values: Mapping[str, object], weights: str, kv_dtype: str) -> None:
-    shape = ModelConfig.from_dict({**values, "num_hidden_layers": 2})
+    shape = model_config({**values, "num_hidden_layers": 2})
     config = engine_config("cpu", max_num_seqs=max(context.scale.batches), max_context=max(TABLE_WIDTHS) * BLOCK_SIZE)
     decoder = make_decoder(shape, weights, config, context.dtype, META)
     is_fp8 = kv_dtype == "fp8"

@@ -83,7 +83,7 @@ class ReferenceAttention:
 
     def _rows(self, slots: Tensor) -> Tensor:
         """slots [num_seqs, CHUNK_KEYS] -> [num_seqs, num_kv_heads, CHUNK_KEYS]: the row of each head's key, see KeyChunk."""
-        return slots[:, None, :] * self.config.num_kv_heads + torch.arange(self.config.num_kv_heads)[:, None]
+        return slots[:, None, :] * self.config.pool_heads + torch.arange(self.config.pool_heads)[:, None]
 
 
 @dataclass(frozen=True)
@@ -111,56 +111,69 @@ class ReferencePlan:
     slots: Tensor  # [T] int64
     groups: dict[int | None, list[Group]]  # by sliding window
 
-    def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kv: Tensor) -> Tensor:
+    def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
         """See `AttentionPlan.run`."""
         keys, values = kv[layer, 0], kv[layer, 1]
         keys.flatten(0, 1).index_copy_(0, self.slots, key)
         values.flatten(0, 1).index_copy_(0, self.slots, value)
-        return self._attended(layer, query, keys, values)
+        return self._attended(layer, query, keys, values, sinks)
 
-    def _attended(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        result = torch.empty_like(query)
+    def _attended(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
+        latent = self.config.latent
+        result = query.new_empty((*query.shape[:2], latent.kv_rank)) if latent else torch.empty_like(query)
         for group in self.groups[self.config.windows[layer]]:
-            attended = _attend(group, query[group.tokens], keys.flatten(0, 2), values.flatten(0, 2), self.config)
+            attended = _attend(group, query[group.tokens], keys.flatten(0, 2), values.flatten(0, 2), self.config, sinks)
             result[group.tokens] = attended.to(query.dtype)
         return result
 
 
-def _attend(group: Group, query: Tensor, keys: Tensor, values: Tensor, config: ModelConfig) -> Tensor:
+def _attend(
+    group: Group, query: Tensor, keys: Tensor, values: Tensor, config: ModelConfig, sinks: Tensor | None = None
+) -> Tensor:
     """query [num_seqs * num_queries, num_heads, head_dim]; keys, values [num_slots * num_kv_heads, head_dim].
 
-    Returns the same shape as query, float32. In the products a row is one query of one head of one group; the batch is
-    sequences x key/value heads.
+    Returns the same shape as query (of a latent: as wide as its values), float32. In the products a row is one query of one head of
+    one group; the batch is sequences x key/value heads.
     """
-    heads, dim, queries = config.num_kv_heads, config.head_dim, group.num_queries
-    rows = queries * config.num_groups
+    heads, queries = config.pool_heads, group.num_queries
+    rows = queries * (config.num_heads // heads)
     packed = _pack_queries(group, query, config)  # [num_seqs, heads, rows padded, dim], scaled
+    width = config.latent.kv_rank if config.latent else config.head_dim
     peak = packed.new_full((*packed.shape[:3], 1), LOWEST_MAX)
-    total, acc = torch.zeros_like(peak), torch.zeros_like(packed)
+    total, acc = torch.zeros_like(peak), packed.new_zeros((*packed.shape[:3], width))
+    if sinks is not None:  # a key that every query sees, with a value of zeros
+        own = sinks.float().view(heads, 1, -1).expand(heads, queries, -1).reshape(heads, rows, 1)
+        peak[:, :, :rows], total[:, :, :rows] = own, 1.0
     for chunk in group.chunks:
-        n, shape = chunk.num_seqs, (chunk.num_seqs * heads, CHUNK_KEYS, dim)
+        n, shape = chunk.num_seqs, (chunk.num_seqs * heads, CHUNK_KEYS, config.pool_dim)
         k = keys.index_select(0, chunk.rows).view(shape).float()
         v = values.index_select(0, chunk.rows).view(shape).float()
+        if config.latent:  # the pool holds its halves; values are a part of the keys
+            k = torch.cat((k, v), dim=2)
+            v = k[:, :, :width].contiguous()
         scores = torch.bmm(packed[:n].flatten(0, 1), k.transpose(1, 2)).view(n, heads, -1, CHUNK_KEYS)
+        if config.attention_softcap:
+            scores = (scores / config.attention_softcap).tanh_().mul_(config.attention_softcap)
         scores[:, :, :rows].view(n, heads, queries, -1, CHUNK_KEYS).add_(chunk.mask)
         new_peak = torch.maximum(peak[:n], scores.amax(-1, keepdim=True))
         weights = scores.sub_(new_peak).exp_()
         decay = (peak[:n] - new_peak).exp_()
         total[:n] = total[:n] * decay + weights.sum(-1, keepdim=True)
-        acc[:n] = acc[:n] * decay + torch.bmm(weights.flatten(0, 1), v).view(n, heads, -1, dim)
+        acc[:n] = acc[:n] * decay + torch.bmm(weights.flatten(0, 1), v).view(n, heads, -1, width)
         peak[:n] = new_peak
-    attended = (acc / total)[:, :, :rows].view(group.num_seqs, heads, queries, -1, dim)
-    return attended.transpose(1, 2).reshape(query.shape)
+    attended = (acc / total)[:, :, :rows].view(group.num_seqs, heads, queries, -1, width)
+    return attended.transpose(1, 2).reshape(*query.shape[:2], width)
 
 
 def _pack_queries(group: Group, query: Tensor, config: ModelConfig) -> Tensor:
     """[num_seqs * num_queries, num_heads, dim] -> [num_seqs, num_kv_heads, rows, dim] float32, scaled; rows a multiple of 4."""
-    seqs, queries, heads, groups = group.num_seqs, group.num_queries, config.num_kv_heads, config.num_groups
+    seqs, queries, heads, dim = group.num_seqs, group.num_queries, config.pool_heads, query.shape[2]
+    groups = config.num_heads // heads
     rows = queries * groups
-    packed = query.new_zeros((seqs, heads, rows + -rows % ROW_MULTIPLE, config.head_dim), dtype=torch.float32)
-    split = query.view(seqs, queries, heads, groups, config.head_dim).transpose(1, 2)
+    packed = query.new_zeros((seqs, heads, rows + -rows % ROW_MULTIPLE, dim), dtype=torch.float32)
+    split = query.view(seqs, queries, heads, groups, dim).transpose(1, 2)
     packed[:, :, :rows].view(split.shape).copy_(split)
-    return packed.mul_(config.head_dim**-0.5)
+    return packed.mul_(config.scale)
 
 
 def _slots(table: Tensor, positions: Tensor, block_size: int, tail: Tail | None) -> Tensor:
@@ -183,11 +196,12 @@ def _mask(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
 class AttentionPlan(Protocol):
     """Compute the attention of one step, and of that step only."""
 
-    def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kv: Tensor) -> Tensor:
+    def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Write the step's keys and values to the pool, then attend.
 
-        query [T, num_heads, head_dim]; key, value [T, num_kv_heads, head_dim]; kv the pool (`KVPool.tensor`).
-        Returns [T, num_heads, head_dim] in query's dtype.
+        query [T, num_heads, head_dim]; key, value [T, num_kv_heads, head_dim]; kv the pool (`KVPool.tensor`); sinks [num_heads].
+        Returns [T, num_heads, head_dim] in query's dtype. Of latent attention, query is [T, num_heads, width], key and value are
+        the latent's halves [T, 1, width / 2], and the result [T, num_heads, kv_rank].
         """
 
 

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from pdmesh.engine.attention.base import make_attention
 from pdmesh.engine.loader.safetensors import SafetensorsSource, WeightSource, checked, weight_files
-from pdmesh.engine.models.decoder import DecoderLayer, DecoderModel
-from pdmesh.engine.models.layers import GatedMLP, Linear, RotaryTable, make_linear
+from pdmesh.engine.models.config import ExpertsConfig, LatentConfig
+from pdmesh.engine.models.decoder import DecoderLayer, DecoderModel, LatentMaps
+from pdmesh.engine.models.experts import ClampedMLP, Experts
+from pdmesh.engine.models.layers import MLP, GatedMLP, Linear, Norm, PlainMLP, QKNorm, RotaryTable, make_linear
 
 if TYPE_CHECKING:
     from pdmesh.engine.loader.triton import QuantizedMaps
@@ -22,6 +24,7 @@ Progress = Callable[[float, str], None]
 
 
 _ATTENTION = "reference"
+_LATENT_EPS = 1e-6  # of the norms inside latent attention, whatever the others have
 
 
 def open_checkpoint(path: Path) -> tuple[WeightSource, list[Path]]:
@@ -61,50 +64,126 @@ class TorchBuilder:
         layers = []
         for index in range(config.num_layers):
             progress(index / (config.num_layers + 1), f"loading layer {index + 1} of {config.num_layers}")
-            layers.append(self._layer(f"model.layers.{index}"))
+            layers.append(self._layer(index))
         progress(config.num_layers / (config.num_layers + 1), "loading embeddings")
         embedding = self._tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        ropes = [rope for rope in (config.rope, config.local_rope) if rope is not None and rope.rotary_dim]
+        learned = (config.learned_positions, config.hidden_size)
         return DecoderModel(
             config,
             embedding=embedding,
             layers=layers,
-            norm=self._tensor("model.norm.weight", config.hidden_size),
+            norm=self._norm("model.norm"),
             head=self._head(embedding),
-            rotary=RotaryTable(config.rope, max_context, dtype=self.dtype, device=self.device),
+            ropes=[RotaryTable(rope, max_context, dtype=self.dtype, device=self.device) for rope in ropes],
             attention=make_attention(_ATTENTION, config, self.device),
+            positions=self._tensor("model.embed_positions.weight", *learned) if config.learned_positions else None,
         )
 
     def _head(self, embedding: Tensor) -> Linear:
         weight = embedding if self.config.tie_word_embeddings else self._tensor("lm_head.weight", *embedding.shape)
-        return make_linear(weight) if self.maps is None else self.maps.head(weight)
+        bias = self._tensor("lm_head.bias", len(embedding)) if self.config.head_bias else None
+        return make_linear(weight, bias) if self.maps is None else self.maps.head(weight)
 
-    def _layer(self, prefix: str) -> DecoderLayer:
-        config = self.config
-        query, kv, hidden = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.hidden_size
-        attention = f"{prefix}.self_attn"
+    def _layer(self, index: int) -> DecoderLayer:
+        config, prefix = self.config, f"model.layers.{index}"
+        attention, hidden = f"{prefix}.self_attn", config.hidden_size
+        values = config.num_heads * (config.latent.value_dim if config.latent else config.head_dim)
+        has_mlp_norm = config.pre_norm and config.mlp_norm
+        is_local = config.local_rope is not None and config.windows[index] is not None
         return DecoderLayer(
-            input_norm=self._tensor(f"{prefix}.input_layernorm.weight", hidden),
-            qkv=self._linear(
-                [(f"{attention}.{n}_proj", rows) for n, rows in zip("qkv", (query, kv, kv), strict=True)],
-                hidden,
-                bias=config.qkv_bias,
-            ),
+            input_norm=self._norm(f"{prefix}.input_layernorm") if config.pre_norm else None,
+            qkv=self._latent_input(attention, config.latent) if config.latent else self._qkv(attention),
             qk_norm=self._qk_norm(attention) if config.qk_norm else None,
-            output=self._linear([(f"{attention}.o_proj", hidden)], query, bias=config.output_bias),
-            mlp_norm=self._tensor(f"{prefix}.post_attention_layernorm.weight", hidden),
-            mlp=self._mlp(f"{prefix}.mlp"),
+            output=self._linear([(f"{attention}.o_proj", hidden)], values, bias=config.output_bias),
+            mlp_norm=self._norm(f"{prefix}.post_attention_layernorm") if has_mlp_norm else None,
+            mlp=self._experts(f"{prefix}.mlp", config.experts)
+            if config.has_experts(index) and config.experts
+            else self._mlp(f"{prefix}.mlp"),
+            post_attention_norm=self._norm(f"{prefix}.post_self_attn_norm") if config.post_norm else None,
+            post_mlp_norm=self._norm(f"{prefix}.post_mlp_norm") if config.post_norm else None,
+            sinks=self._tensor(f"{attention}.sinks", config.num_heads) if config.sinks else None,
+            latent=self._latent(attention, config.latent) if config.latent else None,
+            rope=(1 if is_local else 0) if config.is_rotated(index) else None,
         )
 
-    def _mlp(self, prefix: str) -> GatedMLP:
-        inner, hidden, bias = self.config.intermediate_size, self.config.hidden_size, self.config.mlp_bias
-        gate_up = self._linear([(f"{prefix}.gate_proj", inner), (f"{prefix}.up_proj", inner)], hidden, bias=bias)
-        return GatedMLP(gate_up, self._linear([(f"{prefix}.down_proj", hidden)], inner, bias=bias))
+    def _qkv(self, attention: str) -> Linear:
+        config = self.config
+        query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        parts = [(f"{attention}.{n}_proj", rows) for n, rows in zip("qkv", (query, kv, kv), strict=True)]
+        return self._linear(parts, config.hidden_size, bias=config.qkv_bias)
 
-    def _qk_norm(self, attention: str) -> Tensor:
-        dim = self.config.head_dim
-        query = self._tensor(f"{attention}.q_norm.weight", dim).expand(self.config.num_heads, dim)
-        key = self._tensor(f"{attention}.k_norm.weight", dim).expand(self.config.num_kv_heads, dim)
-        return torch.cat((query, key))
+    def _latent_input(self, attention: str, latent: LatentConfig) -> Linear:
+        """Return the product of what reads the layer's input: the query's bottleneck, or the queries, and the latent."""
+        config = self.config
+        heads = config.num_heads * (latent.nope_dim + latent.rope_dim)
+        query = (f"{attention}.q_a_proj", latent.query_rank) if latent.query_rank else (f"{attention}.q_proj", heads)
+        parts = [query, (f"{attention}.kv_a_proj", latent.width)]
+        biases = None
+        if config.qkv_bias:  # queries without a bottleneck have none
+            own = self._tensor(f"{query[0]}.bias", query[1]) if latent.query_rank else torch.zeros(query[1], dtype=self.dtype)
+            biases = torch.cat((own, self._tensor(f"{parts[1][0]}.bias", latent.width)))
+        return make_linear(_joined([self._tensor(f"{name}.weight", rows, config.hidden_size) for name, rows in parts]), biases)
+
+    def _latent(self, attention: str, latent: LatentConfig) -> LatentMaps:
+        heads, rank, nope = self.config.num_heads, latent.kv_rank, latent.nope_dim
+        expanded = self._tensor(f"{attention}.kv_b_proj.weight", heads * (nope + latent.value_dim), rank)
+        keys, values = expanded.view(heads, nope + latent.value_dim, rank).split([nope, latent.value_dim], dim=1)
+        queries = [(f"{attention}.q_b_proj", heads * (nope + latent.rope_dim))]
+        return LatentMaps(
+            query_norm=self._norm(f"{attention}.q_a_norm", latent.query_rank, eps=_LATENT_EPS) if latent.query_rank else None,
+            queries=self._linear(queries, latent.query_rank, bias=False) if latent.query_rank else None,
+            latent_norm=self._norm(f"{attention}.kv_a_norm", rank, eps=_LATENT_EPS),
+            key_map=keys.contiguous(),
+            value_map=values.transpose(1, 2).contiguous(),
+        )
+
+    def _mlp(self, prefix: str, inner: int = 0, *, bias: bool | None = None) -> MLP:
+        config = self.config
+        inner, bias = inner or config.intermediate_size, config.mlp_bias if bias is None else bias
+        down = self._linear([(f"{prefix}.down_proj", config.hidden_size)], inner, bias=bias)
+        if not config.gated_mlp:
+            return PlainMLP(self._linear([(f"{prefix}.up_proj", inner)], config.hidden_size, bias=bias), down, config.activation)
+        gate_up = self._linear([(f"{prefix}.{name}_proj", inner) for name in ("gate", "up")], config.hidden_size, bias=bias)
+        return GatedMLP(gate_up, down, config.activation)
+
+    def _experts(self, prefix: str, experts: ExpertsConfig) -> Experts:
+        hidden, count = self.config.hidden_size, experts.num_experts
+        shared = experts.shared_intermediate_size
+        return Experts(
+            experts,
+            router=self._wide(f"{prefix}.router.weight", count, hidden),
+            router_bias=self._wide(f"{prefix}.router.bias", count) if experts.router_bias else None,
+            correction=self._wide(f"{prefix}.router.correction", count) if experts.has_correction else None,
+            experts=[self._expert(f"{prefix}.experts.{number}", experts) for number in range(count)],
+            shared=self._mlp(f"{prefix}.shared_expert", shared) if shared else None,
+            shared_gate=self._wide(f"{prefix}.shared_gate.weight", 1, hidden) if experts.shared_gate else None,
+        )
+
+    def _expert(self, prefix: str, experts: ExpertsConfig) -> MLP:
+        inner = experts.intermediate_size
+        if experts.activation != "swiglu_oai":
+            return self._mlp(prefix, inner, bias=experts.bias)
+        gate_up = self._linear([(f"{prefix}.{n}_proj", inner) for n in ("gate", "up")], self.config.hidden_size, bias=True)
+        down = self._linear([(f"{prefix}.down_proj", self.config.hidden_size)], inner, bias=True)
+        return ClampedMLP(gate_up, down, experts.activation_limit)
+
+    def _qk_norm(self, attention: str) -> QKNorm:
+        """Return the norm of all heads: its weights one for all heads, one for each, or one vector over all."""
+        config, dim = self.config, self.config.head_dim
+        counts = {"q": config.num_heads, "k": config.num_kv_heads}
+        shapes: dict[str, tuple[int, ...]] = {
+            name: {"head": (dim,), "heads": (count, dim), "all": (count * dim,)}[config.qk_norm] for name, count in counts.items()
+        }
+        weights = [self._tensor(f"{attention}.{name}_norm.weight", *shape) for name, shape in shapes.items()]
+        rows = [weight.view(-1, dim).expand(count, dim) for weight, count in zip(weights, counts.values(), strict=True)]
+        norm = Norm(torch.cat(rows), config.norm_eps, config.norm, None, config.wide_norm)
+        return QKNorm(norm, config.num_heads if config.qk_norm == "all" else 0)
+
+    def _norm(self, name: str, width: int = 0, eps: float = 0.0) -> Norm:
+        config, width = self.config, width or self.config.hidden_size
+        bias = self._tensor(f"{name}.bias", width) if config.norm_bias else None
+        return Norm(self._tensor(f"{name}.weight", width), eps or config.norm_eps, config.norm, bias, config.wide_norm)
 
     def _linear(self, parts: list[tuple[str, int]], width: int, *, bias: bool) -> Linear:
         """Return one product of several maps with the same input: parts are (name, output rows)."""
@@ -116,6 +195,9 @@ class TorchBuilder:
 
     def _tensor(self, name: str, *shape: int) -> Tensor:
         return checked(self.source, name, shape).to(self.device, self.dtype)
+
+    def _wide(self, name: str, *shape: int) -> Tensor:
+        return checked(self.source, name, shape).to(self.device, torch.float32)
 
 
 def _joined(tensors: list[Tensor]) -> Tensor:

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from pdmesh.engine.loader.quantize import Int4Weight, dequantize_int4
 from pdmesh.engine.loader.safetensors import SINGLE, MissingTensor
-from pdmesh.engine.models.config import ModelConfig, RopeConfig
 from pdmesh.engine.models.layers import inverse_frequencies
+from pdmesh.engine.models.registry import model_config
+from pdmesh.engine.models.rope import RopeConfig
 
 # Blocks of a GGUF file's tensors (layouts: ggml-common.h): 4 bits unchanged, everything as float32
 #
@@ -217,7 +218,7 @@ class GgufSource:
         self.path = path
         reader = _open(path)
         self.config_dict = config_dict(path, reader)
-        self.config = ModelConfig.from_dict(self.config_dict)
+        self.config = model_config(self.config_dict)
         self._is_permuted = self.config_dict["model_type"] == "llama"
         tensors = [tensor for tensor in reader.tensors if tensor.name not in _NOT_WEIGHTS]
         self._tensors: dict[str, ReaderTensor] = {huggingface_name(tensor.name): tensor for tensor in tensors}

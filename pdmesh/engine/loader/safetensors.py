@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pdmesh.engine.loader.quantize import Int4Weight
-from pdmesh.engine.models.config import ModelConfig, UnsupportedModel, token_ids
+from pdmesh.engine.models.config import ModelConfig, token_ids
+from pdmesh.engine.models.reader import UnsupportedModel
+from pdmesh.engine.models.registry import family_of, model_config
 
 # The source of weights: Hugging Face names to tensors, whatever the file format
 
@@ -50,15 +54,30 @@ class SafetensorsSource:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.config = read_config(folder)
+        self._names = family_of(self.config.model_type).names_for(self.config)
         self._file_of = {name: file for path in weight_files(folder) for file, name in _tensors_of(path)}
+        self._taken: set[str] = set()
 
     def names(self) -> frozenset[str]:
         return frozenset(self._file_of)
 
     def get(self, name: str) -> Tensor:
-        if name not in self._file_of:
-            raise MissingTensor(f"{self.folder}: no tensor {name!r} in its safetensors; the checkpoint is incomplete")
-        return self._file_of[name].get_tensor(name)
+        take = self._names.find(name, self.config)
+        if not take.name:
+            tensor = torch.empty(0)
+        elif take.name in self._file_of:
+            tensor = self._file_of[take.name].get_tensor(take.name)
+            self._taken.add(take.name)
+        else:
+            raise MissingTensor(f"{self.folder}: no tensor {take.name!r} in its safetensors; the checkpoint is incomplete")
+        for change in take.change:
+            tensor = change(tensor)
+        return tensor
+
+    def unused(self) -> list[str]:
+        """Return the stored tensors that nothing asked for and that a family does not ignore."""
+        ignored = re.compile(self._names.ignored)
+        return sorted(name for name in self._file_of.keys() - self._taken if not ignored.fullmatch(name))
 
     def get_int4(self, name: str, group: int) -> Int4Weight | None:
         """Return None: safetensors are read in floating dtypes only."""
@@ -93,7 +112,7 @@ def read_config(folder: Path) -> ModelConfig:
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder}: no config.json; give a Hugging Face model folder or a .gguf file")
-    config = _config_of(path, ModelConfig.from_dict)
+    config = _config_of(path, model_config)
     generation = folder / "generation_config.json"
     if generation.is_file():
         ids = _config_of(generation, lambda content: token_ids(content.get("eos_token_id")))

@@ -1,104 +1,70 @@
-"""The config.json of a Llama-family decoder, in one vocabulary.
+"""The parts of a decoder: one vocabulary in which every family's config.json is described (pdmesh/engine/models/registry.py).
 
-It reads both layouts of transformers: version 5 (`rope_parameters`, `dtype`) and earlier (`rope_scaling`, `rope_theta`,
-`torch_dtype`). What this engine cannot compute is rejected by name, so that a model never runs slightly wrong.
+`ModelConfig.parts` names those that go beyond a Llama's. A backend says which of them it computes; a model runs on the fastest
+backend that has all of its parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
-# The rotary embedding of a checkpoint. Sources of the scalings: see pdmesh/engine/models/layers.py.
+from pdmesh.engine.models.reader import ConfigReader, UnsupportedModel
+from pdmesh.engine.models.rope import RopeConfig
 
-
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
-_NEEDED = {
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "yarn": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-}
+ACTIVATIONS = {
+    "silu": "silu", "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+}  # fmt: skip
+"""transformers' names of activations, and what is computed."""
 
 
 @dataclass(frozen=True)
-class RopeConfig:
-    """Describe one rotary embedding. Fields of scalings that are not in use keep their neutral values."""
+class ExpertsConfig:
+    """A mixture of experts. `layers[i]`: whether layer i has one; the others have a dense MLP.
 
-    rope_type: str
-    theta: float
-    rotary_dim: int  # leading dimensions of a head that are rotated; the others pass unchanged
-    max_context: int  # the model's max_position_embeddings
-    original_max_context: int  # the context before scaling (yarn, llama3)
-    factor: float = 1.0
-    attention_factor: float | None = None
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 1.0
+    A token's router logits become scores by `scoring`, over all experts or (`softmax_topk`) over those chosen. Where `num_groups`
+    is more than 1, only the best `top_groups` groups are eligible, each ranked by `group_rank`: its best expert, or the sum of its
+    two best. `has_correction`: a bias decides which experts are chosen, not how much they count."""
 
-    @classmethod
-    def from_dict(cls, config: Mapping[str, object], *, head_dim: int, max_context: int) -> RopeConfig:
-        """Read the content of config.json in either layout. Raises ValueError naming what is missing or not supported."""
-        params = _parameters(config)
-        rope_type = str(params.get("rope_type") or params.get("type") or "default")
-        if rope_type not in ROPE_TYPES:
-            raise ValueError(f"rope_type {rope_type!r} is not supported; this engine computes {', '.join(ROPE_TYPES)}")
-        for key in _NEEDED.get(rope_type, ()):
-            if params.get(key) is None:
-                raise ValueError(f"rope parameters of type {rope_type!r} lack {key!r}")
-        partial = _rope_number(params, "partial_rotary_factor", _rope_number(config, "partial_rotary_factor", 1.0))
-        original = config.get("original_max_position_embeddings") or params.get("original_max_position_embeddings")
-        return cls(
-            rope_type=rope_type,
-            theta=_rope_number(params, "rope_theta", _rope_number(config, "rope_theta", 10000.0)),
-            rotary_dim=int(head_dim * partial),
-            max_context=max_context,
-            original_max_context=int(float(str(original))) if original else max_context,
-            factor=_rope_number(params, "factor", 1.0),
-            attention_factor=_optional(params, "attention_factor"),
-            beta_fast=_optional(params, "beta_fast") or 32.0,
-            beta_slow=_optional(params, "beta_slow") or 1.0,
-            mscale=_optional(params, "mscale"),
-            mscale_all_dim=_optional(params, "mscale_all_dim"),
-            truncate=bool(params.get("truncate", True)),
-            low_freq_factor=_rope_number(params, "low_freq_factor", 1.0),
-            high_freq_factor=_rope_number(params, "high_freq_factor", 1.0),
-        )
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    layers: tuple[bool, ...]
+    scoring: str = "softmax"  # softmax, sigmoid, softmax_topk, sparsemixer
+    normalize: bool = False  # the chosen experts' scores are divided by their sum
+    scale: float = 1.0  # of the chosen scores
+    num_groups: int = 1
+    top_groups: int = 1
+    group_rank: str = "max"  # max, top2
+    has_correction: bool = False
+    router_bias: bool = False
+    bias: bool = False  # of the experts' maps
+    scales_input: bool = False  # the score multiplies an expert's input, not its output (Llama 4)
+    router_jitter: float = 0.0  # sparsemixer's distance within which experts compete (Phi-3.5-MoE)
+    shared_intermediate_size: int = 0  # of an expert that every token takes; 0: none
+    shared_gate: bool = False  # a learned factor in (0, 1) on the shared expert's output
+    activation: str = ""  # of the experts, where it is not the MLP's; swiglu_oai: clamped, with a linear part (GPT-OSS)
+    activation_limit: float = 0.0
 
 
-def _parameters(config: Mapping[str, object]) -> Mapping[str, object]:
-    """Return `rope_parameters` (transformers 5) or `rope_scaling` (earlier). One set per kind of layer is not supported."""
-    params = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(params, Mapping):
-        raise ValueError(f"rope parameters are {params!r}, not a mapping")
-    nested = [key for key, value in params.items() if isinstance(value, Mapping)]
-    if nested:
-        raise ValueError(f"rope parameters per kind of layer ({', '.join(nested)}) are not supported")
-    return params
+@dataclass(frozen=True)
+class LatentConfig:
+    """Latent attention (DeepSeek-V2, 2024): the cache holds a latent of `kv_rank` numbers and `rope_dim` rotated ones a token."""
 
+    query_rank: int  # of the query's own bottleneck; 0: none
+    kv_rank: int
+    nope_dim: int  # of a head's query and key: without rotation
+    rope_dim: int
+    value_dim: int
 
-def _optional(params: Mapping[str, object], key: str) -> float | None:
-    return None if params.get(key) is None else _rope_number(params, key, 0.0)
-
-
-def _rope_number(params: Mapping[str, object], key: str, default: float) -> float:
-    value = params.get(key)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"rope parameter {key} is {value!r}, not a number")
-    return float(value)
-
-
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-
-
-class UnsupportedModel(ValueError):
-    """A checkpoint needs something that this engine does not compute; the message names it."""
+    @property
+    def width(self) -> int:
+        """Return the numbers that the cache holds for a token and layer."""
+        return self.kv_rank + self.rope_dim
 
 
 @dataclass(frozen=True)
@@ -114,52 +80,43 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     max_context: int
-    rms_norm_eps: float
+    norm_eps: float
     tie_word_embeddings: bool
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
-    qk_norm: bool
     windows: tuple[int | None, ...]
     rope: RopeConfig
     eos_token_ids: frozenset[int]
     dtype: str | None  # the checkpoint's, such as "bfloat16"; None when it does not say
-
-    @classmethod
-    def from_dict(cls, config: Mapping[str, object]) -> ModelConfig:
-        """Read the content of config.json. Raises UnsupportedModel or ValueError, naming the key."""
-        model_type = str(config.get("model_type", ""))
-        _check_supported(model_type, config)
-        num_heads = _integer(config, "num_attention_heads")
-        hidden_size = _integer(config, "hidden_size")
-        head_dim = _optional_integer(config, "head_dim") or (128 if model_type == "qwen3" else hidden_size // num_heads)
-        num_kv_heads = _optional_integer(config, "num_key_value_heads") or num_heads
-        if num_heads % num_kv_heads:
-            raise ValueError(f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}")
-        num_layers = _integer(config, "num_hidden_layers")
-        max_context = _integer(config, "max_position_embeddings")
-        has_bias = bool(config.get("attention_bias")) and model_type in ("llama", "qwen3")
-        return cls(
-            model_type=model_type,
-            vocab_size=_integer(config, "vocab_size"),
-            hidden_size=hidden_size,
-            intermediate_size=_integer(config, "intermediate_size"),
-            num_layers=num_layers,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            max_context=max_context,
-            rms_norm_eps=_number(config, "rms_norm_eps", 1e-6),
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            qkv_bias=has_bias or model_type == "qwen2",
-            output_bias=has_bias,
-            mlp_bias=model_type == "llama" and bool(config.get("mlp_bias")),
-            qk_norm=model_type == "qwen3",
-            windows=_windows(model_type, config, num_layers),
-            rope=RopeConfig.from_dict(config, head_dim=head_dim, max_context=max_context),
-            eos_token_ids=token_ids(config.get("eos_token_id")),
-            dtype=_dtype(config),
-        )
+    # Norms.
+    qk_norm: str = ""  # head: one weight for all heads; heads: one for each; all: over all heads together
+    norm: str = "rms"  # or layer
+    norm_bias: bool = False
+    wide_norm: bool = False  # weights multiply before the result is rounded to the dtype (Gemma), not after (Llama)
+    pre_norm: bool = True  # of what attention and MLP read
+    post_norm: bool = False  # of what they give
+    parallel: bool = False  # both read the same states, and are added together
+    mlp_norm: bool = True  # in parallel, the MLP has a norm of its own
+    # MLP.
+    activation: str = "silu"
+    gated_mlp: bool = True
+    experts: ExpertsConfig | None = None
+    # Positions.
+    local_rope: RopeConfig | None = None  # of the layers with a window, where it is another
+    rotated: tuple[bool, ...] = ()  # layers whose heads are rotated; empty: all
+    learned_positions: int = 0  # rows of a table that is added to the embeddings
+    # Attention.
+    attention_scale: float = 0.0  # of scores; 0: head_dim ** -0.5
+    attention_softcap: float = 0.0
+    sinks: bool = False  # a learned logit for each head takes its part of the softmax
+    latent: LatentConfig | None = None
+    # Multipliers.
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_multiplier: float = 1.0
+    logits_softcap: float = 0.0
+    head_bias: bool = False
 
     @property
     def num_groups(self) -> int:
@@ -167,10 +124,95 @@ class ModelConfig:
         return self.num_heads // self.num_kv_heads
 
     @property
+    def scale(self) -> float:
+        """Return the factor of attention's scores."""
+        return self.attention_scale or self.head_dim**-0.5
+
+    @property
+    def pool_heads(self) -> int:
+        """Return the key/value heads of a token in the KV pool. Of a latent there is one."""
+        return 1 if self.latent else self.num_kv_heads
+
+    @property
+    def pool_dim(self) -> int:
+        """Return the numbers of a key, and of a value, in the KV pool. A latent's first half lies where keys do, its second half
+        where values do: so its blocks are as large as it is, and move like any other."""
+        return self.latent.width // 2 if self.latent else self.head_dim
+
+    def is_rotated(self, layer: int) -> bool:
+        """Return whether this layer's queries and keys are rotated."""
+        return not self.rotated or self.rotated[layer]
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether this layer's MLP is a mixture of experts."""
+        return self.experts is not None and self.experts.layers[layer]
+
+    def shortened(self, num_layers: int) -> ModelConfig:
+        """Return a config of the first `num_layers` layers alone."""
+        experts = self.experts and replace(self.experts, layers=self.experts.layers[:num_layers])
+        return replace(
+            self,
+            num_layers=num_layers,
+            windows=self.windows[:num_layers],
+            rotated=self.rotated[:num_layers],
+            experts=experts,
+        )
+
+    @property
     def layer_weights(self) -> int:
-        """Return the weights that each token is multiplied with in a layer."""
-        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
-        return attention + 3 * self.hidden_size * self.intermediate_size
+        """Return the weights that each token is multiplied with in a layer, the mean over layers; of experts, those chosen."""
+        if self.latent is None:
+            attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        else:
+            attention = self._latent_weights(self.latent)
+        maps = (3 if self.gated_mlp else 2) * self.hidden_size
+        if self.experts is None:
+            return attention + maps * self.intermediate_size
+        mixed = sum(self.experts.layers)
+        active = self.experts.top_k * self.experts.intermediate_size + self.experts.shared_intermediate_size
+        inner = mixed * active + (self.num_layers - mixed) * self.intermediate_size
+        return attention + maps * inner // self.num_layers
+
+    def _latent_weights(self, latent: LatentConfig) -> int:
+        query = self.num_heads * (latent.nope_dim + latent.rope_dim)
+        queries = latent.query_rank * (self.hidden_size + query) if latent.query_rank else self.hidden_size * query
+        expanded = latent.kv_rank * self.num_heads * (latent.nope_dim + latent.value_dim)
+        return queries + self.hidden_size * latent.width + expanded + self.hidden_size * self.num_heads * latent.value_dim
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Return the names of the parts that a Llama does not have, in a fixed order."""
+        partial = self.rope.rotary_dim < (self.latent.rope_dim if self.latent else self.head_dim)
+        present = {
+            "LayerNorm": self.norm == "layer",
+            "norms behind attention and MLP": self.post_norm,
+            "no norms before attention and MLP": not self.pre_norm,
+            "parallel attention and MLP": self.parallel,
+            "QK norm with a weight for each head": self.qk_norm == "heads",
+            "QK norm over all heads": self.qk_norm == "all",
+            "plain MLP": not self.gated_mlp,
+            f"{self.activation} activation": self.activation != "silu",
+            "experts": self.experts is not None,
+            "two rotary embeddings": self.local_rope is not None,
+            "partial rotary embedding": partial and not self.learned_positions,
+            "layers without rotary embedding": bool(self.rotated) and not all(self.rotated),
+            "learned positions": self.learned_positions > 0,
+            "scaled attention": self.attention_scale not in (0.0, self.head_dim**-0.5) and not self.latent,
+            "softcap of attention": self.attention_softcap > 0,
+            "attention sinks": self.sinks,
+            "latent attention": self.latent is not None,
+            "multiplier of embeddings": self.embedding_multiplier != 1,
+            "multiplier of residuals": self.residual_multiplier != 1,
+            "multiplier of logits": self.logits_multiplier != 1,
+            "softcap of logits": self.logits_softcap > 0,
+            "bias of logits": self.head_bias,
+        }
+        return tuple(name for name, is_there in present.items() if is_there)
+
+
+def missing_part(config: ModelConfig, computed: frozenset[str]) -> str | None:
+    """Return the first part that is not among those a backend computes; None when it computes them all."""
+    return next((part for part in config.parts if part not in computed), None)
 
 
 def token_ids(value: object) -> frozenset[int]:
@@ -183,45 +225,92 @@ def token_ids(value: object) -> frozenset[int]:
     return frozenset(ids)
 
 
-def _check_supported(model_type: str, config: Mapping[str, object]) -> None:
-    if model_type not in MODEL_TYPES:
-        raise UnsupportedModel(f"model_type {model_type!r} is not supported; this engine runs {', '.join(MODEL_TYPES)}")
-    activation = config.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise UnsupportedModel(f"hidden_act {activation!r} is not supported; this engine computes silu")
-    if config.get("quantization_config") and not _is_about_kv_alone(config["quantization_config"]):
-        raise UnsupportedModel("quantization_config: quantized safetensors are not supported; give plain weights or a GGUF")
+# What families have in common when they read a config
 
 
-def _is_about_kv_alone(quantization: object) -> bool:
-    """Return whether weights are plain, and compressed-tensors only added scales for KV in fp8
-    (pdmesh/engine/loader/kv_scales.py)."""
-    if not isinstance(quantization, Mapping) or quantization.get("quant_method") != "compressed-tensors":
-        return False
-    scheme, groups = quantization.get("kv_cache_scheme"), quantization.get("config_groups", {})
-    if groups != {} or not isinstance(scheme, Mapping):
-        return False
-    expected = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
-    return all(scheme.get(name, value) == value for name, value in expected.items())
+@dataclass(frozen=True)
+class Defaults:
+    """What a family takes where its config.json says nothing."""
+
+    head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    max_context: int | None = None  # None: it must be there
+    norm_eps: float = 1e-6
+    tie: bool = False
+    activation: str = "silu"
+    rope_theta: float = 10000.0
+    partial_rotary: float = 1.0
+    is_rotary: bool = True
+    names: dict[str, str] = field(default_factory=dict)  # keys that this family spells in another way
 
 
-def _windows(model_type: str, config: Mapping[str, object], num_layers: int) -> tuple[int | None, ...]:
-    """Return each layer's sliding window, by the rules of transformers' configuration classes."""
-    if model_type == "llama":
-        return (None,) * num_layers
-    window = _optional_integer(config, "sliding_window") if "sliding_window" in config else 4096
-    if model_type == "mistral":
-        return (window,) * num_layers
-    if not config.get("use_sliding_window", False):
-        window = None
-    kinds = config.get("layer_types")
-    if isinstance(kinds, (list, tuple)):
-        if len(kinds) < num_layers:
-            raise ValueError(f"layer_types: {len(kinds)} entries for {num_layers} layers")
-        return tuple(_window_of(str(kind), window) for kind in kinds[:num_layers])
-    first = _optional_integer(config, "max_window_layers")
-    first = 28 if first is None else first
-    return tuple(window if layer >= first else None for layer in range(num_layers))
+def decoder(read: ConfigReader, defaults: Defaults | None = None, **parts: object) -> ModelConfig:
+    """Return a Llama's config with the parts that differ. Raises UnsupportedModel or ValueError, naming the key."""
+    defaults = defaults or Defaults()
+
+    def key(name: str) -> str:
+        return defaults.names.get(name, name)
+
+    num_heads = read.count(key("num_attention_heads"))
+    hidden_size = read.count(key("hidden_size"))
+    head_dim = read.optional_count("head_dim") or defaults.head_dim or hidden_size // num_heads
+    num_kv_heads = read.optional_count(key("num_key_value_heads")) or num_heads
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}")
+    num_layers = read.count(key("num_hidden_layers"))
+    max_context = read.count(key("max_position_embeddings"), default=defaults.max_context)
+    read.require("is_causal", True)
+    common: dict[str, object] = {
+        "model_type": str(read["model_type"]),
+        "vocab_size": read.count("vocab_size"),
+        "hidden_size": hidden_size,
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "tie_word_embeddings": read.flag("tie_word_embeddings", defaults.tie),
+        "qkv_bias": False,
+        "output_bias": False,
+        "mlp_bias": False,
+        "windows": (None,) * num_layers,
+        "eos_token_ids": token_ids(read.get("eos_token_id")),
+        "dtype": _dtype(read),
+    }
+    if "intermediate_size" not in parts:
+        common["intermediate_size"] = read.count(key("intermediate_size"))
+    if "norm_eps" not in parts:
+        common["norm_eps"] = read.number(key("rms_norm_eps"), default=defaults.norm_eps)
+    if "activation" not in parts:
+        common["activation"] = activation(read, key("hidden_act"), defaults.activation)
+    if "rope" not in parts:
+        common["rope"] = (
+            RopeConfig.from_dict(
+                read, head_dim=head_dim, max_context=max_context, theta=defaults.rope_theta, partial=defaults.partial_rotary
+            )
+            if defaults.is_rotary
+            else RopeConfig("default", defaults.rope_theta, 0, max_context, max_context)
+        )
+    if not defaults.is_rotary:
+        common["rotated"] = (False,) * num_layers
+    config = ModelConfig(**{**common, "max_context": max_context, **parts})  # type: ignore[arg-type]
+    return replace(config, max_context=max(config.max_context, config.rope.context))
+
+
+def activation(read: ConfigReader, key: str, default: str) -> str:
+    """Return what is computed for the activation that the config names."""
+    name = str(read.get(key) or default)
+    if name not in ACTIVATIONS:
+        raise UnsupportedModel(f"{key} {name!r} is not supported; this engine computes {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+def layer_windows(read: ConfigReader, num_layers: int, window: int | None) -> tuple[int | None, ...] | None:
+    """Return the windows that `layer_types` says; None where it is not there."""
+    kinds = read.texts("layer_types")
+    if kinds is None:
+        return None
+    if len(kinds) < num_layers:
+        raise ValueError(f"layer_types: {len(kinds)} entries for {num_layers} layers")
+    return tuple(_window_of(kind, window) for kind in kinds[:num_layers])
 
 
 def _window_of(kind: str, window: int | None) -> int | None:
@@ -230,29 +319,12 @@ def _window_of(kind: str, window: int | None) -> int | None:
     return window if kind == "sliding_attention" else None
 
 
-def _dtype(config: Mapping[str, object]) -> str | None:
-    value = config.get("dtype") or config.get("torch_dtype")
+def every(count: int, period: int, others: Sequence[int] = ()) -> tuple[bool, ...]:
+    """Return for each of `count` layers whether it is the last of its `period`, and none of `others`."""
+    return tuple((layer + 1) % period == 0 and layer not in others for layer in range(count))
+
+
+def _dtype(read: ConfigReader) -> str | None:
+    value = read.get("dtype") or read.get("torch_dtype")
+    read.ignore("dtype", "torch_dtype")
     return None if value is None else str(value).removeprefix("torch.")
-
-
-def _integer(config: Mapping[str, object], key: str) -> int:
-    value = _optional_integer(config, key)
-    if not value:
-        raise ValueError(f"config.json has no {key!r}, or it is 0; it is needed to build the model")
-    return value
-
-
-def _optional_integer(config: Mapping[str, object], key: str) -> int | None:
-    value = config.get(key)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value) or value < 0:
-        raise ValueError(f"config.json: {key} is {value!r}, not a count")
-    return int(value)
-
-
-def _number(config: Mapping[str, object], key: str, default: float) -> float:
-    value = config.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"config.json: {key} is {value!r}, not a number")
-    return float(value)

@@ -1,17 +1,19 @@
-"""A Llama-family decoder over a paged KV pool: one `forward` for prefill chunks, decode rows and any mix of them.
+"""A decoder over a paged KV pool: one `forward` for prefill chunks, decode rows and any mix of them.
 
     h = embed(tokens)
     each layer:   h += output(attention(rope(qk_norm(qkv(norm(h))))))      h += mlp(norm(h))
     logits = head(norm(h[rows]))
 
-Order of operations and roundings are transformers', so that greedy float32 tokens are the same. Query, key and value maps are one
-product, gate and up another: rows of a product are independent, so bits do not change. How far bits are independent of the
-batch: see pdmesh/engine/models/layers.py and pdmesh/engine/attention/base.py.
+That is a Llama; what other families do besides or instead is a part of `ModelConfig`. Order of operations and roundings are
+transformers', so that greedy float32 tokens are the same. Query, key and value maps are one product, gate and up another: rows of a
+product are independent, so bits do not change. How far bits are independent of the batch: see pdmesh/engine/models/layers.py and
+pdmesh/engine/attention/base.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -20,27 +22,57 @@ from torch import Tensor
 from pdmesh.engine.attention.base import AttentionBackend, AttentionPlan, make_attention
 from pdmesh.engine.kv_cache.events import LayerReadiness
 from pdmesh.engine.models.config import ModelConfig
-from pdmesh.engine.models.layers import GatedMLP, Linear, RotaryTable, pad_rows, rms_norm, rotate
+from pdmesh.engine.models.layers import MLP, GatedMLP, Linear, Norm, QKNorm, RotaryTable, pad_rows, rotate
 from pdmesh.engine.runner.batch import StepBatch
 
 
 @dataclass(frozen=True)
-class DecoderLayer:
-    """Hold one layer's weights. `qk_norm` [num_heads + num_kv_heads, head_dim] normalizes query and key heads together."""
+class LatentMaps:
+    """Hold the maps of latent attention behind the layer's first product, which gives the query's bottleneck (or the queries), the
+    latent and its rotated key. Keys and values are never expanded: queries are multiplied with the keys' map, and what attention
+    gives with the values' (DeepSeek-V2, 2024, section 2.1)."""
 
-    input_norm: Tensor
+    query_norm: Norm | None
+    queries: Linear | None
+    latent_norm: Norm
+    key_map: Tensor  # [num_heads, nope_dim, kv_rank]
+    value_map: Tensor  # [num_heads, kv_rank, value_dim]
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """Hold one layer's weights. Norms that a family lacks are None; `rope` is the number of the layer's rotary embedding."""
+
+    input_norm: Norm | None
     qkv: Linear
-    qk_norm: Tensor | None
+    qk_norm: QKNorm | None
     output: Linear
-    mlp_norm: Tensor
-    mlp: GatedMLP
+    mlp_norm: Norm | None
+    mlp: MLP
+    post_attention_norm: Norm | None = None
+    post_mlp_norm: Norm | None = None
+    sinks: Tensor | None = None  # [num_heads]
+    latent: LatentMaps | None = None
+    rope: int | None = 0
+
+    @property
+    def norm_weights(self) -> tuple[Tensor, Tensor]:
+        """Return the weights of the norms before attention and MLP, of a family that has both."""
+        assert self.input_norm is not None and self.mlp_norm is not None
+        return self.input_norm.weight, self.mlp_norm.weight
+
+    @property
+    def gated_mlp(self) -> GatedMLP:
+        """Return the MLP of a family that has a gated one in every layer."""
+        assert isinstance(self.mlp, GatedMLP)
+        return self.mlp
 
 
 def shortened(config: ModelConfig, num_layers: int) -> ModelConfig:
     """Return a config of only the first `num_layers` layers. Raises ValueError for fewer than one, or for all."""
     if not 1 <= num_layers < config.num_layers:
         raise ValueError(f"num_layers: {num_layers} of {config.num_layers} layers; it must be 1 to {config.num_layers - 1}")
-    return replace(config, num_layers=num_layers, windows=config.windows[:num_layers])
+    return config.shortened(num_layers)
 
 
 class DecoderModel:
@@ -53,22 +85,30 @@ class DecoderModel:
         *,
         embedding: Tensor,
         layers: list[DecoderLayer],
-        norm: Tensor,
+        norm: Norm,
         head: Linear,
-        rotary: RotaryTable,
+        ropes: Sequence[RotaryTable],
         attention: AttentionBackend,
+        positions: Tensor | None = None,
     ) -> None:
+        """`ropes`: the tables that layers name by number. `positions` [max_context, hidden_size]: learned ones."""
         self.config = config
         self.embedding = embedding
         self.layers = layers
         self.norm = norm
         self.head = head
-        self.rotary = rotary
+        self.ropes = ropes
         self.attention = attention
+        self.positions = positions
 
     @property
     def device(self) -> torch.device:
         return self.embedding.device
+
+    @property
+    def rotary(self) -> RotaryTable:
+        """Return the rotary embedding of a model that has one."""
+        return self.ropes[0]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -84,13 +124,26 @@ class DecoderModel:
         """
         plan = self.attention.plan(batch, kv.shape[3])
         num_tokens = batch.num_tokens
-        states = F.embedding(pad_rows(batch.token_ids).to(self.device), self.embedding)
-        angles = self.rotary.at(pad_rows(batch.positions).to(self.device))
+        positions = pad_rows(batch.positions).to(self.device)
+        states = self._embedded(pad_rows(batch.token_ids).to(self.device), positions)
+        angles = [rope.at(positions) for rope in self.ropes]
+        factor = self.config.residual_multiplier
         for index, layer in enumerate(self.layers):
-            states = states + self._attend(index, layer, states, angles, plan, num_tokens, kv)
+            normed = states if layer.input_norm is None else layer.input_norm(states)
+            added = self._attend(index, layer, normed, angles, plan, num_tokens, kv)
             if signal is not None:
                 signal.layer_done(index)
-            states = states + layer.mlp(rms_norm(states, layer.mlp_norm, self.config.rms_norm_eps))
+            if layer.post_attention_norm is not None:
+                added = layer.post_attention_norm(added)
+            before, states = states, states + (added if factor == 1.0 else added * factor)
+            # In parallel, the MLP reads what attention read.
+            read = before if self.config.parallel else states
+            read = normed if layer.mlp_norm is None and self.config.parallel else read
+            read = read if layer.mlp_norm is None else layer.mlp_norm(read)
+            added = layer.mlp(read)
+            if layer.post_mlp_norm is not None:
+                added = layer.post_mlp_norm(added)
+            states = states + (added if factor == 1.0 else added * factor)
         wanted = states[batch.logits_rows.to(self.device)]
         if hidden is not None:
             hidden.copy_(wanted)
@@ -109,35 +162,75 @@ class DecoderModel:
             layers=self.layers[:num_layers],
             norm=self.norm,
             head=self.head,
-            rotary=self.rotary,
+            ropes=self.ropes,
             attention=make_attention(self.attention.name, config, str(self.device)),
+            positions=self.positions,
         )
+
+    def _embedded(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """Return the states before the first layer, [T padded, hidden_size]."""
+        states = F.embedding(token_ids, self.embedding)
+        if self.config.embedding_multiplier != 1.0:
+            # As transformers does it: the factor is rounded to the states' dtype.
+            states = states * torch.tensor(self.config.embedding_multiplier, dtype=states.dtype, device=states.device)
+        return states if self.positions is None else states + F.embedding(positions, self.positions)
 
     def _attend(
         self,
         index: int,
         layer: DecoderLayer,
-        hidden: Tensor,
-        angles: tuple[Tensor, Tensor],
+        normed: Tensor,
+        angles: Sequence[tuple[Tensor, Tensor]],
         plan: AttentionPlan,
         num_tokens: int,
         kv: Tensor,
     ) -> Tensor:
-        """Return the attention half of a layer: hidden [T padded, hidden_size] -> what is added to it. Attention skips
-        padding."""
-        config = self.config
-        qkv = layer.qkv(rms_norm(hidden, layer.input_norm, config.rms_norm_eps))
-        heads = qkv.view(qkv.shape[0], -1, config.head_dim)
+        """Return what attention gives: normed [T padded, hidden_size] -> the same shape. Attention skips padding."""
+        config, fused = self.config, layer.qkv(normed)
+        own = None if layer.rope is None else angles[layer.rope]
+        if layer.latent is not None:
+            return layer.output(pad_rows(self._attend_latent(index, layer.latent, fused, own, plan, num_tokens, kv)))
+        heads = fused.view(fused.shape[0], -1, config.head_dim)
         num_rotated = config.num_heads + config.num_kv_heads
         query_key = heads[:, :num_rotated]
         if layer.qk_norm is not None:
-            query_key = rms_norm(query_key, layer.qk_norm, config.rms_norm_eps)
-        query_key = rotate(query_key, *angles)[:num_tokens]
+            query_key = layer.qk_norm(query_key)
+        query_key = (query_key if own is None else rotate(query_key, *own))[:num_tokens]
         query, key = query_key[:, : config.num_heads], query_key[:, config.num_heads :]
-        attended = plan.run(index, query, key, heads[:num_tokens, num_rotated:], kv)
+        attended = plan.run(index, query, key, heads[:num_tokens, num_rotated:], kv, layer.sinks)
         return layer.output(pad_rows(attended.flatten(1)))
+
+    def _attend_latent(
+        self,
+        index: int,
+        maps: LatentMaps,
+        fused: Tensor,
+        angles: tuple[Tensor, Tensor] | None,
+        plan: AttentionPlan,
+        num_tokens: int,
+        kv: Tensor,
+    ) -> Tensor:
+        """Return the heads' values [T, num_heads * value_dim] of the layer's first product, fused [T padded, ...]."""
+        config, latent = self.config, self.config.latent
+        assert latent is not None and angles is not None
+        queries, latents, key = fused.split([fused.shape[1] - latent.width, latent.kv_rank, latent.rope_dim], dim=1)
+        if maps.queries is not None and maps.query_norm is not None:
+            queries = maps.queries(maps.query_norm(queries))
+        heads = queries.view(queries.shape[0], config.num_heads, -1)
+        plain, rotated = heads.split([latent.nope_dim, latent.rope_dim], dim=2)
+        rotated, key = rotate(rotated, *angles), rotate(key.unsqueeze(1), *angles)
+        absorbed = torch.bmm(plain.transpose(0, 1), maps.key_map).transpose(0, 1)
+        query = torch.cat((absorbed, rotated), dim=2)[:num_tokens]
+        stored = torch.cat((maps.latent_norm(latents).unsqueeze(1), key), dim=2)[:num_tokens]
+        first, second = stored.chunk(2, dim=2)
+        attended = plan.run(index, query, first, second, kv)
+        values = torch.bmm(pad_rows(attended).transpose(0, 1), maps.value_map).transpose(0, 1)
+        return values[:num_tokens].flatten(1)
 
     def _logits(self, states: Tensor) -> Tensor:
         """Map states [R, hidden_size] -> [R, vocab_size] float32."""
-        logits = self.head(rms_norm(pad_rows(states), self.norm, self.config.rms_norm_eps))
-        return logits[: states.shape[0]].float()
+        config = self.config
+        logits = self.head(self.norm(pad_rows(states)))[: states.shape[0]].float()
+        if config.logits_multiplier != 1.0:
+            logits = logits * config.logits_multiplier
+        return logits if not config.logits_softcap else (logits / config.logits_softcap).tanh() * config.logits_softcap

@@ -1,4 +1,4 @@
-"""The decoder's layers without attention: norm, linear maps, gated MLP, rotary embedding. Pure functions of rows; no state.
+"""The decoder's layers without attention: norms, linear maps, MLPs, rotary embedding. Pure functions of rows; no state.
 
 Row invariance: a token's numbers must not depend on how many other tokens share its step. Measurements (torch 2.13, AVX-512,
 1 to 8 threads) and their consequences here:
@@ -12,13 +12,15 @@ Row invariance: a token's numbers must not depend on how many other tokens share
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdmesh.engine.models.config import RopeConfig
+from pdmesh.engine.models.rope import RopeConfig
 
 ROW_MULTIPLE = 4
 
@@ -36,10 +38,80 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * (wide * torch.rsqrt(variance + eps)).to(x.dtype)
 
 
+@dataclass(frozen=True)
+class Norm:
+    """Normalize the last dimension with a weight for each element, or for each head and element."""
+
+    weight: Tensor
+    eps: float
+    kind: str = "rms"
+    bias: Tensor | None = None
+    wide: bool = False  # the weight multiplies in float32, before the result is rounded to x's dtype
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.kind == "rms" and not self.wide:
+            return rms_norm(x, self.weight, self.eps)
+        wide = x.float()
+        if self.kind == "layer":
+            normed = F.layer_norm(wide, wide.shape[-1:], None, None, self.eps) * self.weight.float()
+            return (normed if self.bias is None else normed + self.bias.float()).to(x.dtype)
+        variance = wide.pow(2).mean(-1, keepdim=True)
+        return (self.weight.float() * (wide * torch.rsqrt(variance + self.eps))).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class QKNorm:
+    """Normalize queries and keys, before they are rotated. `weight` [num_heads + num_kv_heads, head_dim]: each head by itself, or
+    (`num_heads` > 0) all query heads together, and all key heads."""
+
+    norm: Norm
+    num_heads: int = 0
+
+    @property
+    def weight(self) -> Tensor:
+        return self.norm.weight
+
+    def __call__(self, heads: Tensor) -> Tensor:
+        """Take and return [T, num_heads + num_kv_heads, head_dim]."""
+        if not self.num_heads:
+            return self.norm(heads)
+        parts = heads.split([self.num_heads, heads.shape[1] - self.num_heads], dim=1)
+        weights = self.weight.split([self.num_heads, heads.shape[1] - self.num_heads])
+        norms = (Norm(weight.flatten(), self.norm.eps, self.norm.kind, None, self.norm.wide) for weight in weights)
+        return torch.cat([norm(part.flatten(1)).view(part.shape) for norm, part in zip(norms, parts, strict=True)], dim=1)
+
+
 def silu(x: Tensor) -> Tensor:
     """Return x / (1 + exp(-x)), computed in float32, bits independent of the number of rows."""
     wide = x.float()
     return (wide / wide.neg().exp_().add_(1.0)).to(x.dtype)
+
+
+def gelu(x: Tensor) -> Tensor:
+    """Return x times the normal distribution's share below it (Hendrycks and Gimpel, 2016)."""
+    wide = x.float()
+    return (0.5 * wide * (1.0 + torch.erf(wide * math.sqrt(0.5)))).to(x.dtype)
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """Return gelu's approximation by tanh."""
+    wide = x.float()
+    inner = math.sqrt(2.0 / math.pi) * (wide + 0.044715 * wide * wide * wide)
+    return (0.5 * wide * (1.0 + torch.tanh(inner))).to(x.dtype)
+
+
+def relu2(x: Tensor) -> Tensor:
+    """Return the square of relu (So et al., Primer, 2021)."""
+    return torch.relu(x).square()
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "gelu": gelu,
+    "gelu_tanh": gelu_tanh,
+    "relu": torch.relu,
+    "relu2": relu2,
+}
 
 
 class Linear(Protocol):
@@ -92,15 +164,31 @@ def _packs(dtype: torch.dtype) -> bool:
     return dtype == torch.float32
 
 
-class GatedMLP:
-    """Compute down(silu(gate(x)) * up(x)) (Shazeer, GLU Variants, 2020); gate and up are one product."""
+class MLP(Protocol):
+    """A layer's other half: [M, hidden_size] -> the same shape. M is a multiple of 4."""
 
-    def __init__(self, gate_up: Linear, down: Linear) -> None:
-        self.gate_up, self.down = gate_up, down
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class GatedMLP:
+    """Compute down(act(gate(x)) * up(x)) (Shazeer, GLU Variants, 2020); gate and up are one product."""
+
+    def __init__(self, gate_up: Linear, down: Linear, activation: str = "silu") -> None:
+        self.gate_up, self.down, self._activate = gate_up, down, ACTIVATIONS[activation]
 
     def __call__(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(silu(gate) * up)
+        return self.down(self._activate(gate) * up)
+
+
+class PlainMLP:
+    """Compute down(act(up(x)))."""
+
+    def __init__(self, up: Linear, down: Linear, activation: str) -> None:
+        self.up, self.down, self._activate = up, down, ACTIVATIONS[activation]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(self._activate(self.up(x)))
 
 
 # Rotary position embedding (Su et al., RoFormer, 2021) with the context-extending scalings of the Llama family.
@@ -113,13 +201,16 @@ class GatedMLP:
 class RotaryTable:
     """Hold cosines and sines of every position, computed once: a token's rotation depends on its position alone.
 
+    LongRoPE has two sets of frequencies, and cached keys cannot change from one to the other: tables that reach beyond the original
+    context have the long ones at every position, others the short ones.
+
     Dynamic NTK: transformers recomputes the frequencies from the longest position of each forward call and leaves cached keys
     as they were. Here a token at position p beyond max_position_embeddings uses the frequencies of length p + 1, which is what
     generation does token by token; only a prompt that is itself longer than max_position_embeddings differs.
     """
 
     def __init__(self, config: RopeConfig, max_context: int, *, dtype: torch.dtype, device: str = "cpu") -> None:
-        inv_freq, scaling = inverse_frequencies(config)
+        inv_freq, scaling = inverse_frequencies(config, max_context)
         positions = torch.arange(max_context, dtype=torch.float32)
         angles = positions[:, None] * inv_freq
         if config.rope_type == "dynamic" and max_context > config.max_context:
@@ -149,8 +240,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return result if dim == x.shape[-1] else torch.cat((result, x[..., dim:]), dim=-1)
 
 
-def inverse_frequencies(config: RopeConfig) -> tuple[Tensor, float]:
-    """Return (inverse frequencies [rotary_dim / 2] float32, factor on cosines and sines) within the model's own context."""
+def inverse_frequencies(config: RopeConfig, max_context: int = 0) -> tuple[Tensor, float]:
+    """Return (inverse frequencies [rotary_dim / 2] float32, factor on cosines and sines) within the model's own context, for
+    positions up to `max_context`."""
     base = _base_frequencies(config.theta, config.rotary_dim)
     match config.rope_type:
         case "default" | "dynamic":
@@ -159,6 +251,10 @@ def inverse_frequencies(config: RopeConfig) -> tuple[Tensor, float]:
             return base / config.factor, 1.0
         case "llama3":
             return _llama3_frequencies(config, base), 1.0
+        case "longrope":
+            is_long = max_context > config.original_max_context
+            factors = config.long_factor if is_long else config.short_factor
+            return _longrope_frequencies(config, factors), longrope_scaling(config, is_long=is_long)
         case "yarn":
             return _yarn_frequencies(config), _yarn_attention_factor(config)
     raise ValueError(f"rope_type {config.rope_type!r} has no computation")
@@ -172,6 +268,25 @@ def _dynamic_frequencies(config: RopeConfig, length: int) -> Tensor:
     dim, factor = config.rotary_dim, config.factor
     stretch = (factor * length / config.max_context) - (factor - 1)
     return _base_frequencies(config.theta * stretch ** (dim / (dim - 2)), dim)
+
+
+def _longrope_frequencies(config: RopeConfig, factors: tuple[float, ...]) -> Tensor:
+    """Divide each frequency by its own factor (Ding et al., LongRoPE, 2024)."""
+    dim = config.rotary_dim
+    exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+    return 1.0 / (torch.tensor(factors, dtype=torch.float32) * config.theta**exponents)
+
+
+def longrope_scaling(config: RopeConfig, *, is_long: bool) -> float:
+    """Return the factor on cosines and sines within (short) or beyond the original context."""
+    own = config.long_mscale if is_long else config.short_mscale
+    if own is not None:
+        return own
+    if config.attention_factor is not None:
+        return config.attention_factor
+    if config.factor <= 1.0:
+        return 1.0
+    return math.sqrt(1 + math.log(config.factor) / math.log(config.original_max_context))
 
 
 def _llama3_frequencies(config: RopeConfig, base: Tensor) -> Tensor:

@@ -122,13 +122,13 @@ def _joined_decoder(model: DecoderModel, whole: ModelConfig, group: Group) -> De
         layers=[_joined(layer, group) for layer in model.layers],
         norm=model.norm,
         head=GatheredHead(model.head, whole.vocab_size, group),
-        rotary=model.rotary,
+        ropes=model.ropes,
         attention=model.attention,
     )
 
 
 def _joined(layer: DecoderLayer, group: Group) -> DecoderLayer:
-    mlp = GatedMLP(layer.mlp.gate_up, SummedLinear(layer.mlp.down, group))
+    mlp = GatedMLP(layer.gated_mlp.gate_up, SummedLinear(layer.gated_mlp.down, group))
     return replace(layer, output=SummedLinear(layer.output, group), mlp=mlp)
 
 

@@ -15,7 +15,7 @@ from pdmesh.engine.kernels.cpu import library as abi
 from pdmesh.engine.kernels.cpu.library import gather
 from pdmesh.engine.kernels.cpu.sampling import NativeSampler
 from pdmesh.engine.kv_cache.events import LayerReadiness
-from pdmesh.engine.models.config import ModelConfig
+from pdmesh.engine.models.config import ModelConfig, missing_part
 from pdmesh.engine.models.decoder import shortened
 from pdmesh.engine.runner.batch import StepBatch, Tail
 
@@ -213,8 +213,8 @@ class NativeModel:
             kv_format=abi.FORMATS[str(self._kv_dtype).removeprefix("torch.")],
             embedding_format=abi.FORMATS[str(weights.embedding.dtype).removeprefix("torch.")],
             max_context=weights.cos.shape[0],
-            eps=config.rms_norm_eps,
-            attention_scale=config.head_dim**-0.5,
+            eps=config.norm_eps,
+            attention_scale=config.scale,
             layers=layers,
             norm=weights.norm.data_ptr(),
             head=weights.head.descriptor(),
@@ -224,8 +224,14 @@ class NativeModel:
         )
 
 
+PARTS = frozenset({"partial rotary embedding", "scaled attention"})
+"""What the kernels compute besides a Llama's parts (pdmesh/engine/models/config.py)."""
+
+
 def why_not(config: ModelConfig, block_size: int) -> str | None:
     """Return which property of this model the kernels do not support; None when they support it all."""
+    if (part := missing_part(config, PARTS)) is not None:
+        return f"its kernels have no {part}"
     if config.head_dim % 16 or config.head_dim > MAX_HEAD_DIM:
         return f"head_dim {config.head_dim} is not a multiple of 16 up to {MAX_HEAD_DIM}"
     if block_size % GROUP_TOKENS:

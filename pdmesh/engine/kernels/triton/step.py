@@ -91,10 +91,10 @@ class TritonStep:
         layer, states = self.decoder.layers[index], rows.states
         if index:
             last = self._rest(index - 1, rows)
-            normed, _ = add_rms_norm(last, states, layer.input_norm, self._eps, last, states)
+            normed, _ = add_rms_norm(last, states, layer.norm_weights[0], self._eps, last, states)
         else:
             torch.index_select(self.decoder.embedding, 0, rows.token_ids, out=states)
-            normed = rms_norm(states, layer.input_norm, self._eps)
+            normed = rms_norm(states, layer.norm_weights[0], self._eps)
         self._query(index, layer, normed, rows, kv)
 
     def end(self, rows: Rows) -> Tensor:
@@ -105,15 +105,15 @@ class TritonStep:
         """Return the output of the rows `wanted` [R] of both [T, hidden_size]."""
         decoder = self.decoder
         parts = (last.index_select(0, wanted), states.index_select(0, wanted))
-        normed, summed = add_rms_norm(*parts, decoder.norm, self._eps)
+        normed, summed = add_rms_norm(*parts, decoder.norm.weight, self._eps)
         return StepOutput(decoder.head(normed).float(), summed)
 
     def _rest(self, index: int, rows: Rows) -> Tensor:
         """Return a layer's output behind its attention, which is added to the states next."""
         layer = self.decoder.layers[index]
         mixed = layer.output(rows.attended.flatten(1))
-        normed, _ = add_rms_norm(mixed, rows.states, layer.mlp_norm, self._eps, mixed, rows.states)
-        return layer.mlp.down(silu_mul(layer.mlp.gate_up(normed)))
+        normed, _ = add_rms_norm(mixed, rows.states, layer.norm_weights[1], self._eps, mixed, rows.states)
+        return layer.gated_mlp.down(silu_mul(layer.gated_mlp.gate_up(normed)))
 
     def _query(self, index: int, layer: DecoderLayer, normed: Tensor, rows: Rows, kv: Tensor) -> None:
         """Write rotated query heads of normed [T, hidden_size] to `rows`, and keys and values to their slots."""
@@ -125,7 +125,7 @@ class TritonStep:
             rows.positions,
             rows.slots,
             num_heads=self.decoder.config.num_heads,
-            norm=layer.qk_norm,
+            norm=None if layer.qk_norm is None else layer.qk_norm.weight,
             eps=self._eps,
             kv_scales=None if scales is None else scales[index],
             out=rows.query,
@@ -133,7 +133,7 @@ class TritonStep:
 
     @property
     def _eps(self) -> float:
-        return self.decoder.config.rms_norm_eps
+        return self.decoder.config.norm_eps
 
 
 def tell(signal: LayerReadiness | None, index: int, device: torch.device) -> None:

@@ -9,16 +9,22 @@ import sysconfig
 from pathlib import Path
 
 from pdmesh.engine.kernels.triton.tiles import HOPPER_BYTES, MAX_HEAD_DIM, choose_tiles
-from pdmesh.engine.models.config import ModelConfig
+from pdmesh.engine.models.config import ModelConfig, missing_part
 
 INTERPRET = "TRITON_INTERPRET"
 FP8_CAPABILITY = (8, 9)
 """The least capability that converts numbers of 8 bits; weights in fp8 are unpacked by their bits, on any GPU."""
 
 
+PARTS = frozenset({"partial rotary embedding"})
+"""What the kernels compute besides a Llama's parts (pdmesh/engine/models/config.py)."""
+
+
 def why_not(config: ModelConfig, item_size: int = 2, room: int = HOPPER_BYTES) -> str | None:
     """Return which property of this model the kernels do not support; None when they support it all. `item_size`: bytes of an
     activation; `room`: shared memory that a program may have. Quantized products fit wherever attention does."""
+    if (part := missing_part(config, PARTS)) is not None:
+        return f"its kernels have no {part}"
     if config.head_dim > MAX_HEAD_DIM:
         return f"head_dim {config.head_dim} is more than {MAX_HEAD_DIM}"
     try:

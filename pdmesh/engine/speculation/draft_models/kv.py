@@ -106,8 +106,8 @@ class DraftKV(Protocol):
 def draft_shape(loaded: LoadedModel, num_blocks: int, block_size: int) -> KVShape:
     """Return the shape of a draft model's pool beside one of so many blocks."""
     config, dtype = loaded.config, loaded.kv_dtype
-    head_size = kv_head_size(config.head_dim, dtype)
-    return KVShape(config.num_layers, num_blocks, block_size, config.num_kv_heads, head_size, dtype)
+    head_size = kv_head_size(config.pool_dim, dtype)
+    return KVShape(config.num_layers, num_blocks, block_size, config.pool_heads, head_size, dtype)
 
 
 class ParallelKV:

@@ -79,7 +79,7 @@ class Oracle:
         return result + self.source.get(f"{name}.bias").double() if f"{name}.bias" in self.source.names() else result
 
     def _norm(self, name: str, rows: Tensor) -> Tensor:
-        scale = (rows.square().mean(-1, keepdim=True) + self.config.rms_norm_eps).rsqrt()
+        scale = (rows.square().mean(-1, keepdim=True) + self.config.norm_eps).rsqrt()
         return rows * scale * self.source.get(f"{name}.weight").double()
 
 

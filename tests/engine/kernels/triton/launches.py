@@ -15,8 +15,8 @@ from pdmesh.engine.kernels.triton.norms import add_rms_norm, rms_norm, silu_mul
 from pdmesh.engine.kernels.triton.sampling.sampler import DeviceSampler
 from pdmesh.engine.kv_cache.block_moves import Move
 from pdmesh.engine.loader.quantize import quantize_fp8, quantize_int4, quantize_int8
-from pdmesh.engine.models.config import RopeConfig
 from pdmesh.engine.models.layers import RotaryTable
+from pdmesh.engine.models.rope import RopeConfig
 from pdmesh.engine.sampling.sampler import SampleRow
 from pdmesh.sampling_params import SamplingParams
 from tests.engine.kernels.triton.paged import DEVICE, Sequences, Shape

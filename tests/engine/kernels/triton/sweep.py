@@ -16,7 +16,7 @@ from pdmesh.engine.kernels.triton.metadata import Capacity, StepMetadata
 from pdmesh.engine.kernels.triton.model import padded, warm, warm_moves
 from pdmesh.engine.kernels.triton.step import TritonStep
 from pdmesh.engine.kv_cache.block_moves import Move
-from pdmesh.engine.models.config import ModelConfig
+from pdmesh.engine.models.registry import model_config
 from pdmesh.engine.runner.batch import StepBatch
 from tests.engine.kernels.triton.paged import Sequences, Shape
 from tests.engine.kernels.triton.recording import Recorder, recording
@@ -46,9 +46,7 @@ def make_step(weights: str) -> TritonStep:
     """A layer whose maps have several shares of their inputs."""
     sizes = {"hidden_size": 512, "intermediate_size": 640, "num_hidden_layers": 1, "vocab_size": 2048, "dtype": "bfloat16"}
     heads = {"num_attention_heads": HEADS.num_heads, "num_key_value_heads": HEADS.num_kv_heads, "head_dim": HEADS.head_dim}
-    shape = ModelConfig.from_dict(
-        {"model_type": "llama", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, **sizes, **heads}
-    )
+    shape = model_config({"model_type": "llama", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, **sizes, **heads})
     config = engine_config("cpu", max_num_seqs=8, max_context=4096)
     return TritonStep(make_decoder(shape, weights, config, torch.bfloat16), TritonAttention(shape, "cpu"))
 

@@ -14,6 +14,7 @@ from pdmesh.engine.kernels.triton.attention import TritonAttention
 from pdmesh.engine.kernels.triton.split_kv import Splits
 from pdmesh.engine.models.config import ModelConfig
 from pdmesh.engine.models.decoder import DecoderModel
+from pdmesh.engine.models.registry import model_config
 from pdmesh.engine.speculation.draft import Draft
 from tests.engine.kernels.triton.paged import DEVICE, Sequences, Shape
 from tests.engine.model_kinds import KINDS
@@ -66,7 +67,7 @@ def test_logits_of_chunks_and_of_a_drafted_tree(folder: Path) -> None:
 
 def load_config() -> ModelConfig:
     sizes = {"num_attention_heads": 4, "hidden_size": 64, "num_hidden_layers": 1, "max_position_embeddings": 512}
-    return ModelConfig.from_dict({"model_type": "llama", "vocab_size": 300, "intermediate_size": 64, **sizes})
+    return model_config({"model_type": "llama", "vocab_size": 300, "intermediate_size": 64, **sizes})
 
 
 def test_the_backend_is_registered() -> None:

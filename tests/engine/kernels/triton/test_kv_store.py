@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from pdmesh.engine.kernels.triton.kv import rope_and_store, store_kv
-from pdmesh.engine.models.config import RopeConfig
 from pdmesh.engine.models.layers import RotaryTable, rms_norm, rotate
+from pdmesh.engine.models.rope import RopeConfig
 from tests.engine.kernels.triton.paged import DEVICE
 
 EPS = 1e-6

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from pdmesh.engine.backend_selection import Numerics
 from pdmesh.engine.loader.triton import QuantizedMaps, Weight
-from pdmesh.engine.models.config import ModelConfig
+from pdmesh.engine.models.registry import model_config
 from pdmesh.engine.parallel.quantized import SharedMaps
 from pdmesh.engine.parallel.split import Shard, cut_quantized
 from tests.engine.kernels.triton.paged import DEVICE
 from tests.support.random_weights import RandomSource
 
 SIZES = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 1, "head_dim": 32}
-SHAPE = ModelConfig.from_dict(
+SHAPE = model_config(
     {"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 64, **SIZES}
 )
 LAYER = "model.layers.0"

@@ -12,14 +12,14 @@ from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.kernels.triton.model import OTHERS_BYTES, StepBounds, StepMemory, bounds_of
 from pdmesh.engine.kernels.triton.split_kv import SPLITS, SplitBounds
 from pdmesh.engine.loader.loader import load_model
-from pdmesh.engine.models.config import ModelConfig
+from pdmesh.engine.models.registry import model_config
 from pdmesh.engine.request import EngineRequest
 from pdmesh.sampling_params import SamplingParams
 from tests.engine.kernels.triton.paged import DEVICE
 from tests.support.mock_engine import open_engine, run_to_end
 from tests.support.tiny_models import make_tiny_model
 
-CONFIG = ModelConfig.from_dict(
+CONFIG = model_config(
     {
         "model_type": "llama",
         "vocab_size": 1000,

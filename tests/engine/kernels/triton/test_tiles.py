@@ -10,7 +10,7 @@ import torch
 from pdmesh.engine.kernels.triton.linear.weight_product import TileShape
 from pdmesh.engine.kernels.triton.support import why_not
 from pdmesh.engine.kernels.triton.tiles import HOPPER_BYTES, Tiles, choose_tiles, shared_bound, shared_bytes
-from pdmesh.engine.models.config import ModelConfig
+from pdmesh.engine.models.registry import model_config
 
 A100, L40S = 166_912, 101_376
 LLAMA = {"model_type": "llama", "vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
@@ -56,7 +56,7 @@ def without_stages(tiles: Tiles) -> Tiles:
 
 
 def test_a_gpu_on_which_nothing_fits_is_named_at_the_start() -> None:
-    config = ModelConfig.from_dict({**LLAMA, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 256})
+    config = model_config({**LLAMA, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 256})
     assert why_not(config) is None and why_not(config, 2, L40S) is None
     assert why_not(config, 2, 48 * 1024) == "head_dim: tiles of 256 columns do not fit into 49152 bytes of shared memory"
 

@@ -8,7 +8,7 @@ from pdmesh.engine.kernels.triton.attention import TritonAttention
 from pdmesh.engine.kernels.triton.model import padding_steps, warm, warm_moves
 from pdmesh.engine.kernels.triton.split_kv import Splits
 from pdmesh.engine.kernels.triton.step import TritonStep
-from pdmesh.engine.models.config import ModelConfig
+from pdmesh.engine.models.registry import model_config
 from tests.engine.kernels.triton.paged import DEVICE
 from tests.support.random_models import make_decoder
 from tests.support.random_weights import engine_config
@@ -18,7 +18,7 @@ LLAMA = {"model_type": "llama", "max_position_embeddings": 256, "rms_norm_eps": 
 
 
 def test_warming_up_writes_nothing_to_the_pool() -> None:
-    shape = ModelConfig.from_dict({**LLAMA, "num_key_value_heads": 1, "head_dim": 16})
+    shape = model_config({**LLAMA, "num_key_value_heads": 1, "head_dim": 16})
     decoder = make_decoder(shape, "none", engine_config(DEVICE, max_num_seqs=4, max_context=64), torch.float16)
     kv = torch.randn(1, 2, 4, 16, 1, 16, device=DEVICE).half()
     before = kv.clone()

@@ -1,0 +1,1 @@
+"""One file for each family of checkpoints: its config.json and its tensors in the vocabulary of parts."""

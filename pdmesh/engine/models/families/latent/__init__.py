@@ -1,0 +1,1 @@
+"""Families with latent attention."""

@@ -1,0 +1,57 @@
+"""OPT: learned positions from the third row on, LayerNorm, a plain MLP with relu."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from pdmesh.engine.models.config import Defaults, ModelConfig, decoder
+from pdmesh.engine.models.family import Family
+from pdmesh.engine.models.names import Names, Place, Stored
+from pdmesh.engine.models.reader import ConfigReader
+
+_UNUSED_ROWS = 2
+
+
+def read(config: ConfigReader) -> ModelConfig:
+    """Read an OPT's config.json."""
+    config.require("do_layer_norm_before", True)
+    config.require("_remove_final_layer_norm", False)
+    config.require("layer_norm_elementwise_affine", True)
+    config.require("word_embed_proj_dim", config.count("hidden_size"))
+    config.ignore("layerdrop")
+    bias = config.flag("enable_bias", True)
+    names = {"hidden_act": "activation_function", "intermediate_size": "ffn_dim"}
+    return decoder(
+        config,
+        Defaults(tie=True, activation="relu", is_rotary=False, names=names),
+        learned_positions=config.count("max_position_embeddings"),
+        norm="layer",
+        norm_bias=True,
+        norm_eps=1e-5,
+        gated_mlp=False,
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=bias,
+    )
+
+
+def _without_first(tensor: Tensor, place: Place) -> Tensor:
+    return tensor[_UNUSED_ROWS:]
+
+
+FAMILY = Family(
+    read,
+    Names(
+        {
+            "model.embed_tokens": "model.decoder.embed_tokens",
+            "model.embed_positions": Stored("model.decoder.embed_positions", (_without_first,)),
+            "model.norm": "model.decoder.final_layer_norm",
+            "input_layernorm": "self_attn_layer_norm",
+            "post_attention_layernorm": "final_layer_norm",
+            "self_attn.o_proj": "self_attn.out_proj",
+            "mlp.up_proj": "fc1",
+            "mlp.down_proj": "fc2",
+        },
+        "model.decoder.layers.{}",
+    ),
+)

@@ -1,0 +1,129 @@
+"""The rotary embedding of a checkpoint, as config.json describes it. Sources of the scalings: pdmesh/engine/models/layers.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pdmesh.engine.models.reader import ConfigReader
+
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+_NEEDED = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "longrope": ("long_factor", "short_factor"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Describe one rotary embedding. Fields of scalings that are not in use keep their neutral values."""
+
+    rope_type: str
+    theta: float
+    rotary_dim: int  # leading dimensions of a head that are rotated; the others pass unchanged
+    max_context: int  # the model's max_position_embeddings
+    original_max_context: int  # the context before scaling (yarn, longrope, llama3)
+    factor: float = 1.0
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    long_factor: tuple[float, ...] = ()  # a divisor for each frequency, beyond the original context (longrope)
+    short_factor: tuple[float, ...] = ()  # and within it
+    long_mscale: float | None = None  # factors on cosines and sines where they are given (Phi 3.5 MoE)
+    short_mscale: float | None = None
+
+    @classmethod
+    def from_dict(
+        cls,
+        config: Mapping[str, object],
+        *,
+        head_dim: int,
+        max_context: int,
+        params: ConfigReader | None = None,
+        theta: float = 10000.0,
+        partial: float = 1.0,
+    ) -> RopeConfig:
+        """Read the content of config.json in either layout, or `params`, one set of several. `theta`, `partial`: what the family
+        takes where nothing is said. Raises ValueError naming what is missing or not supported."""
+        reader = config if isinstance(config, ConfigReader) else ConfigReader(config)
+        if params is None:
+            params = rope_parameters(reader) or ConfigReader({})
+        rope_type = str(params.get("rope_type") or params.get("type") or "default")
+        params.ignore("rope_type", "type")
+        if rope_type in ("su", "longrope"):
+            rope_type = "longrope"
+        if rope_type not in ROPE_TYPES:
+            raise ValueError(f"rope_type {rope_type!r} is not supported; this engine computes {', '.join(ROPE_TYPES)}")
+        for key in _NEEDED.get(rope_type, ()):
+            if params.get(key) is None:
+                raise ValueError(f"rope parameters of type {rope_type!r} lack {key!r}")
+        original = reader.get("original_max_position_embeddings") or params.get("original_max_position_embeddings")
+        params.ignore("original_max_position_embeddings")
+        original_context = int(float(str(original))) if original else max_context
+        rotary_dim = int(head_dim * _number(params, "partial_rotary_factor", _number(reader, "partial_rotary_factor", partial)))
+        stretch = max_context / original_context if rope_type == "longrope" else 1.0
+        return cls(
+            rope_type=rope_type,
+            theta=_number(params, "rope_theta", _number(reader, "rope_theta", theta)),
+            rotary_dim=rotary_dim,
+            max_context=max_context,
+            original_max_context=original_context,
+            factor=_number(params, "factor", stretch),
+            attention_factor=params.optional_number("attention_factor"),
+            beta_fast=params.optional_number("beta_fast") or 32.0,
+            beta_slow=params.optional_number("beta_slow") or 1.0,
+            mscale=params.optional_number("mscale"),
+            mscale_all_dim=params.optional_number("mscale_all_dim"),
+            truncate=params.flag("truncate", True),
+            low_freq_factor=_number(params, "low_freq_factor", 1.0),
+            high_freq_factor=_number(params, "high_freq_factor", 1.0),
+            long_factor=_factors(params, "long_factor", rotary_dim // 2),
+            short_factor=_factors(params, "short_factor", rotary_dim // 2),
+            long_mscale=params.optional_number("long_mscale"),
+            short_mscale=params.optional_number("short_mscale"),
+        )
+
+    @property
+    def context(self) -> int:
+        """Return the context that the scaling gives: model cards name a factor beside the context before scaling."""
+        scaled = int(self.factor * self.original_max_context) if self.rope_type == "yarn" else 0
+        return max(self.max_context, scaled)
+
+
+def rope_parameters(config: ConfigReader) -> ConfigReader | None:
+    """Return `rope_parameters` (transformers 5) or `rope_scaling` (earlier), None without either. Raises ValueError for a set per
+    kind of layer, which only families that have several ropes read."""
+    params = config.section("rope_parameters") or config.section("rope_scaling")
+    config.ignore("rope_parameters", "rope_scaling")
+    nested = [] if params is None else params.sections()
+    if nested:
+        raise ValueError(f"rope parameters per kind of layer ({', '.join(nested)}) are not supported")
+    return params
+
+
+def _number(params: ConfigReader, key: str, default: float) -> float:
+    if params.get(key) is None:
+        return default
+    value = params[key]
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"rope parameter {key} is {value!r}, not a number")
+    return float(value)
+
+
+def _factors(params: ConfigReader, key: str, count: int) -> tuple[float, ...]:
+    value = params.get(key)
+    if value is None:
+        return ()
+    if not isinstance(value, (list, tuple)) or not all(isinstance(item, (int, float)) for item in value):
+        raise ValueError(f"rope parameter {key} is {value!r}, not a list of numbers")
+    if len(value) != count:
+        raise ValueError(f"rope parameter {key} has {len(value)} entries for {count} frequencies")
+    return tuple(float(item) for item in value)

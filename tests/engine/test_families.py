@@ -1,0 +1,48 @@
+"""Every family against transformers: greedy tokens are equal in float32, prompts in chunks and decode in one batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from pdmesh.engine.loader.safetensors import SafetensorsSource
+from pdmesh.engine.models.registry import FAMILIES
+from tests.engine.paged_loop import PagedLoop, load
+from tests.engine.test_model_transformers import greedy, prompt, reference
+from tests.support.tiny_families import VARIANTS, make_tiny_family
+
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize("variant", sorted(VARIANTS))
+def test_logits_and_greedy_tokens_are_those_of_transformers(variant: str, tmp_path: Path) -> None:
+    folder = make_tiny_family(tmp_path, variant)
+    model = reference(folder, dtype=torch.float32, attn_implementation="eager")
+    loaded = load(folder, backend="torch", dtype="float32")
+    token_ids = prompt(90)
+    with torch.inference_mode():
+        expected = model(torch.tensor([token_ids])).logits[0]
+    logits = PagedLoop(loaded).logits(token_ids, 32)
+    torch.testing.assert_close(logits, expected, atol=2e-4 * float(expected.abs().max()), rtol=1e-4)
+    # Of longrope the engine has the frequencies beyond the original context at every position.
+    shift = 50 if "longrope" in variant else 0
+    prompts = [prompt(1 + shift, seed=1), prompt(30 + shift, seed=2), prompt(40 + shift, seed=3)]
+    tokens = [greedy(model, token_ids, 24) for token_ids in prompts]
+    assert len({token for some in tokens for token in some}) > 6, "greedy output that hardly varies shows nothing"
+    assert PagedLoop(loaded).generate(prompts, 24) == tokens
+
+
+def test_every_family_has_a_variant() -> None:
+    assert {kind for kind, _ in VARIANTS.values()} == FAMILIES.keys() - {"internlm3"}  # transformers has no model of it
+
+
+@pytest.mark.parametrize("variant", sorted(VARIANTS))
+def test_every_tensor_is_used(variant: str, tmp_path: Path) -> None:
+    folder = make_tiny_family(tmp_path, variant)
+    source = SafetensorsSource(folder)
+    from pdmesh.engine.loader.builder import TorchBuilder
+
+    TorchBuilder(source, torch.float32, "cpu").build(64, lambda _share, _text: None)
+    assert source.unused() == []
