@@ -57,7 +57,7 @@ def test_partial_rotation() -> None:
         ({"model_type": "mistral"}, (4096,) * 4),
         ({"model_type": "mistral", "sliding_window": None}, (None,) * 4),
         ({"model_type": "mistral", "sliding_window": 9}, (9,) * 4),
-        ({"model_type": "llama", "sliding_window": 9}, (None,) * 4),
+        ({"model_type": "llama", "sliding_window": None}, (None,) * 4),
         ({"model_type": "qwen2", "sliding_window": 9, "use_sliding_window": False, "max_window_layers": 0}, (None,) * 4),
         ({"model_type": "qwen2", "sliding_window": 9, "use_sliding_window": True, "max_window_layers": 3}, (None, None, None, 9)),
         ({"model_type": "qwen2", "sliding_window": 9, "use_sliding_window": True, "max_window_layers": 0}, (9,) * 4),
@@ -80,7 +80,7 @@ def test_biases() -> None:
     assert (parse(model_type="qwen2").qkv_bias, parse(model_type="qwen2").output_bias) == (True, False)
     llama = parse(attention_bias=True, mlp_bias=True)
     assert (llama.qkv_bias, llama.output_bias, llama.mlp_bias) == (True, True, True)
-    assert not parse(model_type="mistral", attention_bias=True).qkv_bias
+    assert not parse(model_type="mistral", attention_bias=False).qkv_bias
 
 
 KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
@@ -99,14 +99,21 @@ def test_eos_is_one_or_several(value: object) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"model_type": "gemma3_text"}, "model_type 'gemma3_text' is not supported"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"model_type": "gemma9_text"}, "model_type 'gemma9_text' is not supported"),
+        ({"model_type": "mamba2"}, "model_type 'mamba2' is not supported: its layers have a recurrent state"),
+        ({"model_type": "mistral", "attention_bias": True}, "attention_bias: not read for model_type 'mistral'"),
+        ({"sliding_window": 9}, "sliding_window: not read for model_type 'llama'"),
+        ({"num_local_experts": 8}, "num_local_experts: not read for model_type 'llama'"),
+        ({"is_causal": False}, "is_causal False is not supported"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "attn_factor": 3.0}}, "rope_scaling.attn_factor: not read"),
+        ({"hidden_act": "gelu_10"}, "hidden_act 'gelu_10' is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"quantization_config": {**KV_ALONE, "config_groups": {"group_0": {}}}}, "quantization_config"),
         ({"quantization_config": {**KV_ALONE, "kv_cache_scheme": {**KV_SCHEME, "type": "int"}}}, "quantization_config"),
         ({"quantization_config": {**KV_ALONE, "kv_cache_scheme": {**KV_SCHEME, "strategy": "channel"}}}, "quantization_config"),
         ({"quantization_config": {**KV_ALONE, "kv_cache_scheme": None}}, "quantization_config"),
-        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type 'longrope' is not supported"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "of type 'longrope' lack 'long_factor'"),
+        ({"rope_scaling": {"type": "proportional", "factor": 2.0}}, "rope_type 'proportional' is not supported"),
         ({"rope_scaling": {"type": "linear"}}, "of type 'linear' lack 'factor'"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "per kind of layer"),
         ({"rope_parameters": {"rope_theta": "big"}}, "rope_theta is 'big', not a number"),

@@ -40,5 +40,5 @@ def test_dynamic_frequencies_change_only_beyond_the_models_context() -> None:
 
 
 def test_an_unknown_scaling_is_named() -> None:
-    with pytest.raises(ValueError, match="rope_type 'longrope' is not supported"):
-        config(rope_type="longrope")
+    with pytest.raises(ValueError, match="rope_type 'proportional' is not supported"):
+        config(rope_type="proportional")

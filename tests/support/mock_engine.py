@@ -130,7 +130,7 @@ def write_kv(engine: Engine, block_ids: Sequence[int], token_ids: Sequence[int],
             kv[:, 0, block_id, offset], kv[:, 1, block_id, offset] = token_id, checksum
 
 
-def model_config(max_context: int) -> ModelConfig:
+def mock_model_config(max_context: int) -> ModelConfig:
     return model_config(
         {
             "model_type": "llama",
@@ -184,7 +184,7 @@ def make_engine(
         steps_ahead=steps_ahead,
     )
     loaded = LoadedModel(
-        config=model_config(max_context),
+        config=mock_model_config(max_context),
         model=model or MockModel(),  # type: ignore[arg-type]  # it has the one method that the engine calls
         weights_hash="mock",
         dtype=torch.float32,

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
@@ -42,8 +42,9 @@ LOWEST_MAX = -1e30
 class ReferenceAttention:
     name = "reference"
 
-    def __init__(self, config: ModelConfig, device: str) -> None:
-        self.config, self.device = config, device
+    def __init__(self, config: ModelConfig, device: str, sinks: Sequence[Tensor] = ()) -> None:
+        """`sinks`: the logits [num_heads] of each layer's, of a model that has attention sinks."""
+        self.config, self.device, self.sinks = config, device, sinks
 
     def plan(self, batch: StepBatch, block_size: int) -> ReferencePlan:
         lengths = [end - start for start, end in pairwise(batch.query_starts)]
@@ -59,6 +60,7 @@ class ReferenceAttention:
                 window: [self._plan_group(batch, members, tables, block_size, window) for members in groups]
                 for window in dict.fromkeys(self.config.windows)
             },
+            self.sinks,
         )
 
     def _plan_group(
@@ -110,16 +112,17 @@ class ReferencePlan:
     config: ModelConfig
     slots: Tensor  # [T] int64
     groups: dict[int | None, list[Group]]  # by sliding window
+    sinks: Sequence[Tensor] = ()  # [num_heads] for each layer, of a model that has them
 
-    def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
+    def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kv: Tensor) -> Tensor:
         """See `AttentionPlan.run`."""
         keys, values = kv[layer, 0], kv[layer, 1]
         keys.flatten(0, 1).index_copy_(0, self.slots, key)
         values.flatten(0, 1).index_copy_(0, self.slots, value)
-        return self._attended(layer, query, keys, values, sinks)
+        return self._attended(layer, query, keys, values)
 
-    def _attended(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
-        latent = self.config.latent
+    def _attended(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        latent, sinks = self.config.latent, self.sinks[layer] if self.sinks else None
         result = query.new_empty((*query.shape[:2], latent.kv_rank)) if latent else torch.empty_like(query)
         for group in self.groups[self.config.windows[layer]]:
             attended = _attend(group, query[group.tokens], keys.flatten(0, 2), values.flatten(0, 2), self.config, sinks)
@@ -196,10 +199,10 @@ def _mask(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
 class AttentionPlan(Protocol):
     """Compute the attention of one step, and of that step only."""
 
-    def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
+    def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kv: Tensor) -> Tensor:
         """Write the step's keys and values to the pool, then attend.
 
-        query [T, num_heads, head_dim]; key, value [T, num_kv_heads, head_dim]; kv the pool (`KVPool.tensor`); sinks [num_heads].
+        query [T, num_heads, head_dim]; key, value [T, num_kv_heads, head_dim]; kv the pool (`KVPool.tensor`).
         Returns [T, num_heads, head_dim] in query's dtype. Of latent attention, query is [T, num_heads, width], key and value are
         the latent's halves [T, 1, width / 2], and the result [T, num_heads, kv_rank].
         """
@@ -223,8 +226,11 @@ BACKENDS: dict[str, Callable[[ModelConfig, str], AttentionBackend]] = {
 }
 
 
-def make_attention(name: str, config: ModelConfig, device: str) -> AttentionBackend:
-    """Return the registered backend. Raises ValueError for a name that is not registered."""
+def make_attention(name: str, config: ModelConfig, device: str, sinks: Sequence[Tensor] = ()) -> AttentionBackend:
+    """Return the registered backend; only the reference computes attention sinks. Raises ValueError for a name that is not
+    registered."""
+    if sinks:
+        return ReferenceAttention(config, device, sinks)
     if name not in BACKENDS:
         raise ValueError(f"attention backend {name!r} is not known; there are {', '.join(BACKENDS)}")
     return BACKENDS[name](config, device)

@@ -12,7 +12,7 @@ from torch import Tensor
 from pdmesh.engine.attention.base import make_attention
 from pdmesh.engine.loader.safetensors import SafetensorsSource, WeightSource, checked, weight_files
 from pdmesh.engine.models.config import ExpertsConfig, LatentConfig
-from pdmesh.engine.models.decoder import DecoderLayer, DecoderModel, LatentMaps
+from pdmesh.engine.models.decoder import DecoderLayer, DecoderModel, LatentMaps, sinks_of
 from pdmesh.engine.models.experts import ClampedMLP, Experts
 from pdmesh.engine.models.layers import MLP, GatedMLP, Linear, Norm, PlainMLP, QKNorm, RotaryTable, make_linear
 
@@ -76,7 +76,7 @@ class TorchBuilder:
             norm=self._norm("model.norm"),
             head=self._head(embedding),
             ropes=[RotaryTable(rope, max_context, dtype=self.dtype, device=self.device) for rope in ropes],
-            attention=make_attention(_ATTENTION, config, self.device),
+            attention=make_attention(_ATTENTION, config, self.device, sinks_of(layers)),
             positions=self._tensor("model.embed_positions.weight", *learned) if config.learned_positions else None,
         )
 
@@ -128,7 +128,8 @@ class TorchBuilder:
     def _latent(self, attention: str, latent: LatentConfig) -> LatentMaps:
         heads, rank, nope = self.config.num_heads, latent.kv_rank, latent.nope_dim
         expanded = self._tensor(f"{attention}.kv_b_proj.weight", heads * (nope + latent.value_dim), rank)
-        keys, values = expanded.view(heads, nope + latent.value_dim, rank).split([nope, latent.value_dim], dim=1)
+        expanded = expanded.view(heads, nope + latent.value_dim, rank)
+        keys, values = expanded[:, :nope], expanded[:, nope:]
         queries = [(f"{attention}.q_b_proj", heads * (nope + latent.rope_dim))]
         return LatentMaps(
             query_norm=self._norm(f"{attention}.q_a_norm", latent.query_rank, eps=_LATENT_EPS) if latent.query_rank else None,

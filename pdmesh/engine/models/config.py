@@ -27,8 +27,8 @@ class ExpertsConfig:
     """A mixture of experts. `layers[i]`: whether layer i has one; the others have a dense MLP.
 
     A token's router logits become scores by `scoring`, over all experts or (`softmax_topk`) over those chosen. Where `num_groups`
-    is more than 1, only the best `top_groups` groups are eligible, each ranked by `group_rank`: its best expert, or the sum of its
-    two best. `has_correction`: a bias decides which experts are chosen, not how much they count."""
+    is more than 1, only the best `top_groups` groups are eligible, each ranked by `group_rank`: its best expert, or the sum of
+    its two best. `has_correction`: a bias decides which experts are chosen, not how much they count."""
 
     num_experts: int
     top_k: int
@@ -243,7 +243,7 @@ class Defaults:
     names: dict[str, str] = field(default_factory=dict)  # keys that this family spells in another way
 
 
-def decoder(read: ConfigReader, defaults: Defaults | None = None, **parts: object) -> ModelConfig:
+def decoder(read: ConfigReader, defaults: Defaults | None = None, /, **parts: object) -> ModelConfig:
     """Return a Llama's config with the parts that differ. Raises UnsupportedModel or ValueError, naming the key."""
     defaults = defaults or Defaults()
 

@@ -5,9 +5,9 @@
     logits = head(norm(h[rows]))
 
 That is a Llama; what other families do besides or instead is a part of `ModelConfig`. Order of operations and roundings are
-transformers', so that greedy float32 tokens are the same. Query, key and value maps are one product, gate and up another: rows of a
-product are independent, so bits do not change. How far bits are independent of the batch: see pdmesh/engine/models/layers.py and
-pdmesh/engine/attention/base.py.
+transformers', so that greedy float32 tokens are the same. Query, key and value maps are one product, gate and up another: rows
+of a product are independent, so bits do not change. How far bits are independent of the batch: see
+pdmesh/engine/models/layers.py and pdmesh/engine/attention/base.py.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from pdmesh.engine.runner.batch import StepBatch
 
 @dataclass(frozen=True)
 class LatentMaps:
-    """Hold the maps of latent attention behind the layer's first product, which gives the query's bottleneck (or the queries), the
-    latent and its rotated key. Keys and values are never expanded: queries are multiplied with the keys' map, and what attention
-    gives with the values' (DeepSeek-V2, 2024, section 2.1)."""
+    """Hold the maps of latent attention after the layer's first product, which gives the query's bottleneck (or the queries),
+    the latent and its rotated key. Keys and values are never expanded: queries are multiplied with the keys' map, and what
+    attention gives with the values' (DeepSeek-V2, 2024, section 2.1)."""
 
     query_norm: Norm | None
     queries: Linear | None
@@ -66,6 +66,11 @@ class DecoderLayer:
         """Return the MLP of a family that has a gated one in every layer."""
         assert isinstance(self.mlp, GatedMLP)
         return self.mlp
+
+
+def sinks_of(layers: Sequence[DecoderLayer]) -> list[Tensor]:
+    """Return the attention sinks of all layers; empty without."""
+    return [layer.sinks for layer in layers if layer.sinks is not None]
 
 
 def shortened(config: ModelConfig, num_layers: int) -> ModelConfig:
@@ -163,7 +168,7 @@ class DecoderModel:
             norm=self.norm,
             head=self.head,
             ropes=self.ropes,
-            attention=make_attention(self.attention.name, config, str(self.device)),
+            attention=make_attention(self.attention.name, config, str(self.device), sinks_of(self.layers[:num_layers])),
             positions=self.positions,
         )
 
@@ -197,7 +202,7 @@ class DecoderModel:
             query_key = layer.qk_norm(query_key)
         query_key = (query_key if own is None else rotate(query_key, *own))[:num_tokens]
         query, key = query_key[:, : config.num_heads], query_key[:, config.num_heads :]
-        attended = plan.run(index, query, key, heads[:num_tokens, num_rotated:], kv, layer.sinks)
+        attended = plan.run(index, query, key, heads[:num_tokens, num_rotated:], kv)
         return layer.output(pad_rows(attended.flatten(1)))
 
     def _attend_latent(
@@ -213,11 +218,12 @@ class DecoderModel:
         """Return the heads' values [T, num_heads * value_dim] of the layer's first product, fused [T padded, ...]."""
         config, latent = self.config, self.config.latent
         assert latent is not None and angles is not None
-        queries, latents, key = fused.split([fused.shape[1] - latent.width, latent.kv_rank, latent.rope_dim], dim=1)
+        queries, stored = fused[:, : -latent.width], fused[:, -latent.width :]
+        latents, key = stored[:, : latent.kv_rank], stored[:, latent.kv_rank :]
         if maps.queries is not None and maps.query_norm is not None:
             queries = maps.queries(maps.query_norm(queries))
         heads = queries.view(queries.shape[0], config.num_heads, -1)
-        plain, rotated = heads.split([latent.nope_dim, latent.rope_dim], dim=2)
+        plain, rotated = heads[:, :, : latent.nope_dim], heads[:, :, latent.nope_dim :]
         rotated, key = rotate(rotated, *angles), rotate(key.unsqueeze(1), *angles)
         absorbed = torch.bmm(plain.transpose(0, 1), maps.key_map).transpose(0, 1)
         query = torch.cat((absorbed, rotated), dim=2)[:num_tokens]

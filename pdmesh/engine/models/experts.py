@@ -1,7 +1,7 @@
 """A mixture of experts: a router chooses a few MLPs for each token (Shazeer et al., 2017), and their outputs are added up.
 
-A token's result does not depend on the others: each row of a product is by itself, and contributions are added in the order of the
-experts' numbers.
+A token's result does not depend on the others: each row of a product is by itself, and contributions are added in the order of
+the experts' numbers.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Experts:
         scores, chosen = route(self.config, logits if self._bias is None else logits + self._bias, self._correction)
         result = torch.zeros_like(x)
         numbers = chosen.cpu()
-        for expert in numbers.unique().tolist():
+        for expert in sorted(set(numbers.flatten().tolist())):
             rows, places = torch.where(chosen == expert)
             own = self.experts[expert](pad_rows(x[rows]))[: len(rows)]
             result.index_add_(0, rows, (own * scores[rows, places, None]).to(x.dtype))

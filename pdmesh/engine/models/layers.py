@@ -75,8 +75,8 @@ class QKNorm:
         """Take and return [T, num_heads + num_kv_heads, head_dim]."""
         if not self.num_heads:
             return self.norm(heads)
-        parts = heads.split([self.num_heads, heads.shape[1] - self.num_heads], dim=1)
-        weights = self.weight.split([self.num_heads, heads.shape[1] - self.num_heads])
+        parts = (heads[:, : self.num_heads], heads[:, self.num_heads :])
+        weights = (self.weight[: self.num_heads], self.weight[self.num_heads :])
         norms = (Norm(weight.flatten(), self.norm.eps, self.norm.kind, None, self.norm.wide) for weight in weights)
         return torch.cat([norm(part.flatten(1)).view(part.shape) for norm, part in zip(norms, parts, strict=True)], dim=1)
 
@@ -201,8 +201,8 @@ class PlainMLP:
 class RotaryTable:
     """Hold cosines and sines of every position, computed once: a token's rotation depends on its position alone.
 
-    LongRoPE has two sets of frequencies, and cached keys cannot change from one to the other: tables that reach beyond the original
-    context have the long ones at every position, others the short ones.
+    LongRoPE has two sets of frequencies, and cached keys cannot change from one to the other: tables that reach beyond the
+    original context have the long ones at every position, others the short ones.
 
     Dynamic NTK: transformers recomputes the frequencies from the longest position of each forward call and leaves cached keys
     as they were. Here a token at position p beyond max_position_embeddings uses the frequencies of length p + 1, which is what

@@ -40,8 +40,8 @@ class Place:
 
 @dataclass(frozen=True)
 class Stored:
-    """Name a stored tensor. `stem`: without `.weight` or `.bias`; the layer's and the expert's number stand at {}. Empty: it is not
-    stored, and `change` gets an empty tensor. `kinds`: other endings than the canonical ones, such as {"weight": ""}."""
+    """Name a stored tensor. `stem`: without `.weight` or `.bias`; the expert's number stands at {}. Empty: it is not stored, and
+    `change` gets an empty tensor. `kinds`: other endings than the canonical ones, such as {"weight": ""}."""
 
     stem: str
     change: tuple[Change, ...] = ()
@@ -58,8 +58,8 @@ class Take:
 
 @dataclass(frozen=True)
 class Names:
-    """Map canonical stems (those of a layer without `model.layers.N.`), or a stem with its kind, to stored ones; what is missing has
-    its canonical name.
+    """Map canonical stems (those of a layer without `model.layers.N.`), or a stem with its kind, to stored ones; what is missing
+    has its canonical name.
 
     `ignored`: a pattern of stored names that no computation needs."""
 
@@ -128,8 +128,8 @@ def columns(width: Callable[[ModelConfig], int]) -> Change:
 
 
 def halves_from_pairs(tensor: Tensor, place: Place) -> Tensor:
-    """Reorder the rows of query or key heads whose neighbours are rotated together, so that halves are: row 2i goes to i, row 2i + 1
-    to i + rotary_dim / 2. Scores are the same, since queries and keys are reordered alike."""
+    """Reorder the rows of query or key heads whose neighbours are rotated together, so that halves are: row 2i goes to i, row
+    2i + 1 to i + rotary_dim / 2. Scores are the same, since queries and keys are reordered alike."""
     config = place.config
     order = pair_order(config.head_dim, config.rope.rotary_dim).to(tensor.device)
     heads = tensor.reshape(-1, config.head_dim, *tensor.shape[1:])

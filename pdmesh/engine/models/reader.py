@@ -13,7 +13,8 @@ NEUTRAL = frozenset({
     "gradient_checkpointing", "hidden_dropout", "hidden_dropout_prob", "id2label", "init_std", "initializer_range",
     "is_decoder", "is_encoder_decoder", "is_llama_config", "keys_to_ignore_at_inference", "label2id", "layerdrop",
     "length_penalty", "max_length", "min_length", "mlp_dropout", "model_type", "no_repeat_ngram_size", "num_beam_groups",
-    "num_beams", "num_return_sequences", "num_nextn_predict_layers", "output_attentions", "output_hidden_states", "output_router_logits", "output_scores",
+    "num_beams", "num_return_sequences", "num_nextn_predict_layers", "output_attentions", "output_hidden_states",
+    "output_router_logits", "output_scores",
     "pad_token_id", "prefix", "pretraining_tp", "problem_type", "pruned_heads", "remove_invalid_values", "repetition_penalty",
     "resid_pdrop", "residual_dropout", "return_dict", "return_dict_in_generate", "rope_dropout", "router_aux_loss_coef",
     "sep_token_id", "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
@@ -26,6 +27,10 @@ NEUTRAL = frozenset({
 
 class UnsupportedModel(ValueError):
     """A checkpoint needs something that this engine does not compute; the message names it."""
+
+
+def _is_off(key: str, value: object) -> bool:
+    return value is False and (key.startswith("use_") or key.endswith("bias"))
 
 
 class ConfigReader(Mapping[str, object]):
@@ -50,8 +55,9 @@ class ConfigReader(Mapping[str, object]):
         return key in self._content
 
     def unread(self) -> list[str]:
-        """Return the keys with a value that no family asked for and that are not NEUTRAL."""
-        own = (key for key, value in self._content.items() if key not in self._read | NEUTRAL and value is not None)
+        """Return the keys with a value that no family asked for and that are not NEUTRAL, nor a switch that is off."""
+        known = self._read | NEUTRAL
+        own = (key for key, value in self._content.items() if key not in known and value is not None and not _is_off(key, value))
         return [self._prefix + key for key in own] + [key for child in self._children.values() for key in child.unread()]
 
     def ignore(self, *keys: str) -> None:

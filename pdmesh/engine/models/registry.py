@@ -91,24 +91,45 @@ def family_of(model_type: str) -> Family:
     """Return the family. Raises UnsupportedModel, saying what is missing."""
     if model_type in RECURRENT:
         raise UnsupportedModel(
-            f"model_type {model_type!r} is not supported: its layers have a recurrent state (state-space or linear attention), and "
-            "this engine computes attention over cached keys and values alone"
+            f"model_type {model_type!r} is not supported: its layers have a recurrent state (state-space or linear attention), "
+            "and this engine computes attention over cached keys and values alone"
         )
     if model_type not in FAMILIES:
         raise UnsupportedModel(f"model_type {model_type!r} is not supported; this engine runs {', '.join(FAMILIES)}")
     return FAMILIES[model_type]
 
 
+def check_quantization(config: ConfigReader) -> None:
+    """Raise UnsupportedModel where weights are quantized in a way that this engine does not read."""
+    quantization = config.get("quantization_config")
+    if quantization and not _is_about_kv_alone(quantization):
+        raise UnsupportedModel("quantization_config: quantized safetensors are not supported; give plain weights or a GGUF")
+
+
+def _is_about_kv_alone(quantization: object) -> bool:
+    """Return whether weights are plain, and compressed-tensors only added scales for KV in fp8
+    (pdmesh/engine/loader/kv_scales.py)."""
+    if not isinstance(quantization, Mapping) or quantization.get("quant_method") != "compressed-tensors":
+        return False
+    scheme, groups = quantization.get("kv_cache_scheme"), quantization.get("config_groups", {})
+    if groups != {} or not isinstance(scheme, Mapping):
+        return False
+    expected = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+    return all(scheme.get(name, value) == value for name, value in expected.items())
+
+
 def model_config(content: Mapping[str, object]) -> ModelConfig:
-    """Read the content of config.json. Raises UnsupportedModel or ValueError, naming the key: also for one that no family has read,
-    because what it says would not be computed."""
+    """Read the content of config.json. Raises UnsupportedModel or ValueError, naming the key: also for one that no family has
+    read, because what it says would not be computed."""
     reader = ConfigReader(content)
     model_type = str(reader.get("model_type", ""))
-    config = family_of(model_type).read(reader)
+    family = family_of(model_type)
+    check_quantization(reader)
+    config = family.read(reader)
     unread = reader.unread()
     if unread:
         raise UnsupportedModel(
-            f"{', '.join(unread)}: not read for model_type {model_type!r}, so this model might be computed wrongly; remove the key "
-            f"from config.json if it changes nothing"
+            f"{', '.join(unread)}: not read for model_type {model_type!r}, so this model might be computed wrongly; remove the "
+            f"key from config.json if it changes nothing"
         )
     return config

@@ -72,7 +72,7 @@ class SharedPoolAttention(ReferenceAttention):
 
     def plan(self, batch: StepBatch, block_size: int) -> SharedPoolPlan:
         plan = super().plan(batch, block_size)
-        return SharedPoolPlan(plan.config, plan.slots, plan.groups, self._heads)
+        return SharedPoolPlan(plan.config, plan.slots, plan.groups, heads=self._heads)
 
     def _rows(self, slots: Tensor) -> Tensor:
         return slots[:, None, :] * self._num_pool_heads + torch.tensor(self._heads)[:, None]
@@ -80,7 +80,7 @@ class SharedPoolAttention(ReferenceAttention):
 
 @dataclass(frozen=True)
 class SharedPoolPlan(ReferencePlan):
-    heads: range
+    heads: range = range(0)
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kv: Tensor) -> Tensor:
         """See `AttentionPlan.run`; `kv` is the pool with all heads, `key` and `value` are of ours."""

@@ -21,7 +21,7 @@ from pdmesh.engine.parallel.split import (
     shard_config,
     whole_shape,
 )
-from tests.support.mock_engine import model_config
+from tests.support.mock_engine import mock_model_config
 from tests.support.tiny_models import make_tiny_model
 
 
@@ -62,7 +62,7 @@ def test_the_vocabulary_is_cut_without_gaps(vocab_size: int, size: int) -> None:
 
 
 def eight_heads() -> ModelConfig:
-    return replace(model_config(64), num_heads=16, num_kv_heads=8, intermediate_size=48)
+    return replace(mock_model_config(64), num_heads=16, num_kv_heads=8, intermediate_size=48)
 
 
 def test_a_shares_config_is_what_its_tensors_fit(tmp_path: Path) -> None:

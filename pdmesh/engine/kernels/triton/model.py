@@ -263,8 +263,8 @@ class TritonModel:
     @property
     def bytes_per_step(self) -> int:
         """Return the weight bytes that a step of few rows reads: its limit is this over the memory's bandwidth."""
-        layers = self.decoder.layers
-        maps = [self.decoder.head, *(m for layer in layers for m in (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down))]
+        pairs = ((layer, layer.gated_mlp) for layer in self.decoder.layers)
+        maps = [self.decoder.head, *(m for layer, mlp in pairs for m in (layer.qkv, layer.output, mlp.gate_up, mlp.down))]
         return sum(map(_num_bytes, maps))
 
     def step_bytes(self, config: EngineConfig) -> int:

@@ -126,7 +126,7 @@ def test_rounded_activations_are_named_and_are_those_of_many_rows(rounded: tuple
     plain, loaded = (load_model(config_of(folder, **settings, fp8_activations=rounds)) for rounds in (False, True))
     assert plain.numeric_mode.startswith("fp8+float16-triton3-triton-fp8-vector8-tile128-mm-")
     assert loaded.numeric_mode.startswith("fp8a8+float16-triton3-triton-fp8-vector8-tile128-scaledmm-")
-    exact, down = (triton_of(each).decoder.layers[0].mlp.down for each in (plain, loaded))
+    exact, down = (triton_of(each).decoder.layers[0].gated_mlp.down for each in (plain, loaded))
     x = torch.randn((129, 256), generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.float16)
     assert torch.equal(down(x[:8]), exact(x[:8]))
     error = (down(x) - exact(x)).float().square().mean().sqrt() / exact(x).float().square().mean().sqrt()

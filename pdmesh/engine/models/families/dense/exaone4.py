@@ -1,5 +1,5 @@
-"""EXAONE 4: norms behind attention and MLP alone, norms of query and key heads, windows with layers between that see everything and
-are not rotated."""
+"""EXAONE 4: norms behind attention and MLP alone, norms of query and key heads, windows with layers between that see everything
+and are not rotated."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from pdmesh.engine.models.rope import RopeConfig
 _DEFAULTS = Defaults(head_dim=256, tie=True, activation="gelu_pytorch_tanh")
 
 
-def _decoder(config: ConfigReader, defaults: Defaults = _DEFAULTS, **parts: object) -> ModelConfig:
+def _decoder(config: ConfigReader, defaults: Defaults = _DEFAULTS, /, **parts: object) -> ModelConfig:
     config.require("use_bidirectional_attention", False)
     bias = config.flag("attention_bias")
     named = config.get("hidden_activation") or config.get("hidden_act")

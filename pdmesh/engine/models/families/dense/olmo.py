@@ -1,4 +1,4 @@
-"""OLMo 1 (norms without weights), 2 (norms behind attention and MLP alone, and over all query and key heads), 3 (with windows)."""
+"""OLMo 1 (norms without weights), 2 (norms behind attention and MLP alone, and over all query and key heads), 3 (windows)."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def read_dots1(config: ConfigReader) -> ModelConfig:
 
 
 def sigmoid_experts(config: ConfigReader) -> ExpertsConfig:
-    """Return the experts of DeepSeek-V3: scores by a sigmoid, groups ranked by their two best, a bias that balances the choice."""
+    """Return the experts of DeepSeek-V3: scores by a sigmoid, groups ranked by their two best, a bias that balances."""
     config.require("scoring_func", "sigmoid")
     config.require("topk_method", "noaux_tc")
     config.require("moe_layer_freq", 1)

@@ -1,5 +1,5 @@
-"""Command-R (Cohere 1) and Cohere 2: attention and MLP in parallel behind one LayerNorm without bias, neighbours rotated together,
-scaled logits; in Cohere 2 windows, and layers between that see everything and are not rotated."""
+"""Command-R (Cohere 1) and Cohere 2: attention and MLP in parallel behind one LayerNorm without bias, neighbours rotated
+together, scaled logits; in Cohere 2 windows, and layers between that see everything and are not rotated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPT-2 and GPT-BigCode (StarCoder 1, SantaCoder): learned positions, LayerNorm, a plain MLP, queries, keys and values as one map."""
+"""GPT-2 and GPT-BigCode (StarCoder 1, SantaCoder): learned positions, LayerNorm, a plain MLP, queries, keys and values fused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nemotron 3 and 4 (Minitron): LayerNorm that stores its distance from 1, a plain MLP with squared relu, half of each head rotated."""
+"""Nemotron 3 and 4 (Minitron): LayerNorm that stores its distance from 1, a plain MLP with squared relu, half of a head turned."""
 
 from __future__ import annotations
 
