@@ -210,7 +210,7 @@ class CircuitBreaker:
 # The health recorder: results of requests, for the circuit breaker, with this process's clock and log.
 
 PEERS_FOR_S = 2.0
-"""How long a list of peers is reused for comparisons: making one reads every worker."""
+"""Seconds for which a list of peers is reused for comparisons: making one reads every worker."""
 
 logger = logging.getLogger(__name__)
 

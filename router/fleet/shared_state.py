@@ -45,7 +45,7 @@ class SharedState:
         self._router_id = router_id
         self._run = secrets.randbits(63)
         self._fleet = fleet
-        self._routing_request = demand
+        self._demand = demand
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._has_foreign = False
@@ -127,7 +127,7 @@ class SharedState:
             for worker in self._fleet.workers.values()
             if worker.current is not None
         }
-        data = peers.encode(PeerMessage(self._router_id, self._run, sent, self._routing_request(now)), now)
+        data = peers.encode(PeerMessage(self._router_id, self._run, sent, self._demand(now)), now)
 
         async def publish(redis: Redis) -> int:
             return int(await redis.publish(self._channel, data))
