@@ -1,4 +1,4 @@
-"""From a prepared request to the policy's input: its size, its cached prefix by worker, its expected output, its objectives."""
+"""Conversion of a prepared request to the policy's input: size, cached prefix by worker, expected output, objectives."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""From a worker's messages (WorkerInfo, LoadReport) to the snapshot that the policy reads."""
+"""Conversion of a worker's messages (WorkerInfo, LoadReport) to the snapshot that the policy reads."""
 
 from contextlib import suppress
 from functools import lru_cache
