@@ -203,6 +203,6 @@ class FleetRegistry:
             self.on_dispatch()
 
     def _changed(self, worker: Worker) -> None:
-        worker.link_changed()
+        worker.stream_changed()
         self.changes.fire()
         self.openings.fire()

@@ -105,7 +105,7 @@ class Worker:
         self.last: Incarnation | None = None
         self.prefill = prefill_pb2_grpc.PrefillServiceStub(channel)
         self.decode = decode_pb2_grpc.DecodeServiceStub(channel)
-        self.link = DecodeStream(address, self.decode, settings, on_change=on_change, on_load=self._report)
+        self.decode_stream = DecodeStream(address, self.decode, settings, on_change=on_change, on_load=self._report)
         self._control = worker_pb2_grpc.WorkerControlStub(channel)
         self._settings = settings
         self._report_period_ms = report_period_ms
@@ -117,7 +117,7 @@ class Worker:
         self._told: list[Dispatched] = []
         self._foreign: list[Dispatched] = []
         self._view: WorkerSnapshot | None = None
-        self._link_started = False
+        self._stream_started = False
         self._task: asyncio.Task[None] | None = None
         self.lost_at: float = time.monotonic()
 
@@ -134,8 +134,8 @@ class Worker:
             self.current.lost.set()
         self.current = None
         self._view_changed()
-        if self._link_started:
-            await self.link.stop("the router stopped watching it")
+        if self._stream_started:
+            await self.decode_stream.stop("the router stopped watching it")
 
     @property
     def view(self) -> WorkerSnapshot | None:
@@ -144,7 +144,7 @@ class Worker:
         if current is None or current.load.draining:
             return None
         if self._view is None:
-            attached = self.link.attached and self.link.epoch == current.info.epoch
+            attached = self.decode_stream.attached and self.decode_stream.epoch == current.info.epoch
             self._view = worker_reports.snapshot_of(
                 current.described, current.load, decode=attached, reported_at=current.reported_at, sent=self._counted()
             )
@@ -192,7 +192,7 @@ class Worker:
         ids = [trace_id.to_bytes(16, "big") for trace_id in trace_ids]
         await self._control.KeepTraces(worker_pb2.KeepTracesRequest(trace_ids=ids), timeout=timeout_s)
 
-    def link_changed(self) -> None:
+    def stream_changed(self) -> None:
         """Record that the DecodeStream attached or broke."""
         self._view_changed()
 
@@ -284,9 +284,9 @@ class Worker:
         if self._foreign:
             self._foreign = [sent for sent in self._foreign if not sent.is_contained(figures_at)]
         self._view_changed()
-        if worker_pb2.ROLE_DECODE in load.roles and not self._link_started:
-            self._link_started = True
-            self.link.start()
+        if worker_pb2.ROLE_DECODE in load.roles and not self._stream_started:
+            self._stream_started = True
+            self.decode_stream.start()
         self._on_change()
 
     def _down(self, problem: str) -> None:
