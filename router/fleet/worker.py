@@ -19,7 +19,7 @@ MIN_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 0.25
 UNUSABLE_RETRY_S = 1.0
 TRANSIT_S = 0.2
-MAX_TOLD = 256
+MAX_CONFIRMED = 256
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class Worker:
         self._on_dispatch = on_dispatch
         self._on_up = on_up
         self._dispatched: list[Dispatched] = []
-        self._told: list[Dispatched] = []
+        self._confirmed: list[Dispatched] = []
         self._foreign: list[Dispatched] = []
         self._view: WorkerSnapshot | None = None
         self._stream_started = False
@@ -160,8 +160,8 @@ class Worker:
         """Return what this router sent to the worker and other routers' heartbeats may not contain yet: the heartbeats of this
         router may be newer than theirs. `now`: monotonic seconds."""
         since = now - 2 * self._report_period_ms / 1000 - TRANSIT_S
-        self._told = [sent for sent in self._told if sent.arrived_at is not None and sent.arrived_at >= since]
-        return (*self._told, *self._dispatched)
+        self._confirmed = [sent for sent in self._confirmed if sent.arrived_at is not None and sent.arrived_at >= since]
+        return (*self._confirmed, *self._dispatched)
 
     def heard(self, foreign: list[Dispatched]) -> None:
         """Replace what other routers have sent to this incarnation, by their latest messages; each has an `arrived_at`."""
@@ -177,8 +177,8 @@ class Worker:
 
     def done(self, sent: Dispatched) -> None:
         """Stop counting what was sent, because the worker's response says that it has ended there; idempotent."""
-        if sent in self._told:
-            self._told.remove(sent)
+        if sent in self._confirmed:
+            self._confirmed.remove(sent)
         if sent in self._dispatched:
             self._dispatched.remove(sent)
             self._view_changed()
@@ -205,7 +205,7 @@ class Worker:
         for sent in contained:
             sent.arrived_at = figures_at if sent.arrived_at is None else sent.arrived_at
         self._dispatched = [sent for sent in self._dispatched if sent not in contained]
-        self._told = [*self._told, *contained][-MAX_TOLD:]
+        self._confirmed = [*self._confirmed, *contained][-MAX_CONFIRMED:]
 
     def _figures_at(self) -> float:
         """Return the monotonic seconds of the latest heartbeat's figures."""
@@ -270,7 +270,7 @@ class Worker:
         self.current = self.last = incarnation
         self._dispatched.clear()
         self._foreign.clear()
-        self._told.clear()
+        self._confirmed.clear()
         self._on_up(incarnation)
 
     def _report(self, load: worker_pb2.LoadReport) -> None:

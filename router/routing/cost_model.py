@@ -5,7 +5,7 @@ A worker computes prompts in order of arrival, in chunks that share its steps wi
     steps for t tokens = t / chunk, chunk = token budget of a step less one token for each decoding sequence
     time for t tokens  = their work + steps · (a step in which only those sequences get their token)
 
-TPOT objectives set a pace (`docs/routing.md`): once the slack of a worker's sequences is used up, steps last no longer than it:
+A TPOT objective sets a pace (PACE_TARGET of it): once the slack of a worker's sequences is used up, its steps last no longer:
 
     time for t tokens >= (their work - slack · share) / (1 - share), share = a step of those sequences alone / their pace
 

@@ -156,8 +156,8 @@ class PredictPolicy:
         candidates: list[Candidate] = []
         decodes: list[WorkerEstimate] = []
         for pool in fleet_snapshot.pools(routing_request.model, routing_request.kind):
-            could, found = self._search(pool, routing_request, now)
-            decodes += could
+            shortlisted, found = self._search(pool, routing_request, now)
+            decodes += shortlisted
             candidates += found
         if not decodes:
             return explain_no_candidate(fleet_snapshot.views(), routing_request)

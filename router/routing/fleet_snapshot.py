@@ -70,14 +70,14 @@ class Speeds:
     """Average the speeds that workers with enough steps report, for workers without."""
 
     def __init__(self) -> None:
-        self._num_told = 0
+        self._num_reports = 0
         self._sums = [0.0] * 5
 
     def count(self, model: LatencyModel | None, sign: int) -> None:
         """Add a worker's report, or with `sign` -1 remove it."""
         if model is None or model.num_steps < SURE_STEPS:
             return
-        self._num_told += sign
+        self._num_reports += sign
         sums = self._sums
         sums[0] += sign * model.fixed_s
         sums[1] += sign * model.per_prefill_token_s
@@ -87,11 +87,11 @@ class Speeds:
 
     def believed(self, model: LatencyModel | None) -> LatencyModel:
         """Return the speed to assume for a worker that reports `model`."""
-        if model is not None and (model.num_steps >= SURE_STEPS or self._num_told == 0):
+        if model is not None and (model.num_steps >= SURE_STEPS or self._num_reports == 0):
             return model
-        if self._num_told == 0:
+        if self._num_reports == 0:
             return NEUTRAL
-        fixed_s, token_s, prefix_s, row_s, context_s = (max(0.0, total / self._num_told) for total in self._sums)
+        fixed_s, token_s, prefix_s, row_s, context_s = (max(0.0, total / self._num_reports) for total in self._sums)
         return LatencyModel(fixed_s, token_s, prefix_s, row_s, context_s)
 
 
