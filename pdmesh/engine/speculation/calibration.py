@@ -49,7 +49,7 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True)
 class Circumstances:
-    """Hold what a step's time depends on. `max_rows` of any step, `max_context` of any sequence."""
+    """Hold everything that a step's time depends on. `max_rows` of any step, `max_context` of any sequence."""
 
     weights_hash: str
     numeric_mode: str
@@ -146,7 +146,7 @@ logger = logging.getLogger(__name__)
 
 
 class Shape(NamedTuple):
-    """The shape of a step: its tokens, and all tokens of its sequence."""
+    """Describe a step: its tokens, and all tokens of its sequence."""
 
     num_rows: int
     context: int
@@ -175,7 +175,7 @@ def known_curve(of: Circumstances, meter: Meter) -> CostCurve | None:
 
 
 def confirmed(curve: CostCurve, meter: Meter) -> CostCurve | None:
-    """Check a curve by a few short steps. None if they contradict it."""
+    """Return the curve, scaled to a few short steps that are run to check it; None if they contradict it."""
     shapes = [Shape(rows, rows) for rows in in_order(curve.rows) if rows in FIRST_ROWS]
     meter.run(shapes[0])  # the first step's initialization is not measured
     seconds = meter.measure(shapes, num_certain=len(shapes), num_rounds=CHECK_ROUNDS)

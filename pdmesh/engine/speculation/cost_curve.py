@@ -7,9 +7,9 @@ was not updated for long, a step bends it at once. A time that is far off is one
 
     longer once             the step was delayed: ignored
     longer again and again  while other steps take the expected time: the point is wrong, or attention, if the others have short
-                            contexts. While none does: the machine is slower
-    shorter                 nothing makes a step shorter: the whole curve was too high. If only the point was, steps of
-                            other sizes will be longer again and again
+                            contexts. While no other step does: the machine is slower
+    shorter                 the whole curve was too high, because nothing makes a step shorter. If only the point was too high,
+                            steps of other sizes will be longer again and again
 """
 
 from __future__ import annotations
@@ -43,14 +43,16 @@ rows."""
 
 
 class Kind(NamedTuple):
-    """A kind of steps: the point of the curve at or behind their number of rows; whether attention takes much of them."""
+    """Describe a kind of steps: the point of the curve at or after their number of rows; whether attention takes much of their
+    time."""
 
     point: int
     is_long: bool
 
 
 class Seen(NamedTuple):
-    """State of the steps of a kind: which one was the last, how many in a row took much longer than expected."""
+    """Hold the state of a kind: the number of its last step, and how many of its steps in a row took much longer than
+    expected."""
 
     at: int = 0
     num_late: int = 0
@@ -58,8 +60,8 @@ class Seen(NamedTuple):
 
 @dataclass(frozen=True)
 class History:
-    """History of the steps that a curve was updated by. `latest`: the kinds of the last ones, and whether they took about as
-    expected."""
+    """Hold the history of the steps that updated a curve. `latest`: the kinds of the last ones, and whether they took about the
+    expected time."""
 
     num_steps: int = 0
     seen: Mapping[Kind, Seen] = field(default_factory=dict)

@@ -1,6 +1,6 @@
-"""A guard around a proposer: whatever it does wrong costs drafts, never the engine.
+"""A guard around a proposer: a faulty proposer costs drafts, never the engine.
 
-Its exceptions end here, and a draft that breaks its bounds counts as one: the proposer is not used again. Chances of a proposer
+Exceptions of the proposer end here, and a draft that breaks its bounds counts as one: the proposer is not used again. Chances
 that are only too high are scaled down (`CalibratedRate`).
 """
 
@@ -23,8 +23,8 @@ from pdmesh.engine.speculation.proposer import Ask, Proposer
 
 # Drafts under a grammar: which tokens may come behind each draft token, and how much of a draft the grammar allows
 #
-# The sequence keeps the matchers that were requested (`Sequence.matcher_behind`), and a matcher what may come behind it. So
-# what was found to cut a draft is there when the step draws, however much of the draft was cut off in between.
+# The sequence keeps the matchers that were requested (`Sequence.matcher_behind`), and a matcher keeps the tokens that may come
+# after it. So the step that draws reuses what was computed to cut a draft, however much of the draft was cut off in between.
 
 
 def allowed_on_tree(sequence: Sequence, draft: Draft) -> list[Bits | None]:
@@ -62,10 +62,10 @@ Lesson = tuple[Sequence, Verified, Tensor | None]
 
 
 class GuardedProposer:
-    """A proposer that never raises."""
+    """Wrap a proposer, and never raise."""
 
     def __init__(self, proposer: Proposer, vocab_size: int | None, on_fault: Callable[[str], None]) -> None:
-        """`vocab_size`: token ids are below; None: unknown. `on_fault(name)` is called once."""
+        """Wrap `proposer`. `vocab_size`: token ids are below it; None: unknown. `on_fault(name)` is called once."""
         self.name, self.is_free, self.wants_hidden = proposer.name, proposer.is_free, proposer.wants_hidden
         self.learns = proposer.learns
         self.is_open = True
@@ -81,21 +81,21 @@ class GuardedProposer:
         return [NOTHING] * len(asks)
 
     def believed(self, drafts: list[Draft]) -> list[Draft]:
-        """Return its drafts with chances scaled by the recent acceptance rate."""
+        """Return `drafts` with their chances scaled by the recent acceptance rate."""
         factor = self._factor = self._trust.factor
         if factor == 1.0:
             return drafts
         return [replace(draft, chances=tuple([factor * chance for chance in draft.chances])) for draft in drafts]
 
     def judge(self, verified: Verified) -> None:
-        """Record the result of a draft of its own, with the chances of this step."""
+        """Record the result of one of its drafts, with the chances of this step."""
         draft, reached = verified.draft, {ROOT, *verified.kept}
         for index, parent in enumerate(draft.parents):
             if parent in reached:
                 self._trust.saw(draft.chances[index] / self._factor, index in reached)
 
     def forgive(self) -> None:
-        """Let the factor recover, once for each step."""
+        """Let the scale of the chances recover, once for each step."""
         self._trust.forgive()
 
     def learn(self, lessons: Sequence_[Lesson]) -> None:
@@ -106,7 +106,7 @@ class GuardedProposer:
                 learn(*lesson)
 
     def restore(self, sequence: Sequence, hidden: Tensor) -> None:
-        """See TakesOver; does nothing where it is none."""
+        """Pass on to `TakesOver.restore`, if the proposer has it."""
         if isinstance(self._proposer, TakesOver):
             with self._watched():
                 self._proposer.restore(sequence, hidden)

@@ -1,6 +1,6 @@
 """The draft state of a hand-off: the hidden state from which the prefill worker drew the first token, in bfloat16.
 
-It affects drafts only. So a state that does not fit, of a worker with another configuration or a faulty one, is ignored.
+It affects drafts only. So a state that does not fit, from a faulty worker or one with another configuration, is ignored.
 """
 
 from __future__ import annotations

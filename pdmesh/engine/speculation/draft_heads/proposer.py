@@ -1,4 +1,4 @@
-"""Drafts by heads: from the model's last hidden state, without any KV.
+"""The proposer with draft heads: it drafts from the model's last hidden state, without any KV.
 
 Its only state of a sequence is the hidden state from which its last token was drawn; a sequence that comes from elsewhere is
 drafted for from its second step on. Recurrent heads draft a chain, token by token; Medusa heads all positions at once, for a

@@ -1,10 +1,10 @@
-"""The token history of a sequence: which source it seems to copy, token after token, and how likely it continues so.
+"""The token history of a sequence: the source that it seems to copy (its trail), and the chance that it goes on copying.
 
-    source      … a b c d e f …        the sequence has copied a b c: its rung is 3, its place that of d
+    source      … a b c d e f …        the sequence has copied a b c: its rung (matched tokens) is 3, its place is that of d
     sequence    … a b c                d comes: rung 4, place e. Another token comes: the trail is lost
 
-Rungs up to LONGEST say how many tokens matched. A few more are for a trail that was lost at one token and resumes
-behind it: a text copied with changes. The chance of the next token is learned for each rung, from all sequences.
+Rungs up to LONGEST count matched tokens. A few more are for a trail that was lost at one token and resumes after it: a text
+copied with changes. The chance of the next token is learned for each rung, from all sequences.
 """
 
 from __future__ import annotations
