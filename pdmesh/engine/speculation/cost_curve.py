@@ -24,15 +24,15 @@ LEARNING = 0.02
 """Weight of a step's time in the points beside its number of rows, and twice that in the whole curve."""
 STALE_LEARNING = 0.5
 STALE_AFTER = 32
-"""Steps after which a kind is stale. It is learned from few steps, and says nothing about the machine's speed."""
+"""Steps after which a kind is stale: it is then learned from few steps, and says nothing about the machine's speed."""
 OUTLIER = 2.0
-"""A step is an outlier if it took so many times the expected time, or so small a part of it."""
+"""A step is an outlier if it took this many times the expected time, or the inverse part of it."""
 PATIENCE = 3
-"""So many steps of a kind that took much longer, one after the other, are no outliers."""
+"""This many steps of a kind in a row that took much longer are no outliers."""
 WITNESSES = 8
-"""The last steps, among which one of another kind says whether the machine is slower."""
+"""How many of the last steps are searched for one of another kind, which shows whether the machine is slower."""
 BEYOND = 1.25
-"""A step of so many times the rows of the last point makes another point."""
+"""A step of this many times the rows of the last point makes another point."""
 
 
 SHORTEST_S = 1e-6

@@ -21,15 +21,15 @@ from pdmesh.engine.speculation.draft import NOTHING, ROOT, Draft, Verified
 from pdmesh.engine.speculation.handover import TakesOver
 from pdmesh.engine.speculation.proposer import Ask, Proposer
 
-# Drafts under a grammar: which tokens may come behind each draft token, and how much of a draft the grammar allows
+# Drafts under a grammar: the tokens that may come after each draft token, and the part of a draft that the grammar allows
 #
 # The sequence keeps the matchers that were requested (`Sequence.matcher_behind`), and a matcher keeps the tokens that may come
 # after it. So the step that draws reuses what was computed to cut a draft, however much of the draft was cut off in between.
 
 
 def allowed_on_tree(sequence: Sequence, draft: Draft) -> list[Bits | None]:
-    """Return tokens that may come behind the root, then behind each token of a draft that follows the grammar; None without
-    one."""
+    """Return the tokens that may come after the root, then after each token of a draft that follows the grammar; None without a
+    grammar."""
     nodes = range(ROOT, len(draft))
     if sequence.group.request.grammar is None:
         return [None for _ in nodes]

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 @runtime_checkable
 class TakesOver(Protocol):
-    """A proposer that can continue from a state that was computed elsewhere."""
+    """Continue from a draft state that another worker computed; a proposer may implement it."""
 
     def restore(self, sequence: Sequence, hidden: Tensor) -> None:
         """Take over the state `hidden` [hidden_size] float32, from which the sequence's last token was drawn."""

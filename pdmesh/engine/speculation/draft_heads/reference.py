@@ -39,7 +39,7 @@ Chain = tuple[list[int], list[float]]  # tokens and their chances
 
 
 class HeadMaths(Protocol):
-    """The methods of draft heads that the proposer needs."""
+    """Compute draft heads, as the proposer needs it."""
 
     heads: DraftHeads
 

@@ -118,7 +118,7 @@ Branch = tuple[Sequence_[int], list[float]]  # tokens, and the chance of each be
 
 
 class Rungs:
-    """Hold what all trails of a proposer have shown."""
+    """Hold the results of all trails of a proposer."""
 
     def __init__(self) -> None:
         self.first = Calibration(_RUNG_PRIORS)
@@ -181,7 +181,7 @@ class TokenTrail:
                 self.source, self.place, self.rung = source, place + 1, NEXT_RUNG[rung]
 
     def choose(self, match: Match, other: Match, last_token: int) -> None:
-        """Choose the match, unless the present or a nearby trail is likelier; the second best of them becomes the other."""
+        """Choose the match, unless the present trail or a nearby one is likelier; the second best of them becomes the other."""
         here = (self.source, self.place, self.rung) if self.rung else self._nearby(last_token)
         # None of its own tokens follows the last one yet: a trail there would always be right, comparing tokens with themselves.
         if here[2] and here[1] < len(here[0]):
@@ -194,8 +194,7 @@ class TokenTrail:
         self.other = other if _differ(match, other) else NO_MATCH
 
     def _nearby(self, last_token: int) -> Match:
-        """Return a match behind the last token, if that is soon behind the place where the trail was lost; or right behind that
-        place."""
+        """Return a match after the last token, if it is soon after the place where the trail was lost, or right after it."""
         lost_at = self._lost_at
         if not lost_at or self._lost_for > _LOST_AFTER:
             return NO_MATCH
@@ -206,7 +205,7 @@ class TokenTrail:
         return (source, lost_at + 1, RESUMED) if self._lost_for == 1 else NO_MATCH
 
     def draft(self, ask: Ask, proposer: str) -> Draft:
-        """Return the tokens behind the place, as far as they are likely enough; and the other match as a second branch."""
+        """Return the tokens from the place on, as far as they are likely enough, and the other match as a second branch."""
         if not self.rung:
             return NOTHING
         first_chance = self._bent.chance(self._rungs.first.chances[self.rung])
@@ -246,7 +245,7 @@ def _differ(match: Match, other: Match) -> bool:
 
 
 def _go_round(tokens: Sequence_[int], count: int) -> list[int]:
-    """Repeat the tokens: the source ends with them, and continues with what is drafted."""
+    """Return the tokens repeated up to `count`: the source ends with them, and continues with the draft."""
     return list(islice(cycle(tokens), count))
 
 
@@ -272,12 +271,12 @@ PORTION = 2048
 
 
 class Reader(Protocol):
-    """Hold what is known of one sequence."""
+    """Hold the state of one sequence."""
 
     trail: TokenTrail
 
     def read(self, output: list[int], most: int) -> int:
-        """Take the new tokens and find where the trail leads now; return how many were entered, at most `most`."""
+        """Take the new tokens and find the present place of the trail; return how many n-grams were entered, at most `most`."""
         ...
 
 
