@@ -163,9 +163,7 @@ class Reservations:
         self._active: dict[str, DecodeRequest] = {}  # the requests that hold blocks or seats in the engine
         self._idle = asyncio.Event()
         self._idle.set()
-        self._kept: deque[tuple[float, DecodeRequest]] = (
-            deque()
-        )  # finished requests, kept until their router must have all output
+        self._kept: deque[tuple[float, DecodeRequest]] = deque()  # finished requests, until their router must have all output
         self._ended = Tombstones(settings.lease_s)
         self._locks = RequestLocks()
         self._serial = itertools.count(1)

@@ -23,7 +23,7 @@ from pdmesh.v1 import common_pb2
 #     panels    groups of 16 tokens as the CPU kernels read them (pdmesh/engine/kernels/cpu/attention.h):
 #               keys   [num_heads][block_size / 16][head_dim / pair][16 tokens][pair dims]         pair: 2, and 1 for float32
 #               values [num_heads][block_size / 16][head_dim / 16][16 / pair][16 dims][pair tokens]
-#               int8: float32 scales [num_heads][block_size] behind either
+#               int8: float32 scales [num_heads][block_size] after either
 #
 # Numbers of float8_e4m3fn are multiplied by a scale, one for all keys of a layer and one for its values. The scale is not in the
 # block: it belongs to the checkpoint (pdmesh/engine/loader/kv_scales.py), and the caller of a conversion passes it.

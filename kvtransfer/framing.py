@@ -94,7 +94,7 @@ def encode(message: transfer_pb2.TransferMessage) -> bytes:
 
 
 def body_length(header: bytes) -> int:
-    """Return the length of the body behind a header of HEADER.size bytes. Raises FrameError for a wrong magic or a length out of
+    """Return the length of the body after a header of HEADER.size bytes. Raises FrameError for a wrong magic or a length out of
     bounds."""
     magic, length, _ = HEADER.unpack(header)
     if magic.startswith(TLS_HANDSHAKE):

@@ -158,7 +158,8 @@ class StagedMemory:
         self.departures.give_back(filled_piece.piece)
 
     async def store(self, content: Bytes, layers: range, block_ids: Sequence[int], after: Mark, stream: Stream) -> None:
-        """Write [layers, 2, blocks, bytes_per_layer_block] into the pool, behind `after`; return when it is there.
+        """Write [layers, 2, blocks, bytes_per_layer_block] into the pool once the mark `after` is reached; return when it is
+        there.
 
         Raises PeerClosed when interrupted; nothing is written any more then.
         """

@@ -193,7 +193,7 @@ class InboundPush:
 
     @property
     def begin(self) -> Mark:
-        """Return the mark behind which a device may write; only for a staged pool."""
+        """Return the mark after which a device may write; only for a staged pool."""
         assert self._begin is not None, "it has been marked when the push was accepted"
         return self._begin
 

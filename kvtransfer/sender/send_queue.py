@@ -1,7 +1,7 @@
 """The choice of the parts of a request's KV that a push sends next, and the queue of parts in front of its connections.
 
     KVReadiness ─► Pipeline ─ put ─► [ part ][ part ] ─ get ─► a connection: sends it, drops it
-                                       └──────┴─ prefetched from the device: behind the mark at which they are final,
+                                       └──────┴─ prefetched from the device: after the mark at which they are final,
                                                  into pieces that no other push needs
 
 When a connection takes a part that was not prefetched, or whose piece was taken away, the part is fetched then.
@@ -191,7 +191,7 @@ class OutboundPart:
 
     @property
     def at(self) -> Mark:
-        """Return the mark behind which the part is final; only for a staged pool."""
+        """Return the mark at which the part becomes final; only for a staged pool."""
         assert self._final is not None, "memory that can be viewed has no marks"
         return self._final.at
 
@@ -214,14 +214,14 @@ class OutboundPart:
 
 @dataclass(frozen=True)
 class PartSource:
-    """Locate a part in a staged pool, where it may be read behind the mark `at`."""
+    """Locate a part in a staged pool, where it may be read once the mark `at` is reached."""
 
     memory: StagedMemory
     at: Mark
 
 
 class Told:
-    """Record the mark behind which each part is final, at the time when the prefill reports it: a link that is slower than the
+    """Record the mark at which each part becomes final, at the time when the prefill reports it: a link that is slower than the
     prefill does not wait for later steps."""
 
     def __init__(self, memory: StagedMemory) -> None:

@@ -82,8 +82,8 @@ class DeviceReadTarget(Incoming, Protocol):
     """Receive parts that a device writes into its pool, in the sender's layout."""
 
     async def pull_part(self, header: transfer_pb2.PartHeader, part: Part, block_ids: Sequence[int], after: Mark) -> int:
-        """Write the part into `block_ids` of the pool behind `after`; return the word_sum of what was stored. Nothing is written
-        any more when it returns or raises. Raises TransferRefused."""
+        """Write the part into `block_ids` of the pool once the mark `after` is reached; return the word_sum of what was stored.
+        Nothing is written any more when it returns or raises. Raises TransferRefused."""
 
 
 class Transport(Protocol):

@@ -1,9 +1,9 @@
 """cuda_ipc: the receiver's GPU reads the sender's pool in GPU memory. For processes of one user on one host.
 
     sender ── hello + the driver's handle of its pool, over a Unix socket ──► receiver: opens it, once for each pool
-    sender: sums the part on its device, behind the mark of its layers
+    sender: sums the part on its device, after the mark of its layers
     sender ── part header with block ids, part end with the sum ────────────► receiver: its device copies from pool to pool,
-                                                                              behind its own mark, and sums WHAT IT STORES
+                                                                              after its own mark, and sums WHAT IT STORES
            ◄── ok, if that is the sum ──────────────────────────────────────
 
 No process writes into another's pool, so a sender that was paused and resumes does no harm: where it has freed blocks meanwhile,

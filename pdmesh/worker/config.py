@@ -41,7 +41,8 @@ def problem_with(cpus: Sequence[int], num_threads: int) -> str | None:
 
 @contextlib.contextmanager
 def bound(cpus: Sequence[int]) -> Iterator[None]:
-    """Bind this thread, and the threads that it starts meanwhile, to `cpus` (none: anywhere); afterwards unbind this thread."""
+    """Bind this thread, and the threads that it starts meanwhile, to `cpus` (none: no change); at the end restore this thread's
+    cores."""
     if not cpus:
         yield
         return

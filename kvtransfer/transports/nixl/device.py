@@ -1,8 +1,8 @@
 """nixl between pools in memory of GPUs: NIXL reads a part into a buffer on the receiver's GPU, which copies it into its pool.
 
-    sender: sums the part on its device, behind the mark of its layers
+    sender: sums the part on its device, after the mark of its layers
     sender ── part header with block ids, part end with the sum ───► receiver: NIXL_READs the part into a buffer, in wire order;
-                                                                     its device copies it into its pool, behind its own mark,
+                                                                     its device copies it into its pool, after its own mark,
                                                                      and sums WHAT IT STORES
            ◄── ok, if that is the sum ─────────────────────────────
 
@@ -102,7 +102,7 @@ class DeviceReader(Reads):
         super().__init__(self._rooms.address, NUM_ROOMS, ROOM_BYTES, place_of(shown))
 
     def store(self, read: Read, layers: range, block_ids: Sequence[int], after: Mark) -> Future[int]:
-        """Write the buffer of `read` into the pool behind `after`; return the sum of what was stored."""
+        """Write the buffer of `read` into the pool once the mark `after` is reached; return the sum of what was stored."""
         return self.shown.store(self._rooms.room(read.index), layers, block_ids, after)
 
 

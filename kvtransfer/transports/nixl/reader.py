@@ -276,7 +276,7 @@ def wire_order(target: Rectangle) -> Rectangle:
 
 
 def cut(table: Runs, num_bytes: int, column: int) -> Iterator[Runs]:
-    """Yield a table of copies, [n, 3] with bytes in column 2, cut behind every `num_bytes`. `column` holds offsets in wire order,
+    """Yield a table of copies, [n, 3] with bytes in column 2, cut after every `num_bytes`. `column` holds offsets in wire order,
     which become relative to the cut."""
     ends = np.cumsum(table[:, 2])
     starts = ends - table[:, 2]

@@ -1,7 +1,7 @@
 """The scheduler decides which sequences compute how many tokens in the next step.
 
 There are no phases: a sequence's computed tokens chase its known tokens under the step's token budget. A decode row, a chunk of a
-prompt, the rest of a prompt behind a cached prefix and a recomputation after preemption are scheduled alike. Draft tokens follow
+prompt, the rest of a prompt after a cached prefix and a recomputation after preemption are scheduled alike. Draft tokens follow
 the known ones, where they take neither budget nor blocks from another sequence.
 """
 

@@ -113,7 +113,7 @@ class CalibratedRate:
 # A greedy target draws the token if it has the highest logit there, too. If its logits are the draft's but for errors of about
 # the size of standard Gumbel noise, the chance of that is the token's softmax probability at temperature 1. At temperature T both
 # draw argmax(logits + T * noise) with the same noise: the chance is then the softmax of those sums, of which the greedy case is
-# T = 0. (Not the probability with which the draft draws the token: behind "once upon a time there was a" a hundred tokens are as
+# T = 0. (Not the probability with which the draft draws the token: after "once upon a time there was a" a hundred tokens are as
 # likely as each other, and two models that agree on that draw the same one, always.) Draft heads draw with that noise, too.
 
 

@@ -261,7 +261,7 @@ def in_order(rows: Iterable[int]) -> list[int]:
 
 
 def run_step(model: ForwardModel, sampler: TokenSampler, kv: Tensor, num_rows: int, context: int) -> None:
-    """Run a step of one sequence: its last `num_rows` tokens of a context in the first blocks, and a greedy draw behind each. Its
+    """Run a step of one sequence: its last `num_rows` tokens of a context in the first blocks, and a greedy draw after each. Its
     numbers are in host memory, as models need them."""
     positions = torch.arange(context - num_rows, context)
     batch = StepBatch(

@@ -105,7 +105,7 @@ class CostCurve:
 
     def least_row_s(self, num_rows: int) -> float:
         """Return the least cost of one more row: the curve has steps, where another tile of a product begins, and
-        behind such a step rows are cheap."""
+        beyond such a step rows are cheap."""
         points = zip(pairwise(self.rows), pairwise(self.seconds), strict=True)
         ahead = [(after - before) / (to - at) for (at, to), (before, after) in points if to > num_rows]
         return min([*ahead, self._last_row_s])

@@ -26,7 +26,7 @@ class Draft:
     parents: tuple[int, ...] = ()
     chances: tuple[float, ...] = ()
     proposer: str = ""
-    is_trial: bool = False  # unlikely, and verified now and then to learn from what is drawn behind it
+    is_trial: bool = False  # unlikely, and verified now and then to learn from what is drawn after it
 
     @classmethod
     def chain(cls, token_ids: Sequence[int], chances: Sequence[float], proposer: str) -> Draft:
@@ -62,7 +62,7 @@ class Draft:
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """Return the depth of each token, from 1 behind the root."""
+        """Return the depth of each token, from 1 after the root."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(1 if parent == ROOT else depths[parent] + 1)

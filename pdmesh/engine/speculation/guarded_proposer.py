@@ -43,7 +43,7 @@ def follow(sequence: Sequence, draft: Draft) -> Draft:
     here = sequence.matcher_behind(())
     wanted = [False] * len(draft)
     for run in draft.branches:
-        path = draft.branch(run[-1])  # from the root on: a run begins behind another's token
+        path = draft.branch(run[-1])  # from the root on: a run begins after another's token
         for index in path[: here.num_possible([draft.token_ids[index] for index in path])]:
             wanted[index] = True
     return draft.keep(wanted)

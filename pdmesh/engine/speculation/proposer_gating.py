@@ -42,7 +42,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 16, 256
 """Steps of a pause, where calls do not pay."""
 IN_VAIN = 0.005
 PROBE = 4
-"""Calls in a row behind a pause: one alone would tell little."""
+"""Calls in a row after a pause: one alone would tell little."""
 PRICE_LEARNING, HELD_UP = 0.1, 2.0
 NUM_FIRST_CALLS = 4
 

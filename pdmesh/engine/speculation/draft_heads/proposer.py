@@ -229,7 +229,7 @@ class HeadProposer:
         return [self._tree(branch, logits, mine[: branch.most]) for branch, mine in zip(branches, rows, strict=True)]
 
     def _tree(self, branch: _Branch, logits: Tensor, rows: Sequence_[int]) -> Draft:
-        """Return the tree of one sequence; `rows` of the logits: the positions behind the sequence, in order."""
+        """Return the tree of one sequence; `rows` of the logits: the positions after the sequence, in order."""
         if branch.is_plain:
             best = logits[list(rows)].softmax(-1).topk(min(_MOST_SIBLINGS, len(self._ids)))
             found = zip(best.indices.tolist(), best.values.tolist(), strict=True)

@@ -1,4 +1,4 @@
-"""Draft heads: small maps, trained for one model, that predict the tokens behind the next one from its last hidden state.
+"""Draft heads: small maps, trained for one model, that predict the tokens after the next one from its last hidden state.
 
 One safetensors file (`draft_heads.safetensors`, beside the model or elsewhere; tools/draft_heads/__main__.py makes it). H is the
 model's hidden size, W the width of a block, V' the reduced vocabulary: the few thousand tokens that the model's outputs are made
@@ -15,7 +15,7 @@ the reduced one is never drafted.
 
 Kinds: `recurrent`: one block, which makes the next state of the last one and the token that was guessed from it (EAGLE's feature
 regression, Li et al., 2024, without its attention, as in Zhang et al., ReDrafter, 2024): all it knows of a sequence is one
-vector. `medusa`: `depth` blocks; block N guesses the token N + 2 places behind the state from the state and the last token alone
+vector. `medusa`: `depth` blocks; block N guesses the token N + 2 places after the state from the state and the last token alone
 (Cai et al., Medusa, 2024), so all are computed at once and none sees what the others guess.
 """
 

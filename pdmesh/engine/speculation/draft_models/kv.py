@@ -99,7 +99,7 @@ class DraftKV(Protocol):
         ...
 
     def wrote(self, chunk: Chunk) -> None:
-        """Record that the KV of the chunk's tokens is in the pool, behind that of the tokens before them."""
+        """Record that the KV of the chunk's tokens is in the pool, like that of the tokens before them."""
         ...
 
 
@@ -174,7 +174,7 @@ class TargetKV:
         return sequence.num_computed
 
     def wrote(self, chunk: Chunk) -> None:
-        """Do nothing: it wrote behind what is computed, where verification writes the same and more."""
+        """Do nothing: the draft was written after the computed tokens, where verification writes the same and more."""
 
 
 def _root(sequence: Sequence) -> int:

@@ -145,7 +145,7 @@ def _told_of(path: str) -> Iterator[None]:
 # Self-drafting: the first layers of a model predict what all of them draw, by early exit with the model's own norm and head
 #
 # No second weights and no second pool: the keys and values of the first layers are the model's own, for everything it has
-# computed. What is drafted is written behind that, into the slots where the next tokens go; verification then writes the same
+# computed. Drafted tokens are written after those, into the slots where the next tokens go; verification then writes the same
 # there, for all layers. (Zhang et al., Draft & Verify, 2023; Elhoushi et al., LayerSkip, 2024.)
 
 

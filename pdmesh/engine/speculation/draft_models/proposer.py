@@ -56,7 +56,7 @@ class Course:
         self._prompt = request.prompt
         self._params = without_logprobs(request.sampling)
         self._eos_token_ids = eos_token_ids
-        self._output = list(ask.sequence.output)  # the output and the draft behind it
+        self._output = list(ask.sequence.output)  # the output and the draft after it
         self._num_known = len(self._output)
         self._chances: list[float] = []
         self._cumulative = 1.0
@@ -208,7 +208,7 @@ class ModelDraft:
         return max(0, sequence.num_tokens - 1 - self.kv.num_valid(sequence))
 
     def _depth(self, ask: Ask) -> int:
-        """Return the depth; the last draft token is not computed, so it may be one behind the model's context."""
+        """Return the depth; the last draft token is not computed, so it may be one beyond the model's context."""
         return min(ask.max_depth, ask.max_tokens, self._max_context + 1 - ask.sequence.num_tokens)
 
     def _guess_ahead(self, courses: list[Course]) -> None:

@@ -1,7 +1,7 @@
 """Lookahead decoding: drafts without a model and without a text to copy, from the model's draws after rejected tokens.
 
-    drafted    a  b  c  d      verified in one step behind the root
-    drawn      x  y  z  u  v   x is the next token; y, z, u, v were drawn behind wrong tokens, and are the next step's draft
+    drafted    a  b  c  d      verified in one step after the root
+    drawn      x  y  z  u  v   x is the next token; y, z, u, v were drawn after wrong tokens, and are the next step's draft
 
 The draws of one step are the draft of the next: a Jacobi iteration whose fixed point is what the model draws one by one (Santilli
 et al. 2023, "Accelerating Transformer Inference for Translation via Parallel Decoding"). Tokens of successive steps that are one
@@ -110,7 +110,7 @@ class _Thread:
     def __init__(self) -> None:
         self._pool: dict[int, tuple[int, ...]] = {}  # by first token: the rest of the latest n-gram that begins with it
         self._ends: dict[int, tuple[int, ...]] = {}
-        self._drawn: tuple[int, ...] = ()  # the trajectory: tokens for the positions behind the first `_num_known`
+        self._drawn: tuple[int, ...] = ()  # the trajectory: tokens for the positions after the first `_num_known`
         self._num_known = 0
         self._guessed: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 

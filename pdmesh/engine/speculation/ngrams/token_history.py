@@ -32,7 +32,7 @@ from pdmesh.engine.speculation.proposer import Ask
 LONGEST = 16  # tokens of a match that are counted
 _MOST_CANDIDATES = 8
 
-# The tokens of the source, the place behind the match, and how many tokens match
+# The tokens of the source, the place after the match, and how many tokens match
 Match = tuple[Sequence_[int], int, int]
 NO_MATCH: Match = ((), 0, 0)
 
@@ -50,7 +50,7 @@ def match_length(source: Sequence_[int], place: int, tokens: Sequence_[int], end
 class NgramIndex:
     """Index one sequence's tokens by pairs. Plain lists: a step has microseconds for this.
 
-    `_latest[pair]`: the place behind the last occurrence of the pair; `_before[place]`: the one behind the occurrence before.
+    `_latest[pair]`: the place after the last occurrence of the pair; `_before[place]`: that after the previous occurrence.
     """
 
     __slots__ = ("_before", "_latest", "tokens")
@@ -103,7 +103,7 @@ class NgramIndex:
         return (tokens, place, length), (tokens, other_place, other_length)
 
 
-RESUMED = LONGEST + 1  # one token differed here, and the source continues behind it; the next rung: one such token was seen
+RESUMED = LONGEST + 1  # one token differed here, and the source continues after it; the next rung: one such token was seen
 _SECURE = 8  # a match of so many tokens is followed without looking for a better one
 NEXT_RUNG = [*range(1, LONGEST + 1), LONGEST, RESUMED + 1, RESUMED + 2, RESUMED + 3, _SECURE]
 _RUNG_PRIORS = (
@@ -111,10 +111,10 @@ _RUNG_PRIORS = (
     *(0.3, 0.4, 0.5, 0.6),
 )
 _OTHER_PRIOR = 0.2  # chance that the other match is right where the first one is wrong
-_NEARBY = 8  # tokens behind the one where a trail was lost, among which it is searched
+_NEARBY = 8  # tokens after the one where a trail was lost, among which it is searched
 _LOST_AFTER = 12  # tokens after which a lost trail is given up
 
-Branch = tuple[Sequence_[int], list[float]]  # tokens, and the chance of each behind the one before
+Branch = tuple[Sequence_[int], list[float]]  # tokens, and the chance of each after the one before
 
 
 class Rungs:
