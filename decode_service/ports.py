@@ -16,14 +16,14 @@ logger = logging.getLogger(__name__)
 
 
 class EngineCalls(Protocol):
-    """Call the engine's thread (`pdmesh.engine.loop.EngineLoop`)."""
+    """Call functions on the engine's thread (`pdmesh.engine.loop.EngineLoop`)."""
 
     async def call(self, fn: Callable[[Engine], T]) -> T:
-        """Run `fn` between two steps."""
+        """Run `fn` between two steps and return its result."""
 
 
 class Sink(Protocol):
-    """Receive the events of one engine request. Called on the event loop, in order; the updates of a step come before its
+    """Receive the events of one engine request, on the event loop and in order: the updates of a step come before its
     `on_started`."""
 
     def on_update(self, update: SequenceUpdate) -> None: ...
@@ -48,7 +48,7 @@ async def in_own_task(work: Coroutine[Any, Any, T]) -> T:
 
 
 def start(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-    """Run `work` in a task. An error that no caller awaits is logged."""
+    """Run `work` in a task, and log an error that no caller awaits."""
     task = asyncio.create_task(work)
     _tasks.add(task)  # the event loop keeps only weak references
     task.add_done_callback(_finished)
@@ -66,8 +66,8 @@ def _finished(task: asyncio.Task[Any]) -> None:
 
 @dataclass(frozen=True)
 class StreamSettings:
-    """Hold seconds. A router that is silent for `stream_timeout_s` has a broken stream; one without a stream for `grace_s` is
-    gone."""
+    """Hold the times of token streams, in seconds. The stream of a router that is silent for `stream_timeout_s` counts as broken;
+    a router without a stream for `grace_s` counts as gone."""
 
     stream_timeout_s: float = 1.0
     grace_s: float = 2.0
@@ -76,7 +76,8 @@ class StreamSettings:
 
 @dataclass(frozen=True)
 class ReservationSettings:
-    """Hold seconds. Finished output is kept for `keep_output_s`, which is longer than a router may take to reattach."""
+    """Hold the times of reservations, in seconds. Finished output is kept for `keep_output_s`, which is longer than a router may
+    take to reattach."""
 
     lease_s: float = 5.0
     keep_output_s: float = 4.0

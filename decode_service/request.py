@@ -20,32 +20,32 @@ from pdmesh.v1 import common_pb2, decode_pb2
 
 # Spans of decode for a request: `submit` below the router's call, the rest below its attempt.
 #
-#     submit                     receipt of Submit to its response; LOCAL: until the engine has the prompt, which does not wait
-#                                for the response
+#     submit                     receipt of Submit to its response; LOCAL: until the engine has the prompt, which may be before
+#                                the response
 #     decode ─┬─ prefill.queue, prefill.compute      LOCAL: from then on
 #             └─ decode.queue                        REMOTE: from the commit to the first step
 #
-# Nothing is recorded per token; `pdmesh/worker/step_dispatcher.py` makes spans of many steps and links them to the `decode` spans
-# in them.
+# No span is recorded per token; `pdmesh/worker/step_dispatcher.py` makes spans of many steps and links them to the `decode`
+# spans of their requests.
 
 MAX_ENDED = 64
 
 
 @dataclass(eq=False)
 class DecodeSpan:
-    """Hold the span of a placement that decodes, or computes its prompt here."""
+    """Hold the span of an attempt that decodes here, or computes its prompt here."""
 
     span: Span
     first_step: int = 0
-    has_finished: bool = False  # in the step that started it, whose `started` is still to come
+    has_finished: bool = False  # finished in its first step, whose `started` event has not come yet
 
 
 @dataclass(eq=False)
 class DecodeSpans:
-    """Record the spans of one worker. A record whose Submit came without a context has none."""
+    """Record the spans of one worker. A request whose Submit carried no trace context has none."""
 
     tracing: Tracing = OFF
-    num_steps: Callable[[], int] = lambda: 0  # of the engine, so far
+    num_steps: Callable[[], int] = lambda: 0  # the engine's steps so far
     steps: StepLog = field(default_factory=StepLog)
     _running: dict[str, SpanContext] = field(default_factory=dict)
     _ended: list[SpanContext] = field(default_factory=list)
@@ -67,7 +67,7 @@ class DecodeSpans:
         span.end(ended_ns)
 
     def begin(self, record: DecodeRequest, started_ns: int) -> None:
-        """Begin the `decode` span: the record was committed, or prefills here."""
+        """Begin the `decode` span: the KV was committed, or the engine computes the prompt here."""
         context = record.submission.trace
         if context is None:
             return
@@ -81,7 +81,7 @@ class DecodeSpans:
         self._running[record.engine_id] = span.context
 
     def started(self, record: DecodeRequest, started: RequestStarted, ended_ns: int) -> None:
-        """Record the first token, or the first step, which came with the latest step; that ended at `ended_ns`."""
+        """Record the first token, or the first step, which came with the latest step. That step ended at `ended_ns`."""
         if record.span is None:
             return
         step = record.span.first_step = self.num_steps()
@@ -93,7 +93,8 @@ class DecodeSpans:
             self.end(record)
 
     def end(self, record: DecodeRequest, reason: str = "", failure: MeshError | None = None) -> None:
-        """End the `decode` span. `reason`: why, unless the request has finished; `failure`: what its router is told."""
+        """End the `decode` span. `reason`: why it ended, unless the request has finished; `failure`: the error that its router
+        gets."""
         open_span = record.span
         if open_span is None:
             return
@@ -151,7 +152,7 @@ def _outcome(record: DecodeRequest) -> dict[str, Value]:
 
 
 def _steps(span: DecodeSpan, last: int) -> dict[str, Value]:
-    """Return the engine's steps in which the request took part, to be found in `decode.step`."""
+    """Return the numbers of the engine's steps in which the request took part; `decode.step` spans have the same numbers."""
     if not span.first_step:
         return {}
     return {
@@ -195,7 +196,7 @@ class ChoiceOutput:
         return self.finish_reason != common_pb2.FINISH_REASON_UNSPECIFIED
 
     def append(self, update: SequenceUpdate) -> None:
-        """Add a step's tokens. Raises ValueError when they do not continue the choice, which is a bug of the engine."""
+        """Append a step's tokens. Raises ValueError when they do not continue the choice, which is a bug of the engine."""
         expected = self.first_index + len(self.token_ids)
         if update.index != expected:
             raise ValueError(f"{update.request_id}, choice {self.choice}: the engine drew index {update.index}, not {expected}")
@@ -209,15 +210,15 @@ class ChoiceOutput:
             self.finish_reason = _FINISH_REASONS[update.finish_reason]
 
     def append_committed(self, token_id: int, finish_reason: common_pb2.FinishReason.ValueType, *, wants_logprobs: bool) -> None:
-        """Add the token that came with the commit. Its log-probability stayed on prefill: here it is unknown, NaN."""
+        """Append the token that came with the commit. Its log-probability stayed on the prefill worker, so it is NaN here."""
         self.token_ids.append(token_id)
         if wants_logprobs:
             self.logprobs.append(common_pb2.Logprobs(chosen=common_pb2.TokenLogprob(token_id=token_id, logprob=math.nan)))
         self.finish_reason = finish_reason
 
     def take(self, request_id: str) -> decode_pb2.SequenceOutput | None:
-        """Return the unsent output, and count it as sent; None: there is none. Draft counts are totals, so that a message that is
-        lost or repeated changes no sum."""
+        """Return the unsent output, and count it as sent; None: there is none. Draft counts are totals, so a message that is lost
+        or repeated changes no sum."""
         start, end = self.num_sent, len(self.token_ids)
         if start == end and (self.finish_sent or not self.finished):
             return None
@@ -234,7 +235,7 @@ class ChoiceOutput:
         )
 
     def rewind(self, next_index: int) -> None:
-        """Send again from `next_index` on. Tokens before `first_index` were drawn elsewhere and cannot be sent."""
+        """Send again from `next_index` on. Tokens before `first_index` were generated elsewhere and cannot be sent."""
         self.num_sent = min(max(next_index - self.first_index, 0), len(self.token_ids))
         self.finish_sent = False
 
@@ -257,7 +258,7 @@ class RequestOutput:
         return [output for output in taken if output is not None]
 
     def rewind(self, next_indexes: Mapping[int, int]) -> None:
-        """Send again from a router's resume points: choice → next output index. A choice that is not named starts over."""
+        """Send again from a router's resume points (choice → next output index). A choice without a resume point starts over."""
         for choice in self.choices.values():
             choice.rewind(next_indexes.get(choice.choice, 0))
 
@@ -273,8 +274,7 @@ def wire_logprobs(logprobs: TokenLogprobs) -> common_pb2.Logprobs:
 
 @dataclass(frozen=True)
 class Submission:
-    """Hold a SubmitRequest that was found valid. `received_ns` is monotonic; `deadline` is monotonic seconds, None: no
-    deadline."""
+    """Hold a validated SubmitRequest. `received_ns` is monotonic; `deadline` is monotonic seconds, None: no deadline."""
 
     request_id: str
     router_id: str
@@ -287,7 +287,7 @@ class Submission:
 
     @property
     def next_indexes(self) -> dict[int, int]:
-        """Return for each unfinished choice the output index of its next token."""
+        """Return the output index of the next token, for each unfinished choice."""
         request = self.request
         emitted = request.emitted or ((),) * request.sampling.n
         finished = request.finished or (False,) * request.sampling.n
@@ -303,16 +303,16 @@ class Handoff:
 
 
 @dataclass(frozen=True)
-class Beginning:
-    """Hold what a hand-off's commit says of each choice: its first token, and for drafting the hidden state from which it was
-    drawn."""
+class CommittedTokens:
+    """Hold what a hand-off's commit carries for each choice: its first token and, for drafting, the hidden state that it was
+    drawn from."""
 
     tokens: Mapping[int, int]
     draft_states: Mapping[int, bytes]
 
 
 class RouterEvents(Protocol):
-    """Where a request tells its router what happened (`token_stream.TokenStream`)."""
+    """Collect the events of requests for their router (`token_stream.TokenStream`)."""
 
     router_id: str
     records: dict[str, DecodeRequest]
@@ -325,14 +325,14 @@ class RouterEvents(Protocol):
 
 @dataclass(eq=False)
 class DecodeRequest:
-    """Hold one request. `reservation` is the value of the state machine; `submission` is the newest attempt that was accepted."""
+    """Hold one request. `reservation` is the value of the state machine; `submission` belongs to the newest accepted attempt."""
 
     submission: Submission
     reservation_id: str
-    engine_id: str  # unique for each set of blocks, so that late updates of a released set are dropped
+    engine_id: str  # unique for each set of blocks, so that late updates for a released set are dropped
     reservation: ReservationState
     token: bytes
-    outbox: RouterEvents
+    token_stream: RouterEvents
     stream_generation: int
     on_finished: Callable[[DecodeRequest], None]
     spans: DecodeSpans
@@ -349,7 +349,7 @@ class DecodeRequest:
         self.restart(self.submission)
 
     def restart(self, submission: Submission) -> None:
-        """Replace the submission by that of a newer attempt."""
+        """Replace the submission by that of a newer attempt, and drop the output."""
         self.submission = submission
         self.output = RequestOutput(submission.request_id, submission.next_indexes)
 
@@ -359,11 +359,11 @@ class DecodeRequest:
 
     @property
     def trace_name(self) -> str:
-        """Return the trace's id for logs; empty without a trace."""
+        """Return the trace id for logs; empty without a trace."""
         return "" if self.submission.trace is None else self.submission.trace.call.trace_name
 
     def is_at(self, submission: Submission) -> bool:
-        """Return whether `submission` repeats the present attempt, unless that one has failed."""
+        """Return whether `submission` repeats the present attempt and that has not failed."""
         known = self.submission
         same = (submission.attempt, submission.mode) == (known.attempt, known.mode)
         return same and self.reservation.attempt == known.attempt
@@ -378,20 +378,19 @@ class DecodeRequest:
 
     @property
     def named_request(self) -> EngineRequest:
-        """Return the request under the id by which the engine knows it."""
+        """Return the engine's request with the id by which the engine knows it."""
         return replace(self.engine_request, request_id=self.engine_id)
 
     def renew_lease(self, now: float) -> None:
-        """Renew the lease, because its router follows the request. While blocks are written, only the writer's own progress
-        renews it; after an attempt that failed, only the next attempt does, since the router may not know that prefill
-        stalled."""
+        """Renew the lease, because the router still follows the request. While blocks are written, only the writer's own progress
+        renews it; after a failed attempt, only the next attempt does, because the router may not know that prefill stalled."""
         if self.reservation.state is State.RESERVED and self.reservation.attempt == self.submission.attempt:
             self.reservation = replace(self.reservation, lease_deadline=now + self.reservation.lease_s)
 
     def on_update(self, update: SequenceUpdate) -> None:
         """Take new tokens from the engine (the per-token path: keep it short)."""
         self.output.choices[update.choice].append(update)
-        self.outbox.mark(self)
+        self.token_stream.mark(self)
         if update.finish_reason is not None and self.output.finished:
             self.on_finished(self)
 
@@ -400,17 +399,18 @@ class DecodeRequest:
         self.first_token_ns = ended_ns
         if self.span is not None:
             self.spans.started(self, started, ended_ns)
-        self.outbox.mark_started(self)
+        self.token_stream.mark_started(self)
 
     def resume(self, next_indexes: Mapping[int, int]) -> None:
-        """Send again from the indexes that its router needs next."""
+        """Send again from the indexes that the router needs next."""
         self.output.rewind(next_indexes)
         if self.started is not None:
-            self.outbox.mark_started(self)
-        self.outbox.mark(self)
+            self.token_stream.mark_started(self)
+        self.token_stream.mark(self)
 
     def started_event(self, now_ns: int) -> decode_pb2.RequestEvent:
-        """Return the event STARTED with its timings; `now_ns`: when it is handed to gRPC. Call it only once `started` is set."""
+        """Return the event STARTED with its timings; `now_ns`: the time of the hand-over to gRPC. Call it only once `started` is
+        set."""
         assert self.started is not None, f"{self.request_id} has not started"
         event = decode_pb2.RequestEvent(
             request_id=self.request_id,
@@ -439,7 +439,7 @@ class DecodeRequest:
 
 
 def failed_event(request_id: str, attempt: int, failure: MeshError) -> decode_pb2.RequestEvent:
-    """Return the event FAILED: nothing more will come for this request."""
+    """Return the event FAILED, which is the last one of a request."""
     return decode_pb2.RequestEvent(
         request_id=request_id,
         attempt=attempt,
@@ -450,5 +450,5 @@ def failed_event(request_id: str, attempt: int, failure: MeshError) -> decode_pb
 
 
 def monotonic_ns() -> int:
-    """Return the clock of all timings here, which is also the engine's."""
+    """Return the time in nanoseconds on the clock of all timings here, which the engine uses too."""
     return time.monotonic_ns()

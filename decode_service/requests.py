@@ -1,12 +1,12 @@
 """The requests of this decode worker: reserved, filled with KV, run and released, each exactly once.
 
-The pure state machine (`kvtransfer.reservation`) decides; this module acts on the engine. What frees the blocks, by state:
+The pure state machine (`kvtransfer.reservation`) decides; this module acts on the engine. The blocks are freed, by state:
 
-  RESERVED, RECEIVING   this module, once the state has left them (which fences the writer) and `quiesce` has seen the last
-                        writer leave
-  COMMITTED, RUNNING    nothing writes any more: the engine when the request finishes, or this module when it is ended
+  RESERVED, RECEIVING   by this module, after a transition to another state (which fences the writer) and after `quiesce`, which
+                        returns when no writer is inside a part
+  COMMITTED, RUNNING    by the engine when the request finishes, or by this module when it ends it; no writer is left
 
-Everything that changes a request runs under its lock, in a task that the end of an RPC cannot interrupt half-way.
+Every change of a request runs under its lock, in a task that the end of an RPC cannot interrupt half-way.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from decode_service.ports import EngineCalls, ReservationSettings, Sinks, in_own_task
-from decode_service.request import Beginning, DecodeRequest, DecodeSpans, Handoff, Submission, failed_event, monotonic_ns
+from decode_service.request import CommittedTokens, DecodeRequest, DecodeSpans, Handoff, Submission, failed_event, monotonic_ns
 from decode_service.token_stream import TokenStream, TokenStreams
 from decode_service.validation import OUTPUT_GONE, no_room, refusal_of, released_by_worker
 from kvtransfer.receiver.push import new_token
@@ -51,8 +51,8 @@ from pdmesh.runtime.failpoints import hit_async
 
 @dataclass(frozen=True)
 class Ending:
-    """Hold how a request ended. `attempt` None: it was cancelled before it was submitted, so every attempt is refused. `until` is
-    monotonic seconds."""
+    """Hold how a request ended. `attempt` None: it was cancelled before Submit, so every attempt is refused. `until` is monotonic
+    seconds."""
 
     attempt: int | None
     failure: MeshError
@@ -60,7 +60,7 @@ class Ending:
 
 
 class Tombstones:
-    """Remember endings for a lease. Time is passed in."""
+    """Remember for one lease how requests ended. Time is passed in."""
 
     def __init__(self, keep_s: float) -> None:
         self._keep_s = keep_s
@@ -70,12 +70,12 @@ class Tombstones:
         return len(self._endings)
 
     def note(self, request_id: str, attempt: int, failure: MeshError, now: float) -> None:
-        """Record that the request ended here at `attempt`; a newer attempt may still come. `failure` is the answer to late
-        messages about it."""
+        """Record that the request ended here at `attempt`; a newer attempt may still come. `failure` answers late messages about
+        it."""
         self._keep(request_id, Ending(attempt, failure, now + self._keep_s))
 
     def note_early_cancel(self, request_id: str, now: float) -> None:
-        """Record a Cancel of an unknown request, unless it is known to have ended here."""
+        """Record the Cancel of an unknown request, unless the request is known to have ended here."""
         if self.find(request_id, now) is None:
             self._keep(request_id, Ending(None, errors.Cancelled("it was cancelled before it was submitted"), now + self._keep_s))
 
@@ -109,7 +109,7 @@ class Tombstones:
 
 
 class RequestLocks:
-    """Serialize what happens to one request; different requests do not wait for each other."""
+    """Serialize changes of one request; different requests do not wait for each other."""
 
     def __init__(self) -> None:
         self._locks: dict[str, tuple[asyncio.Lock, int]] = {}
@@ -136,7 +136,7 @@ logger = logging.getLogger(__name__)
 
 
 class Reservations:
-    """Hold the table of requests, and change them. Used on the event loop only."""
+    """Hold the table of requests, and change its requests. Used on the event loop only."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class Reservations:
         *,
         engine: EngineCalls,
         sinks: Sinks,
-        outboxes: TokenStreams,
+        token_streams: TokenStreams,
         quiesce: Callable[[str], Awaitable[None]],
         check_new_work: Callable[[], None],
         spans: DecodeSpans | None = None,
@@ -154,16 +154,16 @@ class Reservations:
         self._settings = settings
         self._engine = engine
         self._sinks = sinks
-        self._outboxes = outboxes
+        self._token_streams = token_streams
         self._quiesce = quiesce
         self._check_new_work = check_new_work
         self._spans = spans or DecodeSpans()
         self._by_request: dict[str, DecodeRequest] = {}
         self._by_reservation: dict[str, DecodeRequest] = {}
-        self._active: dict[str, DecodeRequest] = {}  # those that hold something in the engine
+        self._active: dict[str, DecodeRequest] = {}  # the requests that hold blocks or seats in the engine
         self._idle = asyncio.Event()
         self._idle.set()
-        self._kept: deque[tuple[float, DecodeRequest]] = deque()  # finished, kept until their router surely has all output
+        self._kept: deque[tuple[float, DecodeRequest]] = deque()  # finished requests, until their router must have all output
         self._ended = Tombstones(settings.lease_s)
         self._locks = RequestLocks()
         self._serial = itertools.count(1)
@@ -171,55 +171,54 @@ class Reservations:
 
     @property
     def active(self) -> list[DecodeRequest]:
-        """Return the records that hold something in the engine."""
+        """Return the requests that hold blocks or seats in the engine."""
         return list(self._active.values())
 
     async def wait_idle(self) -> None:
-        """Wait until no record is active."""
+        """Wait until no request is active."""
         await self._idle.wait()
 
     def find(self, reservation_id: str) -> DecodeRequest | None:
         return self._by_reservation.get(reservation_id)
 
     async def submit(self, submission: Submission) -> DecodeRequest:
-        """Grant a reservation, or start a new attempt on an existing one. Raises MeshError; without room nothing is kept."""
+        """Grant a reservation, or start a new attempt on an existing one. Raises MeshError; without room no state is kept."""
         return await in_own_task(self._submit(submission))
 
     async def cancel(self, request_id: str, reason: str) -> bool:
-        """Cancel a request. Returns whether it was known and has been released."""
+        """Cancel a request; return whether it was known and has been released."""
         return await in_own_task(self._cancel(request_id, reason))
 
     async def end(self, record: DecodeRequest, event: Event, failure: MeshError | None = None) -> bool:
-        """Release `record` if `event` still ends it, and tell its router if there is a `failure`. Returns whether it was released
-        now."""
+        """Release `record` if `event` still ends it, and send a `failure` to its router; return whether it was released now."""
         return await in_own_task(self._end_under_lock(record, event, failure))
 
     async def commit(
-        self, record: DecodeRequest, attempt: int, beginning: Beginning, handoff: Handoff, accept: Callable[[], None]
+        self, record: DecodeRequest, attempt: int, committed: CommittedTokens, handoff: Handoff, accept: Callable[[], None]
     ) -> None:
-        """Start decoding behind the first tokens, because the KV is complete. `accept` is called once the start is certain."""
-        await in_own_task(self._commit(record, attempt, beginning, handoff, accept))
+        """Start decoding after the first tokens, because the KV is complete. `accept` is called once the start is certain."""
+        await in_own_task(self._commit(record, attempt, committed, handoff, accept))
 
     def sweep(self, now: float) -> None:
-        """Drop tombstones and finished records that were kept long enough."""
+        """Drop tombstones and finished requests that were kept long enough."""
         self._ended.forget_old(now)
         while self._kept and self._kept[0][0] <= now:
             _, record = self._kept.popleft()
             if self._by_request.get(record.request_id) is record:
                 self._forget(record, OUTPUT_GONE)
 
-    def repeat_ending(self, request_id: str, outbox: TokenStream) -> None:
-        """Tell a router that resumes an ended request how it ended. Nothing is said about an unknown request, whose Submit may be
-        on its way."""
+    def repeat_ending(self, request_id: str, token_stream: TokenStream) -> None:
+        """Tell a router that resumes an ended request how it ended. An unknown request gets no event: its Submit may be on its
+        way."""
         ending = self._ended.find(request_id, time.monotonic())
         if ending is not None:
-            outbox.post(failed_event(request_id, ending.attempt or 0, ending.failure))
+            token_stream.post(failed_event(request_id, ending.attempt or 0, ending.failure))
 
     async def _submit(self, submission: Submission) -> DecodeRequest:
         async with self._locks(submission.request_id):
             record = self._by_request.get(submission.request_id)
             if record is not None and not record.is_released:
-                return await self._drive_on(record, submission)
+                return await self._begin_attempt(record, submission)
             self._check_not_ended(record, submission)
             self._check_new_work()
             if record is not None:
@@ -233,50 +232,50 @@ class Reservations:
 
     async def _reserve_new(self, submission: Submission) -> DecodeRequest:
         serial = next(self._serial)
-        outbox = self._outboxes.of(submission.router_id)
-        outbox.absent_s = 0.0  # a router that submits is not absent
+        token_stream = self._token_streams.of(submission.router_id)
+        token_stream.absent_s = 0.0  # a router that submits is not absent
         record = DecodeRequest(
             submission=submission,
             reservation_id=f"{submission.request_id}.{serial}",
             engine_id=self._engine_id(submission.request_id),
             reservation=reserved(submission.attempt, submission.mode, time.monotonic(), self._settings.lease_s),
             token=new_token(),
-            outbox=outbox,
-            stream_generation=outbox.generation_of_submit,
+            token_stream=token_stream,
+            stream_generation=token_stream.generation_of_submit,
             on_finished=self._on_finished,
             spans=self._spans,
         )
         self._remember(record)
-        await self._fill_or_drop(record, lambda engine: engine.reserve(record.named_request))
+        await self._reserve_or_drop(record, lambda engine: engine.reserve(record.named_request))
         await hit_async("decode.reserved")
         return record
 
-    async def _drive_on(self, record: DecodeRequest, submission: Submission) -> DecodeRequest:
-        """Start a new attempt of a known request. If the state machine refuses it, nothing changes."""
+    async def _begin_attempt(self, record: DecodeRequest, submission: Submission) -> DecodeRequest:
+        """Begin a new attempt of a known request. If the state machine refuses it, nothing changes."""
         if record.is_at(submission):
             return record
         try:
             record.reservation = transition(record.reservation, NewAttempt(submission.attempt, submission.mode), time.monotonic())
         except InvalidTransition as error:
             raise refusal_of(error) from error
-        await self._quiesce(record.reservation_id)  # the earlier attempt is fenced now; wait until its writer has noticed
-        await self._refill(record, submission)
+        await self._quiesce(record.reservation_id)  # the earlier attempt is fenced now; wait until its writer has stopped
+        await self._fit_blocks(record, submission)
         return record
 
-    async def _refill(self, record: DecodeRequest, submission: Submission) -> None:
+    async def _fit_blocks(self, record: DecodeRequest, submission: Submission) -> None:
         """Fit the blocks to the newer attempt, whose history may be longer."""
         record.restart(submission)
         record.renew_lease(time.monotonic())
         if submission.mode is Mode.LOCAL:
-            await self._fill_or_drop(record, lambda _: record.blocks)
+            await self._reserve_or_drop(record, lambda _: record.blocks)
         else:
-            await self._fill_or_drop(record, lambda engine: engine.restate(record.engine_id, record.named_request))
+            await self._reserve_or_drop(record, lambda engine: engine.restate(record.engine_id, record.named_request))
 
-    async def _fill_or_drop(self, record: DecodeRequest, reserve: Callable[[Engine], ReservedBlocks | None]) -> None:
-        """Reserve on the engine and, for LOCAL, start there. Without room nothing is kept."""
+    async def _reserve_or_drop(self, record: DecodeRequest, reserve: Callable[[Engine], ReservedBlocks | None]) -> None:
+        """Reserve on the engine and, for LOCAL, start there. Without room the request is dropped."""
         is_local = record.submission.mode is Mode.LOCAL
         if is_local and record.reservation.state is State.RESERVED:
-            # Before the engine runs it, because its first tokens may come before the response to this call.
+            # The transition precedes the engine's call, because the first tokens may come before the call returns.
             record.reservation = transition(record.reservation, Started(), time.monotonic())
         if is_local:
             self._spans.begin(record, record.submission.received_ns)
@@ -297,7 +296,7 @@ class Reservations:
             raise
 
     async def _commit(
-        self, record: DecodeRequest, attempt: int, beginning: Beginning, handoff: Handoff, accept: Callable[[], None]
+        self, record: DecodeRequest, attempt: int, committed: CommittedTokens, handoff: Handoff, accept: Callable[[], None]
     ) -> None:
         async with self._locks(record.request_id):
             record.reservation = transition(record.reservation, Committed(attempt), time.monotonic())
@@ -305,17 +304,17 @@ class Reservations:
             record.handoff = handoff
             self._spans.begin(record, monotonic_ns())
             try:
-                await self._start(record, beginning)
+                await self._start(record, committed)
             except Exception as error:
                 await self._end(record, Failed(f"it could not start: {error}"), released_by_worker(str(error)))
                 raise
 
-    async def _start(self, record: DecodeRequest, beginning: Beginning) -> None:
+    async def _start(self, record: DecodeRequest, committed: CommittedTokens) -> None:
         await hit_async("decode.committed")
-        # Before the engine runs it, because its tokens may come before the response to this call.
+        # The transition precedes the engine's call, because tokens may come before the call returns.
         record.reservation = transition(record.reservation, Started(), time.monotonic())
         await self._engine.call(
-            lambda engine: engine.start(record.engine_id, beginning.tokens, draft_states=beginning.draft_states)
+            lambda engine: engine.start(record.engine_id, committed.tokens, draft_states=committed.draft_states)
         )
         await hit_async("decode.running")
 
@@ -343,20 +342,20 @@ class Reservations:
         record.reservation = after
         reason = after.released_reason or "released"
         self._spans.end(record, reason, failure)
-        with log.about(record.trace_name):  # the record's trace, whichever call or tick ends it
+        with log.about(record.trace_name):  # log under the request's own trace, not under that of the caller
             logger.info("request %s attempt %d released: %s", record.request_id, record.submission.attempt, reason)
         await self._free(record, failure or MeshCancelled(reason))
         if failure is not None:
-            record.outbox.post(failed_event(record.request_id, record.submission.attempt, failure))
+            record.token_stream.post(failed_event(record.request_id, record.submission.attempt, failure))
         return True
 
     async def _free(self, record: DecodeRequest, ending: MeshError | None) -> None:
         self._forget(record, ending)
         await self._quiesce(record.reservation_id)
         await self._engine.call(lambda engine: engine.release(record.engine_id))
-        self._settle(record)
+        self._set_inactive(record)
 
-    def _settle(self, record: DecodeRequest) -> None:
+    def _set_inactive(self, record: DecodeRequest) -> None:
         """Record that the request holds nothing in the engine any more."""
         if self._active.get(record.request_id) is record:
             del self._active[record.request_id]
@@ -364,26 +363,25 @@ class Reservations:
             self._idle.set()
 
     def _on_finished(self, record: DecodeRequest) -> None:
-        """Handle the last token, after which the engine has freed the blocks. The output is kept for a router that lost its
-        stream."""
+        """Handle the last token; the engine has freed the blocks. The output is kept for a router that lost its stream."""
         record.reservation = transition(record.reservation, Finished(), time.monotonic())
         self._spans.end(record)
         self._sinks.remove(record.engine_id)
-        self._settle(record)
+        self._set_inactive(record)
         self._kept.append((time.monotonic() + self._settings.keep_output_s, record))
 
     def _remember(self, record: DecodeRequest) -> None:
         self._by_request[record.request_id] = self._active[record.request_id] = record
         self._idle.clear()
         self._by_reservation[record.reservation_id] = record
-        record.outbox.records[record.request_id] = record
+        record.token_stream.records[record.request_id] = record
         self._sinks.add(record.engine_id, record)
 
     def _forget(self, record: DecodeRequest, ending: MeshError | None) -> None:
-        """Drop a record. `ending` is kept as a tombstone for late messages; None: none is needed."""
+        """Drop a request. `ending` is kept as a tombstone for late messages; None: no tombstone is needed."""
         self._by_request.pop(record.request_id, None)
         self._by_reservation.pop(record.reservation_id, None)
-        record.outbox.forget(record)
+        record.token_stream.forget(record)
         self._sinks.remove(record.engine_id)
         if ending is not None:
             self._ended.note(record.request_id, record.submission.attempt, ending, time.monotonic())

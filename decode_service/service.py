@@ -1,4 +1,4 @@
-"""The decode service: its gRPC handlers, the clock of its leases, and its parts put together."""
+"""The decode service: its gRPC handlers, the clock of its leases, and its assembly."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class DecodeServicer(DecodeServiceServicer):
     def __init__(
         self,
         reservations: Reservations,
-        outboxes: TokenStreams,
+        token_streams: TokenStreams,
         validator: SubmitValidator,
         *,
         layout: common_pb2.KVLayout,
@@ -48,7 +48,7 @@ class DecodeServicer(DecodeServiceServicer):
         spans: DecodeSpans | None = None,
     ) -> None:
         self._reservations = reservations
-        self._outboxes = outboxes
+        self._token_streams = token_streams
         self._validator = validator
         self._layout = layout
         self._lease_ms = round(lease_s * 1000)
@@ -67,7 +67,7 @@ class DecodeServicer(DecodeServiceServicer):
             record = await self._submit(request, received_ns, trace)
             attributes.update(_granted_attributes(record))
             if record.submission.mode is Mode.LOCAL:
-                ended_ns = max(received_ns, record.engine_entered_ns)  # a repeated Submit: the engine had the prompt before
+                ended_ns = max(received_ns, record.engine_entered_ns)  # after a repeated Submit the engine had the prompt before
             return decode_pb2.SubmitResponse(reservation=self._granted(record))
         except BaseException as caught:
             error = caught
@@ -91,25 +91,25 @@ class DecodeServicer(DecodeServiceServicer):
         self, request_iterator: _MaybeAsyncIterator[decode_pb2.AttachRequest], context: _ServicerContext
     ) -> AsyncIterator[decode_pb2.Frame]:
         first = await self._first_message(request_iterator)
-        outbox = self._outboxes.of(first.router_id)
-        opening = outbox.open(first)
-        stream = opening.stream
-        # Called also when the call ends while gRPC holds a frame: this generator may not be resumed for a while then.
-        context.add_done_callback(cast("Any", lambda _: outbox.close(stream)))
-        for request_id in opening.unknown:
-            self._reservations.repeat_ending(request_id, outbox)
-        for record in opening.abandoned:
+        token_stream = self._token_streams.of(first.router_id)
+        attached = token_stream.open(first)
+        stream = attached.stream
+        # The callback also runs when the call ends while gRPC holds a frame, when this generator may not be resumed for a while.
+        context.add_done_callback(cast("Any", lambda _: token_stream.close(stream)))
+        for request_id in attached.unknown:
+            self._reservations.repeat_ending(request_id, token_stream)
+        for record in attached.abandoned:
             start(self._reservations.end(record, Cancelled("its router no longer follows it")))
-        reader = start(_read(request_iterator, outbox, stream))
+        reader = start(_read(request_iterator, token_stream, stream))
         try:
-            async for frame in self._outboxes.frames(outbox, stream):
+            async for frame in self._token_streams.frames(token_stream, stream):
                 yield frame
         finally:
             reader.cancel()
-            outbox.close(stream)
+            token_stream.close(stream)
 
     async def _first_message(self, requests: AsyncIterator[decode_pb2.AttachRequest]) -> decode_pb2.AttachRequest:
-        if self._outboxes.is_closing:
+        if self._token_streams.is_closing:
             raise Unavailable("this worker is stopping; attach to another")
         try:
             async with asyncio.timeout(self._stream_timeout_s):
@@ -142,29 +142,29 @@ def _granted_attributes(record: DecodeRequest) -> dict[str, Value]:
     return {"pdmesh.cached_tokens": blocks.num_cached_tokens, "pdmesh.kv.blocks": len(blocks.block_ids)}
 
 
-async def _read(requests: AsyncIterator[decode_pb2.AttachRequest], outbox: TokenStream, stream: Stream) -> None:
-    """Take the router's heartbeats, which keep the stream and the followed requests alive."""
+async def _read(requests: AsyncIterator[decode_pb2.AttachRequest], token_stream: TokenStream, stream: Stream) -> None:
+    """Read the router's heartbeats, which keep the stream and the followed requests alive."""
     async for request in requests:
-        if request.router_id != outbox.router_id:
-            stream.close(InvalidArgument("router_id", f"it was {outbox.router_id!r} before; one stream serves one router"))
+        if request.router_id != token_stream.router_id:
+            stream.close(InvalidArgument("router_id", f"it was {token_stream.router_id!r} before; one stream serves one router"))
             return
         stream.heard()
-        outbox.renew_leases(request.waiting_request_ids, time.monotonic())
+        token_stream.renew_leases(request.waiting_request_ids, time.monotonic())
     stream.close()  # the router has ended its side
 
 
-# Ends by time: deadlines, leases, absent routers. One tick looks at everything; time is passed in.
+# Time limits: deadlines, leases, absent routers. One tick checks all of them; time is passed in.
 
 TICK_S = 0.02
 
 
 class LeaseKeeper:
-    """Drive the clocks of the decode service."""
+    """End requests whose deadline, lease or router's grace period has passed."""
 
-    def __init__(self, reservations: Reservations, outboxes: TokenStreams) -> None:
+    def __init__(self, reservations: Reservations, token_streams: TokenStreams) -> None:
         self._reservations = reservations
-        self._outboxes = outboxes
-        self.num_expired = 0  # leases
+        self._token_streams = token_streams
+        self.num_expired = 0  # expired leases
 
     async def run(self) -> None:
         """Tick until cancelled."""
@@ -173,8 +173,8 @@ class LeaseKeeper:
             await asyncio.sleep(TICK_S)
 
     def tick(self, now: float) -> None:
-        for record in self._outboxes.tick(now):
-            self._end(record, Cancelled(f"router {record.outbox.router_id} is gone"), None)
+        for record in self._token_streams.tick(now):
+            self._end(record, Cancelled(f"router {record.token_stream.router_id} is gone"), None)
         for record in self._reservations.active:
             if has_passed(record.submission.deadline, now):
                 self._end(record, Cancelled("deadline exceeded"), DeadlineExceeded("the request's deadline has passed"))
@@ -183,7 +183,8 @@ class LeaseKeeper:
         self._reservations.sweep(now)
 
     def _end(self, record: DecodeRequest, event: Event, failure: MeshError | None) -> None:
-        """End a record in a task, one at a time for each record: ending waits for writers and the engine, longer than a tick."""
+        """End a request in a task, one task at a time for each request: ending waits for writers and the engine, longer than a
+        tick."""
         if not record.is_ending and not record.is_released:
             self.num_expired += isinstance(event, LeaseExpired)
             record.is_ending = True
@@ -195,8 +196,8 @@ def _ended(record: DecodeRequest) -> None:
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """Hold what the worker provides. `quiesce` and `endpoints` are the KV receiver's."""
+class Dependencies:
+    """Hold what the worker provides to the service. `quiesce` and `endpoints` belong to the KV receiver."""
 
     epoch: int
     identity: common_pb2.Identity
@@ -215,30 +216,30 @@ class Surroundings:
 class DecodeService:
     """Hold the parts that the worker registers and runs: `servicer`, `delegate` for the receiver, `keeper.run()` as a task."""
 
-    def __init__(self, settings: DecodeSettings, around: Surroundings) -> None:
-        self._outboxes = TokenStreams(
-            settings.stream, epoch=around.epoch, num_steps=around.num_steps, load_report=around.load_report
+    def __init__(self, settings: DecodeSettings, dependencies: Dependencies) -> None:
+        self._token_streams = TokenStreams(
+            settings.stream, epoch=dependencies.epoch, num_steps=dependencies.num_steps, load_report=dependencies.load_report
         )
         self.reservations = Reservations(
             settings.reservation,
-            engine=around.engine,
-            sinks=around.sinks,
-            outboxes=self._outboxes,
-            quiesce=around.quiesce,
-            check_new_work=around.check_new_work,
-            spans=around.spans,
+            engine=dependencies.engine,
+            sinks=dependencies.sinks,
+            token_streams=self._token_streams,
+            quiesce=dependencies.quiesce,
+            check_new_work=dependencies.check_new_work,
+            spans=dependencies.spans,
         )
-        self.delegate = PushDelegate(self.reservations, epoch=around.epoch, block_size=around.layout.block_size)
-        self.keeper = LeaseKeeper(self.reservations, self._outboxes)
+        self.delegate = PushDelegate(self.reservations, epoch=dependencies.epoch, block_size=dependencies.layout.block_size)
+        self.keeper = LeaseKeeper(self.reservations, self._token_streams)
         self.servicer = DecodeServicer(
             self.reservations,
-            self._outboxes,
-            SubmitValidator(around.epoch, around.identity, around.translate),
-            layout=around.layout,
+            self._token_streams,
+            SubmitValidator(dependencies.epoch, dependencies.identity, dependencies.translate),
+            layout=dependencies.layout,
             lease_s=settings.reservation.lease_s,
             stream_timeout_s=settings.stream.stream_timeout_s,
-            endpoints=around.endpoints,
-            spans=around.spans,
+            endpoints=dependencies.endpoints,
+            spans=dependencies.spans,
         )
 
     async def wait_idle(self) -> None:
@@ -246,11 +247,12 @@ class DecodeService:
         await self.reservations.wait_idle()
 
     async def abandon(self, reason: str) -> None:
-        """Give up running requests: routers get UNAVAILABLE and continue elsewhere. Returns when everything is released."""
+        """Give up running requests: routers get UNAVAILABLE and continue on other workers. Returns when everything is
+        released."""
         for record in self.reservations.active:
             await self.reservations.end(record, Failed(reason), released_by_worker(reason))
         await self.reservations.wait_idle()
 
     def close_streams(self) -> None:
-        """End the routers' streams, each after a frame with what is due."""
-        self._outboxes.close()
+        """End the routers' streams, each after a last frame."""
+        self._token_streams.close()

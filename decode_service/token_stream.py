@@ -1,8 +1,8 @@
-"""Token streams: what has to be sent to each router, and whether the router is still connected.
+"""Token streams: the output that each router still has to get, and whether the router is connected.
 
 A TokenStream belongs to a router and outlives its Attach calls: while none is attached it keeps new output, for a grace period.
-An attached stream sends one frame whenever something is due: after an engine step with output for this router, and at every
-heartbeat. What comes while gRPC has not yet taken the last frame goes into the next one.
+An attached stream sends a frame after each engine step with output for this router, and at every heartbeat. Output that comes
+while gRPC has not yet taken the last frame goes into the next one.
 
 Silence and absence are counted in this event loop's own time: a tick adds at most MAX_TICK_S, so that a worker that stalls does
 not take its own stall for silence of the router.
@@ -25,7 +25,7 @@ DEFAULT_PERIOD_S = 0.1
 
 @dataclass(eq=False)
 class Stream:
-    """Hold one Attach call. `error` says why it ended; None while it lives, or when the router closed it."""
+    """Hold one Attach call. `error` is the reason of its end; None while it lives, or when the router closed it."""
 
     generation: int
     period_s: float
@@ -49,16 +49,16 @@ class Stream:
             self.wake()
 
     async def wait(self) -> None:
-        """Wait until `wake`."""
+        """Wait for `wake`."""
         self._waiter = asyncio.get_running_loop().create_future()
         await self._waiter
         self._waiter = None
 
 
 @dataclass(frozen=True)
-class Opening:
-    """Report a stream that was attached. `abandoned`: requests that the router no longer follows. `unknown`: requests that it
-    follows, but that are not here."""
+class Attached:
+    """Report an attached stream. `abandoned`: requests that the router no longer follows. `unknown`: requests that it follows,
+    but that are not here."""
 
     stream: Stream
     abandoned: list[DecodeRequest]
@@ -72,16 +72,17 @@ class TokenStream:
         self.router_id = router_id
         self.records: dict[str, DecodeRequest] = {}
         self.stream: Stream | None = None
-        self.absent_s = 0.0  # how long no call has been attached
+        self.absent_s = 0.0  # time without an attached call
         self.since_report_s = 0.0
         self._generation = 0
-        self._fresh: dict[str, DecodeRequest] = {}  # records with unsent output, in the order in which it came
+        self._fresh: dict[str, DecodeRequest] = {}  # requests with unsent output, in the order of that output
         self._started: dict[str, DecodeRequest] = {}
         self._events: list[decode_pb2.RequestEvent] = []
 
     @property
     def generation_of_submit(self) -> int:
-        """Return the generation of the Attach call that follows a request submitted now: the attached one, else the next."""
+        """Return the generation of the Attach call that follows a request submitted now: that of the attached call, else the
+        next."""
         return self._generation if self.stream is not None else self._generation + 1
 
     @property
@@ -101,14 +102,14 @@ class TokenStream:
         self._wake()
 
     def forget(self, record: DecodeRequest) -> None:
-        """Drop `record`; only events that were already posted are still sent."""
+        """Drop `record`; events that were posted already are still sent."""
         if self.records.get(record.request_id) is record:
             del self.records[record.request_id]
             self._fresh.pop(record.request_id, None)
             self._started.pop(record.request_id, None)
 
-    def open(self, first: decode_pb2.AttachRequest) -> Opening:
-        """Attach a call in place of an earlier one, and send again what its resume points ask for."""
+    def open(self, first: decode_pb2.AttachRequest) -> Attached:
+        """Attach a call in place of an earlier one, and send again from its resume points on."""
         if self.stream is not None:
             self.stream.close(Aborted("another stream of this router took over"))
         self._generation += 1
@@ -125,7 +126,7 @@ class TokenStream:
             record = self.records[request_id]
             record.stream_generation = self._generation
             record.resume(resumed[request_id])
-        return Opening(self.stream, abandoned, unknown)
+        return Attached(self.stream, abandoned, unknown)
 
     def close(self, stream: Stream) -> None:
         """Record that `stream` ended; idempotent. Absence counts from now."""
@@ -135,8 +136,9 @@ class TokenStream:
             self.absent_s = 0.0
 
     def renew_leases(self, request_ids: Iterable[str], now: float) -> None:
-        """Renew the leases of requests for which the router waits, so that one in a prefill worker's queue does not lapse. A
-        request that the router has dropped must lapse: its Submit may arrive after the tombstone of its Cancel was dropped."""
+        """Renew the leases of requests for which the router waits, so that a request in a prefill worker's queue keeps its lease.
+        The lease of a request that the router has dropped must lapse: its Submit may arrive after the tombstone of its Cancel was
+        dropped."""
         for request_id in request_ids:
             record = self.records.get(request_id)
             if record is not None:
@@ -157,7 +159,7 @@ class TokenStream:
             stream.wake()
 
     def take_frame(self, epoch: int, num_steps: int) -> decode_pb2.Frame:
-        """Return everything that is due, and count it as sent."""
+        """Return all unsent outputs and events, and count them as sent."""
         now_ns = monotonic_ns()
         fresh, self._fresh = self._fresh, {}
         started, self._started = self._started, {}
@@ -193,52 +195,52 @@ class TokenStreams:
         self._is_closing = False
 
     def of(self, router_id: str) -> TokenStream:
-        """Return the router's token stream, which is made at its first message."""
+        """Return the router's token stream, which is created at its first message."""
         if router_id not in self._by_router:
             self._by_router[router_id] = TokenStream(router_id)
         return self._by_router[router_id]
 
-    async def frames(self, outbox: TokenStream, stream: Stream) -> AsyncIterator[decode_pb2.Frame]:
-        """Yield frames for one Attach call until it is closed; the first comes at once, so that the router knows it is
+    async def frames(self, token_stream: TokenStream, stream: Stream) -> AsyncIterator[decode_pb2.Frame]:
+        """Yield frames for one Attach call until it is closed; the first comes at once and tells the router that it is
         attached."""
-        while outbox.stream is stream:
+        while token_stream.stream is stream:
             is_last = stream.closed
-            yield self._frame(outbox)
+            yield self._frame(token_stream)
             if is_last:
                 break
-            if not outbox.has_news and not stream.closed:
+            if not token_stream.has_news and not stream.closed:
                 await stream.wait()
         if stream.error is not None:
             raise stream.error
 
     def tick(self, now: float) -> list[DecodeRequest]:
-        """Count silence and heartbeats up to `now`. Returns the records of routers that are gone for good."""
+        """Count silence and heartbeats up to `now`; return the requests of routers that are gone."""
         elapsed_s = min(now - self._last_tick, MAX_TICK_S) if self._last_tick is not None else 0.0
         self._last_tick = now
         orphans: list[DecodeRequest] = []
-        for router_id, outbox in list(self._by_router.items()):
-            outbox.tick(elapsed_s, self._settings)
-            if outbox.stream is None and outbox.absent_s > self._settings.grace_s:
-                orphans.extend(outbox.records.values())
-                if not outbox.records:
+        for router_id, token_stream in list(self._by_router.items()):
+            token_stream.tick(elapsed_s, self._settings)
+            if token_stream.stream is None and token_stream.absent_s > self._settings.grace_s:
+                orphans.extend(token_stream.records.values())
+                if not token_stream.records:
                     del self._by_router[router_id]
         return orphans
 
     def close(self) -> None:
-        """End all Attach calls, each after one more frame with what is due; no call is attached any more."""
+        """End all Attach calls, each after one last frame, and attach no more."""
         self._is_closing = True
-        for outbox in self._by_router.values():
-            if outbox.stream is not None:
-                outbox.stream.close(Unavailable("this worker is stopping"))
+        for token_stream in self._by_router.values():
+            if token_stream.stream is not None:
+                token_stream.stream.close(Unavailable("this worker is stopping"))
 
     @property
     def is_closing(self) -> bool:
         return self._is_closing
 
-    def _frame(self, outbox: TokenStream) -> decode_pb2.Frame:
-        frame = outbox.take_frame(self._epoch, self._num_steps())
-        if outbox.since_report_s >= self._settings.report_period_s:
-            outbox.since_report_s = 0.0
+    def _frame(self, token_stream: TokenStream) -> decode_pb2.Frame:
+        frame = token_stream.take_frame(self._epoch, self._num_steps())
+        if token_stream.since_report_s >= self._settings.report_period_s:
+            token_stream.since_report_s = 0.0
             frame.load.CopyFrom(self._load_report())
         return frame
 

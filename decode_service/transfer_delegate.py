@@ -1,4 +1,4 @@
-"""The KV receiver's questions to the reservations: may this sender write, may it go on, is the KV complete?"""
+"""The KV receiver's delegate: it checks pushes against the reservations, renews leases and commits complete KV."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 import grpc
 
 from decode_service.ports import start
-from decode_service.request import Beginning, DecodeRequest, Handoff
+from decode_service.request import CommittedTokens, DecodeRequest, Handoff
 from decode_service.requests import Reservations
 from kvtransfer.errors import TransferRefused
 from kvtransfer.receiver.push import PushTarget, check_epoch, check_push_token, unknown_reservation
@@ -17,7 +17,7 @@ from pdmesh.v1 import common_pb2, transfer_pb2
 
 
 class PushDelegate:
-    """Implement `kvtransfer.receiver.push.ReceiverDelegate` on the table of reservations."""
+    """Implement `kvtransfer.receiver.push.ReceiverDelegate` over the table of reservations."""
 
     def __init__(self, reservations: Reservations, *, epoch: int, block_size: int) -> None:
         self._reservations = reservations
@@ -25,14 +25,14 @@ class PushDelegate:
         self._block_size = block_size
 
     def open_push(self, hello: transfer_pb2.TransferHello) -> PushTarget:
-        """Return the blocks to write into. Raises TransferRefused: unknown reservation, wrong epoch, token or attempt, or one
-        that takes no KV now."""
+        """Return the blocks to write into. Raises TransferRefused for an unknown reservation, a wrong epoch, token or attempt, or
+        a reservation that takes no KV now."""
         check_epoch(hello, self._epoch)
         record = self._reservations.find(hello.reservation_id)
         if record is None or record.blocks is None:
             raise unknown_reservation(hello.reservation_id)
-        # A failed attempt raises the number in `reservation`, so that its late pushes are refused; the next attempt has to be
-        # submitted first.
+        # A failed attempt increments the number in `reservation`, so that its late pushes are refused; pushes of the next attempt
+        # are refused until its Submit.
         check_push_token(hello, epoch=self._epoch, token=record.token, attempt=record.reservation.attempt)
         check_push_token(hello, epoch=self._epoch, token=record.token, attempt=record.submission.attempt)
         try:
@@ -44,7 +44,7 @@ class PushDelegate:
         return _target(record, self._block_size)
 
     def push_progress(self, target: PushTarget) -> bool:
-        """Renew the lease; False fences the writer."""
+        """Renew the lease; return False to fence the writer."""
         record = self._reservations.find(target.reservation_id)
         if record is None or not record.reservation.accepts_bytes(target.attempt):
             return False
@@ -54,22 +54,22 @@ class PushDelegate:
     async def commit_push(
         self, target: PushTarget, commit: transfer_pb2.TransferCommit, *, num_bytes: int, transport: str
     ) -> None:
-        """Start the sequence behind the first tokens of `commit`. Raises TransferRefused."""
+        """Start the sequence after the first tokens of `commit`. Raises TransferRefused."""
         record = self._reservations.find(target.reservation_id)
         if record is None:
             raise unknown_reservation(target.reservation_id)
-        beginning = _check_commit(record, target, commit)
+        committed = _check_commit(record, target, commit)
 
         def accept() -> None:
             _keep_first_tokens(record, commit)
 
         try:
-            await self._reservations.commit(record, target.attempt, beginning, Handoff(num_bytes, transport), accept)
+            await self._reservations.commit(record, target.attempt, committed, Handoff(num_bytes, transport), accept)
         except InvalidTransition as error:
             raise _refused(error) from error
 
     def push_failed(self, target: PushTarget, reason: str) -> None:
-        """End the attempt; the reservation waits for the next one under its lease."""
+        """End the attempt; the reservation waits for the next attempt under its lease."""
         record = self._reservations.find(target.reservation_id)
         self._reservations.num_handoff_failures += 1
         if record is not None and record.reservation.accepts_bytes(target.attempt):
@@ -94,8 +94,8 @@ def _target(record: DecodeRequest, block_size: int) -> PushTarget:
     )
 
 
-def _check_commit(record: DecodeRequest, target: PushTarget, commit: transfer_pb2.TransferCommit) -> Beginning:
-    """Return what the commit brings. Raises TransferRefused unless it covers exactly what was asked for."""
+def _check_commit(record: DecodeRequest, target: PushTarget, commit: transfer_pb2.TransferCommit) -> CommittedTokens:
+    """Return the tokens of the commit. Raises TransferRefused unless it covers exactly the requested tokens and choices."""
     if commit.num_tokens != target.num_tokens:
         raise _invalid(f"num_tokens is {commit.num_tokens}, the reservation is for {target.num_tokens}")
     expected = record.submission.next_indexes
@@ -104,14 +104,14 @@ def _check_commit(record: DecodeRequest, target: PushTarget, commit: transfer_pb
         raise _invalid(f"choices are {given} (choice: index), expected {expected}")
     if all(choice.finish_reason for choice in commit.choices):
         raise _invalid("every choice has ended: abort with finished instead")
-    return Beginning(
+    return CommittedTokens(
         {choice.choice: choice.token_id for choice in commit.choices},
         {choice.choice: choice.draft_state for choice in commit.choices if choice.draft_state},
     )
 
 
 def _keep_first_tokens(record: DecodeRequest, commit: transfer_pb2.TransferCommit) -> None:
-    """Add the tokens that prefill drew to the output, to be sent with the first frame: the router may have lost prefill's
+    """Add the commit's first tokens to the output, to be sent with the first frame: the router may have lost the prefill worker's
     stream."""
     wants_logprobs = record.engine_request.sampling.logprobs is not None
     for choice in commit.choices:

@@ -12,11 +12,11 @@ from pdmesh.engine.request import EngineRequest
 from pdmesh.runtime.errors import Aborted, FailedPrecondition, InvalidArgument, MeshError, ResourceExhausted, Unavailable
 from pdmesh.v1 import common_pb2, decode_pb2, mesh_pb2
 
-# Deadlines: time travels as time left, and becomes a deadline on this worker's own monotonic clock.
+# Deadlines: a message carries the time left, which becomes a deadline on this worker's own monotonic clock.
 
 
 def deadline_of(time_left_ms: int, now: float) -> float | None:
-    """Return the monotonic seconds at which a request's time is up; None for `time_left_ms` 0, which means no deadline."""
+    """Return the deadline in monotonic seconds; None for `time_left_ms` 0, which means no deadline."""
     return now + time_left_ms / 1000 if time_left_ms else None
 
 
@@ -33,8 +33,7 @@ Translate = Callable[[common_pb2.TokenRequest], Awaitable[EngineRequest]]
 
 @dataclass(frozen=True)
 class SubmitValidator:
-    """Check messages against this worker's identity. `translate` checks the TokenRequest within, and raises InvalidArgument
-    itself."""
+    """Check messages against this worker's identity. `translate` checks their TokenRequest, and raises InvalidArgument itself."""
 
     epoch: int
     identity: common_pb2.Identity
@@ -90,21 +89,21 @@ def check_attach(first: decode_pb2.AttachRequest) -> None:
 
 
 def _check_mode(mode: Mode, request: EngineRequest) -> None:
-    """Refuse a hand-off of several unfinished choices with emitted tokens, because it carries only one history."""
+    """Refuse a hand-off of several unfinished choices with emitted tokens, because a hand-off carries only one history."""
     finished = request.finished or (False,) * request.sampling.n
     if mode is Mode.REMOTE and any(request.emitted) and finished.count(False) > 1:
         raise InvalidArgument("mode", "several unfinished choices with emitted tokens cannot be prefilled remotely; use LOCAL")
 
 
-# Errors for requests that cannot be taken, or cannot go on, here.
+# Errors for requests that this worker cannot take or continue.
 
 
-# The answer to a router that asks for finished output too late: it can have the tokens drawn again elsewhere.
+# The answer to a router that asks for finished output too late: another worker can generate the tokens again.
 OUTPUT_GONE = Unavailable("it has finished here, and its output is no longer kept")
 
 
 def no_room(retry_delay_s: float) -> ResourceExhausted:
-    """Return the error for a request for which the engine has no blocks or sequence slots now; nothing was kept."""
+    """Return the error for a request for which the engine has no blocks or seats now; no state was kept."""
     return ResourceExhausted("no room for the request's KV blocks now", retry_delay_s=retry_delay_s)
 
 
@@ -114,7 +113,7 @@ def released_by_worker(reason: str) -> Unavailable:
 
 
 def refusal_of(error: InvalidTransition) -> MeshError:
-    """Return the status of a Submit that the state machine does not allow."""
+    """Return the error of a Submit that the state machine does not allow."""
     if isinstance(error, StaleAttempt):
         return Aborted(str(error))
     if isinstance(error, AlreadyRunning):

@@ -23,7 +23,7 @@ from pdmesh.v1 import common_pb2
 #     panels    groups of 16 tokens as the CPU kernels read them (pdmesh/engine/kernels/cpu/attention.h):
 #               keys   [num_heads][block_size / 16][head_dim / pair][16 tokens][pair dims]         pair: 2, and 1 for float32
 #               values [num_heads][block_size / 16][head_dim / 16][16 / pair][16 dims][pair tokens]
-#               int8: float32 scales [num_heads][block_size] behind either
+#               int8: float32 scales [num_heads][block_size] after either
 #
 # Numbers of float8_e4m3fn are multiplied by a scale, one for all keys of a layer and one for its values. The scale is not in the
 # block: it belongs to the checkpoint (pdmesh/engine/loader/kv_scales.py), and the caller of a conversion passes it.
@@ -41,32 +41,33 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Numbers:
-    """KV of some tokens: `values` [tokens, heads, head_dim] in the element type of `dtype` (bfloat16 as uint16, float8_e4m3fn as
-    uint8); `scales` [tokens, heads] float32 for int8."""
+    """Hold the KV of some tokens: `values` [tokens, heads, head_dim] in the element type of `dtype` (bfloat16 as uint16,
+    float8_e4m3fn as uint8); `scales` [tokens, heads] float32 for int8."""
 
     dtype: str
     values: NDArray[np.generic]
     scales: NDArray[np.float32] | None = None
 
     def heads(self, start: int, end: int) -> Numbers:
-        """Return only these heads."""
+        """Return the numbers of heads `start` to `end` (exclusive)."""
         scales = None if self.scales is None else self.scales[:, start:end]
         return replace(self, values=self.values[:, start:end], scales=scales)
 
     def tokens(self, start: int, end: int) -> Numbers:
-        """Return only these tokens."""
+        """Return the numbers of tokens `start` to `end` (exclusive)."""
         return replace(self, values=self.values[start:end], scales=None if self.scales is None else self.scales[start:end])
 
     def assign(self, token: int, head: int, other: Numbers) -> None:
-        """Overwrite the numbers from this token and head on with numbers of the same dtype."""
+        """Overwrite the numbers from `token` and `head` on with `other`, which has the same dtype."""
         num_tokens, num_heads, _ = other.values.shape
         self.values[token : token + num_tokens, head : head + num_heads] = other.values
         if self.scales is not None:
             self.scales[token : token + num_tokens, head : head + num_heads] = other.scales
 
     def converted(self, dtype: str, fp8_scale: float = 1.0) -> Numbers:
-        """Round to nearest even; int8 takes the scale that the kernels would choose; float16 and float8_e4m3fn saturate at their
-        largest number. `fp8_scale` is the scale of these keys or values wherever they are in float8_e4m3fn."""
+        """Return the numbers in `dtype`, rounded to nearest even. int8 takes the scale that the kernels would choose; float16 and
+        float8_e4m3fn saturate at their largest number. `fp8_scale` is the scale of these keys or values wherever they are in
+        float8_e4m3fn."""
         if dtype == self.dtype:
             return self
         floats = self._floats(fp8_scale)
@@ -99,7 +100,7 @@ class KVFormat:
 
     @property
     def num_bytes(self) -> int:
-        """Return bytes of one block."""
+        """Return the bytes of one block."""
         scales = SCALE_BYTES if self.has_scales else 0
         return self.block_size * self.num_heads * (self.head_dim * np.dtype(_ELEMENTS[self.dtype]).itemsize + scales)
 
@@ -108,14 +109,14 @@ class KVFormat:
         return self.dtype == "int8"
 
     def why_not_to(self, other: KVFormat) -> str | None:
-        """Return the field in which blocks of this format cannot become blocks of the other; None if they can."""
+        """Return the field that prevents a conversion of this format's blocks into the other format; None if none does."""
         for field in ("arrangement", "head_dim"):
             if getattr(self, field) != getattr(other, field):
                 return field
         return None if self.dtype == other.dtype or {self.dtype, other.dtype} <= _ELEMENTS.keys() else "dtype"
 
     def unpack(self, blocks: Bytes, *, is_value: bool) -> Numbers:
-        """Return a copy of the numbers of [num_blocks, num_bytes]."""
+        """Return a copy of the numbers in `blocks` [num_blocks, num_bytes]."""
         element = _ELEMENTS[self.dtype]
         size = self.block_size * self.num_heads * self.head_dim * np.dtype(element).itemsize
         raw = np.ascontiguousarray(blocks[:, :size]).view(element)
@@ -131,7 +132,7 @@ class KVFormat:
         return Numbers(self.dtype, values.copy(), scales.transpose(0, 2, 1).reshape(-1, self.num_heads).copy())
 
     def pack(self, numbers: Numbers, *, is_value: bool) -> Bytes:
-        """Return [num_blocks, num_bytes] of whole blocks of tokens in this dtype."""
+        """Return the blocks [num_blocks, num_bytes] that hold `numbers`: whole blocks of tokens, in this dtype."""
         count = numbers.values.shape[0] // self.block_size
         if self.arrangement == "plain":
             raw = numbers.values
@@ -145,7 +146,7 @@ class KVFormat:
         return np.concatenate((blocks, np.ascontiguousarray(scales).reshape(count, -1).view(np.uint8)), axis=1)
 
     def _panels(self, count: int, *, is_value: bool) -> tuple[list[int], list[int]]:
-        """Return the axes of blocks as they lie, and their order as [tokens, heads, dims]."""
+        """Return the axes of blocks in memory order, and the permutation that makes them [tokens, heads, dims]."""
         pair = 1 if self.dtype == "float32" else 2
         groups, panels = self.block_size // GROUP, self.head_dim // GROUP
         if is_value:
@@ -165,8 +166,8 @@ def _to_float16(floats: NDArray[np.float32]) -> NDArray[np.float16]:
 
 
 def _to_fp8(floats: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """Return codes of e4m3, rounded like pdmesh/engine/kernels/triton/kv.py: its 3 bits of a float32's mantissa, or multiples of
-    2**-9."""
+    """Return the e4m3 codes of `floats`, rounded like pdmesh/engine/kernels/triton/kv.py: to 3 bits of mantissa, or to multiples
+    of 2**-9."""
     clipped = np.clip(floats, -_E4M3_MAX, _E4M3_MAX)
     bits = np.abs(clipped).view(np.uint32)
     normal = (bits + 0x7FFFF + (bits >> 20 & 1) >> 20) - (127 - 7 << 3)  # the exponent's bias is 7
@@ -199,7 +200,7 @@ def _to_int8(floats: NDArray[np.float32]) -> Numbers:
 
 
 def kv_format(identity: common_pb2.Identity, layout: Layout) -> KVFormat:
-    """Return the format of one layer's keys (or values) of a block. Raises ValueError for one that is impossible."""
+    """Return the format of one layer's keys (or values) of a block. Raises ValueError for an impossible format."""
     num_heads = len(layout.heads(identity.num_kv_heads))
     return KVFormat(layout.arrangement, layout.kv_dtype, layout.block_size, num_heads, identity.head_dim)
 
@@ -231,8 +232,8 @@ class Staging:
 
 @dataclass(frozen=True)
 class Conversion:
-    """Convert from a sender's format to ours. `source_heads`, `heads`: KV heads of the model in either pool. `fp8_scales`: scales
-    of each layer's keys and values where either pool is in fp8, the same for both; empty: all are 1."""
+    """Convert blocks of a sender's format into ours. `source_heads`, `heads`: the model's KV heads in either pool. `fp8_scales`:
+    scales of each layer's keys and values where either pool is in fp8, the same for both; empty: all are 1."""
 
     source: KVFormat
     source_heads: range
@@ -256,10 +257,10 @@ class Conversion:
         first_token: int,
         check_interrupted: Callable[[], None],
     ) -> None:
-        """Write what `staging` holds of `part` into `block_ids` (those of the whole request) of `memory`; nothing before
-        `first_token`.
+        """Write the contents of `staging`, which are `part`, into `block_ids` (of the whole request) of `memory`; tokens before
+        `first_token` stay as they are.
 
-        Runs in a thread, one at a time for a request: blocks are read, changed and written back.
+        It runs in a thread, one call at a time for a request: blocks are read, changed and written back.
         """
         begin = part.block_start * self.source.block_size
         first = max(begin, first_token)
@@ -283,7 +284,7 @@ class Conversion:
             del pool  # an interruption's traceback must not keep the memory
 
     def _ours(self, raw: Bytes, fp8_scale: float, *, is_value: bool) -> Numbers:
-        """Return tokens of a part in our element type, only the heads that we have."""
+        """Return the tokens of a part in our element type, reduced to the heads in our pool."""
         start = max(self.heads.start, self.source_heads.start)
         end = min(self.heads.stop, self.source_heads.stop)
         numbers = self.source.unpack(raw, is_value=is_value)

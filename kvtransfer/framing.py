@@ -1,6 +1,6 @@
 """Frames of the transfer protocol: the magic "PDKV", length and CRC-32C of the body (little-endian), and one TransferMessage.
 
-Also CRC-32C itself, over memory alone or while it is copied. The module does no I/O. The checksum of a frame protects the fields
+It also computes CRC-32C, of memory or while copying memory. The module does no I/O. The checksum of a frame protects the fields
 that decide where KV is written and which token comes next: a flipped bit there would still be a well-formed message.
 """
 
@@ -27,7 +27,7 @@ COPY_BYTES = 256 << 10  # NumPy copies this much, then sums it while it is still
 
 
 def extend(value: int, piece: bytes | memoryview) -> int:
-    """Return the checksum of the bytes behind `value` followed by `piece`; 0 is the checksum of nothing."""
+    """Return the CRC-32C of some bytes, whose CRC-32C is `value`, followed by `piece`; 0 is the CRC-32C of no bytes."""
     library = native()
     if library is not None and len(piece) >= NATIVE_BYTES:
         return library.sum(value, pieces_of([piece]))
@@ -36,7 +36,7 @@ def extend(value: int, piece: bytes | memoryview) -> int:
 
 
 def checksum(pieces: Iterable[bytes | memoryview]) -> int:
-    """Return the checksum of all pieces in order, as if they were one."""
+    """Return the CRC-32C of all pieces in order, as if they were one."""
     library, pieces = native(), list(pieces)
     if library is not None and sum(map(len, pieces)) >= NATIVE_BYTES:
         return library.sum(0, pieces_of(pieces))
@@ -47,7 +47,7 @@ def checksum(pieces: Iterable[bytes | memoryview]) -> int:
 
 
 def extend_over(value: int, pieces: Sequence[memoryview], num_bytes: int) -> int:
-    """Return the checksum of the bytes behind `value` followed by the first `num_bytes` of `pieces`."""
+    """Return the CRC-32C `value` extended by the first `num_bytes` of `pieces` (see `extend`)."""
     for piece in pieces:
         with piece[:num_bytes] as beginning:
             value = extend(value, beginning)
@@ -58,8 +58,8 @@ def extend_over(value: int, pieces: Sequence[memoryview], num_bytes: int) -> int
 
 
 def copy_runs(value: int, target: memoryview, source: memoryview, runs: Runs) -> int:
-    """Copy `runs` (offsets in `target` and `source`, bytes) and return the checksum of the bytes behind `value` followed by the
-    copies. Natively each byte is summed as it is stored: `source` may change meanwhile."""
+    """Copy `runs` (offsets in `target` and `source`, bytes) and return the CRC-32C `value` extended by the copies. The native
+    library sums each byte as it stores it: `source` may change meanwhile."""
     library = native()
     if library is None:
         return _copy_with_numpy(value, target, source, runs.tolist())
@@ -94,8 +94,8 @@ def encode(message: transfer_pb2.TransferMessage) -> bytes:
 
 
 def body_length(header: bytes) -> int:
-    """Return the number of bytes behind a header of HEADER.size bytes. Raises FrameError for a wrong magic or an unbounded
-    length."""
+    """Return the length of the body after a header of HEADER.size bytes. Raises FrameError for a wrong magic or a length out of
+    bounds."""
     magic, length, _ = HEADER.unpack(header)
     if magic.startswith(TLS_HANDSHAKE):
         raise FrameError("the peer uses TLS and this end does not; give this worker --tls-cert, --tls-key and --tls-ca")

@@ -32,10 +32,10 @@ _STRANGER = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 
 
 class Wire(Protocol):
-    """A gRPC call at either of its ends, with messages as bytes."""
+    """Read and write the messages of a gRPC call, as bytes, at either of its ends."""
 
     async def read(self) -> object:
-        """Return the next message; EOF behind the last."""
+        """Return the next message; EOF after the last."""
 
     async def write(self, request: bytes, /) -> None:
         """Write a message; return when gRPC can take another."""
@@ -63,12 +63,12 @@ class Mailbox:
         return self._messages.popleft()
 
     def end(self, error: Exception) -> None:
-        """Accept no more messages; those in it may be taken. The first error counts."""
+        """Accept no more messages; those already in the mailbox may be taken. The first error counts."""
         self._error = self._error or error
         self._changed.set()
 
     def close(self, error: Exception) -> None:
-        """End the mailbox at once."""
+        """End the mailbox at once, and drop its messages."""
         self._messages.clear()
         self.end(error)
 
@@ -81,7 +81,7 @@ class Mailbox:
 
 
 class MessageStream(Stream):
-    """A stream over `wire`; it works while a task runs `carry`."""
+    """Implement a stream over `wire`, which works while a task runs `carry`."""
 
     def __init__(self, wire: Wire, executor: Executor, idle_timeout_s: float) -> None:
         super().__init__(executor, idle_timeout_s)
@@ -92,8 +92,9 @@ class MessageStream(Stream):
         self._closed = asyncio.Event()
 
     async def carry(self, grace_s: float = 0.0) -> None:
-        """Move messages until close(), or until cancelled because the call has ended. A message that is being written then may
-        take `grace_s`: a server whose write was cancelled cannot end its call, and the peer would wait until its timeout."""
+        """Move messages until close(), or until this task is cancelled because the call has ended. A message that is being
+        written then may take `grace_s`: a server whose write was cancelled cannot end its call, and the peer would wait until its
+        timeout."""
         reading, writing = asyncio.create_task(self._fill_inbox()), asyncio.create_task(self._empty_outbox())
         try:
             await self._closed.wait()
@@ -127,7 +128,7 @@ class MessageStream(Stream):
         return value
 
     async def linger(self, timeout_s: float) -> None:
-        """Say that nothing more is sent, then wait: a call that ends with unread messages may lose our last answer."""
+        """Announce that nothing more is sent, then wait: a call that ends with unread messages may lose our last answer."""
         with suppress(OSError, FrameError, TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._outbox.put(NOTHING_MORE)
@@ -176,7 +177,7 @@ class MessageStream(Stream):
                 await self._wire.write(message)
         except Exception as failure:  # noqa: BLE001  # see above
             self._outbox.close(PeerClosed(f"the peer closed the connection: {_details(failure)}"))
-        finally:  # gRPC cancels it where the call was cancelled
+        finally:  # gRPC cancels this task when the call is cancelled
             self._outbox.close(PeerClosed("the peer closed the connection"))
 
     def _hang_up(self, reason: str) -> None:
@@ -184,7 +185,7 @@ class MessageStream(Stream):
         self._outbox.close(PeerClosed(reason))
 
     def _write_into(self, cursor: Cursor, chunk: memoryview, value: int) -> int:
-        """Copy `chunk` to the position of `cursor`, in a thread; return the checksum of the copy, behind `value`."""
+        """Copy `chunk` to the position of `cursor`, in a thread; return the CRC-32C `value` extended by the copy."""
         while chunk:
             self.check_interrupted()
             with cursor.window() as pieces:
@@ -230,7 +231,7 @@ def _next_message(cursor: Cursor) -> bytes:
 
 
 def _copy_into(pieces: Sequence[memoryview], chunk: memoryview, value: int) -> tuple[int, int]:
-    """Fill `pieces` until they or `chunk` are used up; returns the bytes copied and the checksum of the copy, behind `value`."""
+    """Fill `pieces` until they or `chunk` are used up; return the bytes copied and the CRC-32C `value` extended by them."""
     num_bytes = 0
     for whole in pieces:
         with whole[: chunk.nbytes - num_bytes] as piece:
@@ -244,7 +245,7 @@ def _copy_into(pieces: Sequence[memoryview], chunk: memoryview, value: int) -> t
 
 
 def _refusal(failure: Exception) -> TransferRefused | None:
-    """Return the refusal of a server that wants another certificate, or another name in it, from the status of the call."""
+    """Return, from the status of the call, the refusal of a server that requires another certificate or another name in it."""
     if isinstance(failure, grpc.aio.AioRpcError) and failure.code() in _STRANGER:
         return TransferRefused(failure.code(), _details(failure))
     return None

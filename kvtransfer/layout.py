@@ -11,7 +11,7 @@ PANEL = 16  # equals GROUP of kvtransfer/conversion.py
 
 
 class WireLayout(Protocol):
-    """The fields of `common_pb2.KVLayout` that matter here."""
+    """Name the fields of `common_pb2.KVLayout` that this module reads."""
 
     @property
     def block_size(self) -> int: ...
@@ -41,7 +41,7 @@ class Layout:
         return cls(wire.block_size, wire.kv_dtype, wire.tensor_parallel_size, wire.tensor_parallel_rank, wire.arrangement)
 
     def problem(self, num_kv_heads: int, head_dim: int) -> tuple[str, str] | None:
-        """Return (field, what is wrong) for a layout that no worker can have."""
+        """Return (field, what is wrong) for a layout that no worker can have; None for others."""
         if not 0 < self.block_size <= MAX_BLOCK_SIZE:
             return "block_size", f"{self.block_size} is not in [1, {MAX_BLOCK_SIZE}]"
         if self.tensor_parallel_size < 1 or num_kv_heads % self.tensor_parallel_size:
@@ -53,7 +53,7 @@ class Layout:
         return None
 
     def difference(self, other: "Layout") -> str | None:
-        """Return the field that keeps KV of this layout from becoming KV of the other; None: it can be converted, or is the
+        """Return the field that prevents a conversion of this layout's KV into the other layout; None: it converts, or is the
         same."""
         if self.arrangement != other.arrangement:
             return "arrangement"
@@ -71,17 +71,17 @@ class Layout:
         return range(heads.start // count, (heads.stop - 1) // count + 1)
 
 
-# Between which workers a transport moves KV: transports say it, workers register it, routers compare it. Imports nothing but
-# the standard library: routers ask the same question as workers, and know no transport by name.
+# Reach: the workers between which a transport moves KV. Transports declare it, workers register it, routers compare it, so the
+# router knows no transport by name. This module imports only the standard library, because routers use it too.
 #
-# A worker of a version before `WorkerInfo.transport_reach` does not say what its transports reach (None here). The other end's
-# word then counts for both, as it is the same transport. Where neither end says it, the transport is taken to reach: such a pair
-# may be chosen in vain, but not harmed, as a sender uses only endpoints that it reaches, a receiver refuses a layout that it
+# A worker of a version before `WorkerInfo.transport_reach` does not register it (None here). The other end's reach then counts
+# for both, because the transport is the same. Where neither end registers it, the transport is assumed to reach: such a pair may
+# be chosen in vain, but without harm, because a sender uses only endpoints that it reaches, a receiver refuses a layout that it
 # cannot take, and the router then has another worker compute the prompt.
 
 
 class Scope(enum.Enum):
-    """How far apart two workers may be. The values are those of `worker_pb2.ReachScope`."""
+    """Name how far apart two workers may be. The values are those of `worker_pb2.ReachScope`."""
 
     PROCESS = 1
     HOST = 2
@@ -89,7 +89,7 @@ class Scope(enum.Enum):
 
 
 class WireReach(Protocol):
-    """`worker_pb2.TransportReach`, as far as it matters here."""
+    """Name the fields of `worker_pb2.TransportReach` that this module reads."""
 
     @property
     def scope(self) -> int: ...
@@ -99,18 +99,18 @@ class WireReach(Protocol):
 
 @dataclass(frozen=True)
 class Reach:
-    """What one transport reaches. `same_layout`: it moves blocks as they lie and converts nothing."""
+    """Describe the workers that one transport reaches. `same_layout`: it moves blocks as they are and converts nothing."""
 
     scope: Scope
     same_layout: bool = False
 
     @classmethod
     def of(cls, wire: WireReach) -> "Reach | None":
-        """Return what the message says; None where it does not say it. Raises ValueError for a scope of a later version."""
+        """Return the reach in the message; None if the message has none. Raises ValueError for a scope of a later version."""
         return cls(Scope(wire.scope), wire.same_layout) if wire.scope else None
 
     def covers(self, *, same_process: bool, same_host: bool, same_layout: bool) -> bool:
-        """Return whether KV gets from one worker to another that are so far apart."""
+        """Return whether the transport moves KV between two workers at this distance."""
         if self.same_layout and not same_layout:
             return False
         return self.scope is Scope.EVERYWHERE or (same_host if self.scope is Scope.HOST else same_process)
@@ -120,8 +120,8 @@ EVERYWHERE = Reach(Scope.EVERYWHERE)
 
 
 class Transports(NamedTuple):
-    """What one worker offers: pairs of a transport's name and its reach. `reach_all`: by one of them, any worker that offers the
-    same ones is reached."""
+    """Describe what one worker offers: pairs of a transport's name and its reach. `reach_all`: one of them reaches every worker
+    that offers the same transports."""
 
     offers: frozenset[tuple[str, Reach | None]]
     reach_all: bool

@@ -31,7 +31,8 @@ from pdmesh.v1 import common_pb2, transfer_pb2
 
 
 class KVMemory(Protocol):
-    """One pool of KV blocks in CPU memory: [num_layers, 2, num_blocks, bytes_per_layer_block] bytes, contiguous."""
+    """Give access to one pool of KV blocks in CPU memory: [num_layers, 2, num_blocks, bytes_per_layer_block] bytes,
+    contiguous."""
 
     @property
     def num_layers(self) -> int: ...
@@ -41,17 +42,17 @@ class KVMemory(Protocol):
 
     @property
     def bytes_per_layer_block(self) -> int:
-        """Return bytes of one block's keys (or values) in one layer."""
+        """Return the bytes of one block's keys (or values) in one layer."""
 
     @property
     def fd(self) -> int | None:
-        """Return the memfd behind the pool, or None where it cannot be shared."""
+        """Return the memfd behind the pool, or None where the pool cannot be shared."""
 
     def memory(self) -> memoryview:
         """Return the whole pool, writable, as bytes."""
 
     def block_view(self, layer: int, kv: int, block_id: int) -> memoryview:
-        """Return writable bytes of one block's keys (kv=0) or values (kv=1)."""
+        """Return the bytes of one block's keys (kv=0) or values (kv=1), writable."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def shape_of(memory: KVMemory) -> PoolShape:
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive blocks: `num_blocks` of them, from index `first` of a list of ids."""
+    """Describe consecutive blocks: `num_blocks` of them, from index `first` of a list of ids on."""
 
     first: int
     num_blocks: int
@@ -107,7 +108,7 @@ class Rectangle:
 
 
 def copies(target: Rectangle, source: Rectangle) -> Runs:
-    """Return what to copy between two pools, in wire order: [n, 3] of offset in target, offset in source, bytes."""
+    """Return the copies between two pools, in wire order: [n, 3] of offset in target, offset in source, bytes."""
     pieces = list(runs(target.block_ids, source.block_ids))
     firsts = [run.first for run in pieces]
     sizes = np.array([run.num_blocks for run in pieces], np.int64) * target.shape.bytes_per_layer_block
@@ -115,7 +116,7 @@ def copies(target: Rectangle, source: Rectangle) -> Runs:
 
 
 def part_views(memory: KVMemory, layers: range, block_ids: Sequence[int]) -> list[memoryview]:
-    """Return the bytes of a part in wire order (per layer: keys of all blocks, then values), neighbours joined."""
+    """Return the bytes of a part in wire order (per layer: keys of all blocks, then values), with adjacent views joined."""
     whole, shape = memory.memory(), shape_of(memory)
     size = shape.bytes_per_layer_block
     pieces = list(runs(block_ids))
@@ -153,7 +154,7 @@ def check_layout(identity: common_pb2.Identity, ours: common_pb2.KVLayout, their
 
 
 def check_same_layout(ours: common_pb2.KVLayout, theirs: common_pb2.KVLayout) -> None:
-    """Check layouts for a transport that converts nothing. Raises TransferRefused UNIMPLEMENTED: the sender takes another
+    """Check layouts for a transport that converts nothing. Raises TransferRefused UNIMPLEMENTED, so that the sender takes another
     transport."""
     for field in ours.DESCRIPTOR.fields:
         mine, other = getattr(ours, field.name), getattr(theirs, field.name)
@@ -163,13 +164,13 @@ def check_same_layout(ours: common_pb2.KVLayout, theirs: common_pb2.KVLayout) ->
 
 
 def check_protocol(theirs: int) -> None:
-    """Raise Incompatible if the peer's hello is of another version of this protocol."""
+    """Raise Incompatible if the peer's hello has another version of this protocol."""
     if theirs != PROTOCOL_VERSION:
         raise Incompatible("protocol_version", PROTOCOL_VERSION, theirs)
 
 
 def bytes_per_layer_block(identity: common_pb2.Identity, layout: common_pb2.KVLayout) -> int:
-    """Return bytes of one block's keys (or values) in one layer, on one tensor-parallel shard."""
+    """Return the bytes of one block's keys (or values) in one layer, on one tensor-parallel shard."""
     dtype_bytes = DTYPE_BYTES.get(layout.kv_dtype)
     if dtype_bytes is None:
         raise ValueError(f"layout.kv_dtype must be one of {', '.join(DTYPE_BYTES)}, got {layout.kv_dtype!r}")
@@ -198,15 +199,15 @@ def _check_equal(name: str, ours: Message, theirs: Message) -> None:
             raise Incompatible(f"{name}.{field.name}", mine, other)
 
 
-TARGET_PART_BYTES = 64 << 20  # copied in 3 ms; Python costs each end a quarter of a millisecond for a part
+TARGET_PART_BYTES = 64 << 20  # copied in 3 ms; Python costs each end 0.25 ms for each part
 MAX_PART_BYTES = 64 << 20
-MAX_PULLED_BYTES = 1 << 30  # of a part that is in no host memory; a lease must not lapse meanwhile
+MAX_PULLED_BYTES = 1 << 30  # the largest part that a device reads: a lease must not lapse meanwhile
 MAX_PART_BLOCKS = 1 << 16
 
 
 @dataclass(frozen=True)
 class Part:
-    """A group of layers × a range of the request's blocks."""
+    """Describe a part: a group of layers × a range of the request's blocks."""
 
     part_id: int
     layer_start: int
@@ -223,7 +224,7 @@ class Part:
         return self.block_end - self.block_start
 
     def overlaps(self, other: "Part") -> bool:
-        """Return whether they have a block of a layer in common."""
+        """Return whether both parts contain the same block of a layer."""
         layers = max(self.layer_start, other.layer_start) < min(self.layer_end, other.layer_end)
         return layers and max(self.block_start, other.block_start) < min(self.block_end, other.block_end)
 
@@ -248,7 +249,7 @@ def _even(total: int, at_most: int) -> int:
 
 
 class Manifest:
-    """Track what a receiver has of one push: every (layer, block ≥ first_block) is covered exactly once by a verified part."""
+    """Track what has arrived of one push: exactly one verified part must cover every (layer, block ≥ first_block)."""
 
     def __init__(self, num_layers: int, first_block: int, num_blocks: int, bytes_per_layer_block: int) -> None:
         self.num_layers = num_layers
@@ -284,7 +285,7 @@ class Manifest:
         self._under_way[part.part_id] = part
 
     def end(self, part: Part) -> None:
-        """Record that its bytes are written, or will never be."""
+        """Record that the bytes of `part` are written, or never will be."""
         self._under_way.pop(part.part_id, None)
 
     def accept(self, part: Part, *, num_bytes: int) -> None:

@@ -34,8 +34,8 @@ class Mode(Enum):
 
 @dataclass(frozen=True)
 class ReservationState:
-    """Hold one reservation's state. `lease_deadline` is monotonic seconds in RESERVED and RECEIVING; elsewhere no lease runs:
-    None."""
+    """Hold one reservation's state. `lease_deadline` is monotonic seconds in RESERVED and RECEIVING; None elsewhere, where no
+    lease runs."""
 
     state: State
     attempt: int
@@ -152,8 +152,8 @@ def reserved(attempt: int, mode: Mode, now: float, lease_s: float) -> Reservatio
 def transition(current: ReservationState, event: Event, now: float) -> ReservationState:
     """Return the state after `event` at monotonic second `now`.
 
-    It returns `current` itself where the event is a repetition or late. Raises InvalidTransition (or StaleAttempt,
-    AlreadyRunning, AlreadyReleased) naming both where it has no meaning.
+    It returns `current` itself for an event that is repeated or late. Raises InvalidTransition (or StaleAttempt, AlreadyRunning,
+    AlreadyReleased), naming state and event, for an event that has no meaning in the state.
     """
     if current.state is State.RELEASED:
         return _after_release(current, event)
@@ -189,7 +189,7 @@ def _running(current: ReservationState, attempt: int, mode: Mode) -> Reservation
 
 
 def _after_release(current: ReservationState, event: Event) -> ReservationState:
-    """Accept endings that are reported twice, and reject what would go on."""
+    """Accept an ending that is reported twice, and reject events that would continue the reservation."""
     if isinstance(event, AttemptFailed | LeaseExpired | Cancelled | Failed | Finished):
         return current
     raise AlreadyReleased(current, event, f"it was released: {current.released_reason}")

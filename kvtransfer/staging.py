@@ -32,54 +32,54 @@ if TYPE_CHECKING:
     from pdmesh.engine.kv_cache.streams import Mark
 
 
-# Which push has which piece of a direction: in its turn, or ahead of its turn for as long as no other push needs the piece
+# How pushes get the pieces of one direction: in turn, or ahead of their turn while no other push needs the piece
 #
-#     needed    `take`: first come, first served. Where none is free, one that is held ahead of its turn is taken away
-#     ahead     `take_spare`: one that is free and that no other push waits for, or none. It never waits
+#     needed    `take`: first come, first served. Where no piece is free, a holder that is ahead of its turn is preempted
+#     ahead     `take_spare`: a free piece that no other push waits for, or None. It never waits
 #
-# So a push that has to send a part now waits for parts that are being sent, and never for parts whose receivers may be slow to
-# take them. A push never waits for a piece while it holds one.
+# So a push that has to send a part now waits only for parts that are being sent, never for prefetched parts of slow receivers.
+# A push never waits for a piece while it holds one.
 
 
 @dataclass(frozen=True)
-class Lent:
-    """A piece and the part in it."""
+class FilledPiece:
+    """Hold a piece and a view of the part in it."""
 
     piece: Piece
     view: memoryview
 
 
-class Yielding(Protocol):
+class PreemptibleHolder(Protocol):
     """Hold a piece ahead of its turn."""
 
-    def give_way(self) -> None:
-        """Give the piece back: at once, or when its copy is over."""
+    def preempt(self) -> None:
+        """Give the piece back: at once, or when its copy has ended."""
 
 
-class Door:
+class PieceAllocator:
     """Hand out the pieces of one direction."""
 
     def __init__(self, staging: Staging) -> None:
         self.staging = staging
         self._places = asyncio.Semaphore(staging.sizes.num_pieces)
-        self._ahead: deque[Yielding] = deque()  # the first has waited longest for its turn, so its receiver is slow
+        self._ahead: deque[PreemptibleHolder] = deque()  # the first one has waited longest for its turn, so its receiver is slow
 
     async def take(self) -> Piece:
         if self._places.locked() and self._ahead:
-            self._ahead.popleft().give_way()
+            self._ahead.popleft().preempt()
         await self._places.acquire()
         return self._taken()
 
-    async def take_spare(self, holder: Yielding) -> Piece | None:
-        """Return a free piece, or None. Until `keep` it may be taken away from the holder."""
-        if self._places.locked():  # also where a caller waits
+    async def take_spare(self, holder: PreemptibleHolder) -> Piece | None:
+        """Return a free piece, or None. Until `keep` the holder may be preempted."""
+        if self._places.locked():  # true also while another caller waits
             return None
         await self._places.acquire()
         self._ahead.append(holder)
         return self._taken()
 
-    def keep(self, holder: Yielding) -> None:
-        """Protect the holder's piece, if it still has one, from being taken away; idempotent."""
+    def keep(self, holder: PreemptibleHolder) -> None:
+        """Protect the holder's piece, if it still has one, from preemption; idempotent."""
         with suppress(ValueError):
             self._ahead.remove(holder)
 
@@ -100,24 +100,24 @@ class Door:
 
     def _taken(self) -> Piece:
         piece = self.staging.take()
-        assert piece is not None, "there are as many as places"
+        assert piece is not None, "the semaphore counts the free pieces"
         return piece
 
 
 class StagedMemory:
-    """A pool's KV as transfers see it. Satisfies KVMemory, but its bytes cannot be viewed."""
+    """Present a pool's KV to transfers through pinned pieces. Satisfies KVMemory, but its bytes cannot be viewed."""
 
     fd = None
 
     def __init__(
         self, pool: KVMemory | PoolShape, departures: Staging, arrivals: Staging, marks: Marks, shown: ShownPool | None = None
     ) -> None:
-        """`pool` gives the shape, with all heads; both directions belong to its tensor, `marks` to the steps that write to it.
-        `shown` is the same pool for workers that read it in place on the device (cuda_ipc, nixl)."""
+        """Create it. `pool` gives the shape, with all heads; both stagings copy from and to its tensor, `marks` belongs to the
+        steps that write to it. `shown` is the same pool for workers that read it in place on the device (cuda_ipc, nixl)."""
         self.num_layers, self.num_blocks = pool.num_layers, pool.num_blocks
         self.bytes_per_layer_block = pool.bytes_per_layer_block
         self.marks, self.shown = marks, shown
-        self.departures, self._arrivals = Door(departures), Door(arrivals)
+        self.departures, self._arrivals = PieceAllocator(departures), PieceAllocator(arrivals)
 
     @property
     def part_bytes(self) -> int:
@@ -130,9 +130,9 @@ class StagedMemory:
     def block_view(self, layer: int, kv: int, block_id: int) -> memoryview:
         raise ValueError("the KV pool is staged: its bytes cannot be viewed")
 
-    async def fetch(self, layers: range, block_ids: Sequence[int], after: Mark) -> Lent:
+    async def fetch(self, layers: range, block_ids: Sequence[int], after: Mark) -> FilledPiece:
         """Return the part as it is at `after`, in wire order, once the device has computed and copied it. The caller gives it
-        back."""
+        back with `give_back`."""
         await self.reached(after)
         return await self.filled(await self.departures.take(), layers, block_ids, after)
 
@@ -143,24 +143,26 @@ class StagedMemory:
             await asyncio.wrap_future(reached)
         reached.result()
 
-    async def filled(self, piece: Piece, layers: range, block_ids: Sequence[int], after: Mark) -> Lent:
+    async def filled(self, piece: Piece, layers: range, block_ids: Sequence[int], after: Mark) -> FilledPiece:
         """Fill the caller's piece with the part and return it; on an error the piece is given back."""
         try:
             await settled(self.departures.staging.fetch(piece, layers, block_ids, after))
-            return Lent(piece, piece.view(self.departures.staging.num_bytes(layers, len(block_ids))))
+            return FilledPiece(piece, piece.view(self.departures.staging.num_bytes(layers, len(block_ids))))
         except BaseException:
             self.departures.give_back(piece)
             raise
 
-    def give_back(self, lent: Lent) -> None:
+    def give_back(self, filled_piece: FilledPiece) -> None:
         """Give the piece back. Nothing reads its view any more."""
-        lent.view.release()
-        self.departures.give_back(lent.piece)
+        filled_piece.view.release()
+        self.departures.give_back(filled_piece.piece)
 
     async def store(self, content: Bytes, layers: range, block_ids: Sequence[int], after: Mark, stream: Stream) -> None:
-        """Write [layers, 2, blocks, bytes_per_layer_block] into the pool, behind `after`; return when it is there.
+        """Write [layers, 2, blocks, bytes_per_layer_block] into the pool once the mark `after` is reached; return when it is
+        there.
 
-        Interrupted, it raises PeerClosed, and nothing is written any more."""
+        Raises PeerClosed when interrupted; nothing is written any more then.
+        """
         copies: list[Future[None]] = []
         try:
             async for cell, piece in self._cells(layers, len(block_ids)):
@@ -186,9 +188,9 @@ class StagedMemory:
         after: Mark,
         stream: Stream,
     ) -> None:
-        """Write what `staging` holds of `part` into `block_ids` (those of the whole request): as it is, or as Conversion.write
-        does. Then the blocks of the part are copied to the host, changed there and copied back; one part at a time for a
-        request."""
+        """Write the contents of `staging`, which are `part`, into `block_ids` (of the whole request): as they are, or converted
+        like Conversion.write. For a conversion the blocks of the part are copied to the host, changed there and copied back; one
+        part at a time for a request."""
         if conversion is None:
             await self.store(staging.bytes, part.layers, block_ids[part.block_start : part.block_end], after, stream)
             return
@@ -198,15 +200,15 @@ class StagedMemory:
         ids = [block_ids[block] for block in blocks]
         near = HostStaging(Part(0, 0, len(part.layers), 0, len(blocks)), self.bytes_per_layer_block)
         await self._load(near.bytes, part.layers, ids, after, stream)
-        local_ids = range(-blocks.start, len(block_ids) - blocks.start)  # the first of `blocks` is 0 there
+        local_ids = range(-blocks.start, len(block_ids) - blocks.start)  # the first of `blocks` has index 0 in `near`
         local = replace(part, layer_start=0, layer_end=len(part.layers))
         await stream.run(conversion.write, staging, local, near, local_ids, first_token, stream.check_interrupted)
         await self.store(near.bytes, part.layers, ids, after, stream)
 
     def close(self) -> None:
         """Wait for copies that are under way; idempotent. No transfer may run any more."""
-        for door in (self.departures, self._arrivals):
-            door.staging.close()
+        for pieces in (self.departures, self._arrivals):
+            pieces.staging.close()
         if self.shown is not None:
             self.shown.close()
         self.marks.close()
@@ -224,14 +226,14 @@ class StagedMemory:
                 self._arrivals.give_back_behind(piece)
 
     async def _cells(self, layers: range, num_blocks: int) -> AsyncIterator[tuple[Part, Piece]]:
-        """Yield layers × blocks cut to the size of a piece, each with a piece, which is the caller's."""
+        """Yield layers × blocks in cells of at most a piece, each with a piece that the caller gives back."""
         size = self._arrivals.staging.sizes.piece_bytes
         for cell in cut(0, layers, range(num_blocks), self.bytes_per_layer_block, size):
             yield cell, await self._arrivals.take()
 
 
 def _copy(target: Bytes, source: Bytes) -> None:
-    """Copy between a piece, of which a prefix is used, and memory that gives the length. Releases the GIL."""
+    """Copy between a piece, of which a prefix is used, and an array that determines the length. Releases the GIL."""
     if target.ndim == 1:
         np.copyto(target[: source.size].reshape(source.shape), source)
     else:

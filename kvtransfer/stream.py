@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class Cursor:
-    """A position in a list of views."""
+    """Hold a position in a list of views."""
 
     def __init__(self, views: Sequence[memoryview]) -> None:
         self._views = views
@@ -43,8 +43,8 @@ class Cursor:
 
     @contextmanager
     def window(self) -> Iterator[list[memoryview]]:
-        """Yield the next pieces, at most MAX_PIECES and MAX_PIECE_BYTES; they are released, so that no traceback holds pool
-        memory."""
+        """Yield the next pieces, at most MAX_PIECES and MAX_PIECE_BYTES; they are released afterwards, so that no traceback holds
+        pool memory."""
         pieces = self._next_pieces()
         try:
             yield pieces
@@ -73,9 +73,11 @@ class Cursor:
 
 
 class Stream(ABC):
-    """One end of a connection. Not for concurrent use, except that one task may read and another write, and for interrupt().
+    """Send and receive at one end of a connection. Not for concurrent use, except that one task may read and another write, and
+    for interrupt().
 
-    idle_timeout_s bounds each wait for the peer: TimeoutError. PeerClosed, OSError: the connection is gone. FrameError: garbage.
+    idle_timeout_s bounds each wait for the peer. Raises TimeoutError after it, PeerClosed or OSError when the connection is gone,
+    FrameError for bytes that are no frame.
     """
 
     def __init__(self, executor: Executor, idle_timeout_s: float) -> None:
@@ -84,7 +86,8 @@ class Stream(ABC):
         self._executor = executor
 
     async def read_message(self, *, forever: bool = False) -> transfer_pb2.TransferMessage:
-        """Return the next frame. `forever`: another task notices when the peer is gone, and interrupts."""
+        """Return the next frame. `forever`: without a timeout, because another task notices when the peer is gone, and
+        interrupts."""
         async with asyncio.timeout(None if forever else self.idle_timeout_s):
             return await self.read_rest(b"")
 
@@ -101,7 +104,7 @@ class Stream(ABC):
         """Do what comes before the first frame, at both ends; idempotent."""
 
     async def run(self, work: Callable[..., T], *args: object) -> T:
-        """Run `work(*args)` in a thread and return its result. Cancelled: interrupt, wait for the thread, then raise
+        """Run `work(*args)` in a thread and return its result. When cancelled: interrupt, wait for the thread, then raise
         CancelledError."""
         future = asyncio.get_running_loop().run_in_executor(self._executor, lambda: work(*args))
         try:
@@ -128,16 +131,17 @@ class Stream(ABC):
 
     @abstractmethod
     async def send_views(self, views: Sequence[memoryview], on_bytes: Callable[[int], None]) -> int:
-        """Send the bytes of `views` in order and return their CRC-32C. on_bytes(count) as they leave."""
+        """Send the bytes of `views` in order and return their CRC-32C. on_bytes(count) is called as they leave."""
 
     @abstractmethod
     async def receive_views(self, views: Sequence[memoryview], on_bytes: Callable[[int], None]) -> int:
-        """Fill `views` in order and return the CRC-32C of what came. on_bytes(count), on the event loop, may raise to stop."""
+        """Fill `views` in order and return the CRC-32C of what came. on_bytes(count) is called on the event loop and may raise to
+        stop."""
 
     @abstractmethod
     async def linger(self, timeout_s: float) -> None:
-        """Say that nothing more is sent, then wait for the peer to close first, discarding what it sends: our last answer has to
-        reach it."""
+        """Announce that nothing more is sent, then wait for the peer to close first, discarding what it sends: our last answer
+        has to reach it."""
 
     @abstractmethod
     def interrupt(self) -> None:
@@ -145,14 +149,14 @@ class Stream(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what the stream holds; idempotent. No thread may be inside."""
+        """Release what the stream holds; idempotent. No thread may be inside."""
 
     @abstractmethod
     async def _read_exactly(self, num_bytes: int) -> bytes: ...
 
 
 class SocketStream(Stream):
-    """A stream over a socket; owns `sock` until close()."""
+    """Implement a stream over a socket; it owns `sock` until close()."""
 
     def __init__(self, sock: socket.socket, executor: Executor, idle_timeout_s: float) -> None:
         super().__init__(executor, idle_timeout_s)
@@ -164,7 +168,8 @@ class SocketStream(Stream):
             await asyncio.get_running_loop().sock_sendall(self.sock, data)
 
     async def send_views(self, views: Sequence[memoryview], on_bytes: Callable[[int], None]) -> int:
-        """Send the bytes of `views` in order, without copying them, and return their CRC-32C. on_bytes(count) as they leave."""
+        """Send the bytes of `views` in order, without copying them, and return their CRC-32C. on_bytes(count) is called as they
+        leave."""
         cursor = self._cursor(views)
         while cursor.remaining:
             if num_bytes := await self.run(self._send_turn, cursor):
@@ -174,7 +179,8 @@ class SocketStream(Stream):
         return cursor.value
 
     async def receive_views(self, views: Sequence[memoryview], on_bytes: Callable[[int], None]) -> int:
-        """Fill `views` in order and return the CRC-32C of what came. on_bytes(count), on the event loop, may raise to stop."""
+        """Fill `views` in order and return the CRC-32C of what came. on_bytes(count) is called on the event loop and may raise to
+        stop."""
         cursor = self._cursor(views)
         while cursor.remaining:
             num_bytes = await self.run(self._receive_turn, cursor)
@@ -185,7 +191,7 @@ class SocketStream(Stream):
         return cursor.value
 
     async def ready(self, *, write: bool) -> None:
-        """Wait until the socket can be written (or read). TimeoutError after idle_timeout_s."""
+        """Wait until the socket can be written (or read). Raises TimeoutError after idle_timeout_s."""
         async with asyncio.timeout(self.idle_timeout_s):
             await self._wait(write=write)
 
@@ -224,7 +230,7 @@ class SocketStream(Stream):
         return Cursor(views) if library is None else NativeCursor(library, views)
 
     def _send_turn(self, cursor: Cursor | NativeCursor) -> int:
-        """Send and sum what the socket takes, in a thread; returns the bytes sent."""
+        """Send and sum what the socket takes, in a thread; return the bytes sent."""
         if isinstance(cursor, NativeCursor):
             self.check_interrupted()
             return cursor.send(self.sock, TURN_MS)
@@ -242,7 +248,7 @@ class SocketStream(Stream):
         return before - cursor.remaining
 
     def _receive_turn(self, cursor: Cursor | NativeCursor) -> int:
-        """Receive and sum what the socket has, in a thread; returns the bytes received."""
+        """Receive and sum what the socket has, in a thread; return the bytes received."""
         if isinstance(cursor, NativeCursor):
             self.check_interrupted()
             return cursor.receive(self.sock, TURN_MS)
@@ -263,11 +269,11 @@ class SocketStream(Stream):
         return before - cursor.remaining
 
     def _send_some(self, pieces: Sequence[memoryview]) -> int:
-        """Send some of `pieces`; return the bytes that the socket took. BlockingIOError: none now."""
+        """Send some of `pieces`; return the bytes that the socket took. Raises BlockingIOError when it takes none now."""
         return self.sock.sendmsg(pieces)
 
     def _receive_some(self, pieces: Sequence[memoryview]) -> int:
-        """Receive into `pieces`; return the bytes; 0: the peer has closed. BlockingIOError: none now."""
+        """Receive into `pieces`; return the bytes; 0: the peer has closed. Raises BlockingIOError when there are none now."""
         return self.sock.recvmsg_into(pieces)[0]
 
     async def _receive_into(self, view: memoryview) -> int:
@@ -294,13 +300,13 @@ class SocketStream(Stream):
 
 
 def release(views: Iterable[memoryview]) -> None:
-    """Give the memory under `views` back to its owner."""
+    """Release `views`, so that their owner may free the memory."""
     for view in views:
         view.release()
 
 
 async def expect(stream: Stream, kind: str) -> transfer_pb2.TransferMessage:
-    """Return the next frame, which must hold `kind`. Raises FrameError for another."""
+    """Return the next frame, which must hold `kind`. Raises FrameError for another kind."""
     message = await stream.read_message()
     if message.WhichOneof("message") != kind:
         raise FrameError(f"expected {kind}, got {message.WhichOneof('message')}")
@@ -319,15 +325,15 @@ def _resolve(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-# Waiting for several things at once, so that nothing outlives the task that waits for it
+# Waiting for several tasks at once, so that none outlives the task that waits for it
 
 
 LAST_WORD_S = 0.2  # for an answer that may be unread on a broken connection
 
 
 async def all_or_first_error(*work: Coroutine[object, object, T]) -> list[T]:
-    """Return all results; or raise an error, once the others are cancelled and have ended. When a connection breaks the others
-    get a moment: the receiver may have said on one of them why, and that says more than a broken pipe."""
+    """Return all results, or raise an error, PushFailed before others, once all coroutines have ended. When a connection breaks,
+    the others get LAST_WORD_S first: the receiver may have sent the reason on one of them, which says more than a broken pipe."""
     tasks = [asyncio.create_task(each) for each in work]
     try:
         done, others = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -343,7 +349,7 @@ async def all_or_first_error(*work: Coroutine[object, object, T]) -> list[T]:
 
 
 async def settled(copy: Future[None]) -> None:
-    """Return when the copy has ended, and not before, however often the caller is cancelled. Raises what the copy did."""
+    """Return when the copy has ended, and not before, however often the caller is cancelled. Raises the copy's error."""
     await all_settled([copy])
 
 
@@ -355,7 +361,7 @@ async def all_settled(copies: Sequence[Future[None]]) -> None:
 
 
 async def all_ended(works: Sequence[Future[Any]]) -> list[BaseException]:
-    """Return what they raised, once all have ended; a cancellation is raised then, and not before."""
+    """Return the errors of `works`, once all have ended; a cancellation of the caller is raised only then."""
     waiting = [asyncio.wrap_future(work) for work in works]
     cancelled: asyncio.CancelledError | None = None
     while not all(each.done() for each in waiting):

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class TlsStream(SocketStream):
-    """A stream over `sock` within TLS. open() does the handshake; nothing else may come before it."""
+    """Implement a stream over `sock` within TLS. open() does the handshake; nothing else may come before it."""
 
     def __init__(self, sock: socket.socket, executor: Executor, idle_timeout_s: float, tls: Tls, *, server_side: bool) -> None:
         sock.setblocking(False)
@@ -44,7 +44,7 @@ class TlsStream(SocketStream):
         self._one_call = threading.Lock()
 
     async def open(self) -> None:
-        """Do the handshake, in threads. Raises PeerClosed with the reason of a failure; TransferRefused for a sender that is no
+        """Do the handshake, in threads. Raises PeerClosed with the reason of a failure, TransferRefused for a sender that is no
         member of the mesh. The caller bounds the time."""
         if self._tls_sock.version() is not None:
             return
@@ -74,8 +74,8 @@ class TlsStream(SocketStream):
         await self._drain(timeout_s)
 
     def _handshake_turn(self) -> bool | None:
-        """Do one step of the handshake, in a thread; return None when done, else whether the socket has to be writable for the
-        next."""
+        """Do one step of the handshake, in a thread; return None when it is done, else whether the next step waits until the
+        socket can be written."""
         self.check_interrupted()
         try:
             with self._one_call:
@@ -117,8 +117,8 @@ class TlsStream(SocketStream):
         return Cursor(views)  # the native cursor would bypass OpenSSL
 
     def _send_some(self, pieces: Sequence[memoryview]) -> int:
-        """Send as a call. One that could not be finished has to be repeated with the same bytes, and the cursor stays where it
-        was."""
+        """Send `pieces`, each in one call. OpenSSL requires that a call that could not finish is repeated with the same bytes:
+        the cursor stays where it was."""
         done = 0
         for piece in pieces:
             try:

@@ -1,4 +1,4 @@
-"""The `pdmesh` program: finds the command, loads its options, turns errors into one line and an exit code.
+"""The `pdmesh` program: it finds the command, loads its options, and turns errors into one line and an exit code.
 
 Exit codes: 0 done; 1 failed; 2 wrong use, or a request that the mesh calls invalid; 3 no mesh, or no capacity in it; 4 the
 deadline passed; 130 interrupted.
@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar, cast, get_origin, get_type_hints
 from pdmesh.errors import DeadlineExceeded, InvalidArgument, MeshError, NotFound, Overloaded, Unavailable
 from pdmesh.runtime.config import ENV_PREFIX, load, options_of
 
-# Words without a flag on a command line: `pdmesh generate "Once upon a time" --max-tokens 20`.
+# Positional words on a command line: `pdmesh generate "Once upon a time" --max-tokens 20`.
 #
 # Options are frozen dataclasses that `pdmesh.runtime.config` loads. A field with metadata {"positional": True} may also be given
 # as bare words, in the order of the fields; the last of them takes all remaining words, as one text or, if it is a tuple, one by
@@ -29,8 +29,8 @@ T = TypeVar("T")
 
 
 def parse_options(cls: type[T], argv: Sequence[str], env: Mapping[str, str], *, prog: str) -> T:
-    """Return the options of a command from its arguments and the environment. Wrong ones: one line on stderr, exit with code
-    2."""
+    """Return the options of a command from its arguments and the environment. On an error, print one line on stderr and exit with
+    code 2."""
     return load(cls, with_flags(cls, argv), env, prog=prog)
 
 
@@ -51,7 +51,7 @@ def _flags_with_value(cls: type) -> frozenset[str]:
 
 
 def _split(argv: Sequence[str], flags_with_value: frozenset[str]) -> tuple[list[str], list[str]]:
-    """Return flags with their values, and bare words. Everything after "--" is a word."""
+    """Return flags with their values, and bare words. Every argument after "--" is a word."""
     flags: list[str] = []
     words: list[str] = []
     rest = iter(argv)
@@ -77,9 +77,9 @@ EXIT_BROKEN_PIPE = 141
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """What `pdmesh --help` says of a command without importing it. `extra` brings all packages that it needs; empty: that of the
-    package that is missing. `subcommands`: words behind it that make another command of it, each with options of its own; "run"
-    is the command itself."""
+    """Describe a command for `pdmesh --help` without importing it. `extra` installs all packages that it needs; empty: the extra
+    of the missing package does. `subcommands`: words after it that select another command, with options of its own; "run" is the
+    command itself."""
 
     summary: str
     extra: str = ""
@@ -108,7 +108,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "demo": Command("start a mesh, ask a question, show where the time went, stop", extra="local"),
 }
-# What brings a package that is missing.
+# The extra that installs a missing package.
 _EXTRAS = {
     "rich": "cli",
     "redis": "services",
@@ -123,7 +123,7 @@ _EXTRAS = {
 
 
 class CommandModule(Protocol):
-    """A file in `pdmesh/commands/`."""
+    """Describe a file in `pdmesh/commands/`."""
 
     Options: type[Any]
 
@@ -136,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the program and exit."""
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["plan"]:
-        # It simulates, with compiled modules if they exist; that must be set before its modules are imported.
+        # This command simulates, with compiled modules if they exist; `use` must precede the import of its modules.
         importlib.import_module("pdmesh.simulator.compiled").use()
     sys.exit(run(argv))
 
@@ -193,7 +193,7 @@ def all_commands() -> list[tuple[str, ...]]:
 
 
 def command_of(words: Sequence[str]) -> CommandModule:
-    """Return the module of a command. Raises ModuleNotFoundError where a package that it needs is missing."""
+    """Return the module of a command. Raises ModuleNotFoundError where a package that the command needs is missing."""
     return cast(CommandModule, importlib.import_module("pdmesh.commands." + "_".join(words)))
 
 
@@ -206,7 +206,7 @@ def _run_command(name: str, argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output has gone; keep the interpreter from failing again when it flushes.
+        # The reader of our output is gone; the interpreter must not fail again when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except MeshError as error:
@@ -218,14 +218,14 @@ def _run_command(name: str, argv: Sequence[str]) -> int:
 
 
 def _subcommand(name: str, argv: Sequence[str]) -> tuple[tuple[str, ...], Sequence[str]]:
-    """The words that name the command, and what is left of `argv`."""
+    """Return the words that name the command, and the rest of `argv`."""
     if not argv or argv[0] not in COMMANDS[name].subcommands:
         return (name,), argv
     return (name,) if argv[0] == "run" else (name, argv[0]), argv[1:]
 
 
 def explain(error: MeshError) -> str:
-    """Return what a person at a terminal needs to know of an error of the mesh."""
+    """Return the text about an error of the mesh for a person at a terminal."""
     if isinstance(error, Overloaded) and error.retry_delay_s is not None:
         return f"{error.message} (try again in {error.retry_delay_s:.1f} s, or give --retry-overload)"
     if isinstance(error, Unavailable):

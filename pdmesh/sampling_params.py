@@ -1,10 +1,10 @@
 """The sampling parameters of a request, each described once.
 
-    SamplingParams                      what the engine computes with; the metadata of a field are its Rules
-    SamplingOptions                     the same as keyword arguments of the client
-    PARAMETERS                          the description, which these read:
+    SamplingParams                      the parameters that the engine computes with; the metadata of a field are its Rules
+    SamplingOptions                     the same parameters as keyword arguments of the client
+    PARAMETERS                          the description of the parameters, which these modules read:
 
-    router/api/validation.py            which values a client may ask for, and what is said of others
+    router/api/validation.py            the values that a client may request, and the errors for others
     router/api/openai, kserve, vllm     the parameter under its name in each protocol that has it
     pdmesh/worker/token_request.py      from the wire to SamplingParams
     pdmesh/engine/sampling/sampler.py   the record that the samplers in C++ and in Triton get (`DRAWN`)
@@ -23,12 +23,12 @@ from typing import Any, TypedDict, get_type_hints
 
 MAX_CHOICES = 16
 MAX_LOGPROBS = 20
-# Between zero and this the quotient of logits leaves float32.
+# Between zero and this, logits / temperature leaves the range of float32.
 MIN_TEMPERATURE = 1e-4
 
 
 class Kind(Enum):
-    """What values a parameter has, in Python and on the wire."""
+    """Name the kind of a parameter's values, in Python and on the wire."""
 
     NUMBER = "number"  # double
     COUNT = "count"  # an unsigned integer
@@ -38,7 +38,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `low` to `high`, both included; `is_open`: but not `low` itself."""
+    """Hold the numbers from `low` to `high`, both included; `is_open`: `low` itself is excluded."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -55,11 +55,12 @@ class Range:
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What is known of a parameter beside its name, type and default.
+    """Hold the rules of a parameter, besides its name, type and default.
 
-    `computed`: what the samplers can compute with, `meaning`: how an error says it, if not by the range. `served`: what a client
-    may ask for, where that is less; `zero`: what 0 means, where 0 is served too; `hint`: said behind the range. `bits` of a count
-    on the wire. `is_minus_one_all`: other protocols write -1 for 0, all. `is_drawn`: the samplers' records hold it.
+    `computed`: the values that the samplers can compute with; `meaning`: how an error names them, if not by the range. `served`:
+    the values that a client may request, where they are fewer; `zero`: the meaning of 0, where 0 is served too; `hint`: follows
+    the range in errors. `bits`: of a count on the wire. `is_minus_one_all`: other protocols write -1 for 0 (all). `is_drawn`: the
+    samplers' records hold it.
     """
 
     computed: Range | None = None
@@ -78,10 +79,10 @@ def _as(rules: Rules) -> Mapping[str, Rules]:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """One request's sampling. Neutral values (the defaults) change nothing; temperature 0 is greedy.
+    """Hold the sampling parameters of one request. The defaults change nothing; temperature 0 is greedy.
 
-    `seed` is an unsigned 64-bit number; with the choice and the index of a token it fixes the token's noise.
-    `logprobs` None: none wanted; k: the chosen token's and the k likeliest ones'.
+    `seed` is an unsigned 64-bit number; with the choice and the index of a token it fixes the token's noise. `logprobs` None:
+    none; k: those of the drawn token and of the k likeliest ones.
     """
 
     temperature: float = field(
@@ -124,16 +125,16 @@ class SamplingParams:
 
     @property
     def penalizes_prompt(self) -> bool:
-        """Whether a token's logit depends on where it stands in prompt or output."""
+        """Return whether a token's logit depends on whether prompt or output contain it."""
         return self.repetition_penalty != 1.0
 
     @property
     def penalizes_output(self) -> bool:
-        """Whether a token's logit depends on how often it stands in the output, beside what `penalizes_prompt` says."""
+        """Return whether a token's logit depends on its occurrences in the output, besides `penalizes_prompt`."""
         return bool(self.presence_penalty or self.frequency_penalty)
 
     def validate(self) -> None:
-        """Raises ValueError naming the field, what is wrong with it and what is allowed."""
+        """Raise ValueError naming the field, the problem and the allowed values."""
         for parameter in NUMBERS:
             if not math.isfinite(getattr(self, parameter.name)):
                 raise ValueError(f"{parameter.name}: {getattr(self, parameter.name)} is not a finite number")
@@ -145,7 +146,7 @@ class SamplingParams:
 
 
 class SamplingOptions(TypedDict, total=False):
-    """The parameters as keyword arguments; what is absent takes the mesh's default."""
+    """Hold the parameters as keyword arguments; absent ones take the mesh's defaults."""
 
     temperature: float
     top_k: int
@@ -165,7 +166,8 @@ class SamplingOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Parameter:
-    """One field of SamplingParams, under the same name on the wire. `default` is None also where a request has to say it."""
+    """Describe one field of SamplingParams, under the same name on the wire. `default` is None also where a request must set the
+    field."""
 
     name: str
     kind: Kind
@@ -173,14 +175,14 @@ class Parameter:
     rules: Rules
 
     def is_computed(self, value: Any) -> bool:
-        """Whether the samplers can compute with a finite value."""
+        """Return whether the samplers can compute with a finite value."""
         computed = self.rules.computed
         if computed is None or (value is None and self.default is None):
             return True
         return all(token in computed for token in value) if self.kind is Kind.TOKENS else value in computed
 
     def refusal(self, value: float) -> str | None:
-        """What is wrong with a finite value that a client asks for; None: nothing."""
+        """Return the problem with a finite value that a client requests; None: it is allowed."""
         served = self.rules.served or self.rules.computed
         if served is None or value in served or (self.rules.zero and value == 0):
             return None
@@ -206,5 +208,5 @@ PARAMETERS = tuple(
     for each in fields(SamplingParams)
 )
 NUMBERS = tuple(parameter for parameter in PARAMETERS if parameter.kind is Kind.NUMBER)
-# What the rules of a draw depend on, in the order in which the samplers' records hold it.
+# The parameters that the rules of a draw depend on, in the order of the samplers' records.
 DRAWN = tuple(parameter for parameter in PARAMETERS if parameter.rules.is_drawn)

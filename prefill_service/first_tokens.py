@@ -22,7 +22,7 @@ _FINISH_REASONS: dict[FinishReason | None, common_pb2.FinishReason.ValueType] = 
 
 @dataclass(frozen=True)
 class FirstTokens:
-    """Hold the first tokens, one update per choice. `drawn_ns`: when the engine's step ended (monotonic)."""
+    """Hold the first tokens, one update per choice. `drawn_ns`: the end of the engine's step (monotonic)."""
 
     updates: tuple[SequenceUpdate, ...]
     timing: PrefillTiming
@@ -53,9 +53,8 @@ class FirstTokens:
         return self.timing.opened_ns - received_ns + self.timing.queue_ns
 
     def timings(self, received_ns: int) -> common_pb2.PrefillTimings:
-        """Return the timings at the hand-over to gRPC, which is now. Where one part ends the next begins with the same clock
-        reading, because time between two readings, in which the thread may wait for the interpreter lock, would belong to no
-        part."""
+        """Return the timings up to the hand-over to gRPC, which is now. One part ends and the next begins at the same clock
+        reading: between two readings the thread may wait for the interpreter lock, and that time would belong to no part."""
         now_ns = time.monotonic_ns()
         return common_pb2.PrefillTimings(
             prefill_queue_ns=self.queue_ns(received_ns),
@@ -84,7 +83,7 @@ class FirstTokensSink:
             self._done.set_result(FirstTokens(tuple(self._updates), started.timing, ended_ns))
 
     async def wait(self, timeout_s: float) -> FirstTokens | None:
-        """Return the first tokens; None: there are none after `timeout_s`."""
+        """Return the first tokens; None if there are none after `timeout_s`."""
         await asyncio.wait((self._done,), timeout=timeout_s)
         return self._done.result() if self._done.done() else None
 
@@ -111,7 +110,7 @@ def _wire_logprobs(logprobs: TokenLogprobs) -> common_pb2.Logprobs:
 
 # Spans of one Prefill call, below the router's call.
 #
-#     prefill ─┬─ prefill.queue      from its receipt to its first step
+#     prefill ─┬─ prefill.queue      from the receipt to the first step
 #              ├─ prefill.compute    to the first token; an event for each step
 #              ├─ kv.push            for each part of the KV, a group of layers: from its first byte until decode has verified it
 #              └─ kv.exposed         from the first token to the commit
@@ -120,11 +119,11 @@ def _wire_logprobs(logprobs: TokenLogprobs) -> common_pb2.Logprobs:
 # is longer than the events show. `Spans` itself does nothing.
 
 MAX_PUSH_SPANS = 64
-"""Bounds the spans of one push; the last one stands for all parts that follow."""
+"""The limit of spans for one push; the last span covers all parts that follow."""
 
 
 class Spans:
-    """Receive the events of a Prefill call, and do nothing."""
+    """Accept the events of a Prefill call, and record nothing."""
 
     is_on = False
     trace_name = ""
@@ -136,25 +135,25 @@ class Spans:
         """Record that the first tokens are drawn, `queue_ns` plus the compute time after the receipt."""
 
     def part_moved(self, part: PartMoved) -> None:
-        """Record that decode has a part of the KV."""
+        """Record that decode has verified a part of the KV."""
 
     def committed(self, drawn_ns: int, at_ns: int) -> None:
         """Record that decode has committed."""
 
     def end(self, error: BaseException | None, problem: str | None = None) -> None:
-        """End the call's span; `problem`: why the hand-off failed; None: it succeeded."""
+        """End the call's span. `problem`: why the hand-off failed; None: it succeeded."""
 
 
 NO_SPANS = Spans()
 
 
 def open_spans(tracing: Tracing, steps: StepLog, call: SpanContext | None, received_ns: int, attempt: int) -> Spans:
-    """Return the spans below the router's `call`; without one the request is not traced."""
+    """Return the spans below the router's `call`; without a call the request is not traced."""
     return NO_SPANS if call is None else LiveSpans(tracing, steps, call, received_ns, attempt)
 
 
 class LiveSpans(Spans):
-    """Write spans below one call."""
+    """Record the spans of one call."""
 
     is_on = True
 
@@ -174,7 +173,7 @@ class LiveSpans(Spans):
         if self._num_tokens is not None:
             self._chunks[step] = num_tokens - self._num_tokens
         else:
-            self._chunks[step] = num_tokens  # still includes cached tokens, whose number is known only after the computation
+            self._chunks[step] = num_tokens  # includes cached tokens, whose number is known only after the computation
         self._num_tokens = num_tokens
 
     def computed(self, first: FirstTokens, queue_ns: int) -> None:

@@ -31,14 +31,14 @@ T = TypeVar("T")
 
 
 class EngineCalls(Protocol):
-    """Call the engine's thread (`pdmesh.engine.loop.EngineLoop`)."""
+    """Call functions on the engine's thread (`pdmesh.engine.loop.EngineLoop`)."""
 
     async def call(self, fn: Callable[[Engine], T]) -> T:
-        """Run `fn` between two steps."""
+        """Run `fn` between two steps and return its result."""
 
 
 class Sink(Protocol):
-    """Receive the events of one engine request. Called on the event loop, in order; the updates of a step come before its
+    """Receive the events of one engine request, on the event loop and in order: the updates of a step come before its
     `on_started`."""
 
     def on_update(self, update: SequenceUpdate) -> None: ...
@@ -55,19 +55,19 @@ class Sinks(Protocol):
 
 
 RETRY_DELAY_S = 0.1
-STUCK_S = 0.5  # between two looks at an engine that may be blocked
-MAX_PUSH_S = 60.0  # for a push that makes progress but does not end; a stuck one ends by the transport's own timeouts
+STUCK_S = 0.5  # between two checks whether the engine is blocked
+MAX_PUSH_S = 60.0  # limit for a push that makes progress; a stuck one ends by the transport's own timeouts
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """Hold a PrefillRequest that was found valid. `engine_request` carries the engine's id; `deadline` is monotonic seconds."""
+    """Hold a validated PrefillRequest. `engine_request` carries the engine's id; `deadline` is monotonic seconds."""
 
     engine_request: EngineRequest
     reservation: common_pb2.Reservation
-    num_tokens: int  # the tokens whose KV decode gets: prompt and history
+    num_tokens: int  # tokens whose KV decode gets: prompt and history
     deadline: float | None
     received_ns: int
     spans: Spans = NO_SPANS
@@ -75,19 +75,19 @@ class Assignment:
 
 @dataclass(frozen=True)
 class HandoffTools:
-    """Hold what all hand-offs of a worker share."""
+    """Hold the objects that all hand-offs of a worker share."""
 
     engine: EngineCalls
     sinks: Sinks
     sender: Sender
     block_size: int
-    num_steps: Callable[[], int]  # of the engine, so far
-    tell_every: Callable[[int], None]  # sets after how many layers of a step `on_ready` is called
+    num_steps: Callable[[], int]  # the engine's steps so far
+    tell_every: Callable[[int], None]  # sets the number of layers of a step between calls of `on_ready`
     pushed: Callable[[PushResult, int], None] = lambda result, exposed_ns: None  # called after each hand-off that succeeded
 
 
 class Handoff:
-    """Run one hand-off in a task of its own; `events` yields what the router is told. `cancel` ends it at any point."""
+    """Run one hand-off in a task of its own; `events` yields the events for the router. `cancel` ends it at any point."""
 
     def __init__(self, assignment: Assignment, tools: HandoffTools) -> None:
         self._assignment = assignment
@@ -102,13 +102,13 @@ class Handoff:
         self.task.add_done_callback(lambda _: self._events.put_nowait(None))
 
     def cancel(self) -> None:
-        """Cancel the hand-off; idempotent, since a second cancellation must not interrupt the clean-up after the first."""
+        """Cancel the hand-off; idempotent, because a second cancellation must not interrupt the clean-up after the first."""
         if not self._cancelled:
             self._cancelled = True
             self.task.cancel()
 
     async def events(self) -> AsyncIterator[prefill_pb2.PrefillEvent]:
-        """Yield the first tokens, then the outcome. Raises what ended the hand-off before it had one."""
+        """Yield the first tokens, then the outcome. Raises the error of a hand-off that ended without an outcome."""
         while (event := await self._events.get()) is not None:
             if isinstance(event, FirstTokens):
                 timings = event.timings(self._assignment.received_ns)
@@ -142,13 +142,13 @@ class Handoff:
         self._events.put_nowait(await self._outcome(first))
 
     def _on_ready(self, ready: KVReady) -> None:
-        """Take KV that is final; the first call begins the push."""
+        """Record KV that is final; the first call begins the push."""
         block_size, num_tokens = self._tools.block_size, self._assignment.num_tokens
         num_blocks, num_step_blocks = (
             len(ready.block_ids) if count >= num_tokens else count // block_size
             for count in (ready.num_tokens, ready.num_step_tokens)
         )
-        if ready.num_tokens == ready.num_step_tokens:  # at the end of a step
+        if ready.num_tokens == ready.num_step_tokens:  # the step has ended
             self._assignment.spans.chunk(self._tools.num_steps(), ready.num_tokens)
         self._feed.advance(Ready(num_blocks, num_step_blocks, ready.num_layers))
         if self._feed.group:
@@ -165,18 +165,18 @@ class Handoff:
             self._push = asyncio.create_task(self._tools.sender.push(job, timeout_s=MAX_PUSH_S))
 
     async def _clean_up(self, engine_id: str) -> None:
-        if self._push is not None:  # it reads the blocks
+        if self._push is not None:  # the push reads the blocks
             self._push.cancel()
             await asyncio.wait([self._push])
             if not self._push.cancelled():
-                self._push.exception()  # retrieved, because the error that ended us came before it
+                self._push.exception()  # retrieved, so that asyncio does not log it; another error ended this hand-off
         await self._tools.engine.call(lambda engine: engine.release(engine_id))
 
     async def _first_tokens(self, sink: FirstTokensSink) -> FirstTokens:
         """Wait for the first tokens. Raises ResourceExhausted when the engine stands still because reservations hold all blocks.
 
         Each of these reservations may wait for a worker that waits, like this one, for blocks that are reserved for our push. To
-        end the deadlock this request gives way: it is prefilled elsewhere, or by decode in the blocks that it holds there.
+        break the deadlock this request is refused: it is prefilled on another worker, or by decode in the blocks reserved there.
         """
         num_steps: int | None = None
         while (first := await sink.wait(STUCK_S)) is None:
@@ -186,7 +186,7 @@ class Handoff:
         return first
 
     async def _num_steps_if_idle(self) -> int | None:
-        """Return the engine's steps so far; None while something runs here or is being pushed, which will free blocks."""
+        """Return the engine's steps so far; None while a request runs or is held for a push, because that will free blocks."""
         stats = await self._tools.engine.call(Engine.stats)
         return None if stats.num_running or stats.num_held else stats.num_steps
 
@@ -196,7 +196,7 @@ class Handoff:
         try:
             result = await asyncio.shield(self._push)
         except PushFailed as error:
-            if first.all_finished:  # decode's blocks are freed when the lease expires, or when the router cancels there
+            if first.all_finished:  # decode frees its blocks when the lease expires, or when the router cancels there
                 return _finished(f"decode could not be told: {error}")
             self.failed, self.problem = True, str(error)
             logger.warning("hand-off to reservation %s failed: %s", reservation_id, error)
@@ -230,12 +230,12 @@ def _finished(message: str) -> prefill_pb2.HandoffOutcome:
 
 
 def named(request: EngineRequest, engine_id: str) -> EngineRequest:
-    """Return the request with an id of its own in this engine, held after its first tokens until it is released."""
+    """Return the request with the id `engine_id` in this engine, held after its first tokens until it is released."""
     return replace(request, request_id=engine_id, prefill_only=True)
 
 
 async def _to_its_end(work: Coroutine[object, object, object]) -> None:
-    """Await `work`; a cancellation meanwhile is raised after it, not instead of it."""
+    """Await the end of `work`; a cancellation meanwhile is raised after it, not instead of it."""
     task = asyncio.create_task(work)
     try:
         await asyncio.shield(task)
@@ -245,6 +245,6 @@ async def _to_its_end(work: Coroutine[object, object, object]) -> None:
 
 
 def _loop_deadline(deadline: float | None) -> float | None:
-    """Return the deadline on the event loop's clock, which asyncio does not promise to be time.monotonic, although it is on every
-    supported platform."""
+    """Return the deadline on the event loop's clock. asyncio does not promise that this is time.monotonic, although it is on
+    every supported platform."""
     return None if deadline is None else asyncio.get_running_loop().time() + deadline - time.monotonic()

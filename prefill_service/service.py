@@ -37,8 +37,7 @@ Translate = Callable[[common_pb2.TokenRequest], Awaitable[EngineRequest]]
 
 @dataclass(frozen=True)
 class PrefillValidator:
-    """Check requests against this worker's identity. `translate` checks the TokenRequest within, and raises InvalidArgument
-    itself."""
+    """Check requests against this worker's identity. `translate` checks their TokenRequest, and raises InvalidArgument itself."""
 
     identity: common_pb2.Identity
     layout: common_pb2.KVLayout
@@ -85,8 +84,8 @@ class PrefillValidator:
 
 
 def _num_kv_tokens(request: EngineRequest) -> int:
-    """Return the tokens of the prompt and of the history of the only unfinished choice. Raises InvalidArgument for several
-    choices with history."""
+    """Return the number of tokens of the prompt and of the history of the only unfinished choice. Raises InvalidArgument for
+    several choices with history."""
     finished = request.finished or (False,) * request.sampling.n
     unfinished = [choice for choice in range(request.sampling.n) if not finished[choice]]
     if not any(request.emitted):
@@ -97,7 +96,7 @@ def _num_kv_tokens(request: EngineRequest) -> int:
 
 
 class PrefillServicer(PrefillServiceServicer):
-    """Serve Prefill. It knows its running hand-offs, so that a worker can wait for them or give them up."""
+    """Serve Prefill. A worker can wait for the running hand-offs, or abandon them."""
 
     def __init__(
         self,
@@ -110,8 +109,8 @@ class PrefillServicer(PrefillServiceServicer):
         steps: StepLog | None = None,
     ) -> None:
         """Create the servicer. `check_new_work` raises while the worker takes no new requests. While the worker `owns_requests`
-        it also prefills what continues one of them, whatever its roles and also when it drains: this is how they move away, and
-        its cache holds nearly all of their KV."""
+        it also prefills continuations of its requests, whatever its roles and even when it drains: that is how they move away,
+        and its prefix cache holds nearly all of their KV."""
         self._validator = validator
         self._tools = tools
         self._check_new_work = check_new_work
@@ -150,11 +149,11 @@ class PrefillServicer(PrefillServiceServicer):
             spans.end(error, handoff.problem if handoff is not None else None)
 
     async def _accept(self, request: prefill_pb2.PrefillRequest, received_ns: int, spans: Spans) -> Handoff:
-        """Return the running hand-off of a request. Raises MeshError."""
+        """Validate a request and return its hand-off, which runs. Raises MeshError."""
         self._check(request)
         engine_id = f"p:{request.request_id}:{next(self._serial)}"
         assignment = await self._validator.check(request, engine_id, now=time.monotonic(), received_ns=received_ns)
-        self._check(request)  # compiling a constraint takes time, in which the roles may change
+        self._check(request)  # the roles may have changed while a constraint was compiled
         return self._begin(Handoff(replace(assignment, spans=spans), self._tools))
 
     def _check(self, request: prefill_pb2.PrefillRequest) -> None:
@@ -166,7 +165,7 @@ class PrefillServicer(PrefillServiceServicer):
         await self._idle.wait()
 
     async def abandon(self) -> None:
-        """Give up all hand-offs, and wait until their blocks are released."""
+        """Cancel all hand-offs, and wait until their blocks are released."""
         for handoff in list(self._running):
             handoff.cancel()
         await self._idle.wait()

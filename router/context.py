@@ -1,5 +1,4 @@
-"""The context that all requests of one router share: its parts, background tasks, and the workers that are told to keep
-traces."""
+"""The context that all requests of one router share: its parts, its background tasks, and the keeper of traces."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ if TYPE_CHECKING:
     from router.fleet.worker import Worker
 
 
-# Background tasks, which may outlive the call that caused them, such as telling a worker that the client has left. Each bounds
-# its own duration.
+# Background tasks may outlive the call that started them: one tells a worker that the client has left. Each bounds its duration.
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +71,7 @@ class Background:
             logger.error("background work %s failed", task.get_name(), exc_info=task.exception())
 
 
-# The trace keeper tells workers which traces to export although they were not sampled: in small batches, soon, and once.
+# The trace keeper tells workers which traces to export although they were not sampled: in small batches, soon, and only once.
 
 GATHER_S = 0.2
 CALL_TIMEOUT_S = 1.0
@@ -115,8 +113,8 @@ async def _tell(worker: Worker, trace_ids: list[int]) -> None:
 class RouterContext:
     """Hold the parts of a router process.
 
-    `epoch` tells the process from others with its id. `movers`: requests that have a decode worker now. Without a `forecaster`
-    admission goes by counts. `num_token_mismatches` counts repeated indexes whose token differed: any is a bug.
+    `epoch` tells processes with the same id apart. `migratable`: requests that have a decode worker now. Without a `forecaster`
+    admission goes by counts. `num_token_mismatches` counts repeated indexes whose token differed: each is a bug.
     """
 
     config: RouterConfig
@@ -131,9 +129,9 @@ class RouterContext:
     output_lengths: OutputLengths = field(default_factory=OutputLengths)
     decisions: Decisions = field(default_factory=Decisions)
     forecaster: Forecaster | None = None
-    room: CapacityQueue = field(default_factory=CapacityQueue)
+    capacity_queue: CapacityQueue = field(default_factory=CapacityQueue)
     background: Background = field(default_factory=Background)
-    movers: set[Migratable] = field(default_factory=set)
+    migratable: set[Migratable] = field(default_factory=set)
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     tracing: Tracing = OFF
     epoch: int = field(default_factory=new_epoch)

@@ -178,7 +178,7 @@ def spare_collector() -> None:
 def _mover(core: RouterContext, goals: tuple[objectives.ModelObjective, ...]) -> Migrator:
     rebalancer = Rebalancer() if core.config.rebalance == "on" else None
     tpot_s = {goal.model: goal.tpot_ms / 1000 for goal in goals if goal.tpot_ms}
-    return Migrator(core.fleet, core.movers, rebalancer=rebalancer, tpot_objectives_s=tpot_s)
+    return Migrator(core.fleet, core.migratable, rebalancer=rebalancer, tpot_objectives_s=tpot_s)
 
 
 async def serve(config: RouterConfig, life: process.Lifecycle) -> None:

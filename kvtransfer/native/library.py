@@ -45,17 +45,18 @@ _KNOWN = (b"123456789", 0xE3069283)  # the check value in every list of CRCs
 
 
 class Position(ctypes.Structure):
-    """Position of a transfer through a socket in a list of pieces; `Cursor` in transfer.cpp."""
+    """Hold the position of a transfer through a socket in a list of pieces; `Cursor` in transfer.cpp."""
 
     _fields_ = (("index", c_int64), ("offset", c_int64), ("value", c_uint32), ("error", c_int32))
 
 
 class Native:
-    """The library in one tier. A caller that passes addresses keeps the memory behind them; they are not checked."""
+    """Call the library in one tier. A caller that passes addresses keeps the memory behind them; the library does not check
+    them."""
 
     def __init__(self, library: ctypes.CDLL, tier: str | None = None) -> None:
-        """`tier`: by name; None: the best that this processor has. Raises ValueError for one that it lacks and for a library that
-        does not compute CRC-32C, AttributeError for a library with other functions."""
+        """Select the tier by name; None: the best that this processor has. Raises ValueError for a tier that it lacks and for a
+        library that does not compute CRC-32C, AttributeError for a library with other functions."""
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
@@ -80,25 +81,25 @@ class Native:
         return numbers
 
     def sum(self, value: int, pieces: Pieces) -> int:
-        """Return the CRC-32C of what `value` is the checksum of, followed by all pieces."""
+        """Return the CRC-32C `value` extended by all pieces."""
         result: int = self._library.pdmesh_kv_sum(self._tier, value, pieces.ctypes.data, len(pieces))
         return result
 
     def copy(self, value: int, runs: Runs, *, streams: bool) -> int:
-        """Copy and return the CRC-32C of what `value` is the checksum of, followed by the copies. `streams`: bypass the
-        caches."""
+        """Copy `runs` and return the CRC-32C `value` extended by the copies. `streams`: bypass the caches."""
         result: int = self._library.pdmesh_kv_copy(self._tier, value, runs.ctypes.data, len(runs), streams)
         return result
 
     def receive(self, fd: int, pieces: Pieces, position: Position, max_ms: int) -> int:
-        """Receive and sum for at most max_ms; return the bytes. position.error: an errno; EPIPE when the peer has closed."""
+        """Receive and sum for at most max_ms; return the number of bytes. position.error: an errno; EPIPE when the peer has
+        closed."""
         result: int = self._library.pdmesh_kv_receive(
             self._tier, fd, pieces.ctypes.data, len(pieces), ctypes.addressof(position), max_ms
         )
         return result
 
     def send(self, fd: int, pieces: Pieces, position: Position, max_ms: int) -> int:
-        """Send and sum for at most max_ms; return the bytes. position.error: an errno."""
+        """Send and sum for at most max_ms; return the number of bytes. position.error: an errno."""
         result: int = self._library.pdmesh_kv_send(
             self._tier, fd, pieces.ctypes.data, len(pieces), ctypes.addressof(position), max_ms
         )
@@ -114,7 +115,7 @@ class _Loaded:
 
 
 def prepare() -> None:
-    """Have the library compiled, if need be, and load it; takes seconds the first time on a machine, so call it in a thread.
+    """Load the library, after compiling it if need be; takes seconds the first time on a machine, so call it in a thread.
 
     Never raises: without a compiler, or after any other error, Python does the same work.
     """
@@ -125,7 +126,7 @@ def prepare() -> None:
 
 
 def native() -> Native | None:
-    """Return the library; None: `prepare` has not loaded it."""
+    """Return the library; None if `prepare` has not loaded it."""
     return _Loaded.native
 
 
@@ -143,13 +144,13 @@ def _load() -> Native | None:
 
 
 def address_of(memory: bytes | memoryview) -> int:
-    """Return the address of the first byte; valid as long as the memory is."""
+    """Return the address of the first byte of `memory`; it is valid as long as the memory is."""
     address: int = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
     return address
 
 
 def pieces_of(memories: Iterable[bytes | memoryview]) -> Pieces:
-    """Return addresses and sizes; empty ones are left out."""
+    """Return the addresses and sizes of `memories`; empty memories are left out."""
     rows = [(address_of(memory), size) for memory in memories if (size := memoryview(memory).nbytes)]
     return np.array(rows, np.int64).reshape(-1, 2)
 
@@ -158,7 +159,7 @@ def pieces_of(memories: Iterable[bytes | memoryview]) -> Pieces:
 
 
 class NativeCursor:
-    """A position in a list of views, which their owner releases when the transfer has ended. `value`: CRC-32C of the bytes
+    """Hold a position in a list of views, which their owner releases when the transfer has ended. `value`: CRC-32C of the bytes
     moved."""
 
     def __init__(self, native: Native, views: Sequence[memoryview]) -> None:
@@ -172,13 +173,13 @@ class NativeCursor:
         return int(self._position.value)
 
     def send(self, sock: socket.socket, max_ms: int) -> int:
-        """Send and sum what the socket takes; returns the bytes sent. Raises OSError."""
+        """Send and sum what the socket takes; return the bytes sent. Raises OSError."""
         num_bytes = self._native.send(sock.fileno(), self._pieces, self._position, max_ms)
         self._advance(num_bytes)
         return num_bytes
 
     def receive(self, sock: socket.socket, max_ms: int) -> int:
-        """Receive what the socket has; returns the bytes received. Raises PeerClosed, OSError."""
+        """Receive what the socket has; return the bytes received. Raises PeerClosed, OSError."""
         num_bytes = self._native.receive(sock.fileno(), self._pieces, self._position, max_ms)
         if self._position.error == errno.EPIPE:
             raise PeerClosed(f"the peer closed the connection with {self.remaining - num_bytes} bytes of a part missing")

@@ -96,7 +96,8 @@ def unknown_reservation(reservation_id: str) -> TransferRefused:
 
 
 def check_epoch(hello: transfer_pb2.TransferHello, epoch: int) -> None:
-    """Raise FAILED_PRECONDITION for a reservation of another incarnation; call it before anything is looked up by its name."""
+    """Raise FAILED_PRECONDITION for a reservation of an earlier start of this worker; call it before any lookup by
+    reservation_id."""
     if hello.epoch != epoch:
         raise _refuse(grpc.StatusCode.FAILED_PRECONDITION, "epoch", f"{hello.epoch:#x} is not this worker's: it has restarted")
 
@@ -134,7 +135,7 @@ class Host:
 
 
 class InboundPush:
-    """Hold the state of one push: its target, what has arrived, and its connections.
+    """Hold the state of one push: its target, the parts that have arrived, and its connections.
 
     Each rank of a tensor-parallel sender sends its share of the heads, over connections of its own, with a manifest of its own.
     """
@@ -147,22 +148,22 @@ class InboundPush:
         self.hello = hello
         self.transport = transport
         self.connections: set[InboundConnection] = set()
-        self.ended = False  # the delegate was told how it ended
+        self.ended = False  # whether the delegate was told how the push ended
         self.silence: asyncio.Timeout | None = None  # ends the first connection unless any connection makes progress
         self._delegate = host.delegate
         memory = host.memory
         if not all(0 <= block_id < memory.num_blocks for block_id in self.target.block_ids):
-            # a bug of our own service, which must not lead to a write
+            # This is a bug of our own service; it must not lead to a write.
             self.fail("it was granted blocks outside the pool")
             raise TransferRefused(grpc.StatusCode.INTERNAL, f"{self.target.reservation_id} was granted blocks outside the pool")
-        # Behind every step that may still write to blocks that were freed during it (pdmesh/engine/runner/overlap.py).
+        # The mark follows every step that may still write to blocks freed during that step (pdmesh/engine/runner/overlap.py).
         self._begin = memory.marks.now() if isinstance(memory, StagedMemory) else None
-        self.converting = asyncio.Lock()  # blocks are read, changed and written back by one at a time
+        self.converting = asyncio.Lock()  # one conversion at a time reads blocks, changes them and writes them back
         self._first_token = self.target.first_block * host.layout.block_size
         self._manifests: dict[int, Manifest] = {}
 
     def manifest(self, layout: Layout) -> Manifest:
-        """Return the manifest of the sender's rank that has this layout, in blocks of the sender."""
+        """Return the manifest of the sender's rank with this layout; it counts blocks of the sender."""
         rank = layout.tensor_parallel_rank
         if rank not in self._manifests:
             first_block, num_blocks = self._first_token // layout.block_size, -(-self.target.num_tokens // layout.block_size)
@@ -192,7 +193,7 @@ class InboundPush:
 
     @property
     def begin(self) -> Mark:
-        """Return the mark behind which a device may write; only for a staged pool."""
+        """Return the mark after which a device may write; only for a staged pool."""
         assert self._begin is not None, "it has been marked when the push was accepted"
         return self._begin
 
@@ -229,7 +230,7 @@ class InboundPush:
         self.ended = True
 
     def _layouts_needed(self) -> list[Layout]:
-        """Return the layouts of all ranks of the sender that have heads of ours."""
+        """Return the layouts of all ranks of the sender that hold any of our heads."""
         layout, num_heads = Layout.of(self.hello.layout), self.host.identity.num_kv_heads
         ranks = layout.ranks_with(Layout.of(self.host.layout).heads(num_heads), num_heads)
         return [replace(layout, tensor_parallel_rank=rank) for rank in ranks]
@@ -256,20 +257,20 @@ class InboundPush:
             connection.interrupt()
 
     async def quiesce(self) -> None:
-        """Return when no connection is inside a part; one that is not writing goes on to its next part."""
+        """Return when no connection is inside a part. A connection that is not writing goes on to its next part."""
         await asyncio.gather(*(connection.quiesce() for connection in self.connections))
 
 
 # A connection of a push at the receiver: hello, parts, then commit or abort. Every exit closes it and ends its push.
 #
-# When a connection may write: `_write_part` asks the delegate on the event loop and, in the same turn of the loop, marks the
-# connection as writing; from then on `quiesce` interrupts it and waits until its thread has left. So once the delegate has fenced
-# a target and quiesce has returned, no byte is written into its blocks.
+# A connection may write when `_write_part` has asked the delegate on the event loop and, in the same turn of the loop, has marked
+# the connection as writing; from then on `quiesce` interrupts it and waits until its thread has left. So once the delegate has
+# fenced a target and quiesce has returned, no byte is written into its blocks.
 
 
 HANDSHAKE_TIMEOUT_S = 2.0
 LINGER_S = 1.0
-PROGRESS_BYTES = 256 << 10  # within a part: a peer must send this much in a lease to keep it
+PROGRESS_BYTES = 256 << 10  # within a part: a peer must send this much to renew its lease
 
 logger = logging.getLogger(__name__)
 
@@ -295,7 +296,7 @@ class InboundConnection:
         return self._incoming.stream
 
     def interrupt(self) -> None:
-        """End it as soon as its thread has left the part."""
+        """End the connection as soon as its thread has left the part."""
         self.stream.interrupt()
 
     async def quiesce(self) -> None:
@@ -305,7 +306,7 @@ class InboundConnection:
             await self._writer_out.wait()
 
     async def hello(self) -> transfer_pb2.TransferHello | None:
-        """Read and check the opening except for the delegate's decision; None: rejected or malformed, and closed."""
+        """Read and check the hello, except for the delegate's decision; return None when the hello is rejected or malformed."""
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 hello = await self._incoming.receive_hello()
@@ -322,32 +323,33 @@ class InboundConnection:
             self._log_broken(error)
         return None
 
-    def belong(self, session: InboundPush, hello: transfer_pb2.TransferHello) -> None:
-        """Attach the connection to `session`."""
-        self.session, self._is_first = session, hello.connection == 0
+    def attach(self, push: InboundPush, hello: transfer_pb2.TransferHello) -> None:
+        """Attach the connection to `push`."""
+        self.session, self._is_first = push, hello.connection == 0
         self._layout = Layout.of(hello.layout)
-        self._conversion = session.conversion(self._layout)
-        session.connections.add(self)
+        self._conversion = push.conversion(self._layout)
+        push.connections.add(self)
 
     async def exchange(self) -> None:
         """Serve the connection from the reply to hello to the end. Raises nothing but CancelledError."""
-        session = self._session
+        push = self._push
         try:
             await self._reply_hello(grpc.StatusCode.OK, "")
-            while await self._handle(await self._next_message(session)):
+            while await self._handle(await self._next_message(push)):
                 pass
             await self.stream.linger(LINGER_S)
         except MeshError as refusal:
-            session.connections.discard(self)  # it has to receive the reason
-            session.fail(str(refusal))
+            push.connections.discard(self)  # `fail` must not interrupt it: the sender reads the reason on it
+            push.fail(str(refusal))
             await self.refuse(refusal)
         except (OSError, FrameError) as error:
-            if not session.ended:
+            if not push.ended:
                 self._log_broken(error)
-            session.fail(_reason(error))
+            push.fail(_reason(error))
 
     def close(self) -> None:
-        """Close everything and report an end that was not reported yet. The thread of the connection has ended by now."""
+        """Close everything and report the end of the push, unless it is reported. The thread of the connection has ended by
+        now."""
         if self.session is not None:
             self.session.connections.discard(self)
             self.session.fail("the receiver ended the session")
@@ -357,21 +359,21 @@ class InboundConnection:
         self.stream.close()
 
     @property
-    def _session(self) -> InboundPush:
+    def _push(self) -> InboundPush:
         if self.session is None:
             raise refuse("hello", "it must come first")
         return self.session
 
-    async def _next_message(self, session: InboundPush) -> transfer_pb2.TransferMessage:
-        """Return the next frame. A silent push ends: TimeoutError on its first connection. Others wait for parts as long as it
-        lives."""
+    async def _next_message(self, push: InboundPush) -> transfer_pb2.TransferMessage:
+        """Return the next frame. Raises TimeoutError on the first connection of a silent push, which ends the push; other
+        connections wait for parts as long as the push lives."""
         if not self._is_first:
             return await self.stream.read_message(forever=True)
         try:
-            async with asyncio.timeout(session.idle_timeout_s) as session.silence:
+            async with asyncio.timeout(push.idle_timeout_s) as push.silence:
                 return await self.stream.read_message(forever=True)
         finally:
-            session.silence = None
+            push.silence = None
 
     async def _handle(self, message: transfer_pb2.TransferMessage) -> bool:
         """Handle one frame; return False when it was the last."""
@@ -383,22 +385,22 @@ class InboundConnection:
                 self._check_fence()
                 return True
             case "commit" if self._is_first:
-                await self._session.commit(message.commit)
+                await self._push.commit(message.commit)
                 reply = transfer_pb2.TransferReply(code=code_number(grpc.StatusCode.OK))
                 await self.stream.write_message(transfer_pb2.TransferMessage(commit_reply=reply))
             case "abort" if self._is_first:
-                self._session.abort(message.abort)
+                self._push.abort(message.abort)
             case kind:
                 raise FrameError(f"a sender does not send {kind} here")
         return False
 
     async def _part(self, header: transfer_pb2.PartHeader) -> None:
-        manifest = self._session.manifest(self._layout)
+        manifest = self._push.manifest(self._layout)
         pulls = isinstance(self._incoming, DeviceReadTarget)
         part = manifest.check(header, MAX_PULLED_BYTES if pulls else MAX_PART_BYTES)
         manifest.begin(part)
         try:
-            total, expected = await self._write_part(header, part, self._session)
+            total, expected = await self._write_part(header, part, self._push)
         finally:
             manifest.end(part)
         ok = total == expected
@@ -412,37 +414,37 @@ class InboundConnection:
         reply = transfer_pb2.PartReply(part_id=header.part_id, ok=ok, message=message)
         await self.stream.write_message(transfer_pb2.TransferMessage(part_reply=reply))
 
-    async def _write_part(self, header: transfer_pb2.PartHeader, part: Part, session: InboundPush) -> tuple[int, int]:
-        """Return the checksums of what arrived and of what was sent."""
+    async def _write_part(self, header: transfer_pb2.PartHeader, part: Part, push: InboundPush) -> tuple[int, int]:
+        """Return the checksum of the bytes that arrived, and the sender's."""
         self._check_fence()
         self._writer_out.clear()  # no await since the check above: quiesce waits for this writer from here on
         try:
             if isinstance(self._incoming, DeviceReadTarget):
-                return await self._pull_part(header, part, session, self._incoming)
+                return await self._pull_part(header, part, push, self._incoming)
             if self._conversion is not None or isinstance(self._host.memory, StagedMemory):
-                return await self._stage_part(header, part, session, self._conversion)
-            block_ids = session.target.block_ids[part.block_start : part.block_end]
+                return await self._stage_part(header, part, push, self._conversion)
+            block_ids = push.target.block_ids[part.block_start : part.block_end]
             crc32c = await self._incoming.receive_part(header, part, self._host.memory, block_ids, self._count_bytes)
             return crc32c, (await self._part_end(header)).crc32c
         finally:
             self._writer_out.set()
 
     async def _stage_part(
-        self, header: transfer_pb2.PartHeader, part: Part, session: InboundPush, conversion: Conversion | None
+        self, header: transfer_pb2.PartHeader, part: Part, push: InboundPush, conversion: Conversion | None
     ) -> tuple[int, int]:
         staging = Staging(part, kv_format(self._host.identity, self._layout).num_bytes)
         crc32c = await self._incoming.receive_part(header, staging.part, staging, staging.block_ids, self._count_bytes)
         expected = (await self._part_end(header)).crc32c
         if crc32c == expected:
-            await session.convert(conversion, staging, part, self.stream)
+            await push.convert(conversion, staging, part, self.stream)
         return crc32c, expected
 
     async def _pull_part(
-        self, header: transfer_pb2.PartHeader, part: Part, session: InboundPush, incoming: DeviceReadTarget
+        self, header: transfer_pb2.PartHeader, part: Part, push: InboundPush, incoming: DeviceReadTarget
     ) -> tuple[int, int]:
-        """Have the device read the part; until it has finished, this connection counts as writing."""
-        block_ids = session.target.block_ids[part.block_start : part.block_end]
-        total = await incoming.pull_part(header, part, block_ids, session.begin)
+        """Have the device read the part; until the device has finished, this connection counts as writing."""
+        block_ids = push.target.block_ids[part.block_start : part.block_end]
+        total = await incoming.pull_part(header, part, block_ids, push.begin)
         return total, (await self._part_end(header)).word_sum
 
     async def _part_end(self, header: transfer_pb2.PartHeader) -> transfer_pb2.PartEnd:
@@ -459,11 +461,11 @@ class InboundConnection:
     def _check_fence(self) -> None:
         self._unreported_bytes = 0
         self.stream.check_interrupted()
-        self._session.check_fence()
+        self._push.check_fence()
 
     async def refuse(self, refusal: MeshError) -> None:
-        """Send the reason to the sender, as the reply to hello or later as the answer to the commit, and wait until it was
-        read."""
+        """Send the refusal to the sender, as the reply to hello or later as the answer to the commit, and wait until the sender
+        has read it."""
         logger.warning("refused a push into %s over %s: %s", self._where(), self.transport, refusal)
         try:
             if not self._is_answered:

@@ -33,9 +33,9 @@ logger = logging.getLogger(__name__)
 class Receiver:
     """Receive pushes into `memory`; the delegate accepts them, and is told how each ended.
 
-    identity and layout are compared with every sender's. `transports` None: those that workers offer by default. host and port
-    are tcp's (port 0, and nixl: any free one); advertise is the host that peers are told (None: `host`). `grpc_address` is to be
-    set, once the worker's gRPC server has started, to where it can be reached; it passes calls on to `serve_push`.
+    identity and layout are compared with every sender's. `transports` None: the default ones. host and port
+    are tcp's (port 0, and nixl: any free one); advertise is the host that peers are told (None: `host`). `grpc_address` is
+    the address of the worker's gRPC server, to be set once that has started; it passes calls on to `serve_push`.
     idle_timeout_s, the lease, bounds every wait for a sender. tls encrypts what crosses hosts (over nixl only the conversation).
     fp8_scales: see Conversion. Raises ValueError for an unknown transport or memory that does not have the shape of identity and
     layout.
@@ -92,14 +92,14 @@ class Receiver:
         self._accepting = [asyncio.create_task(self._accept(*pair)) for pair in self._listeners]
 
     def endpoints(self) -> list[common_pb2.TransferEndpoint]:
-        """Return where senders reach us, best first; empty before start()."""
+        """Return the endpoints at which senders reach us, best first; empty before start()."""
         endpoints = [transport.endpoint(listener, self._advertise) for transport, listener in self._listeners]
         if self.takes_calls and self.grpc_address is not None:
             endpoints.append(GRPC.endpoint(self.grpc_address))
         return endpoints
 
     def reach(self) -> dict[str, Reach]:
-        """Return what each transport of `endpoints` reaches."""
+        """Return the reach of each transport in `endpoints`, by name."""
         reach = {transport.name: transport.reach for transport, _ in self._listeners}
         return {**reach, GRPC.name: GRPC.reach} if self.takes_calls and self.grpc_address is not None else reach
 
@@ -110,7 +110,7 @@ class Receiver:
 
     async def quiesce(self, reservation_id: str) -> None:
         """Return when no writer is inside a part of this reservation. Call it after fencing, before its blocks are freed."""
-        await asyncio.gather(*(session.quiesce() for session in self._sessions_of(reservation_id)))
+        await asyncio.gather(*(push.quiesce() for push in self._pushes_into(reservation_id)))
 
     async def stop(self) -> None:
         """Stop listening, end every push (push_failed of the delegate is called) and wait for all threads; idempotent."""
@@ -138,8 +138,8 @@ class Receiver:
         self._connect(GRPC.accept(stream, self._shared.memory), GRPC.name)
         await stream.carry(LAST_WRITE_S)
 
-    def _sessions_of(self, reservation_id: str) -> list[InboundPush]:
-        return [session for session in self._pushes.values() if session.target.reservation_id == reservation_id]
+    def _pushes_into(self, reservation_id: str) -> list[InboundPush]:
+        return [push for push in self._pushes.values() if push.target.reservation_id == reservation_id]
 
     async def _accept(self, transport: SocketTransport, listener: socket.socket) -> None:
         while True:
@@ -176,7 +176,7 @@ class Receiver:
         task.add_done_callback(self._forget)
 
     def _forget(self, task: asyncio.Task[None]) -> None:
-        self._connections.pop(task).close()  # again, because a task that is cancelled before its first step has not run
+        self._connections.pop(task).close()  # once more: a task that is cancelled before its first step has not run
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("a connection ended by a bug of ours", exc_info=error)
 
@@ -195,19 +195,19 @@ class Receiver:
                 return
             await connection.exchange()
         finally:
-            session = connection.session
+            push = connection.session
             connection.close()
-            if session is not None and not session.connections and self._pushes.get(session.hello.push_id) is session:
-                del self._pushes[session.hello.push_id]
+            if push is not None and not push.connections and self._pushes.get(push.hello.push_id) is push:
+                del self._pushes[push.hello.push_id]
 
     async def _open(self, connection: InboundConnection, hello: transfer_pb2.TransferHello) -> None:
         """Open a new push. Raises MeshError."""
         if len(hello.push_id) != PUSH_ID_BYTES or hello.push_id in self._pushes:
             raise refuse("push_id", f"give {PUSH_ID_BYTES} random bytes of your own")
-        former = self._sessions_of(hello.reservation_id)
-        session = InboundPush(self._shared, hello, connection.transport, self._idle_timeout_s)
-        self._pushes[hello.push_id] = session
-        connection.belong(session, hello)
+        former = self._pushes_into(hello.reservation_id)
+        push = InboundPush(self._shared, hello, connection.transport, self._idle_timeout_s)
+        self._pushes[hello.push_id] = push
+        connection.attach(push, hello)
         # One writer for each reservation: the former push has stopped writing before the new one is accepted.
         for each in former:
             each.interrupt()
@@ -215,8 +215,8 @@ class Receiver:
 
     def _join(self, connection: InboundConnection, hello: transfer_pb2.TransferHello) -> None:
         """Add one more connection to a running push. Raises MeshError."""
-        session = self._pushes.get(hello.push_id)
-        if session is None:
+        push = self._pushes.get(hello.push_id)
+        if push is None:
             raise unknown_reservation(hello.reservation_id)
-        session.check_join(hello)
-        connection.belong(session, hello)
+        push.check_join(hello)
+        connection.attach(push, hello)

@@ -27,19 +27,19 @@ from kvtransfer.sender.send_queue import (
     Told,
     choose_group,
 )
-from kvtransfer.staging import Lent, StagedMemory
+from kvtransfer.staging import FilledPiece, StagedMemory
 from kvtransfer.stream import LAST_WORD_S, Stream, all_or_first_error, ended, expect, release, wait_set
 from kvtransfer.transports.base import DeviceReadSource, Outgoing
 from pdmesh.runtime import failpoints
 from pdmesh.v1 import common_pb2, transfer_pb2
 
-# Input and result of a push
+# The input and the result of a push
 
 
 @dataclass(frozen=True)
 class PartMoved:
-    """A group of layers of some blocks that the receiver has verified. Monotonic nanoseconds: `sent_ns` is when its first byte
-    was about to be sent, for the first time; `verified_ns` is when the receiver's answer came."""
+    """Describe a part that the receiver has verified: a group of layers of some blocks. Monotonic nanoseconds: `sent_ns` is when
+    its first byte was about to be sent, for the first time; `verified_ns` is when the receiver's answer came."""
 
     layer_start: int
     layer_end: int
@@ -50,7 +50,7 @@ class PartMoved:
     verified_ns: int
 
     def joined(self, other: "PartMoved") -> "PartMoved":
-        """Return both as one, from the first byte to the last answer."""
+        """Return one entry for both parts, from the first byte to the last answer."""
         return PartMoved(
             min(self.layer_start, other.layer_start),
             max(self.layer_end, other.layer_end),
@@ -82,9 +82,9 @@ class PushJob:
 
 @dataclass(frozen=True)
 class PushResult:
-    """The result of a successful push: num_bytes of KV in num_parts over `transport`, of which `num_exposed_bytes` were sent
+    """Hold the result of a successful push: num_bytes of KV in num_parts over `transport`, of which `num_exposed_bytes` were sent
     after the prefill had ended. Monotonic nanoseconds: `started_ns` of the call, `ended_ns` when the receiver had acknowledged
-    the end. `committed` says whether there was something to decode."""
+    the end. `committed`: there was something to decode."""
 
     transport: str
     num_bytes: int
@@ -109,16 +109,16 @@ T = TypeVar("T")
 
 
 class PushConnection:
-    """Speak the protocol over `outgoing`. PushFailed: the receiver rejected the push. OSError, FrameError: the connection is
-    broken; TimeoutError among them: the receiver did nothing for reply_timeout_s."""
+    """Speak the protocol of a push over `outgoing`. Raises PushFailed when the receiver rejects the push, OSError or FrameError
+    when the connection is broken, TimeoutError when the receiver did nothing for reply_timeout_s."""
 
     def __init__(self, outgoing: Outgoing, memory: KVMemory, transport: str, reply_timeout_s: float) -> None:
         self.transport = transport
         self.outgoing = outgoing
-        self.num_bytes = 0  # verified by the receiver
-        self.busy_s = 0.0  # with parts unanswered
-        self.on_part: Callable[[PartMoved], None] | None = None  # called with what the receiver has verified
-        self._sent_ns: dict[int, int] = {}  # by part, while on_part is set
+        self.num_bytes = 0  # bytes that the receiver has verified
+        self.busy_s = 0.0  # time with unanswered parts
+        self.on_part: Callable[[PartMoved], None] | None = None  # called for each part that the receiver has verified
+        self._sent_ns: dict[int, int] = {}  # by part id, while on_part is set
         self._memory = memory
         self._reply_timeout_s = reply_timeout_s
         self._unanswered: dict[int, OutboundPart] = {}
@@ -158,9 +158,9 @@ class PushConnection:
             self._reader.cancel()
             await asyncio.wait([self._reader])
 
-    async def pump(self, departures: SendQueue) -> None:
-        """Send what comes out of `departures` until None; return when all of it is verified."""
-        await all_or_first_error(self._send_from(departures), self._send_corrupt_again())
+    async def pump(self, queue: SendQueue) -> None:
+        """Send the parts of `queue` until it ends; return when the receiver has verified all of them."""
+        await all_or_first_error(self._send_from(queue), self._send_corrupt_again())
 
     async def while_open(self, work: Coroutine[object, object, T]) -> T:
         """Return the result of `work`, unless the receiver ends the push meanwhile."""
@@ -175,7 +175,7 @@ class PushConnection:
             await asyncio.gather(task, return_exceptions=True)
 
     async def keep_alive(self) -> None:
-        """Send a keepalive: there is nothing to send yet, but the prefill goes on. A part that is being sent serves as one."""
+        """Send a keepalive while the prefill goes on and there is nothing to send; a part that is being sent serves as one."""
         if not self._writing.locked():
             async with self._writing:
                 await self._say_alive()
@@ -188,30 +188,30 @@ class PushConnection:
         await self._until(lambda: self._is_committed)
 
     async def abort(self, *, finished: bool, reason: str) -> None:
-        """End the attempt; return when the receiver, having acted on it, closes the connection."""
+        """End the attempt; return when the receiver has acted on it and closes the connection."""
         abort = transfer_pb2.TransferAbort(finished=finished, reason=reason)
         self._is_ending = True
         await self._write(transfer_pb2.TransferMessage(abort=abort))
         await self._until(lambda: isinstance(self._error, PeerClosed))
 
-    async def _send_from(self, departures: SendQueue) -> None:
-        while (departure := await departures.get()) is not None:
+    async def _send_from(self, queue: SendQueue) -> None:
+        while (outbound := await queue.get()) is not None:
             try:
-                await self._depart(departure)
+                await self._send_when_room(outbound)
             finally:
-                await departure.drop()
+                await outbound.drop()
         await self._until(lambda: not self._unanswered)
         self._all_sent = True
         self._changed.set()
 
-    async def _depart(self, departure: OutboundPart) -> None:
+    async def _send_when_room(self, outbound: OutboundPart) -> None:
         """Send the part once the window has room for it."""
         await failpoints.hit_async("push.part")
         await self._until(lambda: len(self._unanswered) < MAX_UNANSWERED)
         if not self._unanswered:
             self._busy_since = time.monotonic()
         async with self._writing:
-            await self._send(departure)
+            await self._send(outbound)
 
     async def _send_corrupt_again(self) -> None:
         """Send corrupt parts a second time; `_take_answer` allows no third."""
@@ -221,27 +221,27 @@ class PushConnection:
                 async with self._writing:
                     await self._send(self._corrupt.popleft())
 
-    async def _send(self, departure: OutboundPart) -> None:
+    async def _send(self, outbound: OutboundPart) -> None:
         if isinstance(self.outgoing, DeviceReadSource):
-            await self.outgoing.settle(departure.part.layers, departure.block_ids, departure.at, self._say_alive)
-            await self._send_views(departure, [])
+            await self.outgoing.settle(outbound.part.layers, outbound.block_ids, outbound.at, self._say_alive)
+            await self._send_views(outbound, [])
             return
         if isinstance(self._memory, StagedMemory):
-            lent = await self._fetched(self._memory, departure)
+            filled = await self._fetched(self._memory, outbound)
             try:
-                await self._send_views(departure, [lent.view])
+                await self._send_views(outbound, [filled.view])
             finally:
-                self._memory.give_back(lent)
+                self._memory.give_back(filled)
             return
-        views = part_views(self._memory, departure.part.layers, departure.block_ids)
+        views = part_views(self._memory, outbound.part.layers, outbound.block_ids)
         try:
-            await self._send_views(departure, views)
+            await self._send_views(outbound, views)
         finally:
             release(views)
 
-    async def _fetched(self, memory: StagedMemory, departure: OutboundPart) -> Lent:
-        """Fetch the part, sending keepalives meanwhile: a step may be long, and other pushes may hold all pieces."""
-        fetching = asyncio.create_task(departure.fetched())
+    async def _fetched(self, memory: StagedMemory, outbound: OutboundPart) -> FilledPiece:
+        """Fetch the part, and send keepalives meanwhile: a step may be long, and other pushes may hold all pieces."""
+        fetching = asyncio.create_task(outbound.fetched())
         try:
             while not (await asyncio.wait([fetching], timeout=FETCH_ALIVE_S))[0]:
                 await self._say_alive()
@@ -249,14 +249,14 @@ class PushConnection:
         except BaseException:
             fetching.cancel()
             try:
-                await ended(fetching)  # its blocks are read until then
+                await ended(fetching)  # the part's blocks are read until then
             finally:
                 if not fetching.cancelled() and fetching.exception() is None:
                     memory.give_back(fetching.result())
             raise
 
-    async def _send_views(self, departure: OutboundPart, views: Sequence[memoryview]) -> None:
-        part = departure.part
+    async def _send_views(self, outbound: OutboundPart, views: Sequence[memoryview]) -> None:
+        part = outbound.part
         header = transfer_pb2.PartHeader(
             part_id=part.part_id,
             layer_start=part.layer_start,
@@ -265,11 +265,11 @@ class PushConnection:
             block_end=part.block_end,
             num_bytes=part.num_bytes(self._memory.bytes_per_layer_block),
         )
-        self._unanswered[part.part_id] = departure
+        self._unanswered[part.part_id] = outbound
         if self.on_part is not None:
             self._sent_ns.setdefault(part.part_id, time.monotonic_ns())
         self._progress()
-        total = await self.outgoing.send_part(header, views, departure.block_ids, lambda _count: self._progress())
+        total = await self.outgoing.send_part(header, views, outbound.block_ids, lambda _count: self._progress())
         sums = {"word_sum": total} if isinstance(self.outgoing, DeviceReadSource) else {"crc32c": total}
         end = transfer_pb2.PartEnd(part_id=part.part_id, **sums)
         await self.stream.write_message(transfer_pb2.TransferMessage(part_end=end))
@@ -279,7 +279,8 @@ class PushConnection:
         await self._write(transfer_pb2.TransferMessage(alive=transfer_pb2.TransferAlive()))
 
     async def _write(self, message: transfer_pb2.TransferMessage) -> None:
-        """Send `message`. Where the connection is broken, raise the receiver's last answer: it says more than a broken pipe."""
+        """Send `message`. Where the connection is broken, raise the receiver's last answer, which says more than a broken
+        pipe."""
         try:
             await self.stream.write_message(message)
         except ConnectionError:
@@ -316,10 +317,10 @@ class PushConnection:
                 raise FrameError(f"a receiver does not send {kind} here")
 
     def _take_answer(self, reply: transfer_pb2.PartReply) -> None:
-        departure = self._unanswered.get(reply.part_id)
-        if departure is None or departure in self._corrupt:
+        outbound = self._unanswered.get(reply.part_id)
+        if outbound is None or outbound in self._corrupt:
             raise FrameError(f"the receiver answered part {reply.part_id}, which it was not sent")
-        part = departure.part
+        part = outbound.part
         if reply.ok:
             self.num_bytes += part.num_bytes(self._memory.bytes_per_layer_block)
             del self._unanswered[reply.part_id]
@@ -330,7 +331,7 @@ class PushConnection:
             raise push_failed(grpc.StatusCode.DATA_LOSS, f"part {part.part_id} arrived corrupt twice: {reply.message}")
         else:
             self._sent_again.add(part.part_id)
-            self._corrupt.append(departure)
+            self._corrupt.append(outbound)
 
     def _tell_moved(self, part: Part) -> None:
         sent_ns = self._sent_ns.pop(part.part_id, None)
@@ -344,7 +345,8 @@ class PushConnection:
         self._changed.set()
 
     async def _until(self, condition: Callable[[], bool]) -> None:
-        """Wait. Raises what ended the connection, and TimeoutError when the receiver owes an answer and nothing moves."""
+        """Wait for `condition`. Raises the error that ended the connection, and TimeoutError when the receiver owes an answer and
+        nothing moves."""
         while not condition():
             if self._error is not None:
                 raise self._error
@@ -352,7 +354,7 @@ class PushConnection:
             await wait_set(self._changed, self._patience_s())
 
     def _patience_s(self) -> float | None:
-        """Return how long the receiver may still do nothing; None while it owes no answer. Raises TimeoutError."""
+        """Return the seconds for which the receiver may still do nothing; None while it owes no answer. Raises TimeoutError."""
         if not self._unanswered and not self._is_ending:
             return None
         size = self._memory.bytes_per_layer_block
@@ -377,8 +379,8 @@ SIGNS_IN_A_LEASE = 5
 
 
 class Push:
-    """Run one push over `connections`, which are open; the first carries what concerns the whole push. Raises as
-    PushConnection."""
+    """Run one push over `connections`, which are open; the first carries the messages that concern the whole push. Raises the
+    errors of PushConnection."""
 
     def __init__(self, connections: Sequence[PushConnection], pipeline: Pipeline, memory: KVMemory, lease_s: float) -> None:
         self.connections = connections
@@ -400,29 +402,29 @@ class Push:
 
     @property
     def num_bytes(self) -> int:
-        """Return bytes that the receiver has verified."""
+        """Return the bytes that the receiver has verified."""
         return sum(connection.num_bytes for connection in self.connections)
 
     @property
     def busy_s(self) -> float:
-        """Return how long the connections were busy, as the longest of them."""
+        """Return the busy time of the connection that was busy longest."""
         return max(connection.busy_s for connection in self.connections)
 
     async def send_parts(self, job: PushJob, bytes_per_s: float) -> int:
-        """Send all that the decode worker lacks and wait until it is verified; return the bytes that were left when the prefill
-        ended. `bytes_per_s` is the throughput to expect of the connection."""
-        departures = SendQueue(len(self.connections))
+        """Send the KV that the decode worker lacks and wait until it is verified; return the bytes that were left when the
+        prefill ended. `bytes_per_s` is the throughput to expect of the connection."""
+        queue = SendQueue(len(self.connections))
         try:
             with self._listening(job.feed):
-                pumps = (connection.pump(departures) for connection in self.connections)
-                await all_or_first_error(self._feed(job, departures, bytes_per_s), *pumps)
+                pumps = (connection.pump(queue) for connection in self.connections)
+                await all_or_first_error(self._feed(job, queue, bytes_per_s), *pumps)
         finally:
-            await departures.drop()
+            await queue.drop()
         return self._num_exposed_bytes
 
     @contextmanager
     def _listening(self, feed: KVReadiness) -> Iterator[None]:
-        """Record marks as the prefill reports what is final."""
+        """Record a mark whenever the prefill reports final KV."""
         if not isinstance(self._memory, StagedMemory):
             yield
             return
@@ -444,19 +446,19 @@ class Push:
                 await self.first.keep_alive()
         return job.feed.ending
 
-    async def _feed(self, job: PushJob, departures: SendQueue, bytes_per_s: float) -> None:
+    async def _feed(self, job: PushJob, queue: SendQueue, bytes_per_s: float) -> None:
         while not self._pipeline.is_complete and not isinstance(job.feed.ending, NothingToDecode):
             feed, is_idle = job.feed, True
             has_ended = feed.ending is not None
             for part in self._pipeline.take(feed.ready, partial(self._choose_group, feed, bytes_per_s)):
                 is_idle = False
                 self._num_exposed_bytes += has_ended * part.num_bytes(self._pipeline.bytes_per_layer_block)
-                await departures.put(self._departure(job, part))
+                await queue.put(self._outbound(job, part))
             if is_idle and await self._is_quiet(job):
                 await self.first.keep_alive()
-        await departures.end()
+        await queue.end()
 
-    def _departure(self, job: PushJob, part: Part) -> OutboundPart:
+    def _outbound(self, job: PushJob, part: Part) -> OutboundPart:
         ids = job.source_block_ids[part.block_start : part.block_end]
         final = None if self._told is None else self._told.final(part)
         return OutboundPart(part, ids, final, is_shown=isinstance(self.first.outgoing, DeviceReadSource))
@@ -466,7 +468,7 @@ class Push:
         return feed.group
 
     async def _is_quiet(self, job: PushJob) -> bool:
-        """Wait for progress of the prefill. True: there was none for a while, though the engine makes steps."""
+        """Wait for progress of the prefill; return True if there was none for a while although the engine makes steps."""
         if await job.feed.changed(self._alive_s) or job.num_steps() == self._num_steps_seen:
             return False
         self._num_steps_seen = job.num_steps()

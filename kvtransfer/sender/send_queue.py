@@ -1,10 +1,10 @@
-"""Which parts of a request's KV a push sends next, and the queue of parts in front of its connections.
+"""The choice of the parts of a request's KV that a push sends next, and the queue of parts in front of its connections.
 
     KVReadiness ─► Pipeline ─ put ─► [ part ][ part ] ─ get ─► a connection: sends it, drops it
-                                       └──────┴─ prefetched from the device: behind the mark at which they are final,
+                                       └──────┴─ prefetched from the device: after the mark at which they are final,
                                                  into pieces that no other push needs
 
-A part that was not prefetched when a connection takes it, or whose piece was taken away, is fetched then.
+When a connection takes a part that was not prefetched, or whose piece was taken away, the part is fetched then.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvtransfer.manifest import TARGET_PART_BYTES, Part, cut
-from kvtransfer.staging import Lent, StagedMemory
+from kvtransfer.staging import FilledPiece, StagedMemory
 from kvtransfer.stream import ended
 from pdmesh.v1 import transfer_pb2
 
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Ready:
-    """Count what is final in blocks of the request: the first `num_blocks` in all layers, the first `num_step_blocks` in the
-    first `num_layers` layers."""
+    """Count the final blocks of a request: the first `num_blocks` in all layers, the first `num_step_blocks` in the first
+    `num_layers` layers."""
 
     num_blocks: int = 0
     num_step_blocks: int = 0
@@ -75,7 +75,7 @@ class KVReadiness:
         self._changed = asyncio.Event()
 
     def advance(self, ready: Ready) -> None:
-        """Record that more is final. Reports may arrive late: an older one changes nothing."""
+        """Record that more is final. Reports may arrive late: an earlier state changes nothing."""
         before = self.ready
         if ready == before or ready.num_step_blocks < before.num_step_blocks or ready.num_blocks < before.num_blocks:
             return
@@ -94,7 +94,7 @@ class KVReadiness:
             self.on_end()
 
     async def changed(self, timeout_s: float) -> bool:
-        """Wait until something is new since the last call; return False after `timeout_s`."""
+        """Wait for a change since the last call; return False after `timeout_s` without one."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
@@ -112,13 +112,13 @@ def complete_readiness(num_layers: int, num_blocks: int, ending: Ending) -> KVRe
 
 
 # The cost of a group to the prefill that runs meanwhile: event loops and threads of both ends take cores from it, and all its
-# threads wait for the one that was interrupted.
+# threads wait for an interrupted one.
 GROUP_COST_S = 1e-3
 
 
 def choose_group(num_layers: int, bytes_per_s: float, layer_bytes: int) -> int:
-    """Return the layers of a group. With n groups the n-th part of the transfer is exposed behind the last layer, and each group
-    costs GROUP_COST_S: the sum is least at the square root of their ratio."""
+    """Return the number of layers in a group. With n groups 1/n of the transfer is exposed after the last layer, and each group
+    costs GROUP_COST_S: the sum is least at n = sqrt(transfer time / GROUP_COST_S)."""
     transfer_s = num_layers * layer_bytes / bytes_per_s
     num_groups = max(1, round(math.sqrt(transfer_s / GROUP_COST_S)))
     return -(-num_layers // min(num_layers, num_groups))
@@ -150,8 +150,8 @@ class Pipeline:
         return self._begin >= self._num_blocks
 
     def take(self, ready: Ready, group_of: Callable[[int], int]) -> Iterator[Part]:
-        """Yield parts that may be sent by now and were not taken before. `group_of(bytes of a layer)` gives the layers of a
-        group."""
+        """Yield the parts that may be sent by now and were not taken before. `group_of(bytes of a layer)` returns the number of
+        layers in a group."""
         while not self.is_complete:
             if self._end == self._begin and not self._next_stripe(ready):
                 return
@@ -171,7 +171,7 @@ class Pipeline:
         return self._end > self._begin
 
     def _layers_to_send(self, ready: Ready, group: int) -> range:
-        """Return whole groups of the stripe's layers that are final and not sent; the last group may be smaller."""
+        """Return whole groups of the stripe's layers that are final and not sent yet; the last group may be smaller."""
         if self._end <= ready.num_blocks:
             return range(self._layer, self._num_layers)
         final = ready.num_layers if self._end <= ready.num_step_blocks else 0
@@ -181,47 +181,47 @@ class Pipeline:
 
 
 class OutboundPart:
-    """A part and its blocks in our pool. `final` is given where the pool is staged. `is_shown`: the receiver's device reads the
-    part in place, so nothing is fetched."""
+    """Hold a part and its blocks in our pool. `final`: the source of the part where the pool is staged. `is_shown`: the
+    receiver's device reads the part in place, so nothing is fetched."""
 
-    def __init__(self, part: Part, block_ids: Sequence[int], final: Final | None = None, *, is_shown: bool = False) -> None:
+    def __init__(self, part: Part, block_ids: Sequence[int], final: PartSource | None = None, *, is_shown: bool = False) -> None:
         self.part, self.block_ids = part, block_ids
         self._final, self._is_shown = final, is_shown
-        self._ahead: Ahead | None = None
+        self._prefetch: Prefetch | None = None
 
     @property
     def at(self) -> Mark:
-        """Return the mark behind which the part is final; only for a staged pool."""
+        """Return the mark at which the part becomes final; only for a staged pool."""
         assert self._final is not None, "memory that can be viewed has no marks"
         return self._final.at
 
     def begin(self) -> None:
-        """Start to prefetch the part, as long as no other push needs the piece."""
+        """Start to prefetch the part; the prefetch ends when another push needs the piece."""
         if self._final is not None and not self._is_shown:
-            self._ahead = Ahead(self._final, self.part.layers, self.block_ids)
+            self._prefetch = Prefetch(self._final, self.part.layers, self.block_ids)
 
-    async def fetched(self) -> Lent:
+    async def fetched(self) -> FilledPiece:
         """Return the part in a piece, which the caller gives back; a caller that is cancelled drops the part."""
         assert self._final is not None, "parts of memory that can be viewed are not fetched"
-        lent = None if self._ahead is None else await self._ahead.claim()
-        return lent or await self._final.memory.fetch(self.part.layers, self.block_ids, self._final.at)
+        filled = None if self._prefetch is None else await self._prefetch.claim()
+        return filled or await self._final.memory.fetch(self.part.layers, self.block_ids, self._final.at)
 
     async def drop(self) -> None:
-        """Return when nothing is read for the part and what was prefetched is given back; idempotent."""
-        if self._ahead is not None:
-            await self._ahead.drop()
+        """Return when nothing is read for the part any more and its prefetched piece is given back; idempotent."""
+        if self._prefetch is not None:
+            await self._prefetch.drop()
 
 
 @dataclass(frozen=True)
-class Final:
-    """The contents of a staged pool that may be read behind a mark."""
+class PartSource:
+    """Locate a part in a staged pool, where it may be read once the mark `at` is reached."""
 
     memory: StagedMemory
     at: Mark
 
 
 class Told:
-    """Record the mark behind which each part is final, at the time when the prefill reports it: a link that is slower than the
+    """Record the mark at which each part becomes final, at the time when the prefill reports it: a link that is slower than the
     prefill does not wait for later steps."""
 
     def __init__(self, memory: StagedMemory) -> None:
@@ -235,23 +235,23 @@ class Told:
         if ready.num_blocks > (self._whole[-1][0] if self._whole else 0):
             self._whole.append((ready.num_blocks, self._step.behind(self._memory.num_layers)))
 
-    def final(self, part: Part) -> Final:
-        """Return where a part that may be sent by now is final."""
+    def final(self, part: Part) -> PartSource:
+        """Return the source of a part that may be sent by now."""
         marks = (mark for num_blocks, mark in self._whole if num_blocks >= part.block_end)
-        return Final(self._memory, next(marks, None) or self._step.behind(part.layer_end))
+        return PartSource(self._memory, next(marks, None) or self._step.behind(part.layer_end))
 
 
 class SendQueue:
-    """Hold parts that wait for a connection of the push, at most one for each connection."""
+    """Queue parts for the connections of the push, at most one for each connection."""
 
     def __init__(self, num_connections: int) -> None:
         self._num_connections = num_connections
         self._waiting: asyncio.Queue[OutboundPart | None] = asyncio.Queue(num_connections)
 
-    async def put(self, departure: OutboundPart) -> None:
+    async def put(self, part: OutboundPart) -> None:
         """Append a part, waiting for room."""
-        await self._waiting.put(departure)
-        departure.begin()  # no connection has it yet
+        await self._waiting.put(part)
+        part.begin()  # no connection has taken it yet
 
     async def end(self) -> None:
         """Tell each connection that no more parts come."""
@@ -259,44 +259,44 @@ class SendQueue:
             await self._waiting.put(None)
 
     async def get(self) -> OutboundPart | None:
-        """Return the next part, which the caller drops; None: there are no more for this connection."""
+        """Return the next part, which the caller must drop; None: there are no more for this connection."""
         return await self._waiting.get()
 
     async def drop(self) -> None:
-        """Drop the parts that no connection has taken; all of them, however often the caller is cancelled."""
+        """Drop all parts that no connection has taken, however often the caller is cancelled."""
         left = [self._waiting.get_nowait() for _ in range(self._waiting.qsize())]
-        await asyncio.gather(*(departure.drop() for departure in left if departure is not None), return_exceptions=True)
+        await asyncio.gather(*(part.drop() for part in left if part is not None), return_exceptions=True)
 
 
-class Ahead:
-    """Prefetch a part before a connection takes it. Satisfies Yielding."""
+class Prefetch:
+    """Prefetch a part before a connection takes it. Satisfies PreemptibleHolder."""
 
-    def __init__(self, final: Final, layers: range, block_ids: Sequence[int]) -> None:
+    def __init__(self, final: PartSource, layers: range, block_ids: Sequence[int]) -> None:
         self._final, self._layers, self._block_ids = final, layers, block_ids
-        self._door = final.memory.departures
-        self._has_piece = self._gives_way = False
-        self._lent: Lent | None = None
+        self._pieces = final.memory.departures
+        self._has_piece = self._is_preempted = False
+        self._filled: FilledPiece | None = None
         self._task = asyncio.create_task(self._fetch())
 
-    async def claim(self) -> Lent | None:
-        """Return the piece, which is the caller's from now on. None: nothing was prefetched, or it was taken away; fetch it
-        then."""
-        self._door.keep(self)
+    async def claim(self) -> FilledPiece | None:
+        """Return the piece, which belongs to the caller from now on. None: nothing was prefetched, or the piece was taken away,
+        so the caller fetches the part."""
+        self._pieces.keep(self)
         if not self._has_piece:
             await self.drop()
             return None
         await asyncio.wait([self._task])
         self._task.result()
-        lent, self._lent = self._lent, None
-        return lent
+        filled, self._filled = self._filled, None
+        return filled
 
-    def give_way(self) -> None:
-        self._gives_way = True
+    def preempt(self) -> None:
+        self._is_preempted = True
         self._give_back()
 
     async def drop(self) -> None:
         """Return when nothing is read any more and the piece is given back; idempotent."""
-        self._door.keep(self)
+        self._pieces.keep(self)
         self._task.cancel()
         try:
             await ended(self._task)
@@ -306,19 +306,19 @@ class Ahead:
     async def _fetch(self) -> None:
         memory, at = self._final.memory, self._final.at
         await memory.reached(at)
-        piece = await self._door.take_spare(self)
+        piece = await self._pieces.take_spare(self)
         if piece is None:
             return
         self._has_piece = True
         try:
-            self._lent = await memory.filled(piece, self._layers, self._block_ids, at)
+            self._filled = await memory.filled(piece, self._layers, self._block_ids, at)
         except BaseException:
-            self._door.keep(self)  # there is no piece to take away
+            self._pieces.keep(self)  # `filled` has given the piece back
             raise
-        if self._gives_way:
+        if self._is_preempted:
             self._give_back()
 
     def _give_back(self) -> None:
-        lent, self._lent = self._lent, None
-        if lent is not None:
-            self._final.memory.give_back(lent)
+        filled, self._filled = self._filled, None
+        if filled is not None:
+            self._final.memory.give_back(filled)

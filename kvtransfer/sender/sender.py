@@ -31,15 +31,15 @@ from pdmesh.runtime import failpoints
 from pdmesh.runtime.rpc.tls import Tls
 from pdmesh.v1 import common_pb2, transfer_pb2
 
-# Endpoints that did not answer lately are tried last, so that not every push waits for a port that drops packets
+# Endpoints that did not answer recently are tried last, so that not every push waits for a port that drops packets
 
 
 REMEMBER_S = 10.0
 
 
 class Silent:
-    """Remember endpoints of one sender that did not answer. They are put behind the others and never ruled out; another epoch is
-    asked anew."""
+    """Remember the endpoints that did not answer one sender. They are tried after the others and never ruled out; an endpoint
+    with another epoch counts as a new one."""
 
     def __init__(self, remember_s: float = REMEMBER_S) -> None:
         self._remember_s = remember_s
@@ -52,7 +52,7 @@ class Silent:
         self._since[endpoint.transport, endpoint.address, epoch] = now
 
     def holds(self, endpoint: common_pb2.TransferEndpoint, epoch: int) -> bool:
-        """Return whether it failed to answer within the last `remember_s` seconds."""
+        """Return whether the endpoint failed to answer within the last `remember_s` seconds."""
         since = self._since.get((endpoint.transport, endpoint.address, epoch))
         return since is not None and time.monotonic() - since < self._remember_s
 
@@ -61,8 +61,8 @@ class Silent:
 
 
 def part_bytes_over(transport: Transport, memory: KVMemory, wanted: int | None) -> int:
-    """Return the most of a part out of `memory`; wanted: None for what suits the transport. Parts of a staged pool are fetched by
-    pieces, unless the receiver's device reads it."""
+    """Return the largest size of a part out of `memory`. `wanted` None: what suits the transport. A part of a staged pool fits
+    into a piece, unless the receiver's device reads the pool."""
     shown, most = shown_by(memory), transport.max_shown_bytes
     if shown is not None and most is not None:
         return min(shown.part_bytes if wanted is None else wanted, most)
@@ -73,7 +73,7 @@ def part_bytes_over(transport: Transport, memory: KVMemory, wanted: int | None) 
 __all__ = ["PushFailed", "PushJob", "PushResult", "Sender"]
 
 NUM_THREADS = 4
-NUM_CONNECTIONS = 2  # connections of one push, where the transport gains by several
+NUM_CONNECTIONS = 2  # for each push, where several connections are faster
 BYTES_FOR_A_CONNECTION = 8 << 20
 ASSUMED_BYTES_PER_S = 2e9
 MIN_BYTES_TO_LEARN = 1 << 20
@@ -82,7 +82,7 @@ logger = logging.getLogger(__name__)
 
 
 class Sender:
-    """Push out of `memory`. identity, layout and epoch are this worker's. reply_timeout_s bounds every wait for a receiver.
+    """Push KV out of `memory`. identity, layout and epoch are this worker's. reply_timeout_s bounds every wait for a receiver.
     part_bytes is the largest size of a part; None: what suits the transport. tls encrypts what crosses hosts.
 
     Raises ValueError for memory that does not have the shape of identity and layout.
@@ -120,8 +120,8 @@ class Sender:
         self._closed = False
 
     async def push(self, job: PushJob, *, timeout_s: float) -> PushResult:
-        """Send what the decode worker lacks as the prefill makes it final, then commit, or release the reservation if nothing is
-        left to decode. Raises PushFailed; on cancellation the connections are closed before it returns.
+        """Send the KV that the decode worker lacks as the prefill makes it final, then commit, or release the reservation if
+        nothing is left to decode. Raises PushFailed; on cancellation the connections are closed before it returns.
 
         `timeout_s` bounds the push from the end of the prefill on; before, each wait for the receiver is bounded.
         job.source_block_ids must stay pinned until this returns or raises.
@@ -129,15 +129,15 @@ class Sender:
         started_ns = time.monotonic_ns()
         with _as_push_failed():
             pipeline = self._pipeline(job)
-            async with self._limited(job, timeout_s), self._session(job, pipeline) as session:
-                num_exposed_bytes = await session.send_parts(job, self._bytes_per_s.get(session.transport, ASSUMED_BYTES_PER_S))
-                ending = await session.ending(job)
-                await self._end(session, pipeline, job, ending)
-                ended_ns = time.monotonic_ns()  # only the connections remain to be closed
-                self._learn(session)
+            async with self._limited(job, timeout_s), self._open_push(job, pipeline) as push:
+                num_exposed_bytes = await push.send_parts(job, self._bytes_per_s.get(push.transport, ASSUMED_BYTES_PER_S))
+                ending = await push.ending(job)
+                await self._end(push, pipeline, job, ending)
+                ended_ns = time.monotonic_ns()  # closing the connections does not count
+                self._learn(push)
         return PushResult(
-            transport=session.transport,
-            num_bytes=session.num_bytes,
+            transport=push.transport,
+            num_bytes=push.num_bytes,
             num_exposed_bytes=num_exposed_bytes,
             num_parts=pipeline.num_parts,
             started_ns=started_ns,
@@ -145,12 +145,12 @@ class Sender:
             committed=isinstance(ending, FirstTokensDrawn),
         )
 
-    async def _end(self, session: Push, pipeline: Pipeline, job: PushJob, ending: Ending) -> None:
+    async def _end(self, push: Push, pipeline: Pipeline, job: PushJob, ending: Ending) -> None:
         if isinstance(ending, NothingToDecode):
-            await session.first.abort(finished=True, reason=ending.reason)
+            await push.first.abort(finished=True, reason=ending.reason)
             return
         await failpoints.hit_async("push.before_commit")
-        await session.first.commit(pipeline.num_parts, job.num_tokens, ending.choices)
+        await push.first.commit(pipeline.num_parts, job.num_tokens, ending.choices)
         await failpoints.hit_async("push.committed")
 
     @asynccontextmanager
@@ -164,12 +164,12 @@ class Sender:
             finally:
                 job.feed.on_end = None
 
-    def _learn(self, session: Push) -> None:
-        """Update the throughput of the transport; small pushes say little about it."""
-        if session.num_bytes >= MIN_BYTES_TO_LEARN and session.busy_s > 0:
-            before = self._bytes_per_s.get(session.transport)
-            now = session.num_bytes / session.busy_s
-            self._bytes_per_s[session.transport] = now if before is None else 0.7 * before + 0.3 * now
+    def _learn(self, push: Push) -> None:
+        """Update the throughput of the transport, except from small pushes, which say little about it."""
+        if push.num_bytes >= MIN_BYTES_TO_LEARN and push.busy_s > 0:
+            before = self._bytes_per_s.get(push.transport)
+            now = push.num_bytes / push.busy_s
+            self._bytes_per_s[push.transport] = now if before is None else 0.7 * before + 0.3 * now
 
     async def close(self) -> None:
         """End running pushes (they raise PushFailed) and wait for all threads; idempotent."""
@@ -182,7 +182,7 @@ class Sender:
             transport.close()
 
     def _pipeline(self, job: PushJob) -> Pipeline:
-        """Return the parts of `job`. Raises TransferRefused naming what is wrong with it."""
+        """Return the pipeline that cuts `job` into parts. Raises TransferRefused naming the field at fault."""
         check_layout(self._identity, self._layout, job.reservation.layout)
         num_blocks = -(-job.num_tokens // self._layout.block_size)
         if len(job.source_block_ids) != num_blocks:
@@ -193,12 +193,12 @@ class Sender:
         if not all(0 <= block_id < self._memory.num_blocks for block_id in job.source_block_ids):
             raise refuse("source_block_ids", f"an id is outside the pool of {self._memory.num_blocks} blocks")
         memory = self._memory
-        first_block = cached // self._layout.block_size  # the decode worker may have a part of it already
+        first_block = cached // self._layout.block_size  # the decode worker may have some of its tokens already
         return Pipeline(memory.num_layers, first_block, num_blocks, memory.bytes_per_layer_block)
 
     @asynccontextmanager
-    async def _session(self, job: PushJob, pipeline: Pipeline) -> AsyncIterator[Push]:
-        """Open connections that the receiver accepts, and close them in any case."""
+    async def _open_push(self, job: PushJob, pipeline: Pipeline) -> AsyncIterator[Push]:
+        """Open the connections of a push, and close them in any case."""
         opened: list[PushConnection] = []
         try:
             endpoint = await self._connect(job, opened)
@@ -247,7 +247,7 @@ class Sender:
         job: PushJob,
         opened: list[PushConnection],
     ) -> None:
-        """Open one connection for each few megabytes, where the transport gains by several."""
+        """Open one connection for each BYTES_FOR_A_CONNECTION, where several connections are faster."""
         num_blocks = len(job.source_block_ids) - job.reservation.num_cached_tokens // self._layout.block_size
         num_bytes = num_blocks * 2 * self._memory.num_layers * self._memory.bytes_per_layer_block
         wanted = min(self._num_connections if transport.gains_by_connections else 1, num_bytes // BYTES_FOR_A_CONNECTION)
@@ -275,7 +275,7 @@ class Sender:
             self._num_opening -= 1
             self._note_closed()
         try:
-            self._check_open()  # it may have been closed meanwhile
+            self._check_open()  # the sender may have been closed meanwhile
             if hello.connection == 0:
                 await failpoints.hit_async("push.hello")
             connection = PushConnection(outgoing, self._memory, transport.name, self._reply_timeout_s)
@@ -328,7 +328,7 @@ class Sender:
 
 @contextmanager
 def _as_push_failed() -> Iterator[None]:
-    """Turn everything that can stop a push into PushFailed; cancellation stays cancellation."""
+    """Turn every error that can stop a push into PushFailed; cancellation stays cancellation."""
     try:
         yield
     except PushFailed:

@@ -1,4 +1,4 @@
-"""What every transport offers to the two ends of a push. The protocol of a push is the same over all of them."""
+"""The interface of transports for the two ends of a push. The protocol of a push is the same over all of them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:  # transfers of KV in CPU memory need no torch
 
 
 class Outgoing(Protocol):
-    """The sender's end of a connection."""
+    """Send parts at the sender's end of a connection."""
 
     @property
     def stream(self) -> Stream: ...
 
     async def send_hello(self, hello: transfer_pb2.TransferHello) -> None:
-        """Send the first frame, with what the receiver needs to reach our memory."""
+        """Send the first frame, with the data by which the receiver reaches our memory."""
 
     async def send_part(
         self,
@@ -32,23 +32,23 @@ class Outgoing(Protocol):
         block_ids: Sequence[int],
         on_bytes: Callable[[int], None],
     ) -> int:
-        """Announce a part whose bytes are `views` and lie in `block_ids` of our pool, have the receiver get them (or
-        read them), and return their CRC-32C (word_sum: DeviceReadSource). on_bytes(count) is called as they leave."""
+        """Announce a part whose bytes are `views` and lie in `block_ids` of our pool, send them (or let the receiver read them),
+        and return their CRC-32C (word_sum: DeviceReadSource). on_bytes(count) is called as they leave."""
 
 
 @runtime_checkable
 class DeviceReadSource(Outgoing, Protocol):
-    """The sender's end where a device's memory is read in place: parts have no views, and a PartEnd has a word_sum."""
+    """Send parts that the receiver's device reads in place: they have no views, and a PartEnd has a word_sum."""
 
     async def settle(
         self, layers: range, block_ids: Sequence[int], after: Mark, say_alive: Callable[[], Awaitable[None]]
     ) -> None:
-        """Return when the device has computed the part (`after`) and summed it, which is the next one of `send_part`; send
-        keepalives meanwhile. Cancelled, it returns when nothing reads the blocks any more."""
+        """Return when the device has computed (`after`) and summed the part that `send_part` sends next; send keepalives
+        meanwhile. When cancelled, it returns once nothing reads the blocks any more."""
 
 
 class Incoming(Protocol):
-    """The receiver's end of a connection."""
+    """Receive parts at the receiver's end of a connection."""
 
     @property
     def stream(self) -> Stream: ...
@@ -74,31 +74,31 @@ class Incoming(Protocol):
         """
 
     def close(self) -> None:
-        """Give back what was obtained (not the stream); idempotent."""
+        """Release what `prepare` obtained (not the stream); idempotent."""
 
 
 @runtime_checkable
 class DeviceReadTarget(Incoming, Protocol):
-    """The receiver's end where a device writes parts into its pool, in the layout that they have at the sender."""
+    """Receive parts that a device writes into its pool, in the sender's layout."""
 
     async def pull_part(self, header: transfer_pb2.PartHeader, part: Part, block_ids: Sequence[int], after: Mark) -> int:
-        """Write the part into `block_ids` of the pool behind `after`; return the word_sum of what was stored. Nothing is written
-        any more when it returns or raises. Raises TransferRefused."""
+        """Write the part into `block_ids` of the pool once the mark `after` is reached; return the word_sum of what was stored.
+        Nothing is written any more when it returns or raises. Raises TransferRefused."""
 
 
 class Transport(Protocol):
-    """One way between two processes, as one sender or one receiver uses it. A new one is a module that defines this and a line
-    in `registry.py`."""
+    """Connect two processes, on behalf of one sender or one receiver. A new transport is a module that defines this class and a
+    line in `registry.py`."""
 
     name: str
     reach: Reach  # workers register it, and routers compare it
-    summary: str  # what speaks for it, in a few words
+    summary: str  # its advantage, in a few words
     is_default: bool  # workers offer it unless they are told which to offer
-    gains_by_connections: bool  # several for one push are faster than one
+    gains_by_connections: bool  # several connections for one push are faster than one
 
     @property
     def max_shown_bytes(self) -> int | None:
-        """The most of a part of a pool that is shown to other devices; None: it does not use that."""
+        """Return the largest part of a pool that other devices read in place; None: the transport does not read in place."""
 
     def sends(self, memory: KVMemory) -> bool:
         """Return whether this process can send from this memory."""
@@ -115,18 +115,18 @@ class Transport(Protocol):
         """Connect to `endpoint`. Raises TransportUnavailable."""
 
     def close(self) -> None:
-        """Give back what outlives connections, when there are none any more. Idempotent."""
+        """Release what outlives connections, after the last one has ended. Idempotent."""
 
 
 @runtime_checkable
 class SocketTransport(Transport, Protocol):
-    """A transport that listens on a socket of its own."""
+    """Connect over a listening socket of the transport's own."""
 
     def listen(self, host: str, port: int) -> socket.socket:
         """Return a listening socket. Raises OSError."""
 
     def endpoint(self, listener: socket.socket, advertise: str | None) -> common_pb2.TransferEndpoint:
-        """Return how to reach `listener`; `advertise` is the host that peers see, where there is one."""
+        """Return the endpoint of `listener`; `advertise` is the host that peers see, where the address has one."""
 
     def accept(self, sock: socket.socket, memory: KVMemory, executor: Executor, idle_timeout_s: float) -> Incoming:
         """Take over an accepted connection. Raises PermissionError for a peer that may not use it."""

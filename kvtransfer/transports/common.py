@@ -1,4 +1,4 @@
-"""What transports share: parts inline on a stream, parts that the receiver reads, sums on devices, and Unix sockets."""
+"""The code that transports share: parts inline on a stream, parts that the receiver reads, sums on devices, and Unix sockets."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ HANDSHAKE_TIMEOUT_S = 2.0
 
 
 class InlineOutgoing:
-    """The sender's end of a connection on which the bytes of a part follow its header, out of pool memory."""
+    """Send parts whose bytes follow their header, out of pool memory."""
 
     def __init__(self, stream: Stream, name: str) -> None:
-        """`name` of transport and address, for messages."""
+        """Create the sender's end. `name`: transport and address, for messages."""
         self.stream = stream
         self._name = name
 
@@ -63,7 +63,7 @@ class InlineOutgoing:
 
 
 class InlineIncoming:
-    """The receiver's end of a connection on which the bytes of a part follow its header, into pool memory."""
+    """Receive parts whose bytes follow their header, into pool memory."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
@@ -90,10 +90,10 @@ class InlineIncoming:
             release(views)
 
     def close(self) -> None:
-        """Do nothing: only the stream is held."""
+        """Do nothing: the connection holds only the stream."""
 
 
-# For transports over which the receiver reads a part: the header says where it lies in the sender's pool
+# For transports over which the receiver reads a part: the header names the part's blocks in the sender's pool
 
 
 def shape_of_sender(hello: transfer_pb2.TransferHello, memory: KVMemory) -> PoolShape:
@@ -119,7 +119,7 @@ def source_of(header: transfer_pb2.PartHeader, part: Part, shape: PoolShape) -> 
     return Rectangle(shape, range(header.layer_start, header.layer_start + len(part.layers)), source_ids)
 
 
-# For transports over which a part goes from the pool of one device to that of another: each end sums its own (word_sum)
+# For transports that copy a part from one device's pool to another's: each end sums the bytes in its own pool (word_sum)
 
 
 ALIVE_S = 0.5  # between two keepalives while the device computes
@@ -128,7 +128,8 @@ logger = logging.getLogger(__name__)
 
 
 class SummedOutgoing:
-    """The sender's end except for its hello. A part is announced with its sum when the device has computed both."""
+    """Announce a part that the receiver's device reads, with its sum, once our device has computed both. Subclasses send
+    hello."""
 
     def __init__(self, stream: Stream, shown: ShownPool, transport: str) -> None:
         self.stream = stream
@@ -164,7 +165,7 @@ class SummedOutgoing:
 
 
 class SummedIncoming:
-    """The receiver's end where parts come only by a read of the device."""
+    """Receive parts only by reads of the device."""
 
     async def receive_part(
         self,
@@ -178,7 +179,7 @@ class SummedIncoming:
 
 
 async def pulled(pull: Callable[[], Future[int]]) -> int:
-    """Return the sum of what our device stores; a cancelled caller returns when the device has finished. Raises
+    """Return the sum of what our device stores. A caller that is cancelled returns when the device has finished. Raises
     TransferRefused."""
     try:
         pulling = pull()
@@ -190,12 +191,12 @@ async def pulled(pull: Callable[[], Future[int]]) -> int:
 
 
 def shown_by(memory: KVMemory) -> ShownPool | None:
-    """Return the pool as other processes may read it; None: they may not."""
+    """Return the pool that other processes may read; None: they may not."""
     return memory.shown if isinstance(memory, StagedMemory) else None
 
 
 def unusable(field: str, what: str) -> TransferRefused:
-    """Return the refusal on which the sender takes another transport."""
+    """Return a refusal that makes the sender take another transport."""
     return TransferRefused(grpc.StatusCode.UNIMPLEMENTED, what, field=field)
 
 
@@ -209,11 +210,11 @@ _UCRED = struct.Struct("iII")  # pid, uid, gid
 
 
 class UnixSocketTransport:
-    """Common part of the transports over abstract Unix sockets."""
+    """Implement what the transports over abstract Unix sockets share."""
 
     name: str
     is_default = True
-    gains_by_connections = False  # one costs the memory nothing, and a second one a handshake
+    gains_by_connections = False  # KV does not cross the connection, so a second one only costs a handshake
 
     def reaches(self, endpoint: common_pb2.TransferEndpoint) -> bool:
         return endpoint.host_id == host_id()
@@ -268,7 +269,7 @@ def _check_peer(transport: str, sock: socket.socket) -> None:
 # Cache of peers' pools that this process has opened; they are kept for a while after their last use.
 
 
-KEEP_S = 5.0  # an unused pool is kept so long for the next push of its sender
+KEEP_S = 5.0  # how long an unused pool is kept for the next push of its sender
 
 
 class Closable(Protocol):
@@ -287,8 +288,8 @@ class _Kept(Generic[Pool]):
 
 
 class KeptPools(Generic[Key, Pool]):
-    """Open each pool once, however many pushes come out of it. An unused pool is closed after KEEP_S: it would keep the memory of
-    a peer that has died. It is used on the event loop only."""
+    """Keep each peer's pool open over all pushes that come out of it. A pool is closed KEEP_S after its last use: it would keep
+    the memory of a peer that has died. It is used on the event loop only."""
 
     def __init__(self) -> None:
         self._kept: dict[Key, _Kept[Pool]] = {}
@@ -298,13 +299,13 @@ class KeptPools(Generic[Key, Pool]):
         return len(self._kept)
 
     def find(self, key: Key) -> Pool | None:
-        """Return the pool of `key`, if it is open; `use` it in the same turn of the loop."""
+        """Return the pool of `key`, if it is open; call `use` in the same turn of the event loop."""
         kept = self._kept.get(key)
         return None if kept is None else kept.pool
 
     def use(self, key: Key, pool: Pool) -> Pool:
-        """Return `pool`, held as the one of `key` until release(): what `find` found, or one just opened, which the cache then
-        owns."""
+        """Return `pool`, kept open for `key` until release(). It is the result of `find`, or was just opened and belongs to the
+        cache from now on."""
         kept = self._kept.setdefault(key, _Kept(pool))
         assert kept.pool is pool, "there is one opening for each key"
         if kept.expiry is not None:
@@ -314,7 +315,7 @@ class KeptPools(Generic[Key, Pool]):
         return pool
 
     def release(self, pool: Pool) -> None:
-        """End one use(); nothing reads the pool for this user any more."""
+        """End one use(): this caller does not read the pool any more."""
         key, kept = next((key, kept) for key, kept in self._kept.items() if kept.pool is pool)
         kept.num_users -= 1
         if kept.num_users == 0 and not KEEP_S:
@@ -356,7 +357,7 @@ class MappedPool:
             raise _unusable(f"cannot be mapped: {error}") from error
 
     def view(self) -> memoryview:
-        """Return all bytes of the pool; release the view before close()."""
+        """Return all bytes of the pool; the caller releases the view before close()."""
         return memoryview(self._map)
 
     def close(self) -> None:
@@ -368,7 +369,7 @@ class MappedPools(KeptPools[MappedKey, MappedPool]):
     """Cache mappings, because touching every page of a fresh mapping costs a third of the copying."""
 
     def acquire(self, fd: int, shape: PoolShape) -> MappedPool:
-        """Return the pool behind `fd`, until release(). Raises TransferRefused as MappedPool does."""
+        """Return the pool behind `fd`, open until release(). Raises TransferRefused as MappedPool does."""
         status = os.fstat(fd)
         key = (status.st_dev, status.st_ino, shape)  # while it is mapped, no other file can have its number
         pool = self.find(key)
@@ -378,7 +379,8 @@ class MappedPools(KeptPools[MappedKey, MappedPool]):
 
 
 def _check_pool(fd: int, shape: PoolShape) -> None:
-    """Check the file: one that could shrink would turn our copy into SIGBUS; one of another size is not the pool of the hello."""
+    """Check the file: our copy would raise SIGBUS if the file could shrink, and a file of another size is not the pool of the
+    hello."""
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         size = os.fstat(fd).st_size
@@ -408,6 +410,6 @@ class OpenedPools(KeptPools[OpenedKey, "PeerPool"]):
         self._opening = asyncio.Lock()
 
     async def acquire(self, key: OpenedKey, open_pool: Callable[[], Awaitable[PeerPool]]) -> PeerPool:
-        """Return the pool of `key`, opened if it is not open, until release(). Raises what opening does."""
+        """Return the pool of `key`, open until release(); open it if need be. Raises the errors of `open_pool`."""
         async with self._opening:
             return self.use(key, self.find(key) or await open_pool())

@@ -1,9 +1,9 @@
 """cuda_ipc: the receiver's GPU reads the sender's pool in GPU memory. For processes of one user on one host.
 
     sender ── hello + the driver's handle of its pool, over a Unix socket ──► receiver: opens it, once for each pool
-    sender: sums the part on its device, behind the mark of its layers
+    sender: sums the part on its device, after the mark of its layers
     sender ── part header with block ids, part end with the sum ────────────► receiver: its device copies from pool to pool,
-                                                                              behind its own mark, and sums WHAT IT STORES
+                                                                              after its own mark, and sums WHAT IT STORES
            ◄── ok, if that is the sum ──────────────────────────────────────
 
 No process writes into another's pool, so a sender that was paused and resumes does no harm: where it has freed blocks meanwhile,
@@ -13,7 +13,7 @@ device; the other end learns of it from its connection.
 
 When a process dies its connection ends, and with it the push; a copy that runs then goes on reading
 (pdmesh/engine/kv_cache/cuda_ipc.py says what the driver promises), and its sum decides. Errors of the device are answered
-with UNIMPLEMENTED, so the next attempt uses another transport. So are other layouts, memory without a handle and devices that
+with UNIMPLEMENTED, so the next attempt uses another transport. So are other layouts, memory without a handle, and devices that
 cannot reach each other. Whether the sender's pool can be opened is known only by the attempt to open it.
 
 The driver's handle opens the whole pool, also for writing: the kernel vouches that both ends belong to one user, as for shm.
@@ -53,7 +53,7 @@ MAX_HANDLE_BYTES = 256
 
 
 class CudaIpcOutgoing(SummedOutgoing):
-    """The sender's end of a connection over cuda_ipc."""
+    """Implement the sender's end of a connection over cuda_ipc."""
 
     def __init__(self, stream: SocketStream, memory: StagedMemory, shown: ShownPool) -> None:
         super().__init__(stream, shown, CudaIpcTransport.name)
@@ -68,7 +68,7 @@ class CudaIpcOutgoing(SummedOutgoing):
 
 
 class CudaIpcIncoming(SummedIncoming):
-    """The receiver's end of a connection over cuda_ipc."""
+    """Implement the receiver's end of a connection over cuda_ipc."""
 
     def __init__(self, stream: SocketStream, shown: ShownPool, memory: KVMemory, pools: OpenedPools) -> None:
         self.stream = stream

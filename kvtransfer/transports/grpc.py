@@ -1,6 +1,6 @@
 """grpc: a call to the worker's own gRPC server carries what tcp carries on a socket; for where no other port is open.
 
-A connection of a push is one call on a channel of its own, so that what ends the one disturbs nothing else.
+A connection of a push is one call on a channel of its own, so that the end of one does not disturb the others.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ def add_push_service(service: PushService, server: grpc.aio.Server) -> None:
 
 
 class DialledStream(MessageStream):
-    """The caller's end of a stream: owns `channel` until close()."""
+    """Implement the caller's end of a stream; it owns `channel` until close()."""
 
     def __init__(self, channel: grpc.aio.Channel, executor: Executor, reply_timeout_s: float) -> None:
         self._channel = channel
@@ -86,7 +86,7 @@ class GrpcTransport:
         return True
 
     def endpoint(self, address: str) -> common_pb2.TransferEndpoint:
-        """Return how to reach the gRPC server at `address`, "host:port"."""
+        """Return the endpoint of the gRPC server at `address`, "host:port"."""
         return common_pb2.TransferEndpoint(transport=self.name, address=address)
 
     async def connect(
@@ -109,7 +109,7 @@ class GrpcTransport:
         return InlineIncoming(stream)
 
     def close(self) -> None:
-        """Do nothing: nothing outlives its connections."""
+        """Do nothing: nothing outlives the connections."""
 
 
 async def _connected(channel: grpc.aio.Channel) -> None:

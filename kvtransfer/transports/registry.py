@@ -1,5 +1,5 @@
-"""All transports, best first. A new one is a module beside this and a line in `TRANSPORTS`: workers offer it, register what it
-reaches and send over it, and `pdmesh doctor` measures it; no other place knows its name."""
+"""All transports, best first. A new one is a module beside this one and a line in `TRANSPORTS`: workers offer it, register its
+reach and send over it, and `pdmesh doctor` measures it; no other module names it."""
 
 from collections.abc import Callable
 
@@ -14,8 +14,8 @@ from pdmesh.runtime.rpc.tls import Tls
 
 GRPC = GrpcTransport()  # listens on no socket of its own
 
-# From the mesh's certificates, if it has any. cuda_ipc and shm need none: the kernel vouches for the peer. nixl comes before tcp,
-# as it is offered only where it is named.
+# Each function makes a transport from the mesh's certificates, if it has any. cuda_ipc and shm need none: the kernel identifies
+# the peer. nixl comes before tcp, because workers offer nixl only where the configuration names it.
 TRANSPORTS: dict[str, Callable[[Tls | None], Transport]] = {
     CudaIpcTransport.name: lambda tls: CudaIpcTransport(),
     ShmTransport.name: lambda tls: ShmTransport(),
@@ -26,21 +26,21 @@ TRANSPORTS: dict[str, Callable[[Tls | None], Transport]] = {
 
 
 def transports_with(tls: Tls | None) -> dict[str, Transport]:
-    """Return all transports, for one owner that closes them; those that encrypt do if `tls` is given."""
+    """Return all transports, for one owner that closes them; with `tls`, those that can encrypt do so."""
     return {name: make(tls) for name, make in TRANSPORTS.items()}
 
 
 def socket_transports(tls: Tls | None) -> dict[str, SocketTransport]:
-    """Return those that listen on a socket, likewise."""
+    """Return the transports that listen on a socket, as `transports_with` does."""
     return {name: each for name, each in transports_with(tls).items() if isinstance(each, SocketTransport)}
 
 
 def defaults() -> tuple[str, ...]:
-    """Return the names of those that workers offer unless they are told which to offer."""
+    """Return the names of the transports that workers offer by default."""
     return tuple(name for name, transport in transports_with(None).items() if transport.is_default)
 
 
 def installed() -> tuple[str, ...]:
-    """Return the names of those that move KV in memory of the host and whose packages are there, best first."""
+    """Return the names of the transports for KV in host memory whose packages are installed, best first."""
     on_host = (name for name in TRANSPORTS if name != CudaIpcTransport.name)
     return tuple(name for name in on_host if name != NixlTransport.name or is_installed())

@@ -5,7 +5,7 @@ host.
     sender ── part header with its block ids ───────────────────────────► receiver: copies, sums WHAT IT STORES
     sender ── part end: the sum of what lies in its pool ───────────────► receiver: compares
 
-The mapping may outlive the connection by seconds (peer_pool_cache.py); a receiver keeps nothing else of that epoch. If a sender
+The mapping may outlive the connection by seconds (KeptPools); a receiver keeps nothing else of that epoch. If a sender
 changes its blocks while they are copied, the checksum of the copy differs; it cannot change the receiver's blocks.
 """
 
@@ -32,7 +32,7 @@ BATCH_BYTES = 4 << 20  # copied between two checks whether to stop
 
 
 class ShmOutgoing:
-    """The sender's end of a connection over shm."""
+    """Implement the sender's end of a connection over shm."""
 
     def __init__(self, stream: SocketStream, memory: KVMemory) -> None:
         self.stream = stream
@@ -58,7 +58,7 @@ class ShmOutgoing:
 
 
 class ShmIncoming:
-    """The receiver's end of a connection over shm."""
+    """Implement the receiver's end of a connection over shm."""
 
     def __init__(self, stream: SocketStream, memory: KVMemory, pools: MappedPools) -> None:
         self.stream = stream
@@ -151,7 +151,7 @@ def copy_part(
 ) -> int:
     """Copy `origin` of `source` into `to` of `memory`; return the CRC-32C of the copy.
 
-    Runs in a thread; check_interrupted() may raise between pieces of a few megabytes.
+    It runs in a thread; check_interrupted() may raise between pieces of a few megabytes.
     """
     value = 0
     with source.view() as original, memory.memory() as target:
@@ -162,7 +162,7 @@ def copy_part(
 
 
 def _batches(table: Runs) -> Iterator[Runs]:
-    """Cut `table` into batches of about BATCH_BYTES, or one run."""
+    """Cut `table` into batches of about BATCH_BYTES; a larger run is a batch of its own."""
     ends = np.cumsum(table[:, 2])
     cuts = np.flatnonzero(np.diff(ends // BATCH_BYTES)) + 1
     yield from np.split(table, cuts)

@@ -1,7 +1,7 @@
 """tcp: the bytes of a part follow its header on the socket, straight from and into pool memory.
 
 Socket buffers are left to the kernel, which grows them to megabytes as the link needs; a fixed SO_RCVBUF would turn that off and,
-on an untuned host, cap them at 208 KiB. With certificates all of it is encrypted; then a peer without them is refused.
+on an untuned host, cap them at 208 KiB. With certificates the whole stream is encrypted, and a peer without them is refused.
 """
 
 import asyncio
@@ -72,7 +72,7 @@ class TcpTransport:
         return InlineIncoming(self._accepted(sock, executor, idle_timeout_s))
 
     def close(self) -> None:
-        """Do nothing: nothing outlives its connections."""
+        """Do nothing: nothing outlives the connections."""
 
     def _accepted(self, sock: socket.socket, executor: Executor, idle_timeout_s: float) -> SocketStream:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -101,7 +101,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 async def _resolve(loop: asyncio.AbstractEventLoop, host: str, port: int) -> tuple[socket.AddressFamily, object]:
-    """Return family and address of a host; only a name, which may take long, is looked up in a thread."""
+    """Return family and address of a host; only a name is looked up in a thread, because that may take long."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
     except socket.gaierror:

@@ -18,7 +18,7 @@ from pathlib import Path
 from pdmesh.launcher.plan import usable_cores
 from pdmesh.terminal import size
 
-# Checks of what a machine has and lacks for a mesh: each is a function to a `Check`; none raises or makes lasting changes.
+# Checks of a machine for a mesh: each is a function that returns a `Check`; none raises or makes lasting changes.
 
 
 class State(Enum):
@@ -31,38 +31,38 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Check:
-    """Hold one finding: its subject, what was found, what its lack costs and what to do about it."""
+    """Hold one finding: its subject, what was found, the cost of what is missing, and the remedy."""
 
     name: str
     state: State
     found: str
     cost: str = ""
     remedy: str = ""
-    required: bool = False  # without it no mesh runs on this machine
+    required: bool = False  # no mesh runs on this machine without it
 
     @property
     def blocks(self) -> bool:
-        """Return whether the mesh cannot run because of it."""
+        """Return whether the mesh cannot run because of this finding."""
         return self.required and self.state is State.MISSING
 
 
 def ok(name: str, found: str) -> Check:
-    """Return a check that found all it needs."""
+    """Return a check that found everything it needs."""
     return Check(name, State.OK, found)
 
 
 def warn(name: str, found: str, cost: str, remedy: str) -> Check:
-    """Return a check that found something that makes the mesh worse."""
+    """Return a check that found a problem that makes the mesh worse."""
     return Check(name, State.WARN, found, cost, remedy)
 
 
 def missing(name: str, found: str, cost: str, remedy: str, *, required: bool = False) -> Check:
-    """Return a check that did not find what it looks for."""
+    """Return a check that did not find what it needs."""
     return Check(name, State.MISSING, found, cost, remedy, required)
 
 
 def examine(checks: Iterable[tuple[str, Callable[[], Check]]]) -> list[Check]:
-    """Run checks in order. One that fails unexpectedly is a finding itself, not the end of the examination."""
+    """Run checks in order. A check that fails unexpectedly is a finding itself, and the others still run."""
     return [_examined(name, check) for name, check in checks]
 
 
@@ -76,7 +76,7 @@ def _examined(name: str, check: Callable[[], Check]) -> Check:
 
 
 _COMPILERS = ("cc", "gcc", "clang")
-# What matrix products and quantized weights profit from, slowest last.
+# Instructions for matrix products and quantized weights, slowest last.
 _CPU_FEATURES = (
     *("amx_bf16", "amx_int8", "avx512_bf16", "avx512_vnni", "avx512f", "avx_vnni", "avx2", "fma", "f16c"),
     *("sve", "bf16", "i8mm", "asimd"),
@@ -87,7 +87,7 @@ _LEAST_OPEN_FILES = 1024
 
 
 def compiler() -> Check:
-    """Check for a C compiler, for packages without a wheel and for native code."""
+    """Check for a C compiler, which packages without a wheel and native code need."""
     for name in _COMPILERS:
         path = shutil.which(name)
         if path is not None:
@@ -111,7 +111,7 @@ def cores() -> Check:
 
 
 def cpu_features() -> Check:
-    """Check the instructions that decide how fast a CPU engine is."""
+    """Check the instructions that decide the speed of a CPU engine."""
     found = [feature for feature in _CPU_FEATURES if feature in cpu_flags(Path("/proc/cpuinfo").read_text().splitlines())]
     shown = ", ".join(found) or "none that matters"
     if {"avx2", "asimd"} & set(found):
@@ -120,7 +120,7 @@ def cpu_features() -> Check:
 
 
 def cpu_flags(cpuinfo: Iterable[str]) -> frozenset[str]:
-    """Return feature names of the first processor in the lines of /proc/cpuinfo ("flags" on x86, "Features" on Arm)."""
+    """Return the feature names of the first processor in the lines of /proc/cpuinfo ("flags" on x86, "Features" on Arm)."""
     for line in cpuinfo:
         key, _, value = line.partition(":")
         if key.strip() in ("flags", "Features"):
@@ -141,7 +141,7 @@ def memory() -> Check:
 
 
 def available_bytes(meminfo: Iterable[str]) -> int:
-    """Return MemAvailable of /proc/meminfo in bytes. Raises ValueError if it is not there."""
+    """Return MemAvailable of /proc/meminfo in bytes. Raises ValueError if it is missing."""
     for line in meminfo:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -149,7 +149,7 @@ def available_bytes(meminfo: Iterable[str]) -> int:
 
 
 def _cgroup_free_bytes() -> float:
-    """Return what the cgroup (v2) leaves of its limit; infinite without one."""
+    """Return the free bytes within the cgroup's (v2) limit; infinity without a limit."""
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
         used = int(Path("/sys/fs/cgroup/memory.current").read_text())
@@ -172,7 +172,7 @@ def shared_memory() -> Check:
 
 
 def _pass_memory_between_sockets() -> None:
-    """Raise OSError, AttributeError (not Linux) or ValueError when a part of it does not work."""
+    """Do what the shm transport does. Raises OSError, AttributeError (not Linux) or ValueError when a part of it fails."""
     sent = b"pdmesh doctor"
     name = f"\0pdmesh-doctor-{os.getpid()}"
     memory_fd = os.memfd_create("pdmesh-doctor", os.MFD_CLOEXEC)
@@ -212,7 +212,7 @@ def loopback() -> Check:
 
 
 def port(number: int, flag: str = "--port") -> Check:
-    """Check a port that `pdmesh up` takes, by the flag that sets another."""
+    """Check a port that `pdmesh up` takes; `flag` sets another one."""
     name = f"port {number}"
     try:
         with socket.create_server(("127.0.0.1", number)):
@@ -232,7 +232,7 @@ def open_files() -> Check:
 
 
 def gpu() -> Check:
-    """Check for an NVIDIA GPU with its driver. torch is imported only if there is one: that takes seconds."""
+    """Check for an NVIDIA GPU with its driver. torch is imported only if there is one, because the import takes seconds."""
     cost = "engines run on the CPU: fine for small models, an order of magnitude slower for large ones"
     if not Path("/proc/driver/nvidia/version").exists() and shutil.which("nvidia-smi") is None:
         return missing("gpu", "no NVIDIA driver", cost, "nothing to do, if the CPU is meant to serve")

@@ -26,7 +26,7 @@ def python() -> Check:
 
 
 def package(name: str, extra: str, purpose: str, *, module: str = "", required: bool = True) -> Check:
-    """Check for an installed package; `extra` of pdmesh brings it, `purpose` is what is lost without it."""
+    """Check for an installed package; `extra` of pdmesh installs it, `purpose` is lost without it."""
     if importlib.util.find_spec(module or name) is not None:
         return ok(name, _version(name))
     return missing(name, "not installed", purpose, f"pip install 'pdmesh[{extra}]'", required=required)
@@ -69,7 +69,7 @@ def _redis_at(url: str) -> Check:
 
 
 def cpu_kernels() -> Check:
-    """Check the native CPU backend: compiled already, built ahead, or to be compiled by the first worker."""
+    """Check the native CPU backend: compiled already, built ahead, or compiled by the first worker."""
     from pdmesh.engine.kernels.cpu import build, isa
 
     name = "cpu kernels"
@@ -92,7 +92,7 @@ def cpu_kernels() -> Check:
 
 
 def model_files(name: str) -> Check:
-    """Check the model: in the cache, on disk, or to be fetched."""
+    """Check the model: in the cache, on disk, or to be downloaded."""
     if name not in KNOWN_MODELS:
         exists = Path(name).expanduser().exists()
         remedy = f"check the path, or name one of {', '.join(KNOWN_MODELS)}"
@@ -107,14 +107,14 @@ def model_files(name: str) -> Check:
 
 
 def disk(name: str) -> Check:
-    """Check the free space for a model that is to be fetched, where the cache is."""
+    """Check the free space in the cache's folder for a model that is to be downloaded."""
     folder = next(path for path in (cache_folder(), *cache_folder().parents) if path.exists())
     fetched = name not in KNOWN_MODELS or (cache_folder() / "models" / name / "config.json").is_file()
     return judge_disk(shutil.disk_usage(folder).free, folder, None if fetched else KNOWN_MODELS[name])
 
 
 def judge_disk(free: int, folder: Path, to_fetch: KnownModel | None) -> Check:
-    """Return whether `free` bytes at `folder` are enough for fetching and converting a model."""
+    """Return the check whether `free` bytes at `folder` suffice to download and convert a model."""
     found = f"{size(free)} free at {folder}"
     if to_fetch is None:
         return ok("disk", found)

@@ -1,5 +1,5 @@
-"""Measures where the time of an engine's step goes: the stages of the CPU kernels, sampling, and Python around them. No mesh
-needed.
+"""Measures where the time of an engine's step goes: the stages of the CPU kernels, sampling, and Python around them. It needs no
+mesh.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Case:
 
 @dataclass(frozen=True)
 class StepProfile:
-    """Hold a typical step. `parts` in nanoseconds, in the order of the computation; they add up to the wall time."""
+    """Hold a typical step. `parts`: nanoseconds, in the order of the computation; they add up to the wall time."""
 
     case: Case
     parts: dict[str, int]
@@ -66,10 +66,11 @@ class StepProfiler:
     def __init__(
         self, config: EngineConfig, cases: Sequence[Case], num_steps: int, say: Callable[[str], None] = lambda _text: None
     ) -> None:
-        """Create it. `config` as a worker has it; its pool and budget are made large enough, and speculation is off: steps are
-        what their case says. `say` is called when the kernels are compiled.
+        """Load the engine. `config` is a worker's; its pool and budget are enlarged for the cases, and speculation is off, so
+        that steps match their case. `say` is called when the kernels are compiled.
 
-        Raises ValueError for invalid settings, and for a model that the kernels do not compute."""
+        Raises ValueError for invalid settings, and for a model that the kernels do not compute.
+        """
         self.cases, self._num_steps = cases, num_steps
         config = replace(_with_room(config, cases, num_steps), prefix_caching=False, speculation="none")
         loaded = load_model(config, lambda share, text: None if share else say(text))
@@ -144,7 +145,7 @@ class _Sampler(Protocol):
 
 
 class _TimedSampler:
-    """Wrap a sampler, and count the nanoseconds it took since `ns` was set to 0."""
+    """Wrap a sampler, and count the nanoseconds that it took since `ns` was set to 0."""
 
     def __init__(self, sampler: _Sampler) -> None:
         self._sampler = sampler

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from kvtransfer.transports.base import Transport
 
 NAME = "kv transport"
-LIMIT_S = 45.0  # of a machine that is busy with other things
+LIMIT_S = 45.0  # enough for a machine that is busy with other work
 
 
 def transports() -> Check:
-    """Moves 64 MiB between two processes over each transport."""
-    # A client's installation lacks what this needs; the rest of the doctor works without it.
+    """Check the transports: move 64 MiB between two processes over each."""
+    # A client's installation lacks the packages for this check; the other checks work without them.
     from kvtransfer.transports.registry import transports_with
     from pdmesh.doctor.transfer_probe import measure
 
@@ -27,8 +27,8 @@ def transports() -> Check:
 
 
 def judge(bytes_per_s: Mapping[str, float], failures: Mapping[str, str], known: Mapping[str, Transport]) -> Check:
-    """Return what the measurement says, and which of the transports that are `known`, best first, follows from it on this host
-    and across hosts. Those that workers offer only when they are told to are measured where they are installed."""
+    """Return the finding, with the transport out of `known` (best first) that workers use on this host, and across hosts.
+    Transports that workers do not offer by default are measured where they are installed."""
     if not bytes_per_s:
         cost = "workers cannot hand over KV: each prefills for itself"
         return missing(NAME, f"none works: {_listed(failures)}", cost, "see the checks of shared memory and loopback")

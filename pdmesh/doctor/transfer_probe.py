@@ -37,14 +37,14 @@ IDENTITY = common_pb2.Identity(model="transfer-probe", num_layers=16, num_kv_hea
 LAYOUT = common_pb2.KVLayout(block_size=16, kv_dtype="bfloat16", tensor_parallel_size=1, arrangement="plain")
 BLOCKS_PER_MIB = 2
 NUM_PUSHES = 3  # the first one touches the pages; the fastest counts
-NUM_TRIES = 5  # of the first one: nixl's agent may take longer to open than a push waits for it
+NUM_TRIES = 5  # of the first push: nixl's agent may take longer to open than a push waits for it
 PUSH_TIMEOUT_S = 3.0
 START_TIMEOUT_S = 20.0
 
 
 @dataclass
 class Measured:
-    """Hold results by name of the transport: bytes per second where it works, or why it does not."""
+    """Hold results by name of the transport: bytes per second where it works, the problem where it does not."""
 
     bytes_per_s: dict[str, float] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
@@ -98,7 +98,7 @@ async def _push(sender: Sender, reservation: common_pb2.Reservation, transport: 
 async def _receiving_child(num_blocks: int) -> AsyncIterator[common_pb2.Reservation]:
     pipe = asyncio.subprocess.PIPE
     command = python_command("-m", "pdmesh.doctor.transfer_probe", "receive", str(num_blocks))
-    nowhere = asyncio.subprocess.DEVNULL  # its log when it is killed is not a finding
+    nowhere = asyncio.subprocess.DEVNULL  # the child's log when it is killed is no finding
     child = await asyncio.create_subprocess_exec(
         *command, stdin=pipe, stdout=pipe, stderr=nowhere, env={**os.environ, **import_path()}
     )
@@ -196,7 +196,7 @@ async def _receive(num_blocks: int) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Run as the module's docstring says."""
+    """Run the probe or the child, see the module's docstring."""
     if arguments[0] == "receive":
         asyncio.run(_receive(int(arguments[1])))
         return

@@ -1,4 +1,4 @@
-"""A worker put together: engine, KV transfer, both services, control; it is stopped in the reverse order of its start."""
+"""The assembly of a worker: engine, KV transfer, both services, control. It stops in the reverse order of its start."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Coroutine
 
 from decode_service.request import DecodeSpans
-from decode_service.service import DecodeService, Surroundings
+from decode_service.service import DecodeService, Dependencies
 from kvtransfer.sender.sender import Sender
 from kvtransfer.staging import StagedMemory
 from kvtransfer.transports.grpc import SERVICE as PUSH_SERVICE
@@ -36,17 +36,17 @@ from pdmesh.worker.metrics import Seen, WorkerMetrics, read
 from pdmesh.worker.prefix_publisher import PrefixPublisher, list_blocks
 from pdmesh.worker.roles import Role, RoleGate, roles_of
 from pdmesh.worker.step_dispatcher import StepDispatcher, StepSpans
-from pdmesh.worker.token_request import VocabularyLimits, compiler_for
+from pdmesh.worker.token_request import ServedModel, compiler_for
 from prefill_service.handoff import HandoffTools
 from prefill_service.service import PrefillServicer, PrefillValidator
 
-STREAM_END_GRACE_S = 2.0  # for frames and responses that are on their way when everything has ended
+STREAM_END_GRACE_S = 2.0  # time for frames and responses that are on their way at the end
 
 logger = logging.getLogger(__name__)
 
 
 class Worker:
-    """Own everything between the engine and the network, and from `start` on the engine as well."""
+    """Own every part between the engine and the network, and from `start` on the engine as well."""
 
     def __init__(
         self,
@@ -57,10 +57,10 @@ class Worker:
         on_failure: Callable[[BaseException], None],
         staged: StagedMemory | None = None,
     ) -> None:
-        """Put the worker together. `on_failure` is called with what the worker cannot survive: a failed engine, a bug in a
-        background task. `staged`: the memory that transports use for the engine's pool; None: what its device needs.
+        """Put the worker together. `on_failure` is called with errors that the worker cannot survive: a failed engine, a bug in a
+        background task. `staged`: the memory that transports use for the engine's pool; None: the default for its device.
 
-        Raises ConfigError when the certificates are not good.
+        Raises ConfigError for invalid certificates.
         """
         self.epoch = new_epoch()
         self.gate = RoleGate(roles_of(config.roles))
@@ -79,23 +79,23 @@ class Worker:
         self._engine_loop = EngineLoop(engine, self._on_step, on_failure, self.dispatcher.on_ready)
         self._publisher = PrefixPublisher(engine, self._engine_loop, self.epoch, worker_id) if config.redis else None
         self._grammars = compiler_for(engine)
-        terms = VocabularyLimits.of(engine, config.served_name, self._grammars)
+        served_model = ServedModel.of(engine, config.served_name, self._grammars)
         self.watch = StepWatch(engine.pacer)
         self.load = self._load_reporter()
         tls = open_tls(config.tls)
         self._staged = staged or staged_memory(engine)
-        self._sender = Sender(self._staged or engine.kv, terms.identity, terms.layout, self.epoch, tls=tls)
-        self.prefill = self._prefill_servicer(terms)
-        self.decode = DecodeService(config.decode_settings, self._surroundings(terms))
-        self._receiver = receiver_for(config, engine, self._staged, self.decode, terms, tls)
+        self._sender = Sender(self._staged or engine.kv, served_model.identity, served_model.layout, self.epoch, tls=tls)
+        self.prefill = self._prefill_servicer(served_model)
+        self.decode = DecodeService(config.decode_settings, self._dependencies(served_model))
+        self._receiver = receiver_for(config, engine, self._staged, self.decode, served_model, tls)
         self._server = GrpcServer(config.host, config.port, tls=tls)
         self._tasks: list[asyncio.Task[None]] = []
         self._role_change = asyncio.Lock()
 
     async def start(self) -> Description:
-        """Serve; return what the worker is. Raises ConfigError when an address is taken."""
+        """Serve, and return the description of the worker. Raises ConfigError when an address is taken."""
         if self._grammars is not None:
-            with contextlib.suppress(ValueError):  # a request with a constraint gets the error
+            with contextlib.suppress(ValueError):  # a request with a constraint will get the error
                 self._grammars.warm()
         loop = asyncio.get_running_loop()
         self._engine_loop.start(loop)
@@ -136,13 +136,12 @@ class Worker:
             self._server.register(add_push_service, self._receiver, PUSH_SERVICE)
 
     def info(self) -> worker_pb2.WorkerInfo:
-        """Return what the worker registers, with the present roles. Only after `start`."""
+        """Return the message that the worker registers, with the present roles. Call it only after `start`."""
         assert self.description is not None, "the worker has not been started"
         return self.description.info()
 
     async def set_roles(self, roles: frozenset[Role], drain_timeout_s: float) -> None:
-        """Set the roles. New ones count at once; a role that is taken away finishes its requests, or gives them up after the
-        timeout."""
+        """Set the roles. New roles count at once; a removed role finishes its requests, or abandons them after the timeout."""
         async with self._role_change:
             removed = set(self.gate.roles) - roles
             self.gate.set(roles)
@@ -150,8 +149,8 @@ class Worker:
             await self._finish_work(removed, drain_timeout_s, "the role was taken away")
 
     async def drain(self, grace_s: float) -> None:
-        """Take no new requests. Running ones may finish for `grace_s`, pushes until they are acknowledged; the rest is given
-        up."""
+        """Take no new requests. Running requests may finish for `grace_s`, pushes until they are acknowledged; the others are
+        abandoned."""
         self.gate.draining = True
         self.changes.notify()
         await self._server.set_serving(False)
@@ -201,14 +200,14 @@ class Worker:
         try:
             self.watch.on_step(result)
             self.metrics.on_step(result)
-            self.load.on_step(result)  # before any request sees its tokens and a router reads the load
+            self.load.on_step(result)  # before requests get their tokens and a router reads the load
             self._step_spans.on_step(result)
             self.dispatcher.on_step(result)
         except Exception as error:  # noqa: BLE001  lost results cannot be produced again
             self._on_failure(error)
 
     def _read_metrics(self, readings: Readings) -> None:
-        # The limits were measured when the engine started; this is a look-up.
+        # The limits were measured when the engine started; this call only looks them up.
         limits = limits_for(self.engine) if self.watch.model is not None else None
         expired = self.decode.keeper.num_expired
         corrupt = {transport: self._receiver.num_corrupt[transport] for transport in self._config.transports}
@@ -231,18 +230,18 @@ class Worker:
             num_handoff_failures=lambda: self.prefill.num_handoff_failures + self.decode.reservations.num_handoff_failures,
         )
 
-    def _prefill_servicer(self, terms: VocabularyLimits) -> PrefillServicer:
+    def _prefill_servicer(self, served_model: ServedModel) -> PrefillServicer:
         tools = HandoffTools(
             self._engine_loop,
             self.dispatcher,
             self._sender,
-            terms.layout.block_size,
+            served_model.layout.block_size,
             lambda: self.dispatcher.num_steps,
             self.engine.exports.signal.tell_every,
             self.metrics.pushed,
         )
         return PrefillServicer(
-            PrefillValidator(terms.identity, terms.layout, terms.translate),
+            PrefillValidator(served_model.identity, served_model.layout, served_model.translate),
             tools,
             check_new_work=self.gate.checker(worker_pb2.ROLE_PREFILL),
             owns_requests=lambda: bool(self.decode.reservations.active),
@@ -250,12 +249,12 @@ class Worker:
             steps=self._spans.steps,
         )
 
-    def _surroundings(self, terms: VocabularyLimits) -> Surroundings:
-        return Surroundings(
+    def _dependencies(self, served_model: ServedModel) -> Dependencies:
+        return Dependencies(
             epoch=self.epoch,
-            identity=terms.identity,
-            layout=terms.layout,
-            translate=terms.translate,
+            identity=served_model.identity,
+            layout=served_model.layout,
+            translate=served_model.translate,
             engine=self._engine_loop,
             sinks=self.dispatcher,
             quiesce=lambda reservation_id: self._receiver.quiesce(reservation_id),
@@ -272,7 +271,7 @@ class Worker:
 
     @property
     def _address(self) -> str:
-        """Return the host:port at which others reach the gRPC server; only once it has started."""
+        """Return the host:port at which others reach the gRPC server. Call it only once that has started."""
         host = self._config.advertise or self._config.host
         return f"[{host}]:{self._server.port}" if ":" in host and not host.startswith("[") else f"{host}:{self._server.port}"
 
@@ -289,6 +288,6 @@ class Worker:
 
 
 def _report_failure(on_failure: Callable[[BaseException], None], task: asyncio.Task[None]) -> None:
-    # An engine that stopped has reported itself.
+    # EngineStopped is not reported here, because the engine has reported its failure itself.
     if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, EngineStopped):
         on_failure(error)

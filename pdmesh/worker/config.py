@@ -19,8 +19,8 @@ from pdmesh.worker.roles import ROLE_NAMES
 
 # Cores of an engine's threads. Only these are bound; the event loop and gRPC stay where the system puts them.
 #
-# A thread inherits its creator's cores. So the thread that loads the engine is bound while the kernels start their own, and the
-# engine thread, which computes with them, before its first step.
+# A thread inherits its creator's cores. So the thread that loads the engine is bound while the kernels start their threads, and
+# the engine thread, which computes with them, is bound before its first step.
 
 
 def problem_with(cpus: Sequence[int], num_threads: int) -> str | None:
@@ -41,7 +41,8 @@ def problem_with(cpus: Sequence[int], num_threads: int) -> str | None:
 
 @contextlib.contextmanager
 def bound(cpus: Sequence[int]) -> Iterator[None]:
-    """Run this thread, and those that it starts meanwhile, on `cpus` (none: anywhere); this thread only until the end."""
+    """Bind this thread, and the threads that it starts meanwhile, to `cpus` (none: no change); at the end restore this thread's
+    cores."""
     if not cpus:
         yield
         return
@@ -122,23 +123,23 @@ class WorkerConfig:
 
     @property
     def served_name(self) -> str:
-        """Return the name that clients ask for."""
+        """Return the model name that clients use."""
         return self.model_name or Path(self.engine.model).resolve().name.removesuffix(".gguf")
 
     @property
     def engine_config(self) -> EngineConfig:
-        """Return the engine's settings. Bound to cores, it gets a thread for each unless num_threads is set.
+        """Return the engine's settings. Bound to cores, the engine gets a thread for each unless num_threads is set.
 
-        Only a worker with the prefill role sends from its pool; one that gets that role later sends through other transports than
-        shared memory.
+        Only a worker with the prefill role sends from its pool. A worker that gets that role later cannot send through shared
+        memory, but through other transports.
         """
         num_threads = self.engine.num_threads or len(self.cpus)
         return replace(self.engine, num_threads=num_threads, kv_shared=self.engine.kv_shared or "prefill" in self.roles)
 
     @property
     def keep_output_s(self) -> float:
-        """Return how long finished output is kept: a router needs time to notice a broken stream, and then has the grace period
-        to reattach."""
+        """Return the time for which finished output is kept: a router needs time to notice a broken stream, and then has the
+        grace period to reattach."""
         return 2 * self.stream_timeout_s + self.grace_s
 
     @property

@@ -1,4 +1,4 @@
-"""WorkerControl on the wire: what every worker answers, whatever its roles."""
+"""WorkerControl on the wire, which every worker serves, whatever its roles."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RoleChanges:
         self.closed = False
 
     def subscribe(self, listener: Callable[[], None]) -> None:
-        """Call `listener` at every change, at once."""
+        """Call `listener` synchronously at every change."""
         self._listeners.append(listener)
 
     def notify(self) -> None:
@@ -44,7 +44,7 @@ class RoleChanges:
 
     @property
     def next(self) -> asyncio.Event:
-        """Return an event that is set at the next change: take it before looking at the state, then `wait` for it."""
+        """Return an event that is set at the next change: take it before reading the state, then `wait` for it."""
         return self._next
 
     async def wait(self, change: asyncio.Event, timeout_s: float) -> None:

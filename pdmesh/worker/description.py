@@ -1,4 +1,4 @@
-"""The description of this worker: identity and layout, which peers compare, and what it registers."""
+"""The description of this worker: identity and layout, which peers compare, and the message that it registers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pdmesh.worker.roles import RoleGate
 
 
 def identity_of(engine: Engine, model: str) -> common_pb2.Identity:
-    """Return what must be equal on both ends of a hand-off."""
+    """Return the identity, which must be equal on both ends of a hand-off."""
     shape = engine.kv.shape
     return common_pb2.Identity(
         model=model,
@@ -29,13 +29,13 @@ def identity_of(engine: Engine, model: str) -> common_pb2.Identity:
 
 
 def layout_of(engine: Engine) -> common_pb2.KVLayout:
-    """Return what must be convertible between both ends."""
+    """Return the KV layout, which must be convertible between both ends of a hand-off."""
     shape = engine.kv.shape
     dtype = str(shape.dtype).removeprefix("torch.")
     return common_pb2.KVLayout(
         block_size=shape.block_size,
         kv_dtype=dtype,
-        # Peers see a pool with all heads, whatever the number of ranks: these share memory, or stage their parts of it.
+        # Peers see a pool with all heads, whatever the number of ranks: ranks share memory, or stage their heads.
         tensor_parallel_size=1,
         arrangement=engine.kv_arrangement,
     )
@@ -54,7 +54,7 @@ def _reach(transport: str, reach: Reach) -> worker_pb2.TransportReach:
 
 @dataclass(frozen=True)
 class Description:
-    """Hold what does not change while the worker runs, and its roles, which may change."""
+    """Hold the facts about a worker that do not change while it runs, and its roles, which may change."""
 
     worker_id: str
     epoch: int

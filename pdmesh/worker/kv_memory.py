@@ -24,7 +24,7 @@ from pdmesh.engine.parallel.tp_protocol import RankFailed
 from pdmesh.runtime.config import ConfigError
 from pdmesh.runtime.rpc.tls import Tls
 from pdmesh.worker.config import WorkerConfig
-from pdmesh.worker.token_request import VocabularyLimits
+from pdmesh.worker.token_request import ServedModel
 
 logger = logging.getLogger(__name__)
 DEPARTURES = StagingSizes(num_pieces=8)
@@ -32,7 +32,7 @@ ARRIVALS = StagingSizes(num_pieces=4)
 
 
 def staged_memory(engine: Engine) -> StagedMemory | None:
-    """Return the staged memory; None: the pool is in CPU memory, with all heads. Raises ConfigError when a rank cannot take
+    """Return the staged memory; None: the pool is in CPU memory, with all heads. Raises ConfigError when a rank cannot stage its
     part."""
     device = engine.kv.tensor.device
     if engine.ranks_with_pools is None:
@@ -52,7 +52,7 @@ def stage(
     sharing: PoolSharing | None = None,
 ) -> StagedMemory:
     """Return the engine's pool through staging buffers. From now on the engine's steps mark their progress, so call it before the
-    first step. `sharing`: how devices of other workers on this host map the pool as well; not where each rank has a pool.
+    first step. `sharing`: how devices of other workers on this host can map the pool as well; unused where each rank has a pool.
 
     Raises ValueError for buffers too small for a block of a layer.
     """
@@ -62,7 +62,7 @@ def stage(
     else:
         marks, out, back = Marks(streams), Staging(pool, streams, departures), Staging(pool, streams, arrivals)
     engine.exports.signal.marks = marks
-    for direction in (out, back):  # compiling while requests run would block the event loop
+    for direction in (out, back):  # compiled now, because compiling while requests run would block the event loop
         direction.warm()
     shape = PoolShape(engine.kv.num_layers, engine.kv.num_blocks, out.block_bytes)  # with all heads
     return StagedMemory(shape, out, back, marks, shown_to_others(pool, streams, sharing))
@@ -78,7 +78,7 @@ def sharing_for(device: torch.device) -> PoolSharing | None:
 
 
 def shown_to_others(pool: Tensor, streams: Streams, sharing: PoolSharing | None) -> ShownPool | None:
-    """Return the pool for other processes, warmed up; None: its KV goes through host memory."""
+    """Return the pool that other processes may read, warmed up; None: its KV goes through host memory."""
     if sharing is None:
         return None
     try:
@@ -98,16 +98,16 @@ def receiver_for(
     engine: Engine,
     staged: StagedMemory | None,
     decode: DecodeService,
-    terms: VocabularyLimits,
+    served_model: ServedModel,
     tls: Tls | None,
 ) -> Receiver:
-    """Return the receiver, over those of the configured transports that can write to the pool; cuda_ipc and nixl ask whether a
-    staged pool is shared."""
+    """Return the receiver over the configured transports that can write to the pool; cuda_ipc and nixl require that a staged pool
+    is shared."""
     return Receiver(
         staged or engine.kv,
         decode.delegate,
-        terms.identity,
-        terms.layout,
+        served_model.identity,
+        served_model.layout,
         host=config.host,
         port=config.transfer_port,
         transports=config.transports,

@@ -1,5 +1,4 @@
-"""The load of this worker, as it reports it to routers: engine counts, speculation, and a latency model that is fitted to
-steps."""
+"""The load that this worker reports to routers: engine counts, speculation, and a latency model that is fitted to steps."""
 
 from __future__ import annotations
 
@@ -24,21 +23,21 @@ from pdmesh.worker.roles import RoleGate
 # Speculation on this worker, for routers: counts since start, and recent means.
 
 HALF_LIFE_ROWS = 256
-"""Results that are older by this number of rows weigh half."""
+"""The number of rows after which a result weighs half."""
 FIRST_ROWS = 16
-"""The number of rows, of one token each, that count before the first one."""
+"""The weight, in rows of one token, of the value before the first result."""
 
 
 class RecentDrafts:
-    """Hold the recent mean of tokens that a row (a sequence's part of a step) produces, and of those computed for it. Both are at
-    least 1."""
+    """Hold two recent means over rows (a sequence's part of a step): the tokens that a row produces, and the tokens computed for
+    it. Both are at least 1."""
 
     def __init__(self) -> None:
         self.stats = SpeculationStats()
         self.tokens_per_row = self.computed_per_row = 1.0
 
     def take(self, stats: SpeculationStats) -> None:
-        """Take the present counts; the difference to the last ones is the newest sample."""
+        """Update the means from the present counts; the difference to the previous counts is the newest sample."""
         num_rows, num_tokens = stats.num_rows - self.stats.num_rows, stats.num_tokens - self.stats.num_tokens
         num_computed = num_rows + _num_verified(stats) - _num_verified(self.stats)
         self.stats = stats
@@ -53,7 +52,7 @@ def _num_verified(stats: SpeculationStats) -> int:
 
 
 def speculation_message(recent: RecentDrafts) -> worker_pb2.SpeculationReport:
-    """Return the message to routers."""
+    """Return the speculation report for routers."""
     stats = recent.stats
     return worker_pb2.SpeculationReport(
         tokens_per_row=recent.tokens_per_row,
@@ -62,13 +61,13 @@ def speculation_message(recent: RecentDrafts) -> worker_pb2.SpeculationReport:
         num_drafts=stats.num_drafts,
         num_tokens=stats.num_tokens,
         drafting_s=stats.drafting_s,
-        proposers=[_proposer(name, counts) for name, counts in stats.by_proposer.items()],
+        proposers=[_proposer_report(name, counts) for name, counts in stats.by_proposer.items()],
         failed_proposers=stats.failed,
     )
 
 
-def _proposer(name: str, counts: ProposerStats) -> worker_pb2.ProposerReport:
-    """Return a proposer's counts, up to the depth that its drafts have reached."""
+def _proposer_report(name: str, counts: ProposerStats) -> worker_pb2.ProposerReport:
+    """Return a proposer's counts by depth, up to the greatest depth of its drafts so far."""
     deepest = max((depth for depth, count in enumerate(counts.verified, start=1) if count), default=0)
     return worker_pb2.ProposerReport(name=name, verified=counts.verified[:deepest], kept=counts.kept[:deepest])
 
@@ -77,11 +76,11 @@ def _proposer(name: str, counts: ProposerStats) -> worker_pb2.ProposerReport:
 
 TELL_STEPS = 32
 """After this number of steps the engine gets the fitted cost."""
-_GLOO_SUM_S = 2e-4  # for a row over two processes; 0.3 to 0.5 ms were measured on two busy cores
+_GLOO_SUM_S = 2e-4  # to sum a row over two processes; 0.3 to 0.5 ms were measured on two busy cores
 
 
 def limits_for(engine: Engine) -> MachineLimits:
-    """Return the machine's limits. Call it on the engine thread, because its cores are measured; takes some 50 ms, once per
+    """Return the machine's limits. Call it on the engine thread, whose cores are measured; it takes some 50 ms, once per
     process."""
     cost, config = engine.cost, engine.config
     return measure_limits(cost.backend, cost.numbers, config.device, config.num_threads, config.tensor_parallel)
@@ -110,19 +109,19 @@ def _sum_s(config: EngineConfig) -> float:
 
 
 class StepWatch:
-    """Fit the latency model to steps. Steps and queries both come on the event loop; the engine thread waits for neither."""
+    """Fit the latency model to steps. Steps and queries come on the event loop; the engine thread waits for neither."""
 
     def __init__(self, pacer: TpotLimiter | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """Create it. `pacer` gets the cost of steps, by which the engine sizes them. `clock`: seconds."""
+        """Create it. `pacer` gets the fitted cost of steps, by which the engine limits their prompt tokens. `clock`: seconds."""
         self._pacer = pacer
         self._clock = clock
         self._fit: LatencyFit | None = None
         self._num_seen = 0
 
     def start_from(self, prior: LatencyModel) -> None:
-        """Begin with the model that holds before the first step."""
+        """Set the latency model that holds before the first step."""
         self._fit = LatencyFit(prior)
-        self._tell()
+        self._set_pacer_cost()
 
     def on_step(self, result: StepResult) -> None:
         """Fit the model to a step. Time between steps, idle or not, does not count."""
@@ -130,14 +129,14 @@ class StepWatch:
             self._fit.observe(Work(*result.work), (result.ended_ns - result.started_ns) / 1e9)
             self._num_seen += 1
             if self._num_seen % TELL_STEPS == 0:
-                self._tell()
+                self._set_pacer_cost()
 
     @property
     def model(self) -> LatencyModel | None:
-        """Return the model; None before `start_from`."""
+        """Return the fitted latency model; None before `start_from`."""
         return None if self._fit is None else self._fit.model(self._clock())
 
-    def _tell(self) -> None:
+    def _set_pacer_cost(self) -> None:
         model = self.model
         if self._pacer is None or model is None:
             return
@@ -153,7 +152,7 @@ class StepWatch:
 
 
 def latency_message(model: LatencyModel) -> worker_pb2.LatencyModel:
-    """Return the message to routers."""
+    """Return the latency model as a message for routers."""
     return worker_pb2.LatencyModel(
         fixed_s=model.fixed_s,
         per_prefill_token_s=model.per_prefill_token_s,
@@ -172,7 +171,7 @@ REFRESH_S = 0.1
 class LoadReporter:
     """Keep the engine's counts fresh; reading a report never waits for the engine.
 
-    Counts come with each step. Only while there are no steps does it ask the engine for them.
+    Counts come with each step. Only while there are no steps, the reporter asks the engine for them.
     """
 
     def __init__(
@@ -212,7 +211,7 @@ class LoadReporter:
         return self._stats
 
     def on_step(self, result: StepResult) -> None:
-        """Take a step's counts, on the event loop."""
+        """Store the counts of a step, on the event loop."""
         if result.stats is not None:
             self._take(result.stats)
 

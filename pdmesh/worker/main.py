@@ -67,8 +67,8 @@ async def serve(life: Lifecycle, config: WorkerConfig, *, prog: str = "worker") 
 
 
 async def _announced(life: Lifecycle, config: WorkerConfig, worker: Worker, address: str) -> None:
-    """Register the worker and report it ready until the process is to stop; the registration is withdrawn before anything is
-    drained."""
+    """Register the worker and report it ready until the process is to stop; withdraw the registration before the worker
+    drains."""
     registry = Registry(config.redis, config.mesh, ttl_s=config.registry_ttl_s) if config.redis else None
     announcer = worker_announcer(registry, worker.info) if registry else None
     if announcer is not None:
@@ -84,8 +84,8 @@ async def _announced(life: Lifecycle, config: WorkerConfig, worker: Worker, addr
 
 
 def _config_error(error: Exception) -> ConfigError:
-    """Return the error with the flag or variable at fault, which the engine names at the beginning of its messages; other errors
-    are about the model."""
+    """Return the error with the flag or variable at fault, which begins the engine's message; other errors are about the
+    model."""
     name, _, problem = str(error).partition(": ")
     if name in os.environ:
         return ConfigError(name, problem)
@@ -95,7 +95,8 @@ def _config_error(error: Exception) -> ConfigError:
 
 
 def _gpu_error(error: Exception) -> ConfigError:
-    """Return the error for a refusal of the driver, torch's allocator, Triton or its C compiler. Most often memory is short."""
+    """Return the error for a failure of the driver, torch's allocator, Triton or its C compiler. The usual cause is too little
+    memory."""
     said = next(iter(str(error).splitlines()), "") or type(error).__name__
     if isinstance(error, torch.OutOfMemoryError):
         return ConfigError("--kv-memory-share", f"the GPU's memory does not suffice: {said}", "give less, or a smaller model")
@@ -105,7 +106,7 @@ def _gpu_error(error: Exception) -> ConfigError:
 
 
 def _open_engine(config: WorkerConfig, progress: Progress) -> Engine:
-    """Load the engine, on a thread of its own; the threads that compute start here."""
+    """Load the engine, on a thread of its own; the kernels' threads start here."""
     check_speculation(config.engine_config)
     with bound(config.cpus):
         loaded = load_model(config.engine_config, progress)
@@ -115,8 +116,8 @@ def _open_engine(config: WorkerConfig, progress: Progress) -> Engine:
 
 
 def _progress_of(life: Lifecycle) -> Progress:
-    """Return the function that tells the parent process what loading does: first what comes before the weights (kernels may have
-    to be compiled), then a line each few seconds. It is called on the loading thread."""
+    """Return the function that reports loading to the parent process: first the work before the weights (kernels may have to be
+    compiled), then a line each few seconds. It is called on the loading thread."""
     loop = asyncio.get_running_loop()
     last = time.monotonic()
 
@@ -124,7 +125,7 @@ def _progress_of(life: Lifecycle) -> Progress:
         nonlocal last
         if share == 0.0 or time.monotonic() - last >= _PROGRESS_PERIOD_S:
             last = time.monotonic()
-            with contextlib.suppress(RuntimeError):  # the event loop is closed, so no parent waits for it
+            with contextlib.suppress(RuntimeError):  # the event loop is closed: the process ends
                 loop.call_soon_threadsafe(life.progress, f"{text} ({share:.0%})" if share else text)
 
     return progress

@@ -85,8 +85,8 @@ _ROLES = {worker_pb2.ROLE_PREFILL: "prefill", worker_pb2.ROLE_DECODE: "decode"}
 
 @dataclass(frozen=True)
 class StepCounts:
-    """Hold what steps cost, by the model's shape. A step reads all weights once; a token that decodes reads the keys and values
-    that it attends to, and the tokens of a prefill chunk share what they read."""
+    """Hold the cost of steps, by the model's shape. A step reads all weights once; a token that decodes reads the keys and values
+    that it attends to, and the tokens of a prefill chunk share their reads."""
 
     operations: int
     num_bytes: int
@@ -98,13 +98,13 @@ class StepCounts:
         attended = work.prefill_context + work.decode_context
         products = 2 * (num_tokens * cost.num_weights + work.num_decoding * cost.num_head_weights)
         chunk_context = 2 * work.prefill_context // (work.prefill_tokens + 1) if work.prefill_tokens else 0
-        kv_tokens = num_tokens + work.decode_context + chunk_context  # written; read
+        kv_tokens = num_tokens + work.decode_context + chunk_context  # tokens written, then tokens read
         return cls(products + attended * cost.attention_operations, cost.weight_bytes + kv_tokens * cost.kv_bytes_per_token)
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Hold what is read at a scrape."""
+    """Hold the state that is read at a scrape."""
 
     stats: EngineStats
     report: worker_pb2.LoadReport
@@ -118,7 +118,7 @@ class WorkerMetrics:
 
     def __init__(self, metrics: Metrics, cost: ModelCost) -> None:
         self.metrics = metrics
-        self.url = ""  # where they are served, from `start` on; "" where they are not
+        self.url = ""  # the address of the metrics from `start` on; "" if they are not served
         self._cost = cost
 
     @classmethod
@@ -130,7 +130,7 @@ class WorkerMetrics:
         return cls(metrics, cost)
 
     async def start(self) -> None:
-        """Start to serve and to send them. Raises ConfigError."""
+        """Start to serve and to export metrics. Raises ConfigError."""
         self.url = await self.metrics.start()
 
     async def stop(self) -> None:
@@ -153,7 +153,7 @@ class WorkerMetrics:
         metrics.add(BUSY, took_s)
 
     def pushed(self, result: PushResult, exposed_ns: int) -> None:
-        """Count a hand-off that was committed, `exposed_ns` after the first token's draw."""
+        """Count a committed hand-off; its commit came `exposed_ns` after the first token."""
         metrics, transport = self.metrics, result.transport
         metrics.observe(HANDOFF_TIME, result.elapsed_ns / 1e9, transport)
         metrics.observe(HANDOFF_EXPOSED, exposed_ns / 1e9, transport)
@@ -163,7 +163,7 @@ class WorkerMetrics:
 
 
 def read(readings: Readings, seen: Seen) -> None:
-    """Put all values that are read at a scrape."""
+    """Write all values of a scrape into `readings`."""
     _read_engine(readings, seen.stats)
     _read_report(readings, seen.report)
     if seen.stats.speculation is not None:

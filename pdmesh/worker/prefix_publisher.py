@@ -1,9 +1,9 @@
 """The publisher of KV events: it tells routers which prompt blocks this worker's prefix cache holds, as changes through the
 registry, and as a full list on request.
 
-Changes are taken between two engine steps and sent at most every PERIOD_S. While Redis does not take a change it is retried, and
-the engine's log collects the rest, each block once; when the log overflows, the sequence has a gap and routers ask for the full
-list. Neither the engine nor a request waits for any of this.
+Changes are taken between two engine steps and sent at most every PERIOD_S. A change that Redis does not take is retried, and
+meanwhile the engine's log collects further changes, each block once; when the log overflows, the sequence has a gap and routers
+ask for the full list. Neither the engine nor a request waits for any of this.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PART_NAMES = 1 << 15  # 256 KiB on the wire
 
 
 class PrefixPublisher:
-    """Publish one worker's changes."""
+    """Publish the changes of one worker's prefix cache."""
 
     def __init__(self, engine: Engine, engine_loop: EngineLoop, epoch: int, worker_id: str) -> None:
         """Create it, before the engine's first request."""
@@ -42,7 +42,7 @@ class PrefixPublisher:
             await stream.stop()
 
     async def publish(self, stream: BlockStream) -> None:
-        """Send what is left of the last round, else what has changed since."""
+        """Send the unsent change of the last round, else the changes since then."""
         if self._unsent is None and self._log.pending:
             changes = await self._engine_loop.call(Engine.take_block_changes)
             if changes is not None:

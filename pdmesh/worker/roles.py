@@ -14,7 +14,7 @@ _NAME_OF = {role: name for name, role in ROLE_NAMES.items()}
 
 
 class RoleGate:
-    """Hold the roles, a set that can change while the worker runs; a worker that drains takes no new requests at all."""
+    """Hold the roles, a set that can change while the worker runs; a draining worker takes no new requests at all."""
 
     def __init__(self, roles: Iterable[Role]) -> None:
         self._roles = self._home_roles = frozenset(roles)
@@ -26,7 +26,7 @@ class RoleGate:
 
     @property
     def home_roles(self) -> list[Role]:
-        """Return the roles with which it was started."""
+        """Return the roles at the worker's start."""
         return sorted(self._home_roles)
 
     def set(self, roles: Iterable[Role]) -> None:
@@ -46,7 +46,7 @@ class RoleGate:
 
 
 def check_roles(roles: Iterable[Role]) -> frozenset[Role]:
-    """Return the roles as a set. Raises InvalidArgument for none or an unknown one."""
+    """Return the roles as a set. Raises InvalidArgument for an empty set or an unknown role."""
     given = frozenset(roles)
     unknown = given - _NAME_OF.keys()
     if unknown:
@@ -57,5 +57,5 @@ def check_roles(roles: Iterable[Role]) -> frozenset[Role]:
 
 
 def roles_of(names: Iterable[str]) -> frozenset[Role]:
-    """Return the roles with these names in the configuration."""
+    """Return the roles with these configuration names."""
     return frozenset(ROLE_NAMES[name] for name in names)

@@ -1,4 +1,4 @@
-"""The dispatcher passes the engine's results, once per step, to the requests that wait for them, and makes spans of steps."""
+"""The dispatcher of the engine's results, once per step, to the requests that wait for them; and the spans of steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from pdmesh.runtime.telemetry.spans import Step
 
 
 class Sink(Protocol):
-    """Receive the events of one engine request: the updates of a step first, then, once, that it has started with this step."""
+    """Receive the events of one engine request: the updates of each step, and once, after the updates of its first step,
+    `on_started`."""
 
     def on_update(self, update: SequenceUpdate) -> None: ...
 
@@ -21,8 +22,7 @@ class Sink(Protocol):
 
 
 class StepDispatcher:
-    """Route results by engine request id. Results for an id that was removed are dropped, because that request was released
-    meanwhile."""
+    """Route results by engine request id. Results for an id that was removed are dropped, because that request was released."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -33,7 +33,7 @@ class StepDispatcher:
         return len(self._sinks)
 
     def add(self, engine_id: str, sink: Sink, on_ready: Callable[[KVReady], None] | None = None) -> None:
-        """Add a sink. `on_ready` is called with the progress of a prefill_only request's KV, during a step and at its end."""
+        """Add a sink. `on_ready` gets the progress of a prefill_only request's KV, during a step and at its end."""
         self._sinks[engine_id] = sink
         if on_ready is not None:
             self._readers[engine_id] = on_ready
@@ -43,17 +43,17 @@ class StepDispatcher:
         self._readers.pop(engine_id, None)
 
     def on_ready(self, ready: tuple[KVReady, ...]) -> None:
-        """Take progress; the engine loop calls it on the event loop."""
+        """Dispatch progress of KV; the engine loop calls it on the event loop."""
         for each in ready:
             reader = self._readers.get(each.request_id)
             if reader is not None:
                 reader(each)
 
     def on_step(self, result: StepResult) -> None:
-        """Take a step's results; the engine loop calls it on the event loop."""
+        """Dispatch a step's results; the engine loop calls it on the event loop."""
         self.num_steps = result.step
         self.on_ready(result.ready)
-        # Looked up before the updates: a request that ends with this step may remove its sink on its last update.
+        # The lookup precedes the updates: a request that ends with this step may remove its sink on its last update.
         started = [(self._sinks.get(started.request_id), started) for started in result.started]
         for update in result.updates:
             sink = self._sinks.get(update.request_id)
@@ -66,7 +66,7 @@ class StepDispatcher:
 
 # `decode.step`: a span for all the steps that decoded within a tenth of a second, linked to the requests that they served.
 #
-# Each is a trace of its own, because a step belongs to all of its requests, and a span for each token would cost too much. A
+# Each is a trace of its own, because a step belongs to several requests and a span for each token would cost too much. A
 # request's `decode` span names its first and its last step.
 
 PERIOD_S = 0.1
@@ -75,7 +75,7 @@ MAX_LINKS = 32
 
 @dataclass
 class _Batch:
-    """Sum up consecutive steps that decoded."""
+    """Sum up consecutive decode steps."""
 
     first_step: int
     started_ns: int
@@ -98,14 +98,14 @@ class _Batch:
 
 
 class StepSpans:
-    """Make spans of steps, on the event loop; does nothing where traces are off."""
+    """Record spans of steps, on the event loop; do nothing where tracing is off."""
 
     def __init__(self, decode: DecodeSpans) -> None:
         self._decode = decode
         self._batch: _Batch | None = None
 
     def on_step(self, result: StepResult) -> None:
-        """Take a step, before the dispatcher passes it on."""
+        """Record a step, before the dispatcher passes it on."""
         if not self._decode.tracing.is_on:
             return
         work = result.work
@@ -133,5 +133,5 @@ class StepSpans:
         links = self._decode.take_served()[:MAX_LINKS]
         span = self._decode.tracing.begin("decode.step", None, start_ns=batch.started_ns, attributes=attributes)
         span.links = links
-        if span.context.is_sampled:  # otherwise no later decision exports it, and it would only take the place of other spans
+        if span.context.is_sampled:  # an unsampled span is never exported and would only displace other spans
             span.end(batch.ended_ns)

@@ -1,4 +1,4 @@
-"""From the wire to the engine: a TokenRequest, checked field by field, becomes an EngineRequest.
+"""Translation of a TokenRequest of the wire, checked field by field, into an EngineRequest.
 
 The checks here are those that only the wire needs (presence, indexes, fields of the router). The engine checks vocabulary and
 context, in one place for all its callers.
@@ -27,23 +27,23 @@ _FIELDS = common_pb2.SamplingParams.DESCRIPTOR.fields_by_name
 _Emitted = tuple[tuple[int, ...], ...]
 _Matchers = tuple[Matcher | None, ...]
 
-# Few threads, because each allocates memory apart from the others: where grammars come and go, six threads leave more gaps than
-# two. A constraint that the router let pass takes less time than the limit.
+# Few threads, because each has a memory arena of its own: with many short-lived grammars, six threads fragment memory more than
+# two. A constraint that the router accepted compiles within the limit.
 threads = WorkThreads("grammar", num_threads=2, max_waiting=64, timeout_s=10.0)
 
 
 @dataclass(frozen=True)
 class TokenRequestTranslator:
-    """Translate requests for a worker that serves `model`. `cache_root(tenant, cache_salt)` is the hash from which block hashes
-    begin; `grammars` compiles constraints, and is None where the model has no tokenizer."""
+    """Translate requests for a worker that serves `model`. `cache_root(tenant, cache_salt)` is the hash with which block hashes
+    begin; `grammars` compiles constraints; None: the model has no tokenizer."""
 
     model: str
     cache_root: Callable[[str, str], bytes]
     grammars: GrammarCompiler | None = None
 
     async def __call__(self, request: common_pb2.TokenRequest) -> EngineRequest:
-        """Return the engine's request. Raises InvalidArgument, or FailedPrecondition for another model, naming the field from
-        `request` on."""
+        """Return the engine's request. Raises InvalidArgument, or FailedPrecondition for another model, naming the field in
+        `request`."""
         if request.model != self.model:
             raise FailedPrecondition("request.model", f"this worker serves {self.model!r}, not {request.model[:80]!r}")
         if not request.prompt_token_ids:
@@ -65,7 +65,7 @@ class TokenRequestTranslator:
     async def _constraint(
         self, sampling: common_pb2.SamplingParams, emitted: _Emitted, finished: tuple[bool, ...]
     ) -> tuple[Grammar | None, _Matchers]:
-        """Return the compiled constraint, and its matchers replayed over the history of each unfinished choice. It runs in
+        """Return the compiled constraint, and its matchers replayed over the history of each unfinished choice. The work runs in
         threads, so that neither the event loop nor the engine waits."""
         if not sampling.HasField("constraint"):
             return None, ()
@@ -88,7 +88,8 @@ class TokenRequestTranslator:
 
 
 def _replay(grammar: CompiledGrammar, emitted: _Emitted, finished: tuple[bool, ...]) -> _Matchers:
-    """Return the matchers. Raises InvalidArgument for a history that does not follow its grammar."""
+    """Return the matchers after the history of each choice. Raises InvalidArgument for a history that does not follow its
+    grammar."""
     matchers: list[Matcher | None] = []
     for choice, (output, is_over) in enumerate(zip(emitted, finished, strict=True)):
         matcher, stray = (None, None) if is_over else grammar.follow(output)
@@ -120,7 +121,7 @@ def _sampling(wire: common_pb2.SamplingParams) -> SamplingParams:
 
 
 def _value(wire: common_pb2.SamplingParams, parameter: Parameter) -> Any:
-    """The default where the field is absent, or 0 where it cannot be absent."""
+    """Return the field's value; the default where the field is absent, or is 0 and cannot be absent."""
     value = getattr(wire, parameter.name)
     if parameter.kind is Kind.TOKENS:
         return tuple(value)
@@ -151,12 +152,12 @@ def _history(request: common_pb2.TokenRequest, num_choices: int) -> tuple[_Emitt
     return emitted, finished
 
 
-# Identity, layout and translator, which both services and the transfers need.
+# The served model, as both services and the transfers need it.
 
 
 @dataclass(frozen=True)
-class VocabularyLimits:
-    """Hold what both services and the transfers need: `identity` must be equal on both ends of a hand-off, `layout` convertible;
+class ServedModel:
+    """Describe the model that this worker serves: `identity` must be equal on both ends of a hand-off, `layout` convertible;
     `translate` makes the engine's requests."""
 
     identity: common_pb2.Identity
@@ -164,8 +165,8 @@ class VocabularyLimits:
     translate: TokenRequestTranslator
 
     @classmethod
-    def of(cls, engine: Engine, model: str, grammars: GrammarCompiler | None) -> VocabularyLimits:
-        """Return those of a worker that serves this engine as `model`."""
+    def of(cls, engine: Engine, model: str, grammars: GrammarCompiler | None) -> ServedModel:
+        """Return the description for a worker that serves this engine as `model`."""
         identity, layout = identity_of(engine, model), layout_of(engine)
 
         def cache_root(tenant: str, cache_salt: str) -> bytes:
@@ -174,12 +175,12 @@ class VocabularyLimits:
         return cls(identity, layout, TokenRequestTranslator(identity.model, cache_root, grammars))
 
 
-# The compiler of constraints for an engine's model.
+# The grammar compiler of an engine's model.
 
 
 def compiler_for(engine: Engine) -> GrammarCompiler | None:
     """Return the compiler, with the engine's vocabulary and end-of-sequence tokens; None when the model is no folder with a
-    tokenizer (reading the one inside a .gguf file takes seconds, at every start)."""
+    tokenizer (reading the tokenizer inside a .gguf file takes seconds, at every start)."""
     try:
         tokenizer = Tokenizer.load(engine.config.model)
     except (OSError, ValueError):

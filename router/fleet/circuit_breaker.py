@@ -210,7 +210,7 @@ class CircuitBreaker:
 # The health recorder: results of requests, for the circuit breaker, with this process's clock and log.
 
 PEERS_FOR_S = 2.0
-"""How long a list of peers is reused for comparisons: making one reads every worker."""
+"""Seconds for which a list of peers is reused for comparisons: making one reads every worker."""
 
 logger = logging.getLogger(__name__)
 
@@ -230,10 +230,10 @@ class HealthRecorder:
         if not self.health.suspects:
             return frozenset()
         now = _now()
-        engines = (fleet_snapshot.get(address) for address, _ in self.health.suspects_of(role))
-        views = [engine.view for engine in engines if engine is not None]
-        groups = [self._with_peers(suspects, fleet_snapshot, role) for suspects in _groups(views, role)]
-        return frozenset[WorkerKey]().union(*(self.health.ejected(role, group, now) for group in groups))
+        estimates = (fleet_snapshot.get(address) for address, _ in self.health.suspects_of(role))
+        views = [estimate.view for estimate in estimates if estimate is not None]
+        peers = [self._with_peers(suspects, fleet_snapshot, role) for suspects in _by_kind(views, role)]
+        return frozenset[WorkerKey]().union(*(self.health.ejected(role, each, now) for each in peers))
 
     def _with_peers(
         self, suspects: dict[WorkerKey, WorkerSnapshot], fleet_snapshot: FleetSnapshot, role: Role
@@ -265,18 +265,18 @@ class HealthRecorder:
         now = _now()
         if now >= self._peers_until:
             views = list(self._views())
-            self._peers = {(key, each): group for each in Role for group in _groups(views, each) for key in group}
+            self._peers = {(key, each): peers for each in Role for peers in _by_kind(views, each) for key in peers}
             self._peers_until = now + PEERS_FOR_S
         return self._peers.get((worker, role), ())
 
 
-def _groups(views: Iterable[WorkerSnapshot], role: Role) -> list[dict[WorkerKey, WorkerSnapshot]]:
-    """Return groups of workers that can replace each other."""
-    groups: dict[tuple[object, ...], dict[WorkerKey, WorkerSnapshot]] = defaultdict(dict)
+def _by_kind(views: Iterable[WorkerSnapshot], role: Role) -> list[dict[WorkerKey, WorkerSnapshot]]:
+    """Return the workers of each kind: they can replace each other."""
+    kinds: dict[tuple[object, ...], dict[WorkerKey, WorkerSnapshot]] = defaultdict(dict)
     for view in views:
         if view.decode if role is Role.DECODE else view.prefill:
-            groups[view.kind][view.key] = view
-    return list(groups.values())
+            kinds[view.kind][view.key] = view
+    return list(kinds.values())
 
 
 def _now() -> float:

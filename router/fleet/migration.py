@@ -2,8 +2,8 @@
 loads differ much.
 
 router/lifecycle/decode_stage.py moves a request: it prepares the next placement while the present one goes on, so that the client
-does not wait. This module decides which requests move, and how many at once, because each move is a hand-off that costs other
-requests time.
+does not wait. This module decides which requests move, and how many at once: each move is a hand-off that costs other requests
+time.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ class RebalanceLimits:
 
 
 @dataclass(frozen=True)
-class Pace:
+class WorkerTpot:
     """Hold the TPOT of a decode worker's sequences now, and the strictest objective among them (None: none)."""
 
     tpot_s: float
@@ -62,47 +62,47 @@ class Rebalancer:
     """Remember since when workers are overloaded, and which ones moved a sequence lately."""
 
     limits: RebalanceLimits = field(default_factory=RebalanceLimits)
-    _needy_since: dict[WorkerKey, float] = field(default_factory=dict)
+    _overloaded_since: dict[WorkerKey, float] = field(default_factory=dict)
     _moved_at: dict[WorkerKey, float] = field(default_factory=dict)
     _last_move_at: float | None = None
 
-    def decide(self, workers: Iterable[WorkerSnapshot], paces: Mapping[WorkerKey, Pace], now: float) -> Move | None:
+    def decide(self, workers: Iterable[WorkerSnapshot], tpots: Mapping[WorkerKey, WorkerTpot], now: float) -> Move | None:
         """Return the next move, which counts as made. Call it at every change, or a few times a second."""
         decodes = [worker for worker in workers if worker.decode]
         emptiest = _emptiest_by_kind(decodes)
-        needs = {worker.key: need for worker in decodes if (need := self._need(worker, emptiest[worker.kind], paces)) is not None}
-        self._needy_since = {key: self._needy_since.get(key, now) for key in needs}
+        moves = {each.key: found for each in decodes if (found := self._move(each, emptiest[each.kind], tpots)) is not None}
+        self._overloaded_since = {key: self._overloaded_since.get(key, now) for key in moves}
         self._moved_at = {key: at for key, at in self._moved_at.items() if now - at < self.limits.cooldown_s}
         if self._last_move_at is not None and now - self._last_move_at < self.limits.period_s:
             return None
-        ripe = [need for key, need in needs.items() if self._is_ripe(key, need.target, now)]
-        if not ripe:
+        due = [move for key, move in moves.items() if self._is_due(key, move.target, now)]
+        if not due:
             return None
-        move = min(ripe, key=lambda need: (self._needy_since[need.source], need.source))
+        move = min(due, key=lambda move: (self._overloaded_since[move.source], move.source))
         self._last_move_at = self._moved_at[move.source] = self._moved_at[move.target] = now
         return move
 
-    def _is_ripe(self, source: WorkerKey, target: WorkerKey, now: float) -> bool:
-        waited = now - self._needy_since[source] >= self.limits.patience_s
+    def _is_due(self, source: WorkerKey, target: WorkerKey, now: float) -> bool:
+        waited = now - self._overloaded_since[source] >= self.limits.patience_s
         return waited and source not in self._moved_at and target not in self._moved_at
 
-    def _need(self, worker: WorkerSnapshot, emptiest: list[WorkerSnapshot], paces: Mapping[WorkerKey, Pace]) -> Move | None:
+    def _move(self, worker: WorkerSnapshot, emptiest: list[WorkerSnapshot], tpots: Mapping[WorkerKey, WorkerTpot]) -> Move | None:
         target = next((other for other in emptiest if other.key != worker.key), None)
         if target is None or worker.num_seqs < 2:  # a lone sequence would be no better off elsewhere
             return None
         used, free = load_share(worker), load_share(target)
         if used - free >= self.limits.gap and used >= self.limits.full:
             return Move(worker.key, target.key, f"{worker.worker_id} is {used:.0%} full, {target.worker_id} {free:.0%}")
-        return self._slow(worker, target, paces) if used > free else None
+        return self._slow(worker, target, tpots) if used > free else None
 
-    def _slow(self, worker: WorkerSnapshot, target: WorkerSnapshot, paces: Mapping[WorkerKey, Pace]) -> Move | None:
-        pace, other = paces.get(worker.key), paces.get(target.key)
-        if pace is None or pace.objective_s is None or pace.tpot_s <= pace.objective_s:
+    def _slow(self, worker: WorkerSnapshot, target: WorkerSnapshot, tpots: Mapping[WorkerKey, WorkerTpot]) -> Move | None:
+        own, other = tpots.get(worker.key), tpots.get(target.key)
+        if own is None or own.objective_s is None or own.tpot_s <= own.objective_s:
             return None
         is_idle = target.num_seqs + target.dispatched_seqs == 0
-        if not is_idle and (other is None or other.tpot_s > self.limits.tpot_gap * pace.tpot_s):
+        if not is_idle and (other is None or other.tpot_s > self.limits.tpot_gap * own.tpot_s):
             return None
-        slow = f"{pace.tpot_s * 1000:.0f} ms per token, the objective is {pace.objective_s * 1000:.0f}"
+        slow = f"{own.tpot_s * 1000:.0f} ms per token, the objective is {own.objective_s * 1000:.0f}"
         return Move(worker.key, target.key, f"{worker.worker_id} gives {slow}; {target.worker_id} is faster")
 
 
@@ -137,7 +137,7 @@ class Migratable(Protocol):
     """Expose a request on a decode worker to migration."""
 
     @property
-    def holder(self) -> WorkerKey | None:
+    def decode_worker(self) -> WorkerKey | None:
         """Return the decode worker that the request could leave now; None while it cannot, or while a move is under way."""
 
     @property
@@ -153,7 +153,7 @@ class Migratable(Protocol):
         """Return the tokens that may still come."""
 
     def ask_to_move(self, reason: str) -> None:
-        """Move elsewhere, if there is room; call it only while `holder` is not None."""
+        """Move elsewhere, if there is room; call it only while `decode_worker` is not None."""
 
 
 @dataclass(eq=False)
@@ -165,7 +165,7 @@ class _Asked:
 
 
 class Migrator:
-    """Look for requests to move a few times a second, from `start` to `stop`.
+    """Check which requests should move, a few times a second, from `start` to `stop`.
 
     `requests` are those of this router; the caller adds and removes them.
     """
@@ -189,7 +189,7 @@ class Migrator:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to look."""
+        """Begin to check."""
         self._task = asyncio.create_task(self._run(), name="move requests")
 
     async def stop(self) -> None:
@@ -198,8 +198,8 @@ class Migrator:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    def look(self, now: float) -> None:
-        """Look once. `now` is monotonic seconds."""
+    def check(self, now: float) -> None:
+        """Check once. `now` is monotonic seconds."""
         leaving = {_key(worker) for worker in self._fleet.workers.values() if is_leaving(worker)}
         if leaving:
             self._leave(leaving, now)
@@ -211,7 +211,7 @@ class Migrator:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                self.look(loop.time())
+                self.check(loop.time())
             except Exception:  # requests go on where they are; a bug here must not end the moves of all others
                 logger.exception("looking for requests to move failed")
             await asyncio.sleep(PERIOD_S)
@@ -220,21 +220,22 @@ class Migrator:
         on_their_way: dict[WorkerKey, int] = defaultdict(int)
         here: list[tuple[Migratable, WorkerKey]] = []
         for request in self._requests:
-            holder, asked = request.holder, self._asked.get(request)
-            if holder is None and asked is not None:
+            source, asked = request.decode_worker, self._asked.get(request)
+            if source is None and asked is not None:
                 on_their_way[asked.source] += 1
-            elif holder in leaving and (asked is None or now - asked.at >= AGAIN_AFTER_S):
-                here.append((request, holder))
-        for request, holder in here:
-            if on_their_way[holder] < MAX_AT_ONCE:
-                on_their_way[holder] += 1
-                self._ask(request, holder, "its worker is about to leave", now)
+            elif source in leaving and (asked is None or now - asked.at >= AGAIN_AFTER_S):
+                here.append((request, source))
+        for request, source in here:
+            if on_their_way[source] < MAX_AT_ONCE:
+                on_their_way[source] += 1
+                self._ask(request, source, "its worker is about to leave", now)
 
     def _balance(self, rebalancer: Rebalancer, now: float) -> None:
-        move = rebalancer.decide(self._fleet.views(), self._paces(now), now)
+        move = rebalancer.decide(self._fleet.views(), self._tpots(now), now)
         if move is None:
             return
-        ready = [request for request in self._requests if request.holder == move.source and request.num_left > MIN_TOKENS_LEFT]
+        there = [request for request in self._requests if request.decode_worker == move.source]
+        ready = [request for request in there if request.num_left > MIN_TOKENS_LEFT]
         if ready:
             self._ask(max(ready, key=lambda request: request.num_left), move.source, move.reason, now)
 
@@ -242,20 +243,20 @@ class Migrator:
         self._asked[request] = _Asked(source, now)
         request.ask_to_move(reason)
 
-    def _paces(self, now: float) -> dict[WorkerKey, Pace]:
+    def _tpots(self, now: float) -> dict[WorkerKey, WorkerTpot]:
         """Return the mean TPOT over the last second or so, for each worker that has requests with an objective."""
         if not self._objectives:
             return {}
         times: dict[WorkerKey, list[float]] = defaultdict(list)
         goals: dict[WorkerKey, float] = {}
         for request in self._requests:
-            holder, goal = request.holder, self._objectives.get(request.model)
-            if holder is not None and goal is not None:
-                goals[holder] = min(goal, goals.get(holder, goal))
+            worker, goal = request.decode_worker, self._objectives.get(request.model)
+            if worker is not None and goal is not None:
+                goals[worker] = min(goal, goals.get(worker, goal))
                 tpot_s = self._tpot_s(request, now)
                 if tpot_s is not None:
-                    times[holder].append(tpot_s)
-        return {holder: Pace(sum(values) / len(values), goals[holder]) for holder, values in times.items()}
+                    times[worker].append(tpot_s)
+        return {worker: WorkerTpot(sum(values) / len(values), goals[worker]) for worker, values in times.items()}
 
     def _tpot_s(self, request: Migratable, now: float) -> float | None:
         """Return the TPOT since the last count, up to a second ago; None when no token has come since."""
@@ -276,5 +277,5 @@ def is_leaving(worker: Worker) -> bool:
 
 
 def _key(worker: Worker) -> WorkerKey:
-    assert worker.current is not None, "only a worker that lives leaves"
+    assert worker.current is not None, "only a live worker leaves"
     return (worker.address, worker.current.info.epoch)

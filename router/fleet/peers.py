@@ -29,8 +29,8 @@ from router.routing.worker_snapshot import WorkerKey
 MAX_BYTES = 256 << 10
 MAX_WORKERS = 4096
 AGES_MS = (0, 100, 300, 700, 1500)
-"""What was sent to one worker is summed by age class; a sum has the age of its youngest part, so that all of it counts for long
-enough."""
+"""Bounds of the age classes by which the amounts sent to a worker are summed. A sum has the age of its youngest part, so that all
+of it counts for long enough."""
 MAX_PER_WORKER = len(AGES_MS) + 1
 MAX_TENANTS = 1024
 MAX_NAME_BYTES = 32
@@ -173,7 +173,7 @@ MAX_SILENCE_S = 0.8
 SENT_SILENCE_S = 0.5
 """After this time heartbeats surely contain what was sent."""
 JOINING_S = 0.3
-"""How long after its first own message a router knows all others: they publish more often than that."""
+"""Seconds after its own first message in which a router learns of all others: they publish more often than that."""
 JOINING_SHARE = 0.5
 ALONE_AFTER_S = 1.0
 """A router that starts while no messages arrive takes itself for the only one after this time."""

@@ -119,9 +119,7 @@ class FleetRegistry:
 
     def ready(self) -> bool:
         """Return whether a decode worker can take a request. A decode worker can also prefill, so it suffices alone."""
-        return (
-            self.fleet_snapshot.owned
-        )  # a stored flag: it is asked at every heartbeat and request, too often for a loop over all workers
+        return self.fleet_snapshot.has_decode_workers  # loops over pools, not workers: every heartbeat and request asks
 
     def max_context(self, model: str) -> int | None:
         """Return the largest context of any known worker of `model`; None without one."""
@@ -205,6 +203,6 @@ class FleetRegistry:
             self.on_dispatch()
 
     def _changed(self, worker: Worker) -> None:
-        worker.link_changed()
+        worker.stream_changed()
         self.changes.fire()
         self.openings.fire()

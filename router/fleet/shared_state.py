@@ -45,7 +45,7 @@ class SharedState:
         self._router_id = router_id
         self._run = secrets.randbits(63)
         self._fleet = fleet
-        self._routing_request = demand
+        self._demand = demand
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._has_foreign = False
@@ -57,7 +57,7 @@ class SharedState:
         """Begin to publish and to listen."""
         self._fleet.on_dispatch = self._wake.set
         self._tasks = [
-            asyncio.create_task(self._tell_forever(), name="tell routers"),
+            asyncio.create_task(self._publish_forever(), name="tell routers"),
             asyncio.create_task(self._listen_forever(), name="hear routers"),
         ]
 
@@ -97,21 +97,21 @@ class SharedState:
             key = None if current is None else (worker.address, current.info.epoch)
             worker.heard(sent.get(key, []) if key is not None else [])
 
-    async def _tell_forever(self) -> None:
+    async def _publish_forever(self) -> None:
         backoff_s = FIRST_BACKOFF_S
         while True:
             try:
-                await self._tell_once()
+                await self._publish_once()
                 backoff_s = FIRST_BACKOFF_S
             except Exception:  # a router that is silent while it works would give out limits twice
                 logger.exception("telling the other routers failed")
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
-    async def _tell_once(self) -> None:
+    async def _publish_once(self) -> None:
         """Publish once, and wait until there is something new to publish."""
         self._wake.clear()
-        await self._tell()
+        await self._publish()
         now = time.monotonic()
         self.peers.tick(now)
         self._count(now)
@@ -120,14 +120,14 @@ class SharedState:
                 await self._wake.wait()
             await asyncio.sleep(BURST_S)  # one message carries all that is sent within this time
 
-    async def _tell(self) -> None:
+    async def _publish(self) -> None:
         now = time.monotonic()
         sent = {
             (worker.address, worker.current.info.epoch): worker.sent_lately(now)
             for worker in self._fleet.workers.values()
             if worker.current is not None
         }
-        data = peers.encode(PeerMessage(self._router_id, self._run, sent, self._routing_request(now)), now)
+        data = peers.encode(PeerMessage(self._router_id, self._run, sent, self._demand(now)), now)
 
         async def publish(redis: Redis) -> int:
             return int(await redis.publish(self._channel, data))

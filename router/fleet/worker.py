@@ -19,7 +19,7 @@ MIN_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 0.25
 UNUSABLE_RETRY_S = 1.0
 TRANSIT_S = 0.2
-MAX_TOLD = 256
+MAX_CONFIRMED = 256
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class Worker:
         self.last: Incarnation | None = None
         self.prefill = prefill_pb2_grpc.PrefillServiceStub(channel)
         self.decode = decode_pb2_grpc.DecodeServiceStub(channel)
-        self.link = DecodeStream(address, self.decode, settings, on_change=on_change, on_load=self._report)
+        self.decode_stream = DecodeStream(address, self.decode, settings, on_change=on_change, on_load=self._report)
         self._control = worker_pb2_grpc.WorkerControlStub(channel)
         self._settings = settings
         self._report_period_ms = report_period_ms
@@ -114,10 +114,10 @@ class Worker:
         self._on_dispatch = on_dispatch
         self._on_up = on_up
         self._dispatched: list[Dispatched] = []
-        self._told: list[Dispatched] = []
+        self._confirmed: list[Dispatched] = []
         self._foreign: list[Dispatched] = []
         self._view: WorkerSnapshot | None = None
-        self._link_started = False
+        self._stream_started = False
         self._task: asyncio.Task[None] | None = None
         self.lost_at: float = time.monotonic()
 
@@ -134,8 +134,8 @@ class Worker:
             self.current.lost.set()
         self.current = None
         self._view_changed()
-        if self._link_started:
-            await self.link.stop("the router stopped watching it")
+        if self._stream_started:
+            await self.decode_stream.stop("the router stopped watching it")
 
     @property
     def view(self) -> WorkerSnapshot | None:
@@ -144,7 +144,7 @@ class Worker:
         if current is None or current.load.draining:
             return None
         if self._view is None:
-            attached = self.link.attached and self.link.epoch == current.info.epoch
+            attached = self.decode_stream.attached and self.decode_stream.epoch == current.info.epoch
             self._view = worker_reports.snapshot_of(
                 current.described, current.load, decode=attached, reported_at=current.reported_at, sent=self._counted()
             )
@@ -160,8 +160,8 @@ class Worker:
         """Return what this router sent to the worker and other routers' heartbeats may not contain yet: the heartbeats of this
         router may be newer than theirs. `now`: monotonic seconds."""
         since = now - 2 * self._report_period_ms / 1000 - TRANSIT_S
-        self._told = [sent for sent in self._told if sent.arrived_at is not None and sent.arrived_at >= since]
-        return (*self._told, *self._dispatched)
+        self._confirmed = [sent for sent in self._confirmed if sent.arrived_at is not None and sent.arrived_at >= since]
+        return (*self._confirmed, *self._dispatched)
 
     def heard(self, foreign: list[Dispatched]) -> None:
         """Replace what other routers have sent to this incarnation, by their latest messages; each has an `arrived_at`."""
@@ -177,8 +177,8 @@ class Worker:
 
     def done(self, sent: Dispatched) -> None:
         """Stop counting what was sent, because the worker's response says that it has ended there; idempotent."""
-        if sent in self._told:
-            self._told.remove(sent)
+        if sent in self._confirmed:
+            self._confirmed.remove(sent)
         if sent in self._dispatched:
             self._dispatched.remove(sent)
             self._view_changed()
@@ -192,7 +192,7 @@ class Worker:
         ids = [trace_id.to_bytes(16, "big") for trace_id in trace_ids]
         await self._control.KeepTraces(worker_pb2.KeepTracesRequest(trace_ids=ids), timeout=timeout_s)
 
-    def link_changed(self) -> None:
+    def stream_changed(self) -> None:
         """Record that the DecodeStream attached or broke."""
         self._view_changed()
 
@@ -205,7 +205,7 @@ class Worker:
         for sent in contained:
             sent.arrived_at = figures_at if sent.arrived_at is None else sent.arrived_at
         self._dispatched = [sent for sent in self._dispatched if sent not in contained]
-        self._told = [*self._told, *contained][-MAX_TOLD:]
+        self._confirmed = [*self._confirmed, *contained][-MAX_CONFIRMED:]
 
     def _figures_at(self) -> float:
         """Return the monotonic seconds of the latest heartbeat's figures."""
@@ -270,7 +270,7 @@ class Worker:
         self.current = self.last = incarnation
         self._dispatched.clear()
         self._foreign.clear()
-        self._told.clear()
+        self._confirmed.clear()
         self._on_up(incarnation)
 
     def _report(self, load: worker_pb2.LoadReport) -> None:
@@ -284,9 +284,9 @@ class Worker:
         if self._foreign:
             self._foreign = [sent for sent in self._foreign if not sent.is_contained(figures_at)]
         self._view_changed()
-        if worker_pb2.ROLE_DECODE in load.roles and not self._link_started:
-            self._link_started = True
-            self.link.start()
+        if worker_pb2.ROLE_DECODE in load.roles and not self._stream_started:
+            self._stream_started = True
+            self.decode_stream.start()
         self._on_change()
 
     def _down(self, problem: str) -> None:

@@ -57,8 +57,8 @@ class TtftPredictor:
         return self._idle[key]
 
     def _look_for_idle(self, routing_request: RoutingRequest, context: int) -> float | None:
-        groups = self._core.fleet.fleet_snapshot.groups(routing_request.model, routing_request.kind)
-        views = [engine.view for group in groups for engine in group.engines.values() if engine.view.decode]
+        pools = self._core.fleet.fleet_snapshot.pools(routing_request.model, routing_request.kind)
+        views = [estimate.view for pool in pools for estimate in pool.estimates.values() if estimate.view.decode]
         speeds = [view.idle_tpot_s(routing_request.num_choices, context) for view in views]
         told = [tpot_s for tpot_s in speeds if tpot_s is not None]
         return min(told) if told and len(told) == len(views) else None

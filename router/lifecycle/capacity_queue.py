@@ -1,11 +1,11 @@
 """The queue of admitted requests that found no room on any decode worker: the first one tries again, so that none starves.
 
-It is ordered by arrival, as admission let requests in: fair between tenants. A request that was interrupted here goes first. A
-priority orders the requests of one tenant among the places that they have in the queue: it takes none from other tenants.
+It is in order of arrival, which is the order of admission: fair between tenants. A request that was interrupted here goes first.
+A priority orders the requests of one tenant among the places that they have in the queue: it takes none from other tenants.
 
-One try at a time would be no faster than Submit, which a worker answers between two of its steps: a queue that began with a
-moment's shortage would last as long as the load. So each place that the first finds lets twice as many try at once, and after
-each try that fails only the first may.
+One try at a time would be no faster than Submit, which a worker answers between two of its steps: after a short shortage the
+queue would last as long as the load. So each success of the first request doubles the number that may try at once, and after a
+failure only the first may.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ MAX_TRYING = 64
 
 @dataclass(order=True)
 class Waiter:
-    """A request in the queue. `may_try` is set when it is among the first of them, as many as may try at once."""
+    """Hold a request in the queue. `may_try` is set while it is among the first, as many as may try at once."""
 
     priority: int
     arrival: int
@@ -34,7 +34,7 @@ class _Queue:
 
 
 class CapacityQueue:
-    """One queue for each key: requests that different workers can serve must not wait for each other."""
+    """Hold one queue for each key: requests that different workers can serve must not wait for each other."""
 
     def __init__(self) -> None:
         self._queues: dict[Hashable, _Queue] = {}
@@ -57,7 +57,7 @@ class CapacityQueue:
         return waiter
 
     def failed(self, key: Hashable) -> None:
-        """A request that might try found no room: now only the first may."""
+        """Record that a request found no room: from now on only the first may try."""
         queue = self._queues[key]
         queue.num_trying = 1
         _call(queue)
@@ -75,7 +75,7 @@ class CapacityQueue:
 
 
 def _call(queue: _Queue) -> None:
-    """Let the first ones try; the others wait, also those that have been overtaken since they might."""
+    """Let the first ones try; the others wait, also those that were allowed to and have been overtaken."""
     for place, waiter in enumerate(queue.waiters):
         if place < queue.num_trying:
             waiter.may_try.set()
@@ -84,7 +84,7 @@ def _call(queue: _Queue) -> None:
 
 
 def _order_own(waiters: list[Waiter], tenant: str) -> None:
-    """Have the tenant's requests change places among themselves, by priority, then arrival."""
+    """Sort the tenant's requests among the places that they have, by priority, then arrival."""
     places = [place for place, waiter in enumerate(waiters) if waiter.tenant == tenant and not waiter.interrupted]
     for place, waiter in zip(places, sorted(waiters[place] for place in places), strict=True):
         waiters[place] = waiter

@@ -1,4 +1,4 @@
-"""One request on one decode worker: its own id there, its attempts, its tokens, and how it ends."""
+"""One request on one decode worker: its id there, its attempts, its tokens, and its end."""
 
 import asyncio
 import contextlib
@@ -31,11 +31,11 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerLost(Exception):
-    """A decode session is over before the output is; the request has to go on elsewhere."""
+    """Report that a decode session ended before the output; the request has to continue on another worker."""
 
 
 class Sink(Protocol):
-    """Where the tokens of a session go."""
+    """Receive the tokens of a session."""
 
     drafts: DraftTotals
 
@@ -47,12 +47,12 @@ class Sink(Protocol):
 
 
 class DecodeSession:
-    """A request on a decode worker, from Submit until it ends or is left. It follows the worker's link.
+    """Follow a request on a decode worker, from Submit until it ends or is left, through the worker's DecodeStream.
 
-    The id on the wire is the client's with a random tail: a client's id need not be unique, and a request that comes back to a
-    worker which still holds an earlier session of it must not be taken for that one.
-    `started`: decode generates; `delivered`: tokens have come in this session, from decode or prefill; `flowing` is set then.
-    `ended` resolves with None when the worker has finished every choice, else with the reason why not.
+    The id on the wire is the client's with a random tail: a client's id need not be unique, and a worker must not mistake a
+    request that returns for an earlier session of it which it still has.
+    `started`: the decode worker generates; `delivered`: tokens have come in this session, from either worker; `flowing` is set
+    then. `ended` resolves with None when the worker has finished every choice, else with the reason why not.
     """
 
     def __init__(
@@ -88,30 +88,30 @@ class DecodeSession:
 
     @property
     def key(self) -> WorkerKey:
-        """The incarnation of the worker."""
+        """Return the key of the worker's incarnation."""
         return (self.worker.address, self.info.epoch)
 
     @property
     def incarnation(self) -> Incarnation:
-        """The process of the worker."""
+        """Return the worker's process."""
         return self._incarnation
 
     async def submit(self, mode: Mode, emitted: list[common_pb2.EmittedChoice], *, because: str = "") -> common_pb2.Reservation:
-        """Submit the next attempt. `because`: what speaks against the one under way. Raises MeshError as the worker answered."""
+        """Submit the next attempt. `because`: why it replaces the current one. Raises the MeshError that the worker answered."""
         self.attempt += 1
         waited_before = self._waits_for_first
-        self._waits_for_first = waited_before or mode is Mode.REMOTE  # until the answer, what comes is of the attempt before
+        self._waits_for_first = waited_before or mode is Mode.REMOTE  # until the answer, output belongs to the attempt before
         self._got_first = False
         self._unfinished -= {choice.index for choice in emitted if choice.finish_reason}
-        self.worker.link.follow(self.wire_id, self.info.epoch, self)
+        self.worker.decode_stream.follow(self.wire_id, self.info.epoch, self)
         self._timings.submitting(self._described(mode), because)
         self._failed_meanwhile = None
         try:
             response = await self._call_submit(self._submit_request(mode, emitted))
         except MeshError:
-            self.attempt -= 1  # the one before is in force again, if any is
+            self.attempt -= 1  # the attempt before, if any, is in force again
             if not waited_before or self._got_first:
-                self.deliver_first(())  # decode may run on with the attempt before
+                self.deliver_first(())  # the decode worker may go on with the attempt before
             if self._failed_meanwhile is not None:
                 self.end(self._failed_meanwhile)
             raise
@@ -123,21 +123,21 @@ class DecodeSession:
         return {"pdmesh.attempt": self.attempt, "pdmesh.mode": mode.value, "pdmesh.decode.worker": self.info.worker_id}
 
     def _expect_first(self, mode: Mode) -> None:
-        """The attempt is in force now: its first tokens come from prefill, or from decode itself."""
+        """Note that the attempt is in force. Its first tokens come from the prefill worker; LOCAL: from the decode worker."""
         self._waits_for_first = mode is Mode.REMOTE
         if mode is Mode.LOCAL:
             self.deliver_first(())
 
     def refused(self) -> None:
-        """The worker kept nothing of the Submit: no Cancel is due."""
+        """Note that the worker kept nothing of the Submit: no Cancel is due."""
         self._submitted = False
 
     def finished(self) -> None:
-        """Prefill has told decode that every choice ended with its first token: nothing is left to cancel."""
+        """Note that every choice ended with its first token, and the decode worker knows: no Cancel is due."""
         self._unfinished.clear()
 
     def deliver_first(self, chunks: Sequence[TokenChunk]) -> None:
-        """Take the first tokens from the prefill worker that fills the reservation. What decode sent before them follows."""
+        """Take the first tokens from the prefill worker. Output that the decode worker sent before them follows."""
         self._waits_for_first = False
         self._got_first = True
         held, self._held = self._held, []
@@ -145,7 +145,7 @@ class DecodeSession:
             self.deliver(chunk)
 
     def deliver(self, chunk: TokenChunk) -> None:
-        """Take output of this session, in the order in which it counts."""
+        """Pass output of this session to the sink, in its final order."""
         if not self.delivered:
             self.delivered = True
             self.flowing.set()
@@ -156,9 +156,8 @@ class DecodeSession:
             self.end(WorkerLost(f"{self.info.worker_id}: {error}"))
 
     def _hold_back(self, chunk: TokenChunk) -> None:
-        """Decode repeats the committed first tokens, without log-probabilities; those of prefill, with its timings, come first.
-
-        The two streams may overtake each other, by little."""
+        """Hold output back until the prefill worker's first tokens, which have log-probabilities and timings; the decode worker
+        repeats them without. The two streams overtake each other by little."""
         self._held.append(chunk)
         if len(self._held) > MAX_HELD_CHUNKS:
             self.end(WorkerLost(f"tokens come from {self.info.worker_id}, but no first tokens from the prefill worker"))
@@ -169,14 +168,14 @@ class DecodeSession:
             self.ended.set_result(result)
 
     def leave(self, reason: str) -> None:
-        """Stop following; when the worker may still hold something of the request, tell it in the background."""
-        self.worker.link.unfollow(self.wire_id)
+        """Stop following. If the worker may still have state of the request, cancel it there in the background."""
+        self.worker.decode_stream.unfollow(self.wire_id)
         if self._submitted and self._unfinished:
             self._submitted = False
             self._core.background.spawn(self._cancel(reason), f"cancel {self.wire_id}")
 
     def on_output(self, output: decode_pb2.SequenceOutput) -> None:
-        """Per-token path."""
+        """Take new output of one choice. Per-token path."""
         if output.finish_reason:
             self._unfinished.discard(output.choice)
         if output.num_drafted:
@@ -190,7 +189,7 @@ class DecodeSession:
             self.deliver(chunk)
 
     def on_event(self, event: decode_pb2.RequestEvent) -> None:
-        """STARTED brings timings, FAILED ends the session unless it is about an earlier attempt (0: about none in particular)."""
+        """Take an event. STARTED brings timings; FAILED ends the session unless it names an earlier attempt (0: no attempt)."""
         if event.kind == decode_pb2.REQUEST_EVENT_KIND_STARTED and event.attempt == self.attempt:
             self._on_started(event)
         elif event.kind == decode_pb2.REQUEST_EVENT_KIND_FAILED and self._is_about_now(event.attempt):
@@ -199,15 +198,15 @@ class DecodeSession:
             self._failed_meanwhile = self._failure(event)  # counts only if the new attempt is refused
 
     def on_lost(self, reason: str) -> None:
-        """The worker is gone, or out of reach for too long."""
+        """End the session: the worker is gone, or was out of reach for too long."""
         self.end(WorkerLost(reason))
 
     def next_indexes(self) -> Sequence[tuple[int, int]]:
-        """Return what a re-attached stream has to start from."""
+        """Return the indexes from which a re-attached stream has to start."""
         return self._sink.next_indexes()
 
     def _is_about_now(self, attempt: int) -> bool:
-        # A re-attach that overtakes a Submit names a request that the worker does not know yet: its answer says attempt 0.
+        # If a re-attach overtakes a Submit, the worker does not know the request yet and answers with attempt 0.
         return attempt == self.attempt or (attempt == 0 and not self._submitting)
 
     def _on_started(self, event: decode_pb2.RequestEvent) -> None:
@@ -224,7 +223,7 @@ class DecodeSession:
         return WorkerLost(f"decode worker {self.info.worker_id} gave the request up (code {event.code}): {event.message}")
 
     async def _call_submit(self, request: decode_pb2.SubmitRequest) -> decode_pb2.SubmitResponse:
-        """Raises MeshError, also when the worker falls silent meanwhile."""
+        """Call Submit. Raises MeshError, also when the worker falls silent meanwhile."""
         self._submitting = self._submitted = True
         self._timings.spans.took_part(self.worker)
         try:
@@ -261,7 +260,7 @@ class DecodeSession:
         return limit_s if left_s is None else min(limit_s, left_s)
 
     async def _cancel(self, reason: str) -> None:
-        """Call until the worker has answered, is another incarnation, or has had the time to miss the request itself."""
+        """Call Cancel until the worker answers, is another incarnation, or has had the time to miss the request itself."""
         request = decode_pb2.CancelRequest(request_id=self.wire_id, reason=reason)
         backoff_s = 0.1
         with contextlib.suppress(TimeoutError):

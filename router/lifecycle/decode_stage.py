@@ -1,7 +1,7 @@
 """The stage decode: a decode worker generates until every choice has ended, here or where the request has moved to meanwhile.
 
-asked to move (`router/fleet/migration.py` asks) ─► place, reserve and prefill elsewhere while the present session goes on ─► its
-tokens come: the present session is left. Without room elsewhere, or when anything fails there, the request stays.
+asked to migrate (`router/fleet/migration.py` asks) ─► place, reserve and prefill elsewhere while the present session goes on ─►
+its tokens come: the present session is left. Without room elsewhere, or after any failure there, the request stays.
 """
 
 import asyncio
@@ -17,16 +17,16 @@ from router.lifecycle.request import Assignment, Dispatch, DispatchStage, Reques
 from router.routing.worker_reports import kind_of
 from router.telemetry.timings import RequestTimings, Spans, now_ns
 
-MIN_PACE_STEPS = 8
-"""Fewer steps of a session say nothing about how fast they come."""
+MIN_TIMED_STEPS = 8
+"""The step time of a session with fewer steps is not recorded: it says little."""
 
 logger = logging.getLogger(__name__)
 
 
 class DecodeStage:
-    """Dispatch whose KV is there → every choice has ended. Raises WorkerLost, DeadlineExceeded.
+    """Wait until every choice of a prefilled dispatch has ended. Raises WorkerLost, DeadlineExceeded.
 
-    A move runs `stages_before`, place to prefill, for the next session.
+    A migration runs `stages_before`, place to prefill, for the next session.
     """
 
     def __init__(self, core: RouterContext, stages_before: Sequence[DispatchStage]) -> None:
@@ -34,14 +34,14 @@ class DecodeStage:
         self._stages_before = stages_before
 
     async def run(self, dispatch: Dispatch) -> None:
-        """Wait for the end of the session, or of the one that follows a move."""
+        """Wait for the end of the session, or of those that follow migrations."""
         request, assignment = dispatch.request, dispatch.assigned
-        self._core.movers.add(request)
+        self._core.migratable.add(request)
         try:
             while not await self._is_over(request, assignment.session):
                 assignment = await self._move(request, assignment)
         finally:
-            self._core.movers.discard(request)
+            self._core.migratable.discard(request)
             request.move = None
         assignment.finished()
         if request.client_stream.failed:  # the client is too slow: the tracker must not be filled further
@@ -53,14 +53,14 @@ class DecodeStage:
         since_ns, since_steps = now_ns(), _num_steps(request, session)
         asked = request.move = asyncio.get_running_loop().create_future()
         await asyncio.wait((session.ended, asked), return_when=asyncio.FIRST_COMPLETED)
-        self._note_pace(request, session, since_ns, since_steps)
+        self._note_step_time(request, session, since_ns, since_steps)
         if session.ended.done():
             _raise(session)
             return True
         return False
 
     async def _move(self, request: Request, assignment: Assignment) -> Assignment:
-        """`_try_move`, as a span."""
+        """Run `_try_move` in a span."""
         assert request.move is not None
         reason = request.move.result()
         spans = request.timings.spans.moving(now_ns(), assignment.session.info.worker_id, reason)
@@ -83,7 +83,7 @@ class DecodeStage:
         except (WorkerLost, MeshError) as error:
             logger.info("%s stays on %s: %s", old.wire_id, old.info.worker_id, error)
             return assignment
-        except Exception:  # the present session is well: a bug in a move must not end it
+        except Exception:  # the present session is healthy: a bug in a migration must not end it
             logger.exception("%s stays on %s: its move failed", old.wire_id, old.info.worker_id)
             return assignment
         if new is None:
@@ -98,7 +98,7 @@ class DecodeStage:
         return new
 
     async def _arrive(self, request: Request, old: DecodeSession, spans: Spans) -> Assignment:
-        """Return the next assignment when its tokens come. Its timings are not the request's: the client has a first token.
+        """Return the next assignment when its tokens come. It has timings of its own: the client has a first token already.
 
         Raises NoRoomElsewhere, WorkerLost, MeshError."""
         request.kind = kind_of(old.info)
@@ -115,19 +115,19 @@ class DecodeStage:
             raise
         return dispatch.assigned
 
-    def _note_pace(self, request: Request, session: DecodeSession, since_ns: int, since_steps: int) -> None:
-        """Note how fast the worker stepped. Not how fast tokens came: a worker whose outputs cannot be guessed is not slow."""
+    def _note_step_time(self, request: Request, session: DecodeSession, since_ns: int, since_steps: int) -> None:
+        """Record the time of a step, not of a token: a worker whose drafts are rejected is not slow."""
         num_steps = _num_steps(request, session) - since_steps
-        since_ns = max(since_ns, request.timings.first_received_ns or 0)  # before it, decode may have computed the prompt
+        since_ns = max(since_ns, request.timings.first_received_ns or 0)  # before it, the prompt may be computed here
         if session.ended.done() and session.ended.result() is not None:
             return
         self._core.health_recorder.succeeded(session.key, Role.DECODE)
-        if num_steps >= MIN_PACE_STEPS:
+        if num_steps >= MIN_TIMED_STEPS:
             self._core.health_recorder.took(session.key, Role.DECODE, (now_ns() - since_ns) / 1e9 / num_steps)
 
 
 def _num_steps(request: Request, session: DecodeSession) -> int:
-    """Return the tokens so far, less those that took no step of their own in `session`, as they were drafted."""
+    """Return the tokens so far, without accepted drafts in `session`, which took no step of their own."""
     return request.num_tokens - request.drafts.accepted_in(session.wire_id) // request.prepared.num_choices
 
 
@@ -138,7 +138,7 @@ def _raise(session: DecodeSession) -> None:
 
 
 async def _first(event: asyncio.Event, future: asyncio.Future[WorkerLost | MeshError | None]) -> None:
-    """Wait until one of them has come."""
+    """Wait until either is done."""
     waiting = asyncio.create_task(event.wait())
     try:
         await asyncio.wait((waiting, future), return_when=asyncio.FIRST_COMPLETED)
@@ -147,7 +147,7 @@ async def _first(event: asyncio.Event, future: asyncio.Future[WorkerLost | MeshE
 
 
 async def _arrival(arriving: asyncio.Task[Assignment], old: DecodeSession) -> Assignment | None:
-    """Return the next assignment; None when `old` has brought everything meanwhile. Whatever else happens, what had been begun
+    """Return the next assignment; None when `old` has finished meanwhile. Unless it is returned, a session that was begun
     elsewhere is left. Raises NoRoomElsewhere, WorkerLost, MeshError."""
     taken: Assignment | None = None
     try:

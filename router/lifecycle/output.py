@@ -1,4 +1,4 @@
-"""From tokens to the messages a client gets: ids at once, text when it is safe, stop strings, logprobs as text, usage."""
+"""Conversion of tokens to the client's messages: ids at once, text when it is safe, stop strings, logprobs as text, usage."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -10,22 +10,22 @@ from pdmesh.text.detokenizer import ChoiceText
 from pdmesh.v1 import common_pb2, mesh_pb2
 from router.tokenization.prepared_request import PreparedRequest
 
-# The output of one request: each index once and in order, whatever arrives, how often and from where.
+# The output tracker accepts each index of a request's output once and in order, however often and from wherever it arrives.
 #
-# Tokens come from two streams (the first one from prefill, the others from decode) and, after a loss, again from another worker.
-# The tracker keeps what was accepted as history, holds back what is ahead of a gap, and counts a repeated index whose token
-# differs.
+# Tokens come from two streams (the first from the prefill worker, the others from the decode worker), and after a loss again from
+# another worker. The tracker keeps accepted tokens as history, holds back those ahead of a gap, and counts repeated indexes whose
+# token differs.
 
 
 MAX_EARLY_TOKENS = 4096
-"""Tokens of one choice that may wait for a gap to close. A gap lasts for milliseconds; more is a peer gone wrong."""
+"""Tokens of one choice that may wait for a gap to close. A gap lasts for milliseconds; more means a broken worker."""
 
 UNFINISHED = common_pb2.FINISH_REASON_UNSPECIFIED
 
 
 @dataclass(slots=True)
 class TokenChunk:
-    """New output of one choice: consecutive tokens from `first_index` on; `logprobs` is empty or one for each token."""
+    """Hold new output of one choice: consecutive tokens from `first_index` on; `logprobs` is empty or one for each token."""
 
     choice: int
     first_index: int
@@ -42,11 +42,11 @@ class _ChoiceOutput:
 
 
 class OutputError(Exception):
-    """A worker sent what no worker may send."""
+    """Report output that no worker may send."""
 
 
 class OutputTracker:
-    """The output of `num_choices` choices, starting from what was emitted before (resume)."""
+    """Track the output of `num_choices` choices, from what was emitted before (resume)."""
 
     def __init__(self, num_choices: int, emitted: Sequence[common_pb2.EmittedChoice] = ()) -> None:
         self._choices = [_ChoiceOutput() for _ in range(num_choices)]
@@ -56,27 +56,27 @@ class OutputTracker:
 
     @property
     def all_finished(self) -> bool:
-        """Every choice has ended."""
+        """Return True if every choice has ended."""
         return all(state.finish_reason for state in self._choices)
 
     @property
     def num_tokens(self) -> int:
-        """Accepted tokens of all choices, history included."""
+        """Return the number of accepted tokens of all choices, history included."""
         return sum(len(state.token_ids) for state in self._choices)
 
     @property
     def anything_emitted(self) -> bool:
-        """True if there is any history."""
+        """Return True if there is any history."""
         return any(state.token_ids or state.finish_reason for state in self._choices)
 
     @property
     def finish_reasons(self) -> tuple[common_pb2.FinishReason.ValueType, ...]:
-        """The finish reason of each choice; unspecified: it goes on."""
+        """Return the finish reason of each choice; unspecified: it goes on."""
         return tuple(state.finish_reason for state in self._choices)
 
     @property
     def has_gap(self) -> bool:
-        """Some choice has tokens that wait for an earlier one."""
+        """Return True if some choice has tokens that wait for an earlier one."""
         return any(state.early for state in self._choices)
 
     def next_index(self, choice: int) -> int:
@@ -88,7 +88,7 @@ class OutputTracker:
         return bool(self._choices[choice].finish_reason)
 
     def history(self) -> list[common_pb2.EmittedChoice]:
-        """Return what the next attempt is forced to: nothing, or one entry for each choice."""
+        """Return the output that the next attempt is forced to: empty, or one entry for each choice."""
         if not self.anything_emitted:
             return []
         return [
@@ -97,7 +97,7 @@ class OutputTracker:
         ]
 
     def accept(self, chunk: TokenChunk) -> list[TokenChunk]:
-        """Return what is new of `chunk`, and of chunks held back before it, in order. Raises OutputError."""
+        """Return the new part of `chunk`, and of chunks held back before it, in order. Raises OutputError."""
         if not 0 <= chunk.choice < len(self._choices):
             raise OutputError(f"choice {chunk.choice} does not exist: the request has {len(self._choices)}")
         state = self._choices[chunk.choice]
@@ -118,7 +118,7 @@ class OutputTracker:
         state.finish_reason = common_pb2.FINISH_REASON_STOP
 
     def drop_early(self) -> None:
-        """Forget what waits behind gaps: another attempt repeats it."""
+        """Drop tokens that wait behind gaps: another attempt repeats them."""
         for state in self._choices:
             state.early.clear()
 
@@ -156,7 +156,7 @@ class OutputTracker:
 
 
 class ResumeMismatch(Exception):
-    """The history of a resumed stream goes on behind its own end; `choice` says where."""
+    """Report that the history of a resumed stream has tokens after its own end; `choice` says where."""
 
     def __init__(self, choice: int, message: str) -> None:
         super().__init__(message)
@@ -164,7 +164,7 @@ class ResumeMismatch(Exception):
 
 
 class Output:
-    """The output of one request towards its client. Ends choices at stop strings, of which it tells the tracker."""
+    """Render the output of one request for its client. It ends choices at stop strings, and stops them in the tracker, too."""
 
     def __init__(self, prepared: PreparedRequest, tracker: OutputTracker) -> None:
         self._prepared = prepared
@@ -178,16 +178,16 @@ class Output:
 
     @property
     def done(self) -> bool:
-        """Every choice has had its last delta."""
+        """Return True if every choice has had its last delta."""
         return not self._num_unfinished
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all choices, history included, nothing behind a stop string."""
+        """Return the number of tokens of all choices, history included, without those after a stop string."""
         return sum(self._counts)
 
     def replay(self, emitted: Sequence[common_pb2.EmittedChoice]) -> list[mesh_pb2.GenerateResponse]:
-        """Take in the history of a resumed stream. Return messages only for choices of whose end the client was not told.
+        """Take in the history of a resumed stream. Return messages only for choices whose end the client was not sent.
 
         Raises ResumeMismatch.
         """
@@ -204,7 +204,7 @@ class Output:
         response = mesh_pb2.GenerateResponse()
         delta = response.delta
         delta.first_index, delta.text = chunk.first_index, text
-        if choice:  # 0 need not be said
+        if choice:  # 0 is the default
             delta.choice = choice
         delta.token_ids.extend(token_ids if num_pushed == len(token_ids) else token_ids[:num_pushed])
         self._counts[choice] += num_pushed
@@ -295,9 +295,9 @@ class Output:
 
 
 class DraftTotals:
-    """Tokens that workers drafted for one request, over all of its decode sessions.
+    """Count the tokens that workers drafted for one request, over all of its decode sessions.
 
-    Messages name totals of a session, so that one which is lost, or sent again, changes nothing; the latest of each counts."""
+    Messages hold the totals of a session, and the latest of each session counts: a lost or repeated message changes nothing."""
 
     def __init__(self) -> None:
         self._totals: dict[tuple[str, int], tuple[int, int]] = {}
@@ -312,27 +312,27 @@ class DraftTotals:
 
     @property
     def num_drafted(self) -> int:
-        """Tokens that were drafted and verified."""
+        """Return the number of drafted tokens that were verified."""
         return sum(drafted for drafted, _ in self._totals.values())
 
     @property
     def num_accepted(self) -> int:
-        """Those of them that the model confirmed."""
+        """Return the number of drafted tokens that the model accepted."""
         return sum(accepted for _, accepted in self._totals.values())
 
 
-# Between the reader of frames, which never waits, and one client, which may be slow: bounded by tokens.
+# The client stream buffers between the reader of frames, which never waits, and one client, which may be slow. Tokens bound it.
 
 
 M = TypeVar("M")
 
 
 class ClientStream(Generic[M]):
-    """Accepted output of one request on its way to the client. One producer side, one consumer, one event loop.
+    """Buffer accepted output of one request for its client. It has one producer and one consumer, on one event loop.
 
-    A client that waits gets its message rendered in the producer's turn: the reader of a frame then does so for all of its
-    requests in a row, and each request's task has nothing left to do but to write. Chunks of a choice that pile up for a slow
-    client are merged before they are rendered, so it costs fewer messages, not more.
+    If the consumer waits, the producer renders the message: the reader of a frame does so for all of its requests in a row, and
+    each request's task has nothing left to do but to write. Chunks of a choice that pile up for a slow client are merged before
+    they are rendered, so it costs fewer messages, not more.
     """
 
     def __init__(self, max_tokens: int, render: Callable[[TokenChunk], M | None]) -> None:
@@ -346,12 +346,12 @@ class ClientStream(Generic[M]):
 
     @property
     def failed(self) -> bool:
-        """An error waits behind the chunks, or was raised already."""
+        """Return True if an error waits behind the chunks, or was raised already."""
         return self._error is not None
 
     def put(self, chunk: TokenChunk) -> None:
         """Queue `chunk`, or hand its message to the task that waits. When the client is too far behind, everything is dropped and
-        the stream fails. What counts is what lay here before: a grammar may force thousands of tokens at once."""
+        the stream fails. The limit applies to what was queued before: a grammar may force thousands of tokens at once."""
         if self._error is not None:
             return
         waiter = self._waiter

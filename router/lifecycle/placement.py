@@ -1,4 +1,4 @@
-"""The stages place and reserve: the policy chooses workers, and their answers correct it.
+"""The stages place and reserve: the policy chooses workers, and they accept or refuse.
 
 place ─► reserve ─► a reservation on a decode worker
   ▲         │
@@ -32,14 +32,14 @@ logger = logging.getLogger(__name__)
 
 
 class NoRoomElsewhere(Exception):
-    """No other worker has room for a request that is to move: it stays where it is."""
+    """Report that no other worker has room for a request that should migrate: it stays on its worker."""
 
 
 class PlaceStage:
-    """Dispatch → its `placement`: the policy's choice of workers.
+    """Set a dispatch's `placement`: the policy's choice of workers.
 
-    When no worker takes the request, it waits in the capacity queue and is placed again at every change of the fleet. Raises
-    ResourceExhausted or Unavailable at the limit for what is missing; for a move NoRoomElsewhere at once.
+    When no worker takes the request, it waits in the capacity queue and is placed again at every change of the fleet. At the time
+    limit it raises ResourceExhausted (no room) or Unavailable (no worker); for a migration NoRoomElsewhere at once.
     """
 
     def __init__(self, core: RouterContext) -> None:
@@ -53,7 +53,7 @@ class PlaceStage:
         search = dispatch.search
         if not search.has_begun:
             search.has_begun = True
-            if not self._core.room.is_empty(dispatch.queue_key):
+            if not self._core.capacity_queue.is_empty(dispatch.queue_key):
                 await self._wait_for_turn(dispatch)
         while (nothing := self._choose(dispatch)) is not None:
             if search.waiter is not None:
@@ -61,9 +61,9 @@ class PlaceStage:
             await self._wait_for_turn(dispatch)
 
     def place_elsewhere(self, dispatch: Dispatch, leaving: DecodeSession) -> None:
-        """Place a running request once more, in one try. The worker that it leaves hands the KV over where it can: its
-        cache holds nearly all of it. Raises NoRoomElsewhere."""
-        if dispatch.search.errors:  # it was the one try
+        """Place a running request on another worker, in one try. The worker that it leaves hands the KV over if it can: it has
+        nearly all of it cached. Raises NoRoomElsewhere."""
+        if dispatch.search.errors:  # the one try has failed
             raise NoRoomElsewhere(dispatch.search.errors[-1].message)
         fleet_snapshot, ejected = self._core.fleet.fleet_snapshot, self._core.health_recorder.ejected
         routing_request = routing_request_for(
@@ -81,7 +81,7 @@ class PlaceStage:
         dispatch.placement, dispatch.routing_request = choice, routing_request
 
     def _choose(self, dispatch: Dispatch) -> NoPlacement | None:
-        """Ask the policy for the best worker that has not refused. Return None, or why there is none left to try."""
+        """Set the policy's choice among the workers that have not refused, and return None; or return why there is none."""
         search = dispatch.search
         while True:
             choice, routing_request = self._ask_policy(dispatch)
@@ -94,7 +94,7 @@ class PlaceStage:
             search.begin_round(takes_ejected=True)
 
     def _ask_policy(self, dispatch: Dispatch) -> tuple[Placement | NoPlacement, RoutingRequest]:
-        """Return the policy's answer, and keep it to be explained."""
+        """Return the policy's answer, and record it as a decision."""
         search, fleet_snapshot = dispatch.search, self._core.fleet.fleet_snapshot
         ejected_decode = ejected_prefill = NO_WORKERS
         if not search.takes_ejected:
@@ -128,7 +128,7 @@ class PlaceStage:
         self._core.decisions.record(decision)
 
     async def _wait_for_turn(self, dispatch: Dispatch) -> None:
-        """Wait in the capacity queue until the request is among the first. Raises ResourceExhausted when it does not move."""
+        """Wait in the capacity queue until the request may try. Raises ResourceExhausted when the queue does not move."""
         search, loop = dispatch.search, asyncio.get_running_loop()
         if search.waiter is None:
             self._enter_queue(dispatch)
@@ -136,7 +136,7 @@ class PlaceStage:
         while True:
             search.change = self._core.fleet.openings.next
             if await wait_at_most(search.waiter.may_try, RETRY_PERIOD_S):
-                dispatch.timings.queued(search.waiting_ns)  # what the try takes is route, reserve or retry time
+                dispatch.timings.queued(search.waiting_ns)  # the time of the try is route, reserve or retry time
                 search.begin_try()
                 return
             if loop.time() - search.began_s > self._core.config.room_timeout_s:
@@ -146,15 +146,15 @@ class PlaceStage:
 
     def _enter_queue(self, dispatch: Dispatch) -> None:
         search, prepared = dispatch.search, dispatch.request.prepared
-        search.waiter = self._core.room.enter(
+        search.waiter = self._core.capacity_queue.enter(
             dispatch.queue_key, prepared.priority, prepared.tenant, interrupted=dispatch.interrupted
         )
         search.began_s, search.waiting_ns = asyncio.get_running_loop().time(), timings.now_ns()
 
     async def _wait_for_change(self, dispatch: Dispatch, nothing: NoPlacement) -> None:
-        """A try has failed: wait for the next change of the fleet. Raises MeshError at the limit for what is missing."""
+        """Wait for the next change of the fleet after a failed try. Raises MeshError at the time limit."""
         search = dispatch.search
-        self._core.room.failed(dispatch.queue_key)
+        self._core.capacity_queue.failed(dispatch.queue_key)
         search.waiting_ns = timings.now_ns()
         self._check_limit(nothing, dispatch, asyncio.get_running_loop().time() - search.began_s)
         await asyncio.sleep(MIN_RETRY_GAP_S)
@@ -172,10 +172,10 @@ class PlaceStage:
 
 
 class ReserveStage:
-    """Dispatch with a `placement` → its `assignment`: the Submit call, which the decode worker answers with a reservation.
+    """Set a placed dispatch's `assignment`: the Submit call, which the decode worker answers with a reservation.
 
-    First entered from place; a refusal re-enters there. Entered again from prefill, for the next attempt at the same reservation:
-    then a refusal is WorkerLost. Raises InvalidArgument, which no other worker would mend.
+    It is first entered from place; a refusal re-enters there. Prefill re-enters it for the next attempt at the same reservation:
+    then a refusal is WorkerLost. Raises InvalidArgument, which any other worker would answer, too.
     """
 
     def __init__(self, core: RouterContext) -> None:
@@ -191,11 +191,11 @@ class ReserveStage:
             dispatch.search.refuse(dispatch.placement.decode.key, answer)
             return PlaceStage
         dispatch.assignment = answer
-        dispatch.leave_queue(self._core.room, placed=True)
+        dispatch.leave_queue(self._core.capacity_queue, placed=True)
         return None
 
     async def _submit(self, dispatch: Dispatch, choice: Placement, routing_request: RoutingRequest) -> Assignment | MeshError:
-        """Submit where the policy said. Return the error when the worker refuses; raise what only the client can mend."""
+        """Submit to the chosen worker. Return its error when it refuses; raise an error that only the client can correct."""
         request, decode = dispatch.request, _incarnation(self._core, choice.decode)
         prefill = _prefill_target(self._core, choice.prefill, routing_request, predicted_s(choice))
         if decode is None or (prefill is None and choice.prefill is not None):
@@ -233,7 +233,7 @@ class ReserveStage:
         return Assignment(session, sent, reservation, prefill, dispatch.emitted)
 
     async def _submit_again(self, dispatch: Dispatch, failed: Assignment) -> Assignment:
-        """The next attempt, by the prefill worker that the stage prefill has chosen, or LOCAL. Raises WorkerLost."""
+        """Submit the next attempt, for the prefill worker that the stage prefill has chosen, or LOCAL. Raises WorkerLost."""
         session, emitted = failed.session, dispatch.request.tracker.history()
         try:
             reservation = await session.submit(failed.mode, emitted)
@@ -242,13 +242,13 @@ class ReserveStage:
             if not isinstance(error, MeshError):
                 raise
             if isinstance(error, FailedPrecondition) and session.delivered:
-                return replace(failed, prefill=None)  # decode runs already: the attempt before has succeeded after all
+                return replace(failed, prefill=None)  # decoding runs already: the attempt before has succeeded after all
             said = "was refused" if isinstance(error, FailedPrecondition) else "failed"
             raise WorkerLost(f"attempt {session.attempt} on {session.info.worker_id} {said}: {error.message}") from error
         return replace(failed, reservation=reservation, emitted=emitted)
 
     def _note_submitting(self, request: Request) -> None:
-        """The first Submit ends the wait for a worker: forecasts and the autoscaler count the request there from now on."""
+        """End the wait for a worker at the first Submit: forecasts and the autoscaler count the request there from now on."""
         if request.is_submitted:
             return
         request.is_submitted = True
@@ -258,7 +258,7 @@ class ReserveStage:
             self._core.flow_control.placed(request.ticket)
 
     def _note_refusal(self, session: DecodeSession, error: MeshError) -> None:
-        """Leave the session; raise the error if the client is to mend it."""
+        """Leave the session; raise the error if only the client can correct it."""
         if isinstance(error, (ResourceExhausted, InvalidArgument)):
             session.refused()
         else:
@@ -270,32 +270,32 @@ class ReserveStage:
             raise error
 
 
-# What the stages of a dispatch share
+# Helpers of the stages of a dispatch.
 
 
 def next_prefill(core: RouterContext, dispatch: Dispatch) -> PrefillTarget | None:
-    """Return another prefill worker for a reservation that stands; None if there is none that was not tried."""
+    """Return another prefill worker for an existing reservation; None if all were tried."""
     session, fleet_snapshot = dispatch.assigned.session, core.fleet.fleet_snapshot
-    engine = fleet_snapshot.get(session.worker.address)
-    if engine is None or engine.view.epoch != session.info.epoch:
+    decode = fleet_snapshot.get(session.worker.address)
+    if decode is None or decode.view.epoch != session.info.epoch:
         return None
     excluded = dispatch.tried | core.health_recorder.ejected(fleet_snapshot, Role.PREFILL)
     routing_request = routing_request_for(core, dispatch, prefill=excluded)
-    prefill = core.policy.choose_prefill(fleet_snapshot, engine.view, routing_request, time.monotonic())
+    prefill = core.policy.choose_prefill(fleet_snapshot, decode.view, routing_request, time.monotonic())
     return _prefill_target(core, prefill, routing_request)
 
 
 def routing_request_for(
     core: RouterContext, dispatch: Dispatch, *, prefill: frozenset[WorkerKey], decode: frozenset[WorkerKey] = NO_WORKERS
 ) -> RoutingRequest:
-    """Return what the policy is asked, without these workers, by role."""
+    """Return the policy's input, with the workers that each role excludes."""
     prepared = dispatch.request.prepared
     return routing_request_of(core, prepared, dispatch.emitted, dispatch.kind, excluded_decode=decode, excluded_prefill=prefill)
 
 
 def predicted_s(choice: Placement) -> float | None:
-    """Return the seconds to the first token, as far as the prefill worker has measured its own steps: no prompt is taken from it
-    by a guess."""
+    """Return the predicted seconds to the first token; None unless the prefill worker has measured its steps: a guess must
+    not cause a hedge."""
     speed = None if choice.prefill is None else choice.prefill.latency
     if speed is None or not speed.num_steps or choice.chosen is None or choice.chosen.prediction is None:
         return None
@@ -303,7 +303,7 @@ def predicted_s(choice: Placement) -> float | None:
 
 
 def give_up(prefill: PrefillTarget | None) -> None:
-    """The worker will not be asked to compute anything."""
+    """Stop counting the load of a prefill worker that gets no call."""
     if prefill is not None:
         prefill.computed()
 
@@ -311,7 +311,7 @@ def give_up(prefill: PrefillTarget | None) -> None:
 def _prefill_target(
     core: RouterContext, view: WorkerSnapshot | None, routing_request: RoutingRequest, predicted_s: float | None = None
 ) -> PrefillTarget | None:
-    """Return the process behind a view, with this prompt counted as its load; None if it has gone since."""
+    """Return the process of a snapshot, with this prompt counted as its load; None if it is gone."""
     found = _incarnation(core, view)
     if view is None or found is None:
         return None
@@ -322,7 +322,7 @@ def _prefill_target(
 
 
 def _incarnation(core: RouterContext, view: WorkerSnapshot | None) -> tuple[Worker, Incarnation] | None:
-    """Return the living process behind a view; None if it has gone since."""
+    """Return the live process of a snapshot; None if it is gone."""
     worker = core.fleet.workers.get(view.address) if view is not None else None
     if view is None or worker is None or worker.current is None or worker.current.info.epoch != view.epoch:
         return None
@@ -330,7 +330,7 @@ def _incarnation(core: RouterContext, view: WorkerSnapshot | None) -> tuple[Work
 
 
 def _with_answers(nothing: NoPlacement, errors: list[MeshError]) -> NoPlacement:
-    """Add what the workers answered: it says more than that none is left. After RESOURCE_EXHAUSTED from any, room may come."""
+    """Add the workers' last answer to the reason. After RESOURCE_EXHAUSTED from any of them, room may come."""
     if not errors:
         return nothing
     return NoPlacement(

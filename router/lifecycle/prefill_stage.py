@@ -1,12 +1,12 @@
-"""The stage prefill: one Prefill call, or nothing where the decode worker computes the prompt itself.
+"""The stage prefill: one Prefill call, or nothing if the decode worker computes the prompt itself (LOCAL).
 
     REMOTE ─► Prefill ─┬─ committed ─► decode
                        ├─ failed ────► reserve: Submit(attempt + 1), for another prefill worker or LOCAL
                        └─ late ──────► a hedge: the same Submit beside the late call, then prefill again
     LOCAL ───────────────────────────► decode
 
-A hedge (`router/fleet/hedging.py` says when) submits the next attempt while the late call still runs. When decode takes it, the
-late worker is fenced and told to stop. When decode refuses it, because the late worker has just committed, that call goes on.
+A hedge (`router/fleet/hedging.py` says when) submits the next attempt while the late call still runs. If the decode worker takes
+it, the late worker is fenced and told to stop. If it refuses, because the late worker has just committed, that call goes on.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from router.lifecycle.placement import ReserveStage, give_up, next_prefill
 from router.lifecycle.request import Assignment, Dispatch, PrefillTarget
 
 OUTCOME_GRACE_S = 1.0
-"""How long a Prefill call may still report its hand-off when every choice has ended already."""
+"""Time in which a Prefill call may still report its hand-off after every choice has ended."""
 WATCH_PERIOD_S = 0.1
 STALLED_SHARE = 0.6
-"""Of the time after which a silent worker is lost: a request whose first token is due leaves a little earlier."""
+"""Share of the time after which a silent worker is lost: a request that waits for its first token leaves earlier."""
 
-_INNOCENT = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.FAILED_PRECONDITION)
+_NO_FAULT = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.FAILED_PRECONDITION)
 
 logger = logging.getLogger(__name__)
 
 
 class PrefillStage:
-    """Dispatch with an `assignment` → KV on the decode worker, which goes on by itself; or the decode session has ended.
+    """Bring the prompt's KV to the decode worker, which then decodes by itself; or return when the decode session has ended.
 
     A call that fails re-enters at reserve, a hedge at prefill. Raises WorkerLost when the first tokens are lost.
     """
@@ -64,9 +64,9 @@ class PrefillStage:
 
 @dataclass(frozen=True)
 class PrefillEnd:
-    """How a call ended: `outcome` as reported (None: the call broke), the problem in words unless it went well.
+    """Hold the end of a call: `outcome` as reported (None: the call broke), and the problem in words unless it succeeded.
 
-    `at_fault`: the problem speaks against the worker; one that is full or about to go has just said so."""
+    `at_fault`: the worker caused the problem; one that is full or drains did not."""
 
     outcome: prefill_pb2.HandoffOutcome | None
     problem: str | None
@@ -75,7 +75,7 @@ class PrefillEnd:
 
 
 class PrefillCall:
-    """One Prefill call of a dispatch: first tokens, then the outcome of the hand-off, or the news that the worker fell silent."""
+    """Make one Prefill call of a dispatch: first tokens, then the outcome of the hand-off, or the loss of the worker."""
 
     def __init__(self, core: RouterContext, dispatch: Dispatch, prefill: PrefillTarget) -> None:
         self._core = core
@@ -90,7 +90,7 @@ class PrefillCall:
     async def run(self) -> type[ReserveStage | PrefillStage] | None:
         """Return the stage of the next attempt; None when none is needed.
 
-        Where first tokens end every choice, the call may still report: then decode has been told already and needs no Cancel.
+        If first tokens end every choice, the call may still report: then the decode worker knows and needs no Cancel.
         """
         spans = self._timings.spans
         self._timings.prefilling(self._worker_id)
@@ -112,7 +112,7 @@ class PrefillCall:
             running.cancel()
 
     async def _call(self, attempt: Assignment, metadata: Metadata | None) -> PrefillEnd:
-        """Raise nothing but CancelledError: whatever goes wrong is a reason to try elsewhere."""
+        """Make the call. Raises nothing but CancelledError: every failure is a reason to try another worker."""
         prepared = self._request.prepared
         message = prefill_pb2.PrefillRequest(
             request_id=self._session.wire_id,
@@ -142,7 +142,7 @@ class PrefillCall:
                     return self._end_of(event.outcome)
         except grpc.aio.AioRpcError as error:
             problem = f"prefill worker {self._worker_id} answered {error.code().name}: {error.details()}"
-            return PrefillEnd(None, problem, at_fault=error.code() not in _INNOCENT and not self._is_draining)
+            return PrefillEnd(None, problem, at_fault=error.code() not in _NO_FAULT and not self._is_draining)
         return PrefillEnd(None, f"prefill worker {self._worker_id} ended its stream without an outcome")
 
     def _end_of(self, outcome: prefill_pb2.HandoffOutcome) -> PrefillEnd:
@@ -191,7 +191,7 @@ class PrefillCall:
         return not self._got_first_tokens and not self._session.started
 
     async def _hedge(self, waited_s: float, *, silent: bool) -> bool:
-        """Submit the next attempt while the late one still runs. Return False when decode does not take it: that one goes on."""
+        """Submit the next attempt while the late one runs. Return False when the decode worker refuses: the late one goes on."""
         prefill, session = self._prefill, self._session
         late = f"no first token from {self._worker_id} within {waited_s:.2f} s"
         if silent:
@@ -216,8 +216,8 @@ class PrefillCall:
         return True
 
     def _after_failure(self, end: PrefillEnd) -> type[ReserveStage]:
-        """Choose what fills the same reservation next: another prefill worker, or decode itself."""
-        self._blame(end)
+        """Choose the next attempt at the same reservation: another prefill worker, or the decode worker itself."""
+        self._note_failure(end)
         self._dispatch.tried |= {self._prefill.key}
         self._timings.failed(end.problem or "")
         self._count_retry(end.problem or "")
@@ -225,15 +225,15 @@ class PrefillCall:
         return ReserveStage
 
     def _next_attempt(self, *, retryable: bool = True) -> Assignment:
-        """Several choices under way can only be continued LOCAL."""
+        """Return the next attempt. With output of several choices it can only be LOCAL."""
         tracker, target = self._request.tracker, None
         if retryable and not (self._request.prepared.num_choices > 1 and tracker.anything_emitted):
             target = next_prefill(self._core, self._dispatch)
         return replace(self._dispatch.assigned, prefill=target, emitted=tracker.history())
 
     def _is_committed(self, end: PrefillEnd) -> bool:
-        """Return whether decode goes on by itself. Raises WorkerLost when it does but the first tokens, which only prefill had,
-        did not come."""
+        """Return whether the decode worker goes on by itself. Raises WorkerLost if it does without the first tokens, which only
+        the prefill worker had."""
         if end.problem is None:
             if not self._got_first_tokens:
                 raise WorkerLost(f"prefill worker {self._worker_id} reported a hand-off without first tokens")
@@ -248,7 +248,7 @@ class PrefillCall:
     def _take_first_tokens(self, first: prefill_pb2.FirstTokens) -> None:
         prefill, seconds = self._prefill, asyncio.get_running_loop().time() - self._began
         self._core.health_recorder.took(prefill.key, Role.PREFILL, self._slowness(seconds))
-        if not self._dispatch.started:  # of what continues an unknown part is cached
+        if not self._dispatch.started:  # an unknown part of a continued request is cached
             self._core.hedging.times.record(prefill.sent.tokens, seconds)
         self._timings.prefilled(first.timings)
         wants_logprobs = self._request.prepared.sampling.HasField("logprobs")
@@ -262,7 +262,7 @@ class PrefillCall:
         )
 
     def _slowness(self, seconds: float) -> float:
-        """Return observed ÷ expected. What lies below the least bound of a hedge does no harm, and its quotient says nothing."""
+        """Return observed ÷ expected seconds. Times below the least bound of a hedge are harmless and count as that bound."""
         prefill, hedging = self._prefill, self._core.hedging
         expected_s = prefill.predicted_s or hedging.expected_s(prefill.sent.tokens) or seconds
         least_s = hedging.limits.min_s
@@ -274,22 +274,22 @@ class PrefillCall:
         if end.outcome is None:
             return
         if end.outcome.status == prefill_pb2.HANDOFF_STATUS_FINISHED:
-            if not end.outcome.message:  # else decode could not be told, and holds its blocks until the router cancels
+            if not end.outcome.message:  # else the decode worker does not know, and keeps its blocks until the router cancels
                 session.finished()
             return
         parts = self._timings.parts
         parts.kv_exposed_ns = end.outcome.kv_exposed_ns
         parts.kv_bytes, parts.transport = end.outcome.kv_bytes, end.outcome.transport
         decode = session.worker.current
-        holders = (prefill.incarnation,) if decode is None else (prefill.incarnation, decode)
-        self._core.prefixes.remember(self._request.prepared, holders)
+        cached_on = (prefill.incarnation,) if decode is None else (prefill.incarnation, decode)
+        self._core.prefixes.remember(self._request.prepared, cached_on)
 
     def _count_retry(self, problem: str) -> None:
         self._timings.parts.num_retries += 1
         logger.warning("%s attempt %d: %s", self._session.wire_id, self._session.attempt, problem)
 
-    def _blame(self, end: PrefillEnd) -> None:
-        """A hand-off that failed may be either side's fault: a worker that takes part in many of them is left out."""
+    def _note_failure(self, end: PrefillEnd) -> None:
+        """Record a failure. A failed hand-off counts against both workers: the faulty one takes part in more, and is ejected."""
         if end.at_fault:
             self._core.health_recorder.failed(self._prefill.key, Role.PREFILL, end.problem or "")
         if end.outcome is not None:
@@ -297,12 +297,12 @@ class PrefillCall:
 
 
 def _stalled_s(config: RouterConfig) -> float:
-    """Seconds of silence in which at least two reports are missing."""
+    """Return the seconds of silence in which at least two reports are missing."""
     return max(STALLED_SHARE * config.stream_timeout_s, 2.5 * config.report_period_ms / 1000)
 
 
 def _moved(end: PrefillEnd) -> Attributes:
-    """What a hand-off moved, for its span."""
+    """Return the span attributes of what a hand-off moved."""
     outcome = end.outcome
     if outcome is None:
         return {}

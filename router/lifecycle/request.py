@@ -1,7 +1,7 @@
-"""One request from its arrival to its last message: the state that its stages take and give. `stages.py` has their order.
+"""The state of one request, which its stages read and set, from arrival to last message. `stages.py` has their order.
 
-Request     what the client asked for and what it has been sent; lives from validate to account
-Dispatch    one passage through place, reserve, prefill and decode; a lost decode worker makes a further one, a move one beside it
+Request     what the client asked for and what was sent to it; lives from validate to account
+Dispatch    one pass through place, reserve, prefill and decode; a lost decode worker starts another, a migration one beside it
 """
 
 import asyncio
@@ -29,9 +29,9 @@ from router.tokenization.preprocessor import ClientMessage, ValidatedRequest
 
 
 class Request:
-    """The state that all stages of one request share. The comments name the stage that gives a field.
+    """Hold the state that all stages of one request share. The comments name the stage that sets a field.
 
-    It is the sink of its decode sessions: they bring tokens, `client_stream` has them in order, each index once. It is
+    It is the sink of its decode sessions: they deliver tokens, `client_stream` gets each index once, in order. It is
     `Migratable` while a decode worker generates for it.
     """
 
@@ -46,23 +46,23 @@ class Request:
         self.time_left_s = time_left_s
         self.timings = timings
         self.trace = trace
-        self.is_open = False  # admit: its end is accounted with its model and tenant
-        self.replayed: list[mesh_pb2.GenerateResponse] = []  # admit: ends that a resumed stream's client was not told of
+        self.is_open = False  # admit: from now on it counts with its model and tenant
+        self.replayed: list[mesh_pb2.GenerateResponse] = []  # admit: ends of choices that a resumed stream's client was not sent
         self.visit: Visit | None = None  # admit
-        self.ticket: Ticket | None = None  # admit; account gives it back
+        self.ticket: Ticket | None = None  # admit; account releases it
         self.dispatching: asyncio.Task[None] | None = None  # runs place, reserve, prefill and decode
         self.decision: Decision | None = None  # place: the latest
-        self.is_submitted = False  # reserve: a worker was asked
-        self.session: DecodeSession | None = None  # decode: where the request is now
-        self.move: asyncio.Future[str] | None = None  # decode: resolved with the reason to move, while it can
+        self.is_submitted = False  # reserve: a Submit was sent
+        self.session: DecodeSession | None = None  # decode: the present session
+        self.move: asyncio.Future[str] | None = None  # decode: resolved with the reason to migrate; None while it cannot
         self.drafts = DraftTotals()  # of all decode sessions
-        self.is_winding_up = False  # workers have finished every choice; what is left to do ends by itself, soon
+        self.is_winding_up = False  # workers have finished every choice; the remaining work ends soon by itself
         self.is_complete = False  # stream: the last message was made
-        self.kind: tuple[object, ...] | None = None  # workers must be of it, once tokens are out
+        self.kind: tuple[object, ...] | None = None  # once tokens were sent, workers must be of this kind
         self.avoid: frozenset[WorkerKey] = frozenset()  # workers that have just lost it
 
     def open_stream(self, prepared: PreparedRequest, max_buffered_tokens: int) -> None:
-        """Set what follows from the prepared request."""
+        """Set the fields that follow from the prepared request."""
         self.prepared = prepared
         self.tracker = OutputTracker(prepared.num_choices, prepared.emitted)
         self.output = Output(prepared, self.tracker)
@@ -70,12 +70,12 @@ class Request:
 
     @property
     def num_generated(self) -> int:
-        """Output tokens, without those that the client had before."""
+        """Return the number of output tokens, without those that the client had before."""
         return self.tracker.num_tokens - num_emitted(self.prepared)
 
     @property
     def brought(self) -> Yield:
-        """What has come of it so far."""
+        """Return the output so far, for the trace."""
         return Yield(self.output.num_tokens, self.tracker.finish_reasons, self.drafts.num_drafted, self.drafts.num_accepted)
 
     def fail(self, error: BaseException) -> None:
@@ -103,37 +103,37 @@ class Request:
     # Migratable
 
     @property
-    def holder(self) -> WorkerKey | None:
-        """The decode worker that it could leave now; None while it has none, or moves already."""
+    def decode_worker(self) -> WorkerKey | None:
+        """Return the decode worker that it could leave now; None while it has none, or migrates already."""
         return self.session.key if self.session is not None and self.move is not None and not self.move.done() else None
 
     @property
     def model(self) -> str:
-        """The name of the model."""
+        """Return the name of the model."""
         return self.prepared.model.name
 
     @property
     def num_tokens(self) -> int:
-        """Output tokens of the longest choice."""
+        """Return the number of output tokens of the longest choice."""
         return max(self.tracker.next_index(choice) for choice in range(self.prepared.num_choices))
 
     @property
     def num_left(self) -> int:
-        """Tokens that may still come."""
+        """Return the number of tokens that may still come."""
         return self.prepared.sampling.max_tokens - self.num_tokens
 
     def ask_to_move(self, reason: str) -> None:
-        """Have the request placed elsewhere and go there, if there is room; to be called only while it has a `holder`."""
+        """Ask the request to migrate if another worker has room. Call it only while `decode_worker` is not None."""
         if self.move is not None and not self.move.done():
             self.move.set_result(reason)
 
     def new_dispatch(self, timings: RequestTimings, leaving: DecodeSession | None = None) -> "Dispatch":
-        """Return a dispatch of the prompt and what was emitted so far."""
+        """Return a dispatch of the prompt and the output emitted so far."""
         return Dispatch(self, timings, self.tracker.history(), self.kind, WorkerSearch(self.avoid), leaving)
 
 
 class OpenRequests:
-    """The requests of one router that are under way. Once it drains, no further one is taken."""
+    """Hold the running requests of one router. Once it drains, it accepts no more."""
 
     def __init__(self) -> None:
         self.is_draining = False
@@ -143,13 +143,13 @@ class OpenRequests:
         self._requests: set[Request] = set()
 
     def enter(self, request: Request) -> None:
-        """Take a request that has arrived; `leave` has to follow. Raises Unavailable while draining."""
+        """Add a request that has arrived; `leave` has to follow. Raises Unavailable while draining."""
         self._check()
         self._requests.add(request)
         self.idle.clear()
 
     def admit(self, request: Request) -> None:
-        """From now on the request counts with its model and tenant. Raises Unavailable while draining."""
+        """Count the request with its model and tenant from now on. Raises Unavailable while draining."""
         self._check()
         prepared = request.prepared
         if self.on_admitting is not None:
@@ -157,19 +157,19 @@ class OpenRequests:
         request.is_open = True
 
     def leave(self, request: Request) -> None:
-        """The request has ended; also without `enter`."""
+        """Remove a request that has ended; also without `enter`."""
         self._requests.discard(request)
         if not self._requests:
             self.idle.set()
 
     def fail(self, error: MeshError) -> None:
-        """End every stream that has begun with `error`."""
+        """End every admitted request with `error`."""
         for request in self._requests:
             if request.is_open:
                 request.fail(error)
 
     def closed(self) -> Unavailable:
-        """Return the error of requests that come while draining."""
+        """Return the error for requests that arrive while draining."""
         return Unavailable("this router is going; use another one")
 
     def _check(self) -> None:
@@ -177,14 +177,14 @@ class OpenRequests:
             raise self.closed()
 
 
-# One passage through place, reserve, prefill and decode.
+# One pass through place, reserve, prefill and decode.
 
 
 @dataclass(frozen=True)
 class PrefillTarget:
-    """The worker that is to compute a prompt. `sent` counts as its load until it has.
+    """Hold the prefill worker of a prompt. `sent` counts as its load until the prompt is computed.
 
-    `predicted_s`: when the policy expects the first token, from the call on; None when it does not."""
+    `predicted_s`: predicted time from the call to the first token; None without a prediction."""
 
     worker: Worker
     incarnation: Incarnation
@@ -193,17 +193,17 @@ class PrefillTarget:
 
     @property
     def key(self) -> WorkerKey:
-        """What tells incarnations apart."""
+        """Return the key of the worker's incarnation."""
         return (self.worker.address, self.incarnation.info.epoch)
 
     def computed(self) -> None:
-        """The first tokens have come, or never will; idempotent."""
+        """Stop counting `sent`: the first tokens have come, or never will. Idempotent."""
         self.worker.done(self.sent)
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """A reservation on a decode worker and the current attempt at filling it. `sent` counts as decode's load.
+    """Hold a reservation on a decode worker and the current attempt at it. `sent` counts as the decode worker's load.
 
     `prefill` None: the decode worker computes the prompt itself. `emitted`: output that the attempt is forced to."""
 
@@ -215,19 +215,19 @@ class Assignment:
 
     @property
     def mode(self) -> Mode:
-        """Where the prompt is computed."""
+        """Return where the prompt is computed."""
         return Mode.LOCAL if self.prefill is None else Mode.REMOTE
 
     def finished(self) -> None:
-        """The worker has generated everything: its next report may not know yet."""
+        """Count the load as ended on the decode worker, whose next report may still contain it."""
         self.session.worker.released(self.sent, time.monotonic())
 
 
 @dataclass(eq=False)
 class WorkerSearch:
-    """The state of one search for a decode worker that takes the request: tries, and between them the capacity queue.
+    """Hold the state of a search for a decode worker that takes the request: tries, and waits in the capacity queue between them.
 
-    A try leaves out the workers to `avoid`, those that have refused it (`refused`, with their `errors`) and, in its first round,
+    A try excludes the workers to `avoid`, those that have refused it (`refused`, with their `errors`) and, in its first round,
     ejected ones. When no other worker takes the request, a second round includes them (`takes_ejected`).
     """
 
@@ -242,27 +242,27 @@ class WorkerSearch:
     waiting_ns: int = 0
 
     def begin_round(self, *, takes_ejected: bool) -> None:
-        """Forget refusals."""
+        """Begin a round without refusals."""
         self.refused, self.errors, self.takes_ejected = frozenset(), [], takes_ejected
 
     def begin_try(self) -> None:
-        """Ask every worker again, after a wait."""
+        """Begin a try at every worker, after a wait."""
         self.avoid = frozenset()
         self.begin_round(takes_ejected=False)
 
     def refuse(self, key: WorkerKey, error: MeshError) -> None:
-        """The worker has answered `error`."""
+        """Record that the worker has answered with `error`."""
         self.refused |= {key}
         self.errors.append(error)
 
 
 @dataclass(eq=False)
 class Dispatch:
-    """One passage of a request through place, reserve, prefill and decode.
+    """Hold one pass of a request through place, reserve, prefill and decode.
 
-    `timings`: the request's, or those of a move. `emitted`: output before it, to which its attempts are forced. `kind`: workers
-    must be of it, None: any. `leaving`: the session that a move is to replace, None otherwise. Place gives `placement` and
-    `routing_request`, reserve `assignment`, prefill `tried`: prefill workers that have failed.
+    `timings`: the request's, or those of a migration. `emitted`: output before it, to which its attempts are forced. `kind`: the
+    kind that workers must be of, None: any. `leaving`: the session that a migration replaces, None otherwise. Place sets
+    `placement` and `routing_request`, reserve `assignment`, prefill `tried`: prefill workers that have failed.
     """
 
     request: Request
@@ -278,37 +278,37 @@ class Dispatch:
 
     @property
     def assigned(self) -> Assignment:
-        """The assignment. Only for stages behind reserve."""
+        """Return the assignment. Only stages after reserve may ask."""
         assert self.assignment is not None
         return self.assignment
 
     @property
     def started(self) -> bool:
-        """Tokens are out already."""
+        """Return True if tokens were sent before this dispatch."""
         return bool(self.emitted)
 
     @property
     def queue_key(self) -> Hashable:
-        """Dispatches with the same key could run on the same workers."""
+        """Return the key of the capacity queue: dispatches with the same key could run on the same workers."""
         return (self.request.model, self.kind, self.request.prepared.mode)
 
     @property
     def interrupted(self) -> bool:
-        """This router has generated some of the output: more than the client had from elsewhere."""
+        """Return True if the request has output of this router, beyond what the client resumed with."""
         return sum(len(choice.token_ids) for choice in self.emitted) > num_emitted(self.request.prepared)
 
     def leave_queue(self, queue: CapacityQueue, *, placed: bool = False) -> None:
-        """Give the place in the capacity queue up; without one nothing happens."""
+        """Leave the capacity queue, if the dispatch is in it."""
         waiter, self.search.waiter = self.search.waiter, None
         if waiter is not None:
             queue.leave(self.queue_key, waiter, placed=placed)
 
 
 class DispatchStage(Protocol):
-    """A stage between the router's queue and a worker."""
+    """Run one stage between admission and the end of decoding."""
 
     async def run(self, dispatch: Dispatch, /) -> "type[DispatchStage] | None":
-        """Return None to go on with the next stage, or the earlier stage to re-enter."""
+        """Run the stage. Return None to go on with the next one, or the earlier stage to re-enter."""
 
 
 async def run_in_order(stages: Sequence[DispatchStage], dispatch: Dispatch) -> None:

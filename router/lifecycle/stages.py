@@ -1,16 +1,16 @@
-"""The stages of a request, in order. What runs them is `Pipeline` at the end; `STAGES` is the same list as a table.
+"""The stages of a request, in order. `Pipeline` at the end runs them; `STAGES` is the same list as a table.
 
     validate ─ tokenize ─ admit ─┬─ place ─ reserve ─ prefill ─ decode      in a task of its own, until every choice has ended
                                  └─ stream ─ account                        in the client's task, beside it
 
-    reserve, refused          re-enters at place, without that worker
+    reserve, refused          re-enters at place, which excludes that worker
     prefill, failed           re-enters at reserve: the next attempt at the same reservation, elsewhere or LOCAL
-    prefill, late (a hedge)   re-enters at prefill, once decode has taken the next attempt
-    decode worker lost        re-enters at place, with the prompt and what was emitted: indexes go on, tokens are the same
-    decode, asked to move     runs place, reserve and prefill for a further session beside the present one
+    prefill, late (a hedge)   re-enters at prefill, once the decode worker has taken the next attempt
+    decode worker lost        re-enters at place, with the prompt and the emitted output: indexes go on, tokens are the same
+    decode, asked to migrate  runs place, reserve and prefill for a further session beside the present one
 
-Each stage is a class with one verb, `run`, and keeps no state: `Request` and `Dispatch` (`request.py`) have it. A LOCAL request
-passes through prefill, too, where the router has nothing to do. Whatever ends a request, account comes last.
+Each stage is a class with one method, `run`, and without state, which `Request` and `Dispatch` (`request.py`) hold. A LOCAL
+request passes through prefill, too, which does nothing. However a request ends, account comes last.
 """
 
 import asyncio
@@ -42,38 +42,38 @@ from router.tokenization.prepared_request import PreparedRequest
 from router.tokenization.preprocessor import Preprocessor
 
 SETTLE_S = 0.1
-"""How long a complete answer waits for the rest of its timings. The report is on its way: it takes a millisecond or two."""
+"""Time that a complete answer waits for the rest of its timings. The report is on its way: it takes a millisecond or two."""
 
 logger = logging.getLogger(__name__)
 
 
 class ValidateStage:
-    """Message → `validated`. Raises InvalidArgument naming the field, NotFound, DeadlineExceeded."""
+    """Set `validated` from the message. Raises InvalidArgument naming the field, NotFound, DeadlineExceeded."""
 
     def __init__(self, preprocessor: Preprocessor) -> None:
         self._preprocessor = preprocessor
 
     async def run(self, request: Request) -> None:
-        """Find the model, check every field that needs no tokens."""
+        """Find the model, and check every field that needs no tokens."""
         request.validated = self._preprocessor.validate(request.message, request.time_left_s)
 
 
 class TokenizeStage:
-    """`validated` → `prepared`. Raises InvalidArgument naming the field, ResourceExhausted, DeadlineExceeded."""
+    """Set `prepared` from `validated`. Raises InvalidArgument naming the field, ResourceExhausted, DeadlineExceeded."""
 
     def __init__(self, core: RouterContext, preprocessor: Preprocessor) -> None:
         self._max_buffered_tokens = core.config.max_buffered_tokens
         self._preprocessor = preprocessor
 
     async def run(self, request: Request) -> None:
-        """Make token ids, long prompts in a fair queue; check and complete what depends on their number."""
+        """Tokenize, long prompts in a fair queue; check and complete the fields that depend on the number of tokens."""
         prepared = await self._preprocessor.prepare(request.validated)
         await failpoints.hit_async("router.route")
         request.open_stream(prepared, self._max_buffered_tokens)
 
 
 class AdmitStage:
-    """`prepared` → `ticket`, a place in this router. Raises ResourceExhausted with a retry delay, Unavailable while draining."""
+    """Set `ticket`, the right to be dispatched. Raises ResourceExhausted with a retry delay, Unavailable while draining."""
 
     def __init__(self, core: RouterContext, open_requests: OpenRequests) -> None:
         self._core = core
@@ -111,10 +111,10 @@ def _replay(request: Request) -> list[mesh_pb2.GenerateResponse]:
 
 
 class StreamStage:
-    """Accepted output → `started`, deltas, `completed`, in the client's task. Raises the MeshError that has ended the request."""
+    """Yield `started`, deltas and `completed` in the client's task. Raises the MeshError that has ended the request."""
 
     async def run(self, request: Request) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
-        """Hand messages over as fast as the client takes them. Per-token path."""
+        """Yield messages as fast as the client takes them. Per-token path."""
         yield _started(request.prepared)
         for message in request.replayed:
             yield message
@@ -154,19 +154,19 @@ def _completed(request: Request) -> mesh_pb2.GenerateResponse:
 
 
 class AccountStage:
-    """Whatever ended the request → its place and workers are given back; admission, policy, trace and metrics are told."""
+    """Release what an ended request held, and report its end to admission, policy, trace and metrics."""
 
     def __init__(self, core: RouterContext) -> None:
         self._core = core
 
     def run(self, request: Request, error: BaseException | None) -> None:
-        """Account for a request that `error` has ended, None: that was answered. Workers are told in the background."""
+        """Account for a request that `error` has ended, None: it was answered. Calls to workers go on in the background."""
         if not request.is_open:
             request.trace.ended(request.timings, None, error)
             self._core.metrics.ended(None, (0, 0), 0, request.timings, error)
             return
         if request.is_complete:
-            error = None  # a client that closes the stream behind its last message has not left early
+            error = None  # a client that closes the stream after its last message has not left early
         try:
             if request.is_complete:
                 self._learn(request)
@@ -175,7 +175,7 @@ class AccountStage:
             self._report(request, error)
 
     def _learn(self, request: Request) -> None:
-        """A smooth request says whether admission's forecast and the policy's predictions were right."""
+        """Compare admission's forecast and the policy's predictions with a request that had no retry."""
         first_ns, parts = request.timings.first_received_ns, request.timings.parts
         if request.ticket is not None and first_ns is not None and not (parts.num_retries or request.prepared.emitted):
             self._core.flow_control.admission.answered(request.ticket, first_ns / 1e9)
@@ -209,21 +209,21 @@ class AccountStage:
 
 
 def _used_tokens(request: Request, error: BaseException | None) -> int:
-    """Return what the tenant pays for: what was generated, and the prompt once a worker was asked to compute it: leaving before
-    the first token gives no work away. Only what the mesh failed to answer at all is free."""
+    """Return the tokens charged to the tenant: the output, and the prompt once a worker was asked to compute it, so that leaving
+    before the first token is not free. Only a request that the mesh failed to answer at all is free."""
     generated = request.tracker.num_tokens
     has_failed = isinstance(error, MeshError) and not isinstance(error, DeadlineExceeded)
     for_nothing = has_failed and generated <= num_emitted(request.prepared)
     return len(request.prepared.prompt) + generated if request.is_submitted and not for_nothing else 0
 
 
-# What a request that has ended teaches the policy: how far predictions were off, what hand-offs cost, how long outputs get.
+# The policy learns from requests that have ended: prediction errors, overheads of hand-offs, output lengths.
 
 
 def learn(
     core: RouterContext, prepared: PreparedRequest, decision: Decision | None, timings: mesh_pb2.Timings, num_tokens: int
 ) -> None:
-    """Learn from a request with `num_tokens` of all choices. One that was tried again or lost says nothing about a smooth one."""
+    """Learn from a request with `num_tokens` of all choices. After a retry or a loss only its output length counts."""
     core.output_lengths.observe(prepared.model.name, prepared.tenant, num_tokens // prepared.num_choices)
     if decision is None or timings.num_retries or timings.num_resubmissions or prepared.emitted:
         return
@@ -239,7 +239,7 @@ def learn(
 
 
 def _count(traffic: ModelTraffic, decision: Decision, predicted: Prediction) -> None:
-    """Count what came beside what had been predicted, for the autoscaler."""
+    """Count observed and predicted times, for the autoscaler."""
     if decision.observed_ttft_s is not None:
         traffic.ttft.add(decision.observed_ttft_s, predicted.ttft_s)
     if decision.observed_tpot_s is not None:
@@ -247,7 +247,7 @@ def _count(traffic: ModelTraffic, decision: Decision, predicted: Prediction) -> 
 
 
 def _overhead(decision: Decision, timings: mesh_pb2.Timings) -> Overhead | None:
-    """Return all of TTFT that the worker's queue and steps did not take, and what the hand-off added behind it."""
+    """Return the part of TTFT beyond the worker's queue and steps, and the time that the hand-off added after it."""
     ttft_s = decision.observed_ttft_s
     if ttft_s is None:
         return None
@@ -258,8 +258,8 @@ def _overhead(decision: Decision, timings: mesh_pb2.Timings) -> Overhead | None:
 
 @dataclass(frozen=True)
 class Stage:
-    """One row of the list. `spans` of the router's traces and `timing_parts` (`Timings.*_ns`) are recorded in the stage; stages
-    without a name of their own there share one. `metrics`: those that it fills, or that account fills from its timing parts."""
+    """Describe one stage. `spans` of the router's traces and `timing_parts` (`Timings.*_ns`) are recorded in it; several stages
+    may share one. `metrics`: those that it records, or that account records from its timing parts."""
 
     name: str
     run_by: type[object]
@@ -323,7 +323,7 @@ STAGES = (
 
 
 class Pipeline:
-    """Runs the stages of one router's requests."""
+    """Run the stages of one router's requests."""
 
     def __init__(self, core: RouterContext, preprocessor: Preprocessor, open_requests: OpenRequests) -> None:
         self._core = core
@@ -336,11 +336,11 @@ class Pipeline:
 
     @property
     def stages(self) -> tuple[object, ...]:
-        """All of them, in the order of `STAGES`."""
+        """Return all stages, in the order of `STAGES`."""
         return (*self._intake, *self._dispatch, self._stream, self._account)
 
     async def run(self, request: Request) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
-        """Yield the messages of `request`, from its arrival on. However that ends, the request's work ends with it.
+        """Yield the messages of `request`, from its arrival on. However the iteration ends, the request's work ends with it.
 
         Raises MeshError."""
         request.timings.routed(request.timings.received_ns)
@@ -361,13 +361,13 @@ class Pipeline:
             self.end(request, error)
 
     def end(self, request: Request, error: BaseException | None) -> None:
-        """Account for a request that has ended, also for one that could not be made a message and so entered no other stage."""
+        """Account for a request that has ended, also for one that could not be parsed and so entered no other stage."""
         self._open_requests.leave(request)
         self._account.run(request, error)
 
     async def _run_dispatches(self, request: Request) -> None:
-        """Dispatch until every choice has ended. Errors go to the client's stream; on cancellation workers are told in the
-        background."""
+        """Dispatch until every choice has ended. Errors go to the client's stream. On cancellation, calls to workers go on in
+        the background."""
         log.belongs_to(request.timings.spans.trace_name)
         limit = asyncio.timeout_at(request.prepared.deadline)
         try:
@@ -382,20 +382,20 @@ class Pipeline:
             request.fail(error)
 
     async def _run_dispatch(self, request: Request) -> None:
-        """Place, reserve, prefill, decode. A loss is noted, and the caller goes on at place."""
+        """Run place, reserve, prefill and decode. A loss is recorded, and the caller starts the next dispatch."""
         dispatch = request.new_dispatch(request.timings)
         try:
             await run_in_order(self._dispatch, dispatch)
         except WorkerLost as loss:
             self._note_loss(request, request.session or dispatch.assigned.session, loss)
         finally:
-            dispatch.leave_queue(self._core.room)
+            dispatch.leave_queue(self._core.capacity_queue)
             if dispatch.assignment is not None:
                 (request.session or dispatch.assignment.session).leave("the request has ended")
             request.session = None
 
     def _note_loss(self, request: Request, session: DecodeSession, loss: WorkerLost) -> None:
-        """Have the next dispatch avoid the worker. Raises Unavailable when the request was lost too often."""
+        """Record the loss; the next dispatch avoids the worker. Raises Unavailable after too many losses."""
         parts, tracker = request.timings.parts, request.tracker
         logger.warning("%s: %s; %d tokens are out, it goes on elsewhere", session.wire_id, loss, tracker.num_tokens)
         self._core.health_recorder.failed(session.key, Role.DECODE, str(loss))

@@ -1,13 +1,13 @@
-"""Where a request goes: what each candidate would cost in seconds, of the request's own time and of all others'. Pure.
+"""The default policy: the candidate with the least predicted cost in seconds, of this request and all others. Pure.
 
     cost = TTFT + (tokens expected - 1) · TPOT      of the request itself
-         + delay                                    of the sequences that run already, summed
-         + pressure · work                          of those that come next: worker seconds, by the share of busy workers
-         + MISS_PENALTY_S · misses                  objectives thought to be missed, its own and those of the running
+         + delay                                    of the running sequences, summed
+         + pressure · work                          of later requests: worker seconds, times the share of busy workers
+         + MISS_PENALTY_S · misses                  objectives expected to be missed, by it and by running requests
 
-The candidates are LOCAL on a decode worker, and pairs with a prefill worker that reaches it; of a large fleet the best few of
-each by the rankings of `router/routing/fleet_snapshot.py`, and those that hold a part of the prompt already. `docs/routing.md`
-says more.
+The candidates are LOCAL on a decode worker (aggregated), and REMOTE on a decode worker with a prefill worker that reaches it. In
+a large fleet they are the best few by the rankings of `router/routing/fleet_snapshot.py`, and the workers with the longest cached
+prefix. `docs/routing.md` says more.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -42,7 +42,7 @@ from router.routing.filters import (
 from router.routing.fleet_snapshot import FleetSnapshot, Pool, Ranking
 from router.routing.worker_snapshot import Mode, WorkerSnapshot
 
-# What a candidate would do, from what each of its two sides means alone: bit for bit the numbers of `local` and `remote` in
+# The prediction of a candidate from two parts, one for each worker: bit for bit the numbers of `local` and `remote` in
 # `router/routing/cost_model.py`. Dozens of candidates are compared for a request, and each worker is part of several. Pure.
 
 
@@ -50,8 +50,8 @@ _new = tuple.__new__  # as in router/routing/cost_model.py
 
 
 class PromptPart(NamedTuple):
-    """What of a prediction hangs on the worker that computes the prompt alone. `work_s`: the steps of the prompt; `more_s`: what
-    it adds to each token of those that run there, `misses` of theirs."""
+    """Hold the part of a prediction that depends only on the worker that computes the prompt. `work_s`: the prompt's steps;
+    `more_s`: what it adds to the TPOT of sequences there; `misses`: their missed objectives."""
 
     ahead_s: float
     compute_s: float
@@ -64,8 +64,8 @@ class PromptPart(NamedTuple):
 
 
 class OutputPart(NamedTuple):
-    """What of a prediction hangs on the decode worker alone. `own_s`: the time of its steps; `own_misses` of its own pace,
-    `misses` of the `rows` that run there."""
+    """Hold the part of a prediction that depends only on the decode worker. `own_s`: the request's share of its steps;
+    `own_misses`: of the request's TPOT objective; `misses`: of the `rows` sequences that run there."""
 
     tpot_s: float
     queue_s: float
@@ -79,7 +79,7 @@ class OutputPart(NamedTuple):
 
 
 def prompt_part(prompt: PromptSide, expected: float, goals: Goals) -> PromptPart:
-    """For `whole` and `paired`."""
+    """Return the part of the worker that computes the prompt."""
     ahead_s, compute_s, own_s, rows, tpot_s, fixed_s, is_paced = prompt
     more_s = 0.0 if is_paced else own_s / (expected if expected > 1.0 else 1.0)
     misses = rows * miss(tpot_s + more_s, goals.running_tpot_s) if rows else 0.0
@@ -88,7 +88,7 @@ def prompt_part(prompt: PromptSide, expected: float, goals: Goals) -> PromptPart
 
 
 def output_part(output: OutputSide, expected: float, goals: Goals) -> OutputPart:
-    """For `whole` and `paired`."""
+    """Return the part of the decode worker."""
     tpot_s, row_s, rows, queue_s, missing, alone_s, is_paced = output
     goal_s, bound_s = goals.tpot_s, 0.0
     misses = rows * miss(tpot_s, goals.running_tpot_s) if rows else 0.0
@@ -99,8 +99,8 @@ def output_part(output: OutputSide, expected: float, goals: Goals) -> OutputPart
     return _new(OutputPart, (tpot_s, queue_s, missing, own_s, slowed, rows, miss(tpot_s, goal_s), misses, bound_s))
 
 
-def whole_prediction(prompt: PromptPart, output: OutputPart, over: Overhead, gaps: float, goals: Goals) -> Prediction:
-    """What `local` says; `gaps` as for `paired`."""
+def local_prediction(prompt: PromptPart, output: OutputPart, over: Overhead, gaps: float, goals: Goals) -> Prediction:
+    """Return what `local` returns. `gaps`: the number of gaps between the expected tokens, at least 1."""
     before_s, after_s, stretch = over
     ttft_s, steps_tpot_s = prompt.compute_s + before_s, output.tpot_s + after_s / gaps
     tpot_s = steps_tpot_s * stretch
@@ -113,8 +113,8 @@ def whole_prediction(prompt: PromptPart, output: OutputPart, over: Overhead, gap
     return _new(Prediction, (ttft_s, tpot_s, delay_s, work_s, prompt.ahead_s, misses, steps_tpot_s, prompt.spares))
 
 
-def paired(prompt: PromptPart, output: OutputPart, over: Overhead, gaps: float, goals: Goals) -> Prediction:
-    """What `remote` says; `gaps`: between the expected tokens, at least 1."""
+def remote_prediction(prompt: PromptPart, output: OutputPart, over: Overhead, gaps: float, goals: Goals) -> Prediction:
+    """Return what `remote` returns. `gaps` as for `local_prediction`."""
     before_s, after_s, stretch = over
     ttft_s, after_s = prompt.compute_s + before_s, after_s * output.missing
     behind_s = output.queue_s - prompt.own_s
@@ -129,22 +129,20 @@ def paired(prompt: PromptPart, output: OutputPart, over: Overhead, gaps: float, 
     return _new(Prediction, (ttft_s, tpot_s, delay_s, work_s, prompt.ahead_s, misses, steps_tpot_s, prompt.spares))
 
 
-# as in router/routing/cost_model.py
-
 MISS_PENALTY_S = 10.0
 MISSES_MORE = 0.1
 LATER = 1.5
-"""What a candidate that can begin at once may cost more than the best, which has to wait: in misses, and times its TTFT."""
+"""When the best candidate has to wait, one that can begin at once wins with up to so many more misses and times its TTFT."""
 SHORTLIST, LARGE_FLEET, SHORTLIST_OF_LARGE = 4, 64, 2
-"""Of so many workers, the best two of a ranking differ little from the next."""
+"""In a pool of more than LARGE_FLEET workers, the best two of a ranking differ little from the next."""
 
 THOROUGH = 256
-MAX_HOLDERS = 64
-"""Where more workers than this hold a part of the prompt, the shortlists contain good ones anyway."""
+MAX_CACHED_ON = 64
+"""When more workers than this have a part of the prompt cached, the shortlists contain good ones anyway."""
 
 
 class PredictPolicy:
-    """The least predicted cost. Fewer uncached tokens than `local_prefill_tokens` are never worth a hand-off."""
+    """Choose the least predicted cost. Fewer uncached tokens than `local_prefill_tokens` are not worth a hand-off."""
 
     name = "predict"
 
@@ -156,15 +154,15 @@ class PredictPolicy:
     def choose(self, fleet_snapshot: FleetSnapshot, routing_request: RoutingRequest, now: float) -> Placement | NoPlacement:
         """Return the placement of one request; equal snapshots get equal answers."""
         candidates: list[Candidate] = []
-        owners: list[WorkerEstimate] = []
-        for group in fleet_snapshot.groups(routing_request.model, routing_request.kind):
-            could, found = self._look(group, routing_request, now)
-            owners += could
+        decodes: list[WorkerEstimate] = []
+        for pool in fleet_snapshot.pools(routing_request.model, routing_request.kind):
+            shortlisted, found = self._search(pool, routing_request, now)
+            decodes += shortlisted
             candidates += found
-        if not owners:
+        if not decodes:
             return explain_no_candidate(fleet_snapshot.views(), routing_request)
         if not candidates:
-            return self._look_everywhere(fleet_snapshot, routing_request, now) or no_partner(owner.view for owner in owners)
+            return self._search_all(fleet_snapshot, routing_request, now) or no_partner(decode.view for decode in decodes)
         best = _least(candidates)
         return Placement(best.decode, best.prefill, "", candidates)
 
@@ -172,125 +170,120 @@ class PredictPolicy:
         self, fleet_snapshot: FleetSnapshot, decode: WorkerSnapshot, routing_request: RoutingRequest, now: float
     ) -> WorkerSnapshot | None:
         """Return the prefill worker of the cheapest pair with this decode worker; None without one."""
-        group = fleet_snapshot.group_of(decode)
-        owner = group.engines[decode.address]
-        count = self._count(group)
-        look = _Look(group, routing_request, now, self._overheads, count)
-        candidates = look.remote([owner], look.fillers([owner]))
+        pool = fleet_snapshot.pool_of(decode)
+        decodes = [pool.estimates[decode.address]]
+        search = _CandidateSearch(pool, routing_request, now, self._overheads, self._count(pool))
+        candidates = search.remote(decodes, search.prefills(decodes))
         return _least(candidates).prefill if candidates else None
 
     def placed(self, decode: WorkerSnapshot, prefill: WorkerSnapshot | None) -> None:
         """Remember nothing: the snapshots count what was dispatched."""
 
-    def _look_everywhere(
+    def _search_all(
         self, fleet_snapshot: FleetSnapshot, routing_request: RoutingRequest, now: float
     ) -> Placement | NoPlacement | None:
-        """Return the choice among all workers where REMOTE was asked for and no pair of the shortlists fits; None if all were on
-        them."""
+        """Return the choice among all workers when REMOTE was asked for and no pair of the shortlists fits; None if they already
+        held all workers."""
         if self._shortlist is not None or len(fleet_snapshot) <= SHORTLIST:
             return None
         thorough = PredictPolicy(self._overheads, shortlist=min(len(fleet_snapshot), THOROUGH))
         return thorough.choose(fleet_snapshot, routing_request, now)
 
-    def _look(self, group: Pool, routing_request: RoutingRequest, now: float) -> tuple[list[WorkerEstimate], list[Candidate]]:
-        """The workers that could own the request, and the candidates among them."""
-        count = self._count(group)
-        look = _Look(group, routing_request, now, self._overheads, count)
-        holders = [engine for engine in look.holders(group.owners) if engine.view.decode]
-        owners = _together(first(_engines(group, group.owners), routing_request, count), first(holders, routing_request, count))
+    def _search(self, pool: Pool, routing_request: RoutingRequest, now: float) -> tuple[list[WorkerEstimate], list[Candidate]]:
+        """Return the shortlisted workers that can decode the request, and the candidates."""
+        count = self._count(pool)
+        search = _CandidateSearch(pool, routing_request, now, self._overheads, count)
+        cached_on = [estimate for estimate in search.cached_on(pool.decode_ranking) if estimate.view.decode]
+        ranked = first(_ranked(pool, pool.decode_ranking), routing_request, count)
+        decodes = _union(ranked, first(cached_on, routing_request, count))
         if routing_request.mode is Mode.REMOTE:
-            return owners, look.remote(owners, look.fillers(owners))
-        wholes = _together(first(_engines(group, group.wholes), routing_request, count), owners)
-        candidates = look.local(wholes)
+            return decodes, search.remote(decodes, search.prefills(decodes))
+        aggregated = _union(first(_ranked(pool, pool.aggregated_ranking), routing_request, count), decodes)
+        candidates = search.local(aggregated)
         long = (
-            [o for o in owners if routing_request.uncached(o.view) >= self._local_prefill_tokens]
+            [decode for decode in decodes if routing_request.uncached(decode.view) >= self._local_prefill_tokens]
             if routing_request.mode is None
             else []
         )
         if long:
-            candidates += look.remote(long, look.fillers(long))
-        return wholes, candidates
+            candidates += search.remote(long, search.prefills(long))
+        return aggregated, candidates
 
-    def _count(self, group: Pool) -> int:
-        """How many of each ranking are worth a look."""
+    def _count(self, pool: Pool) -> int:
+        """Return how many workers of each ranking are scored."""
         if self._shortlist is not None:
             return self._shortlist
-        return SHORTLIST if len(group.engines) <= LARGE_FLEET else SHORTLIST_OF_LARGE
+        return SHORTLIST if len(pool.estimates) <= LARGE_FLEET else SHORTLIST_OF_LARGE
 
 
-class _Look:
-    """One request at one group: what computing it and owning it mean, for each worker once; then pairs."""
+class _CandidateSearch:
+    """Score one request in one pool: the prompt part and the output part of each worker once, then pairs."""
 
     __slots__ = (
+        "_cached_on",
         "_count",
         "_expected",
         "_gaps",
         "_goals",
-        "_group",
-        "_holders",
         "_now",
         "_outputs",
         "_overheads",
+        "_pool",
         "_pressure",
         "_prompts",
         "_routing_request",
     )  # fmt: skip
 
-    def __init__(self, group: Pool, routing_request: RoutingRequest, now: float, overheads: Overheads, count: int) -> None:
-        self._group, self._routing_request, self._now, self._overheads, self._count = (
-            group,
-            routing_request,
-            now,
-            overheads,
-            count,
-        )
-        self._pressure, self._expected = group.pressure, routing_request.expected_tokens
+    def __init__(self, pool: Pool, routing_request: RoutingRequest, now: float, overheads: Overheads, count: int) -> None:
+        self._pool, self._routing_request, self._now = pool, routing_request, now
+        self._overheads, self._count = overheads, count
+        self._pressure, self._expected = pool.pressure, routing_request.expected_tokens
         self._gaps = max(1.0, self._expected - 1)
         self._goals = Goals(routing_request.ttft_goal_s, routing_request.tpot_goal_s, routing_request.running_tpot_goal_s)
         self._prompts: dict[WorkerEstimate, PromptPart] = {}
         self._outputs: dict[WorkerEstimate, OutputPart] = {}
-        self._holders: list[WorkerEstimate] | None = None
+        self._cached_on: list[WorkerEstimate] | None = None
 
-    def holders(self, ranking: Ranking) -> list[WorkerEstimate]:
-        """Workers with the most of the prompt; where there are very many of them, of those that `ranking` puts first."""
-        cached, engines = self._routing_request.cached_tokens, self._group.engines
+    def cached_on(self, ranking: Ranking) -> list[WorkerEstimate]:
+        """Return the workers with the longest cached prefix; if very many have one, only of those that `ranking` puts first."""
+        cached, estimates = self._routing_request.cached_tokens, self._pool.estimates
         if not cached:
             return []
-        if len(cached) > MAX_HOLDERS:
-            some = islice(_engines(self._group, ranking), MAX_HOLDERS)
-            return self._most([(cached[engine.key], engine.key[0]) for engine in some if engine.key in cached])
-        if self._holders is None:
-            known = ((tokens, engines.get(key[0]), key) for key, tokens in cached.items())
-            self._holders = self._most([(tokens, key[0]) for tokens, engine, key in known if engine and engine.key == key])
-        return self._holders
+        if len(cached) > MAX_CACHED_ON:
+            some = islice(_ranked(self._pool, ranking), MAX_CACHED_ON)
+            return self._longest([(cached[estimate.key], estimate.key[0]) for estimate in some if estimate.key in cached])
+        if self._cached_on is None:
+            known = ((tokens, estimates.get(key[0]), key) for key, tokens in cached.items())
+            self._cached_on = self._longest([(tokens, key[0]) for tokens, worker, key in known if worker and worker.key == key])
+        return self._cached_on
 
-    def fillers(self, decodes: Sequence[WorkerEstimate]) -> list[WorkerEstimate]:
-        """The best to compute the prompt for any of `decodes`, and those of the holders that can."""
-        group, routing_request = self._group, self._routing_request
+    def prefills(self, decodes: Sequence[WorkerEstimate]) -> list[WorkerEstimate]:
+        """Return the best prefill workers for any of `decodes`, and those with the longest cached prefix."""
+        pool, routing_request = self._pool, self._routing_request
 
-        def fits(engine: WorkerEstimate) -> bool:
-            view = engine.view
+        def fits(estimate: WorkerEstimate) -> bool:
+            view = estimate.view
             return can_prefill(view, routing_request) and _reaches(view, decodes)
 
-        # One more than asked for: with both roles, the best of them may be the best decode worker itself.
-        best = islice(filter(fits, _engines(group, group.fillers)), self._count + 1)
-        return _together(best, filter(fits, self.holders(group.fillers)))
+        # One more than asked for: a worker with both roles may be the best decode worker, too.
+        best = islice(filter(fits, _ranked(pool, pool.prefill_ranking)), self._count + 1)
+        return _union(best, filter(fits, self.cached_on(pool.prefill_ranking)))
 
     def local(self, decodes: Iterable[WorkerEstimate]) -> list[Candidate]:
-        """Each of them by itself."""
+        """Return a LOCAL candidate for each decode worker."""
         found, goals, gaps = list[Candidate](), self._goals, self._gaps
-        for engine in decodes:
-            view = engine.view
+        for estimate in decodes:
+            view = estimate.view
             over = self._overheads.between(None, view)
-            predicted = whole_prediction(self._prompt_part(engine), self._output_part(engine), over, gaps, goals)
+            predicted = local_prediction(self._prompt_part(estimate), self._output_part(estimate), over, gaps, goals)
             cost = cost_s(predicted, self._expected, self._pressure) + view.penalty_s
-            found.append(_new(Candidate, (view, None, cost, has_room_now(engine, self._routing_request), predicted)))
+            found.append(_new(Candidate, (view, None, cost, has_room_now(estimate, self._routing_request), predicted)))
         return found
 
     def remote(self, decodes: Iterable[WorkerEstimate], prefills: Iterable[WorkerEstimate]) -> list[Candidate]:
-        """Pairs of the best by what each side costs alone: together they cost little more than the sum.
+        """Return REMOTE candidates: pairs of the workers that are best alone, as a pair costs little more than the sum.
 
-        KV of another element type gives other tokens than decode's own: it is the last resort."""
+        KV of another element type than the decode worker's changes the tokens: it is the last resort."""
         prompts, outputs = sorted(prefills, key=self._prompt_order), sorted(decodes, key=self._output_order)
         found, goals, gaps, parts = list[Candidate](), self._goals, self._gaps, self._prompts
         expected, pressure, between = self._expected, self._pressure, self._overheads.between
@@ -298,7 +291,7 @@ class _Look:
             has_room, view, output = has_room_now(decode, self._routing_request), decode.view, self._outputs[decode]
             for prefill in self._partners(prompts, view):
                 other = prefill.view
-                predicted = paired(parts[prefill], output, between(other, view), gaps, goals)
+                predicted = remote_prediction(parts[prefill], output, between(other, view), gaps, goals)
                 cost = cost_s(predicted, expected, pressure) + view.penalty_s + other.penalty_s
                 found.append(_new(Candidate, (view, other, cost, has_room, predicted)))
         return found
@@ -306,68 +299,69 @@ class _Look:
     def _partners(self, prompts: Sequence[WorkerEstimate], decode: WorkerSnapshot) -> list[WorkerEstimate]:
         same, others = list[WorkerEstimate](), list[WorkerEstimate]()
         kv_dtype, count = decode.layout.kv_dtype, self._count
-        for engine in prompts:
-            if compatible(engine.view, decode):
-                (same if engine.view.layout.kv_dtype == kv_dtype else others).append(engine)
+        for estimate in prompts:
+            if compatible(estimate.view, decode):
+                (same if estimate.view.layout.kv_dtype == kv_dtype else others).append(estimate)
                 if len(same) == count:
                     break
         return same or others[:count]
 
-    def _most(self, holders: list[tuple[int, str]]) -> list[WorkerEstimate]:
-        """The first few of (tokens, address)."""
-        holders.sort(reverse=True)
-        engines = self._group.engines
-        return [engines[address] for _, address in holders[: self._count]]
+    def _longest(self, cached: list[tuple[int, str]]) -> list[WorkerEstimate]:
+        """Return the workers with the greatest (cached tokens, address)."""
+        cached.sort(reverse=True)
+        estimates = self._pool.estimates
+        return [estimates[address] for _, address in cached[: self._count]]
 
-    def _prompt_order(self, engine: WorkerEstimate) -> tuple[float, str]:
-        alone_s = _prompt_alone(self._prompt_part(engine), self._goals)
-        return alone_s + engine.view.penalty_s, engine.view.address
+    def _prompt_order(self, estimate: WorkerEstimate) -> tuple[float, str]:
+        alone_s = _prompt_alone(self._prompt_part(estimate), self._goals)
+        return alone_s + estimate.view.penalty_s, estimate.view.address
 
-    def _output_order(self, engine: WorkerEstimate) -> tuple[bool, float, str]:
-        alone_s = _alone(self._output_part(engine), self._expected)
-        return not has_room_now(engine, self._routing_request), alone_s + engine.view.penalty_s, engine.view.address
+    def _output_order(self, estimate: WorkerEstimate) -> tuple[bool, float, str]:
+        alone_s = _output_alone(self._output_part(estimate), self._expected)
+        return not has_room_now(estimate, self._routing_request), alone_s + estimate.view.penalty_s, estimate.view.address
 
-    def _prompt_part(self, engine: WorkerEstimate) -> PromptPart:
-        known = self._prompts.get(engine)
+    def _prompt_part(self, estimate: WorkerEstimate) -> PromptPart:
+        known = self._prompts.get(estimate)
         if known is None:
             routing_request = self._routing_request
-            side = engine.prompt_side(routing_request.num_tokens, routing_request.cached_tokens.get(engine.key, 0), self._now)
-            known = self._prompts[engine] = prompt_part(side, self._expected, self._goals)
+            cached = routing_request.cached_tokens.get(estimate.key, 0)
+            side = estimate.prompt_side(routing_request.num_tokens, cached, self._now)
+            known = self._prompts[estimate] = prompt_part(side, self._expected, self._goals)
         return known
 
-    def _output_part(self, engine: WorkerEstimate) -> OutputPart:
-        known = self._outputs.get(engine)
+    def _output_part(self, estimate: WorkerEstimate) -> OutputPart:
+        known = self._outputs.get(estimate)
         if known is None:
             routing_request = self._routing_request
-            cached = routing_request.cached_tokens.get(engine.key, 0)
-            side = engine.output_side(
+            cached = routing_request.cached_tokens.get(estimate.key, 0)
+            side = estimate.output_side(
                 routing_request.num_tokens, cached, routing_request.num_choices, routing_request.expected_tokens, self._now
             )
-            known = self._outputs[engine] = output_part(side, self._expected, self._goals)
+            known = self._outputs[estimate] = output_part(side, self._expected, self._goals)
         return known
 
 
 def _prompt_alone(prompt: PromptPart, goals: Goals) -> float:
-    """Return what computing the prompt costs, on whatever decode worker."""
+    """Return the cost of computing the prompt, whichever worker decodes."""
     misses = miss(prompt.compute_s, goals.ttft_s) + prompt.misses
     return prompt.compute_s + prompt.lost_s + MISS_PENALTY_S * misses
 
 
-def _alone(output: OutputPart, expected: float) -> float:
-    """Return what decoding the request costs, whatever worker computes the prompt."""
+def _output_alone(output: OutputPart, expected: float) -> float:
+    """Return the cost of decoding the request, whichever worker computes the prompt."""
     misses = output.own_misses + output.misses
     return output.queue_s + expected * output.tpot_s + output.slowed_s + MISS_PENALTY_S * misses
 
 
 def cost_s(predicted: Prediction, expected_tokens: float, pressure: float) -> float:
-    """The seconds by which candidates are compared."""
+    """Return the seconds by which candidates are compared."""
     own_s = predicted.ttft_s + max(0.0, expected_tokens - 1) * predicted.tpot_s
     return own_s + predicted.delay_s + pressure * predicted.work_s + MISS_PENALTY_S * predicted.misses
 
 
 def _least(candidates: list[Candidate]) -> Candidate:
-    """Return the first by `Candidate.order`. Where that would have to wait, and others can begin without one more missed
-    objective, return the first of those: no worker is idle while requests wait."""
+    """Return the first by `Candidate.order`. If it has to wait and others can begin without one more missed objective, return the
+    first of those: no worker is idle while requests wait."""
     roomy = [candidate for candidate in candidates if candidate.has_room] or candidates
     best = _first(roomy)
     if best.prediction is None or not is_saturated(best.prediction.ttft_s, best.prediction.ahead_s):
@@ -390,16 +384,16 @@ def _first(candidates: list[Candidate]) -> Candidate:
 
 
 def _reaches(prefill: WorkerSnapshot, decodes: Iterable[WorkerEstimate]) -> bool:
-    for decode in decodes:  # noqa: SIM110 - it is asked for every worker that is looked at, and a generator takes twice as long
+    for decode in decodes:  # noqa: SIM110 - it runs for every worker that is scored, and a generator takes twice as long
         if compatible(prefill, decode.view):
             return True
     return False
 
 
-def _engines(group: Pool, ranking: Ranking) -> Iterator[WorkerEstimate]:
-    return map(group.engines.__getitem__, ranking.names)
+def _ranked(pool: Pool, ranking: Ranking) -> Iterator[WorkerEstimate]:
+    return map(pool.estimates.__getitem__, ranking.names)
 
 
-def _together(some: Iterable[WorkerEstimate], more: Iterable[WorkerEstimate]) -> list[WorkerEstimate]:
-    """Each once."""
+def _union(some: Iterable[WorkerEstimate], more: Iterable[WorkerEstimate]) -> list[WorkerEstimate]:
+    """Return each worker once, in order."""
     return list(dict.fromkeys([*some, *more]))

@@ -1,7 +1,7 @@
-"""Which workers could take a request, and which of them are worth a closer look. Pure.
+"""Filters: which workers can take a request, and which of them a policy scores. Pure.
 
-Whatever a policy prefers, it chooses among what this module lets through: the right model and kind, large enough, not excluded,
-and pairs whose KV can be handed over.
+Every policy chooses among the workers that pass: they have the right model and kind, are large enough and not excluded. A pair
+passes if it can hand KV over.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,12 +16,12 @@ from router.routing.worker_snapshot import Mode, WorkerKey, WorkerSnapshot
 
 @dataclass(slots=True)
 class RoutingRequest:
-    """What a request needs. `cached_tokens` by worker; `kind` pins the kind of worker that the request started on.
+    """Hold what a request needs. `cached_tokens` by worker; `kind` pins the kind of worker that the request started on.
 
-    It is never changed: it is not frozen because that takes three times as long to make, and each decision makes one.
+    It is never changed. It is not frozen, because each decision makes one and freezing takes three times as long.
 
-    `expected_tokens` it is thought to generate for each choice; the goals are seconds, None without
-    an objective: its own, and the TPOT of what runs beside it.
+    `expected_tokens`: estimated output of each choice. The goals are seconds, None without an objective: the request's own, and
+    the TPOT of the requests that run beside it.
     """
 
     model: str
@@ -39,12 +39,12 @@ class RoutingRequest:
     running_tpot_goal_s: float | None = None
 
     def uncached(self, worker: WorkerSnapshot) -> int:
-        """Tokens that `worker` would have to compute or receive: at least one, as a whole prompt is never served from cache."""
+        """Return the tokens that `worker` has to compute or receive: at least one, as the last is never served from cache."""
         return max(1, self.num_tokens - self.cached_tokens.get(worker.key, 0))
 
 
 class Candidate(NamedTuple):
-    """A pair that was looked at; LOCAL without `prefill`. `prediction` is None under policies that predict nothing."""
+    """Hold a scored pair; LOCAL without `prefill`. `prediction` is None under policies that predict nothing."""
 
     decode: WorkerSnapshot
     prefill: WorkerSnapshot | None
@@ -54,7 +54,7 @@ class Candidate(NamedTuple):
 
     @property
     def order(self) -> tuple[bool, float, bool, str, str]:
-        """The least is taken: those with room first, then by cost; equals in the same order always."""
+        """Return the sort key; the least wins: candidates with room first, then by cost, ties in a fixed order."""
         prefill = self.prefill
         return (
             not self.has_room,
@@ -67,7 +67,7 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Decode worker, and prefill worker unless LOCAL, with the reason in words and what it was compared with."""
+    """Hold the chosen decode worker, and prefill worker unless LOCAL, with the reason in words and the candidates compared."""
 
     decode: WorkerSnapshot
     prefill: WorkerSnapshot | None
@@ -76,12 +76,12 @@ class Placement:
 
     @property
     def mode(self) -> Mode:
-        """LOCAL without a prefill worker."""
+        """Return LOCAL without a prefill worker, else REMOTE."""
         return Mode.LOCAL if self.prefill is None else Mode.REMOTE
 
     @property
     def chosen(self) -> Candidate | None:
-        """The candidate that was taken; None under policies that keep none."""
+        """Return the chosen candidate; None under policies that keep none."""
         decode, prefill = self.decode, self.prefill
         for candidate in self.candidates:
             if candidate.decode is decode and candidate.prefill is prefill:
@@ -91,7 +91,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class NoPlacement:
-    """No worker can take it now. `full`: some worker fits and would, had it room. `never`: too large for any of them."""
+    """Report that no worker can take the request now. `full`: some worker fits but has no room. `never`: all are too small."""
 
     reason: str
     full: bool = False
@@ -99,22 +99,22 @@ class NoPlacement:
 
 
 def same_kind(worker: WorkerSnapshot, routing_request: RoutingRequest) -> bool:
-    """The model, and the kind of worker that the request started on, if it has."""
+    """Return True if `worker` serves the model and is of the kind that the request started on, if any."""
     return worker.model == routing_request.model and routing_request.kind in (None, worker.kind)
 
 
 def can_decode(worker: WorkerSnapshot, routing_request: RoutingRequest) -> bool:
-    """May `worker` be the request's decode worker, room aside?"""
+    """Return True if `worker` may be the decode worker, room aside."""
     return worker.decode and worker.key not in routing_request.excluded_decode and can_ever_hold(worker, routing_request)
 
 
 def can_prefill(worker: WorkerSnapshot, routing_request: RoutingRequest) -> bool:
-    """May `worker` compute the prompt for another one, if it reaches it?"""
+    """Return True if `worker` may compute the prompt for a decode worker that it reaches."""
     return worker.prefill and worker.key not in routing_request.excluded_prefill
 
 
 def can_ever_hold(worker: WorkerSnapshot, routing_request: RoutingRequest) -> bool:
-    """Is the worker large enough, were it empty?"""
+    """Return True if the request fits the worker when it is empty."""
     fits_context = max(routing_request.num_tokens, routing_request.max_total_tokens) <= worker.max_context
     return (
         fits_context
@@ -124,19 +124,19 @@ def can_ever_hold(worker: WorkerSnapshot, routing_request: RoutingRequest) -> bo
 
 
 def has_room(worker: WorkerSnapshot, routing_request: RoutingRequest) -> bool:
-    """Does the last report, with what was dispatched since, leave room? The worker's own answer is the truth."""
+    """Return True if the last report, plus what was dispatched since, leaves room. Only the worker itself knows for sure."""
     free = worker.num_free_blocks - worker.dispatched_blocks
     seqs = worker.num_seqs + worker.dispatched_seqs
     return blocks_for(routing_request.num_tokens, worker) <= free and seqs + routing_request.num_choices <= worker.max_num_seqs
 
 
 def blocks_for(num_tokens: int, worker: WorkerSnapshot) -> int:
-    """Blocks that hold `num_tokens`."""
+    """Return the number of blocks that hold `num_tokens`."""
     return -(-num_tokens // worker.block_size)
 
 
 def compatible(prefill: WorkerSnapshot, decode: WorkerSnapshot) -> bool:
-    """May these two hand over KV? Equal identity, a layout that converts, and a transport that reaches."""
+    """Return True if the pair can hand KV over: equal identity, a layout that converts, and a transport that reaches."""
     if prefill.identity != decode.identity or (prefill.address == decode.address and prefill.epoch == decode.epoch):
         return False
     if prefill.layout is decode.layout and prefill.transports is decode.transports and prefill.transports.reach_all:
@@ -155,7 +155,7 @@ def _hands_over(
 
 
 def explain_no_candidate(workers: Iterable[WorkerSnapshot], routing_request: RoutingRequest) -> NoPlacement:
-    """Why no worker can own the request; to be asked only when that is so."""
+    """Return why no worker can decode the request. Call it only when that is so."""
     decodes = [worker for worker in workers if worker.decode and same_kind(worker, routing_request)]
     if not decodes:
         return NoPlacement(f"no decode worker of model {routing_request.model!r} is reachable")
@@ -173,34 +173,32 @@ def no_partner(decode: Iterable[WorkerSnapshot]) -> NoPlacement:
     return NoPlacement(f"REMOTE was asked for and no prefill worker fits {names}")
 
 
-def first(engines: Iterable[WorkerEstimate], routing_request: RoutingRequest, count: int) -> list[WorkerEstimate]:
-    """The first `count` of `engines` that can own the request and have room; if none has, those without."""
+def first(estimates: Iterable[WorkerEstimate], routing_request: RoutingRequest, count: int) -> list[WorkerEstimate]:
+    """Return the first `count` workers that can decode the request and have room; if none has room, the first without."""
     roomy: list[WorkerEstimate] = []
     full: list[WorkerEstimate] = []
-    for engine in engines:
-        if not _fits(engine, routing_request):
+    for estimate in estimates:
+        if not _fits(estimate, routing_request):
             continue
-        if has_room_now(engine, routing_request):
-            roomy.append(engine)
+        if has_room_now(estimate, routing_request):
+            roomy.append(estimate)
             if len(roomy) == count:
                 break
         elif len(full) < count:
-            full.append(engine)
+            full.append(estimate)
     return roomy or full
 
 
-def has_room_now(engine: WorkerEstimate, routing_request: RoutingRequest) -> bool:
-    """As `has_room`, from what has been computed already."""
-    return routing_request.num_tokens <= engine.free_tokens and routing_request.num_choices <= engine.free_seqs
+def has_room_now(estimate: WorkerEstimate, routing_request: RoutingRequest) -> bool:
+    """Return what `has_room` does, from the estimate's stored numbers."""
+    return routing_request.num_tokens <= estimate.free_tokens and routing_request.num_choices <= estimate.free_seqs
 
 
-def _fits(engine: WorkerEstimate, routing_request: RoutingRequest) -> bool:
-    """As `can_own` and `same_kind` within a group."""
-    view = engine.view
-    if (
-        routing_request.max_total_tokens > view.max_context or routing_request.num_tokens > engine.largest
-    ):  # that is at most max_context
+def _fits(estimate: WorkerEstimate, routing_request: RoutingRequest) -> bool:
+    """Return what `can_decode` and `same_kind` do, for a worker of the right pool. `largest` is at most `max_context`."""
+    view = estimate.view
+    if routing_request.max_total_tokens > view.max_context or routing_request.num_tokens > estimate.largest:
         return False
     if routing_request.kind is not None and view.kind != routing_request.kind:
         return False
-    return routing_request.num_choices <= view.max_num_seqs and engine.key not in routing_request.excluded_decode
+    return routing_request.num_choices <= view.max_num_seqs and estimate.key not in routing_request.excluded_decode

@@ -1,4 +1,4 @@
-"""How workers are chosen: what a policy offers, and the policies there are, by the name that `--policy` takes.
+"""The interface of a routing policy, and the table of policies by the name that `--policy` takes.
 
 A new policy is one module in `policies/` and one line in `POLICIES`: the router, the simulator and the choices of both their
 `--policy` flags read that table. Policies are pure: a snapshot of the fleet and a clock reading go in, a decision with its
@@ -21,7 +21,7 @@ from router.routing.worker_snapshot import WorkerSnapshot
 
 
 class Policy(Protocol):
-    """A way to choose workers. `now` is monotonic seconds."""
+    """Choose workers for requests. `now` is monotonic seconds."""
 
     name: str
 
@@ -31,7 +31,7 @@ class Policy(Protocol):
     def choose_prefill(
         self, fleet_snapshot: FleetSnapshot, decode: WorkerSnapshot, routing_request: RoutingRequest, now: float
     ) -> WorkerSnapshot | None:
-        """Return another prefill worker for a request that `decode` has reserved already; None without one."""
+        """Return another prefill worker for a request that has a reservation on `decode`; None without one."""
 
     def placed(self, decode: WorkerSnapshot, prefill: WorkerSnapshot | None) -> None:
         """Note that a request was sent to these workers."""
@@ -39,8 +39,8 @@ class Policy(Protocol):
 
 @dataclass(frozen=True)
 class PolicyInputs:
-    """What a policy is made from. `overheads` are learned while requests run; prompts with fewer uncached tokens than
-    `local_prefill_tokens` are prefilled by the decode worker itself."""
+    """Hold the inputs of a policy. `overheads` are learned while requests run. The decode worker prefills prompts with fewer than
+    `local_prefill_tokens` uncached tokens itself."""
 
     overheads: Overheads
     local_prefill_tokens: int

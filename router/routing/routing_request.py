@@ -1,4 +1,4 @@
-"""What the policy is asked for a job: its size, what the fleet holds of its prompt, how long it may get, and its objectives."""
+"""Conversion of a prepared request to the policy's input: size, cached prefix by worker, expected output, objectives."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ def routing_request_of(
     excluded_decode: frozenset[WorkerKey] = NO_WORKERS,
     excluded_prefill: frozenset[WorkerKey] = NO_WORKERS,
 ) -> RoutingRequest:
-    """`emitted` tokens are out already, from workers of `kind`."""
+    """Return the policy's input. `emitted` tokens were sent to the client already, from workers of `kind`."""
     several_under_way = prepared.num_choices > 1 and bool(emitted)
     objective = core.objectives.get(prepared.model.name)
     num_emitted = max((len(choice.token_ids) for choice in emitted), default=0)
@@ -45,14 +45,14 @@ def routing_request_of(
 
 
 def goals_ms(core: RouterContext, prepared: PreparedRequest) -> tuple[int, int]:
-    """TTFT and TPOT that the request is to have: its own objectives, or its model's for requests of its priority; 0: none."""
+    """Return the TTFT and TPOT objectives: the request's own, else its model's for requests of its priority; 0: none."""
     objective = core.objectives.get(prepared.model.name)
     promised = Bounds(None, None) if objective is None else objective.bounds(prepared.priority)
     return prepared.slo_ttft_ms or promised.ttft_ms or 0, prepared.slo_tpot_ms or promised.tpot_ms or 0
 
 
 def tpot_goal_ms(core: RouterContext, prepared: PreparedRequest) -> int:
-    """The request's own objective, or what its model promises requests of its priority; 0: none."""
+    """Return the TPOT objective: the request's own, else its model's for requests of its priority; 0: none."""
     return goals_ms(core, prepared)[1]
 
 

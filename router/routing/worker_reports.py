@@ -1,4 +1,4 @@
-"""From a worker's own messages to the value that the policy looks at."""
+"""Conversion of a worker's messages (WorkerInfo, LoadReport) to the snapshot that the policy reads."""
 
 from contextlib import suppress
 from functools import lru_cache
@@ -11,23 +11,23 @@ from router.routing.fleet_snapshot import is_usable
 from router.routing.worker_snapshot import WorkerSnapshot
 
 MAX_PACE_S, MAX_SLACK_S = 1e4, 3600.0
-"""What a worker can truly say of the pace of its sequences; more counts as nothing said."""
+"""Limits of the reported TPOT objective and slack of a worker's sequences; a report above them is ignored."""
 MAX_PER_ROW = 256.0
-"""Tokens of a sequence's part of a step, likewise."""
+"""Limit of the tokens of one sequence in a step; a report above it is ignored, too."""
 
 
 def identity_of(identity: common_pb2.Identity) -> tuple[object, ...]:
-    """All fields in order: what must be equal for a pair."""
+    """Return all fields in order: a pair must have equal ones."""
     return tuple(getattr(identity, field.name) for field in identity.DESCRIPTOR.fields)
 
 
 def kind_of(info: worker_pb2.WorkerInfo) -> tuple[object, ...]:
-    """`WorkerView.kind` of a decode worker."""
+    """Return the `WorkerSnapshot.kind` of a decode worker."""
     return (identity_of(info.identity), info.layout.kv_dtype)
 
 
 class Described(NamedTuple):
-    """What a worker says of itself once and for all: read from its message once, not with each of its reports."""
+    """Hold the constant part of a worker's snapshot: it is read from WorkerInfo once, not with each report."""
 
     worker_id: str
     address: str
@@ -44,7 +44,7 @@ class Described(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """What was sent to a worker and its report may not contain: `WorkerView.dispatched_*`."""
+    """Sum what was sent to a worker and its report may not contain: `WorkerSnapshot.dispatched_*`."""
 
     seqs: int = 0
     blocks: int = 0
@@ -57,7 +57,7 @@ NOTHING = Counted()
 
 
 def describe(info: worker_pb2.WorkerInfo) -> Described:
-    """The lasting part of every view of this worker."""
+    """Return the constant part of this worker's snapshots."""
     return Described(
         worker_id=info.worker_id,
         address=info.address,
@@ -77,8 +77,8 @@ def describe(info: worker_pb2.WorkerInfo) -> Described:
 def snapshot_of(
     described: Described, load: worker_pb2.LoadReport, *, decode: bool, reported_at: float = 0.0, sent: Counted = NOTHING
 ) -> WorkerSnapshot:
-    """`decode`: its Attach stream is open, so it may own requests, if it has the role. `reported_at`: monotonic seconds of the
-    report's arrival; `sent`: beside what is in it."""
+    """Return the worker's snapshot. `decode`: its Attach stream is open, so it may decode, if it has the role. `reported_at`:
+    monotonic seconds of the report's arrival; `sent`: what the report may not contain."""
     latency, roles, num_running, num_prefilling = latency_of(load), load.roles, load.num_running, load.num_prefilling
     per_row = _per_row(load.speculation) if load.HasField("speculation") else (1.0, 1.0)
     return WorkerSnapshot(
@@ -119,7 +119,7 @@ def snapshot_of(
 
 
 def latency_of(load: worker_pb2.LoadReport) -> LatencyModel | None:
-    """How fast the worker says it is; None when it does not, or what it says is no time."""
+    """Return the speed that the worker reports; None without one, or when its numbers are unusable."""
     if not load.HasField("latency_model"):
         return None
     said = load.latency_model
@@ -137,19 +137,19 @@ def latency_of(load: worker_pb2.LoadReport) -> LatencyModel | None:
 
 
 def _per_row(said: worker_pb2.SpeculationReport) -> tuple[float, float]:
-    """Tokens that a sequence's part of a step gives, and that are computed for it: one each where it says nothing that can be."""
+    """Return the tokens that a sequence gets from a step, and those computed for it: 1 each without a plausible report."""
     tokens, computed = said.tokens_per_row, said.computed_per_row
     return (tokens, computed) if 1 <= tokens <= MAX_PER_ROW and 1 <= computed <= MAX_PER_ROW else (1.0, 1.0)
 
 
 def _used_tokens(described: Described, load: worker_pb2.LoadReport) -> int:
-    """What the sequences of a worker that does not say may attend to, at most."""
+    """Return an upper bound of the tokens that sequences attend to, for a worker that does not report them."""
     return (load.num_total_blocks - load.num_free_blocks) * described.layout.block_size if load.num_running else 0
 
 
 @lru_cache(maxsize=256)
 def _layout(layout: Layout) -> Layout:
-    """Equal ones as one object, as with the next two: comparing them then takes no time."""
+    """Return one object for equal layouts, so that comparing them takes no time; the next two functions do the same."""
     return layout
 
 
@@ -164,7 +164,7 @@ def _transports(reach: tuple[tuple[str, Reach | None], ...]) -> Transports:
 
 
 def _reach_of(info: worker_pb2.WorkerInfo) -> tuple[tuple[str, Reach | None], ...]:
-    """Return each transport with its reach, None where the worker does not say it; without those of a scope that is not known."""
+    """Return each transport with its reach, None where the worker does not report it; those of unknown scope are left out."""
     said = {each.transport: each for each in info.transport_reach}
     known = []
     for name in info.transports:
@@ -174,7 +174,7 @@ def _reach_of(info: worker_pb2.WorkerInfo) -> tuple[tuple[str, Reach | None], ..
 
 
 def problem_of(info: worker_pb2.WorkerInfo) -> str | None:
-    """Why a worker that says this of itself cannot be used; None when it can."""
+    """Return why a worker with this WorkerInfo cannot be used; None when it can."""
     for name in ("worker_id", "epoch", "max_context", "max_num_seqs", "num_blocks"):
         if not getattr(info, name):
             return f"{name} is not set"

@@ -1,4 +1,4 @@
-"""What the policy sees of a worker: its last report, and what this router has sent there since. Pure values."""
+"""The policy's view of a worker: its last report, and what this router has sent there since. Pure values."""
 
 import enum
 from dataclasses import dataclass
@@ -7,11 +7,11 @@ from kvtransfer.layout import Layout, Transports
 from pdmesh.planning.latency_model import LatencyModel
 
 WorkerKey = tuple[str, int]
-"""Address and epoch: what tells incarnations apart, as an epoch never comes again."""
+"""Address and epoch. They tell incarnations of a worker apart, as no epoch is used twice."""
 
 
 class Mode(enum.Enum):
-    """Where the prompt is computed: on the decode worker itself, or on a prefill worker."""
+    """Name where the prompt is computed: LOCAL on the decode worker (aggregated), REMOTE on a prefill worker (disaggregated)."""
 
     LOCAL = "local"
     REMOTE = "remote"
@@ -19,17 +19,17 @@ class Mode(enum.Enum):
 
 @dataclass(slots=True)
 class WorkerSnapshot:
-    """One worker that lives and takes work. `identity` is compared for equality only.
+    """Hold the state of one worker that is alive and takes work. `identity` is compared for equality only.
 
-    It is never changed. It is not frozen because thousands are made in a second, and freezing takes three times as long.
+    It is never changed. It is not frozen, because thousands are made in a second and freezing takes three times as long.
 
     `figures_at`: monotonic seconds at which its numbers were true; `dispatched_*` is what this router sent there since.
     `num_decoding` sequences attend to `decode_context` tokens in every step; `num_starting` are prefilled or reserved and will
-    decode. `latency` is None while it does not say how fast it is; `max_num_batched_tokens` 0: it does not say that.
-    `pace_s`: the worker sizes its steps so that its sequences get tokens this often, 0: it does not; `slack_s`: they are ahead.
-    `tokens_per_row`: what a sequence's part of a step gives lately, `computed_per_row` what is computed for it, tokens that were
-    guessed included.
-    `penalty_s`: seconds by which everything placed there is thought to cost more than its numbers say.
+    decode. `latency` is None while the worker does not report its speed; `max_num_batched_tokens` 0: not reported.
+    `pace_s`: TPOT to which the worker limits its steps with prompts, 0: none; `slack_s`: time its sequences are ahead of that.
+    `tokens_per_row`: tokens that a sequence gets from a step lately, `computed_per_row` those computed for it, drafted tokens
+    included.
+    `penalty_s`: estimated seconds by which a placement there costs more than the numbers say.
     """
 
     worker_id: str
@@ -69,23 +69,23 @@ class WorkerSnapshot:
 
     @property
     def key(self) -> WorkerKey:
-        """What tells incarnations apart."""
+        """Return the key of this incarnation of the worker."""
         return (self.address, self.epoch)
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What decides a request's tokens: it stays with one kind."""
+        """Return what a request's tokens depend on. A started request stays on workers of one kind."""
         return (self.identity, self.layout.kv_dtype)
 
     def idle_tpot_s(self, num_sequences: int, context: int) -> float | None:
-        """Return the seconds of a token with so many sequences here and no others. None while it does not say how fast it is."""
+        """Return the TPOT in seconds with `num_sequences` here and no others; None while the worker does not report its speed."""
         model = self.latency
         if model is None:
             return None
-        guessed_s = model.per_sequence_s * num_sequences * (self.computed_per_row - 1)
-        return (model.decode_s(num_sequences, context) + guessed_s) / self.tokens_per_row
+        drafted_s = model.per_sequence_s * num_sequences * (self.computed_per_row - 1)
+        return (model.decode_s(num_sequences, context) + drafted_s) / self.tokens_per_row
 
     @property
     def tokens_ahead(self) -> int:
-        """Prompt tokens that this worker has still to compute."""
+        """Return the prompt tokens that this worker has still to compute."""
         return self.num_waiting_tokens + self.dispatched_tokens

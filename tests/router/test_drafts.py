@@ -100,7 +100,7 @@ async def test_a_worker_is_judged_by_its_steps(model_folder: Path) -> None:
             decode.guesses, decode.pause_at = guesses, 1
             decode.resume.clear()
             asking = asyncio.create_task(mesh.generate(request(mode=LOCAL, max_tokens=14)))
-            await eventually(lambda: any(mover.holder for mover in mesh.router.core.movers))  # it follows the tokens
+            await eventually(lambda: any(each.decode_worker for each in mesh.router.core.migratable))  # it follows the tokens
             decode.resume.set()
             await asking
             await mesh.until_whole()

@@ -296,7 +296,7 @@ changes = st.tuples(fleets(max_size=6), st.integers(0, 5), st.sampled_from([("m"
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(changes, min_size=1, max_size=6))
-def test_a_roster_ranks_as_if_it_had_seen_nothing_before(rounds: list[tuple[list[WorkerSnapshot], int, tuple[str, str]]]) -> None:
+def test_a_fleet_snapshot_ranks_as_if_built_anew(rounds: list[tuple[list[WorkerSnapshot], int, tuple[str, str]]]) -> None:
     """Workers report again and again, change identity and roles, and go."""
     fleet_snapshot, known = FleetSnapshot(), dict[str, WorkerSnapshot]()
     for views, leaves, identity in rounds:
@@ -308,13 +308,13 @@ def test_a_roster_ranks_as_if_it_had_seen_nothing_before(rounds: list[tuple[list
         fleet_snapshot.put(f"a{leaves}", None)
         fresh = FleetSnapshot(known.values())
         assert len(fleet_snapshot) == len(fresh) and sorted(v.address for v in fleet_snapshot.views()) == sorted(known)
-        groups = {group.identity: group for group in fleet_snapshot.groups("m")}
-        for group in fresh.groups("m"):
-            same = groups.pop(group.identity)
-            assert same.pressure == group.pressure
-            for name in ("owners", "wholes", "fillers"):
-                assert getattr(same, name).names == getattr(group, name).names
-        assert not groups
+        pools = {pool.identity: pool for pool in fleet_snapshot.pools("m")}
+        for pool in fresh.pools("m"):
+            same = pools.pop(pool.identity)
+            assert same.pressure == pool.pressure
+            for name in ("decode_ranking", "aggregated_ranking", "prefill_ranking"):
+                assert getattr(same, name).names == getattr(pool, name).names
+        assert not pools
 
 
 @pytest.mark.parametrize("num_holders", [2, 100])

@@ -19,7 +19,7 @@ from router.routing.cost_model import (
     local,
     remote,
 )
-from router.routing.cost_policy import PredictPolicy, output_part, paired, prompt_part, whole_prediction
+from router.routing.cost_policy import PredictPolicy, local_prediction, output_part, prompt_part, remote_prediction
 from router.routing.filters import Placement, RoutingRequest
 from router.routing.fleet_snapshot import FleetSnapshot
 from router.routing.worker_reports import Described, snapshot_of
@@ -165,8 +165,9 @@ def test_absurd_numbers_of_one_worker_harm_nobody(slack_s: float, fixed_s: float
     routing_request = RoutingRequest("m", 400, max_total_tokens=500)
     placed = PredictPolicy(Overheads()).choose(fleet_snapshot, routing_request, 1.0)
     assert isinstance(placed, Placement)
-    for group in fleet_snapshot.groups("m"):
-        assert all(sorted(ranking.names) == sorted(group.engines) for ranking in (group.owners, group.wholes, group.fillers))
+    for pool in fleet_snapshot.pools("m"):
+        rankings = (pool.decode_ranking, pool.aggregated_ranking, pool.prefill_ranking)
+        assert all(sorted(ranking.names) == sorted(pool.estimates) for ranking in rankings)
 
 
 def test_pairs_are_predicted_bit_for_bit_as_one_by_one() -> None:
@@ -184,8 +185,8 @@ def test_pairs_are_predicted_bit_for_bit_as_one_by_one() -> None:
         prompt = prefill.prompt_side(900, draw.randrange(900), 0.3)
         output = decode.output_side(900, draw.randrange(900), 1, expected, 0.3)
         parts = prompt_part(prompt, expected, goals), output_part(output, expected, goals)
-        assert paired(*parts, over, max(1.0, expected - 1), goals) == remote(prompt, output, over, expected, goals)
-        assert whole_prediction(*parts, over, max(1.0, expected - 1), goals) == local(prompt, output, over, expected, goals)
+        assert remote_prediction(*parts, over, max(1.0, expected - 1), goals) == remote(prompt, output, over, expected, goals)
+        assert local_prediction(*parts, over, max(1.0, expected - 1), goals) == local(prompt, output, over, expected, goals)
 
 
 def test_what_is_remembered_of_overheads_is_what_was_observed() -> None:

@@ -9,7 +9,7 @@ import pytest
 from pdmesh.planning.latency_model import LatencyModel
 from pdmesh.v1 import worker_pb2
 from router.routing.cost_model import Goals, Overhead, Overheads, WorkerEstimate, local, remote
-from router.routing.cost_policy import PredictPolicy, output_part, paired, prompt_part, whole_prediction
+from router.routing.cost_policy import PredictPolicy, local_prediction, output_part, prompt_part, remote_prediction
 from router.routing.filters import Placement, RoutingRequest
 from router.routing.fleet_snapshot import FleetSnapshot
 from router.routing.worker_reports import MAX_PER_ROW, Described, snapshot_of
@@ -83,8 +83,8 @@ def test_both_ways_to_predict_agree_bit_for_bit() -> None:
     prompt, output = prefill.prompt_side(900, 100, 0.3), decode.output_side(900, 200, 1, 80.0, 0.3)
     for goals in (Goals(), Goals(0.5, 0.01, 0.008)):
         parts = prompt_part(prompt, 80.0, goals), output_part(output, 80.0, goals)
-        assert paired(*parts, OVER, 79.0, goals) == remote(prompt, output, OVER, 80.0, goals)
-        assert whole_prediction(*parts, OVER, 79.0, goals) == local(prompt, output, OVER, 80.0, goals)
+        assert remote_prediction(*parts, OVER, 79.0, goals) == remote(prompt, output, OVER, 80.0, goals)
+        assert local_prediction(*parts, OVER, 79.0, goals) == local(prompt, output, OVER, 80.0, goals)
 
 
 def test_the_one_that_guesses_well_is_preferred_and_meets_what_the_other_cannot() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.fleet.migration import Move, Pace, RebalanceLimits, Rebalancer, load_share
+from router.fleet.migration import Move, RebalanceLimits, Rebalancer, WorkerTpot, load_share
 from router.routing.worker_snapshot import WorkerSnapshot
 from tests.router.fleets import worker
 
@@ -19,10 +19,10 @@ def decode(name: str, used: float, num_seqs: int = 10) -> WorkerSnapshot:
     )
 
 
-def decide(workers: list[WorkerSnapshot], paces: dict[str, Pace] | None = None, seconds: int = 3) -> list[Move]:
+def decide(workers: list[WorkerSnapshot], tpots: dict[str, WorkerTpot] | None = None, seconds: int = 3) -> list[Move]:
     """The moves of some seconds in which nothing changes."""
     rebalancer = Rebalancer(LIMITS)
-    by_key = {view.key: paces[view.worker_id] for view in workers if paces and view.worker_id in paces}
+    by_key = {view.key: tpots[view.worker_id] for view in workers if tpots and view.worker_id in tpots}
     return [move for tenth in range(10 * seconds) if (move := rebalancer.decide(workers, by_key, tenth / 10))]
 
 
@@ -61,8 +61,8 @@ def test_who_is_nearly_full_gives_one_away(workers: list[WorkerSnapshot], moves:
 def test_who_breaks_the_objective_gives_one_away(
     mine_s: float, goal_s: float | None, others_s: float | None, others_seqs: int, moves: bool
 ) -> None:
-    paces = {"d0": Pace(mine_s, goal_s)} | ({"d1": Pace(others_s)} if others_s else {})
-    assert bool(decide([decode("d0", 0.5), decode("d1", 0.1, others_seqs)], paces)) is moves
+    tpots = {"d0": WorkerTpot(mine_s, goal_s)} | ({"d1": WorkerTpot(others_s)} if others_s else {})
+    assert bool(decide([decode("d0", 0.5), decode("d1", 0.1, others_seqs)], tpots)) is moves
 
 
 def test_a_need_must_last() -> None:

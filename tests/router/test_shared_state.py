@@ -126,12 +126,12 @@ async def test_one_that_stops_leaves_its_part_to_the_other(model_folder: Path) -
 
 async def test_a_router_tells_again_after_whatever_went_wrong(model_folder: Path) -> None:
     async with EmbeddedRedis() as redis, _pair(model_folder, redis, 1) as ((a, _), (b, _), _):
-        demand, problems = a.shared._routing_request, [RecursionError(), RuntimeError("odd"), ZeroDivisionError()]
+        demand, problems = a.shared._demand, [RecursionError(), RuntimeError("odd"), ZeroDivisionError()]
 
         def failing(now: float) -> Any:
             if problems:
                 raise problems.pop()
             return {**demand(now), "asks": 7.0}
 
-        a.shared._routing_request = failing
+        a.shared._demand = failing
         await eventually(lambda: any("asks" in message.demand for message in b.shared.peers._messages.values()))

@@ -25,7 +25,7 @@ _NO_TAG = ""
 
 @dataclass(frozen=True)
 class Place:
-    """A kind of memory, as NIXL names it. kind: "DRAM", the host, or "VRAM", the GPU with number `device` of its process."""
+    """Name a kind of memory as NIXL does. kind: "DRAM", the host, or "VRAM", the GPU with number `device` of its process."""
 
     kind: str = "DRAM"
     device: int = 0
@@ -44,7 +44,7 @@ class NixlFailed(ConnectionError):
 
 
 class OutsideMemory(NixlFailed):
-    """A read outside the memory that the remote has registered."""
+    """The read is outside the memory that the remote has registered."""
 
 
 def is_installed() -> bool:
@@ -63,9 +63,9 @@ def bindings() -> Any:
         remedy = "pip install --no-deps nixl nixl-cu12"
         raise NixlUnusable(f"the package does not load: {error}; install it with {remedy}") from error
     finally:
-        logging.raiseExceptions = raises  # the package turns it off for the whole process
+        logging.raiseExceptions = raises  # the package turns this off for the whole process
     theirs = logging.getLogger(PACKAGE)
-    theirs.handlers.clear()  # it prints to standard output
+    theirs.handlers.clear()  # the package's handler prints to standard output
     theirs.propagate = True
     return found
 
@@ -78,10 +78,10 @@ def _errors() -> tuple[type[Exception], ...]:
 
 
 class Agent:
-    """An agent with `num_bytes` of memory of `place` from `address` on, which must outlive it. Its methods may be called from any
-    thread; for GPU memory, from one in which that GPU is current.
+    """Own a NIXL agent with `num_bytes` of memory of `place` from `address` on, which must outlive it. Its methods may be called
+    from any thread; for GPU memory, from a thread in which that GPU is current.
 
-    `metadata` is what peers need to read there.
+    `metadata` is what peers need to read that memory.
     """
 
     def __init__(self, address: int, num_bytes: int, place: Place = HOST) -> None:
@@ -113,7 +113,8 @@ class Agent:
         return name.decode() if isinstance(name, bytes) else str(name)
 
     def remove_remote(self, name: str) -> None:
-        """Disconnect from it. No read of its memory may be under way: the end of such a read could not be detected any more."""
+        """Disconnect from the remote. No read of its memory may be under way: the end of such a read could not be detected any
+        more."""
         try:
             self._agent.invalidateRemoteMD(name)
         except _errors() as error:
@@ -138,9 +139,10 @@ class Agent:
         return handle
 
     def has_ended(self, handle: int) -> bool:
-        """Return whether the read is done. It is forgotten then. Raises NixlFailed for one that failed; it is forgotten, too.
+        """Return whether the read has ended, and release its handle then. Raises NixlFailed for a read that failed, whose handle
+        is released too.
 
-        A read under way is never forgotten: NIXL reports that it has released it, and goes on writing.
+        The handle of a read under way is never released: NIXL would report success, and go on writing.
         """
         try:
             status = self._agent.getXferStatus(handle)
@@ -155,7 +157,7 @@ class Agent:
         return True
 
     def close(self) -> None:
-        """End what is under way: nothing reads or writes the memory from here on. Idempotent."""
+        """End all reads: nothing reads or writes the memory from here on. Idempotent."""
         self._agent = self._memory = None
 
     def _release(self, handle: int) -> None:

@@ -1,14 +1,14 @@
-"""nixl between pools in memory of GPUs: NIXL reads a part into a room on the receiver's, which copies it into its pool.
+"""nixl between pools in memory of GPUs: NIXL reads a part into a buffer on the receiver's GPU, which copies it into its pool.
 
-    sender: sums the part on its device, behind the mark of its layers
-    sender ── part header with block ids, part end with the sum ───► receiver: NIXL_READs the part into a room, as it travels;
-                                                                     its device copies it into its pool, behind its own mark,
+    sender: sums the part on its device, after the mark of its layers
+    sender ── part header with block ids, part end with the sum ───► receiver: NIXL_READs the part into a buffer, in wire order;
+                                                                     its device copies it into its pool, after its own mark,
                                                                      and sums WHAT IT STORES
            ◄── ok, if that is the sum ─────────────────────────────
 
-NIXL never writes into the pool: late data arrives in a room. The room of an abandoned read stays taken until the read has
-ended (reader.py). What this transport does not support, such as another layout, goes over tcp: in the same push if hello shows
-it, otherwise in the next attempt.
+NIXL never writes into the pool: late data arrives in a buffer ("room" in names), and the buffer of an abandoned read stays taken
+until the read has ended (reader.py). What this transport does not support, such as another layout, goes over tcp: in the same
+push if hello shows it, otherwise in the next attempt.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ _ADDRESS_END = 1 << 64
 
 
 def check_pool(hello: transfer_pb2.TransferHello, memory: KVMemory) -> PoolShape:
-    """Return its shape; `memory` is ours, of the same model. Raises TransferRefused naming the field that describes no pool."""
+    """Return the shape of the sender's pool; `memory` is ours, of the same model. Raises TransferRefused naming the field at
+    fault."""
     shape = shape_of_sender(hello, memory)
     if not 0 < len(hello.nixl_metadata) <= MAX_METADATA_BYTES:
         raise refuse("hello.nixl_metadata", f"{len(hello.nixl_metadata)} bytes are not 1 to {MAX_METADATA_BYTES}")
@@ -63,14 +64,14 @@ def check_pool(hello: transfer_pb2.TransferHello, memory: KVMemory) -> PoolShape
 
 ROOM_BYTES = 64 << 20  # the largest part, so that Python's cost of a part is small beside it
 NUM_ROOMS = 4
-ROOM_S = 1.0  # limit of the wait for a room: silent peers may hold all of them
+ROOM_S = 1.0  # limit of the wait for a free room: silent peers may hold all of them
 POLL_S = 0.002  # no thread waits while nothing arrives
 
 logger = logging.getLogger(__name__)
 
 
 class NixlDeviceOutgoing(SummedOutgoing, InlineOutgoing):
-    """The sender's end of a connection over nixl between pools on GPUs."""
+    """Implement the sender's end of a connection over nixl between pools on GPUs."""
 
     def __init__(self, inline: InlineOutgoing, name: str, agent: Agent, memory: KVMemory, shown: ShownPool) -> None:
         InlineOutgoing.__init__(self, inline.stream, name)
@@ -88,10 +89,10 @@ class NixlDeviceOutgoing(SummedOutgoing, InlineOutgoing):
 
 
 class DeviceReader(Reads):
-    """Read into rooms in memory of the pool's device."""
+    """Read into buffers in memory of the pool's device."""
 
     def __init__(self, shown: ShownPool) -> None:
-        """Allocate the rooms. Raises NixlUnusable."""
+        """Allocate the buffers. Raises NixlUnusable."""
         self.shown = shown
         try:
             shown.enter()
@@ -101,12 +102,12 @@ class DeviceReader(Reads):
         super().__init__(self._rooms.address, NUM_ROOMS, ROOM_BYTES, place_of(shown))
 
     def store(self, read: Read, layers: range, block_ids: Sequence[int], after: Mark) -> Future[int]:
-        """Write what was read into the pool behind `after`; return the sum of what was stored."""
+        """Write the buffer of `read` into the pool once the mark `after` is reached; return the sum of what was stored."""
         return self.shown.store(self._rooms.room(read.index), layers, block_ids, after)
 
 
 class NixlDeviceIncoming(SummedIncoming, InlineIncoming):
-    """The receiver's end of a connection over nixl between pools on GPUs."""
+    """Implement the receiver's end of a connection over nixl between pools on GPUs."""
 
     def __init__(self, stream: SocketStream, memory: KVMemory, reader: DeviceReader) -> None:
         super().__init__(stream)
@@ -116,7 +117,8 @@ class NixlDeviceIncoming(SummedIncoming, InlineIncoming):
         self._remote: Remote | None = None
 
     async def prepare(self, hello: transfer_pb2.TransferHello) -> None:
-        """Check the hello. NIXL parses the metadata only once the hello has shown its token: at the first part."""
+        """Check the hello. NIXL parses the metadata at the first part, because only then the delegate has checked the hello's
+        token."""
         if not hello.HasField("nixl_device"):
             raise unusable("hello.nixl_device", "the sender's pool is in memory of its host, ours is not")
         if hello.nixl_device.kind not in KINDS:
@@ -150,7 +152,7 @@ class NixlDeviceIncoming(SummedIncoming, InlineIncoming):
         self._remote = self._reader.reach(metadata)
 
     async def _read(self, reading: _Reading) -> Read:
-        """Return when all of the part is in a room. Raises TransferRefused, TimeoutError."""
+        """Return when the whole part is in a buffer. Raises TransferRefused, TimeoutError."""
         loop = asyncio.get_running_loop()
         begun = loop.time()
         while (read := await self.stream.run(reading.turn, self.stream.check_interrupted)) is None:
@@ -164,7 +166,7 @@ class NixlDeviceIncoming(SummedIncoming, InlineIncoming):
 
 
 class _Reading:
-    """One part on its way into a room."""
+    """Read one part into a buffer."""
 
     def __init__(self, reader: DeviceReader, remote: Remote, hello: transfer_pb2.TransferHello, source: Rectangle) -> None:
         self._reader, self._remote = reader, remote
@@ -179,8 +181,7 @@ class _Reading:
         return self._read is not None
 
     def turn(self, check_interrupted: Callable[[], None]) -> Read | None:
-        """Read for at most PATIENCE_S, in a thread; return what was read, or None if it is not complete. Raises
-        TransferRefused."""
+        """Read for at most PATIENCE_S, in a thread; return the read when it is complete, else None. Raises TransferRefused."""
         self._reader.shown.enter()
         deadline, pause = time.monotonic() + PATIENCE_S, FIRST_PAUSE_S
         while time.monotonic() < deadline:
@@ -192,7 +193,7 @@ class _Reading:
         return None
 
     def close(self) -> None:
-        """Free its room once nothing is written into it; no thread may be inside, and no device may read it. Idempotent."""
+        """Free the buffer once nothing is written into it; no thread may be inside, and no device may read it. Idempotent."""
         if self._read is not None and self._has_ended:
             self._reader.finish(self._read)
         elif self._read is not None:
@@ -205,7 +206,7 @@ class _Reading:
                 self._read = self._reader.read(self._remote, self._pieces, self._place)
             self._has_ended = self._read is not None and self._reader.has_ended(self._read)
         except NixlFailed as error:
-            self._read = None  # the reader has taken its room back
+            self._read = None  # the reader has freed the buffer
             logger.warning("nixl could not read a part of another worker's pool: %s", error)
             raise unusable("part", f"nixl could not read it: {error}") from error
         return self._has_ended

@@ -24,12 +24,12 @@ from kvtransfer.transports.nixl.agent import HOST, Agent, NixlFailed, OutsideMem
 
 BUFFER_BYTES = 1 << 20  # so the data is still in the processor's cache when it is copied
 NUM_BUFFERS = 32  # a part takes two; the others are for slow senders and reads that do not end
-KEEP_S = 5.0  # an unused remote is kept so long for the next push of its sender
+KEEP_S = 5.0  # how long an unused remote is kept for the next push of its sender
 
 
 @dataclass
 class Remote:
-    """A peer's agent. `num_users` counts connections and abandoned reads."""
+    """Hold a peer's agent. `num_users` counts connections and abandoned reads."""
 
     metadata: bytes
     name: str
@@ -40,7 +40,7 @@ class Remote:
 
 @dataclass(frozen=True)
 class Read:
-    """A read under way into buffer `index`."""
+    """Hold a read under way into buffer `index`."""
 
     handle: int
     index: int
@@ -51,7 +51,7 @@ class Reads:
     """Own the receiver's agent and its buffers, for any number of connections and threads."""
 
     def __init__(self, address: int, num_buffers: int, buffer_bytes: int, place: Place) -> None:
-        """The buffers lie at `address`, side by side, and outlive it. Raises NixlUnusable."""
+        """Open the agent. The buffers lie side by side from `address` on, and outlive it. Raises NixlUnusable."""
         self._address, self._buffer_bytes = address, buffer_bytes
         self._agent = Agent(address, num_buffers * buffer_bytes, place)
         self._lock = threading.Lock()
@@ -69,7 +69,7 @@ class Reads:
         return len(self._free)
 
     def reach(self, metadata: bytes) -> Remote:
-        """Return the peer with this metadata, until leave(). May take a few milliseconds. Raises TransferRefused."""
+        """Return the peer with this metadata, connected until leave(). May take a few milliseconds. Raises TransferRefused."""
         with self._lock:
             self._tidy()
             remote = self._remotes.get(metadata)
@@ -82,7 +82,7 @@ class Reads:
             return remote
 
     def leave(self, remote: Remote) -> None:
-        """Give the remote back, once for each reach()."""
+        """End one reach() of the remote."""
         with self._lock:
             self._drop_user(remote)
             self._tidy()
@@ -106,8 +106,8 @@ class Reads:
             raise
 
     def has_ended(self, read: Read) -> bool:
-        """Return whether it is done. Its buffer is then the caller's until finish(). Raises NixlFailed and gives the buffer
-        back."""
+        """Return whether the read has ended; its buffer then belongs to the caller until finish(). Raises NixlFailed, and frees
+        the buffer."""
         try:
             return self._agent.has_ended(read.handle)
         except NixlFailed:
@@ -117,18 +117,18 @@ class Reads:
             raise
 
     def finish(self, read: Read) -> None:
-        """Give its buffer back."""
+        """Free the buffer of the read."""
         self._give_back(read.index)
 
     def abandon(self, read: Read) -> None:
-        """Give up a read that may be under way; its buffer is given back when it has ended."""
+        """Give up a read that may be under way; its buffer is freed when the read has ended."""
         with self._lock:
             read.remote.num_users += 1
             self._left.append(read)
             self._tidy()
 
     def close(self) -> None:
-        """Give everything back; idempotent. No connection may use it. Nothing is written into the buffers from here on."""
+        """Close the agent; idempotent. No connection may use it any more. Nothing is written into the buffers from here on."""
         with self._lock:
             self._agent.close()
 
@@ -153,7 +153,7 @@ class Reads:
         remote.idle_since = time.monotonic()
 
     def _tidy(self) -> None:
-        """Give back buffers of reads that have ended, and remotes that were unused for a while."""
+        """Free the buffers of abandoned reads that have ended, and drop remotes that were unused for KEEP_S."""
         left, self._left = self._left, []
         for read in left:
             if self._is_over(read):
@@ -184,16 +184,16 @@ class Reader(Reads):
         super().__init__(address_of(memoryview(self._memory)), NUM_BUFFERS, BUFFER_BYTES, HOST)
 
     def view(self, read: Read) -> memoryview:
-        """Return what was read; the caller releases it."""
+        """Return the bytes of the read; the caller releases the view."""
         with memoryview(self._memory) as whole:
             return whole[read.index * BUFFER_BYTES : (read.index + 1) * BUFFER_BYTES]
 
     def close(self) -> None:
-        super().close()  # first, because the agent may be writing
+        super().close()  # first, because the agent may be writing into the buffers
         self._memory.close()
 
 
-# One part on its way out of a peer's pool: read ahead into buffers in pieces of the wire order, then copied and summed
+# A part is read ahead from a peer's pool into buffers, in pieces of the wire order, then copied and summed
 
 
 NUM_AHEAD = 2  # buffers of a part: one is filled while the other is copied
@@ -204,7 +204,7 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 20e-6, 1e-3
 class Pull:
     """Copy the bytes of `source`, in a pool at `address` of `remote`, into `target` of `memory`.
 
-    `remaining` are bytes, `value` is the CRC-32C of what was stored.
+    `remaining` counts bytes; `value` is the CRC-32C of what was stored.
     """
 
     def __init__(
@@ -223,7 +223,8 @@ class Pull:
         self.value = 0
 
     def turn(self, check_interrupted: Callable[[], None]) -> int:
-        """Copy what has arrived, for at most TURN_MS, in a thread; return the bytes. Raises NixlFailed, TransferRefused."""
+        """Copy what has arrived, for at most TURN_MS, in a thread; return the number of bytes. Raises NixlFailed,
+        TransferRefused."""
         before, now = self.remaining, time.monotonic()
         deadline, patience, pause = now + TURN_MS / 1000, now + PATIENCE_S, FIRST_PAUSE_S
         while self.remaining and time.monotonic() < min(deadline, patience):
@@ -237,7 +238,7 @@ class Pull:
         return before - self.remaining
 
     def close(self) -> None:
-        """Leave reads that are under way to the reader; idempotent. No thread may be inside."""
+        """Abandon reads that are under way; idempotent. No thread may be inside."""
         while self._under_way:
             self._reader.abandon(self._under_way.popleft()[0])
 
@@ -251,7 +252,7 @@ class Pull:
             self._next = next(self._to_come, None)
 
     def _copy_next(self) -> bool:
-        """Copy the oldest piece; False: it is not here yet."""
+        """Copy the oldest piece; return False if it has not arrived yet."""
         if not self._under_way:
             return False
         read, writes = self._under_way.popleft()
@@ -268,15 +269,15 @@ class Pull:
 
 
 def wire_order(target: Rectangle) -> Rectangle:
-    """Return the bytes of a part as if they were contiguous: a pool that holds nothing else."""
+    """Return the blocks of a part in a pool that holds nothing else: its bytes are contiguous, in wire order."""
     num_layers, num_blocks = len(target.layers), len(target.block_ids)
     shape = PoolShape(num_layers, num_blocks, target.shape.bytes_per_layer_block)
     return Rectangle(shape, range(num_layers), range(num_blocks))
 
 
 def cut(table: Runs, num_bytes: int, column: int) -> Iterator[Runs]:
-    """Cut a table of copies, [n, 3] with bytes in column 2, behind every `num_bytes`; `column`, which counts those bytes, counts
-    from each cut."""
+    """Yield a table of copies, [n, 3] with bytes in column 2, cut after every `num_bytes`. `column` holds offsets in wire order,
+    which become relative to the cut."""
     ends = np.cumsum(table[:, 2])
     starts = ends - table[:, 2]
     for begin in range(0, int(ends[-1]), num_bytes):

@@ -56,7 +56,7 @@ T = TypeVar("T")
 
 
 class NixlOutgoing(InlineOutgoing):
-    """The sender's end of a connection over nixl."""
+    """Implement the sender's end of a connection over nixl."""
 
     def __init__(self, inline: InlineOutgoing, name: str, agent: Agent, memory: KVMemory) -> None:
         super().__init__(inline.stream, name)
@@ -80,7 +80,7 @@ class NixlOutgoing(InlineOutgoing):
 
 
 class NixlIncoming(InlineIncoming):
-    """The receiver's end of a connection over nixl."""
+    """Implement the receiver's end of a connection over nixl."""
 
     def __init__(self, stream: SocketStream, memory: KVMemory, reader: Callable[[], Reader]) -> None:
         super().__init__(stream)
@@ -93,7 +93,8 @@ class NixlIncoming(InlineIncoming):
         self._remote: Remote | None = None
 
     async def prepare(self, hello: transfer_pb2.TransferHello) -> None:
-        """Check the hello. NIXL parses the metadata only once the hello has shown its token: at the first part."""
+        """Check the hello. NIXL parses the metadata at the first part, because only then the delegate has checked the hello's
+        token."""
         if hello.HasField("nixl_device"):
             raise unusable("hello.nixl_device", "the sender's pool is in memory of a device, ours is not")
         shape = check_pool(hello, self._memory)
@@ -165,8 +166,8 @@ class NixlTransport(TcpTransport):
         return self._problem is None and is_installed() and _is_seen(memory)
 
     def receives(self, memory: KVMemory) -> bool:
-        """Return whether memory of this kind can be written; opens the agent, so the worker reports errors at its start and goes
-        on."""
+        """Return whether memory of this kind can be written. It opens the agent, so that the worker logs errors at its start and
+        goes on without nixl."""
         if not _is_seen(memory):
             return False
         try:
@@ -179,7 +180,7 @@ class NixlTransport(TcpTransport):
         return True
 
     def listen(self, host: str, port: int) -> socket.socket:
-        """Return a socket on any free port, as NIXL's own does: `port` is tcp's."""
+        """Return a listening socket on any free port, like NIXL's own; `port` is for tcp."""
         return super().listen(host, 0)
 
     async def connect(
@@ -230,7 +231,7 @@ class NixlTransport(TcpTransport):
                 self._device_reader = self._once(lambda: DeviceReader(shown))
 
     def _agent_of(self, memory: KVMemory) -> Agent:
-        """Return the agent with the pool registered; it exists from the first push on."""
+        """Return the agent with the pool registered; the first push opens it."""
         shown = shown_by(memory)
         address, num_bytes = _address(memory) if shown is None else shown.address, shape_of(memory).num_bytes
         with self._opening:
@@ -242,7 +243,7 @@ class NixlTransport(TcpTransport):
             return self._agents[address, num_bytes]
 
     def _once(self, make: Callable[[], T]) -> T:
-        """Return what `make` returns; its failure is logged once. Raises NixlUnusable."""
+        """Return the result of `make`; log its failure once. Raises NixlUnusable."""
         if self._problem is not None:
             raise NixlUnusable(self._problem)
         try:
@@ -257,7 +258,7 @@ class NixlTransport(TcpTransport):
 
 
 def _is_seen(memory: KVMemory) -> bool:
-    """Return whether NIXL can read it: memory of the host, or the pool of a device that is shared."""
+    """Return whether NIXL can read `memory`: host memory, or a pool on a device that other processes may read."""
     return not isinstance(memory, StagedMemory) or memory.shown is not None
 
 

@@ -1,4 +1,4 @@
-"""The requests in the engine, and the only places where one changes its state.
+"""The requests in the engine; only this module changes their state.
 
     reserve ──► RESERVED ──start / run_local──► ACTIVE (waits, runs) ──► gone when its last choice ends
     add ──────────────────────────────────────► ACTIVE ──first tokens, prefill_only──► HELD ──► gone by release
@@ -23,16 +23,16 @@ from pdmesh.engine.scheduler.sequence import Phase, Sequence, SequenceGroup
 
 
 @dataclass(frozen=True)
-class Gain:
-    """Hold new tokens of a choice: drawn ones, then those that its grammar forces. And why it ended, or None: it continues."""
+class NewTokens:
+    """Hold the new tokens of a choice: drawn tokens, then tokens that its grammar forces. `finish_reason` None: it continues."""
 
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
-    num_drawn: int  # how many were drawn: all, or those up to the one that ended it
+    num_drawn: int  # drawn tokens: all of them, or those up to the one that ended the choice
 
 
 class RequestTable:
-    """Hold all requests by id. A group that leaves the table has given all its blocks back."""
+    """Hold all requests by id. A group that leaves the table has no blocks any more."""
 
     def __init__(self, limits: Limits, allocator: BlockAllocator, scheduler: Scheduler) -> None:
         self._limits = limits
@@ -57,8 +57,8 @@ class RequestTable:
         return group
 
     def open(self, request: EngineRequest, phase: Phase, clock: StartClock | None = None) -> SequenceGroup | None:
-        """Return a group for a valid new request, not in the table yet; None if all seats are taken. Raises what validation
-        raises."""
+        """Return a group for a valid new request, which is not in the table yet; None if all seats are taken. Raises the errors
+        of validation."""
         check_request(request, self._limits)
         if request.request_id in self._groups:
             raise DuplicateRequest(f"request_id: {request.request_id!r} is in the engine already; release it first")
@@ -67,11 +67,11 @@ class RequestTable:
         return group if num_taken + group.num_seats <= self._limits.max_num_seqs else None
 
     def put(self, group: SequenceGroup) -> None:
-        """Enter a group, or replace the one of the same request, whose blocks it has taken over."""
+        """Insert a group, or replace the group of the same request, whose blocks it has taken over."""
         self._groups[group.request.request_id] = group
 
     def release(self, request_id: str) -> bool:
-        """Free everything of a request in any state; False if it is not here."""
+        """Free all blocks of a request in any state; return False if it is not in the table."""
         group = self._groups.pop(request_id, None)
         for sequence in group.sequences if group else ():
             self._scheduler.discard(sequence)
@@ -81,30 +81,33 @@ class RequestTable:
     def start(self, sequence: Sequence, tokens: Mapping[int, int], finished: Collection[int]) -> None:
         """Start a sequence that was prefilled elsewhere: its choices become sequences and take their first tokens.
 
-        Choices in `finished` have ended already. What a grammar forces behind the first tokens is reported with the next step.
+        Choices in `finished` have ended already. Tokens that a grammar forces after the first ones are reported with the next
+        step.
         """
         for branch in self._branches(sequence):
             [choice] = branch.choices
             if choice in finished or self._append(branch, tokens[choice]):
                 self._retire(branch)
             else:
-                self._foresee(branch)
+                self._append_forced(branch)
 
-    def go_on(self, sequence: Sequence, tokens: Mapping[int, tuple[int, ...]]) -> dict[int, Gain]:
+    def continue_decode(self, sequence: Sequence, tokens: Mapping[int, tuple[int, ...]]) -> dict[int, NewTokens]:
         """Continue a running sequence whose known tokens are all computed: its choices become sequences and take tokens; some
         end.
 
-        `tokens` of each choice: the KV of all but the last is there already. A choice may end before it has taken all.
+        `tokens` of each choice: the KV of all but the last one is computed already. A choice may end before it has taken all.
         """
         branches = {branch.choices[0]: branch for branch in self._branches(sequence)}
-        return {choice: self._gain(branches[choice], token_ids) for choice, token_ids in tokens.items()}
+        return {choice: self._take_drawn(branches[choice], token_ids) for choice, token_ids in tokens.items()}
 
-    def hold(self, sequence: Sequence, tokens: Mapping[int, tuple[int, ...]]) -> dict[int, Gain]:
-        """Hold a prefill_only request after its first tokens: the blocks stay for the reader of the KV, and the decode worker
-        finds what a grammar forces behind the first token."""
+    def hold_for_transfer(self, sequence: Sequence, tokens: Mapping[int, tuple[int, ...]]) -> dict[int, NewTokens]:
+        """Hold a prefill_only request after its first tokens: its blocks stay for the push that reads their KV. The decode worker
+        finds the tokens that a grammar forces after the first one."""
         self._scheduler.discard(sequence)
         sequence.group.phase = Phase.HELD
-        return {choice: Gain(token, self._reason(sequence, [*sequence.output, *token]), 1) for choice, token in tokens.items()}
+        return {
+            choice: NewTokens(token, self._reason(sequence, [*sequence.output, *token]), 1) for choice, token in tokens.items()
+        }
 
     def _branches(self, sequence: Sequence) -> list[Sequence]:
         return self._part(sequence) if len(sequence.choices) > 1 else [sequence]
@@ -117,7 +120,7 @@ class RequestTable:
             self._scheduler.run(branch)
         return branches
 
-    def _gain(self, branch: Sequence, token_ids: tuple[int, ...]) -> Gain:
+    def _take_drawn(self, branch: Sequence, token_ids: tuple[int, ...]) -> NewTokens:
         num_before = len(branch.output)
         start, branch.num_unreported = num_before - branch.num_unreported, 0
         reason = self._append_drawn(branch, token_ids)
@@ -126,28 +129,28 @@ class RequestTable:
             reason = self._append(branch, forced)
         if reason is not None:
             self._retire(branch)
-        return Gain(tuple(branch.output[start:]), reason, num_drawn)
+        return NewTokens(tuple(branch.output[start:]), reason, num_drawn)
 
     def _append_drawn(self, branch: Sequence, token_ids: tuple[int, ...]) -> FinishReason | None:
-        """Append tokens: the last one was drawn, those before it are accepted draft tokens and computed."""
+        """Append tokens: the last one was drawn, the others are accepted draft tokens, whose KV is computed."""
         *kept, drawn = token_ids
         for token_id in kept:
             reason = self._append(branch, token_id)
             branch.num_computed += 1
             if reason is not None:
                 break
-            branch.matcher()  # advances now: the next end of the output depends on whether the grammar was lost here
+            branch.matcher()  # advance the grammar now: the next finish reason depends on whether it is lost here
         else:
             reason = self._append(branch, drawn)
         if kept:
             self._allocator.publish(branch)
         return reason
 
-    def _foresee(self, branch: Sequence) -> None:
-        """Append what the grammar forces, except a token that ends the choice: no step could report that."""
+    def _append_forced(self, branch: Sequence) -> None:
+        """Append the tokens that the grammar forces, except one that ends the choice: no step could report that."""
         while (forced := branch.forced_token()) is not None:
             if self._append(branch, forced) is not None:
-                branch.output.pop()  # the matcher takes a token when the next one is requested
+                branch.output.pop()  # the matcher has not taken it: it takes a token when the next one is requested
                 return
             branch.num_unreported += 1
 
@@ -156,7 +159,8 @@ class RequestTable:
         return self._reason(branch, branch.output)
 
     def _reason(self, sequence: Sequence, output: list[int]) -> FinishReason | None:
-        """Return the reason. STOP means that a constrained output is complete; if its grammar was lost the reason is LENGTH."""
+        """Return the finish reason after `output`. STOP means that a constrained output is complete; if its grammar was lost, the
+        reason is LENGTH."""
         reason = self._limits.finish_reason(sequence.group.request, output)
         return FinishReason.LENGTH if reason is FinishReason.STOP and sequence.lost_grammar else reason
 
@@ -170,13 +174,13 @@ class RequestTable:
 
 # Reservations: blocks that are held for a request before it is computed, and the two ways in which it then starts
 #
-# Another worker may write a reservation's blocks (a prefill worker's KV arrives in them). Until start() nothing in them
-# counts as computed, so nothing is published; only the prefix that was cached before is known to be valid, and it is pinned.
+# Another worker may write a reservation's blocks (a prefill worker's KV arrives in them). Until start() no token in them counts
+# as computed, so none is published; only the prefix that was cached before is known to be valid, and it is pinned.
 
 
 @dataclass(frozen=True)
 class ReservedBlocks:
-    """Hold what reserve() grants."""
+    """Hold the blocks that reserve() grants."""
 
     request: EngineRequest
     block_ids: tuple[int, ...]  # of the whole request, the cached prefix first
@@ -205,8 +209,7 @@ class Reservations:
         return _granted(group)
 
     def restate(self, request_id: str, request: EngineRequest) -> ReservedBlocks | None:
-        """Return the same reservation with more history, grown if need be; None, and nothing changed, if there is no room for
-        that."""
+        """Return the same reservation for a longer history, grown if need be; None, with nothing changed, if there is no room."""
         restated = self._restated(request_id, request)
         grow = partial(self._allocator.grow, restated.sequences[0], restated.sequences[0].num_tokens)
         if not (grow() or (self._scheduler.trim() and grow())):
@@ -215,8 +218,8 @@ class Reservations:
         return _granted(restated)
 
     def start(self, request_id: str, first_tokens: Mapping[int, int], finished: Collection[int], now_ns: int) -> SequenceGroup:
-        """Start: the KV has arrived, is published, and choices that are not `finished` continue with the first tokens. Return the
-        group."""
+        """Start a request whose KV has arrived: publish its blocks, and continue the choices that are not `finished` with the
+        first tokens. Return its group."""
         group = self._table.find(request_id, Phase.RESERVED)
         [sequence] = group.sequences
         if group.request.prefill_only:
@@ -230,14 +233,14 @@ class Reservations:
         return group
 
     def run_local(self, request_id: str, request: EngineRequest, now_ns: int) -> None:
-        """Compute here what is not cached, into the same blocks."""
+        """Compute the tokens that are not cached here, into the reserved blocks."""
         group = self._restated(request_id, request)
         group.phase, group.clock = Phase.ACTIVE, StartClock(now_ns, remote=False)
         self._table.put(group)
         self._scheduler.run(group.sequences[0])
 
     def _restated(self, request_id: str, request: EngineRequest) -> SequenceGroup:
-        """Return a group like the reserved one, with its blocks and its turn, for a request that continues the same tokens."""
+        """Return a group for a request that continues the same tokens; it has the blocks and the turn of the reserved group."""
         group = self._table.find(request_id, Phase.RESERVED)
         check_request(request, self._limits)
         restated = SequenceGroup(request, group.arrival, Phase.RESERVED)
@@ -268,7 +271,7 @@ def _check_same_beginning(group: SequenceGroup, restated: SequenceGroup) -> None
 def _check_first_tokens(
     choices: Collection[int], first_tokens: Mapping[int, int], finished: Collection[int], vocab_size: int
 ) -> None:
-    # Together they must be complete: a choice that is missing here would never end.
+    # Together they must name all choices: a choice that is missing would never end.
     if set(first_tokens) | set(finished) != set(choices):
         given = f"{sorted(first_tokens)} and finished {sorted(finished)}"
         raise InvalidRequest(f"first_tokens: given for choices {given}, needed for all of {sorted(choices)}")

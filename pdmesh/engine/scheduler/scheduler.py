@@ -1,8 +1,8 @@
 """The scheduler decides which sequences compute how many tokens in the next step.
 
 There are no phases: a sequence's computed tokens chase its known tokens under the step's token budget. A decode row, a chunk of a
-prompt, what a cached prefix left over and a recomputation after preemption are scheduled alike. Draft tokens follow the
-known ones, where no other sequence has to give anything up for them.
+prompt, the rest of a prompt after a cached prefix and a recomputation after preemption are scheduled alike. Draft tokens follow
+the known ones, where they take neither budget nor blocks from another sequence.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from pdmesh.engine.kv_cache.block_manager import BlockAllocator, BlockCopy
 from pdmesh.engine.scheduler.sequence import Sequence
 from pdmesh.engine.speculation.draft import NOTHING, Draft
 
-# The TPOT limiter: how many prompt tokens a step may have beside sequences with a TPOT objective. Pure.
+# The TPOT limiter: it limits the prompt tokens of a step that has sequences with a TPOT objective. Pure.
 #
-# A sequence with a TPOT objective gets its tokens at a pace that keeps it with something to spare. From its first step here
-# it has a schedule; the time that it is ahead of that is its slack, and steps with prompts may use it up bit by bit:
+# A sequence with a TPOT objective gets its tokens at a pace that keeps the objective with a reserve. Its schedule begins with its
+# first step here; its slack is the time by which it is ahead of the schedule, and steps with prompts may use up the slack bit by
+# bit:
 #
 #     step <= pace + slack / SPREAD            pace = TARGET · objective; the least of all sequences that decode
 #
-# So prompts are computed as fast as all objectives allow, and sequences without one wait for whole chunks as always. Slack
-# is measured, not predicted: a step that took longer than expected is made up for by the next ones.
+# So prompts are computed as fast as all objectives allow, and sequences without an objective wait for whole chunks. Slack is
+# measured, not predicted: the next steps make up for a step that took longer than expected.
 #
-# A step that accepts draft tokens gives a sequence several tokens: it is that much ahead. So slack grows until steps are longer
-# by as many paces, and a sequence that gets two tokens a step has its steps two paces apart while there are prompts. Each
-# sequence's tokens per step decide which objectives can be kept, and how much of a step is left for prompts where a sequence is
-# behind.
+# A step that accepts draft tokens gives a sequence several tokens, which puts it ahead by as many paces. So slack grows until
+# steps are longer by as many paces: a sequence that gets two tokens a step has its steps two paces apart while there are prompts.
+# The tokens per step of each sequence decide which objectives can be kept, and how much of a step is left for prompts where a
+# sequence is behind.
 
 
 TARGET = 0.9
@@ -44,15 +45,15 @@ that can still be met comes first."""
 LEAST_TOKENS = 8
 """Prompt tokens of a step that are always allowed."""
 PRIOR_STEPS = 8
-"""Steps of one token each in a sequence's average, before anything is known of its drafts."""
+"""Weight, in steps of one token each, of the prior in a sequence's average of tokens per step."""
 FORGIVEN = 32
-"""Paces that a sequence can be behind. What a machine that stalled took from it beyond that is lost, not made up for by
-prompts."""
+"""The most paces that a sequence can be behind. Time beyond that, which a stalled machine took, is lost: prompts do not make up
+for it."""
 
 
 class StepCost(NamedTuple):
-    """The time of a step in seconds: fixed, for each prompt token, for each token that those attend to, for each
-    sequence that decodes and for each token that these attend to."""
+    """Hold the time of a step in seconds: a fixed part, then parts for each prompt token, each token that prompt tokens attend
+    to, each sequence that decodes and each token that those sequences attend to."""
 
     fixed_s: float
     per_prefill_token_s: float
@@ -62,8 +63,8 @@ class StepCost(NamedTuple):
 
 
 class Pace(NamedTuple):
-    """The tightest schedule: a token every `pace_s`, ahead of that by `slack_s` (behind: below zero).
-    `tokens_per_step` of the sequence so far, with accepted draft tokens."""
+    """Hold the tightest schedule: a token every `pace_s`, and `slack_s` of time ahead of it (negative: behind). `tokens_per_step`
+    of the sequence so far, accepted draft tokens included."""
 
     pace_s: float
     slack_s: float
@@ -71,20 +72,22 @@ class Pace(NamedTuple):
 
     @property
     def step_s(self) -> float:
-        """Return how long the next step may take."""
+        """Return the longest time that the next step may take."""
         return self.pace_s + self.slack_s / SPREAD
 
 
 class TpotLimiter:
-    """Limit prompts. `cost` is set from outside; while it is None, or no sequence has an objective, steps are full."""
+    """Limit the prompt tokens of steps. `cost` is set from outside; while it is None, or no sequence has an objective, steps are
+    full."""
 
     def __init__(self, *, is_on: bool = True) -> None:
-        """`is_on` False: objectives are ignored."""
+        """Create it. `is_on` False: objectives are ignored."""
         self._is_on = is_on
         self.cost: StepCost | None = None
 
     def start(self, decoding: Iterable[Sequence], now_ns: int) -> None:
-        """Begin the schedules of those that have none; forgive those that are too far behind."""
+        """Begin the schedules of sequences that have none; move the schedules of sequences that are more than FORGIVEN paces
+        behind."""
         for sequence in decoding:
             goal_s = sequence.group.request.tpot_goal_s
             if not goal_s or not self._is_on:
@@ -97,24 +100,23 @@ class TpotLimiter:
                 sequence.paced_from_ns += int(1e9 * excess_s)
 
     def tightest(self, decoding: Sequence_[Sequence], now_ns: int) -> Pace | None:
-        """Return the tightest schedule; None: no decoding sequence has an objective that can be kept, above a step without
-        prompts."""
+        """Return the tightest schedule; None: no decoding sequence has an objective that a step without prompts can keep."""
         decode_s = self._decode_s(decoding)
         paces = [_pace(sequence, now_ns) for sequence in decoding if sequence.paced_from_ns]
         possible = [pace for pace in paces if pace.pace_s * pace.tokens_per_step > TARGET * decode_s]
         return min(possible, key=lambda pace: pace.step_s) if possible else None
 
     def promised_s(self, sequences: Iterable[Sequence], decoding: Sequence_[Sequence]) -> float:
-        """Return the least pace that any of these has or will have beside `decoding`; 0: none has an objective that can be
-        kept."""
+        """Return the smallest pace that any of `sequences` has or will have beside `decoding`; 0: none has an objective that can
+        be kept."""
         if not self._is_on:
             return 0.0
         decode_s, goals_s = self._decode_s(decoding), [(each, each.group.request.tpot_goal_s) for each in sequences]
         return TARGET * min([goal_s for each, goal_s in goals_s if goal_s * _tokens_per_step(each) > decode_s], default=0.0)
 
     def prompt_tokens(self, decoding: list[Sequence], next_prompt: Sequence, now_ns: int, num_guessed: int = 0) -> int | None:
-        """Return the prompt tokens that this step may have, the next prompt being `next_prompt`; None: as many as fit.
-        `num_guessed`: draft tokens beside the known ones of `decoding`."""
+        """Return the prompt tokens that this step may have, where `next_prompt` comes first; None: as many as fit. `num_guessed`:
+        draft tokens beside the known ones of `decoding`."""
         cost, pace = self.cost, self.tightest(decoding, now_ns)
         if cost is None or pace is None:
             return None
@@ -123,7 +125,7 @@ class TpotLimiter:
         return max(LEAST_TOKENS, _fitting(cost, next_prompt, max(least_s, pace.step_s - decode_s)))
 
     def _decode_s(self, decoding: Sequence_[Sequence]) -> float:
-        """Return the time of a step of these alone; 0 while it is not known."""
+        """Return the time of a step of `decoding` alone; 0 while `cost` is unknown."""
         if self.cost is None:
             return 0.0
         context = sum([sequence.num_tokens for sequence in decoding])
@@ -131,7 +133,8 @@ class TpotLimiter:
 
 
 def _fitting(cost: StepCost, prompt: Sequence, room_s: float) -> int:
-    """Return the tokens of `prompt`, and of those behind it, that take so long. What they attend to grows with their number."""
+    """Return how many tokens of `prompt`, and of the prompts after it, take `room_s`. A token's time grows with the tokens that
+    it attends to."""
     num_tokens = num_behind = 0.0
     for _ in range(2):
         token_s = cost.per_prefill_token_s + cost.per_prefill_context_s * (prompt.num_computed + num_behind)
@@ -150,22 +153,23 @@ def _pace(sequence: Sequence, now_ns: int) -> Pace:
 
 
 def _tokens_per_step(sequence: Sequence) -> float:
-    """Return a sequence's tokens per step, lately or when it was never limited. Below one only when it was not scheduled."""
+    """Return a sequence's tokens per step since its schedule began; 1 without a schedule. The average is below one only where
+    steps left the sequence out, so it counts as one."""
     if not sequence.paced_from_ns:
         return 1.0
     num_tokens, num_steps = len(sequence.output) - sequence.paced_from_token, max(0, sequence.num_paced_steps - 1)
     return max(1.0, (PRIOR_STEPS + num_tokens) / (PRIOR_STEPS + num_steps))
 
 
-# One of so many blocks is kept free for growth when a request is admitted beside running sequences.
+# One block in this many is kept free for growth when a request is admitted beside running sequences.
 BLOCKS_PER_SPARE = 64
-# The largest part of a step with prompts that is for draft tokens.
+# In a step with prompts, draft tokens get at most this part of the budget: one token in so many.
 PROMPTS_PER_DRAFT = 8
 
 
 @dataclass(frozen=True)
 class ScheduledSequence:
-    """The next `num_tokens` tokens of a sequence, to be computed in this step, and the draft tokens behind its last."""
+    """Describe a sequence's part of this step: its next `num_tokens` tokens, and the draft tokens after its last known token."""
 
     sequence: Sequence
     num_tokens: int
@@ -179,7 +183,7 @@ class ScheduledSequence:
 
     @property
     def reaches_end(self) -> bool:
-        """Return whether all known tokens are computed after the step. Call it before the step's tokens count as computed."""
+        """Return whether the step computes all known tokens. Call it before the step's tokens count as computed."""
         return self.sequence.num_remaining == self.num_tokens
 
 
@@ -219,7 +223,7 @@ class SchedulerOutput:
 
 
 class Scheduler:
-    """Keep two lists in order of arrival: running sequences have blocks, waiting ones have none."""
+    """Keep two lists in order of arrival: running sequences have blocks, waiting sequences have none."""
 
     def __init__(self, allocator: BlockAllocator, max_num_batched_tokens: int, pacer: TpotLimiter | None = None) -> None:
         self.running: list[Sequence] = []
@@ -230,15 +234,15 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
 
     def run(self, sequence: Sequence) -> None:
-        """Take a sequence that has its blocks."""
+        """Add a sequence that has its blocks to the running ones."""
         insort(self.running, sequence, key=_turn)
 
     def wait(self, sequence: Sequence) -> None:
-        """Take a sequence that has no blocks."""
+        """Add a sequence without blocks to the waiting ones."""
         insort(self.waiting, sequence, key=_turn)
 
     def discard(self, sequence: Sequence) -> None:
-        """Forget a sequence if it is here. The caller frees its blocks."""
+        """Remove a sequence, if it is in a list. The caller frees its blocks."""
         for queue in (self.running, self.waiting):
             if sequence in queue:
                 queue.remove(sequence)
@@ -246,28 +250,28 @@ class Scheduler:
     def schedule(self, now_ns: int = 0, drafts: Mapping[Sequence, Draft] | None = None) -> SchedulerOutput:
         """Schedule decode rows first, then chunks of running sequences, then waiting ones, each in order of arrival.
 
-        `drafts` of running sequences. An empty plan means that nothing can be done until blocks are released.
+        `drafts`: drafts of running sequences. An empty plan means that no sequence can advance until blocks are released.
         """
         plan = SchedulerOutput(self._max_num_batched_tokens)
         decoding = [sequence for sequence in self.running if sequence.is_going_on]
         prompts = [sequence for sequence in self.running if not sequence.is_going_on]
         self._plan_all(decoding, plan)
         self._plan_drafts(drafts or {}, plan, beside_prompts=bool(prompts or self.waiting))
-        self._leave_pace(plan, decoding, prompts or self.waiting, now_ns)
+        self._limit_prompts(plan, decoding, prompts or self.waiting, now_ns)
         self._plan_all(prompts, plan)
         if not plan.preempted or not plan.pieces:  # a sequence that was just preempted must not preempt the next one
             self._plan_waiting(plan)
         return plan
 
     def num_spare_blocks(self, num_reserved: int) -> int:
-        """Return blocks to leave free when a request is admitted, so that it does not preempt at once a sequence that runs or is
-        about to."""
+        """Return the blocks to leave free when a request is admitted, so that it does not at once preempt a sequence that runs or
+        is about to run."""
         spare = max(1, self._allocator.pool.num_total // BLOCKS_PER_SPARE)
         return min(len(self.running) + num_reserved, spare)
 
     def trim(self, plan: SchedulerOutput | None = None) -> bool:
-        """Take back the blocks that running sequences got for drafts and need no more, now that another sequence lacks one;
-        False: there were none. The next step would use the same blocks, so they are not taken back earlier."""
+        """Take back the blocks that running sequences got for drafts and do not need any more; return False if there were none.
+        It is called only when a sequence lacks a block, because the next step would use the same blocks again."""
         is_trimmed = False
         for sequence in self.running:
             piece = plan.piece_of(sequence) if plan is not None else None
@@ -277,7 +281,7 @@ class Scheduler:
 
     @property
     def num_owed_blocks(self) -> int:
-        """Return blocks that preempted sequences need to go on: they come before new reservations."""
+        """Return the blocks that preempted sequences need to continue: they come before new reservations."""
         return sum(self._allocator.num_blocks_for(s.num_tokens) for s in self.waiting if s.was_preempted)
 
     def _plan_all(self, sequences: list[Sequence], plan: SchedulerOutput) -> None:
@@ -285,7 +289,7 @@ class Scheduler:
             if sequence not in plan.preempted:
                 self._plan_running(sequence, plan)
 
-    def _leave_pace(self, plan: SchedulerOutput, decoding: list[Sequence], prompts: list[Sequence], now_ns: int) -> None:
+    def _limit_prompts(self, plan: SchedulerOutput, decoding: list[Sequence], prompts: list[Sequence], now_ns: int) -> None:
         """Limit prompts to the part of the step that decoding sequences can spare."""
         self._pacer.start(decoding, now_ns)
         if prompts:
@@ -299,8 +303,8 @@ class Scheduler:
             plan.add(ScheduledSequence(sequence, num_tokens, self._allocator.extend(sequence, num_tokens)))
 
     def _plan_drafts(self, drafts: Mapping[Sequence, Draft], plan: SchedulerOutput, *, beside_prompts: bool) -> None:
-        """Plan drafts after all known tokens of those that decode, so that a draft takes neither budget nor a block from any of
-        them; each of them may need a block in the next step. Prompts leave drafts a small part of the step."""
+        """Plan drafts after all known tokens of the decoding sequences, so that a draft takes neither budget nor a block from any
+        of them; each of them may need a block in the next step. Prompts leave drafts a small part of the step."""
         most = self._max_num_batched_tokens // PROMPTS_PER_DRAFT if beside_prompts else plan.budget
         for sequence, draft in drafts.items():
             piece = plan.piece_of(sequence)
@@ -313,12 +317,13 @@ class Scheduler:
                 plan.put(replace(piece, copies=piece.copies + copies, draft=draft.first(num_rows - piece.num_tokens)))
 
     def _make_room(self, sequence: Sequence, num_tokens: int, plan: SchedulerOutput) -> bool:
-        """Trim, then preempt the latest arrived until there are blocks; False if that was the sequence itself."""
-        # Counted anew each time: a victim that shared a block leaves it to this sequence alone, without a copy.
+        """Trim, then preempt the sequence that arrived last until there are blocks; return False if that was `sequence`
+        itself."""
+        # The count is repeated: once a victim releases a shared block, this sequence may own it alone and need no copy.
         while self._allocator.num_missing(sequence, num_tokens) > self._allocator.pool.num_free:
             if self.trim(plan):
                 continue
-            # A sequence whose KV is being read elsewhere is never chosen; it has all its blocks, so `sequence` is none of those.
+            # A prefill_only sequence, whose KV a push reads, is never preempted; it has all its blocks, so `sequence` is not one.
             victim = next(other for other in reversed(self.running) if not other.group.request.prefill_only)
             self._preempt(victim, plan)
             if victim is sequence:
@@ -340,7 +345,7 @@ class Scheduler:
             plan.add(ScheduledSequence(sequence, min(sequence.num_remaining, plan.budget)))
 
     def _admit_waiting(self, plan: SchedulerOutput) -> Iterator[Sequence]:
-        # Strictly in order: a large request is not overtaken for ever by small ones.
+        # Strictly in order, so that small requests do not overtake a large one for ever.
         while self.waiting and plan.budget and self._admit(self.waiting[0], plan):
             sequence = self.waiting.pop(0)
             self.run(sequence)

@@ -1,4 +1,4 @@
-"""Sequences, which the scheduler moves, and the requests to which they belong.
+"""Sequences, which the scheduler schedules, and the requests to which they belong.
 
     request, n = 3       trunk (choices 0, 1, 2)  ──┬── branch (choice 0)
                          computes the prompt once   ├── branch (choice 1)      branches share the trunk's blocks
@@ -47,22 +47,22 @@ class Sequence:
         self.choices = choices
         self.output = output
         self.block_ids: list[int] = []
-        self.block_hashes: list[bytes] = []  # of the first full blocks, computed on demand
+        self.block_hashes: list[bytes] = []  # hashes of the first full blocks, computed on demand
         self.num_computed = 0
         self.num_cached = 0  # tokens that the prefix cache served when it last got its blocks
         self.num_published = 0  # full blocks that were offered to the prefix cache
-        self.num_unreported = 0  # last tokens of the output that were forced before anything was computed here
+        self.num_unreported = 0  # last output tokens, which a grammar forced before the first step here
         self.num_to_restore = self.num_tokens  # first tokens that were known on arrival, or computed before a preemption
         self.was_preempted = False
-        self.paced_from_ns = 0  # start of its schedule (see scheduler.py), 0: not yet; and how many tokens it had then
+        self.paced_from_ns = 0  # start of its TPOT schedule (scheduler.py), 0: none yet; and its output tokens then
         self.paced_from_token = 0
-        self.num_paced_steps = 0  # steps since then, including the one that is being planned
-        self._matchers: MatcherTree | None = None  # made on demand; it has taken the first tokens of the output
+        self.num_paced_steps = 0  # steps since then, including the step that is being planned
+        self._matchers: MatcherTree | None = None  # created on demand; it has taken the first `_num_taken` output tokens
         self._num_taken = 0
 
     @property
     def turn(self) -> tuple[int, int]:
-        """Return the order: first come, first served; among the choices of a request the lower first."""
+        """Return the scheduling order: first come, first served; among the choices of a request the lower first."""
         return self.group.arrival, self.choices[0]
 
     @property
@@ -71,40 +71,40 @@ class Sequence:
 
     @property
     def num_remaining(self) -> int:
-        """Return the tokens that are known but not computed: 1 while it decodes."""
+        """Return the number of known tokens that are not computed: 1 while it decodes."""
         return self.num_tokens - self.num_computed
 
     @property
     def num_to_prefill(self) -> int:
-        """Return the tokens not computed that are no new output, so neither drawn nor forced here."""
+        """Return the number of tokens that are not computed and are no new output (neither drawn nor forced here)."""
         return max(0, self.num_to_restore - self.num_computed)
 
     @property
     def is_decoding(self) -> bool:
-        """Return whether only the token that was drawn last is missing."""
+        """Return whether only the token that was drawn last is not computed."""
         return self.num_remaining == 1 and bool(self.output)
 
     @property
     def is_going_on(self) -> bool:
-        """Return whether only new output is missing: the token that was drawn last, and those that a grammar forced behind it."""
+        """Return whether only new output is not computed: the token drawn last, and tokens that a grammar forced after it."""
         return bool(self.output) and not self.num_to_prefill
 
     @property
     def choices_to_draw(self) -> tuple[int, ...]:
-        """Return the choices that draw when the last known token is computed. One with history parts first and continues
-        alone."""
+        """Return the choices that draw when the last known token is computed. A choice with history first becomes a sequence of
+        its own and continues alone."""
         if len(self.choices) == 1:
             return self.choices
         return tuple(choice for choice in self.choices if not self.group.history(choice))
 
     def tokens(self, start: int, end: int) -> tuple[int, ...]:
-        """Return token ids at positions `start` to `end` (exclusive) of prompt and output."""
+        """Return the token ids at positions `start` to `end` (exclusive) of prompt and output."""
         prompt = self.group.request.prompt
         behind = len(prompt)
         return prompt[start:end] + tuple(self.output[max(0, start - behind) : max(0, end - behind)])
 
     def matcher(self) -> Matcher | None:
-        """Return the grammar's matcher behind the present output; None without a grammar."""
+        """Return the grammar's matcher after the present output; None without a grammar."""
         grammar = self.group.request.grammar
         if grammar is None:
             return None
@@ -115,13 +115,13 @@ class Sequence:
         return matchers.here
 
     def matcher_behind(self, guessed: tuple[int, ...]) -> Matcher:
-        """Return the grammar's matcher behind the present output and these tokens. Callers must not advance it."""
+        """Return the grammar's matcher after the present output and the tokens `guessed`. Callers must not advance it."""
         self.matcher()
         assert self._matchers is not None, "only asked of a request with a grammar"
         return self._matchers.behind(guessed)
 
     def _first_matcher(self, grammar: Grammar) -> Matcher:
-        """Return the matcher behind the history if the caller has replayed it, else at the beginning."""
+        """Return the matcher after the history if the caller has replayed it, else at the beginning."""
         matchers, choice = self.group.request.matchers, self.choices[0]
         ready = matchers[choice] if matchers and len(self.choices) == 1 else None
         if ready is None:
@@ -130,8 +130,7 @@ class Sequence:
         return ready.copy()
 
     def forced_token(self) -> int | None:
-        """Return the next token where the model is not needed: the grammar leaves no choice, and no log-probabilities are
-        requested."""
+        """Return the next token where it needs no model: the grammar leaves no choice, and no log-probabilities are requested."""
         if self.group.request.grammar is None or self.group.request.sampling.logprobs is not None:
             return None
         matcher = self.matcher()
@@ -143,14 +142,15 @@ class Sequence:
         return self._matchers is not None and self._matchers.here.failed
 
     def part(self) -> list[Sequence]:
-        """Return the trunk's choices as sequences of their own, computed as far. The caller accounts for the shared blocks."""
+        """Return the trunk's choices as sequences of their own, with the same tokens computed. The caller accounts for the shared
+        blocks."""
         branches = [Sequence(self.group, (choice,), list(self.group.history(choice))) for choice in self.choices]
         for branch in branches:
             branch.inherit(self)
         return branches
 
     def inherit(self, other: Sequence) -> None:
-        """Take over what is known of another sequence's blocks. This sequence begins with all the tokens they hold."""
+        """Take over another sequence's blocks and their state. This sequence begins with all tokens of those blocks."""
         self.block_ids = list(other.block_ids)
         self.block_hashes = list(other.block_hashes)
         self.num_computed = other.num_computed
@@ -159,7 +159,7 @@ class Sequence:
 
 
 class Phase(enum.Enum):
-    """State of a request's blocks."""
+    """Name the state of a request's blocks."""
 
     RESERVED = "reserved"  # another worker may write KV into them; not scheduled
     ACTIVE = "active"  # its sequences wait or run
@@ -178,7 +178,7 @@ class SequenceGroup:
 
     @property
     def num_seats(self) -> int:
-        """Return how many sequences it counts for against max_num_seqs. A held request only holds blocks."""
+        """Return the number of sequences that count against max_num_seqs. A held request only holds blocks."""
         if self.phase is Phase.HELD:
             return 0
         return sum(len(sequence.choices) for sequence in self.sequences)

@@ -1,4 +1,4 @@
-"""Statistics of the engine: how many requests are in which state, on demand and with steps."""
+"""Statistics of the engine, on demand and with steps: the number of requests in each state; and the postprocessing of steps."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pdmesh.engine.kv_cache.block_manager import BlockAllocator
 from pdmesh.engine.outputs import EngineStats, KVReady, RequestStarted, SequenceUpdate, StepResult, StepWork, TokenLogprobs
 from pdmesh.engine.runner.model_runner import SampledOutput
-from pdmesh.engine.scheduler.requests import Gain, RequestTable
+from pdmesh.engine.scheduler.requests import NewTokens, RequestTable
 from pdmesh.engine.scheduler.scheduler import ScheduledSequence, Scheduler, SchedulerOutput, TpotLimiter
 from pdmesh.engine.scheduler.sequence import Phase, Sequence, SequenceGroup
 from pdmesh.engine.speculation.handover import packed
 from pdmesh.engine.speculation.stats import Tally
 
-# While no request comes or goes, short steps do not need new statistics each: they only lengthen contexts by a token.
+# While no request comes or goes, short steps share statistics: each only lengthens contexts by a token.
 PERIOD_NS = 10_000_000
 
 
@@ -28,7 +28,7 @@ class Counters:
 
 
 class EngineStatsCollector:
-    """Collect statistics of everything that the engine holds; a microsecond for each sequence."""
+    """Collect the engine's statistics; takes a microsecond for each sequence."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class EngineStatsCollector:
         return self.take(now_ns)
 
     def take(self, now_ns: int) -> EngineStats:
-        """Return the statistics of now, which is `now_ns`."""
+        """Return the statistics of the present time, which is `now_ns`."""
         self._taken_ns, self._population = now_ns, self._count()
         running, waiting, pool = self._scheduler.running, self._scheduler.waiting, self._allocator.pool
         decoding, decode_context = [], 0
@@ -64,7 +64,7 @@ class EngineStatsCollector:
                 decoding.append(sequence)
                 decode_context += num_tokens
         num_decoding, pace = len(decoding), self._pacer.tightest(decoding, now_ns)
-        groups = list(self._table)  # copied at once: the engine's thread may add to it meanwhile
+        groups = list(self._table)  # one copy: the engine's thread may add to the table meanwhile
         idle = [group for group in groups if group.phase is not Phase.ACTIVE]
         return EngineStats(
             taken_ns=now_ns,
@@ -109,7 +109,7 @@ def _num_to_prefill(sequences: list[Sequence]) -> int:
 
 
 class OutputProcessor:
-    """Apply a step's output, and count."""
+    """Apply a step's output to its sequences, and count steps and tokens."""
 
     def __init__(self, table: RequestTable, allocator: BlockAllocator, counters: Counters, census: EngineStatsCollector) -> None:
         self._table = table
@@ -120,7 +120,7 @@ class OutputProcessor:
     def postprocess(
         self, plan: SchedulerOutput, draws: dict[Sequence, list[SampledOutput]], started_ns: int, ready: tuple[KVReady, ...] = ()
     ) -> StepResult:
-        """Apply a step of which all scheduled sequences are computed."""
+        """Apply a step; all its scheduled sequences are computed."""
         pieces = plan.pieces
         work = work_of(pieces)
         self._counters.num_steps += 1
@@ -146,22 +146,22 @@ class OutputProcessor:
         self._allocator.publish(sequence)
         if sequence.num_remaining:
             return []
-        proceed = self._table.hold if sequence.group.request.prefill_only else self._table.go_on
-        gains = proceed(sequence, {draw.choice: tuple([token.token_id for token in draw.tokens]) for draw in draws})
-        return [_update(piece, index, draw, gains[draw.choice]) for draw in draws]
+        proceed = self._table.hold_for_transfer if sequence.group.request.prefill_only else self._table.continue_decode
+        new_tokens = proceed(sequence, {draw.choice: tuple([token.token_id for token in draw.tokens]) for draw in draws})
+        return [_update(piece, index, draw, new_tokens[draw.choice]) for draw in draws]
 
 
-def _update(piece: ScheduledSequence, index: int, draw: SampledOutput, gain: Gain) -> SequenceUpdate:
-    """Return the update; `index` of the first token that the choice's caller does not have."""
+def _update(piece: ScheduledSequence, index: int, draw: SampledOutput, new_tokens: NewTokens) -> SequenceUpdate:
+    """Return the update; `index` is that of the first token that the choice's caller does not have yet."""
     return SequenceUpdate(
         request_id=piece.sequence.group.request.request_id,
         choice=draw.choice,
         index=index,
-        token_ids=gain.token_ids,
-        logprobs=_logprobs(draw, gain.num_drawn),
-        finish_reason=gain.finish_reason,
+        token_ids=new_tokens.token_ids,
+        logprobs=_logprobs(draw, new_tokens.num_drawn),
+        finish_reason=new_tokens.finish_reason,
         num_drafted=len(piece.draft),
-        num_accepted=min(gain.num_drawn, len(draw.tokens) - 1),  # the last drawn token is no draft token
+        num_accepted=min(new_tokens.num_drawn, len(draw.tokens) - 1),  # the last drawn token is no draft token
         draft_state=_draft_state(piece.sequence, draw),
     )
 
@@ -171,7 +171,7 @@ def _draft_state(sequence: Sequence, draw: SampledOutput) -> bytes:
 
 
 def _logprobs(draw: SampledOutput, num_tokens: int) -> tuple[TokenLogprobs, ...]:
-    """Return log-probabilities of as many tokens as the choice took: it may have ended before the last that was drawn."""
+    """Return the log-probabilities of the tokens that the choice took: it may have ended before the token drawn last."""
     return tuple([token.logprobs for token in draw.tokens[:num_tokens] if token.logprobs is not None])
 
 
@@ -192,7 +192,7 @@ def work_of(pieces: list[ScheduledSequence]) -> StepWork:
 
 
 def _num_left_to_prefill(pieces: list[ScheduledSequence]) -> int:
-    """Return how many of the tokens are no new output."""
+    """Return how many of the scheduled tokens are no new output."""
     missing = [(piece.num_tokens, piece.sequence.num_to_restore - piece.sequence.num_computed) for piece in pieces]
     return sum([min(num_tokens, to_prefill) for num_tokens, to_prefill in missing if to_prefill > 0])
 
@@ -200,8 +200,8 @@ def _num_left_to_prefill(pieces: list[ScheduledSequence]) -> int:
 def _started(
     plan: SchedulerOutput, draws: dict[Sequence, list[SampledOutput]], started_ns: int, ended_ns: int
 ) -> list[RequestStarted]:
-    """Return requests that started with this step. A request's clock counts the step once, however many of its sequences took
-    part."""
+    """Return the requests that started with this step. A request's clock counts the step once, also where several of its
+    sequences took part."""
     pieces_of: dict[SequenceGroup, list[ScheduledSequence]] = {}
     for piece in plan.pieces:
         pieces_of.setdefault(piece.sequence.group, []).append(piece)

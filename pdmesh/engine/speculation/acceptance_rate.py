@@ -13,12 +13,12 @@ from pdmesh.engine.sampling.counter_rng import gumbel_array
 from pdmesh.engine.sampling.sampler import SampleRow
 
 PRIOR_WEIGHT = 8.0  # draft tokens that a prior counts for
-MEMORY = 400.0  # about so many of the last draft tokens decide: an engine's requests change
+MEMORY = 400.0  # about as many of the last draft tokens decide, because an engine's requests change
 _EVEN = 2.0  # accepted and rejected tokens, as predicted, with which a sequence's own odds begin
 _FADING = 0.96  # about the last 25 draft tokens of a sequence decide
 _TRUST_FADING = 0.992  # about the last 125 verified tokens of a proposer decide
 NEARLY = 0.93
-FORGIVEN = 0.002  # verified in a step
+FORGIVEN = 0.002  # see CalibratedRate
 
 
 class Calibration:
@@ -81,10 +81,10 @@ class Bent:
 
 
 class CalibratedRate:
-    """Scale a proposer's chances by its record: the accepted ones of its verified tokens, over what it had predicted.
+    """Scale a proposer's chances by its record: the accepted ones of its verified tokens, over its own prediction of them.
 
-    Tokens that are not verified teach nothing, so the factor recovers little by little: of wrong tokens that
-    cost the part c of a step, about FORGIVEN / c are verified in a step, whatever their chances, and cost FORGIVEN of it.
+    Tokens that are not verified teach nothing, so the factor recovers little by little: if a wrong token costs the share c of a
+    step, about FORGIVEN / c wrong tokens are verified in a step, whatever their chances, and cost the share FORGIVEN of it.
     """
 
     __slots__ = ("_kept", "_promised")
@@ -94,7 +94,7 @@ class CalibratedRate:
 
     @property
     def factor(self) -> float:
-        """Return the factor on its chances, at most 1. A small deviation counts as none, as it is noise."""
+        """Return the factor on the proposer's chances, at most 1. A small deviation is noise and counts as none."""
         return min(1.0, self._kept / (NEARLY * self._promised))
 
     def saw(self, claimed: float, kept: bool) -> None:
@@ -113,11 +113,11 @@ class CalibratedRate:
 # A greedy target draws the token if it has the highest logit there, too. If its logits are the draft's but for errors of about
 # the size of standard Gumbel noise, the chance of that is the token's softmax probability at temperature 1. At temperature T both
 # draw argmax(logits + T * noise) with the same noise: the chance is then the softmax of those sums, of which the greedy case is
-# T = 0. (Not the probability with which the draft draws the token: behind "once upon a time there was a" a hundred tokens are as
+# T = 0. (Not the probability with which the draft draws the token: after "once upon a time there was a" a hundred tokens are as
 # likely as each other, and two models that agree on that draw the same one, always.) Draft heads draw with that noise, too.
 
 
-# Tokens so much (in logits; at temperatures above 1 in proportion) below the likeliest are hardly ever near the drawn one.
+# Tokens this far below the likeliest one (in logits; at temperatures above 1 in proportion) hardly ever come near the drawn one.
 REACH = 12.0
 
 
@@ -139,5 +139,5 @@ def chance_of(logits: NDArray[np.float32], place: int, row: SampleRow, token_ids
         noise = gumbel_array(row.params.seed, row.choice, row.index, tokens)
         scores, own = scores + temperature * noise[:-1], own + temperature * float(noise[-1])
     leads = own - scores[near != place]
-    # What would beat the drawn token cannot be drawn: penalties, a grammar or a filter exclude it.
+    # A token that would beat the drawn one cannot be drawn: penalties, a grammar or a filter exclude it.
     return 1.0 / (1.0 + float(np.exp(-leads[leads >= 0]).sum()))

@@ -49,7 +49,7 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True)
 class Circumstances:
-    """Hold what a step's time depends on. `max_rows` of any step, `max_context` of any sequence."""
+    """Hold everything that a step's time depends on. `max_rows` of any step, `max_context` of any sequence."""
 
     weights_hash: str
     numeric_mode: str
@@ -115,16 +115,16 @@ def _curve(rows: object, seconds: object, attention: Sequence[object]) -> CostCu
 
 ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 FIRST_ROWS = (1, 8, 4, 2)
-"""Rows that are measured however long they take."""
+"""Numbers of rows that are measured however long they take."""
 ROUNDS = 8
-"""Rounds, of which the best time counts: the machine may be busy meanwhile."""
+"""Rounds of measurements; the best time counts, because the machine may be busy meanwhile."""
 FEWEST_ROUNDS = 3
 SETTLED = 0.99
-"""The last round is one in which no point became faster than this part of its time, unless it is one of the first."""
+"""Rounds end when no point became faster than this part of its time, but not before FEWEST_ROUNDS."""
 BUDGET_S = 2.0
 """Time of all steps together, except the first ones."""
 WORTH = 8
-"""A point is left out if a step there takes more than one such part of the time left: few points are measured several times."""
+"""A point is left out if its step takes more than one in this many parts of the time left: a few points are measured often."""
 CHECK_ROUNDS = 4
 """Steps that check a cached curve."""
 ALIKE = 1.25
@@ -138,7 +138,7 @@ LONGEST = max(LONG_CONTEXT, ROWS[-1])
 LEAST_CONTEXT_SHARE = 0.01
 """Least share of the shortest step for attention to LONG_CONTEXT: a share of zero could not be corrected in proportion."""
 LOCK_S = 20.0
-"""Workers that start together on one machine measure one after the other, but none waits longer."""
+"""The longest wait of a worker for another one that measures on this machine."""
 _LOCK_POLL_S = 0.05
 _GREEDY = SamplingParams(temperature=0.0, max_tokens=1)
 
@@ -146,7 +146,7 @@ logger = logging.getLogger(__name__)
 
 
 class Shape(NamedTuple):
-    """The shape of a step: its tokens, and all tokens of its sequence."""
+    """Describe a step: its tokens, and all tokens of its sequence."""
 
     num_rows: int
     context: int
@@ -175,7 +175,7 @@ def known_curve(of: Circumstances, meter: Meter) -> CostCurve | None:
 
 
 def confirmed(curve: CostCurve, meter: Meter) -> CostCurve | None:
-    """Check a curve by a few short steps. None if they contradict it."""
+    """Return the curve, scaled to a few short steps that are run to check it; None if they contradict it."""
     shapes = [Shape(rows, rows) for rows in in_order(curve.rows) if rows in FIRST_ROWS]
     meter.run(shapes[0])  # the first step's initialization is not measured
     seconds = meter.measure(shapes, num_certain=len(shapes), num_rounds=CHECK_ROUNDS)
@@ -194,9 +194,8 @@ def measured(meter: Meter, max_context: int, max_rows: int) -> CostCurve:
 
 
 def _attention(meter: Meter, curve: CostCurve, context: int) -> tuple[float, float]:
-    """Return seconds for each token of the context: of a sequence's first row, and of a further one. The least values where there
-    is no time to measure them: the curve is corrected by steps (`CostCurve.saw`), and so are these, by steps with long
-    contexts."""
+    """Return the seconds for each token of the context: of a sequence's first row, and of a further one. Without time to measure
+    them, return the least values: steps correct the curve later (`CostCurve.saw`), and long contexts correct these values."""
     least_s = LEAST_CONTEXT_SHARE * curve.seconds[0] / LONG_CONTEXT
     chunk, few = min(curve.rows[-1], context), min(8, curve.rows[-1], context)
     fill = [Shape(min(chunk, context - first), min(first + chunk, context)) for first in range(0, context, chunk)]
@@ -220,10 +219,11 @@ class Meter:
         self._best: dict[Shape, float] = {}
 
     def measure(self, shapes: list[Shape], *, num_certain: int, num_rounds: int = ROUNDS) -> dict[Shape, float]:
-        """Return the seconds of each shape; of the first `num_certain` in any case, unless they were measured before. The others
-        are left out where they would take too long.
+        """Return the seconds of each shape; of the first `num_certain` in any case, unless they were measured before. Others are
+        left out where they would take too long.
 
-        Rounds are interleaved, so that a slow moment of the machine affects all points."""
+        Rounds are interleaved, so that a slow moment of the machine affects all points.
+        """
         best = {shape: self._best.get(shape) or self._time(shape) for shape in shapes[:num_certain]}
         for shape in shapes[num_certain:]:
             nearest = max(best, key=lambda known: (known.num_rows <= shape.num_rows, -abs(known.num_rows - shape.num_rows)))
@@ -248,7 +248,7 @@ class Meter:
 
 
 def in_order(rows: Iterable[int]) -> list[int]:
-    """Order rows with 1 among them: the first ones, the last, then the middle of the widest gap (in indices) each time."""
+    """Order rows, 1 among them: the first ones, the last, then each time the middle of the widest gap (in indices)."""
     rows = sorted(rows)
     first = [r for r in FIRST_ROWS if r in rows]
     ordered, known = list(first), {rows.index(r) for r in first}
@@ -261,7 +261,7 @@ def in_order(rows: Iterable[int]) -> list[int]:
 
 
 def run_step(model: ForwardModel, sampler: TokenSampler, kv: Tensor, num_rows: int, context: int) -> None:
-    """Run a step of one sequence: its last `num_rows` tokens of a context in the first blocks, and a greedy draw behind each. Its
+    """Run a step of one sequence: its last `num_rows` tokens of a context in the first blocks, and a greedy draw after each. Its
     numbers are in host memory, as models need them."""
     positions = torch.arange(context - num_rows, context)
     batch = StepBatch(
@@ -283,7 +283,7 @@ def _row(index: int) -> SampleRow:
 @contextmanager
 def machine_to_itself(lock: Path, wait_s: float = LOCK_S) -> Iterator[None]:
     """Hold a lock against other measurements; go on without it after `wait_s`, or where locks are not available. The kernel
-    releases it when its holder dies."""
+    releases the lock when its process ends."""
     with ExitStack() as stack:
         with suppress(OSError):
             lock.parent.mkdir(parents=True, exist_ok=True)

@@ -7,9 +7,9 @@ was not updated for long, a step bends it at once. A time that is far off is one
 
     longer once             the step was delayed: ignored
     longer again and again  while other steps take the expected time: the point is wrong, or attention, if the others have short
-                            contexts. While none does: the machine is slower
-    shorter                 nothing makes a step shorter: the whole curve was too high. If only the point was, steps of
-                            other sizes will be longer again and again
+                            contexts. While no other step does: the machine is slower
+    shorter                 the whole curve was too high, because nothing makes a step shorter. If only the point was too high,
+                            steps of other sizes will be longer again and again
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ LEARNING = 0.02
 """Weight of a step's time in the points beside its number of rows, and twice that in the whole curve."""
 STALE_LEARNING = 0.5
 STALE_AFTER = 32
-"""Steps after which a kind is stale. It is learned from few steps, and says nothing about the machine's speed."""
+"""Steps after which a kind is stale: it is then learned from few steps, and says nothing about the machine's speed."""
 OUTLIER = 2.0
-"""A step is an outlier if it took so many times the expected time, or so small a part of it."""
+"""A step is an outlier if it took this many times the expected time, or the inverse part of it."""
 PATIENCE = 3
-"""So many steps of a kind that took much longer, one after the other, are no outliers."""
+"""This many steps of a kind in a row that took much longer are no outliers."""
 WITNESSES = 8
-"""The last steps, among which one of another kind says whether the machine is slower."""
+"""How many of the last steps are searched for one of another kind, which shows whether the machine is slower."""
 BEYOND = 1.25
-"""A step of so many times the rows of the last point makes another point."""
+"""A step of this many times the rows of the last point makes another point."""
 
 
 SHORTEST_S = 1e-6
@@ -43,14 +43,16 @@ rows."""
 
 
 class Kind(NamedTuple):
-    """A kind of steps: the point of the curve at or behind their number of rows; whether attention takes much of them."""
+    """Describe a kind of steps: the point of the curve at or after their number of rows; whether attention takes much of their
+    time."""
 
     point: int
     is_long: bool
 
 
 class Seen(NamedTuple):
-    """State of the steps of a kind: which one was the last, how many in a row took much longer than expected."""
+    """Hold the state of a kind: the number of its last step, and how many of its steps in a row took much longer than
+    expected."""
 
     at: int = 0
     num_late: int = 0
@@ -58,8 +60,8 @@ class Seen(NamedTuple):
 
 @dataclass(frozen=True)
 class History:
-    """History of the steps that a curve was updated by. `latest`: the kinds of the last ones, and whether they took about as
-    expected."""
+    """Hold the history of the steps that updated a curve. `latest`: the kinds of the last ones, and whether they took about the
+    expected time."""
 
     num_steps: int = 0
     seen: Mapping[Kind, Seen] = field(default_factory=dict)
@@ -103,7 +105,7 @@ class CostCurve:
 
     def least_row_s(self, num_rows: int) -> float:
         """Return the least cost of one more row: the curve has steps, where another tile of a product begins, and
-        behind such a step rows are cheap."""
+        beyond such a step rows are cheap."""
         points = zip(pairwise(self.rows), pairwise(self.seconds), strict=True)
         ahead = [(after - before) / (to - at) for (at, to), (before, after) in points if to > num_rows]
         return min([*ahead, self._last_row_s])

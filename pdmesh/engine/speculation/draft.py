@@ -26,7 +26,7 @@ class Draft:
     parents: tuple[int, ...] = ()
     chances: tuple[float, ...] = ()
     proposer: str = ""
-    is_trial: bool = False  # unlikely, and verified now and then to learn from what is drawn behind it
+    is_trial: bool = False  # unlikely, and verified now and then to learn from what is drawn after it
 
     @classmethod
     def chain(cls, token_ids: Sequence[int], chances: Sequence[float], proposer: str) -> Draft:
@@ -36,7 +36,8 @@ class Draft:
         return cls(tuple(token_ids), tuple(range(-1, len(token_ids) - 1)), tuple(chances), proposer)
 
     def why_not(self, max_depth: int, max_tokens: int, vocab_size: int | None) -> str:
-        """Return what is wrong with it; empty where nothing is. Raises TypeError where it does not consist of numbers."""
+        """Return the reason why the draft is invalid; empty if it is valid. Raises TypeError where it does not consist of
+        numbers."""
         size = len(self.token_ids)
         if not size == len(self.parents) == len(self.chances):
             return f"{size} tokens have {len(self.parents)} parents and {len(self.chances)} chances"
@@ -61,7 +62,7 @@ class Draft:
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """Return the depth of each token, from 1 behind the root."""
+        """Return the depth of each token, from 1 after the root."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(1 if parent == ROOT else depths[parent] + 1)
@@ -69,7 +70,7 @@ class Draft:
 
     @cached_property
     def cumulative(self) -> tuple[float, ...]:
-        """Return how likely each token is accepted: it and all before it on its branch are drawn."""
+        """Return how likely each token is accepted: that the model draws it and all tokens before it on its branch."""
         kept: list[float] = []
         for parent, chance in zip(self.parents, self.chances, strict=True):
             kept.append(chance if parent == ROOT else kept[parent] * chance)
@@ -90,7 +91,7 @@ class Draft:
         return tuple(reversed(path))
 
     def keep(self, wanted: Sequence[bool]) -> Draft:
-        """Return only the wanted tokens whose ancestors are all wanted."""
+        """Return a draft of only the wanted tokens whose ancestors are all wanted."""
         new_index: dict[int, int] = {ROOT: ROOT}
         for index, parent in enumerate(self.parents):
             if wanted[index] and parent in new_index:
@@ -107,7 +108,7 @@ class Draft:
         )
 
     def first(self, max_tokens: int) -> Draft:
-        """Return at most so many tokens: a parent precedes its children, so the rest is still a tree."""
+        """Return a draft of the first tokens, at most `max_tokens`: a parent precedes its children, so they are still a tree."""
         if len(self) <= max_tokens:
             return self
         cut = slice(0, max_tokens)
@@ -119,8 +120,8 @@ NOTHING = Draft()
 
 @dataclass(frozen=True)
 class Verified:
-    """The result of verifying a draft (perhaps an empty one). `draws[0]` is what the model draws behind the root, `draws[i + 1]`
-    what it draws behind token i of the draft; `kept`: the accepted tokens of the draft, from the root on."""
+    """Hold the result of verifying a draft (perhaps an empty one). `draws[0]` is the model's draw after the root, `draws[i + 1]`
+    its draw after token i of the draft; `kept`: the accepted tokens of the draft, from the root on."""
 
     draft: Draft
     draws: tuple[int, ...]

@@ -1,6 +1,6 @@
-"""A guard around a proposer: whatever it does wrong costs drafts, never the engine.
+"""A guard around a proposer: a faulty proposer costs drafts, never the engine.
 
-Its exceptions end here, and a draft that breaks its bounds counts as one: the proposer is not used again. Chances of a proposer
+Exceptions of the proposer end here, and a draft that breaks its bounds counts as one: the proposer is not used again. Chances
 that are only too high are scaled down (`CalibratedRate`).
 """
 
@@ -21,15 +21,15 @@ from pdmesh.engine.speculation.draft import NOTHING, ROOT, Draft, Verified
 from pdmesh.engine.speculation.handover import TakesOver
 from pdmesh.engine.speculation.proposer import Ask, Proposer
 
-# Drafts under a grammar: which tokens may come behind each draft token, and how much of a draft the grammar allows
+# Drafts under a grammar: the tokens that may come after each draft token, and the part of a draft that the grammar allows
 #
-# The sequence keeps the matchers that were requested (`Sequence.matcher_behind`), and a matcher what may come behind it. So
-# what was found to cut a draft is there when the step draws, however much of the draft was cut off in between.
+# The sequence keeps the matchers that were requested (`Sequence.matcher_behind`), and a matcher keeps the tokens that may come
+# after it. So the step that draws reuses what was computed to cut a draft, however much of the draft was cut off in between.
 
 
 def allowed_on_tree(sequence: Sequence, draft: Draft) -> list[Bits | None]:
-    """Return tokens that may come behind the root, then behind each token of a draft that follows the grammar; None without
-    one."""
+    """Return the tokens that may come after the root, then after each token of a draft that follows the grammar; None without a
+    grammar."""
     nodes = range(ROOT, len(draft))
     if sequence.group.request.grammar is None:
         return [None for _ in nodes]
@@ -43,7 +43,7 @@ def follow(sequence: Sequence, draft: Draft) -> Draft:
     here = sequence.matcher_behind(())
     wanted = [False] * len(draft)
     for run in draft.branches:
-        path = draft.branch(run[-1])  # from the root on: a run begins behind another's token
+        path = draft.branch(run[-1])  # from the root on: a run begins after another's token
         for index in path[: here.num_possible([draft.token_ids[index] for index in path])]:
             wanted[index] = True
     return draft.keep(wanted)
@@ -62,10 +62,10 @@ Lesson = tuple[Sequence, Verified, Tensor | None]
 
 
 class GuardedProposer:
-    """A proposer that never raises."""
+    """Wrap a proposer, and never raise."""
 
     def __init__(self, proposer: Proposer, vocab_size: int | None, on_fault: Callable[[str], None]) -> None:
-        """`vocab_size`: token ids are below; None: unknown. `on_fault(name)` is called once."""
+        """Wrap `proposer`. `vocab_size`: token ids are below it; None: unknown. `on_fault(name)` is called once."""
         self.name, self.is_free, self.wants_hidden = proposer.name, proposer.is_free, proposer.wants_hidden
         self.learns = proposer.learns
         self.is_open = True
@@ -81,21 +81,21 @@ class GuardedProposer:
         return [NOTHING] * len(asks)
 
     def believed(self, drafts: list[Draft]) -> list[Draft]:
-        """Return its drafts with chances scaled by the recent acceptance rate."""
+        """Return `drafts` with their chances scaled by the recent acceptance rate."""
         factor = self._factor = self._trust.factor
         if factor == 1.0:
             return drafts
         return [replace(draft, chances=tuple([factor * chance for chance in draft.chances])) for draft in drafts]
 
     def judge(self, verified: Verified) -> None:
-        """Record the result of a draft of its own, with the chances of this step."""
+        """Record the result of one of its drafts, with the chances of this step."""
         draft, reached = verified.draft, {ROOT, *verified.kept}
         for index, parent in enumerate(draft.parents):
             if parent in reached:
                 self._trust.saw(draft.chances[index] / self._factor, index in reached)
 
     def forgive(self) -> None:
-        """Let the factor recover, once for each step."""
+        """Let the scale of the chances recover, once for each step."""
         self._trust.forgive()
 
     def learn(self, lessons: Sequence_[Lesson]) -> None:
@@ -106,7 +106,7 @@ class GuardedProposer:
                 learn(*lesson)
 
     def restore(self, sequence: Sequence, hidden: Tensor) -> None:
-        """See TakesOver; does nothing where it is none."""
+        """Pass on to `TakesOver.restore`, if the proposer has it."""
         if isinstance(self._proposer, TakesOver):
             with self._watched():
                 self._proposer.restore(sequence, hidden)

@@ -1,6 +1,6 @@
 """The draft state of a hand-off: the hidden state from which the prefill worker drew the first token, in bfloat16.
 
-It affects drafts only. So a state that does not fit, of a worker with another configuration or a faulty one, is ignored.
+It affects drafts only. So a state that does not fit, from a faulty worker or one with another configuration, is ignored.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 @runtime_checkable
 class TakesOver(Protocol):
-    """A proposer that can continue from a state that was computed elsewhere."""
+    """Continue from a draft state that another worker computed; a proposer may implement it."""
 
     def restore(self, sequence: Sequence, hidden: Tensor) -> None:
         """Take over the state `hidden` [hidden_size] float32, from which the sequence's last token was drawn."""

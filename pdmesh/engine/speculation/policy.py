@@ -1,14 +1,13 @@
-"""The policy: how much of their drafts the next step verifies. Pure.
+"""The policy of speculation: it decides which draft tokens the next step verifies. Pure.
 
 A step of n sequences and m draft tokens gives n + Σ c tokens, c being the chance that a draft token is accepted, and takes
 t(n + m). The draft tokens are taken in the order of their chances (a token's chance is never above its parent's, so they
 form trees), and as many as make (n + Σ c) / t the largest; none, where they would not raise it. In other words a draft
-continues until its cumulative chance falls under a threshold, and the threshold is what a token must gain at the moment: the cost
-of one more row in tokens. It follows from the drafts beside it, from how many sequences share the step, and from the measured
-curve (`cost_curve.py`); it is no setting.
+continues until its cumulative chance falls below a threshold: the cost of one more row, in tokens. The threshold is no setting:
+it follows from the other drafts, from the number of sequences in the step, and from the measured curve (`cost_curve.py`).
 
-Prompts in the step take their own time whatever is drafted, and an accepted token saves its share of a later step, most often one
-without them. So t is what the sequences that decode would take alone, and what drafts add to the step as it is.
+Prompts in the step take their time with or without drafts, and an accepted token saves a share of a later step, usually one
+without prompts. So t is the time of the decoding sequences alone, plus the time that drafts add to the present step.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ MARGIN = 0.02
 
 @dataclass(frozen=True)
 class Load:
-    """Hold what the step computes without drafts: sequences that decode, tokens of prompts beside them, and attention's time."""
+    """Describe a step without drafts: the sequences that decode, the prompt tokens beside them, and the time of attention."""
 
     num_decoding: int
     num_prompt_tokens: int
@@ -37,17 +36,17 @@ class Load:
         return self.num_decoding + self.num_prompt_tokens
 
     def plain_s(self, curve: CostCurve) -> float:
-        """Return the time that those that decode would take alone."""
+        """Return the time of the decoding sequences alone."""
         return curve.step_s(self.num_decoding) + self.attention_s
 
     def drafted_s(self, curve: CostCurve, num_drafted: int) -> float:
-        """Return the time with so many draft tokens more, without their attention."""
+        """Return that time plus the time that `num_drafted` draft tokens add, without their attention."""
         return self.plain_s(curve) + curve.step_s(self.num_rows + num_drafted) - curve.step_s(self.num_rows)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Hold what to verify of each draft, in their order; `threshold`: the chance under which no more token would pay."""
+    """Hold the part of each draft to verify, in the drafts' order; `threshold`: the chance below which no further token pays."""
 
     drafts: list[Draft]
     threshold: float
@@ -56,7 +55,8 @@ class Choice:
 
 
 def choose(drafts: Sequence[Draft], contexts: Sequence[int], load: Load, curve: CostCurve, max_tokens: int) -> Choice:
-    """Choose what to verify. `contexts`: known tokens of each draft's sequence; `max_tokens`: of all drafts together."""
+    """Choose the draft tokens to verify. `contexts`: known tokens of each draft's sequence; `max_tokens`: of all drafts
+    together."""
     plain_s = load.plain_s(curve)
     plain_rate, beside_s = load.num_decoding / plain_s, plain_s - curve.step_s(load.num_rows)
     least = threshold(plain_rate, load.num_rows, curve)
@@ -88,10 +88,10 @@ def choose(drafts: Sequence[Draft], contexts: Sequence[int], load: Load, curve: 
 
 
 def may_pay(load: Load, curve: CostCurve, max_tokens: int, best_chance: float) -> bool:
-    """Return whether drafts could pay; False: not even `max_tokens` draft tokens, all of `best_chance`, nor fewer."""
+    """Return whether drafts could pay; False: no number of draft tokens up to `max_tokens` would, each with `best_chance`."""
     plain_s = load.plain_s(curve)
     most = load.num_rows + max_tokens
-    ends = [rows for rows in curve.rows if load.num_rows < rows < most]  # between points the rate only rises or only falls
+    ends = [rows for rows in curve.rows if load.num_rows < rows < most]  # between two points the rate is monotonic
     return any(
         (load.num_decoding + best_chance * (rows - load.num_rows)) * plain_s
         > (1 + MARGIN) * load.num_decoding * load.drafted_s(curve, rows - load.num_rows)
@@ -100,46 +100,45 @@ def may_pay(load: Load, curve: CostCurve, max_tokens: int, best_chance: float) -
 
 
 def threshold(rate: float, num_rows: int, curve: CostCurve) -> float:
-    """Return the chance below which no draft token pays: the least cost of one more row, in tokens that come at `rate`
-    meanwhile."""
+    """Return the chance below which no draft token pays: the least time of one more row, in tokens that come at `rate`."""
     return min(1.0, rate * curve.least_row_s(num_rows))
 
 
 def fixed(drafts: Sequence[Draft], length: int) -> Choice:
-    """Return the first `length` tokens of each draft's first branch, whatever they cost: the baseline of the threshold."""
+    """Return the first `length` tokens of each draft's first branch, whatever their cost: the baseline for the threshold."""
     first = [draft.first(len(draft.branches[0])).first(length) if draft else NOTHING for draft in drafts]
     return Choice(first, 0.0, sum(sum(draft.cumulative) for draft in first))
 
 
-# Probes: steps that verify a draft, or none, only to learn their cost. Pure: the caller reports what steps took.
+# Probes: steps that verify a draft, or none, only to learn their cost. Pure: the caller reports the times of steps.
 #
-# The policy does what it expects to be best, so it learns nothing about the alternatives. Two things are therefore done now
-# and then against its advice: where drafts were rejected, a small one is verified; where drafts were verified in every step for
-# long, a step does without. Each becomes rarer while it only confirms the expectation.
+# The policy makes the choice that it expects to be best, so it learns nothing about the alternatives. Two probes therefore go
+# against its advice now and then: where drafts were rejected, a small one is verified; where drafts were verified in every step
+# for long, a step has none. Each becomes rarer while it only confirms the expectation.
 #
-#     draft verified against advice     takes longer than the step without: paid from SHARE of the time that steps take
+#     draft verified against advice     takes longer than a step without it: paid from SHARE of the time of all steps
 #     step without drafts               gives fewer tokens: at most one step in LONGEST
 #
 # Trials (`Draft.is_trial`) are paid from the same share.
 
 
 SHARE = 0.003
-"""Share of the time of all steps."""
+"""Share of the time of all steps that probes may take."""
 MOST_SAVED = 8
-"""Steps over which unspent time is saved up at most."""
+"""The most time that is saved up, in steps."""
 SHORTEST, LONGEST = 32, 256
-"""Steps without a probe."""
+"""Bounds of the number of steps between two probes of a kind."""
 RETRY = 4
 CONFIRMED = 1.1
-"""A probe was worth making if the step took so many times the expected time or more, or so small a part."""
+"""A probe confirms the expectation if its step took less than this many times the expected time, and more than the inverse."""
 SIZES = (1, 2, 4, 8)
-"""Numbers of draft tokens, in turn."""
+"""Numbers of draft tokens in probes, in turn."""
 TRIAL_TOKENS, TRIAL_STEPS = 4, 8
 """A trial begins only when its whole cost has been saved up."""
 
 
-class Wait:
-    """Count steps until the next probe of a kind."""
+class ProbeTimer:
+    """Count steps until the next probe of one kind."""
 
     def __init__(self) -> None:
         self._length = self._left = SHORTEST
@@ -156,8 +155,8 @@ class Wait:
         self._left = self._length
 
     def retry(self) -> None:
-        """Try again soon, as there was nothing to probe with: proposers that run a model draft for a few steps in a row, then
-        pause long."""
+        """Probe again soon, because there was no draft to probe with: proposers that run a model draft for a few steps in a row,
+        then pause long."""
         self._left = RETRY
 
     def learned(self, ratio: float) -> None:
@@ -168,7 +167,7 @@ class Wait:
 
 
 class Step(NamedTuple):
-    """Hold what a step took, and its expected time, with and without its drafts."""
+    """Hold the time of a step, and its expected times with and without its drafts."""
 
     took_s: float
     believed_s: float
@@ -177,20 +176,22 @@ class Step(NamedTuple):
 
 
 class Probing:
+    """Decide when to probe, and which draft tokens a probe verifies."""
+
     def __init__(self) -> None:
-        self._drafted, self._plain = Wait(), Wait()
+        self._drafted, self._plain = ProbeTimer(), ProbeTimer()
         self._saved_s = 0.0
         self._turn = 0
         self._is_probe = False  # whether the present step is a probe
 
     @property
     def wants_plain(self) -> bool:
-        """Return whether the next step should do without drafts."""
+        """Return whether the next step should have no drafts."""
         return self._plain.is_over
 
     @property
     def wants_draft(self) -> bool:
-        """Return whether the next step should verify something, if anything would pay when rows cost nothing."""
+        """Return whether the next step should verify a draft, if any would pay when rows cost nothing."""
         return self._drafted.is_over and self._saved_s > 0
 
     def affords_trial(self, load: Load, curve: CostCurve) -> bool:
@@ -198,11 +199,11 @@ class Probing:
         return self._saved_s > TRIAL_STEPS * price_s
 
     def pay(self, seconds: float, plain_s: float) -> None:
-        """Spend saved time; `plain_s`: a step without drafts."""
+        """Spend saved time (negative: save it); `plain_s`: the time of a step without drafts."""
         self._saved_s = max(-MOST_SAVED * plain_s, min(MOST_SAVED * plain_s, self._saved_s - seconds))
 
     def pick(self, drafts: Sequence[Draft], load: Load, curve: CostCurve) -> list[Draft]:
-        """Return what is verified of drafts that the policy has rejected, most often nothing."""
+        """Return the drafts to verify out of those that the policy rejected, most often none."""
         picked = self._trial(drafts) if self._saved_s > 0 else None
         if picked is None and self.wants_draft:
             picked = self._small(drafts, load, curve)
@@ -212,8 +213,8 @@ class Probing:
         return [NOTHING] * len(drafts) if picked is None else picked
 
     def saw(self, step: Step | None, num_alike: int = 1) -> bool:
-        """Record a decode step. None: it had prompts, and its time says nothing here. `num_alike`: this call stands for so many
-        steps like it, itself included. Returns True if this step is more informative than one of many."""
+        """Record a decode step. None: the step had prompts, so its time tells nothing here. `num_alike`: the number of similar
+        steps that this call stands for, itself included. Returns True if this step tells more than one of many."""
         is_probe, self._is_probe = self._is_probe, False
         if step is None:
             return False
@@ -221,7 +222,7 @@ class Probing:
         ratio = step.took_s / step.believed_s
         is_off = not 1 / OUTLIER < ratio < OUTLIER
         if is_off:  # the curve changes
-            self._drafted, self._plain = Wait(), Wait()
+            self._drafted, self._plain = ProbeTimer(), ProbeTimer()
         if not step.has_drafts:
             self._drafted.step(num_alike)
             self._plain.learned(ratio) if self._plain.is_over else self._plain.again()
@@ -239,7 +240,7 @@ class Probing:
         return [draft if draft.is_trial else NOTHING for draft in drafts]
 
     def _small(self, drafts: Sequence[Draft], load: Load, curve: CostCurve) -> list[Draft] | None:
-        """Return the likeliest tokens; None where they would not pay even if they cost nothing."""
+        """Return the likeliest tokens; None where they would not pay even at no cost."""
         likeliest = sorted(
             [(-chance, number, index) for number, draft in enumerate(drafts) for index, chance in enumerate(draft.cumulative)]
         )
@@ -252,7 +253,7 @@ class Probing:
         return [draft.keep(keep) if any(keep) else NOTHING for draft, keep in zip(drafts, wanted, strict=True)]
 
     def _size(self, load: Load, curve: CostCurve) -> int:
-        """Return the next size in turn, limited to what is expected to double the step."""
+        """Return the next size in turn, at most the largest that is expected to double the step's time."""
         most_s = 2 * curve.step_s(load.num_rows) + load.attention_s
         in_turn = SIZES[self._turn % len(SIZES)]
         return max([size for size in SIZES if size <= in_turn and curve.step_s(load.num_rows + size) <= most_s], default=SIZES[0])

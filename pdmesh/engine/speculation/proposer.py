@@ -18,7 +18,8 @@ from pdmesh.engine.speculation.draft import Draft, Verified
 
 
 class Ask(NamedTuple):
-    """One sequence that decodes: all its tokens but the last known one are computed (or forced by a grammar)."""
+    """Ask for a draft of one sequence that decodes: all its tokens but the last known one are computed (or forced by a
+    grammar)."""
 
     sequence: Sequence
     max_depth: int  # at least 1: longer drafts cannot be used
@@ -35,33 +36,33 @@ class Proposer(Protocol):
 
     @property
     def is_free(self) -> bool:
-        """Return whether drafting takes microseconds, so that it may always be used; others run a model, and are used where that
-        may pay."""
+        """Return whether drafting takes microseconds, so that it may always be used; other proposers run a model, and are used
+        where that may pay."""
         ...
 
     @property
     def wants_hidden(self) -> bool:
-        """Return whether it drafts from the model's hidden states: see `learn`."""
+        """Return whether it drafts from the model's hidden states, which `learn` passes."""
         ...
 
     @property
     def learns(self) -> bool:
-        """Return whether it needs the model's draws; others find the new tokens in the sequence in the next call."""
+        """Return whether it needs the model's draws; other proposers find the new tokens in the sequence in the next call."""
         ...
 
     def propose(self, asks: Sequence_[Ask]) -> list[Draft]:
-        """Return a draft for each, within its bounds; an empty one (`NOTHING`) where there is none."""
+        """Return a draft for each ask, within its bounds; an empty one (`NOTHING`) where there is none."""
         ...
 
     def learn(self, sequence: Sequence, verified: Verified, hidden: Tensor | None) -> None:
-        """Learn what the model drew, whichever proposer had made the draft. The sequence has its new tokens, and may have ended.
+        """Learn from the model's draws, whichever proposer made the draft. The sequence has its new tokens, and may have ended.
 
-        `hidden` [hidden_size] float32: the model's last hidden state, before its final norm, that the last new token was drawn
-        from; None unless `wants_hidden`.
+        `hidden` [hidden_size] float32: the model's last hidden state, before its final norm, from which the last new token was
+        drawn; None unless `wants_hidden`.
         """
         ...
 
 
 def promise(draft: Draft) -> float:
-    """Return its expected number of accepted tokens, if all of it is verified."""
+    """Return the draft's expected number of accepted tokens, if all of it is verified."""
     return sum(draft.cumulative)

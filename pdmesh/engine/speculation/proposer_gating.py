@@ -1,9 +1,11 @@
-"""Whether to use a proposer that runs a model, by the cost and the gain of its calls so far.
+"""The gate of a proposer that runs a model: it decides about calls by the cost and the gain of earlier calls.
 
-It is called for the sequences that are expected to gain more than by the free proposers' drafts, and only where the tokens are
-worth the time. Where they are not, it is called again after a pause, and after twice that pause if nothing has changed: outputs
-change, and so do the sequences of the step. The more a call costs, the longer the pause: calls in vain take at most IN_VAIN of
-the time. Greedy and sampled sequences are recorded apart: drafts cost more and are accepted less often for the latter."""
+The proposer is called for the sequences that are expected to gain more than by the free proposers' drafts, and only where the
+tokens are worth the time. Where they are not, it is called again after a pause, and after twice that pause if nothing has
+changed: outputs change, and so do the sequences of the step. The more a call costs, the longer the pause: calls in vain take at
+most IN_VAIN of the time. Greedy and sampled sequences are recorded apart: drafts cost more and are accepted less often for the
+latter.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 16, 256
 """Steps of a pause, where calls do not pay."""
 IN_VAIN = 0.005
 PROBE = 4
-"""Calls in a row behind a pause: one alone would tell little."""
+"""Calls in a row after a pause: one alone would tell little."""
 PRICE_LEARNING, HELD_UP = 0.1, 2.0
 NUM_FIRST_CALLS = 4
 

@@ -1,8 +1,8 @@
-"""The proposers there are, by the name that `--speculation` takes.
+"""The registry of proposers, by the name that `--speculation` takes.
 
 A new proposer is one module, with a function that makes it from the parts of an engine (`pdmesh.engine.speculation.setup.Parts`),
-and one line here. The table holds "module:function" instead of the functions, as settings are checked in processes that never
-import torch.
+and one line here. The table holds "module:function" instead of the functions, because processes that never import torch
+check settings.
 """
 
 PROPOSERS: dict[str, str] = {

@@ -1,4 +1,4 @@
-"""Setup of the proposers that an engine's configuration names, and of what they compute with. Their names: `registry.py`."""
+"""Setup of the proposers that an engine's configuration names, and of the models that they run. Their names: `registry.py`."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Drafts:
-    """Hold models for drafting, loaded before the KV pool is sized; None: there are none. `step_bytes` of the device's memory
-    are for their steps and graphs, `block_bytes` for their own pool, for each block of the target's."""
+    """Hold the models for drafting, which are loaded before the KV pool is sized; None: there are none. Of the device's memory,
+    `step_bytes` are for their steps and graphs, and `block_bytes` for their own pool, for each block of the target's."""
 
     heads: HeadMaths | None = None
     model: LoadedModel | None = None
@@ -54,7 +54,7 @@ class Drafts:
 
 @dataclass(frozen=True)
 class Parts:
-    """Hold the parts of an engine that proposers are made from. `num_running`: sequences, at the moment."""
+    """Hold the parts of an engine that proposers are made from. `num_running`: the present number of sequences."""
 
     config: EngineConfig
     loaded: LoadedModel
@@ -98,8 +98,8 @@ def _maker(name: str) -> Callable[[Parts], Proposer]:
 
 
 def names_for(config: EngineConfig, loaded: LoadedModel) -> tuple[str, ...]:
-    """Return the proposers of this model. Auto has none for the torch backend unless a draft source or a length is configured:
-    with a few sequences prompt lookup was seen to slow it (docs/speculation.md)."""
+    """Return the names of the proposers for this model. Auto has none for the torch backend unless a draft source or a length is
+    configured: with a few sequences prompt lookup was seen to slow it (docs/speculation.md)."""
     is_given = bool(config.draft_heads or config.draft_model or config.self_draft_layers or config.draft_length)
     if config.speculation == AUTO and not (is_given or isinstance(loaded.model, NativeModel)):
         return ()
@@ -107,9 +107,10 @@ def names_for(config: EngineConfig, loaded: LoadedModel) -> tuple[str, ...]:
 
 
 def proposer_names(config: EngineConfig) -> tuple[str, ...]:
-    """Return the configured names. Auto: prompt lookup, and those that other settings, or a file beside the model, provide for.
+    """Return the configured names. Auto: prompt lookup, and the proposers for which other settings, or a file beside the model,
+    provide.
 
-    Raises ValueError for names that are not known.
+    Raises ValueError for unknown names.
     """
     if config.speculation != AUTO:
         return named_proposers(config.speculation)
@@ -197,8 +198,8 @@ _USED_BY = {"draft_heads": "heads", "draft_model": "draft_model", "self_draft_la
 
 
 def check_speculation(config: EngineConfig) -> None:
-    """Raise ValueError, naming the field and what to do, for settings that no proposer would use and for what is missing or is
-    not for this model. Settings that only the chosen proposers leave unused cause a warning."""
+    """Raise ValueError, naming the field and what to do, for settings that no proposer would use and for files that are missing
+    or not for this model. Settings that only the chosen proposers leave unused cause a warning."""
     names = proposer_names(config)
     _check_unused(config, names)
     if "heads" in names:

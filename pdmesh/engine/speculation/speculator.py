@@ -1,10 +1,10 @@
 """Speculative decoding around the engine's step: which proposers draft, how much is verified, and what is learned.
 
-draft(running, ...)  free proposers, then those that run a model where that may pay; the policy ─► a draft each
+draft(running, ...)  free proposers, then, where that may pay, those that run a model; the policy ─► a draft for each
 the step             verifies them beside everything else (scheduler/scheduler.py, runner/model_runner.py)
-learn(draws, ...)    every proposer gets what the model drew, the cost curve what the step took
+learn(draws, ...)    every proposer gets the model's draws, the cost curve gets the step's time
 
-Proposers run behind a GuardedProposer, and what the policy never does is tried now and then (`policy.py`).
+Every proposer runs inside a GuardedProposer. Probes now and then try choices that the policy would not make (`policy.py`).
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ from pdmesh.engine.speculation.stats import Tally
 SURE = 0.97
 """Hardly any draft token has a better chance."""
 FIRST_WORTH, WORTH_LEARNING = 0.1, 0.1
-"""Value of looking for drafts, in steps, before anything is known; and the weight of each look."""
+"""The assumed gain of calling proposers, in steps, before the first call; and the weight of each call's gain."""
 LONGEST_REST = 8
 LOOKING = 0.004
-"""Where looking gains less than it costs, no proposer is called for a step, then for two, up to so many: a look costs hundredths
-of a small model's step. Rests grow until it takes LOOKING of the time. Proposers learn from the tokens of those steps in their
-next call."""
+"""Where calling proposers gains less than it costs, none is called for one step, then for two, up to LONGEST_REST steps: a call
+costs hundredths of a small model's step. Where it costs more, pauses grow until calls take the share LOOKING of the time.
+Proposers learn from the tokens of those steps in their next call."""
 LOOK_EVERY = 4
-"""One of so many steps that are alike corrects the curve."""
+"""One in this many similar steps corrects the curve."""
 NUM_FIRST = 128
-"""Each of so many first steps does."""
+"""Each of the first steps, up to this number, corrects the curve."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Hold what no draft may exceed."""
+    """Hold the bounds of drafts."""
 
     max_depth: int
-    max_tokens: int  # tokens of a step, everything together
+    max_tokens: int  # tokens of a whole step
     max_context: int
-    fixed_length: int = 0  # 0: by threshold
-    vocab_size: int | None = None  # token ids are below; None: unknown
+    fixed_length: int = 0  # 0: the policy's threshold decides
+    vocab_size: int | None = None  # token ids are below this; None: unknown
 
 
 class Rest:
-    """Decide when to call no proposer."""
+    """Decide in which steps no proposer is called."""
 
     def __init__(self, longest: int) -> None:
         self._longest = longest
@@ -65,18 +65,18 @@ class Rest:
 
     @property
     def goes_on(self) -> bool:
-        """Return whether no proposer is called in the next step."""
+        """Return whether the next step calls no proposer."""
         return self._left > 0
 
     def is_on(self) -> bool:
-        """Return whether this step rests. Called once for each step."""
+        """Return whether this step calls no proposer. Call it once for each step."""
         if not self._left:
             return False
         self._left -= 1
         return True
 
     def saw(self, gain: float, price: float) -> None:
-        """Record that proposers were called, at `price` times a step's time; their drafts are worth `gain` steps."""
+        """Record a call of the proposers, which took `price` times a step's time and whose drafts are worth `gain` steps."""
         self._worth += WORTH_LEARNING * (gain - price - self._worth)
         if self._worth > 0 or not self._longest:
             self._length = 0
@@ -90,7 +90,7 @@ class _Chosen(NamedTuple):
 
 
 class Speculator:
-    """Call proposers, choose drafts, learn. It belongs to the engine thread."""
+    """Call proposers, choose drafts and learn from the results. It belongs to the engine thread."""
 
     def __init__(
         self,
@@ -101,17 +101,18 @@ class Speculator:
         device: torch.device | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """`device` of the model's hidden states; None: they stay where they are."""
+        """Create it. `device`: that of the model's hidden states, to which those of a hand-off are moved; None: they are not
+        moved."""
         self.tally = Tally()
         self.curve = curve
         self._bounds, self._device, self._clock_ns = bounds, device, clock_ns
         self._proposers = [GuardedProposer(proposer, bounds.vocab_size, self.tally.fault) for proposer in proposers]
-        self._free = [door for door in self._proposers if door.is_free]
-        self._makers = {door.name: door for door in self._free}
-        self._dear = [ProposerGate(door, clock_ns) for door in self._proposers if not door.is_free]
+        self._free = [proposer for proposer in self._proposers if proposer.is_free]
+        self._free_by_name = {proposer.name: proposer for proposer in self._free}
+        self._gated = [ProposerGate(proposer, clock_ns) for proposer in self._proposers if not proposer.is_free]
         self._probing = Probing()
         self._threshold = 0.0
-        self._num_prompt_tokens = 0  # prompt tokens of the step before: the next step is planned after the drafts
+        self._num_prompt_tokens = 0  # prompt tokens of the previous step: the next step is planned after its drafts
         self._rest = Rest(longest=0 if bounds.fixed_length else LONGEST_REST)
         self._num_plain = self._num_seen = 0
 
@@ -121,16 +122,17 @@ class Speculator:
 
     @property
     def wants_hidden_now(self) -> bool:
-        """Return whether the hidden states of the present step are needed: those proposers may be called behind it."""
-        return any(door.wants_hidden for door in self._free) or any(
-            asking.proposer.wants_hidden and self._may_ask_next(asking) for asking in self._dear
+        """Return whether the present step must return hidden states, because a proposer that needs them may be called after
+        it."""
+        return any(proposer.wants_hidden for proposer in self._free) or any(
+            gate.proposer.wants_hidden and self._may_call_next(gate) for gate in self._gated
         )
 
     def draft(self, running: Iterable[Sequence], *, has_prompts: bool) -> dict[Sequence, Draft]:
-        """Return a draft for each sequence that gets one. `has_prompts`: the step has prompts beside those that decode."""
+        """Return the drafts by sequence. `has_prompts`: the step has prompts beside the sequences that decode."""
         if self._rest.is_on():
-            for asking in self._dear:
-                asking.rest()
+            for gate in self._gated:
+                gate.rest()
             return {}
         started_ns = self._clock_ns()
         # The property's arithmetic (is_going_on), without calling it for each sequence.
@@ -141,7 +143,7 @@ class Speculator:
         chosen = self._choose_from(decoding, load, has_prompts=has_prompts)
         took_ns = self._clock_ns() - started_ns
         plain_s = load.plain_s(self.curve)
-        probing_ns = sum([asking.take_probing_ns() for asking in self._dear])
+        probing_ns = sum([gate.take_probing_ns() for gate in self._gated])
         self._rest.saw(chosen.gain, (took_ns - probing_ns) / 1e9 / plain_s)
         self.tally.drafted(took_ns)
         return chosen.drafts
@@ -149,8 +151,8 @@ class Speculator:
     def learn(
         self, plan: SchedulerOutput, draws: Mapping[Sequence, list[SampledOutput]], step_ns: int, num_prompt_tokens: int
     ) -> None:
-        """Learn, after the sequences have taken their tokens. `step_ns`: what the plan's computation took; `num_prompt_tokens`:
-        how many of its tokens were no new output."""
+        """Learn from a step, after the sequences have taken their tokens. `step_ns`: the time of the plan's computation;
+        `num_prompt_tokens`: how many of its tokens were no new output."""
         self._num_prompt_tokens = num_prompt_tokens
         lessons = [
             (piece.sequence, draw.verified, draw.hidden)
@@ -161,40 +163,41 @@ class Speculator:
         self._judge([verified for _, verified, _ in lessons])
         num_drafted = sum([len(piece.draft) for piece in plan.pieces])
         self.tally.computed(step_ns, plan.num_tokens, num_drafted)
-        for door in self._free:
-            if door.learns and door.is_open:
-                door.learn(lessons)
-        for asking in self._dear:
-            asking.learn(draws)
-            if asking.proposer.learns and asking.proposer.is_open and self._may_ask_next(asking):
-                asking.proposer.learn(lessons)
-        for door in self._free:
-            door.forgive()
+        for proposer in self._free:
+            if proposer.learns and proposer.is_open:
+                proposer.learn(lessons)
+        for gate in self._gated:
+            gate.learn(draws)
+            if gate.proposer.learns and gate.proposer.is_open and self._may_call_next(gate):
+                gate.proposer.learn(lessons)
+        for proposer in self._free:
+            proposer.forgive()
         self._correct_curve(plan, step_ns / 1e9)
 
-    def _may_ask_next(self, asking: ProposerGate) -> bool:
+    def _may_call_next(self, gate: ProposerGate) -> bool:
         if self._bounds.fixed_length:
             return True
-        return not self._rest.goes_on and (asking.may_be_next or self._probing.wants_draft)
+        return not self._rest.goes_on and (gate.may_be_next or self._probing.wants_draft)
 
     def _judge(self, outcomes: Sequence_[Verified]) -> None:
         drafted = [verified for verified in outcomes if verified.draft]
         self.tally.stepped(len(outcomes), drafted)
         for verified in drafted:
-            if (maker := self._makers.get(verified.draft.proposer)) is not None:
-                maker.judge(verified)
+            if (proposer := self._free_by_name.get(verified.draft.proposer)) is not None:
+                proposer.judge(verified)
 
     def take_over(self, sequence: Sequence, hidden: Tensor) -> None:
-        """Take over the state `hidden` [hidden_size] float32, from which its last token was drawn elsewhere. Useless behind
-        forced tokens."""
+        """Take over the state `hidden` [hidden_size] float32, from which another worker drew the sequence's last token. It is
+        useless after tokens that a grammar forced."""
         if not sequence.num_unreported:
             hidden = hidden.to(self._device or hidden.device)
-            for door in self._proposers:
-                if door.is_open:
-                    door.restore(sequence, hidden)
+            for proposer in self._proposers:
+                if proposer.is_open:
+                    proposer.restore(sequence, hidden)
 
     def _may_probe(self, *, has_prompts: bool) -> bool:
-        """Return whether probes are allowed: beside prompts a step's time would say nothing; a fixed length learns nothing."""
+        """Return whether probes are allowed: beside prompts a step's time tells nothing; with a fixed length nothing is
+        learned."""
         return not has_prompts and not self._bounds.fixed_length
 
     def _choose_from(self, decoding: list[Sequence], load: Load, *, has_prompts: bool) -> _Chosen:
@@ -224,7 +227,7 @@ class Speculator:
         return may_pay(load, self.curve, most, SURE)
 
     def _ask(self, sequence: Sequence, least_chance: float) -> Ask | None:
-        """Return the ask for a sequence; None: a draft behind its next token is useless."""
+        """Return the call for a sequence's draft; None: a draft after its next token is useless."""
         request = sequence.group.request
         room = min(
             self._bounds.max_depth,
@@ -243,16 +246,16 @@ class Speculator:
     def _propose(self, asks: list[Ask], load: Load, *, at_any_price: bool) -> list[Draft]:
         """Return the best draft of each sequence."""
         best = [NOTHING] * len(asks)
-        for door in self._free:
-            if door.is_open:
-                best = [max(pair, key=promise) for pair in zip(best, door.believed(door.propose(asks)), strict=True)]
-        for asking in self._dear:
-            if not asking.proposer.is_open:
+        for proposer in self._free:
+            if proposer.is_open:
+                best = [max(pair, key=promise) for pair in zip(best, proposer.believed(proposer.propose(asks)), strict=True)]
+        for gate in self._gated:
+            if not gate.proposer.is_open:
                 continue
             if at_any_price or self._bounds.fixed_length:
-                best = asking.ask_all(asks, best)
+                best = gate.ask_all(asks, best)
             else:
-                best = asking.improve(asks, best, load, self.curve)
+                best = gate.improve(asks, best, load, self.curve)
         return best
 
     def _choose(self, asks: list[Ask], drafts: list[Draft], load: Load, decoding: list[Sequence]) -> Choice:
@@ -264,8 +267,8 @@ class Speculator:
         )
 
     def _correct_curve(self, plan: SchedulerOutput, step_s: float) -> None:
-        """Correct the curve by steps without prompts, which compute more than the curve describes. Only a part of them is used:
-        there are thousands, and each correction takes as long as drafting."""
+        """Correct the curve by a step without prompts; steps with prompts compute more than the curve describes. Only a part of
+        the steps is used: there are thousands, and each correction takes as long as drafting."""
         if not plan.pieces or self._num_prompt_tokens:
             self._probing.saw(None)
             return
@@ -275,9 +278,9 @@ class Speculator:
             if self._num_plain < LOOK_EVERY and self._num_seen > NUM_FIRST:
                 return
         num_alike, self._num_plain = max(1, self._num_plain), 0
-        self._look_at(plan, step_s, num_drafted, num_alike)
+        self._correct_by_step(plan, step_s, num_drafted, num_alike)
 
-    def _look_at(self, plan: SchedulerOutput, step_s: float, num_drafted: int, num_alike: int) -> None:
+    def _correct_by_step(self, plan: SchedulerOutput, step_s: float, num_drafted: int, num_alike: int) -> None:
         curve, num_rows = self.curve, plan.num_tokens
         context = sum([piece.sequence.num_tokens for piece in plan.pieces])
         known = sum([(piece.num_tokens - 1) * piece.sequence.num_tokens for piece in plan.pieces if piece.num_tokens > 1])

@@ -14,7 +14,7 @@ MAX_POSITION = 16
 
 @dataclass(frozen=True)
 class ProposerStats:
-    """Count draft tokens that were verified and accepted, by depth: [0] is the token behind the known ones."""
+    """Count draft tokens that were verified and accepted, by depth: [0] is the token after the known ones."""
 
     verified: tuple[int, ...]
     kept: tuple[int, ...]

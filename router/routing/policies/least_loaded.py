@@ -4,11 +4,11 @@ from router.routing.filters import RoutingRequest, blocks_for
 from router.routing.worker_snapshot import WorkerSnapshot
 
 PREFIX_CREDIT = 0.25
-"""A worker that holds the whole prompt may be this share of its capacity fuller and still win."""
+"""A worker that has all of the prompt cached may be this share of its capacity fuller and still win."""
 
 
 class LeastLoaded:
-    """Load of a worker, less a credit for the cached share of the prompt."""
+    """Compare workers by load, less a credit for the cached share of the prompt."""
 
     name = "least-loaded"
 

@@ -1,11 +1,11 @@
-"""prefix: the workers that hold most of the prompt, whatever their load. Pure."""
+"""prefix: the workers with the longest cached prefix of the prompt, whatever their load. Pure."""
 
 from router.routing.filters import RoutingRequest
 from router.routing.worker_snapshot import WorkerSnapshot
 
 
 class Prefix:
-    """Uncached tokens of the prompt, nothing else."""
+    """Compare workers by uncached tokens of the prompt, nothing else."""
 
     name = "prefix"
 

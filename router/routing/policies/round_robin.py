@@ -5,7 +5,7 @@ from router.routing.worker_snapshot import WorkerSnapshot
 
 
 class RoundRobin:
-    """The worker whose turn is longest ago. Turns of `MAX_REMEMBERED` addresses are kept; a forgotten address is first again."""
+    """Prefer the worker whose turn is longest ago. Turns of `MAX_REMEMBERED` addresses are kept; a dropped one comes first."""
 
     name = "round-robin"
     MAX_REMEMBERED = 65536

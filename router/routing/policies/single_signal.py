@@ -1,4 +1,4 @@
-"""What policies that look at one signal share: they predict nothing and look at every worker. Pure.
+"""The common part of policies by a single signal: they predict nothing and compare all workers. Pure.
 
 The decode worker is the one with the least cost by the signal; the prefill worker is the one with the least cost among those
 that fit it. LOCAL is chosen for prompts that are nearly cached, and when no prefill worker fits.
@@ -25,7 +25,7 @@ from router.routing.worker_snapshot import Mode, WorkerSnapshot
 
 
 class Signal(Protocol):
-    """The costs by which one of these policies compares workers; the least wins."""
+    """Give the costs by which one of these policies compares workers; the least wins."""
 
     name: str
 
@@ -48,13 +48,13 @@ class SingleSignalPolicy:
         self._local_prefill_tokens = local_prefill_tokens
 
     def choose(self, fleet_snapshot: FleetSnapshot, routing_request: RoutingRequest, now: float) -> Placement | NoPlacement:
-        """Return the placement of one request; `now` plays no part."""
+        """Return the placement of one request; `now` has no effect."""
         kind = [worker for worker in fleet_snapshot.views() if same_kind(worker, routing_request)]
-        owners = [worker for worker in kind if can_decode(worker, routing_request)]
-        if not owners:
+        decodes = [worker for worker in kind if can_decode(worker, routing_request)]
+        if not decodes:
             return explain_no_candidate(kind, routing_request)
         candidates = [
-            Candidate(w, None, self._signal.decode_cost(w, routing_request), has_room(w, routing_request)) for w in owners
+            Candidate(w, None, self._signal.decode_cost(w, routing_request), has_room(w, routing_request)) for w in decodes
         ]
         decode = min(candidates, key=lambda candidate: candidate.order).decode
         return self._with_prefill(decode, kind, routing_request)
@@ -93,7 +93,7 @@ class SingleSignalPolicy:
         candidates = [worker for worker in workers if can_prefill(worker, routing_request) and compatible(worker, decode)]
 
         def cost(worker: WorkerSnapshot) -> tuple[bool, float, str]:
-            # KV of another element type gives other tokens than decode's own: it is the last resort.
+            # KV of another element type than the decode worker's changes the tokens: it is the last resort.
             return (worker.kind != decode.kind, self._signal.prefill_cost(worker, routing_request), worker.address)
 
         return min(candidates, key=cost, default=None)

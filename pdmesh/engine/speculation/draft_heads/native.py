@@ -45,10 +45,11 @@ class _Chains(ctypes.Structure):
 
 
 class NativeHeads:
-    """See HeadMaths (reference.py). Computes with `team`, the address of a pdmesh::Team that `owner` has, between its steps."""
+    """Implement HeadMaths (reference.py). It computes with `team`, the address of a pdmesh::Team of `owner`, between that one's
+    steps."""
 
     def __init__(self, heads: DraftHeads, embedding: Tensor, library: ctypes.CDLL, team: int, owner: object = None) -> None:
-        """`embedding` [vocab, H] float32 or bfloat16, contiguous: the model's; it is not copied.
+        """Create it. `embedding` [vocab, H] float32 or bfloat16, contiguous: the model's, which is not copied.
 
         Raises ValueError where heads and embedding are not of one model or not for these kernels, RuntimeError for a library of
         another version.

@@ -1,4 +1,4 @@
-"""Drafts by heads: from the model's last hidden state, without any KV.
+"""The proposer with draft heads: it drafts from the model's last hidden state, without any KV.
 
 Its only state of a sequence is the hidden state from which its last token was drawn; a sequence that comes from elsewhere is
 drafted for from its second step on. Recurrent heads draft a chain, token by token; Medusa heads all positions at once, for a
@@ -34,7 +34,7 @@ from pdmesh.engine.speculation.draft import NOTHING, ROOT, Draft, Verified
 from pdmesh.engine.speculation.draft_heads.reference import HeadMaths, Root
 from pdmesh.engine.speculation.proposer import Ask
 
-# From independent predictions (Medusa heads) to the tree that is likeliest to be accepted far
+# The tree out of independent predictions (Medusa heads) that has the most expected accepted tokens
 
 
 Guesses = Ranked[Ranked[tuple[int, float]]]  # by depth: tokens and their chances, the likeliest first
@@ -85,14 +85,14 @@ _MOST_SIBLINGS = 4  # children of a tree's node: a token less likely than four o
 
 
 class _Memory(NamedTuple):
-    """A sequence's state. `hidden` [H]: the last of the output's `length` tokens was drawn from it."""
+    """Hold a sequence's state. `hidden` [H]: the last of the output's `length` tokens was drawn from it."""
 
     length: int
     hidden: Tensor
 
 
 class _Branch:
-    """The draft of one sequence while it grows."""
+    """Hold the draft of one sequence while it grows."""
 
     def __init__(self, ask: Ask, eos_token_ids: frozenset[int], max_depth: int) -> None:
         sequence, request = ask.sequence, ask.sequence.group.request
@@ -146,7 +146,7 @@ class _Branch:
 
 
 class HeadProposer:
-    """Draft by heads, see Proposer."""
+    """Draft by heads; implements Proposer."""
 
     name, is_free, wants_hidden, learns = NAME, False, True, True
 
@@ -158,7 +158,8 @@ class HeadProposer:
         eos_token_ids: Collection[int],
         device: torch.device | None = None,
     ) -> None:
-        """`sampler`: the model's, so that a token is drawn as the model's own, and `device`: where it draws; None: the CPU."""
+        """Create it. `sampler`: the model's, so that tokens are drawn like the model's own; `device`: where it draws; None: the
+        CPU."""
         self._maths, self._sampler, self._vocab_size = maths, sampler, vocab_size
         self._device = device or torch.device("cpu")
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -228,7 +229,7 @@ class HeadProposer:
         return [self._tree(branch, logits, mine[: branch.most]) for branch, mine in zip(branches, rows, strict=True)]
 
     def _tree(self, branch: _Branch, logits: Tensor, rows: Sequence_[int]) -> Draft:
-        """Return the tree of one sequence; `rows` of the logits: the positions behind the sequence, in order."""
+        """Return the tree of one sequence; `rows` of the logits: the positions after the sequence, in order."""
         if branch.is_plain:
             best = logits[list(rows)].softmax(-1).topk(min(_MOST_SIBLINGS, len(self._ids)))
             found = zip(best.indices.tolist(), best.values.tolist(), strict=True)

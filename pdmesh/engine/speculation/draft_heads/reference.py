@@ -39,7 +39,7 @@ Chain = tuple[list[int], list[float]]  # tokens and their chances
 
 
 class HeadMaths(Protocol):
-    """The methods of draft heads that the proposer needs."""
+    """Compute draft heads, as the proposer needs it."""
 
     heads: DraftHeads
 
@@ -48,7 +48,7 @@ class HeadMaths(Protocol):
         ...
 
     def advance(self, number: int, states: Tensor, token_ids: list[int]) -> Tensor:
-        """Apply block `number`: states and the tokens drawn from them -> the states for the tokens behind those."""
+        """Apply block `number`: states and the tokens drawn from them -> the states for the tokens after those."""
         ...
 
     def score(self, states: Tensor) -> Scores:

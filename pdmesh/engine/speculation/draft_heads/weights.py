@@ -1,9 +1,9 @@
-"""Draft heads: small maps, trained for one model, that predict the tokens behind the next one from its last hidden state.
+"""Draft heads: small maps, trained for one model, that predict the tokens after the next one from its last hidden state.
 
 One safetensors file (`draft_heads.safetensors`, beside the model or elsewhere; tools/draft_heads/__main__.py makes it). H is the
 model's hidden size, W the width of a block, V' the reduced vocabulary: the few thousand tokens that the model's outputs are made
-of. A head that scored all of them would cost as much as the model's own (Zhao et al., FR-Spec, 2025); what is missing in it is
-just never drafted.
+of. A head that scored the whole vocabulary would cost as much as the model's own (Zhao et al., FR-Spec, 2025); a token outside
+the reduced one is never drafted.
 
     token_ids       [V']       int32   which token each row of `head` scores; ascending
     norm            [H]                a state begins as hidden / rms(hidden) * norm
@@ -15,7 +15,7 @@ just never drafted.
 
 Kinds: `recurrent`: one block, which makes the next state of the last one and the token that was guessed from it (EAGLE's feature
 regression, Li et al., 2024, without its attention, as in Zhang et al., ReDrafter, 2024): all it knows of a sequence is one
-vector. `medusa`: `depth` blocks; block N guesses the token N + 2 places behind the state from the state and the last token alone
+vector. `medusa`: `depth` blocks; block N guesses the token N + 2 places after the state from the state and the last token alone
 (Cai et al., Medusa, 2024), so all are computed at once and none sees what the others guess.
 """
 
@@ -44,12 +44,12 @@ _ELSE = "train the heads for this model (python -m tools.draft_heads)"
 
 
 class BadHeads(ValueError):
-    """A file of draft heads that cannot be used; the message names the file, the field and what to do."""
+    """The file of draft heads cannot be used; the message names the file, the field and what to do."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Hold the maps of a block, see above."""
+    """Hold the maps of a block, see the module's docstring."""
 
     mix: Tensor
     gate: Tensor
@@ -59,8 +59,8 @@ class Block:
 
 @dataclass(frozen=True)
 class DraftHeads:
-    """Hold heads. `depth`: how many tokens they draft at most. `trained_for`: the weights hash of their model, or another name of
-    it."""
+    """Hold draft heads. `depth`: the most tokens that they draft. `trained_for`: the weights hash of their model, or another name
+    of it."""
 
     kind: str
     hidden_size: int
@@ -73,12 +73,12 @@ class DraftHeads:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes that one draft token reads in 8 bits."""
+        """Return the bytes that one draft token reads, in 8 bits."""
         tensors: list[Tensor] = [self.head, *vars(self.blocks[0]).values()]
         return sum(tensor.numel() for tensor in tensors)
 
     def why_not(self, hidden_size: int, vocab_size: int) -> str:
-        """Return why a model of these sizes cannot use them; empty where it can."""
+        """Return the reason why a model of these sizes cannot use them; empty where it can."""
         if self.hidden_size != hidden_size:
             return f"hidden_size: {self.hidden_size}, but the model has {hidden_size}; {_ELSE}"
         if int(self.token_ids[-1]) >= vocab_size:

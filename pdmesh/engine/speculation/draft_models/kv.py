@@ -1,4 +1,4 @@
-"""The KV of a draft model: where it lies, and which of a sequence's tokens have theirs.
+"""The KV of a draft model: its place, and the tokens of a sequence whose KV is valid.
 
 A draft model has a pool of its own with as many blocks as the target's, and a sequence has the same block ids in both. So there
 is one allocator, and the draft's blocks are not accounted for. Instead every slot has a label: a hash of all tokens from a
@@ -10,10 +10,10 @@ whichever sequence wrote it; everything else is ignored.
     slots of 7   h1   h2   h3   h4                            valid, perhaps written by another sequence with this prefix
     slots of 2                       h5   x6   x7   -         a draft token took the place of "mat": compute from there
 
-So a cached prefix serves both models, blocks may go to others and come back (preemption), a copied block (copy-on-write copies
-the target's pool only) is found to hold something else, and accepted draft tokens need not be computed again.
+So a cached prefix serves both models, blocks may go to other sequences and come back (preemption), the labels show that a copied
+block is invalid (copy-on-write copies the target's pool only), and accepted draft tokens are not computed again.
 
-A self-draft writes into the target's own pool: there everything that is computed is valid, and nothing else is needed.
+A self-draft writes into the target's own pool, where the KV of all computed tokens is valid.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from pdmesh.engine.scheduler.sequence import Sequence
 
 @dataclass(frozen=True)
 class Chunk:
-    """Hold tokens at positions `first` on; the KV before them is in the pool, and their slots are in the sequence's blocks."""
+    """Hold tokens from position `first` on; the KV before them is in the pool, and their slots are in the sequence's blocks."""
 
     sequence: Sequence
     first: int
@@ -84,14 +84,14 @@ def batch_of(chunks: Sequence_[Chunk], block_size: int) -> StepBatch:
 
 
 class DraftKV(Protocol):
-    """The pool of a draft model."""
+    """Give access to the pool of a draft model."""
 
     @property
     def tensor(self) -> Tensor: ...
 
     @property
     def num_bytes(self) -> int:
-        """Return the memory that it takes besides the target's."""
+        """Return the memory that the pool takes besides the target's."""
         ...
 
     def num_valid(self, sequence: Sequence) -> int:
@@ -99,7 +99,7 @@ class DraftKV(Protocol):
         ...
 
     def wrote(self, chunk: Chunk) -> None:
-        """Record that the chunk's tokens have their KV now, behind those before them."""
+        """Record that the KV of the chunk's tokens is in the pool, like that of the tokens before them."""
         ...
 
 
@@ -174,7 +174,7 @@ class TargetKV:
         return sequence.num_computed
 
     def wrote(self, chunk: Chunk) -> None:
-        """Do nothing: it wrote behind what is computed, where verification writes the same and more."""
+        """Do nothing: the draft was written after the computed tokens, where verification writes the same and more."""
 
 
 def _root(sequence: Sequence) -> int:

@@ -26,7 +26,7 @@ from pdmesh.engine.speculation.proposer import Proposer
 
 @dataclass(frozen=True)
 class Target:
-    """Hold what a draft model is opened for: the engine's settings, its model, its KV pool."""
+    """Describe the engine for which a draft model is opened: its settings, its model, its KV pool."""
 
     config: EngineConfig
     model: ModelConfig
@@ -38,8 +38,8 @@ class Target:
 
 
 def draft_config(config: EngineConfig, target: ModelConfig) -> EngineConfig:
-    """Return the config of a draft model, from that of the target's engine. Its steps catch up some tokens, and have of each
-    sequence the last one and the draft tokens ahead of it."""
+    """Return the config of a draft model, from that of the target's engine. A step of it computes some missing tokens, and of
+    each sequence the last token and the draft tokens ahead of it."""
     num_tokens = CATCH_UP_TOKENS + config.max_num_seqs * config.max_draft_tokens
     return replace(config, max_context=effective_max_context(config, target), max_num_batched_tokens=num_tokens)
 
@@ -83,8 +83,8 @@ def open_draft_model(
 
 
 def check_draft_model(path: str, config: EngineConfig, target: ModelConfig) -> None:
-    """Raise ValueError unless it has the target's tokens and sees as many of them. `config` is the target engine's. No weights
-    are read."""
+    """Raise ValueError unless the draft model has the target's tokens and sees as many of them. `config` is the target engine's.
+    No weights are read."""
     max_context = effective_max_context(config, target)
     with _told_of(path):
         model = open_checkpoint(Path(path))[0].config
@@ -145,12 +145,12 @@ def _told_of(path: str) -> Iterator[None]:
 # Self-drafting: the first layers of a model predict what all of them draw, by early exit with the model's own norm and head
 #
 # No second weights and no second pool: the keys and values of the first layers are the model's own, for everything it has
-# computed. What is drafted is written behind that, into the slots where the next tokens go; verification then writes the same
+# computed. Drafted tokens are written after those, into the slots where the next tokens go; verification then writes the same
 # there, for all layers. (Zhang et al., Draft & Verify, 2023; Elhoushi et al., LayerSkip, 2024.)
 
 
 class LayeredModel(Protocol):
-    """A target that can stop early."""
+    """Describe a target that can stop after its first layers."""
 
     @property
     def config(self) -> ModelConfig: ...

@@ -1,6 +1,6 @@
 """A draft model as a proposer: a smaller model of the same vocabulary, or the first layers of the target itself.
 
-    known     The  cat  sat ─► forward ─► on        the last known token, and what the draft model lacks before it
+    known     The  cat  sat ─► forward ─► on        the last known token, and tokens before it that lack KV
     drafted                 on ─► forward ─► the    then one token of each sequence at a time, all in one pass
                                   the ─► forward ─► mat
 
@@ -42,7 +42,8 @@ from pdmesh.sampling_params import SamplingParams
 
 
 class Course:
-    """Draft at most `depth` tokens. `first`: position of the first token whose KV is missing, at most the last known one's."""
+    """Hold the drafting of one sequence, at most `depth` tokens. `first`: position of the first token whose KV is missing, at
+    most that of the last known one."""
 
     def __init__(self, ask: Ask, depth: int, first: int, eos_token_ids: frozenset[int]) -> None:
         request = ask.sequence.group.request
@@ -55,7 +56,7 @@ class Course:
         self._prompt = request.prompt
         self._params = without_logprobs(request.sampling)
         self._eos_token_ids = eos_token_ids
-        self._output = list(ask.sequence.output)  # the output and the draft behind it
+        self._output = list(ask.sequence.output)  # the output and the draft after it
         self._num_known = len(self._output)
         self._chances: list[float] = []
         self._cumulative = 1.0
@@ -67,18 +68,17 @@ class Course:
 
     @property
     def chunk(self) -> Chunk:
-        """Return what is computed next; it has a row of logits for each of rows()."""
+        """Return the tokens to compute next, with a row of logits for each of rows()."""
         num_prompt = len(self._prompt)
         tokens = (*self._prompt[self._first :], *self._output[max(0, self._first - num_prompt) :], *self.ahead)
         return Chunk(self.sequence, self._first, tokens, 1 + len(self.ahead))
 
     def rows(self) -> list[SampleRow]:
-        """Return the next draw, and those behind each token of the inner proposer: as the target draws them."""
+        """Return the rows of the next draw, and of those after each token of the inner proposer: as the target draws them."""
         return [self._row(self.ahead[:count]) for count in range(1 + len(self.ahead))]
 
     def take(self, token_ids: Sequence_[int], chances: Sequence_[float]) -> None:
-        """Take the draws of rows(), with their chances. A draw behind an inner proposer's token counts if that token was
-        right."""
+        """Take the draws of rows(), with their chances. A draw after an inner proposer's token counts if that token was right."""
         for index, (token_id, chance) in enumerate(zip(token_ids, chances, strict=True)):
             self._append(token_id, chance)
             if self.is_over or self.ahead[index : index + 1] != (token_id,):
@@ -127,7 +127,7 @@ LEAST_AHEAD = 0.2
 
 
 class ModelDraft:
-    """Propose drafts of a model. See open_draft_model() and self_draft() for the two kinds."""
+    """Draft with a model. open_draft_model() and self_draft() make the two kinds."""
 
     is_free = False
     wants_hidden = False
@@ -145,7 +145,8 @@ class ModelDraft:
         inner: Proposer | None = None,
         catch_up_tokens: int = CATCH_UP_TOKENS,
     ) -> None:
-        """`eos_token_ids`: the target's. `max_context`: tokens that the model can see. `inner`: a proposer for this model."""
+        """Create it. `eos_token_ids`: the target's. `max_context`: tokens that the model can see. `inner`: a proposer for this
+        model."""
         self.name = name
         self.kv = kv
         self._model = model
@@ -157,14 +158,14 @@ class ModelDraft:
         self._catch_up_tokens = catch_up_tokens
 
     def prepare(self) -> None:
-        """Prepare before the first request, like LoadedModel.prepare, except sampling, which is the target's."""
+        """Prepare the model before the first request, like LoadedModel.prepare, except sampling, which is the target's."""
         own, kv = getattr(self._model, "prepare_steps", None), self.kv.tensor
         if own is not None and loader.is_prepared_on(kv.device):
             own(kv)
 
     @torch.inference_mode()
     def propose(self, asks: Sequence_[Ask]) -> list[Draft]:
-        """See `Proposer`. Chains only."""
+        """Return drafts as Proposer does; all are chains."""
         courses, late = self._plan(asks)
         self._guess_ahead(courses)
         going = courses
@@ -185,8 +186,8 @@ class ModelDraft:
         return self._inner is not None and self._inner.learns
 
     def _plan(self, asks: Sequence_[Ask]) -> tuple[list[Course], list[Chunk]]:
-        """Choose the sequences to draft for, and what is computed for those that lack too much. Those that lack least come first:
-        a long prompt takes what the others leave."""
+        """Choose the sequences to draft for, and the chunks for those that lack too much KV. Those that lack least come first: a
+        long prompt gets the rest of the budget."""
         courses: list[Course] = []
         late: list[Chunk] = []
         budget = self._catch_up_tokens
@@ -207,11 +208,11 @@ class ModelDraft:
         return max(0, sequence.num_tokens - 1 - self.kv.num_valid(sequence))
 
     def _depth(self, ask: Ask) -> int:
-        """Return the depth; the last draft token is not computed, so it may be one behind the model's context."""
+        """Return the depth; the last draft token is not computed, so it may be one beyond the model's context."""
         return min(ask.max_depth, ask.max_tokens, self._max_context + 1 - ask.sequence.num_tokens)
 
     def _guess_ahead(self, courses: list[Course]) -> None:
-        # What a grammar allows behind a token could only be found by following it there, which is not worth it.
+        # The tokens that a grammar allows after a token are known only after a step of its matcher, which is not worth the time.
         able = [course for course in courses if course.depth > 1 and course.is_unconstrained]
         if self._inner is None or not able:
             return

@@ -1,13 +1,13 @@
-"""Lookahead decoding: drafts without a model and without a text to copy, from what the model drew behind rejected tokens.
+"""Lookahead decoding: drafts without a model and without a text to copy, from the model's draws after rejected tokens.
 
-    drafted    a  b  c  d      verified in one step behind the root
-    drawn      x  y  z  u  v   x is the next token; y, z, u, v were drawn behind wrong tokens, and are the next step's draft
+    drafted    a  b  c  d      verified in one step after the root
+    drawn      x  y  z  u  v   x is the next token; y, z, u, v were drawn after wrong tokens, and are the next step's draft
 
 The draws of one step are the draft of the next: a Jacobi iteration whose fixed point is what the model draws one by one (Santilli
 et al. 2023, "Accelerating Transformer Inference for Translation via Parallel Decoding"). Tokens of successive steps that are one
 position further each time are n-grams in the model's own words; they are pooled, and one that begins with the last token is a
 draft too (Fu et al. 2024, "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding"). There a step also
-computes rows that are no draft, in order to fill the pool; here only rejected rows do, also those of other proposers' drafts."""
+computes rows that are no draft, to fill the pool; here only rejected rows fill it, also those of other proposers' drafts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 128, 1 << 14  # steps; doubled while trials do
 
 
 class Lookahead:
-    """Propose by lookahead. Its drafts come from verified drafts: where they do not pay, it only has them in its trials."""
+    """Propose by lookahead. Its drafts come from verified drafts: where they do not pay, it has drafts only in its trials."""
 
     name = NAME
     is_free = True
@@ -110,7 +110,7 @@ class _Thread:
     def __init__(self) -> None:
         self._pool: dict[int, tuple[int, ...]] = {}  # by first token: the rest of the latest n-gram that begins with it
         self._ends: dict[int, tuple[int, ...]] = {}
-        self._drawn: tuple[int, ...] = ()  # the trajectory: tokens for the positions behind the first `_num_known`
+        self._drawn: tuple[int, ...] = ()  # the trajectory: tokens for the positions after the first `_num_known`
         self._num_known = 0
         self._guessed: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
@@ -130,7 +130,7 @@ class _Thread:
         return tokens[:_WINDOW]
 
     def judge(self, verified: Verified, calibration: Calibration) -> None:
-        """Compare the predictions with the tokens that came, whichever proposer's draft was verified, if any was."""
+        """Compare the predictions with the new tokens, whichever proposer's draft was verified, if any was."""
         pooled, drawn = self._guessed
         if pooled or drawn:
             new_tokens = verified.new_tokens if len(verified.draft) else verified.draws
@@ -150,7 +150,7 @@ class _Thread:
             self._drawn = _trajectory(verified)
 
     def _collect(self, verified: Verified, place: int, last_ends: dict[int, tuple[int, ...]]) -> None:
-        """Collect the n-grams that the draws behind draft tokens end. `place`: of the first draw."""
+        """Collect the n-grams that end with the draws after draft tokens. `place`: that of the first draw."""
         draft = verified.draft
         for token_id, depth, draw in zip(draft.token_ids, draft.depths, verified.draws[1:], strict=True):
             behind = last_ends.get(place + depth - 1, ())[1 - _NGRAM :]
@@ -169,7 +169,8 @@ class _Thread:
 
 
 class _Trials:
-    """Schedule trials of drafts that do not seem to pay: for a few steps, by one sequence, less and less often in vain."""
+    """Schedule trials of drafts that do not seem to pay: for a few steps, by one sequence, and more rarely after each vain
+    trial."""
 
     def __init__(self) -> None:
         self._pause = self._wait = _SHORTEST_PAUSE
@@ -208,7 +209,7 @@ def _judge(guess: tuple[int, ...], new_tokens: tuple[int, ...], bucket: int, cal
 
 
 def _trajectory(verified: Verified) -> tuple[int, ...]:
-    """Return what was drawn behind the wrong tokens beside the last new one: one position further each."""
+    """Return the draws after the wrong tokens beside the last new one: one position further each."""
     draft, drawn = verified.draft, []
     at = verified.kept[-1] if verified.kept else ROOT
     for index, parent in enumerate(draft.parents):
@@ -228,5 +229,5 @@ def _expected(branch: Branch) -> float:
 
 
 def make(_parts: object) -> Lookahead:
-    """Return one for an engine; it needs none of its parts."""
+    """Return a proposer for an engine; it needs none of the parts."""
     return Lookahead()

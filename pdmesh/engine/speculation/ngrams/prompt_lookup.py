@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed an earlier occurrence of the last tokens in the sequence is likely to follow again.
+"""Prompt lookup: tokens that followed an earlier occurrence of the sequence's last tokens are likely to follow again.
 
 Saxena, "Prompt Lookup Decoding" (2023). Here every step costs microseconds, whatever the length of the sequence: pairs of tokens
 are indexed as they come, a long prompt in portions, and a sequence that copies follows its trail without searching.
@@ -21,7 +21,7 @@ class PromptLookup(Reading):
 
 
 class _Reader:
-    """Read one sequence, see Reader."""
+    """Read one sequence; implements Reader."""
 
     __slots__ = ("_behind_prompt", "_index", "trail")
 
@@ -33,7 +33,7 @@ class _Reader:
         self.trail = TokenTrail(rungs, own=self._index.tokens)
 
     def read(self, output: list[int], most: int) -> int:
-        """Take the new tokens and find where the trail leads now; return how many missing pairs were entered."""
+        """Take the new tokens and find the present place of the trail; return how many missing pairs were entered."""
         index, trail = self._index, self.trail
         tokens = index.tokens
         new_tokens = output[len(tokens) - self._behind_prompt :]
@@ -48,5 +48,5 @@ class _Reader:
 
 
 def make(_parts: object) -> PromptLookup:
-    """Return one for an engine; it needs none of its parts."""
+    """Return a proposer for an engine; it needs none of the parts."""
     return PromptLookup()

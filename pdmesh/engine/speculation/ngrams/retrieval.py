@@ -1,7 +1,7 @@
-"""Retrieval: what followed the last tokens in recent outputs of this engine is likely to follow again.
+"""Retrieval: tokens that followed the last tokens in recent outputs of this engine are likely to follow again.
 
 He et al., "REST: Retrieval-Based Speculative Decoding" (2023), with the engine's own recent outputs as the store. Requests see
-only outputs of requests with their own `cache_root` (tenant and identity), which `_Store.find` alone ensures.
+only outputs of requests with their own `cache_root` (tenant and identity); only `_Store.find` ensures that.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PLACE_BITS = 24
 
 
 class Retrieval(Reading):
-    """Propose by retrieval. Its memory: 4 bytes for each of `max_tokens` of outputs, and 16 bytes for each of `num_buckets`."""
+    """Propose by retrieval. It takes 4 bytes for each of `max_tokens` of outputs, and 16 bytes for each of `num_buckets`."""
 
     def __init__(self, max_tokens: int = 1 << 20, num_buckets: int = 1 << 19) -> None:
         rungs, store = Rungs(), _Store(max_tokens, num_buckets)
@@ -28,7 +28,7 @@ class Retrieval(Reading):
 
 
 class _Document:
-    """An output, behind the last tokens of its prompt."""
+    """Hold an output, after the last tokens of its prompt."""
 
     __slots__ = ("entered", "number", "root", "salt", "tokens")
 
@@ -41,9 +41,10 @@ class _Document:
 
 
 class _Store:
-    """Hold the latest outputs of all roots, the oldest forgotten first, and a table of each n-gram's last two occurrences.
+    """Hold the latest outputs of all roots, and a table of each n-gram's last two occurrences. The oldest outputs are dropped
+    first.
 
-    The table is of fixed size and forgets by being overwritten. Its entries are compared with the outputs before they are used.
+    The table is of fixed size, and entries overwrite each other. An entry is compared with the outputs before it is used.
     """
 
     def __init__(self, max_tokens: int, num_buckets: int) -> None:
@@ -121,7 +122,7 @@ class _Reader:
         self.trail = TokenTrail(rungs, own=self._document.tokens)
 
     def read(self, output: list[int], most: int) -> int:
-        """Take the new tokens and find where the trail leads now; return how many n-grams were entered."""
+        """Take the new tokens and find the present place of the trail; return how many n-grams were entered."""
         document, trail, store = self._document, self.trail, self._store
         new_tokens = output[len(document.tokens) - self._before_output :]
         store.append(document, new_tokens)
@@ -134,5 +135,5 @@ class _Reader:
 
 
 def make(_parts: object) -> Retrieval:
-    """Return one for an engine; it needs none of its parts."""
+    """Return a proposer for an engine; it needs none of the parts."""
     return Retrieval()

@@ -1,10 +1,10 @@
-"""The token history of a sequence: which source it seems to copy, token after token, and how likely it continues so.
+"""The token history of a sequence: the source that it seems to copy (its trail), and the chance that it goes on copying.
 
-    source      … a b c d e f …        the sequence has copied a b c: its rung is 3, its place that of d
+    source      … a b c d e f …        the sequence has copied a b c: its rung (matched tokens) is 3, its place is that of d
     sequence    … a b c                d comes: rung 4, place e. Another token comes: the trail is lost
 
-Rungs up to LONGEST say how many tokens matched. A few more are for a trail that was lost at one token and resumes
-behind it: a text copied with changes. The chance of the next token is learned for each rung, from all sequences.
+Rungs up to LONGEST count matched tokens. A few more are for a trail that was lost at one token and resumes after it: a text
+copied with changes. The chance of the next token is learned for each rung, from all sequences.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pdmesh.engine.speculation.proposer import Ask
 LONGEST = 16  # tokens of a match that are counted
 _MOST_CANDIDATES = 8
 
-# The tokens of the source, the place behind the match, and how many tokens match
+# The tokens of the source, the place after the match, and how many tokens match
 Match = tuple[Sequence_[int], int, int]
 NO_MATCH: Match = ((), 0, 0)
 
@@ -50,7 +50,7 @@ def match_length(source: Sequence_[int], place: int, tokens: Sequence_[int], end
 class NgramIndex:
     """Index one sequence's tokens by pairs. Plain lists: a step has microseconds for this.
 
-    `_latest[pair]`: the place behind the last occurrence of the pair; `_before[place]`: the one behind the occurrence before.
+    `_latest[pair]`: the place after the last occurrence of the pair; `_before[place]`: that after the previous occurrence.
     """
 
     __slots__ = ("_before", "_latest", "tokens")
@@ -103,7 +103,7 @@ class NgramIndex:
         return (tokens, place, length), (tokens, other_place, other_length)
 
 
-RESUMED = LONGEST + 1  # one token differed here, and the source continues behind it; the next rung: one such token was seen
+RESUMED = LONGEST + 1  # one token differed here, and the source continues after it; the next rung: one such token was seen
 _SECURE = 8  # a match of so many tokens is followed without looking for a better one
 NEXT_RUNG = [*range(1, LONGEST + 1), LONGEST, RESUMED + 1, RESUMED + 2, RESUMED + 3, _SECURE]
 _RUNG_PRIORS = (
@@ -111,14 +111,14 @@ _RUNG_PRIORS = (
     *(0.3, 0.4, 0.5, 0.6),
 )
 _OTHER_PRIOR = 0.2  # chance that the other match is right where the first one is wrong
-_NEARBY = 8  # tokens behind the one where a trail was lost, among which it is searched
+_NEARBY = 8  # tokens after the one where a trail was lost, among which it is searched
 _LOST_AFTER = 12  # tokens after which a lost trail is given up
 
-Branch = tuple[Sequence_[int], list[float]]  # tokens, and the chance of each behind the one before
+Branch = tuple[Sequence_[int], list[float]]  # tokens, and the chance of each after the one before
 
 
 class Rungs:
-    """Hold what all trails of a proposer have shown."""
+    """Hold the results of all trails of a proposer."""
 
     def __init__(self) -> None:
         self.first = Calibration(_RUNG_PRIORS)
@@ -181,7 +181,7 @@ class TokenTrail:
                 self.source, self.place, self.rung = source, place + 1, NEXT_RUNG[rung]
 
     def choose(self, match: Match, other: Match, last_token: int) -> None:
-        """Choose the match, unless the present or a nearby trail is likelier; the second best of them becomes the other."""
+        """Choose the match, unless the present trail or a nearby one is likelier; the second best of them becomes the other."""
         here = (self.source, self.place, self.rung) if self.rung else self._nearby(last_token)
         # None of its own tokens follows the last one yet: a trail there would always be right, comparing tokens with themselves.
         if here[2] and here[1] < len(here[0]):
@@ -194,8 +194,7 @@ class TokenTrail:
         self.other = other if _differ(match, other) else NO_MATCH
 
     def _nearby(self, last_token: int) -> Match:
-        """Return a match behind the last token, if that is soon behind the place where the trail was lost; or right behind that
-        place."""
+        """Return a match after the last token, if it is soon after the place where the trail was lost, or right after it."""
         lost_at = self._lost_at
         if not lost_at or self._lost_for > _LOST_AFTER:
             return NO_MATCH
@@ -206,7 +205,7 @@ class TokenTrail:
         return (source, lost_at + 1, RESUMED) if self._lost_for == 1 else NO_MATCH
 
     def draft(self, ask: Ask, proposer: str) -> Draft:
-        """Return the tokens behind the place, as far as they are likely enough; and the other match as a second branch."""
+        """Return the tokens from the place on, as far as they are likely enough, and the other match as a second branch."""
         if not self.rung:
             return NOTHING
         first_chance = self._bent.chance(self._rungs.first.chances[self.rung])
@@ -246,7 +245,7 @@ def _differ(match: Match, other: Match) -> bool:
 
 
 def _go_round(tokens: Sequence_[int], count: int) -> list[int]:
-    """Repeat the tokens: the source ends with them, and continues with what is drafted."""
+    """Return the tokens repeated up to `count`: the source ends with them, and continues with the draft."""
     return list(islice(cycle(tokens), count))
 
 
@@ -272,12 +271,12 @@ PORTION = 2048
 
 
 class Reader(Protocol):
-    """Hold what is known of one sequence."""
+    """Hold the state of one sequence."""
 
     trail: TokenTrail
 
     def read(self, output: list[int], most: int) -> int:
-        """Take the new tokens and find where the trail leads now; return how many were entered, at most `most`."""
+        """Take the new tokens and find the present place of the trail; return how many n-grams were entered, at most `most`."""
         ...
 
 
