@@ -1,8 +1,8 @@
 """`make bench-sparsity`: is it worth skipping rows of an MLP whose activation is small (contextual sparsity)?
 
 A gated MLP is down(silu(gate(x)) · up(x)). Once gate(x) is known, rows of `up` and columns of `down` where silu(gate) is small
-could be left in memory (Liu et al., Deja Vu, 2023; Liu et al., TEAL, 2024). Decode reads every weight once a step, so the most that
-can be won is bytes: with a share s of rows skipped, and u the share of all weights that lie in `up` and `down`,
+could be left in memory (Liu et al., Deja Vu, 2023; Liu et al., TEAL, 2024). Decode reads every weight once a step, so the
+most that can be won is bytes: with a share s of rows skipped, and u the share of all weights in `up` and `down`,
 
     gain <= 1 / (1 - s · u)
 
@@ -93,7 +93,7 @@ def perplexity(model: Any, windows: Sequence[Sequence[int]]) -> float:
 
 
 def skippable(model: Any) -> float:
-    """Return the share of the weights read in a decode step that lies in `up` and `down`; embeddings are not read, the head is."""
+    """Return the share of the weights read in a decode step that lies in `up` and `down`; the embedding is not read."""
     layers = model.model.layers
     inside = sum(mlp.up_proj.weight.numel() + mlp.down_proj.weight.numel() for mlp in (layer.mlp for layer in layers))
     read = sum(p.numel() for p in layers.parameters()) + model.lm_head.weight.numel()

@@ -106,6 +106,7 @@ COMMANDS: dict[str, Command] = {
     "plan": Command(
         "say what a deployment takes: how many workers of which kind keep the objectives under a load", extra="services"
     ),
+    "distill-draft": Command("train a small draft of a model on its own outputs", extra="local"),
     "demo": Command("start a mesh, ask a question, show where the time went, stop", extra="local"),
 }
 # The extra that installs a missing package.
@@ -194,7 +195,7 @@ def all_commands() -> list[tuple[str, ...]]:
 
 def command_of(words: Sequence[str]) -> CommandModule:
     """Return the module of a command. Raises ModuleNotFoundError where a package that the command needs is missing."""
-    return cast(CommandModule, importlib.import_module("pdmesh.commands." + "_".join(words)))
+    return cast(CommandModule, importlib.import_module("pdmesh.commands." + "_".join(words).replace("-", "_")))
 
 
 def _run_command(name: str, argv: Sequence[str]) -> int:

@@ -19,7 +19,7 @@ from tools.draft_heads import __main__ as train_heads
 from tools.draft_heads.data import Outputs
 from tools.draft_heads.evaluate import follow
 from tools.draft_heads.net import Course, Net, Shape, Target, Trainer, loss_of
-from tools.draft_heads.prompts import TOPICS, requests
+from pdmesh.distillation.prompts import TOPICS, requests
 
 HIDDEN, VOCAB = 16, 40
 
