@@ -169,7 +169,7 @@ class CompressedTensors(WeightFormat):
         )
         scales = scales.reshape(-1, 1).expand(len(codes), 1) if scheme.strategy in ("tensor", "channel") else scales
         zeros = middle if scheme.symmetric else self._zeros(stem, stored, scheme, scales.shape) + middle
-        index = stored.tensor(f"{stem}.weight_g_idx") if stored.header(f"{stem}.weight_g_idx") is not None else None
+        index = _index(f"{stem}.weight_g_idx", stored, scales.shape[1])
         group = scheme.group if scheme.strategy == "group" else 0
         return make_grid(codes, scales, zeros, bits=scheme.bits, group=group, index=index)
 
@@ -179,6 +179,16 @@ class CompressedTensors(WeightFormat):
             return zeros.reshape(-1, shape[1]).expand(shape).short()
         rows = unpack(zeros.t(), scheme.bits).t()[: shape[0]]
         return rows.short() - (1 << (scheme.bits - 1))
+
+
+def _index(name: str, stored: Stored, groups: int) -> Tensor | None:
+    """Return each column's group; None where columns are in order, which -1 says too."""
+    if stored.header(name) is None:
+        return None
+    index = stored.tensor(name)
+    if index.numel() and not -1 <= int(index.min()) <= int(index.max()) < groups:
+        raise ValueError(f"{name}: groups from {int(index.min())} to {int(index.max())}, and there are {groups}; it is damaged")
+    return None if bool((index == -1).any()) else index
 
 
 def _packed(stem: str, stored: Stored, bits: int) -> Tensor:
