@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pdmesh.engine.attention.base import make_attention
+from pdmesh.engine.loader.quantized.registry import SIDE_FILES
 from pdmesh.engine.loader.safetensors import SafetensorsSource, WeightSource, checked, weight_files
 from pdmesh.engine.models.config import ExpertsConfig, LatentConfig
 from pdmesh.engine.models.decoder import DecoderLayer, DecoderModel, LatentMaps, sinks_of
@@ -30,7 +31,8 @@ _LATENT_EPS = 1e-6  # of the norms inside latent attention, whatever the others 
 def open_checkpoint(path: Path) -> tuple[WeightSource, list[Path]]:
     """Return the opened checkpoint and the files of its hash. Raises ValueError saying what is at `path` instead."""
     if path.is_dir():
-        return SafetensorsSource(path), [path / "config.json", *weight_files(path)]
+        beside = [path / name for name in SIDE_FILES if (path / name).is_file()]
+        return SafetensorsSource(path), [path / "config.json", *beside, *weight_files(path)]
     if not path.is_file():
         raise ValueError(f"model: {path} does not exist; give a model folder or a .gguf file")
     if path.suffix.lower() != ".gguf":

@@ -19,7 +19,7 @@ from gguf.quants import dequantize
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pdmesh.engine.loader.quantize import Int4Weight, dequantize_int4
+from pdmesh.engine.loader.quantize import Int4Weight, Int8Weight, dequantize_int4
 from pdmesh.engine.loader.safetensors import SINGLE, MissingTensor
 from pdmesh.engine.models.layers import inverse_frequencies
 from pdmesh.engine.models.registry import model_config
@@ -235,6 +235,10 @@ class GgufSource:
         `get` gives. None for other types, other groups, and a Q4_0 minimum beyond float16. Raises MissingTensor."""
         tensor = self._stored(name)
         return int4_rows(self._rows(name), tensor.tensor_type) if group == INT4_GROUP else None
+
+    def get_int8(self, name: str) -> Int8Weight | None:
+        """Return None: no type of block has one scale for a row."""
+        return None
 
     def num_elements(self) -> int:
         return sum(math.prod(int(size) for size in tensor.shape) for tensor in self._tensors.values())

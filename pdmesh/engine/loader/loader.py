@@ -25,7 +25,7 @@ from pdmesh.engine.loader.builder import Progress, TorchBuilder, numeric_mode, o
 from pdmesh.engine.loader.hash import weights_hash
 from pdmesh.engine.loader.kv_scales import KVScales, known_scales, pool_scales
 from pdmesh.engine.loader.pack import NativeBuilder, one_torch_thread
-from pdmesh.engine.loader.safetensors import WeightSource
+from pdmesh.engine.loader.safetensors import MissingTensor, SafetensorsSource, WeightSource
 from pdmesh.engine.memory import check_weights_fit, effective_max_context, free_memory
 from pdmesh.engine.models.config import ModelConfig
 from pdmesh.engine.models.decoder import DecoderModel
@@ -109,10 +109,11 @@ def load_model(config: EngineConfig, progress: Progress = lambda _share, _text: 
     digest = weights_hash(files, lambda share: progress(0.3 * share, "hashing weights"))
     loading = partial(_load, source, config, numerics, library)
     model, mode = loading(lambda share, text: progress(0.3 + 0.7 * share, text))
+    kv_scales = known_scales(source, numerics.kv_dtype)
+    if isinstance(source, SafetensorsSource) and config.tensor_parallel == 1:  # ranks read in processes of their own
+        source.log_reading(numerics.weights, numerics.num_bytes(source.config, _num_elements(source, config)))
     progress(1.0, "loaded")
-    return LoadedModel(
-        source.config, model, digest, numerics.dtype, numerics.kv_dtype, mode, known_scales(source, numerics.kv_dtype)
-    )
+    return LoadedModel(source.config, model, digest, numerics.dtype, numerics.kv_dtype, mode, kv_scales)
 
 
 def _load(
@@ -155,8 +156,10 @@ def _num_elements(source: WeightSource, config: EngineConfig) -> int:
 
 def _has_int4(source: WeightSource, config: EngineConfig) -> bool:
     """Return whether the checkpoint's own weights have 4 bits, in the configured groups. The first product decides for all."""
-    name = "model.layers.0.self_attn.q_proj.weight"
-    return name in source.names() and source.get_int4(name, config.quantization_group) is not None
+    try:
+        return source.get_int4("model.layers.0.self_attn.q_proj.weight", config.quantization_group) is not None
+    except MissingTensor:
+        return False  # another family's name
 
 
 def _open_kernels(config: EngineConfig, say: Callable[[str], None]) -> tuple[ctypes.CDLL | None, str]:

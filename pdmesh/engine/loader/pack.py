@@ -24,7 +24,7 @@ from torch import Tensor
 from pdmesh.engine.backend_selection import Numerics
 from pdmesh.engine.kernels.cpu.model import PackedLayer, PackedLinear, PackedWeights, gathered
 from pdmesh.engine.loader.quantize import Fp8Weight, Int4Weight, Int8Weight, quantize_int4, quantize_int8
-from pdmesh.engine.loader.safetensors import WeightSource, checked
+from pdmesh.engine.loader.safetensors import WeightSource, checked, exact_weight
 from pdmesh.engine.models.layers import RotaryTable
 
 PANEL = 16
@@ -217,10 +217,9 @@ class NativeBuilder:
     def _weight(self, name: str, rows: int, width: int) -> NativeWeight:
         """Return [rows, width] in the format of this engine."""
         name = f"{name}.weight"
-        if self.numerics.weights == "int4":
-            exact = self.source.get_int4(name, self.numerics.group)
-            if exact is not None and exact.values.shape == (rows, width):
-                return exact
+        exact = exact_weight(self.source, name, self.numerics.weights, self.numerics.group)
+        if exact is not None and exact.values.shape == (rows, width):
+            return exact
         tensor = self._tensor(name, rows, width)
         try:
             return _quantized(tensor, self.numerics.weights, self.numerics.group)

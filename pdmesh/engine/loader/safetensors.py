@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -14,7 +15,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pdmesh.engine.loader.quantize import Int4Weight
+from pdmesh.engine.loader.quantize import Int4Weight, Int8Weight
+from pdmesh.engine.loader.quantized.format import FLOATS, Header, WeightFormat
+from pdmesh.engine.loader.quantized.registry import weight_format, with_side_file
+from pdmesh.engine.loader.quantized.weights import QuantizedWeights
 from pdmesh.engine.models.config import ModelConfig, token_ids
 from pdmesh.engine.models.reader import UnsupportedModel
 from pdmesh.engine.models.registry import family_of, model_config
@@ -36,6 +40,9 @@ class WeightSource(Protocol):
         """Return the tensor as it is in the file, where that is 4 bits in groups of this size: quantizing what `get` gives would
         round a second time. None otherwise. Raises MissingTensor like `get`."""
 
+    def get_int8(self, name: str) -> Int8Weight | None:
+        """Return the tensor as it is in the file, where that is 8 bits with a scale for each output, or None, like `get_int4`."""
+
     def num_elements(self) -> int:
         """Return the number of weights in all tensors, from the headers alone."""
 
@@ -49,42 +56,125 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class SafetensorsSource:
-    """Read safetensors, see WeightSource. Opening reads config.json and the headers only."""
+    """Read safetensors, see WeightSource. Opening reads config.json and the headers only, and refuses by these what cannot be
+    read: weights in a dtype that is not their format's."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.config = read_config(folder)
         self._names = family_of(self.config.model_type).names_for(self.config)
+        self._stored = StoredTensors(folder)
+        form = _config_of(folder / "config.json", lambda content: weight_format(with_side_file(folder, content)))
+        self.quantized = QuantizedWeights(form, self._stored) if form else None
+        _check_stored(folder, self._stored, form)
+
+    def names(self) -> frozenset[str]:
+        return self._stored.names()
+
+    def get(self, name: str) -> Tensor:
+        take = self._names.find(name, self.config)
+        if self.quantized is not None and self.quantized.holds(take.name):
+            return self.quantized.get(take)
+        tensor = self._stored.tensor(take.name) if take.name else torch.empty(0)
+        if not tensor.is_floating_point() or tensor.itemsize == 1:
+            raise UnsupportedModel(f"{self.folder}: {_as_stored(take.name, self._stored)}, and nothing says what it stands for")
+        for change in take.change:
+            tensor = change(tensor)
+        return tensor
+
+    def unused(self) -> list[str]:
+        """Return the stored tensors that nothing asked for and that neither the family nor the weights' format ignores."""
+        ignored = [self._names.ignored, *([self.quantized.format.ignored] if self.quantized else [])]
+        pattern = re.compile("|".join(f"(?:{each})" for each in ignored))
+        return sorted(name for name in self._stored.unused() if not pattern.fullmatch(name))
+
+    def get_int4(self, name: str, group: int) -> Int4Weight | None:
+        """Return the codes of a quantized weight that has this grid."""
+        take = self._names.find(name, self.config)
+        return self.quantized.int4(take, group) if self.quantized is not None and self.quantized.holds(take.name) else None
+
+    def get_int8(self, name: str) -> Int8Weight | None:
+        """Return the codes of a quantized weight in 8 bits with a scale for each output."""
+        take = self._names.find(name, self.config)
+        return self.quantized.int8(take) if self.quantized is not None and self.quantized.holds(take.name) else None
+
+    def num_elements(self) -> int:
+        form = self.quantized.format if self.quantized else None
+        headers = [(name, header) for name in self._stored.names() if (header := self._stored.header(name)) is not None]
+        return sum(form.num_weights(name, header) if form else math.prod(header.shape) for name, header in headers)
+
+    def log_reading(self, form: str, num_bytes: int) -> None:
+        """Log, once the model is loaded into `num_bytes` of the worker's format, what its weights were, and tensors that nothing
+        used."""
+        if self.quantized is not None:
+            self.quantized.forget()
+            self.quantized.say(form, num_bytes, sum(path.stat().st_size for path in weight_files(self.folder)))
+        if unused := self.unused():
+            more = f" and {len(unused) - _NAMED} more" if len(unused) > _NAMED else ""
+            logger.warning("%s: tensors that nothing uses: %s%s", self.folder, ", ".join(unused[:_NAMED]), more)
+
+
+class StoredTensors:
+    """The tensors of a folder's safetensors by their stored names; it remembers which were asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._file_of = {name: file for path in weight_files(folder) for file, name in _tensors_of(path)}
         self._taken: set[str] = set()
 
     def names(self) -> frozenset[str]:
         return frozenset(self._file_of)
 
-    def get(self, name: str) -> Tensor:
-        take = self._names.find(name, self.config)
-        if not take.name:
-            tensor = torch.empty(0)
-        elif take.name in self._file_of:
-            tensor = self._file_of[take.name].get_tensor(take.name)
-            self._taken.add(take.name)
-        else:
-            raise MissingTensor(f"{self.folder}: no tensor {take.name!r} in its safetensors; the checkpoint is incomplete")
-        for change in take.change:
-            tensor = change(tensor)
-        return tensor
+    def header(self, name: str) -> Header | None:
+        """Return dtype and shape, without reading the tensor."""
+        if name not in self._file_of:
+            return None
+        part = self._file_of[name].get_slice(name)
+        return Header(part.get_dtype(), tuple(part.get_shape()))
 
-    def unused(self) -> list[str]:
-        """Return the stored tensors that nothing asked for and that a family does not ignore."""
-        ignored = re.compile(self._names.ignored)
-        return sorted(name for name in self._file_of.keys() - self._taken if not ignored.fullmatch(name))
+    def tensor(self, name: str) -> Tensor:
+        """Return the tensor. Raises MissingTensor naming it and the folder."""
+        if name not in self._file_of:
+            raise MissingTensor(f"{self._folder}: no tensor {name!r} in its safetensors; the checkpoint is incomplete")
+        self._taken.add(name)
+        return self._file_of[name].get_tensor(name)
 
-    def get_int4(self, name: str, group: int) -> Int4Weight | None:
-        """Return None: safetensors are read in floating dtypes only."""
-        return None
+    def unused(self) -> set[str]:
+        """Return the names of tensors that were not asked for."""
+        return self._file_of.keys() - self._taken
 
-    def num_elements(self) -> int:
-        return sum(math.prod(file.get_slice(name).get_shape()) for name, file in self._file_of.items())
+
+def _check_stored(folder: Path, stored: StoredTensors, form: WeightFormat | None) -> None:
+    """Raise ValueError, naming folder and tensor, unless headers say what config.json says."""
+    try:
+        if form is not None:
+            form.check(stored)
+        for name in sorted(stored.names()):
+            if form is None or form.ending(name) is None or not form.holds(name.removesuffix(".weight"), stored):
+                _check_plain(name, stored, form)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{folder}: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
+
+
+def _check_plain(name: str, stored: StoredTensors, form: WeightFormat | None) -> None:
+    header = stored.header(name)
+    if name.endswith(".weight") and header is not None and header.dtype not in FLOATS:
+        says = f"and {form.title} has no weights of this dtype" if form else "but config.json has no quantization_config"
+        raise UnsupportedModel(f"{_as_stored(name, stored)}, {says} that says what it stands for; get the whole folder again")
+    if form is None and name.endswith(_QUANTIZED):
+        raise UnsupportedModel(f"{name}: a part of a quantized weight, but config.json has no quantization_config; get it again")
+
+
+def _as_stored(name: str, stored: StoredTensors) -> str:
+    header = stored.header(name)
+    return f"{name} is stored as {header.dtype if header else 'nothing'}"
+
+
+logger = logging.getLogger(__name__)
+_NAMED = 5  # of tensors that nothing uses
+_QUANTIZED = (".qweight", ".weight_packed", "_proj_blocks", ".weight.absmax")
 
 
 class _File(Protocol):
@@ -97,6 +187,7 @@ class _File(Protocol):
 
 class _Slice(Protocol):
     def get_shape(self) -> list[int]: ...
+    def get_dtype(self) -> str: ...
 
 
 def _tensors_of(path: Path) -> list[tuple[_File, str]]:
@@ -112,7 +203,7 @@ def read_config(folder: Path) -> ModelConfig:
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder}: no config.json; give a Hugging Face model folder or a .gguf file")
-    config = _config_of(path, model_config)
+    config = _config_of(path, lambda content: model_config(with_side_file(folder, content)))
     generation = folder / "generation_config.json"
     if generation.is_file():
         ids = _config_of(generation, lambda content: token_ids(content.get("eos_token_id")))
@@ -155,6 +246,14 @@ def _weight_map(index: Mapping[str, object]) -> dict[str, str]:
 
 
 # Tensors of a checkpoint, checked against the shapes of its config
+
+
+def exact_weight(source: WeightSource, name: str, form: str, group: int) -> Int4Weight | Int8Weight | None:
+    """Return the checkpoint's own codes, where it has the weight in the worker's format (int8, or int4 in groups of this size):
+    what `checked` gives would be rounded a second time. None otherwise."""
+    if form == "int4":
+        return source.get_int4(name, group)
+    return source.get_int8(name) if form == "int8" else None
 
 
 def checked(source: WeightSource, name: str, shape: tuple[int, ...]) -> Tensor:

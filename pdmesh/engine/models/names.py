@@ -50,10 +50,13 @@ class Stored:
 
 @dataclass(frozen=True)
 class Take:
-    """Say where one tensor lies, and how it comes out of it."""
+    """Say where one tensor lies, and how it comes out of it. `linear_change`: the same for a weight that is always [out, in],
+    as formats of quantized weights are, whatever the family's plain ones. `expert`: the number of the one that it is for."""
 
     name: str
     change: tuple[Callable[[Tensor], Tensor], ...] = ()
+    linear_change: tuple[Callable[[Tensor], Tensor], ...] = ()
+    expert: int = -1
 
 
 @dataclass(frozen=True)
@@ -75,11 +78,12 @@ class Names:
         ending = stored.kinds.get(kind, kind)
         place = Place(config, kind, expert)
         change = tuple(partial(_applied, step, place) for step in stored.change)
+        linear = tuple(partial(_applied, step, place) for step in stored.change if step is not transposed)
         if not stored.stem:
             return Take("", change)
         path = stored.stem.format(expert) if expert >= 0 else stored.stem
         path = path if layer < 0 else f"{self.layers.format(layer)}.{path}"
-        return Take(f"{path}.{ending}" if ending else path, change)
+        return Take(f"{path}.{ending}" if ending else path, change, linear, expert)
 
 
 def _applied(change: Change, place: Place, tensor: Tensor) -> Tensor:

@@ -87,6 +87,10 @@ class ShardSource:
         """Return None: shards are of floating numbers only."""
         return None
 
+    def get_int8(self, name: str) -> Int8Weight | None:
+        """Return None: shards are of floating numbers only."""
+        return None
+
     def num_elements(self) -> int:
         return self._source.num_elements()
 
