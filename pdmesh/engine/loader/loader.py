@@ -110,6 +110,8 @@ def load_model(config: EngineConfig, progress: Progress = lambda _share, _text: 
     loading = partial(_load, source, config, numerics, library)
     model, mode = loading(lambda share, text: progress(0.3 + 0.7 * share, text))
     progress(1.0, "loaded")
+    if source.config.rope.is_long(effective_max_context(config, source.config)):
+        mode += "-long"  # rotated keys of the other kind are of no use here
     return LoadedModel(
         source.config, model, digest, numerics.dtype, numerics.kv_dtype, mode, known_scales(source, numerics.kv_dtype)
     )
