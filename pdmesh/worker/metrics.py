@@ -15,6 +15,7 @@ from kvtransfer.sender.push import PushResult
 from pdmesh.engine.hardware import MachineLimits, ModelCost
 from pdmesh.engine.outputs import EngineStats, StepResult, StepWork
 from pdmesh.engine.speculation.stats import SpeculationStats
+from pdmesh.planning.latency_model import distinct_experts
 from pdmesh.runtime.telemetry.config import resource_of
 from pdmesh.runtime.telemetry.metrics import Metrics, Reader, Readings, counter, gauge, histogram
 from pdmesh.runtime.telemetry.open_metrics import open_metrics
@@ -85,8 +86,9 @@ _ROLES = {worker_pb2.ROLE_PREFILL: "prefill", worker_pb2.ROLE_DECODE: "decode"}
 
 @dataclass(frozen=True)
 class StepCounts:
-    """Hold what steps cost, by the model's shape. A step reads all weights once; a token that decodes reads the keys and values
-    that it attends to, and the tokens of a prefill chunk share what they read."""
+    """Hold what steps cost, by the model's shape. A step reads all weights once, of experts those that its tokens are expected to
+    choose; a token that decodes reads the keys and values that it attends to, and the tokens of a prefill chunk share what they
+    read."""
 
     operations: int
     num_bytes: int
@@ -99,7 +101,9 @@ class StepCounts:
         products = 2 * (num_tokens * cost.num_weights + work.num_decoding * cost.num_head_weights)
         chunk_context = 2 * work.prefill_context // (work.prefill_tokens + 1) if work.prefill_tokens else 0
         kv_tokens = num_tokens + work.decode_context + chunk_context  # written; read
-        return cls(products + attended * cost.attention_operations, cost.weight_bytes + kv_tokens * cost.kv_bytes_per_token)
+        experts = round(cost.expert_bytes * distinct_experts(cost.num_experts, cost.top_k, num_tokens))
+        moved = cost.weight_bytes + experts + kv_tokens * cost.kv_bytes_per_token
+        return cls(products + attended * cost.attention_operations, moved)
 
 
 @dataclass(frozen=True)

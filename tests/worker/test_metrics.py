@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -119,6 +120,13 @@ def test_a_step_costs_what_its_shape_says() -> None:
     """Two sequences that attend to 30 tokens: (2 · 1000 + 2 · 200) · 2 for products, 16 · 30 for attention."""
     counts = StepCounts.of(StepWork(0, 0, 2, 30), COST)
     assert counts == StepCounts(4800 + 480, 1500 + 32 * 64)
+
+
+def test_a_step_reads_the_experts_that_its_tokens_choose() -> None:
+    """Two tokens that take 2 of 8 experts, of 160 bytes each, read 8 · (1 - 0.75 ^ 2) = 3.5 of them."""
+    cost = replace(COST, expert_bytes=160, num_experts=8, top_k=2)
+    work = StepWork(0, 0, 2, 30)
+    assert StepCounts.of(work, cost) == replace(StepCounts.of(work, COST), num_bytes=1500 + 32 * 64 + 560)
 
 
 def test_verifying_is_the_drafted_share_of_a_step() -> None:
