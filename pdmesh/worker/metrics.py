@@ -21,6 +21,7 @@ from pdmesh.runtime.telemetry.metrics import Metrics, Reader, Readings, counter,
 from pdmesh.runtime.telemetry.open_metrics import open_metrics
 from pdmesh.v1 import worker_pb2
 from pdmesh.worker.config import WorkerConfig
+from pdmesh.worker.expert_load import ExpertLoad
 
 # The list of metrics.
 
@@ -68,6 +69,16 @@ DRAFTING = counter("pdmesh.speculation.drafting", "Time spent on drafting", unit
 VERIFYING = counter("pdmesh.speculation.verifying", "Time of steps that was spent on verifying drafted tokens", unit="s")
 FAILED_PROPOSER = gauge("pdmesh.speculation.failed", "1: this proposer failed and is switched off", ("proposer",))
 MODEL_ERROR = gauge("pdmesh.engine.latency.error", "Median error of the latency model, by kind of step", ("kind",), unit="1")
+EXPERT_TOKENS = counter(
+    "pdmesh.experts.tokens", "Tokens of experts: each token once for every expert that it took, in each layer"
+)
+EXPERT_LOAD = gauge(
+    "pdmesh.experts.load", "Tokens of an expert over its layer's mean within a minute, over all experts", ("quantile",), unit="1"
+)
+EXPERT_IMBALANCE = gauge(
+    "pdmesh.experts.imbalance", "Tokens of a layer's busiest expert over its mean within a minute", ("layers",), unit="1"
+)
+EXPERTS_IDLE = gauge("pdmesh.experts.idle", "Share of experts without a token within a minute", unit="1")
 ROLES = gauge("pdmesh.worker.role", "1: the worker takes requests of this role", ("role",))
 DRAINING = gauge("pdmesh.worker.draining", "1: the worker takes no new requests")
 
@@ -78,7 +89,8 @@ AT_SCRAPE = (
     BLOCKS_TOTAL, STEPS, TOKENS, PREEMPTIONS, MODEL_ERROR, ROLES, DRAINING,
 )  # fmt: skip
 SPECULATION = (DRAFTED, ACCEPTED, SPECULATION_ROWS, SPECULATION_TOKENS, DRAFTING, VERIFYING, FAILED_PROPOSER)
-ALL = (*PER_STEP, *PER_HANDOFF, *AT_SCRAPE, *SPECULATION)
+EXPERTS = (EXPERT_TOKENS, EXPERT_LOAD, EXPERT_IMBALANCE, EXPERTS_IDLE)
+ALL = (*PER_STEP, *PER_HANDOFF, *AT_SCRAPE, *SPECULATION, *EXPERTS)
 
 
 _ROLES = {worker_pb2.ROLE_PREFILL: "prefill", worker_pb2.ROLE_DECODE: "decode"}
@@ -115,6 +127,7 @@ class Seen:
     limits: MachineLimits | None
     num_corrupt: dict[str, int]
     num_leases_expired: int
+    experts: ExpertLoad | None = None  # of a model that has some
 
 
 class WorkerMetrics:
@@ -172,6 +185,8 @@ def read(readings: Readings, seen: Seen) -> None:
     _read_report(readings, seen.report)
     if seen.stats.speculation is not None:
         _read_speculation(readings, seen.stats.speculation)
+    if seen.experts is not None:
+        _read_experts(readings, seen.experts)
     for transport, count in seen.num_corrupt.items():
         readings.put(CORRUPT, count, transport)
     readings.put(LEASES_EXPIRED, seen.num_leases_expired)
@@ -221,6 +236,16 @@ def _read_speculation(readings: Readings, stats: SpeculationStats) -> None:
     readings.put(VERIFYING, stats.verifying_s)
     for proposer in stats.failed:
         readings.put(FAILED_PROPOSER, 1, proposer)
+
+
+def _read_experts(readings: Readings, load: ExpertLoad) -> None:
+    readings.put(EXPERT_TOKENS, load.num_tokens)
+    for quantile, share in load.loads.items():
+        readings.put(EXPERT_LOAD, share, str(quantile))
+    for over, imbalance in load.imbalances.items():
+        readings.put(EXPERT_IMBALANCE, imbalance, over)
+    if load.loads:
+        readings.put(EXPERTS_IDLE, load.idle_share)
 
 
 def _kind(work: StepWork) -> str:

@@ -65,6 +65,12 @@ class LoadedModel:
         """Return whether the model supports overlap scheduling (pdmesh/engine/runner/overlap.py)."""
         return hasattr(self.model, "keep_drawn")
 
+    def expert_counts(self) -> Tensor | None:
+        """Return the tokens that each expert got since start, [layers with experts, num_experts] int64; None: the model has no
+        experts, or its kernels do not count."""
+        own = getattr(self.model, "expert_counts", None)
+        return own() if own is not None else None
+
     def step_bytes(self, config: EngineConfig) -> int:
         """Return the memory that steps and their graphs need besides weights and pool; 0: the model does not say."""
         own = getattr(self.model, "step_bytes", None)
