@@ -68,6 +68,7 @@ stubs-fresh: $(READY)
 	$(BIN)/python -m tools.protos.reference --check
 	$(BIN)/python -m tools.sampling_params --check
 	$(BIN)/python -m tools.structure --check
+	$(BIN)/python -m tools.families --check
 
 # tests/repeat.py runs failed tests once more, alone. What passes then is shown in a table, and fails the run when it happens twice in
 # three runs.
@@ -155,12 +156,13 @@ bench-autoscale: $(READY) model kernels  ## the autoscaler against an oracle and
 bench-capacity: $(READY) model kernels  ## the rate that mesh, one engine, vLLM and SMG + vLLM sustain (half an hour; resumes where it was stopped)
 	$(BIN)/python -m benchmarks.capacity $(ARGS)
 
-stubs: $(READY)  ## regenerate what follows from other files: stubs, docs/api.md, the stable client API, sampling parameters, the table of packages
+stubs: $(READY)  ## regenerate what follows from other files: stubs, docs/api.md, the stable client API, sampling parameters, the tables of packages and of families
 	$(BIN)/python -m tools.protos.generate
 	$(BIN)/python -m tools.protos.stable
 	$(BIN)/python -m tools.protos.reference
 	$(BIN)/python -m tools.sampling_params
 	$(BIN)/python -m tools.structure
+	$(BIN)/python -m tools.families
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

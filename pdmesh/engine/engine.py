@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
+from torch import Tensor
+
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.errors import IntegrityError
 from pdmesh.engine.hardware import cost_of
@@ -79,6 +81,7 @@ class Engine:
                 check_speculation(config)
             loaded = load_model(config)
         self.config = config
+        self._loaded = loaded
         self.model_config = loaded.config
         self.weights_hash = loaded.weights_hash
         self.numeric_mode = loaded.numeric_mode
@@ -218,6 +221,11 @@ class Engine:
     def has_work(self) -> bool:
         """Return whether something runs or waits. If all wait for blocks that reservations hold, step() still returns None."""
         return bool(self._scheduler.running or self._scheduler.waiting)
+
+    def expert_counts(self) -> Tensor | None:
+        """Return the tokens that each expert got since start, [layers with experts, num_experts] int64; None for a model without
+        experts, or where its kernels do not count. It may be called on any thread: what a step adds meanwhile may be missing."""
+        return self._loaded.expert_counts()
 
     def stats(self) -> EngineStats:
         """Return counts of now and since start. Sequences count by choice, so running + waiting + reserved is at most

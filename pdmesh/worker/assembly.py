@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import time
 from collections.abc import Callable, Coroutine
 
 from decode_service.request import DecodeSpans
@@ -30,6 +31,7 @@ from pdmesh.v1 import decode_pb2_grpc, prefill_pb2_grpc, worker_pb2, worker_pb2_
 from pdmesh.worker.config import WorkerConfig, bind
 from pdmesh.worker.control import ControlServicer, RoleChanges
 from pdmesh.worker.description import Description, describe
+from pdmesh.worker.expert_load import ExpertWindow
 from pdmesh.worker.kv_memory import receiver_for, staged_memory
 from pdmesh.worker.load import LoadReporter, StepWatch, limits_for, prior_for
 from pdmesh.worker.metrics import Seen, WorkerMetrics, read
@@ -81,6 +83,7 @@ class Worker:
         self._grammars = compiler_for(engine)
         served_model = ServedModel.of(engine, config.served_name, self._grammars)
         self.watch = StepWatch(engine.pacer)
+        self._experts = ExpertWindow()
         self.load = self._load_reporter()
         tls = open_tls(config.tls)
         self._staged = staged or staged_memory(engine)
@@ -211,7 +214,9 @@ class Worker:
         limits = limits_for(self.engine) if self.watch.model is not None else None
         expired = self.decode.keeper.num_expired
         corrupt = {transport: self._receiver.num_corrupt[transport] for transport in self._config.transports}
-        read(readings, Seen(self.load.stats, self.load.report(), limits, corrupt, expired))
+        counts = self.engine.expert_counts()
+        experts = None if counts is None else self._experts.take(counts, time.monotonic())
+        read(readings, Seen(self.load.stats, self.load.report(), limits, corrupt, expired, experts))
 
     def _background(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

@@ -98,7 +98,12 @@ def prior_for(engine: Engine) -> LatencyModel:
             weight_bytes=cost.weight_bytes,
             kv_bytes_per_token=cost.kv_bytes_per_token,
             attention_operations=cost.attention_operations,
+            expert_bytes=cost.expert_bytes,
+            num_experts=cost.num_experts,
+            top_k=cost.top_k,
         ),
+        chunk=engine.config.max_num_batched_tokens,
+        batch=engine.config.max_num_seqs,
     )
 
 

@@ -65,6 +65,12 @@ class LoadedModel:
         """Return whether the model supports overlap scheduling (pdmesh/engine/runner/overlap.py)."""
         return hasattr(self.model, "keep_drawn")
 
+    def expert_counts(self) -> Tensor | None:
+        """Return the tokens that each expert got since start, [layers with experts, num_experts] int64; None: the model has no
+        experts, or its kernels do not count."""
+        own = getattr(self.model, "expert_counts", None)
+        return own() if own is not None else None
+
     def step_bytes(self, config: EngineConfig) -> int:
         """Return the memory that steps and their graphs need besides weights and pool; 0: the model does not say."""
         own = getattr(self.model, "step_bytes", None)
@@ -113,6 +119,8 @@ def load_model(config: EngineConfig, progress: Progress = lambda _share, _text: 
     if isinstance(source, SafetensorsSource) and config.tensor_parallel == 1:  # ranks read in processes of their own
         source.log_reading(numerics.weights, numerics.num_bytes(source.config, _num_elements(source, config)))
     progress(1.0, "loaded")
+    if source.config.rope.is_long(effective_max_context(config, source.config)):
+        mode += "-long"  # rotated keys of the other kind are of no use here
     return LoadedModel(source.config, model, digest, numerics.dtype, numerics.kv_dtype, mode, kv_scales)
 
 

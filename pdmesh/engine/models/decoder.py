@@ -22,6 +22,7 @@ from torch import Tensor
 from pdmesh.engine.attention.base import AttentionBackend, AttentionPlan, make_attention
 from pdmesh.engine.kv_cache.events import LayerReadiness
 from pdmesh.engine.models.config import ModelConfig
+from pdmesh.engine.models.experts import Experts
 from pdmesh.engine.models.layers import MLP, GatedMLP, Linear, Norm, QKNorm, RotaryTable, pad_rows, rotate
 from pdmesh.engine.runner.batch import StepBatch
 
@@ -145,7 +146,7 @@ class DecoderModel:
             read = before if self.config.parallel else states
             read = normed if layer.mlp_norm is None and self.config.parallel else read
             read = read if layer.mlp_norm is None else layer.mlp_norm(read)
-            added = layer.mlp(read)
+            added = layer.mlp(read, num_tokens) if isinstance(layer.mlp, Experts) else layer.mlp(read)
             if layer.post_mlp_norm is not None:
                 added = layer.post_mlp_norm(added)
             states = states + (added if factor == 1.0 else added * factor)
@@ -153,6 +154,11 @@ class DecoderModel:
         if hidden is not None:
             hidden.copy_(wanted)
         return self._logits(wanted)
+
+    def expert_counts(self) -> Tensor | None:
+        """Return the tokens that each expert got since start, [layers with experts, num_experts] int64; None without experts."""
+        counts = [layer.mlp.counts for layer in self.layers if isinstance(layer.mlp, Experts)]
+        return torch.stack(counts) if counts else None
 
     def first_layers(self, num_layers: int) -> DecoderModel:
         """Return a model of the first so many layers with this one's norm and head, as its draft model. It has no weights of its

@@ -49,9 +49,11 @@ class Experts:
         self._router, self._bias, self._correction, self._shared_gate = router, router_bias, correction, shared_gate
         self.counts = torch.zeros(config.num_experts, dtype=torch.int64)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, num_tokens: int | None = None) -> Tensor:
+        """See MLP. Rows from `num_tokens` on are padding: no expert gets them."""
         logits = x.float() @ self._router.t()
         scores, chosen = route(self.config, logits if self._bias is None else logits + self._bias, self._correction)
+        scores, chosen = scores[:num_tokens], chosen[:num_tokens]
         result = torch.zeros_like(x)
         numbers = chosen.cpu()
         for expert in sorted(set(numbers.flatten().tolist())):

@@ -252,7 +252,7 @@ def inverse_frequencies(config: RopeConfig, max_context: int = 0) -> tuple[Tenso
         case "llama3":
             return _llama3_frequencies(config, base), 1.0
         case "longrope":
-            is_long = max_context > config.original_max_context
+            is_long = config.is_long(max_context)
             factors = config.long_factor if is_long else config.short_factor
             return _longrope_frequencies(config, factors), longrope_scaling(config, is_long=is_long)
         case "yarn":

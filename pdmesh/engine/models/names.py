@@ -19,13 +19,14 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from pdmesh.engine.models.config import ModelConfig
 
-Change = Callable[[Tensor, "Place"], Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Change = Callable[["Tensor", "Place"], "Tensor"]
 """Make the tensor that was asked for of the stored one."""
 
 
@@ -123,6 +124,8 @@ def plus_one(tensor: Tensor, place: Place) -> Tensor:
 
 def ones(tensor: Tensor, place: Place) -> Tensor:
     """Return the weight of a norm that has none."""
+    import torch  # configs are read where there is none
+
     return torch.ones(place.config.hidden_size)
 
 
@@ -142,6 +145,8 @@ def halves_from_pairs(tensor: Tensor, place: Place) -> Tensor:
 
 def pair_order(width: int, rotary_dim: int) -> Tensor:
     """Return for each of `width` dimensions of a head which stored one stands there."""
+    import torch
+
     pairs = torch.arange(rotary_dim).view(-1, 2).t().flatten()
     return torch.cat((pairs, torch.arange(rotary_dim, width)))
 

@@ -91,6 +91,10 @@ class RopeConfig:
             short_mscale=params.optional_number("short_mscale"),
         )
 
+    def is_long(self, max_context: int) -> bool:
+        """Return whether a table of so many positions has LongRoPE's long divisors: it then has them at every position."""
+        return self.rope_type == "longrope" and max_context > self.original_max_context
+
     @property
     def context(self) -> int:
         """Return the context that the scaling gives: model cards name a factor beside the context before scaling."""

@@ -63,6 +63,18 @@ RECIPES = {
         ("router.api.kserve.service", "router.api.vllm.service", "router.api.service"),
         "tests/structure/extensions/test_protocol.py",
     ),
+    "A model family": Recipe(
+        "pdmesh/engine/models/families/dense/NAME.py",
+        "pdmesh/engine/models/registry.py",
+        "FAMILIES",
+        (
+            "pdmesh.engine.models.families.dense.gemma",
+            "pdmesh.engine.models.families.experts.mixtral",
+            "pdmesh.engine.models.families.latent.minicpm3",
+            "pdmesh.engine.models.families.layernorm.gpt_neox",
+        ),
+        "tests/structure/extensions/test_family.py",
+    ),
 }
 
 
