@@ -6,6 +6,7 @@ from typing import Literal
 
 from pdmesh.runtime.rpc.tls import TlsConfig
 from pdmesh.runtime.telemetry.config import TelemetryConfig
+from pdmesh.text.generation_config import GenerationConfig
 from router.routing.policy import POLICIES
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -57,6 +58,13 @@ class RouterConfig:
     http_max_connections: int = field(default=1024, metadata={"help": "open HTTP connections; more are refused"})
     models: tuple[str, ...] = field(
         default=(), metadata={"help": "models to serve, NAME=FOLDER with the tokenizer, comma separated"}
+    )
+    generation_config: GenerationConfig = field(
+        default="auto",
+        metadata={
+            "help": "defaults of temperature, top_p and other sampling parameters: auto takes those of the model's "
+            "generation_config.json, none ignores them"
+        },
     )
     redis: str = field(default="", metadata={"help": "URL of the registry; empty: only --workers are known", "secret": True})
     mesh: str = field(default="default", metadata={"help": "name of the mesh in the registry"})

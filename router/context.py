@@ -167,9 +167,9 @@ class RouterContext:
         return cls(config, router_id, models, fleet, flow_control, prefixes, policy, overheads, goals)
 
     def max_context(self, model: ServedModel) -> int:
-        """Return the tokens that a request to `model` may have: the model's own limit, or that of the largest known worker."""
-        largest = self.fleet.max_context(model.name)
-        return model.max_context if largest is None else min(model.max_context, largest)
+        """Return the tokens that a request to `model` may have: those of the largest known worker, which may read the model's
+        config with overrides; before there is one, the model's own limit."""
+        return self.fleet.max_context(model.name) or model.max_context
 
 
 def _settings(config: RouterConfig) -> AdmissionSettings:

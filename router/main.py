@@ -56,7 +56,7 @@ class Router:
         fleet = FleetRegistry(links, self.channels, report_period_ms=config.report_period_ms, forget_s=config.forget_worker_s)
         goals = objectives.load(config.objectives)
         self.tenants = Tenants(config.tenants, config.tenants_share)
-        models = prepared_request.load(config.model_folders())
+        models = prepared_request.load(config.model_folders(), config.generation_config)
         self.core = RouterContext.build(config, router_id, models, fleet, goals, tenants=self.tenants)
         self.core.forecaster = TtftPredictor(self.core)
         resource = resource_of(router_id, config.mesh, ("router",), self.core.epoch)

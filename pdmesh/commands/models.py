@@ -78,6 +78,7 @@ def _served(options: Options) -> list[dict[str, object]] | None:
             "max_context": model.max_context,
             "num_prefill_workers": model.num_prefill_workers,
             "num_decode_workers": model.num_decode_workers,
+            "sampling_defaults": dict(model.sampling_defaults),
         }
         for model in found
     ]

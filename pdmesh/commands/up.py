@@ -28,6 +28,7 @@ from pdmesh.runtime.config import ConfigError
 from pdmesh.runtime.rpc.tls import TlsConfig
 from pdmesh.runtime.telemetry.config import parse_endpoint
 from pdmesh.terminal import show
+from pdmesh.text.generation_config import GenerationConfig
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,10 @@ class Options:
         default="", metadata={"help": "collector that gets the traces of all processes, OTLP over gRPC, host:port; empty: none"}
     )
     scaling: AutoscaleOptions = field(default_factory=AutoscaleOptions, metadata={"flatten": True})
+    generation_config: GenerationConfig = field(
+        default="auto",
+        metadata={"help": "whether the model's generation_config.json sets sampling defaults: auto, or none to ignore them"},
+    )
     worker_args: tuple[str, ...] = field(default=(), metadata={"help": "more flags for each worker, such as --max-num-seqs=32"})
     router_args: tuple[str, ...] = field(default=(), metadata={"help": "more flags for each router, such as --max-queued=16"})
 
@@ -152,13 +157,17 @@ def _mesh_config(options: Options, folder: Path) -> LocalMeshConfig:
         throwaway_tls=options.tls,
         otlp_endpoint=options.otlp_endpoint,
         worker_args=(*_speculation(options.speculation), *options.worker_args),
-        router_args=options.router_args,
+        router_args=(*_generation_config(options.generation_config), *options.router_args),
     )
 
 
 def _speculation(value: str) -> tuple[str, ...]:
     """Return flags of each worker: one that does not decode drafts nothing, but may get that role later."""
     return ("--speculation", value) if value else ()
+
+
+def _generation_config(value: GenerationConfig) -> tuple[str, ...]:
+    return () if value == "auto" else ("--generation-config", value)
 
 
 async def _serve(config: LocalMeshConfig, scaling: AutoscaleOptions) -> int:

@@ -14,6 +14,7 @@ import tokenizers
 
 from pdmesh.text.chat_template import ChatTemplate, Message, select_template
 from pdmesh.text.detokenizer import PieceStream, Stage, StripStart, byte_spelling, parse_decoder
+from pdmesh.text.generation_config import sampling_defaults
 
 # A model folder's tokenizer settings besides tokenizer.json.
 
@@ -32,6 +33,12 @@ class TokenizerSettings:
     eos_token_ids: tuple[int, ...] = ()
     chat_template: str | None = None
     special_tokens: Mapping[str, str] = field(default_factory=dict)
+    generation: Mapping[str, object] = field(default_factory=dict)  # generation_config.json, as it stands there
+    folder: Path = Path()
+
+    def sampling_defaults(self) -> dict[str, float]:
+        """Return what the model's publisher set for requests that leave sampling parameters out. Raises ValueError."""
+        return sampling_defaults(self.generation, self.folder)
 
     @classmethod
     def load(cls, folder: str | Path) -> TokenizerSettings:
@@ -49,6 +56,8 @@ class TokenizerSettings:
             eos_token_ids=_ids(generation_config.get("eos_token_id")) or _ids(text_config.get("eos_token_id")),
             chat_template=_chat_template(folder, tokenizer_config),
             special_tokens=_special_tokens(tokenizer_config, _read_object(folder / "special_tokens_map.json")),
+            generation=generation_config,
+            folder=folder,
         )
 
 

@@ -712,6 +712,7 @@ class ModelInfo(_message.Message):
     MAX_CONTEXT_FIELD_NUMBER: _builtins.int
     NUM_PREFILL_WORKERS_FIELD_NUMBER: _builtins.int
     NUM_DECODE_WORKERS_FIELD_NUMBER: _builtins.int
+    SAMPLING_DEFAULTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """name to ask for."""
     max_context: _builtins.int
@@ -720,6 +721,13 @@ class ModelInfo(_message.Message):
     """num_prefill_workers ready now."""
     num_decode_workers: _builtins.int
     """num_decode_workers ready now."""
+    @_builtins.property
+    def sampling_defaults(self) -> _common_pb2.SamplingParams:
+        """sampling_defaults are what the model's publisher set in generation_config.json: a request that leaves one of these parameters
+        out gets its value. Parameters that are absent here have the defaults that SamplingParams names. Absent means that there are
+        none, or that the router ignores them (--generation-config none).
+        """
+
     def __init__(
         self,
         *,
@@ -727,10 +735,11 @@ class ModelInfo(_message.Message):
         max_context: _builtins.int = ...,
         num_prefill_workers: _builtins.int = ...,
         num_decode_workers: _builtins.int = ...,
+        sampling_defaults: _common_pb2.SamplingParams | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling_defaults", b"sampling_defaults"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_context", b"max_context", "name", b"name", "num_decode_workers", b"num_decode_workers", "num_prefill_workers", b"num_prefill_workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_context", b"max_context", "name", b"name", "num_decode_workers", b"num_decode_workers", "num_prefill_workers", b"num_prefill_workers", "sampling_defaults", b"sampling_defaults"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

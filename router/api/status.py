@@ -21,6 +21,7 @@ def models(core: RouterContext) -> mesh_pb2.ListModelsResponse:
             max_context=core.max_context(model),
             num_prefill_workers=sum(view.prefill for view in views if view.model == model.name),
             num_decode_workers=sum(view.decode for view in views if view.model == model.name),
+            sampling_defaults=common_pb2.SamplingParams(**model.sampling_defaults) if model.sampling_defaults else None,  # type: ignore[arg-type]
         )
         for model in core.models.values()
     ]

@@ -1,12 +1,14 @@
 """A prepared request, which is the result of checking and tokenizing a client's message, and the models that a router serves."""
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from pdmesh.runtime.config import ConfigError
 from pdmesh.runtime.files import cache_root_of
 from pdmesh.text.block_hash import hash_prompt, short_name
+from pdmesh.text.generation_config import GenerationConfig
 from pdmesh.text.grammar import GrammarCompiler
 from pdmesh.text.tokenizer import Tokenizer
 from pdmesh.v1 import common_pb2
@@ -22,6 +24,7 @@ class ServedModel:
     name: str
     tokenizer: Tokenizer
     grammars: GrammarCompiler
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)  # of requests that leave parameters out
 
     @property
     def max_context(self) -> int:
@@ -34,15 +37,17 @@ class ServedModel:
         return self.tokenizer.eos_token_ids
 
 
-def load(folders: dict[str, str]) -> dict[str, ServedModel]:
-    """Return models by name from NAME → folder; a folder that two names share is read once. Raises ConfigError."""
-    read = lru_cache(maxsize=None)(_read)
+def load(folders: dict[str, str], generation_config: GenerationConfig = "auto") -> dict[str, ServedModel]:
+    """Return models by name from NAME → folder; a folder that two names share is read once. With "none", what its
+    generation_config.json says of sampling is ignored. Raises ConfigError."""
+    read = lru_cache(maxsize=None)(partial(_read, generation_config=generation_config))
     return {name: ServedModel(name, *read(folder)) for name, folder in folders.items()}
 
 
-def _read(folder: str) -> tuple[Tokenizer, GrammarCompiler]:
+def _read(folder: str, generation_config: GenerationConfig) -> tuple[Tokenizer, GrammarCompiler, Mapping[str, float]]:
     try:
         tokenizer = Tokenizer.load(folder)
+        defaults = {} if generation_config == "none" else tokenizer.settings.sampling_defaults()
     except (OSError, ValueError) as error:
         raise ConfigError("--models", str(error)) from error
     if not tokenizer.max_context:
@@ -50,7 +55,7 @@ def _read(folder: str) -> tuple[Tokenizer, GrammarCompiler]:
     grammars = GrammarCompiler(tokenizer.to_json(), tokenizer.vocab_size, tokenizer.eos_token_ids)
     with contextlib.suppress(ValueError):  # a request with a constraint gets the error
         grammars.warm()
-    return tokenizer, grammars
+    return tokenizer, grammars, defaults
 
 
 @dataclass(frozen=True, eq=False)

@@ -217,7 +217,9 @@ class Preprocessor:
     def _prepared(self, model: ServedModel, prompt: list[int], rest: _Rest) -> PreparedRequest:
         max_context = self._core.max_context(model)
         validation.check_prompt_length(len(prompt), max_context)
-        limits = sampling.Limits(model.tokenizer.vocab_size, model.eos_token_ids, max_context - len(prompt))
+        limits = sampling.Limits(
+            model.tokenizer.vocab_size, model.eos_token_ids, max_context - len(prompt), model.sampling_defaults
+        )
         params = sampling.complete(rest.sampling, limits)
         emitted: tuple[common_pb2.EmittedChoice, ...] = ()
         if rest.resume is not None:

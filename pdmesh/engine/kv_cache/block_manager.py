@@ -86,6 +86,10 @@ class BlockAllocator:
             self.pool.publish(sequence.block_ids[index], hashes[index])
         sequence.num_published = num_full
 
+    def withdraw(self, sequence: Sequence) -> None:
+        """Let no other prompt find the blocks of a sequence whose logits are not finite: their content may be NaN, too."""
+        self.pool.withdraw(sequence.block_ids)
+
     def part(self, trunk: Sequence) -> list[Sequence]:
         """Return the trunk's choices as sequences that share its blocks. The trunk then holds none."""
         branches = trunk.part()

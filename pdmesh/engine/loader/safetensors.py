@@ -257,8 +257,18 @@ def exact_weight(source: WeightSource, name: str, form: str, group: int) -> Int4
 
 
 def checked(source: WeightSource, name: str, shape: tuple[int, ...]) -> Tensor:
-    """Return the tensor in the checkpoint's dtype. Raises ValueError for another shape, MissingTensor when there is none."""
+    """Return the tensor in the checkpoint's dtype. Raises ValueError for another shape or numbers that are not finite,
+    MissingTensor when there is none."""
     tensor = source.get(name)
     if tensor.shape != shape:
         raise ValueError(f"{name}: shape {tuple(tensor.shape)} in the checkpoint, {shape} by its config.json: not one model")
+    require_finite(name, tensor)
     return tensor
+
+
+def require_finite(name: str, tensor: Tensor) -> None:
+    """Raise ValueError for weights with NaN or infinity. The extremes of a tensor take a small part of the time of a copy, and
+    NaN is passed on to both."""
+    if tensor.numel() and tensor.dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        if not all(map(math.isfinite, map(float, tensor.aminmax()))):
+            raise ValueError(f"{name}: holds NaN or infinity; the checkpoint is damaged, get it again or convert it anew")

@@ -18,6 +18,7 @@ from pdmesh.engine.kv_cache.block_manager import BlockAllocator
 from pdmesh.engine.outputs import FinishReason, StartClock
 from pdmesh.engine.request import EngineRequest
 from pdmesh.engine.request_validation import Limits, check_request
+from pdmesh.engine.sampling.sampler import NO_TOKEN
 from pdmesh.engine.scheduler.scheduler import Scheduler
 from pdmesh.engine.scheduler.sequence import Phase, Sequence, SequenceGroup
 
@@ -105,9 +106,13 @@ class RequestTable:
         finds the tokens that a grammar forces after the first one."""
         self._scheduler.discard(sequence)
         sequence.group.phase = Phase.HELD
-        return {
-            choice: NewTokens(token, self._reason(sequence, [*sequence.output, *token]), 1) for choice, token in tokens.items()
-        }
+        return {choice: self._first_tokens(sequence, token) for choice, token in tokens.items()}
+
+    def _first_tokens(self, sequence: Sequence, token: tuple[int, ...]) -> NewTokens:
+        if token == (NO_TOKEN,):
+            self._allocator.withdraw(sequence)
+            return NewTokens((), FinishReason.ERROR, 0)
+        return NewTokens(token, self._reason(sequence, [*sequence.output, *token]), 1)
 
     def _branches(self, sequence: Sequence) -> list[Sequence]:
         return self._part(sequence) if len(sequence.choices) > 1 else [sequence]
@@ -127,6 +132,8 @@ class RequestTable:
         num_drawn = len(branch.output) - num_before
         while reason is None and (forced := branch.forced_token()) is not None:
             reason = self._append(branch, forced)
+        if reason is FinishReason.ERROR:
+            self._allocator.withdraw(branch)
         if reason is not None:
             self._retire(branch)
         return NewTokens(tuple(branch.output[start:]), reason, num_drawn)
@@ -155,6 +162,8 @@ class RequestTable:
             branch.num_unreported += 1
 
     def _append(self, branch: Sequence, token_id: int) -> FinishReason | None:
+        if token_id == NO_TOKEN:
+            return FinishReason.ERROR
         branch.output.append(token_id)
         return self._reason(branch, branch.output)
 

@@ -30,6 +30,7 @@ from router.api.openai import requests as completion_request
 from router.api.openai.errors import HttpError, answer_to, as_told, renamed
 from router.api.openai.fields import JsonObject
 from router.api.openai.responses import Answer, Call, MeshRequest, Numbered, PromptError, merged
+from router.api.openai.sampling import set_parameters
 from router.api.validation import refuse
 from router.auth import identity
 from router.auth.api_keys import KeyStore
@@ -307,6 +308,7 @@ class Handlers:
                 "created": self._created,
                 "owned_by": "pdmesh",
                 "max_model_len": model.max_context,
+                **({"sampling_defaults": defaults} if (defaults := set_parameters(model.sampling_defaults)) else {}),
             }
 
 

@@ -249,7 +249,7 @@ class HeadProposer:
         # numpy: operators of torch that have this many elements wake its threads, which wait for those that compute steps.
         full = self._room(len(rows))
         full.numpy()[:, self._places] = np.where(is_good[:, None], logits, np.float32(0.0))
-        tokens = [token.token_id for token in self._sampler.sample(full.to(self._device), rows)]
+        tokens = [max(0, token.token_id) for token in self._sampler.sample(full.to(self._device), rows)]
         places = np.searchsorted(self._places, tokens)
         chances = [
             chance_of(logits[i], place, row, self._places) if is_good[i] else 0.0

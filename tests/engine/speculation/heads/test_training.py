@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pdmesh.distillation.prompts import TOPICS, requests
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.loader.loader import load_model
 from pdmesh.engine.sampling.counter_rng import gumbel
@@ -19,7 +20,6 @@ from tools.draft_heads import __main__ as train_heads
 from tools.draft_heads.data import Outputs
 from tools.draft_heads.evaluate import follow
 from tools.draft_heads.net import Course, Net, Shape, Target, Trainer, loss_of
-from pdmesh.distillation.prompts import TOPICS, requests
 
 HIDDEN, VOCAB = 16, 40
 
