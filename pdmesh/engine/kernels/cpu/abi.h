@@ -17,23 +17,48 @@ struct PdmeshLinear {
     const float* bias;
 };
 
-// Norm weights are padded with zeros to a multiple of 16; `query_norm`, `key_norm` [head_dim] or null; `window` 0: none.
-// The gate_up map has alternating panels: 16 gate outputs, their 16 up outputs, and so on.
+// Divides rows by their root mean square (kRootMeanSquare), or takes their mean off and divides by their deviation (kLayerNorm),
+// times `weight`, plus `bias` (or null). Both are padded with zeros to a multiple of 16. `weight` null: no norm.
+enum PdmeshNormKind : int32_t { kRootMeanSquare = 0, kLayerNorm = 1 };
+struct PdmeshNorm {
+    const float *weight, *bias;
+    float eps;
+    int32_t kind;
+};
+
+// Which weights norms of queries and keys have: one vector [head_dim] for all heads, one for each head, or one over all heads, which
+// are normalized together.
+enum PdmeshHeadNorms : int32_t { kOneForAllHeads = 0, kOneForEachHead = 1, kOverAllHeads = 2 };
+
+// kClampedSwish: GPT-OSS's, of gate and up.
+enum PdmeshActivation : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu = 3, kSquaredRelu = 4, kClampedSwish = 5 };
+
+struct PdmeshRope {
+    const float *cos, *sin;  // [max_context][dim / 2]
+    int64_t dim;
+};
+
+// `query_norm`, `key_norm`: see PdmeshHeadNorms. `window` 0: none. `rope`: which of the model's, -1: none. A gated MLP's gate_up map
+// has alternating panels: 16 gate outputs, their 16 up outputs, and so on; a plain one's is its first map.
 struct PdmeshLayer {
-    const float *input_norm, *mlp_norm, *query_norm, *key_norm;
+    PdmeshNorm input_norm, mlp_norm, post_attention_norm, post_mlp_norm, query_norm, key_norm;
     PdmeshLinear qkv, output, gate_up, down;
-    int64_t window;
+    const float* sinks;  // [num_heads] or null
+    int64_t window, rope;
 };
 
 struct PdmeshModel {
-    int32_t num_layers, hidden, intermediate, num_heads, num_kv_heads, head_dim, rotary_dim, vocab;
-    int32_t block_size, kv_format, embedding_format, max_context;
-    float eps, attention_scale;
+    int32_t num_layers, hidden, intermediate, num_heads, num_kv_heads, head_dim, vocab, max_context;
+    int32_t block_size, kv_format, embedding_format;
+    int32_t head_norms, activation, is_gated, is_parallel;  // parallel: attention and MLP read the same states
+    float attention_scale, attention_softcap;               // softcap 0: none
+    float embedding_multiplier, residual_multiplier, logits_multiplier, logits_softcap;
     const PdmeshLayer* layers;
-    const float* norm;
+    PdmeshNorm norm;
     PdmeshLinear head;
     const uint8_t* embedding;  // [vocab][hidden], rows without padding
-    const float *cos, *sin;    // [max_context][rotary_dim / 2]
+    const float* positions;    // [max_context][hidden], added to the embeddings; or null
+    PdmeshRope ropes[2];
 };
 
 // A KV pool by itself.

@@ -14,6 +14,9 @@ from pdmesh.engine.kernels.cpu.build import Say, load_library
 from pdmesh.engine.kv_cache.pool import private_memory
 
 FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
+NORM_KINDS = {"rms": 0, "layer": 1}
+HEAD_NORMS = {"": 0, "head": 0, "heads": 1, "all": 2}
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "swiglu_oai": 5}
 
 
 class Linear(Structure):
@@ -25,11 +28,21 @@ class Linear(Structure):
     )
 
 
+class Norm(Structure):
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("eps", c_float), ("kind", c_int32))
+
+
+class Rope(Structure):
+    _fields_ = (("cos", c_void_p), ("sin", c_void_p), ("dim", c_int64))
+
+
 class Layer(Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("input_norm", "mlp_norm", "query_norm", "key_norm")),
+        *((name, Norm) for name in ("input_norm", "mlp_norm", "post_attention_norm", "post_mlp_norm", "query_norm", "key_norm")),
         *((name, Linear) for name in ("qkv", "output", "gate_up", "down")),
+        ("sinks", c_void_p),
         ("window", c_int64),
+        ("rope", c_int64),
     )
 
 
@@ -37,17 +50,18 @@ class Model(Structure):
     _fields_ = (
         *(
             (name, c_int32)
-            for name in ("num_layers", "hidden", "intermediate", "num_heads", "num_kv_heads", "head_dim", "rotary_dim", "vocab")
+            for name in ("num_layers", "hidden", "intermediate", "num_heads", "num_kv_heads", "head_dim", "vocab", "max_context")
         ),
-        *((name, c_int32) for name in ("block_size", "kv_format", "embedding_format", "max_context")),
-        ("eps", c_float),
-        ("attention_scale", c_float),
+        *((name, c_int32) for name in ("block_size", "kv_format", "embedding_format")),
+        *((name, c_int32) for name in ("head_norms", "activation", "is_gated", "is_parallel")),
+        *((name, c_float) for name in ("attention_scale", "attention_softcap")),
+        *((name, c_float) for name in ("embedding_multiplier", "residual_multiplier", "logits_multiplier", "logits_softcap")),
         ("layers", POINTER(Layer)),
-        ("norm", c_void_p),
+        ("norm", Norm),
         ("head", Linear),
         ("embedding", c_void_p),
-        ("cos", c_void_p),
-        ("sin", c_void_p),
+        ("positions", c_void_p),
+        ("ropes", Rope * 2),
     )
 
 

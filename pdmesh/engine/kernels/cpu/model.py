@@ -66,17 +66,35 @@ def gathered(linears: Sequence[PackedLinear]) -> list[PackedLinear]:
 
 
 @dataclass(frozen=True)
-class PackedLayer:
-    """Norm weights are float32, padded to 16; `query_norm`, `key_norm` [head_dim]."""
+class PackedNorm:
+    """Weight and bias are float32, padded with zeros to 16. `kind`: rms or layer."""
 
-    input_norm: Tensor
-    mlp_norm: Tensor
-    query_norm: Tensor | None
-    key_norm: Tensor | None
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+    kind: str
+
+    def descriptor(self) -> abi.Norm:
+        return abi.Norm(self.weight.data_ptr(), _address(self.bias), self.eps, abi.NORM_KINDS[self.kind])
+
+
+@dataclass(frozen=True)
+class PackedLayer:
+    """Norms that a family lacks are None. The weights of `query_norm` and `key_norm`: one vector [head_dim] for all heads, or one
+    for each head. `gate_up` is the first map of a plain MLP. `rope` is the number of the layer's rotary embedding."""
+
+    input_norm: PackedNorm | None
+    mlp_norm: PackedNorm | None
+    query_norm: PackedNorm | None
+    key_norm: PackedNorm | None
     qkv: PackedLinear
     output: PackedLinear
     gate_up: PackedLinear
     down: PackedLinear
+    post_attention_norm: PackedNorm | None = None
+    post_mlp_norm: PackedNorm | None = None
+    sinks: Tensor | None = None
+    rope: int | None = 0
 
     @property
     def linears(self) -> tuple[PackedLinear, ...]:
@@ -88,20 +106,39 @@ class PackedLayer:
         return replace(self, qkv=qkv, output=output, gate_up=gate_up, down=down)
 
     def descriptor(self, window: int | None) -> abi.Layer:
-        norms = (self.input_norm, self.mlp_norm, self.query_norm, self.key_norm)
-        return abi.Layer(*map(_address, norms), *(linear.descriptor() for linear in self.linears), window or 0)
+        norms = (self.input_norm, self.mlp_norm, self.post_attention_norm, self.post_mlp_norm, self.query_norm, self.key_norm)
+        return abi.Layer(
+            *(abi.Norm() if norm is None else norm.descriptor() for norm in norms),
+            *(linear.descriptor() for linear in self.linears),
+            sinks=_address(self.sinks),
+            window=window or 0,
+            rope=-1 if self.rope is None else self.rope,
+        )
+
+
+@dataclass(frozen=True)
+class PackedRope:
+    """`cos`, `sin` [max_context, rotary_dim / 2] float32."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def descriptor(self) -> abi.Rope:
+        return abi.Rope(self.cos.data_ptr(), self.sin.data_ptr(), 2 * self.cos.shape[1])
 
 
 @dataclass(frozen=True)
 class PackedWeights:
-    """`embedding` [vocab, hidden] float32 or bfloat16; `cos`, `sin` [max_context, rotary_dim / 2] float32."""
+    """`embedding` [vocab, hidden] float32 or bfloat16; `positions` [max_context, hidden] float32, learned ones."""
 
     layers: list[PackedLayer]
-    norm: Tensor
+    norm: PackedNorm
     head: PackedLinear
     embedding: Tensor
-    cos: Tensor
-    sin: Tensor
+    embedding_multiplier: float
+    positions: Tensor | None
+    ropes: tuple[PackedRope, ...]
+    max_context: int
 
     @property
     def bytes_per_step(self) -> int:
@@ -200,6 +237,7 @@ class NativeModel:
         layers = (abi.Layer * config.num_layers)(
             *(layer.descriptor(window) for layer, window in zip(weights.layers, config.windows, strict=True))
         )
+        ropes = [rope.descriptor() for rope in weights.ropes]
         return abi.Model(
             num_layers=config.num_layers,
             hidden=config.hidden_size,
@@ -207,24 +245,56 @@ class NativeModel:
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            rotary_dim=2 * weights.cos.shape[1],
             vocab=config.vocab_size,
+            max_context=weights.max_context,
             block_size=block_size,
             kv_format=abi.FORMATS[str(self._kv_dtype).removeprefix("torch.")],
             embedding_format=abi.FORMATS[str(weights.embedding.dtype).removeprefix("torch.")],
-            max_context=weights.cos.shape[0],
-            eps=config.norm_eps,
+            head_norms=abi.HEAD_NORMS[config.qk_norm],
+            activation=abi.ACTIVATIONS[config.activation],
+            is_gated=config.gated_mlp,
+            is_parallel=config.parallel,
             attention_scale=config.scale,
+            attention_softcap=config.attention_softcap,
+            embedding_multiplier=weights.embedding_multiplier,
+            residual_multiplier=config.residual_multiplier,
+            logits_multiplier=config.logits_multiplier,
+            logits_softcap=config.logits_softcap,
             layers=layers,
-            norm=weights.norm.data_ptr(),
+            norm=weights.norm.descriptor(),
             head=weights.head.descriptor(),
             embedding=weights.embedding.data_ptr(),
-            cos=weights.cos.data_ptr(),
-            sin=weights.sin.data_ptr(),
+            positions=_address(weights.positions),
+            ropes=(abi.Rope * 2)(*ropes),
         )
 
 
-PARTS = frozenset({"partial rotary embedding", "scaled attention"})
+PARTS = frozenset(
+    {
+        "LayerNorm",
+        "norms behind attention and MLP",
+        "no norms before attention and MLP",
+        "parallel attention and MLP",
+        "QK norm with a weight for each head",
+        "QK norm over all heads",
+        "plain MLP",
+        "gelu activation",
+        "gelu_tanh activation",
+        "relu activation",
+        "relu2 activation",
+        "two rotary embeddings",
+        "partial rotary embedding",
+        "layers without rotary embedding",
+        "learned positions",
+        "scaled attention",
+        "softcap of attention",
+        "multiplier of embeddings",
+        "multiplier of residuals",
+        "multiplier of logits",
+        "softcap of logits",
+        "bias of logits",
+    }
+)
 """What the kernels compute besides a Llama's parts (pdmesh/engine/models/config.py)."""
 
 
@@ -232,6 +302,8 @@ def why_not(config: ModelConfig, block_size: int) -> str | None:
     """Return which property of this model the kernels do not support; None when they support it all."""
     if (part := missing_part(config, PARTS)) is not None:
         return f"its kernels have no {part}"
+    if config.parallel and config.post_norm:
+        return "its kernels have no norms behind parallel attention and MLP"
     if config.head_dim % 16 or config.head_dim > MAX_HEAD_DIM:
         return f"head_dim {config.head_dim} is not a multiple of 16 up to {MAX_HEAD_DIM}"
     if block_size % GROUP_TOKENS:

@@ -1,0 +1,134 @@
+"""Families besides Llama's on the native backend: logits and greedy tokens are the torch backend's in float32, company and chunks
+change no bit, and quantized weights round where the formats ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pdmesh.engine.kernels.cpu.model import why_not
+from pdmesh.engine.loader.builder import TorchBuilder
+from pdmesh.engine.loader.safetensors import SafetensorsSource
+from tests.engine.backends import needs_native
+from tests.engine.kernels.cpu.native_models import native, prompt, reference
+from tests.engine.kernels.cpu.oracle import LENGTH, errors, product
+from tests.engine.kernels.cpu.schedules import PROMPTS, play, runs
+from tests.engine.paged_loop import PagedLoop
+from tests.support.tiny_families import VARIANTS, make_tiny_family
+
+pytestmark = needs_native
+pytest.importorskip("transformers")
+
+# Heads as wide as the kernels take them.
+OVERRIDES: dict[str, dict[str, Any]] = {"gemma": {"head_dim": 32}}
+_EXPERTS = [
+    "dots1",
+    "ernie4_5_moe",
+    "glm4_moe",
+    "gpt_oss",
+    "granitemoe",
+    "granitemoeshared",
+    "mixtral",
+    "olmoe",
+    "phimoe",
+    "qwen2_moe",
+]
+_EXPERTS += ["qwen3_moe", "deepseek_v2", "deepseek_v2, groups", "deepseek_v3", "deepseek_v3, yarn"]
+REFUSED = dict.fromkeys(_EXPERTS, "its kernels have no experts") | {"minicpm3": "its kernels have no latent attention"}
+COMPUTED = sorted(VARIANTS.keys() - REFUSED.keys())
+# Together they have every part.
+VARIED = ["cohere, qk norm", "falcon, new", "gemma2", "gemma3_text", "granite", "nemotron", "olmo2", "opt", "phi", "smollm3"]
+VARIED += ["stablelm, parallel"]
+
+
+def family(folder: Path, variant: str, **overrides: Any) -> Path:
+    return make_tiny_family(folder, variant, **{**OVERRIDES.get(variant, {}), **overrides})
+
+
+@pytest.mark.parametrize("variant", COMPUTED)
+def test_logits_and_greedy_tokens_are_those_of_the_torch_backend(variant: str, tmp_path: Path) -> None:
+    folder, token_ids = family(tmp_path, variant), prompt(150)
+    loop, torch_loop = native(folder, "float32", num_threads=2), reference(folder)
+    expected = torch_loop.logits(token_ids)
+    assert expected.std() > 0.1, "logits that hardly vary show nothing"
+    torch.testing.assert_close(loop.logits(token_ids, 32), expected, atol=2e-5 * float(expected.abs().max()), rtol=1e-4)
+    prompts = [prompt(length, seed) for seed, length in enumerate((51, 80, 90))]
+    tokens = torch_loop.generate(prompts, 24)
+    assert len({token for some in tokens for token in some}) > 6, "greedy output that hardly varies shows nothing"
+    assert loop.generate(prompts, 24) == tokens
+
+
+@pytest.mark.parametrize(("variant", "reason"), REFUSED.items())
+def test_what_the_kernels_lack_is_named(variant: str, reason: str, tmp_path: Path) -> None:
+    assert why_not(SafetensorsSource(family(tmp_path, variant)).config, 16) == reason
+
+
+@pytest.mark.parametrize("variant", VARIED)
+@pytest.mark.parametrize("weights", ["float32", "int8"])
+def test_company_and_chunks_change_no_bit(weights: str, variant: str, tmp_path: Path) -> None:
+    folder = family(tmp_path, variant)
+    loops = [native(folder, weights, num_threads=threads, num_blocks=900) for threads in (1, 2)]
+    alone = [loops[0].logits(tokens) for tokens in PROMPTS]
+
+    @given(st.data())
+    @settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
+    def check(data: st.DataObject) -> None:
+        count = data.draw(st.sampled_from([1, 2, 3, 5, 13, 40]))
+        for loop in loops:
+            play(loop, data.draw(st.lists(runs(), min_size=count, max_size=count)), alone)
+
+    check()
+
+
+class RoundedLinear:
+    """A map whose rows and weights are rounded as the kernels round them, in float64."""
+
+    kind = "rounded"
+
+    def __init__(self, parts: Sequence[Tensor], bias: Tensor | None, form: str) -> None:
+        self.parts, self.bias, self.form = parts, bias, form
+
+    def __call__(self, x: Tensor) -> Tensor:
+        wide = torch.cat([product(x.double(), part, self.form, 32) for part in self.parts], dim=1)
+        return (wide if self.bias is None else wide + self.bias.double()).float()
+
+
+class RoundedMaps:
+    """Makes the maps of the torch reference (pdmesh/engine/loader/triton.py, QuantizedMaps)."""
+
+    def __init__(self, source: SafetensorsSource, form: str) -> None:
+        self.source, self.form = source, form
+
+    def joined(self, parts: Sequence[tuple[str, int]], width: int, bias: Tensor | None) -> RoundedLinear:
+        return RoundedLinear([self.source.get(f"{name}.weight") for name, _ in parts], bias, self.form)
+
+    def head(self, weight: Tensor) -> RoundedLinear:
+        bias = self.source.get("lm_head.bias") if self.source.config.head_bias else None
+        return RoundedLinear([weight], bias, "int8")
+
+
+def rounded_reference(loop: PagedLoop, folder: Path, form: str) -> PagedLoop:
+    """The torch decoder whose products round as those of `loop`."""
+    source = SafetensorsSource(folder)
+    maps: Any = RoundedMaps(source, form)
+    model = TorchBuilder(source, torch.float32, "cpu", maps).build(source.config.max_context, lambda _share, _text: None)
+    return PagedLoop(replace(loop.loaded, model=model))
+
+
+@pytest.mark.parametrize("variant", VARIED)
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_it_rounds_where_its_formats_ask_for_it(weights: str, variant: str, tmp_path: Path) -> None:
+    folder = family(tmp_path, variant, initializer_range=0.05)
+    loop = native(folder, "float32", quantization=weights)
+    logits, plain = loop.logits(prompt(LENGTH), 100), reference(folder).logits(prompt(LENGTH))
+    off, rounding = errors(logits, rounded_reference(loop, folder, weights).logits(prompt(LENGTH))), errors(logits, plain)
+    assert off.min() < 1e-5
+    assert off.norm() < 0.5 * rounding.norm()
