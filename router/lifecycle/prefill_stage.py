@@ -112,7 +112,7 @@ class PrefillCall:
             running.cancel()
 
     async def _call(self, attempt: Assignment, metadata: Metadata | None) -> PrefillEnd:
-        """Make the call. Raises nothing but CancelledError and DataLoss: every other failure is a reason to try another worker."""
+        """Make the call. Raises nothing but CancelledError and DataLoss: any other failure is a reason to try another worker."""
         prepared = self._request.prepared
         message = prefill_pb2.PrefillRequest(
             request_id=self._session.wire_id,

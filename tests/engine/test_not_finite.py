@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdmesh.engine.outputs import FinishReason
+from pdmesh.engine.outputs import FinishReason, SequenceUpdate
 from tests.support import mock_engine
 from tests.support.engine_requests import PROMPT, assert_answers, assert_whole, request
 from tests.support.mock_engine import make_engine, run_to_end
@@ -83,7 +83,7 @@ def test_log_probabilities_of_the_others_are_theirs() -> None:
     engine = make_engine()
     broken = request("broken", BROKEN, max_tokens=9)
     engine.add(replace(broken, sampling=replace(broken.sampling, logprobs=2)))
-    updates = []
+    updates: list[SequenceUpdate] = []
     while (result := engine.step()) is not None:
         updates += result.updates
     assert sum(len(update.token_ids) for update in updates) == sum(len(update.logprobs) for update in updates) == 3
