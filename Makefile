@@ -93,7 +93,7 @@ test-k8s: $(READY) model kernels  ## the manifests and the autoscaler on a real 
 equality: $(READY) model kernels  ## all prompts, every way through the mesh, against transformers and one engine (slow)
 	$(BIN)/python -m tests.equality
 
-chaos: $(READY) model kernels  ## 2 640 faults at every state of the hand-off, under load (an hour; resumes where it was stopped)
+chaos: $(READY) model kernels  ## some 2 600 faults at every state of the hand-off, under load (an hour; resumes where it was stopped)
 	$(BIN)/python -m tests.chaos
 
 bench-mesh: $(READY) model kernels  ## engine and mesh, in int8 and float32, with the machine

@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from decode_service.ports import EngineCalls, ReservationSettings, Sinks, in_own_task, start
+from decode_service.ports import ReservationSettings, in_own_task, start
 from decode_service.request import CommittedTokens, DecodeRequest, DecodeSpans, Handoff, Submission, failed_event, monotonic_ns
 from decode_service.token_stream import TokenStream, TokenStreams
 from decode_service.validation import OUTPUT_GONE, no_room, refusal_of, released_by_worker
@@ -40,6 +40,7 @@ from kvtransfer.reservation import (
     transition,
 )
 from pdmesh.engine.engine import Engine
+from pdmesh.engine.loop import EngineCalls, Sinks
 from pdmesh.engine.scheduler.requests import ReservedBlocks
 from pdmesh.runtime import errors, log
 from pdmesh.runtime.errors import Aborted, DataLoss, MeshError

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from decode_service.ports import DecodeSettings, EngineCalls, Sinks, start
+from decode_service.ports import DecodeSettings, start
 from decode_service.request import DecodeRequest, DecodeSpans, monotonic_ns
 from decode_service.requests import Reservations
 from decode_service.token_stream import Stream, TokenStream, TokenStreams
@@ -16,6 +16,7 @@ from decode_service.transfer_delegate import PushDelegate
 from decode_service.validation import SubmitValidator, Translate, check_attach, check_id, has_passed, released_by_worker
 from kvtransfer.reservation import Cancelled, Event, Failed, LeaseExpired, Mode
 from pdmesh.engine.errors import InvalidRequest, RequestTooLarge
+from pdmesh.engine.loop import EngineCalls, Sinks
 from pdmesh.runtime import log
 from pdmesh.runtime.errors import DeadlineExceeded, InvalidArgument, MeshError, Unavailable
 from pdmesh.runtime.telemetry.propagation import SubmitContext, read_submit

@@ -9,7 +9,7 @@ import sys
 from functools import partial
 
 from pdmesh.planning import objectives
-from pdmesh.runtime import config as configuration
+from pdmesh.runtime import config as runtime_config
 from pdmesh.runtime import log, process
 from pdmesh.runtime.registry.block_stream import BlockStream
 from pdmesh.runtime.registry.registry import Registry
@@ -199,7 +199,7 @@ async def serve(config: RouterConfig, life: process.Lifecycle) -> None:
 
 def main() -> None:
     """Run `python -m router`."""
-    config = configuration.load(RouterConfig, None, os.environ, prog="router")
+    config = runtime_config.load(RouterConfig, None, os.environ, prog="router")
     log.configure("router")
     run = serve if config.processes == 1 else processes.serve
     sys.exit(process.run(lambda life: run(config, life), exit_with_parent=config.exit_with_parent))

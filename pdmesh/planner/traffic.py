@@ -10,7 +10,7 @@ from itertools import pairwise
 from pdmesh.planning.capacity_load import Lengths, Load
 from pdmesh.planning.devices import Device
 from pdmesh.planning.roofline import Decoder
-from pdmesh.simulator import arrivals as shaping
+from pdmesh.simulator import arrivals as simulator_arrivals
 from pdmesh.simulator.arrivals import BLOCK_TOKENS, Arrival
 
 MAX_BURSTINESS = 25.0
@@ -49,7 +49,7 @@ class Traffic:
 
     def faster(self, factor: float) -> Traffic:
         """Return `factor` times as many in a second."""
-        return Traffic(tuple(shaping.at_rate(self.arrivals, factor)))
+        return Traffic(tuple(simulator_arrivals.at_rate(self.arrivals, factor)))
 
     def busiest(self, num: int) -> Traffic:
         """Return the `num` consecutive requests with the most tokens a second; all, if there are no more."""

@@ -141,7 +141,7 @@ _PRIORITIES = {
 _DIGITS = re.compile(r"[0-9]{1,10}")
 
 
-def fill(options: mesh_pb2.RequestOptions, metadata: Iterable[tuple[str, str | bytes]]) -> None:
+def fill_options(options: mesh_pb2.RequestOptions, metadata: Iterable[tuple[str, str | bytes]]) -> None:
     """Set the fields of `options` that are unset from `metadata`. Raises InvalidArgument that names the key, also for a key that
     a field overrides."""
     for key, value in metadata:

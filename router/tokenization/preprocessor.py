@@ -14,8 +14,6 @@ from pdmesh.text.chat_template import Message
 from pdmesh.text.grammar import CompiledGrammar
 from pdmesh.v1 import common_pb2, mesh_pb2
 from router.api import validation
-from router.api import validation as constraint
-from router.api import validation as sampling
 from router.auth import identity
 from router.context import RouterContext
 from router.tokenization.prepared_request import PreparedRequest, ServedModel, scoped_salt
@@ -211,16 +209,16 @@ class Preprocessor:
                 model.tokenizer.decode(prompt)[:MAX_LOGGED_CHARS],
             )
         if rest.grammar is not None and rest.resume is not None:
-            await constraint.check_history(rest.grammar, rest.resume.emitted)
+            await validation.check_history(rest.grammar, rest.resume.emitted)
         return prepared
 
     def _prepared(self, model: ServedModel, prompt: list[int], rest: _Rest) -> PreparedRequest:
         max_context = self._core.max_context(model)
         validation.check_prompt_length(len(prompt), max_context)
-        limits = sampling.Limits(
+        limits = validation.Limits(
             model.tokenizer.vocab_size, model.eos_token_ids, max_context - len(prompt), model.sampling_defaults
         )
-        params = sampling.complete(rest.sampling, limits)
+        params = validation.complete(rest.sampling, limits)
         emitted: tuple[common_pb2.EmittedChoice, ...] = ()
         if rest.resume is not None:
             emitted = validation.check_resume(rest.resume, params, limits.vocab_size)
@@ -259,6 +257,6 @@ def deadline_of(time_left_s: float | None) -> float | None:
 async def _rest(validated: ValidatedRequest) -> _Rest:
     message = validated.message
     resume = message.resume if message.HasField("resume") else None
-    grammar = await constraint.compile_constraint(validated.model.grammars, message.sampling)
+    grammar = await validation.compile_constraint(validated.model.grammars, message.sampling)
     is_chat = isinstance(message, mesh_pb2.ChatRequest)
     return _Rest(message.sampling, message.options, resume, validated.deadline, grammar, is_chat)

@@ -10,8 +10,7 @@ import pytest
 
 from kvtransfer.transports.registry import installed, transports_with
 from pdmesh import cli
-from pdmesh.commands import doctor as command
-from pdmesh.commands import up
+from pdmesh.commands import doctor, up
 from pdmesh.doctor import machine, software, transfer
 from pdmesh.doctor.machine import Check, State, examine, missing, ok
 from pdmesh.engine.kernels.cpu import build, isa
@@ -128,7 +127,7 @@ def test_a_check_that_fails_is_a_finding() -> None:
 
 def test_report_names_cost_and_remedy_and_verdict() -> None:
     findings = [ok("a", "fine"), missing("bb", "gone", "everything", "buy one", required=True)]
-    assert plain(*command.report(findings)) == [
+    assert plain(*doctor.report(findings)) == [
         "OK       a   fine",
         "MISSING  bb  gone",
         "             costs: everything",
@@ -136,7 +135,7 @@ def test_report_names_cost_and_remedy_and_verdict() -> None:
         "",
         "a mesh cannot run here: bb",
     ]
-    assert plain(*command.report(findings[:1]))[-1] == "a mesh can run here"
+    assert plain(*doctor.report(findings[:1]))[-1] == "a mesh can run here"
 
 
 def test_every_port_that_a_mesh_takes_is_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,7 +145,7 @@ def test_every_port_that_a_mesh_takes_is_looked_at(capsys: pytest.CaptureFixture
     found = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
     assert found[f"port {number}"]["state"] == "WARN" and "--console-port" in found[f"port {number}"]["remedy"]
     usual = up.Options()
-    asked = command.Options()
+    asked = doctor.Options()
     assert (asked.port, asked.http_port, asked.console_port) == (usual.port, usual.http_port, usual.console_port)
 
 

@@ -78,6 +78,19 @@ RECIPES = {
 }
 
 
+PARAMETER = "A sampling parameter"
+PARAMETER_FILES = [
+    "pdmesh/sampling_params.py",
+    "protos/pdmesh/v1/common.proto",
+    "pdmesh/engine/sampling/sampler.py",
+    "pdmesh/engine/kernels/cpu/sampling_select.h",
+    "pdmesh/engine/kernels/triton/sampling/kernels.py",
+    "tests/engine/test_sampling.py",
+    "pdmesh/commands/options.py",
+]
+"""A sampling parameter has no registry: it is a line or a few in each of these."""
+
+
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_the_places_of_a_recipe_are_there(recipe: Recipe) -> None:
     registry = (ROOT / recipe.registry).read_text(encoding="utf-8")
@@ -97,14 +110,22 @@ def test_product_code_knows_an_extension_through_its_registry_alone() -> None:
             assert {importer for importer, imported in graph.items() if model in imported} <= {registry}, (name, model)
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_the_page_lists_the_files_of_a_recipe(name: str) -> None:
+def section_of(name: str) -> tuple[str, list[str]]:
+    """Return the text of a recipe, and the files of its list."""
     page = (ROOT / "docs/structure.md").read_text(encoding="utf-8")
-    if HEADING not in page:
-        pytest.skip(f"docs/structure.md has no heading {HEADING!r} yet")
     recipes = page.partition(HEADING)[2].partition("\n## ")[0]
     section = recipes.partition(f"### {name}\n")[2].partition("\n### ")[0]
-    files = [file for line in section.splitlines() if line.startswith("- `") for file in re.findall(r"^- `([^`]+)`", line)]
-    recipe = RECIPES[name]
+    return section, re.findall(r"^- `([^`]+)`", section, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_page_lists_the_files_of_a_recipe(name: str) -> None:
+    (section, files), recipe = section_of(name), RECIPES[name]
     assert files == [recipe.new, recipe.registry], f"{name}: the page lists {files}"
     assert recipe.example in section and f"`{recipe.table}`" in section
+
+
+def test_the_page_lists_the_files_of_a_sampling_parameter() -> None:
+    """Those that exist know one that is on all samplers."""
+    assert section_of(PARAMETER)[1] == PARAMETER_FILES
+    assert [file for file in PARAMETER_FILES if "min_p" not in (ROOT / file).read_text(encoding="utf-8")] == []
