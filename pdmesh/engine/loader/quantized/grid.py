@@ -62,7 +62,7 @@ class Grid:
 
     def int4(self, group: int) -> Int4Weight | None:
         """Return the same codes for the kernels' groups, which have to lie within the checkpoint's. The minimum, -zero * scale,
-        is rounded to float16, which moves a weight by 1/256 of a step at most. None where this grid is not theirs: more than
+        is rounded to float16, which moves a weight by 1/128 of a step at most. None where this grid is not theirs: more than
         4 bits, act-order, a scale that float16 does not hold."""
         halves = self.scales.half()
         minimums = (self.zeros.float() * halves.float()).neg_().half()
