@@ -122,6 +122,7 @@ class StoredTensors:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._file_of = {name: file for path in weight_files(folder) for file, name in _tensors_of(path)}
+        self._headers: dict[str, Header] = {}
         self._taken: set[str] = set()
 
     def names(self) -> frozenset[str]:
@@ -129,10 +130,10 @@ class StoredTensors:
 
     def header(self, name: str) -> Header | None:
         """Return dtype and shape, without reading the tensor."""
-        if name not in self._file_of:
-            return None
-        part = self._file_of[name].get_slice(name)
-        return Header(part.get_dtype(), tuple(part.get_shape()))
+        if name in self._file_of and name not in self._headers:
+            part = self._file_of[name].get_slice(name)
+            self._headers[name] = Header(part.get_dtype(), tuple(part.get_shape()))
+        return self._headers.get(name)
 
     def tensor(self, name: str) -> Tensor:
         """Return the tensor. Raises MissingTensor naming it and the folder."""
