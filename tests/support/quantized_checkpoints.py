@@ -204,7 +204,8 @@ def packed_fp8(
                 whole[part] = scales[i, j].float()
         values = (weight / whole).clamp(-448, 448).to(torch.float8_e4m3fn)
         stored = {".weight": values, ending: scales.reshape(()) if strategy == "tensor" else scales}
-        return stored, values.to(dtype) * whole.to(dtype)
+        result = dtype if dtype.itemsize > 1 else torch.float32
+        return stored, values.to(result) * whole.to(result)
 
     return pack
 
@@ -327,6 +328,15 @@ FORMATS: dict[str, Format] = {
         {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
         packed_fp8("tensor", torch.float32),
         extra=lambda name: {".input_scale": torch.tensor(1.0)},
+    ),
+    "fp8 by tensor, Mistral's names": Format(
+        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None, "dequantize": False},
+        packed_fp8("tensor", torch.bfloat16, ".weight_scale_inv"),
+        extra=lambda name: {".activation_scale": torch.tensor(1.0)},
+    ),
+    "fp8 in blocks, e8m0": Format(
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "scale_fmt": "ue8m0", "weight_block_size": [32, 32]},
+        packed_fp8("block", torch.float8_e8m0fnu, ".weight_scale_inv"),
     ),
     "fbgemm fp8": Format({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, packed_fp8("channel", torch.float32)),
     "modelopt fp8": Format(

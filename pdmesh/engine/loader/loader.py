@@ -117,7 +117,7 @@ def load_model(config: EngineConfig, progress: Progress = lambda _share, _text: 
     model, mode = loading(lambda share, text: progress(0.3 + 0.7 * share, text))
     kv_scales = known_scales(source, numerics.kv_dtype)
     if isinstance(source, SafetensorsSource) and config.tensor_parallel == 1:  # ranks read in processes of their own
-        source.log_reading(numerics.weights, numerics.num_bytes(source.config, _num_elements(source, config)))
+        source.log_reading(numerics.weights, numerics.group, numerics.num_bytes(source.config, _num_elements(source, config)))
     progress(1.0, "loaded")
     if source.config.rope.is_long(effective_max_context(config, source.config)):
         mode += "-long"  # rotated keys of the other kind are of no use here

@@ -85,8 +85,9 @@ class SafetensorsSource:
     def unused(self) -> list[str]:
         """Return the stored tensors that nothing asked for and that neither the family nor the weights' format ignores."""
         ignored = [self._names.ignored, *([self.quantized.format.ignored] if self.quantized else [])]
-        pattern = re.compile("|".join(f"(?:{each})" for each in ignored))
-        return sorted(name for name in self._stored.unused() if not pattern.fullmatch(name))
+        pattern, form = re.compile("|".join(f"(?:{each})" for each in ignored)), self.quantized
+        names = [name for name in self._stored.unused() if not pattern.fullmatch(name)]
+        return sorted(name for name in names if form is None or not form.is_empty_bias(name))
 
     def get_int4(self, name: str, group: int) -> Int4Weight | None:
         """Return the codes of a quantized weight that has this grid."""
@@ -103,12 +104,13 @@ class SafetensorsSource:
         headers = [(name, header) for name in self._stored.names() if (header := self._stored.header(name)) is not None]
         return sum(form.num_weights(name, header) if form else math.prod(header.shape) for name, header in headers)
 
-    def log_reading(self, form: str, num_bytes: int) -> None:
+    def log_reading(self, form: str, group: int, num_bytes: int) -> None:
         """Log, once the model is loaded into `num_bytes` of the worker's format, what its weights were, and tensors that nothing
         used."""
-        if self.quantized is not None:
+        if self.quantized is not None and (text := self.quantized.reading(form, group)):
             self.quantized.forget()
-            self.quantized.say(form, num_bytes, sum(path.stat().st_size for path in weight_files(self.folder)))
+            stored = sum(path.stat().st_size for path in weight_files(self.folder))
+            logger.info("%s; %.2f GB here, %.2f GB in the files", text, num_bytes / 1e9, stored / 1e9)
         if unused := self.unused():
             more = f" and {len(unused) - _NAMED} more" if len(unused) > _NAMED else ""
             logger.warning("%s: tensors that nothing uses: %s%s", self.folder, ", ".join(unused[:_NAMED]), more)
@@ -120,6 +122,7 @@ class StoredTensors:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._file_of = {name: file for path in weight_files(folder) for file, name in _tensors_of(path)}
+        self._headers: dict[str, Header] = {}
         self._taken: set[str] = set()
 
     def names(self) -> frozenset[str]:
@@ -127,10 +130,10 @@ class StoredTensors:
 
     def header(self, name: str) -> Header | None:
         """Return dtype and shape, without reading the tensor."""
-        if name not in self._file_of:
-            return None
-        part = self._file_of[name].get_slice(name)
-        return Header(part.get_dtype(), tuple(part.get_shape()))
+        if name in self._file_of and name not in self._headers:
+            part = self._file_of[name].get_slice(name)
+            self._headers[name] = Header(part.get_dtype(), tuple(part.get_shape()))
+        return self._headers.get(name)
 
     def tensor(self, name: str) -> Tensor:
         """Return the tensor. Raises MissingTensor naming it and the folder."""

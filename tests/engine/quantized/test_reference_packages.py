@@ -56,7 +56,7 @@ def test_mxfp4_is_that_of_transformers(blocks: tuple[int, int, int]) -> None:
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(0, 256, (*blocks, 16), dtype=torch.uint8, generator=generator)
-    scales = torch.randint(90, 150, blocks, dtype=torch.uint8, generator=generator)
+    scales = torch.randint(0, 255, blocks, dtype=torch.uint8, generator=generator)
     expected = mxfp4.convert_moe_packed_tensors(codes, scales, dtype=torch.bfloat16)
     for expert in range(blocks[0]):
         assert torch.equal(dequantize_mxfp4(codes[expert], scales[expert]).t(), expected[expert])

@@ -15,10 +15,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from pdmesh.engine.loader.quantize import Int4Weight, Int8Weight
+from pdmesh.engine.loader.quantize import Int4Weight, Int8Weight, in_row_blocks
 from pdmesh.engine.loader.quantized.format import FLOATS, FP8, Header, Part, Stored, WeightFormat, finish, require_shape, shape_of
+from pdmesh.engine.loader.quantized.grid import look_up
 from pdmesh.engine.models.reader import ConfigReader, UnsupportedModel
 
 _F32, _U8 = frozenset({"F32"}), frozenset({"U8"})
@@ -68,25 +70,33 @@ class Bitsandbytes4(WeightFormat):
         state = _State.parse(stem + self._state, stored.tensor(stem + self._state))
         absmax = self._absmax(stem, stored, state)
         codes = stored.tensor(f"{stem}.weight").contiguous().view(torch.uint8).flatten()
-        numbers = stored.tensor(f"{stem}.weight.quant_map")[torch.stack((codes >> 4, codes & 15), dim=1).flatten().int()]
+        table = stored.tensor(f"{stem}.weight.quant_map")
         count = state.shape[0] * state.shape[1]
-        if len(numbers) < count:
-            raise ValueError(f"{stem}.weight: {len(numbers)} codes in the checkpoint, {state.shape} by its quant_state")
-        return _scaled(numbers[:count], absmax, state.block).to(state.dtype).view(state.shape)
+        if 2 * len(codes) < count or len(absmax) != -(-count // state.block):
+            have = f"{2 * len(codes)} codes and {len(absmax)} scales"
+            raise ValueError(
+                f"{stem}.weight: {have} in the checkpoint, {state.shape} in blocks of {state.block} by its quant_state"
+            )
+        return _look_up_scaled(codes, table, absmax, state.block, state.dtype).flatten()[:count].view(state.shape)
 
     def _absmax(self, stem: str, stored: Stored, state: _State) -> Tensor:
         absmax = stored.tensor(f"{stem}.weight.absmax")
         if absmax.dtype != torch.uint8:
             return absmax
         table, scales = (stored.tensor(f"{stem}.weight.nested_{part}") for part in ("quant_map", "absmax"))
-        return _scaled(table[absmax.int()], scales, state.nested_block) + state.nested_offset
+        if len(scales) != -(-len(absmax) // state.nested_block):
+            raise ValueError(f"{stem}.weight.nested_absmax: {len(scales)} scales for {len(absmax)} numbers; it is damaged")
+        return table[absmax.int()] * scales.repeat_interleave(state.nested_block)[: len(absmax)] + state.nested_offset
 
 
-def _scaled(numbers: Tensor, scales: Tensor, block: int) -> Tensor:
-    """Return numbers [n] times the scale of each block of so many, the last of which may be short."""
-    if len(scales) != -(-len(numbers) // block):
-        raise ValueError(f"bitsandbytes: {len(scales)} scales for {len(numbers)} numbers in blocks of {block}; it is damaged")
-    return numbers * scales.repeat_interleave(block)[: len(numbers)]
+def _look_up_scaled(codes: Tensor, table: Tensor, absmax: Tensor, block: int, dtype: torch.dtype) -> Tensor:
+    """Return [blocks, block]: the last may have numbers too many."""
+    codes = F.pad(codes, (0, len(absmax) * block // 2 - len(codes))).view(len(absmax), -1)
+
+    def some(blocks: slice) -> Tensor:
+        return look_up(codes[blocks], table, high_first=True).flatten(1).mul_(absmax[blocks, None])
+
+    return in_row_blocks((len(absmax), block), dtype, some)
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,7 @@ class CompressedTensors(WeightFormat):
     def __init__(self, schemes: tuple[Scheme, ...], ignore: tuple[str, ...]) -> None:
         self.schemes, self.ignore = schemes, ignore
         self.title = "compressed-tensors " + ", ".join(dict.fromkeys(scheme.name for scheme in schemes))
+        self.group = schemes[0].group if len(schemes) == 1 else 0
         self.note = ACTIVATIONS if any(scheme.activations for scheme in schemes) else ""
 
     def scheme_of(self, stem: str) -> Scheme | None:

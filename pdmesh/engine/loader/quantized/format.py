@@ -57,6 +57,8 @@ class WeightFormat(ABC):
     parts: Mapping[str, Part]
     ignored: str = r"(?!)"
     """A pattern of stored names that belong to the format and that no weight needs: scales of activations."""
+    group: int = 0
+    """Inputs that share a scale, where all weights have the same; 0: they have not."""
     note: str = ""
     """What is computed otherwise than the checkpoint says."""
 
@@ -79,9 +81,9 @@ class WeightFormat(ABC):
         return next((ending for ending in self.parts if name.endswith(ending)), None)
 
     def holds(self, stem: str, stored: Stored) -> bool:
-        """Return whether the module's weight is quantized."""
+        """Return whether the module's weight is quantized: under a plain weight's name its dtype says so."""
         header = stored.header(stem + self.main)
-        return header is not None and header.dtype in self.parts[self.main].dtypes
+        return header is not None and (self.main != ".weight" or header.dtype in self.parts[self.main].dtypes)
 
     def stems(self, stored: Stored) -> list[str]:
         """Return the modules with quantized weights."""

@@ -2,7 +2,8 @@
 
 weight            [N, K]                      float8_e4m3fn
 weight_scale      [], [1], [N] or [N, 1]      float: w = weight * weight_scale
-weight_scale_inv  [N / rows, K / columns]     float or e8m0, of blocks (DeepSeek-V3); in spite of its name it multiplies too
+weight_scale_inv  [N / rows, K / columns]     float or e8m0, of blocks (DeepSeek-V3); in spite of its name it multiplies too,
+                                                  and has one number where there are no blocks (Mistral)
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from pdmesh.engine.loader.quantize import in_row_blocks
 from pdmesh.engine.loader.quantized.format import FLOATS, FP8, Part, Stored, WeightFormat, finish, require_shape, shape_of
 from pdmesh.engine.models.reader import ConfigReader, UnsupportedModel
 
@@ -29,37 +31,46 @@ class Fp8(WeightFormat):
     def __init__(self, source: str, block: tuple[int, int] | None = None) -> None:
         """`source` names what wrote the checkpoint."""
         self.block = block
-        self.scale = ".weight_scale_inv" if block else ".weight_scale"
-        self.parts: Mapping[str, Part] = {".weight": Part(FP8), self.scale: Part(_SCALES)}
+        self.parts: Mapping[str, Part] = {
+            ".weight": Part(FP8),
+            ".weight_scale_inv": Part(_SCALES, required=block is not None),
+            ".weight_scale": Part(_SCALES, required=False),
+        }
         self.title = f"{source} fp8 " + (
             f"in blocks of {block[0]} x {block[1]}" if block else "with a scale for each tensor or output"
         )
 
     def read(self, stem: str, stored: Stored, expert: int) -> Tensor:
-        weight, scales = stored.tensor(f"{stem}.weight"), stored.tensor(stem + self.scale)
+        weight, scales = stored.tensor(f"{stem}.weight"), stored.tensor(self._scale(stem, stored))
         return dequantize_blocks(weight, scales, self.block) if self.block else dequantize_rows(weight, scales)
 
     def check_shapes(self, stem: str, stored: Stored) -> None:
         rows, columns = shape_of(f"{stem}.weight", stored)
+        name = self._scale(stem, stored)
         if self.block:
             height, width = self.block
-            require_shape(stem + self.scale, stored, (-(-rows // height), -(-columns // width)))
+            require_shape(name, stored, (-(-rows // height), -(-columns // width)))
+        elif stored.header(name) is None:
+            raise ValueError(f"no tensor {name!r}, which {self.title} needs; the checkpoint is incomplete")
         else:
-            require_shape(stem + self.scale, stored, (), (1,), (1, 1), (rows,), (rows, 1))
+            require_shape(name, stored, (), (1,), (1, 1), (rows,), (rows, 1))
+
+    def _scale(self, stem: str, stored: Stored) -> str:
+        inverse = f"{stem}.weight_scale_inv"
+        return inverse if self.block or stored.header(inverse) is not None else f"{stem}.weight_scale"
 
 
 def dequantize_rows(weight: Tensor, scales: Tensor) -> Tensor:
     """Return weight [N, K] times its one scale, or its scale for each row, in the scales' dtype: rounded once."""
-    return (weight.float() * scales.float().reshape(-1, 1)).to(_result(scales))
+    factors = scales.float().reshape(-1, 1).expand(len(weight), 1)
+    return in_row_blocks(weight.shape, _result(scales), lambda rows: weight[rows].float().mul_(factors[rows]))
 
 
 def dequantize_blocks(weight: Tensor, scales: Tensor, block: Sequence[int]) -> Tensor:
     """Return weight [N, K] times the scale of each block, in the scales' dtype. The last blocks of either side may be short."""
-    by_column = scales.float().repeat_interleave(block[1], 1)[:, : weight.shape[1]]
-    dense = weight.float()
-    for index, factors in enumerate(by_column):
-        dense[index * block[0] : (index + 1) * block[0]] *= factors
-    return dense.to(_result(scales))
+    factors = scales.float().repeat_interleave(block[1], 1)[:, : weight.shape[1]]
+    block_of = torch.arange(len(weight)) // block[0]
+    return in_row_blocks(weight.shape, _result(scales), lambda rows: weight[rows].float().mul_(factors[block_of[rows]]))
 
 
 def _result(scales: Tensor) -> torch.dtype:

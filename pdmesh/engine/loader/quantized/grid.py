@@ -8,7 +8,7 @@ from typing import Protocol, final
 import torch
 from torch import Tensor
 
-from pdmesh.engine.loader.quantize import GROUPS, Int4Weight, Int8Weight
+from pdmesh.engine.loader.quantize import GROUPS, Int4Weight, Int8Weight, in_row_blocks
 
 
 class Codes(Protocol):
@@ -54,15 +54,18 @@ class Grid:
     def dequantize(self) -> Tensor:
         """Return [N, K] in the dtype of the scales: the difference and the product in float32, where both are exact for 16-bit
         scales, rounded once. It is what the packages compute that wrote the file."""
-        scales, zeros = self.scales.float(), self.zeros.float()
+        return in_row_blocks(self.codes.shape, self.scales.dtype, self._dequantize)
+
+    def _dequantize(self, rows: slice) -> Tensor:
+        codes, scales, zeros = self.codes[rows].float(), self.scales[rows].float(), self.zeros[rows].float()
         if self.index is not None:
-            return ((self.codes.float() - zeros[:, self.index]) * scales[:, self.index]).to(self.scales.dtype)
-        groups = self.codes.float().view(*scales.shape, -1)
-        return groups.sub_(zeros[:, :, None]).mul_(scales[:, :, None]).to(self.scales.dtype).view(self.codes.shape)
+            return codes.sub_(zeros[:, self.index]).mul_(scales[:, self.index])
+        groups = codes.view(*scales.shape, -1)
+        return groups.sub_(zeros[:, :, None]).mul_(scales[:, :, None]).flatten(1)
 
     def int4(self, group: int) -> Int4Weight | None:
         """Return the same codes for the kernels' groups, which have to lie within the checkpoint's. The minimum, -zero * scale,
-        is rounded to float16, which moves a weight by 1/256 of a step at most. None where this grid is not theirs: more than
+        is rounded to float16, which moves a weight by 1/128 of a step at most. None where this grid is not theirs: more than
         4 bits, act-order, a scale that float16 does not hold."""
         halves = self.scales.half()
         minimums = (self.zeros.float() * halves.float()).neg_().half()
@@ -108,3 +111,12 @@ def unpack(words: Tensor, bits: int) -> Tensor:
     unit = sum(units[:, :, byte] << (8 * byte) for byte in range(bits))
     assert isinstance(unit, Tensor)
     return torch.stack([((unit >> (bits * code)) & ((1 << bits) - 1)).to(torch.uint8) for code in range(8)], dim=2).flatten(1)
+
+
+def look_up(pairs: Tensor, table: Tensor, *, high_first: bool = False) -> Tensor:
+    """Return for each byte the two numbers of a table of 16 that its halves name, [...] uint8 -> [..., 2] of the table's dtype:
+    the lower half's is the first unless `high_first`."""
+    low, high = table.repeat(16), table.repeat_interleave(16)
+    both = torch.stack((high, low) if high_first else (low, high), dim=1)  # of each of the 256 bytes
+    as_one = both.view({2: torch.int32, 4: torch.int64}[table.itemsize]).flatten()
+    return as_one[pairs.flatten().int()].view(table.dtype).view(*pairs.shape, 2)

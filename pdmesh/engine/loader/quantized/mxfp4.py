@@ -11,7 +11,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from pdmesh.engine.loader.quantize import in_row_blocks
 from pdmesh.engine.loader.quantized.format import Header, Part, Stored, WeightFormat, finish, require_shape, shape_of
+from pdmesh.engine.loader.quantized.grid import look_up
 from pdmesh.engine.models.reader import ConfigReader
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -46,8 +48,12 @@ def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     """Return [out, K] bfloat16, which holds every number of MXFP4 but its smallest, of blocks [out, K / 32, 16] and scales
     [out, K / 32]."""
     table = torch.tensor([*_E2M1, *(-number for number in _E2M1)], dtype=torch.bfloat16)
-    codes = torch.stack((blocks & 15, blocks >> 4), dim=3).flatten(2)
-    return torch.ldexp(table[codes.int()], scales.int()[:, :, None] - 127).flatten(1)
+    factors = torch.ldexp(torch.ones_like(scales, dtype=torch.bfloat16), scales.int() - 127)[:, :, None]
+
+    def some(rows: slice) -> Tensor:
+        return look_up(blocks[rows], table).flatten(2).mul_(factors[rows]).flatten(1)
+
+    return in_row_blocks((len(blocks), blocks.shape[1] * 32), torch.bfloat16, some)
 
 
 def read_mxfp4(config: ConfigReader) -> Mxfp4:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from pdmesh.engine.loader.quantize import Int4Weight, Int8Weight
+from pdmesh.engine.loader.quantize import GROUPS, Int4Weight, Int8Weight
 from pdmesh.engine.loader.quantized.format import Stored, WeightFormat
 from pdmesh.engine.loader.quantized.grid import Codes
 from pdmesh.engine.models.names import Take
-
-logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T", Int4Weight, Int8Weight)
 
@@ -28,8 +25,7 @@ class QuantizedWeights:
     def __init__(self, form: WeightFormat, stored: Stored) -> None:
         self.format, self._stored = form, stored
         self._last: tuple[str, int, Codes | Tensor] | None = None  # a fused weight is asked for part by part
-        self._exact: set[tuple[str, int]] = set()
-        self._dequantized: set[tuple[str, int]] = set()
+        self._taken: dict[tuple[str, int], bool] = {}  # by name and expert, whether it was taken as it is
 
     def holds(self, name: str) -> bool:
         """Return whether the tensor that a family names so is quantized."""
@@ -41,7 +37,7 @@ class QuantizedWeights:
         tensor = weight if isinstance(weight, Tensor) else weight.dequantize()
         for change in take.linear_change:
             tensor = change(tensor)
-        self._dequantized.add((take.name, take.expert))
+        self._count(take, is_exact=False)
         return tensor
 
     def int4(self, take: Take, group: int) -> Int4Weight | None:
@@ -62,8 +58,12 @@ class QuantizedWeights:
         else:
             exact = give(codes)
         if exact is not None:
-            self._exact.add((take.name, take.expert))
+            self._count(take, is_exact=True)
         return exact
+
+    def _count(self, take: Take, *, is_exact: bool) -> None:
+        """What a weight was last taken as counts: backends ask for codes first, and one weight is tried to choose a format."""
+        self._taken[take.name, take.expert] = is_exact
 
     def _read(self, take: Take) -> Codes | Tensor:
         if self._last is None or self._last[:2] != (take.name, take.expert):
@@ -75,23 +75,27 @@ class QuantizedWeights:
         """Free what was kept for the next part of a fused weight."""
         self._last = None
 
-    def say(self, form: str, num_bytes: int, stored_bytes: int) -> None:
-        """Log, once a model is loaded, what was read and what it costs in the worker's format `form`."""
-        converted = len(self._dequantized - self._exact)
-        total = converted + len(self._exact)
-        if not total:
-            return
-        logger.info("%s", reading(self.format, len(self._exact), converted, form, num_bytes, stored_bytes))
+    def is_empty_bias(self, name: str) -> bool:
+        """Return whether this is a bias of zeros: some tools write one for every quantized map, whatever the model has."""
+        stem = name.removesuffix(".bias")
+        return stem != name and self.format.holds(stem, self._stored) and not bool(self._stored.tensor(name).any())
 
+    def reading(self, worker: str, group: int) -> str:
+        """Return what was read and what became of it in the worker's format; empty where no weight is quantized."""
+        exact = sum(self._taken.values())
+        converted = len(self._taken) - exact
+        if not self._taken:
+            return ""
+        is_plain = worker in ("float32", "float16", "bfloat16")
+        rounded = "" if is_plain else ", rounded a second time"
+        parts = [f"{exact} taken as they are, as {worker}"] if exact else []
+        parts += [f"{converted} dequantized to {worker}{rounded}"] if converted else []
+        text = f"weights are {self.format.title}: {' and '.join(parts)}"
+        return text + self._hint(exact, worker, group) + (f"; {self.format.note}" if self.format.note else "")
 
-def reading(form: WeightFormat, exact: int, converted: int, worker: str, num_bytes: int, stored_bytes: int) -> str:
-    """Return the line that says what a worker made of a quantized checkpoint."""
-    is_plain = worker in ("float32", "float16", "bfloat16")
-    taken = f"{exact} weights taken as they are" if exact else ""
-    other = f"{converted} weights dequantized to {worker}" + ("" if is_plain else ", rounded a second time") if converted else ""
-    what = "; ".join(part for part in (taken, other) if part)
-    size = f"{num_bytes / 1e9:.2f} GB here, {stored_bytes / 1e9:.2f} GB in the files"
-    return f"weights are {form.title}: {what}; {size}" + (f"; {form.note}" if form.note else "")
+    def _hint(self, exact: int, worker: str, group: int) -> str:
+        own = next((size for size in sorted(GROUPS, reverse=True) if self.format.group and self.format.group % size == 0), 0)
+        return f" (give quantization_group={own} for fewer bytes)" if exact and worker == "int4" and own > group else ""
 
 
 def _stem(name: str) -> str:
