@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -18,6 +18,7 @@ from pdmesh.engine.loader.quantize import Int4Weight
 from pdmesh.engine.models.config import ModelConfig, token_ids
 from pdmesh.engine.models.reader import UnsupportedModel
 from pdmesh.engine.models.registry import family_of, model_config
+from pdmesh.overrides import overridden
 
 # The source of weights: Hugging Face names to tensors, whatever the file format
 
@@ -51,9 +52,10 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 class SafetensorsSource:
     """Read safetensors, see WeightSource. Opening reads config.json and the headers only."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, overrides: Sequence[str] = ()) -> None:
+        """Open it. `overrides`: of keys of config.json. Raises ValueError."""
         self.folder = folder
-        self.config = read_config(folder)
+        self.config = read_config(folder, overrides)
         self._names = family_of(self.config.model_type).names_for(self.config)
         self._file_of = {name: file for path in weight_files(folder) for file, name in _tensors_of(path)}
         self._taken: set[str] = set()
@@ -107,12 +109,13 @@ def _tensors_of(path: Path) -> list[tuple[_File, str]]:
     return [(file, name) for name in list(file.keys())]
 
 
-def read_config(folder: Path) -> ModelConfig:
-    """Read config.json, and end-of-sequence ids from generation_config.json where it has them, like transformers' `generate`."""
+def read_config(folder: Path, overrides: Sequence[str] = ()) -> ModelConfig:
+    """Read config.json with `overrides`, and end-of-sequence ids from generation_config.json where it has them, like
+    transformers' `generate`."""
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder}: no config.json; give a Hugging Face model folder or a .gguf file")
-    config = _config_of(path, model_config)
+    config = _config_of(path, lambda content: model_config(overridden(content, overrides)))
     generation = folder / "generation_config.json"
     if generation.is_file():
         ids = _config_of(generation, lambda content: token_ids(content.get("eos_token_id")))
@@ -170,6 +173,8 @@ def checked(source: WeightSource, name: str, shape: tuple[int, ...]) -> Tensor:
 def require_finite(name: str, tensor: Tensor) -> None:
     """Raise ValueError for weights with NaN or infinity. The extremes of a tensor take a small part of the time of a copy, and
     NaN is passed on to both."""
+    if tensor.device.type == "meta":
+        return
     if tensor.numel() and tensor.dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         if not all(map(math.isfinite, map(float, tensor.aminmax()))):
             raise ValueError(f"{name}: holds NaN or infinity; the checkpoint is damaged, get it again or convert it anew")
