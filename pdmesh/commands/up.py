@@ -15,6 +15,7 @@ from typing import Literal
 
 from rich.console import RenderableType
 
+from pdmesh import overrides
 from pdmesh.client.channel import DEFAULT_ADDRESS
 from pdmesh.commands.tls import exports
 from pdmesh.commands.up_autoscale import AutoscaleOptions, Shown, local_loop, scaled
@@ -23,6 +24,7 @@ from pdmesh.launcher.local_state import TARGETS_FILE, DecisionFile, MetricsFiles
 from pdmesh.launcher.mesh import LocalMesh, process_table
 from pdmesh.launcher.plan import EMBEDDED_REDIS, LocalMeshConfig, check_packages
 from pdmesh.models import registry
+from pdmesh.models.headers import check_headers
 from pdmesh.runtime.child import StartFailed
 from pdmesh.runtime.config import ConfigError
 from pdmesh.runtime.rpc.tls import TlsConfig
@@ -41,6 +43,7 @@ class Options:
     routers: int = field(default=1, metadata={"help": "routers, on consecutive ports"})
     router_processes: int = field(default=1, metadata={"help": "processes of each router, which share its ports"})
     model: str = field(default=registry.DEFAULT_MODEL, metadata={"help": "known name, Hugging Face folder or .gguf file"})
+    override: tuple[str, ...] = field(default=(), metadata={"help": overrides.HELP, "repeated": True})
     device: Literal["cpu", "cuda"] = field(default="cpu", metadata={"help": "where the engines compute"})
     host: str = field(default="127.0.0.1", metadata={"help": "address to listen on"})
     port: int = field(default=8100, metadata={"help": "port of the (first) router; 0: any free one"})
@@ -84,6 +87,7 @@ class Options:
         for name in ("prefill", "decode", "both", "threads"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}: must not be negative")
+        overrides.check(self.override)
         if self.decode + self.both < 1:
             raise ValueError("decode: a mesh needs a worker that decodes; give at least 1")
         if self.routers < 1:
@@ -113,6 +117,7 @@ def run(options: Options) -> int:
     try:
         check_packages()
         folder = registry.ensure_model(options.model)
+        check_headers(folder, options.override)
         return asyncio.run(_serve(_config(options, folder), options.scaling))
     except (registry.ModelError, StartFailed, ConfigError) as error:
         print(f"pdmesh up: {error}", file=sys.stderr)
@@ -156,7 +161,7 @@ def _mesh_config(options: Options, folder: Path) -> LocalMeshConfig:
         tls=options.certificates,
         throwaway_tls=options.tls,
         otlp_endpoint=options.otlp_endpoint,
-        worker_args=(*_speculation(options.speculation), *options.worker_args),
+        worker_args=(*_speculation(options.speculation), *_overrides(options.override), *options.worker_args),
         router_args=(*_generation_config(options.generation_config), *options.router_args),
     )
 
@@ -164,6 +169,10 @@ def _mesh_config(options: Options, folder: Path) -> LocalMeshConfig:
 def _speculation(value: str) -> tuple[str, ...]:
     """Return flags of each worker: one that does not decode drafts nothing, but may get that role later."""
     return ("--speculation", value) if value else ()
+
+
+def _overrides(given: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(part for override in given for part in ("--override", override))
 
 
 def _generation_config(value: GenerationConfig) -> tuple[str, ...]:

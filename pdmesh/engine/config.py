@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from pdmesh import overrides
 from pdmesh.engine.speculation.registry import PROPOSERS
 
 DEVICES = ("cpu", "cuda")
@@ -28,6 +29,7 @@ class EngineConfig:
     """Configure one engine. Each `help` is shown by `--help`."""
 
     model: str = field(metadata={"help": "model folder (Hugging Face, safetensors) or .gguf file"})
+    override: tuple[str, ...] = field(default=(), metadata={"help": overrides.HELP, "repeated": True})
     device: str = field(default="cpu", metadata={"help": "cpu or cuda"})
     dtype: str = field(
         default="auto", metadata={"help": "float32, bfloat16, float16, auto (the checkpoint's); quantized: bfloat16"}
@@ -91,6 +93,7 @@ class EngineConfig:
         """Raise ValueError, naming the field and what to do, for settings that are wrong with every model."""
         if not self.model:
             raise ValueError("model: empty; give a model folder or a .gguf file")
+        overrides.check(self.override)
         _one_of("device", self.device, DEVICES)
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("backend", self.backend, BACKENDS)

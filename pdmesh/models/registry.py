@@ -28,6 +28,7 @@ from pdmesh.models.catalogue import (
     write_marker,
 )
 from pdmesh.models.download import StderrProgress, ensure_gguf, megabytes, require_space, run_reporting
+from pdmesh.models.headers import check_headers
 from pdmesh.runtime.child import import_path, python_command
 
 # Converts a GGUF file to a Hugging Face folder in the cache: float32 safetensors, config.json, tokenizer.
@@ -177,6 +178,7 @@ def _ensure_file(path: Path, progress: Progress) -> Path:
             raise ModelError(
                 f"{path} is no GGUF file; name a Hugging Face folder, a .gguf file or one of {', '.join(KNOWN_MODELS)}"
             )
+    check_headers(path)  # before gigabytes are read
     sha256 = _remembered_sha256(path, progress)
     notice = f"Converted from {path.name} (SHA-256 {sha256}) by pdmesh; its licence is that of the original."
     return ensure_converted(path, sha256, cache_folder() / "models" / f"gguf-{sha256}", notice, progress)

@@ -16,6 +16,7 @@ from pdmesh.doctor.machine import Check, State, examine, missing, ok
 from pdmesh.engine.kernels.cpu import build, isa
 from pdmesh.models.catalogue import KNOWN_MODELS
 from tests.support.terminal import plain
+from tests.support.tiny_models import make_tiny_model
 
 
 def test_cpu_flags_of_x86_and_arm() -> None:
@@ -80,7 +81,10 @@ def test_model_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert software.model_files(known).state is State.WARN
     assert software.disk(known).state in (State.OK, State.WARN, State.MISSING)
     assert software.model_files(str(tmp_path / "nothing")).blocks
-    assert software.model_files(str(tmp_path)).state is State.OK
+    assert software.model_files(str(make_tiny_model(tmp_path / "tiny"))).state is State.OK
+    (tmp_path / "tiny" / "config.json").write_text('{"model_type": "mamba"}')
+    refused = software.model_files(str(tmp_path / "tiny"))
+    assert refused.blocks and "model_type 'mamba' is not supported" in refused.found
 
 
 def test_cpu_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

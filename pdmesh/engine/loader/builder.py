@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,18 +28,19 @@ _ATTENTION = "reference"
 _LATENT_EPS = 1e-6  # of the norms inside latent attention, whatever the others have
 
 
-def open_checkpoint(path: Path) -> tuple[WeightSource, list[Path]]:
-    """Return the opened checkpoint and the files of its hash. Raises ValueError saying what is at `path` instead."""
+def open_checkpoint(path: Path, overrides: Sequence[str] = ()) -> tuple[WeightSource, list[Path]]:
+    """Return the opened checkpoint and the files of its hash; `overrides` change what its config says (pdmesh/overrides.py).
+    Raises ValueError saying what is at `path` instead."""
     if path.is_dir():
         beside = [path / name for name in SIDE_FILES if (path / name).is_file()]
-        return SafetensorsSource(path), [path / "config.json", *beside, *weight_files(path)]
+        return SafetensorsSource(path, overrides), [path / "config.json", *beside, *weight_files(path)]
     if not path.is_file():
         raise ValueError(f"model: {path} does not exist; give a model folder or a .gguf file")
     if path.suffix.lower() != ".gguf":
         raise ValueError(f"model: {path} is neither a folder nor a .gguf file")
     from pdmesh.engine.loader.gguf import GgufSource  # the gguf package is imported only for GGUF files
 
-    return GgufSource(path), [path]
+    return GgufSource(path, overrides), [path]
 
 
 def numeric_mode(model: DecoderModel, device: str) -> str:

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +24,7 @@ from pdmesh.engine.loader.safetensors import SINGLE, MissingTensor
 from pdmesh.engine.models.layers import inverse_frequencies
 from pdmesh.engine.models.registry import model_config
 from pdmesh.engine.models.rope import RopeConfig
+from pdmesh.overrides import overridden
 
 # Blocks of a GGUF file's tensors (layouts: ggml-common.h): 4 bits unchanged, everything as float32
 #
@@ -214,10 +215,10 @@ _NOT_WEIGHTS = ("rope_freqs.weight",)
 class GgufSource:
     """See WeightSource. `config_dict` is the config.json that transformers would read for this file."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, overrides: Sequence[str] = ()) -> None:
         self.path = path
         reader = _open(path)
-        self.config_dict = config_dict(path, reader)
+        self.config_dict = overridden(config_dict(path, reader), overrides)
         self.config = model_config(self.config_dict)
         self._is_permuted = self.config_dict["model_type"] == "llama"
         tensors = [tensor for tensor in reader.tensors if tensor.name not in _NOT_WEIGHTS]

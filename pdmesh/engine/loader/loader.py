@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from pdmesh.engine.kernels.cpu.threads import default_threads
 from pdmesh.engine.kernels.triton.support import why_not_here
 from pdmesh.engine.loader.builder import Progress, TorchBuilder, numeric_mode, open_checkpoint
 from pdmesh.engine.loader.hash import weights_hash
+from pdmesh.engine.loader.headers import warn_of_unused
 from pdmesh.engine.loader.kv_scales import KVScales, known_scales, pool_scales
 from pdmesh.engine.loader.pack import NativeBuilder, one_torch_thread
 from pdmesh.engine.loader.safetensors import MissingTensor, SafetensorsSource, WeightSource
@@ -99,7 +101,8 @@ def load_model(config: EngineConfig, progress: Progress = lambda _share, _text: 
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     _check_device(config.device)
-    source, files = open_checkpoint(Path(config.model))
+    source, files = open_checkpoint(Path(config.model), config.override)
+    warn_of_unused(source)
     check_degree(config.tensor_parallel, source.config)
     library, why_none = _open_kernels(config, lambda text: progress(0.0, text))
     numerics = choose_numerics(
@@ -112,7 +115,7 @@ def load_model(config: EngineConfig, progress: Progress = lambda _share, _text: 
     if numerics.why_torch:
         logger.warning("the slower torch backend computes this model: %s", numerics.why_torch)
     check_weights_fit(numerics.num_bytes(source.config, _num_elements(source, config)), free_memory(config.device), config.device)
-    digest = weights_hash(files, lambda share: progress(0.3 * share, "hashing weights"))
+    digest = _overridden(weights_hash(files, lambda share: progress(0.3 * share, "hashing weights")), config.override)
     loading = partial(_load, source, config, numerics, library)
     model, mode = loading(lambda share, text: progress(0.3 + 0.7 * share, text))
     kv_scales = known_scales(source, numerics.kv_dtype)
@@ -154,6 +157,11 @@ def _load_triton(source: WeightSource, config: EngineConfig, numerics: Numerics,
     maps = QuantizedMaps(source, numerics, config.device) if numerics.is_quantized else None
     decoder = TorchBuilder(source, numerics.dtype, config.device, maps).build(max_context, progress)
     return triton_model(decoder, config, numerics, max_context, pool_scales(source, numerics.kv_dtype))
+
+
+def _overridden(digest: str, overrides: Sequence[str]) -> str:
+    """Return the hash of a model that is read with overrides: it computes otherwise, so it is another model to the mesh."""
+    return hashlib.sha256("\0".join((digest, *sorted(overrides))).encode()).hexdigest() if overrides else digest
 
 
 def _num_elements(source: WeightSource, config: EngineConfig) -> int:

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -22,6 +22,7 @@ from pdmesh.engine.loader.quantized.weights import QuantizedWeights
 from pdmesh.engine.models.config import ModelConfig, token_ids
 from pdmesh.engine.models.reader import UnsupportedModel
 from pdmesh.engine.models.registry import family_of, model_config
+from pdmesh.overrides import overridden
 
 # The source of weights: Hugging Face names to tensors, whatever the file format
 
@@ -59,9 +60,10 @@ class SafetensorsSource:
     """Read safetensors, see WeightSource. Opening reads config.json and the headers only, and refuses by these what cannot be
     read: weights in a dtype that is not their format's."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, overrides: Sequence[str] = ()) -> None:
+        """Open it. `overrides`: of keys of config.json. Raises ValueError."""
         self.folder = folder
-        self.config = read_config(folder)
+        self.config = read_config(folder, overrides)
         self._names = family_of(self.config.model_type).names_for(self.config)
         self._stored = StoredTensors(folder)
         form = _config_of(folder / "config.json", lambda content: weight_format(with_side_file(folder, content)))
@@ -201,12 +203,13 @@ def _tensors_of(path: Path) -> list[tuple[_File, str]]:
     return [(file, name) for name in list(file.keys())]
 
 
-def read_config(folder: Path) -> ModelConfig:
-    """Read config.json, and end-of-sequence ids from generation_config.json where it has them, like transformers' `generate`."""
+def read_config(folder: Path, overrides: Sequence[str] = ()) -> ModelConfig:
+    """Read config.json with `overrides`, and end-of-sequence ids from generation_config.json where it has them, like
+    transformers' `generate`."""
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder}: no config.json; give a Hugging Face model folder or a .gguf file")
-    config = _config_of(path, lambda content: model_config(with_side_file(folder, content)))
+    config = _config_of(path, lambda content: model_config(with_side_file(folder, overridden(content, overrides))))
     generation = folder / "generation_config.json"
     if generation.is_file():
         ids = _config_of(generation, lambda content: token_ids(content.get("eos_token_id")))
@@ -272,6 +275,8 @@ def checked(source: WeightSource, name: str, shape: tuple[int, ...]) -> Tensor:
 def require_finite(name: str, tensor: Tensor) -> None:
     """Raise ValueError for weights with NaN or infinity. The extremes of a tensor take a small part of the time of a copy, and
     NaN is passed on to both."""
+    if tensor.device.type == "meta":
+        return
     is_checked = tensor.numel() and tensor.dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
     if is_checked and not all(map(math.isfinite, map(float, tensor.aminmax()))):
         raise ValueError(f"{name}: holds NaN or infinity; the checkpoint is damaged, get it again or convert it anew")

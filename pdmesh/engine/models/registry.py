@@ -117,7 +117,7 @@ def model_config(content: Mapping[str, object]) -> ModelConfig:
     unread = reader.unread()
     if unread:
         raise UnsupportedModel(
-            f"{', '.join(unread)}: not read for model_type {model_type!r}, so this model might be computed wrongly; remove the "
-            f"key from config.json if it changes nothing"
+            f"{', '.join(unread)}: not read for model_type {model_type!r}, so this model might be computed wrongly; "
+            f"--override {unread[0]}=null ignores it, if it changes nothing"
         )
     return config

@@ -73,7 +73,7 @@ def ranks_share_pool(config: EngineConfig) -> bool:
 def load_shard(config: EngineConfig, shard: Shard, *, shares_pool: bool) -> Join:
     """Load this rank's share of the weights, in another rank's process; it then needs only the group."""
     torch.set_num_threads(config.num_threads)
-    source, _ = open_checkpoint(Path(config.model))
+    source, _ = open_checkpoint(Path(config.model), config.override)
     no_triton = why_not_here(config.device) if wants_triton(config) else ""
     numerics = choose_numerics(
         config, source.config, has_int4=False, no_library="it was not asked for", no_triton=no_triton

@@ -206,9 +206,9 @@ def check_speculation(config: EngineConfig) -> None:
         given_heads(config)
     if "draft_model" in names:
         draft_model = given_draft_model(config)
-        check_draft_model(draft_model, config, open_checkpoint(Path(config.model))[0].config)
+        check_draft_model(draft_model, config, open_checkpoint(Path(config.model), config.override)[0].config)
     if "self_draft" in names:
-        check_num_layers(config.self_draft_layers, open_checkpoint(Path(config.model))[0].config)
+        check_num_layers(config.self_draft_layers, open_checkpoint(Path(config.model), config.override)[0].config)
 
 
 def _check_unused(config: EngineConfig, names: tuple[str, ...]) -> None:

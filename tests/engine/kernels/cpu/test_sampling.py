@@ -338,8 +338,8 @@ def test_one_bad_logit_is_enough(params: dict[str, Any], bad: float, place: int,
 
 def test_a_penalty_that_gives_infinity_gives_no_token(native: NativeSampler) -> None:
     logits = torch.tensor([[3e38, 1.0, 0.0]])
-    cases: tuple[dict[str, Any], ...] = ({"temperature": 0}, {}, {"top_k": 2}, {"logprobs": 1})
-    for params in cases:
+    kinds: list[dict[str, Any]] = [{"temperature": 0}, {}, {"top_k": 2}, {"logprobs": 1}]
+    for params in kinds:
         rows = [row(repetition_penalty=0.01, output=(0,), index=1, **params)]
         assert native.sample(logits, rows) == Sampler().sample(logits, rows) == [SampledToken(NO_TOKEN, None)]
 

@@ -229,8 +229,8 @@ def test_one_logit_that_is_no_number_gives_no_token(bad: float, place: int) -> N
 
 def test_a_penalty_that_gives_infinity_gives_no_token() -> None:
     logits = torch.tensor([[3e38, 1.0, 0.0]])
-    cases: tuple[dict[str, Any], ...] = ({"temperature": 0.0}, {})
-    for params in cases:
+    kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {}]
+    for params in kinds:
         assert_same(logits, [row(repetition_penalty=0.01, output=(0,), index=1, **params)])
 
 
