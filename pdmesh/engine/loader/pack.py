@@ -22,9 +22,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdmesh.engine.backend_selection import Numerics
-from pdmesh.engine.kernels.cpu.model import PackedLayer, PackedLinear, PackedNorm, PackedRope, PackedWeights, gathered
+from pdmesh.engine.kernels.cpu.model import (
+    PackedExperts,
+    PackedLayer,
+    PackedLinear,
+    PackedMLP,
+    PackedNorm,
+    PackedRope,
+    PackedWeights,
+    gathered,
+)
 from pdmesh.engine.loader.quantize import Fp8Weight, Int4Weight, Int8Weight, quantize_int4, quantize_int8
 from pdmesh.engine.loader.safetensors import WeightSource, checked, exact_weight
+from pdmesh.engine.models.config import ExpertsConfig
 from pdmesh.engine.models.layers import RotaryTable
 from pdmesh.engine.models.rope import RopeConfig
 
@@ -211,7 +221,6 @@ class NativeBuilder:
         attention, query = f"{prefix}.self_attn", config.num_heads * config.head_dim
         has_mlp_norm = config.pre_norm and config.mlp_norm
         is_local = config.local_rope is not None and config.windows[index] is not None
-        gate_up, down = self._mlp(f"{prefix}.mlp", config.intermediate_size, has_bias=config.mlp_bias)
         return PackedLayer(
             input_norm=self._norm(f"{prefix}.input_layernorm") if config.pre_norm else None,
             mlp_norm=self._norm(f"{prefix}.post_attention_layernorm") if has_mlp_norm else None,
@@ -219,10 +228,12 @@ class NativeBuilder:
             key_norm=self._head_norm(f"{attention}.k_norm", config.num_kv_heads) if config.qk_norm else None,
             qkv=self._qkv(attention),
             output=self._linear(f"{attention}.o_proj", config.hidden_size, query, has_bias=config.output_bias),
-            gate_up=gate_up,
-            down=down,
+            mlp=self._experts(f"{prefix}.mlp", config.experts)
+            if config.has_experts(index) and config.experts
+            else self._mlp(f"{prefix}.mlp", config.intermediate_size, has_bias=config.mlp_bias),
             post_attention_norm=self._norm(f"{prefix}.post_self_attn_norm") if config.post_norm else None,
             post_mlp_norm=self._norm(f"{prefix}.post_mlp_norm") if config.post_norm else None,
+            sinks=self._tensor(f"{attention}.sinks", config.num_heads).float().contiguous() if config.sinks else None,
             rope=(1 if is_local else 0) if config.is_rotated(index) else None,
         ).gathered()
 
@@ -234,15 +245,35 @@ class NativeBuilder:
         biases = [self._tensor(f"{attention}.{n}_proj.bias", count) for n, count in rows.items()] if config.qkv_bias else []
         return self._packed(concat_rows(weights), torch.cat(biases) if biases else None)
 
-    def _mlp(self, prefix: str, inner: int, *, has_bias: bool) -> tuple[PackedLinear, PackedLinear]:
-        """Return the map of gate and up, or of a plain MLP's up alone, and that of down."""
+    def _mlp(self, prefix: str, inner: int, *, has_bias: bool) -> PackedMLP:
         hidden = self.config.hidden_size
         down = self._linear(f"{prefix}.down_proj", hidden, inner, has_bias=has_bias)
         if not self.config.gated_mlp:
-            return self._linear(f"{prefix}.up_proj", inner, hidden, has_bias=has_bias), down
+            return PackedMLP(self._linear(f"{prefix}.up_proj", inner, hidden, has_bias=has_bias), down)
         gate, up = (self._weight(f"{prefix}.{name}_proj", inner, hidden) for name in ("gate", "up"))
         biases = [self._tensor(f"{prefix}.{name}_proj.bias", inner) for name in ("gate", "up")] if has_bias else []
-        return self._packed(interleave_gate_up(gate, up), interleave_gate_up(*biases) if biases else None), down
+        return PackedMLP(self._packed(interleave_gate_up(gate, up), interleave_gate_up(*biases) if biases else None), down)
+
+    def _experts(self, prefix: str, experts: ExpertsConfig) -> PackedExperts:
+        count, inner, shared = experts.num_experts, experts.intermediate_size, experts.shared_intermediate_size
+        correction = self._tensor(f"{prefix}.router.correction", count).float().contiguous() if experts.has_correction else None
+        return PackedExperts(
+            experts,
+            router=self._router(prefix, experts),
+            correction=correction,
+            experts=tuple(self._mlp(f"{prefix}.experts.{number}", inner, has_bias=experts.bias) for number in range(count)),
+            shared=self._mlp(f"{prefix}.shared_expert", shared, has_bias=self.config.mlp_bias) if shared else None,
+        )
+
+    def _router(self, prefix: str, experts: ExpertsConfig) -> PackedLinear:
+        """Return the map to the experts' scores and, behind them, to the shared expert's gate. It stays in float32."""
+        count, hidden = experts.num_experts, self.config.hidden_size
+        rows = [self._tensor(f"{prefix}.router.weight", count, hidden).float()]
+        bias = self._tensor(f"{prefix}.router.bias", count).float() if experts.router_bias else None
+        if experts.shared_gate:
+            rows.append(self._tensor(f"{prefix}.shared_gate.weight", 1, hidden).float())
+            bias = None if bias is None else torch.cat((bias, bias.new_zeros(1)))
+        return gathered([_packed(concat_rows(rows), "float32", bias)])[0]
 
     def _linear(self, name: str, rows: int, width: int, *, has_bias: bool) -> PackedLinear:
         bias = self._tensor(f"{name}.bias", rows) if has_bias else None

@@ -38,12 +38,33 @@ struct PdmeshRope {
     int64_t dim;
 };
 
+// kSoftmaxOfBest: over the logits of those chosen. kSparseMixer: Phi-3.5-MoE's.
+enum PdmeshScoring : int32_t { kSoftmax = 0, kSigmoid = 1, kSoftmaxOfBest = 2, kSparseMixer = 3 };
+
+struct PdmeshExpert {
+    PdmeshLinear gate_up, down;
+};
+
+// See ExpertsConfig (pdmesh/engine/models/config.py). `router` is float32; behind the experts' rows it has the shared expert's gate, if
+// there is one. `correction` [num_experts] or null; `shared` or null; `counts` [num_experts] adds up the tokens of each expert.
+struct PdmeshExperts {
+    int32_t num_experts, top_k, scoring, normalizes, num_groups, top_groups, ranks_by_two, activation;
+    float scale, jitter, limit;
+    int32_t has_shared_gate;
+    PdmeshLinear router;
+    const float* correction;
+    const PdmeshExpert* experts;
+    const PdmeshExpert* shared;
+    int64_t* counts;
+};
+
 // `query_norm`, `key_norm`: see PdmeshHeadNorms. `window` 0: none. `rope`: which of the model's, -1: none. A gated MLP's gate_up map
 // has alternating panels: 16 gate outputs, their 16 up outputs, and so on; a plain one's is its first map.
 struct PdmeshLayer {
     PdmeshNorm input_norm, mlp_norm, post_attention_norm, post_mlp_norm, query_norm, key_norm;
     PdmeshLinear qkv, output, gate_up, down;
-    const float* sinks;  // [num_heads] or null
+    const float* sinks;            // [num_heads] or null
+    const PdmeshExperts* experts;  // instead of gate_up and down; or null
     int64_t window, rope;
 };
 

@@ -17,6 +17,7 @@ FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
 NORM_KINDS = {"rms": 0, "layer": 1}
 HEAD_NORMS = {"": 0, "head": 0, "heads": 1, "all": 2}
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "swiglu_oai": 5}
+SCORINGS = {"softmax": 0, "sigmoid": 1, "softmax_topk": 2, "sparsemixer": 3}
 
 
 class Linear(Structure):
@@ -36,11 +37,30 @@ class Rope(Structure):
     _fields_ = (("cos", c_void_p), ("sin", c_void_p), ("dim", c_int64))
 
 
+class Expert(Structure):
+    _fields_ = (("gate_up", Linear), ("down", Linear))
+
+
+class Experts(Structure):
+    _fields_ = (
+        *((name, c_int32) for name in ("num_experts", "top_k", "scoring", "normalizes", "num_groups", "top_groups")),
+        *((name, c_int32) for name in ("ranks_by_two", "activation")),
+        *((name, c_float) for name in ("scale", "jitter", "limit")),
+        ("has_shared_gate", c_int32),
+        ("router", Linear),
+        ("correction", c_void_p),
+        ("experts", POINTER(Expert)),
+        ("shared", POINTER(Expert)),
+        ("counts", c_void_p),
+    )
+
+
 class Layer(Structure):
     _fields_ = (
         *((name, Norm) for name in ("input_norm", "mlp_norm", "post_attention_norm", "post_mlp_norm", "query_norm", "key_norm")),
         *((name, Linear) for name in ("qkv", "output", "gate_up", "down")),
         ("sinks", c_void_p),
+        ("experts", POINTER(Experts)),
         ("window", c_int64),
         ("rope", c_int64),
     )
@@ -115,7 +135,7 @@ class Pool(Structure):
     )
 
 
-_STRUCTS = (Linear, Layer, Model, Step, Profile, Pool)
+_STRUCTS = (Linear, Layer, Model, Step, Profile, Pool, Experts)
 
 
 def open_library(say: Say = print) -> ctypes.CDLL:

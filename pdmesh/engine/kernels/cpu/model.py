@@ -15,7 +15,7 @@ from pdmesh.engine.kernels.cpu import library as abi
 from pdmesh.engine.kernels.cpu.library import gather
 from pdmesh.engine.kernels.cpu.sampling import NativeSampler
 from pdmesh.engine.kv_cache.events import LayerReadiness
-from pdmesh.engine.models.config import ModelConfig, missing_part
+from pdmesh.engine.models.config import ExpertsConfig, ModelConfig, missing_part
 from pdmesh.engine.models.decoder import shortened
 from pdmesh.engine.runner.batch import StepBatch, Tail
 
@@ -79,9 +79,77 @@ class PackedNorm:
 
 
 @dataclass(frozen=True)
+class PackedMLP:
+    """`gate_up` is the first map of a plain MLP."""
+
+    gate_up: PackedLinear
+    down: PackedLinear
+
+    @property
+    def linears(self) -> tuple[PackedLinear, ...]:
+        return (self.gate_up, self.down)
+
+
+@dataclass(frozen=True)
+class PackedExperts:
+    """`router` is float32; behind the experts' rows it has the shared expert's gate, if there is one. `correction` is float32."""
+
+    config: ExpertsConfig
+    router: PackedLinear
+    correction: Tensor | None
+    experts: tuple[PackedMLP, ...]
+    shared: PackedMLP | None
+
+    @property
+    def linears(self) -> tuple[PackedLinear, ...]:
+        mlps = self.experts if self.shared is None else (*self.experts, self.shared)
+        return tuple(linear for mlp in mlps for linear in mlp.linears)
+
+    @property
+    def bytes_per_step(self) -> int:
+        """Return the weight bytes that a step of one token reads."""
+        taken = [*self.experts[: self.config.top_k], *([] if self.shared is None else [self.shared])]
+        return sum(linear.num_bytes for mlp in taken for linear in mlp.linears) + self.router.num_bytes
+
+    def with_linears(self, linears: Sequence[PackedLinear]) -> PackedExperts:
+        """Return the same with other maps, in the order of `linears`."""
+        mlps = tuple(PackedMLP(*linears[first : first + 2]) for first in range(0, len(linears), 2))
+        count = len(self.experts)
+        return replace(self, experts=mlps[:count], shared=None if self.shared is None else mlps[count])
+
+    def descriptor(self, activation: str, counts: Tensor) -> abi.Experts:
+        """Return what the kernels read; `counts` [num_experts] int64 adds up the tokens of each expert."""
+        config = self.config
+        experts = (abi.Expert * len(self.experts))(*(_expert(mlp) for mlp in self.experts))
+        return abi.Experts(
+            num_experts=config.num_experts,
+            top_k=config.top_k,
+            scoring=abi.SCORINGS[config.scoring],
+            normalizes=config.normalize,
+            num_groups=config.num_groups,
+            top_groups=config.top_groups,
+            ranks_by_two=config.group_rank == "top2",
+            activation=abi.ACTIVATIONS[config.activation or activation],
+            scale=config.scale,
+            jitter=config.router_jitter,
+            limit=config.activation_limit,
+            has_shared_gate=config.shared_gate,
+            router=self.router.descriptor(),
+            correction=_address(self.correction),
+            experts=experts,
+            shared=None if self.shared is None else ctypes.pointer(_expert(self.shared)),
+            counts=counts.data_ptr(),
+        )
+
+
+def _expert(mlp: PackedMLP) -> abi.Expert:
+    return abi.Expert(mlp.gate_up.descriptor(), mlp.down.descriptor())
+
+
+@dataclass(frozen=True)
 class PackedLayer:
     """Norms that a family lacks are None. The weights of `query_norm` and `key_norm`: one vector [head_dim] for all heads, or one
-    for each head. `gate_up` is the first map of a plain MLP. `rope` is the number of the layer's rotary embedding."""
+    for each head. `rope` is the number of the layer's rotary embedding."""
 
     input_norm: PackedNorm | None
     mlp_norm: PackedNorm | None
@@ -89,28 +157,33 @@ class PackedLayer:
     key_norm: PackedNorm | None
     qkv: PackedLinear
     output: PackedLinear
-    gate_up: PackedLinear
-    down: PackedLinear
+    mlp: PackedMLP | PackedExperts
     post_attention_norm: PackedNorm | None = None
     post_mlp_norm: PackedNorm | None = None
     sinks: Tensor | None = None
     rope: int | None = 0
 
     @property
-    def linears(self) -> tuple[PackedLinear, ...]:
-        return (self.qkv, self.output, self.gate_up, self.down)
+    def bytes_per_step(self) -> int:
+        """Return the weight bytes that a step of one token reads."""
+        mlp = self.mlp
+        own = mlp.bytes_per_step if isinstance(mlp, PackedExperts) else sum(linear.num_bytes for linear in mlp.linears)
+        return self.qkv.num_bytes + self.output.num_bytes + own
 
     def gathered(self) -> PackedLayer:
         """Return the layer with its maps in one piece of memory, in the order in which a step streams them."""
-        qkv, output, gate_up, down = gathered(self.linears)
-        return replace(self, qkv=qkv, output=output, gate_up=gate_up, down=down)
+        qkv, output, *rest = gathered([self.qkv, self.output, *self.mlp.linears])
+        mlp = self.mlp.with_linears(rest) if isinstance(self.mlp, PackedExperts) else PackedMLP(*rest)
+        return replace(self, qkv=qkv, output=output, mlp=mlp)
 
-    def descriptor(self, window: int | None) -> abi.Layer:
+    def descriptor(self, window: int | None, experts: abi.Experts | None) -> abi.Layer:
         norms = (self.input_norm, self.mlp_norm, self.post_attention_norm, self.post_mlp_norm, self.query_norm, self.key_norm)
+        maps = self.mlp.linears if isinstance(self.mlp, PackedMLP) else ()
         return abi.Layer(
             *(abi.Norm() if norm is None else norm.descriptor() for norm in norms),
-            *(linear.descriptor() for linear in self.linears),
+            *(linear.descriptor() for linear in (self.qkv, self.output, *maps)),
             sinks=_address(self.sinks),
+            experts=None if experts is None else ctypes.pointer(experts),
             window=window or 0,
             rope=-1 if self.rope is None else self.rope,
         )
@@ -143,11 +216,13 @@ class PackedWeights:
     @property
     def bytes_per_step(self) -> int:
         """Return the weight bytes that one step reads, however few tokens it has."""
-        return sum(linear.num_bytes for layer in self.layers for linear in layer.linears) + self.head.num_bytes
+        return sum(layer.bytes_per_step for layer in self.layers) + self.head.num_bytes
 
 
 class NativeModel:
-    """Run a model on the CPU kernels. Bits of a token's logits depend on its sequence alone (see gemm.h, attention.h)."""
+    """Run a model on the CPU kernels. Bits of a token's logits depend on its sequence alone (see gemm.h, attention.h).
+
+    `expert_counts` has for each layer how many tokens each of its experts got, [num_experts] int64, or None without experts."""
 
     def __init__(
         self,
@@ -168,6 +243,14 @@ class NativeModel:
         self.profile: abi.Profile | None = None  # each step fills it, if it is set
         self._library = library
         self._kv_dtype, self._block_size, self._num_threads = kv_dtype, block_size, num_threads
+        self.expert_counts = [_counts(layer) for layer in weights.layers]
+        # The engine reads them in every step.
+        self._experts = [
+            layer.mlp.descriptor(config.activation, counts)
+            if isinstance(layer.mlp, PackedExperts) and counts is not None
+            else None
+            for layer, counts in zip(weights.layers, self.expert_counts, strict=True)
+        ]
         descriptor = ctypes.byref(self._descriptor(block_size))
         if beside is None:
             self._handle = library.pdmesh_engine_create(descriptor, num_threads, SPIN_US)
@@ -235,7 +318,10 @@ class NativeModel:
     def _descriptor(self, block_size: int) -> abi.Model:
         config, weights = self.config, self.weights
         layers = (abi.Layer * config.num_layers)(
-            *(layer.descriptor(window) for layer, window in zip(weights.layers, config.windows, strict=True))
+            *(
+                layer.descriptor(window, experts)
+                for layer, window, experts in zip(weights.layers, config.windows, self._experts, strict=True)
+            )
         )
         ropes = [rope.descriptor() for rope in weights.ropes]
         return abi.Model(
@@ -271,6 +357,7 @@ class NativeModel:
 
 PARTS = frozenset(
     {
+        "experts",
         "LayerNorm",
         "norms behind attention and MLP",
         "no norms before attention and MLP",
@@ -288,6 +375,7 @@ PARTS = frozenset(
         "learned positions",
         "scaled attention",
         "softcap of attention",
+        "attention sinks",
         "multiplier of embeddings",
         "multiplier of residuals",
         "multiplier of logits",
@@ -321,6 +409,10 @@ def kv_head_size(head_dim: int, kv_dtype: torch.dtype) -> int:
 def kv_head_dim(head_size: int, kv_dtype: torch.dtype) -> int:
     """Return the head_dim of a head of `head_size` elements, the inverse of kv_head_size."""
     return head_size - INT8_SCALE_BYTES if kv_dtype == torch.int8 else head_size
+
+
+def _counts(layer: PackedLayer) -> Tensor | None:
+    return torch.zeros(layer.mlp.config.num_experts, dtype=torch.int64) if isinstance(layer.mlp, PackedExperts) else None
 
 
 def _check_hidden(hidden: Tensor, shape: tuple[int, int]) -> None:

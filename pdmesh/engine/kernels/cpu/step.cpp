@@ -18,6 +18,7 @@
 #include "activations.h"
 #include "attention_stage.h"
 #include "buffers.h"
+#include "experts.h"
 #include "gemm.h"
 #include "kv_copy.h"
 #include "parallel.h"
@@ -45,6 +46,7 @@ class Engine {
         qkv_stride_ = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim;
         for (int rank = 0; rank < team_.size(); rank++) {
             own_rows_.push_back(std::make_unique<RowBuffer>());
+            routers_.emplace_back();
             heads_.emplace_back(2 * model.head_dim);
         }
     }
@@ -79,15 +81,36 @@ class Engine {
         hidden_.reserve(rows * hidden_stride_);
         qkv_.reserve(rows * qkv_stride_);
         if (!is_added_at_once()) branch_.reserve(rows * hidden_stride_);
-        const auto for_rows_of = [&](const PdmeshLinear& linear) {
-            shared_rows_.reserve(linear, num_tokens);
+        const auto for_rows_of = [&](const PdmeshLinear& linear, int num_rows) {
+            shared_rows_.reserve(linear, num_rows);
             for (auto& own : own_rows_) own->reserve(linear, kFewRows);
         };
         for (const PdmeshLayer& layer : layers_) {
-            inner_.reserve(rows * inner_stride(layer.down));
-            for (const PdmeshLinear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) for_rows_of(*linear);
+            for (const PdmeshLinear* linear : {&layer.qkv, &layer.output}) for_rows_of(*linear, num_tokens);
+            if (layer.experts) reserve_experts(*layer.experts, num_tokens, for_rows_of);
+            else reserve_mlp(layer.gate_up, layer.down, num_tokens, for_rows_of);
         }
-        for_rows_of(model_.head);
+        for_rows_of(model_.head, num_tokens);
+    }
+
+    template <class ForRows>
+    void reserve_mlp(const PdmeshLinear& gate_up, const PdmeshLinear& down, int num_rows, const ForRows& for_rows_of) {
+        inner_.reserve(static_cast<size_t>(num_rows) * inner_stride(down));
+        for_rows_of(gate_up, num_rows);
+        for_rows_of(down, num_rows);
+    }
+
+    template <class ForRows>
+    void reserve_experts(const PdmeshExperts& experts, int num_tokens, const ForRows& for_rows_of) {
+        const size_t rows = num_tokens;
+        for_rows_of(experts.router, num_tokens);
+        reserve_mlp(experts.experts[0].gate_up, experts.experts[0].down, num_tokens * experts.top_k, for_rows_of);
+        if (experts.shared) reserve_mlp(experts.shared->gate_up, experts.shared->down, num_tokens, for_rows_of);
+        router_logits_.reserve(rows * round_up(experts.router.n, kPanel));
+        contributions_.reserve(rows * experts.top_k * hidden_stride_);
+        mixed_.reserve(rows * hidden_stride_);
+        pairs_.reserve(experts, num_tokens);
+        for (Router& router : routers_) router.reserve(experts);
     }
 
     static int inner_stride(const PdmeshLinear& down) { return round_up(down.k, 16); }
@@ -143,7 +166,8 @@ class Engine {
             clock.mark(profile_.attention);
             if (num_rows == 0) break;
             add_attention(rank, layer, num_rows, clock);
-            add_mlp(rank, layer, num_rows, clock);
+            if (layer.experts) add_experts(rank, layer, *layer.experts, num_rows, clock);
+            else add_mlp(rank, layer, num_rows, clock);
         }
         if (num_rows == 0) return;
         if (step_->hidden) tell_hidden(rank);
@@ -161,11 +185,9 @@ class Engine {
     }
 
     void add_mlp(int rank, const PdmeshLayer& layer, int num_rows, Clock& clock) {
-        // In parallel, the MLP reads what attention read, and its norm may be attention's.
-        const PdmeshNorm& norm = layer.mlp_norm.weight || !model_.is_parallel ? layer.mlp_norm : layer.input_norm;
-        Rows rows = prepare(rank, layer.gate_up, hidden_.get(), hidden_stride_, norm, num_rows);
+        Rows rows = prepare(rank, layer.gate_up, hidden_.get(), hidden_stride_, norm_of_mlp(layer), num_rows);
         clock.mark(profile_.prepare);
-        activate_product(rank, layer.gate_up, rows, num_rows, inner_stride(layer.down));
+        with_activation(model_.activation, 0, inner_stride(layer.down), [&](auto emit) { multiply(team_, rank, layer.gate_up, rows, num_rows, emit); });
         team_.barrier();
         clock.mark(profile_.gate_up);
         rows = prepare(rank, layer.down, inner_.get(), inner_stride(layer.down), kNoNorm, num_rows);
@@ -174,10 +196,93 @@ class Engine {
         clock.mark(profile_.down);
     }
 
-    void activate_product(int rank, const PdmeshLinear& linear, const Rows& rows, int num_rows, int stride) {
-        if (!model_.is_gated) multiply(team_, rank, linear, rows, num_rows, Activated{inner_.get(), size_t(stride), model_.activation});
-        else if (model_.activation == kSilu) multiply(team_, rank, linear, rows, num_rows, Gated{inner_.get(), size_t(stride)});
-        else multiply(team_, rank, linear, rows, num_rows, GatedBy{inner_.get(), size_t(stride), model_.activation, 0});
+    // In parallel, the MLP reads what attention read, and its norm may be attention's.
+    const PdmeshNorm& norm_of_mlp(const PdmeshLayer& layer) const {
+        return layer.mlp_norm.weight || !model_.is_parallel ? layer.mlp_norm : layer.input_norm;
+    }
+
+    // Visits with what emits a product's tiles to `inner_`.
+    template <class Visit>
+    void with_activation(int activation, float limit, size_t stride, const Visit& visit) const {
+        if (!model_.is_gated) visit(Activated{inner_.get(), stride, activation});
+        else if (activation == kSilu) visit(Gated{inner_.get(), stride});
+        else visit(GatedBy{inner_.get(), stride, activation, limit});
+    }
+
+    void add_experts(int rank, const PdmeshLayer& layer, const PdmeshExperts& experts, int num_rows, Clock& clock) {
+        choose_experts(rank, layer, experts, num_rows);
+        clock.mark(profile_.prepare);
+        const PdmeshExpert& first = experts.experts[0];
+        const int stride = inner_stride(first.down);
+        const auto state_of = [&](int pair) { return hidden_.get() + static_cast<size_t>(pairs_.tokens[pair]) * hidden_stride_; };
+        Rows rows = prepare_each(rank, first.gate_up, norm_of_mlp(layer), pairs_.num_pairs, state_of);
+        with_activation(experts.activation, experts.limit, stride, [&](auto emit) { multiply_groups(team_, pairs_.gate_up, rows, emit); });
+        team_.barrier();
+        clock.mark(profile_.gate_up);
+        rows = prepare(rank, first.down, inner_.get(), stride, kNoNorm, pairs_.num_pairs);
+        multiply_groups(team_, pairs_.down, rows, Emitted{contributions_.get(), size_t(hidden_stride_), hidden_stride_});
+        team_.barrier();
+        if (experts.shared) take_shared(rank, layer, *experts.shared, num_rows);
+        mix_contributions(rank, layer, experts, num_rows);
+        team_.barrier();
+        clock.mark(profile_.down);
+    }
+
+    // Begins and ends with all ranks together.
+    void choose_experts(int rank, const PdmeshLayer& layer, const PdmeshExperts& experts, int num_rows) {
+        const size_t stride = round_up(experts.router.n, kPanel);
+        const Rows rows = prepare(rank, experts.router, hidden_.get(), hidden_stride_, norm_of_mlp(layer), num_rows);
+        multiply(team_, rank, experts.router, rows, num_rows, Emitted{router_logits_.get(), stride, experts.router.n});
+        team_.barrier();
+        for (int r = rank; r < num_rows; r += team_.size()) {
+            const size_t at = static_cast<size_t>(r) * experts.top_k;
+            routers_[rank].route(experts, router_logits_.get() + r * stride, &pairs_.chosen[at], &pairs_.scores[at]);
+        }
+        team_.barrier();
+        if (rank == 0) pairs_.group(experts, num_rows);
+        team_.barrier();
+    }
+
+    // The expert that every token takes, to `mixed_`. Ends with a barrier.
+    void take_shared(int rank, const PdmeshLayer& layer, const PdmeshExpert& shared, int num_rows) {
+        const int stride = inner_stride(shared.down);
+        Rows rows = prepare(rank, shared.gate_up, hidden_.get(), hidden_stride_, norm_of_mlp(layer), num_rows);
+        with_activation(model_.activation, 0, stride, [&](auto emit) { multiply(team_, rank, shared.gate_up, rows, num_rows, emit); });
+        team_.barrier();
+        rows = prepare(rank, shared.down, inner_.get(), stride, kNoNorm, num_rows);
+        multiply(team_, rank, shared.down, rows, num_rows, Emitted{mixed_.get(), size_t(hidden_stride_), hidden_stride_});
+        team_.barrier();
+    }
+
+    // Contributions in the order of the experts' numbers, then the shared expert's: into the states.
+    void mix_contributions(int rank, const PdmeshLayer& layer, const PdmeshExperts& experts, int num_rows) {
+        for (int r = rank; r < num_rows; r += team_.size()) {
+            float* mixed = mixed_.get() + static_cast<size_t>(r) * hidden_stride_;
+            const F gate = experts.has_shared_gate ? sigmoid(f_set(shared_gate_logit(experts, r))) : f_set(1.0f);
+            for (int i = 0; i < hidden_stride_; i += 16) {
+                F sum = f_zero();
+                for (int p = r * experts.top_k; p < (r + 1) * experts.top_k; p++)
+                    sum = sum + f_load(contributions_.get() + static_cast<size_t>(pairs_.places[p]) * hidden_stride_ + i) * f_set(pairs_.scores[p]);
+                f_store(mixed + i, experts.shared ? sum + gate * f_load(mixed + i) : sum);
+            }
+            if (layer.post_mlp_norm.weight) norm_row(layer.post_mlp_norm, mixed, model_.hidden, mixed);
+            add_row(r, mixed);
+        }
+    }
+
+    float shared_gate_logit(const PdmeshExperts& experts, int row) const {
+        return router_logits_.get()[static_cast<size_t>(row) * round_up(experts.router.n, kPanel) + experts.num_experts];
+    }
+
+    void add_row(int row, const float* added) {
+        const F factor = f_set(model_.residual_multiplier);
+        float* states = hidden_.get() + static_cast<size_t>(row) * hidden_stride_;
+        const float* beside = model_.is_parallel ? branch_.get() + static_cast<size_t>(row) * hidden_stride_ : nullptr;
+        for (int i = 0; i < hidden_stride_; i += 16) {
+            F sum = f_load(states + i);
+            if (beside) sum = sum + f_load(beside + i) * factor;
+            f_store(states + i, sum + f_load(added + i) * factor);
+        }
     }
 
     // A product becomes part of the states: as it is, normalized, or (`is_kept`) only together with the next one. Ends with a barrier.
@@ -198,11 +303,10 @@ class Engine {
     }
 
     void add_normed(int rank, const PdmeshNorm& norm, int num_rows) {
-        const F factor = f_set(model_.residual_multiplier);
         for (int r = rank; r < num_rows; r += team_.size()) {
-            float *added = branch_.get() + static_cast<size_t>(r) * hidden_stride_, *states = hidden_.get() + static_cast<size_t>(r) * hidden_stride_;
+            float* added = branch_.get() + static_cast<size_t>(r) * hidden_stride_;
             norm_row(norm, added, model_.hidden, added);
-            for (int i = 0; i < hidden_stride_; i += 16) f_store(states + i, f_load(states + i) + f_load(added + i) * factor);
+            add_row(r, added);
         }
     }
 
@@ -273,16 +377,21 @@ class Engine {
 
     // All rows, ready for `linear`. Ends with a barrier where the ranks shared the work.
     Rows prepare(int rank, const PdmeshLinear& linear, const float* x, int stride, const PdmeshNorm& norm, int num_rows) {
+        return prepare_each(rank, linear, norm, num_rows, [&](int row) { return x + static_cast<size_t>(row) * stride; });
+    }
+
+    template <class Find>
+    Rows prepare_each(int rank, const PdmeshLinear& linear, const PdmeshNorm& norm, int num_rows, const Find& find) {
         float* scratch = own_rows_[rank]->scratch.get();
         if (num_rows <= kFewRows) {
             Rows rows = own_rows_[rank]->view(linear);
-            for (int r = 0; r < num_rows; r++) prepare_row(linear, x + static_cast<size_t>(r) * stride, norm, scratch, rows, r);
+            for (int r = 0; r < num_rows; r++) prepare_row(linear, find(r), norm, scratch, rows, r);
             return rows;
         }
         Rows rows = shared_rows_.view(linear);
         const int begin = static_cast<int64_t>(num_rows) * rank / team_.size();
         const int end = static_cast<int64_t>(num_rows) * (rank + 1) / team_.size();
-        for (int r = begin; r < end; r++) prepare_row(linear, x + static_cast<size_t>(r) * stride, norm, scratch, rows, r);
+        for (int r = begin; r < end; r++) prepare_row(linear, find(r), norm, scratch, rows, r);
         team_.barrier();
         return rows;
     }
@@ -408,7 +517,9 @@ class Engine {
     int groups_, hidden_stride_, qkv_stride_;
     const PdmeshStep* step_ = nullptr;
     PdmeshProfile profile_{};
-    Buffer<float> hidden_, qkv_, inner_, branch_;
+    Buffer<float> hidden_, qkv_, inner_, branch_, router_logits_, contributions_, mixed_;
+    ExpertPairs pairs_;
+    std::vector<Router> routers_;
     RowBuffer shared_rows_;
     std::vector<std::unique_ptr<RowBuffer>> own_rows_;
     std::vector<std::vector<float>> heads_;
@@ -429,6 +540,7 @@ void pdmesh_abi(int64_t* sizes) {
     sizes[3] = sizeof(PdmeshStep);
     sizes[4] = sizeof(PdmeshProfile);
     sizes[5] = sizeof(PdmeshPool);
+    sizes[6] = sizeof(PdmeshExperts);
 }
 
 // The weights stay the caller's and must outlive the engine. Null without memory or threads.

@@ -14,9 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pdmesh.engine.kernels.cpu.model import why_not
+from pdmesh.engine.kernels.cpu.model import NativeModel, why_not
 from pdmesh.engine.loader.builder import TorchBuilder
 from pdmesh.engine.loader.safetensors import SafetensorsSource
+from pdmesh.engine.models.decoder import DecoderModel
+from pdmesh.engine.models.experts import Experts
 from tests.engine.backends import needs_native
 from tests.engine.kernels.cpu.native_models import native, prompt, reference
 from tests.engine.kernels.cpu.oracle import LENGTH, errors, product
@@ -29,24 +31,16 @@ pytest.importorskip("transformers")
 
 # Heads as wide as the kernels take them.
 OVERRIDES: dict[str, dict[str, Any]] = {"gemma": {"head_dim": 32}}
-_EXPERTS = [
-    "dots1",
-    "ernie4_5_moe",
-    "glm4_moe",
-    "gpt_oss",
-    "granitemoe",
-    "granitemoeshared",
-    "mixtral",
-    "olmoe",
-    "phimoe",
-    "qwen2_moe",
-]
-_EXPERTS += ["qwen3_moe", "deepseek_v2", "deepseek_v2, groups", "deepseek_v3", "deepseek_v3, yarn"]
-REFUSED = dict.fromkeys(_EXPERTS, "its kernels have no experts") | {"minicpm3": "its kernels have no latent attention"}
+REFUSED = dict.fromkeys(
+    ("deepseek_v2", "deepseek_v2, groups", "deepseek_v3", "deepseek_v3, yarn", "minicpm3"), "its kernels have no latent attention"
+)
+# Widths that groups of 32 divide.
+DIVIDED = {"granitemoeshared": {"shared_intermediate_size": 64}}
+DIVIDED |= dict.fromkeys(("glm4_moe", "qwen2_moe"), {"moe_intermediate_size": 64})
 COMPUTED = sorted(VARIANTS.keys() - REFUSED.keys())
 # Together they have every part.
 VARIED = ["cohere, qk norm", "falcon, new", "gemma2", "gemma3_text", "granite", "nemotron", "olmo2", "opt", "phi", "smollm3"]
-VARIED += ["stablelm, parallel"]
+VARIED += ["stablelm, parallel", "glm4_moe", "gpt_oss", "granitemoeshared", "mixtral", "phimoe", "qwen2_moe"]
 
 
 def family(folder: Path, variant: str, **overrides: Any) -> Path:
@@ -126,9 +120,38 @@ def rounded_reference(loop: PagedLoop, folder: Path, form: str) -> PagedLoop:
 @pytest.mark.parametrize("variant", VARIED)
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_it_rounds_where_its_formats_ask_for_it(weights: str, variant: str, tmp_path: Path) -> None:
-    folder = family(tmp_path, variant, initializer_range=0.05)
+    folder = family(tmp_path, variant, initializer_range=0.05, **DIVIDED.get(variant, {}))
     loop = native(folder, "float32", quantization=weights)
     logits, plain = loop.logits(prompt(LENGTH), 100), reference(folder).logits(prompt(LENGTH))
     off, rounding = errors(logits, rounded_reference(loop, folder, weights).logits(prompt(LENGTH))), errors(logits, plain)
     assert off.min() < 1e-5
     assert off.norm() < 0.5 * rounding.norm()
+
+
+def test_tokens_of_each_expert_are_counted(tmp_path: Path) -> None:
+    folder = family(tmp_path, "qwen3_moe")
+    loops = native(folder, "float32", num_threads=2), reference(folder)
+    for loop in loops:
+        loop.logits(prompt(64))
+        loop.logits(prompt(40, 1))
+    model, decoder = loops[0].loaded.model, loops[1].loaded.model
+    assert isinstance(model, NativeModel)
+    assert isinstance(decoder, DecoderModel)
+    for counts, layer in zip(model.expert_counts, decoder.layers, strict=True):
+        if isinstance(layer.mlp, Experts):
+            assert counts is not None
+            assert torch.equal(counts, layer.mlp.counts)
+            assert counts.sum() == 104 * 2
+        else:
+            assert counts is None
+
+
+def test_a_draft_model_of_the_first_layers_counts_its_own_tokens(tmp_path: Path) -> None:
+    loop = native(family(tmp_path, "mixtral"), "float32")
+    model = loop.loaded.model
+    assert isinstance(model, NativeModel)
+    first = PagedLoop(replace(loop.loaded, model=model.first_layers(2)))
+    first.logits(prompt(20))
+    assert [None if counts is None else int(counts.sum()) for counts in model.expert_counts] == [0, 0, 0, 0]
+    loop.logits(prompt(20))
+    assert [None if counts is None else int(counts.sum()) for counts in model.expert_counts] == [40, 40, 40, 40]
