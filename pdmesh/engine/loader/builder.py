@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch import Tensor
@@ -52,6 +52,16 @@ def numeric_mode(model: DecoderModel, device: str) -> str:
     else:
         processor = torch.backends.cpu.get_cpu_capability()
     return f"{dtype}-{device}-{model.head.kind}-{model.attention.name}-{processor}"
+
+
+class AroundExperts(TypedDict):
+    """What a mixture of experts has besides them."""
+
+    router: Tensor
+    router_bias: Tensor | None
+    correction: Tensor | None
+    shared: MLP | None
+    shared_gate: Tensor | None
 
 
 class TorchBuilder:
@@ -151,18 +161,21 @@ class TorchBuilder:
         gate_up = self._linear([(f"{prefix}.{name}_proj", inner) for name in ("gate", "up")], config.hidden_size, bias=bias)
         return GatedMLP(gate_up, down, config.activation)
 
-    def _experts(self, prefix: str, experts: ExpertsConfig) -> Experts:
-        hidden, count = self.config.hidden_size, experts.num_experts
-        shared = experts.shared_intermediate_size
-        return Experts(
-            experts,
-            router=self._wide(f"{prefix}.router.weight", count, hidden),
-            router_bias=self._wide(f"{prefix}.router.bias", count) if experts.router_bias else None,
-            correction=self._wide(f"{prefix}.router.correction", count) if experts.has_correction else None,
-            experts=[self._expert(f"{prefix}.experts.{number}", experts) for number in range(count)],
-            shared=self._mlp(f"{prefix}.shared_expert", shared) if shared else None,
-            shared_gate=self._wide(f"{prefix}.shared_gate.weight", 1, hidden) if experts.shared_gate else None,
-        )
+    def _experts(self, prefix: str, experts: ExpertsConfig) -> MLP:
+        return Experts(experts, experts=list(self._each_expert(prefix, experts)), **self._around_experts(prefix, experts))
+
+    def _each_expert(self, prefix: str, experts: ExpertsConfig) -> Iterator[MLP]:
+        return (self._expert(f"{prefix}.experts.{number}", experts) for number in range(experts.num_experts))
+
+    def _around_experts(self, prefix: str, experts: ExpertsConfig) -> AroundExperts:
+        hidden, count, shared = self.config.hidden_size, experts.num_experts, experts.shared_intermediate_size
+        return {
+            "router": self._wide(f"{prefix}.router.weight", count, hidden),
+            "router_bias": self._wide(f"{prefix}.router.bias", count) if experts.router_bias else None,
+            "correction": self._wide(f"{prefix}.router.correction", count) if experts.has_correction else None,
+            "shared": self._mlp(f"{prefix}.shared_expert", shared) if shared else None,
+            "shared_gate": self._wide(f"{prefix}.shared_gate.weight", 1, hidden) if experts.shared_gate else None,
+        }
 
     def _expert(self, prefix: str, experts: ExpertsConfig) -> MLP:
         inner = experts.intermediate_size

@@ -151,11 +151,11 @@ def _load(
 
 
 def _load_triton(source: WeightSource, config: EngineConfig, numerics: Numerics, progress: Progress) -> tuple[TritonModel, str]:
-    from pdmesh.engine.loader.triton import QuantizedMaps, triton_model  # triton is not installed everywhere
+    from pdmesh.engine.loader.triton import QuantizedMaps, TritonBuilder, triton_model  # triton is not installed everywhere
 
     max_context = effective_max_context(config, source.config)
     maps = QuantizedMaps(source, numerics, config.device) if numerics.is_quantized else None
-    decoder = TorchBuilder(source, numerics.dtype, config.device, maps).build(max_context, progress)
+    decoder = TritonBuilder(source, numerics.dtype, config.device, maps).build(max_context, progress)
     return triton_model(decoder, config, numerics, max_context, pool_scales(source, numerics.kv_dtype))
 
 

@@ -24,7 +24,7 @@ heads in bfloat16, 268 MB and 2 MB, so 56 us at 4.8 TB/s. Prefill of n tokens be
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -51,7 +51,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def prepared(
-    query: Tensor, kv: Tensor, meta: StepMetadata, window: int | None, scale: float | None, kv_scales: Tensor | None, out: Tensor,
+    query: Tensor, kv: Tensor, meta: StepMetadata, window: int | None, scores: Scores, kv_scales: Tensor | None, out: Tensor,
     workspace: Workspace, splits: Splits, invariant: bool,
 ) -> AttentionCall:  # fmt: skip
     """Return the call. Raises ValueError as paged_attention does. `kv` is of any layer, as layers differ only in their
@@ -61,13 +61,32 @@ def prepared(
     if meta.splits_any:
         _check_workspace(workspace, meta, query)
     tiles = _tiles(query, splits, invariant)
-    return AttentionCall(
-        query, kv, meta, window, scale or query.shape[2] ** -0.5, kv_scales is not None, out, workspace, splits, tiles
-    )
+    return AttentionCall(query, kv, meta, window, scores, kv_scales is not None, out, workspace, splits, tiles)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Say what becomes of a query's products with keys: `scale` times them, no more than `softcap` either way where it is not 0,
+    beside a sink where there are `has_sinks`."""
+
+    scale: float
+    softcap: float = 0.0
+    has_sinks: bool = False
+
+    @property
+    def scale2(self) -> float:
+        """Return the scale for scores that are powers of 2, not of e: the hardware's exponential has base 2. With a softcap it is
+        of the hyperbolic tangent."""
+        return (self.softcap or self.scale) * math.log2(math.e)
+
+    @property
+    def cap(self) -> float:
+        """Return the factor of products within the hyperbolic tangent."""
+        return self.scale / self.softcap if self.softcap else 0.0
 
 
 class _Launch(NamedTuple):
-    """A kernel with its grid, and its arguments except keys, values and their scales, which differ from layer to layer."""
+    """A kernel with its grid, and its arguments except keys, values, their scales and sinks, which differ from layer to layer."""
 
     start: Callable[..., object]
     behind: tuple[object, ...]
@@ -83,20 +102,21 @@ class AttentionCall:
     kv: Tensor
     meta: StepMetadata
     window: int | None
-    scale: float
+    scores: Scores
     has_scales: bool
     out: Tensor
     workspace: Workspace
     splits: Splits
     tiles: Tiles
 
-    def run(self, keys: Tensor, values: Tensor, kv_scales: Tensor | None) -> None:
-        """Attend to keys, values [num_blocks, block_size, num_kv_heads, head_dim] of a layer."""
+    def run(self, keys: Tensor, values: Tensor, kv_scales: Tensor | None, sinks: Tensor | None = None) -> None:
+        """Attend to keys, values [num_blocks, block_size, num_kv_heads, head_dim] of a layer. sinks [num_heads]."""
         scales = self.query if kv_scales is None else kv_scales  # a pointer is needed even where nothing is read from it
+        sinks = self.query if sinks is None else sinks
         for launch in self._walks:
-            launch.start(self.query, keys, values, scales, *launch.behind, **launch.options)
+            launch.start(self.query, keys, values, scales, sinks, *launch.behind, **launch.options)
         for launch in self._merges:
-            launch.start(self.workspace.acc, self.workspace.stats, scales, *launch.behind, **launch.options)
+            launch.start(self.workspace.acc, self.workspace.stats, scales, sinks, *launch.behind, **launch.options)
 
     @cached_property
     def _walks(self) -> tuple[_Launch, ...]:
@@ -121,8 +141,8 @@ class AttentionCall:
         programs = max(1, min(self._num_parts, TARGET_PROGRAMS // max(1, rows * self._num_kv_heads)))
         behind = (
             self.out, workspace.acc, workspace.stats, meta.query_starts, meta.split_starts, *self._contexts, *self._strides,
-            self.query.shape[1], self._num_parts, self.window or 0, self._scale2, meta.num_seqs, meta.max_split_len,
-            int(has_tiles), programs,
+            self.query.shape[1], self._num_parts, self.window or 0, self.scores.scale2, self.scores.cap, meta.num_seqs,
+            meta.max_split_len, int(has_tiles), programs,
         )  # fmt: skip
         tile = {"BLOCK_M": tiles.split_rows, "BLOCK_N": tiles.keys}
         warps = {"num_warps": tiles.split_warps, "num_stages": tiles.split_stages}
@@ -145,7 +165,7 @@ class AttentionCall:
         programs = meta.num_tokens * self._group // tiles.walk_rows + meta.num_seqs
         behind = (
             self.out, meta.query_starts, *self._contexts, *self._strides, meta.num_seqs, meta.max_split_len, self.window or 0,
-            self._scale2,
+            self.scores.scale2, self.scores.cap,
         )  # fmt: skip
         tile = {"BLOCK_M": tiles.walk_rows, "BLOCK_N": tiles.keys}
         warps = {"num_warps": tiles.walk_warps, "num_stages": tiles.walk_stages}
@@ -167,11 +187,6 @@ class AttentionCall:
     def _max_queries(self) -> int:
         """Return the most queries of a sequence that is split."""
         return min(self.meta.max_query_len, self.meta.max_split_len)
-
-    @property
-    def _scale2(self) -> float:
-        """Return the scale for scores that are powers of 2, not of e: the hardware's exponential has base 2."""
-        return self.scale * math.log2(math.e)
 
     @property
     def _contexts(self) -> tuple[Tensor, ...]:
@@ -197,10 +212,12 @@ class AttentionCall:
             "HAS_WINDOW": self.window is not None,
             "HAS_TAILS": self.meta.tail_slots.shape[1] > 0,
             "HAS_SCALES": self.has_scales,
+            "HAS_CAP": self.scores.softcap != 0.0,
+            "HAS_SINKS": self.scores.has_sinks,
         }
 
 
-_MERGE_SWITCHES = ("MIN_KEYS", "MOST", "DIM", "DIM_PAD", "HAS_WINDOW", "HAS_SCALES")
+_MERGE_SWITCHES = ("MIN_KEYS", "MOST", "DIM", "DIM_PAD", "HAS_WINDOW", "HAS_SCALES", "HAS_SINKS")
 
 
 def _tiles(query: Tensor, splits: Splits, invariant: bool) -> Tiles:
@@ -222,6 +239,11 @@ def _check(query: Tensor, kv: Tensor, meta: StepMetadata, kv_scales: Tensor | No
     if query.shape[1] % kv.shape[3]:
         raise ValueError(f"query: {query.shape[1]} heads are not a multiple of {kv.shape[3]} key/value heads")
     padded_dim(query.shape[2])
+
+
+def _check_sinks(sinks: Tensor | None, num_heads: int) -> None:
+    if sinks is not None and (sinks.shape != (num_heads,) or not sinks.is_contiguous()):
+        raise ValueError(f"sinks: {tuple(sinks.shape)}, expected [{num_heads}]")
 
 
 def _check_out(out: Tensor, query: Tensor) -> None:
@@ -261,6 +283,8 @@ def paged_attention(
     *,
     window: int | None = None,
     scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
     kv_scales: Tensor | None = None,
     out: Tensor | None = None,
     workspace: Workspace | None = None,
@@ -272,13 +296,17 @@ def paged_attention(
     query [T, num_heads, head_dim] float32, float16 or bfloat16, of any strides but the last; kv [2, num_blocks, block_size,
     num_kv_heads, head_dim], one layer of the pool, in query's dtype or float8_e4m3fn with `kv_scales` [2] float32 (of keys, of
     values; multiplied with what is stored). `window`: a query sees so many keys, its own included. `scale` of the scores,
-    head_dim ** -0.5 by default. `out` and `workspace`: where a graph needs its results. Returns [T, num_heads, head_dim] in
-    query's dtype; rows behind the last sequence are not written. Never synchronizes. Raises ValueError naming what does not fit.
+    head_dim ** -0.5 by default; with a `softcap` that many times the hyperbolic tangent of their share of it. sinks [num_heads]:
+    logits of keys without values, which every query sees. `out` and `workspace`: where a graph needs its results. Returns [T,
+    num_heads, head_dim] in query's dtype; rows behind the last sequence are not written. Never synchronizes. Raises ValueError
+    naming what does not fit.
     """
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device) if out is None else out
     workspace = workspace or Workspace.of(meta, query.shape[1], query.shape[2], splits)
-    call = prepared(query, kv, meta, window, scale, kv_scales, out, workspace, splits, invariant)
-    call.run(kv[0], kv[1], kv_scales)
+    _check_sinks(sinks, query.shape[1])
+    scores = Scores(scale or query.shape[2] ** -0.5, softcap, sinks is not None)
+    call = prepared(query, kv, meta, window, scores, kv_scales, out, workspace, splits, invariant)
+    call.run(kv[0], kv[1], kv_scales, sinks)
     return out
 
 
@@ -296,9 +324,15 @@ class TritonAttention:
         kv_scales: Tensor | None = None,
         splits: Splits = SPLITS,
         invariant: bool = False,
+        sinks: Sequence[Tensor] = (),
     ) -> None:
-        self.config, self.device = config, device
+        """`sinks`: the logits [num_heads] of each layer's, of a model that has attention sinks."""
+        self.config, self.device, self.sinks = config, device, sinks
         self.kv_scales, self.splits, self.invariant = kv_scales, splits, invariant
+
+    @property
+    def scores(self) -> Scores:
+        return Scores(self.config.scale, self.config.attention_softcap, bool(self.sinks))
 
     def plan(self, batch: StepBatch, block_size: int) -> TritonPlan:
         capacity = Capacity.of(batch, SplitBounds.of(self.config.num_heads))
@@ -332,10 +366,10 @@ class TritonPlan:
         call = self.calls.get(window)
         if call is None or call.query is not query or call.out is not out:
             call = prepared(
-                query, of_layer, self.meta, window, None, scales, out, self.workspace, backend.splits, backend.invariant
+                query, of_layer, self.meta, window, backend.scores, scales, out, self.workspace, backend.splits, backend.invariant
             )
             self.calls[window] = call
-        call.run(of_layer[0], of_layer[1], scales)
+        call.run(of_layer[0], of_layer[1], scales, backend.sinks[layer] if backend.sinks else None)
         return out
 
     def _scales(self, layer: int) -> Tensor | None:

@@ -15,6 +15,8 @@ Both go through `_attend_tiles` and `_fold`, so a row has the same operations in
 add is written out wherever a compiler might or might not make one.
 """
 
+import math
+
 import triton
 import triton.language as tl
 
@@ -24,6 +26,7 @@ from pdmesh.engine.kernels.triton.kernel_cache_keys import settle_keys
 DOUBLINGS = tl.constexpr(split_kv.DOUBLINGS)
 # Below every score, yet finite: exp2(masked - LOWEST) and exp2(LOWEST - score) are 0, never NaN.
 LOWEST = tl.constexpr(-1e30)
+LOG2E = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit
@@ -49,16 +52,24 @@ def _slots(positions, inside, table, tails, tail_first, BLOCK_SIZE: tl.constexpr
 
 
 @triton.jit
+def _tanh(x):
+    """Return the hyperbolic tangent, off by 2**-24 of 1 or so."""
+    left = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
+    size = (1.0 - left) / (1.0 + left)
+    return tl.where(x < 0.0, -size, size)
+
+
+@triton.jit
 def _attend_tiles(
-    query, peak, total, acc, start, end, lowest, horizon, first_key, num_keys, scale, keys, values, slot_stride,
+    query, peak, total, acc, start, end, lowest, horizon, first_key, num_keys, scale, cap, keys, values, slot_stride,
     table, tails, tail_first,
     BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, HAS_TAILS: tl.constexpr,
-    MASKED: tl.constexpr,
+    HAS_CAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add key tiles from `start` (a multiple of BLOCK_N) to `end` to what is accumulated. A row sees the keys from its
     `lowest` to its `horizon`; only keys from `first_key` to `num_keys` are read, so what lies in other slots does not matter
     (0 * NaN is NaN). A tile of which a row sees nothing leaves that row as it is, to the bit. MASKED False: all rows see all
-    keys."""
+    keys. HAS_CAP: the hyperbolic tangent of `cap` times the product is what is scaled."""
     columns = tl.arange(0, DIM_PAD)
     for tile in range(start, end, BLOCK_N):
         positions = tile + tl.arange(0, BLOCK_N)
@@ -68,6 +79,8 @@ def _attend_tiles(
         present = inside[:, None] & (columns < DIM)[None, :]
         key = tl.load(keys + offsets, mask=present, other=0.0)
         scores = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee")
+        if HAS_CAP:
+            scores = _tanh(scores * cap)
         if MASKED:
             visible = (positions[None, :] >= lowest[:, None]) & (positions[None, :] <= horizon[:, None])
             scores = tl.where(visible, scores, float("-inf"))
@@ -88,6 +101,13 @@ def _fold(peak, total, peak_of_split, total_of_split):
     new_peak = tl.maximum(peak, peak_of_split)
     decay, share = tl.exp2(peak - new_peak), tl.exp2(peak_of_split - new_peak)
     return new_peak, tl.fma(total, decay, total_of_split * share), decay, share
+
+
+@triton.jit
+def _sinks_of(sinks, head, alive):
+    """Return the maximum and sum of rows of query heads before any key: those of the heads' sinks (GPT-OSS, 2025)."""
+    peak = tl.load(sinks + head, mask=alive, other=0.0).to(tl.float32) * LOG2E
+    return peak, tl.where(alive, 1.0, 0.0)
 
 
 @triton.jit
@@ -122,13 +142,13 @@ def _sequence_of(program, starts, num_seqs, GROUP: tl.constexpr, BLOCK_M: tl.con
     ]
 )  # fmt: skip
 def split_kernel(
-    query, keys, values, scales, out, part_acc, part_stats,
+    query, keys, values, scales, sinks, out, part_acc, part_stats,
     query_starts, split_starts, context_lens, block_tables, tail_firsts, tail_slots,
     query_token_stride, query_head_stride, out_token_stride, out_head_stride, slot_stride, head_stride, table_stride, tail_stride,
-    num_heads, num_parts, window, scale, num_seqs, max_queries, has_tiles, num_programs,
+    num_heads, num_parts, window, scale, cap, num_seqs, max_queries, has_tiles, num_programs,
     MIN_KEYS: tl.constexpr, MOST: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_TAILS: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
+    HAS_SCALES: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence and tile of rows, key/value head, z): splits z, z + num_programs, ... of the sequence's keys. For
     sequences with at most `max_queries` queries; 0 in `has_tiles`: each is one tile. Padding has one, that stores its zeros."""
@@ -165,7 +185,10 @@ def split_kernel(
     tail_first = tl.load(tail_firsts + sequence)
     value_scale = 1.0
     if HAS_SCALES:
-        scale = scale * tl.load(scales)
+        if HAS_CAP:
+            cap = cap * tl.load(scales)
+        else:
+            scale = scale * tl.load(scales)
         value_scale = tl.load(scales + 1)
     own_len = split_len_of(position + 1, MIN_KEYS, MOST)
     first_split, last_split = lowest // own_len, position // own_len
@@ -185,13 +208,18 @@ def split_kernel(
             acc = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
             peak, total, acc = _attend_tiles(
                 rows, peak, total, acc, tl.maximum(split * length, first_key // BLOCK_N * BLOCK_N),
-                tl.minimum((split + 1) * length, num_keys), lowest, horizon, first_key, num_keys, scale,
+                tl.minimum((split + 1) * length, num_keys), lowest, horizon, first_key, num_keys, scale, cap,
                 keys + kv_head * head_stride, values + kv_head * head_stride, slot_stride, table, tails, tail_first,
-                BLOCK_N, BLOCK_SIZE, DIM, DIM_PAD, HAS_TAILS, True,
+                BLOCK_N, BLOCK_SIZE, DIM, DIM_PAD, HAS_TAILS, HAS_CAP, True,
             )  # fmt: skip
             wanted = member & (split >= first_split) & (split <= last_split)
             alone = wanted & (first_split == last_split)
-            result = acc / tl.where(wanted, total, 1.0)[:, None] * value_scale
+            if HAS_SINKS:
+                sink, one = _sinks_of(sinks, head, alive)
+                _, whole, _, share = _fold(sink, one, peak, total)
+                result = acc * share[:, None] / tl.where(wanted, whole, 1.0)[:, None] * value_scale
+            else:
+                result = acc / tl.where(wanted, total, 1.0)[:, None] * value_scale
             tl.store(out + out_offsets, result.to(out.dtype.element_ty), mask=present & alone[:, None])
             wanted = wanted & (first_split != last_split)
             part = (index * num_heads + head) * num_parts + split
@@ -203,10 +231,10 @@ def split_kernel(
 
 @triton.jit(do_not_specialize=["num_parts", "window", "num_seqs", "max_queries", "has_more"])
 def merge_kernel(
-    part_acc, part_stats, scales, out, query_starts, split_starts, context_lens, out_token_stride, out_head_stride,
+    part_acc, part_stats, scales, sinks, out, query_starts, split_starts, context_lens, out_token_stride, out_head_stride,
     num_heads, num_parts, window, num_seqs, max_queries, has_more,
     MIN_KEYS: tl.constexpr, MOST: tl.constexpr, UNROLL: tl.constexpr, DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SCALES: tl.constexpr,
+    DIM_PAD: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Program (query of a sequence, head): folds the parts of its splits, in order. Does nothing where there is one split. 0 in
     `has_more`: no sequence has more than one query."""
@@ -232,6 +260,8 @@ def merge_kernel(
     columns = tl.arange(0, DIM_PAD)
     peak = tl.full([1], LOWEST, tl.float32)
     total = tl.zeros([1], tl.float32)
+    if HAS_SINKS:
+        peak, total = _sinks_of(sinks, head + tl.zeros([1], tl.int32), total == 0.0)
     acc = tl.zeros([DIM_PAD], tl.float32)
     # Unrolled, so that the reads of several parts are under way at once.
     for base in range(first_split, last_split + 1, UNROLL):
@@ -254,13 +284,13 @@ def merge_kernel(
 
 @triton.jit(do_not_specialize=["table_stride", "tail_stride", "num_seqs", "max_queries", "window"])
 def walk_kernel(
-    query, keys, values, scales, out,
+    query, keys, values, scales, sinks, out,
     query_starts, context_lens, block_tables, tail_firsts, tail_slots,
     query_token_stride, query_head_stride, out_token_stride, out_head_stride, slot_stride, head_stride, table_stride, tail_stride,
-    num_seqs, max_queries, window, scale,
+    num_seqs, max_queries, window, scale, cap,
     MIN_KEYS: tl.constexpr, MOST: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_TAILS: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
+    HAS_SCALES: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of rows, key/value head), for sequences with more than `max_queries` queries: all splits, in order. Padding
     gets its zeros here whatever its length, as split_kernel does not run where there is nothing to split."""
@@ -289,12 +319,17 @@ def walk_kernel(
     tail_first = tl.load(tail_firsts + sequence)
     value_scale = 1.0
     if HAS_SCALES:
-        scale = scale * tl.load(scales)
+        if HAS_CAP:
+            cap = cap * tl.load(scales)
+        else:
+            scale = scale * tl.load(scales)
         value_scale = tl.load(scales + 1)
     head_keys, head_values = keys + kv_head * head_stride, values + kv_head * head_stride
     own_len = split_len_of(position + 1, MIN_KEYS, MOST)
     sum_peak = tl.full([BLOCK_M], LOWEST, tl.float32)
     sum_total = tl.zeros([BLOCK_M], tl.float32)
+    if HAS_SINKS:
+        sum_peak, sum_total = _sinks_of(sinks, head, alive)
     sum_acc = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
     shortest, longest = tl.min(tl.where(alive, own_len, 1 << 30)), tl.max(tl.where(alive, own_len, 0))
     # Keys that every row sees need no mask; where rows differ in their splits or windows begin, all are masked.
@@ -317,12 +352,13 @@ def walk_kernel(
             acc = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
             if not HAS_WINDOW:
                 peak, total, acc = _attend_tiles(
-                    rows, peak, total, acc, begin, between, lowest, horizon, first_key, num_keys, scale, head_keys, head_values,
-                    slot_stride, table, tails, tail_first, BLOCK_N, BLOCK_SIZE, DIM, DIM_PAD, HAS_TAILS, False,
+                    rows, peak, total, acc, begin, between, lowest, horizon, first_key, num_keys, scale, cap, head_keys,
+                    head_values, slot_stride, table, tails, tail_first,
+                    BLOCK_N, BLOCK_SIZE, DIM, DIM_PAD, HAS_TAILS, HAS_CAP, False,
                 )  # fmt: skip
             peak, total, acc = _attend_tiles(
-                rows, peak, total, acc, between, end, lowest, horizon, first_key, num_keys, scale, head_keys, head_values,
-                slot_stride, table, tails, tail_first, BLOCK_N, BLOCK_SIZE, DIM, DIM_PAD, HAS_TAILS, True,
+                rows, peak, total, acc, between, end, lowest, horizon, first_key, num_keys, scale, cap, head_keys,
+                head_values, slot_stride, table, tails, tail_first, BLOCK_N, BLOCK_SIZE, DIM, DIM_PAD, HAS_TAILS, HAS_CAP, True,
             )  # fmt: skip
             sum_peak, sum_total, decay, share = _fold(sum_peak, sum_total, peak, total)
             sum_acc = tl.fma(sum_acc, decay[:, None], acc * share[:, None])

@@ -62,9 +62,10 @@ def rope_store_kernel(
     qkv, norm, cos, sin, positions, slots, query, keys, values, scales,
     num_rows, qkv_stride, query_token_stride, query_head_stride, slot_stride, head_stride, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, ROTARY: tl.constexpr,
-    ROWS: tl.constexpr, HAS_NORM: tl.constexpr, HAS_SCALES: tl.constexpr,
+    ROWS: tl.constexpr, HAS_NORM: tl.constexpr, KIND: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Program: ROWS rows. Each result is rounded to the dtype where torch's code rounds it."""
+    """Program: ROWS rows. KIND of the norm: as in norms.py; ROTARY 0: nothing is rotated. Each result is rounded to the dtype
+    where torch's code rounds it."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     token, head = rows // (HEADS + 2 * KV_HEADS), (rows % (HEADS + 2 * KV_HEADS)).to(tl.int32)
     columns = tl.arange(0, DIM_PAD)
@@ -79,19 +80,27 @@ def rope_store_kernel(
     x = tl.load(start[:, None] + columns[None, :], mask=present, other=0.0)
     swapped = tl.load(start[:, None] + other[None, :], mask=present & turned, other=0.0)
     if HAS_NORM:
-        wide = x.to(tl.float32)
+        wide, wide_swapped = x.to(tl.float32), swapped.to(tl.float32)
+        if KIND == "layer":
+            mean = (tl.sum(wide, 1) / DIM)[:, None]
+            wide, wide_swapped = tl.where(present, wide - mean, 0.0), wide_swapped - mean
         factor = tl.rsqrt(tl.sum(wide * wide, 1) / DIM + eps)[:, None]
         normed = present & rotated[:, None]
         weight = tl.load(norm + head[:, None] * DIM + columns[None, :], mask=normed, other=0.0)
         swapped_weight = tl.load(norm + head[:, None] * DIM + other[None, :], mask=present & turned, other=0.0)
-        x = tl.where(normed, _product(weight, (wide * factor).to(dtype), dtype), x)
-        swapped = _product(swapped_weight, (swapped.to(tl.float32) * factor).to(dtype), dtype)
-    position = tl.load(positions + token, mask=alive, other=0)
-    at = position.to(tl.int64)[:, None] * ROTARY + columns[None, :]
-    c = tl.load(cos + at, mask=present & turned, other=0.0)
-    s = tl.load(sin + at, mask=present & turned, other=0.0)
-    sum_of_both = _product(x, c, dtype).to(tl.float32) + _product(swapped, s, dtype).to(tl.float32)
-    x = tl.where(turned, sum_of_both.to(dtype), x)
+        if KIND == "rms":
+            x = tl.where(normed, _product(weight, (wide * factor).to(dtype), dtype), x)
+            swapped = _product(swapped_weight, (wide_swapped * factor).to(dtype), dtype)
+        else:
+            x = tl.where(normed, _product(weight, wide * factor, dtype), x)
+            swapped = _product(swapped_weight, wide_swapped * factor, dtype)
+    if ROTARY > 0:
+        position = tl.load(positions + token, mask=alive, other=0)
+        at = position.to(tl.int64)[:, None] * ROTARY + columns[None, :]
+        c = tl.load(cos + at, mask=present & turned, other=0.0)
+        s = tl.load(sin + at, mask=present & turned, other=0.0)
+        sum_of_both = _product(x, c, dtype).to(tl.float32) + _product(swapped, s, dtype).to(tl.float32)
+        x = tl.where(turned, sum_of_both.to(dtype), x)
     is_query = present & (head < HEADS)[:, None]
     query_at = query + token * query_token_stride + head * query_head_stride
     tl.store(query_at[:, None] + columns[None, :], x, mask=is_query)
@@ -138,13 +147,14 @@ _ELEMENTS = 1024
 def rope_and_store(
     qkv: Tensor,
     kv: Tensor,
-    rotary: RotaryTable,
+    rotary: RotaryTable | None,
     positions: Tensor,
     slots: Tensor,
     *,
     num_heads: int,
     norm: Tensor | None = None,
     eps: float = 0.0,
+    norm_kind: str = "rms",
     kv_scales: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -153,7 +163,8 @@ def rope_and_store(
     qkv [T, (num_heads + 2 * num_kv_heads) * head_dim]: query heads, key heads, value heads; kv [2, num_blocks, block_size,
     num_kv_heads, head_dim], one layer of the pool, in qkv's dtype or float8_e4m3fn with `kv_scales` [2] float32 (what is stored
     is divided by them, rounded to nearest even and saturated); positions [T] int32, within the rotary table; slots [T] int32, -1:
-    not stored; norm [num_heads + num_kv_heads, head_dim]. Returns [T, num_heads, head_dim] in qkv's dtype, in `out` if given.
+    not stored; norm [num_heads + num_kv_heads, head_dim] of `norm_kind` (norms.py). Without a rotary table nothing is rotated.
+    Returns [T, num_heads, head_dim] in qkv's dtype, in `out` if given.
     Never synchronizes. Raises ValueError naming what does not fit.
     """
     num_kv_heads, dim = kv.shape[3], kv.shape[4]
@@ -166,13 +177,14 @@ def rope_and_store(
         raise ValueError(f"out: {out.dtype} {tuple(out.shape)}, expected {qkv.dtype} {(qkv.shape[0], num_heads, dim)}")
     num_rows, padded = qkv.shape[0] * (num_heads + 2 * num_kv_heads), padded_dim(dim)
     rows = max(1, _ELEMENTS // padded)
+    cos, sin, rotary_dim = (qkv, qkv, 0) if rotary is None else (rotary.cos, rotary.sin, rotary.cos.shape[1])
     if num_rows:
         rope_store_kernel[(-(-num_rows // rows),)](
-            qkv, qkv if norm is None else norm, rotary.cos, rotary.sin, positions, slots, out, kv[0], kv[1],
+            qkv, qkv if norm is None else norm, cos, sin, positions, slots, out, kv[0], kv[1],
             qkv if kv_scales is None else kv_scales,
             num_rows, qkv.stride(0), out.stride(0), out.stride(1), kv.stride(2), kv.stride(3), eps,
-            HEADS=num_heads, KV_HEADS=num_kv_heads, DIM=dim, DIM_PAD=padded, ROTARY=rotary.cos.shape[1], ROWS=rows,
-            HAS_NORM=norm is not None, HAS_SCALES=kv_scales is not None, num_warps=4,
+            HEADS=num_heads, KV_HEADS=num_kv_heads, DIM=dim, DIM_PAD=padded, ROTARY=rotary_dim, ROWS=rows,
+            HAS_NORM=norm is not None, KIND=norm_kind, HAS_SCALES=kv_scales is not None, num_warps=4,
         )  # fmt: skip
     return out
 
@@ -221,8 +233,8 @@ def _check_indices(num_tokens: int, **indices: Tensor) -> None:
             raise ValueError(f"{name}: {index.dtype} {tuple(index.shape)}, expected int32 of at least {num_tokens}")
 
 
-def _check_tables(rotary: RotaryTable, norm: Tensor | None, norm_shape: tuple[int, int], dtype: torch.dtype) -> None:
-    if rotary.cos.dtype != dtype or rotary.cos.shape[1] > norm_shape[1]:
+def _check_tables(rotary: RotaryTable | None, norm: Tensor | None, norm_shape: tuple[int, int], dtype: torch.dtype) -> None:
+    if rotary is not None and (rotary.cos.dtype != dtype or rotary.cos.shape[1] > norm_shape[1]):
         raise ValueError(
             f"rotary: {rotary.cos.dtype} of {rotary.cos.shape[1]} dimensions, for heads of {norm_shape[1]} in {dtype}"
         )

@@ -15,7 +15,9 @@ from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.kernels.triton.attention import TritonAttention
 from pdmesh.engine.kernels.triton.blocks import TritonBlocks
 from pdmesh.engine.kernels.triton.cuda_graphs import DecodeGraphs, DecodeSizes, Recorder
+from pdmesh.engine.kernels.triton.experts.experts import GroupedExperts
 from pdmesh.engine.kernels.triton.linear.linear import Fp8Linear, WordLinear
+from pdmesh.engine.kernels.triton.linear.mlps import MLPStep
 from pdmesh.engine.kernels.triton.linear.weight_product import TILE_ROWS_MAX
 from pdmesh.engine.kernels.triton.linear.weight_words import WeightWords
 from pdmesh.engine.kernels.triton.metadata import Capacity, StepMetadata
@@ -28,7 +30,7 @@ from pdmesh.engine.kv_cache.block_moves import Move
 from pdmesh.engine.kv_cache.events import LayerReadiness
 from pdmesh.engine.memory import MIB, effective_max_context, free_memory
 from pdmesh.engine.models.config import ModelConfig
-from pdmesh.engine.models.decoder import DecoderModel
+from pdmesh.engine.models.decoder import DecoderModel, sinks_of
 from pdmesh.engine.models.layers import ROW_MULTIPLE, Linear
 from pdmesh.engine.runner.batch import StepBatch
 
@@ -233,7 +235,8 @@ class TritonModel:
         self.splits, self.recorder, self.kv_scales, self.max_rows = splits, recorder, kv_scales, max_rows
         self._graphs: DecodeGraphs | None = None
         self._pieces: PieceGraphs | None = None
-        attention = TritonAttention(decoder.config, str(decoder.device), kv_scales=kv_scales, splits=splits)
+        sinks = sinks_of(decoder.layers)
+        attention = TritonAttention(decoder.config, str(decoder.device), kv_scales=kv_scales, splits=splits, sinks=sinks)
         self._step = TritonStep(decoder, attention)
 
     @property
@@ -263,9 +266,8 @@ class TritonModel:
     @property
     def bytes_per_step(self) -> int:
         """Return the weight bytes that a step of few rows reads: its limit is this over the memory's bandwidth."""
-        pairs = ((layer, layer.gated_mlp) for layer in self.decoder.layers)
-        maps = [self.decoder.head, *(m for layer, mlp in pairs for m in (layer.qkv, layer.output, mlp.gate_up, mlp.down))]
-        return sum(map(_num_bytes, maps))
+        maps = [self.decoder.head, *(each for layer in self.decoder.layers for each in (layer.qkv, layer.output))]
+        return sum(map(_num_bytes, maps)) + sum(map(_num_bytes_of_mlp, self._step.mlps))
 
     def step_bytes(self, config: EngineConfig) -> int:
         """Return the device memory of steps, besides weights and pool: see StepMemory."""
@@ -370,6 +372,12 @@ def _inner(linear: Linear) -> Linear:
 def _num_bytes(linear: Linear) -> int:
     weight = getattr(_inner(linear), "weight", None)
     return int(weight.num_bytes if isinstance(weight, WeightWords) else weight.nbytes) if weight is not None else 0
+
+
+def _num_bytes_of_mlp(mlp: MLPStep) -> int:
+    """Return the bytes that one token reads."""
+    own = mlp.num_bytes_of_token if isinstance(mlp, GroupedExperts) else 0
+    return own + sum(map(_num_bytes, mlp.maps))
 
 
 def padded(capacity: Capacity, num_tokens: int | None = None) -> Capacity:

@@ -3,9 +3,10 @@
     each layer:   norm(h += last)  ─►  qkv  ─►  rope, keys and values to the pool  ─►  attention  ─►  output
                   norm(h += output)  ─►  gate and up  ─►  silu · mul  ─►  down  = last
 
-Nine launches a layer (eleven where keys are split). Nothing here synchronizes with the device or depends on a number there,
-so the same launches serve every batch of a capacity. Roundings are those of pdmesh/engine/models/decoder.py; where a kernel's
-sums have another order, its file says by how much they differ.
+That is a Llama; what other families do besides or instead is a part of `ModelConfig`; MLPs are of several kinds. Nine launches
+a layer of a Llama (eleven where keys are split). Nothing here synchronizes with the device or depends on a number there, so the
+same launches serve every batch of a capacity. Roundings are those of pdmesh/engine/models/decoder.py; where a kernel's sums have
+another order, its file says by how much they differ.
 
 Between two attentions nothing depends on sequences, only on tokens: `piece` and `end` compute that, which
 piecewise_graphs.py records. They pass data in tensors that the caller holds (`Rows`), so that recordings use the same addresses.
@@ -13,18 +14,22 @@ piecewise_graphs.py records. They pass data in tensors that the caller holds (`R
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pdmesh.engine.kernels.triton.attention import TritonAttention
+from pdmesh.engine.kernels.triton.experts.experts import GroupedExperts
 from pdmesh.engine.kernels.triton.kv import rope_and_store
+from pdmesh.engine.kernels.triton.linear.mlps import GatedStep, MLPStep, PlainStep
 from pdmesh.engine.kernels.triton.metadata import StepMetadata
-from pdmesh.engine.kernels.triton.norms import add_rms_norm, rms_norm, silu_mul
+from pdmesh.engine.kernels.triton.norms import added_and_normalized, kind_of, normalized
 from pdmesh.engine.kv_cache.events import LayerReadiness
+from pdmesh.engine.models.config import ModelConfig
 from pdmesh.engine.models.decoder import DecoderLayer, DecoderModel
+from pdmesh.engine.models.layers import MLP, GatedMLP, Norm, PlainMLP, QKNorm
 
 
 class StepOutput(NamedTuple):
@@ -66,6 +71,10 @@ class TritonStep:
 
     def __init__(self, decoder: DecoderModel, attention: TritonAttention) -> None:
         self.decoder, self.attention = decoder, attention
+        self.mlps = [mlp_step(layer.mlp, decoder.config) for layer in decoder.layers]
+        config = decoder.config
+        # As transformers does it: the factor is rounded to the states' dtype.
+        self._multiplier = torch.tensor(config.embedding_multiplier, dtype=decoder.dtype, device=decoder.device)
 
     def run(self, meta: StepMetadata, kv: Tensor, signal: LayerReadiness | None = None) -> StepOutput:
         """Write keys and values of the tokens that have a slot; return outputs of `meta.logits_rows`. kv: the pool
@@ -90,11 +99,10 @@ class TritonStep:
         the pool."""
         layer, states = self.decoder.layers[index], rows.states
         if index:
-            last = self._rest(index - 1, rows)
-            normed, _ = add_rms_norm(last, states, layer.norm_weights[0], self._eps, last, states)
+            normed = self._added(self._rest(index - 1, rows), states, layer.input_norm)
         else:
-            torch.index_select(self.decoder.embedding, 0, rows.token_ids, out=states)
-            normed = rms_norm(states, layer.norm_weights[0], self._eps)
+            self._embed(rows)
+            normed = states if layer.input_norm is None else normalized(states, layer.input_norm)
         self._query(index, layer, normed, rows, kv)
 
     def end(self, rows: Rows) -> Tensor:
@@ -105,35 +113,93 @@ class TritonStep:
         """Return the output of the rows `wanted` [R] of both [T, hidden_size]."""
         decoder = self.decoder
         parts = (last.index_select(0, wanted), states.index_select(0, wanted))
-        normed, summed = add_rms_norm(*parts, decoder.norm.weight, self._eps)
-        return StepOutput(decoder.head(normed).float(), summed)
+        normed, summed = added_and_normalized(*parts, decoder.norm, factor=decoder.config.residual_multiplier)
+        return StepOutput(self._capped(decoder.head(normed).float()), summed)
+
+    def _capped(self, logits: Tensor) -> Tensor:
+        """Multiply and cap logits, in place."""
+        config = self.decoder.config
+        if config.logits_multiplier != 1.0:
+            logits.mul_(config.logits_multiplier)
+        return logits if not config.logits_softcap else logits.div_(config.logits_softcap).tanh_().mul_(config.logits_softcap)
+
+    def _embed(self, rows: Rows) -> None:
+        """Write the states before the first layer."""
+        decoder = self.decoder
+        torch.index_select(decoder.embedding, 0, rows.token_ids, out=rows.states)
+        if decoder.config.embedding_multiplier != 1.0:
+            rows.states.mul_(self._multiplier)
+        if decoder.positions is not None:
+            rows.states.add_(decoder.positions.index_select(0, rows.positions))
 
     def _rest(self, index: int, rows: Rows) -> Tensor:
         """Return a layer's output behind its attention, which is added to the states next."""
-        layer = self.decoder.layers[index]
-        mixed = layer.output(rows.attended.flatten(1))
-        normed, _ = add_rms_norm(mixed, rows.states, layer.norm_weights[1], self._eps, mixed, rows.states)
-        return layer.gated_mlp.down(silu_mul(layer.gated_mlp.gate_up(normed)))
+        layer, states = self.decoder.layers[index], rows.states
+        mixed = _behind(layer.output(rows.attended.flatten(1)), layer.post_attention_norm)
+        if self.decoder.config.parallel:  # the MLP reads what attention read
+            read = self._read_again(layer, states)
+            self._added(mixed, states, None)
+        else:
+            read = self._added(mixed, states, layer.mlp_norm)
+        return _behind(self.mlps[index](read, rows.slots), layer.post_mlp_norm)
+
+    def _added(self, added: Tensor, states: Tensor, norm: Norm | None) -> Tensor:
+        """Add to the states, and return what is read next: their norm, in the memory of what was added, or without a norm the
+        states."""
+        factor = self.decoder.config.residual_multiplier
+        if norm is not None:
+            return added_and_normalized(added, states, norm, added, states, factor)[0]
+        return states.add_(added if factor == 1.0 else added.mul_(factor))
+
+    def _read_again(self, layer: DecoderLayer, states: Tensor) -> Tensor:
+        """Return what an MLP beside attention reads, with a norm of its own or attention's."""
+        norm = layer.mlp_norm or layer.input_norm
+        return states.clone() if norm is None else normalized(states, norm)
 
     def _query(self, index: int, layer: DecoderLayer, normed: Tensor, rows: Rows, kv: Tensor) -> None:
         """Write rotated query heads of normed [T, hidden_size] to `rows`, and keys and values to their slots."""
-        scales = self.attention.kv_scales
+        scales, qkv = self.attention.kv_scales, layer.qkv(normed)
+        norm = self._head_norm(layer.qk_norm, qkv)
         rope_and_store(
-            layer.qkv(normed),
+            qkv,
             kv[index],
-            self.decoder.rotary,
+            None if layer.rope is None else self.decoder.ropes[layer.rope],
             rows.positions,
             rows.slots,
             num_heads=self.decoder.config.num_heads,
-            norm=None if layer.qk_norm is None else layer.qk_norm.weight,
-            eps=self._eps,
+            norm=None if norm is None else norm.weight,
+            eps=0.0 if norm is None else norm.eps,
+            norm_kind="rms" if norm is None else kind_of(norm),
             kv_scales=None if scales is None else scales[index],
             out=rows.query,
         )
 
-    @property
-    def _eps(self) -> float:
-        return self.decoder.config.norm_eps
+    def _head_norm(self, norm: QKNorm | None, qkv: Tensor) -> Norm | None:
+        """Return the norm that each head of qkv has by itself. One over all query heads, and one over all key heads, are computed
+        here, in place."""
+        if norm is None or not norm.num_heads:
+            return None if norm is None else norm.norm
+        dim, first = norm.weight.shape[1], norm.num_heads
+        for heads in (slice(0, first), slice(first, len(norm.weight))):
+            part = qkv[:, heads.start * dim : heads.stop * dim]
+            normalized(part, replace(norm.norm, weight=norm.weight[heads].flatten()), part)
+        return None
+
+
+def _behind(x: Tensor, norm: Norm | None) -> Tensor:
+    """Normalize what attention or MLP gives, in place, in a family that does."""
+    return x if norm is None else normalized(x, norm, x)
+
+
+def mlp_step(mlp: MLP, config: ModelConfig) -> MLPStep:
+    """Return the MLP of a loaded layer on the kernels. Raises TypeError for one that they do not compute."""
+    if isinstance(mlp, GroupedExperts):
+        return mlp
+    if isinstance(mlp, GatedMLP):
+        return GatedStep(mlp.gate_up, mlp.down, config.activation)
+    if isinstance(mlp, PlainMLP):
+        return PlainStep(mlp.up, mlp.down, config.activation)
+    raise TypeError(f"{type(mlp).__name__} is no MLP that the kernels compute; experts for them are loaded by TritonBuilder")
 
 
 def tell(signal: LayerReadiness | None, index: int, device: torch.device) -> None:

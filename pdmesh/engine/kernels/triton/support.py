@@ -9,15 +9,42 @@ import sysconfig
 from pathlib import Path
 
 from pdmesh.engine.kernels.triton.tiles import HOPPER_BYTES, MAX_HEAD_DIM, choose_tiles
-from pdmesh.engine.models.config import ModelConfig, missing_part
+from pdmesh.engine.models.config import ExpertsConfig, ModelConfig, missing_part
 
 INTERPRET = "TRITON_INTERPRET"
 FP8_CAPABILITY = (8, 9)
 """The least capability that converts numbers of 8 bits; weights in fp8 are unpacked by their bits, on any GPU."""
 
 
-PARTS = frozenset({"partial rotary embedding"})
+PARTS = frozenset(
+    {
+        "LayerNorm",
+        "norms behind attention and MLP",
+        "no norms before attention and MLP",
+        "parallel attention and MLP",
+        "QK norm with a weight for each head",
+        "QK norm over all heads",
+        "plain MLP",
+        *(f"{activation} activation" for activation in ("gelu", "gelu_tanh", "relu", "relu2")),
+        "experts",
+        "two rotary embeddings",
+        "partial rotary embedding",
+        "layers without rotary embedding",
+        "learned positions",
+        "scaled attention",
+        "softcap of attention",
+        "attention sinks",
+        "multiplier of embeddings",
+        "multiplier of residuals",
+        "multiplier of logits",
+        "softcap of logits",
+    }
+)
 """What the kernels compute besides a Llama's parts (pdmesh/engine/models/config.py)."""
+
+
+SCORINGS = ("softmax", "softmax_topk", "sigmoid")
+"""How the scores of experts are computed (experts/routing.py)."""
 
 
 def why_not(config: ModelConfig, item_size: int = 2, room: int = HOPPER_BYTES) -> str | None:
@@ -31,9 +58,18 @@ def why_not(config: ModelConfig, item_size: int = 2, room: int = HOPPER_BYTES) -
         choose_tiles(config.head_dim, item_size, room)
     except ValueError as error:
         return str(error)
+    if config.experts is not None and (part := _missing_of_experts(config.experts)) is not None:
+        return f"its kernels have no {part}"
     if any(window is not None and window < 1 for window in config.windows):
         return "a sliding window of no tokens"
     return None
+
+
+def _missing_of_experts(experts: ExpertsConfig) -> str | None:
+    """Return what of a mixture of experts the kernels do not compute; None when they compute it all."""
+    if experts.scoring not in SCORINGS:
+        return f"{experts.scoring} scores of experts"
+    return "scores that multiply what experts read" if experts.scales_input else None
 
 
 def why_not_here(device: str) -> str:

@@ -36,7 +36,7 @@ REFUSED = dict.fromkeys(
 )
 # Widths that groups of 32 divide.
 DIVIDED = {"granitemoeshared": {"shared_intermediate_size": 64}}
-DIVIDED |= dict.fromkeys(("glm4_moe", "qwen2_moe"), {"moe_intermediate_size": 64})
+DIVIDED |= {name: {"moe_intermediate_size": 64} for name in ("glm4_moe", "qwen2_moe")}
 COMPUTED = sorted(VARIANTS.keys() - REFUSED.keys())
 # Together they have every part.
 VARIED = ["cohere, qk norm", "falcon, new", "gemma2", "gemma3_text", "granite", "nemotron", "olmo2", "opt", "phi", "smollm3"]

@@ -72,9 +72,10 @@ class Sequences:
     def capacity(self, bounds: SplitBounds = FEW) -> Capacity:
         return Capacity.of(self.batch, bounds)
 
-    def naive(self, window: int | None = None) -> Tensor:
+    def naive(self, window: int | None = None, softcap: float = 0.0, sinks: Tensor | None = None) -> Tensor:
         """[T, num_heads, head_dim] float32: softmax over the visible keys, in float64."""
-        return torch.cat([naive_attention(*each, window) for each in self.data] or [torch.empty(0)]).to(DEVICE)
+        each = [naive_attention(*data, window, softcap, sinks) for data in self.data]
+        return torch.cat(each or [torch.empty(0)]).to(DEVICE)
 
 
 def _random(shape: Shape, context: int, queries: int, seed: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -84,14 +85,21 @@ def _random(shape: Shape, context: int, queries: int, seed: int, dtype: torch.dt
     return query[context - queries :], key, value
 
 
-def naive_attention(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
+def naive_attention(
+    query: Tensor, key: Tensor, value: Tensor, window: int | None, softcap: float = 0.0, sinks: Tensor | None = None
+) -> Tensor:
     """query [Q, H, D], the last of the positions of key and value [K, KVH, D]."""
     queries, context, group = query.shape[0], key.shape[0], query.shape[1] // key.shape[1]
     key, value = (x.double().repeat_interleave(group, 1) for x in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query.double(), key) * query.shape[2] ** -0.5
+    scores = (scores / softcap).tanh() * softcap if softcap else scores
     distance = (torch.arange(queries) + context - queries)[:, None] - torch.arange(context)
     hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    beside = (
+        torch.empty((query.shape[1], queries, 0)) if sinks is None else sinks.double().cpu()[:, None, None].expand(-1, queries, 1)
+    )
+    weights = torch.cat((scores, beside), 2).softmax(-1)[:, :, :context]
     return torch.einsum("hqk,khd->qhd", weights, value).float()
 
 

@@ -51,6 +51,31 @@ def test_windows(window: int, dtype: torch.dtype) -> None:
     check(Sequences(Shape(2, 1, 16), RAGGED, dtype), window)
 
 
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(("softcap", "sinks"), [(1.5, None), (0.0, (2.0, -3.0)), (0.7, (0.5, 4.0))])
+def test_softcaps_and_sinks(softcap: float, sinks: tuple[float, ...] | None, dtype: torch.dtype, window: int | None) -> None:
+    """Of sequences with one split and with several, split and walked."""
+    sequences = Sequences(Shape(2, 1, 16), RAGGED, dtype)
+    logits = None if sinks is None else torch.tensor(sinks, dtype=dtype, device=DEVICE)
+    result = paged_attention(
+        sequences.query, sequences.kv, sequences.meta(), window=window, softcap=softcap, sinks=logits, splits=SMALL
+    )
+    expected = sequences.naive(window, softcap, logits)
+    torch.testing.assert_close(result.float(), expected, atol=BOUNDS[dtype], rtol=0)
+    assert not torch.allclose(expected, sequences.naive(window), atol=1e-2)
+
+
+def test_a_softcap_is_of_scores_whose_keys_have_a_scale() -> None:
+    wide = Sequences(Shape(2, 1, 16), RAGGED)
+    scales = torch.tensor([0.5, 2.0], device=DEVICE)
+    stored = (wide.kv / scales.view(2, 1, 1, 1, 1)).to(torch.float8_e4m3fn)
+    wide.kv = stored.float() * scales.view(2, 1, 1, 1, 1)
+    found = paged_attention(wide.query, stored, wide.meta(), kv_scales=scales, softcap=1.5, splits=SMALL)
+    expected = paged_attention(wide.query, wide.kv, wide.meta(), softcap=1.5, splits=SMALL)
+    torch.testing.assert_close(found, expected, atol=2e-6, rtol=0)
+
+
 @pytest.mark.parametrize("tail", [1, 3, 30])
 def test_tails(tail: int) -> None:
     check(Sequences(Shape(2, 1, 16), RAGGED, tail=tail))

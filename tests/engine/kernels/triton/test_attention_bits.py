@@ -26,9 +26,11 @@ def attend(
     splits: Splits = SMALL,
     invariant: bool = False,
     bounds: SplitBounds = FEW,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    meta = sequences.meta(sequences.capacity(bounds))
-    return paged_attention(sequences.query, sequences.kv, meta, window=window, splits=splits, invariant=invariant)
+    meta, more = sequences.meta(sequences.capacity(bounds)), {"window": window, "splits": splits, "invariant": invariant}
+    return paged_attention(sequences.query, sequences.kv, meta, softcap=softcap, sinks=sinks, **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("dtype", "window"), [(torch.float32, None), (torch.float16, 70)], ids=str)
@@ -50,6 +52,15 @@ def test_prefill_verification_and_decode_agree(dtype: torch.dtype, window: int |
     whole = Sequences(SHAPE, [(270, num_queries)], dtype, seeds=[0])
     for back in (1, 13, 15, 30):
         assert torch.equal(decode_one(whole, 270 - back, window)[0], walked[-back])
+
+
+@pytest.mark.parametrize("window", [None, 70])
+def test_walking_and_splitting_agree_with_a_softcap_and_sinks(window: int | None) -> None:
+    sequences = Sequences(SHAPE, [(270, 40), (70, 3), (30, 1)])
+    given = {"softcap": 2.0, "sinks": torch.tensor([1.0, -2.0], device=DEVICE)}
+    walked = attend(sequences, window, bounds=SplitBounds(1, 1), **given)  # type: ignore[arg-type]
+    assert torch.equal(walked, attend(sequences, window, bounds=SplitBounds(65, 200), **given))  # type: ignore[arg-type]
+    assert not torch.allclose(walked, attend(sequences, window), atol=1e-2)
 
 
 @pytest.mark.parametrize(("dtype", "window"), [(torch.float32, None), (torch.bfloat16, 70)], ids=str)

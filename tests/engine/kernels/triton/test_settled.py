@@ -8,7 +8,16 @@ import sys
 
 import pytest
 
-MODULES = ("attention_kernels", "kv", "linear.weight_product", "sampling.kernels", "blocks")
+MODULES = (
+    "attention_kernels",
+    "kv",
+    "norms",
+    "linear.weight_product",
+    "experts.routing",
+    "experts.product",
+    "sampling.kernels",
+    "blocks",
+)
 PROGRAM = """
 import importlib, sys
 modules = [importlib.import_module(f"pdmesh.engine.kernels.triton.{name}") for name in sys.argv[1].split(",")]

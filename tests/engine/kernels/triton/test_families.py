@@ -1,0 +1,78 @@
+"""Families whose parts the kernels compute: logits close to the reference's, and its greedy tokens."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pdmesh.engine.kernels.triton.model import TritonModel
+from pdmesh.engine.kernels.triton.split_kv import Splits
+from pdmesh.engine.kernels.triton.support import why_not
+from pdmesh.engine.loader.loader import LoadedModel
+from pdmesh.engine.loader.safetensors import SafetensorsSource
+from pdmesh.engine.loader.triton import TritonBuilder
+from tests.engine.kernels.triton.paged import DEVICE
+from tests.engine.paged_loop import PagedLoop, load
+from tests.support.tiny_families import VARIANTS, make_tiny_family
+
+pytest.importorskip("transformers")
+
+SPLITS = Splits(16, 4)  # so that short contexts have several, which double at 64 keys
+REFUSED = {
+    "latent attention": {"deepseek_v2", "deepseek_v2, groups", "deepseek_v3", "deepseek_v3, yarn", "minicpm3"},
+    "bias of logits": {"gptj", "phi", "phimoe"},
+}
+COMPUTED = sorted(VARIANTS.keys() - set().union(*REFUSED.values()))
+FEW = {"cohere, qk norm", "gemma2", "gpt2", "gpt_oss", "granite", "olmo3", "olmoe", "qwen2_moe", "smollm3"}  # each part once
+
+
+def variants() -> list[Any]:
+    """All; those that have no part of their own are thorough."""
+    return [pytest.param(name, marks=() if name in FEW else pytest.mark.thorough) for name in COMPUTED]
+
+
+def prompt(num_tokens: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(256), k=num_tokens)
+
+
+def on_triton(folder: Path, reference: LoadedModel) -> LoadedModel:
+    source = SafetensorsSource(folder)
+    decoder = TritonBuilder(source, reference.dtype, DEVICE).build(reference.config.max_context, lambda _share, _text: None)
+    return replace(reference, model=TritonModel(decoder, splits=SPLITS))
+
+
+@pytest.mark.parametrize("variant", variants())
+def test_logits_and_greedy_tokens_are_those_of_the_reference(variant: str, tmp_path: Path) -> None:
+    """A prompt in chunks, then prompts in one batch with decode steps of all."""
+    folder = make_tiny_family(tmp_path, variant)
+    reference = load(folder, backend="torch", device=DEVICE, dtype="float32")
+    assert why_not(reference.config, 4) is None
+    token_ids, prompts = prompt(40), [prompt(2, 1), prompt(33, 2)]
+    own = on_triton(folder, reference)
+    expected, found = (PagedLoop(each).logits(token_ids, 30) for each in (reference, own))
+    torch.testing.assert_close(found, expected, atol=2e-4 * float(expected.abs().max()), rtol=1e-4)
+    tokens, drawn = (PagedLoop(each).generate(prompts, 6) for each in (reference, own))
+    assert len({token for some in tokens for token in some}) > 3, "greedy output that hardly varies shows nothing"
+    assert drawn == tokens
+
+
+@pytest.mark.parametrize("variant", ["gemma2", "gemma3_text", "granite", "olmo3", "cohere, qk norm", "gpt2"])
+def test_logits_in_float16(variant: str, tmp_path: Path) -> None:
+    """Roundings are the reference's, norms with wide weights among them."""
+    folder = make_tiny_family(tmp_path, variant)
+    reference = load(folder, backend="torch", device=DEVICE, dtype="float16")
+    token_ids = prompt(30)
+    expected, found = (PagedLoop(each).logits(token_ids, 24) for each in (reference, on_triton(folder, reference)))
+    torch.testing.assert_close(found, expected, atol=0.02 * float(expected.abs().max()), rtol=0)
+
+
+@pytest.mark.parametrize("part", REFUSED)
+def test_other_parts_are_named(part: str, tmp_path: Path) -> None:
+    for variant in sorted(REFUSED[part]):
+        config = SafetensorsSource(make_tiny_family(tmp_path / variant, variant)).config
+        assert why_not(config) == f"its kernels have no {part}"
