@@ -156,13 +156,14 @@ class TorchBuilder:
             router=self._wide(f"{prefix}.router.weight", count, hidden),
             router_bias=self._wide(f"{prefix}.router.bias", count) if experts.router_bias else None,
             correction=self._wide(f"{prefix}.router.correction", count) if experts.has_correction else None,
-            experts=[self._expert(f"{prefix}.experts.{number}", experts) for number in range(count)],
+            experts=[self._expert(prefix, number, experts) for number in range(count)],
             shared=self._mlp(f"{prefix}.shared_expert", shared) if shared else None,
             shared_gate=self._wide(f"{prefix}.shared_gate.weight", 1, hidden) if experts.shared_gate else None,
         )
 
-    def _expert(self, prefix: str, experts: ExpertsConfig) -> MLP:
-        inner = experts.intermediate_size
+    def _expert(self, prefix: str, number: int, experts: ExpertsConfig) -> MLP | None:
+        """Return one expert; None where another rank has it."""
+        prefix, inner = f"{prefix}.experts.{number}", experts.intermediate_size
         if experts.activation != "swiglu_oai":
             return self._mlp(prefix, inner, bias=experts.bias)
         gate_up = self._linear([(f"{prefix}.{n}_proj", inner) for n in ("gate", "up")], self.config.hidden_size, bias=True)
