@@ -12,7 +12,7 @@ CODE := pdmesh router prefill_service decode_service kvtransfer tools benchmarks
 
 .DEFAULT_GOAL := help
 .PHONY: help setup model kernels demo test lint types contracts stubs-fresh unit mesh test-thorough test-k8s equality
-.PHONY: chaos bench-mesh bench-cpu bench-handoff bench-loadtest bench-profile bench-latency bench-clients bench-constrained bench-soak bench-capacity bench-router bench-autoscale bench-spec bench-sparsity bench-observability bench-gpu train-heads stubs format clean
+.PHONY: chaos bench-mesh bench-cpu bench-models bench-handoff bench-loadtest bench-profile bench-latency bench-clients bench-constrained bench-soak bench-capacity bench-router bench-autoscale bench-spec bench-sparsity bench-observability bench-gpu train-heads stubs format clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -101,6 +101,9 @@ bench-mesh: $(READY) model kernels  ## engine and mesh, in int8 and float32, wit
 
 bench-cpu: $(READY) model kernels  ## the CPU kernels beside OpenVINO, vLLM, llama.cpp and transformers; accuracy, limits (slow)
 	$(BIN)/python -m benchmarks.cpu
+
+bench-models: $(READY) model kernels  ## every family: the tokens of transformers on each backend and through a mesh; six families beside llama.cpp (half an hour)
+	$(BIN)/python -m benchmarks.models $(ARGS)
 
 bench-handoff: $(READY) kernels  ## the hand-off between two processes, beside memcpy and iperf3
 	$(BIN)/python -m benchmarks.handoff

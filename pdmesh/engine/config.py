@@ -85,6 +85,9 @@ class EngineConfig:
     tensor_parallel: int = field(
         default=1, metadata={"help": "processes (on CUDA: GPUs) that share the model; not with the native backend"}
     )
+    expert_parallel: bool = field(
+        default=False, metadata={"help": "these processes have whole experts each, in place of a part of every one"}
+    )
     tensor_parallel_timeout_s: float = field(
         default=30.0, metadata={"help": "a process of them that is silent so long in a step, or in a copy of KV, ends the worker"}
     )

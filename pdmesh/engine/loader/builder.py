@@ -164,8 +164,8 @@ class TorchBuilder:
     def _experts(self, prefix: str, experts: ExpertsConfig) -> MLP:
         return Experts(experts, experts=list(self._each_expert(prefix, experts)), **self._around_experts(prefix, experts))
 
-    def _each_expert(self, prefix: str, experts: ExpertsConfig) -> Iterator[MLP]:
-        return (self._expert(f"{prefix}.experts.{number}", experts) for number in range(experts.num_experts))
+    def _each_expert(self, prefix: str, experts: ExpertsConfig) -> Iterator[MLP | None]:
+        return (self._expert(prefix, number, experts) for number in range(experts.num_experts))
 
     def _around_experts(self, prefix: str, experts: ExpertsConfig) -> AroundExperts:
         hidden, count, shared = self.config.hidden_size, experts.num_experts, experts.shared_intermediate_size
@@ -177,8 +177,9 @@ class TorchBuilder:
             "shared_gate": self._wide(f"{prefix}.shared_gate.weight", 1, hidden) if experts.shared_gate else None,
         }
 
-    def _expert(self, prefix: str, experts: ExpertsConfig) -> MLP:
-        inner = experts.intermediate_size
+    def _expert(self, prefix: str, number: int, experts: ExpertsConfig) -> MLP | None:
+        """Return one expert; None where another rank has it."""
+        prefix, inner = f"{prefix}.experts.{number}", experts.intermediate_size
         if experts.activation != "swiglu_oai":
             return self._mlp(prefix, inner, bias=experts.bias)
         gate_up = self._linear([(f"{prefix}.{n}_proj", inner) for n in ("gate", "up")], self.config.hidden_size, bias=True)

@@ -103,7 +103,7 @@ def load_model(config: EngineConfig, progress: Progress = lambda _share, _text: 
     _check_device(config.device)
     source, files = open_checkpoint(Path(config.model), config.override)
     warn_of_unused(source)
-    check_degree(config.tensor_parallel, source.config)
+    check_degree(config.tensor_parallel, source.config, device=config.device, expert_parallel=config.expert_parallel)
     library, why_none = _open_kernels(config, lambda text: progress(0.0, text))
     numerics = choose_numerics(
         config,

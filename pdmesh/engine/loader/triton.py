@@ -71,7 +71,8 @@ class TritonBuilder(TorchBuilder):
     """Build a decoder whose experts lie together, for the kernels: while a layer is loaded the device holds one expert twice."""
 
     def _experts(self, prefix: str, experts: ExpertsConfig) -> MLP:
-        each, around = self._each_expert(prefix, experts), self._around_experts(prefix, experts)
+        each = (expert for expert in self._each_expert(prefix, experts) if expert is not None)
+        around = self._around_experts(prefix, experts)
         return GroupedExperts(experts, self.config.activation, experts=each, **around)
 
 
