@@ -82,7 +82,8 @@ class EngineConfig:
         default=True, metadata={"help": "triton: launch a decode step before the tokens of the one before it are read"}
     )
     lora: tuple[str, ...] = field(
-        default=(), metadata={"help": "LoRA adapters, NAME=FOLDER joined by commas or one a flag: requests may ask for NAME"}
+        default=(),
+        metadata={"help": "LoRA adapter, NAME=FOLDER, that requests may ask for by NAME; several times", "repeats": True},
     )
     max_loras: int = field(
         default=0, metadata={"help": "LoRA adapters that may be loaded at once; 0: 8 with --lora, none without"}
@@ -110,7 +111,15 @@ class EngineConfig:
             raise ValueError(f"quantization_group: {self.quantization_group} is not known; give 32, 64 or 128")
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_draft_tokens", "tensor_parallel"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("num_blocks", "kv_memory_mb", "max_context", "num_threads", "draft_length", "self_draft_layers", "max_loras"):
+        for name in (
+            "num_blocks",
+            "kv_memory_mb",
+            "max_context",
+            "num_threads",
+            "draft_length",
+            "self_draft_layers",
+            "max_loras",
+        ):
             _at_least(name, getattr(self, name), 0)
         if self.num_threads > MAX_THREADS:
             raise ValueError(f"num_threads: {self.num_threads} is more than {MAX_THREADS}; give the cores that it may use")

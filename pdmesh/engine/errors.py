@@ -11,7 +11,7 @@ class InvalidRequest(EngineError, ValueError):
     """The request contradicts itself or what the engine already knows about it. The message names the field."""
 
 
-class UnknownAdapter(InvalidRequest):
+class UnknownAdapter(EngineError):
     """The request's adapter is not loaded, or is being unloaded."""
 
 

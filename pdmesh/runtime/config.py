@@ -169,6 +169,7 @@ class Option:
     required: bool
     help: str
     secret: bool
+    repeats: bool = False  # the flag may be given several times: the values are joined by commas
 
     @property
     def field(self) -> str:
@@ -242,6 +243,7 @@ def _option(
         required=default is dataclasses.MISSING,
         help=str(metadata.get("help", "")),
         secret=bool(metadata.get("secret", False)),
+        repeats=bool(metadata.get("repeats", False)),
     )
 
 
@@ -322,6 +324,14 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(flag, problem or "wrong use", remedy)
 
 
+class _Joining(argparse.Action):
+    """Join the values of a flag that is given several times."""
+
+    def __call__(self, parser: object, namespace: argparse.Namespace, values: object, option_string: str | None = None) -> None:
+        before = getattr(namespace, self.dest, None)
+        setattr(namespace, self.dest, f"{before},{values}" if before else values)
+
+
 def _read_flags(cls: type, options: Sequence[Option], argv: Sequence[str], prog: str) -> dict[str, object]:
     """Return the text (bool for switches) by dotted field for the given flags."""
     parser = _Parser(prog=prog, description=_summary(cls), allow_abbrev=False, argument_default=argparse.SUPPRESS)
@@ -333,7 +343,8 @@ def _read_flags(cls: type, options: Sequence[Option], argv: Sequence[str], prog:
         if option.type_ is bool:
             parser.add_argument(option.flag, dest=option.field, action=argparse.BooleanOptionalAction, help=help_)
         else:
-            parser.add_argument(option.flag, dest=option.field, metavar=_kind(option), help=help_)
+            action = _Joining if option.repeats else "store"
+            parser.add_argument(option.flag, dest=option.field, metavar=_kind(option), help=help_, action=action)
     known, unknown = parser.parse_known_args(list(argv))
     if unknown:
         raise _unknown_flag(unknown[0], options, prog)

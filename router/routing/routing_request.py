@@ -41,6 +41,7 @@ def routing_request_of(
         ttft_goal_s=_seconds(prepared.slo_ttft_ms or promised.ttft_ms),
         tpot_goal_s=_seconds(prepared.slo_tpot_ms or promised.tpot_ms),
         running_tpot_goal_s=_seconds(running_tpot_ms),
+        adapter=prepared.adapter,
     )
 
 

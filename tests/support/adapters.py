@@ -17,7 +17,8 @@ _CONFIG: dict[str, Any] = {
     "alpha_pattern": {}, "auto_mapping": None, "base_model_name_or_path": "tiny", "bias": "none", "fan_in_fan_out": False,
     "inference_mode": True, "init_lora_weights": True, "layers_pattern": None, "layers_to_transform": None, "loftq_config": {},
     "lora_alpha": 16, "lora_dropout": 0.1, "megatron_config": None, "megatron_core": "megatron.core", "modules_to_save": None,
-    "peft_type": "LORA", "r": 8, "rank_pattern": {}, "revision": None, "task_type": "CAUSAL_LM", "use_dora": False, "use_rslora": False,
+    "peft_type": "LORA", "r": 8, "rank_pattern": {}, "revision": None, "task_type": "CAUSAL_LM", "use_dora": False,
+    "use_rslora": False,
 }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ A step has a slot for each of its rows (-1: the base alone). A map with adapters
 [sum of ranks, in] and the B to one [out, sum of ranks], each packed once at load. So two more products serve all rows whatever
 mix they are:
 
-    x [M, in] ──A──► h [M, ranks of slot 0 | ranks of slot 1 | ...] ──other slots' columns of each row are 0──► ──B──► + y [M, out]
+    x [M, in] ──A──► h [M, ranks of slot 0 | ranks of slot 1 | ...] ──each row's foreign columns are 0──► ──B──► + y [M, out]
 
 Zeros add nothing, so a row's bits depend neither on the other rows nor on the slot (tests/engine/lora/test_torch_maps.py). Maps
 that are one product of the engine (query, key and value; gate and up) have a B whose blocks lie at the rows of each part. The

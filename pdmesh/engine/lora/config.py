@@ -1,5 +1,7 @@
-"""adapter_config.json as PEFT writes it: which maps an adapter changes, with which rank and scale. What is not computed is refused
-by name, and so is a key that says something nobody here has read."""
+"""adapter_config.json as PEFT writes it: which maps an adapter changes, with which rank and scale.
+
+What is not computed is refused by name, and so is a key that says something and is not read here.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pdmesh.adapter_id import ADAPTER_FILES
 from pdmesh.engine.lora.adapter import MAX_RANK
 
-CONFIG_FILE = "adapter_config.json"
+CONFIG_FILE = ADAPTER_FILES[0]
 _NEUTRAL = frozenset({
     "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "fan_in_fan_out", "inference_mode", "lora_dropout",
     "lora_ga_config", "megatron_core", "monteclora_config", "peft_type", "peft_version", "qalora_group_size", "revision",
@@ -134,9 +137,13 @@ def _check_kind(content: Mapping[str, object]) -> None:
             f"init_lora_weights: {init!r} also changes the base model's weights; convert the adapter when it is saved "
             "(PEFT: path_initial_model_for_weight_conversion), or merge it into the model"
         )
-    unread = [k for k, value in content.items() if k not in _READ | _NEUTRAL | _REFUSED.keys() and value not in (None, False, [], {})]
+    unread = [
+        k for k, value in content.items() if k not in _READ | _NEUTRAL | _REFUSED.keys() and value not in (None, False, [], {})
+    ]
     if unread:
-        raise ValueError(f"{', '.join(unread)}: not known here, so the adapter might be computed wrongly; remove what changes nothing")
+        raise ValueError(
+            f"{', '.join(unread)}: not known here, so the adapter might be computed wrongly; remove what changes nothing"
+        )
 
 
 def _by_pattern(patterns: Mapping[str, float], module: str, default: float) -> float:

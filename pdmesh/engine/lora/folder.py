@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pdmesh.adapter_id import AdapterId, named_folder
+from pdmesh.adapter_id import ADAPTER_FILES, AdapterId, named_folder
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.loader.hash import weights_hash
 from pdmesh.engine.lora.adapter import Adapter, AdapterMap, Site, sites_of
@@ -20,7 +20,7 @@ from pdmesh.engine.models.config import ModelConfig
 from pdmesh.engine.models.names import Names
 from pdmesh.engine.models.registry import family_of
 
-WEIGHTS_FILE = "adapter_model.safetensors"
+WEIGHTS_FILE = ADAPTER_FILES[1]
 _PREFIX = "base_model.model."
 _TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
 _FAULTS = {
@@ -91,11 +91,15 @@ def _maps(config: LoraConfig, tensors: Mapping[str, Tensor], model: ModelConfig)
     pairs = _pairs(tensors, modules)
     for module in modules:
         if config.is_target(module) and module not in pairs:
-            raise ValueError(f"{module}: target_modules names it, and {WEIGHTS_FILE} has no weights of it; the file is incomplete")
+            raise ValueError(
+                f"{module}: target_modules names it, and {WEIGHTS_FILE} has no weights of it; the file is incomplete"
+            )
     maps: dict[Site, AdapterMap] = {}
     for module, sides in pairs.items():
         if not config.is_target(module):
-            raise ValueError(f"{module}.lora_A.weight: {CONFIG_FILE} does not target this map; the two files do not belong together")
+            raise ValueError(
+                f"{module}.lora_A.weight: {CONFIG_FILE} does not target this map; the two files do not belong together"
+            )
         maps |= _maps_of(module, sides, config, modules[module])
     if not maps:
         raise ValueError(f"{WEIGHTS_FILE} has no weights of any map of this model; it is for another model")
@@ -129,7 +133,9 @@ def _pairs(tensors: Mapping[str, Tensor], modules: Mapping[str, list[_Part]]) ->
         if match is None:
             raise ValueError(f"{name}: neither lora_A nor lora_B of a map; this engine does not know what it means")
         if match["module"] not in modules:
-            raise ValueError(f"{name}: this model has no map {match['module']!r} that adapters may change; it is for another model")
+            raise ValueError(
+                f"{name}: this model has no map {match['module']!r} that adapters may change; it is for another model"
+            )
         pairs.setdefault(match["module"], {})[match["side"]] = _finite(name, tensor)
     for module, sides in pairs.items():
         for side in "AB":
@@ -164,4 +170,6 @@ def _maps_of(module: str, sides: Mapping[str, Tensor], config: LoraConfig, parts
 
 def _check_shape(name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
     if tuple(tensor.shape) != expected:
-        raise ValueError(f"{name}: shape {tuple(tensor.shape)}, and {expected} by {CONFIG_FILE} and the model: not one of its adapters")
+        raise ValueError(
+            f"{name}: shape {tuple(tensor.shape)}, and {expected} by {CONFIG_FILE} and the model: not one of its adapters"
+        )

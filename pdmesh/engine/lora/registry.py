@@ -35,6 +35,11 @@ class AdapterRegistry:
         self._leaving: set[AdapterId] = set()
 
     @property
+    def can_load(self) -> bool:
+        """Return whether the model has places for adapters."""
+        return self._model is not None
+
+    @property
     def slots(self) -> Mapping[AdapterId, int]:
         """Return the slot of each adapter that a step may need."""
         return self._slots
@@ -50,10 +55,14 @@ class AdapterRegistry:
     def load(self, adapter: Adapter) -> None:
         """Load; again, it changes nothing. Raises AdapterRefused: the name is taken by another content, or there is no slot."""
         if self._model is None:
-            raise AdapterRefused(f"adapter {adapter.id.name!r}: this worker has no room for adapters; start it with --max-loras 8")
+            raise AdapterRefused(
+                f"adapter {adapter.id.name!r}: this worker has no room for adapters; start it with --max-loras 8"
+            )
         same = next((known for known in self.loaded if known.name == adapter.id.name), None)
         if same is not None and same != adapter.id:
-            raise AdapterRefused(f"adapter {adapter.id.name!r} is loaded with other weights; unload it first, or choose another name")
+            raise AdapterRefused(
+                f"adapter {adapter.id.name!r} is loaded with other weights; unload it first, or choose another name"
+            )
         if adapter.id in self._slots:
             self._leaving.discard(adapter.id)
             return
@@ -67,13 +76,16 @@ class AdapterRegistry:
         self._slots[adapter.id] = slot
         self._ranks[adapter.id] = adapter.rank
 
-    def unload(self, name: str) -> AdapterId | None:
-        """Refuse new requests with this adapter, and free it when its last request ends; None: there is none of that name."""
+    def unload(self, name: str) -> int | None:
+        """Refuse new requests with this adapter, and free it when its last request ends. Return how many use it; None: there is
+        none of that name."""
         adapter = next((known for known in self.loaded if known.name == name), None)
-        if adapter is not None:
-            self._leaving.add(adapter)
-            self.sweep()
-        return adapter
+        if adapter is None:
+            return None
+        self._leaving.add(adapter)
+        num_requests = sum(other == adapter for other in self._in_use())
+        self.sweep()
+        return num_requests
 
     def sweep(self) -> None:
         """Free what no request uses any more. Cheap while nothing leaves."""
@@ -84,10 +96,6 @@ class AdapterRegistry:
             self._model.drop(self._slots.pop(adapter))
             del self._ranks[adapter]
             self._leaving.discard(adapter)
-
-    def is_held(self, adapter: AdapterId) -> bool:
-        """Return whether its weights are still here."""
-        return adapter in self._slots
 
     def may_have(self, adapter: AdapterId | None) -> bool:
         """Return whether a new request may have it."""

@@ -295,7 +295,7 @@ class Handlers:
             wanted = call.requests[number]
             if not call.echo or isinstance(wanted, mesh_pb2.ChatRequest):
                 return ""
-            return wanted.text or self._frontend.core.models[model].tokenizer.decode(wanted.tokens.ids)
+            return wanted.text or self._frontend.model_of(model).tokenizer.decode(wanted.tokens.ids)
 
         return echo
 
@@ -307,6 +307,7 @@ class Handlers:
                 "created": self._created,
                 "owned_by": "pdmesh",
                 "max_model_len": model.max_context,
+                **({"parent": model.base_model} if model.base_model else {}),
             }
 
 

@@ -1,4 +1,4 @@
-"""Adapters of every family: an adapter's greedy tokens are those of the model with W + scale * B A, in one batch with the base."""
+"""Adapters of every family: greedy tokens are those of the model with W + scale * B A, in one batch with the base."""
 
 from __future__ import annotations
 
