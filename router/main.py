@@ -106,6 +106,7 @@ class Router:
         if self.shared is not None:
             self.shared.start()
         self.tenants.start()
+        self.core.adapters.start()
         self._health = asyncio.create_task(self._follow_readiness(), name="health")
         return f"{self.config.host}:{port}"
 
@@ -128,6 +129,7 @@ class Router:
         if self.shared is not None:
             await self.shared.stop()
         await self.tenants.stop()
+        await self.core.adapters.stop()
         if self.registry is not None:
             await self.registry.stop()
         await self.follower.stop()

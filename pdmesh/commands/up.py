@@ -16,6 +16,7 @@ from typing import Literal
 from rich.console import RenderableType
 
 from pdmesh import overrides
+from pdmesh.adapter_id import ADAPTER_FILES, named_folder
 from pdmesh.client.channel import DEFAULT_ADDRESS
 from pdmesh.commands.tls import exports
 from pdmesh.commands.up_autoscale import AutoscaleOptions, Shown, local_loop, scaled
@@ -66,6 +67,13 @@ class Options:
         default="",
         metadata={"help": "speculative decoding: auto, none, or proposers joined by commas; empty: the workers' default (none)"},
     )
+    lora: tuple[str, ...] = field(
+        default=(),
+        metadata={"help": "LoRA adapter of every worker, NAME=FOLDER as PEFT saved it", "repeated": True},
+    )
+    max_loras: int = field(
+        default=0, metadata={"help": "LoRA adapters that each worker has places for; 0: 8 with --lora, none without"}
+    )
     bind_cpus: bool = field(default=False, metadata={"help": "each worker computes on cores of its own, where there are enough"})
     tls: bool = field(default=False, metadata={"help": "encrypt, with certificates made for this mesh and deleted with it"})
     certificates: TlsConfig = field(default_factory=TlsConfig, metadata={"flatten": True})
@@ -98,6 +106,7 @@ class Options:
             raise ValueError("port: must be between 0 and 65535")
         if self.http_port is not None and not 0 <= self.http_port <= 65535:
             raise ValueError("http_port: must be between 0 and 65535")
+        check_adapters(self.lora, self.max_loras)
         if self.speculation:
             named_proposers(self.speculation)
         if not 0 <= self.console_port <= 65535:
@@ -161,7 +170,12 @@ def _mesh_config(options: Options, folder: Path) -> LocalMeshConfig:
         tls=options.certificates,
         throwaway_tls=options.tls,
         otlp_endpoint=options.otlp_endpoint,
-        worker_args=(*_speculation(options.speculation), *_overrides(options.override), *options.worker_args),
+        worker_args=(
+            *_speculation(options.speculation),
+            *_overrides(options.override),
+            *adapter_flags(options.lora, options.max_loras),
+            *options.worker_args,
+        ),
         router_args=(*_generation_config(options.generation_config), *options.router_args),
     )
 
@@ -177,6 +191,27 @@ def _overrides(given: tuple[str, ...]) -> tuple[str, ...]:
 
 def _generation_config(value: GenerationConfig) -> tuple[str, ...]:
     return () if value == "auto" else ("--generation-config", value)
+
+
+def check_adapters(lora: tuple[str, ...], max_loras: int) -> None:
+    """Raise ValueError, naming field and folder, for adapters that no worker could load: before anything starts."""
+    if max_loras < 0:
+        raise ValueError("max_loras: must not be negative")
+    for text in lora:
+        try:
+            name, folder = named_folder(text)
+        except ValueError as error:
+            raise ValueError(f"lora: {error}") from error
+        missing = [file for file in ADAPTER_FILES if not (Path(folder) / file).is_file()]
+        if missing:
+            raise ValueError(f"lora: {name}: {folder} has no {missing[0]}; give the folder that PEFT's save_pretrained wrote")
+
+
+def adapter_flags(lora: tuple[str, ...], max_loras: int) -> tuple[str, ...]:
+    """Return flags of each worker, with folders that do not depend on where it starts."""
+    named = [named_folder(text) for text in lora]
+    flags = [part for name, folder in named for part in ("--lora", f"{name}={Path(folder).resolve()}")]
+    return (*flags, *(("--max-loras", str(max_loras)) if max_loras else ()))
 
 
 async def _serve(config: LocalMeshConfig, scaling: AutoscaleOptions) -> int:

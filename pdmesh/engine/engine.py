@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 from torch import Tensor
 
+from pdmesh.adapter_id import AdapterId
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.errors import IntegrityError
 from pdmesh.engine.hardware import cost_of
@@ -23,6 +24,7 @@ from pdmesh.engine.kv_cache.block_pool import BlockChanges, BlockLog, BlockPool,
 from pdmesh.engine.kv_cache.events import KVEvents, LayerReadiness
 from pdmesh.engine.kv_cache.pool import KVPool
 from pdmesh.engine.loader.loader import LoadedModel, load_model
+from pdmesh.engine.lora.registry import AdapterRegistry
 from pdmesh.engine.memory import effective_max_context, free_memory, kv_shape
 from pdmesh.engine.outputs import EngineStats, StartClock, StepResult
 from pdmesh.engine.parallel.model import ParallelModel
@@ -102,6 +104,7 @@ class Engine:
             proposers = make_proposers(parts)
         self.speculator = self._make_speculator(proposers, loaded) if proposers else None
         hidden_size = loaded.config.hidden_size if self.speculator and self.speculator.wants_hidden else None
+        self.adapters = AdapterRegistry(config.num_adapter_slots, loaded.adapter_slots, self._adapters_in_use)
         self._runner = ModelRunner(
             loaded.model,
             self.kv.tensor,
@@ -110,6 +113,7 @@ class Engine:
             hidden_size=hidden_size,
             arrangement=self.kv_arrangement,
             others=self.ranks_with_pools,
+            adapter_slots=self.adapters.slots,
         )
         self.pacer = TpotLimiter(is_on=config.keep_pace)
         self._scheduler = Scheduler(self._allocator, config.max_num_batched_tokens, self.pacer)
@@ -119,13 +123,15 @@ class Engine:
             if self.speculator
             else overlap_scheduler(self._runner, loaded, sampler, self._scheduler, self._allocator, config)
         )
-        self._table = RequestTable(limits, self._allocator, self._scheduler)
+        self._table = RequestTable(limits, self._allocator, self._scheduler, self.adapters.may_have)
         self._reservations = Reservations(limits, self._table, self._allocator, self._scheduler)
         self._counters = counters = Counters()
         tally = self.speculator.tally if self.speculator else None
         self._census = EngineStatsCollector(counters, self._table, self._scheduler, self._allocator, self.pacer, tally)
         self._progress = OutputProcessor(self._table, self._allocator, counters, self._census)
         self.exports = KVEvents(loaded.config.num_layers)
+        for adapter in loaded.adapters:
+            self.adapters.load(adapter)
 
     def reserve(self, request: EngineRequest) -> ReservedBlocks | None:
         """Hold blocks for prompt and history, cached prefix first and pinned; None: no room now, and nothing is held.
@@ -202,6 +208,7 @@ class Engine:
     def step(self) -> StepResult | None:
         """Run one step for all sequences that fit into it. None: nothing to do until another call changes that."""
         started_ns = time.monotonic_ns()
+        self.adapters.sweep()
         plan = self._next_plan(started_ns)
         if not plan.pieces:
             self.check_integrity()
@@ -264,6 +271,9 @@ class Engine:
     def check_integrity(self) -> None:
         """Raise IntegrityError unless free + used == total and every reference is accounted for. Also runs whenever idle."""
         check_integrity(self._pool, self._table, self._scheduler)
+
+    def _adapters_in_use(self) -> Iterable[AdapterId | None]:
+        return (group.request.adapter for group in self._table)
 
     def _make_speculator(self, proposers: Sequence[Proposer], loaded: LoadedModel) -> Speculator:
         limits, config = self._limits(), self.config

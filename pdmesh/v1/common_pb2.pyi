@@ -483,6 +483,8 @@ class Reservation(_message.Message):
     ENDPOINTS_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    ADAPTER_DIGEST_FIELD_NUMBER: _builtins.int
     reservation_id: _builtins.str
     """reservation_id is unique within the worker's epoch."""
     epoch: _builtins.int
@@ -495,6 +497,10 @@ class Reservation(_message.Message):
     """token authorizes a push into this reservation; secret."""
     num_cached_tokens: _builtins.int
     """num_cached_tokens of the prompt: the decode worker's prefix hit (whole blocks, pinned until commit), which is not sent."""
+    adapter: _builtins.str
+    """adapter of the request, empty for the model alone: the prefill worker must compute with the same."""
+    adapter_digest: _builtins.str
+    """adapter_digest of that adapter."""
     @_builtins.property
     def endpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransferEndpoint]:
         """endpoints of the receiver, best first."""
@@ -514,10 +520,12 @@ class Reservation(_message.Message):
         endpoints: _abc.Iterable[Global___TransferEndpoint] | None = ...,
         num_cached_tokens: _builtins.int = ...,
         layout: Global___KVLayout | None = ...,
+        adapter: _builtins.str = ...,
+        adapter_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "endpoints", b"endpoints", "epoch", b"epoch", "layout", b"layout", "lease_ms", b"lease_ms", "num_cached_tokens", b"num_cached_tokens", "reservation_id", b"reservation_id", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "adapter_digest", b"adapter_digest", "attempt", b"attempt", "endpoints", b"endpoints", "epoch", b"epoch", "layout", b"layout", "lease_ms", b"lease_ms", "num_cached_tokens", b"num_cached_tokens", "reservation_id", b"reservation_id", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -568,6 +576,8 @@ class TokenRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    ADAPTER_DIGEST_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """model is the name that the worker must serve."""
     cache_salt: _builtins.str
@@ -576,6 +586,10 @@ class TokenRequest(_message.Message):
     """tenant that the request belongs to. Empty means the default tenant."""
     priority: Global___Priority.ValueType
     """priority class."""
+    adapter: _builtins.str
+    """adapter that computes it beside the model: the name of a LoRA adapter that the worker has loaded. Empty means the model alone."""
+    adapter_digest: _builtins.str
+    """adapter_digest of what the router takes it for. A worker that has other weights of that name refuses. Empty means any."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """prompt_token_ids holds at least one token."""
@@ -598,14 +612,46 @@ class TokenRequest(_message.Message):
         cache_salt: _builtins.str = ...,
         tenant: _builtins.str = ...,
         priority: Global___Priority.ValueType = ...,
+        adapter: _builtins.str = ...,
+        adapter_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "emitted", b"emitted", "model", b"model", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "adapter_digest", b"adapter_digest", "cache_salt", b"cache_salt", "emitted", b"emitted", "model", b"model", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TokenRequest: _TypeAlias = TokenRequest  # noqa: Y015
+
+@_typing.final
+class AdapterInfo(_message.Message):
+    """AdapterInfo is a LoRA adapter that a worker has loaded."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """name that requests ask for."""
+    digest: _builtins.str
+    """digest is the SHA-256 (hex) over the adapter's configuration and weights."""
+    rank: _builtins.int
+    """rank is the largest of its maps."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        digest: _builtins.str = ...,
+        rank: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "name", b"name", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterInfo: _TypeAlias = AdapterInfo  # noqa: Y015
 
 @_typing.final
 class PrefillTimings(_message.Message):

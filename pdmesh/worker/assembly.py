@@ -28,6 +28,7 @@ from pdmesh.runtime.telemetry.config import resource_of
 from pdmesh.runtime.telemetry.metrics import Readings
 from pdmesh.runtime.telemetry.tracing import open_tracing
 from pdmesh.v1 import decode_pb2_grpc, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
+from pdmesh.worker.adapters import WorkerAdapters
 from pdmesh.worker.config import WorkerConfig, bind
 from pdmesh.worker.control import ControlServicer, RoleChanges
 from pdmesh.worker.description import Description, describe
@@ -81,7 +82,8 @@ class Worker:
         self._engine_loop = EngineLoop(engine, self._on_step, on_failure, self.dispatcher.on_ready)
         self._publisher = PrefixPublisher(engine, self._engine_loop, self.epoch, worker_id) if config.redis else None
         self._grammars = compiler_for(engine)
-        served_model = ServedModel.of(engine, config.served_name, self._grammars)
+        self.adapters = WorkerAdapters(engine, self._engine_loop, config.served_name, self.changes.notify)
+        served_model = ServedModel.of(engine, config.served_name, self._grammars, self.adapters.find)
         self.watch = StepWatch(engine.pacer)
         self._experts = ExpertWindow()
         self.load = self._load_reporter()
@@ -129,6 +131,7 @@ class Worker:
             set_roles=self.set_roles,
             list_blocks=lambda: list_blocks(self._engine_loop, self.epoch),
             keep_traces=self.tracing.keep,
+            adapters=self.adapters,
         )
         add_decode = decode_pb2_grpc.add_DecodeServiceServicer_to_server
         add_prefill = prefill_pb2_grpc.add_PrefillServiceServicer_to_server
@@ -232,6 +235,7 @@ class Worker:
             worker_id=self._worker_id,
             epoch=self.epoch,
             max_num_seqs=self.engine.config.max_num_seqs,
+            adapters=self.adapters.infos,
             num_handoff_failures=lambda: self.prefill.num_handoff_failures + self.decode.reservations.num_handoff_failures,
         )
 
@@ -284,6 +288,7 @@ class Worker:
         return describe(
             self.engine,
             self.gate,
+            self.adapters,
             worker_id=self._worker_id,
             epoch=self.epoch,
             address=self._address,

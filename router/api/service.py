@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING
 
 from pdmesh.runtime.rpc.server import GrpcServer
-from pdmesh.v1 import mesh_pb2
+from pdmesh.v1 import mesh_pb2, worker_pb2
 from pdmesh.v1.mesh_pb2_grpc import MeshServicer, add_MeshServicer_to_server
 from router.api.frontend import Frontend, fill_options
 
@@ -50,3 +50,14 @@ class MeshService(MeshServicer):
 
     async def Explain(self, request: mesh_pb2.ExplainRequest, context: _ServicerContext) -> mesh_pb2.ExplainResponse:
         return await self._frontend.explain(request)
+
+    async def LoadAdapter(self, request: worker_pb2.LoadAdapterRequest, context: _ServicerContext) -> mesh_pb2.MeshAdapter:
+        return await self._frontend.load_adapter(request)
+
+    async def UnloadAdapter(self, request: worker_pb2.UnloadAdapterRequest, context: _ServicerContext) -> mesh_pb2.MeshAdapter:
+        return await self._frontend.unload_adapter(request)
+
+    async def ListAdapters(
+        self, request: worker_pb2.ListAdaptersRequest, context: _ServicerContext
+    ) -> mesh_pb2.ListMeshAdaptersResponse:
+        return self._frontend.adapters()

@@ -135,7 +135,7 @@ def _started(prepared: PreparedRequest) -> mesh_pb2.GenerateResponse:
     started = mesh_pb2.Started(
         request_id=prepared.request_id,
         seed=prepared.sampling.seed,
-        model=prepared.model.name,
+        model=prepared.served_name,
         num_prompt_tokens=len(prepared.prompt),
     )
     return mesh_pb2.GenerateResponse(started=started)

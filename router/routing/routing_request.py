@@ -41,6 +41,7 @@ def routing_request_of(
         ttft_goal_s=_seconds(ttft_goal_ms),
         tpot_goal_s=_seconds(tpot_goal_ms),
         running_tpot_goal_s=_seconds(running_tpot_ms),
+        adapter=prepared.adapter,
     )
 
 

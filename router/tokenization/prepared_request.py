@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 
+from pdmesh.adapter_id import AdapterId
 from pdmesh.runtime.config import ConfigError
 from pdmesh.runtime.files import cache_root_of
 from pdmesh.text.block_hash import hash_prompt, short_name
@@ -82,7 +83,13 @@ class PreparedRequest:
     slo_tpot_ms: int = 0
     attempt: int = 0
     is_chat: bool = False
+    adapter: AdapterId | None = None  # LoRA adapter that the request asked for in place of the model
     _names: dict[tuple[bytes, int], list[int]] = field(default_factory=dict, repr=False)
+
+    @property
+    def served_name(self) -> str:
+        """Return what the client asked for: the adapter's name, or the model's."""
+        return self.model.name if self.adapter is None else self.adapter.name
 
     @property
     def num_choices(self) -> int:
@@ -98,6 +105,7 @@ class PreparedRequest:
     def block_names(self, identity: common_pb2.Identity, kv_dtype: str, block_size: int) -> list[int]:
         """Return the short block hashes of the prompt's full blocks, as workers of this kind compute them."""
         root = cache_root_of(identity, kv_dtype, tenant=self.tenant, cache_salt=self.cache_salt)
+        root = root if self.adapter is None else self.adapter.root(root)
         names = self._names.get((root, block_size))
         if names is None:
             names = [short_name(block) for block in hash_prompt(root, self.prompt, block_size)]
@@ -114,6 +122,8 @@ class PreparedRequest:
             cache_salt=self.cache_salt,
             tenant=self.tenant,
             priority=self.priority,
+            adapter=self.adapter.name if self.adapter else "",
+            adapter_digest=self.adapter.digest if self.adapter else "",
         )
 
 

@@ -114,7 +114,7 @@ class BlockAllocator:
         hashes = sequence.block_hashes
         while len(hashes) < num_blocks:
             start = len(hashes) * self._block_size
-            parent = hashes[-1] if hashes else sequence.group.request.cache_root
+            parent = hashes[-1] if hashes else sequence.group.request.block_root
             hashes.append(self._hash_block(parent, sequence.tokens(start, start + self._block_size)))
         return hashes[:num_blocks]
 

@@ -28,6 +28,10 @@ from pdmesh.engine.loader.headers import warn_of_unused
 from pdmesh.engine.loader.kv_scales import KVScales, known_scales, pool_scales
 from pdmesh.engine.loader.pack import NativeBuilder, one_torch_thread
 from pdmesh.engine.loader.safetensors import MissingTensor, SafetensorsSource, WeightSource
+from pdmesh.engine.lora.adapter import Adapter
+from pdmesh.engine.lora.folder import configured_adapters
+from pdmesh.engine.lora.registry import AdapterSlots
+from pdmesh.engine.lora.torch_maps import TorchAdapters
 from pdmesh.engine.memory import check_weights_fit, effective_max_context, free_memory
 from pdmesh.engine.models.config import ModelConfig
 from pdmesh.engine.models.decoder import DecoderModel
@@ -55,6 +59,8 @@ class LoadedModel:
     dtype: torch.dtype  # of activations and of what is not quantized
     kv_dtype: torch.dtype
     numeric_mode: str
+    adapters: tuple[Adapter, ...] = ()  # to be loaded before the first request
+    adapter_slots: AdapterSlots | None = None  # the model's places for adapters; None: it has none
     kv_scales: KVScales = ()  # the checkpoint's, for KV in fp8 here or at a sender; empty: all are 1, or invalid
 
     def sampler(self) -> TokenSampler:
@@ -114,6 +120,7 @@ def load_model(config: EngineConfig, progress: Progress = lambda _share, _text: 
     )
     if numerics.why_torch:
         logger.warning("the slower torch backend computes this model: %s", numerics.why_torch)
+    adapters = configured_adapters(config, source.config)
     check_weights_fit(numerics.num_bytes(source.config, _num_elements(source, config)), free_memory(config.device), config.device)
     digest = _overridden(weights_hash(files, lambda share: progress(0.3 * share, "hashing weights")), config.override)
     loading = partial(_load, source, config, numerics, library)
@@ -124,7 +131,17 @@ def load_model(config: EngineConfig, progress: Progress = lambda _share, _text: 
     progress(1.0, "loaded")
     if source.config.rope.is_long(effective_max_context(config, source.config)):
         mode += "-long"  # rotated keys of the other kind are of no use here
-    return LoadedModel(source.config, model, digest, numerics.dtype, numerics.kv_dtype, mode, kv_scales)
+    return LoadedModel(
+        source.config,
+        model,
+        digest,
+        numerics.dtype,
+        numerics.kv_dtype,
+        mode,
+        adapters=adapters,
+        adapter_slots=TorchAdapters(model) if config.num_adapter_slots and isinstance(model, DecoderModel) else None,
+        kv_scales=kv_scales,
+    )
 
 
 def _load(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +39,12 @@ class LatentMaps:
     latent_norm: Norm
     key_map: Tensor  # [num_heads, nope_dim, kv_rank]
     value_map: Tensor  # [num_heads, kv_rank, value_dim]
+
+
+class AdapterRows(Protocol):
+    """What a step's rows are besides the base model's: pdmesh/engine/lora/torch_maps.py."""
+
+    def begin(self, batch: StepBatch, device: torch.device) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -106,6 +113,7 @@ class DecoderModel:
         self.ropes = ropes
         self.attention = attention
         self.positions = positions
+        self.adapter_rows: AdapterRows | None = None  # of a model whose maps may have adapters
 
     @property
     def device(self) -> torch.device:
@@ -128,6 +136,8 @@ class DecoderModel:
 
         The tokens' blocks must be in their block tables, and keys of all earlier positions in the pool.
         """
+        if self.adapter_rows is not None:
+            self.adapter_rows.begin(batch, self.device)
         plan = self.attention.plan(batch, kv.shape[3])
         num_tokens = batch.num_tokens
         positions = pad_rows(batch.positions).to(self.device)
@@ -167,7 +177,7 @@ class DecoderModel:
         Raises ValueError for fewer than one layer, or for all.
         """
         config = shortened(self.config, num_layers)
-        return DecoderModel(
+        shorter = DecoderModel(
             config,
             embedding=self.embedding,
             layers=self.layers[:num_layers],
@@ -177,6 +187,8 @@ class DecoderModel:
             attention=make_attention(self.attention.name, config, str(self.device), sinks_of(self.layers[:num_layers])),
             positions=self.positions,
         )
+        shorter.adapter_rows = self.adapter_rows
+        return shorter
 
     def _embedded(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """Return the states before the first layer, [T padded, hidden_size]."""

@@ -86,6 +86,11 @@ class Names:
         path = path if layer < 0 else f"{self.layers.format(layer)}.{path}"
         return Take(f"{path}.{ending}" if ending else path, change, linear, expert)
 
+    def find_rows(self, name: str, config: ModelConfig) -> Take:
+        """As `find`, for a matrix with a row for each output of the map, which is never stored transposed: B of an adapter."""
+        take = self.find(name, config)
+        return Take(take.name, tuple(step for step in take.change if getattr(step, "args", ())[:1] != (transposed,)))
+
 
 def _applied(change: Change, place: Place, tensor: Tensor) -> Tensor:
     return change(tensor, place)

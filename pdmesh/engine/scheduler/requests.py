@@ -9,11 +9,12 @@ release is allowed in any state.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from pdmesh.engine.errors import DuplicateRequest, InvalidRequest, InvalidState, UnknownRequest
+from pdmesh.adapter_id import AdapterId
+from pdmesh.engine.errors import DuplicateRequest, InvalidRequest, InvalidState, UnknownAdapter, UnknownRequest
 from pdmesh.engine.kv_cache.block_manager import BlockAllocator
 from pdmesh.engine.outputs import FinishReason, StartClock
 from pdmesh.engine.request import EngineRequest
@@ -35,10 +36,18 @@ class NewTokens:
 class RequestTable:
     """Hold all requests by id. A group that leaves the table has no blocks any more."""
 
-    def __init__(self, limits: Limits, allocator: BlockAllocator, scheduler: Scheduler) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        allocator: BlockAllocator,
+        scheduler: Scheduler,
+        may_have: Callable[[AdapterId | None], bool] = lambda adapter: adapter is None,
+    ) -> None:
+        """`may_have` says whether a new request may be computed with an adapter."""
         self._limits = limits
         self._allocator = allocator
         self._scheduler = scheduler
+        self._may_have = may_have
         self._groups: dict[str, SequenceGroup] = {}
         self._arrivals = itertools.count()
 
@@ -61,6 +70,8 @@ class RequestTable:
         """Return a group for a valid new request, which is not in the table yet; None if all seats are taken. Raises the errors
         of validation."""
         check_request(request, self._limits)
+        if not self._may_have(request.adapter):
+            raise UnknownAdapter(f"adapter: {request.adapter and request.adapter.name!r} is not loaded here (any more)")
         if request.request_id in self._groups:
             raise DuplicateRequest(f"request_id: {request.request_id!r} is in the engine already; release it first")
         group = SequenceGroup(request, next(self._arrivals), phase, clock)
@@ -269,8 +280,8 @@ def _granted(group: SequenceGroup) -> ReservedBlocks:
 
 def _check_same_beginning(group: SequenceGroup, restated: SequenceGroup) -> None:
     [old], [new] = group.sequences, restated.sequences
-    if restated.request.request_id != group.request.request_id or restated.request.cache_root != group.request.cache_root:
-        raise InvalidRequest("request_id, cache_root: not those of the reservation")
+    if restated.request.request_id != group.request.request_id or restated.request.block_root != group.request.block_root:
+        raise InvalidRequest("request_id, cache_root, adapter: not those of the reservation")
     if new.tokens(0, old.num_tokens) != old.tokens(0, old.num_tokens):
         raise InvalidRequest("prompt, emitted: do not begin with the tokens that were reserved for")
     if not set(new.choices) <= set(old.choices):

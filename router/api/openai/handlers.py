@@ -293,7 +293,7 @@ class Handlers:
             wanted = call.requests[number]
             if not call.echo or isinstance(wanted, mesh_pb2.ChatRequest):
                 return ""
-            return wanted.text or self._frontend.core.models[model].tokenizer.decode(wanted.tokens.ids)
+            return wanted.text or self._frontend.model_of(model).tokenizer.decode(wanted.tokens.ids)
 
         return echo
 
@@ -306,6 +306,7 @@ class Handlers:
                 "owned_by": "pdmesh",
                 "max_model_len": model.max_context,
                 **({"sampling_defaults": defaults} if (defaults := set_parameters(model.sampling_defaults)) else {}),
+                **({"parent": model.base_model} if model.base_model else {}),
             }
 
 

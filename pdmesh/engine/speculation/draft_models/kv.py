@@ -179,7 +179,7 @@ class TargetKV:
 
 def _root(sequence: Sequence) -> int:
     """Return the label in front of the first token. Tenants share nothing."""
-    return hash(sequence.group.request.cache_root)
+    return hash(sequence.group.request.block_root)
 
 
 def _labels_behind(label: int, token_ids: tuple[int, ...]) -> list[int]:
