@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from pdmesh.engine.errors import DuplicateRequest, InvalidRequest, InvalidState, UnknownRequest
-from pdmesh.engine.kv_cache.block_manager import BlockAllocator
+from pdmesh.engine.kv_cache.block_manager import BlockManager
 from pdmesh.engine.outputs import FinishReason, StartClock
 from pdmesh.engine.request import EngineRequest
 from pdmesh.engine.request_validation import Limits, check_request
@@ -34,7 +34,7 @@ class NewTokens:
 class RequestTable:
     """Hold all requests by id. A group that leaves the table has no blocks any more."""
 
-    def __init__(self, limits: Limits, allocator: BlockAllocator, scheduler: Scheduler) -> None:
+    def __init__(self, limits: Limits, allocator: BlockManager, scheduler: Scheduler) -> None:
         self._limits = limits
         self._allocator = allocator
         self._scheduler = scheduler
@@ -191,7 +191,7 @@ class ReservedBlocks:
 class Reservations:
     """Manage the reserved requests of the table."""
 
-    def __init__(self, limits: Limits, table: RequestTable, allocator: BlockAllocator, scheduler: Scheduler) -> None:
+    def __init__(self, limits: Limits, table: RequestTable, allocator: BlockManager, scheduler: Scheduler) -> None:
         self._limits = limits
         self._table = table
         self._allocator = allocator
@@ -250,7 +250,7 @@ class Reservations:
 
     def _num_blocks_to_leave(self) -> int:
         num_reserved = sum(group.phase is Phase.RESERVED for group in self._table)
-        return self._scheduler.num_spare_blocks(num_reserved) + self._scheduler.num_owed_blocks
+        return self._scheduler.num_spare_blocks(num_reserved) + self._scheduler.blocks_for_preempted
 
 
 def _granted(group: SequenceGroup) -> ReservedBlocks:
