@@ -53,7 +53,7 @@ class HandoffTools:
     sender: Sender
     block_size: int
     num_steps: Callable[[], int]  # the engine's steps so far
-    tell_every: Callable[[int], None]  # sets the number of layers of a step between calls of `on_ready`
+    notify_every: Callable[[int], None]  # sets the number of layers of a step between calls of `on_ready`
     pushed: Callable[[PushResult, int], None] = lambda result, exposed_ns: None  # called after each hand-off that succeeded
 
 
@@ -123,7 +123,7 @@ class Handoff:
             self._assignment.spans.chunk(self._tools.num_steps(), ready.num_tokens)
         self._feed.advance(Ready(num_blocks, num_step_blocks, ready.num_layers))
         if self._feed.group:
-            self._tools.tell_every(self._feed.group)
+            self._tools.notify_every(self._feed.group)
         if self._push is None:
             job = PushJob(
                 self._assignment.reservation,

@@ -19,7 +19,7 @@ from pdmesh.engine.errors import IntegrityError
 from pdmesh.engine.hardware import cost_of
 from pdmesh.engine.kernels.cpu.model import NativeModel
 from pdmesh.engine.kernels.cpu.threads import default_threads
-from pdmesh.engine.kv_cache.block_manager import BlockAllocator, HashBlock
+from pdmesh.engine.kv_cache.block_manager import BlockManager, HashBlock
 from pdmesh.engine.kv_cache.block_pool import BlockChanges, BlockLog, BlockPool, num_blocks_for
 from pdmesh.engine.kv_cache.events import KVEvents, LayerReadiness
 from pdmesh.engine.kv_cache.pool import KVPool
@@ -98,7 +98,7 @@ class Engine:
         self.sampler = sampler = loaded.sampler()
         self._pool = BlockPool(self.kv.shape.num_blocks)
         limits = self._limits()
-        self._allocator = BlockAllocator(self._pool, config.block_size, hash_block, prefix_caching=config.prefix_caching)
+        self._allocator = BlockManager(self._pool, config.block_size, hash_block, prefix_caching=config.prefix_caching)
         if proposers is None:
             parts = Parts(config, loaded, drafts, self.kv, self._allocator, sampler, lambda: len(self._scheduler.running))
             proposers = make_proposers(parts)
@@ -118,7 +118,7 @@ class Engine:
         self.pacer = TpotLimiter(is_on=config.keep_pace)
         self._scheduler = Scheduler(self._allocator, config.max_num_batched_tokens, self.pacer)
         # Drafts are made from tokens that the host has read: with a proposer no step is launched ahead.
-        self._ahead = (
+        self._overlap = (
             None
             if self.speculator
             else overlap_scheduler(self._runner, loaded, sampler, self._scheduler, self._allocator, config)
@@ -127,8 +127,8 @@ class Engine:
         self._reservations = Reservations(limits, self._table, self._allocator, self._scheduler)
         self._counters = counters = Counters()
         tally = self.speculator.tally if self.speculator else None
-        self._census = EngineStatsCollector(counters, self._table, self._scheduler, self._allocator, self.pacer, tally)
-        self._progress = OutputProcessor(self._table, self._allocator, counters, self._census)
+        self._stats = EngineStatsCollector(counters, self._table, self._scheduler, self._allocator, self.pacer, tally)
+        self._postprocess = OutputProcessor(self._table, self._allocator, counters, self._stats)
         self.exports = KVEvents(loaded.config.num_layers)
         for adapter in loaded.adapters:
             self.adapters.load(adapter)
@@ -218,7 +218,7 @@ class Engine:
         draws = self._run(plan, self.exports.begin(plan))
         computed_ns = time.monotonic_ns()
         num_prefilled = self._counters.num_prefilled_tokens
-        result = self._progress.postprocess(plan, draws, started_ns, self.exports.end())
+        result = self._postprocess.postprocess(plan, draws, started_ns, self.exports.end())
         if self.speculator is not None:
             num_prompt_tokens = self._counters.num_prefilled_tokens - num_prefilled
             self.speculator.learn(plan, draws, computed_ns - planned_ns, num_prompt_tokens)
@@ -237,7 +237,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """Return counts of now and since start. Sequences count by choice, so running + waiting + reserved is at most
         max_num_seqs."""
-        return self._census.take(time.monotonic_ns())
+        return self._stats.take(time.monotonic_ns())
 
     def watch_blocks(self, max_changes: int) -> BlockLog:
         """Log the prefix cache's changes from now on, at most `max_changes` at a time. Call it before the first request."""
@@ -303,15 +303,15 @@ class Engine:
 
     def _next_plan(self, now_ns: int) -> SchedulerOutput:
         """Return the plan that is under way already, else the scheduler's next."""
-        plan = self._ahead.planned() if self._ahead is not None else None
+        plan = self._overlap.planned() if self._overlap is not None else None
         if plan is None:
             return self._scheduler.schedule(now_ns, self._drafts())
         self.pacer.start([piece.sequence for piece in plan.pieces], now_ns)
         return plan
 
     def _run(self, plan: SchedulerOutput, signal: LayerReadiness | None) -> dict[EngineSequence, list[SampledOutput]]:
-        if self._ahead is not None:
-            return self._ahead.run(plan, signal)
+        if self._overlap is not None:
+            return self._overlap.run(plan, signal)
         return self._runner.run(plan, signal, keep_hidden=self._wants_hidden(plan))
 
     def _drafts(self) -> dict[EngineSequence, Draft]:

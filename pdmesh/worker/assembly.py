@@ -246,7 +246,7 @@ class Worker:
             self._sender,
             served_model.layout.block_size,
             lambda: self.dispatcher.num_steps,
-            self.engine.exports.signal.tell_every,
+            self.engine.exports.signal.notify_every,
             self.metrics.pushed,
         )
         return PrefillServicer(

@@ -169,7 +169,7 @@ class Worker:
         self._confirmed = [sent for sent in self._confirmed if sent.arrived_at is not None and sent.arrived_at >= since]
         return (*self._confirmed, *self._dispatched)
 
-    def heard(self, foreign: list[Dispatched]) -> None:
+    def received(self, foreign: list[Dispatched]) -> None:
         """Replace what other routers have sent to this incarnation, by their latest messages; each has an `arrived_at`."""
         figures_at = self._figures_at()
         young = [sent for sent in foreign if sent.arrived_at is None or sent.arrived_at >= figures_at]

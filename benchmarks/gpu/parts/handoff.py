@@ -233,7 +233,7 @@ class SendingEnd:
             self._feed.advance(Ready(ready.num_tokens // BLOCK_SIZE, ready.num_step_tokens // BLOCK_SIZE, ready.num_layers))
             self._began.set()
         if self._feed.group:
-            self._engine.exports.signal.tell_every(self._feed.group)
+            self._engine.exports.signal.notify_every(self._feed.group)
 
     def _on_failure(self, error: BaseException) -> None:
         """Whoever measures waits for a step that does not come."""

@@ -23,7 +23,7 @@ class BlockCopy:
     target: int
 
 
-class BlockAllocator:
+class BlockManager:
     """Manage the pool for sequences. `hash_block(parent, token_ids)` chains the hashes of full blocks."""
 
     def __init__(self, pool: BlockPool, block_size: int, hash_block: HashBlock, *, prefix_caching: bool) -> None:

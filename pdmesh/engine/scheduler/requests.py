@@ -15,7 +15,7 @@ from functools import partial
 
 from pdmesh.adapter_id import AdapterId
 from pdmesh.engine.errors import DuplicateRequest, InvalidRequest, InvalidState, UnknownAdapter, UnknownRequest
-from pdmesh.engine.kv_cache.block_manager import BlockAllocator
+from pdmesh.engine.kv_cache.block_manager import BlockManager
 from pdmesh.engine.outputs import FinishReason, StartClock
 from pdmesh.engine.request import EngineRequest
 from pdmesh.engine.request_validation import Limits, check_request
@@ -39,7 +39,7 @@ class RequestTable:
     def __init__(
         self,
         limits: Limits,
-        allocator: BlockAllocator,
+        allocator: BlockManager,
         scheduler: Scheduler,
         may_have: Callable[[AdapterId | None], bool] = lambda adapter: adapter is None,
     ) -> None:
@@ -211,7 +211,7 @@ class ReservedBlocks:
 class Reservations:
     """Manage the reserved requests of the table."""
 
-    def __init__(self, limits: Limits, table: RequestTable, allocator: BlockAllocator, scheduler: Scheduler) -> None:
+    def __init__(self, limits: Limits, table: RequestTable, allocator: BlockManager, scheduler: Scheduler) -> None:
         self._limits = limits
         self._table = table
         self._allocator = allocator
@@ -270,7 +270,7 @@ class Reservations:
 
     def _num_blocks_to_leave(self) -> int:
         num_reserved = sum(group.phase is Phase.RESERVED for group in self._table)
-        return self._scheduler.num_spare_blocks(num_reserved) + self._scheduler.num_owed_blocks
+        return self._scheduler.num_spare_blocks(num_reserved) + self._scheduler.blocks_for_preempted
 
 
 def _granted(group: SequenceGroup) -> ReservedBlocks:

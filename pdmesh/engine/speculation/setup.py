@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pdmesh.engine.config import EngineConfig, named_proposers
 from pdmesh.engine.kernels.cpu.model import NativeModel
-from pdmesh.engine.kv_cache.block_manager import BlockAllocator
+from pdmesh.engine.kv_cache.block_manager import BlockManager
 from pdmesh.engine.kv_cache.pool import KVPool
 from pdmesh.engine.loader.builder import open_checkpoint
 from pdmesh.engine.loader.loader import LoadedModel
@@ -60,7 +60,7 @@ class Parts:
     loaded: LoadedModel
     drafts: Drafts
     kv: KVPool
-    allocator: BlockAllocator
+    allocator: BlockManager
     sampler: TokenSampler
     num_running: Callable[[], int]
 
