@@ -25,7 +25,7 @@ Progress = Callable[[float, str], None]
 
 
 _ATTENTION = "reference"
-_LATENT_EPS = 1e-6  # of the norms inside latent attention, whatever the others have
+LATENT_EPS = 1e-6  # of the norms inside latent attention, whatever the others have
 
 
 def open_checkpoint(path: Path, overrides: Sequence[str] = ()) -> tuple[WeightSource, list[Path]]:
@@ -145,9 +145,9 @@ class TorchBuilder:
         keys, values = expanded[:, :nope], expanded[:, nope:]
         queries = [(f"{attention}.q_b_proj", heads * (nope + latent.rope_dim))]
         return LatentMaps(
-            query_norm=self._norm(f"{attention}.q_a_norm", latent.query_rank, eps=_LATENT_EPS) if latent.query_rank else None,
+            query_norm=self._norm(f"{attention}.q_a_norm", latent.query_rank, eps=LATENT_EPS) if latent.query_rank else None,
             queries=self._linear(queries, latent.query_rank, bias=False) if latent.query_rank else None,
-            latent_norm=self._norm(f"{attention}.kv_a_norm", rank, eps=_LATENT_EPS),
+            latent_norm=self._norm(f"{attention}.kv_a_norm", rank, eps=LATENT_EPS),
             key_map=keys.contiguous(),
             value_map=values.transpose(1, 2).contiguous(),
         )

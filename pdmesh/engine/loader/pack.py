@@ -24,6 +24,7 @@ from torch import Tensor
 from pdmesh.engine.backend_selection import Numerics
 from pdmesh.engine.kernels.cpu.model import (
     PackedExperts,
+    PackedLatent,
     PackedLayer,
     PackedLinear,
     PackedMLP,
@@ -32,9 +33,10 @@ from pdmesh.engine.kernels.cpu.model import (
     PackedWeights,
     gathered,
 )
+from pdmesh.engine.loader.builder import LATENT_EPS
 from pdmesh.engine.loader.quantize import Fp8Weight, Int4Weight, Int8Weight, quantize_int4, quantize_int8
 from pdmesh.engine.loader.safetensors import WeightSource, checked, exact_weight
-from pdmesh.engine.models.config import ExpertsConfig
+from pdmesh.engine.models.config import ExpertsConfig, LatentConfig
 from pdmesh.engine.models.layers import RotaryTable
 from pdmesh.engine.models.rope import RopeConfig
 
@@ -218,7 +220,8 @@ class NativeBuilder:
 
     def _layer(self, index: int) -> PackedLayer:
         config, prefix = self.config, f"model.layers.{index}"
-        attention, query = f"{prefix}.self_attn", config.num_heads * config.head_dim
+        attention = f"{prefix}.self_attn"
+        values = config.num_heads * (config.latent.value_dim if config.latent else config.head_dim)
         has_mlp_norm = config.pre_norm and config.mlp_norm
         is_local = config.local_rope is not None and config.windows[index] is not None
         return PackedLayer(
@@ -226,14 +229,15 @@ class NativeBuilder:
             mlp_norm=self._norm(f"{prefix}.post_attention_layernorm") if has_mlp_norm else None,
             query_norm=self._head_norm(f"{attention}.q_norm", config.num_heads) if config.qk_norm else None,
             key_norm=self._head_norm(f"{attention}.k_norm", config.num_kv_heads) if config.qk_norm else None,
-            qkv=self._qkv(attention),
-            output=self._linear(f"{attention}.o_proj", config.hidden_size, query, has_bias=config.output_bias),
+            qkv=self._latent_input(attention, config.latent) if config.latent else self._qkv(attention),
+            output=self._linear(f"{attention}.o_proj", config.hidden_size, values, has_bias=config.output_bias),
             mlp=self._experts(f"{prefix}.mlp", config.experts)
             if config.has_experts(index) and config.experts
             else self._mlp(f"{prefix}.mlp", config.intermediate_size, has_bias=config.mlp_bias),
             post_attention_norm=self._norm(f"{prefix}.post_self_attn_norm") if config.post_norm else None,
             post_mlp_norm=self._norm(f"{prefix}.post_mlp_norm") if config.post_norm else None,
             sinks=self._tensor(f"{attention}.sinks", config.num_heads).float().contiguous() if config.sinks else None,
+            latent=self._latent(attention, config.latent) if config.latent else None,
             rope=(1 if is_local else 0) if config.is_rotated(index) else None,
         ).gathered()
 
@@ -244,6 +248,39 @@ class NativeBuilder:
         weights = [self._weight(f"{attention}.{name}_proj", count, config.hidden_size) for name, count in rows.items()]
         biases = [self._tensor(f"{attention}.{n}_proj.bias", count) for n, count in rows.items()] if config.qkv_bias else []
         return self._packed(concat_rows(weights), torch.cat(biases) if biases else None)
+
+    def _latent_input(self, attention: str, latent: LatentConfig) -> PackedLinear:
+        """Return the map of what reads the layer's input: to the query's bottleneck, or the queries, and to the latent."""
+        config = self.config
+        heads = config.num_heads * (latent.nope_dim + latent.rope_dim)
+        query = (f"{attention}.q_a_proj", latent.query_rank) if latent.query_rank else (f"{attention}.q_proj", heads)
+        parts = [query, (f"{attention}.kv_a_proj", latent.width)]
+        bias = None
+        if config.qkv_bias:  # queries without a bottleneck have none
+            own = self._tensor(f"{query[0]}.bias", query[1]) if latent.query_rank else torch.zeros(query[1])
+            bias = torch.cat((own, self._tensor(f"{parts[1][0]}.bias", latent.width)))
+        return self._packed(concat_rows([self._weight(name, rows, config.hidden_size) for name, rows in parts]), bias)
+
+    def _latent(self, attention: str, latent: LatentConfig) -> PackedLatent:
+        heads, rank, nope = self.config.num_heads, latent.kv_rank, latent.nope_dim
+        expanded = self._tensor(f"{attention}.kv_b_proj.weight", heads * (nope + latent.value_dim), rank)
+        by_head = expanded.view(heads, nope + latent.value_dim, rank)
+        keys, values = by_head[:, :nope], by_head[:, nope:]
+        has_bottleneck, queries = latent.query_rank > 0, heads * (nope + latent.rope_dim)
+        name = f"{attention}.q_b_proj"
+        return PackedLatent(
+            latent,
+            query_norm=self._norm(f"{attention}.q_a_norm", latent.query_rank, LATENT_EPS) if has_bottleneck else None,
+            queries=self._linear(name, queries, latent.query_rank, has_bias=False) if has_bottleneck else None,
+            latent_norm=self._norm(f"{attention}.kv_a_norm", rank, LATENT_EPS),
+            key_maps=tuple(self._head_map(key.t().contiguous()) for key in keys),
+            value_maps=tuple(self._head_map(value.contiguous()) for value in values),
+        )
+
+    def _head_map(self, weight: Tensor) -> PackedLinear:
+        """Return one head's part of a map. What has 4 bits elsewhere has 8 here: groups may not divide a head's width."""
+        form = "int8" if self.numerics.weights == "int4" else self.numerics.weights
+        return _packed(_quantized(weight, form, 0), form, None)
 
     def _mlp(self, prefix: str, inner: int, *, has_bias: bool) -> PackedMLP:
         hidden = self.config.hidden_size

@@ -58,6 +58,16 @@ struct PdmeshExperts {
     int64_t* counts;
 };
 
+// Latent attention, behind a first product that gives the query's bottleneck (or without one, all queries), then the latent and its
+// rotated key. `queries`: of the bottleneck; n 0: none. `key_maps`, `value_maps` [num_heads]: from a head's query without rotation to
+// the latent, from the latent to the head's values.
+struct PdmeshLatent {
+    int32_t kv_rank, nope_dim, rope_dim, value_dim;
+    PdmeshNorm query_norm, latent_norm;
+    PdmeshLinear queries;
+    const PdmeshLinear *key_maps, *value_maps;
+};
+
 // `query_norm`, `key_norm`: see PdmeshHeadNorms. `window` 0: none. `rope`: which of the model's, -1: none. A gated MLP's gate_up map
 // has alternating panels: 16 gate outputs, their 16 up outputs, and so on; a plain one's is its first map.
 struct PdmeshLayer {
@@ -65,9 +75,11 @@ struct PdmeshLayer {
     PdmeshLinear qkv, output, gate_up, down;
     const float* sinks;            // [num_heads] or null
     const PdmeshExperts* experts;  // instead of gate_up and down; or null
+    const PdmeshLatent* latent;    // of all layers or none
     int64_t window, rope;
 };
 
+// `num_kv_heads`, `head_dim`: of the pool, whose keys and values are halves of a latent where attention is latent.
 struct PdmeshModel {
     int32_t num_layers, hidden, intermediate, num_heads, num_kv_heads, head_dim, vocab, max_context;
     int32_t block_size, kv_format, embedding_format;

@@ -148,10 +148,11 @@ struct Sums {
 };
 
 // What a row is multiplied with: keys and values are `key_dim` and `value_dim` numbers. `cap`, of scores s (exponents of 2):
-// cap * tanh(s / cap) is taken; 0: none.
+// cap * tanh(s / cap) is taken; 0: none. `is_latent`: see latent.h.
 struct AttentionShape {
     int key_dim, value_dim;
     float cap;
+    bool is_latent;
 };
 
 // Buffers of one thread for tiles of up to `max_rows` rows with values of `dim` numbers.

@@ -12,6 +12,7 @@
 namespace pdmesh {
 
 constexpr int kTileTarget = 48;    // rows of an attention tile: enough to hide the loads of keys
+constexpr int kLatentTarget = 128; // the same where each tile lays out its keys anew
 constexpr int kSplitQueries = 16;  // sequences with more queries in a step are not split over their keys
 
 // What one thread computes at a time: a tile of queries against all its chunks, or (split) one chunk with its result kept apart.
@@ -40,9 +41,9 @@ struct TailGroup {
 class AttentionPlan {
   public:
     // `groups`: query heads of each key/value head. `has_window`: of any layer.
-    AttentionPlan(int num_kv_heads, int groups, int block_size, bool has_window, int team_size)
+    AttentionPlan(int num_kv_heads, int groups, int block_size, bool has_window, int team_size, int tile_target)
         : num_heads_(num_kv_heads), groups_(groups), block_size_(block_size), team_size_(team_size), has_window_(has_window),
-          tile_queries_(std::max(1, kTileTarget / groups)) {}
+          tile_queries_(std::max(1, tile_target / groups)) {}
 
     int most_rows() const { return tile_queries_ * groups_; }
     int queries_of(int seq) const { return step_->query_starts[seq + 1] - step_->query_starts[seq]; }

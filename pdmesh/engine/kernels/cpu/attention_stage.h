@@ -7,6 +7,7 @@
 #include "attention.h"
 #include "attention_plan.h"
 #include "buffers.h"
+#include "latent.h"
 #include "parallel.h"
 
 namespace pdmesh {
@@ -14,9 +15,11 @@ namespace pdmesh {
 class AttentionStage {
   public:
     AttentionStage(Team& team, const KVGeometry& kv, int groups, bool has_window, const AttentionShape& shape)
-        : team_(team), kv_(kv), groups_(groups), shape_(shape), plan_(kv.num_kv_heads, groups, kv.block_size, has_window, team.size()) {
-        for (int rank = 0; rank < team.size(); rank++)
+        : team_(team), kv_(kv), groups_(groups), shape_(shape), plan_(kv.num_kv_heads, groups, kv.block_size, has_window, team.size(), shape.is_latent ? kLatentTarget : kTileTarget) {
+        for (int rank = 0; rank < team.size(); rank++) {
             scratch_.push_back(std::make_unique<AttentionScratch>(plan_.most_rows(), shape.value_dim));
+            if (shape.is_latent) latents_.push_back(std::make_unique<LatentChunk>(kv, shape));
+        }
     }
 
     // Of this step, whose queries lie as [key/value head][token][query head of it][key_dim], float32 beside a pool in float32, else
@@ -54,7 +57,7 @@ class AttentionStage {
 
     // Call on every rank; a barrier after.
     [[gnu::noinline]] void attend(int rank, int index, const PdmeshLayer& layer) {
-        with_dot(kv_.format, [&](auto dot) {
+        with_dot(shape_.is_latent && kv_.format == kInt8 ? kBFloat16 : kv_.format, [&](auto dot) {
             // The cursor runs one chunk ahead, so that its keys arrive while the one before is computed.
             Cursor cursor(*this, index, layer);
             const Item* before = nullptr;
@@ -64,7 +67,12 @@ class AttentionStage {
                 const Chunk chunk = cursor.chunk;
                 cursor.advance();
                 const bool is_first = &item != before, is_last = cursor.item != &item;
-                attend_chunk<decltype(dot)>(shape_, tile, chunk, cursor.is_on() ? cursor.chunk : chunk, *scratch_[rank]);
+                if (shape_.is_latent) {
+                    const Chunk own = latents_[rank]->lay_out(chunk, tile.last() + 1 - chunk.start);
+                    attend_chunk<decltype(dot)>(shape_, tile, own, own, *scratch_[rank]);
+                } else {
+                    attend_chunk<decltype(dot)>(shape_, tile, chunk, cursor.is_on() ? cursor.chunk : chunk, *scratch_[rank]);
+                }
                 keep(rank, item, tile, is_first, is_last);
                 before = &item;
             }
@@ -182,6 +190,7 @@ class AttentionStage {
     Buffer<uint8_t> queries_, loose_groups_;
     Buffer<float> attended_, partial_sums_, partial_outputs_;
     std::vector<std::unique_ptr<AttentionScratch>> scratch_;
+    std::vector<std::unique_ptr<LatentChunk>> latents_;
 };
 
 }  // namespace pdmesh

@@ -55,12 +55,24 @@ class Experts(Structure):
     )
 
 
+class Latent(Structure):
+    _fields_ = (
+        *((name, c_int32) for name in ("kv_rank", "nope_dim", "rope_dim", "value_dim")),
+        ("query_norm", Norm),
+        ("latent_norm", Norm),
+        ("queries", Linear),
+        ("key_maps", POINTER(Linear)),
+        ("value_maps", POINTER(Linear)),
+    )
+
+
 class Layer(Structure):
     _fields_ = (
         *((name, Norm) for name in ("input_norm", "mlp_norm", "post_attention_norm", "post_mlp_norm", "query_norm", "key_norm")),
         *((name, Linear) for name in ("qkv", "output", "gate_up", "down")),
         ("sinks", c_void_p),
         ("experts", POINTER(Experts)),
+        ("latent", POINTER(Latent)),
         ("window", c_int64),
         ("rope", c_int64),
     )
@@ -135,7 +147,7 @@ class Pool(Structure):
     )
 
 
-_STRUCTS = (Linear, Layer, Model, Step, Profile, Pool, Experts)
+_STRUCTS = (Linear, Layer, Model, Step, Profile, Pool, Experts, Latent)
 
 
 def open_library(say: Say = print) -> ctypes.CDLL:

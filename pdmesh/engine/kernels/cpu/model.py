@@ -15,7 +15,7 @@ from pdmesh.engine.kernels.cpu import library as abi
 from pdmesh.engine.kernels.cpu.library import gather
 from pdmesh.engine.kernels.cpu.sampling import NativeSampler
 from pdmesh.engine.kv_cache.events import LayerReadiness
-from pdmesh.engine.models.config import ExpertsConfig, ModelConfig, missing_part
+from pdmesh.engine.models.config import ExpertsConfig, LatentConfig, ModelConfig, missing_part
 from pdmesh.engine.models.decoder import shortened
 from pdmesh.engine.runner.batch import StepBatch, Tail
 
@@ -147,6 +147,45 @@ def _expert(mlp: PackedMLP) -> abi.Expert:
 
 
 @dataclass(frozen=True)
+class PackedLatent:
+    """Hold the maps of latent attention behind a layer's first product: LatentMaps (pdmesh/engine/models/decoder.py).
+
+    Each head has a key map and a value map."""
+
+    config: LatentConfig
+    query_norm: PackedNorm | None
+    queries: PackedLinear | None
+    latent_norm: PackedNorm
+    key_maps: tuple[PackedLinear, ...]
+    value_maps: tuple[PackedLinear, ...]
+
+    @property
+    def linears(self) -> tuple[PackedLinear, ...]:
+        return (*self.key_maps, *self.value_maps, *([] if self.queries is None else [self.queries]))
+
+    def with_linears(self, linears: Sequence[PackedLinear]) -> PackedLatent:
+        """Return the same with other maps, in the order of `linears`."""
+        heads = len(self.key_maps)
+        queries = None if self.queries is None else linears[2 * heads]
+        return replace(self, key_maps=tuple(linears[:heads]), value_maps=tuple(linears[heads : 2 * heads]), queries=queries)
+
+    def descriptor(self) -> abi.Latent:
+        """Return what the kernels read."""
+        maps = [(abi.Linear * len(maps))(*(m.descriptor() for m in maps)) for maps in (self.key_maps, self.value_maps)]
+        return abi.Latent(
+            kv_rank=self.config.kv_rank,
+            nope_dim=self.config.nope_dim,
+            rope_dim=self.config.rope_dim,
+            value_dim=self.config.value_dim,
+            query_norm=abi.Norm() if self.query_norm is None else self.query_norm.descriptor(),
+            latent_norm=self.latent_norm.descriptor(),
+            queries=abi.Linear() if self.queries is None else self.queries.descriptor(),
+            key_maps=maps[0],
+            value_maps=maps[1],
+        )
+
+
+@dataclass(frozen=True)
 class PackedLayer:
     """Norms that a family lacks are None. The weights of `query_norm` and `key_norm`: one vector [head_dim] for all heads, or one
     for each head. `rope` is the number of the layer's rotary embedding."""
@@ -161,22 +200,30 @@ class PackedLayer:
     post_attention_norm: PackedNorm | None = None
     post_mlp_norm: PackedNorm | None = None
     sinks: Tensor | None = None
+    latent: PackedLatent | None = None
     rope: int | None = 0
 
     @property
     def bytes_per_step(self) -> int:
         """Return the weight bytes that a step of one token reads."""
-        mlp = self.mlp
-        own = mlp.bytes_per_step if isinstance(mlp, PackedExperts) else sum(linear.num_bytes for linear in mlp.linears)
-        return self.qkv.num_bytes + self.output.num_bytes + own
+        mlp, latent = self.mlp, () if self.latent is None else self.latent.linears
+        maps = (self.qkv, self.output, *latent, *(mlp.linears if isinstance(mlp, PackedMLP) else ()))
+        return sum(linear.num_bytes for linear in maps) + (mlp.bytes_per_step if isinstance(mlp, PackedExperts) else 0)
 
     def gathered(self) -> PackedLayer:
         """Return the layer with its maps in one piece of memory, in the order in which a step streams them."""
-        qkv, output, *rest = gathered([self.qkv, self.output, *self.mlp.linears])
-        mlp = self.mlp.with_linears(rest) if isinstance(self.mlp, PackedExperts) else PackedMLP(*rest)
-        return replace(self, qkv=qkv, output=output, mlp=mlp)
+        latent = () if self.latent is None else self.latent.linears
+        qkv, output, *rest = gathered([self.qkv, self.output, *latent, *self.mlp.linears])
+        own, rest = rest[: len(latent)], rest[len(latent) :]
+        return replace(
+            self,
+            qkv=qkv,
+            output=output,
+            latent=None if self.latent is None else self.latent.with_linears(own),
+            mlp=self.mlp.with_linears(rest) if isinstance(self.mlp, PackedExperts) else PackedMLP(*rest),
+        )
 
-    def descriptor(self, window: int | None, experts: abi.Experts | None) -> abi.Layer:
+    def descriptor(self, window: int | None, experts: abi.Experts | None, latent: abi.Latent | None) -> abi.Layer:
         norms = (self.input_norm, self.mlp_norm, self.post_attention_norm, self.post_mlp_norm, self.query_norm, self.key_norm)
         maps = self.mlp.linears if isinstance(self.mlp, PackedMLP) else ()
         return abi.Layer(
@@ -184,6 +231,7 @@ class PackedLayer:
             *(linear.descriptor() for linear in (self.qkv, self.output, *maps)),
             sinks=_address(self.sinks),
             experts=None if experts is None else ctypes.pointer(experts),
+            latent=None if latent is None else ctypes.pointer(latent),
             window=window or 0,
             rope=-1 if self.rope is None else self.rope,
         )
@@ -251,6 +299,7 @@ class NativeModel:
             else None
             for layer, counts in zip(weights.layers, self.expert_counts, strict=True)
         ]
+        self._latents = [None if layer.latent is None else layer.latent.descriptor() for layer in weights.layers]
         descriptor = ctypes.byref(self._descriptor(block_size))
         if beside is None:
             self._handle = library.pdmesh_engine_create(descriptor, num_threads, SPIN_US)
@@ -319,8 +368,10 @@ class NativeModel:
         config, weights = self.config, self.weights
         layers = (abi.Layer * config.num_layers)(
             *(
-                layer.descriptor(window, experts)
-                for layer, window, experts in zip(weights.layers, config.windows, self._experts, strict=True)
+                layer.descriptor(window, experts, latent)
+                for layer, window, experts, latent in zip(
+                    weights.layers, config.windows, self._experts, self._latents, strict=True
+                )
             )
         )
         ropes = [rope.descriptor() for rope in weights.ropes]
@@ -329,8 +380,8 @@ class NativeModel:
             hidden=config.hidden_size,
             intermediate=config.intermediate_size,
             num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
+            num_kv_heads=config.pool_heads,
+            head_dim=config.pool_dim,
             vocab=config.vocab_size,
             max_context=weights.max_context,
             block_size=block_size,
@@ -376,6 +427,7 @@ PARTS = frozenset(
         "scaled attention",
         "softcap of attention",
         "attention sinks",
+        "latent attention",
         "multiplier of embeddings",
         "multiplier of residuals",
         "multiplier of logits",
@@ -392,13 +444,24 @@ def why_not(config: ModelConfig, block_size: int) -> str | None:
         return f"its kernels have no {part}"
     if config.parallel and config.post_norm:
         return "its kernels have no norms behind parallel attention and MLP"
-    if config.head_dim % 16 or config.head_dim > MAX_HEAD_DIM:
+    if config.latent is not None:
+        if reason := _why_not_latent(config.latent):
+            return reason
+    elif config.head_dim % 16 or config.head_dim > MAX_HEAD_DIM:
         return f"head_dim {config.head_dim} is not a multiple of 16 up to {MAX_HEAD_DIM}"
     if block_size % GROUP_TOKENS:
         return f"block_size {block_size} is not a multiple of {GROUP_TOKENS}"
     if any(window is not None and window < 1 for window in config.windows):
         return "a sliding window of no tokens"
     return None
+
+
+def _why_not_latent(latent: LatentConfig) -> str | None:
+    widths = {"q_lora_rank": latent.query_rank, "kv_lora_rank": latent.kv_rank, "qk_nope_head_dim": latent.nope_dim}
+    for name, width in widths.items():
+        if width % 16:
+            return f"{name} {width} is not a multiple of 16"
+    return f"kv_lora_rank + qk_rope_head_dim is {latent.width}, not a multiple of 32" if latent.width % 32 else None
 
 
 def kv_head_size(head_dim: int, kv_dtype: torch.dtype) -> int:

@@ -43,9 +43,10 @@ class Engine {
         model_.layers = layers_.data();
         groups_ = model.num_heads / model.num_kv_heads;
         hidden_stride_ = round_up(model.hidden, 16);
-        qkv_stride_ = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim;
+        qkv_stride_ = round_up(model.layers[0].qkv.n, 16);
         for (int rank = 0; rank < team_.size(); rank++) {
             own_rows_.push_back(std::make_unique<RowBuffer>());
+            head_groups_.emplace_back().reserve(model.num_heads);
             routers_.emplace_back();
             heads_.emplace_back(2 * model.head_dim);
         }
@@ -73,7 +74,9 @@ class Engine {
         return std::any_of(layers.begin(), layers.end(), [](const PdmeshLayer& layer) { return layer.window != 0; });
     }
     static AttentionShape shape_of(const PdmeshModel& model) {
-        return {model.head_dim, model.head_dim, model.attention_softcap * kLog2E};
+        const float cap = model.attention_softcap * kLog2E;
+        if (const PdmeshLatent* latent = model.layers[0].latent) return {latent->kv_rank + latent->rope_dim, latent->kv_rank, cap, true};
+        return {model.head_dim, model.head_dim, cap, false};
     }
 
     void reserve(int num_tokens) {
@@ -87,6 +90,7 @@ class Engine {
         };
         for (const PdmeshLayer& layer : layers_) {
             for (const PdmeshLinear* linear : {&layer.qkv, &layer.output}) for_rows_of(*linear, num_tokens);
+            if (layer.latent) reserve_latent(*layer.latent, num_tokens, for_rows_of);
             if (layer.experts) reserve_experts(*layer.experts, num_tokens, for_rows_of);
             else reserve_mlp(layer.gate_up, layer.down, num_tokens, for_rows_of);
         }
@@ -98,6 +102,17 @@ class Engine {
         inner_.reserve(static_cast<size_t>(num_rows) * inner_stride(down));
         for_rows_of(gate_up, num_rows);
         for_rows_of(down, num_rows);
+    }
+
+    template <class ForRows>
+    void reserve_latent(const PdmeshLatent& latent, int num_tokens, const ForRows& for_rows_of) {
+        const size_t rows = num_tokens;
+        if (latent.queries.n) for_rows_of(latent.queries, num_tokens);
+        for_rows_of(latent.key_maps[0], num_tokens * model_.num_heads);
+        for_rows_of(latent.value_maps[0], num_tokens * model_.num_heads);
+        expanded_.reserve(rows * round_up(latent.queries.n, kPanel));
+        absorbed_.reserve(rows * model_.num_heads * latent.kv_rank);
+        values_.reserve(rows * values_stride(latent));
     }
 
     template <class ForRows>
@@ -148,7 +163,8 @@ class Engine {
             team_.barrier();
             clock.mark(profile_.qkv);
             if (layer.query_norm.weight && model_.head_norms == kOverAllHeads) norm_all_heads(rank, layer);
-            rotate_and_write(rank, index, layer);
+            if (layer.latent) absorb_and_write(rank, index, layer, *layer.latent);
+            else rotate_and_write(rank, index, layer);
             team_.barrier();
             if (rank == 0 && step_->layers_done) tell_layer_done(index);
             if (attention_.has_tails()) {
@@ -178,7 +194,10 @@ class Engine {
     }
 
     void add_attention(int rank, const PdmeshLayer& layer, int num_rows, Clock& clock) {
-        const Rows rows = prepare(rank, layer.output, attention_.attended(), attention_.attended_stride(), kNoNorm, num_rows);
+        if (layer.latent) expand_values(rank, *layer.latent, num_rows);
+        const float* values = layer.latent ? values_.get() : attention_.attended();
+        const int stride = layer.latent ? values_stride(*layer.latent) : attention_.attended_stride();
+        const Rows rows = prepare(rank, layer.output, values, stride, kNoNorm, num_rows);
         clock.mark(profile_.prepare);
         add(rank, layer.output, rows, num_rows, layer.post_attention_norm, model_.is_parallel);
         clock.mark(profile_.output);
@@ -396,6 +415,73 @@ class Engine {
         return rows;
     }
 
+    // ---- latent attention
+
+    // Where the queries of all heads of a token lie, [num_heads][nope_dim + rope_dim].
+    const float* latent_queries(const PdmeshLatent& latent, int token) const {
+        if (!latent.queries.n) return qkv_.get() + static_cast<size_t>(token) * qkv_stride_;
+        return expanded_.get() + static_cast<size_t>(token) * round_up(latent.queries.n, kPanel);
+    }
+    int values_stride(const PdmeshLatent& latent) const { return round_up(model_.num_heads * latent.value_dim, kPanel); }
+
+    // One group of rows for each head, [head][token].
+    const std::vector<RowGroup>& group_by_head(int rank, const PdmeshLinear* maps, int num_tokens) {
+        std::vector<RowGroup>& groups = head_groups_[rank];
+        groups.clear();
+        for (int head = 0; head < model_.num_heads; head++) groups.push_back({&maps[head], head * num_tokens, num_tokens});
+        return groups;
+    }
+
+    // Queries, multiplied with the keys' maps, to where attention reads them; latents into the pool.
+    [[gnu::noinline]] void absorb_and_write(int rank, int index, const PdmeshLayer& layer, const PdmeshLatent& latent) {
+        const int num_tokens = step_->num_tokens, head_dim = latent.nope_dim + latent.rope_dim;
+        if (latent.queries.n) {
+            const size_t stride = round_up(latent.queries.n, kPanel);
+            const Rows rows = prepare(rank, latent.queries, qkv_.get(), qkv_stride_, latent.query_norm, num_tokens);
+            multiply(team_, rank, latent.queries, rows, num_tokens, Emitted{expanded_.get(), stride, latent.queries.n});
+            team_.barrier();
+        }
+        const auto plain_of = [&](int row) { return latent_queries(latent, row % num_tokens) + row / num_tokens * head_dim; };
+        const Rows rows = prepare_each(rank, latent.key_maps[0], kNoNorm, num_tokens * model_.num_heads, plain_of);
+        const Emitted absorbed{absorbed_.get(), size_t(latent.kv_rank), latent.kv_rank};
+        multiply_groups(team_, group_by_head(rank, latent.key_maps, num_tokens), rows, absorbed);
+        team_.barrier();
+        const PdmeshRope& rope = model_.ropes[layer.rope];
+        for (int t; (t = team_.take()) < num_tokens;) {
+            for (int head = 0; head < model_.num_heads; head++) place_latent_query(rank, latent, rope, t, head);
+            write_latent(rank, index, latent, rope, t);
+        }
+    }
+
+    void place_latent_query(int rank, const PdmeshLatent& latent, const PdmeshRope& rope, int token, int head) {
+        float* query = heads_[rank].data();
+        const float* absorbed = absorbed_.get() + (static_cast<size_t>(head) * step_->num_tokens + token) * latent.kv_rank;
+        const float* own = latent_queries(latent, token) + head * (latent.nope_dim + latent.rope_dim) + latent.nope_dim;
+        std::memcpy(query, absorbed, sizeof(float) * latent.kv_rank);
+        turn(own, rope, step_->positions[token], latent.rope_dim, query + latent.kv_rank);
+        scale_query(query, latent.kv_rank + latent.rope_dim, attention_.query(token, 0, head));
+    }
+
+    void write_latent(int rank, int index, const PdmeshLatent& latent, const PdmeshRope& rope, int token) {
+        float* key = heads_[rank].data();
+        const float* own = qkv_.get() + static_cast<size_t>(token) * qkv_stride_ + layers_[index].qkv.n - latent.kv_rank - latent.rope_dim;
+        norm_row(latent.latent_norm, own, latent.kv_rank, key);
+        turn(own + latent.kv_rank, rope, step_->positions[token], latent.rope_dim, key + latent.kv_rank);
+        write_token(attention_.kv(), index, 0, step_->slots[token], attention_.plan().open_ends[token], key, key + model_.head_dim);
+    }
+
+    // Ends with a barrier.
+    [[gnu::noinline]] void expand_values(int rank, const PdmeshLatent& latent, int num_rows) {
+        const size_t stride = attention_.attended_stride();
+        const auto latent_of = [&](int row) { return attention_.attended() + row % num_rows * stride + static_cast<size_t>(row / num_rows) * latent.kv_rank; };
+        const Rows rows = prepare_each(rank, latent.value_maps[0], kNoNorm, num_rows * model_.num_heads, latent_of);
+        const PerHead values{values_.get(), num_rows, size_t(values_stride(latent)), latent.value_dim};
+        multiply_groups(team_, group_by_head(rank, latent.value_maps, num_rows), rows, values);
+        team_.barrier();
+    }
+
+    // ---- queries, keys and values
+
     // Queries: norm, rotation, scale, to where attention reads them. Keys and values: into the pool.
     [[gnu::noinline]] void rotate_and_write(int rank, int index, const PdmeshLayer& layer) {
         const bool has_chains = step_->num_seqs * 2 <= step_->num_tokens;
@@ -429,19 +515,23 @@ class Engine {
     }
 
     void rotate_queries(int rank, const PdmeshLayer& layer, int token, int head) {
-        const int dim = model_.head_dim, element = attention_.query_element();
+        const int dim = model_.head_dim;
         const float* row = qkv_.get() + static_cast<size_t>(token) * qkv_stride_;
         float* rotated = heads_[rank].data();
         for (int g = 0; g < groups_; g++) {
             rotate(row + (head * groups_ + g) * dim, layer, layer.query_norm, head * groups_ + g, step_->positions[token], rotated);
-            // Scores are exponents of 2 from here on.
-            const F scale = f_set(model_.attention_scale * kLog2E);
-            uint8_t* out = attention_.query(token, head, g);
-            for (int d = 0; d < dim; d += 16) {
-                const F x = f_load(rotated + d) * scale;
-                if (element == 4) f_store(reinterpret_cast<float*>(out) + d, x);
-                else f_store_bf16(reinterpret_cast<uint16_t*>(out) + d, x);
-            }
+            scale_query(rotated, dim, attention_.query(token, head, g));
+        }
+    }
+
+    // Scores are exponents of 2 from here on.
+    [[gnu::always_inline]] void scale_query(const float* query, int dim, uint8_t* out) const {
+        const F scale = f_set(model_.attention_scale * kLog2E);
+        const int element = attention_.query_element();
+        for (int d = 0; d < dim; d += 16) {
+            const F x = f_load(query + d) * scale;
+            if (element == 4) f_store(reinterpret_cast<float*>(out) + d, x);
+            else f_store_bf16(reinterpret_cast<uint16_t*>(out) + d, x);
         }
     }
 
@@ -478,12 +568,13 @@ class Engine {
             std::memcpy(out, x, sizeof(float) * dim);
             return;
         }
-        const PdmeshRope& rope = model_.ropes[layer.rope];
-        rotate_pairs(x, rope.cos + position * (rope.dim / 2), rope.sin + position * (rope.dim / 2), static_cast<int>(rope.dim / 2), dim, out);
+        turn(x, model_.ropes[layer.rope], position, dim, out);
     }
 
-    // Halves of the first 2 * half numbers are rotated, the others pass.
-    static void rotate_pairs(const float* x, const float* cos, const float* sin, int half, int dim, float* out) {
+    // Halves of the first rope.dim numbers are rotated, the others pass.
+    [[gnu::always_inline]] static void turn(const float* x, const PdmeshRope& rope, int64_t position, int dim, float* out) {
+        const int half = static_cast<int>(rope.dim / 2);
+        const float *cos = rope.cos + position * half, *sin = rope.sin + position * half;
         for (int i = 0; i < half; i++) {
             out[i] = x[i] * cos[i] - x[i + half] * sin[i];
             out[i + half] = x[i + half] * cos[i] + x[i] * sin[i];
@@ -517,7 +608,8 @@ class Engine {
     int groups_, hidden_stride_, qkv_stride_;
     const PdmeshStep* step_ = nullptr;
     PdmeshProfile profile_{};
-    Buffer<float> hidden_, qkv_, inner_, branch_, router_logits_, contributions_, mixed_;
+    Buffer<float> hidden_, qkv_, inner_, branch_, router_logits_, contributions_, mixed_, expanded_, absorbed_, values_;
+    std::vector<std::vector<RowGroup>> head_groups_;  // of each rank
     ExpertPairs pairs_;
     std::vector<Router> routers_;
     RowBuffer shared_rows_;
@@ -541,6 +633,7 @@ void pdmesh_abi(int64_t* sizes) {
     sizes[4] = sizeof(PdmeshProfile);
     sizes[5] = sizeof(PdmeshPool);
     sizes[6] = sizeof(PdmeshExperts);
+    sizes[7] = sizeof(PdmeshLatent);
 }
 
 // The weights stay the caller's and must outlive the engine. Null without memory or threads.

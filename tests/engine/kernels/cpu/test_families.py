@@ -20,34 +20,43 @@ from pdmesh.engine.loader.safetensors import SafetensorsSource
 from pdmesh.engine.models.decoder import DecoderModel
 from pdmesh.engine.models.experts import Experts
 from tests.engine.backends import needs_native
-from tests.engine.kernels.cpu.native_models import native, prompt, reference
+from tests.engine.kernels.cpu.native_models import KV_DTYPES, WEIGHTS, native, prompt, reference
 from tests.engine.kernels.cpu.oracle import LENGTH, errors, product
-from tests.engine.kernels.cpu.schedules import PROMPTS, play, runs
+from tests.engine.kernels.cpu.schedules import PROMPTS, Run, play, runs
+from tests.engine.kernels.cpu.test_model_narrow import DIVERGENCE
 from tests.engine.paged_loop import PagedLoop
+from tests.engine.test_tails import BUSHY, Case
+from tests.engine.trees import verify
 from tests.support.tiny_families import VARIANTS, make_tiny_family
 
 pytestmark = needs_native
 pytest.importorskip("transformers")
 
-# Heads as wide as the kernels take them.
-OVERRIDES: dict[str, dict[str, Any]] = {"gemma": {"head_dim": 32}}
-REFUSED = dict.fromkeys(
-    ("deepseek_v2", "deepseek_v2, groups", "deepseek_v3", "deepseek_v3, yarn", "minicpm3"), "its kernels have no latent attention"
-)
+# Widths of heads and latents that fill vectors: the kernels take no others.
+LATENT = {"kv_lora_rank": 48, "q_lora_rank": 32}
+OVERRIDES: dict[str, dict[str, Any]] = {"gemma": {"head_dim": 32}, "deepseek_v2, groups": {"kv_lora_rank": 48}}
+for _name in ("deepseek_v2", "deepseek_v3", "deepseek_v3, yarn", "minicpm3"):
+    OVERRIDES[_name] = LATENT
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("gemma", {}, "head_dim 24 is not a multiple of 16 up to 512"),
+    ("minicpm3", {}, "q_lora_rank 24 is not a multiple of 16"),
+    ("deepseek_v2, groups", {}, "kv_lora_rank + qk_rope_head_dim is 48, not a multiple of 32"),
+    ("deepseek_v3", {"q_lora_rank": None, "qk_nope_head_dim": 24}, "qk_nope_head_dim 24 is not a multiple of 16"),
+]
 # Widths that groups of 32 divide.
 DIVIDED = {"granitemoeshared": {"shared_intermediate_size": 64}}
 DIVIDED |= {name: {"moe_intermediate_size": 64} for name in ("glm4_moe", "qwen2_moe")}
-COMPUTED = sorted(VARIANTS.keys() - REFUSED.keys())
-# Together they have every part.
-VARIED = ["cohere, qk norm", "falcon, new", "gemma2", "gemma3_text", "granite", "nemotron", "olmo2", "opt", "phi", "smollm3"]
-VARIED += ["stablelm, parallel", "glm4_moe", "gpt_oss", "granitemoeshared", "mixtral", "phimoe", "qwen2_moe"]
+DENSE = ["cohere, qk norm", "falcon, new", "gemma2", "gemma3_text", "granite", "nemotron", "olmo2", "opt", "phi", "smollm3"]
+DENSE += ["stablelm, parallel"]
+MIXED = ["glm4_moe", "gpt_oss", "granitemoeshared", "mixtral", "phimoe", "qwen2_moe"]
+VARIED = [*DENSE, *MIXED, "deepseek_v2", "deepseek_v3, yarn", "minicpm3"]  # together they have every part
 
 
 def family(folder: Path, variant: str, **overrides: Any) -> Path:
     return make_tiny_family(folder, variant, **{**OVERRIDES.get(variant, {}), **overrides})
 
 
-@pytest.mark.parametrize("variant", COMPUTED)
+@pytest.mark.parametrize("variant", sorted(VARIANTS))
 def test_logits_and_greedy_tokens_are_those_of_the_torch_backend(variant: str, tmp_path: Path) -> None:
     folder, token_ids = family(tmp_path, variant), prompt(150)
     loop, torch_loop = native(folder, "float32", num_threads=2), reference(folder)
@@ -60,14 +69,13 @@ def test_logits_and_greedy_tokens_are_those_of_the_torch_backend(variant: str, t
     assert loop.generate(prompts, 24) == tokens
 
 
-@pytest.mark.parametrize(("variant", "reason"), REFUSED.items())
-def test_what_the_kernels_lack_is_named(variant: str, reason: str, tmp_path: Path) -> None:
-    assert why_not(SafetensorsSource(family(tmp_path, variant)).config, 16) == reason
+@pytest.mark.parametrize(("variant", "fields", "reason"), REFUSED)
+def test_what_the_kernels_lack_is_named(variant: str, fields: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    assert why_not(SafetensorsSource(make_tiny_family(tmp_path, variant, **fields)).config, 16) == reason
 
 
-@pytest.mark.parametrize("variant", VARIED)
-@pytest.mark.parametrize("weights", ["float32", "int8"])
-def test_company_and_chunks_change_no_bit(weights: str, variant: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("variant", "weights"), list(zip(VARIED, ["float32", "int8", "bfloat16"] * 7, strict=False)))
+def test_company_and_chunks_change_no_bit(variant: str, weights: str, tmp_path: Path) -> None:
     folder = family(tmp_path, variant)
     loops = [native(folder, weights, num_threads=threads, num_blocks=900) for threads in (1, 2)]
     alone = [loops[0].logits(tokens) for tokens in PROMPTS]
@@ -117,7 +125,7 @@ def rounded_reference(loop: PagedLoop, folder: Path, form: str) -> PagedLoop:
     return PagedLoop(replace(loop.loaded, model=model))
 
 
-@pytest.mark.parametrize("variant", VARIED)
+@pytest.mark.parametrize("variant", [*DENSE, *MIXED])
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_it_rounds_where_its_formats_ask_for_it(weights: str, variant: str, tmp_path: Path) -> None:
     folder = family(tmp_path, variant, initializer_range=0.05, **DIVIDED.get(variant, {}))
@@ -155,3 +163,48 @@ def test_a_draft_model_of_the_first_layers_counts_its_own_tokens(tmp_path: Path)
     assert [None if counts is None else int(counts.sum()) for counts in model.expert_counts] == [0, 0, 0, 0]
     loop.logits(prompt(20))
     assert [None if counts is None else int(counts.sum()) for counts in model.expert_counts] == [40, 40, 40, 40]
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_predictions_of_latent_attention_stay_near_those_of_float32(weights: str, kv_dtype: str, tmp_path: Path) -> None:
+    folder = family(tmp_path, "minicpm3", initializer_range=0.05)
+    expected = reference(folder).logits(prompt(LENGTH)).log_softmax(-1)
+    actual = native(folder, weights, kv_dtype=kv_dtype).logits(prompt(LENGTH)).log_softmax(-1)
+    divergence = (expected.exp() * (expected - actual)).sum(-1)
+    assert divergence.mean() < DIVERGENCE[weights]
+    assert divergence.max() < 10 * DIVERGENCE[weights]
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("variant", ["deepseek_v2", "gemma2", "gpt_oss"])
+def test_company_and_chunks_change_no_bit_whatever_the_cache_holds(kv_dtype: str, variant: str, tmp_path: Path) -> None:
+    folder = family(tmp_path, variant)
+    loops = [native(folder, "int8", kv_dtype=kv_dtype, num_threads=threads, block_size=48) for threads in (1, 2)]
+    alone = loops[0].logits(PROMPTS[0])
+    schedule = [Run(0, 0, [100, 1, 1, 50, 48, 100], "all"), Run(0, 0, [1, 15, 2, 16, 200], "all"), Run(0, 1, [17, 128], "last")]
+    for loop in loops:
+        play(loop, schedule, [alone])
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("variant", ["deepseek_v3, yarn", "gemma2", "gpt_oss", "stablelm, parallel"])
+def test_a_drafted_tree_has_the_bits_of_chains(variant: str, kv_dtype: str, tmp_path: Path) -> None:
+    case = Case(native(family(tmp_path, variant), "int8", kv_dtype=kv_dtype, num_threads=2, num_blocks=600), {})
+    for root, early, path in ((1, 0, (5, 6)), (15, 1, (0, 3, 4)), (16, 0, (0,)), (127, 1, (5, 6)), (129, 20, ())):
+        token_ids = prompt(root)
+        step = case.begin(token_ids, BUSHY, early=early)
+        case.assert_as_chains(token_ids, step, *verify(case.loop, [step]))
+        case.assert_goes_on(case.keep(token_ids, step, path), step.table)
+        case.loop.release(step.table)
+
+
+@pytest.mark.parametrize("variant", ["deepseek_v3, yarn", "gemma3_text", "gpt_oss", "smollm3"])
+def test_a_model_of_the_first_layers(variant: str, tmp_path: Path) -> None:
+    folder, loops = family(tmp_path, variant), []
+    for loop in (native(folder, "float32", num_threads=2), reference(folder)):
+        model = loop.loaded.model
+        assert isinstance(model, NativeModel | DecoderModel)
+        loops.append(PagedLoop(replace(loop.loaded, model=model.first_layers(2))))
+    actual, expected = (loop.logits(prompt(90), 40) for loop in loops)
+    torch.testing.assert_close(actual, expected, atol=2e-5 * float(expected.abs().max()), rtol=1e-4)
