@@ -178,15 +178,22 @@ def packed_words(bits: int, group: int, *, symmetric: bool = True, ordered: bool
     return pack
 
 
-def packed_int8(group: int = 0, *, symmetric: bool = True) -> Callable[[str, Tensor], Written]:
+def packed_int8(group: int = 0, *, symmetric: bool = True, bits: int = 8) -> Callable[[str, Tensor], Written]:
     def pack(name: str, weight: Tensor) -> Written:
-        codes, scales, zeros, index = quantized(weight, 8, group, symmetric=symmetric, dtype=torch.bfloat16)
-        stored = {".weight": (codes - 128).to(torch.int8), ".weight_scale": scales}
+        codes, scales, zeros, index = quantized(weight, bits, group, symmetric=symmetric, dtype=torch.bfloat16)
+        middle = 2 ** (bits - 1)
+        stored = {".weight": (codes - middle).to(torch.int8), ".weight_scale": scales}
         if not symmetric:
-            stored[".weight_zero_point"] = (zeros - 128).to(torch.int8)
+            stored[".weight_zero_point"] = (zeros - middle).to(torch.int8)
         return stored, on_grid(codes, scales, zeros, index)
 
     return pack
+
+
+def packed_by_tensor(name: str, weight: Tensor) -> Written:
+    scale = (weight.abs().max() / 127).bfloat16()
+    values = (weight / scale.float()).round().clamp(-128, 127).to(torch.int8)
+    return {".weight": values, ".weight_scale": scale.reshape(1)}, values.bfloat16() * scale
 
 
 def packed_fp8(
@@ -292,6 +299,8 @@ FORMATS: dict[str, Format] = {
     "awq by output": awq(0),
     "compressed int8 by output": compressed("int-quantized", packed_int8(), scheme(8, "channel")),
     "compressed int8 g32": compressed("int-quantized", packed_int8(32), scheme(8, "group", group_size=32)),
+    "compressed int8 by tensor": compressed("naive-quantized", packed_by_tensor, scheme(8, "tensor")),
+    "compressed int4 in bytes": compressed("int-quantized", packed_int8(32, bits=4), scheme(4, "group", group_size=32)),
     "compressed int8, asymmetric": compressed(
         "int-quantized", packed_int8(symmetric=False), scheme(8, "channel", symmetric=False)
     ),

@@ -165,9 +165,7 @@ class CompressedTensors(WeightFormat):
 
     def _grid(self, stem: str, stored: Stored, scheme: Scheme, scales: Tensor) -> Grid:
         middle = 1 << (scheme.bits - 1)
-        codes = (
-            _packed(stem, stored, scheme.bits) if scheme.main == _PACKED else _shifted(stored.tensor(f"{stem}.weight"), middle)
-        )
+        codes = _packed(stem, stored, scheme.bits) if scheme.main == _PACKED else _plain(stem, stored, scheme.bits)
         scales = scales.reshape(-1, 1).expand(len(codes), 1) if scheme.strategy in ("tensor", "channel") else scales
         zeros = middle if scheme.symmetric else self._zeros(stem, stored, scheme, scales.shape) + middle
         index = _index(f"{stem}.weight_g_idx", stored, scales.shape[1])
@@ -200,7 +198,11 @@ def _packed(stem: str, stored: Stored, bits: int) -> Tensor:
     return codes[:, :width].contiguous()
 
 
-def _shifted(values: Tensor, middle: int) -> Tensor:
+def _plain(stem: str, stored: Stored, bits: int) -> Tensor:
+    """Return the codes of values that are stored as int8, whatever bits they need."""
+    values, middle = stored.tensor(f"{stem}{_PLAIN}"), 1 << (bits - 1)
+    if bits < 8 and values.numel() and not -middle <= int(values.min()) <= int(values.max()) < middle:
+        raise ValueError(f"{stem}.weight: values from {int(values.min())} to {int(values.max())} have more than {bits} bits")
     return (values.short() + middle).to(torch.uint8)
 
 
