@@ -164,13 +164,16 @@ def compressed(layout: str, pack: Callable[[str, Tensor], Written], *groups: dic
     return Format({**config, **more}, pack)
 
 
-def packed_words(bits: int, group: int, *, symmetric: bool = True, ordered: bool = False) -> Callable[[str, Tensor], Written]:
+def packed_words(
+    bits: int, group: int, *, symmetric: bool = True, ordered: bool = False, packs_zeros: bool = True
+) -> Callable[[str, Tensor], Written]:
     def pack(name: str, weight: Tensor) -> Written:
         index = act_order(name, weight.shape[1], group) if ordered else None
         codes, scales, zeros, index = quantized(weight, bits, group, symmetric=symmetric, dtype=torch.bfloat16, index=index)
         stored = {".weight_packed": words(codes, bits), ".weight_scale": scales, ".weight_shape": torch.tensor(weight.shape)}
         if not symmetric:
-            stored[".weight_zero_point"] = words(zeros.t(), bits).t().contiguous()
+            packed = words(zeros.t(), bits).t().contiguous()
+            stored[".weight_zero_point"] = packed if packs_zeros else (zeros - 2 ** (bits - 1)).to(torch.int8)
         if ordered:
             stored[".weight_g_idx"] = index.to(torch.int32)
         return stored, on_grid(codes, scales, zeros, index)
@@ -310,6 +313,11 @@ FORMATS: dict[str, Format] = {
     "compressed w4a16 g32": compressed("pack-quantized", packed_words(4, 32), scheme(4, "group", group_size=32)),
     "compressed w4a16, asymmetric": compressed(
         "pack-quantized", packed_words(4, 32, symmetric=False), scheme(4, "group", group_size=32, symmetric=False)
+    ),
+    "compressed w4a16, asymmetric, early": compressed(
+        "pack-quantized",
+        packed_words(4, 32, symmetric=False, packs_zeros=False),
+        scheme(4, "group", group_size=32, symmetric=False),
     ),
     "compressed w4a16, act-order": compressed(
         "pack-quantized", packed_words(4, 32, ordered=True), scheme(4, "group", group_size=32, actorder="group")

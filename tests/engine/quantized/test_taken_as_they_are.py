@@ -24,6 +24,7 @@ INT4 = [
     "gptq 4 bits g32", "gptq 4 bits g32, no g_idx", "gptq 4 bits g32, asymmetric", "gptq 4 bits g32, asymmetric v2",
     "gptq 4 bits by output", "gptq 2 bits g32", "gptq 3 bits g32", "gptq, quantize_config.json", "awq g32", "awq by output",
     "compressed w4a16 g32", "compressed w4a16, asymmetric", "compressed int4 in bytes",
+    "compressed w4a16, asymmetric, early",
 ]  # fmt: skip
 INT8 = [
     "compressed int8 by tensor",
