@@ -164,13 +164,16 @@ def compressed(layout: str, pack: Callable[[str, Tensor], Written], *groups: dic
     return Format({**config, **more}, pack)
 
 
-def packed_words(bits: int, group: int, *, symmetric: bool = True, ordered: bool = False) -> Callable[[str, Tensor], Written]:
+def packed_words(
+    bits: int, group: int, *, symmetric: bool = True, ordered: bool = False, packs_zeros: bool = True
+) -> Callable[[str, Tensor], Written]:
     def pack(name: str, weight: Tensor) -> Written:
         index = act_order(name, weight.shape[1], group) if ordered else None
         codes, scales, zeros, index = quantized(weight, bits, group, symmetric=symmetric, dtype=torch.bfloat16, index=index)
         stored = {".weight_packed": words(codes, bits), ".weight_scale": scales, ".weight_shape": torch.tensor(weight.shape)}
         if not symmetric:
-            stored[".weight_zero_point"] = words(zeros.t(), bits).t().contiguous()
+            packed = words(zeros.t(), bits).t().contiguous()
+            stored[".weight_zero_point"] = packed if packs_zeros else (zeros - 2 ** (bits - 1)).to(torch.int8)
         if ordered:
             stored[".weight_g_idx"] = index.to(torch.int32)
         return stored, on_grid(codes, scales, zeros, index)
@@ -178,15 +181,22 @@ def packed_words(bits: int, group: int, *, symmetric: bool = True, ordered: bool
     return pack
 
 
-def packed_int8(group: int = 0, *, symmetric: bool = True) -> Callable[[str, Tensor], Written]:
+def packed_int8(group: int = 0, *, symmetric: bool = True, bits: int = 8) -> Callable[[str, Tensor], Written]:
     def pack(name: str, weight: Tensor) -> Written:
-        codes, scales, zeros, index = quantized(weight, 8, group, symmetric=symmetric, dtype=torch.bfloat16)
-        stored = {".weight": (codes - 128).to(torch.int8), ".weight_scale": scales}
+        codes, scales, zeros, index = quantized(weight, bits, group, symmetric=symmetric, dtype=torch.bfloat16)
+        middle = 2 ** (bits - 1)
+        stored = {".weight": (codes - middle).to(torch.int8), ".weight_scale": scales}
         if not symmetric:
-            stored[".weight_zero_point"] = (zeros - 128).to(torch.int8)
+            stored[".weight_zero_point"] = (zeros - middle).to(torch.int8)
         return stored, on_grid(codes, scales, zeros, index)
 
     return pack
+
+
+def packed_by_tensor(name: str, weight: Tensor) -> Written:
+    scale = (weight.abs().max() / 127).bfloat16()
+    values = (weight / scale.float()).round().clamp(-128, 127).to(torch.int8)
+    return {".weight": values, ".weight_scale": scale.reshape(1)}, values.bfloat16() * scale
 
 
 def packed_fp8(
@@ -292,6 +302,8 @@ FORMATS: dict[str, Format] = {
     "awq by output": awq(0),
     "compressed int8 by output": compressed("int-quantized", packed_int8(), scheme(8, "channel")),
     "compressed int8 g32": compressed("int-quantized", packed_int8(32), scheme(8, "group", group_size=32)),
+    "compressed int8 by tensor": compressed("naive-quantized", packed_by_tensor, scheme(8, "tensor")),
+    "compressed int4 in bytes": compressed("int-quantized", packed_int8(32, bits=4), scheme(4, "group", group_size=32)),
     "compressed int8, asymmetric": compressed(
         "int-quantized", packed_int8(symmetric=False), scheme(8, "channel", symmetric=False)
     ),
@@ -301,6 +313,11 @@ FORMATS: dict[str, Format] = {
     "compressed w4a16 g32": compressed("pack-quantized", packed_words(4, 32), scheme(4, "group", group_size=32)),
     "compressed w4a16, asymmetric": compressed(
         "pack-quantized", packed_words(4, 32, symmetric=False), scheme(4, "group", group_size=32, symmetric=False)
+    ),
+    "compressed w4a16, asymmetric, early": compressed(
+        "pack-quantized",
+        packed_words(4, 32, symmetric=False, packs_zeros=False),
+        scheme(4, "group", group_size=32, symmetric=False),
     ),
     "compressed w4a16, act-order": compressed(
         "pack-quantized", packed_words(4, 32, ordered=True), scheme(4, "group", group_size=32, actorder="group")

@@ -77,6 +77,8 @@ def test_compressed_tensors_reads_the_same(name: str, llama: Path, tmp_path: Pat
     compressors = pytest.importorskip("compressed_tensors.compressors")
     if "act-order" in name:
         pytest.skip("the package reads no g_idx any more: it stores columns in the order of groups")
+    if "early" in name:
+        pytest.skip("the package reads packed zero points alone")
     form = FORMATS[name]
     quantized, _ = write_quantized(llama, tmp_path, form)
     for stem in (STEM, "model.layers.0.self_attn.q_proj"):

@@ -215,6 +215,14 @@ def test_damaged_numbers_are_named(llama: Path, tmp_path: Path) -> None:
     changed(folder, lambda tensors: tensors[f"{UP}.g_idx"].fill_(9))
     with pytest.raises(ValueError, match=r"up_proj\.g_idx: groups from 9 to 9, and there are 2; it is damaged"):
         SafetensorsSource(folder).get(f"{UP}.weight")
+    folder, _ = write_quantized(llama, tmp_path / "3", FORMATS["compressed int4 in bytes"])
+    changed(folder, lambda tensors: tensors[f"{UP}.weight"].fill_(9))
+    with pytest.raises(ValueError, match=r"up_proj\.weight: values from 9 to 9 have more than 4 bits"):
+        SafetensorsSource(folder).get(f"{UP}.weight")
+    folder, _ = write_quantized(llama, tmp_path / "4", FORMATS["compressed int8 by output"])
+    changed(folder, lambda tensors: tensors.update({f"{UP}.weight_zero_point": torch.ones(96, 1, dtype=torch.int8)}))
+    with pytest.raises(ValueError, match=r"up_proj\.weight_zero_point: it is not 0, and quantization_config says"):
+        SafetensorsSource(folder).get(f"{UP}.weight")
     folder, _ = write_quantized(llama, tmp_path / "2", FORMATS["bitsandbytes nf4"])
     changed(folder, lambda tensors: tensors[f"{UP}.weight.quant_state.bitsandbytes__nf4"].fill_(65))
     with pytest.raises(ValueError, match=r"quant_state\.bitsandbytes__nf4: it is no state of a 4-bit weight"):

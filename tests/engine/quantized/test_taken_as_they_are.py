@@ -23,9 +23,17 @@ DOWN, QUERY = "model.layers.0.mlp.down_proj.weight", "model.layers.3.self_attn.q
 INT4 = [
     "gptq 4 bits g32", "gptq 4 bits g32, no g_idx", "gptq 4 bits g32, asymmetric", "gptq 4 bits g32, asymmetric v2",
     "gptq 4 bits by output", "gptq 2 bits g32", "gptq 3 bits g32", "gptq, quantize_config.json", "awq g32", "awq by output",
-    "compressed w4a16 g32", "compressed w4a16, asymmetric",
+    "compressed w4a16 g32", "compressed w4a16, asymmetric", "compressed int4 in bytes",
+    "compressed w4a16, asymmetric, early",
 ]  # fmt: skip
-INT8 = ["gptq 8 bits by output", "compressed int8 by output", "compressed w8a8", "compressed w8a16 packed", "bitsandbytes int8"]
+INT8 = [
+    "compressed int8 by tensor",
+    "gptq 8 bits by output",
+    "compressed int8 by output",
+    "compressed w8a8",
+    "compressed w8a16 packed",
+    "bitsandbytes int8",
+]
 BOTH = {"gptq 4 bits by output", "awq by output"}
 """Codes of 4 bits with one scale for a row are codes of 8 bits as well."""
 

@@ -49,6 +49,18 @@ RECIPES = {
         ("pdmesh.engine.speculation.ngrams.retrieval", "pdmesh.engine.speculation.ngrams.lookahead"),
         "tests/structure/extensions/test_proposer.py",
     ),
+    "A format of quantized weights": Recipe(
+        "pdmesh/engine/loader/quantized/NAME.py",
+        "pdmesh/engine/loader/quantized/registry.py",
+        "FORMATS",
+        (
+            "pdmesh.engine.loader.quantized.gptq",
+            "pdmesh.engine.loader.quantized.awq",
+            "pdmesh.engine.loader.quantized.bitsandbytes",
+            "pdmesh.engine.loader.quantized.mxfp4",
+        ),
+        "tests/structure/extensions/test_weight_format.py",
+    ),
     "A command": Recipe(
         "pdmesh/commands/NAME.py",
         "pdmesh/cli.py",

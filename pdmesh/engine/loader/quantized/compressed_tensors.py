@@ -2,7 +2,8 @@
 
 pack-quantized                     weight_packed      [N, K * bits / 32]  int32, code + 2^(bits - 1) in a stream of bits
                                    weight_shape       [2]                 integers: N, K
-                                   weight_zero_point  [N * bits / 32, G]  int32, packed along outputs (asymmetric)
+                                   weight_zero_point  [N * bits / 32, G]  int32, packed along outputs (asymmetric); int8 [N, G] in
+                                                                          early versions
 int-quantized, naive-quantized     weight [N, K] int8,  weight_zero_point [N, G] int8 (asymmetric)
 float-quantized, naive-quantized   weight [N, K] float8_e4m3fn
 all of them                        weight_scale: [1], [N, 1], [N, G] or one for each block;  weight_g_idx [K] (act-order)
@@ -76,7 +77,7 @@ class Scheme:
         if self.main == _PLAIN:
             zero = {} if self.symmetric else {".weight_zero_point": Part(frozenset({"I8"}))}
             return {_PLAIN: Part(frozenset({"I8"})), **scale, **zero, **own}
-        zero = {} if self.symmetric else {".weight_zero_point": Part(INTEGERS)}
+        zero = {} if self.symmetric else {".weight_zero_point": Part(INTEGERS | {"I8"})}
         return {_PACKED: Part(INTEGERS), ".weight_shape": Part(_INDEX), **scale, **zero, **own}
 
     def scale_shapes(self, rows: int, width: int) -> list[tuple[int, ...]]:
@@ -102,7 +103,7 @@ class CompressedTensors(WeightFormat):
         ending: Part(frozenset())
         for ending in (_PACKED, ".weight_shape", ".weight_scale", ".weight_zero_point", ".weight_g_idx", _PLAIN)
     }
-    ignored = r".*\.((input|output)_(scale|zero_point)|(q|k|v)_(scale|zero_point)|weight_zero_point)"
+    ignored = r".*\.((input|output)_(scale|zero_point)|(q|k|v)_(scale|zero_point))"
 
     def __init__(self, schemes: tuple[Scheme, ...], ignore: tuple[str, ...]) -> None:
         self.schemes, self.ignore = schemes, ignore
@@ -149,8 +150,10 @@ class CompressedTensors(WeightFormat):
         scales = scheme.scale_shapes(rows, width)
         require_shape(f"{stem}.weight_scale", stored, *scales)
         groups = scales[0][-1] if len(scales[0]) == 2 else 1
-        zeros = [(-(-rows * scheme.bits // 32), groups)] if scheme.main == _PACKED else scales
-        require_shape(f"{stem}.weight_zero_point", stored, *zeros)
+        zero = stored.header(f"{stem}.weight_zero_point")
+        if not scheme.symmetric and zero is not None:
+            zeros = [(-(-rows * scheme.bits // 32), groups)] if zero.dtype == "I32" else scales
+            require_shape(f"{stem}.weight_zero_point", stored, *zeros)
         require_shape(f"{stem}.weight_g_idx", stored, (width,))
 
     def read(self, stem: str, stored: Stored, expert: int) -> Codes | Tensor:
@@ -165,21 +168,22 @@ class CompressedTensors(WeightFormat):
 
     def _grid(self, stem: str, stored: Stored, scheme: Scheme, scales: Tensor) -> Grid:
         middle = 1 << (scheme.bits - 1)
-        codes = (
-            _packed(stem, stored, scheme.bits) if scheme.main == _PACKED else _shifted(stored.tensor(f"{stem}.weight"), middle)
-        )
+        codes = _packed(stem, stored, scheme.bits) if scheme.main == _PACKED else _plain(stem, stored, scheme.bits)
         scales = scales.reshape(-1, 1).expand(len(codes), 1) if scheme.strategy in ("tensor", "channel") else scales
-        zeros = middle if scheme.symmetric else self._zeros(stem, stored, scheme, scales.shape) + middle
+        zeros = self._zeros(stem, stored, scheme, scales.shape) + middle
         index = _index(f"{stem}.weight_g_idx", stored, scales.shape[1])
         group = scheme.group if scheme.strategy == "group" else 0
         return make_grid(codes, scales, zeros, bits=scheme.bits, group=group, index=index)
 
     def _zeros(self, stem: str, stored: Stored, scheme: Scheme, shape: torch.Size) -> Tensor:
-        zeros = stored.tensor(f"{stem}.weight_zero_point")
-        if scheme.main == _PLAIN:
-            return zeros.reshape(-1, shape[1]).expand(shape).short()
-        rows = unpack(zeros.t(), scheme.bits).t()[: shape[0]]
-        return rows.short() - (1 << (scheme.bits - 1))
+        """Return the distance of each zero from the middle code; 0 for a symmetric scheme, which may store them all the same."""
+        name, middle = f"{stem}.weight_zero_point", 1 << (scheme.bits - 1)
+        zeros = stored.tensor(name) if stored.header(name) is not None else torch.zeros(shape, dtype=torch.int8)
+        if zeros.dtype == torch.int32:
+            zeros = unpack(zeros.t(), scheme.bits).t()[: shape[0]].short() - middle
+        if scheme.symmetric and bool(zeros.any()):
+            raise ValueError(f"{name}: it is not 0, and quantization_config says that weights are symmetric; it is damaged")
+        return zeros.reshape(-1, shape[1]).expand(shape).short()
 
 
 def _index(name: str, stored: Stored, groups: int) -> Tensor | None:
@@ -200,7 +204,11 @@ def _packed(stem: str, stored: Stored, bits: int) -> Tensor:
     return codes[:, :width].contiguous()
 
 
-def _shifted(values: Tensor, middle: int) -> Tensor:
+def _plain(stem: str, stored: Stored, bits: int) -> Tensor:
+    """Return the codes of values that are stored as int8, whatever bits they need."""
+    values, middle = stored.tensor(f"{stem}{_PLAIN}"), 1 << (bits - 1)
+    if bits < 8 and values.numel() and not -middle <= int(values.min()) <= int(values.max()) < middle:
+        raise ValueError(f"{stem}.weight: values from {int(values.min())} to {int(values.max())} have more than {bits} bits")
     return (values.short() + middle).to(torch.uint8)
 
 

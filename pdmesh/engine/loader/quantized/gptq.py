@@ -94,6 +94,7 @@ def read_gptq(config: ConfigReader) -> Gptq:
         raise UnsupportedModel(f"{config.name('checkpoint_format')} {layout!r} is not supported; give gptq or gptq_v2")
     config.ignore("format", "checkpoint_format")
     config.require("pack_dtype", "int32")
+    config.require("method", "gptq")
     config.require("is_marlin_format", False)
     _check_overrides(config.get("dynamic"), config.name("dynamic"))
     group = group_size(config, "group_size")
