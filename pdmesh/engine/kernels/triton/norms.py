@@ -143,15 +143,17 @@ _ALPHA = tl.constexpr(1.702)  # GPT-OSS: of the sigmoid in its activation
 def activated(x: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
     """Return an activation of x, float32 both."""
     if KIND == "silu":
-        return tl.div_rn(x, 1.0 + tl.exp(-x))
-    if KIND == "gelu":
-        return 0.5 * x * (1.0 + tl.erf(x * _SQRT_HALF))
-    if KIND == "gelu_tanh":  # 1 + tanh(y) is 2 / (1 + exp(-2 y))
-        return tl.div_rn(x, 1.0 + tl.exp(-_TWICE_SQRT_2_OVER_PI * (x + 0.044715 * x * x * x)))
-    if KIND == "relu":
-        return tl.maximum(x, 0.0)
-    tl.static_assert(KIND == "relu2")
-    return tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
+        result = tl.div_rn(x, 1.0 + tl.exp(-x))
+    elif KIND == "gelu":
+        result = 0.5 * x * (1.0 + tl.erf(x * _SQRT_HALF))
+    elif KIND == "gelu_tanh":  # 1 + tanh(y) is 2 / (1 + exp(-2 y))
+        result = tl.div_rn(x, 1.0 + tl.exp(-_TWICE_SQRT_2_OVER_PI * (x + 0.044715 * x * x * x)))
+    elif KIND == "relu":
+        result = tl.maximum(x, 0.0)
+    else:
+        tl.static_assert(KIND == "relu2")
+        result = tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
+    return result
 
 
 @triton.jit
@@ -160,8 +162,10 @@ def gated(gate: tl.tensor, up: tl.tensor, limit: tl.tensor, dtype: tl.constexpr,
     swiglu_oai (GPT-OSS) clamps both to `limit`."""
     if KIND == "swiglu_oai":
         gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
-        return ((up + 1.0) * tl.div_rn(gate, 1.0 + tl.exp(-_ALPHA * gate))).to(dtype)
-    return (activated(gate, KIND).to(dtype).to(tl.float32) * up).to(dtype)
+        result = (up + 1.0) * tl.div_rn(gate, 1.0 + tl.exp(-_ALPHA * gate))
+    else:
+        result = activated(gate, KIND).to(dtype).to(tl.float32) * up
+    return result.to(dtype)
 
 
 @triton.jit

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from pdmesh.engine.kernels.triton.attention import paged_attention
 from pdmesh.engine.kernels.triton.blocks import TritonBlocks
 from pdmesh.engine.kernels.triton.cuda_graphs import DecodeBuffers
+from pdmesh.engine.kernels.triton.experts.experts import GroupedExperts
 from pdmesh.engine.kernels.triton.kv import rope_and_store, store_kv
 from pdmesh.engine.kernels.triton.linear.linear import make_triton_linear, rounded_rows
-from pdmesh.engine.kernels.triton.norms import add_rms_norm, rms_norm, silu_mul
+from pdmesh.engine.kernels.triton.norms import (
+    activate,
+    add_rms_norm,
+    added_and_normalized,
+    gate_mul,
+    normalized,
+    rms_norm,
+    silu_mul,
+)
 from pdmesh.engine.kernels.triton.sampling.sampler import DeviceSampler
 from pdmesh.engine.kv_cache.block_moves import Move
-from pdmesh.engine.loader.quantize import quantize_fp8, quantize_int4, quantize_int8
-from pdmesh.engine.models.layers import RotaryTable
+from pdmesh.engine.loader.quantize import Fp8Weight, Int4Weight, Int8Weight, quantize_fp8, quantize_int4, quantize_int8
+from pdmesh.engine.models.config import ExpertsConfig
+from pdmesh.engine.models.layers import ACTIVATIONS, DenseLinear, GatedMLP, Linear, Norm, RotaryTable
 from pdmesh.engine.models.rope import RopeConfig
 from pdmesh.engine.sampling.sampler import SampleRow
 from pdmesh.sampling_params import SamplingParams
@@ -68,6 +79,65 @@ def keys_and_values() -> None:
             store_kv(key, key, kv, index, kv_scales=scales)
 
 
+def other_rows() -> None:
+    """Norms, MLPs and heads of other families than Llama."""
+    x, weight = torch.zeros(3, 2048, dtype=BF16), torch.zeros(2048, dtype=BF16)
+    for norm in (Norm(weight, 1e-5, wide=True), Norm(weight, 1e-5, "layer", weight)):
+        normalized(x, norm)
+        added_and_normalized(x, x.clone(), norm, factor=0.5)
+    for activation in ACTIVATIONS:
+        gate_mul(x, activation)
+        activate(x, activation)
+    index, qkv, norm_weight = (
+        torch.zeros(1, dtype=torch.int32),
+        torch.zeros(1, 10 * 96, dtype=BF16),
+        torch.zeros(9, 96, dtype=BF16),
+    )
+    kv = torch.zeros(2, 4, 16, 1, 96, dtype=BF16)
+    for kind in ("wide", "layer"):
+        rope_and_store(qkv, kv, None, index, index, num_heads=8, norm=norm_weight, eps=1e-5, norm_kind=kind)
+
+
+def experts() -> None:
+    """Few tokens and many, plain weights and words, of widths that are no multiples of a tile."""
+    for form in (None, quantize_int8, quantize_fp8, lambda weight: quantize_int4(weight, 32)):
+        mixture = _mixture(form, "silu", 512, 384, shared=64)
+        for num_tokens in (4, 132):
+            mixture(torch.zeros(num_tokens, 512, dtype=BF16))
+    _mixture(None, "swiglu_oai", 360, 200, bias=True)(torch.zeros(8, 360, dtype=BF16))
+
+
+def _mixture(
+    quantize: Callable[[torch.Tensor], Int8Weight | Int4Weight | Fp8Weight] | None,
+    activation: str,
+    hidden: int,
+    inner: int,
+    *,
+    shared: int = 0,
+    bias: bool = False,
+) -> GroupedExperts:
+    config = ExpertsConfig(12, 3, inner, (True,), "sigmoid", True, num_groups=3, top_groups=2, group_rank="top2")
+    config = replace(config, activation=activation, activation_limit=7.0)
+
+    def linear(rows: int, width: int) -> Linear:
+        weight, own = torch.randn(rows, width), torch.zeros(rows, dtype=BF16) if bias else None
+        return DenseLinear(weight.to(BF16), own) if quantize is None else make_triton_linear(quantize(weight), own)
+
+    def mlp(width: int) -> GatedMLP:
+        return GatedMLP(linear(2 * width, hidden), linear(hidden, width))
+
+    return GroupedExperts(
+        config,
+        "silu",
+        router=torch.zeros(12, hidden),
+        router_bias=torch.zeros(12) if bias else None,
+        correction=torch.zeros(12),
+        experts=(mlp(inner) for _ in range(12)),
+        shared=mlp(shared) if shared else None,
+        shared_gate=torch.zeros(1, hidden) if shared else None,
+    )
+
+
 def moves() -> None:
     buffers = DecodeBuffers(8, 100, 16, torch.device(DEVICE))
     for num_rows in (4, 8):
@@ -79,10 +149,26 @@ def moves() -> None:
         TritonBlocks().scatter(move)
 
 
-def attention(dim: int, dtype: torch.dtype = BF16, *, window: int | None = None, tail: int = 0, is_fp8: bool = False) -> None:
+def attention(
+    dim: int,
+    dtype: torch.dtype = BF16,
+    *,
+    window: int | None = None,
+    tail: int = 0,
+    is_fp8: bool = False,
+    softcap: float = 0.0,
+    has_sinks: bool = False,
+) -> None:
     sequences = Sequences(Shape(32, 8, dim), LENGTHS, dtype, tail=tail)
     kv = sequences.kv.to(FP8) if is_fp8 else sequences.kv
-    paged_attention(sequences.query, kv, sequences.meta(), window=window, kv_scales=torch.ones(2) if is_fp8 else None)
+    scales, sinks = torch.ones(2) if is_fp8 else None, torch.zeros(32, dtype=dtype) if has_sinks else None
+    paged_attention(sequences.query, kv, sequences.meta(), window=window, kv_scales=scales, softcap=softcap, sinks=sinks)
+
+
+def other_attention() -> None:
+    attention(256, window=71, softcap=50.0)
+    attention(128, softcap=50.0, is_fp8=True)
+    attention(64, window=71, has_sinks=True)
 
 
 def narrow_attention() -> None:
@@ -128,7 +214,7 @@ def draws() -> None:
 GROUPS: dict[str, Callable[[], None]] = {
     group.__name__: group
     for group in (
-        products, rows, keys_and_values, moves, narrow_attention, attention_of_128, attention_of_256, attention_in_float32, draws,
-        on_older_gpus,
+        products, rows, other_rows, keys_and_values, experts, moves, narrow_attention, attention_of_128, attention_of_256,
+        attention_in_float32, other_attention, draws, on_older_gpus,
     )
 }  # fmt: skip
