@@ -150,7 +150,10 @@ class Subject:
         """Return model and device in a line."""
         if self.device is None or self.decoder is None:
             return f"{self.model} on workers as measured in {self.speed}"
-        return f"{self.model} ({_billions(self.decoder.num_parameters)} parameters, {self.weights}) on {self.device.name}"
+        size = f"{_billions(self.decoder.num_parameters)} parameters"
+        if self.decoder.experts is not None:
+            size += f", {_billions(self.decoder.num_active_parameters)} active"
+        return f"{self.model} ({size}, {self.weights}) on {self.device.name}"
 
     @property
     def unit(self) -> str:

@@ -97,6 +97,13 @@ class Decoder:
         return self.num_shared_weights + experts + self.num_head_weights * (1 if self.tied_embeddings else 2)
 
     @property
+    def num_active_parameters(self) -> int:
+        """Return those without the experts that a token does not take: the second number in the names of such models."""
+        experts = self.experts
+        idle = (experts.num_experts - experts.top_k) * experts.num_weights if experts else 0
+        return self.num_parameters - idle
+
+    @property
     def attention_operations(self) -> int:
         """Return the operations of one token for each token that it attends to."""
         return self.pair_operations or 4 * self.num_layers * self.num_heads * self.head_dim

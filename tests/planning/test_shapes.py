@@ -17,6 +17,7 @@ from pdmesh.engine.memory import kv_shape
 from pdmesh.engine.models.registry import model_config
 from pdmesh.planner.meshes import by_roofline
 from pdmesh.planner.shapes import decoder_of
+from pdmesh.planner.traffic import Subject
 from pdmesh.planning.devices import DEVICES, Device
 from pdmesh.planning.latency_model import Hardware, ModelShape, distinct_experts, prior_of
 from pdmesh.planning.roofline import Roofline
@@ -55,7 +56,11 @@ QWEN3_30B_A3B = {
     "router_aux_loss_coef": 0.001, "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
     "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
 }  # fmt: skip
-"""As their authors publish them, DeepSeek's without the format of its weights."""
+LLAMA_3_8B = {
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192,
+}  # fmt: skip
+"""As their authors publish them, DeepSeek's without the format of its weights; of Llama 3 the shapes."""
 
 
 @pytest.mark.parametrize(
@@ -84,8 +89,16 @@ def test_active_and_total_weights(
     assert count.active + 2 * table == pytest.approx(published_active, rel=0.02)  # published with both tables
     decoder = decoder_of(config)
     assert (decoder.num_weights, decoder.num_parameters) == (count.active, count.total + 2 * table)
+    assert decoder.num_active_parameters == count.active + 2 * table
     assert decoder.num_weights_read(1) == pytest.approx(count.active)
     assert decoder.num_weights_read(10_000) == pytest.approx(count.total)
+
+
+def test_a_plan_names_both_numbers() -> None:
+    of = {"model": "m", "load": "l", "weights": "bfloat16", "device": DEVICES["h100-sxm"]}
+    mixtral, dense = (Subject(**of, decoder=decoder_of(config)) for config in (MIXTRAL_8X7B, LLAMA_3_8B))  # type: ignore[arg-type]
+    assert mixtral.title == "m (46.7 B parameters, 12.9 B active, bfloat16) on h100-sxm"
+    assert dense.title == "m (8.0 B parameters, bfloat16) on h100-sxm"
 
 
 def test_experts_that_a_step_reads() -> None:
