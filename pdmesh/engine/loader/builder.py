@@ -33,7 +33,9 @@ def open_checkpoint(path: Path, overrides: Sequence[str] = ()) -> tuple[WeightSo
     if path.is_dir():
         return SafetensorsSource(path, overrides), [path / "config.json", *weight_files(path)]
     if not path.is_file():
-        raise ValueError(f"model: {path} does not exist; give a model folder or a .gguf file")
+        raise ValueError(
+            f"model: {path} does not exist; give a model folder or a .gguf file (`pdmesh models fetch` gets one by name)"
+        )
     if path.suffix.lower() != ".gguf":
         raise ValueError(f"model: {path} is neither a folder nor a .gguf file")
     from pdmesh.engine.loader.gguf import GgufSource  # the gguf package is imported only for GGUF files

@@ -33,14 +33,14 @@ def test_values_are_json_and_else_text() -> None:
 
 @pytest.mark.parametrize("text", ["", "a", "=1", "a b=1", ".a=1", "a..b=1", "a.=1"])
 def test_what_is_no_override_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="override: .* is not KEY=VALUE"):
+    with pytest.raises(ValueError, match=r"override: .* is not KEY=VALUE"):
         overrides.check([text])
 
 
 def test_a_key_is_given_once_and_nothing_is_put_into_a_number() -> None:
-    with pytest.raises(ValueError, match="override: a.b is given twice"):
+    with pytest.raises(ValueError, match=r"override: a.b is given twice"):
         overrides.check(["a.b=1", "a.b=2"])
-    with pytest.raises(ValueError, match="override: a.b: a holds no mapping; give a=VALUE"):
+    with pytest.raises(ValueError, match=r"override: a.b: a holds no mapping; give a=VALUE"):
         overrides.overridden({"a": 1}, ["a.b=2"])
 
 
@@ -86,6 +86,6 @@ def test_a_key_that_no_family_reads_is_taken_away(folder: Path, tmp_path: Path) 
     config = json.loads((folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "use_flux_capacitor": True}))
     (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
-    with pytest.raises(ValueError, match="use_flux_capacitor: not read .* --override use_flux_capacitor=null"):
+    with pytest.raises(ValueError, match=r"use_flux_capacitor: not read .* --override use_flux_capacitor=null"):
         open_checkpoint(tmp_path)
     assert open_checkpoint(tmp_path, ["use_flux_capacitor=null"])[0].config.num_layers == 2
