@@ -43,7 +43,8 @@ class Options:
     both: int = field(default=0, metadata={"help": "workers with both roles"})
     routers: int = field(default=1, metadata={"help": "routers, on consecutive ports"})
     router_processes: int = field(default=1, metadata={"help": "processes of each router, which share its ports"})
-    model: str = field(default=registry.DEFAULT_MODEL, metadata={"help": "known name, Hugging Face folder or .gguf file"})
+    model: str = field(default=registry.DEFAULT_MODEL, metadata={"help": "known name, folder, .gguf file or name of the hub"})
+    offline: bool = field(default=False, metadata={"help": "take a model of the hub from its cache alone"})
     override: tuple[str, ...] = field(default=(), metadata={"help": overrides.HELP, "repeated": True})
     device: Literal["cpu", "cuda"] = field(default="cpu", metadata={"help": "where the engines compute"})
     host: str = field(default="127.0.0.1", metadata={"help": "address to listen on"})
@@ -125,7 +126,7 @@ def run(options: Options) -> int:
     """Run the command; return 0 when it was stopped as asked; 1 when it could not start."""
     try:
         check_packages()
-        folder = registry.ensure_model(options.model)
+        folder = registry.ensure_model(options.model, offline=options.offline)
         check_headers(folder, options.override)
         return asyncio.run(_serve(_config(options, folder), options.scaling))
     except (registry.ModelError, StartFailed, ConfigError) as error:

@@ -35,7 +35,9 @@ def open_checkpoint(path: Path, overrides: Sequence[str] = ()) -> tuple[WeightSo
         beside = [path / name for name in SIDE_FILES if (path / name).is_file()]
         return SafetensorsSource(path, overrides), [path / "config.json", *beside, *weight_files(path)]
     if not path.is_file():
-        raise ValueError(f"model: {path} does not exist; give a model folder or a .gguf file")
+        raise ValueError(
+            f"model: {path} does not exist; give a model folder or a .gguf file (`pdmesh models fetch` gets one by name)"
+        )
     if path.suffix.lower() != ".gguf":
         raise ValueError(f"model: {path} is neither a folder nor a .gguf file")
     from pdmesh.engine.loader.gguf import GgufSource  # the gguf package is imported only for GGUF files

@@ -275,8 +275,8 @@ def checked(source: WeightSource, name: str, shape: tuple[int, ...]) -> Tensor:
 def require_finite(name: str, tensor: Tensor) -> None:
     """Raise ValueError for weights with NaN or infinity. The extremes of a tensor take a small part of the time of a copy, and
     NaN is passed on to both."""
-    if tensor.device.type == "meta":
+    is_plain = tensor.dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    if tensor.device.type == "meta" or not tensor.numel() or not is_plain:
         return
-    is_checked = tensor.numel() and tensor.dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-    if is_checked and not all(map(math.isfinite, map(float, tensor.aminmax()))):
+    if not all(map(math.isfinite, map(float, tensor.aminmax()))):
         raise ValueError(f"{name}: holds NaN or infinity; the checkpoint is damaged, get it again or convert it anew")
