@@ -11,36 +11,39 @@ from torch import Tensor
 from pdmesh.engine.lora.adapter import Adapter, AdapterMap, Site
 from pdmesh.engine.models.config import ModelConfig
 from pdmesh.engine.models.decoder import DecoderLayer, DecoderModel
-from pdmesh.engine.models.layers import ROW_MULTIPLE, GatedMLP, Linear, PlainMLP, make_linear
+from pdmesh.engine.models.layers import GatedMLP, Linear, PlainMLP, make_linear, pad_rows
 from pdmesh.engine.runner.batch import StepBatch
 
 
+@dataclass(frozen=True)
+class RowGroup:
+    """Hold the rows of a step that have the adapter in `slot`."""
+
+    slot: int
+    rows: Tensor | None  # [count] int64; None: all rows
+    padded: Tensor | None  # the same, with row 0 behind them up to a multiple of 4
+
+
 class StepRows:
-    """Hold the slot of each row of the step that runs; `slots` is None where no row has an adapter."""
+    """Hold the rows of the step that runs, by adapter; no groups where no row has one."""
 
     def __init__(self) -> None:
-        self.slots: Tensor | None = None  # [T padded, 1] int64, -1: no adapter
-        self._foreign: dict[tuple[tuple[int, int], ...], Tensor] = {}
+        self.groups: list[RowGroup] = []
 
     def begin(self, batch: StepBatch, device: torch.device) -> None:
         """Take over the batch's slots: every forward pass begins with this."""
-        self._foreign.clear()
-        if not any(slot >= 0 for slot in batch.adapter_slots):
-            self.slots = None
-            return
-        counts = torch.tensor(batch.query_starts).diff()
-        slots = torch.tensor(batch.adapter_slots).repeat_interleave(counts)
-        padding = torch.full((-len(slots) % ROW_MULTIPLE,), -1)
-        self.slots = torch.cat((slots, padding)).unsqueeze(1).to(device)
+        present = sorted({slot for slot in batch.adapter_slots if slot >= 0})
+        if not present:
+            self.groups = []
+        elif len(set(batch.adapter_slots)) == 1:
+            self.groups = [RowGroup(present[0], None, None)]
+        else:
+            slots = torch.tensor(batch.adapter_slots).repeat_interleave(torch.tensor(batch.query_starts).diff())
+            self.groups = [_group(slot, torch.where(slots == slot)[0], device) for slot in present]
 
-    def foreign(self, layout: tuple[tuple[int, int], ...], owners: Tensor) -> Tensor:
-        """Return a mask [T padded, sum of ranks] of the columns that are not the row's own. `owners` has each column's slot;
-        `layout` names it, so that maps with equal ranks share one mask."""
-        assert self.slots is not None
-        mask = self._foreign.get(layout)
-        if mask is None:
-            mask = self._foreign[layout] = self.slots != owners
-        return mask
+
+def _group(slot: int, rows: Tensor, device: torch.device) -> RowGroup:
+    return RowGroup(slot, rows.to(device), pad_rows(rows).to(device))
 
 
 @dataclass(frozen=True)
@@ -53,13 +56,14 @@ class Part:
 
 
 @dataclass(frozen=True)
-class _Joined:
-    """Hold the matrices of all adapters of one product: [in] -> [ranks] -> [out]."""
+class _Thin:
+    """Hold an adapter's two products beside one of the model's: [in] -> [ranks of all parts] -> [out]."""
 
-    layout: tuple[tuple[int, int], ...]  # (slot, its columns)
-    owners: Tensor
     down: Linear
     up: Linear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.up(self.down(x.float()))
 
 
 class AdaptedLinear:
@@ -68,37 +72,44 @@ class AdaptedLinear:
     def __init__(self, base: Linear, parts: Sequence[Part], outputs: int, rows: StepRows) -> None:
         self.base, self.kind = base, base.kind
         self._parts, self._outputs, self._rows = parts, outputs, rows
-        self._joined: _Joined | None = None
+        self._thin: dict[int, _Thin] = {}
 
     def __call__(self, x: Tensor) -> Tensor:
         result = self.base(x)
-        joined = self._joined
-        if joined is None or self._rows.slots is None:
-            return result
-        own = joined.down(x.float()).masked_fill_(self._rows.foreign(joined.layout, joined.owners), 0.0)
-        added = joined.up(own)
-        return added.add_(result) if result.dtype == torch.float32 else added.add_(result).to(result.dtype)
+        for group in self._rows.groups:
+            thin = self._thin.get(group.slot)
+            if thin is not None:
+                result = _added(result, group, thin, x)
+        return result
 
-    def join(self, adapters: Mapping[int, Adapter], device: torch.device) -> None:
-        """Take the maps of all loaded adapters, by slot."""
-        pieces = [
-            (slot, part, found)
-            for slot, adapter in sorted(adapters.items())
-            for part in self._parts
-            if (found := adapter.maps.get(part.site)) is not None
-        ]
-        self._joined = self._of(pieces, device) if pieces else None
+    def put(self, slot: int, adapter: Adapter, device: torch.device) -> None:
+        """Take the adapter's maps at these parts, if it has any."""
+        pieces = [(part, found) for part in self._parts if (found := adapter.maps.get(part.site)) is not None]
+        if pieces:
+            self._thin[slot] = self._packed(pieces, device)
 
-    def _of(self, pieces: Sequence[tuple[int, Part, AdapterMap]], device: torch.device) -> _Joined:
-        down = torch.cat([found.a for _, _, found in pieces])
+    def drop(self, slot: int) -> None:
+        """Compute a slot no longer."""
+        self._thin.pop(slot, None)
+
+    def _packed(self, pieces: Sequence[tuple[Part, AdapterMap]], device: torch.device) -> _Thin:
+        down = torch.cat([found.a for _, found in pieces])
         up = torch.zeros(self._outputs, len(down))
         column = 0
-        for _, part, found in pieces:
+        for part, found in pieces:
             up[part.first : part.first + part.count, column : column + found.rank] = found.b
             column += found.rank
-        layout = tuple((slot, found.rank) for slot, _, found in pieces)
-        owners = torch.tensor([slot for slot, width in layout for _ in range(width)])
-        return _Joined(layout, owners.to(device), make_linear(down.to(device)), make_linear(up.to(device)))
+        return _Thin(make_linear(down.to(device)), make_linear(up.to(device)))
+
+
+def _added(result: Tensor, group: RowGroup, thin: _Thin, x: Tensor) -> Tensor:
+    """Return the result [M, out], changed in place where it can be, with what the adapter adds to its rows."""
+    if group.rows is None or group.padded is None:
+        return thin(x).add_(result).to(result.dtype)
+    added = thin(x.index_select(0, group.padded))[: len(group.rows)]
+    if result.dtype == torch.float32:
+        return result.index_add_(0, group.rows, added)
+    return result.index_copy_(0, group.rows, added.add_(result.index_select(0, group.rows)).to(result.dtype))
 
 
 class TorchAdapters:
@@ -107,24 +118,19 @@ class TorchAdapters:
     def __init__(self, model: DecoderModel) -> None:
         self._device = model.device
         self._rows = StepRows()
-        self._loaded: dict[int, Adapter] = {}
         self._maps: list[AdaptedLinear] = []
         model.layers = [self._wrapped(index, layer, model.config) for index, layer in enumerate(model.layers)]
         model.adapter_rows = self._rows
 
     def put(self, slot: int, adapter: Adapter) -> None:
         """Load an adapter into a free slot."""
-        self._loaded[slot] = adapter
-        self._join()
+        for each in self._maps:
+            each.put(slot, adapter, self._device)
 
     def drop(self, slot: int) -> None:
         """Free a slot that no sequence uses."""
-        del self._loaded[slot]
-        self._join()
-
-    def _join(self) -> None:
         for each in self._maps:
-            each.join(self._loaded, self._device)
+            each.drop(slot)
 
     def _wrapped(self, index: int, layer: DecoderLayer, config: ModelConfig) -> DecoderLayer:
         mlp = layer.mlp
