@@ -4,46 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pdmesh.engine.lora.adapter import Adapter, AdapterMap, Site
+from pdmesh.engine.lora.adapter import Adapter, Site
 from pdmesh.engine.models.config import ModelConfig
 from pdmesh.engine.models.decoder import DecoderLayer, DecoderModel
-from pdmesh.engine.models.layers import GatedMLP, Linear, PlainMLP, make_linear, pad_rows
+from pdmesh.engine.models.layers import ROW_MULTIPLE, GatedMLP, Linear, PlainMLP, make_linear, pad_rows
 from pdmesh.engine.runner.batch import StepBatch
 
-
-@dataclass(frozen=True)
-class RowGroup:
-    """Hold the rows of a step that have the adapter in `slot`."""
-
-    slot: int
-    rows: Tensor | None  # [count] int64; None: all rows
-    padded: Tensor | None  # the same, with row 0 behind them up to a multiple of 4
-
-
-class StepRows:
-    """Hold the rows of the step that runs, by adapter; no groups where no row has one."""
-
-    def __init__(self) -> None:
-        self.groups: list[RowGroup] = []
-
-    def begin(self, batch: StepBatch, device: torch.device) -> None:
-        """Take over the batch's slots: every forward pass begins with this."""
-        present = sorted({slot for slot in batch.adapter_slots if slot >= 0})
-        if not present:
-            self.groups = []
-        elif len(set(batch.adapter_slots)) == 1:
-            self.groups = [RowGroup(present[0], None, None)]
-        else:
-            slots = torch.tensor(batch.adapter_slots).repeat_interleave(torch.tensor(batch.query_starts).diff())
-            self.groups = [_group(slot, torch.where(slots == slot)[0], device) for slot in present]
-
-
-def _group(slot: int, rows: Tensor, device: torch.device) -> RowGroup:
-    return RowGroup(slot, rows.to(device), pad_rows(rows).to(device))
+PAGE_COLUMNS = 128
+"""Ranks that share a product. So few that the sum over them is not cut into blocks, which would make bits depend on the place of an
+adapter among the others; more would also mean more products with the zeros of other rows' adapters."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +30,59 @@ class Part:
 
 
 @dataclass(frozen=True)
-class _Thin:
-    """Hold an adapter's two products beside one of the model's: [in] -> [ranks of all parts] -> [out]."""
+class _Page:
+    """Hold the matrices of some adapters for one product of the model: [in] -> [their ranks] -> [out]."""
 
+    slots: frozenset[int]
+    layout: tuple[tuple[int, int], ...]  # (slot, its columns), in order
+    owners: Tensor  # [ranks]: the slot of each column
     down: Linear
     up: Linear
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.up(self.down(x.float()))
+    def __call__(self, x: Tensor, foreign: Tensor) -> Tensor:
+        """Return what is added to rows [m, in]; `foreign` [m, ranks]: the columns that are not the row's own."""
+        return self.up(self.down(x.float()).masked_fill_(foreign, 0.0))
+
+
+class _Rows(NamedTuple):
+    """Rows of a step that a page is computed for: all, or those of its adapters where they are few."""
+
+    rows: Tensor | None  # [count] int64; None: all
+    padded: Tensor | None  # the same, with row 0 behind them up to a multiple of 4
+    foreign: Tensor
+
+
+class StepRows:
+    """Hold the slot of each row of the step that runs; `present`: the slots that some row has."""
+
+    def __init__(self) -> None:
+        self.present: frozenset[int] = frozenset()
+        self._slots = torch.empty(0, dtype=torch.int64)
+        self._device = torch.device("cpu")
+        self._known: dict[tuple[tuple[int, int], ...], _Rows] = {}
+
+    def begin(self, batch: StepBatch, device: torch.device) -> None:
+        """Take over the batch's slots: every forward pass begins with this."""
+        self.present = frozenset(slot for slot in batch.adapter_slots if slot >= 0)
+        self._known = {}
+        if self.present:
+            slots = torch.tensor(batch.adapter_slots).repeat_interleave(torch.tensor(batch.query_starts).diff())
+            self._slots, self._device = torch.cat((slots, torch.full((-len(slots) % ROW_MULTIPLE,), -1))), device
+
+    def of(self, page: _Page) -> _Rows:
+        """Return the rows for a page; all maps with equal pages share them."""
+        known = self._known.get(page.layout)
+        if known is None:
+            known = self._known[page.layout] = self._found(page)
+        return known
+
+    def _found(self, page: _Page) -> _Rows:
+        slots, device = self._slots, self._device
+        rows = torch.where(torch.isin(slots, torch.tensor(sorted(page.slots))))[0]
+        if 2 * len(rows) >= len(slots):
+            return _Rows(None, None, slots.to(device).unsqueeze(1) != page.owners)
+        padded = pad_rows(rows)
+        return _Rows(rows.to(device), padded.to(device), slots[padded].to(device).unsqueeze(1) != page.owners)
 
 
 class AdaptedLinear:
@@ -72,44 +91,68 @@ class AdaptedLinear:
     def __init__(self, base: Linear, parts: Sequence[Part], outputs: int, rows: StepRows) -> None:
         self.base, self.kind = base, base.kind
         self._parts, self._outputs, self._rows = parts, outputs, rows
-        self._thin: dict[int, _Thin] = {}
+        self._adapters: list[dict[int, Adapter]] = []  # of each page
+        self._pages: list[_Page] = []
 
     def __call__(self, x: Tensor) -> Tensor:
         result = self.base(x)
-        for group in self._rows.groups:
-            thin = self._thin.get(group.slot)
-            if thin is not None:
-                result = _added(result, group, thin, x)
+        for page in self._pages:
+            if not self._rows.present.isdisjoint(page.slots):
+                result = _added(result, page, self._rows.of(page), x)
         return result
 
     def put(self, slot: int, adapter: Adapter, device: torch.device) -> None:
-        """Take the adapter's maps at these parts, if it has any."""
-        pieces = [(part, found) for part in self._parts if (found := adapter.maps.get(part.site)) is not None]
-        if pieces:
-            self._thin[slot] = self._packed(pieces, device)
+        """Take the adapter's maps at these parts, if it has any, into the first page with room."""
+        width = self._width(adapter)
+        if not width:
+            return
+        room = (n for n, page in enumerate(self._adapters) if sum(map(self._width, page.values())) + width <= PAGE_COLUMNS)
+        number = next(room, len(self._adapters))
+        if number == len(self._adapters):
+            self._adapters.append({})
+        self._adapters[number][slot] = adapter
+        self._pages[number : number + 1] = [self._page(self._adapters[number], device)]
 
-    def drop(self, slot: int) -> None:
+    def drop(self, slot: int, device: torch.device) -> None:
         """Compute a slot no longer."""
-        self._thin.pop(slot, None)
+        for number, adapters in enumerate(self._adapters):
+            if adapters.pop(slot, None) is None:
+                continue
+            if adapters:
+                self._pages[number] = self._page(adapters, device)
+            else:
+                del self._adapters[number], self._pages[number]
+            return
 
-    def _packed(self, pieces: Sequence[tuple[Part, AdapterMap]], device: torch.device) -> _Thin:
-        down = torch.cat([found.a for _, found in pieces])
-        up = torch.zeros(self._outputs, len(down))
-        column = 0
-        for part, found in pieces:
+    def _width(self, adapter: Adapter) -> int:
+        return sum(adapter.maps[part.site].rank for part in self._parts if part.site in adapter.maps)
+
+    def _page(self, adapters: Mapping[int, Adapter], device: torch.device) -> _Page:
+        pieces = [
+            (slot, part, adapters[slot].maps[part.site])
+            for slot in sorted(adapters)
+            for part in self._parts
+            if part.site in adapters[slot].maps
+        ]
+        down = torch.cat([found.a for _, _, found in pieces])
+        up, column = torch.zeros(self._outputs, len(down)), 0
+        for _, part, found in pieces:
             up[part.first : part.first + part.count, column : column + found.rank] = found.b
             column += found.rank
-        return _Thin(make_linear(down.to(device)), make_linear(up.to(device)))
+        owners = torch.tensor([slot for slot, _, found in pieces for _ in range(found.rank)])
+        layout = tuple((slot, found.rank) for slot, _, found in pieces)
+        products = make_linear(down.to(device)), make_linear(up.to(device))
+        return _Page(frozenset(adapters), layout, owners.to(device), *products)
 
 
-def _added(result: Tensor, group: RowGroup, thin: _Thin, x: Tensor) -> Tensor:
-    """Return the result [M, out], changed in place where it can be, with what the adapter adds to its rows."""
-    if group.rows is None or group.padded is None:
-        return thin(x).add_(result).to(result.dtype)
-    added = thin(x.index_select(0, group.padded))[: len(group.rows)]
+def _added(result: Tensor, page: _Page, own: _Rows, x: Tensor) -> Tensor:
+    """Return the result [M, out], changed in place where it can be, with what the page's adapters add to their rows."""
+    if own.rows is None or own.padded is None:
+        return page(x, own.foreign).add_(result).to(result.dtype)
+    added = page(x.index_select(0, own.padded), own.foreign)[: len(own.rows)]
     if result.dtype == torch.float32:
-        return result.index_add_(0, group.rows, added)
-    return result.index_copy_(0, group.rows, added.add_(result.index_select(0, group.rows)).to(result.dtype))
+        return result.index_add_(0, own.rows, added)
+    return result.index_copy_(0, own.rows, added.add_(result.index_select(0, own.rows)).to(result.dtype))
 
 
 class TorchAdapters:
@@ -130,7 +173,7 @@ class TorchAdapters:
     def drop(self, slot: int) -> None:
         """Free a slot that no sequence uses."""
         for each in self._maps:
-            each.drop(slot)
+            each.drop(slot, self._device)
 
     def _wrapped(self, index: int, layer: DecoderLayer, config: ModelConfig) -> DecoderLayer:
         mlp = layer.mlp

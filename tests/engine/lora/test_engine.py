@@ -16,6 +16,7 @@ from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.errors import AdapterRefused, InvalidRequest, UnknownAdapter
 from pdmesh.engine.loader.safetensors import read_config
+from pdmesh.engine.lora import torch_maps
 from pdmesh.engine.lora.folder import load_adapter
 from pdmesh.engine.request import EngineRequest
 from pdmesh.sampling_params import SamplingParams
@@ -27,7 +28,8 @@ from tests.support.tiny_models import make_tiny_model
 transformers = pytest.importorskip("transformers")
 NUM_TOKENS = 16
 TARGETS: list[Sequence[str] | str] = [
-    ["q_proj"], ["k_proj", "v_proj"], ["o_proj"], ["gate_proj", "down_proj"], "all-linear", ["up_proj"], r".*\.1\.mlp\..*", ["q_proj", "o_proj"],
+    ["q_proj"], ["k_proj", "v_proj"], ["o_proj"], ["gate_proj", "down_proj"], "all-linear", ["up_proj"],
+    r".*\.1\.mlp\..*", ["q_proj", "o_proj"],
 ]  # fmt: skip
 RANKS = (4, 8, 16, 32, 8, 2, 64, 1)
 
@@ -213,18 +215,14 @@ def test_the_torch_backend_is_chosen_and_says_why(folder: Path) -> None:
     assert choose_numerics(EngineConfig(model="m"), model, has_int4=False, no_library="").backend == "native"
 
 
-class Poison:
-    """A product that must not be computed."""
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+def test_steps_without_an_adapter_compute_no_thin_product(
+    folder: Path, adapters: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def poison(page: object, x: torch.Tensor, foreign: torch.Tensor) -> torch.Tensor:
         raise AssertionError(f"computed for {len(x)} rows")
 
-
-def test_steps_without_an_adapter_compute_no_thin_product(folder: Path, adapters: list[Path]) -> None:
     engine = engine_of(folder, adapters[:1])
-    layers: Any = engine._runner._model.layers  # type: ignore[attr-defined]
-    for layer in layers:
-        layer.qkv._thin = {0: Poison()}
+    monkeypatch.setattr(torch_maps._Page, "__call__", poison)
     engine.add(request("r", PROMPTS[8], None))
     assert run(engine)["r"] == greedy(reference(folder), PROMPTS[8], NUM_TOKENS)
     engine.add(request("a", PROMPTS[0], id_of(engine, "a0")))

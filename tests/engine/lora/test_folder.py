@@ -58,7 +58,7 @@ BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "patterns as a list": ({"alpha_pattern": ["q_proj"]}, "alpha_pattern: "),
     "layers as text": ({"layers_to_transform": "all"}, "layers_to_transform: 'all'"),
     "other ranks than the weights": ({"r": 4}, r"down_proj.lora_A.weight: shape \(8, 128\), by .* \(4, 128\)"),
-    "too many targets": ({"target_modules": ["q_proj", "v_proj", "down_proj", "o_proj"]}, "self_attn.o_proj: named by target_modules"),
+    "too many targets": ({"target_modules": ["q_proj", "v_proj", "down_proj", "o_proj"]}, "self_attn.o_proj: named by"),
     "too few targets": ({"target_modules": ["q_proj", "v_proj"]}, "mlp.down_proj.lora_A.weight: adapter_config.json does not"),
     "fewer layers": ({"layers_to_transform": [1]}, "layers.0.mlp.down_proj.lora_A.weight: adapter_config.json does not target"),
 }  # fmt: skip
@@ -81,7 +81,7 @@ BAD_TENSORS: dict[str, tuple[dict[str, torch.Tensor | None], str]] = {
     "a layer that is not there": ({f"{LAYER[:-1]}7.self_attn.q_proj.lora_A.weight": torch.zeros(8, 64)}, "layers.7.self_attn"),
     "a map that is not there": ({f"{LAYER}.self_attn.wqkv.lora_A.weight": torch.zeros(8, 64)}, "wqkv.lora_A.weight: no map"),
     "magnitudes": ({f"{LAYER}.self_attn.q_proj.lora_magnitude_vector": torch.zeros(64)}, "lora_magnitude_vector: DoRA"),
-    "adapted embeddings": ({"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(8, 320)}, "lora_embedding_A: adapted"),
+    "adapted embeddings": ({"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(8, 320)}, "lora_embedding_A: "),
     "trained embeddings": ({"base_model.model.model.embed_tokens.weight": torch.zeros(320, 64)}, "embed_tokens.weight: trained"),
     "the head": ({"base_model.model.lm_head.lora_A.weight": torch.zeros(8, 64)}, "lm_head.lora_A.weight: the output head"),
     "a bias": ({f"{LAYER}.self_attn.q_proj.bias": torch.zeros(64)}, "q_proj.bias: biases"),
@@ -101,10 +101,10 @@ def test_bad_tensors(folder: Path, adapter: Path, tmp_path: Path, name: str) -> 
 
 def test_folders_that_lack_files(folder: Path, adapter: Path, tmp_path: Path) -> None:
     model = read_config(folder)
-    with pytest.raises(ValueError, match="no adapter_config.json"):
+    with pytest.raises(ValueError, match=r"no adapter_config\.json"):
         load_adapter("a", tmp_path / "nowhere", model)
     (tmp_path / "adapter_config.json").write_text((adapter / "adapter_config.json").read_text())
-    with pytest.raises(ValueError, match="no adapter_model.safetensors"):
+    with pytest.raises(ValueError, match=r"no adapter_model\.safetensors"):
         load_adapter("a", tmp_path, model)
     (tmp_path / "adapter_model.bin").write_bytes(b"pickle")
     with pytest.raises(ValueError, match="safe_serialization=True"):
@@ -119,7 +119,7 @@ def test_folders_that_lack_files(folder: Path, adapter: Path, tmp_path: Path) ->
 
 def test_an_adapter_of_another_model(adapter: Path, tmp_path: Path) -> None:
     other = make_tiny_model(tmp_path, hidden_size=96, num_attention_heads=6)
-    with pytest.raises(ValueError, match="by adapter_config.json and the model .*: not of this model"):
+    with pytest.raises(ValueError, match=r"by adapter_config\.json and the model .*: not of this model"):
         load_adapter("a", adapter, read_config(other))
 
 
@@ -127,7 +127,7 @@ def test_experts_are_refused(tmp_path: Path) -> None:
     folder = make_tiny_family(tmp_path / "m", "qwen2_moe")
     path = make_adapter(tmp_path / "a", reference(folder), ["q_proj"])
     name = "base_model.model.model.layers.1.mlp.experts.0.up_proj.lora_A.weight"
-    with pytest.raises(ValueError, match="experts.0.up_proj.lora_A.weight: no map of this model that adapters may change"):
+    with pytest.raises(ValueError, match=r"experts\.0\.up_proj\.lora_A\.weight: no map of this model that adapters may change"):
         load_adapter("a", changed(path, tmp_path / "b", {name: torch.zeros(8, 64)}), read_config(folder))
     assert {site.stem for site in load_adapter("a", path, read_config(folder)).maps} == {"self_attn.q_proj"}
 
@@ -141,7 +141,8 @@ def test_the_digest_follows_the_content(folder: Path, adapter: Path, tmp_path: P
 
 def test_ranks_and_scales_are_pefts() -> None:
     config = lora_config({
-        "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"], "rank_pattern": {r"layers\.1\.self_attn\.q_proj": 4, "q_proj": 16},
+        "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"],
+        "rank_pattern": {r"layers\.1\.self_attn\.q_proj": 4, "q_proj": 16},
         "alpha_pattern": {"v_proj": 3.0},
     })  # fmt: skip
     assert [config.rank_of(f"model.layers.{layer}.self_attn.q_proj") for layer in (0, 1, 11)] == [16, 4, 16]

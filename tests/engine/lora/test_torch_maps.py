@@ -114,19 +114,41 @@ def test_narrow_models_round_once_more(dtype: torch.dtype) -> None:
     assert torch.equal(mapped(x, [0] * 4)[:2], mapped(x, [0, 0, -1, -1])[:2])
 
 
+def test_few_rows_are_computed_alone() -> None:
+    """One row of an adapter among many of the base's: the products get 4 rows, and the bits are the same."""
+    mapped, x = Map({1: ADAPTERS[1]}), torch.randn(40, INPUTS)
+    mapped.rows.begin(batch_of([-1] * 20 + [1] + [-1] * 19), torch.device("cpu"))
+    [page] = mapped.map._pages
+    rows, padded, foreign = mapped.rows.of(page)
+    assert rows is not None and padded is not None
+    assert (rows.tolist(), padded.tolist()) == ([20], [20, 0, 0, 0])
+    assert foreign.any(1).tolist() == [False, True, True, True]
+    assert torch.equal(mapped.map(x)[20], mapped(x, [1] * 40)[20])
+
+
 def test_rows_of_chunks_and_padding() -> None:
-    rows = StepRows()
-    tokens = torch.arange(6)
+    mapped, tokens = Map({0: ADAPTERS[0], 2: ADAPTERS[1]}), torch.arange(6)
     batch = StepBatch(tokens, tokens, tokens, [0, 3, 4, 6], [3, 1, 2], [[0]] * 3, tokens, adapter_slots=(2, -1, 0))
-    rows.begin(batch, torch.device("cpu"))
-    found = {group.slot: (group.rows, group.padded) for group in rows.groups}
-    assert {
-        slot: (own.tolist(), padded.tolist()) for slot, (own, padded) in found.items() if own is not None and padded is not None
-    } == {
-        2: ([0, 1, 2], [0, 1, 2, 0]),
-        0: ([4, 5], [4, 5, 0, 0]),
-    }
-    rows.begin(batch_of([3, 3]), torch.device("cpu"))
-    assert [(group.slot, group.rows) for group in rows.groups] == [(3, None)]
-    rows.begin(batch_of([-1, -1]), torch.device("cpu"))
-    assert rows.groups == []
+    mapped.rows.begin(batch, torch.device("cpu"))
+    [page] = mapped.map._pages
+    rows, _, foreign = mapped.rows.of(page)
+    assert rows is None and mapped.rows.present == {0, 2}
+    own = [set(page.owners[~row].tolist()) for row in foreign]
+    assert own == [{2}, {2}, {2}, set(), {0}, {0}, set(), set()]
+    mapped.rows.begin(batch_of([-1, -1]), torch.device("cpu"))
+    assert not mapped.rows.present
+
+
+def test_pages_are_filled_and_emptied() -> None:
+    mapped, device = Map(dict(enumerate(ADAPTERS))), torch.device("cpu")
+    assert [sum(width for _, width in page.layout) for page in mapped.map._pages] == [24 + 48 + 9 + 24 + 3, 192, 768, 48]
+    x, slots = torch.randn(8, INPUTS), list(range(8))
+    before = mapped(x, slots)
+    for slot in (1, 4):
+        mapped.map.drop(slot, device)
+    left = [0, 2, 3, 5, 6, 7]
+    assert torch.equal(mapped(x, slots)[left], before[left])
+    assert torch.equal(mapped(x, slots)[[1, 4]], Map({})(x, [-1] * 8)[[1, 4]])
+    for slot in (4, 1):
+        mapped.map.put(slot, ADAPTERS[slot], device)
+    assert torch.equal(mapped(x, slots), before)
