@@ -16,8 +16,8 @@ from pdmesh.engine.models.layers import ROW_MULTIPLE, GatedMLP, Linear, PlainMLP
 from pdmesh.engine.runner.batch import StepBatch
 
 PAGE_COLUMNS = 128
-"""Ranks that share a product. So few that the sum over them is not cut into blocks, which would make bits depend on the place of an
-adapter among the others; more would also mean more products with the zeros of other rows' adapters."""
+"""Ranks that share a product. So few that the sum over them is not cut into blocks, which would make bits depend on the place of
+an adapter among the others; more would also mean more products with the zeros of other rows' adapters."""
 
 
 @dataclass(frozen=True)
