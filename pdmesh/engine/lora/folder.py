@@ -91,15 +91,11 @@ def _maps(config: LoraConfig, tensors: Mapping[str, Tensor], model: ModelConfig)
     pairs = _pairs(tensors, modules)
     for module in modules:
         if config.is_target(module) and module not in pairs:
-            raise ValueError(
-                f"{module}: target_modules names it, and {WEIGHTS_FILE} has no weights of it; the file is incomplete"
-            )
+            raise ValueError(f"{module}: named by target_modules, and {WEIGHTS_FILE} has no weights of it; it is incomplete")
     maps: dict[Site, AdapterMap] = {}
     for module, sides in pairs.items():
         if not config.is_target(module):
-            raise ValueError(
-                f"{module}.lora_A.weight: {CONFIG_FILE} does not target this map; the two files do not belong together"
-            )
+            raise ValueError(f"{module}.lora_A.weight: {CONFIG_FILE} does not target this map; both files must be of one adapter")
         maps |= _maps_of(module, sides, config, modules[module])
     if not maps:
         raise ValueError(f"{WEIGHTS_FILE} has no weights of any map of this model; it is for another model")
@@ -133,9 +129,7 @@ def _pairs(tensors: Mapping[str, Tensor], modules: Mapping[str, list[_Part]]) ->
         if match is None:
             raise ValueError(f"{name}: neither lora_A nor lora_B of a map; this engine does not know what it means")
         if match["module"] not in modules:
-            raise ValueError(
-                f"{name}: this model has no map {match['module']!r} that adapters may change; it is for another model"
-            )
+            raise ValueError(f"{name}: no map of this model that adapters may change; the adapter is for another model")
         pairs.setdefault(match["module"], {})[match["side"]] = _finite(name, tensor)
     for module, sides in pairs.items():
         for side in "AB":
@@ -170,6 +164,4 @@ def _maps_of(module: str, sides: Mapping[str, Tensor], config: LoraConfig, parts
 
 def _check_shape(name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
     if tuple(tensor.shape) != expected:
-        raise ValueError(
-            f"{name}: shape {tuple(tensor.shape)}, and {expected} by {CONFIG_FILE} and the model: not one of its adapters"
-        )
+        raise ValueError(f"{name}: shape {tuple(tensor.shape)}, by {CONFIG_FILE} and the model {expected}: not of this model")

@@ -4,43 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pdmesh.engine.lora.adapter import Adapter, AdapterMap, Site
+from pdmesh.engine.lora.adapter import Adapter, Site
 from pdmesh.engine.models.config import ModelConfig
 from pdmesh.engine.models.decoder import DecoderLayer, DecoderModel
-from pdmesh.engine.models.layers import ROW_MULTIPLE, GatedMLP, Linear, PlainMLP, make_linear
+from pdmesh.engine.models.layers import ROW_MULTIPLE, GatedMLP, Linear, PlainMLP, make_linear, pad_rows
 from pdmesh.engine.runner.batch import StepBatch
 
-
-class StepRows:
-    """Hold the slot of each row of the step that runs; `slots` is None where no row has an adapter."""
-
-    def __init__(self) -> None:
-        self.slots: Tensor | None = None  # [T padded, 1] int64, -1: no adapter
-        self._foreign: dict[tuple[tuple[int, int], ...], Tensor] = {}
-
-    def begin(self, batch: StepBatch, device: torch.device) -> None:
-        """Take over the batch's slots: every forward pass begins with this."""
-        self._foreign.clear()
-        if not any(slot >= 0 for slot in batch.adapter_slots):
-            self.slots = None
-            return
-        counts = torch.tensor(batch.query_starts).diff()
-        slots = torch.tensor(batch.adapter_slots).repeat_interleave(counts)
-        padding = torch.full((-len(slots) % ROW_MULTIPLE,), -1)
-        self.slots = torch.cat((slots, padding)).unsqueeze(1).to(device)
-
-    def foreign(self, layout: tuple[tuple[int, int], ...], owners: Tensor) -> Tensor:
-        """Return a mask [T padded, sum of ranks] of the columns that are not the row's own. `owners` has each column's slot;
-        `layout` names it, so that maps with equal ranks share one mask."""
-        assert self.slots is not None
-        mask = self._foreign.get(layout)
-        if mask is None:
-            mask = self._foreign[layout] = self.slots != owners
-        return mask
+PAGE_COLUMNS = 128
+"""Ranks that share a product. So few that the sum over them is not cut into blocks, which would make bits depend on the place of
+an adapter among the others; more would also mean more products with the zeros of other rows' adapters."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +30,59 @@ class Part:
 
 
 @dataclass(frozen=True)
-class _Joined:
-    """Hold the matrices of all adapters of one product: [in] -> [ranks] -> [out]."""
+class _Page:
+    """Hold the matrices of some adapters for one product of the model: [in] -> [their ranks] -> [out]."""
 
-    layout: tuple[tuple[int, int], ...]  # (slot, its columns)
-    owners: Tensor
+    slots: frozenset[int]
+    layout: tuple[tuple[int, int], ...]  # (slot, its columns), in order
+    owners: Tensor  # [ranks]: the slot of each column
     down: Linear
     up: Linear
+
+    def __call__(self, x: Tensor, foreign: Tensor) -> Tensor:
+        """Return what is added to rows [m, in]; `foreign` [m, ranks]: the columns that are not the row's own."""
+        return self.up(self.down(x.float()).masked_fill_(foreign, 0.0))
+
+
+class _Rows(NamedTuple):
+    """Rows of a step that a page is computed for: all, or those of its adapters where they are few."""
+
+    rows: Tensor | None  # [count] int64; None: all
+    padded: Tensor | None  # the same, with row 0 behind them up to a multiple of 4
+    foreign: Tensor
+
+
+class StepRows:
+    """Hold the slot of each row of the step that runs; `present`: the slots that some row has."""
+
+    def __init__(self) -> None:
+        self.present: frozenset[int] = frozenset()
+        self._slots = torch.empty(0, dtype=torch.int64)
+        self._device = torch.device("cpu")
+        self._known: dict[tuple[tuple[int, int], ...], _Rows] = {}
+
+    def begin(self, batch: StepBatch, device: torch.device) -> None:
+        """Take over the batch's slots: every forward pass begins with this."""
+        self.present = frozenset(slot for slot in batch.adapter_slots if slot >= 0)
+        self._known = {}
+        if self.present:
+            slots = torch.tensor(batch.adapter_slots).repeat_interleave(torch.tensor(batch.query_starts).diff())
+            self._slots, self._device = torch.cat((slots, torch.full((-len(slots) % ROW_MULTIPLE,), -1))), device
+
+    def of(self, page: _Page) -> _Rows:
+        """Return the rows for a page; all maps with equal pages share them."""
+        known = self._known.get(page.layout)
+        if known is None:
+            known = self._known[page.layout] = self._found(page)
+        return known
+
+    def _found(self, page: _Page) -> _Rows:
+        slots, device = self._slots, self._device
+        rows = torch.where(torch.isin(slots, torch.tensor(sorted(page.slots))))[0]
+        if 2 * len(rows) >= len(slots):
+            return _Rows(None, None, slots.to(device).unsqueeze(1) != page.owners)
+        padded = pad_rows(rows)
+        return _Rows(rows.to(device), padded.to(device), slots[padded].to(device).unsqueeze(1) != page.owners)
 
 
 class AdaptedLinear:
@@ -68,37 +91,68 @@ class AdaptedLinear:
     def __init__(self, base: Linear, parts: Sequence[Part], outputs: int, rows: StepRows) -> None:
         self.base, self.kind = base, base.kind
         self._parts, self._outputs, self._rows = parts, outputs, rows
-        self._joined: _Joined | None = None
+        self._adapters: list[dict[int, Adapter]] = []  # of each page
+        self._pages: list[_Page] = []
 
     def __call__(self, x: Tensor) -> Tensor:
         result = self.base(x)
-        joined = self._joined
-        if joined is None or self._rows.slots is None:
-            return result
-        own = joined.down(x.float()).masked_fill_(self._rows.foreign(joined.layout, joined.owners), 0.0)
-        added = joined.up(own)
-        return added.add_(result) if result.dtype == torch.float32 else added.add_(result).to(result.dtype)
+        for page in self._pages:
+            if not self._rows.present.isdisjoint(page.slots):
+                result = _added(result, page, self._rows.of(page), x)
+        return result
 
-    def join(self, adapters: Mapping[int, Adapter], device: torch.device) -> None:
-        """Take the maps of all loaded adapters, by slot."""
+    def put(self, slot: int, adapter: Adapter, device: torch.device) -> None:
+        """Take the adapter's maps at these parts, if it has any, into the first page with room."""
+        width = self._width(adapter)
+        if not width:
+            return
+        room = (n for n, page in enumerate(self._adapters) if sum(map(self._width, page.values())) + width <= PAGE_COLUMNS)
+        number = next(room, len(self._adapters))
+        if number == len(self._adapters):
+            self._adapters.append({})
+        self._adapters[number][slot] = adapter
+        self._pages[number : number + 1] = [self._page(self._adapters[number], device)]
+
+    def drop(self, slot: int, device: torch.device) -> None:
+        """Compute a slot no longer."""
+        for number, adapters in enumerate(self._adapters):
+            if adapters.pop(slot, None) is None:
+                continue
+            if adapters:
+                self._pages[number] = self._page(adapters, device)
+            else:
+                del self._adapters[number], self._pages[number]
+            return
+
+    def _width(self, adapter: Adapter) -> int:
+        return sum(adapter.maps[part.site].rank for part in self._parts if part.site in adapter.maps)
+
+    def _page(self, adapters: Mapping[int, Adapter], device: torch.device) -> _Page:
         pieces = [
-            (slot, part, found)
-            for slot, adapter in sorted(adapters.items())
+            (slot, part, adapters[slot].maps[part.site])
+            for slot in sorted(adapters)
             for part in self._parts
-            if (found := adapter.maps.get(part.site)) is not None
+            if part.site in adapters[slot].maps
         ]
-        self._joined = self._of(pieces, device) if pieces else None
-
-    def _of(self, pieces: Sequence[tuple[int, Part, AdapterMap]], device: torch.device) -> _Joined:
         down = torch.cat([found.a for _, _, found in pieces])
-        up = torch.zeros(self._outputs, len(down))
-        column = 0
+        up, column = torch.zeros(self._outputs, len(down)), 0
         for _, part, found in pieces:
             up[part.first : part.first + part.count, column : column + found.rank] = found.b
             column += found.rank
+        owners = torch.tensor([slot for slot, _, found in pieces for _ in range(found.rank)])
         layout = tuple((slot, found.rank) for slot, _, found in pieces)
-        owners = torch.tensor([slot for slot, width in layout for _ in range(width)])
-        return _Joined(layout, owners.to(device), make_linear(down.to(device)), make_linear(up.to(device)))
+        products = make_linear(down.to(device)), make_linear(up.to(device))
+        return _Page(frozenset(adapters), layout, owners.to(device), *products)
+
+
+def _added(result: Tensor, page: _Page, own: _Rows, x: Tensor) -> Tensor:
+    """Return the result [M, out], changed in place where it can be, with what the page's adapters add to their rows."""
+    if own.rows is None or own.padded is None:
+        return page(x, own.foreign).add_(result).to(result.dtype)
+    added = page(x.index_select(0, own.padded), own.foreign)[: len(own.rows)]
+    if result.dtype == torch.float32:
+        return result.index_add_(0, own.rows, added)
+    return result.index_copy_(0, own.rows, added.add_(result.index_select(0, own.rows)).to(result.dtype))
 
 
 class TorchAdapters:
@@ -107,24 +161,19 @@ class TorchAdapters:
     def __init__(self, model: DecoderModel) -> None:
         self._device = model.device
         self._rows = StepRows()
-        self._loaded: dict[int, Adapter] = {}
         self._maps: list[AdaptedLinear] = []
         model.layers = [self._wrapped(index, layer, model.config) for index, layer in enumerate(model.layers)]
         model.adapter_rows = self._rows
 
     def put(self, slot: int, adapter: Adapter) -> None:
         """Load an adapter into a free slot."""
-        self._loaded[slot] = adapter
-        self._join()
+        for each in self._maps:
+            each.put(slot, adapter, self._device)
 
     def drop(self, slot: int) -> None:
         """Free a slot that no sequence uses."""
-        del self._loaded[slot]
-        self._join()
-
-    def _join(self) -> None:
         for each in self._maps:
-            each.join(self._loaded, self._device)
+            each.drop(slot, self._device)
 
     def _wrapped(self, index: int, layer: DecoderLayer, config: ModelConfig) -> DecoderLayer:
         mlp = layer.mlp
