@@ -34,7 +34,7 @@ _CUTS = ((0.04, 0.0), (0.0, 0.04), (0.04, 0.04))
 class Int8Weight:
     """w[n, k] = scales[n] * values[n, k]: symmetric, one scale for each output."""
 
-    values: Tensor  # [N, K] int8, -127..127
+    values: Tensor  # [N, K] int8; -128 only where a checkpoint has it
     scales: Tensor  # [N] float32, positive
 
     def __post_init__(self) -> None:
