@@ -109,12 +109,18 @@ def _cached(name: HubName) -> Path:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        only = {"allow_patterns": list(PATTERNS), "ignore_patterns": list(_OTHERS)}
-        folder = Path(snapshot_download(name.repository, revision=name.revision or None, local_files_only=True, **only))
+        found = snapshot_download(
+            name.repository,
+            revision=name.revision or None,
+            local_files_only=True,
+            allow_patterns=list(PATTERNS),
+            ignore_patterns=list(_OTHERS),
+        )
     except LocalEntryNotFoundError as error:
         raise ModelError(
             f"{_shown(name)} is not in the hub's cache, and --offline fetches nothing; run once without it, or give a folder"
         ) from error
+    folder = Path(found)
     if not any(folder.glob("*.safetensors")):
         raise ModelError(f"{folder} is in the hub's cache without safetensors; fetch it again without --offline")
     return folder
