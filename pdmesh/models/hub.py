@@ -116,11 +116,11 @@ def _cached(name: HubName) -> Path:
             allow_patterns=list(PATTERNS),
             ignore_patterns=list(_OTHERS),
         )
-        folder = Path(found)
     except LocalEntryNotFoundError as error:
         raise ModelError(
             f"{_shown(name)} is not in the hub's cache, and --offline fetches nothing; run once without it, or give a folder"
         ) from error
+    folder = Path(found)
     if not any(folder.glob("*.safetensors")):
         raise ModelError(f"{folder} is in the hub's cache without safetensors; fetch it again without --offline")
     return folder

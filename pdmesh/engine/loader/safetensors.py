@@ -235,6 +235,12 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
+    if not index.is_file() and (pickles := sorted(path.name for path in folder.glob("*.bin"))):
+        raise ValueError(
+            f"{folder}: {pickles[0]} holds pickled weights, which are not read because they may hold code; convert a model that "
+            "you trust: python -c "
+            "\"from transformers import AutoModelForCausalLM as M; M.from_pretrained('IN').save_pretrained('OUT')\""
+        )
     if not index.is_file():
         raise ValueError(f"{folder}: neither {SINGLE} nor {INDEX}; only safetensors and GGUF weights are read")
     files = sorted({folder / name for name in _config_of(index, _weight_map).values()})
@@ -248,6 +254,8 @@ def _weight_map(index: Mapping[str, object]) -> dict[str, str]:
     names = index.get("weight_map")
     if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
         raise ValueError("it has no weight_map from tensors to files")
+    if strange := next((name for name in names.values() if Path(name).name != name), None):
+        raise ValueError(f"its weight_map names {strange}, which is no file of this folder; get it again")
     return names
 
 
