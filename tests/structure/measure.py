@@ -43,7 +43,11 @@ LAYERS_CONTRACT = "imports point one way"
 REGISTERED_FOLDERS = {
     "kvtransfer/transports",
     "pdmesh/commands",
-    "pdmesh/engine/models/families",
+    "pdmesh/engine/loader/quantized",
+    "pdmesh/engine/models/families/dense",
+    "pdmesh/engine/models/families/experts",
+    "pdmesh/engine/models/families/latent",
+    "pdmesh/engine/models/families/layernorm",
     "pdmesh/engine/speculation/proposers",
     "router/routing/policies",
 }

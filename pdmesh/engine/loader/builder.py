@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import Protocol, TypedDict
 
 import torch
 from torch import Tensor
@@ -12,20 +12,15 @@ from torch import Tensor
 from pdmesh.engine.attention.base import make_attention
 from pdmesh.engine.loader.quantized.registry import SIDE_FILES
 from pdmesh.engine.loader.safetensors import SafetensorsSource, WeightSource, checked, weight_files
-from pdmesh.engine.models.config import ExpertsConfig, LatentConfig
+from pdmesh.engine.models.config import LATENT_EPS, ExpertsConfig, LatentConfig
 from pdmesh.engine.models.decoder import DecoderLayer, DecoderModel, LatentMaps, sinks_of
 from pdmesh.engine.models.experts import ClampedMLP, Experts
 from pdmesh.engine.models.layers import MLP, GatedMLP, Linear, Norm, PlainMLP, QKNorm, RotaryTable, make_linear
-
-if TYPE_CHECKING:
-    from pdmesh.engine.loader.triton import QuantizedMaps
-
 
 Progress = Callable[[float, str], None]
 
 
 _ATTENTION = "reference"
-LATENT_EPS = 1e-6  # of the norms inside latent attention, whatever the others have
 
 
 def open_checkpoint(path: Path, overrides: Sequence[str] = ()) -> tuple[WeightSource, list[Path]]:
@@ -66,10 +61,18 @@ class AroundExperts(TypedDict):
     shared_gate: Tensor | None
 
 
+class LinearMaps(Protocol):
+    """Make the linear maps of a decoder whose weights are quantized."""
+
+    def joined(self, parts: Sequence[tuple[str, int]], width: int, bias: Tensor | None) -> Linear: ...
+
+    def head(self, weight: Tensor) -> Linear: ...
+
+
 class TorchBuilder:
     """Take tensors out of a checkpoint, check their shapes, and fuse maps that are computed together."""
 
-    def __init__(self, source: WeightSource, dtype: torch.dtype, device: str, maps: QuantizedMaps | None = None) -> None:
+    def __init__(self, source: WeightSource, dtype: torch.dtype, device: str, maps: LinearMaps | None = None) -> None:
         """`maps` makes the linear maps where weights are quantized."""
         self.source, self.dtype, self.device, self.maps = source, dtype, device, maps
         self.config = source.config
