@@ -52,8 +52,12 @@ class MissingTensor(ValueError):
     """The checkpoint lacks a tensor that the model needs."""
 
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_NAMED = 5  # of tensors that nothing uses
+_QUANTIZED = (".qweight", ".weight_packed", "_proj_blocks", ".weight.absmax")  # endings that plain checkpoints do not have
 
 
 class SafetensorsSource:
@@ -175,11 +179,6 @@ def _check_plain(name: str, stored: StoredTensors, form: WeightFormat | None) ->
 def _as_stored(name: str, stored: StoredTensors) -> str:
     header = stored.header(name)
     return f"{name} is stored as {header.dtype if header else 'nothing'}"
-
-
-logger = logging.getLogger(__name__)
-_NAMED = 5  # of tensors that nothing uses
-_QUANTIZED = (".qweight", ".weight_packed", "_proj_blocks", ".weight.absmax")
 
 
 class _File(Protocol):
