@@ -12,7 +12,7 @@ CODE := pdmesh router prefill_service decode_service kvtransfer tools benchmarks
 
 .DEFAULT_GOAL := help
 .PHONY: help setup model kernels demo test lint types contracts stubs-fresh unit mesh test-thorough test-k8s equality
-.PHONY: chaos bench-mesh bench-cpu bench-handoff bench-loadtest bench-profile bench-latency bench-clients bench-constrained bench-soak bench-capacity bench-router bench-autoscale bench-spec bench-observability bench-gpu train-heads stubs format clean
+.PHONY: chaos bench-mesh bench-cpu bench-models bench-handoff bench-loadtest bench-profile bench-latency bench-clients bench-constrained bench-soak bench-capacity bench-router bench-autoscale bench-spec bench-sparsity bench-observability bench-gpu train-heads stubs format clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -68,6 +68,7 @@ stubs-fresh: $(READY)
 	$(BIN)/python -m tools.protos.reference --check
 	$(BIN)/python -m tools.sampling_params --check
 	$(BIN)/python -m tools.structure --check
+	$(BIN)/python -m tools.families --check
 
 # tests/repeat.py runs failed tests once more, alone. What passes then is shown in a table, and fails the run when it happens twice in
 # three runs.
@@ -92,7 +93,7 @@ test-k8s: $(READY) model kernels  ## the manifests and the autoscaler on a real 
 equality: $(READY) model kernels  ## all prompts, every way through the mesh, against transformers and one engine (slow)
 	$(BIN)/python -m tests.equality
 
-chaos: $(READY) model kernels  ## 2 640 faults at every state of the hand-off, under load (an hour; resumes where it was stopped)
+chaos: $(READY) model kernels  ## some 2 600 faults at every state of the hand-off, under load (an hour; resumes where it was stopped)
 	$(BIN)/python -m tests.chaos
 
 bench-mesh: $(READY) model kernels  ## engine and mesh, in int8 and float32, with the machine
@@ -100,6 +101,9 @@ bench-mesh: $(READY) model kernels  ## engine and mesh, in int8 and float32, wit
 
 bench-cpu: $(READY) model kernels  ## the CPU kernels beside OpenVINO, vLLM, llama.cpp and transformers; accuracy, limits (slow)
 	$(BIN)/python -m benchmarks.cpu
+
+bench-models: $(READY) model kernels  ## every family: the tokens of transformers on each backend and through a mesh; six families beside llama.cpp (half an hour)
+	$(BIN)/python -m benchmarks.models $(ARGS)
 
 bench-handoff: $(READY) kernels  ## the hand-off between two processes, beside memcpy and iperf3
 	$(BIN)/python -m benchmarks.handoff
@@ -124,6 +128,9 @@ bench-soak: $(READY) model kernels  ## an hour of mixed traffic over all protoco
 
 bench-spec: $(READY) model kernels  ## speculative decoding: same tokens, the gain, that it never loses (slow; trained heads if there are some)
 	$(BIN)/python -m benchmarks.spec
+
+bench-sparsity: $(READY) model  ## what skipping rows of MLPs would cost and win (contextual sparsity)
+	$(BIN)/python -m benchmarks.sparsity
 
 bench-observability: $(READY) model kernels  ## what traces, metrics and the console cost; whether parts, delays and spans are true (ten minutes)
 	$(BIN)/python -m benchmarks.observability $(ARGS)
@@ -152,12 +159,13 @@ bench-autoscale: $(READY) model kernels  ## the autoscaler against an oracle and
 bench-capacity: $(READY) model kernels  ## the rate that mesh, one engine, vLLM and SMG + vLLM sustain (half an hour; resumes where it was stopped)
 	$(BIN)/python -m benchmarks.capacity $(ARGS)
 
-stubs: $(READY)  ## regenerate what follows from other files: stubs, docs/api.md, the stable client API, sampling parameters, the table of packages
+stubs: $(READY)  ## regenerate what follows from other files: stubs, docs/api.md, the stable client API, sampling parameters, the tables of packages and of families
 	$(BIN)/python -m tools.protos.generate
 	$(BIN)/python -m tools.protos.stable
 	$(BIN)/python -m tools.protos.reference
 	$(BIN)/python -m tools.sampling_params
 	$(BIN)/python -m tools.structure
+	$(BIN)/python -m tools.families
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

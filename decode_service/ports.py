@@ -1,43 +1,15 @@
-"""The interfaces that the decode service needs from the worker, tasks that survive the end of an RPC, and settings."""
+"""Tasks that survive the end of an RPC, and the settings of the decode service."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
-
-from pdmesh.engine.engine import Engine
-from pdmesh.engine.outputs import RequestStarted, SequenceUpdate
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-
-
-class EngineCalls(Protocol):
-    """Call functions on the engine's thread (`pdmesh.engine.loop.EngineLoop`)."""
-
-    async def call(self, fn: Callable[[Engine], T]) -> T:
-        """Run `fn` between two steps and return its result."""
-
-
-class Sink(Protocol):
-    """Receive the events of one engine request, on the event loop and in order: the updates of a step come before its
-    `on_started`."""
-
-    def on_update(self, update: SequenceUpdate) -> None: ...
-
-    def on_started(self, started: RequestStarted, ended_ns: int) -> None: ...
-
-
-class Sinks(Protocol):
-    """Route the engine's results by engine request id (`pdmesh.worker.step_dispatcher.StepDispatcher`)."""
-
-    def add(self, engine_id: str, sink: Sink) -> None: ...
-
-    def remove(self, engine_id: str) -> None: ...
-
 
 _tasks: set[asyncio.Task[Any]] = set()
 

@@ -335,6 +335,7 @@ class DecodeRequest:
     token_stream: RouterEvents
     stream_generation: int
     on_finished: Callable[[DecodeRequest], None]
+    on_not_finite: Callable[[DecodeRequest], None]
     spans: DecodeSpans
     output: RequestOutput = field(init=False)
     blocks: ReservedBlocks | None = None
@@ -389,6 +390,9 @@ class DecodeRequest:
 
     def on_update(self, update: SequenceUpdate) -> None:
         """Take new tokens from the engine (the per-token path: keep it short)."""
+        if update.finish_reason is FinishReason.ERROR:
+            self.on_not_finite(self)
+            return
         self.output.choices[update.choice].append(update)
         self.token_stream.mark(self)
         if update.finish_reason is not None and self.output.finished:

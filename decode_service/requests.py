@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from decode_service.ports import EngineCalls, ReservationSettings, Sinks, in_own_task
+from decode_service.ports import ReservationSettings, in_own_task, start
 from decode_service.request import CommittedTokens, DecodeRequest, DecodeSpans, Handoff, Submission, failed_event, monotonic_ns
 from decode_service.token_stream import TokenStream, TokenStreams
 from decode_service.validation import OUTPUT_GONE, no_room, refusal_of, released_by_worker
@@ -40,9 +40,10 @@ from kvtransfer.reservation import (
     transition,
 )
 from pdmesh.engine.engine import Engine
+from pdmesh.engine.loop import EngineCalls, Sinks
 from pdmesh.engine.scheduler.requests import ReservedBlocks
 from pdmesh.runtime import errors, log
-from pdmesh.runtime.errors import Aborted, MeshError
+from pdmesh.runtime.errors import Aborted, DataLoss, MeshError
 from pdmesh.runtime.errors import Cancelled as MeshCancelled
 from pdmesh.runtime.failpoints import hit_async
 
@@ -243,6 +244,7 @@ class Reservations:
             token_stream=token_stream,
             stream_generation=token_stream.generation_of_submit,
             on_finished=self._on_finished,
+            on_not_finite=self._on_not_finite,
             spans=self._spans,
         )
         self._remember(record)
@@ -369,6 +371,12 @@ class Reservations:
         self._sinks.remove(record.engine_id)
         self._set_inactive(record)
         self._kept.append((time.monotonic() + self._settings.keep_output_s, record))
+
+    def _on_not_finite(self, record: DecodeRequest) -> None:
+        """End a request for which no token could be drawn, with all of its choices; others go on."""
+        if not record.is_ending and not record.is_released:
+            record.is_ending = True
+            start(self.end(record, Failed("its logits are not finite"), DataLoss.of_logits()))
 
     def _remember(self, record: DecodeRequest) -> None:
         self._by_request[record.request_id] = self._active[record.request_id] = record

@@ -8,16 +8,17 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from decode_service.ports import DecodeSettings, EngineCalls, Sinks, start
+from decode_service.ports import DecodeSettings, start
 from decode_service.request import DecodeRequest, DecodeSpans, monotonic_ns
 from decode_service.requests import Reservations
 from decode_service.token_stream import Stream, TokenStream, TokenStreams
 from decode_service.transfer_delegate import PushDelegate
 from decode_service.validation import SubmitValidator, Translate, check_attach, check_id, has_passed, released_by_worker
 from kvtransfer.reservation import Cancelled, Event, Failed, LeaseExpired, Mode
-from pdmesh.engine.errors import InvalidRequest, RequestTooLarge
+from pdmesh.engine.errors import InvalidRequest, RequestTooLarge, UnknownAdapter
+from pdmesh.engine.loop import EngineCalls, Sinks
 from pdmesh.runtime import log
-from pdmesh.runtime.errors import DeadlineExceeded, InvalidArgument, MeshError, Unavailable
+from pdmesh.runtime.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, MeshError, Unavailable
 from pdmesh.runtime.telemetry.propagation import SubmitContext, read_submit
 from pdmesh.runtime.telemetry.spans import Value
 from pdmesh.v1 import common_pb2, decode_pb2, worker_pb2
@@ -79,6 +80,8 @@ class DecodeServicer(DecodeServiceServicer):
         submission = await self._validator.check(request, now=time.monotonic(), received_ns=received_ns)
         try:
             return await self._reservations.submit(replace(submission, trace=trace))
+        except UnknownAdapter as error:  # it was unloaded meanwhile
+            raise FailedPrecondition("request.adapter", str(error)) from error
         except (InvalidRequest, RequestTooLarge) as error:
             field, _, problem = str(error).partition(": ")
             raise InvalidArgument(f"request.{field}", problem or field) from error
@@ -122,7 +125,7 @@ class DecodeServicer(DecodeServiceServicer):
         return first
 
     def _granted(self, record: DecodeRequest) -> common_pb2.Reservation:
-        blocks = record.blocks
+        blocks, adapter = record.blocks, record.submission.request.adapter
         return common_pb2.Reservation(
             reservation_id=record.reservation_id,
             epoch=self._validator.epoch,
@@ -132,6 +135,8 @@ class DecodeServicer(DecodeServiceServicer):
             endpoints=self._endpoints(),
             num_cached_tokens=blocks.num_cached_tokens if blocks else 0,
             layout=self._layout,
+            adapter=adapter.name if adapter else "",
+            adapter_digest=adapter.digest if adapter else "",
         )
 
 

@@ -99,6 +99,7 @@ COMMANDS: dict[str, Command] = {
     "explain": Command("why a request went where it went, or where one would go now"),
     "roles": Command("change the roles of a worker while it runs"),
     "models": Command("list models, or fetch or convert one"),
+    "adapters": Command("list LoRA adapters, or load or unload one on every worker of a model"),
     "profile": Command("show where the time of an engine's step goes on this machine", extra="local"),
     "keys": Command("make, list and revoke the API keys that routers ask for", extra="services"),
     "tls": Command("make certificates, so that a mesh encrypts and rejects other clients", extra="services"),
@@ -106,6 +107,7 @@ COMMANDS: dict[str, Command] = {
     "plan": Command(
         "say what a deployment takes: how many workers of which kind keep the objectives under a load", extra="services"
     ),
+    "distill-draft": Command("train a small draft of a model on its own outputs", extra="local"),
     "demo": Command("start a mesh, ask a question, show where the time went, stop", extra="local"),
 }
 # The extra that installs a missing package.
@@ -194,7 +196,7 @@ def all_commands() -> list[tuple[str, ...]]:
 
 def command_of(words: Sequence[str]) -> CommandModule:
     """Return the module of a command. Raises ModuleNotFoundError where a package that the command needs is missing."""
-    return cast(CommandModule, importlib.import_module("pdmesh.commands." + "_".join(words)))
+    return cast(CommandModule, importlib.import_module("pdmesh.commands." + "_".join(words).replace("-", "_")))
 
 
 def _run_command(name: str, argv: Sequence[str]) -> int:

@@ -17,7 +17,7 @@ from typing import cast
 import grpc
 import grpc.aio
 
-from pdmesh.runtime import errors as mesh_errors
+from pdmesh.runtime import errors
 from pdmesh.runtime.errors import (
     Aborted,
     Cancelled,
@@ -50,4 +50,4 @@ __all__ = [
 
 def error_from_rpc(error: grpc.RpcError) -> MeshError:
     """Return the MeshError that ended a call, of either kind of channel (a sync call's error has an AioRpcError's accessors)."""
-    return mesh_errors.error_from_rpc(cast(grpc.aio.AioRpcError, error))
+    return errors.error_from_rpc(cast(grpc.aio.AioRpcError, error))

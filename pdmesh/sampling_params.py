@@ -5,6 +5,7 @@
     PARAMETERS                          the description of the parameters, which these modules read:
 
     router/api/validation.py            the values that a client may request, and the errors for others
+    pdmesh/text/generation_config.py    the parameters that a model's folder may set for requests that leave them out
     router/api/openai, kserve, vllm     the parameter under its name in each protocol that has it
     pdmesh/worker/token_request.py      from the wire to SamplingParams
     pdmesh/engine/sampling/sampler.py   the record that the samplers in C++ and in Triton get (`DRAWN`)
@@ -61,6 +62,7 @@ class Rules:
     the values that a client may request, where they are fewer; `zero`: the meaning of 0, where 0 is served too; `hint`: follows
     the range in errors. `bits`: of a count on the wire. `is_minus_one_all`: other protocols write -1 for 0 (all). `is_drawn`: the
     samplers' records hold it.
+    `is_model_default`: a model's generation_config.json may set it for requests that leave it out.
     """
 
     computed: Range | None = None
@@ -71,6 +73,7 @@ class Rules:
     bits: int = 32
     is_minus_one_all: bool = False
     is_drawn: bool = False
+    is_model_default: bool = False
 
 
 def _as(rules: Rules) -> Mapping[str, Rules]:
@@ -94,21 +97,36 @@ class SamplingParams:
                 served=Range(MIN_TEMPERATURE, 100),
                 zero="greedy",
                 is_drawn=True,
+                is_model_default=True,
             )
         ),
     )
     top_k: int = field(  # 0: all tokens
         default=0,
-        metadata=_as(Rules(computed=Range(0), meaning="at least 0 (0 is all tokens)", is_minus_one_all=True, is_drawn=True)),
+        metadata=_as(
+            Rules(
+                computed=Range(0),
+                meaning="at least 0 (0 is all tokens)",
+                is_minus_one_all=True,
+                is_drawn=True,
+                is_model_default=True,
+            )
+        ),
     )
-    top_p: float = field(default=1.0, metadata=_as(Rules(computed=Range(0, 1, is_open=True), is_drawn=True)))
-    min_p: float = field(default=0.0, metadata=_as(Rules(computed=Range(0, 1), is_drawn=True)))
+    top_p: float = field(
+        default=1.0, metadata=_as(Rules(computed=Range(0, 1, is_open=True), is_drawn=True, is_model_default=True))
+    )
+    min_p: float = field(default=0.0, metadata=_as(Rules(computed=Range(0, 1), is_drawn=True, is_model_default=True)))
     repetition_penalty: float = field(
         default=1.0,
-        metadata=_as(Rules(computed=Range(0, is_open=True), served=Range(0.01, 100), hint="; 1 is none", is_drawn=True)),
+        metadata=_as(
+            Rules(
+                computed=Range(0, is_open=True), served=Range(0.01, 100), hint="; 1 is none", is_drawn=True, is_model_default=True
+            )
+        ),
     )
-    presence_penalty: float = field(default=0.0, metadata=_as(Rules(served=Range(-2, 2), is_drawn=True)))
-    frequency_penalty: float = field(default=0.0, metadata=_as(Rules(served=Range(-2, 2), is_drawn=True)))
+    presence_penalty: float = field(default=0.0, metadata=_as(Rules(served=Range(-2, 2), is_drawn=True, is_model_default=True)))
+    frequency_penalty: float = field(default=0.0, metadata=_as(Rules(served=Range(-2, 2), is_drawn=True, is_model_default=True)))
     seed: int = field(
         default=0, metadata=_as(Rules(computed=Range(0, 2**64 - 1), meaning="an unsigned 64-bit number", bits=64, is_drawn=True))
     )
@@ -208,5 +226,6 @@ PARAMETERS = tuple(
     for each in fields(SamplingParams)
 )
 NUMBERS = tuple(parameter for parameter in PARAMETERS if parameter.kind is Kind.NUMBER)
+MODEL_DEFAULTS = tuple(parameter for parameter in PARAMETERS if parameter.rules.is_model_default)
 # The parameters that the rules of a draw depend on, in the order of the samplers' records.
 DRAWN = tuple(parameter for parameter in PARAMETERS if parameter.rules.is_drawn)

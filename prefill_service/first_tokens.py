@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from kvtransfer.sender.push import PartMoved
 from pdmesh.engine.outputs import FinishReason, PrefillTiming, RequestStarted, SequenceUpdate, TokenLogprobs
+from pdmesh.runtime.errors import DataLoss
 from pdmesh.runtime.telemetry.propagation import SpanContext
 from pdmesh.runtime.telemetry.spans import Kind, StepLog, Value, chunk_events, is_departure, problem_of
 from pdmesh.runtime.telemetry.tracing import Tracing
@@ -79,7 +80,11 @@ class FirstTokensSink:
 
     def on_started(self, started: RequestStarted, ended_ns: int) -> None:
         assert started.timing is not None, f"{started.request_id} was prefilled here"
-        if not self._done.done():
+        if self._done.done():
+            return
+        if any(update.finish_reason is FinishReason.ERROR for update in self._updates):
+            self._done.set_exception(DataLoss.of_logits())
+        else:
             self._done.set_result(FirstTokens(tuple(self._updates), started.timing, ended_ns))
 
     async def wait(self, timeout_s: float) -> FirstTokens | None:

@@ -11,48 +11,19 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
 
 from kvtransfer.errors import PushFailed, code_number
 from kvtransfer.sender.push import PushJob, PushResult
 from kvtransfer.sender.send_queue import Ending, FirstTokensDrawn, KVReadiness, NothingToDecode, Ready
 from kvtransfer.sender.sender import Sender
 from pdmesh.engine.engine import Engine
-from pdmesh.engine.outputs import KVReady, RequestStarted, SequenceUpdate
+from pdmesh.engine.loop import EngineCalls, Sinks
+from pdmesh.engine.outputs import KVReady
 from pdmesh.engine.request import EngineRequest
 from pdmesh.runtime.errors import DeadlineExceeded, ResourceExhausted
 from pdmesh.runtime.failpoints import hit_async
 from pdmesh.v1 import common_pb2, prefill_pb2
 from prefill_service.first_tokens import NO_SPANS, FirstTokens, FirstTokensSink, Spans
-
-# The interfaces that the prefill service needs from the worker.
-
-T = TypeVar("T")
-
-
-class EngineCalls(Protocol):
-    """Call functions on the engine's thread (`pdmesh.engine.loop.EngineLoop`)."""
-
-    async def call(self, fn: Callable[[Engine], T]) -> T:
-        """Run `fn` between two steps and return its result."""
-
-
-class Sink(Protocol):
-    """Receive the events of one engine request, on the event loop and in order: the updates of a step come before its
-    `on_started`."""
-
-    def on_update(self, update: SequenceUpdate) -> None: ...
-
-    def on_started(self, started: RequestStarted, ended_ns: int) -> None: ...
-
-
-class Sinks(Protocol):
-    """Route the engine's results by engine request id (`pdmesh.worker.step_dispatcher.StepDispatcher`)."""
-
-    def add(self, engine_id: str, sink: Sink, on_ready: Callable[[KVReady], None] | None = None) -> None: ...
-
-    def remove(self, engine_id: str) -> None: ...
-
 
 RETRY_DELAY_S = 0.1
 STUCK_S = 0.5  # between two checks whether the engine is blocked
@@ -82,7 +53,7 @@ class HandoffTools:
     sender: Sender
     block_size: int
     num_steps: Callable[[], int]  # the engine's steps so far
-    tell_every: Callable[[int], None]  # sets the number of layers of a step between calls of `on_ready`
+    notify_every: Callable[[int], None]  # sets the number of layers of a step between calls of `on_ready`
     pushed: Callable[[PushResult, int], None] = lambda result, exposed_ns: None  # called after each hand-off that succeeded
 
 
@@ -152,7 +123,7 @@ class Handoff:
             self._assignment.spans.chunk(self._tools.num_steps(), ready.num_tokens)
         self._feed.advance(Ready(num_blocks, num_step_blocks, ready.num_layers))
         if self._feed.group:
-            self._tools.tell_every(self._feed.group)
+            self._tools.notify_every(self._feed.group)
         if self._push is None:
             job = PushJob(
                 self._assignment.reservation,

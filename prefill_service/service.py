@@ -13,10 +13,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from kvtransfer.manifest import check_identity, check_layout
-from pdmesh.engine.errors import InvalidRequest, RequestTooLarge
+from pdmesh.engine.errors import InvalidRequest, RequestTooLarge, UnknownAdapter
 from pdmesh.engine.request import EngineRequest
 from pdmesh.runtime import log
-from pdmesh.runtime.errors import InvalidArgument
+from pdmesh.runtime.errors import FailedPrecondition, InvalidArgument
 from pdmesh.runtime.telemetry.spans import StepLog
 from pdmesh.runtime.telemetry.tracing import OFF, Tracing
 from pdmesh.v1 import common_pb2, prefill_pb2
@@ -56,6 +56,7 @@ class PrefillValidator:
         engine_request = await self.translate(request.request)
         num_tokens = _num_kv_tokens(engine_request)
         self._check_reservation(request.reservation, num_tokens)
+        _check_adapter(request.reservation, engine_request)
         return Assignment(
             engine_request=named(engine_request, engine_id),
             reservation=request.reservation,
@@ -81,6 +82,17 @@ class PrefillValidator:
                 "reservation.num_cached_tokens",
                 f"{num_cached} must be whole blocks of {block_size}, fewer than the request's {num_tokens} tokens",
             )
+
+
+def _check_adapter(reservation: common_pb2.Reservation, request: EngineRequest) -> None:
+    """Refuse to fill blocks that were reserved for another adapter's KV, or for the model's alone."""
+    name, digest = request.adapter or ("", "")
+    if (reservation.adapter, reservation.adapter_digest) != (name, digest):
+        theirs, ours = reservation.adapter or "no adapter", name or "none"
+        raise FailedPrecondition(
+            "reservation.adapter",
+            f"the blocks are for {theirs} {reservation.adapter_digest[:8]}, this request has {ours} {digest[:8]}",
+        )
 
 
 def _num_kv_tokens(request: EngineRequest) -> int:
@@ -192,6 +204,8 @@ async def _events(handoff: Handoff) -> AsyncGenerator[prefill_pb2.PrefillEvent, 
     try:
         async for event in handoff.events():
             yield event
+    except UnknownAdapter as error:  # it was unloaded meanwhile
+        raise FailedPrecondition("request.adapter", str(error)) from error
     except (InvalidRequest, RequestTooLarge) as error:
         field, _, problem = str(error).partition(": ")
         raise InvalidArgument(f"request.{field}", problem or field) from error

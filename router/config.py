@@ -6,6 +6,7 @@ from typing import Literal
 
 from pdmesh.runtime.rpc.tls import TlsConfig
 from pdmesh.runtime.telemetry.config import TelemetryConfig
+from pdmesh.text.generation_config import GenerationConfig
 from router.routing.policy import POLICIES
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -57,6 +58,13 @@ class RouterConfig:
     http_max_connections: int = field(default=1024, metadata={"help": "open HTTP connections; more are refused"})
     models: tuple[str, ...] = field(
         default=(), metadata={"help": "models to serve, NAME=FOLDER with the tokenizer, comma separated"}
+    )
+    generation_config: GenerationConfig = field(
+        default="auto",
+        metadata={
+            "help": "defaults of temperature, top_p and other sampling parameters: auto takes those of the model's "
+            "generation_config.json, none ignores them"
+        },
     )
     redis: str = field(default="", metadata={"help": "URL of the registry; empty: only --workers are known", "secret": True})
     mesh: str = field(default="default", metadata={"help": "name of the mesh in the registry"})
@@ -142,6 +150,10 @@ class RouterConfig:
     hedge_share: float = field(
         default=0.05, metadata={"help": "prompts that may be given to a second worker when the first is late, a share; 0: none"}
     )
+    adapter_changes: Literal["auto", "on", "off"] = field(
+        default="auto",
+        metadata={"help": "whether clients may load and unload LoRA adapters: on, off, or auto: unless they need API keys"},
+    )
     rebalance: Literal["on", "off"] = field(
         default="on", metadata={"help": "whether running requests leave a decode worker that is nearly full: on or off"}
     )
@@ -166,6 +178,11 @@ class RouterConfig:
         default=False, metadata={"help": "write a line to stdout each second, for the process that started this one"}
     )
     exit_with_parent: bool = field(default=False, metadata={"help": "end when the process that started this one ends"})
+
+    @property
+    def lets_clients_change_adapters(self) -> bool:
+        """Return whether LoadAdapter and UnloadAdapter do anything: a client names folders of the workers' machines."""
+        return self.adapter_changes == "on" or (self.adapter_changes == "auto" and not self.api_keys)
 
     def validate(self) -> None:
         """Check all settings. Raises ValueError that names the field."""

@@ -16,10 +16,12 @@ from pdmesh.planning.objectives import ModelObjective
 from pdmesh.runtime.process import new_epoch
 from pdmesh.runtime.telemetry.tracing import OFF, Tracing
 from router.config import RouterConfig
+from router.fleet.adapters import FleetAdapters
 from router.fleet.circuit_breaker import HealthRecorder
 from router.fleet.hedging import HedgeLimits, Hedging
 from router.fleet.migration import Migratable
 from router.fleet.registry import FleetRegistry
+from router.fleet.wanted_adapters import WantedAdapters
 from router.flow_control.capacity import AdmissionSettings, TenantBook
 from router.flow_control.controller import Admission, FlowController
 from router.flow_control.slo_admission import Forecaster
@@ -125,6 +127,7 @@ class RouterContext:
     prefixes: PrefixIndex
     policy: Policy
     overheads: Overheads
+    adapters: FleetAdapters
     objectives: Mapping[str, ModelObjective] = field(default_factory=dict)
     output_lengths: OutputLengths = field(default_factory=OutputLengths)
     decisions: Decisions = field(default_factory=Decisions)
@@ -164,12 +167,14 @@ class RouterContext:
         prefixes, overheads = PrefixIndex(config.prefix_index_blocks), Overheads()
         goals = {goal.model: goal for goal in objectives}
         policy = make_policy(config.policy, overheads, config.local_prefill_tokens)
-        return cls(config, router_id, models, fleet, flow_control, prefixes, policy, overheads, goals)
+        wanted = WantedAdapters(config.redis, config.mesh)
+        adapters = FleetAdapters(fleet, wanted, may_change=config.lets_clients_change_adapters)
+        return cls(config, router_id, models, fleet, flow_control, prefixes, policy, overheads, adapters, goals)
 
     def max_context(self, model: ServedModel) -> int:
-        """Return the tokens that a request to `model` may have: the model's own limit, or that of the largest known worker."""
-        largest = self.fleet.max_context(model.name)
-        return model.max_context if largest is None else min(model.max_context, largest)
+        """Return the tokens that a request to `model` may have: those of the largest known worker, which may read the model's
+        config with overrides; before there is one, the model's own limit."""
+        return self.fleet.max_context(model.name) or model.max_context
 
 
 def _settings(config: RouterConfig) -> AdmissionSettings:

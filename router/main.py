@@ -9,7 +9,7 @@ import sys
 from functools import partial
 
 from pdmesh.planning import objectives
-from pdmesh.runtime import config as configuration
+from pdmesh.runtime import config as runtime_config
 from pdmesh.runtime import log, process
 from pdmesh.runtime.registry.block_stream import BlockStream
 from pdmesh.runtime.registry.registry import Registry
@@ -56,7 +56,7 @@ class Router:
         fleet = FleetRegistry(links, self.channels, report_period_ms=config.report_period_ms, forget_s=config.forget_worker_s)
         goals = objectives.load(config.objectives)
         self.tenants = Tenants(config.tenants, config.tenants_share)
-        models = prepared_request.load(config.model_folders())
+        models = prepared_request.load(config.model_folders(), config.generation_config)
         self.core = RouterContext.build(config, router_id, models, fleet, goals, tenants=self.tenants)
         self.core.forecaster = TtftPredictor(self.core)
         resource = resource_of(router_id, config.mesh, ("router",), self.core.epoch)
@@ -106,6 +106,7 @@ class Router:
         if self.shared is not None:
             self.shared.start()
         self.tenants.start()
+        self.core.adapters.start()
         self._health = asyncio.create_task(self._follow_readiness(), name="health")
         return f"{self.config.host}:{port}"
 
@@ -128,6 +129,7 @@ class Router:
         if self.shared is not None:
             await self.shared.stop()
         await self.tenants.stop()
+        await self.core.adapters.stop()
         if self.registry is not None:
             await self.registry.stop()
         await self.follower.stop()
@@ -199,7 +201,7 @@ async def serve(config: RouterConfig, life: process.Lifecycle) -> None:
 
 def main() -> None:
     """Run `python -m router`."""
-    config = configuration.load(RouterConfig, None, os.environ, prog="router")
+    config = runtime_config.load(RouterConfig, None, os.environ, prog="router")
     log.configure("router")
     run = serve if config.processes == 1 else processes.serve
     sys.exit(process.run(lambda life: run(config, life), exit_with_parent=config.exit_with_parent))

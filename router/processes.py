@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from pdmesh.runtime import ports
-from pdmesh.runtime.child import ManagedProcess, StartFailed, import_path, python_command
+from pdmesh.runtime.child import ManagedProcess, StartFailed, import_path, python_command, restart_delay_s
 from pdmesh.runtime.config import ConfigError, to_env
 from pdmesh.runtime.process import Lifecycle
 from pdmesh.runtime.telemetry.config import TelemetryConfig
@@ -38,11 +38,6 @@ answer."""
 BEAT = '{"alive": true}'
 
 logger = logging.getLogger(__name__)
-
-
-def backoff_s(num_failures: int) -> float:
-    """Return the seconds before the restart that follows `num_failures` (at least 1) short runs in a row."""
-    return float(min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(num_failures - 1, 16)))
 
 
 class Pulse:
@@ -107,7 +102,7 @@ class Replica:
             began = self._clock()
             code = await self._ended()
             self._num_failures = 1 if self._clock() - began > STABLE_AFTER_S else self._num_failures + 1
-            delay_s = backoff_s(self._num_failures)
+            delay_s = restart_delay_s(self._num_failures, first_s=FIRST_BACKOFF_S, max_s=MAX_BACKOFF_S)
             logger.error("%s (pid %d) ended with code %s; starting it again in %g s", self.name, self._process.pid, code, delay_s)
             await asyncio.sleep(delay_s)
             await self._restart()

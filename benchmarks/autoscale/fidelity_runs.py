@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pdmesh.planning.latency_model import LatencyModel, Work
-from pdmesh.simulator import arrivals as shaping
+from pdmesh.simulator import arrivals as simulator_arrivals
 from pdmesh.simulator.arrivals import Arrival, log_normal, poisson, read_azure
 from pdmesh.simulator.settings import HandOff
 from pdmesh.simulator.workers.spec import KNOWN_STEPS, WorkerSpec
@@ -106,7 +106,7 @@ def arrivals_of(folder: Path | None, start: int, rate: float, seconds: float, se
     rows = list(islice(read_azure(str(folder / TRACE)), start, start + num))
     first = rows[0].at_s
     factor = rate * (rows[-1].at_s - first) / (len(rows) - 1)
-    scaled = shaping.lengths(rows, inputs=INPUT_SCALE, outputs=OUTPUT_SCALE)
+    scaled = simulator_arrivals.lengths(rows, inputs=INPUT_SCALE, outputs=OUTPUT_SCALE)
     return [_cut(arrival._replace(at_s=(arrival.at_s - first) / factor)) for arrival in scaled]
 
 

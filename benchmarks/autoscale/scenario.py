@@ -17,7 +17,7 @@ from benchmarks.harness import say
 from pdmesh.autoscaler.views import PoolName
 from pdmesh.planning.latency_model import LatencyModel
 from pdmesh.planning.objectives import ModelObjective
-from pdmesh.simulator import arrivals as shaping
+from pdmesh.simulator import arrivals as simulator_arrivals
 from pdmesh.simulator.arrivals import READERS, Arrival, log_normal, poisson
 from pdmesh.simulator.routers.routing import MODEL
 from pdmesh.simulator.settings import HandOff, MeshSettings
@@ -98,9 +98,9 @@ class Scenario:
     def arrivals(self, traces: Path | None) -> list[Arrival]:
         """All of them. Raises TraceError."""
         copies = [self._steady(traces, copy) for copy in range(self.num_copies)]
-        steady = shaping.lengths(shaping.together(copies), max_context=self.spec.largest)
-        swung = shaping.warped(steady, shaping.swing(self.day_s, self.depth))
-        bursting = shaping.warped(swung, surge(self.burst_s, self.burst_length_s, self.factor))
+        steady = simulator_arrivals.lengths(simulator_arrivals.together(copies), max_context=self.spec.largest)
+        swung = simulator_arrivals.warped(steady, simulator_arrivals.swing(self.day_s, self.depth))
+        bursting = simulator_arrivals.warped(swung, surge(self.burst_s, self.burst_length_s, self.factor))
         return list(takewhile(lambda arrival: arrival.at_s < self.day_s, bursting))
 
     def mesh(self) -> MeshSettings:
@@ -128,10 +128,10 @@ class Scenario:
             return poisson(self.rate_per_s, log_normal(*MEANS[self.name], 0.9), seed=self.num_copies * self.seed + copy)
         rows = list(READERS[self.name](str(path)))
         rotated = _rotated(rows, random.Random(1000 * self.seed + copy).random())
-        return shaping.repeated(lambda: rotated, sys.maxsize)
+        return simulator_arrivals.repeated(lambda: rotated, sys.maxsize)
 
 
-def surge(start_s: float, length_s: float, factor: float, rise_s: float = RISE_S) -> shaping.Warp:
+def surge(start_s: float, length_s: float, factor: float, rise_s: float = RISE_S) -> simulator_arrivals.Warp:
     """A steady stream gets `factor` times its rate from `start_s` + `rise_s` on for `length_s`, rising and falling linearly."""
     times = [0.0, start_s, start_s + rise_s, start_s + rise_s + length_s, start_s + 2 * rise_s + length_s]
     rates = [1.0, 1.0, factor, factor, 1.0]

@@ -21,7 +21,7 @@ from benchmarks.harness import Figure, say
 from pdmesh.autoscaler.collect.traffic import Counts, lengths_of
 from pdmesh.autoscaler.settings import AutoscalerSettings
 from pdmesh.autoscaler.views import PoolName
-from pdmesh.planning import prompt_times as steps
+from pdmesh.planning import prompt_times
 from pdmesh.planning.capacity_load import Lengths, Limits, Worker, middle_s
 from pdmesh.simulator import compiled
 from pdmesh.simulator.arrivals import Arrival
@@ -363,7 +363,7 @@ def demands(scenario: Scenario, arrivals: list[Arrival]) -> dict[PoolName, list[
     inputs = [arrival.num_input for arrival in arrivals]
     drawn = [arrival.num_output for arrival in arrivals]
     lengths = Lengths(_mean(inputs), _mean([x * x for x in inputs]), _mean(drawn), output_squared=_mean([x * x for x in drawn]))
-    tokens_per_s = steps.decode_tokens_per_s(worker_of(spec), lengths, goals_of(scenario.objective))
+    tokens_per_s = prompt_times.decode_tokens_per_s(worker_of(spec), lengths, goals_of(scenario.objective))
     for arrival in arrivals:
         minute = int(arrival.at_s / WINDOW_S)
         prompts[minute] += speed.prefill_s(0, arrival.num_input, chunk=spec.max_num_batched_tokens) / WINDOW_S

@@ -20,7 +20,7 @@ from benchmarks.harness import MODEL, RESULTS, Figure, cancellable, parser_of, s
 from benchmarks.peers.environments import PeerError
 from benchmarks.peers.servers import watched_shared_memory
 from benchmarks.peers.systems import SYSTEMS, System
-from pdmesh.loadtest import result as results
+from pdmesh.loadtest import result as loadtest_result
 from pdmesh.loadtest.measure import Capacity, Trial, found, search_capacity, trial_of, window_at
 from pdmesh.loadtest.reports import comparison, text
 from pdmesh.loadtest.reports.comparison import Facts
@@ -208,7 +208,7 @@ async def measure_all(systems: Sequence[System], plan: Plan, folder: Path) -> tu
 def report(outcomes: Sequence[Outcome], absent: dict[str, str], folder: Path, *, whole: bool) -> None:
     """Figures and page where the documents point to; what says too little stays in the cache."""
     for outcome in outcomes:
-        results.write(outcome.result, str(folder / f"{outcome.system.key}.json"))
+        loadtest_result.write(outcome.result, str(folder / f"{outcome.system.key}.json"))
     where = PAGE if whole else folder / "capacity.html"
     where.parent.mkdir(parents=True, exist_ok=True)
     where.write_text(page(outcomes, absent, "make bench-capacity" if whole else "make bench-capacity, in part"), encoding="utf-8")

@@ -16,7 +16,7 @@ from typing import Self
 from benchmarks.harness import say
 from benchmarks.peers.environments import PeerError
 from benchmarks.peers.systems import System
-from pdmesh.loadtest import result as results
+from pdmesh.loadtest import result as loadtest_result
 from pdmesh.loadtest.arrivals import Distribution, fixed
 from pdmesh.loadtest.measure import Measurement, Search, measure
 from pdmesh.loadtest.progress import Progress
@@ -122,7 +122,7 @@ class Probes:
         rate = window.workload.arrivals.rate
         path = self._folder / f"{self._system.key}-{rate:.6g}-{window.seed}.json"
         if path.exists():
-            return results.read(str(path))
+            return loadtest_result.read(str(path))
         target = await self._serving(window)
         say(f"{self._system.name}: {rate:.4g} requests/s for {window.warmup_s + window.duration_s:g} s")
         total_s = window.warmup_s + window.duration_s
@@ -184,5 +184,5 @@ async def not_answering(target: Target, timeout_s: float) -> str | None:
 def _write(result: Result, path: Path) -> None:
     """Whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    results.write(result, str(path.with_suffix(".part")))
+    loadtest_result.write(result, str(path.with_suffix(".part")))
     path.with_suffix(".part").rename(path)

@@ -15,7 +15,7 @@ from benchmarks.gpu.part import prepare_interpreter
 from benchmarks.gpu.shapes import Scale
 from benchmarks.handoff.ends import Grants, ReceivingEnd, serve
 from kvtransfer.manifest import PROTOCOL_VERSION
-from kvtransfer.native import library as native_library
+from kvtransfer.native import library
 from kvtransfer.receiver.receiver import Receiver
 from kvtransfer.staging import StagedMemory
 from kvtransfer.transports.registry import TRANSPORTS
@@ -162,7 +162,7 @@ def main(ends: Ends) -> None:
     if ends.device == "cpu":
         prepare_interpreter()
         one_launch_at_a_time()
-    native_library.prepare()
+    library.prepare()
     asyncio.run(serve(DeviceEnd(ends), says_transports=True))
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from kvtransfer.manifest import PROTOCOL_VERSION
-from kvtransfer.native import library as native_library
+from kvtransfer.native import library
 from kvtransfer.receiver.push import PushTarget
 from kvtransfer.receiver.receiver import Receiver
 from kvtransfer.sender.push import PushJob
@@ -146,8 +146,8 @@ class SendingEnd:
 def set_sums(sums: bool) -> bool:
     """Whether it can be done: without the native library the checksum is part of the way."""
     try:
-        loaded = build.load_library(lambda _text: None, project=native_library.PROJECT)
-        native_library.use(native_library.Native(loaded, None if sums else "unsummed"))
+        loaded = build.load_library(lambda _text: None, project=library.PROJECT)
+        library.use(library.Native(loaded, None if sums else "unsummed"))
     except (build.NoCompiler, build.BuildFailed, ValueError):
         return False
     return True
@@ -176,7 +176,7 @@ async def serve(end: ReceivingEnd | SendingEnd, *, says_transports: bool = False
 
 
 def main(role: str) -> None:
-    native_library.prepare()
+    library.prepare()
     asyncio.run(serve(receiving_end() if role == "receive" else SendingEnd()))
 
 

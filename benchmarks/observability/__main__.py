@@ -11,7 +11,7 @@ from benchmarks.harness import MODEL, Figure, Options, Suite
 from benchmarks.observability import overhead
 from pdmesh.client.client import AsyncClient
 from pdmesh.launcher.plan import LocalMeshConfig
-from tests.support import trace_figures as spans
+from tests.support import trace_figures
 from tests.support.traced_mesh import Traced, traced_mesh
 
 SUITE = Suite("observability", ("overhead", "parts", "delays", "spans"), {"model": MODEL})
@@ -27,13 +27,13 @@ async def _figures(name: str, options: Options) -> list[Figure]:
 
 
 async def _of_traces(name: str, options: Options, traced: Traced, client: AsyncClient) -> list[Figure]:
-    await spans.under_load(traced, client, spans.AT_ONCE)  # whoever is asked for the first time takes longer
+    await trace_figures.under_load(traced, client, trace_figures.AT_ONCE)  # whoever is asked for the first time takes longer
     if name == "parts":
-        answered = await spans.under_load(traced, client, 16 if options.quick else 200)
-        return spans.parts_figures([trace for _, trace in answered])
+        answered = await trace_figures.under_load(traced, client, 16 if options.quick else 200)
+        return trace_figures.parts_figures([trace for _, trace in answered])
     if name == "delays":
-        return await spans.delay_figures(traced, client, 3 if options.quick else 11)
-    return await spans.figures(traced, client, 4 if options.quick else 40)
+        return await trace_figures.delay_figures(traced, client, 3 if options.quick else 11)
+    return await trace_figures.figures(traced, client, 4 if options.quick else 40)
 
 
 def main() -> None:

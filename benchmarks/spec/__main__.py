@@ -19,7 +19,7 @@ from pdmesh.engine.speculation.setup import heads_path
 from pdmesh.models.registry import DEFAULT_MODEL, ensure_model
 from pdmesh.text.grammar import GrammarCompiler
 from pdmesh.text.tokenizer import Tokenizer
-from tests.equality import speculation as tokens
+from tests.equality import speculation
 from tests.equality.speculation import Guess
 
 NUM_JOBS = 36
@@ -91,7 +91,7 @@ class Parts:
     @property
     def equal_kinds(self) -> dict[str, Sequence[Task]]:
         kinds = ("penalties, min-p", "logprobs", "JSON schema")
-        return tokens.kinds_of(self.prompts, {kind: self.workloads[kind][:NUM_OTHER] for kind in kinds})
+        return speculation.kinds_of(self.prompts, {kind: self.workloads[kind][:NUM_OTHER] for kind in kinds})
 
     def rounds(self, count: int) -> int:
         return 1 if self.quick else count
@@ -100,7 +100,7 @@ class Parts:
         if part == "mesh":
             return self._mesh_figures()
         measures: Mapping[str, Callable[[], Iterable[Figure]]] = {
-            "tokens": lambda: tokens.engine_figures(self.bench, self.equal_kinds, self.equal_guesses),
+            "tokens": lambda: speculation.engine_figures(self.bench, self.equal_kinds, self.equal_guesses),
             "curve": lambda: safety.cost_figures(self.bench),
             "forced": lambda: forced.forced_figures(self.bench, self._forced_prompts, self.rounds(3)),
             "gain": lambda: gain.gain_figures(self.bench, self.workloads, self.guesses),
@@ -119,7 +119,7 @@ class Parts:
         # Lookahead guesses from guesses that were verified: prompt lookup's.
         guesses = [guess for guess in self.equal_guesses if guess.name not in ("lookahead", "prompt_lookup,retrieval")]
         guesses.append(Guess("prompt_lookup,lookahead", "prompt_lookup,lookahead", {}))
-        return [figure async for figure in tokens.mesh_figures(self.folder, self.prompts, guesses, self.bench)]
+        return [figure async for figure in speculation.mesh_figures(self.folder, self.prompts, guesses, self.bench)]
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Run `python -m autoscaler`."""
+"""Run `python -m pdmesh.autoscaler`."""
 
 from pdmesh.autoscaler.main import main
 

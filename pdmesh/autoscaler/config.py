@@ -20,7 +20,7 @@ _SIZED_FOR = tuple(priority for name, priority in objectives.PRIORITIES.items() 
 
 @dataclass(frozen=True)
 class AutoscalerConfig:
-    """Keep a model's objectives with as few workers as possible: python -m autoscaler --routers … --objectives FILE."""
+    """Keep a model's objectives with as few workers as possible: python -m pdmesh.autoscaler --routers … --objectives FILE."""
 
     routers: tuple[str, ...] = field(
         default=(), metadata={"help": "routers, host:port, comma separated; a name stands for all of its addresses"}

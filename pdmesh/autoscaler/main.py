@@ -23,7 +23,7 @@ from pdmesh.autoscaler.platform import Asked, PlatformError
 from pdmesh.autoscaler.policy.policy import Policy
 from pdmesh.autoscaler.roles import Flipped, RoleChanger
 from pdmesh.autoscaler.views import AGGREGATED, SEPARATED, Flip, PoolDecision, PoolName
-from pdmesh.runtime import config as configuration
+from pdmesh.runtime import config as runtime_config
 from pdmesh.runtime import log, process
 from pdmesh.runtime.rpc.server import GrpcServer
 from pdmesh.runtime.rpc.tls import open_tls
@@ -198,7 +198,7 @@ async def _follow(loop: Loop, server: GrpcServer, period_s: float) -> None:
 
 
 def main() -> None:
-    """Run `python -m autoscaler`."""
-    config = configuration.load(AutoscalerConfig, None, os.environ, prog="autoscaler")
+    """Run `python -m pdmesh.autoscaler`."""
+    config = runtime_config.load(AutoscalerConfig, None, os.environ, prog="autoscaler")
     log.configure("autoscaler")
     sys.exit(process.run(lambda life: serve(config, life), exit_with_parent=config.exit_with_parent))

@@ -27,7 +27,7 @@ from pdmesh.client.types import Completed, Delta, Event, GenerateOptions, Genera
 from pdmesh.errors import Cancelled, error_from_rpc
 from pdmesh.runtime.rpc.tls import ClientTlsConfig, TlsConfig, open_tls
 from pdmesh.runtime.telemetry.propagation import Metadata
-from pdmesh.v1 import mesh_pb2
+from pdmesh.v1 import mesh_pb2, worker_pb2
 from pdmesh.v1.mesh_pb2_grpc import MeshStub
 
 if TYPE_CHECKING:
@@ -159,6 +159,19 @@ class Client(_Base):
         """Return why requests were placed as they were; the fields are documented in protos/pdmesh/v1/mesh.proto."""
         return self._unary(lambda stub: stub.Explain, request, timeout)
 
+    def load_adapter(self, name: str, folder: str, *, model: str = "", timeout: float | None = None) -> mesh_pb2.MeshAdapter:
+        """Load a LoRA adapter on every worker of a model, from a folder as the workers see it."""
+        request = worker_pb2.LoadAdapterRequest(model=model, name=name, folder=folder)
+        return self._unary(lambda stub: stub.LoadAdapter, request, timeout)
+
+    def unload_adapter(self, name: str, *, model: str = "", timeout: float | None = None) -> mesh_pb2.MeshAdapter:
+        """Unload a LoRA adapter on every worker of a model; running requests go on to their end."""
+        return self._unary(lambda stub: stub.UnloadAdapter, worker_pb2.UnloadAdapterRequest(model=model, name=name), timeout)
+
+    def list_adapters(self, *, timeout: float | None = None) -> mesh_pb2.ListMeshAdaptersResponse:
+        """Return the LoRA adapters of all models, with the workers that have them."""
+        return self._unary(lambda stub: stub.ListAdapters, worker_pb2.ListAdaptersRequest(), timeout)
+
     def close(self) -> None:
         """Close the connections; running streams end with Cancelled."""
         self._closed = True
@@ -258,6 +271,22 @@ class AsyncClient(_Base):
     async def status(self, *, timeout: float | None = None) -> mesh_pb2.GetStatusResponse:
         """See Client.status."""
         return await self._unary(lambda stub: stub.GetStatus, mesh_pb2.GetStatusRequest(), timeout)
+
+    async def load_adapter(
+        self, name: str, folder: str, *, model: str = "", timeout: float | None = None
+    ) -> mesh_pb2.MeshAdapter:
+        """See Client.load_adapter."""
+        request = worker_pb2.LoadAdapterRequest(model=model, name=name, folder=folder)
+        return await self._unary(lambda stub: stub.LoadAdapter, request, timeout)
+
+    async def unload_adapter(self, name: str, *, model: str = "", timeout: float | None = None) -> mesh_pb2.MeshAdapter:
+        """See Client.unload_adapter."""
+        request = worker_pb2.UnloadAdapterRequest(model=model, name=name)
+        return await self._unary(lambda stub: stub.UnloadAdapter, request, timeout)
+
+    async def list_adapters(self, *, timeout: float | None = None) -> mesh_pb2.ListMeshAdaptersResponse:
+        """See Client.list_adapters."""
+        return await self._unary(lambda stub: stub.ListAdapters, worker_pb2.ListAdaptersRequest(), timeout)
 
     async def close(self) -> None:
         """Close the connections; running streams end with Cancelled."""

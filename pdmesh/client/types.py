@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from pdmesh.sampling_params import SamplingOptions
@@ -226,3 +226,5 @@ class Model:
     max_context: int
     num_prefill_workers: int
     num_decode_workers: int
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
+    """What a request gets that leaves these parameters out: the publisher's choice, from generation_config.json."""

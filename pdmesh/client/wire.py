@@ -267,4 +267,11 @@ def tokens(response: mesh_pb2.TokenizeResponse) -> Tokens:
 
 def models(response: mesh_pb2.ListModelsResponse) -> tuple[Model, ...]:
     """Return the models of a mesh."""
-    return tuple(Model(m.name, m.max_context, m.num_prefill_workers, m.num_decode_workers) for m in response.models)
+    return tuple(
+        Model(m.name, m.max_context, m.num_prefill_workers, m.num_decode_workers, _set_numbers(m.sampling_defaults))
+        for m in response.models
+    )
+
+
+def _set_numbers(sampling: common_pb2.SamplingParams) -> dict[str, float]:
+    return {descriptor.name: value for descriptor, value in sampling.ListFields()}

@@ -13,7 +13,7 @@ from typing import Literal
 from pdmesh.runtime.config import ConfigError
 from pdmesh.runtime.registry.records import InvalidRecord
 from pdmesh.terminal import show, table
-from router.auth import api_keys as key_file
+from router.auth import api_keys as auth_api_keys
 from router.auth.api_keys import REDIS_SCHEMES, ApiKey, KeyProblem, KeyTable, RedisKeys, hash_of, new_key
 
 DAY_S = 86_400
@@ -60,12 +60,12 @@ def run(options: Options) -> int:
 
 def _in_file(options: Options, path: Path) -> int:
     if options.action == "list":
-        return _show(options, key_file.read_key_file(path))
+        return _show(options, auth_api_keys.read_key_file(path))
     if options.action == "revoke":
-        key_file.update(path, lambda keys: _without(keys, options.name))
+        auth_api_keys.update(path, lambda keys: _without(keys, options.name))
         return _revoked(options)
     shown = new_key()
-    key_file.update(path, lambda keys: KeyTable([*keys, _key_of(options, shown, int(time.time()))]))
+    auth_api_keys.update(path, lambda keys: KeyTable([*keys, _key_of(options, shown, int(time.time()))]))
     return _made(options, shown)
 
 

@@ -17,16 +17,14 @@ from typing import Literal
 from pdmesh.client.channel import DEFAULT_ADDRESS
 from pdmesh.client.types import Priority
 from pdmesh.commands.options import flat
-from pdmesh.loadtest import arrivals as lengths
-from pdmesh.loadtest import record as objectives
-from pdmesh.loadtest import result
-from pdmesh.loadtest import workload as mix
-from pdmesh.loadtest import workload as traces
+from pdmesh.loadtest import arrivals as loadtest_arrivals
+from pdmesh.loadtest import record, result
+from pdmesh.loadtest import workload as loadtest_workload
 from pdmesh.loadtest.measure import Found, Measurement, Search, Watch, find_capacity, measure
 from pdmesh.loadtest.progress import Progress
 from pdmesh.loadtest.record import ObjectiveBook, Objectives
-from pdmesh.loadtest.reports import html as report_html
-from pdmesh.loadtest.reports import text as report_text
+from pdmesh.loadtest.reports import html as reports_html
+from pdmesh.loadtest.reports import text as reports_text
 from pdmesh.loadtest.result import Result
 from pdmesh.loadtest.runner import RunSettings
 from pdmesh.loadtest.targets.grpc import GrpcSettings, GrpcTarget
@@ -39,7 +37,7 @@ from pdmesh.terminal import show
 # The options, and their conversion to a workload, objectives and a target.
 
 
-_DISTRIBUTION = f"a number, or one of {lengths.usage()}"
+_DISTRIBUTION = f"a number, or one of {loadtest_arrivals.usage()}"
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ class What:
     def validate(self) -> None:
         """Raise ValueError that names the field."""
         for name in ("input_tokens", "output_tokens", "turns", "think_s", "cancel_after_s"):
-            _named(name, lambda name=name: lengths.parse(getattr(self, name)))  # type: ignore[misc]
+            _named(name, lambda name=name: loadtest_arrivals.parse(getattr(self, name)))  # type: ignore[misc]
         for name in ("max_input_tokens", "max_output_tokens", "num_prefixes"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name}: must be at least 1")
@@ -114,7 +112,12 @@ class What:
         tenants = _shares("tenants", self.tenants) if self.tenants else {"": 1.0}
         return tuple(
             TrafficClass(
-                priority, share * of, priority, tenant, lengths.parse(self.input_tokens), lengths.parse(self.output_tokens)
+                priority,
+                share * of,
+                priority,
+                tenant,
+                loadtest_arrivals.parse(self.input_tokens),
+                loadtest_arrivals.parse(self.output_tokens),
             )
             for priority, share in _shares("priorities", self.priorities).items()
             for tenant, of in tenants.items()
@@ -142,7 +145,7 @@ class Goals:
 
     def of(self, model: str) -> Objectives:
         """Return the objectives for `model`. Raises ValueError or ConfigError for a file that does not have them."""
-        base = objectives.from_file(self.objectives, model) if self.objectives else Objectives()
+        base = record.from_file(self.objectives, model) if self.objectives else Objectives()
         given = {name: getattr(self, name) for name in ("ttft_ms", "tpot_ms", "e2e_ms", "quantile")}
         return replace(base, **{name: value for name, value in given.items() if value is not None})
 
@@ -183,19 +186,19 @@ class How:
 
 def workload_of(when: When, what: What, max_context: int | None) -> tuple[Workload, Mapping[str, Objectives]]:
     """Return the workload, and the objectives of classes that have their own. Raises ValueError that names file and field."""
-    classes, own = (what.classes(), {}) if not what.mix else mix.read_mix(what.mix)
+    classes, own = (what.classes(), {}) if not what.mix else loadtest_workload.read_mix(what.mix)
     workload = Workload(
         arrivals=when.of(),
         classes=classes,
-        trace=traces.read_trace(when.trace) if when.trace else (),
+        trace=loadtest_workload.read_trace(when.trace) if when.trace else (),
         trace_speed=when.trace_speed,
-        length_rows=traces.read_trace(what.lengths_from) if what.lengths_from else (),
+        length_rows=loadtest_workload.read_trace(what.lengths_from) if what.lengths_from else (),
         prefix_tokens=what.prefix_tokens,
         num_prefixes=what.num_prefixes,
-        turns=lengths.parse(what.turns),
-        think_s=lengths.parse(what.think_s),
+        turns=loadtest_arrivals.parse(what.turns),
+        think_s=loadtest_arrivals.parse(what.think_s),
         cancel_share=what.cancel_share,
-        cancel_after_s=lengths.parse(what.cancel_after_s),
+        cancel_after_s=loadtest_arrivals.parse(what.cancel_after_s),
         limits=Limits(what.max_input_tokens, what.max_output_tokens, max_context),
     )
     return workload, own
@@ -336,11 +339,11 @@ async def _find_capacity(target: Target, measurement: Measurement, options: Opti
         for share in options.attainments
     )
     found = await find_capacity(
-        target, measurement, searches, _watch(options), lambda trial: _say(options, report_text.trial_line(trial))
+        target, measurement, searches, _watch(options), lambda trial: _say(options, reports_text.trial_line(trial))
     )
     _report(replace(found.result, capacity=found.as_json()), options)
     if not options.json:
-        show("", *report_text.capacity_lines(found.capacities, found.stopped))
+        show("", *reports_text.capacity_lines(found.capacities, found.stopped))
     return _exit_code_of_search(found)
 
 
@@ -422,11 +425,11 @@ def _report(measured: Result, options: Options) -> None:
     if options.json:
         print(json.dumps(result.as_json(measured)))
     else:
-        show(*report_text.lines(measured))
+        show(*reports_text.lines(measured))
     if options.output:
         result.write(measured, options.output)
     if options.html:
-        Path(options.html).write_text(report_html.page(measured), encoding="utf-8")
+        Path(options.html).write_text(reports_html.page(measured), encoding="utf-8")
 
 
 def _exit_code_of_search(found: Found) -> int:

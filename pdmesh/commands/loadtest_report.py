@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pdmesh.loadtest import result
-from pdmesh.loadtest.reports import html as report_html
+from pdmesh.loadtest.reports import html as reports_html
 from pdmesh.loadtest.reports import text
 from pdmesh.terminal import show
 
@@ -32,7 +32,7 @@ def run(options: Options) -> int:
     try:
         measured = result.read(options.result)
         if options.html:
-            Path(options.html).write_text(report_html.page(measured), encoding="utf-8")
+            Path(options.html).write_text(reports_html.page(measured), encoding="utf-8")
     except (ValueError, OSError) as error:
         print(f"pdmesh loadtest report: {error}", file=sys.stderr)
         return EXIT_USAGE

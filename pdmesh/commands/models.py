@@ -16,12 +16,14 @@ from pdmesh.terminal import show, size, table
 
 @dataclass(frozen=True)
 class Options:
-    """Models: pdmesh models list, or pdmesh models fetch smollm2-135m-instruct (a known name or a .gguf file)."""
+    """Models: pdmesh models list, or pdmesh models fetch smollm2-135m-instruct (a known name, a .gguf file or a name of the
+    hub)."""
 
     action: Literal["list", "fetch"] = field(
         default="list", metadata={"help": "what to do, also as a bare word", "positional": True}
     )
     name: str = field(default=registry.DEFAULT_MODEL, metadata={"help": "what to fetch, also as a bare word", "positional": True})
+    offline: bool = field(default=False, metadata={"help": "take a model of the hub from its cache alone"})
     json: bool = field(default=False, metadata={"help": "write JSON"})
     connection: Connection = field(default_factory=lambda: Connection(resume_timeout_s=0.5), metadata=flat())
 
@@ -33,7 +35,7 @@ def run(options: Options) -> int:
 
 def _fetch(options: Options) -> int:
     try:
-        folder = registry.ensure_model(options.name)
+        folder = registry.ensure_model(options.name, offline=options.offline)
     except registry.ModelError as error:
         print(f"pdmesh models: {error}", file=sys.stderr)
         return 1
@@ -78,6 +80,7 @@ def _served(options: Options) -> list[dict[str, object]] | None:
             "max_context": model.max_context,
             "num_prefill_workers": model.num_prefill_workers,
             "num_decode_workers": model.num_decode_workers,
+            "sampling_defaults": dict(model.sampling_defaults),
         }
         for model in found
     ]

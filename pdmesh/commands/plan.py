@@ -17,9 +17,10 @@ from pdmesh.planner import overlay, report_html, report_text
 from pdmesh.planner.measure import MeasureError, measure
 from pdmesh.planner.meshes import AGGREGATED, SEPARATED, Limitation, WorkerKind, measured_kinds, roofline_kinds
 from pdmesh.planner.plan import EFFORTS, NoPlan, Plan, Task, goals_of, make_plan
+from pdmesh.planner.shapes import read_decoder
 from pdmesh.planner.traffic import Money, Subject, Traffic, traffic_of
 from pdmesh.planning.devices import Device, find_device
-from pdmesh.planning.roofline import Decoder, Roofline, read_decoder
+from pdmesh.planning.roofline import Decoder, Roofline
 from pdmesh.simulator.config import SimulatorConfig
 from pdmesh.simulator.workers.spec import WorkerSpec, read_spec
 from pdmesh.terminal import show

@@ -18,7 +18,6 @@ from pdmesh.client.client import Client
 from pdmesh.commands.options import Connection, flat
 from pdmesh.errors import MeshError
 from pdmesh.launcher import local_state
-from pdmesh.launcher import local_state as local_metrics
 from pdmesh.terminal import MAX_WIDTH, console, show, table
 from pdmesh.v1 import common_pb2, mesh_pb2, worker_pb2
 
@@ -56,7 +55,7 @@ def _look(client: Client, options: Options) -> None:
     """Show the mesh as it is now. Raises MeshError."""
     status = client.status(timeout=options.connection.timeout)
     addresses = [worker.info.address for worker in status.workers if worker.alive]
-    decided, metrics = local_state.latest(addresses), local_metrics.shown(addresses)
+    decided, metrics = local_state.latest(addresses), local_state.shown(addresses)
     if options.json:
         shown = MessageToDict(status, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
         more = {"autoscaler": decided, "metrics": metrics}

@@ -15,6 +15,8 @@ from typing import Literal
 
 from rich.console import RenderableType
 
+from pdmesh import overrides
+from pdmesh.adapter_id import ADAPTER_FILES, named_folder
 from pdmesh.client.channel import DEFAULT_ADDRESS
 from pdmesh.commands.tls import exports
 from pdmesh.commands.up_autoscale import AutoscaleOptions, Shown, local_loop, scaled
@@ -23,11 +25,13 @@ from pdmesh.launcher.local_state import TARGETS_FILE, DecisionFile, MetricsFiles
 from pdmesh.launcher.mesh import LocalMesh, process_table
 from pdmesh.launcher.plan import EMBEDDED_REDIS, LocalMeshConfig, check_packages
 from pdmesh.models import registry
+from pdmesh.models.headers import check_headers
 from pdmesh.runtime.child import StartFailed
 from pdmesh.runtime.config import ConfigError
 from pdmesh.runtime.rpc.tls import TlsConfig
 from pdmesh.runtime.telemetry.config import parse_endpoint
 from pdmesh.terminal import show
+from pdmesh.text.generation_config import GenerationConfig
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,9 @@ class Options:
     both: int = field(default=0, metadata={"help": "workers with both roles"})
     routers: int = field(default=1, metadata={"help": "routers, on consecutive ports"})
     router_processes: int = field(default=1, metadata={"help": "processes of each router, which share its ports"})
-    model: str = field(default=registry.DEFAULT_MODEL, metadata={"help": "known name, Hugging Face folder or .gguf file"})
+    model: str = field(default=registry.DEFAULT_MODEL, metadata={"help": "known name, folder, .gguf file or name of the hub"})
+    offline: bool = field(default=False, metadata={"help": "take a model of the hub from its cache alone"})
+    override: tuple[str, ...] = field(default=(), metadata={"help": overrides.HELP, "repeated": True})
     device: Literal["cpu", "cuda"] = field(default="cpu", metadata={"help": "where the engines compute"})
     host: str = field(default="127.0.0.1", metadata={"help": "address to listen on"})
     port: int = field(default=8100, metadata={"help": "port of the (first) router; 0: any free one"})
@@ -62,6 +68,13 @@ class Options:
         default="",
         metadata={"help": "speculative decoding: auto, none, or proposers joined by commas; empty: the workers' default (none)"},
     )
+    lora: tuple[str, ...] = field(
+        default=(),
+        metadata={"help": "LoRA adapter of every worker, NAME=FOLDER as PEFT saved it", "repeated": True},
+    )
+    max_loras: int = field(
+        default=0, metadata={"help": "LoRA adapters that each worker has places for; 0: 8 with --lora, none without"}
+    )
     bind_cpus: bool = field(default=False, metadata={"help": "each worker computes on cores of its own, where there are enough"})
     tls: bool = field(default=False, metadata={"help": "encrypt, with certificates made for this mesh and deleted with it"})
     certificates: TlsConfig = field(default_factory=TlsConfig, metadata={"flatten": True})
@@ -71,6 +84,10 @@ class Options:
         default="", metadata={"help": "collector that gets the traces of all processes, OTLP over gRPC, host:port; empty: none"}
     )
     scaling: AutoscaleOptions = field(default_factory=AutoscaleOptions, metadata={"flatten": True})
+    generation_config: GenerationConfig = field(
+        default="auto",
+        metadata={"help": "whether the model's generation_config.json sets sampling defaults: auto, or none to ignore them"},
+    )
     worker_args: tuple[str, ...] = field(default=(), metadata={"help": "more flags for each worker, such as --max-num-seqs=32"})
     router_args: tuple[str, ...] = field(default=(), metadata={"help": "more flags for each router, such as --max-queued=16"})
 
@@ -79,6 +96,7 @@ class Options:
         for name in ("prefill", "decode", "both", "threads"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}: must not be negative")
+        overrides.check(self.override)
         if self.decode + self.both < 1:
             raise ValueError("decode: a mesh needs a worker that decodes; give at least 1")
         if self.routers < 1:
@@ -89,6 +107,7 @@ class Options:
             raise ValueError("port: must be between 0 and 65535")
         if self.http_port is not None and not 0 <= self.http_port <= 65535:
             raise ValueError("http_port: must be between 0 and 65535")
+        check_adapters(self.lora, self.max_loras)
         if self.speculation:
             named_proposers(self.speculation)
         if not 0 <= self.console_port <= 65535:
@@ -107,7 +126,8 @@ def run(options: Options) -> int:
     """Run the command; return 0 when it was stopped as asked; 1 when it could not start."""
     try:
         check_packages()
-        folder = registry.ensure_model(options.model)
+        folder = registry.ensure_model(options.model, offline=options.offline)
+        check_headers(folder, options.override)
         return asyncio.run(_serve(_config(options, folder), options.scaling))
     except (registry.ModelError, StartFailed, ConfigError) as error:
         print(f"pdmesh up: {error}", file=sys.stderr)
@@ -151,14 +171,48 @@ def _mesh_config(options: Options, folder: Path) -> LocalMeshConfig:
         tls=options.certificates,
         throwaway_tls=options.tls,
         otlp_endpoint=options.otlp_endpoint,
-        worker_args=(*_speculation(options.speculation), *options.worker_args),
-        router_args=options.router_args,
+        worker_args=(
+            *_speculation(options.speculation),
+            *_overrides(options.override),
+            *adapter_flags(options.lora, options.max_loras),
+            *options.worker_args,
+        ),
+        router_args=(*_generation_config(options.generation_config), *options.router_args),
     )
 
 
 def _speculation(value: str) -> tuple[str, ...]:
     """Return flags of each worker: one that does not decode drafts nothing, but may get that role later."""
     return ("--speculation", value) if value else ()
+
+
+def _overrides(given: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(part for override in given for part in ("--override", override))
+
+
+def _generation_config(value: GenerationConfig) -> tuple[str, ...]:
+    return () if value == "auto" else ("--generation-config", value)
+
+
+def check_adapters(lora: tuple[str, ...], max_loras: int) -> None:
+    """Raise ValueError, naming field and folder, for adapters that no worker could load: before anything starts."""
+    if max_loras < 0:
+        raise ValueError("max_loras: must not be negative")
+    for text in lora:
+        try:
+            name, folder = named_folder(text)
+        except ValueError as error:
+            raise ValueError(f"lora: {error}") from error
+        missing = [file for file in ADAPTER_FILES if not (Path(folder) / file).is_file()]
+        if missing:
+            raise ValueError(f"lora: {name}: {folder} has no {missing[0]}; give the folder that PEFT's save_pretrained wrote")
+
+
+def adapter_flags(lora: tuple[str, ...], max_loras: int) -> tuple[str, ...]:
+    """Return flags of each worker, with folders that do not depend on where it starts."""
+    named = [named_folder(text) for text in lora]
+    flags = [part for name, folder in named for part in ("--lora", f"{name}={Path(folder).resolve()}")]
+    return (*flags, *(("--max-loras", str(max_loras)) if max_loras else ()))
 
 
 async def _serve(config: LocalMeshConfig, scaling: AutoscaleOptions) -> int:

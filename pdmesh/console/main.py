@@ -28,7 +28,7 @@ from pdmesh.console.server import Console
 from pdmesh.console.state import Events, State
 from pdmesh.console.store import Bounds, Store
 from pdmesh.console.topology import Topology
-from pdmesh.runtime import config as configuration
+from pdmesh.runtime import config as runtime_config
 from pdmesh.runtime import log, process
 from pdmesh.runtime.config import ConfigError
 from pdmesh.runtime.rpc.tls import ClientTlsConfig, open_tls
@@ -229,6 +229,6 @@ async def serve(config: ConsoleConfig, life: process.Lifecycle) -> None:
 
 def main() -> None:
     """Run `python -m pdmesh.console`."""
-    config = configuration.load(ConsoleConfig, None, os.environ, prog="pdmesh.console")
+    config = runtime_config.load(ConsoleConfig, None, os.environ, prog="pdmesh.console")
     log.configure("console")
     sys.exit(process.run(lambda life: serve(config, life), exit_with_parent=config.exit_with_parent))

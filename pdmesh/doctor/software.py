@@ -11,7 +11,8 @@ from pathlib import Path
 
 from pdmesh.doctor.machine import Check, missing, ok, warn
 from pdmesh.launcher.plan import EMBEDDED_REDIS
-from pdmesh.models.catalogue import KNOWN_MODELS, KnownModel, cache_folder
+from pdmesh.models.catalogue import KNOWN_MODELS, KnownModel, ModelError, cache_folder
+from pdmesh.models.headers import check_headers
 from pdmesh.terminal import size
 
 _REDIS_TIMEOUT_S = 2.0
@@ -94,16 +95,24 @@ def cpu_kernels() -> Check:
 def model_files(name: str) -> Check:
     """Check the model: in the cache, on disk, or to be downloaded."""
     if name not in KNOWN_MODELS:
-        exists = Path(name).expanduser().exists()
-        remedy = f"check the path, or name one of {', '.join(KNOWN_MODELS)}"
-        return (
-            ok("model", name) if exists else missing("model", f"{name} is not there", "nothing to serve", remedy, required=True)
-        )
+        path = Path(name).expanduser()
+        if not path.exists():
+            remedy = f"check the path, or name one of {', '.join(KNOWN_MODELS)}"
+            return missing("model", f"{name} is not there", "nothing to serve", remedy, required=True)
+        return _headers(path)
     folder = cache_folder() / "models" / name
     if (folder / "config.json").is_file():
         return ok("model", str(folder))
     cost = f"the first start downloads {size(KNOWN_MODELS[name].source.num_bytes)} and converts it, in a minute or so"
     return warn("model", f"{name} is not in {cache_folder()}", cost, f"pdmesh models fetch {name}")
+
+
+def _headers(path: Path) -> Check:
+    try:
+        check_headers(path.resolve())
+    except ModelError as error:
+        return missing("model", str(error), "workers refuse it", "see docs/model_folders.md", required=True)
+    return ok("model", str(path))
 
 
 def disk(name: str) -> Check:

@@ -91,7 +91,12 @@ def wants_triton(config: EngineConfig) -> bool:
     return config.backend == "triton" or (config.backend == "auto" and config.device == "cuda")
 
 
+_LORA = "LoRA is computed by the torch backend"
+
+
 def _why_not_triton(config: EngineConfig, model: ModelConfig, no_triton: str) -> str:
+    if config.num_adapter_slots:
+        return _LORA
     room = shared_bytes(torch.device(config.device))
     return no_triton or triton_why_not(model, _choose_dtype(config, model).itemsize, room) or ""
 
@@ -99,6 +104,8 @@ def _why_not_triton(config: EngineConfig, model: ModelConfig, no_triton: str) ->
 def _why_torch(config: EngineConfig, model: ModelConfig, no_library: str) -> str:
     if config.tensor_parallel > 1:
         return f"tensor_parallel={config.tensor_parallel}, and it computes with one rank alone"
+    if config.num_adapter_slots:
+        return _LORA
     if config.device != "cpu":
         return f"it is for device=cpu, this is {config.device}"
     is_plain = config.quantization == "none" or (config.quantization == "auto" and config.dtype != "auto")

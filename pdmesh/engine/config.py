@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from pdmesh import overrides
+from pdmesh.adapter_id import named_folder
 from pdmesh.engine.speculation.registry import PROPOSERS
 
 DEVICES = ("cpu", "cuda")
@@ -15,6 +17,7 @@ QUANTIZATIONS = ("auto", "none", "int8", "int4", "fp8")
 QUANTIZATION_GROUPS = (32, 64, 128)
 KV_DTYPES = ("auto", "float32", "bfloat16", "int8", "fp8")
 MAX_DRAFT_TOKENS = 64
+DEFAULT_LORAS, MAX_LORAS = 8, 256
 
 
 def default_kv_share(device: str) -> float:
@@ -28,6 +31,7 @@ class EngineConfig:
     """Configure one engine. Each `help` is shown by `--help`."""
 
     model: str = field(metadata={"help": "model folder (Hugging Face, safetensors) or .gguf file"})
+    override: tuple[str, ...] = field(default=(), metadata={"help": overrides.HELP, "repeated": True})
     device: str = field(default="cpu", metadata={"help": "cpu or cuda"})
     dtype: str = field(
         default="auto", metadata={"help": "float32, bfloat16, float16, auto (the checkpoint's); quantized: bfloat16"}
@@ -79,9 +83,19 @@ class EngineConfig:
     steps_ahead: bool = field(
         default=True, metadata={"help": "triton: launch a decode step before the tokens of the one before it are read"}
     )
+    lora: tuple[str, ...] = field(
+        default=(),
+        metadata={"help": "LoRA adapter, NAME=FOLDER, that requests may ask for by NAME", "repeated": True},
+    )
+    max_loras: int = field(
+        default=0, metadata={"help": "LoRA adapters that may be loaded at once; 0: 8 with --lora, none without"}
+    )
     num_threads: int = field(default=0, metadata={"help": "threads that compute; 0: one for each core"})
     tensor_parallel: int = field(
         default=1, metadata={"help": "processes (on CUDA: GPUs) that share the model; not with the native backend"}
+    )
+    expert_parallel: bool = field(
+        default=False, metadata={"help": "these processes have whole experts each, in place of a part of every one"}
     )
     tensor_parallel_timeout_s: float = field(
         default=30.0, metadata={"help": "a process of them that is silent so long in a step, or in a copy of KV, ends the worker"}
@@ -91,6 +105,7 @@ class EngineConfig:
         """Raise ValueError, naming the field and what to do, for settings that are wrong with every model."""
         if not self.model:
             raise ValueError("model: empty; give a model folder or a .gguf file")
+        overrides.check(self.override)
         _one_of("device", self.device, DEVICES)
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("backend", self.backend, BACKENDS)
@@ -102,7 +117,15 @@ class EngineConfig:
             raise ValueError(f"quantization_group: {self.quantization_group} is not known; give 32, 64 or 128")
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_draft_tokens", "tensor_parallel"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("num_blocks", "kv_memory_mb", "max_context", "num_threads", "draft_length", "self_draft_layers"):
+        for name in (
+            "num_blocks",
+            "kv_memory_mb",
+            "max_context",
+            "num_threads",
+            "draft_length",
+            "self_draft_layers",
+            "max_loras",
+        ):
             _at_least(name, getattr(self, name), 0)
         if self.num_threads > MAX_THREADS:
             raise ValueError(f"num_threads: {self.num_threads} is more than {MAX_THREADS}; give the cores that it may use")
@@ -112,6 +135,26 @@ class EngineConfig:
             raise ValueError("num_blocks and kv_memory_mb both size the KV pool; give one of them")
         self._check_drafts()
         self._check_ranks()
+        self._check_adapters()
+
+    @property
+    def num_adapter_slots(self) -> int:
+        """Return how many LoRA adapters may be loaded at once; 0: the model computes without a place for any."""
+        return self.max_loras or (max(DEFAULT_LORAS, len(self.lora)) if self.lora else 0)
+
+    def _check_adapters(self) -> None:
+        try:
+            names = [named_folder(text)[0] for text in self.lora]
+        except ValueError as error:
+            raise ValueError(f"lora: {error}") from error
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"lora: {', '.join(sorted(twice))} is given twice; give each adapter a name of its own")
+        if self.max_loras and len(names) > self.max_loras:
+            raise ValueError(f"lora: {len(names)} adapters, and max_loras is {self.max_loras}; raise it")
+        if self.max_loras > MAX_LORAS:
+            raise ValueError(f"max_loras: {self.max_loras} is more than {MAX_LORAS}; give at most that")
+        if self.num_adapter_slots and self.tensor_parallel > 1:
+            raise ValueError("lora, max_loras: adapters do not go with tensor_parallel for now; give tensor_parallel=1")
 
     def _check_drafts(self) -> None:
         named_proposers(self.speculation)

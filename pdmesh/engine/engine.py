@@ -11,16 +11,20 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
+from torch import Tensor
+
+from pdmesh.adapter_id import AdapterId
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.errors import IntegrityError
 from pdmesh.engine.hardware import cost_of
 from pdmesh.engine.kernels.cpu.model import NativeModel
 from pdmesh.engine.kernels.cpu.threads import default_threads
-from pdmesh.engine.kv_cache.block_manager import BlockAllocator, HashBlock
+from pdmesh.engine.kv_cache.block_manager import BlockManager, HashBlock
 from pdmesh.engine.kv_cache.block_pool import BlockChanges, BlockLog, BlockPool, num_blocks_for
 from pdmesh.engine.kv_cache.events import KVEvents, LayerReadiness
 from pdmesh.engine.kv_cache.pool import KVPool
 from pdmesh.engine.loader.loader import LoadedModel, load_model
+from pdmesh.engine.lora.registry import AdapterRegistry
 from pdmesh.engine.memory import effective_max_context, free_memory, kv_shape
 from pdmesh.engine.outputs import EngineStats, StartClock, StepResult
 from pdmesh.engine.parallel.model import ParallelModel
@@ -79,6 +83,7 @@ class Engine:
                 check_speculation(config)
             loaded = load_model(config)
         self.config = config
+        self._loaded = loaded
         self.model_config = loaded.config
         self.weights_hash = loaded.weights_hash
         self.numeric_mode = loaded.numeric_mode
@@ -93,12 +98,13 @@ class Engine:
         self.sampler = sampler = loaded.sampler()
         self._pool = BlockPool(self.kv.shape.num_blocks)
         limits = self._limits()
-        self._allocator = BlockAllocator(self._pool, config.block_size, hash_block, prefix_caching=config.prefix_caching)
+        self._allocator = BlockManager(self._pool, config.block_size, hash_block, prefix_caching=config.prefix_caching)
         if proposers is None:
             parts = Parts(config, loaded, drafts, self.kv, self._allocator, sampler, lambda: len(self._scheduler.running))
             proposers = make_proposers(parts)
         self.speculator = self._make_speculator(proposers, loaded) if proposers else None
         hidden_size = loaded.config.hidden_size if self.speculator and self.speculator.wants_hidden else None
+        self.adapters = AdapterRegistry(config.num_adapter_slots, loaded.adapter_slots, self._adapters_in_use)
         self._runner = ModelRunner(
             loaded.model,
             self.kv.tensor,
@@ -107,22 +113,25 @@ class Engine:
             hidden_size=hidden_size,
             arrangement=self.kv_arrangement,
             others=self.ranks_with_pools,
+            adapter_slots=self.adapters.slots,
         )
         self.pacer = TpotLimiter(is_on=config.keep_pace)
         self._scheduler = Scheduler(self._allocator, config.max_num_batched_tokens, self.pacer)
         # Drafts are made from tokens that the host has read: with a proposer no step is launched ahead.
-        self._ahead = (
+        self._overlap = (
             None
             if self.speculator
             else overlap_scheduler(self._runner, loaded, sampler, self._scheduler, self._allocator, config)
         )
-        self._table = RequestTable(limits, self._allocator, self._scheduler)
+        self._table = RequestTable(limits, self._allocator, self._scheduler, self.adapters.may_have)
         self._reservations = Reservations(limits, self._table, self._allocator, self._scheduler)
         self._counters = counters = Counters()
         tally = self.speculator.tally if self.speculator else None
-        self._census = EngineStatsCollector(counters, self._table, self._scheduler, self._allocator, self.pacer, tally)
-        self._progress = OutputProcessor(self._table, self._allocator, counters, self._census)
+        self._stats = EngineStatsCollector(counters, self._table, self._scheduler, self._allocator, self.pacer, tally)
+        self._postprocess = OutputProcessor(self._table, self._allocator, counters, self._stats)
         self.exports = KVEvents(loaded.config.num_layers)
+        for adapter in loaded.adapters:
+            self.adapters.load(adapter)
 
     def reserve(self, request: EngineRequest) -> ReservedBlocks | None:
         """Hold blocks for prompt and history, cached prefix first and pinned; None: no room now, and nothing is held.
@@ -199,6 +208,7 @@ class Engine:
     def step(self) -> StepResult | None:
         """Run one step for all sequences that fit into it. None: nothing to do until another call changes that."""
         started_ns = time.monotonic_ns()
+        self.adapters.sweep()
         plan = self._next_plan(started_ns)
         if not plan.pieces:
             self.check_integrity()
@@ -208,7 +218,7 @@ class Engine:
         draws = self._run(plan, self.exports.begin(plan))
         computed_ns = time.monotonic_ns()
         num_prefilled = self._counters.num_prefilled_tokens
-        result = self._progress.postprocess(plan, draws, started_ns, self.exports.end())
+        result = self._postprocess.postprocess(plan, draws, started_ns, self.exports.end())
         if self.speculator is not None:
             num_prompt_tokens = self._counters.num_prefilled_tokens - num_prefilled
             self.speculator.learn(plan, draws, computed_ns - planned_ns, num_prompt_tokens)
@@ -219,10 +229,15 @@ class Engine:
         """Return whether something runs or waits. If all wait for blocks that reservations hold, step() still returns None."""
         return bool(self._scheduler.running or self._scheduler.waiting)
 
+    def expert_counts(self) -> Tensor | None:
+        """Return the tokens that each expert got since start, [layers with experts, num_experts] int64; None for a model without
+        experts, or where its kernels do not count. It may be called on any thread: what a step adds meanwhile may be missing."""
+        return self._loaded.expert_counts()
+
     def stats(self) -> EngineStats:
         """Return counts of now and since start. Sequences count by choice, so running + waiting + reserved is at most
         max_num_seqs."""
-        return self._census.take(time.monotonic_ns())
+        return self._stats.take(time.monotonic_ns())
 
     def watch_blocks(self, max_changes: int) -> BlockLog:
         """Log the prefix cache's changes from now on, at most `max_changes` at a time. Call it before the first request."""
@@ -257,6 +272,9 @@ class Engine:
         """Raise IntegrityError unless free + used == total and every reference is accounted for. Also runs whenever idle."""
         check_integrity(self._pool, self._table, self._scheduler)
 
+    def _adapters_in_use(self) -> Iterable[AdapterId | None]:
+        return (group.request.adapter for group in self._table)
+
     def _make_speculator(self, proposers: Sequence[Proposer], loaded: LoadedModel) -> Speculator:
         limits, config = self._limits(), self.config
         self.kv.reach(min(self._pool.num_total, num_blocks_for(LONGEST, config.block_size)) - 1)
@@ -285,15 +303,15 @@ class Engine:
 
     def _next_plan(self, now_ns: int) -> SchedulerOutput:
         """Return the plan that is under way already, else the scheduler's next."""
-        plan = self._ahead.planned() if self._ahead is not None else None
+        plan = self._overlap.planned() if self._overlap is not None else None
         if plan is None:
             return self._scheduler.schedule(now_ns, self._drafts())
         self.pacer.start([piece.sequence for piece in plan.pieces], now_ns)
         return plan
 
     def _run(self, plan: SchedulerOutput, signal: LayerReadiness | None) -> dict[EngineSequence, list[SampledOutput]]:
-        if self._ahead is not None:
-            return self._ahead.run(plan, signal)
+        if self._overlap is not None:
+            return self._overlap.run(plan, signal)
         return self._runner.run(plan, signal, keep_hidden=self._wants_hidden(plan))
 
     def _drafts(self) -> dict[EngineSequence, Draft]:

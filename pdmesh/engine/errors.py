@@ -11,8 +11,16 @@ class InvalidRequest(EngineError, ValueError):
     """The request contradicts itself or what the engine already knows about it. The message names the field."""
 
 
+class UnknownAdapter(EngineError):
+    """The request's adapter is not loaded, or is being unloaded."""
+
+
 class RequestTooLarge(EngineError):
     """The request can never fit this engine's context, pool of blocks or number of sequences. Waiting does not help."""
+
+
+class AdapterRefused(EngineError, ValueError):
+    """An adapter cannot be loaded now: its name or all places are taken. The message says what to do."""
 
 
 class DuplicateRequest(EngineError):

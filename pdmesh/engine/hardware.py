@@ -36,9 +36,12 @@ class ModelCost:
     num_layers: int
     num_weights: int  # weights that each token is multiplied with
     num_head_weights: int  # weights that each row of logits is multiplied with
-    weight_bytes: int  # bytes that each step reads
+    weight_bytes: int  # bytes that each step reads, whatever its tokens: without experts
     kv_bytes_per_token: int
     attention_operations: int  # operations of one token for each token that it attends to
+    expert_bytes: int = 0  # of one expert, in all layers that have experts: read where a token chose it
+    num_experts: int = 0
+    top_k: int = 0  # experts that a token is multiplied with
 
 
 @dataclass(frozen=True)
@@ -56,25 +59,30 @@ class MachineLimits:
 def cost_of(loaded: LoadedModel, kv: KVShape) -> ModelCost:
     """Return the cost, from shapes and formats alone."""
     config, model = loaded.config, loaded.model
-    num_weights, num_head_weights = config.layer_weights * config.num_layers, config.vocab_size * config.hidden_size
+    count, num_head_weights = config.weights, config.vocab_size * config.hidden_size
     numbers = str(loaded.dtype).removeprefix("torch.")
-    weight_bytes = (num_weights + num_head_weights) * loaded.dtype.itemsize
+    held_bytes = (count.total + num_head_weights) * loaded.dtype.itemsize
     backend = "native" if isinstance(model, NativeModel) else getattr(model, "backend", "torch")
     if backend == "triton":  # its products are in the dtype, whatever the format of the weights
-        weight_bytes = cast("TritonModel", model).bytes_per_step
+        held_bytes = cast("TritonModel", model).bytes_per_step
     if isinstance(model, NativeModel):
         quantized = model.weights.head.format in ("int8", "int4")
-        numbers, weight_bytes = "int8" if quantized else numbers, model.weights.bytes_per_step
+        numbers, held_bytes = "int8" if quantized else numbers, model.weights.bytes_per_step
+    # Kernels count the bytes of all maps, every expert's included, in formats that differ little.
+    expert_bytes = round(held_bytes * count.expert / (count.total + num_head_weights))
     return ModelCost(
         backend=backend,
         numbers=numbers,
         num_layers=config.num_layers,
-        num_weights=num_weights,
+        num_weights=count.active,
         num_head_weights=num_head_weights,
-        weight_bytes=weight_bytes,
+        weight_bytes=held_bytes - count.num_experts * expert_bytes,
         # On a device a rank's pool has its own heads only.
         kv_bytes_per_token=kv.bytes_per_block // kv.block_size * (config.pool_heads // kv.num_kv_heads),
-        attention_operations=4 * config.num_layers * config.num_heads * config.head_dim,
+        attention_operations=config.attention_operations,
+        expert_bytes=expert_bytes,
+        num_experts=count.num_experts,
+        top_k=count.top_k,
     )
 
 

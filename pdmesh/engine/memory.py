@@ -25,7 +25,10 @@ def effective_max_context(config: EngineConfig, model: ModelConfig) -> int:
         return config.max_context or model.max_context
     if model.rope.rope_type == "dynamic" and config.max_context <= model.rope.factor * model.max_context:
         return config.max_context
-    raise ValueError(f"max_context: {config.max_context} is more than the model's {model.max_context}; give at most that, or 0")
+    raise ValueError(
+        f"max_context: {config.max_context} is more than the model's {model.max_context}; give at most that, or 0, "
+        'or the scaling that the model\'s card names: --override rope_scaling=\'{"rope_type": "yarn", "factor": 4}\''
+    )
 
 
 def check_weights_fit(weight_bytes: int, free_bytes: int, device: str) -> None:

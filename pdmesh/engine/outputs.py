@@ -20,6 +20,7 @@ class TokenLogprobs:
 class FinishReason(enum.Enum):
     STOP = "stop"  # an end-of-sequence or stop token was drawn; it is the last of the token ids
     LENGTH = "length"  # max_tokens or the context is reached
+    ERROR = "error"  # the logits are not finite, so no token could be drawn; it has no token of its own
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from pdmesh.adapter_id import AdapterId
 from pdmesh.engine.outputs import FinishReason
 from pdmesh.engine.sampling.grammar import Grammar, Matcher
 from pdmesh.sampling_params import SamplingParams
@@ -20,12 +21,18 @@ class EngineRequest:
     emitted: tuple[tuple[int, ...], ...] = ()  # () or one tuple per choice: tokens already given to the client
     finished: tuple[bool, ...] = ()  # () or one per choice: that choice needs no more tokens
     cache_root: bytes = b""  # root of the block hash chain: identity and tenant salt
+    adapter: AdapterId | None = None  # LoRA adapter that computes it beside the model; None: the model alone
     tpot_goal_s: float = 0.0  # TPOT objective: the longest average time between its tokens; 0: none
     prefill_only: bool = False  # stop after each choice's first new token and hold the blocks until release()
     grammar: Grammar | None = None  # each choice's output is one of its sentences, or the beginning of one
     # () or one per choice: matchers of the grammar, behind `emitted`, which follows it; None for a finished choice. A caller
     # that gives them has replayed the history off the engine's thread; else the engine does, and a long one delays its step.
     matchers: tuple[Matcher | None, ...] = field(default=(), compare=False)
+
+    @property
+    def block_root(self) -> bytes:
+        """Return the root of its blocks' hashes: KV that an adapter computed is found by requests with that adapter alone."""
+        return self.cache_root if self.adapter is None else self.adapter.root(self.cache_root)
 
 
 # When a choice ends: one pure rule, the same wherever a token was drawn

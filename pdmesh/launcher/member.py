@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from pdmesh.launcher.plan import ProcessPlan
-from pdmesh.runtime.child import ManagedProcess, StartFailed
+from pdmesh.runtime.child import ManagedProcess, StartFailed, restart_delay_s
 
 OnEvent = Callable[[str], None]
 
@@ -23,7 +23,7 @@ STABLE_AFTER_S = 30.0
 
 def backoff_s(num_failures: int) -> float:
     """Return the seconds to wait before the restart that follows `num_failures` (at least 1) short lives in a row."""
-    return float(min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(num_failures - 1, 16)))
+    return restart_delay_s(num_failures, first_s=FIRST_BACKOFF_S, max_s=MAX_BACKOFF_S)
 
 
 def how_it_ended(code: int | None) -> str:

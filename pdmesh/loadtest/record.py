@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import pairwise
 
-from pdmesh.planning import objectives as planned_objectives
+from pdmesh.planning import objectives as planning_objectives
 
 
 class Outcome(Enum):
@@ -141,7 +141,7 @@ class ObjectiveBook:
 def from_file(path: str, model: str) -> Objectives:
     """Return the objectives of `model` (or of the only one) in the file that the router reads. Raises ConfigError; ValueError if
     the file does not name the model."""
-    known = {objective.model: objective for objective in planned_objectives.load(path)}
+    known = {objective.model: objective for objective in planning_objectives.load(path)}
     chosen = next(iter(known.values())) if len(known) == 1 and not model else known.get(model)
     if chosen is None:
         raise ValueError(f"objectives: {path} says nothing of model {model!r}; it names {', '.join(known) or 'none'}")

@@ -28,7 +28,10 @@ from pdmesh.models.catalogue import (
     write_marker,
 )
 from pdmesh.models.download import StderrProgress, ensure_gguf, megabytes, require_space, run_reporting
+from pdmesh.models.headers import check_headers
+from pdmesh.models.hub import HubName, fetch, how_to_convert
 from pdmesh.runtime.child import import_path, python_command
+from pdmesh.text.tokenizer_files import has_tokenizer
 
 # Converts a GGUF file to a Hugging Face folder in the cache: float32 safetensors, config.json, tokenizer.
 
@@ -103,21 +106,23 @@ __all__ = ["DEFAULT_MODEL", "KNOWN_MODELS", "ModelError", "ensure_gguf_of", "ens
 _CHUNK_BYTES = 1 << 20
 
 
-def ensure_model(name_or_path: str | Path, progress: Progress | None = None) -> Path:
+def ensure_model(name_or_path: str | Path, progress: Progress | None = None, *, offline: bool = False) -> Path:
     """Return a Hugging Face folder for a model: configuration, safetensors, tokenizer with chat template.
 
     Args:
         name_or_path: a known name (`KNOWN_MODELS`), which is fetched and converted into the cache once; a Hugging Face folder,
-            which is returned as it is; a .gguf file, which is converted into the cache under its SHA-256.
+            which is returned as it is; a .gguf file, which is converted into the cache under its SHA-256; a name of the hub
+            (pdmesh/models/hub.py), which is fetched into the hub's cache.
         progress: receives a line of text now and then; None shows them on standard error. Fast and silent if all is there.
+        offline: of the hub, take only what is in its cache.
 
     Raises ModelError, which says in one sentence what is wrong and what to do. Safe in several processes at once; an interruption
     leaves nothing incomplete under a model's name."""
     if progress is not None:
-        return _ensure(str(name_or_path), progress)
+        return _ensure(str(name_or_path), progress, offline=offline)
     shown = StderrProgress()
     try:
-        return _ensure(str(name_or_path), shown)
+        return _ensure(str(name_or_path), shown, offline=offline)
     finally:
         shown.close()
 
@@ -130,10 +135,13 @@ def ensure_gguf_of(name: str, progress: Progress) -> Path:
 def model_name(name_or_path: str | Path) -> str:
     """Return the default name under which a model is served: the known name, or the last part of the path."""
     name = str(name_or_path)
+    hub_name = None if Path(name).expanduser().exists() else HubName.of(name)
+    if hub_name is not None:
+        return hub_name.short
     return name if name in KNOWN_MODELS else Path(name).resolve().name.removesuffix(".gguf")
 
 
-def _ensure(name: str, progress: Progress) -> Path:
+def _ensure(name: str, progress: Progress, *, offline: bool) -> Path:
     path = Path(name).expanduser()
     try:
         if name in KNOWN_MODELS:
@@ -142,6 +150,8 @@ def _ensure(name: str, progress: Progress) -> Path:
             return _checked_folder(path)
         if path.is_file():
             return _ensure_file(path.resolve(), progress)
+        if (hub_name := HubName.of(name)) is not None:
+            return _checked_folder(fetch(hub_name, progress, offline=offline))
     except OSError as error:
         raise ModelError(_explain_os_error(error)) from error
     _known(name)
@@ -151,7 +161,10 @@ def _ensure(name: str, progress: Progress) -> Path:
 def _known(name: str) -> KnownModel:
     if name not in KNOWN_MODELS:
         known = ", ".join(KNOWN_MODELS)
-        raise ModelError(f"model {name!r} is neither a known name ({known}) nor a folder nor a .gguf file; check the spelling")
+        raise ModelError(
+            f"model {name!r} is neither a known name ({known}) nor a folder nor a .gguf file nor a name "
+            "of the hub (OWNER/NAME); check the spelling"
+        )
     return KNOWN_MODELS[name]
 
 
@@ -163,11 +176,15 @@ def _ensure_known(model: KnownModel, progress: Progress) -> Path:
 
 
 def _checked_folder(path: Path) -> Path:
-    missing = [name for name in ("config.json", "tokenizer.json") if not (path / name).is_file()]
+    missing = [] if (path / "config.json").is_file() else ["config.json"]
+    if not has_tokenizer(path):
+        missing.append("tokenizer.json")
     if missing:
         raise ModelError(
             f"{path} is no model folder: it lacks {' and '.join(missing)}; name a Hugging Face folder or a .gguf file"
         )
+    if not any(path.glob("*.safetensors*")) and any(path.glob("*.bin")):
+        raise ModelError(f"{path} has no safetensors, only {how_to_convert(str(path))}")
     return path.resolve()
 
 
@@ -177,6 +194,7 @@ def _ensure_file(path: Path, progress: Progress) -> Path:
             raise ModelError(
                 f"{path} is no GGUF file; name a Hugging Face folder, a .gguf file or one of {', '.join(KNOWN_MODELS)}"
             )
+    check_headers(path)  # before gigabytes are read
     sha256 = _remembered_sha256(path, progress)
     notice = f"Converted from {path.name} (SHA-256 {sha256}) by pdmesh; its licence is that of the original."
     return ensure_converted(path, sha256, cache_folder() / "models" / f"gguf-{sha256}", notice, progress)

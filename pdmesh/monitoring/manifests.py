@@ -9,12 +9,12 @@ import json
 import textwrap
 from collections.abc import Iterable, Mapping
 
-from pdmesh.autoscaler import metrics as autoscaler
+from pdmesh.autoscaler import metrics as autoscaler_metrics
 from pdmesh.monitoring.panels import Dashboard
 from pdmesh.monitoring.rules import Group, Rule
 from pdmesh.runtime.telemetry.metrics import Instrument
-from pdmesh.worker import metrics as worker
-from router.telemetry import metrics as router
+from pdmesh.worker import metrics as worker_metrics
+from router.telemetry import metrics as router_metrics
 
 HEAD = "# Made by `python -m pdmesh.monitoring`, from pdmesh/monitoring/: change it there.\n"
 
@@ -86,7 +86,7 @@ def _quoted(text: str) -> str:
 
 
 MARK = "<!-- made by python -m pdmesh.monitoring -->\n"
-CATALOGUE = {"Router": router.ALL, "Worker": worker.ALL, "Autoscaler": autoscaler.ALL}
+CATALOGUE = {"Router": router_metrics.ALL, "Worker": worker_metrics.ALL, "Autoscaler": autoscaler_metrics.ALL}
 
 
 def tables() -> str:

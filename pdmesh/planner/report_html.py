@@ -8,7 +8,6 @@ from html import escape
 from pdmesh.loadtest.reports.charts import Axis, Line, Mark, linear, lines_chart, section, table
 from pdmesh.loadtest.reports.html import document
 from pdmesh.planner import report_text
-from pdmesh.planner import report_text as words
 from pdmesh.planner.meshes import AGGREGATED, SEPARATED
 from pdmesh.planner.plan import Plan, Tried
 from pdmesh.planner.traffic import Subject
@@ -88,9 +87,9 @@ def _chart(title: str, lines: list[Line], x: Axis, y: Axis, subject: Subject, un
 
 
 def _limits(plan: Plan) -> str:
-    found = [f"Prompts: {words.prefill_limit(plan)}.", f"Decode: {words.decode_limit(plan)}."]
+    found = [f"Prompts: {report_text.prefill_limit(plan)}.", f"Decode: {report_text.decode_limit(plan)}."]
     if plan.fewer is not None:
-        found.append(f"With {plan.fewer.point.name} instead: {words.misses(plan.fewer.outcome)}.")
+        found.append(f"With {plan.fewer.point.name} instead: {report_text.misses(plan.fewer.outcome)}.")
     return "".join(f"<p>{escape(line)}</p>" for line in found)
 
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pdmesh.planning.capacity_load import Lengths, Load
 from pdmesh.planning.devices import Device
 from pdmesh.planning.roofline import Decoder
-from pdmesh.simulator import arrivals as shaping
+from pdmesh.simulator import arrivals as simulator_arrivals
 from pdmesh.simulator.arrivals import BLOCK_TOKENS, Arrival
 
 MAX_BURSTINESS = 25.0
@@ -49,7 +49,7 @@ class Traffic:
 
     def faster(self, factor: float) -> Traffic:
         """Return `factor` times as many in a second."""
-        return Traffic(tuple(shaping.at_rate(self.arrivals, factor)))
+        return Traffic(tuple(simulator_arrivals.at_rate(self.arrivals, factor)))
 
     def busiest(self, num: int) -> Traffic:
         """Return the `num` consecutive requests with the most tokens a second; all, if there are no more."""
@@ -150,7 +150,10 @@ class Subject:
         """Return model and device in a line."""
         if self.device is None or self.decoder is None:
             return f"{self.model} on workers as measured in {self.speed}"
-        return f"{self.model} ({_billions(self.decoder.num_parameters)} parameters, {self.weights}) on {self.device.name}"
+        size = f"{_billions(self.decoder.num_parameters)} parameters"
+        if self.decoder.experts is not None:
+            size += f", {_billions(self.decoder.num_active_parameters)} active"
+        return f"{self.model} ({size}, {self.weights}) on {self.device.name}"
 
     @property
     def unit(self) -> str:

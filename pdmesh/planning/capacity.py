@@ -23,7 +23,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pdmesh.planning import prompt_times as steps
+from pdmesh.planning import prompt_times
 from pdmesh.planning.capacity_load import Goals, Lengths, Load, Worker
 from pdmesh.planning.latency_model import MAX_SHARE, PACE_TARGET
 from pdmesh.planning.prompt_times import PromptTimes, Waiting, times_alone, times_beside, waiting
@@ -186,24 +186,24 @@ class DecodePool:
 
     def least(self, load: Load) -> int:
         tokens_per_s = load.rate_per_s * load.lengths.output_tokens
-        return max(1, int(tokens_per_s / steps.decode_tokens_per_s(self.worker, load.lengths, self.goals)))
+        return max(1, int(tokens_per_s / prompt_times.decode_tokens_per_s(self.worker, load.lengths, self.goals)))
 
     def reachable(self, lengths: Lengths) -> float:
         return 1.0
 
     def attainment(self, load: Load, num_workers: int) -> float | None:
         found = self._concurrency(load, num_workers)
-        return None if found is None else found.within(steps.largest_batch(self.worker, load.lengths, self.goals))
+        return None if found is None else found.within(prompt_times.largest_batch(self.worker, load.lengths, self.goals))
 
     def outlook(self, load: Load, num_workers: int) -> Outlook | None:
         found, attainment = self._concurrency(load, num_workers), self.attainment(load, num_workers)
         if found is None or attainment is None:
             return None
-        tpot_s = steps.step_s(self.worker.model, found.quantile(self.goals.each), load.lengths.running_context)
-        return Outlook(attainment, found.mean_batch / steps.roomy_batch(self.worker, load.lengths), tpot_s=tpot_s)
+        tpot_s = prompt_times.step_s(self.worker.model, found.quantile(self.goals.each), load.lengths.running_context)
+        return Outlook(attainment, found.mean_batch / prompt_times.roomy_batch(self.worker, load.lengths), tpot_s=tpot_s)
 
     def _concurrency(self, load: Load, num_workers: int) -> Concurrency | None:
-        lengths, room = load.lengths, steps.roomy_batch(self.worker, load.lengths)
+        lengths, room = load.lengths, prompt_times.roomy_batch(self.worker, load.lengths)
         tokens_per_s = load.rate_per_s * lengths.output_tokens
         return concurrency(tokens_per_s, num_workers, room, lambda batches: self._step_s(batches, lengths), load.burstiness)
 
@@ -243,7 +243,7 @@ class SharedPool:
 
     def _kept(self, lengths: Lengths, found: Concurrency, queue: "_PromptQueue") -> float:
         """Return the share that keeps both objectives, misses taken as disjoint."""
-        batch = steps.largest_batch(self.worker, lengths, self.goals, PACE_TARGET)
+        batch = prompt_times.largest_batch(self.worker, lengths, self.goals, PACE_TARGET)
         return max(0.0, found.within(batch) + queue.attainment - 1)
 
     def _both(self, load: Load, num_workers: int) -> "tuple[Concurrency, _PromptQueue] | None":
@@ -266,7 +266,7 @@ class SharedPool:
         return concurrency(
             load.rate_per_s * lengths.output_tokens,
             num_workers,
-            steps.roomy_batch(self.worker, lengths),
+            prompt_times.roomy_batch(self.worker, lengths),
             lambda batches: self._step_s(batches, lengths, prompts),
             load.burstiness,
         )

@@ -111,6 +111,12 @@ class Hardware:
             raise ValueError(f"sum_s: {self.sum_s} is less than 0")
 
 
+def distinct_experts(num_experts: int, top_k: int, num_tokens: float) -> float:
+    """Return how many of a layer's experts a step of so many tokens reads, as expected where each token chooses `top_k` of them
+    by itself and all are as likely: an expert is left out by a token with probability 1 - top_k / num_experts."""
+    return num_experts * (1 - (1 - top_k / num_experts) ** num_tokens) if num_experts else 0.0
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """Hold the costs of a model. `attention_operations`: of one token for each token that it attends to."""
@@ -118,23 +124,38 @@ class ModelShape:
     num_layers: int
     num_weights: int  # that each token is multiplied with
     num_head_weights: int  # that each row of logits is multiplied with
-    weight_bytes: int  # that each step reads
+    weight_bytes: int  # that each step reads, whatever its tokens: without experts
     kv_bytes_per_token: int
     attention_operations: int
+    expert_bytes: int = 0  # of one expert, in all layers that have experts
+    num_experts: int = 0
+    top_k: int = 0
+
+    def expert_bytes_read(self, num_tokens: float) -> float:
+        """Return the bytes of experts that a step of so many tokens reads."""
+        return self.expert_bytes * distinct_experts(self.num_experts, self.top_k, num_tokens)
 
 
-def prior_of(hardware: Hardware, shape: ModelShape) -> LatencyModel:
+def prior_of(hardware: Hardware, shape: ModelShape, *, chunk: int = 1, batch: int = 1) -> LatencyModel:
     """Return the prior: a step reads all weights once and multiplies each token with them; a token that attends reads keys and
-    values."""
+    values.
+
+    Of experts a step reads those of its tokens, which grow with the tokens ever more slowly. The model is linear: it is exact for
+    `batch` sequences and for half as many, and above the curve for fewer; and for a step of `chunk` tokens of prompts."""
     operations_s = hardware.operations_per_s * COMPUTE_EFFICIENCY
     bytes_s = hardware.bytes_per_s * MEMORY_EFFICIENCY
     token_s = 2 * shape.num_weights / operations_s
     layer_s = OVERHEAD_PER_LAYER_S + SUMS_PER_LAYER * hardware.sum_s
+    base = 2 * shape.expert_bytes_read(batch / 2) - shape.expert_bytes_read(batch)
+
+    def more_s(most: int) -> float:
+        return (shape.expert_bytes_read(most) - base) / bytes_s / most
+
     return LatencyModel(
-        fixed_s=shape.weight_bytes / bytes_s + OVERHEAD_S + layer_s * shape.num_layers,
-        per_prefill_token_s=token_s,
+        fixed_s=(shape.weight_bytes + base) / bytes_s + OVERHEAD_S + layer_s * shape.num_layers,
+        per_prefill_token_s=token_s + more_s(chunk),
         # The tokens of a chunk share what is read.
         per_prefill_context_s=shape.attention_operations / operations_s,
-        per_sequence_s=token_s + 2 * shape.num_head_weights / operations_s + OVERHEAD_PER_SEQUENCE_S,
+        per_sequence_s=token_s + more_s(batch) + 2 * shape.num_head_weights / operations_s + OVERHEAD_PER_SEQUENCE_S,
         per_context_token_s=shape.kv_bytes_per_token / bytes_s + shape.attention_operations / operations_s,
     )

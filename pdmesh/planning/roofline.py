@@ -1,6 +1,6 @@
 """Predicts a model's speed on a device from data sheets: operations over operations a second, bytes over bytes a second. Pure.
 
-    weights     W bytes / bandwidth             read once a step, however many tokens it has
+    weights     W bytes / bandwidth             read once a step, however many tokens it has; of experts, those that they choose
     products    2 · P · tokens / operations     at the same time: the longer of the two hides the other
     KV          bytes of a token · Σ contexts / bandwidth         of sequences that decode
     attention   4 · heads · head dim · layers · Σ contexts / operations         of prompt tokens
@@ -9,25 +9,26 @@
 
 A step's time is the larger of the first two, and the others: a convex curve of the tokens in a step. The latency model is linear,
 so it is made of chords: exact for an empty step, a full chunk of prompts and a full batch of sequences; between these it lies
-above the curve, by less than the weights take; where both are full, a few percent below.
+above the curve, by less than the weights take; where both are full, a few percent below. Reading of experts is a curve the other
+way round: the chord goes through half a batch and a full one, and lies above the curve for smaller batches.
 
 (S. Williams, A. Waterman, D. Patterson, "Roofline", CACM 52(4), 2009; R. Pope et al., "Efficiently Scaling Transformer
 Inference", MLSys 2023, §3, for the parts and for tensor parallelism.)
 """
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from pdmesh.planning.devices import Device
-from pdmesh.planning.latency_model import OVERHEAD_PER_LAYER_S, OVERHEAD_PER_SEQUENCE_S, OVERHEAD_S, LatencyModel
+from pdmesh.planning.latency_model import (
+    OVERHEAD_PER_LAYER_S,
+    OVERHEAD_PER_SEQUENCE_S,
+    OVERHEAD_S,
+    LatencyModel,
+    distinct_experts,
+)
 
-# A decoder's costs from a checkpoint's config.json: weights, KV, products. Pure except for reading the file.
-#
-# It serves planning alone: shapes, not whether the engine can compute them (`pdmesh/engine/models/config.py` decides that). It
-# covers models of the Llama family: attention with grouped heads and a gated MLP; biases and norms are less than a thousandth and
-# are left out.
+# A decoder's costs: weights, KV, products; `pdmesh/planner/shapes.py` takes the shapes from a config.json. Biases and norms are
+# less than a thousandth and are left out.
 
 
 WEIGHT_BITS = {"float32": 32.0, "bfloat16": 16.0, "float16": 16.0, "int8": 8.0, "fp8": 8.0, "int4": 5.0}
@@ -35,16 +36,21 @@ WEIGHT_BITS = {"float32": 32.0, "bfloat16": 16.0, "float16": 16.0, "int8": 8.0, 
 KV_BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "fp8": 8}
 _SCALE_BYTES = 4
 """Bytes for each head of a token, of KV in int8."""
-_NOT_DENSE = ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank")
 
 
-class ShapeError(ValueError):
-    """Raised when a model cannot be planned for: file, key, the problem."""
+@dataclass(frozen=True)
+class ExpertShape:
+    """Hold the shapes of a mixture of experts. `num_weights`: of one expert, in all layers that have experts."""
+
+    num_experts: int
+    top_k: int
+    num_weights: int
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """Hold the shapes of a decoder. `max_context` in tokens."""
+    """Hold the shapes of a decoder. `max_context` in tokens. The last five are for those that are no Llama; 0: as a Llama has
+    it. `shared_weights`: all that every token is multiplied with, the head's not counted."""
 
     num_layers: int
     hidden_size: int
@@ -55,12 +61,29 @@ class Decoder:
     vocab_size: int
     max_context: int
     tied_embeddings: bool = False
+    shared_weights: int = 0
+    experts: ExpertShape | None = None
+    pool_heads: int = 0  # heads of a token in the KV pool
+    pool_dim: int = 0  # numbers of a key, and of a value, there
+    pair_operations: int = 0  # of one token for each token that it attends to, in all layers
+
+    @property
+    def num_shared_weights(self) -> int:
+        """Return the weights that every token is multiplied with, the head's not counted."""
+        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        return self.shared_weights or self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
 
     @property
     def num_weights(self) -> int:
         """Return the weights that each token is multiplied with, the head's not counted."""
-        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
-        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+        return self.num_shared_weights + (self.experts.top_k * self.experts.num_weights if self.experts else 0)
+
+    def num_weights_read(self, num_tokens: float) -> float:
+        """Return the weights that a step of so many tokens reads, the head's not counted."""
+        experts = self.experts
+        if experts is None:
+            return self.num_shared_weights
+        return self.num_shared_weights + experts.num_weights * distinct_experts(experts.num_experts, experts.top_k, num_tokens)
 
     @property
     def num_head_weights(self) -> int:
@@ -70,60 +93,26 @@ class Decoder:
     @property
     def num_parameters(self) -> int:
         """Return all parameters that must be in memory."""
-        return self.num_weights + self.num_head_weights * (1 if self.tied_embeddings else 2)
+        experts = self.experts.num_experts * self.experts.num_weights if self.experts else 0
+        return self.num_shared_weights + experts + self.num_head_weights * (1 if self.tied_embeddings else 2)
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Return those without the experts that a token does not take: the second number in the names of such models."""
+        experts = self.experts
+        idle = (experts.num_experts - experts.top_k) * experts.num_weights if experts else 0
+        return self.num_parameters - idle
 
     @property
     def attention_operations(self) -> int:
         """Return the operations of one token for each token that it attends to."""
-        return 4 * self.num_layers * self.num_heads * self.head_dim
+        return self.pair_operations or 4 * self.num_layers * self.num_heads * self.head_dim
 
     def kv_bytes_per_token(self, kv_dtype: str) -> int:
         """Return the bytes of keys and values in all layers."""
         scales = _SCALE_BYTES if kv_dtype == "int8" else 0
-        return 2 * self.num_layers * self.num_kv_heads * (self.head_dim * KV_BITS[kv_dtype] // 8 + scales)
-
-
-def read_decoder(path: Path) -> Decoder:
-    """Read a config.json. Raises ShapeError."""
-    try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(table, dict):
-            raise ValueError("holds no table")
-        return decoder_of(table)
-    except (OSError, ValueError) as error:
-        raise ShapeError(f"{path}: {error}") from error
-
-
-def decoder_of(table: Mapping[str, object]) -> Decoder:
-    """Return the decoder from the content of a config.json. Raises ValueError naming the key."""
-    special = next((key for key in _NOT_DENSE if table.get(key)), None)
-    if special is not None:
-        raise ValueError(f"{special}: mixtures of experts and latent attention are not planned for")
-    num_heads, hidden_size = _count(table, "num_attention_heads"), _count(table, "hidden_size")
-    num_kv_heads = _count(table, "num_key_value_heads", num_heads)
-    if num_heads % num_kv_heads:
-        raise ValueError(f"num_attention_heads: {num_heads} is not a multiple of num_key_value_heads, {num_kv_heads}")
-    default_dim = 128 if table.get("model_type") == "qwen3" else hidden_size // num_heads
-    return Decoder(
-        num_layers=_count(table, "num_hidden_layers"),
-        hidden_size=hidden_size,
-        intermediate_size=_count(table, "intermediate_size"),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=_count(table, "head_dim", default_dim),
-        vocab_size=_count(table, "vocab_size"),
-        max_context=_count(table, "max_position_embeddings"),
-        tied_embeddings=bool(table.get("tie_word_embeddings", False)),
-    )
-
-
-def _count(table: Mapping[str, object], key: str, default: int | None = None) -> int:
-    value = table.get(key)
-    if value is None and default is not None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{key}: {value!r} is not a whole number from 1 up" if value is not None else f"{key}: is missing")
-    return value
+        heads, dim = self.pool_heads or self.num_kv_heads, self.pool_dim or self.head_dim
+        return 2 * self.num_layers * heads * (dim * KV_BITS[kv_dtype] // 8 + scales)
 
 
 RESERVED_BYTES = 2**30
@@ -167,8 +156,12 @@ class Roofline:
 
     @property
     def read_s(self) -> float:
-        """Return the time to read all weights once: no step is shorter."""
-        num_read = self.decoder.num_weights + self.decoder.num_head_weights
+        """Return the time to read the weights of one token once: no step is shorter."""
+        return self.step_read_s(1)
+
+    def step_read_s(self, num_tokens: float) -> float:
+        """Return the time to read the weights that a step of so many tokens needs."""
+        num_read = self.decoder.num_weights_read(num_tokens) + self.decoder.num_head_weights
         return num_read * WEIGHT_BITS[self.weights] / 8 / self.bytes_per_s
 
     @property
@@ -225,20 +218,22 @@ class Roofline:
 
     def latency(self, chunk: int, batch: int) -> LatencyModel:
         """Return the latency model for steps of at most `chunk` tokens and `batch` sequences."""
+        base_s = 2 * self.step_read_s(batch / 2) - self.step_read_s(batch)
         return LatencyModel(
-            fixed_s=self.read_s + self.overhead_s,
-            per_prefill_token_s=self._chord_s(chunk, self.token_s) + self.reduce_s,
+            fixed_s=base_s + self.overhead_s,
+            per_prefill_token_s=self._chord_s(chunk, self.token_s, base_s) + self.reduce_s,
             per_prefill_context_s=self.attention_s,
-            per_sequence_s=self._chord_s(batch, self.row_s) + self.reduce_s + OVERHEAD_PER_SEQUENCE_S,
+            per_sequence_s=self._chord_s(batch, self.row_s, base_s) + self.reduce_s + OVERHEAD_PER_SEQUENCE_S,
             per_context_token_s=self.context_s,
         )
 
-    def _chord_s(self, most: int, each_s: float) -> float:
-        """Return the time of each of `most`, beyond reading the weights."""
-        return max(0.0, most * each_s - self.read_s) / most
+    def _chord_s(self, most: int, each_s: float, base_s: float) -> float:
+        """Return the time of each of `most`, beyond what every step takes."""
+        return (max(most * each_s, self.step_read_s(most)) - base_s) / most
 
     def _parts(self, products_s: float, attention: dict[str, float], num_tokens: float, num_rows: float) -> dict[str, float]:
-        longest = "products" if products_s > self.read_s else "reading weights"
+        read_s = self.step_read_s(num_tokens)
+        longest = "products" if products_s > read_s else "reading weights"
         reduce_s = self.reduce_s * num_tokens
         overhead_s = self.overhead_s + OVERHEAD_PER_SEQUENCE_S * num_rows
-        return {longest: max(products_s, self.read_s), **attention, "all-reduce": reduce_s, "overhead": overhead_s}
+        return {longest: max(products_s, read_s), **attention, "all-reduce": reduce_s, "overhead": overhead_s}

@@ -36,6 +36,11 @@ def import_path() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH", "")) if part)}
 
 
+def restart_delay_s(num_failures: int, *, first_s: float, max_s: float) -> float:
+    """Return the seconds before the restart that follows `num_failures` (at least 1) short lives in a row; each doubles them."""
+    return float(min(max_s, first_s * 2 ** min(num_failures - 1, 16)))
+
+
 class StartFailed(RuntimeError):
     """Raised when a child did not get ready; the message holds the reason and the end of its stderr."""
 

@@ -36,7 +36,8 @@ from typing import Literal, NoReturn, TypeVar, get_args, get_origin
 # Conversion between text (a flag or an environment variable) and the value of a configuration field, by the field's type.
 #
 # Types: str, int, float, bool, Literal of str, Enum, `X | None` (an empty text is None) and tuple[X, ...] (comma-separated; an
-# empty text is the empty tuple). Numbers are plain and finite. `format_value` is the inverse of `parse_value`.
+# empty text is the empty tuple). Numbers are plain and finite. `format_value` is the inverse of `parse_value`. A field of texts
+# with the metadata `repeated` has a flag that may be given several times, one text each; its variable holds one a line.
 
 
 Value = object
@@ -169,6 +170,7 @@ class Option:
     required: bool
     help: str
     secret: bool
+    repeated: bool = False
 
     @property
     def field(self) -> str:
@@ -181,7 +183,7 @@ class Option:
         one."""
         if self.required:
             return "required"
-        return format_value(self.type_, self.default) or "empty"
+        return _text_of(self, self.default) or "empty"
 
 
 def options_of(cls: type, env_prefix: str) -> tuple[Option, ...]:
@@ -242,6 +244,7 @@ def _option(
         required=default is dataclasses.MISSING,
         help=str(metadata.get("help", "")),
         secret=bool(metadata.get("secret", False)),
+        repeated=bool(metadata.get("repeated", False)),
     )
 
 
@@ -310,7 +313,13 @@ def dump(config: object) -> dict[str, object]:
 def to_env(config: object, *, env_prefix: str = ENV_PREFIX) -> dict[str, str]:
     """Return the environment that makes `load` return an equal configuration, secrets included: a launcher passes it to a
     child."""
-    return {option.env: format_value(option.type_, _leaf(config, option.path)) for option in options_of(type(config), env_prefix)}
+    return {option.env: _text_of(option, _leaf(config, option.path)) for option in options_of(type(config), env_prefix)}
+
+
+def _text_of(option: Option, value: object) -> str:
+    if option.repeated and isinstance(value, tuple):
+        return "\n".join(map(str, value))
+    return format_value(option.type_, value)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -330,7 +339,9 @@ def _read_flags(cls: type, options: Sequence[Option], argv: Sequence[str], prog:
         file = f", or a file that holds it: {option.env}{FILE_SUFFIX}" if option.secret else ""
         help_ = f"{option.help} ({default}; {option.env}{file})"
         help_ = help_.strip().replace("%", "%%")
-        if option.type_ is bool:
+        if option.repeated:
+            parser.add_argument(option.flag, dest=option.field, metavar="text", action="append", help=f"{help_}; may be repeated")
+        elif option.type_ is bool:
             parser.add_argument(option.flag, dest=option.field, action=argparse.BooleanOptionalAction, help=help_)
         else:
             parser.add_argument(option.flag, dest=option.field, metavar=_kind(option), help=help_)
@@ -372,8 +383,12 @@ def _value(option: Option, source: str, flags: Mapping[str, object], env: Mappin
         if option.required:
             raise ConfigError(option.flag, "is required", f"give {option.flag} or set {option.env}")
         return option.default
+    if isinstance(given, list):
+        return tuple(given)
     if not isinstance(given, str):
         return given
+    if option.repeated:
+        return tuple(given.splitlines())
     try:
         return parse_value(option.type_, given)
     except ValueError as error:

@@ -119,6 +119,20 @@ class Unimplemented(MeshError):
     default_code = grpc.StatusCode.UNIMPLEMENTED
 
 
+class DataLoss(MeshError):
+    """Raised when the model computed NaN or infinity for the request; another worker would compute the same."""
+
+    default_code = grpc.StatusCode.DATA_LOSS
+
+    @classmethod
+    def of_logits(cls) -> DataLoss:
+        """Return the error for a request whose logits are not finite."""
+        return cls(
+            "the model computed NaN or infinity for this request, so no token could be drawn: its weights are damaged, or it "
+            "overflows in the worker's format; check the checkpoint, or give the worker --dtype float32"
+        )
+
+
 class Internal(MeshError):
     """Raised for a bug on the other side; the message holds the id under which its log has the traceback."""
 
@@ -187,7 +201,7 @@ _CLASSES: dict[grpc.StatusCode, type[MeshError]] = {
     cls.default_code: cls
     for cls in (
         InvalidArgument, NotFound, ResourceExhausted, FailedPrecondition, Unavailable, Cancelled, DeadlineExceeded, Aborted,
-        Unimplemented, Internal,
+        Unimplemented, DataLoss, Internal,
     )
 }  # fmt: skip
 

@@ -178,7 +178,7 @@ def _network_namespace() -> str:
 # Programs that other packages start without importing them.
 #
 # `python -m prefill_service` is a worker with one role, and the worker is made of `prefill_service`. It is found by its name when
-# the program starts, so that imports point one way.
+# the program starts, so that imports point one way: these strings are the one exception that no import contract sees.
 
 
 PROGRAMS = {

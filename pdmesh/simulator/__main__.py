@@ -1,4 +1,4 @@
-"""Run `python -m simulator`, compiled if the compiled modules exist (pdmesh/simulator/compiled.py)."""
+"""Run `python -m pdmesh.simulator`, compiled if the compiled modules exist (pdmesh/simulator/compiled.py)."""
 
 from pdmesh.simulator import compiled
 

@@ -1,4 +1,4 @@
-"""Configuration of `python -m simulator`: flags, environment and `--help` come from this dataclass."""
+"""Configuration of `python -m pdmesh.simulator`: flags, environment and `--help` come from this dataclass."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -8,7 +8,7 @@ from typing import Literal
 from pdmesh.autoscaler.settings import AutoscalerSettings
 from pdmesh.autoscaler.views import PoolName
 from pdmesh.planning.objectives import DEFAULT_QUANTILE, ModelObjective
-from pdmesh.simulator import arrivals as shaping
+from pdmesh.simulator import arrivals as simulator_arrivals
 from pdmesh.simulator.arrivals import READERS, Arrival, log_normal, poisson
 from pdmesh.simulator.autoscaling import AutoscaledSettings
 from pdmesh.simulator.routers.routing import MODEL
@@ -130,13 +130,15 @@ class SimulatorConfig:
 
     def arrivals(self, max_context: int) -> Iterator[Arrival]:
         """Return the load, lazily. Raises TraceError."""
-        arrivals = shaping.lengths(self._paced(), inputs=self.input_scale, outputs=self.output_scale, max_context=max_context)
+        arrivals = simulator_arrivals.lengths(
+            self._paced(), inputs=self.input_scale, outputs=self.output_scale, max_context=max_context
+        )
         if self.swing:
             depth, period_s = _pair(self.swing)
-            arrivals = shaping.warped(arrivals, shaping.swing(period_s, depth))
+            arrivals = simulator_arrivals.warped(arrivals, simulator_arrivals.swing(period_s, depth))
         if self.burst:
             factor, start_s = _pair(self.burst)
-            arrivals = shaping.warped(arrivals, shaping.burst(start_s, factor))
+            arrivals = simulator_arrivals.warped(arrivals, simulator_arrivals.burst(start_s, factor))
         return arrivals
 
     def mesh(self) -> MeshSettings:
@@ -161,14 +163,14 @@ class SimulatorConfig:
         number, is_factor = float(self.rate.rstrip("x/s")), self.rate.endswith("x")
         if not self.trace:
             assert self.requests is not None
-            return shaping.repeated(lambda: self._generated(number), self.requests)
+            return simulator_arrivals.repeated(lambda: self._generated(number), self.requests)
         kind, _, path = self.trace.partition("=")
-        factor = number if is_factor else number / (shaping.mean_rate(READERS[kind](path)) or number)
+        factor = number if is_factor else number / (simulator_arrivals.mean_rate(READERS[kind](path)) or number)
 
         def again() -> Iterable[Arrival]:
-            return shaping.at_rate(READERS[kind](path), factor)
+            return simulator_arrivals.at_rate(READERS[kind](path), factor)
 
-        return shaping.repeated(again, self.requests) if self.requests else iter(again())
+        return simulator_arrivals.repeated(again, self.requests) if self.requests else iter(again())
 
     def _generated(self, rate: float) -> Iterator[Arrival]:
         return poisson(rate, log_normal(self.input_tokens, self.output_tokens, self.scatter), self.seed)

@@ -1,6 +1,6 @@
 """Runs the command and prints the results.
 
-python -m simulator --speed SPEED.json --trace azure-conv=PATH --rate 2x --prefill 4 --decode 4
+python -m pdmesh.simulator --speed SPEED.json --trace azure-conv=PATH --rate 2x --prefill 4 --decode 4
 """
 
 import gc
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pdmesh.autoscaler.settings import AutoscalerSettings
 from pdmesh.runtime.config import load
-from pdmesh.simulator import results as report
+from pdmesh.simulator import results as simulator_results
 from pdmesh.simulator.arrivals import TraceError
 from pdmesh.simulator.autoscaling import Autoscaled, OwnScaler, goals_of, reversals
 from pdmesh.simulator.autoscaling_page import Shown, page
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USAGE
     wall_s = time.perf_counter() - began_s
     if config.json:
-        print(json.dumps(report.numbers(results, mesh.pod_seconds(), wall_s=wall_s)))
+        print(json.dumps(simulator_results.numbers(results, mesh.pod_seconds(), wall_s=wall_s)))
     else:
-        print(report.text(results, mesh.pod_seconds(), wall_s=wall_s))
+        print(simulator_results.text(results, mesh.pod_seconds(), wall_s=wall_s))
     return 0

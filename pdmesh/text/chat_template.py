@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import cached_property
+from pathlib import Path
 from typing import NoReturn
 
 import jinja2
@@ -91,16 +92,35 @@ def _strftime_now(date_format: str) -> str:
     return datetime.now().strftime(date_format)
 
 
-def select_template(declared: object) -> str | None:
-    """Return the template from `chat_template` of a tokenizer_config.json, which may be absent, one string, or a list of
-    `{"name", "template"}` of which "default" is meant for plain conversations."""
+def read_template(folder: Path, declared: object) -> tuple[str | None, tuple[str, ...]]:
+    """Return the template of plain conversations; where there are several and none is the default, None and their names.
+
+    As transformers has it: chat_template.jinja and additional_chat_templates/ go before `declared`, the value of
+    `chat_template` in tokenizer_config.json; chat_template.json, which processors have, comes last. Raises ValueError."""
+    files = [("default", folder / "chat_template.jinja")]
+    files += [(path.stem, path) for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))]
+    stored = {name: path.read_text(encoding="utf-8") for name, path in files if path.is_file()}
+    if stored or declared:
+        return select_template(stored or declared)
+    legacy = folder / "chat_template.json"
+    return select_template(_declared_in(legacy) if legacy.is_file() else None)
+
+
+def _declared_in(path: Path) -> object:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))["chat_template"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{path} holds no JSON object with a chat_template; get it again or remove it") from error
+
+
+def select_template(declared: object) -> tuple[str | None, tuple[str, ...]]:
+    """Return the default one of templates by name, or of a list of `{"name", "template"}`; one alone counts as the default.
+    Without a default: None, and the names."""
     if declared is None or isinstance(declared, str):
-        return declared
-    named = {item["name"]: item["template"] for item in declared} if isinstance(declared, list) else {}
-    if len(named) == 1:
-        return str(next(iter(named.values())))
-    if "default" not in named:
-        raise ValueError(
-            f"tokenizer_config.json: chat_template holds {sorted(named) or type(declared).__name__} and no 'default'"
-        )
-    return str(named["default"])
+        return declared, ()
+    if isinstance(declared, list) and all(isinstance(item, Mapping) and {"name", "template"} <= item.keys() for item in declared):
+        declared = {str(item["name"]): item["template"] for item in declared}
+    if not isinstance(declared, Mapping) or not all(isinstance(template, str) for template in declared.values()):
+        raise ValueError("tokenizer_config.json: chat_template is neither a text nor a list of {name, template}; get it again")
+    template = next(iter(declared.values())) if len(declared) == 1 else declared.get("default")
+    return template, () if template is not None else tuple(sorted(declared))

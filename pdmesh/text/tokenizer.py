@@ -12,13 +12,14 @@ from typing import Any
 
 import tokenizers
 
-from pdmesh.text.chat_template import ChatTemplate, Message, select_template
+from pdmesh.text.chat_template import ChatTemplate, Message, read_template
 from pdmesh.text.detokenizer import PieceStream, Stage, StripStart, byte_spelling, parse_decoder
+from pdmesh.text.generation_config import sampling_defaults
+from pdmesh.text.tokenizer_files import add_declared, named_tokens, read_backend
 
 # A model folder's tokenizer settings besides tokenizer.json.
 
 
-_SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # transformers writes int(1e30) for an unknown limit of a tokenizer.
 _MAX_PLAUSIBLE_CONTEXT = 1 << 40
 
@@ -27,11 +28,19 @@ _MAX_PLAUSIBLE_CONTEXT = 1 << 40
 class TokenizerSettings:
     """Hold the facts of one model folder; 0, empty and None where the folder does not say."""
 
+    model_type: str = ""
     vocab_size: int = 0
     max_context: int = 0
     eos_token_ids: tuple[int, ...] = ()
     chat_template: str | None = None
+    template_names: tuple[str, ...] = ()  # where there are several and none is the default
     special_tokens: Mapping[str, str] = field(default_factory=dict)
+    generation: Mapping[str, object] = field(default_factory=dict)  # generation_config.json, as it stands there
+    folder: Path = Path()
+
+    def sampling_defaults(self) -> dict[str, float]:
+        """Return what the model's publisher set for requests that leave sampling parameters out. Raises ValueError."""
+        return sampling_defaults(self.generation, self.folder)
 
     @classmethod
     def load(cls, folder: str | Path) -> TokenizerSettings:
@@ -42,13 +51,19 @@ class TokenizerSettings:
         if not isinstance(text_config, dict):
             raise ValueError(f"{folder / 'config.json'}: text_config is not an object")
         tokenizer_config = _read_object(folder / "tokenizer_config.json")
+        special_map = _read_object(folder / "special_tokens_map.json")
+        template, names = read_template(folder, tokenizer_config.get("chat_template"))
         generation_config = _read_object(folder / "generation_config.json")
         return cls(
+            model_type=str(text_config.get("model_type", "")),
             vocab_size=_number(text_config.get("vocab_size")),
-            max_context=_number(text_config.get("max_position_embeddings")) or _number(tokenizer_config.get("model_max_length")),
+            max_context=_context(text_config) or _number(tokenizer_config.get("model_max_length")),
             eos_token_ids=_ids(generation_config.get("eos_token_id")) or _ids(text_config.get("eos_token_id")),
-            chat_template=_chat_template(folder, tokenizer_config),
-            special_tokens=_special_tokens(tokenizer_config, _read_object(folder / "special_tokens_map.json")),
+            chat_template=template,
+            template_names=names,
+            special_tokens={name: token.content for name, token in named_tokens(tokenizer_config, special_map).items()},
+            generation=generation_config,
+            folder=folder,
         )
 
 
@@ -68,30 +83,21 @@ def _number(value: object) -> int:
     return value if isinstance(value, int) and 0 < value < _MAX_PLAUSIBLE_CONTEXT else 0
 
 
+def _context(config: Mapping[str, object]) -> int:
+    """Return the longest context, also of families that spell it otherwise, with what YaRN makes of it."""
+    keys = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
+    plain = next((number for key in keys if (number := _number(config.get(key)))), 0)
+    scaling = config.get("rope_scaling") or config.get("rope_parameters")
+    if not isinstance(scaling, dict) or "yarn" not in (scaling.get("rope_type"), scaling.get("type")):
+        return plain
+    original, factor = _number(scaling.get("original_max_position_embeddings")) or plain, scaling.get("factor")
+    return max(plain, int(original * factor)) if isinstance(factor, int | float) else plain
+
+
 def _ids(value: object) -> tuple[int, ...]:
     """Return the ids: eos_token_id is a number, a list of them, or null."""
     values = value if isinstance(value, list) else [value]
     return tuple(item for item in values if isinstance(item, int))
-
-
-def _chat_template(folder: Path, tokenizer_config: Mapping[str, object]) -> str | None:
-    """Return the template: chat_template.jinja takes precedence over tokenizer_config.json, as in transformers."""
-    separate = folder / "chat_template.jinja"
-    if separate.is_file():
-        return separate.read_text(encoding="utf-8")
-    return select_template(tokenizer_config.get("chat_template"))
-
-
-def _special_tokens(*sources: Mapping[str, object]) -> dict[str, str]:
-    """Return names such as "bos_token" with their content; the first source that has one counts."""
-    tokens: dict[str, str] = {}
-    for source in sources:
-        for name in _SPECIAL_TOKEN_NAMES:
-            declared = source.get(name)
-            content = declared.get("content") if isinstance(declared, dict) else declared
-            if isinstance(content, str):
-                tokens.setdefault(name, content)
-    return tokens
 
 
 # The most bytes of text that one token can stand for: a text that is longer than the context times this cannot fit.
@@ -190,7 +196,6 @@ class Tokenizer:
     def __init__(self, backend: tokenizers.Tokenizer, settings: TokenizerSettings) -> None:
         self._backend = backend
         self.settings = settings
-        self._add_declared_special_tokens(settings.special_tokens.values())
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         decoder = backend.decoder
@@ -200,27 +205,23 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer:
-        """Read tokenizer.json and, if present, tokenizer_config.json, special_tokens_map.json, chat_template.jinja,
-        generation_config.json and config.json. Raises FileNotFoundError or ValueError naming the file and what is wrong with
-        it."""
-        path = Path(folder) / "tokenizer.json"
+        """Read the tokenizer (pdmesh/text/tokenizer_files.py) and, if present, tokenizer_config.json, special_tokens_map.json,
+        added_tokens.json, chat templates, generation_config.json and config.json. Raises FileNotFoundError or ValueError naming
+        the file and what is wrong with it."""
         if Path(folder).is_file():
             raise ValueError(
                 f"{folder} is a file, and a tokenizer is read from a model folder; for a .gguf file, "
                 "`pdmesh models fetch FILE` makes one and prints its path"
             )
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"{path} is missing: a model folder needs config.json, *.safetensors and tokenizer.json; "
-                "`python -m pdmesh.models fetch` makes one of a known model or a .gguf file"
-            )
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            raise ValueError(f"{path} cannot be read: {error}") from error
+        folder = Path(folder)
+        settings = TokenizerSettings.load(folder)
+        config = _read_object(folder / "tokenizer_config.json")
+        backend = read_backend(folder, config, settings.model_type)
+        special_map, added = _read_object(folder / "special_tokens_map.json"), _read_object(folder / "added_tokens.json")
+        add_declared(backend, config, special_map, added, max_id=settings.vocab_size)
         backend.no_padding()
         backend.no_truncation()
-        return cls(backend, TokenizerSettings.load(folder))
+        return cls(backend, settings)
 
     @property
     def vocab_size(self) -> int:
@@ -297,7 +298,9 @@ class Tokenizer:
     def render_chat(self, messages: Sequence[Message]) -> str:
         """Return the text that `apply_chat_template` encodes."""
         if self._template is None:
-            raise ValueError("model: it has no chat template; send a prompt to Generate instead")
+            names = ", ".join(self.settings.template_names)
+            which = f"it has the chat templates {names} and none named default" if names else "it has no chat template"
+            raise ValueError(f"model: {which}; send a prompt to Generate instead")
         return self._template.render(messages)
 
     def to_json(self) -> str:
@@ -326,10 +329,3 @@ class Tokenizer:
     def _template(self) -> ChatTemplate | None:
         source = self.settings.chat_template
         return None if source is None else ChatTemplate(source, self.settings.special_tokens)
-
-    def _add_declared_special_tokens(self, names: Iterable[str]) -> None:
-        """Add special tokens that some folders name only in tokenizer_config.json, as far as they are in the vocabulary."""
-        known = {token.content for token in self._backend.get_added_tokens_decoder().values() if token.special}
-        missing = {name for name in names if name not in known and self._backend.token_to_id(name) is not None}
-        if missing:
-            self._backend.add_special_tokens([tokenizers.AddedToken(name, normalized=False) for name in sorted(missing)])

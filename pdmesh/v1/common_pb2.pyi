@@ -96,19 +96,31 @@ class SamplingParams(_message.Message):
     N_FIELD_NUMBER: _builtins.int
     CONSTRAINT_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """temperature divides the logits. Absent means 1. 0 means greedy: the most likely token, no randomness."""
+    """temperature divides the logits. Absent means the model's own (ModelInfo.sampling_defaults), else 1. 0 means greedy: the most
+    likely token, no randomness.
+    """
     top_k: _builtins.int
-    """top_k keeps the k most likely tokens. 0 means all."""
+    """top_k keeps the k most likely tokens. Absent means the model's own, else all. 0 means all."""
     top_p: _builtins.float
-    """top_p keeps the smallest set of most likely tokens whose probabilities sum to at least top_p, in (0, 1]. Absent means 1 (all)."""
+    """top_p keeps the smallest set of most likely tokens whose probabilities sum to at least top_p, in (0, 1]. Absent means
+    the model's own, else 1 (all).
+    """
     min_p: _builtins.float
-    """min_p drops tokens less likely than min_p times the most likely one, in [0, 1]. 0 means none."""
+    """min_p drops tokens less likely than min_p times the most likely one, in [0, 1]. Absent means the model's own,
+    else 0. 0 means none.
+    """
     repetition_penalty: _builtins.float
-    """repetition_penalty divides positive (multiplies negative) logits of tokens seen in prompt or output. Greater than 0. Absent means 1 (none)."""
+    """repetition_penalty divides positive (multiplies negative) logits of tokens seen in prompt or output. Greater than 0. Absent
+    means the model's own, else 1 (none).
+    """
     presence_penalty: _builtins.float
-    """presence_penalty is subtracted once from the logits of each token in the output, in [-2, 2]. 0 means none."""
+    """presence_penalty is subtracted once from the logits of each token in the output, in [-2, 2]. Absent means the
+    model's own, else 0. 0 means none.
+    """
     frequency_penalty: _builtins.float
-    """frequency_penalty is subtracted per occurrence from the logits of each token in the output, in [-2, 2]. 0 means none."""
+    """frequency_penalty is subtracted per occurrence from the logits of each token in the output, in [-2, 2].
+    Absent means the model's own, else 0. 0 means none.
+    """
     seed: _builtins.int
     """seed determines every draw of the request. Absent means that the router draws one and names it in `Started`."""
     max_tokens: _builtins.int
@@ -139,12 +151,12 @@ class SamplingParams(_message.Message):
         self,
         *,
         temperature: _builtins.float | None = ...,
-        top_k: _builtins.int = ...,
+        top_k: _builtins.int | None = ...,
         top_p: _builtins.float | None = ...,
-        min_p: _builtins.float = ...,
+        min_p: _builtins.float | None = ...,
         repetition_penalty: _builtins.float | None = ...,
-        presence_penalty: _builtins.float = ...,
-        frequency_penalty: _builtins.float = ...,
+        presence_penalty: _builtins.float | None = ...,
+        frequency_penalty: _builtins.float | None = ...,
         seed: _builtins.int | None = ...,
         max_tokens: _builtins.int | None = ...,
         min_tokens: _builtins.int = ...,
@@ -155,32 +167,48 @@ class SamplingParams(_message.Message):
         n: _builtins.int = ...,
         constraint: Global___Constraint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "constraint", b"constraint", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "constraint", b"constraint", "frequency_penalty", b"frequency_penalty", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "constraint", b"constraint", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "constraint", b"constraint", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__frequency_penalty: _TypeAlias = _typing.Literal["frequency_penalty"]  # noqa: Y015
+    _WhichOneofArgType__frequency_penalty: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty"]  # noqa: Y015
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__min_p: _TypeAlias = _typing.Literal["min_p"]  # noqa: Y015
+    _WhichOneofArgType__min_p: _TypeAlias = _typing.Literal["_min_p", b"_min_p"]  # noqa: Y015
+    _WhichOneofReturnType__presence_penalty: _TypeAlias = _typing.Literal["presence_penalty"]  # noqa: Y015
+    _WhichOneofArgType__presence_penalty: _TypeAlias = _typing.Literal["_presence_penalty", b"_presence_penalty"]  # noqa: Y015
     _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
     _WhichOneofArgType__repetition_penalty: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
     _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
     _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
+    _WhichOneofReturnType__top_k: _TypeAlias = _typing.Literal["top_k"]  # noqa: Y015
+    _WhichOneofArgType__top_k: _TypeAlias = _typing.Literal["_top_k", b"_top_k"]  # noqa: Y015
     _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
     _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__frequency_penalty) -> _WhichOneofReturnType__frequency_penalty | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_p) -> _WhichOneofReturnType__min_p | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__presence_penalty) -> _WhichOneofReturnType__presence_penalty | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_k) -> _WhichOneofReturnType__top_k | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
 
@@ -455,6 +483,8 @@ class Reservation(_message.Message):
     ENDPOINTS_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    ADAPTER_DIGEST_FIELD_NUMBER: _builtins.int
     reservation_id: _builtins.str
     """reservation_id is unique within the worker's epoch."""
     epoch: _builtins.int
@@ -467,6 +497,10 @@ class Reservation(_message.Message):
     """token authorizes a push into this reservation; secret."""
     num_cached_tokens: _builtins.int
     """num_cached_tokens of the prompt: the decode worker's prefix hit (whole blocks, pinned until commit), which is not sent."""
+    adapter: _builtins.str
+    """adapter of the request, empty for the model alone: the prefill worker must compute with the same."""
+    adapter_digest: _builtins.str
+    """adapter_digest of that adapter."""
     @_builtins.property
     def endpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransferEndpoint]:
         """endpoints of the receiver, best first."""
@@ -486,10 +520,12 @@ class Reservation(_message.Message):
         endpoints: _abc.Iterable[Global___TransferEndpoint] | None = ...,
         num_cached_tokens: _builtins.int = ...,
         layout: Global___KVLayout | None = ...,
+        adapter: _builtins.str = ...,
+        adapter_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "endpoints", b"endpoints", "epoch", b"epoch", "layout", b"layout", "lease_ms", b"lease_ms", "num_cached_tokens", b"num_cached_tokens", "reservation_id", b"reservation_id", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "adapter_digest", b"adapter_digest", "attempt", b"attempt", "endpoints", b"endpoints", "epoch", b"epoch", "layout", b"layout", "lease_ms", b"lease_ms", "num_cached_tokens", b"num_cached_tokens", "reservation_id", b"reservation_id", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -540,6 +576,8 @@ class TokenRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    ADAPTER_DIGEST_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """model is the name that the worker must serve."""
     cache_salt: _builtins.str
@@ -548,6 +586,10 @@ class TokenRequest(_message.Message):
     """tenant that the request belongs to. Empty means the default tenant."""
     priority: Global___Priority.ValueType
     """priority class."""
+    adapter: _builtins.str
+    """adapter that computes it beside the model: the name of a LoRA adapter that the worker has loaded. Empty means the model alone."""
+    adapter_digest: _builtins.str
+    """adapter_digest of what the router takes it for. A worker that has other weights of that name refuses. Empty means any."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """prompt_token_ids holds at least one token."""
@@ -570,14 +612,46 @@ class TokenRequest(_message.Message):
         cache_salt: _builtins.str = ...,
         tenant: _builtins.str = ...,
         priority: Global___Priority.ValueType = ...,
+        adapter: _builtins.str = ...,
+        adapter_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "emitted", b"emitted", "model", b"model", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "adapter_digest", b"adapter_digest", "cache_salt", b"cache_salt", "emitted", b"emitted", "model", b"model", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TokenRequest: _TypeAlias = TokenRequest  # noqa: Y015
+
+@_typing.final
+class AdapterInfo(_message.Message):
+    """AdapterInfo is a LoRA adapter that a worker has loaded."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """name that requests ask for."""
+    digest: _builtins.str
+    """digest is the SHA-256 (hex) over the adapter's configuration and weights."""
+    rank: _builtins.int
+    """rank is the largest of its maps."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        digest: _builtins.str = ...,
+        rank: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "name", b"name", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterInfo: _TypeAlias = AdapterInfo  # noqa: Y015
 
 @_typing.final
 class PrefillTimings(_message.Message):

@@ -712,6 +712,8 @@ class ModelInfo(_message.Message):
     MAX_CONTEXT_FIELD_NUMBER: _builtins.int
     NUM_PREFILL_WORKERS_FIELD_NUMBER: _builtins.int
     NUM_DECODE_WORKERS_FIELD_NUMBER: _builtins.int
+    SAMPLING_DEFAULTS_FIELD_NUMBER: _builtins.int
+    BASE_MODEL_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """name to ask for."""
     max_context: _builtins.int
@@ -720,6 +722,15 @@ class ModelInfo(_message.Message):
     """num_prefill_workers ready now."""
     num_decode_workers: _builtins.int
     """num_decode_workers ready now."""
+    base_model: _builtins.str
+    """base_model that this LoRA adapter goes with. Empty: it is a model itself."""
+    @_builtins.property
+    def sampling_defaults(self) -> _common_pb2.SamplingParams:
+        """sampling_defaults are what the model's publisher set in generation_config.json: a request that leaves one of these parameters
+        out gets its value. Parameters that are absent here have the defaults that SamplingParams names. Absent means that there are
+        none, or that the router ignores them (--generation-config none).
+        """
+
     def __init__(
         self,
         *,
@@ -727,14 +738,114 @@ class ModelInfo(_message.Message):
         max_context: _builtins.int = ...,
         num_prefill_workers: _builtins.int = ...,
         num_decode_workers: _builtins.int = ...,
+        sampling_defaults: _common_pb2.SamplingParams | None = ...,
+        base_model: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling_defaults", b"sampling_defaults"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_context", b"max_context", "name", b"name", "num_decode_workers", b"num_decode_workers", "num_prefill_workers", b"num_prefill_workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_model", b"base_model", "max_context", b"max_context", "name", b"name", "num_decode_workers", b"num_decode_workers", "num_prefill_workers", b"num_prefill_workers", "sampling_defaults", b"sampling_defaults"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ModelInfo: _TypeAlias = ModelInfo  # noqa: Y015
+
+@_typing.final
+class MeshAdapter(_message.Message):
+    """MeshAdapter is a LoRA adapter as a router sees it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    FOLDER_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """name to ask for."""
+    model: _builtins.str
+    """model that it goes with."""
+    digest: _builtins.str
+    """digest of its files, SHA-256 (hex). Empty: no worker has said it yet."""
+    folder: _builtins.str
+    """folder that it is loaded from. Empty: the workers were started with it."""
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdapterOnWorker]:
+        """workers of the model that have places for adapters."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        model: _builtins.str = ...,
+        digest: _builtins.str = ...,
+        folder: _builtins.str = ...,
+        workers: _abc.Iterable[Global___AdapterOnWorker] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "folder", b"folder", "model", b"model", "name", b"name", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MeshAdapter: _TypeAlias = MeshAdapter  # noqa: Y015
+
+@_typing.final
+class AdapterOnWorker(_message.Message):
+    """AdapterOnWorker says how an adapter is on one worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    LOADED_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    NUM_RUNNING_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """worker_id of the worker."""
+    loaded: _builtins.bool
+    """loaded: requests with the adapter may go there."""
+    error: _builtins.str
+    """error of the last attempt to load or unload it. Empty without one."""
+    num_running: _builtins.int
+    """num_running requests there with an adapter that was unloaded now."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        loaded: _builtins.bool = ...,
+        error: _builtins.str = ...,
+        num_running: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "loaded", b"loaded", "num_running", b"num_running", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterOnWorker: _TypeAlias = AdapterOnWorker  # noqa: Y015
+
+@_typing.final
+class ListMeshAdaptersResponse(_message.Message):
+    """ListMeshAdaptersResponse lists adapters."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___MeshAdapter]:
+        """adapters by model and name."""
+
+    def __init__(
+        self,
+        *,
+        adapters: _abc.Iterable[Global___MeshAdapter] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListMeshAdaptersResponse: _TypeAlias = ListMeshAdaptersResponse  # noqa: Y015
 
 @_typing.final
 class GetStatusRequest(_message.Message):

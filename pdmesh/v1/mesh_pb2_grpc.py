@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from pdmesh.v1 import mesh_pb2 as pdmesh_dot_v1_dot_mesh__pb2
+from pdmesh.v1 import worker_pb2 as pdmesh_dot_v1_dot_worker__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -65,6 +66,21 @@ class MeshStub:
                 request_serializer=pdmesh_dot_v1_dot_mesh__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=pdmesh_dot_v1_dot_mesh__pb2.ExplainResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/pdmesh.v1.Mesh/LoadAdapter',
+                request_serializer=pdmesh_dot_v1_dot_worker__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_mesh__pb2.MeshAdapter.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/pdmesh.v1.Mesh/UnloadAdapter',
+                request_serializer=pdmesh_dot_v1_dot_worker__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_mesh__pb2.MeshAdapter.FromString,
+                _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/pdmesh.v1.Mesh/ListAdapters',
+                request_serializer=pdmesh_dot_v1_dot_worker__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_mesh__pb2.ListMeshAdaptersResponse.FromString,
+                _registered_method=True)
 
 
 class MeshServicer:
@@ -116,6 +132,30 @@ class MeshServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """LoadAdapter loads a LoRA adapter on every worker of the model that has places for adapters, those included that start later.
+        INVALID_ARGUMENT names the field, or what is wrong with the folder; NOT_FOUND: unknown model; FAILED_PRECONDITION: no worker could
+        load it, or the router does not allow changes; UNAVAILABLE: no worker.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """UnloadAdapter refuses new requests with the adapter on every worker; running ones end as they would have. NOT_FOUND: no worker has
+        it, and none is to load it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAdapters(self, request, context):
+        """ListAdapters returns the adapters of all models, with the workers that have them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_MeshServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -148,6 +188,21 @@ def add_MeshServicer_to_server(servicer, server):
                     servicer.Explain,
                     request_deserializer=pdmesh_dot_v1_dot_mesh__pb2.ExplainRequest.FromString,
                     response_serializer=pdmesh_dot_v1_dot_mesh__pb2.ExplainResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=pdmesh_dot_v1_dot_worker__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_mesh__pb2.MeshAdapter.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=pdmesh_dot_v1_dot_worker__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_mesh__pb2.MeshAdapter.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=pdmesh_dot_v1_dot_worker__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_mesh__pb2.ListMeshAdaptersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -313,6 +368,87 @@ class Mesh:
             '/pdmesh.v1.Mesh/Explain',
             pdmesh_dot_v1_dot_mesh__pb2.ExplainRequest.SerializeToString,
             pdmesh_dot_v1_dot_mesh__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdmesh.v1.Mesh/LoadAdapter',
+            pdmesh_dot_v1_dot_worker__pb2.LoadAdapterRequest.SerializeToString,
+            pdmesh_dot_v1_dot_mesh__pb2.MeshAdapter.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdmesh.v1.Mesh/UnloadAdapter',
+            pdmesh_dot_v1_dot_worker__pb2.UnloadAdapterRequest.SerializeToString,
+            pdmesh_dot_v1_dot_mesh__pb2.MeshAdapter.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdmesh.v1.Mesh/ListAdapters',
+            pdmesh_dot_v1_dot_worker__pb2.ListAdaptersRequest.SerializeToString,
+            pdmesh_dot_v1_dot_mesh__pb2.ListMeshAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,

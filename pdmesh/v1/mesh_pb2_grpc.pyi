@@ -6,6 +6,7 @@ The client API, served by every router."""
 from collections import abc as _abc
 from grpc import aio as _aio
 from pdmesh.v1 import mesh_pb2 as _mesh_pb2
+from pdmesh.v1 import worker_pb2 as _worker_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys
@@ -50,6 +51,17 @@ class MeshStub:
     """Explain returns why requests were placed as they were, or where one would be placed now. INVALID_ARGUMENT names the field;
     NOT_FOUND: the request is not among those that this router remembers.
     """
+    LoadAdapter: _grpc.UnaryUnaryMultiCallable[_worker_pb2.LoadAdapterRequest, _mesh_pb2.MeshAdapter]
+    """LoadAdapter loads a LoRA adapter on every worker of the model that has places for adapters, those included that start later.
+    INVALID_ARGUMENT names the field, or what is wrong with the folder; NOT_FOUND: unknown model; FAILED_PRECONDITION: no worker could
+    load it, or the router does not allow changes; UNAVAILABLE: no worker.
+    """
+    UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_worker_pb2.UnloadAdapterRequest, _mesh_pb2.MeshAdapter]
+    """UnloadAdapter refuses new requests with the adapter on every worker; running ones end as they would have. NOT_FOUND: no worker has
+    it, and none is to load it.
+    """
+    ListAdapters: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ListAdaptersRequest, _mesh_pb2.ListMeshAdaptersResponse]
+    """ListAdapters returns the adapters of all models, with the workers that have them."""
 
 @_typing.type_check_only
 class MeshAsyncStub(MeshStub):
@@ -73,6 +85,17 @@ class MeshAsyncStub(MeshStub):
     """Explain returns why requests were placed as they were, or where one would be placed now. INVALID_ARGUMENT names the field;
     NOT_FOUND: the request is not among those that this router remembers.
     """
+    LoadAdapter: _aio.UnaryUnaryMultiCallable[_worker_pb2.LoadAdapterRequest, _mesh_pb2.MeshAdapter]  # type: ignore[assignment]
+    """LoadAdapter loads a LoRA adapter on every worker of the model that has places for adapters, those included that start later.
+    INVALID_ARGUMENT names the field, or what is wrong with the folder; NOT_FOUND: unknown model; FAILED_PRECONDITION: no worker could
+    load it, or the router does not allow changes; UNAVAILABLE: no worker.
+    """
+    UnloadAdapter: _aio.UnaryUnaryMultiCallable[_worker_pb2.UnloadAdapterRequest, _mesh_pb2.MeshAdapter]  # type: ignore[assignment]
+    """UnloadAdapter refuses new requests with the adapter on every worker; running ones end as they would have. NOT_FOUND: no worker has
+    it, and none is to load it.
+    """
+    ListAdapters: _aio.UnaryUnaryMultiCallable[_worker_pb2.ListAdaptersRequest, _mesh_pb2.ListMeshAdaptersResponse]  # type: ignore[assignment]
+    """ListAdapters returns the adapters of all models, with the workers that have them."""
 
 class MeshServicer(metaclass=_abc_1.ABCMeta):
     """Mesh is the client API."""
@@ -129,5 +152,34 @@ class MeshServicer(metaclass=_abc_1.ABCMeta):
         """Explain returns why requests were placed as they were, or where one would be placed now. INVALID_ARGUMENT names the field;
         NOT_FOUND: the request is not among those that this router remembers.
         """
+
+    @_abc_1.abstractmethod
+    def LoadAdapter(
+        self,
+        request: _worker_pb2.LoadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_mesh_pb2.MeshAdapter, _abc.Awaitable[_mesh_pb2.MeshAdapter]]:
+        """LoadAdapter loads a LoRA adapter on every worker of the model that has places for adapters, those included that start later.
+        INVALID_ARGUMENT names the field, or what is wrong with the folder; NOT_FOUND: unknown model; FAILED_PRECONDITION: no worker could
+        load it, or the router does not allow changes; UNAVAILABLE: no worker.
+        """
+
+    @_abc_1.abstractmethod
+    def UnloadAdapter(
+        self,
+        request: _worker_pb2.UnloadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_mesh_pb2.MeshAdapter, _abc.Awaitable[_mesh_pb2.MeshAdapter]]:
+        """UnloadAdapter refuses new requests with the adapter on every worker; running ones end as they would have. NOT_FOUND: no worker has
+        it, and none is to load it.
+        """
+
+    @_abc_1.abstractmethod
+    def ListAdapters(
+        self,
+        request: _worker_pb2.ListAdaptersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_mesh_pb2.ListMeshAdaptersResponse, _abc.Awaitable[_mesh_pb2.ListMeshAdaptersResponse]]:
+        """ListAdapters returns the adapters of all models, with the workers that have them."""
 
 def add_MeshServicer_to_server(servicer: MeshServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from pdmesh.v1 import common_pb2 as pdmesh_dot_v1_dot_common__pb2
 from pdmesh.v1 import worker_pb2 as pdmesh_dot_v1_dot_worker__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
@@ -60,6 +61,21 @@ class WorkerControlStub:
                 request_serializer=pdmesh_dot_v1_dot_worker__pb2.KeepTracesRequest.SerializeToString,
                 response_deserializer=pdmesh_dot_v1_dot_worker__pb2.KeepTracesResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/pdmesh.v1.WorkerControl/LoadAdapter',
+                request_serializer=pdmesh_dot_v1_dot_worker__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_common__pb2.AdapterInfo.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/pdmesh.v1.WorkerControl/UnloadAdapter',
+                request_serializer=pdmesh_dot_v1_dot_worker__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_worker__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/pdmesh.v1.WorkerControl/ListAdapters',
+                request_serializer=pdmesh_dot_v1_dot_worker__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_worker__pb2.AdapterList.FromString,
+                _registered_method=True)
 
 
 class WorkerControlServicer:
@@ -102,6 +118,29 @@ class WorkerControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """LoadAdapter loads a LoRA adapter from a folder that this worker can read; again, it changes nothing. INVALID_ARGUMENT names the
+        field, or file and tensor; FAILED_PRECONDITION: the name or all places are taken, or the worker has no places.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """UnloadAdapter refuses new requests with the adapter at once. Running ones end as they would have, then its place is free.
+        NOT_FOUND: there is none of that name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAdapters(self, request, context):
+        """ListAdapters returns the adapters that requests may ask for.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -129,6 +168,21 @@ def add_WorkerControlServicer_to_server(servicer, server):
                     servicer.KeepTraces,
                     request_deserializer=pdmesh_dot_v1_dot_worker__pb2.KeepTracesRequest.FromString,
                     response_serializer=pdmesh_dot_v1_dot_worker__pb2.KeepTracesResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=pdmesh_dot_v1_dot_worker__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_common__pb2.AdapterInfo.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=pdmesh_dot_v1_dot_worker__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_worker__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=pdmesh_dot_v1_dot_worker__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_worker__pb2.AdapterList.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -267,6 +321,87 @@ class WorkerControl:
             '/pdmesh.v1.WorkerControl/KeepTraces',
             pdmesh_dot_v1_dot_worker__pb2.KeepTracesRequest.SerializeToString,
             pdmesh_dot_v1_dot_worker__pb2.KeepTracesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdmesh.v1.WorkerControl/LoadAdapter',
+            pdmesh_dot_v1_dot_worker__pb2.LoadAdapterRequest.SerializeToString,
+            pdmesh_dot_v1_dot_common__pb2.AdapterInfo.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdmesh.v1.WorkerControl/UnloadAdapter',
+            pdmesh_dot_v1_dot_worker__pb2.UnloadAdapterRequest.SerializeToString,
+            pdmesh_dot_v1_dot_worker__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdmesh.v1.WorkerControl/ListAdapters',
+            pdmesh_dot_v1_dot_worker__pb2.ListAdaptersRequest.SerializeToString,
+            pdmesh_dot_v1_dot_worker__pb2.AdapterList.FromString,
             options,
             channel_credentials,
             insecure,

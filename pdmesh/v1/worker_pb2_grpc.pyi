@@ -5,6 +5,7 @@ The service of every worker, whatever its roles."""
 
 from collections import abc as _abc
 from grpc import aio as _aio
+from pdmesh.v1 import common_pb2 as _common_pb2
 from pdmesh.v1 import worker_pb2 as _worker_pb2
 import abc as _abc_1
 import grpc as _grpc
@@ -45,6 +46,16 @@ class WorkerControlStub:
     """ListBlocks streams the names of all prompt blocks that the worker's prefix cache holds, for a router whose index has a gap."""
     KeepTraces: _grpc.UnaryUnaryMultiCallable[_worker_pb2.KeepTracesRequest, _worker_pb2.KeepTracesResponse]
     """KeepTraces has the worker send its present and future spans of unsampled traces: their requests went badly."""
+    LoadAdapter: _grpc.UnaryUnaryMultiCallable[_worker_pb2.LoadAdapterRequest, _common_pb2.AdapterInfo]
+    """LoadAdapter loads a LoRA adapter from a folder that this worker can read; again, it changes nothing. INVALID_ARGUMENT names the
+    field, or file and tensor; FAILED_PRECONDITION: the name or all places are taken, or the worker has no places.
+    """
+    UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_worker_pb2.UnloadAdapterRequest, _worker_pb2.UnloadAdapterResponse]
+    """UnloadAdapter refuses new requests with the adapter at once. Running ones end as they would have, then its place is free.
+    NOT_FOUND: there is none of that name.
+    """
+    ListAdapters: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ListAdaptersRequest, _worker_pb2.AdapterList]
+    """ListAdapters returns the adapters that requests may ask for."""
 
 @_typing.type_check_only
 class WorkerControlAsyncStub(WorkerControlStub):
@@ -63,6 +74,16 @@ class WorkerControlAsyncStub(WorkerControlStub):
     """ListBlocks streams the names of all prompt blocks that the worker's prefix cache holds, for a router whose index has a gap."""
     KeepTraces: _aio.UnaryUnaryMultiCallable[_worker_pb2.KeepTracesRequest, _worker_pb2.KeepTracesResponse]  # type: ignore[assignment]
     """KeepTraces has the worker send its present and future spans of unsampled traces: their requests went badly."""
+    LoadAdapter: _aio.UnaryUnaryMultiCallable[_worker_pb2.LoadAdapterRequest, _common_pb2.AdapterInfo]  # type: ignore[assignment]
+    """LoadAdapter loads a LoRA adapter from a folder that this worker can read; again, it changes nothing. INVALID_ARGUMENT names the
+    field, or file and tensor; FAILED_PRECONDITION: the name or all places are taken, or the worker has no places.
+    """
+    UnloadAdapter: _aio.UnaryUnaryMultiCallable[_worker_pb2.UnloadAdapterRequest, _worker_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
+    """UnloadAdapter refuses new requests with the adapter at once. Running ones end as they would have, then its place is free.
+    NOT_FOUND: there is none of that name.
+    """
+    ListAdapters: _aio.UnaryUnaryMultiCallable[_worker_pb2.ListAdaptersRequest, _worker_pb2.AdapterList]  # type: ignore[assignment]
+    """ListAdapters returns the adapters that requests may ask for."""
 
 class WorkerControlServicer(metaclass=_abc_1.ABCMeta):
     """WorkerControl is served by every worker."""
@@ -108,5 +129,33 @@ class WorkerControlServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.KeepTracesResponse, _abc.Awaitable[_worker_pb2.KeepTracesResponse]]:
         """KeepTraces has the worker send its present and future spans of unsampled traces: their requests went badly."""
+
+    @_abc_1.abstractmethod
+    def LoadAdapter(
+        self,
+        request: _worker_pb2.LoadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_common_pb2.AdapterInfo, _abc.Awaitable[_common_pb2.AdapterInfo]]:
+        """LoadAdapter loads a LoRA adapter from a folder that this worker can read; again, it changes nothing. INVALID_ARGUMENT names the
+        field, or file and tensor; FAILED_PRECONDITION: the name or all places are taken, or the worker has no places.
+        """
+
+    @_abc_1.abstractmethod
+    def UnloadAdapter(
+        self,
+        request: _worker_pb2.UnloadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.UnloadAdapterResponse, _abc.Awaitable[_worker_pb2.UnloadAdapterResponse]]:
+        """UnloadAdapter refuses new requests with the adapter at once. Running ones end as they would have, then its place is free.
+        NOT_FOUND: there is none of that name.
+        """
+
+    @_abc_1.abstractmethod
+    def ListAdapters(
+        self,
+        request: _worker_pb2.ListAdaptersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.AdapterList, _abc.Awaitable[_worker_pb2.AdapterList]]:
+        """ListAdapters returns the adapters that requests may ask for."""
 
 def add_WorkerControlServicer_to_server(servicer: WorkerControlServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

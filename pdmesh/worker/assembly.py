@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import time
 from collections.abc import Callable, Coroutine
 
 from decode_service.request import DecodeSpans
@@ -27,9 +28,11 @@ from pdmesh.runtime.telemetry.config import resource_of
 from pdmesh.runtime.telemetry.metrics import Readings
 from pdmesh.runtime.telemetry.tracing import open_tracing
 from pdmesh.v1 import decode_pb2_grpc, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
+from pdmesh.worker.adapters import WorkerAdapters
 from pdmesh.worker.config import WorkerConfig, bind
 from pdmesh.worker.control import ControlServicer, RoleChanges
 from pdmesh.worker.description import Description, describe
+from pdmesh.worker.expert_load import ExpertWindow
 from pdmesh.worker.kv_memory import receiver_for, staged_memory
 from pdmesh.worker.load import LoadReporter, StepWatch, limits_for, prior_for
 from pdmesh.worker.metrics import Seen, WorkerMetrics, read
@@ -79,8 +82,10 @@ class Worker:
         self._engine_loop = EngineLoop(engine, self._on_step, on_failure, self.dispatcher.on_ready)
         self._publisher = PrefixPublisher(engine, self._engine_loop, self.epoch, worker_id) if config.redis else None
         self._grammars = compiler_for(engine)
-        served_model = ServedModel.of(engine, config.served_name, self._grammars)
+        self.adapters = WorkerAdapters(engine, self._engine_loop, config.served_name, self.changes.notify)
+        served_model = ServedModel.of(engine, config.served_name, self._grammars, self.adapters.find)
         self.watch = StepWatch(engine.pacer)
+        self._experts = ExpertWindow()
         self.load = self._load_reporter()
         tls = open_tls(config.tls)
         self._staged = staged or staged_memory(engine)
@@ -126,6 +131,7 @@ class Worker:
             set_roles=self.set_roles,
             list_blocks=lambda: list_blocks(self._engine_loop, self.epoch),
             keep_traces=self.tracing.keep,
+            adapters=self.adapters,
         )
         add_decode = decode_pb2_grpc.add_DecodeServiceServicer_to_server
         add_prefill = prefill_pb2_grpc.add_PrefillServiceServicer_to_server
@@ -211,7 +217,9 @@ class Worker:
         limits = limits_for(self.engine) if self.watch.model is not None else None
         expired = self.decode.keeper.num_expired
         corrupt = {transport: self._receiver.num_corrupt[transport] for transport in self._config.transports}
-        read(readings, Seen(self.load.stats, self.load.report(), limits, corrupt, expired))
+        counts = self.engine.expert_counts()
+        experts = None if counts is None else self._experts.take(counts, time.monotonic())
+        read(readings, Seen(self.load.stats, self.load.report(), limits, corrupt, expired, experts))
 
     def _background(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -227,6 +235,7 @@ class Worker:
             worker_id=self._worker_id,
             epoch=self.epoch,
             max_num_seqs=self.engine.config.max_num_seqs,
+            adapters=self.adapters.infos,
             num_handoff_failures=lambda: self.prefill.num_handoff_failures + self.decode.reservations.num_handoff_failures,
         )
 
@@ -237,7 +246,7 @@ class Worker:
             self._sender,
             served_model.layout.block_size,
             lambda: self.dispatcher.num_steps,
-            self.engine.exports.signal.tell_every,
+            self.engine.exports.signal.notify_every,
             self.metrics.pushed,
         )
         return PrefillServicer(
@@ -279,6 +288,7 @@ class Worker:
         return describe(
             self.engine,
             self.gate,
+            self.adapters,
             worker_id=self._worker_id,
             epoch=self.epoch,
             address=self._address,

@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
 from pdmesh.runtime.errors import InvalidArgument
-from pdmesh.v1 import worker_pb2
+from pdmesh.v1 import common_pb2, worker_pb2
 from pdmesh.v1.worker_pb2_grpc import WorkerControlServicer
+from pdmesh.worker.adapters import WorkerAdapters
 from pdmesh.worker.roles import Role, check_roles
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class RoleChanges:
 
 
 class ControlServicer(WorkerControlServicer):
-    """Serve GetInfo, Watch, SetRoles, ListBlocks and KeepTraces."""
+    """Serve GetInfo, Watch, SetRoles, ListBlocks, KeepTraces, and the loading of adapters."""
 
     def __init__(
         self,
@@ -68,6 +69,7 @@ class ControlServicer(WorkerControlServicer):
         set_roles: Callable[[frozenset[Role], float], Awaitable[None]],
         list_blocks: Callable[[], AsyncIterator[worker_pb2.BlockList]],
         keep_traces: Callable[[Sequence[int]], None],
+        adapters: WorkerAdapters,
     ) -> None:
         """Create the servicer. `set_roles(roles, drain_timeout_s)` returns when removed roles have no work left."""
         self._info = info
@@ -76,6 +78,7 @@ class ControlServicer(WorkerControlServicer):
         self._set_roles = set_roles
         self._list_blocks = list_blocks
         self._keep_traces = keep_traces
+        self._adapters = adapters
 
     async def GetInfo(self, request: worker_pb2.GetInfoRequest, context: _ServicerContext) -> worker_pb2.WorkerInfo:
         return self._info()
@@ -110,3 +113,14 @@ class ControlServicer(WorkerControlServicer):
                 raise InvalidArgument(f"trace_ids[{index}]", f"has {len(trace_id)} bytes; a trace id has {TRACE_ID_BYTES}")
         self._keep_traces([int.from_bytes(trace_id, "big") for trace_id in request.trace_ids])
         return worker_pb2.KeepTracesResponse()
+
+    async def LoadAdapter(self, request: worker_pb2.LoadAdapterRequest, context: _ServicerContext) -> common_pb2.AdapterInfo:
+        return await self._adapters.load(request)
+
+    async def UnloadAdapter(
+        self, request: worker_pb2.UnloadAdapterRequest, context: _ServicerContext
+    ) -> worker_pb2.UnloadAdapterResponse:
+        return await self._adapters.unload(request)
+
+    async def ListAdapters(self, request: worker_pb2.ListAdaptersRequest, context: _ServicerContext) -> worker_pb2.AdapterList:
+        return self._adapters.listed()

@@ -11,6 +11,7 @@ from pdmesh.engine.engine import Engine
 from pdmesh.engine.memory import effective_max_context
 from pdmesh.runtime.process import host_id
 from pdmesh.v1 import common_pb2, worker_pb2
+from pdmesh.worker.adapters import WorkerAdapters
 from pdmesh.worker.roles import RoleGate
 
 
@@ -54,7 +55,7 @@ def _reach(transport: str, reach: Reach) -> worker_pb2.TransportReach:
 
 @dataclass(frozen=True)
 class Description:
-    """Hold the facts about a worker that do not change while it runs, and its roles, which may change."""
+    """Hold the facts about a worker that do not change while it runs, and its roles and adapters, which may change."""
 
     worker_id: str
     epoch: int
@@ -68,9 +69,10 @@ class Description:
     num_blocks: int
     eos_token_ids: tuple[int, ...]
     gate: RoleGate
+    adapters: WorkerAdapters
 
     def info(self) -> worker_pb2.WorkerInfo:
-        """Return the message to register, with the present roles."""
+        """Return the message to register, with the present roles and adapters."""
         return worker_pb2.WorkerInfo(
             worker_id=self.worker_id,
             epoch=self.epoch,
@@ -87,12 +89,15 @@ class Description:
             num_blocks=self.num_blocks,
             eos_token_ids=self.eos_token_ids,
             host_id=host_id(),
+            adapters=self.adapters.infos(),
+            max_adapters=self.adapters.max_adapters,
         )
 
 
 def describe(
     engine: Engine,
     gate: RoleGate,
+    adapters: WorkerAdapters,
     *,
     worker_id: str,
     epoch: int,
@@ -117,4 +122,5 @@ def describe(
         num_blocks=engine.kv.shape.num_blocks,
         eos_token_ids=tuple(sorted(engine.eos_token_ids)),
         gate=gate,
+        adapters=adapters,
     )

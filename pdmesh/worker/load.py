@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.engine import Engine
@@ -17,7 +17,7 @@ from pdmesh.engine.speculation.stats import ProposerStats, SpeculationStats
 from pdmesh.planning.latency_fit import LatencyFit
 from pdmesh.planning.latency_model import Hardware, LatencyModel, ModelShape, Work, prior_of
 from pdmesh.planning.roofline import ALL_REDUCE_S
-from pdmesh.v1 import worker_pb2
+from pdmesh.v1 import common_pb2, worker_pb2
 from pdmesh.worker.roles import RoleGate
 
 # Speculation on this worker, for routers: counts since start, and recent means.
@@ -98,7 +98,12 @@ def prior_for(engine: Engine) -> LatencyModel:
             weight_bytes=cost.weight_bytes,
             kv_bytes_per_token=cost.kv_bytes_per_token,
             attention_operations=cost.attention_operations,
+            expert_bytes=cost.expert_bytes,
+            num_experts=cost.num_experts,
+            top_k=cost.top_k,
         ),
+        chunk=engine.config.max_num_batched_tokens,
+        batch=engine.config.max_num_seqs,
     )
 
 
@@ -185,6 +190,7 @@ class LoadReporter:
         epoch: int,
         max_num_seqs: int,
         num_handoff_failures: Callable[[], int],
+        adapters: Callable[[], Sequence[common_pb2.AdapterInfo]] = lambda: (),
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._engine = engine
@@ -196,6 +202,7 @@ class LoadReporter:
         self._epoch = epoch
         self._max_num_seqs = max_num_seqs
         self._num_handoff_failures = num_handoff_failures
+        self._adapters = adapters
         self._clock_ns = clock_ns
 
     async def run(self) -> None:
@@ -255,4 +262,5 @@ class LoadReporter:
             slack_s=stats.slack_s,
             speculation=None if stats.speculation is None else speculation_message(self._drafts),
             age_ms=math.ceil(1000 * self._age_s()),
+            adapters=self._adapters(),
         )

@@ -15,11 +15,13 @@ from kvtransfer.sender.push import PushResult
 from pdmesh.engine.hardware import MachineLimits, ModelCost
 from pdmesh.engine.outputs import EngineStats, StepResult, StepWork
 from pdmesh.engine.speculation.stats import SpeculationStats
+from pdmesh.planning.latency_model import distinct_experts
 from pdmesh.runtime.telemetry.config import resource_of
 from pdmesh.runtime.telemetry.metrics import Metrics, Reader, Readings, counter, gauge, histogram
 from pdmesh.runtime.telemetry.open_metrics import open_metrics
 from pdmesh.v1 import worker_pb2
 from pdmesh.worker.config import WorkerConfig
+from pdmesh.worker.expert_load import ExpertLoad
 
 # The list of metrics.
 
@@ -67,6 +69,16 @@ DRAFTING = counter("pdmesh.speculation.drafting", "Time spent on drafting", unit
 VERIFYING = counter("pdmesh.speculation.verifying", "Time of steps that was spent on verifying drafted tokens", unit="s")
 FAILED_PROPOSER = gauge("pdmesh.speculation.failed", "1: this proposer failed and is switched off", ("proposer",))
 MODEL_ERROR = gauge("pdmesh.engine.latency.error", "Median error of the latency model, by kind of step", ("kind",), unit="1")
+EXPERT_TOKENS = counter(
+    "pdmesh.experts.tokens", "Tokens of experts: each token once for every expert that it took, in each layer"
+)
+EXPERT_LOAD = gauge(
+    "pdmesh.experts.load", "Tokens of an expert over its layer's mean within a minute, over all experts", ("quantile",), unit="1"
+)
+EXPERT_IMBALANCE = gauge(
+    "pdmesh.experts.imbalance", "Tokens of a layer's busiest expert over its mean within a minute", ("layers",), unit="1"
+)
+EXPERTS_IDLE = gauge("pdmesh.experts.idle", "Share of experts without a token within a minute", unit="1")
 ROLES = gauge("pdmesh.worker.role", "1: the worker takes requests of this role", ("role",))
 DRAINING = gauge("pdmesh.worker.draining", "1: the worker takes no new requests")
 
@@ -77,7 +89,8 @@ AT_SCRAPE = (
     BLOCKS_TOTAL, STEPS, TOKENS, PREEMPTIONS, MODEL_ERROR, ROLES, DRAINING,
 )  # fmt: skip
 SPECULATION = (DRAFTED, ACCEPTED, SPECULATION_ROWS, SPECULATION_TOKENS, DRAFTING, VERIFYING, FAILED_PROPOSER)
-ALL = (*PER_STEP, *PER_HANDOFF, *AT_SCRAPE, *SPECULATION)
+EXPERTS = (EXPERT_TOKENS, EXPERT_LOAD, EXPERT_IMBALANCE, EXPERTS_IDLE)
+ALL = (*PER_STEP, *PER_HANDOFF, *AT_SCRAPE, *SPECULATION, *EXPERTS)
 
 
 _ROLES = {worker_pb2.ROLE_PREFILL: "prefill", worker_pb2.ROLE_DECODE: "decode"}
@@ -85,8 +98,9 @@ _ROLES = {worker_pb2.ROLE_PREFILL: "prefill", worker_pb2.ROLE_DECODE: "decode"}
 
 @dataclass(frozen=True)
 class StepCounts:
-    """Hold the cost of steps, by the model's shape. A step reads all weights once; a token that decodes reads the keys and values
-    that it attends to, and the tokens of a prefill chunk share their reads."""
+    """Hold what steps cost, by the model's shape. A step reads all weights once, of experts those that its tokens are expected to
+    choose; a token that decodes reads the keys and values that it attends to, and the tokens of a prefill chunk share what they
+    read."""
 
     operations: int
     num_bytes: int
@@ -98,8 +112,10 @@ class StepCounts:
         attended = work.prefill_context + work.decode_context
         products = 2 * (num_tokens * cost.num_weights + work.num_decoding * cost.num_head_weights)
         chunk_context = 2 * work.prefill_context // (work.prefill_tokens + 1) if work.prefill_tokens else 0
-        kv_tokens = num_tokens + work.decode_context + chunk_context  # tokens written, then tokens read
-        return cls(products + attended * cost.attention_operations, cost.weight_bytes + kv_tokens * cost.kv_bytes_per_token)
+        kv_tokens = num_tokens + work.decode_context + chunk_context  # written; read
+        experts = round(cost.expert_bytes * distinct_experts(cost.num_experts, cost.top_k, num_tokens))
+        moved = cost.weight_bytes + experts + kv_tokens * cost.kv_bytes_per_token
+        return cls(products + attended * cost.attention_operations, moved)
 
 
 @dataclass(frozen=True)
@@ -111,6 +127,7 @@ class Seen:
     limits: MachineLimits | None
     num_corrupt: dict[str, int]
     num_leases_expired: int
+    experts: ExpertLoad | None = None  # of a model that has some
 
 
 class WorkerMetrics:
@@ -168,6 +185,8 @@ def read(readings: Readings, seen: Seen) -> None:
     _read_report(readings, seen.report)
     if seen.stats.speculation is not None:
         _read_speculation(readings, seen.stats.speculation)
+    if seen.experts is not None:
+        _read_experts(readings, seen.experts)
     for transport, count in seen.num_corrupt.items():
         readings.put(CORRUPT, count, transport)
     readings.put(LEASES_EXPIRED, seen.num_leases_expired)
@@ -217,6 +236,16 @@ def _read_speculation(readings: Readings, stats: SpeculationStats) -> None:
     readings.put(VERIFYING, stats.verifying_s)
     for proposer in stats.failed:
         readings.put(FAILED_PROPOSER, 1, proposer)
+
+
+def _read_experts(readings: Readings, load: ExpertLoad) -> None:
+    readings.put(EXPERT_TOKENS, load.num_tokens)
+    for quantile, share in load.loads.items():
+        readings.put(EXPERT_LOAD, share, str(quantile))
+    for over, imbalance in load.imbalances.items():
+        readings.put(EXPERT_IMBALANCE, imbalance, over)
+    if load.loads:
+        readings.put(EXPERTS_IDLE, load.idle_share)
 
 
 def _kind(work: StepWork) -> str:

@@ -5,20 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from decode_service.request import DecodeSpans
-from pdmesh.engine.outputs import KVReady, RequestStarted, SequenceUpdate, StepResult
+from pdmesh.engine.loop import Sink
+from pdmesh.engine.outputs import KVReady, StepResult
 from pdmesh.runtime.telemetry.spans import Step
-
-
-class Sink(Protocol):
-    """Receive the events of one engine request: the updates of each step, and once, after the updates of its first step,
-    `on_started`."""
-
-    def on_update(self, update: SequenceUpdate) -> None: ...
-
-    def on_started(self, started: RequestStarted, ended_ns: int) -> None: ...
 
 
 class StepDispatcher:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from pdmesh.adapter_id import AdapterId
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.request import EngineRequest
 from pdmesh.engine.sampling.grammar import Grammar, Matcher
@@ -24,6 +25,7 @@ from pdmesh.v1 import common_pb2
 from pdmesh.worker.description import identity_of, layout_of
 
 _FIELDS = common_pb2.SamplingParams.DESCRIPTOR.fields_by_name
+AdapterOf = Callable[[str, str], AdapterId]
 _Emitted = tuple[tuple[int, ...], ...]
 _Matchers = tuple[Matcher | None, ...]
 
@@ -40,6 +42,7 @@ class TokenRequestTranslator:
     model: str
     cache_root: Callable[[str, str], bytes]
     grammars: GrammarCompiler | None = None
+    adapter_of: AdapterOf | None = None  # from name and digest; None: the worker has no adapters
 
     async def __call__(self, request: common_pb2.TokenRequest) -> EngineRequest:
         """Return the engine's request. Raises InvalidArgument, or FailedPrecondition for another model, naming the field in
@@ -58,9 +61,17 @@ class TokenRequestTranslator:
             emitted=emitted,
             finished=finished,
             cache_root=self.cache_root(request.tenant, request.cache_salt),
+            adapter=self._adapter(request),
             grammar=grammar,
             matchers=matchers,
         )
+
+    def _adapter(self, request: common_pb2.TokenRequest) -> AdapterId | None:
+        if not request.adapter:
+            return None
+        if self.adapter_of is None:
+            raise FailedPrecondition("request.adapter", f"adapter {request.adapter[:80]!r} is not loaded on this worker")
+        return self.adapter_of(request.adapter, request.adapter_digest)
 
     async def _constraint(
         self, sampling: common_pb2.SamplingParams, emitted: _Emitted, finished: tuple[bool, ...]
@@ -165,14 +176,14 @@ class ServedModel:
     translate: TokenRequestTranslator
 
     @classmethod
-    def of(cls, engine: Engine, model: str, grammars: GrammarCompiler | None) -> ServedModel:
+    def of(cls, engine: Engine, model: str, grammars: GrammarCompiler | None, adapter_of: AdapterOf | None = None) -> ServedModel:
         """Return the description for a worker that serves this engine as `model`."""
         identity, layout = identity_of(engine, model), layout_of(engine)
 
         def cache_root(tenant: str, cache_salt: str) -> bytes:
             return cache_root_of(identity, layout.kv_dtype, tenant=tenant, cache_salt=cache_salt)
 
-        return cls(identity, layout, TokenRequestTranslator(identity.model, cache_root, grammars))
+        return cls(identity, layout, TokenRequestTranslator(identity.model, cache_root, grammars, adapter_of))
 
 
 # The grammar compiler of an engine's model.

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 
 from pdmesh.planning.objectives import ModelObjective
 from pdmesh.runtime.errors import InvalidArgument, Unavailable
-from pdmesh.v1 import common_pb2, mesh_pb2
+from pdmesh.v1 import common_pb2, mesh_pb2, worker_pb2
 from router.api import explain, status
 from router.api.validation import refuse
 from router.context import RouterContext
@@ -22,6 +22,7 @@ from router.lifecycle.request import OpenRequests, Request
 from router.lifecycle.stages import Pipeline
 from router.telemetry.request_trace import CHAT, COMPLETION, open_trace
 from router.telemetry.timings import RequestTimings, now_ns
+from router.tokenization.prepared_request import ServedModel
 from router.tokenization.preprocessor import ClientMessage, Preprocessor
 
 LAST_WORDS_S = 2.0
@@ -77,6 +78,24 @@ class Frontend:
     def models(self) -> mesh_pb2.ListModelsResponse:
         """Return the models that this router serves, with their ready workers."""
         return status.models(self.core)
+
+    def model_of(self, name: str) -> ServedModel:
+        """Return the model that computes requests for this name, which may be an adapter's. Raises MeshError."""
+        return self._preprocessor.model_of(name)
+
+    async def load_adapter(self, request: worker_pb2.LoadAdapterRequest) -> mesh_pb2.MeshAdapter:
+        """Load a LoRA adapter on all workers of a model. Raises MeshError."""
+        if request.name in self.core.models:
+            raise InvalidArgument("name", f"{request.name!r} is a model's name; give the adapter another one")
+        return await self.core.adapters.load(self.model_of(request.model).name, request.name, request.folder)
+
+    async def unload_adapter(self, request: worker_pb2.UnloadAdapterRequest) -> mesh_pb2.MeshAdapter:
+        """Unload a LoRA adapter on all workers of a model. Raises MeshError."""
+        return await self.core.adapters.unload(self.model_of(request.model).name, request.name)
+
+    def adapters(self) -> mesh_pb2.ListMeshAdaptersResponse:
+        """Return all adapters, with the workers that have them."""
+        return self.core.adapters.listed(self.core.models)
 
     def status(self) -> mesh_pb2.GetStatusResponse:
         """Return this router's view of the mesh."""
@@ -141,7 +160,7 @@ _PRIORITIES = {
 _DIGITS = re.compile(r"[0-9]{1,10}")
 
 
-def fill(options: mesh_pb2.RequestOptions, metadata: Iterable[tuple[str, str | bytes]]) -> None:
+def fill_options(options: mesh_pb2.RequestOptions, metadata: Iterable[tuple[str, str | bytes]]) -> None:
     """Set the fields of `options` that are unset from `metadata`. Raises InvalidArgument that names the key, also for a key that
     a field overrides."""
     for key, value in metadata:

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from starlette.routing import Route
 
 from pdmesh.runtime.rpc.server import GrpcServer
-from router.api import service as mesh
+from router.api import service as api_service
 from router.api.frontend import Frontend
-from router.api.kserve import service as kserve
-from router.api.openai import server as openai
+from router.api.kserve import service as kserve_service
+from router.api.openai import server as openai_server
 from router.api.openai.handlers import HttpSettings
-from router.api.vllm import service as vllm
+from router.api.vllm import service as vllm_service
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class ClientProtocol:
 
 
 PROTOCOLS: dict[str, ClientProtocol] = {
-    "mesh": ClientProtocol(add_services=mesh.add_services),
-    "openai": ClientProtocol(routes=openai.routes),
-    "kserve": ClientProtocol(add_services=kserve.add_services),
-    "vllm": ClientProtocol(add_services=vllm.add_services),
+    "mesh": ClientProtocol(add_services=api_service.add_services),
+    "openai": ClientProtocol(routes=openai_server.routes),
+    "kserve": ClientProtocol(add_services=kserve_service.add_services),
+    "vllm": ClientProtocol(add_services=vllm_service.add_services),
 }
 
 

@@ -6,10 +6,9 @@ from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING
 
 from pdmesh.runtime.rpc.server import GrpcServer
-from pdmesh.v1 import mesh_pb2
+from pdmesh.v1 import mesh_pb2, worker_pb2
 from pdmesh.v1.mesh_pb2_grpc import MeshServicer, add_MeshServicer_to_server
-from router.api import frontend as request_metadata
-from router.api.frontend import Frontend
+from router.api.frontend import Frontend, fill_options
 
 if TYPE_CHECKING:
     from pdmesh.v1.mesh_pb2_grpc import _ServicerContext
@@ -33,11 +32,11 @@ class MeshService(MeshServicer):
         self, request: mesh_pb2.GenerateRequest, context: _ServicerContext
     ) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
         metadata = context.invocation_metadata()
-        request_metadata.fill(request.options, metadata)
+        fill_options(request.options, metadata)
         return self._frontend.generate(request, context.time_remaining(), metadata=metadata)
 
     def Chat(self, request: mesh_pb2.ChatRequest, context: _ServicerContext) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
-        request_metadata.fill(request.options, context.invocation_metadata())
+        fill_options(request.options, context.invocation_metadata())
         return self._frontend.chat(request, context.time_remaining(), metadata=context.invocation_metadata())
 
     async def Tokenize(self, request: mesh_pb2.TokenizeRequest, context: _ServicerContext) -> mesh_pb2.TokenizeResponse:
@@ -51,3 +50,14 @@ class MeshService(MeshServicer):
 
     async def Explain(self, request: mesh_pb2.ExplainRequest, context: _ServicerContext) -> mesh_pb2.ExplainResponse:
         return await self._frontend.explain(request)
+
+    async def LoadAdapter(self, request: worker_pb2.LoadAdapterRequest, context: _ServicerContext) -> mesh_pb2.MeshAdapter:
+        return await self._frontend.load_adapter(request)
+
+    async def UnloadAdapter(self, request: worker_pb2.UnloadAdapterRequest, context: _ServicerContext) -> mesh_pb2.MeshAdapter:
+        return await self._frontend.unload_adapter(request)
+
+    async def ListAdapters(
+        self, request: worker_pb2.ListAdaptersRequest, context: _ServicerContext
+    ) -> mesh_pb2.ListMeshAdaptersResponse:
+        return self._frontend.adapters()

@@ -1,7 +1,7 @@
 """The router's view of the mesh as messages: models and status."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from pdmesh.planning.objectives import ModelObjective
 from pdmesh.v1 import common_pb2, mesh_pb2, worker_pb2
@@ -9,6 +9,7 @@ from router.context import RouterContext
 from router.fleet.circuit_breaker import BreakerStatuses
 from router.fleet.worker import Worker
 from router.flow_control.capacity import Tally
+from router.routing.worker_snapshot import WorkerSnapshot
 from router.telemetry.traffic import traffic_status
 
 
@@ -21,10 +22,24 @@ def models(core: RouterContext) -> mesh_pb2.ListModelsResponse:
             max_context=core.max_context(model),
             num_prefill_workers=sum(view.prefill for view in views if view.model == model.name),
             num_decode_workers=sum(view.decode for view in views if view.model == model.name),
+            sampling_defaults=common_pb2.SamplingParams(**model.sampling_defaults) if model.sampling_defaults else None,  # type: ignore[arg-type]
         )
         for model in core.models.values()
     ]
-    return mesh_pb2.ListModelsResponse(models=infos)
+    return mesh_pb2.ListModelsResponse(models=[*infos, *_adapters(core, views)])
+
+
+def _adapters(core: RouterContext, views: Sequence[WorkerSnapshot]) -> Iterator[mesh_pb2.ModelInfo]:
+    """Yield the LoRA adapters, with the workers that have them."""
+    for model, name in core.adapters.names(core.models):
+        holders = [view for view in views if view.model == model and any(each.name == name for each in view.adapters)]
+        yield mesh_pb2.ModelInfo(
+            name=name,
+            max_context=core.max_context(core.models[model]),
+            num_prefill_workers=sum(view.prefill for view in holders),
+            num_decode_workers=sum(view.decode for view in holders),
+            base_model=model,
+        )
 
 
 def status(core: RouterContext, objectives: Sequence[ModelObjective], *, registry_connected: bool) -> mesh_pb2.GetStatusResponse:

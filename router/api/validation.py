@@ -2,8 +2,8 @@
 
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NoReturn
 
@@ -144,15 +144,18 @@ _COUNTS = tuple(parameter for parameter in PARAMETERS if parameter.kind is Kind.
 
 @dataclass(frozen=True)
 class Limits:
-    """Hold what the model allows. `room`: tokens of context that the prompt leaves, at least 1."""
+    """Hold what the model allows. `room`: tokens of context that the prompt leaves, at least 1. `defaults`: what its publisher
+    set for parameters that a request leaves out."""
 
     vocab_size: int
     eos_token_ids: frozenset[int]
     room: int
+    defaults: Mapping[str, float] = field(default_factory=dict)
 
 
 def complete(sampling: common_pb2.SamplingParams, limits: Limits) -> common_pb2.SamplingParams:
-    """Return a checked copy with n and max_tokens set and without stop strings; the seed is unchanged. Raises InvalidArgument."""
+    """Return a checked copy with n, max_tokens and the model's own defaults set and without stop strings; the seed is unchanged.
+    Raises InvalidArgument."""
     _check_numbers(sampling)
     _check_lengths(sampling, limits)
     _check_stops(sampling, limits)
@@ -160,6 +163,9 @@ def complete(sampling: common_pb2.SamplingParams, limits: Limits) -> common_pb2.
     checked.CopyFrom(sampling)
     checked.ClearField("stop")
     checked.n = sampling.n or 1
+    for name, value in limits.defaults.items():
+        if not sampling.HasField(name):  # type: ignore[arg-type]
+            setattr(checked, name, value)
     checked.max_tokens = sampling.max_tokens if sampling.HasField("max_tokens") else limits.room
     return checked
 

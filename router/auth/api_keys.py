@@ -349,7 +349,7 @@ def open_store(source: str, mesh: str) -> KeyStore | None:
     try:
         read_key_file(reader.path)
     except (OSError, KeyProblem) as error:
-        raise ConfigError("--api-keys", f"{error}", "make one with: pdmesh keys new --keys FILE --name NAME") from error
+        raise ConfigError("--api-keys", f"{error}", "make one with: pdmesh keys new NAME --api-keys FILE") from error
     return KeyStore(reader.read)
 
 

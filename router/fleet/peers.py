@@ -197,7 +197,7 @@ class Peers:
         """Return the number of routers that sent messages lately, without this one."""
         return len(self._messages) - (self._own in self._messages)
 
-    def heard(self, message: PeerMessage, now: float) -> None:
+    def received(self, message: PeerMessage, now: float) -> None:
         """Take in a message, including this router's own."""
         key = (message.router_id, message.run)
         if key == self._own:
@@ -210,17 +210,17 @@ class Peers:
     def _heard_itself(self, now: float) -> None:
         if self._joined_at is None:
             self._joined_at = now
-        elif not self.hears_itself(now):  # messages arrive again: the other routers' back-offs have to end before they publish
+        elif not self.receives_itself(now):  # messages arrive again: the other routers' back-offs have to end before they publish
             self._heard_at = dict.fromkeys(self._heard_at, now + RETURN_GRACE_S)
 
     def tick(self, now: float) -> None:
         """Drop routers that are silent, unless all are."""
-        if not self.hears_itself(now):
+        if not self.receives_itself(now):
             return
         for key in [key for key, at in self._heard_at.items() if now - at > MAX_SILENCE_S]:
             del self._messages[key], self._heard_at[key]
 
-    def hears_itself(self, now: float) -> bool:
+    def receives_itself(self, now: float) -> bool:
         """Return whether this router receives its own messages."""
         return now - self._heard_at.get(self._own, float("-inf")) <= SENT_SILENCE_S
 

@@ -62,6 +62,7 @@ class FleetRegistry:
 
     def __init__(self, settings: StreamSettings, channels: Channels, *, report_period_ms: int, forget_s: float) -> None:
         self.changes = ChangeNotifier()  # fires when workers come, go and send heartbeats
+        self.arrivals = ChangeNotifier()  # fires when a worker has come, or come back
         self.openings = ChangeNotifier()  # fires when there may be room: as `changes`, and whenever a request has ended
         self.on_dispatch: Callable[[], None] | None = None  # called whenever something was sent to a worker
         self._settings = settings
@@ -197,6 +198,7 @@ class FleetRegistry:
     def _is_up(self, incarnation: Incarnation) -> None:
         described = incarnation.described
         self._contexts.put(described.address, described.model, described.max_context)
+        self.arrivals.fire()
 
     def _was_dispatched(self) -> None:
         if self.on_dispatch is not None:

@@ -50,7 +50,7 @@ class SharedState:
         self._tasks: list[asyncio.Task[None]] = []
         self._has_foreign = False
         self.peers = Peers(router_id, self._run, time.monotonic())
-        self.num_heard = 0
+        self.num_received = 0
         self.num_unreadable = 0
 
     def start(self) -> None:
@@ -72,7 +72,7 @@ class SharedState:
         """Return this router's part of the tenant's limits."""
         return self.peers.share(tenant, time.monotonic())
 
-    def heard(self, data: bytes) -> None:
+    def received(self, data: bytes) -> None:
         """Take in a message of any router, this one included."""
         now = time.monotonic()
         try:
@@ -81,8 +81,8 @@ class SharedState:
             self.num_unreadable += 1
             logger.debug("unreadable message of a router: %s", error)
             return
-        self.num_heard += 1
-        self.peers.heard(message, now)
+        self.num_received += 1
+        self.peers.received(message, now)
         if message.router_id != self._router_id:
             self._count(now)
 
@@ -95,7 +95,7 @@ class SharedState:
         for worker in self._fleet.workers.values():
             current = worker.current
             key = None if current is None else (worker.address, current.info.epoch)
-            worker.heard(sent.get(key, []) if key is not None else [])
+            worker.received(sent.get(key, []) if key is not None else [])
 
     async def _publish_forever(self) -> None:
         backoff_s = FIRST_BACKOFF_S
@@ -137,15 +137,15 @@ class SharedState:
     async def _listen_forever(self) -> None:
         backoff_s = FIRST_BACKOFF_S
         while True:
-            heard_before = self.peers.hears_itself(time.monotonic())
+            received_before = self.peers.receives_itself(time.monotonic())
             try:
                 await self._listen()
             except (RedisError, OSError, TimeoutError, ValueError) as error:
-                if heard_before:
+                if received_before:
                     logger.warning("the other routers cannot be heard (%s); going by what this one knows", error)
             except Exception:  # the server that answers may not be a Redis
                 logger.exception("listening to the other routers failed")
-            backoff_s = FIRST_BACKOFF_S if heard_before else min(2 * backoff_s, MAX_BACKOFF_S / 2)
+            backoff_s = FIRST_BACKOFF_S if received_before else min(2 * backoff_s, MAX_BACKOFF_S / 2)
             await asyncio.sleep(backoff_s)
 
     async def _listen(self) -> None:
@@ -156,7 +156,7 @@ class SharedState:
                 await subscription.subscribe(self._channel)
                 async for message in subscription.listen():
                     if isinstance(message["data"], bytes):
-                        self.heard(message["data"])
+                        self.received(message["data"])
         finally:
             async with asyncio.timeout(TIMEOUT_S):
                 await redis.aclose()

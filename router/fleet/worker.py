@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 import grpc.aio
 
-from pdmesh.v1 import decode_pb2_grpc, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
+from pdmesh.adapter_id import AdapterId
+from pdmesh.v1 import common_pb2, decode_pb2_grpc, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 from router.fleet.change_notifier import Signal
 from router.fleet.decode_stream import DecodeStream, StreamSettings
 from router.fleet.heartbeat import Watchdog, being_cancelled
@@ -33,6 +34,11 @@ class Incarnation:
     reported_at: float
     lost: Signal = field(default_factory=Signal)
     described: worker_reports.Described = field(init=False)
+
+    @property
+    def adapters(self) -> frozenset[AdapterId]:
+        """Return the LoRA adapters that requests may ask for, by its last report."""
+        return worker_reports.adapters_of(self.load)
 
     def __post_init__(self) -> None:
         self.described = worker_reports.describe(self.info)
@@ -163,7 +169,7 @@ class Worker:
         self._confirmed = [sent for sent in self._confirmed if sent.arrived_at is not None and sent.arrived_at >= since]
         return (*self._confirmed, *self._dispatched)
 
-    def heard(self, foreign: list[Dispatched]) -> None:
+    def received(self, foreign: list[Dispatched]) -> None:
         """Replace what other routers have sent to this incarnation, by their latest messages; each has an `arrived_at`."""
         figures_at = self._figures_at()
         young = [sent for sent in foreign if sent.arrived_at is None or sent.arrived_at >= figures_at]
@@ -191,6 +197,31 @@ class Worker:
         """Tell the worker to export the spans that it holds of these traces. Raises AioRpcError."""
         ids = [trace_id.to_bytes(16, "big") for trace_id in trace_ids]
         await self._control.KeepTraces(worker_pb2.KeepTracesRequest(trace_ids=ids), timeout=timeout_s)
+
+    async def load_adapter(self, request: worker_pb2.LoadAdapterRequest, timeout_s: float) -> common_pb2.AdapterInfo:
+        """Have the worker load a LoRA adapter. Raises AioRpcError."""
+        return await self._control.LoadAdapter(request, timeout=timeout_s)
+
+    async def unload_adapter(
+        self, request: worker_pb2.UnloadAdapterRequest, timeout_s: float
+    ) -> worker_pb2.UnloadAdapterResponse:
+        """Have the worker unload a LoRA adapter. Raises AioRpcError."""
+        return await self._control.UnloadAdapter(request, timeout=timeout_s)
+
+    def told_adapter(self, info: common_pb2.AdapterInfo) -> None:
+        """Count an adapter that the worker has said it loaded, before its next report does."""
+        self.forget_adapter(info.name)
+        if self.current is not None:
+            self.current.load.adapters.append(info)
+            self._view_changed()
+
+    def forget_adapter(self, name: str) -> None:
+        """Count an adapter that the worker has unloaded no longer."""
+        if self.current is not None:
+            left = [each for each in self.current.load.adapters if each.name != name]
+            del self.current.load.adapters[:]
+            self.current.load.adapters.extend(left)
+            self._view_changed()
 
     def stream_changed(self) -> None:
         """Record that the DecodeStream attached or broke."""

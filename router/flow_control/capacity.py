@@ -1,7 +1,7 @@
-"""Limits of admission and what is charged against them: tenant limits, token rates, admission counts, requests in flight.
-Pure."""
+"""Limits of admission and what is charged against them: tenant limits, token rates, admission counts, requests in flight, and the
+rate at which slots come free. Pure."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -287,3 +287,51 @@ class InflightLimiter:
             del self._by_tenant[tenant]
         if not self._by_lane[lane]:
             del self._by_lane[lane]
+
+
+# The rate at which slots come free while requests need them.
+
+RATE_WINDOW = 32
+
+
+class BusyClock:
+    """Count the seconds in which some request needed a slot. The rate of releases in that time is a limit of the mesh; in idle
+    time it is not."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._looked_at: float | None = None
+        self._busy = False
+
+    def advance(self, now: float, *, busy: bool) -> float:
+        """Return the clock's own time, which stands still while it is not busy. `busy`: from `now` on."""
+        if self._busy and self._looked_at is not None:
+            self.now += max(0.0, now - self._looked_at)
+        self._looked_at, self._busy = now, busy
+        return self.now
+
+
+class DrainRate:
+    """Measure the amount that comes free per second, over the last releases. `now` is seconds of a BusyClock, amounts are the
+    caller's."""
+
+    def __init__(self) -> None:
+        self._releases: deque[tuple[float, float]] = deque(maxlen=RATE_WINDOW)
+        self._total = 0.0
+
+    def record(self, now: float, amount: float = 1.0) -> None:
+        """Record that `amount` came free."""
+        if len(self._releases) == RATE_WINDOW:
+            self._total -= self._releases[0][1]
+        self._releases.append((now, amount))
+        self._total += amount
+
+    def seconds_for(self, amount: float, now: float) -> float | None:
+        """Return the seconds until `amount` and one more release have come free; None while nothing is known.
+
+        The window ends now, not at the last release, so that a mesh that stands still promises nothing soon.
+        """
+        if len(self._releases) < 2:
+            return None
+        spent_s = now - self._releases[0][0]
+        return (amount + self._total / len(self._releases)) * spent_s / self._total

@@ -15,6 +15,7 @@ import itertools
 from pdmesh.runtime.errors import MeshError, ResourceExhausted
 from router.flow_control.capacity import AdmissionSettings, InflightLimiter, SameForAll, Tally, TenantBook, TenantLimits
 from router.flow_control.queue import DispatchOrder, Lane, RequestQueue
+from router.flow_control.retry_delay import retry_delay_s
 from router.flow_control.slo_admission import (
     FlowItem,
     Forecast,
@@ -24,7 +25,6 @@ from router.flow_control.slo_admission import (
     Verdict,
     alone_s,
     expected_ttft_s,
-    retry_delay_s,
 )
 
 

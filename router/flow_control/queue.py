@@ -10,15 +10,14 @@ import heapq
 from collections import deque
 from collections.abc import Hashable
 
-from router.flow_control.capacity import AdmissionSettings, InflightLimiter
+from router.flow_control.capacity import AdmissionSettings, BusyClock, DrainRate, InflightLimiter
 from router.flow_control.fairness import FairQueue, FairShare
+from router.flow_control.retry_delay import retry_delay_s
 from router.flow_control.slo_admission import (
     BATCH,
     INTERACTIVE,
     RANKS,
     STANDARD,
-    BusyClock,
-    DrainRate,
     FlowItem,
     Forecast,
     PredictorAccuracy,
@@ -31,7 +30,6 @@ from router.flow_control.slo_admission import (
     deadline_refusal,
     expired,
     never_fast_enough,
-    retry_delay_s,
     too_slow,
     verdict,
 )

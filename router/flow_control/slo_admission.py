@@ -5,11 +5,11 @@ it is refused at once as long as the mesh has other work; a request that would b
 """
 
 import enum
-from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from router.flow_control.retry_delay import MAX_RETRY_DELAY_S, retry_delay_s
 from router.routing.cost_model import MAX_AHEAD_S, is_saturated
 from router.tokenization.prepared_request import PreparedRequest
 
@@ -113,64 +113,6 @@ class Ticket:
     refusal: Refusal | None = None
     expected_s: float | None = None  # predicted time to first token, on arrival
     charged: float = field(default=0.0, repr=False)  # tokens taken from the tenant's bucket
-
-
-# The rate at which slots come free while requests need them.
-
-MIN_RETRY_DELAY_S = 0.1
-MAX_RETRY_DELAY_S = 30.0
-UNKNOWN_RETRY_DELAY_S = 1.0
-RATE_WINDOW = 32
-
-
-def retry_delay_s(seconds: float | None) -> float:
-    """Return the retry delay that a client gets: within bounds, and a default while nothing is known."""
-    if seconds is None:
-        return UNKNOWN_RETRY_DELAY_S
-    return min(MAX_RETRY_DELAY_S, max(MIN_RETRY_DELAY_S, seconds))
-
-
-class BusyClock:
-    """Count the seconds in which some request needed a slot. The rate of releases in that time is a limit of the mesh; in idle
-    time it is not."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self._looked_at: float | None = None
-        self._busy = False
-
-    def advance(self, now: float, *, busy: bool) -> float:
-        """Return the clock's own time, which stands still while it is not busy. `busy`: from `now` on."""
-        if self._busy and self._looked_at is not None:
-            self.now += max(0.0, now - self._looked_at)
-        self._looked_at, self._busy = now, busy
-        return self.now
-
-
-class DrainRate:
-    """Measure the amount that comes free per second, over the last releases. `now` is seconds of a BusyClock, amounts are the
-    caller's."""
-
-    def __init__(self) -> None:
-        self._releases: deque[tuple[float, float]] = deque(maxlen=RATE_WINDOW)
-        self._total = 0.0
-
-    def record(self, now: float, amount: float = 1.0) -> None:
-        """Record that `amount` came free."""
-        if len(self._releases) == RATE_WINDOW:
-            self._total -= self._releases[0][1]
-        self._releases.append((now, amount))
-        self._total += amount
-
-    def seconds_for(self, amount: float, now: float) -> float | None:
-        """Return the seconds until `amount` and one more release have come free; None while nothing is known.
-
-        The window ends now, not at the last release, so that a mesh that stands still promises nothing soon.
-        """
-        if len(self._releases) < 2:
-            return None
-        spent_s = now - self._releases[0][0]
-        return (amount + self._total / len(self._releases)) * spent_s / self._total
 
 
 # Accuracy of TTFT forecasts, from the requests that were admitted by them.

@@ -19,7 +19,7 @@ import grpc
 import grpc.aio
 
 from pdmesh.runtime import failpoints
-from pdmesh.runtime.errors import MeshError
+from pdmesh.runtime.errors import MeshError, error_from_rpc
 from pdmesh.runtime.telemetry.propagation import Metadata
 from pdmesh.runtime.telemetry.spans import Attributes
 from pdmesh.v1 import prefill_pb2
@@ -112,7 +112,7 @@ class PrefillCall:
             running.cancel()
 
     async def _call(self, attempt: Assignment, metadata: Metadata | None) -> PrefillEnd:
-        """Make the call. Raises nothing but CancelledError: every failure is a reason to try another worker."""
+        """Make the call. Raises nothing but CancelledError and DataLoss: any other failure is a reason to try another worker."""
         prepared = self._request.prepared
         message = prefill_pb2.PrefillRequest(
             request_id=self._session.wire_id,
@@ -141,6 +141,8 @@ class PrefillCall:
                 elif event.HasField("outcome"):
                     return self._end_of(event.outcome)
         except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.DATA_LOSS:  # every worker would compute the same
+                raise error_from_rpc(error) from error
             problem = f"prefill worker {self._worker_id} answered {error.code().name}: {error.details()}"
             return PrefillEnd(None, problem, at_fault=error.code() not in _NO_FAULT and not self._is_draining)
         return PrefillEnd(None, f"prefill worker {self._worker_id} ended its stream without an outcome")

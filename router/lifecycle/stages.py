@@ -1,4 +1,4 @@
-"""The stages of a request, in order. `Pipeline` at the end runs them; `STAGES` is the same list as a table.
+"""The stages of a request, in order. `STAGES` is the list; `Pipeline` at the end makes its stages from it, and runs them.
 
     validate ─ tokenize ─ admit ─┬─ place ─ reserve ─ prefill ─ decode      in a task of its own, until every choice has ended
                                  └─ stream ─ account                        in the client's task, beside it
@@ -16,9 +16,10 @@ request passes through prefill, too, which does nothing. However a request ends,
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
 
 from pdmesh.runtime import failpoints, log
 from pdmesh.runtime.errors import DeadlineExceeded, InvalidArgument, MeshError, ResourceExhausted, Unavailable
@@ -31,7 +32,7 @@ from router.lifecycle.decode_stage import DecodeStage
 from router.lifecycle.output import ResumeMismatch
 from router.lifecycle.placement import PlaceStage, ReserveStage
 from router.lifecycle.prefill_stage import PrefillStage
-from router.lifecycle.request import OpenRequests, Request, run_in_order
+from router.lifecycle.request import DispatchStage, OpenRequests, Request, run_in_order
 from router.routing.cost_model import Overhead, Prediction
 from router.routing.decisions import Decision
 from router.routing.routing_request import goals_ms
@@ -134,7 +135,7 @@ def _started(prepared: PreparedRequest) -> mesh_pb2.GenerateResponse:
     started = mesh_pb2.Started(
         request_id=prepared.request_id,
         seed=prepared.sampling.seed,
-        model=prepared.model.name,
+        model=prepared.served_name,
         num_prompt_tokens=len(prepared.prompt),
     )
     return mesh_pb2.GenerateResponse(started=started)
@@ -256,13 +257,39 @@ def _overhead(decision: Decision, timings: mesh_pb2.Timings) -> Overhead | None:
     return Overhead(max(0.0, ttft_s - on_worker_ns / 1e9), after_ns / 1e9)
 
 
+# The list of stages
+
+
+class IntakeStage(Protocol):
+    """Run one stage before the request is dispatched."""
+
+    async def run(self, request: Request, /) -> None:
+        """Run the stage. Raises the MeshError that refuses the request."""
+
+
 @dataclass(frozen=True)
-class Stage:
+class Parts:
+    """Hold what the stages of one router are made from. `dispatch` grows: each stage of a dispatch sees those before it."""
+
+    core: RouterContext
+    preprocessor: Preprocessor
+    open_requests: OpenRequests
+    dispatch: list[DispatchStage] = field(default_factory=list)
+
+
+T = TypeVar("T", covariant=True)
+
+
+@dataclass(frozen=True)
+class Stage(Generic[T]):
     """Describe one stage. `spans` of the router's traces and `timing_parts` (`Timings.*_ns`) are recorded in it; several stages
-    may share one. `metrics`: those that it records, or that account records from its timing parts."""
+    may share one. `metrics`: those that it records, or that account records from its timing parts.
+
+    Names of spans, timing parts and metrics are those that clients and dashboards know, so they may differ from the stage's."""
 
     name: str
-    run_by: type[object]
+    run_by: type[T]
+    make: Callable[[Parts], T]
     spans: tuple[str, ...] = ()
     timing_parts: tuple[str, ...] = ()
     metrics: tuple[str, ...] = ()
@@ -270,27 +297,48 @@ class Stage:
 
 _TTFT_PART, _HANDOFF_PART = "pdmesh.ttft.part", "pdmesh.handoff.part"
 
-STAGES = (
-    Stage("validate", ValidateStage, ("route",), ("route",), (_TTFT_PART,)),
-    Stage("tokenize", TokenizeStage, ("route",), ("route",), (_TTFT_PART,)),
+# In the client's task, one after the other.
+INTAKE: Sequence[Stage[IntakeStage]] = (
+    Stage("validate", ValidateStage, lambda parts: ValidateStage(parts.preprocessor), ("route",), ("route",), (_TTFT_PART,)),
+    Stage(
+        "tokenize",
+        TokenizeStage,
+        lambda parts: TokenizeStage(parts.core, parts.preprocessor),
+        ("route",),
+        ("route",),
+        (_TTFT_PART,),
+    ),
     Stage(
         "admit",
         AdmitStage,
+        lambda parts: AdmitStage(parts.core, parts.open_requests),
         ("admission",),
         ("admission_queue",),
         (_TTFT_PART, "pdmesh.arrivals", "pdmesh.admission.admitted", "pdmesh.admission.waited", "pdmesh.admission.refused"),
     ),
+)
+# In a task of its own, until every choice has ended.
+DISPATCH: Sequence[Stage[DispatchStage]] = (
     Stage(
         "place",
         PlaceStage,
+        lambda parts: PlaceStage(parts.core),
         ("route", "admission"),
         ("route", "admission_queue"),
         (_TTFT_PART, "pdmesh.policy.decision", "pdmesh.policy.decisions", "pdmesh.unplaced.requests", "pdmesh.unplaced.age"),
     ),
-    Stage("reserve", ReserveStage, ("attempt", "reserve", "retry"), ("reserve", "retry"), (_TTFT_PART,)),
+    Stage(
+        "reserve",
+        ReserveStage,
+        lambda parts: ReserveStage(parts.core),
+        ("attempt", "reserve", "retry"),
+        ("reserve", "retry"),
+        (_TTFT_PART,),
+    ),
     Stage(
         "prefill",
         PrefillStage,
+        lambda parts: PrefillStage(parts.core),
         ("prefill", "retry"),
         ("prefill_queue", "prefill_compute", "retry", "kv_exposed"),
         (_TTFT_PART, _HANDOFF_PART, "pdmesh.request.retries", "pdmesh.hedges"),
@@ -298,28 +346,33 @@ STAGES = (
     Stage(
         "decode",
         DecodeStage,
+        lambda parts: DecodeStage(parts.core, tuple(parts.dispatch)),
         ("migrate",),
         ("decode_queue",),
         (_HANDOFF_PART, "pdmesh.request.resubmissions", "pdmesh.migrations", "pdmesh.token.mismatches"),
     ),
-    Stage(
-        "stream",
-        StreamStage,
-        ("first_token_return",),
-        ("first_token_return", "ttft", "tpot"),
-        (_TTFT_PART, "gen_ai.server.time_to_first_token", "gen_ai.server.time_per_output_token"),
-    ),
-    Stage(
-        "account",
-        AccountStage,
-        ("generate",),
-        ("total",),
-        (
-            "gen_ai.server.request.duration", "gen_ai.client.token.usage", "pdmesh.requests", "pdmesh.tokens",
-            "pdmesh.prediction.error", "pdmesh.prediction.deviation",
-        ),
+)
+# In the client's task again, beside the dispatch.
+STREAM = Stage(
+    "stream",
+    StreamStage,
+    lambda _parts: StreamStage(),
+    ("first_token_return",),
+    ("first_token_return", "ttft", "tpot"),
+    (_TTFT_PART, "gen_ai.server.time_to_first_token", "gen_ai.server.time_per_output_token"),
+)
+ACCOUNT = Stage(
+    "account",
+    AccountStage,
+    lambda parts: AccountStage(parts.core),
+    ("generate",),
+    ("total",),
+    (
+        "gen_ai.server.request.duration", "gen_ai.client.token.usage", "pdmesh.requests", "pdmesh.tokens",
+        "pdmesh.prediction.error", "pdmesh.prediction.deviation",
     ),
 )  # fmt: skip
+STAGES: Sequence[Stage[object]] = (*INTAKE, *DISPATCH, STREAM, ACCOUNT)
 
 
 class Pipeline:
@@ -328,11 +381,13 @@ class Pipeline:
     def __init__(self, core: RouterContext, preprocessor: Preprocessor, open_requests: OpenRequests) -> None:
         self._core = core
         self._open_requests = open_requests
-        self._intake = (ValidateStage(preprocessor), TokenizeStage(core, preprocessor), AdmitStage(core, open_requests))
-        before_decode = (PlaceStage(core), ReserveStage(core), PrefillStage(core))
-        self._dispatch = (*before_decode, DecodeStage(core, before_decode))
-        self._stream = StreamStage()
-        self._account = AccountStage(core)
+        parts = Parts(core, preprocessor, open_requests)
+        self._intake = tuple(stage.make(parts) for stage in INTAKE)
+        for stage in DISPATCH:
+            parts.dispatch.append(stage.make(parts))
+        self._dispatch = tuple(parts.dispatch)
+        self._stream = STREAM.make(parts)
+        self._account = ACCOUNT.make(parts)
 
     @property
     def stages(self) -> tuple[object, ...]:

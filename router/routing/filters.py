@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from kvtransfer.layout import Layout, Transports
+from pdmesh.adapter_id import AdapterId
 from router.routing.cost_model import Prediction, WorkerEstimate
 from router.routing.worker_snapshot import Mode, WorkerKey, WorkerSnapshot
 
@@ -37,6 +38,7 @@ class RoutingRequest:
     ttft_goal_s: float | None = None
     tpot_goal_s: float | None = None
     running_tpot_goal_s: float | None = None
+    adapter: AdapterId | None = None
 
     def uncached(self, worker: WorkerSnapshot) -> int:
         """Return the tokens that `worker` has to compute or receive: at least one, as the last is never served from cache."""
@@ -100,7 +102,13 @@ class NoPlacement:
 
 def same_kind(worker: WorkerSnapshot, routing_request: RoutingRequest) -> bool:
     """Return True if `worker` serves the model and is of the kind that the request started on, if any."""
-    return worker.model == routing_request.model and routing_request.kind in (None, worker.kind)
+    is_kind = worker.model == routing_request.model and routing_request.kind in (None, worker.kind)
+    return is_kind and has_adapter(worker, routing_request)
+
+
+def has_adapter(worker: WorkerSnapshot, routing_request: RoutingRequest) -> bool:
+    """Has the worker the LoRA adapter that the request needs, if it needs one?"""
+    return routing_request.adapter is None or routing_request.adapter in worker.adapters
 
 
 def can_decode(worker: WorkerSnapshot, routing_request: RoutingRequest) -> bool:
@@ -110,7 +118,8 @@ def can_decode(worker: WorkerSnapshot, routing_request: RoutingRequest) -> bool:
 
 def can_prefill(worker: WorkerSnapshot, routing_request: RoutingRequest) -> bool:
     """Return True if `worker` may compute the prompt for a decode worker that it reaches."""
-    return worker.prefill and worker.key not in routing_request.excluded_prefill
+    is_candidate = worker.prefill and worker.key not in routing_request.excluded_prefill
+    return is_candidate and has_adapter(worker, routing_request)
 
 
 def can_ever_hold(worker: WorkerSnapshot, routing_request: RoutingRequest) -> bool:
@@ -157,6 +166,9 @@ def _hands_over(
 def explain_no_candidate(workers: Iterable[WorkerSnapshot], routing_request: RoutingRequest) -> NoPlacement:
     """Return why no worker can decode the request. Call it only when that is so."""
     decodes = [worker for worker in workers if worker.decode and same_kind(worker, routing_request)]
+    if not decodes and routing_request.adapter is not None:
+        name, model = routing_request.adapter.name, routing_request.model
+        return NoPlacement(f"no decode worker of model {model!r} that is reachable has adapter {name!r} loaded")
     if not decodes:
         return NoPlacement(f"no decode worker of model {routing_request.model!r} is reachable")
     large_enough = [worker for worker in decodes if can_ever_hold(worker, routing_request)]
@@ -198,6 +210,8 @@ def _fits(estimate: WorkerEstimate, routing_request: RoutingRequest) -> bool:
     """Return what `can_decode` and `same_kind` do, for a worker of the right pool. `largest` is at most `max_context`."""
     view = estimate.view
     if routing_request.max_total_tokens > view.max_context or routing_request.num_tokens > estimate.largest:
+        return False
+    if not has_adapter(view, routing_request):
         return False
     if routing_request.kind is not None and view.kind != routing_request.kind:
         return False

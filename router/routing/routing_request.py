@@ -25,7 +25,7 @@ def routing_request_of(
     several_under_way = prepared.num_choices > 1 and bool(emitted)
     objective = core.objectives.get(prepared.model.name)
     num_emitted = max((len(choice.token_ids) for choice in emitted), default=0)
-    promised = Bounds(None, None) if objective is None else objective.bounds(prepared.priority)
+    ttft_goal_ms, tpot_goal_ms = goals_ms(core, prepared)
     running_tpot_ms = objective.tpot_ms if objective is not None else 0
     return RoutingRequest(
         model=prepared.model.name,
@@ -38,9 +38,10 @@ def routing_request_of(
         excluded_decode=excluded_decode,
         excluded_prefill=excluded_prefill,
         expected_tokens=_expected(core, prepared, num_emitted),
-        ttft_goal_s=_seconds(prepared.slo_ttft_ms or promised.ttft_ms),
-        tpot_goal_s=_seconds(prepared.slo_tpot_ms or promised.tpot_ms),
+        ttft_goal_s=_seconds(ttft_goal_ms),
+        tpot_goal_s=_seconds(tpot_goal_ms),
         running_tpot_goal_s=_seconds(running_tpot_ms),
+        adapter=prepared.adapter,
     )
 
 

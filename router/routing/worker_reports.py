@@ -5,6 +5,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from kvtransfer.layout import Layout, Reach, Transports
+from pdmesh.adapter_id import AdapterId
 from pdmesh.planning.latency_model import LatencyModel
 from pdmesh.v1 import common_pb2, worker_pb2
 from router.routing.fleet_snapshot import is_usable
@@ -12,6 +13,7 @@ from router.routing.worker_snapshot import WorkerSnapshot
 
 MAX_PACE_S, MAX_SLACK_S = 1e4, 3600.0
 """Limits of the reported TPOT objective and slack of a worker's sequences; a report above them is ignored."""
+NO_ADAPTERS: frozenset[AdapterId] = frozenset()
 MAX_PER_ROW = 256.0
 """Limit of the tokens of one sequence in a step; a report above it is ignored, too."""
 
@@ -115,6 +117,7 @@ def snapshot_of(
         dispatched_tokens=sent.tokens,
         dispatched_decodes=sent.decodes,
         dispatched_context=sent.context,
+        adapters=adapters_of(load),
     )
 
 
@@ -134,6 +137,16 @@ def latency_of(load: worker_pb2.LoadReport) -> LatencyModel | None:
         said.decode_error,
     )
     return model if is_usable(model) else None
+
+
+def adapters_of(load: worker_pb2.LoadReport) -> frozenset[AdapterId]:
+    """Return the LoRA adapters that requests on this worker may have."""
+    return _adapters(tuple(AdapterId(each.name, each.digest) for each in load.adapters)) if load.adapters else NO_ADAPTERS
+
+
+@lru_cache(maxsize=256)
+def _adapters(adapters: tuple[AdapterId, ...]) -> frozenset[AdapterId]:
+    return frozenset(adapters)
 
 
 def _per_row(said: worker_pb2.SpeculationReport) -> tuple[float, float]:

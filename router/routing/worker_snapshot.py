@@ -4,6 +4,7 @@ import enum
 from dataclasses import dataclass
 
 from kvtransfer.layout import Layout, Transports
+from pdmesh.adapter_id import AdapterId
 from pdmesh.planning.latency_model import LatencyModel
 
 WorkerKey = tuple[str, int]
@@ -66,6 +67,7 @@ class WorkerSnapshot:
     dispatched_tokens: int = 0
     dispatched_decodes: int = 0
     dispatched_context: int = 0
+    adapters: frozenset[AdapterId] = frozenset()
 
     @property
     def key(self) -> WorkerKey:

@@ -1,12 +1,15 @@
 """A prepared request, which is the result of checking and tokenizing a client's message, and the models that a router serves."""
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 
+from pdmesh.adapter_id import AdapterId
 from pdmesh.runtime.config import ConfigError
 from pdmesh.runtime.files import cache_root_of
 from pdmesh.text.block_hash import hash_prompt, short_name
+from pdmesh.text.generation_config import GenerationConfig
 from pdmesh.text.grammar import GrammarCompiler
 from pdmesh.text.tokenizer import Tokenizer
 from pdmesh.v1 import common_pb2
@@ -22,6 +25,7 @@ class ServedModel:
     name: str
     tokenizer: Tokenizer
     grammars: GrammarCompiler
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)  # of requests that leave parameters out
 
     @property
     def max_context(self) -> int:
@@ -34,15 +38,17 @@ class ServedModel:
         return self.tokenizer.eos_token_ids
 
 
-def load(folders: dict[str, str]) -> dict[str, ServedModel]:
-    """Return models by name from NAME → folder; a folder that two names share is read once. Raises ConfigError."""
-    read = lru_cache(maxsize=None)(_read)
+def load(folders: dict[str, str], generation_config: GenerationConfig = "auto") -> dict[str, ServedModel]:
+    """Return models by name from NAME → folder; a folder that two names share is read once. With "none", what its
+    generation_config.json says of sampling is ignored. Raises ConfigError."""
+    read = lru_cache(maxsize=None)(partial(_read, generation_config=generation_config))
     return {name: ServedModel(name, *read(folder)) for name, folder in folders.items()}
 
 
-def _read(folder: str) -> tuple[Tokenizer, GrammarCompiler]:
+def _read(folder: str, generation_config: GenerationConfig) -> tuple[Tokenizer, GrammarCompiler, Mapping[str, float]]:
     try:
         tokenizer = Tokenizer.load(folder)
+        defaults = {} if generation_config == "none" else tokenizer.settings.sampling_defaults()
     except (OSError, ValueError) as error:
         raise ConfigError("--models", str(error)) from error
     if not tokenizer.max_context:
@@ -50,7 +56,7 @@ def _read(folder: str) -> tuple[Tokenizer, GrammarCompiler]:
     grammars = GrammarCompiler(tokenizer.to_json(), tokenizer.vocab_size, tokenizer.eos_token_ids)
     with contextlib.suppress(ValueError):  # a request with a constraint gets the error
         grammars.warm()
-    return tokenizer, grammars
+    return tokenizer, grammars, defaults
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +83,13 @@ class PreparedRequest:
     slo_tpot_ms: int = 0
     attempt: int = 0
     is_chat: bool = False
+    adapter: AdapterId | None = None  # LoRA adapter that the request asked for in place of the model
     _names: dict[tuple[bytes, int], list[int]] = field(default_factory=dict, repr=False)
+
+    @property
+    def served_name(self) -> str:
+        """Return what the client asked for: the adapter's name, or the model's."""
+        return self.model.name if self.adapter is None else self.adapter.name
 
     @property
     def num_choices(self) -> int:
@@ -93,6 +105,7 @@ class PreparedRequest:
     def block_names(self, identity: common_pb2.Identity, kv_dtype: str, block_size: int) -> list[int]:
         """Return the short block hashes of the prompt's full blocks, as workers of this kind compute them."""
         root = cache_root_of(identity, kv_dtype, tenant=self.tenant, cache_salt=self.cache_salt)
+        root = root if self.adapter is None else self.adapter.root(root)
         names = self._names.get((root, block_size))
         if names is None:
             names = [short_name(block) for block in hash_prompt(root, self.prompt, block_size)]
@@ -109,6 +122,8 @@ class PreparedRequest:
             cache_salt=self.cache_salt,
             tenant=self.tenant,
             priority=self.priority,
+            adapter=self.adapter.name if self.adapter else "",
+            adapter_digest=self.adapter.digest if self.adapter else "",
         )
 
 

@@ -9,13 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from pdmesh.adapter_id import AdapterId
 from pdmesh.runtime.errors import DeadlineExceeded, InvalidArgument, NotFound
 from pdmesh.text.chat_template import Message
 from pdmesh.text.grammar import CompiledGrammar
 from pdmesh.v1 import common_pb2, mesh_pb2
 from router.api import validation
-from router.api import validation as constraint
-from router.api import validation as sampling
 from router.auth import identity
 from router.context import RouterContext
 from router.tokenization.prepared_request import PreparedRequest, ServedModel, scoped_salt
@@ -109,6 +108,7 @@ class ValidatedRequest:
     message: ClientMessage
     model: ServedModel
     deadline: float | None
+    adapter: AdapterId | None = None
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,7 @@ class _Rest:
     deadline: float | None
     grammar: CompiledGrammar | None
     is_chat: bool
+    adapter: AdapterId | None
 
 
 class Preprocessor:
@@ -143,14 +144,14 @@ class Preprocessor:
 
         Raises InvalidArgument naming the field, NotFound, DeadlineExceeded."""
         deadline = deadline_of(time_left_s)
-        model = self._model(message.model)
+        model, adapter = self._find(message.model)
         validation.check_options(message.options)
         identity.claim(message.options)
         if isinstance(message, mesh_pb2.ChatRequest):
             validation.check_messages(message.messages, self._core.config.max_prompt_bytes)
         else:
             self._check_prompt(model, message)
-        return ValidatedRequest(message, model, deadline)
+        return ValidatedRequest(message, model, deadline, adapter)
 
     async def prepare(self, validated: ValidatedRequest) -> PreparedRequest:
         """Return the request with its token ids, and every parameter set.
@@ -162,7 +163,7 @@ class Preprocessor:
     async def tokenize(self, request: mesh_pb2.TokenizeRequest, time_left_s: float | None) -> mesh_pb2.TokenizeResponse:
         """Return token ids, also of texts that are longer than the context. Raises as `from_generate`."""
         asker = Asker(identity.tenant() or "", deadline_of(time_left_s))
-        model = self._model(request.model)
+        model, _ = self._find(request.model)
         if request.text and request.messages:
             validation.refuse("text", "exclusive with messages; send one of them")
         if request.messages:
@@ -173,15 +174,24 @@ class Preprocessor:
             token_ids = await self._prompts.of_text(model, request.text, asker, must_fit=False)
         return mesh_pb2.TokenizeResponse(token_ids=token_ids, max_context=self._core.max_context(model))
 
-    def _model(self, name: str) -> ServedModel:
+    def _find(self, name: str) -> tuple[ServedModel, AdapterId | None]:
+        """Return the model of this name, or the adapter of this name with its model."""
         models = self._core.models
         if not name and len(models) == 1:
-            return next(iter(models.values()))
+            return next(iter(models.values())), None
         if not name:
             validation.refuse("model", f"name one of {', '.join(sorted(models))}")
-        if name not in models:
-            raise NotFound(f"model: {name[:100]!r} is not served here; there is {', '.join(sorted(models))}", field="model")
-        return models[name]
+        if name in models:
+            return models[name], None
+        found = self._core.adapters.find(name, models)
+        if found is None:
+            served = [*sorted(models), *(adapter for _, adapter in self._core.adapters.names(models))]
+            raise NotFound(f"model: {name[:100]!r} is not served here; there is {', '.join(served[:50])}", field="model")
+        return models[found[0]], found[1]
+
+    def model_of(self, name: str) -> ServedModel:
+        """Return the model that a request for this name is computed by. Raises InvalidArgument, NotFound."""
+        return self._find(name)[0]
 
     def _check_prompt(self, model: ServedModel, request: mesh_pb2.GenerateRequest) -> None:
         kind = request.WhichOneof("prompt")
@@ -211,14 +221,16 @@ class Preprocessor:
                 model.tokenizer.decode(prompt)[:MAX_LOGGED_CHARS],
             )
         if rest.grammar is not None and rest.resume is not None:
-            await constraint.check_history(rest.grammar, rest.resume.emitted)
+            await validation.check_history(rest.grammar, rest.resume.emitted)
         return prepared
 
     def _prepared(self, model: ServedModel, prompt: list[int], rest: _Rest) -> PreparedRequest:
         max_context = self._core.max_context(model)
         validation.check_prompt_length(len(prompt), max_context)
-        limits = sampling.Limits(model.tokenizer.vocab_size, model.eos_token_ids, max_context - len(prompt))
-        params = sampling.complete(rest.sampling, limits)
+        limits = validation.Limits(
+            model.tokenizer.vocab_size, model.eos_token_ids, max_context - len(prompt), model.sampling_defaults
+        )
+        params = validation.complete(rest.sampling, limits)
         emitted: tuple[common_pb2.EmittedChoice, ...] = ()
         if rest.resume is not None:
             emitted = validation.check_resume(rest.resume, params, limits.vocab_size)
@@ -242,6 +254,7 @@ class Preprocessor:
             slo_tpot_ms=options.slo_tpot_ms,
             attempt=options.attempt,
             is_chat=rest.is_chat,
+            adapter=rest.adapter,
         )
 
 
@@ -257,6 +270,6 @@ def deadline_of(time_left_s: float | None) -> float | None:
 async def _rest(validated: ValidatedRequest) -> _Rest:
     message = validated.message
     resume = message.resume if message.HasField("resume") else None
-    grammar = await constraint.compile_constraint(validated.model.grammars, message.sampling)
+    grammar = await validation.compile_constraint(validated.model.grammars, message.sampling)
     is_chat = isinstance(message, mesh_pb2.ChatRequest)
-    return _Rest(message.sampling, message.options, resume, validated.deadline, grammar, is_chat)
+    return _Rest(message.sampling, message.options, resume, validated.deadline, grammar, is_chat, validated.adapter)

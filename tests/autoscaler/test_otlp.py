@@ -1,4 +1,4 @@
-"""`python -m autoscaler` as a process: its metrics and decisions arrive at a collector, as those of routers and workers do."""
+"""`python -m pdmesh.autoscaler` as a process: metrics and decisions arrive at a collector, like those of other services."""
 
 from __future__ import annotations
 

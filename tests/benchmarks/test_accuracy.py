@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import accuracy as accuracy_variant
+from benchmarks import accuracy as benchmarks_accuracy
 from benchmarks.accuracy import (
     BASE,
     CHUNK,
@@ -263,7 +263,7 @@ def test_a_decode_path_that_is_off_shows(
         loaded = load_model(config)
         return replace(loaded, model=broken(loaded))  # type: ignore[arg-type]
 
-    monkeypatch.setattr(accuracy_variant, "load_model", load_broken)
+    monkeypatch.setattr(benchmarks_accuracy, "load_model", load_broken)
     figures = accuracy_figures(tiny, {"float32": {"dtype": "float32", "backend": "torch"}}, SMALL)
     [difference] = [figure for figure in figures if figure.name.startswith("largest difference")]
     assert isinstance(difference.value, float)

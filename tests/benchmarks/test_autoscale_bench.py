@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.autoscale import __main__ as bench
+from benchmarks.autoscale import __main__ as autoscale_main
 from benchmarks.autoscale.scenario import Options
 from benchmarks.harness import Figure, Suite, run_parts
 
@@ -15,17 +15,17 @@ FIGURE = Figure("a", 1.0, "times", "lower")
 
 
 def test_parts_keep_their_order_and_unknown_ones_are_named() -> None:
-    assert bench.SUITE.chosen("") == list(bench.PARTS)
-    assert bench.SUITE.chosen("speed,simulated") == ["simulated", "speed"]
+    assert autoscale_main.SUITE.chosen("") == list(autoscale_main.PARTS)
+    assert autoscale_main.SUITE.chosen("speed,simulated") == ["simulated", "speed"]
     with pytest.raises(ValueError, match="only: there is no part 'nothing'; there are simulated"):
-        bench.SUITE.chosen("speed,nothing")
+        autoscale_main.SUITE.chosen("speed,nothing")
 
 
 def test_a_folder_of_traces_has_to_be_there(tmp_path: Path) -> None:
-    assert bench.traces_of("") is None
-    assert bench.traces_of(str(tmp_path)) == tmp_path
+    assert autoscale_main.traces_of("") is None
+    assert autoscale_main.traces_of(str(tmp_path)) == tmp_path
     with pytest.raises(ValueError, match=r"traces: .*nowhere is no folder"):
-        bench.traces_of(str(tmp_path / "nowhere"))
+        autoscale_main.traces_of(str(tmp_path / "nowhere"))
 
 
 def test_parts_are_coroutines_or_not_and_one_that_fails_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,9 +39,9 @@ def test_parts_are_coroutines_or_not_and_one_that_fails_costs_no_other(monkeypat
     monkeypatch.setattr("importlib.import_module", lambda name: SimpleNamespace(figures=parts[name.rpartition(".")[2]]))
     told: list[str] = []
     monkeypatch.setattr(Suite, "save", lambda suite, part, figures: told.append(part))
-    measure, keep = bench.measure(Options()), bench.SUITE.save
+    measure, keep = autoscale_main.measure(Options()), autoscale_main.SUITE.save
     assert run_parts(["fails", "now", "later"], measure, keep) == {"fails": "RuntimeError: no luck"}
     assert told == ["now", "later"]
     with pytest.raises(SystemExit) as ended:
-        bench.SUITE.main(["now"], bench.measure(Options(quick=True)), quick=True)
+        autoscale_main.SUITE.main(["now"], autoscale_main.measure(Options(quick=True)), quick=True)
     assert ended.value.code == 0 and told == ["now", "later"]

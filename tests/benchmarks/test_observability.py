@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.harness import reached
 from benchmarks.observability.overhead import jobs, ratios
-from tests.support import trace_figures as spans
+from tests.support import trace_figures
 from tests.support.otlp_receiver import Received
 from tests.support.trace_figures import DELAYS, figures_of
 from tests.support.traces import Trace, trace_so_far
@@ -48,7 +48,7 @@ def test_of_a_local_submit_counts_until_the_engine_has_the_prompt(mode: str, who
 
 
 def test_a_trace_that_does_not_add_up_is_counted_and_named() -> None:
-    share, worst, _ = spans.parts_figures([_trace("remote", 35.0), _trace("remote", 35.9), _trace("remote", 45.0)])
+    share, worst, _ = trace_figures.parts_figures([_trace("remote", 35.0), _trace("remote", 35.9), _trace("remote", 45.0)])
     assert (share.value, reached(share), worst.value) == (round(2 / 3, 4), False, 10.0)
 
 
@@ -58,14 +58,14 @@ def test_a_span_whose_parent_is_not_there_has_not_arrived() -> None:
     assert None not in wanted and "generate@router/attempt@router/reserve@router/submit@decode" in wanted
     orphaned = trace_so_far([span for span in trace.spans if span.name != "reserve"], "r")
     assert orphaned is not None
-    lacking = spans.lacks(orphaned, orphaned.spans, {path for path in wanted if path})
+    lacking = trace_figures.lacks(orphaned, orphaned.spans, {path for path in wanted if path})
     assert {path.rpartition("/")[2] for path in lacking} == {"reserve@router", "submit@decode"}
 
 
 def test_a_decode_span_that_no_step_links_to_lacks_that() -> None:
     trace = _trace("local", 32.0)
     decode = _span("decode", "decode-0", trace.spans[1].span_id, 50)
-    assert spans.lacks(Trace(trace.root, [*trace.spans, decode]), [decode], set()) == {spans.STEP}
+    assert trace_figures.lacks(Trace(trace.root, [*trace.spans, decode]), [decode], set()) == {trace_figures.STEP}
 
 
 def test_a_delay_that_moves_another_part_is_missed() -> None:

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvtransfer.native.library import PROJECT as TRANSFER
-from pdmesh.engine.kernels.cpu import build as kernels
+from pdmesh.engine.kernels.cpu import build
 from pdmesh.runtime import parent_death
 from tests.cluster import control_plane
 from tests.cluster.agent.__main__ import Settings
@@ -80,11 +80,11 @@ class Cluster:
 
     def _make_kernels(self) -> None:
         """As the images have them, built from this checkout."""
-        for project in (kernels.KERNELS, TRANSFER):
+        for project in (build.KERNELS, TRANSFER):
             tier = project.tier()
             target = self._folder / "kernels" / tier.name / project.library
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(kernels.build_ahead(tier, None, project=project), target)
+            shutil.copy2(build.build_ahead(tier, None, project=project), target)
 
     def _start_agent(self) -> None:
         token = self.plane.token("node-agent")

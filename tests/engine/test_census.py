@@ -77,7 +77,7 @@ def test_counts_come_with_the_step_that_changes_them() -> None:
 def test_counts_are_not_taken_anew_while_nothing_comes_or_goes() -> None:
     engine = make_engine()
     engine.add(request("a"))
-    census = engine._census
+    census = engine._stats
     now_ns = census.take(0).taken_ns
     assert census.take_if_due(now_ns + PERIOD_NS - 1) is None
     assert census.take_if_due(now_ns + PERIOD_NS) is not None

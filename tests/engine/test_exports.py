@@ -148,7 +148,7 @@ def test_who_is_read_is_not_preempted() -> None:
 def test_signals_are_few_and_the_last_layer_is_one() -> None:
     signal = LayerReadiness(30)
     assert -(-30 // signal.every) == SIGNALS_PER_STEP
-    signal.tell_every(0)
+    signal.notify_every(0)
     assert signal.every == 1
     for index in range(30):
         signal.layer_done(index)

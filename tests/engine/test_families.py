@@ -46,3 +46,13 @@ def test_every_tensor_is_used(variant: str, tmp_path: Path) -> None:
 
     TorchBuilder(source, torch.float32, "cpu").build(64, lambda _share, _text: None)
     assert source.unused() == []
+
+
+def test_keys_of_either_set_of_longropes_divisors_are_not_interchangeable(tmp_path: Path) -> None:
+    """Within the original context of 48 a worker has the short divisors, and gives transformers' tokens; the numeric mode, by
+    which workers are paired, differs."""
+    folder = make_tiny_family(tmp_path, "phi3, longrope")
+    short, long = (load(folder, backend="torch", dtype="float32", max_context=length) for length in (48, 49))
+    assert long.numeric_mode == f"{short.numeric_mode}-long"
+    model, token_ids = reference(folder, dtype=torch.float32, attn_implementation="eager"), prompt(20)
+    assert PagedLoop(short).generate([token_ids], 20) == [greedy(model, token_ids, 20)]

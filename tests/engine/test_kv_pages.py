@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from pdmesh.engine.kv_cache import pool as kv_pages
+from pdmesh.engine.kv_cache import pool as kv_cache_pool
 from pdmesh.engine.kv_cache.pool import KVPool, KVShape
 
 BLOCK = 4 * mmap.PAGESIZE  # of one layer's keys
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tell
 @pytest.fixture
 def pool(monkeypatch: pytest.MonkeyPatch) -> KVPool:
     """Eight blocks of each plane are touched at a time."""
-    monkeypatch.setattr(kv_pages, "STRIPE_BYTES", 8 * SHAPE.bytes_per_block)
+    monkeypatch.setattr(kv_cache_pool, "STRIPE_BYTES", 8 * SHAPE.bytes_per_block)
     return KVPool(SHAPE)  # shared: its pages are small
 
 
@@ -70,7 +70,7 @@ def test_a_closed_pool_waits_for_the_thread(pool: KVPool) -> None:
 
 
 def test_a_system_that_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_pages, "_touch", lambda _start, _end: False)
+    monkeypatch.setattr(kv_cache_pool, "_touch", lambda _start, _end: False)
     pool = KVPool(SHAPE, shared=False)
     pool.tensor.fill_(1)
     pool.reach(SHAPE.num_blocks - 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdmesh.engine.kv_cache.block_manager import BlockAllocator
+from pdmesh.engine.kv_cache.block_manager import BlockManager
 from pdmesh.engine.kv_cache.block_pool import BlockPool
 from pdmesh.engine.request import EngineRequest
 from pdmesh.engine.scheduler.scheduler import FORGIVEN, LEAST_TOKENS, MAX_SHARE, SPREAD, TARGET, Scheduler, StepCost, TpotLimiter
@@ -27,7 +27,7 @@ class Machine:
     def __init__(self, cost: StepCost | None = COST, budget: int = 512) -> None:
         self.pacer = TpotLimiter()
         self.pacer.cost = cost
-        allocator = BlockAllocator(BlockPool(512), 16, hash_block, prefix_caching=False)
+        allocator = BlockManager(BlockPool(512), 16, hash_block, prefix_caching=False)
         self.scheduler = Scheduler(allocator, budget, self.pacer)
         self.now_ns = 1
         self.num_arrived = 0

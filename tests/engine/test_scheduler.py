@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from pdmesh.engine.kv_cache.block_manager import BlockAllocator, BlockCopy
+from pdmesh.engine.kv_cache.block_manager import BlockCopy, BlockManager
 from pdmesh.engine.kv_cache.block_pool import BlockPool
 from pdmesh.engine.request import EngineRequest
 from pdmesh.engine.scheduler.scheduler import Scheduler, SchedulerOutput
@@ -23,7 +23,7 @@ class Bench:
 
     def __init__(self, *, num_blocks: int = 16, budget: int = 64) -> None:
         self.pool = BlockPool(num_blocks)
-        self.allocator = BlockAllocator(self.pool, BLOCK_SIZE, hash_block, prefix_caching=True)
+        self.allocator = BlockManager(self.pool, BLOCK_SIZE, hash_block, prefix_caching=True)
         self.scheduler = Scheduler(self.allocator, budget)
         self.num_arrived = 0
         self.reserved: list[int] = []
@@ -172,7 +172,7 @@ def test_a_resumed_sequence_finds_its_own_prefix_but_computes_the_last_token() -
     bench.scheduler.discard(a)
     a.was_preempted = True
     bench.scheduler.wait(a)
-    assert bench.scheduler.num_owed_blocks == 3
+    assert bench.scheduler.blocks_for_preempted == 3
     assert bench.step() == {a: 1}
     assert a.num_cached == 8
 

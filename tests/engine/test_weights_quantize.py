@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pdmesh.engine.loader import quantize as module
+from pdmesh.engine.loader import quantize as loader_quantize
 from pdmesh.engine.loader.quantize import (
     Fp8Weight,
     Int4Weight,
@@ -113,7 +113,7 @@ def test_a_row_does_not_depend_on_its_block_its_neighbours_or_the_threads(seed: 
     weight = heavy_tailed(seed, 70, 128, 0.05)
     expected = quantize_int8(weight), quantize_int4(weight, 32)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_BLOCK_WEIGHTS", block)
+        patch.setattr(loader_quantize, "_BLOCK_WEIGHTS", block)
         torch.set_num_threads(threads)
         try:
             blockwise = quantize_int8(weight), quantize_int4(weight, 32)
@@ -162,7 +162,7 @@ def test_columns_are_added_in_one_order() -> None:
     expected = columns.numpy()
     while len(expected) > 1:
         expected = expected[: len(expected) // 2] + expected[len(expected) // 2 :]
-    assert np.array_equal(module._sum(columns).numpy(), expected[0])
+    assert np.array_equal(loader_quantize._sum(columns).numpy(), expected[0])
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from pdmesh.v1 import mesh_pb2
-from router import main as router_main
+from router import main
 from router.api.frontend import Frontend, RequestMetadata
 
 FILE_VARIABLE = "BENCH_CLIENTS_RECORDS"
@@ -64,5 +64,5 @@ def _write(completed: mesh_pb2.Completed) -> None:
 
 
 if __name__ == "__main__":
-    with patch.object(router_main, "Frontend", RecordingFrontend):
-        router_main.main()
+    with patch.object(main, "Frontend", RecordingFrontend):
+        main.main()

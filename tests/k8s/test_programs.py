@@ -12,7 +12,7 @@ import pytest
 from pdmesh.autoscaler.config import AutoscalerConfig
 from pdmesh.commands import loadtest
 from pdmesh.engine.kernels.cpu import build
-from pdmesh.engine.loader import hash as weights_hash
+from pdmesh.engine.loader import hash
 from pdmesh.launcher.certificates import make_certificates
 from pdmesh.planning import objectives
 from pdmesh.runtime.config import FILE_SUFFIX, ConfigError
@@ -224,7 +224,7 @@ def test_the_files_in_config_maps_are_good(mesh: str, tls: TlsConfig, tmp_path: 
 
 def test_variables_beside_the_settings_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PDMESH_CACHE", "/var/cache/pdmesh")
-    assert weights_hash.cache_folder() == Path("/var/cache/pdmesh")
+    assert hash.cache_folder() == Path("/var/cache/pdmesh")
     assert '"PDMESH_KERNELS_DIR"' in inspect.getsource(build)
     given = {name for _, workload, container in OURS for name in environment(workload, container)}
     assert {name for name in given if not name.startswith("PDMESH_")} == {"POD_NAME"}

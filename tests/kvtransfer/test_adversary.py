@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvtransfer.errors import PushFailed
 from kvtransfer.receiver.push import new_token
 from kvtransfer.reservation import Cancelled, Mode, NewAttempt, State, reserved, transition
-from kvtransfer.sender import push as outgoing_session
+from kvtransfer.sender import push as sender_push
 from kvtransfer.sender import sender
 from kvtransfer.sender.push import PushJob, PushResult
 from kvtransfer.sender.send_queue import FirstTokensDrawn, KVReadiness, Ready
@@ -58,7 +58,7 @@ class Adversary(RuleBasedStateMachine):
         self.stack = ExitStack()
         patch = self.stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(sender, "BYTES_FOR_A_CONNECTION", 1 << 12)
-        patch.setattr(outgoing_session, "ALIVE_S", IDLE_S / 4)
+        patch.setattr(sender_push, "ALIVE_S", IDLE_S / 4)
         self.loop = asyncio.new_event_loop()
         self.left = nothing_left()
         self.left.__enter__()

@@ -23,7 +23,6 @@ from kvtransfer.sender.send_queue import FirstTokensDrawn, KVReadiness, Ready
 from kvtransfer.sender.sender import Sender
 from kvtransfer.staging import StagedMemory
 from kvtransfer.transports import common
-from kvtransfer.transports import common as peer_pool_cache
 from kvtransfer.transports.common import OpenedPools
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
 from pdmesh.engine.kv_cache.block_moves import Blocks
@@ -67,7 +66,7 @@ def shown(memory: KVMemory) -> ShownPool:
 
 
 async def test_it_is_preferred_and_opens_a_pool_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_pool_cache, "KEEP_S", 0.2)
+    monkeypatch.setattr(common, "KEEP_S", 0.2)
     with nothing_left():
         async with running(also_by_others(World("cuda_ipc"))) as world:
             assert [endpoint.transport for endpoint in world.receiver.endpoints()] == list(BOTH)

@@ -15,7 +15,7 @@ import pytest
 from kvtransfer.errors import PushFailed, TransferRefused
 from kvtransfer.manifest import Part
 from kvtransfer.receiver.push import PushTarget
-from kvtransfer.sender import push as outgoing
+from kvtransfer.sender import push as sender_push
 from kvtransfer.sender import sender
 from kvtransfer.sender.push import PushJob, PushResult
 from kvtransfer.sender.send_queue import FirstTokensDrawn, KVReadiness, Ready, Told
@@ -200,8 +200,8 @@ async def _unanswered(both: StagedWorld, link: Link, streams: ReorderingStreams)
     push = push_of(both, both.world.job())
     link.let(NUM_PARTS)
     with at_work(streams):
-        await link.saw("sent", outgoing.MAX_UNANSWERED - 1)
-        await link.saw("fetched", outgoing.MAX_UNANSWERED + 1)
+        await link.saw("sent", sender_push.MAX_UNANSWERED - 1)
+        await link.saw("fetched", sender_push.MAX_UNANSWERED + 1)
     return push
 
 

@@ -19,7 +19,7 @@ from kvtransfer.errors import FrameError, PeerClosed, PushFailed
 from kvtransfer.framing import checksum
 from kvtransfer.grpc_stream import MessageStream, Wire
 from kvtransfer.manifest import KVMemory, Part, part_views
-from kvtransfer.receiver import push as incoming_connection
+from kvtransfer.receiver import push as receiver_push
 from kvtransfer.sender.sender import PushJob
 from kvtransfer.transports.base import Incoming
 from kvtransfer.transports.common import InlineIncoming, InlineOutgoing
@@ -118,7 +118,7 @@ async def test_garbage_after_hello_closes_the_connection(world: World, seed: int
     "garbage", [b"G", b"GET / HTTP/1.1\r\n\r\n", b"PDKV\xff\xff\xff\xff", b"PDKV\0\0\0\0", b"PDKV\3\0\0\0abc"]
 )
 async def test_garbage_instead_of_hello(world: World, garbage: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(incoming_connection, "HANDSHAKE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(receiver_push, "HANDSHAKE_TIMEOUT_S", 0.2)
     async with world.raw_peer() as peer:
         await peer.send_bytes(garbage)
         with pytest.raises(ConnectionError):
@@ -128,7 +128,7 @@ async def test_garbage_instead_of_hello(world: World, garbage: bytes, monkeypatc
 
 
 async def test_a_silent_connection_is_closed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(incoming_connection, "HANDSHAKE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(receiver_push, "HANDSHAKE_TIMEOUT_S", 0.1)
     async with world.raw_peer() as peer:
         with pytest.raises(PeerClosed):
             await peer.stream.read_message()

@@ -16,7 +16,7 @@ import pytest
 
 from kvtransfer import framing
 from kvtransfer.errors import PeerClosed
-from kvtransfer.native import library as native_library
+from kvtransfer.native import library
 from kvtransfer.native.library import Native, address_of, pieces_of
 from kvtransfer.stream import SocketStream
 from pdmesh.engine.kernels.cpu import build
@@ -30,22 +30,22 @@ SIZES = [*range(66), 127, 128, 255, 256, 257, 383, 384, 511, 512, 513, 575, 576,
 @pytest.fixture(scope="module")
 def tiers() -> list[Native]:
     """One for each tier of this processor."""
-    loaded = build.load_library(lambda _text: None, project=native_library.PROJECT)
+    loaded = build.load_library(lambda _text: None, project=library.PROJECT)
     return [Native(loaded, name) for name in Native(loaded).tiers() if name != "unsummed"]
 
 
 @pytest.fixture(params=["native", "python"])
 def way(request: pytest.FixtureRequest) -> Iterator[str]:
     """The best tier, and none."""
-    before = native_library.native()
+    before = library.native()
     if request.param == "native":
         request.applymarker(needs_native)
-        native_library.prepare()
-        native_library.use(Native(build.load_library(lambda _text: None, project=native_library.PROJECT)))
+        library.prepare()
+        library.use(Native(build.load_library(lambda _text: None, project=library.PROJECT)))
     else:
-        native_library.use(None)
+        library.use(None)
     yield str(request.param)
-    native_library.use(before)
+    library.use(before)
 
 
 def crc(data: bytes | memoryview, value: int = 0) -> int:
@@ -157,19 +157,19 @@ async def test_a_peer_that_closes_is_noticed(way: str) -> None:
 def test_a_foreign_library_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "other.cpp").write_text('extern "C" int answer() { return 42; }\n', encoding="ascii")
     monkeypatch.setenv("PDMESH_CACHE", str(tmp_path))
-    monkeypatch.setattr(native_library, "PROJECT", build.Project(tmp_path, is_tiered=False))
-    assert native_library._load() is None
+    monkeypatch.setattr(library, "PROJECT", build.Project(tmp_path, is_tiered=False))
+    assert library._load() is None
 
 
 def test_without_a_compiler_python_does_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("PDMESH_CACHE", str(tmp_path))
     monkeypatch.delenv("PDMESH_KERNELS_DIR", raising=False)
-    assert native_library._load() is None
+    assert library._load() is None
 
 
 @needs_native
 def test_a_tier_that_is_not_there_is_named() -> None:
-    loaded = build.load_library(lambda _text: None, project=native_library.PROJECT)
+    loaded = build.load_library(lambda _text: None, project=library.PROJECT)
     with pytest.raises(ValueError, match="tier: 'abacus' is not among"):
         Native(loaded, "abacus")

@@ -20,7 +20,7 @@ from kvtransfer.reservation import Mode, NewAttempt, transition
 from kvtransfer.sender.sender import part_bytes_over
 from kvtransfer.staging import StagedMemory
 from kvtransfer.transports.nixl import device
-from kvtransfer.transports.nixl import transport as nixl
+from kvtransfer.transports.nixl import transport as nixl_transport
 from kvtransfer.transports.nixl.agent import Place
 from kvtransfer.transports.nixl.device import NUM_ROOMS, DeviceReader
 from kvtransfer.transports.nixl.transport import NixlTransport
@@ -122,7 +122,7 @@ async def test_where_nixl_cannot_do_with_memory_of_the_device_tcp_takes_the_same
             monkeypatch.setattr(device, "place_of", on_gpu)
         async with running(also_by_tcp(world)):
             if who == "sender":
-                monkeypatch.setattr(nixl, "place_of", on_gpu)
+                monkeypatch.setattr(nixl_transport, "place_of", on_gpu)
             job = world.job()
             assert (await world.sender.push(job, timeout_s=10)).transport == "tcp"
             world.check_arrived(job)

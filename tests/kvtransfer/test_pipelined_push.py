@@ -8,7 +8,7 @@ import pytest
 
 from kvtransfer.errors import PushFailed
 from kvtransfer.manifest import Part
-from kvtransfer.sender import push as outgoing_session
+from kvtransfer.sender import push as sender_push
 from kvtransfer.sender import sender
 from kvtransfer.sender.push import PushJob
 from kvtransfer.sender.send_queue import FirstTokensDrawn, KVReadiness, NothingToDecode, Ready
@@ -69,7 +69,7 @@ async def test_nothing_to_decode_stops_a_push_half_way(world: World) -> None:
 
 
 async def test_a_sender_at_work_keeps_its_lease(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outgoing_session, "ALIVE_S", 0.05)
+    monkeypatch.setattr(sender_push, "ALIVE_S", 0.05)
     with nothing_left():
         async with running(World(transport, idle_timeout_s=0.6)) as world:
             ticks = iter(range(1000))
@@ -87,7 +87,7 @@ async def test_a_sender_at_work_keeps_its_lease(transport: str, monkeypatch: pyt
 
 
 async def test_a_sender_that_stands_still_loses_it(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outgoing_session, "ALIVE_S", 0.05)
+    monkeypatch.setattr(sender_push, "ALIVE_S", 0.05)
     with nothing_left():
         async with running(World(transport, idle_timeout_s=0.3)) as world:
             job = world.job(feed=KVReadiness())

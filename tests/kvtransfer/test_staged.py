@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvtransfer.errors import PushFailed
 from kvtransfer.manifest import Part
-from kvtransfer.sender import push as outgoing
+from kvtransfer.sender import push as sender_push
 from kvtransfer.sender.push import PushJob
 from kvtransfer.sender.send_queue import FirstTokensDrawn, KVReadiness, Ready
 from pdmesh.engine.kv_cache.streams import InOrder
@@ -156,7 +156,7 @@ def _spoil(pool: Tensor, block: int) -> None:
 
 
 async def test_a_push_that_waits_for_the_device_says_that_it_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outgoing, "FETCH_ALIVE_S", 0.01)
+    monkeypatch.setattr(sender_push, "FETCH_ALIVE_S", 0.01)
     streams, signs = ReorderingStreams(), list[str]()
     async with staged("tcp", streams, "sender") as both:
         job = both.world.job()

@@ -12,7 +12,7 @@ from pdmesh.client.client import AsyncClient, Delta
 from pdmesh.errors import MeshError
 from pdmesh.launcher.plan import LocalMeshConfig
 from tests.mesh.checks import assert_whole
-from tests.support import trace_figures as spans
+from tests.support import trace_figures
 from tests.support.trace_figures import DELAY_MS, DELAYS, Delay, medians, moved, under_load
 from tests.support.traced_mesh import DECODES, PREFILLS, Traced, traced_mesh, unseen
 from tests.support.traces import LOCAL_SPANS, REMOTE_SPANS
@@ -41,7 +41,7 @@ async def client(traced: Traced) -> AsyncIterator[AsyncClient]:
 async def test_a_separated_request_through_all_processes(traced: Traced, client: AsyncClient) -> None:
     result = await traced.ask(client)
     trace = await traced.trace(result.request_id, REMOTE_SPANS)
-    assert {trace.path(span) for span in trace.spans} == spans.REMOTE
+    assert {trace.path(span) for span in trace.spans} == trace_figures.REMOTE
     timings = result.timings
     assert trace.root.attributes["pdmesh.kv.bytes"] == timings.kv_bytes > 0
     processes = {span.process for span in trace.spans}
@@ -71,7 +71,7 @@ async def test_durations_are_those_of_the_timings(traced: Traced, client: AsyncC
 async def test_a_local_request(traced: Traced, client: AsyncClient) -> None:
     result = await traced.ask(client, "local")
     trace = await traced.trace(result.request_id, LOCAL_SPANS)
-    assert {trace.path(span) for span in trace.spans} == spans.LOCAL
+    assert {trace.path(span) for span in trace.spans} == trace_figures.LOCAL
     (submit,), (queue,), (compute,) = trace.all("submit"), trace.all("prefill.queue"), trace.all("prefill.compute")
     timings = result.timings
     assert (submit.duration_ns, queue.duration_ns) == (timings.reserve_ns, timings.prefill_queue_ns)
@@ -177,9 +177,9 @@ async def test_steps_link_to_the_requests_that_they_served(traced: Traced, clien
 
 async def test_a_request_that_moves(traced: Traced, client: AsyncClient) -> None:
     """Its worker is told to stop. Last: it has to start again."""
-    result = await spans.moved_one(traced, client)
+    result = await trace_figures.moved_one(traced, client)
     assert {result.left, result.finished_by} == set(DECODES)
-    assert await spans.missing(traced, result.request_id, spans.MOVED) == set()
+    assert await trace_figures.missing(traced, result.request_id, trace_figures.MOVED) == set()
     trace = await traced.trace(result.request_id, {"decode"}, lambda trace: len(trace.all("decode")) == 2)
     (move,) = trace.all("migrate")
     assert (move.attributes["pdmesh.from.worker"], move.attributes["pdmesh.moved"]) == (result.left, True)

@@ -36,7 +36,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     for name in listed:
-        if name.split("/")[0] in INSTALLED | {"pyproject.toml", "README.md", "LICENSE"} and (ROOT / name).is_file():
+        if name.split("/")[0] in INSTALLED | {"protos", "pyproject.toml", "README.md", "LICENSE"} and (ROOT / name).is_file():
             (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / "source" / name)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)]
@@ -78,6 +78,9 @@ def clean() -> dict[str, str]:
 def test_it_installs_five_packages(wheel: Path, tmp_path: Path) -> None:
     site = install(wheel, tmp_path / "environment")
     assert {path.name for path in site.iterdir() if not path.name.endswith(".dist-info")} == INSTALLED
+    ours = {path.relative_to(ROOT / "protos") for path in (ROOT / "protos").rglob("*.proto")}
+    shared = tmp_path / "environment/share/pdmesh/protos"
+    assert {path.relative_to(shared) for path in shared.rglob("*.proto")} == ours
 
 
 def test_the_client_works_beside_packages_of_the_same_names(wheel: Path, crowded: Path, tmp_path: Path) -> None:

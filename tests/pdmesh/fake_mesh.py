@@ -58,6 +58,8 @@ class Script:
 
 
 class FakeMesh(MeshServicer):
+    LoadAdapter = UnloadAdapter = ListAdapters = None  # type: ignore[assignment]
+
     def __init__(self, script: Script) -> None:
         self.script = script
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,6 +16,7 @@ import pytest
 from pdmesh import cli, errors
 from pdmesh.cli import parse_options, with_flags
 from pdmesh.commands import chat, generate, options
+from pdmesh.runtime.child import import_path
 from pdmesh.v1 import common_pb2
 from tests.pdmesh.fake_mesh import NUM_TOKENS, Script, start_router, text
 
@@ -72,6 +76,14 @@ def test_overview_names_every_command(capsys: pytest.CaptureFixture[str]) -> Non
     shown = capsys.readouterr().out
     assert all(f"  {name} " in shown for name in cli.COMMANDS)
     assert cli.run([]) == 2
+
+
+def test_python_m_imports_nothing_from_the_current_folder(tmp_path: Path) -> None:
+    for name in ("difflib", "router", "rich"):
+        (tmp_path / f"{name}.py").write_text(f'raise SystemExit("their {name} was imported")\n')
+    command, env = [sys.executable, "-m", "pdmesh", "--help"], {**os.environ, **import_path()}
+    shown = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert (shown.returncode, shown.stderr) == (0, "") and "usage: pdmesh" in shown.stdout
 
 
 def test_unknown_command_suggests_one(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,13 +10,13 @@ import pytest
 
 from kvtransfer.transports.registry import installed, transports_with
 from pdmesh import cli
-from pdmesh.commands import doctor as command
-from pdmesh.commands import up
+from pdmesh.commands import doctor, up
 from pdmesh.doctor import machine, software, transfer
 from pdmesh.doctor.machine import Check, State, examine, missing, ok
 from pdmesh.engine.kernels.cpu import build, isa
 from pdmesh.models.catalogue import KNOWN_MODELS
 from tests.support.terminal import plain
+from tests.support.tiny_models import make_tiny_model
 
 
 def test_cpu_flags_of_x86_and_arm() -> None:
@@ -81,7 +81,10 @@ def test_model_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert software.model_files(known).state is State.WARN
     assert software.disk(known).state in (State.OK, State.WARN, State.MISSING)
     assert software.model_files(str(tmp_path / "nothing")).blocks
-    assert software.model_files(str(tmp_path)).state is State.OK
+    assert software.model_files(str(make_tiny_model(tmp_path / "tiny"))).state is State.OK
+    (tmp_path / "tiny" / "config.json").write_text('{"model_type": "mamba"}')
+    refused = software.model_files(str(tmp_path / "tiny"))
+    assert refused.blocks and "model_type 'mamba' is not supported" in refused.found
 
 
 def test_cpu_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +131,7 @@ def test_a_check_that_fails_is_a_finding() -> None:
 
 def test_report_names_cost_and_remedy_and_verdict() -> None:
     findings = [ok("a", "fine"), missing("bb", "gone", "everything", "buy one", required=True)]
-    assert plain(*command.report(findings)) == [
+    assert plain(*doctor.report(findings)) == [
         "OK       a   fine",
         "MISSING  bb  gone",
         "             costs: everything",
@@ -136,7 +139,7 @@ def test_report_names_cost_and_remedy_and_verdict() -> None:
         "",
         "a mesh cannot run here: bb",
     ]
-    assert plain(*command.report(findings[:1]))[-1] == "a mesh can run here"
+    assert plain(*doctor.report(findings[:1]))[-1] == "a mesh can run here"
 
 
 def test_every_port_that_a_mesh_takes_is_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,7 +149,7 @@ def test_every_port_that_a_mesh_takes_is_looked_at(capsys: pytest.CaptureFixture
     found = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
     assert found[f"port {number}"]["state"] == "WARN" and "--console-port" in found[f"port {number}"]["remedy"]
     usual = up.Options()
-    asked = command.Options()
+    asked = doctor.Options()
     assert (asked.port, asked.http_port, asked.console_port) == (usual.port, usual.http_port, usual.console_port)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from pdmesh.launcher import mesh as launcher
+from pdmesh.launcher import mesh as launcher_mesh
 from pdmesh.launcher import sidecars
 from pdmesh.launcher.member import MAX_BACKOFF_S, Member, backoff_s, how_it_ended
 from pdmesh.launcher.mesh import LocalMesh
@@ -53,8 +53,8 @@ async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
 
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "worker_plans", lambda *_: [plan(name, "worker") for name in WORKERS])
-    monkeypatch.setattr(launcher, "router_plans", lambda *_: [plan("router-0", "router", *WORKERS)])
+    monkeypatch.setattr(launcher_mesh, "worker_plans", lambda *_: [plan(name, "worker") for name in WORKERS])
+    monkeypatch.setattr(launcher_mesh, "router_plans", lambda *_: [plan("router-0", "router", *WORKERS)])
 
 
 def config(tmp_path: Path, **more: object) -> LocalMeshConfig:
@@ -213,7 +213,7 @@ async def test_stopped_while_redis_is_between_two_lives(stand_ins: None, monkeyp
 async def test_redis_of_the_user_has_to_answer(
     stand_ins: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, url: str, problem: str
 ) -> None:
-    monkeypatch.setattr(launcher, "_REDIS_PATIENCE_S", 0.1)
+    monkeypatch.setattr(launcher_mesh, "_REDIS_PATIENCE_S", 0.1)
     mesh = LocalMesh(config(tmp_path, redis=url))
     with pytest.raises(StartFailed, match=problem):
         await mesh.start()
@@ -309,7 +309,7 @@ async def test_member_that_cannot_start_is_tried_again(tmp_path: Path) -> None:
 
 async def test_failed_start_says_why_and_leaves_nothing(stand_ins: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     plans = [plan("prefill-0", "worker"), plan("decode-0", "broken")]
-    monkeypatch.setattr(launcher, "worker_plans", lambda *_: plans)
+    monkeypatch.setattr(launcher_mesh, "worker_plans", lambda *_: plans)
     mesh = LocalMesh(config(tmp_path))
     with pytest.raises(StartFailed, match=r"(?s)decode-0 ended with code 3.*12 GB needed"):
         await mesh.start()
@@ -317,7 +317,7 @@ async def test_failed_start_says_why_and_leaves_nothing(stand_ins: None, monkeyp
 
 
 async def test_start_that_takes_too_long_fails(stand_ins: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(launcher, "worker_plans", lambda *_: [plan("decode-0", "silent")])
+    monkeypatch.setattr(launcher_mesh, "worker_plans", lambda *_: [plan("decode-0", "silent")])
     mesh = LocalMesh(LocalMeshConfig(model="unused", log_dir=str(tmp_path), start_timeout_s=1.5))
     with pytest.raises(StartFailed, match=r"(?s)decode-0 was not ready within 1.5 s.*silent says hello"):
         await mesh.start()
@@ -325,7 +325,7 @@ async def test_start_that_takes_too_long_fails(stand_ins: None, monkeypatch: pyt
 
 
 async def test_cancelled_start_leaves_nothing(stand_ins: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(launcher, "worker_plans", lambda *_: [plan("decode-0", "silent")])
+    monkeypatch.setattr(launcher_mesh, "worker_plans", lambda *_: [plan("decode-0", "silent")])
     mesh = LocalMesh(config(tmp_path))
     starting = asyncio.create_task(mesh.start())
     log = tmp_path / "logs" / "decode-0.log"
@@ -341,12 +341,12 @@ async def test_cancelled_start_leaves_nothing(stand_ins: None, monkeypatch: pyte
 _KILLED_PARENT = """
 import asyncio, json, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
+from pdmesh.launcher import mesh as launcher_mesh
 from tests.pdmesh import test_launcher as t
-from pdmesh.launcher import mesh as launcher
-launcher.worker_plans = lambda *_: [t.plan(name, "worker") for name in t.WORKERS]
-launcher.router_plans = lambda *_: [t.plan("router-0", "router", *t.WORKERS)]
+launcher_mesh.worker_plans = lambda *_: [t.plan(name, "worker") for name in t.WORKERS]
+launcher_mesh.router_plans = lambda *_: [t.plan("router-0", "router", *t.WORKERS)]
 async def main():
-    async with launcher.LocalMesh(launcher.LocalMeshConfig(model="unused", log_dir=sys.argv[1])) as mesh:
+    async with launcher_mesh.LocalMesh(launcher_mesh.LocalMeshConfig(model="unused", log_dir=sys.argv[1])) as mesh:
         print(json.dumps(mesh.pids), flush=True)
         await asyncio.Event().wait()
 asyncio.run(main())

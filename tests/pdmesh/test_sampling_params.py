@@ -10,7 +10,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from pdmesh.client.types import GenerateOptions
 from pdmesh.sampling_params import PARAMETERS, Kind, Parameter, SamplingOptions, SamplingParams
 from pdmesh.v1 import common_pb2
-from router.api.kserve import requests as kserve
+from router.api.kserve import requests
 from router.api.openai.fields import Fields
 from router.api.openai.sampling import read_sampling
 from router.api.validation import Limits, complete
@@ -45,7 +45,7 @@ def test_every_protocol_reads_a_parameter_to_its_field(parameter: Parameter) -> 
     value = {Kind.NUMBER: 0.5, Kind.COUNT: 3, Kind.FLAG: True, Kind.TOKENS: [3]}[parameter.kind]
     wanted = common_pb2.SamplingParams(**{parameter.name: value})  # type: ignore[arg-type]
     assert complete(wanted, LIMITS) is not None
-    assert parameter.name in kserve.NAMES
+    assert parameter.name in requests.NAMES
     if parameter.name != "logprobs":  # asked for in another way
         sampling, _ = read_sampling(Fields({parameter.name: value}))
         assert sampling == wanted

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdmesh.planning import prompt_times as steps
+from pdmesh.planning import prompt_times
 from pdmesh.planning.capacity import DecodePool, Pool, PrefillPool, SharedPool, bearable, concurrency, fewest, keeps
 from pdmesh.planning.capacity_load import NUM_POINTS, Goals, Lengths, Limits, Load, Worker
 from pdmesh.planning.latency_model import LatencyModel
@@ -142,23 +142,25 @@ def _simulated_sharing(
 
 
 def test_the_largest_batch_is_the_last_that_keeps_tpot() -> None:
-    batch = steps.largest_batch(WORKER, LENGTHS, GOALS)
+    batch = prompt_times.largest_batch(WORKER, LENGTHS, GOALS)
     context = LENGTHS.running_context
-    assert steps.step_s(MODEL, batch, context) <= 0.03 < steps.step_s(MODEL, batch + 1, context)
-    assert steps.decode_tokens_per_s(WORKER, LENGTHS, GOALS) == pytest.approx(batch / steps.step_s(MODEL, batch, context))
+    assert prompt_times.step_s(MODEL, batch, context) <= 0.03 < prompt_times.step_s(MODEL, batch + 1, context)
+    assert prompt_times.decode_tokens_per_s(WORKER, LENGTHS, GOALS) == pytest.approx(
+        batch / prompt_times.step_s(MODEL, batch, context)
+    )
 
 
 def test_room_bounds_the_batch() -> None:
     few = replace(WORKER, limits=Limits(2048, 5, 400_000))
     little = replace(WORKER, limits=Limits(2048, 128, 3 * int(LENGTHS.running_context)))
-    assert steps.largest_batch(few, LENGTHS, GOALS) == 5
-    assert steps.largest_batch(little, LENGTHS, GOALS) == 3
-    assert steps.largest_batch(WORKER, LENGTHS, Goals()) == 128
+    assert prompt_times.largest_batch(few, LENGTHS, GOALS) == 5
+    assert prompt_times.largest_batch(little, LENGTHS, GOALS) == 3
+    assert prompt_times.largest_batch(WORKER, LENGTHS, Goals()) == 128
 
 
 def test_an_objective_that_nobody_can_keep_does_not_ask_for_all_workers() -> None:
     impossible = Goals(ttft_s=0.001, tpot_s=0.001, quantile=0.95)
-    assert not steps.keeps_tpot(WORKER, LENGTHS, impossible)
+    assert not prompt_times.keeps_tpot(WORKER, LENGTHS, impossible)
     for kind in (PrefillPool, DecodePool, SharedPool):
         assert fewest(kind(WORKER, impossible), Load(10, LENGTHS), 50) is not None
 

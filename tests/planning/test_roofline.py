@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdmesh.planner.shapes import ShapeError, decoder_of, read_decoder
 from pdmesh.planning.devices import DEVICES, Device, DeviceError, device_of, find_device
 from pdmesh.planning.latency_model import OVERHEAD_PER_LAYER_S, OVERHEAD_PER_SEQUENCE_S, OVERHEAD_S, Work
-from pdmesh.planning.roofline import ALL_REDUCE_S, RESERVED_BYTES, Decoder, Roofline, ShapeError, decoder_of, read_decoder
+from pdmesh.planning.roofline import ALL_REDUCE_S, RESERVED_BYTES, Decoder, Roofline
 
 LLAMA2_7B = Decoder(32, 4096, 11008, 32, 32, 128, 32000, 4096)
 LLAMA3_8B = Decoder(32, 4096, 14336, 32, 8, 128, 128256, 131072)
@@ -169,10 +170,11 @@ def test_a_decoder_from_a_config() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"hidden_size": None}, "hidden_size: is missing"),
-        ({"num_hidden_layers": "many"}, "num_hidden_layers: 'many' is not a whole number"),
-        ({"num_key_value_heads": 4}, "num_attention_heads: 9 is not a multiple"),
-        ({"num_local_experts": 8}, "num_local_experts: mixtures of experts"),
+        ({"hidden_size": None}, "config.json has no 'hidden_size'"),
+        ({"num_hidden_layers": "many"}, "num_hidden_layers is 'many', not a count"),
+        ({"num_key_value_heads": 4}, "num_attention_heads 9 is not a multiple"),
+        ({"num_local_experts": 8}, "num_local_experts: not read for model_type 'llama'"),
+        ({"model_type": "mamba2"}, "model_type 'mamba2' is not supported: its layers have a recurrent state"),
     ],
 )
 def test_what_is_no_decoder(change: dict[str, object], said: str, tmp_path: Path) -> None:

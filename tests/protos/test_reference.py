@@ -50,7 +50,7 @@ def test_links_lead_to_one_heading_each(page: str) -> None:
     "row",
     [
         "| `temperature`\xa0=\xa01 | `double` | optional | absent | temperature divides the logits.",
-        "| `top_k`\xa0=\xa02 | `uint32` |  | `0` | ",
+        "| `min_tokens`\xa0=\xa010 | `uint32` |  | `0` | ",
         "| `stop`\xa0=\xa012 | `string` | repeated | empty | ",
         "| `text`\xa0=\xa02 | `string` | oneof `prompt` | absent | ",
         "| `sampling`\xa0=\xa04 | [SamplingParams](#samplingparams) |  | absent | ",

@@ -85,6 +85,7 @@ def test_what_breaks_a_client_is_named(now: Snapshot, change: Callable[[Snapshot
 def test_additions_break_nothing(now: Snapshot) -> None:
     changed = copy.deepcopy(now)
     changed["messages"]["Usage"]["99"] = "reasoning_tokens: uint32"
+    changed["messages"]["Usage"]["1"] = changed["messages"]["Usage"]["1"].replace(": ", ": optional ")
     changed["messages"]["New"] = {}
     changed["services"]["pdmesh.v1.Mesh"]["Embed"] = "EmbedRequest -> EmbedResponse"
     assert stable.broken(now, changed) == []

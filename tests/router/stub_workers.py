@@ -68,6 +68,8 @@ class StubWorker(StubPrefill, decode_pb2_grpc.DecodeServiceServicer, worker_pb2_
     contexts: list[SubmitContext | None] = field(default_factory=list)
     kept: list[bytes] = field(default_factory=list)
 
+    LoadAdapter = UnloadAdapter = ListAdapters = None  # type: ignore[assignment]
+
     def __post_init__(self) -> None:
         super().__init__()
         self.held: dict[str, Held] = {}

@@ -17,9 +17,9 @@ from router.flow_control.slo_admission import Forecast
 from router.lifecycle.request import Request
 from router.lifecycle.stages import TokenizeStage
 from router.tokenization.prepared_request import PreparedRequest
-from tests.router.kserve import calls as kserve
+from tests.router.kserve import calls
 from tests.router.mesh import Mesh, expected, request, running_mesh
-from tests.router.vllm_engine import test_generate as engine
+from tests.router.vllm_engine import test_generate
 from tests.support.waiting import eventually
 
 
@@ -170,25 +170,25 @@ def check_said(prepared: PreparedRequest | None) -> None:
 
 
 async def test_kserve_reads_metadata_and_parameters(model_folder: Path) -> None:
-    async with kserve.serving(model_folder) as (mesh, stub):
+    async with calls.serving(model_folder) as (mesh, stub):
         sky = mesh.router.core.forecaster = Sky(GOOD)
-        await stub.ModelInfer(kserve.request(), metadata=named(SAID))
+        await stub.ModelInfer(calls.request(), metadata=named(SAID))
         check_said(sky.prepared)
         sky.prepared = None
-        async for _ in stub.ModelStreamInfer(iter([kserve.request()]), metadata=named(SAID)):
+        async for _ in stub.ModelStreamInfer(iter([calls.request()]), metadata=named(SAID)):
             pass
         check_said(sky.prepared)
-        await stub.ModelInfer(kserve.request(slo_ttft_ms=600, slo_tpot_ms="60", tenant="acme", priority=3), metadata=named({}))
+        await stub.ModelInfer(calls.request(slo_ttft_ms=600, slo_tpot_ms="60", tenant="acme", priority=3), metadata=named({}))
         check_said(sky.prepared)
         with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await stub.ModelInfer(kserve.request(), metadata=named({"slo_ttft_ms": "soon"}))
+            await stub.ModelInfer(calls.request(), metadata=named({"slo_ttft_ms": "soon"}))
         assert error_from_rpc(raised.value).field == "x-pdmesh-slo-ttft-ms"
 
 
 async def test_vllms_engine_reads_metadata(model_folder: Path) -> None:
-    async with engine.serving(model_folder) as (mesh, stub):
+    async with test_generate.serving(model_folder) as (mesh, stub):
         sky = mesh.router.core.forecaster = Sky(GOOD)
-        async for _ in stub.Generate(engine.request(), metadata=named(SAID)):
+        async for _ in stub.Generate(test_generate.request(), metadata=named(SAID)):
             pass
         check_said(sky.prepared)
 

@@ -12,7 +12,7 @@ from pdmesh.runtime.rpc.channel import Channels
 from pdmesh.runtime.rpc.server import GrpcServer
 from pdmesh.runtime.rpc.tls import Tls
 from pdmesh.v1 import worker_pb2
-from router.fleet import registry as fleets
+from router.fleet import registry
 from router.fleet.decode_stream import StreamSettings, is_refused
 from router.fleet.registry import FleetRegistry
 from router.fleet.worker import Dispatched
@@ -65,7 +65,7 @@ async def test_a_worker_that_is_registered_again_while_it_is_dropped_is_watched(
 
 
 async def test_sweeping_goes_on_after_an_exception(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(fleets, "SWEEP_PERIOD_S", 0.01)
+    monkeypatch.setattr(registry, "SWEEP_PERIOD_S", 0.01)
     rounds = list[float]()
 
     async def fail(now: float) -> None:

@@ -189,6 +189,22 @@ async def test_request_that_decode_gives_up_goes_on_elsewhere(model_folder: Path
         assert other.submits
 
 
+async def test_logits_that_are_not_finite_end_the_request_at_once(model_folder: Path) -> None:
+    """Every worker would compute the same: nothing is tried again."""
+    async with running_mesh(model_folder, decode=2) as mesh:
+        for name in ("d0", "d1"):
+            mesh[name].pause_at = 5
+        answering = asyncio.create_task(mesh.generate(request(max_tokens=20)))
+        first, other = await _holder(mesh)
+        await eventually(lambda: next(iter(first.held.values())).running)
+        first.fail(first.submits[0].request_id, grpc.StatusCode.DATA_LOSS)
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await answering
+        assert raised.value.code() is grpc.StatusCode.DATA_LOSS
+        assert not other.submits
+        await mesh.until_whole()
+
+
 @pytest.mark.parametrize("error", [ResourceExhausted("no room"), FailedPrecondition("identity", "no"), Unavailable("draining")])
 async def test_refused_submit_goes_to_another_worker(model_folder: Path, error: MeshError) -> None:
     async with running_mesh(model_folder, decode=2) as mesh:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pdmesh.runtime.telemetry.config import TelemetryConfig
 from pdmesh.v1 import common_pb2, mesh_pb2
 from router.flow_control.capacity import AdmissionCounts
-from router.telemetry import metrics as instruments
+from router.telemetry import metrics as telemetry_metrics
 from router.telemetry.fleet_metrics import AdmissionTotals
 from router.telemetry.metrics import RequestMetrics, priority_name
 from tests.router.mesh import Mesh, request, running_mesh
@@ -117,8 +117,8 @@ async def test_all_of_the_catalogue_is_shown(model_folder: Path, promise: str) -
     async with running_mesh(model_folder, telemetry=SHOWN, objectives=promise) as mesh:
         await mesh.generate(request())
         shown = {sample.name for sample in (await look(mesh)).samples}
-    without = {instruments.PREDICTION_ERROR, instruments.PREDICTION_MISS, instruments.REFUSED}
-    for instrument in set(instruments.ALL) - without:
+    without = {telemetry_metrics.PREDICTION_ERROR, telemetry_metrics.PREDICTION_MISS, telemetry_metrics.REFUSED}
+    for instrument in set(telemetry_metrics.ALL) - without:
         assert set(instrument.samples) <= shown, instrument.name
 
 
@@ -156,14 +156,14 @@ def test_counts_of_admission_never_go_back_and_lose_nothing(steps: list[tuple[in
         tally = counts.of(f"t{tenant}", priority)
         if action == 3:
             totals.look(counts.tallies)
-            now = Counter(totals.counters[instruments.ADMITTED])
+            now = Counter(totals.counters[telemetry_metrics.ADMITTED])
             assert all(now[labels] >= told[labels] for labels in told)
             told = now
         else:
             tally.num_admitted += 1
             num_asked += 1
     totals.look(counts.tallies)
-    assert sum(totals.counters[instruments.ADMITTED].values()) == num_asked
+    assert sum(totals.counters[telemetry_metrics.ADMITTED].values()) == num_asked
 
 
 def test_priorities_have_the_names_of_the_objectives() -> None:

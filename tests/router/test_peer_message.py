@@ -119,7 +119,7 @@ def _worker(channel: grpc.aio.Channel) -> Worker:
 
 def _pass_on(here: Worker, there: Worker, now: float) -> None:
     message = decode(encode(PeerMessage("r", 1, {W: here.sent_lately(now)}), now), now)
-    there.heard(list(message.sent.get(W, ())))
+    there.received(list(message.sent.get(W, ())))
 
 
 def _seen(worker: Worker) -> tuple[int, int, int, int]:

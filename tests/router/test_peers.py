@@ -33,18 +33,18 @@ W = ("10.0.0.1:1", 7)
 
 def _peers(now: float = 0.0) -> Peers:
     peers = Peers("me", 1, now)
-    peers.heard(PeerMessage("me", 1), now)
+    peers.received(PeerMessage("me", 1), now)
     return peers
 
 
 def test_what_others_sent_counts_while_they_are_heard() -> None:
     peers = _peers()
     mine = PeerMessage("me", 1, {W: (Dispatched(9),)})
-    peers.heard(mine, 0.0)
-    peers.heard(PeerMessage("a", 1, {W: (Dispatched(1),)}), 0.0)
-    peers.heard(PeerMessage("b", 1, {W: (Dispatched(2),)}), 0.0)
+    peers.received(mine, 0.0)
+    peers.received(PeerMessage("a", 1, {W: (Dispatched(1),)}), 0.0)
+    peers.received(PeerMessage("b", 1, {W: (Dispatched(2),)}), 0.0)
     assert total(peers.sent(0.1)[W], None).seqs == 3 and peers.num_others == 2
-    peers.heard(PeerMessage("a", 1, {W: (Dispatched(5),)}), 0.4)  # replaces what it said before
+    peers.received(PeerMessage("a", 1, {W: (Dispatched(5),)}), 0.4)  # replaces what it said before
     assert total(peers.sent(0.4)[W], None).seqs == 7
     assert total(peers.sent(0.1 + SENT_SILENCE_S)[W], None).seqs == 5  # b says nothing any more
     assert peers.sent(0.5 + SENT_SILENCE_S) == {}
@@ -52,11 +52,11 @@ def test_what_others_sent_counts_while_they_are_heard() -> None:
 
 def test_the_part_of_a_router_that_is_gone_returns_within_a_second() -> None:
     peers = _peers()
-    peers.heard(PeerMessage("a", 1, demand={"t": 30}), 0.0)
+    peers.received(PeerMessage("a", 1, demand={"t": 30}), 0.0)
     now = 0.0
     while now < 1.0:
         now = round(now + 0.1, 3)
-        peers.heard(PeerMessage("me", 1, demand={"t": 10}), now)
+        peers.received(PeerMessage("me", 1, demand={"t": 10}), now)
         peers.tick(now)
         if JOINING_S <= now <= MAX_SILENCE_S:
             assert peers.share("t", now) == pytest.approx(0.05 + 0.9 / 4)
@@ -65,19 +65,19 @@ def test_the_part_of_a_router_that_is_gone_returns_within_a_second() -> None:
 
 def test_without_messages_the_last_part_holds_and_so_it_does_when_they_pass_again() -> None:
     peers = _peers()
-    peers.heard(PeerMessage("a", 1), 0.0)
+    peers.received(PeerMessage("a", 1), 0.0)
     for now in (0.5, 1.0, 60.0):
         peers.tick(now)
         assert peers.share("t", now) == 0.5 and peers.sent(now) == {}
     for step in range(20):  # its own messages come back first
         now = 60.0 + step / 10
-        peers.heard(PeerMessage("me", 1), now)
+        peers.received(PeerMessage("me", 1), now)
         peers.tick(now)
         assert peers.share("t", now) == 0.5
     now = 60.0 + RETURN_GRACE_S + MAX_SILENCE_S + 0.1  # the other one ended meanwhile
-    peers.heard(PeerMessage("me", 1), now)
+    peers.received(PeerMessage("me", 1), now)
     peers.tick(now)
-    peers.heard(PeerMessage("me", 1), now + 0.1)
+    peers.received(PeerMessage("me", 1), now + 0.1)
     peers.tick(now + 0.1)
 
 
@@ -86,7 +86,7 @@ def test_a_router_that_starts() -> None:
     assert alone.share("t", 0.0) == JOINING_SHARE and alone.share("t", ALONE_AFTER_S + 0.1) == 1.0
     joins = _peers(5.0)
     assert joins.share("t", 5.0) == JOINING_SHARE
-    joins.heard(PeerMessage("a", 1), 5.1)
+    joins.received(PeerMessage("a", 1), 5.1)
     assert joins.share("t", 5.0 + JOINING_S) == 0.5
 
 
@@ -95,7 +95,7 @@ def test_a_long_name_is_the_same_tenant_to_all() -> None:
     assert named(long) != named(long[:-1]) and named("#" + "0" * 24) != "#" + "0" * 24 and named("") == ""
     peers = _peers()
     for router, demand in (("me", 10.0), ("a", 30.0)):
-        peers.heard(decode(encode(PeerMessage(router, 1, demand={long: demand}), 0.0), 0.0), 0.0)
+        peers.received(decode(encode(PeerMessage(router, 1, demand={long: demand}), 0.0), 0.0), 0.0)
     assert peers.share(long, JOINING_S) == pytest.approx(0.05 + 0.9 / 4)
 
 
@@ -123,7 +123,7 @@ def test_three_routers_give_out_the_limit_within_a_tenth(changes: list[tuple[int
             for listener, peers in enumerate(routers):
                 for speaker in range(3):
                     late = 0 if speaker == listener else min(len(history) - 1, (delay + listener) % 4)
-                    peers.heard(history[-1 - late][speaker], now)
+                    peers.received(history[-1 - late][speaker], now)
                 peers.tick(now)
             if number > 0:
                 given_out += sum(peers.share("t", now) for peers in routers)

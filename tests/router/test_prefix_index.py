@@ -12,7 +12,7 @@ from pdmesh.runtime.files import cache_root_of
 from pdmesh.text.block_hash import hash_prompt, short_name
 from pdmesh.v1 import common_pb2, worker_pb2
 from router.fleet.worker import Incarnation
-from router.kv_index import index as prefix_index
+from router.kv_index import index as kv_index_index
 from router.kv_index.index import FRESH_S, IN_FLIGHT_S, PrefixIndex
 from router.tokenization.prepared_request import PreparedRequest, ServedModel, load, scoped_salt
 
@@ -139,7 +139,7 @@ async def test_the_longer_of_told_and_sent_counts(model: ServedModel) -> None:
 
 
 async def test_replacing_and_forgetting_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_index, "SLICE_BLOCKS", 3)
+    monkeypatch.setattr(kv_index_index, "SLICE_BLOCKS", 3)
     index = PrefixIndex(1000)
     await index.replace(A, list(range(10)))
     await index.replace(B, list(range(5)))
@@ -152,7 +152,7 @@ async def test_replacing_and_forgetting_in_slices(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_when_full_the_beginnings_of_a_list_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_index, "SLICE_BLOCKS", 3)
+    monkeypatch.setattr(kv_index_index, "SLICE_BLOCKS", 3)
     index = PrefixIndex(4)
     await index.replace(A, list(range(10)))
     assert index.told.match(list(range(10))) == {A: 4}

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from pdmesh.runtime import ports
-from pdmesh.runtime.child import ManagedProcess
+from pdmesh.runtime.child import ManagedProcess, restart_delay_s
 from pdmesh.runtime.config import ConfigError, parse
 from pdmesh.runtime.rpc.channel import connect
 from pdmesh.runtime.telemetry.config import TelemetryConfig
@@ -23,13 +23,13 @@ from pdmesh.v1 import mesh_pb2, mesh_pb2_grpc
 from router import processes
 from router.auth.tenants import Tenants
 from router.config import RouterConfig
-from router.processes import MAX_BACKOFF_S, MAX_MISSED, Pulse, Replica, backoff_s, replica_config
+from router.processes import MAX_MISSED, Pulse, Replica, replica_config
 from tests.support.waiting import alive, eventually
 
 
 def test_restarts_slow_down_to_a_bound() -> None:
-    delays = [backoff_s(number) for number in range(1, 40)]
-    assert delays == sorted(delays) and delays[0] < 1 and delays[-1] == MAX_BACKOFF_S
+    delays = [restart_delay_s(number, first_s=0.5, max_s=10.0) for number in range(1, 40)]
+    assert delays == sorted(delays) and delays[0] == 0.5 and delays[-1] == 10.0
 
 
 @pytest.mark.parametrize(("first", "ports"), [(None, [None, None]), (0, [0, 0]), (9464, [9464, 9465])])

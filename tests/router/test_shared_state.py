@@ -97,8 +97,8 @@ async def test_what_is_in_flight_is_known_while_others_end_all_the_time(model_fo
                 ended = Dispatched(1, 4, decodes=1, context=60, arrived_at=asyncio.get_running_loop().time())
                 worker.dispatched(ended)
                 worker.released(ended, asyncio.get_running_loop().time())
-            told = b.shared.num_heard
-            await eventually(lambda told=told: b.shared.num_heard > told)  # type: ignore[misc]
+            told = b.shared.num_received
+            await eventually(lambda told=told: b.shared.num_received > told)  # type: ignore[misc]
         await eventually(lambda: _seen(b) == 3)
         assert (a.shared.num_unreadable, b.shared.num_unreadable) == (0, 0)
         assert a.shared.peers.num_others == b.shared.peers.num_others == 1
@@ -120,7 +120,7 @@ async def test_one_that_stops_leaves_its_part_to_the_other(model_folder: Path) -
         await eventually(lambda: a.shared.share("t") == pytest.approx(0.5))
         await b.shared.stop()
         await eventually(lambda: a.shared.share("t") == 1.0, timeout_s=30)
-        a.shared.heard(b"nonsense")
+        a.shared.received(b"nonsense")
         assert a.shared.num_unreadable == 1
 
 

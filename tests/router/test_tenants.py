@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdmesh.runtime.config import ConfigError
-from router.auth import tenants as tenants_file
+from router.auth import tenants as auth_tenants
 from router.auth.tenants import Tenants, TenantsProblem, TenantTable, at_share
 from router.fleet.peers import part
 from router.flow_control.capacity import TenantLimits
@@ -63,13 +63,13 @@ def test_a_hostile_file_changes_nothing_and_is_named(
     tenants.refresh()
     assert tenants.limits_of("a").weight == 3 and name in caplog.text and "Traceback" not in caplog.text
     with pytest.raises(TenantsProblem, match=name):
-        tenants_file.read_tenants_file(path)
+        auth_tenants.read_tenants_file(path)
 
 
 def test_json_says_the_same(tmp_path: Path) -> None:
     path = tmp_path / "tenants.json"
     path.write_text('{"tenants": {"a": {"weight": 2}}}')
-    assert tenants_file.read_tenants_file(path) == TenantTable(tenants={"a": TenantLimits(2)})
+    assert auth_tenants.read_tenants_file(path) == TenantTable(tenants={"a": TenantLimits(2)})
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_a_wrong_file_names_the_field(tmp_path: Path, text: str, field: str) -> 
     path = tmp_path / "tenants.toml"
     path.write_text(text)
     with pytest.raises(TenantsProblem, match=f"tenants.toml: {field}"):
-        tenants_file.read_tenants_file(path)
+        auth_tenants.read_tenants_file(path)
     with pytest.raises(ConfigError, match="--tenants"):
         Tenants(str(path))
 

@@ -20,7 +20,7 @@ from tests.router.kserve import calls
 from tests.router.mesh import Mesh, request
 from tests.router.mesh import running_mesh as running
 from tests.router.openai.conftest import client_of, url
-from tests.router.vllm_engine import test_generate as vllm_engine
+from tests.router.vllm_engine import test_generate
 from tests.runtime.telemetry.collected import Collected
 from tests.support.waiting import eventually
 
@@ -56,7 +56,7 @@ async def _infer_stream(mesh: Mesh) -> None:
 
 async def _vllm(mesh: Mesh) -> None:
     channel = connect(mesh.router.server.address)
-    async for _ in VllmEngineStub(channel).Generate(vllm_engine.request(), metadata=METADATA):
+    async for _ in VllmEngineStub(channel).Generate(test_generate.request(), metadata=METADATA):
         pass
     await channel.close()
 

@@ -153,16 +153,16 @@ async def test_what_a_client_tries_again_arrives_once(model_folder: Path) -> Non
 @pytest.mark.parametrize(("name", "value"), [("x-stainless-retry-count", "soon"), ("x-stainless-retry-count", "-1")])
 def test_attempts_are_numbers(name: str, value: str) -> None:
     with pytest.raises(InvalidArgument, match="is not a number of attempts") as raised:
-        frontend.fill(mesh_pb2.RequestOptions(), [(name, value)])
+        frontend.fill_options(mesh_pb2.RequestOptions(), [(name, value)])
     assert raised.value.field == name
 
 
 def test_the_field_wins_over_the_count_of_a_library() -> None:
     options = mesh_pb2.RequestOptions(attempt=5)
-    frontend.fill(options, [("X-Stainless-Retry-Count", "2")])
+    frontend.fill_options(options, [("X-Stainless-Retry-Count", "2")])
     assert options.attempt == 5
     options = mesh_pb2.RequestOptions()
-    frontend.fill(options, [("grpc-previous-rpc-attempts", "2")])
+    frontend.fill_options(options, [("grpc-previous-rpc-attempts", "2")])
     assert options.attempt == 2
 
 

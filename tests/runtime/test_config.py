@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdmesh.runtime import config as config_values
+from pdmesh.runtime import config as runtime_config
 from pdmesh.runtime.config import ConfigError, describe, dump, load, parse, to_env
 
 
@@ -217,16 +217,16 @@ def test_any_input_gives_a_configuration_or_a_config_error(argv: list[str], env:
 @given(st.sampled_from([int, float, bool, int | None, tuple[int, ...], Colour, Literal["a", "b"]]), st.text())
 def test_parse_value_gives_a_value_or_a_value_error(type_: object, text: str) -> None:
     try:
-        value = config_values.parse_value(type_, text)
+        value = runtime_config.parse_value(type_, text)
     except ValueError as error:
         assert len(str(error)) < 400
     else:
-        assert config_values.parse_value(type_, config_values.format_value(type_, value)) == value
+        assert runtime_config.parse_value(type_, runtime_config.format_value(type_, value)) == value
 
 
 def test_what_no_text_can_say_is_refused() -> None:
     with pytest.raises(ValueError, match="cannot be written"):
-        config_values.format_value(tuple[str, ...], ("a,b",))
+        runtime_config.format_value(tuple[str, ...], ("a,b",))
 
 
 def test_choices_of_a_registry_are_read_when_flags_are() -> None:

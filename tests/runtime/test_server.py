@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from pdmesh.runtime.config import ConfigError
 from pdmesh.runtime.errors import error_from_rpc
-from pdmesh.runtime.rpc import server as call_bound
+from pdmesh.runtime.rpc import server as rpc_server
 from pdmesh.runtime.rpc.channel import Channels, connect
 from pdmesh.runtime.rpc.server import MAX_METADATA_BYTES, ConnectionLimits, GrpcServer
 from tests.runtime.echo import SERVICE, Behaviours, add_to_server, call, serving
@@ -216,7 +216,7 @@ async def test_the_calls_of_all_connections_are_bounded() -> None:
             for refused in (channel, other):
                 with pytest.raises(grpc.aio.AioRpcError, match="RESOURCE_EXHAUSTED") as error:
                     await call(refused, "UnaryUnary")
-                assert error_from_rpc(error.value).retry_delay_s == call_bound.RETRY_DELAY_S
+                assert error_from_rpc(error.value).retry_delay_s == rpc_server.RETRY_DELAY_S
                 assert await health_of(refused, SERVICE) == SERVING  # it is full, not dead
             held[0].cancel()
             await held[1].done_writing()

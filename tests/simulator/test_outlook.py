@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdmesh.engine.scheduler import scheduler as engine_scheduler
+from pdmesh.engine.scheduler import scheduler
 from pdmesh.simulator.arrivals import Arrival
 from pdmesh.simulator.request import Request
 from pdmesh.simulator.routers.routing import Ledger, SimulatedRouting
@@ -17,7 +17,7 @@ IDLE = Figures(0.0, 0, 0, 0, 0, 8192, 8192, 0, 0, 0, 0, 0.0, 0.0, 0, 0, 0, 0, 0,
 
 def test_spare_blocks_are_those_of_the_engine() -> None:
     """The simulator must not import it, so it keeps a copy. (Those of paces: tests/engine/test_pacing.py.)"""
-    assert worker.BLOCKS_PER_SPARE == engine_scheduler.BLOCKS_PER_SPARE
+    assert worker.BLOCKS_PER_SPARE == scheduler.BLOCKS_PER_SPARE
 
 
 def test_what_was_sent_counts_until_a_report_contains_it() -> None:

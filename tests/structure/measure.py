@@ -40,7 +40,15 @@ ROOT = Path(__file__).resolve().parents[2]
 NOT_PRODUCT = {"tests", "benchmarks", "examples", "tools", "docs"}
 GENERATED = re.compile(r"_pb2(_grpc)?\.py$")
 LAYERS_CONTRACT = "imports point one way"
-EXEMPT_FOLDERS = {"pdmesh/commands"}  # one file for each command
+REGISTERED_FOLDERS = {
+    "kvtransfer/transports",
+    "pdmesh/commands",
+    "pdmesh/engine/models/families",
+    "pdmesh/engine/speculation/proposers",
+    "router/routing/policies",
+}
+"""Folders with one file for each entry of a registry, whether they exist yet or not. The recipes of docs/structure.md ask for one
+new file there, so goals for the number of modules and of files in a folder leave these out."""
 FOLDER_FILES, APPENDIX_LINES = 15, 100
 IDLE_S = 1.5  # longer than each period of reports and heartbeats
 NUM_RUNS = 3
@@ -72,6 +80,10 @@ class Module:
     def is_empty(self) -> bool:
         """True if nothing but a docstring stands in it."""
         return all(isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) for node in self.tree.body)
+
+    @property
+    def has_code(self) -> bool:
+        return not (self.is_package and self.is_empty)
 
     @property
     def counts_in_folder(self) -> bool:
@@ -217,7 +229,7 @@ def appendices(modules: Mapping[str, Module], graph: Graph) -> list[str]:
 def folders(modules: Mapping[str, Module]) -> dict[str, int]:
     """Return the number of files in each folder, largest first, without __init__.py and __main__.py."""
     counted = Counter(module.folder for module in modules.values() if module.counts_in_folder)
-    return {folder: count for folder, count in counted.most_common() if folder not in EXEMPT_FOLDERS}
+    return {folder: count for folder, count in counted.most_common() if folder not in REGISTERED_FOLDERS}
 
 
 # Dynamic: the files that an activity enters
@@ -330,7 +342,8 @@ def measure() -> Figures:
     names = static_names(modules)
     counts = {
         "modules": len(modules),
-        "modules_with_code": sum(not (module.is_package and module.is_empty) for module in modules.values()),
+        "modules_with_code": sum(module.has_code for module in modules.values()),
+        "modules_not_registered": sum(module.has_code and module.folder not in REGISTERED_FOLDERS for module in modules.values()),
         "largest_folder": max(folders(modules).values()),
         **{name: len(found) for name, found in names.items()},
     }

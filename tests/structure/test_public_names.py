@@ -26,7 +26,7 @@ def test_every_section_holds_names(now: Names) -> None:
 
 def test_every_file_that_runs_is_a_command() -> None:
     runs = {file.stem for file in (ROOT / "pdmesh/commands").glob("*.py") if "\ndef run(" in file.read_text(encoding="utf-8")}
-    assert {name.replace(" ", "_") for name in public_names.COMMANDS} == runs
+    assert {name.replace(" ", "_").replace("-", "_") for name in public_names.COMMANDS} == runs
 
 
 def test_what_is_missing_is_named_and_additions_are_allowed() -> None:

@@ -13,7 +13,9 @@ GOALS = {
     "remote_files": 90,  # one request through router, prefill, hand-off and decode
     "admission_files": 6,  # the decision on one request by count: from what admission knows of it to its place
     "tcp_push_files": 14,  # sender and receiver of one KV transfer
-    "modules_with_code": 420,  # all but packages' docstrings
+    # All but packages' docstrings and folders with a file for each entry of a registry: a new entry is one file and one line,
+    # and must not make this test fail.
+    "modules_not_registered": 420,
     "largest_folder": 15,
     "circles": 0,
     "any_circles": 0,  # also through imports in functions and for type checking

@@ -12,7 +12,7 @@ _CONTEXT.set_forkserver_preload(["pdmesh.worker.main"])
 
 
 def run_worker(flags: Sequence[str], scratch: Path, timeout_s: float = 60.0) -> tuple[int | None, str]:
-    """Exit code of `python -m worker` with `flags`, and what it wrote to standard error."""
+    """Exit code of `python -m pdmesh.worker` with `flags`, and what it wrote to standard error."""
     errors = scratch / "stderr"
     process = _CONTEXT.Process(target=_work, args=(list(flags), str(errors)))
     process.start()

@@ -45,6 +45,9 @@ class RandomSource:
     def get_int4(self, name: str, group: int) -> Int4Weight | None:
         return None
 
+    def get_int8(self, name: str) -> Int8Weight | None:
+        return None
+
     def num_elements(self) -> int:
         return sum(torch.Size(shape).numel() for shape in self._shapes.values())
 

@@ -27,11 +27,13 @@ _WINDOWS = {"sliding_window": 24}
 _GPT = {"vocab_size": 320, "n_positions": 2048, "n_embd": 64, "n_layer": 3, "n_head": 4, "initializer_range": 0.2}
 _GPT |= {"bos_token_id": 256, "eos_token_id": 258}
 _DEEPSEEK: dict[str, Any] = {
-    "moe_intermediate_size": 48, "n_routed_experts": 8, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "n_shared_experts": 2,
-    "kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 24,
-    "num_key_value_heads": 4,
+    "moe_intermediate_size": 48, "n_routed_experts": 8, "num_experts_per_tok": 2, "first_k_dense_replace": 1,
+    "n_shared_experts": 2, "kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
+    "v_head_dim": 24, "num_key_value_heads": 4,
 }  # fmt: skip
 _ROUTED = {key: value for key, value in _DEEPSEEK.items() if "lora" not in key and "head_dim" not in key}
+_LATENT = {key: value for key, value in _DEEPSEEK.items() if "lora" in key or "head_dim" in key}
+_PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512}
 _LONGROPE: dict[str, Any] = {
     "rope_type": "longrope", "rope_theta": 10000.0, "long_factor": [1.0 + i for i in range(8)],
@@ -52,7 +54,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v3": ("deepseek_v3", {**_DEEPSEEK, "n_group": 4, "topk_group": 2}),
     "deepseek_v3, yarn": (
-        "deepseek_v3", {**_DEEPSEEK, "n_group": 2, "topk_group": 1, "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.7}},
+        "deepseek_v3",
+        {**_DEEPSEEK, "n_group": 2, "topk_group": 1, "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.7}},
     ),
     "dots1": ("dots1", {**_ROUTED, "head_dim": 16, "num_key_value_heads": 2}),
     "ernie4_5": ("ernie4_5", {"head_dim": 16, "use_bias": True}),
@@ -76,7 +79,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("gpt_neox", {}),
     "gpt_neox, sequential": (
         "gpt_neox",
-        {"use_parallel_residual": False, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.5}},
+        {"use_parallel_residual": False, "rope_parameters": {**_PLAIN_ROPE, "partial_rotary_factor": 0.5}},
     ),
     "gpt_oss": ("gpt_oss", {**_WINDOWS, "head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2}),
     "gptj": ("gptj", {**_GPT, "rotary_dim": 8}),
@@ -94,11 +97,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, yarn": ("llama", {"rope_parameters": _YARN}),
     "minicpm3": (
         "minicpm3",
-        {k: v for k, v in _DEEPSEEK.items() if "lora" in k or "head_dim" in k} | {"num_key_value_heads": 4, "scale_emb": 2.0, "dim_model_base": 32},
+        {**_LATENT, "num_key_value_heads": 4, "scale_emb": 2.0, "dim_model_base": 32},
     ),
     "ministral": (
         "ministral",
-        {**_WINDOWS, "head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        {
+            **_WINDOWS, "head_dim": 16, "rope_parameters": _PLAIN_ROPE,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
     ),
     "mistral": ("mistral", _WINDOWS),
     "mixtral": ("mixtral", {"num_local_experts": 6}),
@@ -128,17 +134,22 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 """Names of variants: (model_type, fields of the config that differ from the common ones)."""
 
 
-def make_tiny_family(folder: str | Path, variant: str, *, seed: int = 0, **overrides: Any) -> Path:
-    """Write a random checkpoint of a variant to `folder`, and return it. Biases, norm weights and sinks are random too."""
-    from transformers import AutoModelForCausalLM
+def tiny_config(variant: str, **overrides: Any) -> Any:
+    """Return transformers' config of a variant."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     model_type, fields = VARIANTS[variant]
     kind = CONFIG_MAPPING[model_type]
     common = {key: value for key, value in _COMMON.items() if key in kind().to_dict()}
-    config = kind(**{**common, **fields, **overrides})
+    return kind(**{**common, **fields, **overrides})
+
+
+def make_tiny_family(folder: str | Path, variant: str, *, seed: int = 0, **overrides: Any) -> Path:
+    """Write a random checkpoint of a variant to `folder`, and return it. Biases, norm weights and sinks are random too."""
+    from transformers import AutoModelForCausalLM
+
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(tiny_config(variant, **overrides), dtype=torch.float32)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if name.endswith("inv_freq") or not tensor.is_floating_point():

@@ -77,9 +77,12 @@ def test_content_is_not_a_template() -> None:
 
 
 def test_select_template() -> None:
-    assert select_template(None) is None
-    assert select_template("a") == "a"
-    assert select_template([{"name": "tool_use", "template": "a"}]) == "a"
-    assert select_template([{"name": "tool_use", "template": "a"}, {"name": "default", "template": "b"}]) == "b"
-    with pytest.raises(ValueError, match="default"):
-        select_template([{"name": "rag", "template": "a"}, {"name": "tool_use", "template": "b"}])
+    assert select_template(None) == (None, ())
+    assert select_template("a") == ("a", ())
+    assert select_template([{"name": "tool_use", "template": "a"}]) == ("a", ())
+    assert select_template([{"name": "tool_use", "template": "a"}, {"name": "default", "template": "b"}]) == ("b", ())
+    several = [{"name": "tool_use", "template": "a"}, {"name": "rag", "template": "b"}]
+    assert select_template(several) == (None, ("rag", "tool_use"))
+    for wrong in ([{"name": "x"}], [1], {"default": 1}, 7):
+        with pytest.raises(ValueError, match="chat_template is neither a text nor a list"):
+            select_template(wrong)

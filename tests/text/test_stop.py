@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdmesh.text.detokenizer import StopChecker
+from pdmesh.text.stop_strings import StopChecker
 
 
 def run(stop: list[str], pieces: list[str]) -> tuple[str, str | None]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from dataclasses import astuple, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from pdmesh.engine import hardware
+from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.hardware import MachineLimits, cost_of, measure_limits
 from pdmesh.engine.loader.loader import load_model
@@ -20,6 +22,7 @@ from pdmesh.v1 import worker_pb2
 from pdmesh.worker.load import LoadReporter, StepWatch, latency_message, prior_for
 from pdmesh.worker.roles import RoleGate, roles_of
 from tests.support.mini_router import MiniRouter
+from tests.support.tiny_families import make_tiny_family
 from tests.support.waiting import eventually
 from tests.support.worker_mesh import LOCAL, Model, Peer, token_request
 
@@ -101,6 +104,20 @@ def test_the_prior_is_of_this_model_on_this_machine(model: Model) -> None:
     assert 1e8 < measured.operations_per_s < 1e14
     assert 1e8 < measured.bytes_per_s < 1e13
     assert all(0 < number < 1 for number in astuple(prior_for(engine))[:5])
+    engine.kv.close()
+
+
+def test_the_cost_of_experts(tmp_path: Path) -> None:
+    """A step reads a Mixtral's shared maps and head; of the experts those that tokens chose, 3 · 64 · 96 in four layers."""
+    folder = make_tiny_family(tmp_path, "mixtral")
+    settings = EngineConfig(str(folder), num_blocks=16, backend="torch", dtype="float32")
+    engine = Model(folder, load_model(settings)).engine()
+    cost, expert = engine.cost, 4 * 3 * 64 * 96
+    shared = 4 * (64 * 16 * 2 * (4 + 2) + 64 * 6)
+    assert (cost.num_experts, cost.top_k, cost.expert_bytes) == (6, 2, 4 * expert)
+    assert cost.num_weights == shared + 2 * expert
+    assert cost.weight_bytes == 4 * (shared + 320 * 64)
+    assert prior_for(engine).fixed_s > 0
     engine.kv.close()
 
 

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -98,10 +99,10 @@ async def test_work_is_less_than_the_machine_can_do(prefiller: Peer, decoder: Pe
 
 
 async def test_all_of_the_catalogue_is_shown(prefiller: Peer, decoder: Peer, router: MiniRouter) -> None:
-    """Speculation's where somebody guesses: see the test of a real mesh."""
+    """Speculation's where drafts are made, see the test of a real mesh; those of experts for a model that has some."""
     await hand_off(prefiller, decoder, router, "shm")
     shown = {sample.name for peer in (prefiller, decoder) for sample in (await look(peer)).samples}
-    for instrument in set(metrics.ALL) - set(metrics.SPECULATION):
+    for instrument in set(metrics.ALL) - set(metrics.SPECULATION) - set(metrics.EXPERTS):
         assert set(instrument.samples) <= shown, instrument.name
 
 
@@ -119,6 +120,13 @@ def test_a_step_costs_what_its_shape_says() -> None:
     """Two sequences that attend to 30 tokens: (2 · 1000 + 2 · 200) · 2 for products, 16 · 30 for attention."""
     counts = StepCounts.of(StepWork(0, 0, 2, 30), COST)
     assert counts == StepCounts(4800 + 480, 1500 + 32 * 64)
+
+
+def test_a_step_reads_the_experts_that_its_tokens_choose() -> None:
+    """Two tokens that take 2 of 8 experts, of 160 bytes each, read 8 · (1 - 0.75 ^ 2) = 3.5 of them."""
+    cost = replace(COST, expert_bytes=160, num_experts=8, top_k=2)
+    work = StepWork(0, 0, 2, 30)
+    assert StepCounts.of(work, cost) == replace(StepCounts.of(work, COST), num_bytes=1500 + 32 * 64 + 560)
 
 
 def test_verifying_is_the_drafted_share_of_a_step() -> None:

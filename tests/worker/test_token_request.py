@@ -12,7 +12,7 @@ from pdmesh.runtime.errors import InvalidArgument
 from pdmesh.text.grammar import GrammarCompiler
 from pdmesh.text.tokenizer import Tokenizer
 from pdmesh.v1 import common_pb2
-from pdmesh.worker import token_request as module
+from pdmesh.worker import token_request as worker_token_request
 from pdmesh.worker.token_request import TokenRequestTranslator
 from tests.support.tiny_models import IM_END, VOCAB_SIZE, write_byte_tokenizer
 from tests.support.worker_mesh import MODEL, history, token_request
@@ -61,7 +61,7 @@ async def test_what_is_refused_names_the_kind(translate: TokenRequestTranslator,
         with pytest.raises(InvalidArgument) as refused:
             await translate(asked([], constraint=common_pb2.Constraint(regex="(")))
         assert refused.value.field == "request.sampling.constraint.regex"
-    monkeypatch.setattr(module.threads, "timeout_s", 0.0)
+    monkeypatch.setattr(worker_token_request.threads, "timeout_s", 0.0)
     with pytest.raises(InvalidArgument, match="simpler"):
         await translate(asked([], constraint=common_pb2.Constraint(regex="a{900000}")))
 

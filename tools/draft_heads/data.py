@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from pdmesh.distillation.prompts import requests
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.kv_cache.events import LayerReadiness
@@ -23,7 +24,6 @@ from pdmesh.engine.runner.batch import StepBatch
 from pdmesh.sampling_params import SamplingParams
 from pdmesh.text.block_hash import hash_block
 from pdmesh.text.tokenizer import Tokenizer
-from tools.draft_heads.prompts import requests
 
 _TEMPERATURES, _HELD_OUT_TEMPERATURES = (0.0, 0.7, 0.0, 0.8, 0.9, 1.0), (0.0, 0.8)
 _INDEX, _STATES = "outputs.safetensors", "states.f16"

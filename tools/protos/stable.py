@@ -1,7 +1,8 @@
 """Checks the stability of `pdmesh.v1`: clients that are compiled already continue to work.
 
 `stable.json` holds the names, numbers and types of the client API. What it holds is never removed, renamed, renumbered or given
-another type; additions are welcome, and recorded too. `python -m tools.protos.stable` records additions and rejects breaking
+another type; additions are welcome, and recorded too. A plain field may become `optional`: on the wire nothing changes, and what
+older clients leave out stays left out. `python -m tools.protos.stable` records additions and rejects breaking
 changes; with `--check` it writes nothing and also rejects additions that are not recorded yet. A breaking change needs a
 `pdmesh.v2`.
 """
@@ -48,11 +49,19 @@ def broken(promised: Snapshot, now: Snapshot) -> list[str]:
         for name, entries in names.items():
             found = now.get(kind, {}).get(name, {})
             lines += [
-                f"{name} {key}: was {what!r}, is {found.get(key)!r}" for key, what in entries.items() if found.get(key) != what
+                f"{name} {key}: was {what!r}, is {found.get(key)!r}"
+                for key, what in entries.items()
+                if found.get(key) not in (what, _optional(what))
             ]
             if not entries and name not in now.get(kind, {}):
                 lines.append(f"{name}: is gone")
     return lines
+
+
+def _optional(described: str) -> str:
+    """Return a plain field's description once absence can be told from zero."""
+    name, separator, kind = described.partition(": ")
+    return f"{name}{separator}optional {kind}" if separator and " " not in kind else described
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ from benchmarks.gpu.steady import prompt_of
 from benchmarks.handoff.ends import EPOCH, PUSH_TIMEOUT_S, TOKENS
 from benchmarks.harness import Figure
 from kvtransfer.errors import PushFailed
-from kvtransfer.native import library as native_library
+from kvtransfer.native import library
 from kvtransfer.sender.push import PushJob, PushResult
 from kvtransfer.sender.send_queue import KVReadiness, Ready, complete_readiness
 from kvtransfer.sender.sender import Sender
@@ -233,7 +233,7 @@ class SendingEnd:
             self._feed.advance(Ready(ready.num_tokens // BLOCK_SIZE, ready.num_step_tokens // BLOCK_SIZE, ready.num_layers))
             self._began.set()
         if self._feed.group:
-            self._engine.exports.signal.tell_every(self._feed.group)
+            self._engine.exports.signal.notify_every(self._feed.group)
 
     def _on_failure(self, error: BaseException) -> None:
         """Whoever measures waits for a step that does not come."""
@@ -261,7 +261,7 @@ EXPECTED_S = 8.0  # of one transport
 def run(context: Context) -> None:
     if context.device == "cpu":
         one_launch_at_a_time()
-    native_library.prepare()  # else the first rounds would be Python's
+    library.prepare()  # else the first rounds would be Python's
     _pinned(context)
     asyncio.run(_measure(context, ends_for(context.device, context.scale)))
 

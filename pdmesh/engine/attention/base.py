@@ -135,8 +135,8 @@ def _attend(
 ) -> Tensor:
     """query [num_seqs * num_queries, num_heads, head_dim]; keys, values [num_slots * num_kv_heads, head_dim].
 
-    Returns the same shape as query (of a latent: as wide as its values), float32. In the products a row is one query of one head of
-    one group; the batch is sequences x key/value heads.
+    Returns the same shape as query (of a latent: as wide as its values), float32. In the products a row is one query of one
+    head of one group; the batch is sequences x key/value heads.
     """
     heads, queries = config.pool_heads, group.num_queries
     rows = queries * (config.num_heads // heads)

@@ -23,7 +23,7 @@ class BlockCopy:
     target: int
 
 
-class BlockAllocator:
+class BlockManager:
     """Manage the pool for sequences. `hash_block(parent, token_ids)` chains the hashes of full blocks."""
 
     def __init__(self, pool: BlockPool, block_size: int, hash_block: HashBlock, *, prefix_caching: bool) -> None:
@@ -86,6 +86,10 @@ class BlockAllocator:
             self.pool.publish(sequence.block_ids[index], hashes[index])
         sequence.num_published = num_full
 
+    def withdraw(self, sequence: Sequence) -> None:
+        """Let no other prompt find the blocks of a sequence whose logits are not finite: their content may be NaN, too."""
+        self.pool.withdraw(sequence.block_ids)
+
     def part(self, trunk: Sequence) -> list[Sequence]:
         """Return the trunk's choices as sequences that share its blocks. The trunk then holds none."""
         branches = trunk.part()
@@ -110,7 +114,7 @@ class BlockAllocator:
         hashes = sequence.block_hashes
         while len(hashes) < num_blocks:
             start = len(hashes) * self._block_size
-            parent = hashes[-1] if hashes else sequence.group.request.cache_root
+            parent = hashes[-1] if hashes else sequence.group.request.block_root
             hashes.append(self._hash_block(parent, sequence.tokens(start, start + self._block_size)))
         return hashes[:num_blocks]
 

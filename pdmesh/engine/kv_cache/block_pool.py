@@ -139,6 +139,11 @@ class BlockPool:
             if self.log is not None:
                 self.log.note(block_hash, stored=True)
 
+    def withdraw(self, block_ids: Iterable[int]) -> None:
+        """Take blocks out of the prefix cache, whose content turned out to be useless. Sequences that hold them keep them."""
+        for block_id in block_ids:
+            self._forget(block_id)
+
     def published(self) -> tuple[bytes, ...]:
         """Return the hashes of all blocks that hold a reusable prefix."""
         return tuple(self._block_of)
@@ -155,11 +160,14 @@ class BlockPool:
 
     def _take(self) -> int:
         block_id, _ = self._free.popitem(last=False)
+        self._forget(block_id)
+        self._refs[block_id] = 1
+        self.highest_used = max(self.highest_used, block_id)
+        return block_id
+
+    def _forget(self, block_id: int) -> None:
         block_hash = self._hash_of.pop(block_id, None)
         if block_hash is not None:
             del self._block_of[block_hash]
             if self.log is not None:
                 self.log.note(block_hash, stored=False)
-        self._refs[block_id] = 1
-        self.highest_used = max(self.highest_used, block_id)
-        return block_id

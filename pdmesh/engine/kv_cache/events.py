@@ -39,7 +39,7 @@ class LayerReadiness:
         self.marks: StepMarks | None = None  # set where layers are only launched: they are read behind a mark
         self._done = array("i", [0])
 
-    def tell_every(self, num_layers: int) -> None:
+    def notify_every(self, num_layers: int) -> None:
         """Set the interval from the next step on; from any thread. Each signal wakes a thread that may take a core from the
         step."""
         self.every = max(1, num_layers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pdmesh.engine.attention.base import make_attention
+from pdmesh.engine.loader.quantized.registry import SIDE_FILES
 from pdmesh.engine.loader.safetensors import SafetensorsSource, WeightSource, checked, weight_files
 from pdmesh.engine.models.config import ExpertsConfig, LatentConfig
 from pdmesh.engine.models.decoder import DecoderLayer, DecoderModel, LatentMaps, sinks_of
@@ -24,20 +25,24 @@ Progress = Callable[[float, str], None]
 
 
 _ATTENTION = "reference"
-_LATENT_EPS = 1e-6  # of the norms inside latent attention, whatever the others have
+LATENT_EPS = 1e-6  # of the norms inside latent attention, whatever the others have
 
 
-def open_checkpoint(path: Path) -> tuple[WeightSource, list[Path]]:
-    """Return the opened checkpoint and the files of its hash. Raises ValueError saying what is at `path` instead."""
+def open_checkpoint(path: Path, overrides: Sequence[str] = ()) -> tuple[WeightSource, list[Path]]:
+    """Return the opened checkpoint and the files of its hash; `overrides` change what its config says (pdmesh/overrides.py).
+    Raises ValueError saying what is at `path` instead."""
     if path.is_dir():
-        return SafetensorsSource(path), [path / "config.json", *weight_files(path)]
+        beside = [path / name for name in SIDE_FILES if (path / name).is_file()]
+        return SafetensorsSource(path, overrides), [path / "config.json", *beside, *weight_files(path)]
     if not path.is_file():
-        raise ValueError(f"model: {path} does not exist; give a model folder or a .gguf file")
+        raise ValueError(
+            f"model: {path} does not exist; give a model folder or a .gguf file (`pdmesh models fetch` gets one by name)"
+        )
     if path.suffix.lower() != ".gguf":
         raise ValueError(f"model: {path} is neither a folder nor a .gguf file")
     from pdmesh.engine.loader.gguf import GgufSource  # the gguf package is imported only for GGUF files
 
-    return GgufSource(path), [path]
+    return GgufSource(path, overrides), [path]
 
 
 def numeric_mode(model: DecoderModel, device: str) -> str:
@@ -142,9 +147,9 @@ class TorchBuilder:
         keys, values = expanded[:, :nope], expanded[:, nope:]
         queries = [(f"{attention}.q_b_proj", heads * (nope + latent.rope_dim))]
         return LatentMaps(
-            query_norm=self._norm(f"{attention}.q_a_norm", latent.query_rank, eps=_LATENT_EPS) if latent.query_rank else None,
+            query_norm=self._norm(f"{attention}.q_a_norm", latent.query_rank, eps=LATENT_EPS) if latent.query_rank else None,
             queries=self._linear(queries, latent.query_rank, bias=False) if latent.query_rank else None,
-            latent_norm=self._norm(f"{attention}.kv_a_norm", rank, eps=_LATENT_EPS),
+            latent_norm=self._norm(f"{attention}.kv_a_norm", rank, eps=LATENT_EPS),
             key_map=keys.contiguous(),
             value_map=values.transpose(1, 2).contiguous(),
         )
@@ -161,8 +166,8 @@ class TorchBuilder:
     def _experts(self, prefix: str, experts: ExpertsConfig) -> MLP:
         return Experts(experts, experts=list(self._each_expert(prefix, experts)), **self._around_experts(prefix, experts))
 
-    def _each_expert(self, prefix: str, experts: ExpertsConfig) -> Iterator[MLP]:
-        return (self._expert(f"{prefix}.experts.{number}", experts) for number in range(experts.num_experts))
+    def _each_expert(self, prefix: str, experts: ExpertsConfig) -> Iterator[MLP | None]:
+        return (self._expert(prefix, number, experts) for number in range(experts.num_experts))
 
     def _around_experts(self, prefix: str, experts: ExpertsConfig) -> AroundExperts:
         hidden, count, shared = self.config.hidden_size, experts.num_experts, experts.shared_intermediate_size
@@ -174,8 +179,9 @@ class TorchBuilder:
             "shared_gate": self._wide(f"{prefix}.shared_gate.weight", 1, hidden) if experts.shared_gate else None,
         }
 
-    def _expert(self, prefix: str, experts: ExpertsConfig) -> MLP:
-        inner = experts.intermediate_size
+    def _expert(self, prefix: str, number: int, experts: ExpertsConfig) -> MLP | None:
+        """Return one expert; None where another rank has it."""
+        prefix, inner = f"{prefix}.experts.{number}", experts.intermediate_size
         if experts.activation != "swiglu_oai":
             return self._mlp(prefix, inner, bias=experts.bias)
         gate_up = self._linear([(f"{prefix}.{n}_proj", inner) for n in ("gate", "up")], self.config.hidden_size, bias=True)

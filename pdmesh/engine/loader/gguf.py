@@ -9,7 +9,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +19,12 @@ from gguf.quants import dequantize
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pdmesh.engine.loader.quantize import Int4Weight, dequantize_int4
+from pdmesh.engine.loader.quantize import Int4Weight, Int8Weight, dequantize_int4
 from pdmesh.engine.loader.safetensors import SINGLE, MissingTensor
 from pdmesh.engine.models.layers import inverse_frequencies
 from pdmesh.engine.models.registry import model_config
 from pdmesh.engine.models.rope import RopeConfig
+from pdmesh.overrides import overridden
 
 # Blocks of a GGUF file's tensors (layouts: ggml-common.h): 4 bits unchanged, everything as float32
 #
@@ -214,10 +215,10 @@ _NOT_WEIGHTS = ("rope_freqs.weight",)
 class GgufSource:
     """See WeightSource. `config_dict` is the config.json that transformers would read for this file."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, overrides: Sequence[str] = ()) -> None:
         self.path = path
         reader = _open(path)
-        self.config_dict = config_dict(path, reader)
+        self.config_dict = overridden(config_dict(path, reader), overrides)
         self.config = model_config(self.config_dict)
         self._is_permuted = self.config_dict["model_type"] == "llama"
         tensors = [tensor for tensor in reader.tensors if tensor.name not in _NOT_WEIGHTS]
@@ -235,6 +236,10 @@ class GgufSource:
         `get` gives. None for other types, other groups, and a Q4_0 minimum beyond float16. Raises MissingTensor."""
         tensor = self._stored(name)
         return int4_rows(self._rows(name), tensor.tensor_type) if group == INT4_GROUP else None
+
+    def get_int8(self, name: str) -> Int8Weight | None:
+        """Return None: no type of block has one scale for a row."""
+        return None
 
     def num_elements(self) -> int:
         return sum(math.prod(int(size) for size in tensor.shape) for tensor in self._tensors.values())

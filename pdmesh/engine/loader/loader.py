@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,9 +24,14 @@ from pdmesh.engine.kernels.cpu.threads import default_threads
 from pdmesh.engine.kernels.triton.support import why_not_here
 from pdmesh.engine.loader.builder import Progress, TorchBuilder, numeric_mode, open_checkpoint
 from pdmesh.engine.loader.hash import weights_hash
+from pdmesh.engine.loader.headers import warn_of_unused
 from pdmesh.engine.loader.kv_scales import KVScales, known_scales, pool_scales
 from pdmesh.engine.loader.pack import NativeBuilder, one_torch_thread
-from pdmesh.engine.loader.safetensors import WeightSource
+from pdmesh.engine.loader.safetensors import MissingTensor, SafetensorsSource, WeightSource
+from pdmesh.engine.lora.adapter import Adapter
+from pdmesh.engine.lora.folder import configured_adapters
+from pdmesh.engine.lora.registry import AdapterSlots
+from pdmesh.engine.lora.torch_maps import TorchAdapters
 from pdmesh.engine.memory import check_weights_fit, effective_max_context, free_memory
 from pdmesh.engine.models.config import ModelConfig
 from pdmesh.engine.models.decoder import DecoderModel
@@ -53,6 +59,8 @@ class LoadedModel:
     dtype: torch.dtype  # of activations and of what is not quantized
     kv_dtype: torch.dtype
     numeric_mode: str
+    adapters: tuple[Adapter, ...] = ()  # to be loaded before the first request
+    adapter_slots: AdapterSlots | None = None  # the model's places for adapters; None: it has none
     kv_scales: KVScales = ()  # the checkpoint's, for KV in fp8 here or at a sender; empty: all are 1, or invalid
 
     def sampler(self) -> TokenSampler:
@@ -64,6 +72,12 @@ class LoadedModel:
     def runs_ahead(self) -> bool:
         """Return whether the model supports overlap scheduling (pdmesh/engine/runner/overlap.py)."""
         return hasattr(self.model, "keep_drawn")
+
+    def expert_counts(self) -> Tensor | None:
+        """Return the tokens that each expert got since start, [layers with experts, num_experts] int64; None: the model has no
+        experts, or its kernels do not count."""
+        own = getattr(self.model, "expert_counts", None)
+        return own() if own is not None else None
 
     def step_bytes(self, config: EngineConfig) -> int:
         """Return the memory that steps and their graphs need besides weights and pool; 0: the model does not say."""
@@ -93,8 +107,9 @@ def load_model(config: EngineConfig, progress: Progress = lambda _share, _text: 
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     _check_device(config.device)
-    source, files = open_checkpoint(Path(config.model))
-    check_degree(config.tensor_parallel, source.config)
+    source, files = open_checkpoint(Path(config.model), config.override)
+    warn_of_unused(source)
+    check_degree(config.tensor_parallel, source.config, device=config.device, expert_parallel=config.expert_parallel)
     library, why_none = _open_kernels(config, lambda text: progress(0.0, text))
     numerics = choose_numerics(
         config,
@@ -105,13 +120,27 @@ def load_model(config: EngineConfig, progress: Progress = lambda _share, _text: 
     )
     if numerics.why_torch:
         logger.warning("the slower torch backend computes this model: %s", numerics.why_torch)
+    adapters = configured_adapters(config, source.config)
     check_weights_fit(numerics.num_bytes(source.config, _num_elements(source, config)), free_memory(config.device), config.device)
-    digest = weights_hash(files, lambda share: progress(0.3 * share, "hashing weights"))
+    digest = _overridden(weights_hash(files, lambda share: progress(0.3 * share, "hashing weights")), config.override)
     loading = partial(_load, source, config, numerics, library)
     model, mode = loading(lambda share, text: progress(0.3 + 0.7 * share, text))
+    kv_scales = known_scales(source, numerics.kv_dtype)
+    if isinstance(source, SafetensorsSource) and config.tensor_parallel == 1:  # ranks read in processes of their own
+        source.log_reading(numerics.weights, numerics.group, numerics.num_bytes(source.config, _num_elements(source, config)))
     progress(1.0, "loaded")
+    if source.config.rope.is_long(effective_max_context(config, source.config)):
+        mode += "-long"  # rotated keys of the other kind are of no use here
     return LoadedModel(
-        source.config, model, digest, numerics.dtype, numerics.kv_dtype, mode, known_scales(source, numerics.kv_dtype)
+        source.config,
+        model,
+        digest,
+        numerics.dtype,
+        numerics.kv_dtype,
+        mode,
+        adapters=adapters,
+        adapter_slots=TorchAdapters(model) if config.num_adapter_slots and isinstance(model, DecoderModel) else None,
+        kv_scales=kv_scales,
     )
 
 
@@ -147,6 +176,11 @@ def _load_triton(source: WeightSource, config: EngineConfig, numerics: Numerics,
     return triton_model(decoder, config, numerics, max_context, pool_scales(source, numerics.kv_dtype))
 
 
+def _overridden(digest: str, overrides: Sequence[str]) -> str:
+    """Return the hash of a model that is read with overrides: it computes otherwise, so it is another model to the mesh."""
+    return hashlib.sha256("\0".join((digest, *sorted(overrides))).encode()).hexdigest() if overrides else digest
+
+
 def _num_elements(source: WeightSource, config: EngineConfig) -> int:
     """Return the number of weights that the device's memory has to hold."""
     on_one_device = config.device == "cpu"
@@ -155,8 +189,10 @@ def _num_elements(source: WeightSource, config: EngineConfig) -> int:
 
 def _has_int4(source: WeightSource, config: EngineConfig) -> bool:
     """Return whether the checkpoint's own weights have 4 bits, in the configured groups. The first product decides for all."""
-    name = "model.layers.0.self_attn.q_proj.weight"
-    return name in source.names() and source.get_int4(name, config.quantization_group) is not None
+    try:
+        return source.get_int4("model.layers.0.self_attn.q_proj.weight", config.quantization_group) is not None
+    except MissingTensor:
+        return False  # another family's name
 
 
 def _open_kernels(config: EngineConfig, say: Callable[[str], None]) -> tuple[ctypes.CDLL | None, str]:

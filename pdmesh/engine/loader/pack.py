@@ -22,10 +22,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdmesh.engine.backend_selection import Numerics
-from pdmesh.engine.kernels.cpu.model import PackedLayer, PackedLinear, PackedWeights, gathered
+from pdmesh.engine.kernels.cpu.model import (
+    PackedExperts,
+    PackedLatent,
+    PackedLayer,
+    PackedLinear,
+    PackedMLP,
+    PackedNorm,
+    PackedRope,
+    PackedWeights,
+    gathered,
+)
+from pdmesh.engine.loader.builder import LATENT_EPS
 from pdmesh.engine.loader.quantize import Fp8Weight, Int4Weight, Int8Weight, quantize_int4, quantize_int8
-from pdmesh.engine.loader.safetensors import WeightSource, checked
+from pdmesh.engine.loader.safetensors import WeightSource, checked, exact_weight
+from pdmesh.engine.models.config import ExpertsConfig, LatentConfig
 from pdmesh.engine.models.layers import RotaryTable
+from pdmesh.engine.models.rope import RopeConfig
 
 PANEL = 16
 _ALIGNMENT = 64  # bytes: a cache line, and the widest vector
@@ -173,42 +186,131 @@ class NativeBuilder:
         layers = []
         for index in range(config.num_layers):
             progress(index / (config.num_layers + 1), f"packing layer {index + 1} of {config.num_layers}")
-            layers.append(self._layer(f"model.layers.{index}"))
+            layers.append(self._layer(index))
         progress(config.num_layers / (config.num_layers + 1), "packing embeddings")
         embedding = self._tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-        head = embedding if config.tie_word_embeddings else self._tensor("lm_head.weight", *embedding.shape)
-        # The head ranks close tokens: 4 bits would cost it more accuracy than they save.
-        head_format = "int8" if self.numerics.weights == "int4" else self.numerics.weights
-        rotary = RotaryTable(config.rope, self.max_context, dtype=torch.float32)
-        half = rotary.cos.shape[1] // 2
         return PackedWeights(
             layers,
-            norm=self._norm("model.norm", config.hidden_size),
-            head=gathered([_packed(_quantized(head, head_format, 0), head_format, None)])[0],
+            norm=self._norm("model.norm"),
+            head=self._head(embedding),
             embedding=embedding.to(self.numerics.dtype, copy=True).contiguous(),
-            cos=rotary.cos[:, :half].contiguous(),
-            sin=rotary.sin[:, half:].contiguous(),
+            # As transformers does it: the factor is rounded to the dtype of the embeddings.
+            embedding_multiplier=float(torch.tensor(config.embedding_multiplier, dtype=self.numerics.dtype)),
+            positions=self._positions() if config.learned_positions else None,
+            ropes=tuple(self._rope(rope) for rope in (config.rope, config.local_rope) if rope is not None and rope.rotary_dim),
+            max_context=self.max_context,
         )
 
-    def _layer(self, prefix: str) -> PackedLayer:
-        config = self.config
-        query, kv, hidden = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.hidden_size
-        inner, attention, mlp = config.intermediate_size, f"{prefix}.self_attn", f"{prefix}.mlp"
-        rows = {"q": query, "k": kv, "v": kv}
-        qkv = [self._weight(f"{attention}.{name}_proj", count, hidden) for name, count in rows.items()]
-        qkv_bias = [self._tensor(f"{attention}.{n}_proj.bias", count) for n, count in rows.items()] if config.qkv_bias else []
-        gate, up = (self._weight(f"{mlp}.{name}_proj", inner, hidden) for name in ("gate", "up"))
-        gate_up_bias = [self._tensor(f"{mlp}.{name}_proj.bias", inner) for name in ("gate", "up")] if config.mlp_bias else []
+    def _head(self, embedding: Tensor) -> PackedLinear:
+        weight = embedding if self.config.tie_word_embeddings else self._tensor("lm_head.weight", *embedding.shape)
+        bias = self._tensor("lm_head.bias", len(embedding)) if self.config.head_bias else None
+        # The head ranks close tokens: 4 bits would cost it more accuracy than they save.
+        form = "int8" if self.numerics.weights == "int4" else self.numerics.weights
+        return gathered([_packed(_quantized(weight, form, 0), form, bias)])[0]
+
+    def _positions(self) -> Tensor:
+        """Return the learned positions in the dtype of the embeddings, widened."""
+        table = self._tensor("model.embed_positions.weight", self.config.learned_positions, self.config.hidden_size)
+        return table.to(self.numerics.dtype).float().contiguous()
+
+    def _rope(self, rope: RopeConfig) -> PackedRope:
+        table = RotaryTable(rope, self.max_context, dtype=torch.float32)
+        half = table.cos.shape[1] // 2
+        return PackedRope(table.cos[:, :half].contiguous(), table.sin[:, half:].contiguous())
+
+    def _layer(self, index: int) -> PackedLayer:
+        config, prefix = self.config, f"model.layers.{index}"
+        attention = f"{prefix}.self_attn"
+        values = config.num_heads * (config.latent.value_dim if config.latent else config.head_dim)
+        has_mlp_norm = config.pre_norm and config.mlp_norm
+        is_local = config.local_rope is not None and config.windows[index] is not None
         return PackedLayer(
-            input_norm=self._norm(f"{prefix}.input_layernorm", hidden),
-            mlp_norm=self._norm(f"{prefix}.post_attention_layernorm", hidden),
-            query_norm=self._norm(f"{attention}.q_norm", config.head_dim) if config.qk_norm else None,
-            key_norm=self._norm(f"{attention}.k_norm", config.head_dim) if config.qk_norm else None,
-            qkv=self._packed(concat_rows(qkv), torch.cat(qkv_bias) if qkv_bias else None),
-            output=self._linear(f"{attention}.o_proj", hidden, query, has_bias=config.output_bias),
-            gate_up=self._packed(interleave_gate_up(gate, up), interleave_gate_up(*gate_up_bias) if gate_up_bias else None),
-            down=self._linear(f"{mlp}.down_proj", hidden, inner, has_bias=config.mlp_bias),
+            input_norm=self._norm(f"{prefix}.input_layernorm") if config.pre_norm else None,
+            mlp_norm=self._norm(f"{prefix}.post_attention_layernorm") if has_mlp_norm else None,
+            query_norm=self._head_norm(f"{attention}.q_norm", config.num_heads) if config.qk_norm else None,
+            key_norm=self._head_norm(f"{attention}.k_norm", config.num_kv_heads) if config.qk_norm else None,
+            qkv=self._latent_input(attention, config.latent) if config.latent else self._qkv(attention),
+            output=self._linear(f"{attention}.o_proj", config.hidden_size, values, has_bias=config.output_bias),
+            mlp=self._experts(f"{prefix}.mlp", config.experts)
+            if config.has_experts(index) and config.experts
+            else self._mlp(f"{prefix}.mlp", config.intermediate_size, has_bias=config.mlp_bias),
+            post_attention_norm=self._norm(f"{prefix}.post_self_attn_norm") if config.post_norm else None,
+            post_mlp_norm=self._norm(f"{prefix}.post_mlp_norm") if config.post_norm else None,
+            sinks=self._tensor(f"{attention}.sinks", config.num_heads).float().contiguous() if config.sinks else None,
+            latent=self._latent(attention, config.latent) if config.latent else None,
+            rope=(1 if is_local else 0) if config.is_rotated(index) else None,
         ).gathered()
+
+    def _qkv(self, attention: str) -> PackedLinear:
+        config = self.config
+        query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        rows = {"q": query, "k": kv, "v": kv}
+        weights = [self._weight(f"{attention}.{name}_proj", count, config.hidden_size) for name, count in rows.items()]
+        biases = [self._tensor(f"{attention}.{n}_proj.bias", count) for n, count in rows.items()] if config.qkv_bias else []
+        return self._packed(concat_rows(weights), torch.cat(biases) if biases else None)
+
+    def _latent_input(self, attention: str, latent: LatentConfig) -> PackedLinear:
+        """Return the map of what reads the layer's input: to the query's bottleneck, or the queries, and to the latent."""
+        config = self.config
+        heads = config.num_heads * (latent.nope_dim + latent.rope_dim)
+        query = (f"{attention}.q_a_proj", latent.query_rank) if latent.query_rank else (f"{attention}.q_proj", heads)
+        parts = [query, (f"{attention}.kv_a_proj", latent.width)]
+        bias = None
+        if config.qkv_bias:  # queries without a bottleneck have none
+            own = self._tensor(f"{query[0]}.bias", query[1]) if latent.query_rank else torch.zeros(query[1])
+            bias = torch.cat((own, self._tensor(f"{parts[1][0]}.bias", latent.width)))
+        return self._packed(concat_rows([self._weight(name, rows, config.hidden_size) for name, rows in parts]), bias)
+
+    def _latent(self, attention: str, latent: LatentConfig) -> PackedLatent:
+        heads, rank, nope = self.config.num_heads, latent.kv_rank, latent.nope_dim
+        expanded = self._tensor(f"{attention}.kv_b_proj.weight", heads * (nope + latent.value_dim), rank)
+        by_head = expanded.view(heads, nope + latent.value_dim, rank)
+        keys, values = by_head[:, :nope], by_head[:, nope:]
+        has_bottleneck, queries = latent.query_rank > 0, heads * (nope + latent.rope_dim)
+        name = f"{attention}.q_b_proj"
+        return PackedLatent(
+            latent,
+            query_norm=self._norm(f"{attention}.q_a_norm", latent.query_rank, LATENT_EPS) if has_bottleneck else None,
+            queries=self._linear(name, queries, latent.query_rank, has_bias=False) if has_bottleneck else None,
+            latent_norm=self._norm(f"{attention}.kv_a_norm", rank, LATENT_EPS),
+            key_maps=tuple(self._head_map(key.t().contiguous()) for key in keys),
+            value_maps=tuple(self._head_map(value.contiguous()) for value in values),
+        )
+
+    def _head_map(self, weight: Tensor) -> PackedLinear:
+        """Return one head's part of a map. What has 4 bits elsewhere has 8 here: groups may not divide a head's width."""
+        form = "int8" if self.numerics.weights == "int4" else self.numerics.weights
+        return _packed(_quantized(weight, form, 0), form, None)
+
+    def _mlp(self, prefix: str, inner: int, *, has_bias: bool) -> PackedMLP:
+        hidden = self.config.hidden_size
+        down = self._linear(f"{prefix}.down_proj", hidden, inner, has_bias=has_bias)
+        if not self.config.gated_mlp:
+            return PackedMLP(self._linear(f"{prefix}.up_proj", inner, hidden, has_bias=has_bias), down)
+        gate, up = (self._weight(f"{prefix}.{name}_proj", inner, hidden) for name in ("gate", "up"))
+        biases = [self._tensor(f"{prefix}.{name}_proj.bias", inner) for name in ("gate", "up")] if has_bias else []
+        return PackedMLP(self._packed(interleave_gate_up(gate, up), interleave_gate_up(*biases) if biases else None), down)
+
+    def _experts(self, prefix: str, experts: ExpertsConfig) -> PackedExperts:
+        count, inner, shared = experts.num_experts, experts.intermediate_size, experts.shared_intermediate_size
+        correction = self._tensor(f"{prefix}.router.correction", count).float().contiguous() if experts.has_correction else None
+        return PackedExperts(
+            experts,
+            router=self._router(prefix, experts),
+            correction=correction,
+            experts=tuple(self._mlp(f"{prefix}.experts.{number}", inner, has_bias=experts.bias) for number in range(count)),
+            shared=self._mlp(f"{prefix}.shared_expert", shared, has_bias=self.config.mlp_bias) if shared else None,
+        )
+
+    def _router(self, prefix: str, experts: ExpertsConfig) -> PackedLinear:
+        """Return the map to the experts' scores and, behind them, to the shared expert's gate. It stays in float32."""
+        count, hidden = experts.num_experts, self.config.hidden_size
+        rows = [self._tensor(f"{prefix}.router.weight", count, hidden).float()]
+        bias = self._tensor(f"{prefix}.router.bias", count).float() if experts.router_bias else None
+        if experts.shared_gate:
+            rows.append(self._tensor(f"{prefix}.shared_gate.weight", 1, hidden).float())
+            bias = None if bias is None else torch.cat((bias, bias.new_zeros(1)))
+        return gathered([_packed(concat_rows(rows), "float32", bias)])[0]
 
     def _linear(self, name: str, rows: int, width: int, *, has_bias: bool) -> PackedLinear:
         bias = self._tensor(f"{name}.bias", rows) if has_bias else None
@@ -217,10 +319,9 @@ class NativeBuilder:
     def _weight(self, name: str, rows: int, width: int) -> NativeWeight:
         """Return [rows, width] in the format of this engine."""
         name = f"{name}.weight"
-        if self.numerics.weights == "int4":
-            exact = self.source.get_int4(name, self.numerics.group)
-            if exact is not None and exact.values.shape == (rows, width):
-                return exact
+        exact = exact_weight(self.source, name, self.numerics.weights, self.numerics.group)
+        if exact is not None and exact.values.shape == (rows, width):
+            return exact
         tensor = self._tensor(name, rows, width)
         try:
             return _quantized(tensor, self.numerics.weights, self.numerics.group)
@@ -230,8 +331,19 @@ class NativeBuilder:
     def _packed(self, weight: NativeWeight, bias: Tensor | None) -> PackedLinear:
         return _packed(weight, self.numerics.weights, bias)
 
-    def _norm(self, name: str, width: int) -> Tensor:
-        return pad_to_panels(self._tensor(f"{name}.weight", width).float()).contiguous()
+    def _norm(self, name: str, width: int = 0, eps: float = 0.0) -> PackedNorm:
+        config, width = self.config, width or self.config.hidden_size
+        bias = self._wide(f"{name}.bias", width) if config.norm_bias else None
+        return PackedNorm(self._wide(f"{name}.weight", width), bias, eps or config.norm_eps, config.norm)
+
+    def _head_norm(self, name: str, num_heads: int) -> PackedNorm:
+        config, dim = self.config, self.config.head_dim
+        shape = {"head": (dim,), "heads": (num_heads, dim), "all": (num_heads * dim,)}[config.qk_norm]
+        return PackedNorm(self._wide(f"{name}.weight", *shape), None, config.norm_eps, config.norm)
+
+    def _wide(self, name: str, *shape: int) -> Tensor:
+        """Return a vector (or one for each head) as float32, padded to whole panels."""
+        return pad_to_panels(self._tensor(name, *shape).float().flatten()).contiguous()
 
     def _tensor(self, name: str, *shape: int) -> Tensor:
         return checked(self.source, name, shape)

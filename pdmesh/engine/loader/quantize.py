@@ -13,7 +13,7 @@ idle cores: operators this short wait for a second torch thread longer than they
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -34,7 +34,7 @@ _CUTS = ((0.04, 0.0), (0.0, 0.04), (0.04, 0.04))
 class Int8Weight:
     """w[n, k] = scales[n] * values[n, k]: symmetric, one scale for each output."""
 
-    values: Tensor  # [N, K] int8, -127..127
+    values: Tensor  # [N, K] int8; -128 only where a checkpoint has it
     scales: Tensor  # [N] float32, positive
 
     def __post_init__(self) -> None:
@@ -86,7 +86,7 @@ def quantize_int8(weight: Tensor, device: torch.device | str | None = None) -> I
     device = weight.device if device is None else torch.device(device)
     values = torch.empty(weight.shape, dtype=torch.int8, device=device)
     scales = torch.empty(weight.shape[0], device=device)
-    for rows in _blocks(weight.shape[0], weight.shape[1], device):
+    for rows in row_blocks(weight.shape[0], weight.shape[1], device):
         wide = weight[rows].to(device).float()
         largest = torch.maximum(wide.amax(1), wide.amin(1).neg_()) if wide.shape[1] else wide.new_zeros(len(wide))
         if not largest.isfinite().all():
@@ -112,7 +112,7 @@ def quantize_fp8(weight: Tensor, device: torch.device | str | None = None) -> Fp
     device = weight.device if device is None else torch.device(device)
     values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=device)
     scales = torch.empty(weight.shape[0], device=device)
-    for rows in _blocks(weight.shape[0], weight.shape[1], device):
+    for rows in row_blocks(weight.shape[0], weight.shape[1], device):
         values[rows], scales[rows] = rounded_to_e4m3(weight[rows].to(device))
     if not scales.isfinite().all():
         raise ValueError(_NOT_FINITE)
@@ -148,7 +148,7 @@ def quantize_int4(weight: Tensor, group: int, device: torch.device | str | None 
     groups = weight.contiguous().view(-1, group)
     values = torch.empty(groups.shape, dtype=torch.uint8, device=device)
     scales, minimums = (torch.empty(len(groups), dtype=torch.float16, device=device) for _ in range(2))
-    for part in _blocks(len(groups), group, device):
+    for part in row_blocks(len(groups), group, device):
         wide = groups[part].to(device).float().t().contiguous()
         best = _best_fit(wide)
         values[part] = _codes(wide, best.scale, best.minimum).to(torch.uint8).t()
@@ -247,10 +247,18 @@ def _over(dividends: Tensor, divisor: float) -> Tensor:
     return dividends / torch.full_like(dividends, divisor)
 
 
-def _blocks(num_rows: int, width: int, device: torch.device) -> Iterator[slice]:
+def row_blocks(num_rows: int, width: int, device: torch.device) -> Iterator[slice]:
     """Yield slices of rows with as many weights as suit the device, at least one row."""
     step = max(1, (_BLOCK_WEIGHTS if device.type == "cpu" else _GPU_BLOCK_WEIGHTS) // max(1, width))
     return (slice(start, start + step) for start in range(0, num_rows, step))
+
+
+def in_row_blocks(shape: Sequence[int], dtype: torch.dtype, make: Callable[[slice], Tensor]) -> Tensor:
+    """Return a matrix of this shape on the CPU, of what `make` returns for slices of its rows."""
+    result = torch.empty(*shape, dtype=dtype)
+    for part in row_blocks(result.shape[0], result.shape[1], result.device):
+        result[part] = make(part)
+    return result
 
 
 def _check_group(matrix: Tensor, group: int) -> None:

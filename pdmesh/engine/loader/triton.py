@@ -19,7 +19,7 @@ from pdmesh.engine.loader.builder import TorchBuilder
 from pdmesh.engine.loader.kv_scales import KVScales
 from pdmesh.engine.loader.pack import concat_rows
 from pdmesh.engine.loader.quantize import Fp8Weight, Int4Weight, Int8Weight, quantize_fp8, quantize_int4, quantize_int8
-from pdmesh.engine.loader.safetensors import WeightSource, checked
+from pdmesh.engine.loader.safetensors import WeightSource, checked, exact_weight
 from pdmesh.engine.models.config import ExpertsConfig
 from pdmesh.engine.models.decoder import DecoderModel
 from pdmesh.engine.models.layers import MLP, Linear
@@ -49,9 +49,9 @@ class QuantizedMaps:
         exact = self._exact(name, rows, width)
         return self._quantized(name, checked(self._source, name, (rows, width))) if exact is None else exact
 
-    def _exact(self, name: str, rows: int, width: int) -> Int4Weight | None:
-        """Return the checkpoint's own 4-bit tensor, on the host."""
-        exact = self._source.get_int4(name, self._numerics.group) if self._numerics.weights == "int4" else None
+    def _exact(self, name: str, rows: int, width: int) -> Int4Weight | Int8Weight | None:
+        """Return the checkpoint's own tensor in this format, on the host."""
+        exact = exact_weight(self._source, name, self._numerics.weights, self._numerics.group)
         return exact if exact is not None and exact.values.shape == (rows, width) else None
 
     def _quantized(self, name: str, tensor: Tensor) -> Weight:
@@ -71,7 +71,8 @@ class TritonBuilder(TorchBuilder):
     """Build a decoder whose experts lie together, for the kernels: while a layer is loaded the device holds one expert twice."""
 
     def _experts(self, prefix: str, experts: ExpertsConfig) -> MLP:
-        each, around = self._each_expert(prefix, experts), self._around_experts(prefix, experts)
+        each = (expert for expert in self._each_expert(prefix, experts) if expert is not None)
+        around = self._around_experts(prefix, experts)
         return GroupedExperts(experts, self.config.activation, experts=each, **around)
 
 

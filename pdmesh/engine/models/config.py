@@ -68,6 +68,27 @@ class LatentConfig:
 
 
 @dataclass(frozen=True)
+class WeightCount:
+    """Count the weights of a decoder's layers. `shared`: those that every token is multiplied with; `expert`: those of one
+    expert, in all layers that have experts. A token takes `top_k` of them in each layer, memory holds all."""
+
+    shared: int
+    expert: int = 0
+    num_experts: int = 0
+    top_k: int = 0
+
+    @property
+    def active(self) -> int:
+        """Return the weights that a token is multiplied with."""
+        return self.shared + self.top_k * self.expert
+
+    @property
+    def total(self) -> int:
+        """Return the weights that memory holds."""
+        return self.shared + self.num_experts * self.expert
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Hold shapes and switches of one decoder. `windows[i]` is layer i's sliding window in tokens, None for full attention."""
 
@@ -161,17 +182,31 @@ class ModelConfig:
     @property
     def layer_weights(self) -> int:
         """Return the weights that each token is multiplied with in a layer, the mean over layers; of experts, those chosen."""
+        return self.weights.active // self.num_layers
+
+    @property
+    def weights(self) -> WeightCount:
+        """Return the weights of all layers, without biases and norms: less than a thousandth."""
         if self.latent is None:
             attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         else:
             attention = self._latent_weights(self.latent)
-        maps = (3 if self.gated_mlp else 2) * self.hidden_size
-        if self.experts is None:
-            return attention + maps * self.intermediate_size
-        mixed = sum(self.experts.layers)
-        active = self.experts.top_k * self.experts.intermediate_size + self.experts.shared_intermediate_size
-        inner = mixed * active + (self.num_layers - mixed) * self.intermediate_size
-        return attention + maps * inner // self.num_layers
+        column = (3 if self.gated_mlp else 2) * self.hidden_size  # of an MLP, for each of its inner columns
+        experts = self.experts
+        if experts is None:
+            return WeightCount(self.num_layers * (attention + column * self.intermediate_size))
+        mixed = sum(experts.layers)
+        shared = column * experts.shared_intermediate_size + self.hidden_size * experts.num_experts  # and the router
+        dense = (self.num_layers - mixed) * column * self.intermediate_size
+        every_token = self.num_layers * attention + dense + mixed * shared
+        return WeightCount(every_token, mixed * column * experts.intermediate_size, experts.num_experts, experts.top_k)
+
+    @property
+    def attention_operations(self) -> int:
+        """Return the operations of one token for each token that it attends to, in all layers: two for each number that a head
+        multiplies, of a latent the whole of it for its score and the part without rotation for its values."""
+        numbers = 2 * self.head_dim if self.latent is None else self.latent.width + self.latent.kv_rank
+        return 2 * self.num_layers * self.num_heads * numbers
 
     def _latent_weights(self, latent: LatentConfig) -> int:
         query = self.num_heads * (latent.nope_dim + latent.rope_dim)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ from torch import Tensor
 from pdmesh.engine.attention.base import AttentionBackend, AttentionPlan, make_attention
 from pdmesh.engine.kv_cache.events import LayerReadiness
 from pdmesh.engine.models.config import ModelConfig
+from pdmesh.engine.models.experts import Experts
 from pdmesh.engine.models.layers import MLP, GatedMLP, Linear, Norm, QKNorm, RotaryTable, pad_rows, rotate
 from pdmesh.engine.runner.batch import StepBatch
 
@@ -37,6 +39,12 @@ class LatentMaps:
     latent_norm: Norm
     key_map: Tensor  # [num_heads, nope_dim, kv_rank]
     value_map: Tensor  # [num_heads, kv_rank, value_dim]
+
+
+class AdapterRows(Protocol):
+    """What a step's rows are besides the base model's: pdmesh/engine/lora/torch_maps.py."""
+
+    def begin(self, batch: StepBatch, device: torch.device) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -105,6 +113,7 @@ class DecoderModel:
         self.ropes = ropes
         self.attention = attention
         self.positions = positions
+        self.adapter_rows: AdapterRows | None = None  # of a model whose maps may have adapters
 
     @property
     def device(self) -> torch.device:
@@ -127,6 +136,8 @@ class DecoderModel:
 
         The tokens' blocks must be in their block tables, and keys of all earlier positions in the pool.
         """
+        if self.adapter_rows is not None:
+            self.adapter_rows.begin(batch, self.device)
         plan = self.attention.plan(batch, kv.shape[3])
         num_tokens = batch.num_tokens
         positions = pad_rows(batch.positions).to(self.device)
@@ -145,7 +156,7 @@ class DecoderModel:
             read = before if self.config.parallel else states
             read = normed if layer.mlp_norm is None and self.config.parallel else read
             read = read if layer.mlp_norm is None else layer.mlp_norm(read)
-            added = layer.mlp(read)
+            added = layer.mlp(read, num_tokens) if isinstance(layer.mlp, Experts) else layer.mlp(read)
             if layer.post_mlp_norm is not None:
                 added = layer.post_mlp_norm(added)
             states = states + (added if factor == 1.0 else added * factor)
@@ -154,6 +165,11 @@ class DecoderModel:
             hidden.copy_(wanted)
         return self._logits(wanted)
 
+    def expert_counts(self) -> Tensor | None:
+        """Return the tokens that each expert got since start, [layers with experts, num_experts] int64; None without experts."""
+        counts = [layer.mlp.counts for layer in self.layers if isinstance(layer.mlp, Experts)]
+        return torch.stack(counts) if counts else None
+
     def first_layers(self, num_layers: int) -> DecoderModel:
         """Return a model of the first so many layers with this one's norm and head, as its draft model. It has no weights of its
         own, and its keys and values of a token are this model's: both may use the same pool.
@@ -161,7 +177,7 @@ class DecoderModel:
         Raises ValueError for fewer than one layer, or for all.
         """
         config = shortened(self.config, num_layers)
-        return DecoderModel(
+        shorter = DecoderModel(
             config,
             embedding=self.embedding,
             layers=self.layers[:num_layers],
@@ -171,6 +187,8 @@ class DecoderModel:
             attention=make_attention(self.attention.name, config, str(self.device), sinks_of(self.layers[:num_layers])),
             positions=self.positions,
         )
+        shorter.adapter_rows = self.adapter_rows
+        return shorter
 
     def _embedded(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """Return the states before the first layer, [T padded, hidden_size]."""

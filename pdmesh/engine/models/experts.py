@@ -6,7 +6,8 @@ the experts' numbers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -40,23 +41,40 @@ class Experts:
         router: Tensor,
         router_bias: Tensor | None,
         correction: Tensor | None,
-        experts: Sequence[MLP],
+        experts: Sequence[MLP | None],
         shared: MLP | None,
         shared_gate: Tensor | None,
     ) -> None:
-        """`router` [num_experts, hidden_size], `shared_gate` [1, hidden_size]: float32, like what else is about scores."""
+        """`router` [num_experts, hidden_size], `shared_gate` [1, hidden_size]: float32, like what else is about scores.
+        `experts`: None for one that another rank computes."""
         self.config, self.experts, self.shared = config, experts, shared
         self._router, self._bias, self._correction, self._shared_gate = router, router_bias, correction, shared_gate
         self.counts = torch.zeros(config.num_experts, dtype=torch.int64)
+        self._over_ranks: Callable[[Tensor], Tensor] | None = None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def summed(self, over_ranks: Callable[[Tensor], Tensor]) -> Experts:
+        """Return these experts as one rank's part, of each expert or of their number: `over_ranks` sums the results."""
+        part = copy(self)
+        part._over_ranks = over_ranks
+        return part
+
+    def __call__(self, x: Tensor, num_tokens: int | None = None) -> Tensor:
+        """See MLP. Rows from `num_tokens` on are padding: no expert gets them."""
+        result = self._computed(x, num_tokens)
+        return result if self._over_ranks is None else self._over_ranks(result)
+
+    def _computed(self, x: Tensor, num_tokens: int | None) -> Tensor:
         logits = x.float() @ self._router.t()
         scores, chosen = route(self.config, logits if self._bias is None else logits + self._bias, self._correction)
+        scores, chosen = scores[:num_tokens], chosen[:num_tokens]
         result = torch.zeros_like(x)
         numbers = chosen.cpu()
         for expert in sorted(set(numbers.flatten().tolist())):
+            mlp = self.experts[expert]
+            if mlp is None:
+                continue
             rows, places = torch.where(chosen == expert)
-            own = self.experts[expert](pad_rows(x[rows]))[: len(rows)]
+            own = mlp(pad_rows(x[rows]))[: len(rows)]
             result.index_add_(0, rows, (own * scores[rows, places, None]).to(x.dtype))
         self.counts += torch.bincount(numbers.flatten(), minlength=self.config.num_experts)
         if self.shared is None:

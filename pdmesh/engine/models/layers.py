@@ -174,7 +174,12 @@ class GatedMLP:
     """Compute down(act(gate(x)) * up(x)) (Shazeer, GLU Variants, 2020); gate and up are one product."""
 
     def __init__(self, gate_up: Linear, down: Linear, activation: str = "silu") -> None:
-        self.gate_up, self.down, self._activate = gate_up, down, ACTIVATIONS[activation]
+        self.gate_up, self.down, self.activation = gate_up, down, activation
+        self._activate = ACTIVATIONS[activation]
+
+    def with_down(self, down: Linear) -> GatedMLP:
+        """Return it with another last map."""
+        return GatedMLP(self.gate_up, down, self.activation)
 
     def __call__(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
@@ -185,7 +190,12 @@ class PlainMLP:
     """Compute down(act(up(x)))."""
 
     def __init__(self, up: Linear, down: Linear, activation: str) -> None:
-        self.up, self.down, self._activate = up, down, ACTIVATIONS[activation]
+        self.up, self.down, self.activation = up, down, activation
+        self._activate = ACTIVATIONS[activation]
+
+    def with_down(self, down: Linear) -> PlainMLP:
+        """Return it with another last map."""
+        return PlainMLP(self.up, down, self.activation)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.down(self._activate(self.up(x)))
@@ -252,7 +262,7 @@ def inverse_frequencies(config: RopeConfig, max_context: int = 0) -> tuple[Tenso
         case "llama3":
             return _llama3_frequencies(config, base), 1.0
         case "longrope":
-            is_long = max_context > config.original_max_context
+            is_long = config.is_long(max_context)
             factors = config.long_factor if is_long else config.short_factor
             return _longrope_frequencies(config, factors), longrope_scaling(config, is_long=is_long)
         case "yarn":

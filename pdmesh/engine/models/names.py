@@ -19,13 +19,14 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from pdmesh.engine.models.config import ModelConfig
 
-Change = Callable[[Tensor, "Place"], Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Change = Callable[["Tensor", "Place"], "Tensor"]
 """Make the tensor that was asked for of the stored one."""
 
 
@@ -50,10 +51,13 @@ class Stored:
 
 @dataclass(frozen=True)
 class Take:
-    """Say where one tensor lies, and how it comes out of it."""
+    """Say where one tensor lies, and how it comes out of it. `linear_change`: the same for a weight that is always [out, in],
+    as formats of quantized weights are, whatever the family's plain ones. `expert`: the number of the one that it is for."""
 
     name: str
     change: tuple[Callable[[Tensor], Tensor], ...] = ()
+    linear_change: tuple[Callable[[Tensor], Tensor], ...] = ()
+    expert: int = -1
 
 
 @dataclass(frozen=True)
@@ -75,11 +79,17 @@ class Names:
         ending = stored.kinds.get(kind, kind)
         place = Place(config, kind, expert)
         change = tuple(partial(_applied, step, place) for step in stored.change)
+        linear = tuple(partial(_applied, step, place) for step in stored.change if step is not transposed)
         if not stored.stem:
             return Take("", change)
         path = stored.stem.format(expert) if expert >= 0 else stored.stem
         path = path if layer < 0 else f"{self.layers.format(layer)}.{path}"
-        return Take(f"{path}.{ending}" if ending else path, change)
+        return Take(f"{path}.{ending}" if ending else path, change, linear, expert)
+
+    def find_rows(self, name: str, config: ModelConfig) -> Take:
+        """As `find`, for a matrix with a row for each output of the map, which is never stored transposed: B of an adapter."""
+        take = self.find(name, config)
+        return Take(take.name, tuple(step for step in take.change if getattr(step, "args", ())[:1] != (transposed,)))
 
 
 def _applied(change: Change, place: Place, tensor: Tensor) -> Tensor:
@@ -119,6 +129,8 @@ def plus_one(tensor: Tensor, place: Place) -> Tensor:
 
 def ones(tensor: Tensor, place: Place) -> Tensor:
     """Return the weight of a norm that has none."""
+    import torch  # configs are read where there is none
+
     return torch.ones(place.config.hidden_size)
 
 
@@ -138,6 +150,8 @@ def halves_from_pairs(tensor: Tensor, place: Place) -> Tensor:
 
 def pair_order(width: int, rotary_dim: int) -> Tensor:
     """Return for each of `width` dimensions of a head which stored one stands there."""
+    import torch
+
     pairs = torch.arange(rotary_dim).view(-1, 2).t().flatten()
     return torch.cat((pairs, torch.arange(rotary_dim, width)))
 

@@ -81,6 +81,17 @@ class ConfigReader(Mapping[str, object]):
             raise ValueError(f"config.json: {self.name(key)} is {value!r}, not a mapping")
         return self._children.setdefault(key, ConfigReader(value, f"{self.name(key)}."))
 
+    def joined_section(self, first: str, second: str) -> ConfigReader | None:
+        """Return the mappings at both keys as one, in which those of `second` count; None where neither is there."""
+        one, two = self.section(first), self.section(second)
+        if one is None or two is None:
+            return two if one is None else one
+        del self._children[first], self._children[second]
+        earlier = {
+            key: value for key, value in one._content.items() if not (key == "rope_type" and "type" in two)
+        }  # an older name
+        return self._children.setdefault(first, ConfigReader({**earlier, **two._content}, f"{self.name(second)}."))
+
     def count(self, *keys: str, default: int | None = None) -> int:
         """Return the first of `keys` that is there. Raises ValueError where there is none and no default, and for 0."""
         value = self.optional_count(*keys)

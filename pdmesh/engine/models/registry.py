@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from pdmesh.engine.loader.quantized.registry import weight_format
 from pdmesh.engine.models.config import ModelConfig
 from pdmesh.engine.models.families.dense import (
     arcee,
@@ -101,21 +102,8 @@ def family_of(model_type: str) -> Family:
 
 def check_quantization(config: ConfigReader) -> None:
     """Raise UnsupportedModel where weights are quantized in a way that this engine does not read."""
-    quantization = config.get("quantization_config")
-    if quantization and not _is_about_kv_alone(quantization):
-        raise UnsupportedModel("quantization_config: quantized safetensors are not supported; give plain weights or a GGUF")
-
-
-def _is_about_kv_alone(quantization: object) -> bool:
-    """Return whether weights are plain, and compressed-tensors only added scales for KV in fp8
-    (pdmesh/engine/loader/kv_scales.py)."""
-    if not isinstance(quantization, Mapping) or quantization.get("quant_method") != "compressed-tensors":
-        return False
-    scheme, groups = quantization.get("kv_cache_scheme"), quantization.get("config_groups", {})
-    if groups != {} or not isinstance(scheme, Mapping):
-        return False
-    expected = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
-    return all(scheme.get(name, value) == value for name, value in expected.items())
+    weight_format(config)
+    config.ignore("quantization_config", "compression_config")
 
 
 def model_config(content: Mapping[str, object]) -> ModelConfig:
@@ -129,7 +117,7 @@ def model_config(content: Mapping[str, object]) -> ModelConfig:
     unread = reader.unread()
     if unread:
         raise UnsupportedModel(
-            f"{', '.join(unread)}: not read for model_type {model_type!r}, so this model might be computed wrongly; remove the "
-            f"key from config.json if it changes nothing"
+            f"{', '.join(unread)}: not read for model_type {model_type!r}, so this model might be computed wrongly; "
+            f"--override {unread[0]}=null ignores it, if it changes nothing"
         )
     return config

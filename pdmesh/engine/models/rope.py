@@ -91,6 +91,10 @@ class RopeConfig:
             short_mscale=params.optional_number("short_mscale"),
         )
 
+    def is_long(self, max_context: int) -> bool:
+        """Return whether a table of so many positions has LongRoPE's long divisors: it then has them at every position."""
+        return self.rope_type == "longrope" and max_context > self.original_max_context
+
     @property
     def context(self) -> int:
         """Return the context that the scaling gives: model cards name a factor beside the context before scaling."""
@@ -99,9 +103,10 @@ class RopeConfig:
 
 
 def rope_parameters(config: ConfigReader) -> ConfigReader | None:
-    """Return `rope_parameters` (transformers 5) or `rope_scaling` (earlier), None without either. Raises ValueError for a set per
-    kind of layer, which only families that have several ropes read."""
-    params = config.section("rope_parameters") or config.section("rope_scaling")
+    """Return `rope_parameters` (transformers 5) or `rope_scaling` (earlier, and what model cards say), None without either; of
+    both the latter counts, as in transformers, beside what only the former says. Raises ValueError for a set per kind of layer,
+    which only families that have several ropes read."""
+    params = config.joined_section("rope_parameters", "rope_scaling")
     config.ignore("rope_parameters", "rope_scaling")
     nested = [] if params is None else params.sections()
     if nested:

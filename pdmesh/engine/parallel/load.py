@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pdmesh.engine.backend_selection import Numerics, choose_numerics, wants_triton
@@ -20,9 +19,10 @@ from pdmesh.engine.loader.builder import Progress, TorchBuilder, numeric_mode, o
 from pdmesh.engine.loader.kv_scales import pool_scales
 from pdmesh.engine.loader.safetensors import WeightSource, checked
 from pdmesh.engine.memory import effective_max_context
-from pdmesh.engine.models.config import ModelConfig
-from pdmesh.engine.models.decoder import DecoderLayer, DecoderModel
-from pdmesh.engine.models.layers import GatedMLP, Linear, make_linear
+from pdmesh.engine.models.config import ExpertsConfig, ModelConfig
+from pdmesh.engine.models.decoder import DecoderLayer, DecoderModel, sinks_of
+from pdmesh.engine.models.experts import Experts
+from pdmesh.engine.models.layers import MLP, GatedMLP, Linear, PlainMLP, make_linear
 from pdmesh.engine.parallel.collectives import GatheredHead, Group, SummedLinear, open_meeting_point
 from pdmesh.engine.parallel.model import ParallelModel
 from pdmesh.engine.parallel.share import Share, SharedPoolAttention
@@ -73,7 +73,7 @@ def ranks_share_pool(config: EngineConfig) -> bool:
 def load_shard(config: EngineConfig, shard: Shard, *, shares_pool: bool) -> Join:
     """Load this rank's share of the weights, in another rank's process; it then needs only the group."""
     torch.set_num_threads(config.num_threads)
-    source, _ = open_checkpoint(Path(config.model))
+    source, _ = open_checkpoint(Path(config.model), config.override)
     no_triton = why_not_here(config.device) if wants_triton(config) else ""
     numerics = choose_numerics(
         config, source.config, has_int4=False, no_library="it was not asked for", no_triton=no_triton
@@ -98,20 +98,23 @@ class _Parts:
         self._whole, self._config, self._numerics, self._shares_pool = source.config, config, numerics, shares_pool
         self._max_context, self._kv_scales = effective_max_context(config, source.config), pool_scales(source, numerics.kv_dtype)
         maps = _shared_maps(source, config, numerics, shard) if numerics.is_quantized else None
-        self._decoder = _ShardBuilder(source, numerics.dtype, config.device, shard, maps).build(self._max_context, progress)
+        part = _RankPart(shard, expert_parallel=config.expert_parallel)
+        self._decoder = _ShardBuilder(source, numerics.dtype, config.device, part, maps).build(self._max_context, progress)
 
     def joined(self, group: Group) -> tuple[Share, str]:
         """Return the share that exchanges sums with the others, and its numeric mode, which is that of a single rank."""
         whole, config = self._whole, self._config
         decoder = _joined_decoder(self._decoder, whole, group)
-        heads = group.shard.part(whole.num_kv_heads)
+        # Of a latent there is one head, which every rank writes with the same bits.
+        heads = range(1) if whole.latent else group.shard.part(whole.num_kv_heads)
         if self._numerics.backend == "triton":
             from pdmesh.engine.loader.triton import triton_model  # triton is not installed everywhere
 
             model, mode = triton_model(decoder, config, self._numerics, self._max_context, self._kv_scales)
             return Share(model, heads if self._shares_pool else None), mode
         if self._shares_pool:
-            decoder.attention = SharedPoolAttention(decoder.config, config.device, heads, whole.num_kv_heads)
+            sinks = sinks_of(decoder.layers)
+            decoder.attention = SharedPoolAttention(decoder.config, config.device, heads, whole.pool_heads, sinks)
         return Share(decoder, None), numeric_mode(decoder, config.device)
 
 
@@ -124,12 +127,21 @@ def _joined_decoder(model: DecoderModel, whole: ModelConfig, group: Group) -> De
         head=GatheredHead(model.head, whole.vocab_size, group),
         ropes=model.ropes,
         attention=model.attention,
+        positions=model.positions,
     )
 
 
 def _joined(layer: DecoderLayer, group: Group) -> DecoderLayer:
-    mlp = GatedMLP(layer.gated_mlp.gate_up, SummedLinear(layer.gated_mlp.down, group))
-    return replace(layer, output=SummedLinear(layer.output, group), mlp=mlp)
+    return replace(layer, output=SummedLinear(layer.output, group), mlp=_joined_mlp(layer.mlp, group))
+
+
+def _joined_mlp(mlp: MLP, group: Group) -> MLP:
+    if isinstance(mlp, Experts):
+        return mlp.summed(group.sum)
+    if isinstance(mlp, PlainMLP):
+        return mlp.with_down(SummedLinear(mlp.down, group))
+    assert isinstance(mlp, GatedMLP)
+    return mlp.with_down(SummedLinear(mlp.down, group))
 
 
 def _shared_maps(source: WeightSource, config: EngineConfig, numerics: Numerics, shard: Shard) -> SharedMaps:
@@ -138,22 +150,44 @@ def _shared_maps(source: WeightSource, config: EngineConfig, numerics: Numerics,
     return SharedMaps(source, numerics, config.device, shard)
 
 
+@dataclass(frozen=True)
+class _RankPart:
+    """Say which part of the weights a rank has."""
+
+    shard: Shard
+    expert_parallel: bool = False
+
+    def has_expert(self, number: int, num_experts: int) -> bool:
+        """Return whether this rank computes a part of the expert, or all of it."""
+        return not self.expert_parallel or number in self.shard.part(num_experts)
+
+
 class _ShardBuilder(TorchBuilder):
-    """Build one rank's share. Only the head is special: its vocabulary is cut, that of the embeddings is not."""
+    """Build one rank's share. Two things are special: the head's vocabulary is cut, that of the embeddings is not; and experts
+    may be those of this rank alone."""
 
     def __init__(
-        self, source: WeightSource, dtype: torch.dtype, device: str, shard: Shard, maps: SharedMaps | None = None
+        self, source: WeightSource, dtype: torch.dtype, device: str, part: _RankPart, maps: SharedMaps | None = None
     ) -> None:
-        super().__init__(ShardSource(source, shard), dtype, device, maps)
-        self._shard = shard
+        super().__init__(ShardSource(source, part.shard, expert_parallel=part.expert_parallel), dtype, device, maps)
+        self._part = part
 
     def _head(self, embedding: Tensor) -> Linear:
-        vocab_size = self.config.vocab_size
-        whole = embedding if self.config.tie_word_embeddings else checked(self.source, "lm_head.weight", tuple(embedding.shape))
-        rows = self._shard.vocabulary(vocab_size)
-        missing = self._shard.vocabulary_rows(vocab_size) - len(rows)
-        weight = F.pad(whole[rows.start : rows.stop], (0, 0, 0, missing)).to(self.device, self.dtype)
-        return make_linear(weight) if self.maps is None else self.maps.head(weight)
+        config = self.config
+        whole = embedding if config.tie_word_embeddings else checked(self.source, "lm_head.weight", tuple(embedding.shape))
+        weight = self._own_vocabulary(whole)
+        bias = self._own_vocabulary(self._tensor("lm_head.bias", config.vocab_size)) if config.head_bias else None
+        return make_linear(weight, bias) if self.maps is None else self.maps.head(weight)
+
+    def _own_vocabulary(self, whole: Tensor) -> Tensor:
+        """Return this rank's rows, and zeros where the last ranks have fewer."""
+        rows, count = self._part.shard.vocabulary(len(whole)), self._part.shard.vocabulary_rows(len(whole))
+        own = whole[rows.start : rows.stop].to(self.device, self.dtype)
+        return own if len(own) == count else torch.cat((own, own.new_zeros((count - len(own), *own.shape[1:]))))
+
+    def _expert(self, prefix: str, number: int, experts: ExpertsConfig) -> MLP | None:
+        has_it = self._part.has_expert(number, experts.num_experts)
+        return super()._expert(prefix, number, experts) if has_it else None
 
 
 def _threads_each(config: EngineConfig) -> int:

@@ -77,6 +77,11 @@ class ParallelModel:
         own = getattr(self._share.model, "step_bytes", None)
         return int(own(config)) if own is not None else 0
 
+    def expert_counts(self) -> Tensor | None:
+        """See DecoderModel: every rank routes all tokens, so rank 0 counts them all."""
+        own = getattr(self._share.model, "expert_counts", None)
+        return own() if own is not None else None
+
     @property
     def device(self) -> torch.device:
         return self._share.device

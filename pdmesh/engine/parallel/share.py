@@ -7,6 +7,7 @@ them make the same launches: when one records a graph, with the exchanges in it,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -66,13 +67,13 @@ class Share:
 class SharedPoolAttention(ReferenceAttention):
     """Compute the reference attention on `heads` of the pool's `num_pool_heads`; `config` is the rank's own."""
 
-    def __init__(self, config: ModelConfig, device: str, heads: range, num_pool_heads: int) -> None:
-        super().__init__(config, device)
+    def __init__(self, config: ModelConfig, device: str, heads: range, num_pool_heads: int, sinks: Sequence[Tensor] = ()) -> None:
+        super().__init__(config, device, sinks)
         self._heads, self._num_pool_heads = heads, num_pool_heads
 
     def plan(self, batch: StepBatch, block_size: int) -> SharedPoolPlan:
         plan = super().plan(batch, block_size)
-        return SharedPoolPlan(plan.config, plan.slots, plan.groups, heads=self._heads)
+        return SharedPoolPlan(plan.config, plan.slots, plan.groups, plan.sinks, heads=self._heads)
 
     def _rows(self, slots: Tensor) -> Tensor:
         return slots[:, None, :] * self._num_pool_heads + torch.tensor(self._heads)[:, None]

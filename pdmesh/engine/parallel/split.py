@@ -2,10 +2,13 @@
 
     rows of q, k, v (by heads), gate, up                 each rank has its own outputs: nothing is exchanged behind them
     columns of o, down                                   each rank has its own inputs: the outputs are sums over ranks
+    experts                                              each is cut like an MLP, or (expert parallelism) each rank has some whole
+    rows of q, q_b, kv_b of latent attention (by heads)  every rank has the latent
+    sinks, norms with a weight for each head             of the rank's own heads
     rows of the output head (by vocabulary)              rank 0 gathers the logits
-    norms, embeddings                                    every rank has all of them
+    norms, embeddings, routers                           every rank has all of them
 
-(Shoeybi et al., Megatron-LM, 2019, section 3.)
+(Shoeybi et al., Megatron-LM, 2019, section 3; experts: Lepikhin et al., GShard, 2020.)
 """
 
 from __future__ import annotations
@@ -16,11 +19,12 @@ from torch import Tensor
 
 from pdmesh.engine.loader.quantize import Fp8Weight, Int4Weight, Int8Weight
 from pdmesh.engine.loader.safetensors import WeightSource
-from pdmesh.engine.models.config import ModelConfig
+from pdmesh.engine.models.config import ExpertsConfig, ModelConfig
 
 QuantizedWeight = Int8Weight | Int4Weight | Fp8Weight
-_BY_ROWS = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"})
+_BY_ROWS = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "q_b_proj", "kv_b_proj"})
 _BY_COLUMNS = frozenset({"o_proj", "down_proj"})
+_HEAD_NORMS = frozenset({"q_norm", "k_norm"})
 
 
 @dataclass(frozen=True)
@@ -45,22 +49,61 @@ class Shard:
         return -(-vocab_size // self.size)
 
 
-def check_degree(degree: int, model: ModelConfig) -> None:
+def check_degree(degree: int, model: ModelConfig, *, device: str = "cpu", expert_parallel: bool = False) -> None:
     """Raise ValueError, naming the field, unless `degree` ranks can share this model."""
-    for what, count in (("KV heads", model.num_kv_heads), ("intermediate columns", model.intermediate_size)):
+    if expert_parallel and (model.experts is None or degree == 1):
+        why = "the model has no experts" if model.experts is None else "one rank has them all, as tensor_parallel is 1"
+        raise ValueError(f"expert_parallel: {why}; leave it out")
+    counts = _shared_counts(model, expert_parallel=expert_parallel)
+    for what, count in counts.items():
         if count % degree:
-            heads, columns = model.num_kv_heads, model.intermediate_size
-            fitting = ", ".join(str(n) for n in range(1, heads + 1) if not (heads % n or columns % n))
-            raise ValueError(f"tensor_parallel: {degree} does not divide the model's {count} {what}; give one of {fitting}")
+            fitting = [n for n in range(1, max(counts.values()) + 1) if not any(each % n for each in counts.values())]
+            names = ", ".join(map(str, fitting))
+            raise ValueError(f"tensor_parallel: {degree} does not divide the model's {count} {what}; give one of {names}")
+    part = why_not_shared(model, device)
+    if degree > 1 and part:
+        raise ValueError(f"tensor_parallel: {part} cannot be computed by several ranks; give 1")
 
 
-def shard_config(model: ModelConfig, shard: Shard) -> ModelConfig:
-    """Return the model as this rank computes it. Its vocabulary is whole: embeddings are."""
+def why_not_shared(model: ModelConfig, device: str) -> str:
+    """Return the part that ranks cannot share, or empty. A norm over all heads needs a sum over ranks before each attention; on
+    devices a rank's pool has the heads of that rank, and a latent has none."""
+    if model.qk_norm == "all":
+        return "QK norm over all heads"
+    return "latent attention on CUDA" if model.latent is not None and device == "cuda" else ""
+
+
+def _shared_counts(model: ModelConfig, *, expert_parallel: bool) -> dict[str, int]:
+    """Return what ranks share equally."""
+    counts = {"heads": model.num_heads} if model.latent else {"KV heads": model.num_kv_heads}
+    experts = model.experts
+    if experts is None or not all(experts.layers):
+        counts["intermediate columns"] = model.intermediate_size
+    if experts is not None and experts.shared_intermediate_size:
+        counts["columns of the shared expert"] = experts.shared_intermediate_size
+    if experts is not None:
+        own = ("experts", experts.num_experts) if expert_parallel else ("columns of an expert", experts.intermediate_size)
+        counts[own[0]] = own[1]
+    return counts
+
+
+def shard_config(model: ModelConfig, shard: Shard, *, expert_parallel: bool = False) -> ModelConfig:
+    """Return the model as this rank computes it. Its vocabulary is whole: embeddings are; so are router and experts' numbers."""
     return replace(
         model,
         num_heads=len(shard.part(model.num_heads)),
         num_kv_heads=len(shard.part(model.num_kv_heads)),
         intermediate_size=len(shard.part(model.intermediate_size)),
+        experts=model.experts and _shard_experts(model.experts, shard, expert_parallel=expert_parallel),
+    )
+
+
+def _shard_experts(experts: ExpertsConfig, shard: Shard, *, expert_parallel: bool) -> ExpertsConfig:
+    inner = experts.intermediate_size
+    return replace(
+        experts,
+        intermediate_size=inner if expert_parallel else len(shard.part(inner)),
+        shared_intermediate_size=len(shard.part(experts.shared_intermediate_size)),
     )
 
 
@@ -71,19 +114,26 @@ def num_elements_held(model: ModelConfig, num_elements: int, degree: int, *, one
 
 
 class ShardSource:
-    """A checkpoint as one rank sees it: tensors are already cut, and `config` is for them. A WeightSource."""
+    """A checkpoint as one rank sees it: tensors are already cut, and `config` is for them. A WeightSource.
 
-    def __init__(self, source: WeightSource, shard: Shard) -> None:
-        self.config = shard_config(source.config, shard)
-        self._source, self._shard = source, shard
+    It is asked by canonical names (pdmesh/engine/models/names.py): what a family fuses or renames was undone before the cut."""
+
+    def __init__(self, source: WeightSource, shard: Shard, *, expert_parallel: bool = False) -> None:
+        self.config = shard_config(source.config, shard, expert_parallel=expert_parallel)
+        self._source, self._shard, self._whole_experts = source, shard, expert_parallel
 
     def names(self) -> frozenset[str]:
         return self._source.names()
 
     def get(self, name: str) -> Tensor:
-        return cut(name, self._source.get(name), self._shard)
+        tensor = self._source.get(name)
+        return tensor if self._whole_experts and ".experts." in name else cut(name, tensor, self._shard)
 
     def get_int4(self, name: str, group: int) -> Int4Weight | None:
+        """Return None: shards are of floating numbers only."""
+        return None
+
+    def get_int8(self, name: str) -> Int8Weight | None:
         """Return None: shards are of floating numbers only."""
         return None
 
@@ -97,7 +147,8 @@ def cut(name: str, tensor: Tensor, shard: Shard) -> Tensor:
     Raises ValueError for a shape that cannot be shared.
     """
     _, map_name, kind = ("..." + name).rsplit(".", 2)
-    if map_name in _BY_ROWS:
+    has_heads = kind == "sinks" or (map_name in _HEAD_NORMS and tensor.dim() == 2)
+    if map_name in _BY_ROWS or has_heads:
         rows = _part_of(name, tensor.shape[0], shard)
         return tensor[rows.start : rows.stop]
     if map_name not in _BY_COLUMNS:

@@ -52,7 +52,7 @@ class _Follower:
         self._launched = Launched(self._streams)
         self._signal = LayerReadiness(share.num_layers)
         self._signal.marks = self._launched
-        self._signal.tell_every(1)
+        self._signal.notify_every(1)
 
     def compute(self) -> None:
         """Compute steps until rank 0 is gone."""

@@ -45,6 +45,7 @@ class StepBatch:
     block_tables: list[list[int]]  # B: block ids, at least ceil(context_len / block_size) of them, without what is in a tail
     logits_rows: Tensor  # [R] int64: the tokens (rows of T) whose logits are needed
     tails: dict[int, Tail] = field(default_factory=dict)  # by index of the sequence, for those that have one
+    adapter_slots: tuple[int, ...] = ()  # B: where the sequence's LoRA adapter is loaded, -1: it has none; empty: none has
 
     def __post_init__(self) -> None:
         for index, tail in self.tails.items():

@@ -6,16 +6,18 @@ their own positions; comparing the draws with the draft decides which of them co
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from pdmesh.adapter_id import AdapterId
 from pdmesh.engine.kv_cache.block_pool import num_blocks_for
 from pdmesh.engine.kv_cache.events import LayerReadiness
 from pdmesh.engine.kv_cache.moves import copy_blocks, indices_for, move_slots
@@ -77,9 +79,12 @@ class ModelRunner:
         hidden_size: int | None = None,
         arrangement: str = "plain",
         others: OtherPools | None = None,
+        adapter_slots: Mapping[AdapterId, int] = MappingProxyType({}),
     ) -> None:
         """`hidden_size` of the hidden states that each draw returns; None: they are not needed. `arrangement` of the
-        pool, see kvtransfer/conversion.py. `others`: pools that have to follow this one."""
+        pool, see kvtransfer/conversion.py. `others`: pools that have to follow this one. `adapter_slots`: where
+        adapters are loaded now, which may change between steps."""
+        self._adapter_slots = adapter_slots
         self._others = others
         self._arrangement = arrangement
         self._hidden_size = hidden_size
@@ -108,7 +113,7 @@ class ModelRunner:
 
     def batch_of(self, pieces: list[ScheduledSequence]) -> StepBatch:
         """Return the batch in host memory: a model packs it, so that one copy goes to its device and nothing waits for it."""
-        return build_batch(pieces, self._kv.shape[3], _HOST)
+        return build_batch(pieces, self._kv.shape[3], _HOST, self._adapter_slots)
 
     def copy_blocks(self, pieces: list[ScheduledSequence]) -> None:
         """Copy the blocks that have to be copied before the step writes."""
@@ -200,10 +205,16 @@ def _owners(drawing: list[ScheduledSequence]) -> Iterator[_Owner]:
         row += 1 + len(piece.draft)
 
 
-def build_batch(pieces: list[ScheduledSequence], block_size: int, device: torch.device) -> StepBatch:
+def build_batch(
+    pieces: list[ScheduledSequence],
+    block_size: int,
+    device: torch.device,
+    adapter_slots: Mapping[AdapterId, int] = MappingProxyType({}),
+) -> StepBatch:
     """Return the flat batch of scheduled sequences, in their order. A draft's first branch follows the known tokens; each
     other branch is a sequence of its own, whose last keys lie at its tokens' positions in the draft."""
-    parts = [part for piece in pieces for part in _parts(piece, block_size)]
+    owned = [(piece, part) for piece in pieces for part in _parts(piece, block_size)]
+    parts = [part for _, part in owned]
     query_starts = [0, *accumulate(len(part.token_ids) for part in parts)]
     return StepBatch(
         token_ids=torch.tensor([token for part in parts for token in part.token_ids], dtype=torch.int64, device=device),
@@ -218,7 +229,14 @@ def build_batch(pieces: list[ScheduledSequence], block_size: int, device: torch.
         block_tables=[part.blocks for part in parts],
         logits_rows=torch.tensor(_logits_rows(parts, query_starts), dtype=torch.int64, device=device),
         tails={index: part.tail for index, part in enumerate(parts) if part.tail is not None},
+        adapter_slots=_slots_of([piece for piece, _ in owned], adapter_slots) if adapter_slots else (),
     )
+
+
+def _slots_of(pieces: list[ScheduledSequence], slots: Mapping[AdapterId, int]) -> tuple[int, ...]:
+    """Return the slot of each sequence's adapter, -1 without one; empty where none has one."""
+    adapters = [piece.sequence.group.request.adapter for piece in pieces]
+    return tuple(-1 if each is None else slots[each] for each in adapters) if any(adapters) else ()
 
 
 class _Part(NamedTuple):

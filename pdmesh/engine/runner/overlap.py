@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from pdmesh.engine.config import EngineConfig
-from pdmesh.engine.kv_cache.block_manager import BlockAllocator
+from pdmesh.engine.kv_cache.block_manager import BlockManager
 from pdmesh.engine.kv_cache.events import LayerReadiness
 from pdmesh.engine.loader.loader import LoadedModel
 from pdmesh.engine.memory import effective_max_context
@@ -104,7 +104,7 @@ class OverlapScheduler:
         model: OverlapModel,
         sampler: OverlapSampler,
         scheduler: Scheduler,
-        allocator: BlockAllocator,
+        allocator: BlockManager,
         *,
         max_num_batched_tokens: int,
         max_context: int,
@@ -270,7 +270,7 @@ def overlap_scheduler(
     loaded: LoadedModel,
     sampler: TokenSampler,
     scheduler: Scheduler,
-    allocator: BlockAllocator,
+    allocator: BlockManager,
     config: EngineConfig,
 ) -> OverlapScheduler | None:
     """Return the overlap scheduler; None: it is switched off, or the model does not support it."""

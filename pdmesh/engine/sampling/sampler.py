@@ -29,6 +29,8 @@ from pdmesh.sampling_params import DRAWN, Kind, SamplingParams
 
 
 HIDDEN = float("-inf")
+NO_TOKEN = -1
+"""What samplers draw from logits with NaN or infinity: no token. The choice then ends with FinishReason.ERROR."""
 
 
 def keep_allowed(row: Tensor, allowed: Bits) -> Tensor:
@@ -153,7 +155,7 @@ class Unseen(NamedTuple):
 
 @dataclass(frozen=True)
 class SampledToken:
-    token_id: int
+    token_id: int  # or NO_TOKEN
     logprobs: TokenLogprobs | None  # None when none were requested
 
 
@@ -163,9 +165,9 @@ class Sampler:
     @torch.inference_mode()
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
         """Sample logits [R, V] float32, one SampleRow each -> R tokens. The logits are not changed. Greedy ties: the lowest
-        id."""
-        greedy = logits.argmax(-1).tolist()
-        tokens = [greedy[i] if row.is_plain else _draw(logits[i], row) for i, row in enumerate(rows)]
+        id. A row with NaN or infinity, or with -infinity alone, gives NO_TOKEN."""
+        greedy = torch.where(logits.amax(-1).isfinite(), logits.argmax(-1), NO_TOKEN).tolist()  # amax passes NaN on
+        tokens = [greedy[i] if row.is_plain or greedy[i] == NO_TOKEN else _draw(logits[i], row) for i, row in enumerate(rows)]
         return [SampledToken(token, _logprobs(logits[i], token, rows[i].params)) for i, token in enumerate(tokens)]
 
 
@@ -177,7 +179,10 @@ def _draw(logits: Tensor, row: SampleRow) -> int:
     logits = penalize(logits, params, row.prompt, row.output)
     if row.forbidden:
         logits = forbid(logits, row.forbidden)
-    if params.greedy:
+    highest = float(logits.max())
+    if highest == float("inf"):  # a penalty made it of a finite logit
+        return NO_TOKEN
+    if params.greedy or highest == HIDDEN:
         return int(logits.argmax())
     logits = keep_likely(apply_temperature(logits, params.temperature), params)
     # Noise for what can be drawn only: it does not depend on which other tokens are asked for.
@@ -188,7 +193,7 @@ def _draw(logits: Tensor, row: SampleRow) -> int:
 
 def _logprobs(logits: Tensor, token: int, params: SamplingParams) -> TokenLogprobs | None:
     """Return log-probabilities of the raw logits [V], before penalties and temperature."""
-    if params.logprobs is None:
+    if params.logprobs is None or token == NO_TOKEN:
         return None
     logprobs = logits.log_softmax(-1)
     return TokenLogprobs((token, float(logprobs[token])), _likeliest(logprobs, min(params.logprobs, logits.shape[0])))

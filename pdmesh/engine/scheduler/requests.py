@@ -9,15 +9,17 @@ release is allowed in any state.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from pdmesh.engine.errors import DuplicateRequest, InvalidRequest, InvalidState, UnknownRequest
-from pdmesh.engine.kv_cache.block_manager import BlockAllocator
+from pdmesh.adapter_id import AdapterId
+from pdmesh.engine.errors import DuplicateRequest, InvalidRequest, InvalidState, UnknownAdapter, UnknownRequest
+from pdmesh.engine.kv_cache.block_manager import BlockManager
 from pdmesh.engine.outputs import FinishReason, StartClock
 from pdmesh.engine.request import EngineRequest
 from pdmesh.engine.request_validation import Limits, check_request
+from pdmesh.engine.sampling.sampler import NO_TOKEN
 from pdmesh.engine.scheduler.scheduler import Scheduler
 from pdmesh.engine.scheduler.sequence import Phase, Sequence, SequenceGroup
 
@@ -34,10 +36,18 @@ class NewTokens:
 class RequestTable:
     """Hold all requests by id. A group that leaves the table has no blocks any more."""
 
-    def __init__(self, limits: Limits, allocator: BlockAllocator, scheduler: Scheduler) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        allocator: BlockManager,
+        scheduler: Scheduler,
+        may_have: Callable[[AdapterId | None], bool] = lambda adapter: adapter is None,
+    ) -> None:
+        """`may_have` says whether a new request may be computed with an adapter."""
         self._limits = limits
         self._allocator = allocator
         self._scheduler = scheduler
+        self._may_have = may_have
         self._groups: dict[str, SequenceGroup] = {}
         self._arrivals = itertools.count()
 
@@ -60,6 +70,8 @@ class RequestTable:
         """Return a group for a valid new request, which is not in the table yet; None if all seats are taken. Raises the errors
         of validation."""
         check_request(request, self._limits)
+        if not self._may_have(request.adapter):
+            raise UnknownAdapter(f"adapter: {request.adapter and request.adapter.name!r} is not loaded here (any more)")
         if request.request_id in self._groups:
             raise DuplicateRequest(f"request_id: {request.request_id!r} is in the engine already; release it first")
         group = SequenceGroup(request, next(self._arrivals), phase, clock)
@@ -105,9 +117,13 @@ class RequestTable:
         finds the tokens that a grammar forces after the first one."""
         self._scheduler.discard(sequence)
         sequence.group.phase = Phase.HELD
-        return {
-            choice: NewTokens(token, self._reason(sequence, [*sequence.output, *token]), 1) for choice, token in tokens.items()
-        }
+        return {choice: self._first_tokens(sequence, token) for choice, token in tokens.items()}
+
+    def _first_tokens(self, sequence: Sequence, token: tuple[int, ...]) -> NewTokens:
+        if token == (NO_TOKEN,):
+            self._allocator.withdraw(sequence)
+            return NewTokens((), FinishReason.ERROR, 0)
+        return NewTokens(token, self._reason(sequence, [*sequence.output, *token]), 1)
 
     def _branches(self, sequence: Sequence) -> list[Sequence]:
         return self._part(sequence) if len(sequence.choices) > 1 else [sequence]
@@ -127,6 +143,8 @@ class RequestTable:
         num_drawn = len(branch.output) - num_before
         while reason is None and (forced := branch.forced_token()) is not None:
             reason = self._append(branch, forced)
+        if reason is FinishReason.ERROR:
+            self._allocator.withdraw(branch)
         if reason is not None:
             self._retire(branch)
         return NewTokens(tuple(branch.output[start:]), reason, num_drawn)
@@ -155,6 +173,8 @@ class RequestTable:
             branch.num_unreported += 1
 
     def _append(self, branch: Sequence, token_id: int) -> FinishReason | None:
+        if token_id == NO_TOKEN:
+            return FinishReason.ERROR
         branch.output.append(token_id)
         return self._reason(branch, branch.output)
 
@@ -191,7 +211,7 @@ class ReservedBlocks:
 class Reservations:
     """Manage the reserved requests of the table."""
 
-    def __init__(self, limits: Limits, table: RequestTable, allocator: BlockAllocator, scheduler: Scheduler) -> None:
+    def __init__(self, limits: Limits, table: RequestTable, allocator: BlockManager, scheduler: Scheduler) -> None:
         self._limits = limits
         self._table = table
         self._allocator = allocator
@@ -250,7 +270,7 @@ class Reservations:
 
     def _num_blocks_to_leave(self) -> int:
         num_reserved = sum(group.phase is Phase.RESERVED for group in self._table)
-        return self._scheduler.num_spare_blocks(num_reserved) + self._scheduler.num_owed_blocks
+        return self._scheduler.num_spare_blocks(num_reserved) + self._scheduler.blocks_for_preempted
 
 
 def _granted(group: SequenceGroup) -> ReservedBlocks:
@@ -260,8 +280,8 @@ def _granted(group: SequenceGroup) -> ReservedBlocks:
 
 def _check_same_beginning(group: SequenceGroup, restated: SequenceGroup) -> None:
     [old], [new] = group.sequences, restated.sequences
-    if restated.request.request_id != group.request.request_id or restated.request.cache_root != group.request.cache_root:
-        raise InvalidRequest("request_id, cache_root: not those of the reservation")
+    if restated.request.request_id != group.request.request_id or restated.request.block_root != group.request.block_root:
+        raise InvalidRequest("request_id, cache_root, adapter: not those of the reservation")
     if new.tokens(0, old.num_tokens) != old.tokens(0, old.num_tokens):
         raise InvalidRequest("prompt, emitted: do not begin with the tokens that were reserved for")
     if not set(new.choices) <= set(old.choices):

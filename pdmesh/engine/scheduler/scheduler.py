@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-from pdmesh.engine.kv_cache.block_manager import BlockAllocator, BlockCopy
+from pdmesh.engine.kv_cache.block_manager import BlockCopy, BlockManager
 from pdmesh.engine.scheduler.sequence import Sequence
 from pdmesh.engine.speculation.draft import NOTHING, Draft
 
@@ -225,7 +225,7 @@ class SchedulerOutput:
 class Scheduler:
     """Keep two lists in order of arrival: running sequences have blocks, waiting sequences have none."""
 
-    def __init__(self, allocator: BlockAllocator, max_num_batched_tokens: int, pacer: TpotLimiter | None = None) -> None:
+    def __init__(self, allocator: BlockManager, max_num_batched_tokens: int, pacer: TpotLimiter | None = None) -> None:
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.num_preemptions = 0
@@ -280,7 +280,7 @@ class Scheduler:
         return is_trimmed
 
     @property
-    def num_owed_blocks(self) -> int:
+    def blocks_for_preempted(self) -> int:
         """Return the blocks that preempted sequences need to continue: they come before new reservations."""
         return sum(self._allocator.num_blocks_for(s.num_tokens) for s in self.waiting if s.was_preempted)
 

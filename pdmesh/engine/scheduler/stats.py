@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from pdmesh.engine.kv_cache.block_manager import BlockAllocator
+from pdmesh.engine.kv_cache.block_manager import BlockManager
 from pdmesh.engine.outputs import EngineStats, KVReady, RequestStarted, SequenceUpdate, StepResult, StepWork, TokenLogprobs
 from pdmesh.engine.runner.model_runner import SampledOutput
 from pdmesh.engine.scheduler.requests import NewTokens, RequestTable
@@ -35,7 +35,7 @@ class EngineStatsCollector:
         counters: Counters,
         table: RequestTable,
         scheduler: Scheduler,
-        allocator: BlockAllocator,
+        allocator: BlockManager,
         pacer: TpotLimiter,
         tally: Tally | None = None,
     ) -> None:
@@ -111,11 +111,11 @@ def _num_to_prefill(sequences: list[Sequence]) -> int:
 class OutputProcessor:
     """Apply a step's output to its sequences, and count steps and tokens."""
 
-    def __init__(self, table: RequestTable, allocator: BlockAllocator, counters: Counters, census: EngineStatsCollector) -> None:
+    def __init__(self, table: RequestTable, allocator: BlockManager, counters: Counters, stats: EngineStatsCollector) -> None:
         self._table = table
         self._allocator = allocator
         self._counters = counters
-        self._census = census
+        self._stats = stats
 
     def postprocess(
         self, plan: SchedulerOutput, draws: dict[Sequence, list[SampledOutput]], started_ns: int, ready: tuple[KVReady, ...] = ()
@@ -137,7 +137,7 @@ class OutputProcessor:
             updates=tuple(updates),
             started=tuple(_started(plan, draws, started_ns, ended_ns)),
             ready=ready,
-            stats=self._census.take_if_due(ended_ns),
+            stats=self._stats.take_if_due(ended_ns),
         )
 
     def _advance(self, piece: ScheduledSequence, draws: list[SampledOutput]) -> list[SequenceUpdate]:

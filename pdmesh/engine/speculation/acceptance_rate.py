@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from collections.abc import Sequence as Sequence_
 
 import numpy as np
 from numpy.typing import NDArray
@@ -121,7 +120,7 @@ class CalibratedRate:
 REACH = 12.0
 
 
-def chances(logits: Tensor, token_ids: Sequence_[int], rows: Sequence_[SampleRow]) -> list[float]:
+def chances(logits: Tensor, token_ids: Sequence[int], rows: Sequence[SampleRow]) -> list[float]:
     """Return R chances in (0, 1] for logits [R, V] float32 and the token drawn from each row."""
     # In NumPy: on the CPU torch splits operations of this size over threads that then wait for each other.
     of_rows: NDArray[np.float32] = logits.cpu().numpy()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pdmesh.engine.config import EngineConfig, named_proposers
 from pdmesh.engine.kernels.cpu.model import NativeModel
-from pdmesh.engine.kv_cache.block_manager import BlockAllocator
+from pdmesh.engine.kv_cache.block_manager import BlockManager
 from pdmesh.engine.kv_cache.pool import KVPool
 from pdmesh.engine.loader.builder import open_checkpoint
 from pdmesh.engine.loader.loader import LoadedModel
@@ -60,7 +60,7 @@ class Parts:
     loaded: LoadedModel
     drafts: Drafts
     kv: KVPool
-    allocator: BlockAllocator
+    allocator: BlockManager
     sampler: TokenSampler
     num_running: Callable[[], int]
 
@@ -206,9 +206,9 @@ def check_speculation(config: EngineConfig) -> None:
         given_heads(config)
     if "draft_model" in names:
         draft_model = given_draft_model(config)
-        check_draft_model(draft_model, config, open_checkpoint(Path(config.model))[0].config)
+        check_draft_model(draft_model, config, open_checkpoint(Path(config.model), config.override)[0].config)
     if "self_draft" in names:
-        check_num_layers(config.self_draft_layers, open_checkpoint(Path(config.model))[0].config)
+        check_num_layers(config.self_draft_layers, open_checkpoint(Path(config.model), config.override)[0].config)
 
 
 def _check_unused(config: EngineConfig, names: tuple[str, ...]) -> None:

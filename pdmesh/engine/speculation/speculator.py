@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from pdmesh.engine.runner.model_runner import SampledOutput
+from pdmesh.engine.sampling.sampler import NO_TOKEN
 from pdmesh.engine.scheduler.scheduler import SchedulerOutput
 from pdmesh.engine.scheduler.sequence import Sequence
 from pdmesh.engine.speculation.cost_curve import CostCurve
@@ -158,7 +159,7 @@ class Speculator:
             (piece.sequence, draw.verified, draw.hidden)
             for piece in plan.pieces
             for draw in draws.get(piece.sequence, ())
-            if draw.verified is not None
+            if draw.verified is not None and NO_TOKEN not in draw.verified.draws
         ]
         self._judge([verified for _, verified, _ in lessons])
         num_drafted = sum([len(piece.draft) for piece in plan.pieces])

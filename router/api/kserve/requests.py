@@ -1,38 +1,164 @@
 """From a ModelInferRequest to the frontend's messages, and to the form that its response has to have."""
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from pdmesh.runtime.errors import InvalidArgument, NotFound
-from pdmesh.sampling_params import PARAMETERS, Kind
+from pdmesh.sampling_params import PARAMETERS, Kind, Parameter
 from pdmesh.third_party.kserve import grpc_service_pb2 as pb
 from pdmesh.v1 import common_pb2, mesh_pb2
-from router.api.kserve import values
 from router.api.kserve.tensors import FLAGS, LATE_OUTPUTS, OUTPUTS, PIECE_OUTPUTS, VERSION, WHOLE_OUTPUTS, Inputs, input_name
-from router.api.kserve.values import Read, Value
 from router.api.protocol_errors import mesh_request_id
 from router.api.validation import MAX_MESSAGES, refuse
 
+# Readers for the values of parameters, which come as JSON or as InferParameter, and often as text ("0.7"). Errors name the field.
+
+Value = object
+Read = Callable[[str, Value], object]
+_UINT32 = 2**32
+
+
+def _read_number(field: str, value: Value) -> float:
+    """Return a finite number, which may come as text."""
+    if isinstance(value, str):
+        given = value
+        try:
+            value = float(given)
+        except ValueError:
+            refuse(field, f"{given[:100]!r} is not a number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
+        refuse(field, f"{str(value)[:100]} is not a finite number")
+    return float(value)
+
+
+def _is_finite(value: int | float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def _reader_between(low: int, high: int) -> Callable[[str, Value], int]:
+    """Return a reader of whole numbers in [low, high), which may come as text."""
+
+    def read(field: str, value: Value) -> int:
+        if isinstance(value, str):
+            given = value
+            try:
+                value = int(given)
+            except ValueError:
+                refuse(field, f"{given[:100]!r} is not a whole number")
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int):
+            refuse(field, f"{str(value)[:100]} is not a whole number")
+        if not low <= value < high:
+            refuse(field, f"{str(value)[:100]} is not from {low} to {high - 1}")
+        return value
+
+    return read
+
+
+_read_count = _reader_between(0, _UINT32)
+
+
+def _read_count_or_all(field: str, value: Value) -> int:
+    """-1 is a usual way to say "all", which is 0 here."""
+    return max(0, _reader_between(-1, _UINT32)(field, value))
+
+
+def _read_flag(field: str, value: Value) -> bool:
+    """Return a truth value, which may come as text."""
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    if not isinstance(value, bool):
+        refuse(field, f"{str(value)[:100]} is neither true nor false")
+    return value
+
+
+def _read_text(field: str, value: Value) -> str:
+    """Return text that is valid Unicode."""
+    if not isinstance(value, str):
+        refuse(field, f"{str(value)[:100]} is not text")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        refuse(field, "is not valid Unicode (it holds half of a surrogate pair)")
+    return value
+
+
+def _read_texts(field: str, value: Value) -> list[str]:
+    """Return a list of strings from one string, a list, or such a list as JSON text."""
+    value = _from_json(value, "[") if isinstance(value, str) else value
+    if isinstance(value, str):
+        return [_read_text(field, value)]
+    if not isinstance(value, list):
+        refuse(field, f"{str(value)[:100]} is neither text nor a list of texts")
+    return [_read_text(f"{field}[{position}]", item) for position, item in enumerate(value)]
+
+
+def _read_counts(field: str, value: Value) -> list[int]:
+    """Return a list of numbers from one number, a list, or such a list as JSON text."""
+    value = _from_json(value, "[") if isinstance(value, str) else value
+    if not isinstance(value, list):
+        return [_read_count(field, value)]
+    return [_read_count(f"{field}[{position}]", item) for position, item in enumerate(value)]
+
+
+def _read_schema(field: str, value: Value) -> str:
+    """Return a JSON Schema as text, from text or from the object itself."""
+    if isinstance(value, str):
+        return _read_text(field, value)
+    if not isinstance(value, dict):
+        refuse(field, f"{str(value)[:100]} is no JSON Schema: send an object, or its text")
+    return _read_text(field, json.dumps(value, ensure_ascii=False))
+
+
+def _read_alternatives(field: str, value: Value) -> common_pb2.Alternatives:
+    """Return a list of strings as a constraint."""
+    return common_pb2.Alternatives(values=_read_texts(field, value))
+
+
+def _from_json(value: str, begin: str) -> Value:
+    """Return `value` parsed where it is JSON that starts with `begin`; else unchanged."""
+    if not value.lstrip().startswith(begin):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def _reader_of(parameter: Parameter) -> Read:
+    """What reads a sampling parameter that is no list."""
+    if parameter.kind is Kind.NUMBER:
+        return _read_number
+    if parameter.kind is Kind.FLAG:
+        return _read_flag
+    return _read_count_or_all if parameter.rules.is_minus_one_all else _reader_between(0, 2**parameter.rules.bits)
+
+
 # Parameters of a request, from `parameters` and from the JSON in the tensor `sampling_parameters`, to our messages.
 
-_SAMPLING: dict[str, Read] = {each.name: values.reader(each) for each in PARAMETERS if each.kind is not Kind.TOKENS}
+_SAMPLING: dict[str, Read] = {each.name: _reader_of(each) for each in PARAMETERS if each.kind is not Kind.TOKENS}
 _LISTS: dict[str, Callable[[str, Value], list[str] | list[int]]] = {
-    "stop": values.texts,
-    **{each.name: values.counts for each in PARAMETERS if each.kind is Kind.TOKENS},
+    "stop": _read_texts,
+    **{each.name: _read_counts for each in PARAMETERS if each.kind is Kind.TOKENS},
 }
 _CONSTRAINTS: dict[str, Read] = {
-    "json_schema": values.schema,
-    "regex": values.text,
-    "grammar": values.text,
-    "choice": values.alternatives,
+    "json_schema": _read_schema,
+    "regex": _read_text,
+    "grammar": _read_text,
+    "choice": _read_alternatives,
 }
 _NESTED = ("constraint", "structured_outputs", "guided_decoding")  # objects with one of the four kinds, or with "json"
 _OPTIONS: dict[str, Read] = {
-    "tenant": values.text,
-    "cache_salt": values.text,
-    "slo_ttft_ms": values.count,
-    "slo_tpot_ms": values.count,
+    "tenant": _read_text,
+    "cache_salt": _read_text,
+    "slo_ttft_ms": _read_count,
+    "slo_tpot_ms": _read_count,
 }
 _MODES = {"local": mesh_pb2.PREFILL_MODE_LOCAL, "remote": mesh_pb2.PREFILL_MODE_REMOTE}
 # Triton's priorities: 0 is the default, 1 the highest.
@@ -86,13 +212,13 @@ class Parameters:
         if name in _OPTIONS:
             setattr(self.options, name, _OPTIONS[name](where, value))
         elif name == "mode":
-            self.options.mode = _MODES.get(values.text(where, value)) or refuse(where, "is neither local nor remote")
+            self.options.mode = _MODES.get(_read_text(where, value)) or refuse(where, "is neither local nor remote")
         elif name == "priority":
-            self.options.priority = _PRIORITIES[values.whole(0, len(_PRIORITIES))(where, value)]
+            self.options.priority = _PRIORITIES[_reader_between(0, len(_PRIORITIES))(where, value)]
         elif name == "timeout":  # microseconds; 0 is none
-            self.timeout_s = values.count(where, value) / 1e6 or None
+            self.timeout_s = _read_count(where, value) / 1e6 or None
         elif name == EMPTY_FINAL:
-            self.empty_final = values.flag(where, value)
+            self.empty_final = _read_flag(where, value)
         else:
             refuse(where, f"there is no such parameter; there are {', '.join(NAMES)}")
         self.names[f"options.{name}"] = where

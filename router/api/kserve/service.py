@@ -15,9 +15,8 @@ from pdmesh.third_party.kserve.grpc_service_pb2_grpc import (
     add_GRPCInferenceServiceServicer_to_server,
 )
 from pdmesh.v1 import mesh_pb2
-from router.api import frontend as request_metadata
-from router.api.frontend import Frontend, RequestMetadata
-from router.api.kserve import tensors as metadata
+from router.api.frontend import Frontend, RequestMetadata, fill_options
+from router.api.kserve import tensors
 from router.api.kserve.requests import Ask, check_version
 from router.api.kserve.responses import Answer, failed
 from router.api.kserve.tensors import VERSION
@@ -122,15 +121,15 @@ class InferenceService(GRPCInferenceServiceServicer):
         return pb.ModelReadyResponse(ready=known and self._ready().get(request.name, False))
 
     async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: _ServicerContext) -> pb.ServerMetadataResponse:
-        return metadata.server()
+        return tensors.server()
 
     async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: _ServicerContext) -> pb.ModelMetadataResponse:
         self._check_model(request.name, request.version)
-        return metadata.model(request.name)
+        return tensors.model(request.name)
 
     async def ModelConfig(self, request: pb.ModelConfigRequest, context: _ServicerContext) -> pb.ModelConfigResponse:
         self._check_model(request.name, request.version)
-        return pb.ModelConfigResponse(config=metadata.config(request.name))
+        return pb.ModelConfigResponse(config=tensors.config(request.name))
 
     async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, context: _ServicerContext) -> pb.RepositoryIndexResponse:
         index = pb.RepositoryIndexResponse()
@@ -143,7 +142,7 @@ class InferenceService(GRPCInferenceServiceServicer):
 
     async def ModelInfer(self, request: pb.ModelInferRequest, context: _ServicerContext) -> pb.ModelInferResponse:
         ask = Ask.read(request, can_stream=False)
-        request_metadata.fill(ask.message.options, context.invocation_metadata() or ())
+        fill_options(ask.message.options, context.invocation_metadata() or ())
         metadata = context.invocation_metadata()
         async with aclosing(self._responses(ask, context.time_remaining(), metadata)) as responses:
             return await anext(responses)
@@ -155,7 +154,7 @@ class InferenceService(GRPCInferenceServiceServicer):
 
         def answer(request: pb.ModelInferRequest) -> AsyncGenerator[pb.ModelInferResponse, None]:
             ask = Ask.read(request, can_stream=True)
-            request_metadata.fill(ask.message.options, context.invocation_metadata() or ())
+            fill_options(ask.message.options, context.invocation_metadata() or ())
             return self._responses(ask, context.time_remaining(), context.invocation_metadata())
 
         async with aclosing(Many(answer, wants_status=wants_status).responses(request_iterator)) as responses:

@@ -22,14 +22,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pdmesh.runtime.errors import Cancelled, MeshError, NotFound, as_mesh_error
 from pdmesh.runtime.work_threads import WorkThreads
 from pdmesh.v1 import common_pb2, mesh_pb2
-from router.api import frontend as request_metadata
-from router.api.frontend import Frontend
+from router.api.frontend import Frontend, fill_options
 from router.api.openai import requests
-from router.api.openai import requests as chat_request
-from router.api.openai import requests as completion_request
 from router.api.openai.errors import HttpError, answer_to, as_told, renamed
 from router.api.openai.fields import JsonObject
 from router.api.openai.responses import Answer, Call, MeshRequest, Numbered, PromptError, merged
+from router.api.openai.sampling import set_parameters
 from router.api.validation import refuse
 from router.auth import identity
 from router.auth.api_keys import KeyStore
@@ -172,7 +170,7 @@ def options_of(headers: Mapping[str, str], request_id: str) -> mesh_pb2.RequestO
         priority=_PRIORITIES[_one_of(headers, PRIORITY, _PRIORITIES)],
         mode=_MODES[_one_of(headers, MODE, _MODES)],
     )
-    request_metadata.fill(said, headers.items())
+    fill_options(said, headers.items())
     return said
 
 
@@ -221,11 +219,11 @@ class Handlers:
 
     async def chat(self, request: Request) -> Response:
         """Handle POST /v1/chat/completions."""
-        return await self._answer(request, chat_request.parse_chat)
+        return await self._answer(request, requests.parse_chat)
 
     async def complete(self, request: Request) -> Response:
         """Handle POST /v1/completions."""
-        return await self._answer(request, completion_request.parse_completion)
+        return await self._answer(request, requests.parse_completion)
 
     async def list_models(self, request: Request) -> Response:
         """Handle GET /v1/models."""
@@ -257,7 +255,7 @@ class Handlers:
         try:
             call, time_left_s = await self._read(request, parse)
         except (HttpError, MeshError) as error:
-            operation = CHAT if parse is chat_request.parse_chat else COMPLETION
+            operation = CHAT if parse is requests.parse_chat else COMPLETION
             self._frontend.refused(operation, as_told(error), request.scope[RECEIVED_NS], sent_headers)
             raise
         received_ns: int = request.scope[RECEIVED_NS]  # when its last byte arrived
@@ -295,7 +293,7 @@ class Handlers:
             wanted = call.requests[number]
             if not call.echo or isinstance(wanted, mesh_pb2.ChatRequest):
                 return ""
-            return wanted.text or self._frontend.core.models[model].tokenizer.decode(wanted.tokens.ids)
+            return wanted.text or self._frontend.model_of(model).tokenizer.decode(wanted.tokens.ids)
 
         return echo
 
@@ -307,6 +305,8 @@ class Handlers:
                 "created": self._created,
                 "owned_by": "pdmesh",
                 "max_model_len": model.max_context,
+                **({"sampling_defaults": defaults} if (defaults := set_parameters(model.sampling_defaults)) else {}),
+                **({"parent": model.base_model} if model.base_model else {}),
             }
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from pdmesh.sampling_params import MAX_CHOICES, MIN_TEMPERATURE, NUMBERS, PARAMETERS, Kind
 from pdmesh.text.grammar import MAX_BYTES
 from pdmesh.v1 import common_pb2
-from router.api.openai.fields import MAX_UINT32, Fields, as_integer, as_text
+from router.api.openai.fields import MAX_UINT32, Fields, JsonObject, as_integer, as_text
 from router.api.validation import MAX_STOP_STRINGS, MAX_STOP_TOKENS, refuse
 
 # Constraints on the output: OpenAI's `response_format`, and vLLM's `structured_outputs` and older `guided_*`.
@@ -140,6 +140,11 @@ def read_sampling(fields: Fields) -> tuple[common_pb2.SamplingParams, dict[str, 
         kind = wanted.constraint.WhichOneof("kind")
         names |= {"sampling.constraint": wanted.param, f"sampling.constraint.{kind}": wanted.param}
     return sampling, names
+
+
+def set_parameters(sampling: common_pb2.SamplingParams) -> JsonObject:
+    """Return the parameters that are set, by name."""
+    return {descriptor.name: value for descriptor, value in sampling.ListFields()}
 
 
 def _read_counts(fields: Fields, sampling: common_pb2.SamplingParams) -> None:

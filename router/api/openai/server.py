@@ -28,7 +28,7 @@ from pdmesh.runtime.config import ConfigError
 from pdmesh.runtime.errors import as_mesh_error
 from pdmesh.runtime.rpc.tls import Tls
 from router.api.frontend import Frontend
-from router.api.openai import handlers as connection
+from router.api.openai import handlers as openai_handlers
 from router.api.openai.errors import HttpError
 from router.api.openai.handlers import HEADER, Handlers, HttpSettings, WithRequestId, error_response, new_id
 from router.auth.api_keys import KeyStore
@@ -206,8 +206,9 @@ class HttpServer:
             raise ConfigError("--http-port", problem, "choose another --http-port, or 0 for any free one") from None
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope[connection.ABORT] = partial(self._abort_scope, scope)
-        scope.setdefault(connection.RECEIVED_NS, now_ns())  # a pipelined request, which waited for the end of the one before it
+        scope[openai_handlers.ABORT] = partial(self._abort_scope, scope)
+        # A pipelined request has no time yet: it waited for the end of the one before it.
+        scope.setdefault(openai_handlers.RECEIVED_NS, now_ns())
         await self._app(scope, receive, send)
 
     def _abort_scope(self, scope: Scope) -> None:
@@ -224,7 +225,7 @@ class _Protocol(PatientProtocol):
         received_ns = now_ns()
         super().data_received(data)
         if self.scope is not None:
-            cast("dict[str, object]", self.scope)[connection.RECEIVED_NS] = received_ns
+            cast("dict[str, object]", self.scope)[openai_handlers.RECEIVED_NS] = received_ns
 
 
 class _Server(uvicorn.Server):
@@ -284,7 +285,7 @@ def _watch_peers(listening: socket.socket) -> None:
     for name, value in (
         ("TCP_KEEPIDLE", KEEP_ALIVE_PROBE_S),
         ("TCP_KEEPINTVL", KEEP_ALIVE_PROBE_S),
-        ("TCP_USER_TIMEOUT", round(connection.STALLED_S * 1000)),
+        ("TCP_USER_TIMEOUT", round(openai_handlers.STALLED_S * 1000)),
     ):
         if hasattr(socket, name):
             listening.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -128,6 +128,7 @@ def model_info(model: ServedModel, folder: Path, max_context: int) -> pb.GetMode
         pad_token_id=_id(config.get("pad_token_id")),
         bos_token_id=_id(config.get("bos_token_id")),
         max_req_input_len=max_context - 1,
+        default_sampling_params_json=json.dumps(dict(model.sampling_defaults)) if model.sampling_defaults else "",
     )
 
 

@@ -17,13 +17,11 @@ import grpc
 
 from pdmesh.runtime.errors import FailedPrecondition, MeshError, Unimplemented
 from pdmesh.runtime.rpc.server import GrpcServer
-from pdmesh.third_party.vllm import smg_common_pb2
 from pdmesh.third_party.vllm import smg_common_pb2 as common_pb
 from pdmesh.third_party.vllm import vllm_engine_pb2 as pb
 from pdmesh.third_party.vllm.vllm_engine_pb2_grpc import VllmEngineServicer, add_VllmEngineServicer_to_server
 from pdmesh.v1 import mesh_pb2
-from router.api import frontend as request_metadata
-from router.api.frontend import Frontend
+from router.api.frontend import Frontend, fill_options
 from router.api.protocol_errors import renamed
 from router.api.validation import refuse
 from router.api.vllm import responses
@@ -137,12 +135,12 @@ def pack(folder: Path) -> bytes:
     return buffer.getvalue()
 
 
-def archive_chunks(folder: Path) -> list[smg_common_pb2.GetTokenizerChunk]:
+def archive_chunks(folder: Path) -> list[common_pb.GetTokenizerChunk]:
     """Return the archive as messages, in order; the last one carries the hash of the whole. Raises OSError. Slow: call it in a
     thread."""
     archive = pack(folder)
     starts = range(0, len(archive), CHUNK_BYTES)
-    messages = [smg_common_pb2.GetTokenizerChunk(data=archive[start : start + CHUNK_BYTES]) for start in starts]
+    messages = [common_pb.GetTokenizerChunk(data=archive[start : start + CHUNK_BYTES]) for start in starts]
     messages[-1].sha256 = hashlib.sha256(archive).hexdigest()
     return messages
 
@@ -169,7 +167,7 @@ class VllmEngineService(VllmEngineServicer):
         self._model()
         self._last_request_at = time.time()
         message = to_mesh(request)
-        request_metadata.fill(message.options, context.invocation_metadata() or ())
+        fill_options(message.options, context.invocation_metadata() or ())
         answer = Answer(request)
         with self._running.enter(request.request_id) as run:
             try:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from pdmesh.autoscaler.kubernetes import external_metrics, metrics_server
-from pdmesh.autoscaler.kubernetes import metrics_server as front_proxy
 from pdmesh.autoscaler.kubernetes.external_metrics import Wanted
 from pdmesh.autoscaler.kubernetes.metrics_server import MetricsServer
 from pdmesh.autoscaler.kubernetes.settings import KubernetesSettings, MetricsSettings
@@ -90,16 +89,16 @@ async def test_until_the_cluster_says_who_may_ask_nobody_may_and_the_rest_goes_o
 ) -> None:
     monkeypatch.setattr(metrics_server, "RETRY_S", 0.1)
     asked = Asked(server, tmp_path)
-    named = server.objects[front_proxy.CONFIG_MAP]
+    named = server.objects[metrics_server.CONFIG_MAP]
     match trouble:
         case "refused":
-            server.refuse[f"GET {front_proxy.CONFIG_MAP}"] = 403
+            server.refuse[f"GET {metrics_server.CONFIG_MAP}"] = 403
         case "outage":
             server.stop()
         case "no CA":
-            server.put(front_proxy.CONFIG_MAP, named | {"data": {}})
+            server.put(metrics_server.CONFIG_MAP, named | {"data": {}})
         case _:
-            server.put(front_proxy.CONFIG_MAP, named | {"data": {"requestheader-client-ca-file": "none"}})
+            server.put(metrics_server.CONFIG_MAP, named | {"data": {"requestheader-client-ca-file": "none"}})
     await asked.server.start()
     try:
         asked.server.on_decision(DECISION, 0.0)
@@ -109,7 +108,7 @@ async def test_until_the_cluster_says_who_may_ask_nobody_may_and_the_rest_goes_o
         await asyncio.sleep(0.3)
         assert sum("stays closed" in message for message in caplog.messages) == 1
         server.refuse.clear()
-        server.put(front_proxy.CONFIG_MAP, named)
+        server.put(metrics_server.CONFIG_MAP, named)
         if trouble == "outage":
             server.start()
         assert await answered_soon(asked) == 200

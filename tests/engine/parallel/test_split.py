@@ -45,8 +45,14 @@ def test_the_bias_of_a_sum_is_added_once() -> None:
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.embed_tokens.weight", "model.layers.1.self_attn.q_norm.weight"])
 def test_the_rest_is_everybodys(name: str) -> None:
-    weight = torch.randn(8, 12)
+    weight = torch.randn(12)
     assert all(torch.equal(share, weight) for share in shares(name, weight, 2))
+
+
+@pytest.mark.parametrize("name", ["q_norm.weight", "k_norm.weight", "sinks"])
+def test_what_is_of_a_head_goes_with_it(name: str) -> None:
+    weight = torch.randn(8, 12) if "norm" in name else torch.randn(8)
+    assert torch.equal(torch.cat(shares(f"model.layers.1.self_attn.{name}", weight, 4)), weight)
 
 
 def test_a_shape_that_cannot_be_shared_is_named() -> None:

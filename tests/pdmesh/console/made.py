@@ -238,6 +238,8 @@ class MadeRouter(MeshServicer):
 
     Generate = Tokenize = ListModels = None  # type: ignore[assignment]
 
+    LoadAdapter = UnloadAdapter = ListAdapters = None  # type: ignore[assignment]
+
     def __init__(self, script: Script) -> None:
         self.script = script
 

@@ -14,7 +14,6 @@ import pytest
 
 from pdmesh.autoscaler.views import Decision, PoolDecision, PoolName
 from pdmesh.console import topology
-from pdmesh.console import topology as mesh_view
 from pdmesh.console.topology import Topology
 from pdmesh.launcher import local_state
 from pdmesh.launcher.local_state import DecisionFile
@@ -91,7 +90,7 @@ def _status(name: str, *, alive: bool, age_ms: int) -> mesh_pb2.GetStatusRespons
 
 
 def test_of_several_routers_the_one_counts_that_heard_of_a_worker_last() -> None:
-    views = mesh_view.worker_views(
+    views = topology.worker_views(
         [_status("w", alive=False, age_ms=1), _status("w", alive=True, age_ms=90), _status("w", alive=True, age_ms=40)]
     )
     assert [(view["state"], view["age_ms"]) for view in views] == [("alive", 40)]
@@ -102,5 +101,5 @@ def test_only_breakers_that_are_not_closed_are_told() -> None:
         mesh_pb2.BreakerStatus(role=worker_pb2.ROLE_PREFILL, state=mesh_pb2.BREAKER_STATE_CLOSED),
         mesh_pb2.BreakerStatus(role=worker_pb2.ROLE_DECODE, state=mesh_pb2.BREAKER_STATE_OPEN, left_out=True, reason="slow"),
     ]
-    view = mesh_view.worker_view(mesh_pb2.WorkerStatus(alive=True, breakers=breakers))
+    view = topology.worker_view(mesh_pb2.WorkerStatus(alive=True, breakers=breakers))
     assert view["breakers"] == [{"role": "decode", "state": "open", "left_out": True, "reason": "slow"}]

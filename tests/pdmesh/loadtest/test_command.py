@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from pdmesh import cli
-from pdmesh.loadtest import result as results
+from pdmesh.loadtest import result
 from tests.pdmesh.loadtest.test_compare import measured
 
 FAST = {"ttft_s": 0.02, "sigma": 0.1, "gap_s": 0.002}
@@ -145,8 +145,8 @@ def test_a_run_without_an_answer_fails_without_objectives_too(capsys: pytest.Cap
 
 def test_compare_says_its_doubts_and_fails_by_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b = (str(tmp_path / name) for name in ("a.json", "b.json"))
-    results.write(measured(1, num=50), a)
-    results.write(replace(measured(2, num=50), model="other", interrupted=True, reasons=["it was late"]), b)
+    result.write(measured(1, num=50), a)
+    result.write(replace(measured(2, num=50), model="other", interrupted=True, reasons=["it was late"]), b)
     assert cli.run(["loadtest", "compare", a, b, "--json", "--fail-if-worse"]) == 5
     doubts = json.loads(capsys.readouterr().out)["doubts"]
     assert any("model" in doubt for doubt in doubts) and any("interrupted" in doubt for doubt in doubts)
@@ -164,7 +164,7 @@ def test_compare_needs_two_results(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_more_than_two_results_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = [str(tmp_path / f"{name}.json") for name in ("a b", "c", "d")]
     for seed, file in enumerate(files):
-        results.write(measured(seed, num=50), file)
+        result.write(measured(seed, num=50), file)
     page = tmp_path / "all.html"
     assert cli.run(["loadtest", "compare", *files, files[0], "--html", str(page)]) == 0
     shown = capsys.readouterr().out

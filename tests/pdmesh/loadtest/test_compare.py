@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pdmesh.loadtest import result as results
+from pdmesh.loadtest import result
 from pdmesh.loadtest.compare import Difference, compare
 from pdmesh.loadtest.record import ObjectiveBook, Objectives
 from pdmesh.loadtest.result import Result, make_result
@@ -86,9 +86,9 @@ def test_nor_does_one_of_equal_queues() -> None:
 
 def test_a_result_survives_its_file(tmp_path: Path) -> None:
     one, path = measured(1, num=50), str(tmp_path / "a.json")
-    results.write(one, path)
-    assert results.as_json(results.read(path)) == results.as_json(one)
-    assert compare(results.read(path), one) == compare(one, one)
+    result.write(one, path)
+    assert result.as_json(result.read(path)) == result.as_json(one)
+    assert compare(result.read(path), one) == compare(one, one)
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": "pdmesh-loadtest/1"}', '{"format": "pdmesh-loadtest/9"}'])
@@ -96,7 +96,7 @@ def test_what_is_no_result_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "x.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=r"x\.json"):
-        results.read(str(path))
+        result.read(str(path))
 
 
 @pytest.mark.parametrize(
@@ -112,20 +112,20 @@ def test_what_is_no_result_is_named(tmp_path: Path, text: str) -> None:
 )
 def test_a_broken_result_is_bad_input_and_its_field_is_named(tmp_path: Path, name: str, value: object, named: str) -> None:
     path = tmp_path / "x.json"
-    path.write_text(json.dumps({**results.as_json(measured(1, num=20)), name: value}))
+    path.write_text(json.dumps({**result.as_json(measured(1, num=20)), name: value}))
     with pytest.raises(ValueError, match=rf"x\.json: {named}"):
-        results.read(str(path))
+        result.read(str(path))
 
 
 def test_a_column_of_words_is_named(tmp_path: Path) -> None:
-    document = results.as_json(measured(1, num=2))
+    document = result.as_json(measured(1, num=2))
     document["sample"]["ttft"] = ["fast", "slow"]
-    words = {**document, "sample": results.as_json(measured(1, num=2))["sample"]}
+    words = {**document, "sample": result.as_json(measured(1, num=2))["sample"]}
     words["summary"] = {**document["summary"], "ttft": {**document["summary"]["ttft"], "p50": "fast"}}
     (tmp_path / "y.json").write_text(json.dumps(words))
     with pytest.raises(ValueError, match=r"y\.json: summary\.ttft"):
-        results.read(str(tmp_path / "y.json"))
+        result.read(str(tmp_path / "y.json"))
     path = tmp_path / "x.json"
     path.write_text(json.dumps(document))
     with pytest.raises(ValueError, match=r"sample\.ttft"):
-        results.read(str(path))
+        result.read(str(path))

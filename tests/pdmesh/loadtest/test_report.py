@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pdmesh.loadtest.record import ObjectiveBook, Objectives, Outcome
 from pdmesh.loadtest.reports import comparison, html
-from pdmesh.loadtest.reports import text as report_text
+from pdmesh.loadtest.reports import text as reports_text
 from pdmesh.loadtest.reports.charts import Axis, cdf, linear, logarithmic, number_text
 from pdmesh.loadtest.result import Result, make_result
 from pdmesh.loadtest.runner import RunLog
@@ -85,7 +85,7 @@ def test_the_page_is_whole_and_alone() -> None:
 
 def test_nothing_measured_is_a_page_and_a_text_too() -> None:
     check(html.page(empty()))
-    assert any("no request was due" in line for line in plain(*report_text.lines(empty())))
+    assert any("no request was due" in line for line in plain(*reports_text.lines(empty())))
 
 
 def searched(seed: int, rate: float) -> Result:
@@ -134,7 +134,7 @@ def test_names_from_outside_are_text() -> None:
 
 
 def test_the_text_says_what_counts() -> None:
-    text = "\n".join(plain(*report_text.lines(measured(1, num=300))))
+    text = "\n".join(plain(*reports_text.lines(measured(1, num=300))))
     for part in ("300 requests: 300 ok", "TTFT <= 400 ms for 90 %", "attained", "queue", "slowest 10 %".upper()):
         assert part in text
     assert all(len(line) <= 100 for line in text.splitlines())
@@ -164,7 +164,7 @@ def test_a_class_without_an_answer_has_no_latency() -> None:
     result = make_result(
         RunLog(records=records), Window(0, 1), book, target="t", model="", started_at="", settings={}, max_lateness_s=1
     )
-    (row,) = (line for line in plain(*report_text.lines(result)) if line.startswith("slow"))
+    (row,) = (line for line in plain(*reports_text.lines(result)) if line.startswith("slow"))
     assert row.split()[-4:] == ["–"] * 4
     page = html.page(result)
     check(page)

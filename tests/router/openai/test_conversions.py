@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from pdmesh.runtime.errors import InvalidArgument, MeshError, ResourceExhausted, Unavailable
 from pdmesh.v1 import common_pb2, mesh_pb2
 from router.api.openai import handlers
-from router.api.openai import requests as chat_request
-from router.api.openai import requests as completion_request
+from router.api.openai import requests as openai_requests
 from router.api.openai.errors import HttpError, answer_to, renamed
 from router.api.openai.requests import parse as parse_body
 from router.api.openai.responses import LOWEST_LOGPROB, Answer, Call, ChatShape, TextShape
@@ -41,7 +40,7 @@ VALUES = st.recursive(
 @settings(max_examples=150, deadline=None)
 @given(st.dictionaries(KNOWN, VALUES, max_size=6), st.booleans())
 def test_any_json_is_a_call_or_names_a_field(body: dict[str, Any], chat: bool) -> None:
-    parse = chat_request.parse_chat if chat else completion_request.parse_completion
+    parse = openai_requests.parse_chat if chat else openai_requests.parse_completion
     good: dict[str, Any] = {"messages": HELLO} if chat else {"prompt": "a"}
     try:
         call = parse({**good, **body}, OPTIONS)
@@ -81,13 +80,13 @@ def test_any_bytes_are_an_object_or_a_400(content: bytes) -> None:
     ],
 )
 def test_constraints(asked: dict[str, Any], wanted: common_pb2.Constraint | None) -> None:
-    (request,) = chat_request.parse_chat({"messages": HELLO, **asked}, OPTIONS).requests
+    (request,) = openai_requests.parse_chat({"messages": HELLO, **asked}, OPTIONS).requests
     assert request.sampling.HasField("constraint") == (wanted is not None)
     assert wanted is None or request.sampling.constraint == wanted
 
 
 def test_a_refused_constraint_is_named_as_it_was_asked_for() -> None:
-    call = chat_request.parse_chat({"messages": HELLO, "guided_regex": "("}, OPTIONS)
+    call = openai_requests.parse_chat({"messages": HELLO, "guided_regex": "("}, OPTIONS)
     error = renamed(InvalidArgument("sampling.constraint.regex", "sampling.constraint.regex: does not end"), call.names)
     assert (error.field, error.message) == ("guided_regex", "guided_regex: does not end")
     assert renamed(InvalidArgument("sampling.constraint", "too large"), call.names).field == "guided_regex"
@@ -127,7 +126,7 @@ def test_alternatives_of_completions_hold_the_chosen_token_too() -> None:
 
 
 def test_text_offsets_go_on_over_chunks_and_count_the_echo() -> None:
-    call = completion_request.parse_completion({"prompt": "xy", "stream": True}, OPTIONS)
+    call = openai_requests.parse_completion({"prompt": "xy", "stream": True}, OPTIONS)
     answer = Answer(call, "r", 1, lambda number, model: "xy")
     offsets = []
     for text in ("abc", "de"):
@@ -138,7 +137,7 @@ def test_text_offsets_go_on_over_chunks_and_count_the_echo() -> None:
 
 
 def test_ids_without_text_make_no_chunk_but_the_first() -> None:
-    call = chat_request.parse_chat({"messages": HELLO, "stream": True}, OPTIONS)
+    call = openai_requests.parse_chat({"messages": HELLO, "stream": True}, OPTIONS)
     answer = Answer(call, "r", 1, lambda number, model: "")
     half = mesh_pb2.GenerateResponse(delta=mesh_pb2.Delta(token_ids=[1]))
     chunks: list[Any] = [answer.chunk(0, half), answer.chunk(0, half)]
@@ -148,7 +147,7 @@ def test_ids_without_text_make_no_chunk_but_the_first() -> None:
 
 def test_request_ids_of_many_prompts_stay_within_their_length() -> None:
     long = mesh_pb2.RequestOptions(request_id="x" * 64)
-    requests = completion_request.parse_completion({"prompt": ["a"] * 101}, long).requests
+    requests = openai_requests.parse_completion({"prompt": ["a"] * 101}, long).requests
     names = {request.options.request_id for request in requests}
     assert len(names) == 101 and {len(name) for name in names} == {64}
 
@@ -156,7 +155,7 @@ def test_request_ids_of_many_prompts_stay_within_their_length() -> None:
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"prompt": [1] * (completion_request.MAX_TOKEN_IDS + 1)}, "prompt"),
+        ({"prompt": [1] * (openai_requests.MAX_TOKEN_IDS + 1)}, "prompt"),
         ({"prompt": [[1] * 9000] * 128}, "prompt"),
         ({"prompt": ["a" * 20_000] * 128}, "prompt"),
         ({"prompt": [1, 2, "3"]}, "prompt[2]"),
@@ -167,7 +166,7 @@ def test_request_ids_of_many_prompts_stay_within_their_length() -> None:
     ],
 )
 def test_what_is_too_much_is_refused_before_it_is_looked_at(body: dict[str, Any], param: str) -> None:
-    parse = chat_request.parse_chat if "messages" in body else completion_request.parse_completion
+    parse = openai_requests.parse_chat if "messages" in body else openai_requests.parse_completion
     with pytest.raises(InvalidArgument) as refused:
         parse(body, OPTIONS)
     assert refused.value.field == param
@@ -178,7 +177,7 @@ async def test_a_large_body_is_read_in_a_thread_as_a_small_one_is(monkeypatch: p
 
     def parse(body: dict[str, Any], options: mesh_pb2.RequestOptions) -> Call:
         seen.append(threading.current_thread())
-        return completion_request.parse_completion(body, options)
+        return openai_requests.parse_completion(body, options)
 
     for size in (10, handlers.LARGE_BODY_BYTES):
         call = await handlers.parsed(parse, json.dumps({"prompt": "a" * size}).encode(), OPTIONS)
@@ -189,7 +188,7 @@ async def test_a_large_body_is_read_in_a_thread_as_a_small_one_is(monkeypatch: p
 
 
 def test_the_ends_of_openais_ranges_are_greedy_and_the_likeliest_token() -> None:
-    call = completion_request.parse_completion({"prompt": "a", "temperature": 1e-8, "top_p": 0}, OPTIONS)
+    call = openai_requests.parse_completion({"prompt": "a", "temperature": 1e-8, "top_p": 0}, OPTIONS)
     sampling = call.requests[0].sampling
     assert sampling.temperature == 0
     assert 0 < sampling.top_p < 1e-5

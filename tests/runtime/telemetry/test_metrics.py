@@ -15,7 +15,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pdmesh.runtime.config import ConfigError
 from pdmesh.runtime.telemetry import metrics_exporters
-from pdmesh.runtime.telemetry import metrics_exporters as metrics_server
 from pdmesh.runtime.telemetry.config import TelemetryConfig
 from pdmesh.runtime.telemetry.metrics import OFF, Metrics, Readings, counter, gauge, histogram
 from pdmesh.runtime.telemetry.metrics_registry import MAX_VALUES, OTHER, LabelGuard, Registry
@@ -187,9 +186,9 @@ async def test_other_requests(sent: bytes, status: bytes) -> None:
 
 
 async def test_who_holds_connections_open_keeps_nobody_out_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_server, "TIMEOUT_S", 0.3)
+    monkeypatch.setattr(metrics_exporters, "TIMEOUT_S", 0.3)
     async with shown() as (_, url):
-        idle = [socket.create_connection(("127.0.0.1", _port(url))) for _ in range(3 * metrics_server.MAX_CONNECTIONS)]
+        idle = [socket.create_connection(("127.0.0.1", _port(url))) for _ in range(3 * metrics_exporters.MAX_CONNECTIONS)]
         try:
             ended = await asyncio.gather(*(asyncio.to_thread(_until_closed, connection) for connection in idle))
             assert all(ended)

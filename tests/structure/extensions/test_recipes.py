@@ -49,6 +49,18 @@ RECIPES = {
         ("pdmesh.engine.speculation.ngrams.retrieval", "pdmesh.engine.speculation.ngrams.lookahead"),
         "tests/structure/extensions/test_proposer.py",
     ),
+    "A format of quantized weights": Recipe(
+        "pdmesh/engine/loader/quantized/NAME.py",
+        "pdmesh/engine/loader/quantized/registry.py",
+        "FORMATS",
+        (
+            "pdmesh.engine.loader.quantized.gptq",
+            "pdmesh.engine.loader.quantized.awq",
+            "pdmesh.engine.loader.quantized.bitsandbytes",
+            "pdmesh.engine.loader.quantized.mxfp4",
+        ),
+        "tests/structure/extensions/test_weight_format.py",
+    ),
     "A command": Recipe(
         "pdmesh/commands/NAME.py",
         "pdmesh/cli.py",
@@ -63,7 +75,32 @@ RECIPES = {
         ("router.api.kserve.service", "router.api.vllm.service", "router.api.service"),
         "tests/structure/extensions/test_protocol.py",
     ),
+    "A model family": Recipe(
+        "pdmesh/engine/models/families/dense/NAME.py",
+        "pdmesh/engine/models/registry.py",
+        "FAMILIES",
+        (
+            "pdmesh.engine.models.families.dense.gemma",
+            "pdmesh.engine.models.families.experts.mixtral",
+            "pdmesh.engine.models.families.latent.minicpm3",
+            "pdmesh.engine.models.families.layernorm.gpt_neox",
+        ),
+        "tests/structure/extensions/test_family.py",
+    ),
 }
+
+
+PARAMETER = "A sampling parameter"
+PARAMETER_FILES = [
+    "pdmesh/sampling_params.py",
+    "protos/pdmesh/v1/common.proto",
+    "pdmesh/engine/sampling/sampler.py",
+    "pdmesh/engine/kernels/cpu/sampling_select.h",
+    "pdmesh/engine/kernels/triton/sampling/kernels.py",
+    "tests/engine/test_sampling.py",
+    "pdmesh/commands/options.py",
+]
+"""A sampling parameter has no registry: it is a line or a few in each of these."""
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -85,14 +122,22 @@ def test_product_code_knows_an_extension_through_its_registry_alone() -> None:
             assert {importer for importer, imported in graph.items() if model in imported} <= {registry}, (name, model)
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_the_page_lists_the_files_of_a_recipe(name: str) -> None:
+def section_of(name: str) -> tuple[str, list[str]]:
+    """Return the text of a recipe, and the files of its list."""
     page = (ROOT / "docs/structure.md").read_text(encoding="utf-8")
-    if HEADING not in page:
-        pytest.skip(f"docs/structure.md has no heading {HEADING!r} yet")
     recipes = page.partition(HEADING)[2].partition("\n## ")[0]
     section = recipes.partition(f"### {name}\n")[2].partition("\n### ")[0]
-    files = [file for line in section.splitlines() if line.startswith("- `") for file in re.findall(r"^- `([^`]+)`", line)]
-    recipe = RECIPES[name]
+    return section, re.findall(r"^- `([^`]+)`", section, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_page_lists_the_files_of_a_recipe(name: str) -> None:
+    (section, files), recipe = section_of(name), RECIPES[name]
     assert files == [recipe.new, recipe.registry], f"{name}: the page lists {files}"
     assert recipe.example in section and f"`{recipe.table}`" in section
+
+
+def test_the_page_lists_the_files_of_a_sampling_parameter() -> None:
+    """Those that exist know one that is on all samplers."""
+    assert section_of(PARAMETER)[1] == PARAMETER_FILES
+    assert [file for file in PARAMETER_FILES if "min_p" not in (ROOT / file).read_text(encoding="utf-8")] == []

@@ -17,23 +17,81 @@ struct PdmeshLinear {
     const float* bias;
 };
 
-// Norm weights are padded with zeros to a multiple of 16; `query_norm`, `key_norm` [head_dim] or null; `window` 0: none.
-// The gate_up map has alternating panels: 16 gate outputs, their 16 up outputs, and so on.
-struct PdmeshLayer {
-    const float *input_norm, *mlp_norm, *query_norm, *key_norm;
-    PdmeshLinear qkv, output, gate_up, down;
-    int64_t window;
+// Divides rows by their root mean square (kRootMeanSquare), or takes their mean off and divides by their deviation (kLayerNorm),
+// times `weight`, plus `bias` (or null). Both are padded with zeros to a multiple of 16. `weight` null: no norm.
+enum PdmeshNormKind : int32_t { kRootMeanSquare = 0, kLayerNorm = 1 };
+struct PdmeshNorm {
+    const float *weight, *bias;
+    float eps;
+    int32_t kind;
 };
 
+// Which weights norms of queries and keys have: one vector [head_dim] for all heads, one for each head, or one over all heads, which
+// are normalized together.
+enum PdmeshHeadNorms : int32_t { kOneForAllHeads = 0, kOneForEachHead = 1, kOverAllHeads = 2 };
+
+// kClampedSwish: GPT-OSS's, of gate and up.
+enum PdmeshActivation : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu = 3, kSquaredRelu = 4, kClampedSwish = 5 };
+
+struct PdmeshRope {
+    const float *cos, *sin;  // [max_context][dim / 2]
+    int64_t dim;
+};
+
+// kSoftmaxOfBest: over the logits of those chosen. kSparseMixer: Phi-3.5-MoE's.
+enum PdmeshScoring : int32_t { kSoftmax = 0, kSigmoid = 1, kSoftmaxOfBest = 2, kSparseMixer = 3 };
+
+struct PdmeshExpert {
+    PdmeshLinear gate_up, down;
+};
+
+// See ExpertsConfig (pdmesh/engine/models/config.py). `router` is float32; behind the experts' rows it has the shared expert's gate, if
+// there is one. `correction` [num_experts] or null; `shared` or null; `counts` [num_experts] adds up the tokens of each expert.
+struct PdmeshExperts {
+    int32_t num_experts, top_k, scoring, normalizes, num_groups, top_groups, ranks_by_two, activation;
+    float scale, jitter, limit;
+    int32_t has_shared_gate;
+    PdmeshLinear router;
+    const float* correction;
+    const PdmeshExpert* experts;
+    const PdmeshExpert* shared;
+    int64_t* counts;
+};
+
+// Latent attention, behind a first product that gives the query's bottleneck (or without one, all queries), then the latent and its
+// rotated key. `queries`: of the bottleneck; n 0: none. `key_maps`, `value_maps` [num_heads]: from a head's query without rotation to
+// the latent, from the latent to the head's values.
+struct PdmeshLatent {
+    int32_t kv_rank, nope_dim, rope_dim, value_dim;
+    PdmeshNorm query_norm, latent_norm;
+    PdmeshLinear queries;
+    const PdmeshLinear *key_maps, *value_maps;
+};
+
+// `query_norm`, `key_norm`: see PdmeshHeadNorms. `window` 0: none. `rope`: which of the model's, -1: none. A gated MLP's gate_up map
+// has alternating panels: 16 gate outputs, their 16 up outputs, and so on; a plain one's is its first map.
+struct PdmeshLayer {
+    PdmeshNorm input_norm, mlp_norm, post_attention_norm, post_mlp_norm, query_norm, key_norm;
+    PdmeshLinear qkv, output, gate_up, down;
+    const float* sinks;            // [num_heads] or null
+    const PdmeshExperts* experts;  // instead of gate_up and down; or null
+    const PdmeshLatent* latent;    // of all layers or none
+    int64_t window, rope;
+};
+
+// `num_kv_heads`, `head_dim`: of the pool, whose keys and values are halves of a latent where attention is latent.
 struct PdmeshModel {
-    int32_t num_layers, hidden, intermediate, num_heads, num_kv_heads, head_dim, rotary_dim, vocab;
-    int32_t block_size, kv_format, embedding_format, max_context;
-    float eps, attention_scale;
+    int32_t num_layers, hidden, intermediate, num_heads, num_kv_heads, head_dim, vocab, max_context;
+    int32_t block_size, kv_format, embedding_format;
+    int32_t head_norms, activation, is_gated, is_parallel;  // parallel: attention and MLP read the same states
+    float attention_scale, attention_softcap;               // softcap 0: none
+    float embedding_multiplier, residual_multiplier, logits_multiplier, logits_softcap;
     const PdmeshLayer* layers;
-    const float* norm;
+    PdmeshNorm norm;
     PdmeshLinear head;
     const uint8_t* embedding;  // [vocab][hidden], rows without padding
-    const float *cos, *sin;    // [max_context][rotary_dim / 2]
+    const float* positions;    // [max_context][hidden], added to the embeddings; or null
+    PdmeshRope ropes[2];
 };
 
 // A KV pool by itself.

@@ -18,6 +18,7 @@
 #include <limits>
 #include <vector>
 
+#include "activations.h"
 #include "gemm.h"
 
 namespace pdmesh {
@@ -133,6 +134,7 @@ struct QueryTile {
     const int32_t* blocks;
     int tail_start;  // from this position on (a multiple of 16), keys and values lie in loose groups at `tail`; INT_MAX: none
     uint8_t* tail;
+    const float* sinks;  // logits of the tile's query heads that take their part of the softmax, or null
     int rows() const { return num_queries * num_groups; }
     int last() const { return position + num_queries - 1; }
     int first_visible(int query) const { return window ? std::max<int64_t>(0, query - window + 1) : 0; }
@@ -145,7 +147,15 @@ struct Sums {
     explicit Sums(int rows) : peaks(round_up(rows, 16), kNothing), totals(round_up(rows, 16)) {}
 };
 
-// Buffers of one thread for tiles of up to `max_rows` rows.
+// What a row is multiplied with: keys and values are `key_dim` and `value_dim` numbers. `cap`, of scores s (exponents of 2):
+// cap * tanh(s / cap) is taken; 0: none. `is_latent`: see latent.h.
+struct AttentionShape {
+    int key_dim, value_dim;
+    float cap;
+    bool is_latent;
+};
+
+// Buffers of one thread for tiles of up to `max_rows` rows with values of `dim` numbers.
 struct AttentionScratch {
     int max_rows, dim;
     std::vector<float> scores, output, result;
@@ -234,21 +244,12 @@ inline bool locate(const KVGeometry& kv, int layer, const QueryTile& tile, int i
     return true;
 }
 
-// Attention of a tile's rows to one chunk of keys: fills scratch.chunk and scratch.output. `next`, the chunk that comes after it
-// (or the same), is asked for meanwhile: groups lie apart in memory, and the processor's own prefetcher learns a stream only from
-// its first lines.
-template <class Dot>
-void attend_chunk(const KVGeometry& kv, const QueryTile& tile, const Chunk& chunk, const Chunk& next, AttentionScratch& scratch) {
+// Scores of a chunk to weights, row by row: fills scratch.weights and scratch.chunk. Meanwhile each row asks for its share of the
+// next values: the products ask for the keys, and memory is to be busy all the time.
+template <class Dot, bool kCapped>
+void weigh_scores(const QueryTile& tile, const Chunk& chunk, const Chunk& next, int lines, float cap, AttentionScratch& scratch) {
     constexpr bool is_float = std::is_same_v<Dot, DotFloat32>, is_int8 = std::is_same_v<Dot, DotInt8AsBFloat16>;
-    constexpr int pair = is_float ? 1 : 2;
-    const int start = chunk.start, groups = chunk.groups, rows = tile.rows(), dim = kv.head_dim;
-    for (int g = 0; g < groups; g += 4) {
-        const auto panels = [&](int, int j, bool ahead) { return (ahead ? next : chunk).keys[g + j]; };
-        small_rows<Dot, 4>(tile.queries, tile.stride, rows, 1, dim / pair, panels, scratch.scores.data() + g * kGroup, kChunk);
-    }
-    // Scores to weights, row by row. Meanwhile each row asks for its share of the next values: the products ask for the keys, and
-    // memory is to be busy all the time.
-    const int lines = kv.group_bytes() / 64;
+    const int start = chunk.start, groups = chunk.groups, rows = tile.rows();
     const size_t weight_stride = kChunk * (is_float ? 4 : 2);
     for (int row = 0; row < rows; row++) {
         const int query = tile.position + row / tile.num_groups;
@@ -258,9 +259,10 @@ void attend_chunk(const KVGeometry& kv, const QueryTile& tile, const Chunk& chun
         for (int g = 0; g < groups; g++) {
             F s = f_load(scores + g * kGroup);
             if constexpr (is_int8) s = s * f_load(chunk.key_scales[g]);
+            if constexpr (kCapped) s = f_tanh(s * f_set(1.0f / cap)) * f_set(cap);
             if (visible < (g + 1) * kGroup) s = f_first(s, std::max(0, visible - g * kGroup), kNothing);
             if (hidden > g * kGroup) s = f_from_lane(s, hidden - g * kGroup, kNothing);
-            if constexpr (is_int8) f_store(scores + g * kGroup, s);
+            if constexpr (is_int8 || kCapped) f_store(scores + g * kGroup, s);
             else if (visible < (g + 1) * kGroup || hidden > g * kGroup) f_store(scores + g * kGroup, s);
             most = f_max(most, s);
         }
@@ -279,7 +281,24 @@ void attend_chunk(const KVGeometry& kv, const QueryTile& tile, const Chunk& chun
         scratch.chunk.peaks[row] = peak;
         scratch.chunk.totals[row] = f_sum(total);
     }
-    const int panel_bytes = kv.group_bytes() / (dim / kPanel);
+}
+
+// Attention of a tile's rows to one chunk of keys: fills scratch.chunk and scratch.output. `next`, the chunk that comes after it
+// (or the same), is asked for meanwhile: groups lie apart in memory, and the processor's own prefetcher learns a stream only from
+// its first lines.
+template <class Dot>
+void attend_chunk(const AttentionShape& shape, const QueryTile& tile, const Chunk& chunk, const Chunk& next, AttentionScratch& scratch) {
+    constexpr bool is_float = std::is_same_v<Dot, DotFloat32>, is_int8 = std::is_same_v<Dot, DotInt8AsBFloat16>;
+    constexpr int pair = is_float ? 1 : 2, panel_bytes = kGroup * kPanel * (is_float ? 4 : is_int8 ? 1 : 2);
+    const int groups = chunk.groups, rows = tile.rows(), dim = shape.value_dim;
+    const size_t weight_stride = kChunk * (is_float ? 4 : 2);
+    for (int g = 0; g < groups; g += 4) {
+        const auto panels = [&](int, int j, bool ahead) { return (ahead ? next : chunk).keys[g + j]; };
+        small_rows<Dot, 4>(tile.queries, tile.stride, rows, 1, shape.key_dim / pair, panels, scratch.scores.data() + g * kGroup, kChunk);
+    }
+    const int value_bytes = panel_bytes * (dim / kPanel), lines = value_bytes / 64;
+    if (shape.cap) weigh_scores<Dot, true>(tile, chunk, next, lines, shape.cap, scratch);
+    else weigh_scores<Dot, false>(tile, chunk, next, lines, 0, scratch);
     for (int column = 0; column < dim; column += 4 * kPanel) {
         const int panel = column / kPanel;
         const auto panels = [&](int g, int j, bool) { return chunk.values[g] + (panel + j) * panel_bytes; };
@@ -292,7 +311,7 @@ void attend_chunk(const KVGeometry& kv, const QueryTile& tile, const Chunk& chun
         }
     }
     for (int g = groups; g < next.groups; g++)
-        for (int at = 0; at < kv.group_bytes(); at += 64) prefetch_far(next.values[g] + at);
+        for (int at = 0; at < value_bytes; at += 64) prefetch_far(next.values[g] + at);
 }
 
 inline void clear(Sums& folded, float* result, int rows, int dim) {
@@ -323,12 +342,26 @@ inline void fold(Sums& folded, float* result, const float* peaks, const float* t
     }
 }
 
+inline float exp2_of(float x) {
+    float lanes[16];
+    f_store(lanes, f_exp2(f_set(x)));
+    return lanes[0];
+}
+
+// The factor of a result whose softmax has a sink besides its keys.
+inline float share_beside(float sink, float peak, float total) {
+    const float own = sink * 1.44269504f, largest = std::max(own, peak), part = exp2_of(peak - largest);
+    return part / (total * part + exp2_of(own - largest));
+}
+
 // result / total into the attention output: row r belongs to token r / num_groups, query head r % num_groups of the tile's head.
 // `out` points at the tile's first token and head; tokens are `token_stride` floats apart.
 inline void finish(const Sums& folded, const float* result, const QueryTile& tile, int dim, float* out, size_t token_stride) {
     for (int row = 0; row < tile.rows(); row++) {
-        const F factor = f_set(1.0f / folded.totals[row]);
-        float* target = out + row / tile.num_groups * token_stride + row % tile.num_groups * dim;
+        const int head = row % tile.num_groups;
+        const float total = folded.totals[row];
+        const F factor = f_set(tile.sinks ? share_beside(tile.sinks[head], folded.peaks[row], total) : 1.0f / total);
+        float* target = out + row / tile.num_groups * token_stride + head * dim;
         for (int d = 0; d < dim; d += kPanel) f_store(target + d, f_load(result + row * dim + d) * factor);
     }
 }

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "abi.h"
+#include "activations.h"
 #include "gemm.h"
 #include "parallel.h"
 #include "rows.h"
@@ -78,7 +79,7 @@ class OwnRows {
     Rows prepare(const PdmeshLinear& linear, const float* x, int stride, int num_rows) {
         Rows rows{data_.get(), row_bytes(linear), row_units(linear), scales_.get(), sums_.get(), num_groups(linear), outliers_.get()};
         for (int row = 0; row < num_rows; row++)
-            prepare_row(linear, x + static_cast<size_t>(row) * stride, nullptr, 0.0f, scratch_.get(), rows, row);
+            prepare_row(linear, x + static_cast<size_t>(row) * stride, PdmeshNorm{}, scratch_.get(), rows, row);
         return rows;
     }
 

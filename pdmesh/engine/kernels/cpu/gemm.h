@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "abi.h"
 #include "parallel.h"
@@ -320,6 +321,45 @@ void multiply(Team& team, int rank, const PdmeshLinear& linear, const Rows& rows
         case kInt4: return multiply_format<kInt4>(team, rank, linear, rows, num_rows, emit);
         case kBFloat16: return multiply_format<kBFloat16>(team, rank, linear, rows, num_rows, emit);
         default: return multiply_format<kFloat32>(team, rank, linear, rows, num_rows, emit);
+    }
+}
+
+// Rows [first, first + count) that have a map of their own. All maps of a product have one format.
+struct RowGroup {
+    const PdmeshLinear* linear;
+    int first, count;
+};
+
+template <int Format, class Emit>
+void multiply_groups_format(Team& team, const std::vector<RowGroup>& groups, const Rows& rows, const Emit& emit) {
+    constexpr int step = 8, block = 96;  // panels and rows of an item
+    const auto panels_of = [](const RowGroup& group) { return round_up(group.linear->n, kPanel) / kPanel; };
+    const auto blocks_of = [](const RowGroup& group) { return (group.count + block - 1) / block; };
+    size_t g = 0;
+    for (int begin = 0;;) {
+        const int item = team.take();
+        for (; g < groups.size(); g++) {
+            const int items = (panels_of(groups[g]) + step - 1) / step * blocks_of(groups[g]);
+            if (item < begin + items) break;
+            begin += items;
+        }
+        if (g == groups.size()) return;
+        const RowGroup& group = groups[g];
+        const int row_blocks = blocks_of(group), panel = (item - begin) / row_blocks * step;
+        const int row = group.first + (item - begin) % row_blocks * block, end = std::min(row + block, group.first + group.count);
+        emit_panels<Format>(*group.linear, rows, row, end, panel, std::min(step, panels_of(group) - panel), emit);
+    }
+}
+
+// All outputs of all groups' rows, shared out over the team: call on every rank, barriers before and after.
+template <class Emit>
+void multiply_groups(Team& team, const std::vector<RowGroup>& groups, const Rows& rows, const Emit& emit) {
+    if (groups.empty()) return;
+    switch (groups[0].linear->format) {
+        case kInt8: return multiply_groups_format<kInt8>(team, groups, rows, emit);
+        case kInt4: return multiply_groups_format<kInt4>(team, groups, rows, emit);
+        case kBFloat16: return multiply_groups_format<kBFloat16>(team, groups, rows, emit);
+        default: return multiply_groups_format<kFloat32>(team, groups, rows, emit);
     }
 }
 

@@ -14,6 +14,10 @@ from pdmesh.engine.kernels.cpu.build import Say, load_library
 from pdmesh.engine.kv_cache.pool import private_memory
 
 FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
+NORM_KINDS = {"rms": 0, "layer": 1}
+HEAD_NORMS = {"": 0, "head": 0, "heads": 1, "all": 2}
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "swiglu_oai": 5}
+SCORINGS = {"softmax": 0, "sigmoid": 1, "softmax_topk": 2, "sparsemixer": 3}
 
 
 class Linear(Structure):
@@ -25,11 +29,52 @@ class Linear(Structure):
     )
 
 
+class Norm(Structure):
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("eps", c_float), ("kind", c_int32))
+
+
+class Rope(Structure):
+    _fields_ = (("cos", c_void_p), ("sin", c_void_p), ("dim", c_int64))
+
+
+class Expert(Structure):
+    _fields_ = (("gate_up", Linear), ("down", Linear))
+
+
+class Experts(Structure):
+    _fields_ = (
+        *((name, c_int32) for name in ("num_experts", "top_k", "scoring", "normalizes", "num_groups", "top_groups")),
+        *((name, c_int32) for name in ("ranks_by_two", "activation")),
+        *((name, c_float) for name in ("scale", "jitter", "limit")),
+        ("has_shared_gate", c_int32),
+        ("router", Linear),
+        ("correction", c_void_p),
+        ("experts", POINTER(Expert)),
+        ("shared", POINTER(Expert)),
+        ("counts", c_void_p),
+    )
+
+
+class Latent(Structure):
+    _fields_ = (
+        *((name, c_int32) for name in ("kv_rank", "nope_dim", "rope_dim", "value_dim")),
+        ("query_norm", Norm),
+        ("latent_norm", Norm),
+        ("queries", Linear),
+        ("key_maps", POINTER(Linear)),
+        ("value_maps", POINTER(Linear)),
+    )
+
+
 class Layer(Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("input_norm", "mlp_norm", "query_norm", "key_norm")),
+        *((name, Norm) for name in ("input_norm", "mlp_norm", "post_attention_norm", "post_mlp_norm", "query_norm", "key_norm")),
         *((name, Linear) for name in ("qkv", "output", "gate_up", "down")),
+        ("sinks", c_void_p),
+        ("experts", POINTER(Experts)),
+        ("latent", POINTER(Latent)),
         ("window", c_int64),
+        ("rope", c_int64),
     )
 
 
@@ -37,17 +82,18 @@ class Model(Structure):
     _fields_ = (
         *(
             (name, c_int32)
-            for name in ("num_layers", "hidden", "intermediate", "num_heads", "num_kv_heads", "head_dim", "rotary_dim", "vocab")
+            for name in ("num_layers", "hidden", "intermediate", "num_heads", "num_kv_heads", "head_dim", "vocab", "max_context")
         ),
-        *((name, c_int32) for name in ("block_size", "kv_format", "embedding_format", "max_context")),
-        ("eps", c_float),
-        ("attention_scale", c_float),
+        *((name, c_int32) for name in ("block_size", "kv_format", "embedding_format")),
+        *((name, c_int32) for name in ("head_norms", "activation", "is_gated", "is_parallel")),
+        *((name, c_float) for name in ("attention_scale", "attention_softcap")),
+        *((name, c_float) for name in ("embedding_multiplier", "residual_multiplier", "logits_multiplier", "logits_softcap")),
         ("layers", POINTER(Layer)),
-        ("norm", c_void_p),
+        ("norm", Norm),
         ("head", Linear),
         ("embedding", c_void_p),
-        ("cos", c_void_p),
-        ("sin", c_void_p),
+        ("positions", c_void_p),
+        ("ropes", Rope * 2),
     )
 
 
@@ -101,7 +147,7 @@ class Pool(Structure):
     )
 
 
-_STRUCTS = (Linear, Layer, Model, Step, Profile, Pool)
+_STRUCTS = (Linear, Layer, Model, Step, Profile, Pool, Experts, Latent)
 
 
 def open_library(say: Say = print) -> ctypes.CDLL:

@@ -15,7 +15,7 @@ from pdmesh.engine.kernels.cpu import library as abi
 from pdmesh.engine.kernels.cpu.library import gather
 from pdmesh.engine.kernels.cpu.sampling import NativeSampler
 from pdmesh.engine.kv_cache.events import LayerReadiness
-from pdmesh.engine.models.config import ModelConfig, missing_part
+from pdmesh.engine.models.config import ExpertsConfig, LatentConfig, ModelConfig, missing_part
 from pdmesh.engine.models.decoder import shortened
 from pdmesh.engine.runner.batch import StepBatch, Tail
 
@@ -66,51 +66,211 @@ def gathered(linears: Sequence[PackedLinear]) -> list[PackedLinear]:
 
 
 @dataclass(frozen=True)
-class PackedLayer:
-    """Norm weights are float32, padded to 16; `query_norm`, `key_norm` [head_dim]."""
+class PackedNorm:
+    """Weight and bias are float32, padded with zeros to 16. `kind`: rms or layer."""
 
-    input_norm: Tensor
-    mlp_norm: Tensor
-    query_norm: Tensor | None
-    key_norm: Tensor | None
-    qkv: PackedLinear
-    output: PackedLinear
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+    kind: str
+
+    def descriptor(self) -> abi.Norm:
+        return abi.Norm(self.weight.data_ptr(), _address(self.bias), self.eps, abi.NORM_KINDS[self.kind])
+
+
+@dataclass(frozen=True)
+class PackedMLP:
+    """`gate_up` is the first map of a plain MLP."""
+
     gate_up: PackedLinear
     down: PackedLinear
 
     @property
     def linears(self) -> tuple[PackedLinear, ...]:
-        return (self.qkv, self.output, self.gate_up, self.down)
+        return (self.gate_up, self.down)
+
+
+@dataclass(frozen=True)
+class PackedExperts:
+    """`router` is float32; behind the experts' rows it has the shared expert's gate, if there is one. `correction` is float32."""
+
+    config: ExpertsConfig
+    router: PackedLinear
+    correction: Tensor | None
+    experts: tuple[PackedMLP, ...]
+    shared: PackedMLP | None
+
+    @property
+    def linears(self) -> tuple[PackedLinear, ...]:
+        mlps = self.experts if self.shared is None else (*self.experts, self.shared)
+        return tuple(linear for mlp in mlps for linear in mlp.linears)
+
+    @property
+    def bytes_per_step(self) -> int:
+        """Return the weight bytes that a step of one token reads."""
+        taken = [*self.experts[: self.config.top_k], *([] if self.shared is None else [self.shared])]
+        return sum(linear.num_bytes for mlp in taken for linear in mlp.linears) + self.router.num_bytes
+
+    def with_linears(self, linears: Sequence[PackedLinear]) -> PackedExperts:
+        """Return the same with other maps, in the order of `linears`."""
+        mlps = tuple(PackedMLP(*linears[first : first + 2]) for first in range(0, len(linears), 2))
+        count = len(self.experts)
+        return replace(self, experts=mlps[:count], shared=None if self.shared is None else mlps[count])
+
+    def descriptor(self, activation: str, counts: Tensor) -> abi.Experts:
+        """Return what the kernels read; `counts` [num_experts] int64 adds up the tokens of each expert."""
+        config = self.config
+        experts = (abi.Expert * len(self.experts))(*(_expert(mlp) for mlp in self.experts))
+        return abi.Experts(
+            num_experts=config.num_experts,
+            top_k=config.top_k,
+            scoring=abi.SCORINGS[config.scoring],
+            normalizes=config.normalize,
+            num_groups=config.num_groups,
+            top_groups=config.top_groups,
+            ranks_by_two=config.group_rank == "top2",
+            activation=abi.ACTIVATIONS[config.activation or activation],
+            scale=config.scale,
+            jitter=config.router_jitter,
+            limit=config.activation_limit,
+            has_shared_gate=config.shared_gate,
+            router=self.router.descriptor(),
+            correction=_address(self.correction),
+            experts=experts,
+            shared=None if self.shared is None else ctypes.pointer(_expert(self.shared)),
+            counts=counts.data_ptr(),
+        )
+
+
+def _expert(mlp: PackedMLP) -> abi.Expert:
+    return abi.Expert(mlp.gate_up.descriptor(), mlp.down.descriptor())
+
+
+@dataclass(frozen=True)
+class PackedLatent:
+    """Hold the maps of latent attention behind a layer's first product: LatentMaps (pdmesh/engine/models/decoder.py).
+
+    Each head has a key map and a value map."""
+
+    config: LatentConfig
+    query_norm: PackedNorm | None
+    queries: PackedLinear | None
+    latent_norm: PackedNorm
+    key_maps: tuple[PackedLinear, ...]
+    value_maps: tuple[PackedLinear, ...]
+
+    @property
+    def linears(self) -> tuple[PackedLinear, ...]:
+        return (*self.key_maps, *self.value_maps, *([] if self.queries is None else [self.queries]))
+
+    def with_linears(self, linears: Sequence[PackedLinear]) -> PackedLatent:
+        """Return the same with other maps, in the order of `linears`."""
+        heads = len(self.key_maps)
+        queries = None if self.queries is None else linears[2 * heads]
+        return replace(self, key_maps=tuple(linears[:heads]), value_maps=tuple(linears[heads : 2 * heads]), queries=queries)
+
+    def descriptor(self) -> abi.Latent:
+        """Return what the kernels read."""
+        maps = [(abi.Linear * len(maps))(*(m.descriptor() for m in maps)) for maps in (self.key_maps, self.value_maps)]
+        return abi.Latent(
+            kv_rank=self.config.kv_rank,
+            nope_dim=self.config.nope_dim,
+            rope_dim=self.config.rope_dim,
+            value_dim=self.config.value_dim,
+            query_norm=abi.Norm() if self.query_norm is None else self.query_norm.descriptor(),
+            latent_norm=self.latent_norm.descriptor(),
+            queries=abi.Linear() if self.queries is None else self.queries.descriptor(),
+            key_maps=maps[0],
+            value_maps=maps[1],
+        )
+
+
+@dataclass(frozen=True)
+class PackedLayer:
+    """Norms that a family lacks are None. The weights of `query_norm` and `key_norm`: one vector [head_dim] for all heads, or one
+    for each head. `rope` is the number of the layer's rotary embedding."""
+
+    input_norm: PackedNorm | None
+    mlp_norm: PackedNorm | None
+    query_norm: PackedNorm | None
+    key_norm: PackedNorm | None
+    qkv: PackedLinear
+    output: PackedLinear
+    mlp: PackedMLP | PackedExperts
+    post_attention_norm: PackedNorm | None = None
+    post_mlp_norm: PackedNorm | None = None
+    sinks: Tensor | None = None
+    latent: PackedLatent | None = None
+    rope: int | None = 0
+
+    @property
+    def bytes_per_step(self) -> int:
+        """Return the weight bytes that a step of one token reads."""
+        mlp, latent = self.mlp, () if self.latent is None else self.latent.linears
+        maps = (self.qkv, self.output, *latent, *(mlp.linears if isinstance(mlp, PackedMLP) else ()))
+        return sum(linear.num_bytes for linear in maps) + (mlp.bytes_per_step if isinstance(mlp, PackedExperts) else 0)
 
     def gathered(self) -> PackedLayer:
         """Return the layer with its maps in one piece of memory, in the order in which a step streams them."""
-        qkv, output, gate_up, down = gathered(self.linears)
-        return replace(self, qkv=qkv, output=output, gate_up=gate_up, down=down)
+        latent = () if self.latent is None else self.latent.linears
+        qkv, output, *rest = gathered([self.qkv, self.output, *latent, *self.mlp.linears])
+        own, rest = rest[: len(latent)], rest[len(latent) :]
+        return replace(
+            self,
+            qkv=qkv,
+            output=output,
+            latent=None if self.latent is None else self.latent.with_linears(own),
+            mlp=self.mlp.with_linears(rest) if isinstance(self.mlp, PackedExperts) else PackedMLP(*rest),
+        )
 
-    def descriptor(self, window: int | None) -> abi.Layer:
-        norms = (self.input_norm, self.mlp_norm, self.query_norm, self.key_norm)
-        return abi.Layer(*map(_address, norms), *(linear.descriptor() for linear in self.linears), window or 0)
+    def descriptor(self, window: int | None, experts: abi.Experts | None, latent: abi.Latent | None) -> abi.Layer:
+        norms = (self.input_norm, self.mlp_norm, self.post_attention_norm, self.post_mlp_norm, self.query_norm, self.key_norm)
+        maps = self.mlp.linears if isinstance(self.mlp, PackedMLP) else ()
+        return abi.Layer(
+            *(abi.Norm() if norm is None else norm.descriptor() for norm in norms),
+            *(linear.descriptor() for linear in (self.qkv, self.output, *maps)),
+            sinks=_address(self.sinks),
+            experts=None if experts is None else ctypes.pointer(experts),
+            latent=None if latent is None else ctypes.pointer(latent),
+            window=window or 0,
+            rope=-1 if self.rope is None else self.rope,
+        )
+
+
+@dataclass(frozen=True)
+class PackedRope:
+    """`cos`, `sin` [max_context, rotary_dim / 2] float32."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def descriptor(self) -> abi.Rope:
+        return abi.Rope(self.cos.data_ptr(), self.sin.data_ptr(), 2 * self.cos.shape[1])
 
 
 @dataclass(frozen=True)
 class PackedWeights:
-    """`embedding` [vocab, hidden] float32 or bfloat16; `cos`, `sin` [max_context, rotary_dim / 2] float32."""
+    """`embedding` [vocab, hidden] float32 or bfloat16; `positions` [max_context, hidden] float32, learned ones."""
 
     layers: list[PackedLayer]
-    norm: Tensor
+    norm: PackedNorm
     head: PackedLinear
     embedding: Tensor
-    cos: Tensor
-    sin: Tensor
+    embedding_multiplier: float
+    positions: Tensor | None
+    ropes: tuple[PackedRope, ...]
+    max_context: int
 
     @property
     def bytes_per_step(self) -> int:
         """Return the weight bytes that one step reads, however few tokens it has."""
-        return sum(linear.num_bytes for layer in self.layers for linear in layer.linears) + self.head.num_bytes
+        return sum(layer.bytes_per_step for layer in self.layers) + self.head.num_bytes
 
 
 class NativeModel:
-    """Run a model on the CPU kernels. Bits of a token's logits depend on its sequence alone (see gemm.h, attention.h)."""
+    """Run a model on the CPU kernels. Bits of a token's logits depend on its sequence alone (see gemm.h, attention.h).
+
+    `expert_counts` has for each layer how many tokens each of its experts got, [num_experts] int64, or None without experts."""
 
     def __init__(
         self,
@@ -131,6 +291,15 @@ class NativeModel:
         self.profile: abi.Profile | None = None  # each step fills it, if it is set
         self._library = library
         self._kv_dtype, self._block_size, self._num_threads = kv_dtype, block_size, num_threads
+        self.expert_counts = [_counts(layer) for layer in weights.layers]
+        # The engine reads them in every step.
+        self._experts = [
+            layer.mlp.descriptor(config.activation, counts)
+            if isinstance(layer.mlp, PackedExperts) and counts is not None
+            else None
+            for layer, counts in zip(weights.layers, self.expert_counts, strict=True)
+        ]
+        self._latents = [None if layer.latent is None else layer.latent.descriptor() for layer in weights.layers]
         descriptor = ctypes.byref(self._descriptor(block_size))
         if beside is None:
             self._handle = library.pdmesh_engine_create(descriptor, num_threads, SPIN_US)
@@ -198,33 +367,74 @@ class NativeModel:
     def _descriptor(self, block_size: int) -> abi.Model:
         config, weights = self.config, self.weights
         layers = (abi.Layer * config.num_layers)(
-            *(layer.descriptor(window) for layer, window in zip(weights.layers, config.windows, strict=True))
+            *(
+                layer.descriptor(window, experts, latent)
+                for layer, window, experts, latent in zip(
+                    weights.layers, config.windows, self._experts, self._latents, strict=True
+                )
+            )
         )
+        ropes = [rope.descriptor() for rope in weights.ropes]
         return abi.Model(
             num_layers=config.num_layers,
             hidden=config.hidden_size,
             intermediate=config.intermediate_size,
             num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            rotary_dim=2 * weights.cos.shape[1],
+            num_kv_heads=config.pool_heads,
+            head_dim=config.pool_dim,
             vocab=config.vocab_size,
+            max_context=weights.max_context,
             block_size=block_size,
             kv_format=abi.FORMATS[str(self._kv_dtype).removeprefix("torch.")],
             embedding_format=abi.FORMATS[str(weights.embedding.dtype).removeprefix("torch.")],
-            max_context=weights.cos.shape[0],
-            eps=config.norm_eps,
+            head_norms=abi.HEAD_NORMS[config.qk_norm],
+            activation=abi.ACTIVATIONS[config.activation],
+            is_gated=config.gated_mlp,
+            is_parallel=config.parallel,
             attention_scale=config.scale,
+            attention_softcap=config.attention_softcap,
+            embedding_multiplier=weights.embedding_multiplier,
+            residual_multiplier=config.residual_multiplier,
+            logits_multiplier=config.logits_multiplier,
+            logits_softcap=config.logits_softcap,
             layers=layers,
-            norm=weights.norm.data_ptr(),
+            norm=weights.norm.descriptor(),
             head=weights.head.descriptor(),
             embedding=weights.embedding.data_ptr(),
-            cos=weights.cos.data_ptr(),
-            sin=weights.sin.data_ptr(),
+            positions=_address(weights.positions),
+            ropes=(abi.Rope * 2)(*ropes),
         )
 
 
-PARTS = frozenset({"partial rotary embedding", "scaled attention"})
+PARTS = frozenset(
+    {
+        "experts",
+        "LayerNorm",
+        "norms behind attention and MLP",
+        "no norms before attention and MLP",
+        "parallel attention and MLP",
+        "QK norm with a weight for each head",
+        "QK norm over all heads",
+        "plain MLP",
+        "gelu activation",
+        "gelu_tanh activation",
+        "relu activation",
+        "relu2 activation",
+        "two rotary embeddings",
+        "partial rotary embedding",
+        "layers without rotary embedding",
+        "learned positions",
+        "scaled attention",
+        "softcap of attention",
+        "attention sinks",
+        "latent attention",
+        "multiplier of embeddings",
+        "multiplier of residuals",
+        "multiplier of logits",
+        "softcap of logits",
+        "bias of logits",
+    }
+)
 """What the kernels compute besides a Llama's parts (pdmesh/engine/models/config.py)."""
 
 
@@ -232,13 +442,26 @@ def why_not(config: ModelConfig, block_size: int) -> str | None:
     """Return which property of this model the kernels do not support; None when they support it all."""
     if (part := missing_part(config, PARTS)) is not None:
         return f"its kernels have no {part}"
-    if config.head_dim % 16 or config.head_dim > MAX_HEAD_DIM:
+    if config.parallel and config.post_norm:
+        return "its kernels have no norms behind parallel attention and MLP"
+    if config.latent is not None:
+        if reason := _why_not_latent(config.latent):
+            return reason
+    elif config.head_dim % 16 or config.head_dim > MAX_HEAD_DIM:
         return f"head_dim {config.head_dim} is not a multiple of 16 up to {MAX_HEAD_DIM}"
     if block_size % GROUP_TOKENS:
         return f"block_size {block_size} is not a multiple of {GROUP_TOKENS}"
     if any(window is not None and window < 1 for window in config.windows):
         return "a sliding window of no tokens"
     return None
+
+
+def _why_not_latent(latent: LatentConfig) -> str | None:
+    widths = {"q_lora_rank": latent.query_rank, "kv_lora_rank": latent.kv_rank, "qk_nope_head_dim": latent.nope_dim}
+    for name, width in widths.items():
+        if width % 16:
+            return f"{name} {width} is not a multiple of 16"
+    return f"kv_lora_rank + qk_rope_head_dim is {latent.width}, not a multiple of 32" if latent.width % 32 else None
 
 
 def kv_head_size(head_dim: int, kv_dtype: torch.dtype) -> int:
@@ -249,6 +472,10 @@ def kv_head_size(head_dim: int, kv_dtype: torch.dtype) -> int:
 def kv_head_dim(head_size: int, kv_dtype: torch.dtype) -> int:
     """Return the head_dim of a head of `head_size` elements, the inverse of kv_head_size."""
     return head_size - INT8_SCALE_BYTES if kv_dtype == torch.int8 else head_size
+
+
+def _counts(layer: PackedLayer) -> Tensor | None:
+    return torch.zeros(layer.mlp.config.num_experts, dtype=torch.int64) if isinstance(layer.mlp, PackedExperts) else None
 
 
 def _check_hidden(hidden: Tensor, shape: tuple[int, int]) -> None:

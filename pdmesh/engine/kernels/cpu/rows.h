@@ -117,14 +117,35 @@ inline void quantize_row(const float* x, int padded, int num_units, float* maxim
     }
 }
 
-// Row `row` of `rows` from x [width], times weight / rms where a weight is given. `scratch` holds a padded row and
+inline void layer_norm(const PdmeshNorm& norm, const float* x, int padded, int width, float* out) {
+    F sum = f_zero(), squares = f_zero();
+    for (int i = 0; i < padded; i += 16) sum = sum + f_load(x + i);
+    const F mean = f_set(f_sum(sum) / static_cast<float>(width));
+    for (int i = 0; i < padded; i += 16) {
+        const F distance = f_first(f_load(x + i) - mean, width - i, 0.0f);
+        squares = f_fma(distance, distance, squares);
+    }
+    const F factor = f_set(1.0f / __builtin_sqrtf(f_sum(squares) / static_cast<float>(width) + norm.eps));
+    for (int i = 0; i < padded; i += 16) {
+        const F normed = (f_load(x + i) - mean) * factor * f_load(norm.weight + i);
+        f_store(out + i, norm.bias ? normed + f_load(norm.bias + i) : normed);
+    }
+}
+
+// out [padded] = x [width], padded with zeros, normalized. They may be the same.
+inline void norm_row(const PdmeshNorm& norm, const float* x, int width, float* out) {
+    const int padded = round_up(width, 16);
+    if (norm.kind == kLayerNorm) return layer_norm(norm, x, padded, width, out);
+    const F factor = f_set(inverse_rms(x, padded, width, norm.eps));
+    for (int i = 0; i < padded; i += 16) f_store(out + i, f_load(x + i) * factor * f_load(norm.weight + i));
+}
+
+// Row `row` of `rows` from x [width], normalized where the norm has a weight. `scratch` holds a padded row and
 // its units' maxima (scratch_floats).
-inline void prepare_row(const PdmeshLinear& linear, const float* x, const float* weight, float eps, float* scratch, Rows& rows,
-                        int row) {
+inline void prepare_row(const PdmeshLinear& linear, const float* x, const PdmeshNorm& norm, float* scratch, Rows& rows, int row) {
     const int padded = round_up(linear.k, 16);
-    if (weight) {
-        const F factor = f_set(inverse_rms(x, padded, linear.k, eps));
-        for (int i = 0; i < padded; i += 16) f_store(scratch + i, f_load(x + i) * factor * f_load(weight + i));
+    if (norm.weight) {
+        norm_row(norm, x, linear.k, scratch);
         x = scratch;
     }
     uint8_t* out = rows.data + row * rows.stride;
@@ -143,7 +164,5 @@ inline void prepare_row(const PdmeshLinear& linear, const float* x, const float*
 inline int scratch_floats(const PdmeshLinear& linear) { return 2 * round_up(linear.k, 16) + 16; }
 
 inline int num_groups(const PdmeshLinear& linear) { return linear.format == kInt4 ? linear.k / linear.group : 1; }
-
-inline F silu(F x) { return x / (f_set(1.0f) + f_exp2(f_min(x * f_set(-1.44269504f), f_set(126.0f)))); }
 
 }  // namespace pdmesh

@@ -156,9 +156,21 @@ int64_t draw_any(const Row& row, float temperature, const NoiseKeys& keys) {
 
 // ---- rows ------------------------------------------------------------------------------------------------------------------
 
+// Whether a token can be drawn: no logit is NaN or infinity, and one is more than -inf. Without a branch: it is vectorized.
+bool is_sound(const float* x, int64_t size) {
+    constexpr float kInfinity = std::numeric_limits<float>::infinity();
+    int32_t is_bad = 0, is_any = 0;
+    for (int64_t i = 0; i < size; i++) {
+        is_bad |= !(x[i] < kInfinity);
+        is_any |= x[i] > kHidden;
+    }
+    return is_any && !is_bad;
+}
+
 int64_t draw(const Row& row, const PdmeshSampleRow& wanted, Scratch& own) {
     const PdmeshSamplingParams& params = wanted.params;
     const float temperature = temperature_of(params);
+    if (row.max == std::numeric_limits<float>::infinity()) return kNoToken;  // a penalty made it of a finite logit
     if (!(temperature > 0.0f) || !std::isfinite(row.max)) return argmax(row);
     const NoiseKeys keys = noise_keys(params.seed, wanted.choice, wanted.index);
     if (!is_filtered(params, row.size)) return draw_any(row, temperature, keys);
@@ -198,8 +210,13 @@ void report_logprobs(const float* x, int64_t vocab, int64_t index, int32_t count
 void sample_row(const float* logits, int64_t vocab, int64_t index, const PdmeshSampleRow& wanted, const PdmeshSampleOutput& out) {
     Scratch& own = scratch();
     const float* x = logits + index * vocab;
+    if (!is_sound(x, vocab)) {
+        out.tokens[index] = kNoToken;
+        if (wanted.wants_logprobs) out.top_counts[index] = 0;
+        return;
+    }
     out.tokens[index] = draw(scan(adjusted(x, vocab, wanted, own), vocab, own.columns), wanted, own);
-    if (wanted.wants_logprobs) report_logprobs(x, vocab, index, wanted.num_logprobs, out, own);
+    if (wanted.wants_logprobs && out.tokens[index] != kNoToken) report_logprobs(x, vocab, index, wanted.num_logprobs, out, own);
 }
 
 // Roughly how long a token takes, in nanoseconds: to look at it, or to give it noise or a weight.
@@ -239,7 +256,8 @@ void sample_rows(Team& team, const float* logits, int64_t num_rows, int64_t voca
 void argmax_rows(Team& team, const float* logits, int64_t num_rows, int64_t vocab, int64_t* tokens) {
     const double nanoseconds = sampling::kLook * static_cast<double>(num_rows * vocab);
     sampling::for_each_row(team, num_rows, nanoseconds, [&](int64_t row) {
-        tokens[row] = sampling::argmax(sampling::scan(logits + row * vocab, vocab, sampling::scratch().columns));
+        const float* x = logits + row * vocab;
+        tokens[row] = sampling::is_sound(x, vocab) ? sampling::argmax(sampling::scan(x, vocab, sampling::scratch().columns)) : kNoToken;
     });
 }
 

@@ -37,8 +37,10 @@ struct PdmeshSampleOutput {
 
 namespace pdmesh {
 
+constexpr int64_t kNoToken = -1;  // NO_TOKEN of pdmesh/engine/sampling/sampler.py
+
 // logits [R][V], not changed. A row's token depends on its logits and its PdmeshSampleRow alone: neither on the other rows nor on
-// the size of the team. Where nothing can be drawn (all logits NaN or -inf) the token is some id of the vocabulary.
+// the size of the team. Logits with NaN or infinity, or with -inf alone, give kNoToken; where no token is allowed, some id.
 // Called outside of the team's regions; memory is kept for the next call by each of its threads.
 void sample_rows(Team& team, const float* logits, int64_t num_rows, int64_t vocab, const PdmeshSampleRow* rows,
                  const PdmeshSampleOutput& out);

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, float32
 
 from pdmesh.engine.outputs import TokenLogprobs
-from pdmesh.engine.sampling.sampler import SampledToken, SampleRow, record_of, record_type
+from pdmesh.engine.sampling.sampler import NO_TOKEN, SampledToken, SampleRow, record_of, record_type
 from pdmesh.sampling_params import SamplingParams
 
 Int64s = NDArray[np.int64]
@@ -162,7 +162,7 @@ class NativeSampler:
         sampled = []
         for i, plan in enumerate(plans):
             token = int(tokens[i])
-            if not plan.wants_logprobs:
+            if not plan.wants_logprobs or token == NO_TOKEN:
                 sampled.append(self._tokens[token])
                 continue
             top = tuple(zip(ids[i, : counts[i]].tolist(), values[i, : counts[i]].tolist(), strict=True))

@@ -9,16 +9,16 @@
 // for itself, which costs less than a barrier.
 #include <unistd.h>
 
-#include <array>
 #include <atomic>
-#include <climits>
 #include <cmath>
 #include <memory>
 #include <mutex>
-#include <numeric>
 
 #include "abi.h"
-#include "attention.h"
+#include "activations.h"
+#include "attention_stage.h"
+#include "buffers.h"
+#include "experts.h"
 #include "gemm.h"
 #include "kv_copy.h"
 #include "parallel.h"
@@ -29,123 +29,25 @@ namespace {
 
 constexpr int kFewRows = 3;        // up to here every rank prepares all rows itself
 constexpr int kFewTokens = 16;     // up to here one rank writes a head's keys and values of all tokens
-constexpr int kTileTarget = 48;    // rows of an attention tile: enough to hide the loads of keys
-constexpr int kSplitQueries = 16;  // sequences with more queries in a step are not split over their keys
 
 int64_t now_ns() {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-template <class T>
-struct Buffer {  // 64-byte aligned, grows, never shrinks; contents are lost when it grows
-    std::unique_ptr<T[], void (*)(T*)> data{nullptr, [](T* p) { ::operator delete[](p, std::align_val_t(64)); }};
-    size_t size = 0;
-    T* reserve(size_t count) {
-        if (count > size) {
-            count = std::max(count, size + size / 2);  // contexts grow step by step, buffers seldom
-            data.reset(static_cast<T*>(::operator new[](count * sizeof(T), std::align_val_t(64))));
-            std::memset(static_cast<void*>(data.get()), 0, count * sizeof(T));
-            size = count;
-        }
-        return data.get();
-    }
-    T* get() const { return data.get(); }
-};
-
-struct RowBuffer {
-    Buffer<uint8_t> data;
-    Buffer<float> scales, scratch;
-    Buffer<int32_t> sums;
-    Buffer<Outliers> outliers;
-    // Room for the rows of any of these maps.
-    void reserve(const PdmeshLinear& linear, int num_rows) {
-        const size_t scales_of_rows = static_cast<size_t>(num_groups(linear)) * num_rows;
-        data.reserve(static_cast<size_t>(round_up(row_units(linear) * 4, 64)) * num_rows + 64);
-        scales.reserve(scales_of_rows);
-        sums.reserve(scales_of_rows);
-        outliers.reserve(num_rows);
-        scratch.reserve(scratch_floats(linear));
-    }
-    Rows view(const PdmeshLinear& linear) const {
-        const int units = row_units(linear);
-        return {data.get(), static_cast<size_t>(round_up(units * 4, 64)), units, scales.get(), sums.get(), num_groups(linear), outliers.get()};
-    }
-};
-
-// What one thread computes at a time: a tile of queries against all its chunks, or (split) one chunk with its result kept apart.
-struct Item {
-    int seq, head, first_query, num_queries, chunk_begin, chunk_end, partial;  // partial: -1 for a whole tile
-    int64_t cost() const { return static_cast<int64_t>(num_queries) * (chunk_end - chunk_begin); }
-};
-
-// Sequences that follow each other and begin with the same keys, `shared` chunks of them: a drafted tree. All its queries see all
-// of those.
-struct Family {
-    int first, members, queries, shared;
-};
-
-// A sequence and head whose chunks were computed apart. Of the shared ones its rows begin at `row`.
-struct Split {
-    Item item;
-    int shared, shared_partial, row;
-};
-
-struct TailGroup {
-    const Tail* tail;
-    int head, number;
-};
-
-struct Emitted {  // [rows][stride] = product
-    static constexpr bool kPairs = false;
-    float* out;
-    size_t stride;
-    int width;
-    template <int NR>
-    [[gnu::always_inline]] void operator()(int row, int panel, const F (&x)[NR]) const {
-        float* p = out + row * stride + panel * kPanel;
-#pragma GCC unroll 8
-        for (int j = 0; j < NR; j++) f_store_first(p + j * kPanel, x[j], width - (panel + j) * kPanel);
-    }
-};
-struct Added {  // [rows][stride] += product; rows are padded to whole panels
-    static constexpr bool kPairs = false;
-    float* out;
-    size_t stride;
-    template <int NR>
-    [[gnu::always_inline]] void operator()(int row, int panel, const F (&x)[NR]) const {
-        float* p = out + row * stride + panel * kPanel;
-#pragma GCC unroll 8
-        for (int j = 0; j < NR; j++) f_store(p + j * kPanel, f_load(p + j * kPanel) + x[j]);
-    }
-};
-struct Gated {  // [rows][stride] = silu(gate) * up of alternating panels
-    static constexpr bool kPairs = true;
-    float* out;
-    size_t stride;
-    template <int NR>
-    [[gnu::always_inline]] void operator()(int row, int panel, const F (&x)[NR]) const {
-        float* p = out + row * stride + panel / 2 * kPanel;
-        if constexpr (NR >= 2) f_store(p, silu(x[0]) * x[1]);
-        if constexpr (NR >= 4) f_store(p + kPanel, silu(x[2]) * x[3]);
-    }
-};
-
 class Engine {
   public:
     // Engines may have one team: they compute in turn.
     Engine(const PdmeshModel& model, std::shared_ptr<Team> team)
-        : model_(model), layers_(model.layers, model.layers + model.num_layers), shared_team_(std::move(team)), team_(*shared_team_) {
+        : model_(model), layers_(model.layers, model.layers + model.num_layers), shared_team_(std::move(team)), team_(*shared_team_),
+          attention_(team_, pool_of(model), model.num_heads / model.num_kv_heads, has_window(layers_), shape_of(model)) {
         model_.layers = layers_.data();
         groups_ = model.num_heads / model.num_kv_heads;
-        has_window_ = std::any_of(layers_.begin(), layers_.end(), [](const PdmeshLayer& layer) { return layer.window != 0; });
-        tile_queries_ = std::max(1, kTileTarget / groups_);
         hidden_stride_ = round_up(model.hidden, 16);
-        inner_stride_ = round_up(model.intermediate, 16);
-        attended_stride_ = model.num_heads * model.head_dim;
-        qkv_stride_ = attended_stride_ + 2 * model.num_kv_heads * model.head_dim;
+        qkv_stride_ = round_up(model.layers[0].qkv.n, 16);
         for (int rank = 0; rank < team_.size(); rank++) {
-            scratch_.push_back(std::make_unique<AttentionScratch>(tile_queries_ * groups_, model.head_dim));
             own_rows_.push_back(std::make_unique<RowBuffer>());
+            head_groups_.emplace_back().reserve(model.num_heads);
+            routers_.emplace_back();
             heads_.emplace_back(2 * model.head_dim);
         }
     }
@@ -155,9 +57,8 @@ class Engine {
     void step(const PdmeshStep& step) {
         std::lock_guard lock(mutex_);  // of the buffers; the team has its own
         step_ = &step;
-        kv_ = {model_.num_kv_heads, model_.head_dim, model_.block_size, model_.kv_format, step.num_blocks, step.kv};
         reserve(step.num_tokens);
-        plan(step);
+        attention_.begin(step);
         profile_ = {};
         const int64_t start = now_ns();
         team_.run([this](int rank) { forward(rank); });
@@ -166,155 +67,73 @@ class Engine {
     }
 
   private:
+    static KVGeometry pool_of(const PdmeshModel& model) {
+        return {model.num_kv_heads, model.head_dim, model.block_size, model.kv_format, 0, nullptr};
+    }
+    static bool has_window(const std::vector<PdmeshLayer>& layers) {
+        return std::any_of(layers.begin(), layers.end(), [](const PdmeshLayer& layer) { return layer.window != 0; });
+    }
+    static AttentionShape shape_of(const PdmeshModel& model) {
+        const float cap = model.attention_softcap * kLog2E;
+        if (const PdmeshLatent* latent = model.layers[0].latent) return {latent->kv_rank + latent->rope_dim, latent->kv_rank, cap, true};
+        return {model.head_dim, model.head_dim, cap, false};
+    }
+
     void reserve(int num_tokens) {
         const size_t rows = num_tokens;
         hidden_.reserve(rows * hidden_stride_);
         qkv_.reserve(rows * qkv_stride_);
-        attended_.reserve(rows * attended_stride_);
-        inner_.reserve(rows * inner_stride_);
-        queries_.reserve(rows * attended_stride_ * 4 + 64);
-        const auto for_rows_of = [&](const PdmeshLinear& linear) {
-            shared_rows_.reserve(linear, num_tokens);
+        if (!is_added_at_once()) branch_.reserve(rows * hidden_stride_);
+        const auto for_rows_of = [&](const PdmeshLinear& linear, int num_rows) {
+            shared_rows_.reserve(linear, num_rows);
             for (auto& own : own_rows_) own->reserve(linear, kFewRows);
         };
-        for (const PdmeshLayer& layer : layers_)
-            for (const PdmeshLinear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) for_rows_of(*linear);
-        for_rows_of(model_.head);
-    }
-
-    // Attention items, the same for all layers: a window only makes some chunks empty.
-    void plan(const PdmeshStep& step) {
-        items_.clear();
-        splits_.clear();
-        plan_tails(step);
-        plan_families(step);
-        int64_t tiles = 0;
-        for (int s = 0; s < step.num_seqs; s++) tiles += (queries_of(s) + tile_queries_ - 1) / tile_queries_ * model_.num_kv_heads;
-        int num_partials = 0, most_queries = 1;
-        for (const Family& family : families_)
-            if (family.queries <= kSplitQueries) most_queries = std::max(most_queries, family.queries);
-        partial_rows_ = round_up(most_queries * groups_, 16);
-        const bool may_split = team_.size() > 1 && tiles < 8 * team_.size();
-        for (const Family& family : families_)
-            for (int head = 0; head < model_.num_kv_heads; head++) {
-                const int shared_partial = num_partials;
-                for (int c = 0; c < family.shared; c++) items_.push_back({family.first, head, 0, family.queries, c, c + 1, num_partials++});
-                for (int m = 0, row = 0; m < family.members; row += queries_of(family.first + m++) * groups_)
-                    plan_sequence(step, family.first + m, head, may_split, {{}, family.shared, shared_partial, row}, num_partials);
-            }
-        // Large ones first, so that no rank is left with one at the end.
-        std::stable_sort(items_.begin(), items_.end(), [](const Item& a, const Item& b) { return a.cost() > b.cost(); });
-        // The heads of a sequence lie side by side: one rank takes them all where that leaves enough for the others.
-        bundle_ = static_cast<int>(items_.size()) >= 8 * team_.size() * model_.num_kv_heads ? model_.num_kv_heads : 1;
-        partial_sums_.reserve(static_cast<size_t>(num_partials) * partial_rows_ * 2 + kPanel);  // merge reads whole vectors
-        partial_outputs_.reserve(static_cast<size_t>(num_partials) * partial_rows_ * model_.head_dim);
-        mark_open_groups(step);
-    }
-
-    // One sequence and head, from the chunk on that it does not share.
-    void plan_sequence(const PdmeshStep& step, int s, int head, bool may_split, Split split, int& num_partials) {
-        const int num = queries_of(s), chunks = (step.context_lens[s] + kChunk - 1) / kChunk;
-        if (split.shared || (may_split && num <= kSplitQueries && num <= tile_queries_ && chunks > 1)) {
-            split.item = {s, head, 0, num, split.shared, chunks, num_partials};
-            splits_.push_back(split);
-            for (int c = split.shared; c < chunks; c++) items_.push_back({s, head, 0, num, c, c + 1, num_partials++});
-            return;
+        for (const PdmeshLayer& layer : layers_) {
+            for (const PdmeshLinear* linear : {&layer.qkv, &layer.output}) for_rows_of(*linear, num_tokens);
+            if (layer.latent) reserve_latent(*layer.latent, num_tokens, for_rows_of);
+            if (layer.experts) reserve_experts(*layer.experts, num_tokens, for_rows_of);
+            else reserve_mlp(layer.gate_up, layer.down, num_tokens, for_rows_of);
         }
-        for (int q = 0; q < num; q += tile_queries_) {
-            const int count = std::min(tile_queries_, num - q), last = step.context_lens[s] - num + q + count;
-            items_.push_back({s, head, q, count, 0, (last + kChunk - 1) / kChunk, -1});
-        }
+        for_rows_of(model_.head, num_tokens);
     }
 
-    void plan_families(const PdmeshStep& step) {
-        families_.clear();
-        for (int s = 0; s < step.num_seqs; s += families_.back().members) families_.push_back(family_of(step, s));
+    template <class ForRows>
+    void reserve_mlp(const PdmeshLinear& gate_up, const PdmeshLinear& down, int num_rows, const ForRows& for_rows_of) {
+        inner_.reserve(static_cast<size_t>(num_rows) * inner_stride(down));
+        for_rows_of(gate_up, num_rows);
+        for_rows_of(down, num_rows);
     }
 
-    // The sequence and the branches behind it, as many as make one tile.
-    Family family_of(const PdmeshStep& step, int s) const {
-        Family family{s, 1, queries_of(s), 0};
-        int alike = alike_until(step, s);
-        for (int next = s + 1; next < step.num_seqs && tails_of_[next] && !has_window_; next++) {
-            alike = std::min(alike, alike_until(step, next));
-            const int shared = alike / kChunk, queries = family.queries + queries_of(next);
-            if (!shared || queries > std::min(kSplitQueries, tile_queries_) || !is_same_beginning(step, s, next, shared * kChunk)) break;
-            family = {s, family.members + 1, queries, shared};
-        }
-        return family;
+    template <class ForRows>
+    void reserve_latent(const PdmeshLatent& latent, int num_tokens, const ForRows& for_rows_of) {
+        const size_t rows = num_tokens;
+        if (latent.queries.n) for_rows_of(latent.queries, num_tokens);
+        for_rows_of(latent.key_maps[0], num_tokens * model_.num_heads);
+        for_rows_of(latent.value_maps[0], num_tokens * model_.num_heads);
+        expanded_.reserve(rows * round_up(latent.queries.n, kPanel));
+        absorbed_.reserve(rows * model_.num_heads * latent.kv_rank);
+        values_.reserve(rows * values_stride(latent));
     }
 
-    // Up to this position all queries of a sequence see all keys, and these lie in its blocks.
-    int alike_until(const PdmeshStep& step, int s) const {
-        const int first_query = step.context_lens[s] - queries_of(s);
-        return tails_of_[s] ? std::min(first_query, tails_of_[s]->start) : first_query;
+    template <class ForRows>
+    void reserve_experts(const PdmeshExperts& experts, int num_tokens, const ForRows& for_rows_of) {
+        const size_t rows = num_tokens;
+        for_rows_of(experts.router, num_tokens);
+        reserve_mlp(experts.experts[0].gate_up, experts.experts[0].down, num_tokens * experts.top_k, for_rows_of);
+        if (experts.shared) reserve_mlp(experts.shared->gate_up, experts.shared->down, num_tokens, for_rows_of);
+        router_logits_.reserve(rows * round_up(experts.router.n, kPanel));
+        contributions_.reserve(rows * experts.top_k * hidden_stride_);
+        mixed_.reserve(rows * hidden_stride_);
+        pairs_.reserve(experts, num_tokens);
+        for (Router& router : routers_) router.reserve(experts);
     }
 
-    bool is_same_beginning(const PdmeshStep& step, int s, int other, int num_keys) const {
-        const int32_t *blocks = step.blocks + step.block_starts[s], *others = step.blocks + step.block_starts[other];
-        return std::equal(blocks, blocks + (num_keys + model_.block_size - 1) / model_.block_size, others);
-    }
+    static int inner_stride(const PdmeshLinear& down) { return round_up(down.k, 16); }
 
-    // See write_token: the last token of a sequence in this step, unless an earlier step has begun its group. A branch's tokens
-    // lie anywhere behind: each of them.
-    void mark_open_groups(const PdmeshStep& step) {
-        open_ends_.assign(step.num_tokens, 0);
-        for (int s = 0; s < step.num_seqs; s++) {
-            const int last = step.query_starts[s + 1] - 1;
-            if (queries_of(s) > 1 || step.slots[last] % kGroup == 0) open_ends_[last] = kGroup;
-            if (tails_of_[s]) std::fill(open_ends_.begin() + step.query_starts[s], open_ends_.begin() + last + 1, kGroup);
-        }
-        if (!tails_.empty()) end_at_written_slots(step);
+    // Whether products add to the states, with nothing done to what attention and MLP give.
+    bool is_added_at_once() const {
+        return !model_.is_parallel && !layers_[0].post_attention_norm.weight && model_.residual_multiplier == 1.0f;
     }
-
-    // What lies behind a token may be a branch, which another rank writes at the same time.
-    void end_at_written_slots(const PdmeshStep& step) {
-        written_.assign(step.slots, step.slots + step.num_tokens);
-        std::sort(written_.begin(), written_.end());
-        for (int t = 0; t < step.num_tokens; t++) {
-            if (!open_ends_[t]) continue;
-            const auto next = std::upper_bound(written_.begin(), written_.end(), step.slots[t]);
-            if (next != written_.end() && *next / kGroup == step.slots[t] / kGroup) open_ends_[t] = *next % kGroup;
-        }
-    }
-
-    // Groups of 16 positions that have keys in a tail are put together anew in each layer, each key at its place: so sums have
-    // the order that they have where all keys lie in the sequence's blocks.
-    void plan_tails(const PdmeshStep& step) {
-        tails_.clear();
-        tails_of_.assign(step.num_seqs, nullptr);
-        tail_groups_.clear();
-        tails_.reserve(step.num_tails);
-        int num_loose = 0;
-        for (int64_t i = 0; i < step.num_tails; i++) {
-            const auto [seq, first, slots] = std::to_array(step.tails[i]);
-            const int start = first / kGroup * kGroup, groups = (step.context_lens[seq] - start + kGroup - 1) / kGroup;
-            tails_.push_back({step.blocks + step.block_starts[seq], step.tail_slots + slots, start, first, step.context_lens[seq], groups, num_loose});
-            tails_of_[seq] = &tails_.back();
-            num_loose += groups * model_.num_kv_heads;
-            for (int head = 0; head < model_.num_kv_heads; head++)
-                for (int g = 0; g < groups; g++) tail_groups_.push_back({&tails_.back(), head, g});
-        }
-        loose_groups_.reserve(static_cast<size_t>(num_loose) * kv_.loose_group_bytes());
-    }
-
-    uint8_t* loose_groups(const Tail& tail, int head) const {
-        return loose_groups_.get() + (tail.num_before + static_cast<int64_t>(head) * tail.groups) * kv_.loose_group_bytes();
-    }
-
-    void gather_tails(int rank, int layer) {
-        for (int i; (i = team_.take()) < static_cast<int>(tail_groups_.size());) {
-            const auto& [tail, head, number] = tail_groups_[i];
-            gather_group(kv_, layer, head, *tail, number, LooseGroup(kv_, loose_groups(*tail, head), number));
-        }
-    }
-
-    float* partial_sums(int partial) { return partial_sums_.get() + static_cast<size_t>(partial) * partial_rows_ * 2; }
-    float* partial_output(int partial) {
-        return partial_outputs_.get() + static_cast<size_t>(partial) * partial_rows_ * model_.head_dim;
-    }
-
-    int queries_of(int seq) const { return step_->query_starts[seq + 1] - step_->query_starts[seq]; }
 
     // ---- one rank's way through the step
 
@@ -338,20 +157,22 @@ class Engine {
         const bool is_whole = step_->num_rows == step_->num_tokens;
         for (int index = 0; index < model_.num_layers; index++) {
             const PdmeshLayer& layer = layers_[index];
-            Rows rows = prepare(rank, layer.qkv, hidden_.get(), hidden_stride_, layer.input_norm, num_rows);
+            const Rows rows = prepare(rank, layer.qkv, hidden_.get(), hidden_stride_, layer.input_norm, num_rows);
             clock.mark(profile_.prepare);
             multiply(team_, rank, layer.qkv, rows, num_rows, Emitted{qkv_.get(), size_t(qkv_stride_), qkv_stride_});
             team_.barrier();
             clock.mark(profile_.qkv);
-            rotate_and_write(rank, index, layer);
+            if (layer.query_norm.weight && model_.head_norms == kOverAllHeads) norm_all_heads(rank, layer);
+            if (layer.latent) absorb_and_write(rank, index, layer, *layer.latent);
+            else rotate_and_write(rank, index, layer);
             team_.barrier();
             if (rank == 0 && step_->layers_done) tell_layer_done(index);
-            if (!tails_.empty()) {
-                gather_tails(rank, index);
+            if (attention_.has_tails()) {
+                attention_.gather_tails(index);
                 team_.barrier();
             }
             clock.mark(profile_.rope);
-            attend(rank, index, layer.window);
+            attention_.attend(rank, index, layer);
             team_.barrier();
             if (index == model_.num_layers - 1 && !is_whole) {  // from here on only the tokens whose logits are wanted matter
                 if (rank == 0) keep_wanted_rows();
@@ -360,27 +181,178 @@ class Engine {
             }
             clock.mark(profile_.attention);
             if (num_rows == 0) break;
-            rows = prepare(rank, layer.output, attended_.get(), attended_stride_, nullptr, num_rows);
-            clock.mark(profile_.prepare);
-            multiply(team_, rank, layer.output, rows, num_rows, Added{hidden_.get(), size_t(hidden_stride_)});
-            team_.barrier();
-            clock.mark(profile_.output);
-            rows = prepare(rank, layer.gate_up, hidden_.get(), hidden_stride_, layer.mlp_norm, num_rows);
-            clock.mark(profile_.prepare);
-            multiply(team_, rank, layer.gate_up, rows, num_rows, Gated{inner_.get(), size_t(inner_stride_)});
-            team_.barrier();
-            clock.mark(profile_.gate_up);
-            rows = prepare(rank, layer.down, inner_.get(), inner_stride_, nullptr, num_rows);
-            clock.mark(profile_.prepare);
-            multiply(team_, rank, layer.down, rows, num_rows, Added{hidden_.get(), size_t(hidden_stride_)});
-            team_.barrier();
-            clock.mark(profile_.down);
+            add_attention(rank, layer, num_rows, clock);
+            if (layer.experts) add_experts(rank, layer, *layer.experts, num_rows, clock);
+            else add_mlp(rank, layer, num_rows, clock);
         }
         if (num_rows == 0) return;
         if (step_->hidden) tell_hidden(rank);
         const Rows rows = prepare(rank, model_.head, hidden_.get(), hidden_stride_, model_.norm, step_->num_rows);
         multiply(team_, rank, model_.head, rows, step_->num_rows, Emitted{step_->logits, size_t(model_.vocab), model_.vocab});
+        if (model_.logits_multiplier != 1.0f || model_.logits_softcap != 0) scale_logits(rank);
         clock.mark(profile_.head);
+    }
+
+    void add_attention(int rank, const PdmeshLayer& layer, int num_rows, Clock& clock) {
+        if (layer.latent) expand_values(rank, *layer.latent, num_rows);
+        const float* values = layer.latent ? values_.get() : attention_.attended();
+        const int stride = layer.latent ? values_stride(*layer.latent) : attention_.attended_stride();
+        const Rows rows = prepare(rank, layer.output, values, stride, kNoNorm, num_rows);
+        clock.mark(profile_.prepare);
+        add(rank, layer.output, rows, num_rows, layer.post_attention_norm, model_.is_parallel);
+        clock.mark(profile_.output);
+    }
+
+    void add_mlp(int rank, const PdmeshLayer& layer, int num_rows, Clock& clock) {
+        Rows rows = prepare(rank, layer.gate_up, hidden_.get(), hidden_stride_, norm_of_mlp(layer), num_rows);
+        clock.mark(profile_.prepare);
+        with_activation(model_.activation, 0, inner_stride(layer.down), [&](auto emit) { multiply(team_, rank, layer.gate_up, rows, num_rows, emit); });
+        team_.barrier();
+        clock.mark(profile_.gate_up);
+        rows = prepare(rank, layer.down, inner_.get(), inner_stride(layer.down), kNoNorm, num_rows);
+        clock.mark(profile_.prepare);
+        add(rank, layer.down, rows, num_rows, layer.post_mlp_norm, false);
+        clock.mark(profile_.down);
+    }
+
+    // In parallel, the MLP reads what attention read, and its norm may be attention's.
+    const PdmeshNorm& norm_of_mlp(const PdmeshLayer& layer) const {
+        return layer.mlp_norm.weight || !model_.is_parallel ? layer.mlp_norm : layer.input_norm;
+    }
+
+    // Visits with what emits a product's tiles to `inner_`.
+    template <class Visit>
+    void with_activation(int activation, float limit, size_t stride, const Visit& visit) const {
+        if (!model_.is_gated) visit(Activated{inner_.get(), stride, activation});
+        else if (activation == kSilu) visit(Gated{inner_.get(), stride});
+        else visit(GatedBy{inner_.get(), stride, activation, limit});
+    }
+
+    void add_experts(int rank, const PdmeshLayer& layer, const PdmeshExperts& experts, int num_rows, Clock& clock) {
+        choose_experts(rank, layer, experts, num_rows);
+        clock.mark(profile_.prepare);
+        const PdmeshExpert& first = experts.experts[0];
+        const int stride = inner_stride(first.down);
+        const auto state_of = [&](int pair) { return hidden_.get() + static_cast<size_t>(pairs_.tokens[pair]) * hidden_stride_; };
+        Rows rows = prepare_each(rank, first.gate_up, norm_of_mlp(layer), pairs_.num_pairs, state_of);
+        with_activation(experts.activation, experts.limit, stride, [&](auto emit) { multiply_groups(team_, pairs_.gate_up, rows, emit); });
+        team_.barrier();
+        clock.mark(profile_.gate_up);
+        rows = prepare(rank, first.down, inner_.get(), stride, kNoNorm, pairs_.num_pairs);
+        multiply_groups(team_, pairs_.down, rows, Emitted{contributions_.get(), size_t(hidden_stride_), hidden_stride_});
+        team_.barrier();
+        if (experts.shared) take_shared(rank, layer, *experts.shared, num_rows);
+        mix_contributions(rank, layer, experts, num_rows);
+        team_.barrier();
+        clock.mark(profile_.down);
+    }
+
+    // Begins and ends with all ranks together.
+    void choose_experts(int rank, const PdmeshLayer& layer, const PdmeshExperts& experts, int num_rows) {
+        const size_t stride = round_up(experts.router.n, kPanel);
+        const Rows rows = prepare(rank, experts.router, hidden_.get(), hidden_stride_, norm_of_mlp(layer), num_rows);
+        multiply(team_, rank, experts.router, rows, num_rows, Emitted{router_logits_.get(), stride, experts.router.n});
+        team_.barrier();
+        for (int r = rank; r < num_rows; r += team_.size()) {
+            const size_t at = static_cast<size_t>(r) * experts.top_k;
+            routers_[rank].route(experts, router_logits_.get() + r * stride, &pairs_.chosen[at], &pairs_.scores[at]);
+        }
+        team_.barrier();
+        if (rank == 0) pairs_.group(experts, num_rows);
+        team_.barrier();
+    }
+
+    // The expert that every token takes, to `mixed_`. Ends with a barrier.
+    void take_shared(int rank, const PdmeshLayer& layer, const PdmeshExpert& shared, int num_rows) {
+        const int stride = inner_stride(shared.down);
+        Rows rows = prepare(rank, shared.gate_up, hidden_.get(), hidden_stride_, norm_of_mlp(layer), num_rows);
+        with_activation(model_.activation, 0, stride, [&](auto emit) { multiply(team_, rank, shared.gate_up, rows, num_rows, emit); });
+        team_.barrier();
+        rows = prepare(rank, shared.down, inner_.get(), stride, kNoNorm, num_rows);
+        multiply(team_, rank, shared.down, rows, num_rows, Emitted{mixed_.get(), size_t(hidden_stride_), hidden_stride_});
+        team_.barrier();
+    }
+
+    // Contributions in the order of the experts' numbers, then the shared expert's: into the states.
+    void mix_contributions(int rank, const PdmeshLayer& layer, const PdmeshExperts& experts, int num_rows) {
+        for (int r = rank; r < num_rows; r += team_.size()) {
+            float* mixed = mixed_.get() + static_cast<size_t>(r) * hidden_stride_;
+            const F gate = experts.has_shared_gate ? sigmoid(f_set(shared_gate_logit(experts, r))) : f_set(1.0f);
+            for (int i = 0; i < hidden_stride_; i += 16) {
+                F sum = f_zero();
+                for (int p = r * experts.top_k; p < (r + 1) * experts.top_k; p++)
+                    sum = sum + f_load(contributions_.get() + static_cast<size_t>(pairs_.places[p]) * hidden_stride_ + i) * f_set(pairs_.scores[p]);
+                f_store(mixed + i, experts.shared ? sum + gate * f_load(mixed + i) : sum);
+            }
+            if (layer.post_mlp_norm.weight) norm_row(layer.post_mlp_norm, mixed, model_.hidden, mixed);
+            add_row(r, mixed);
+        }
+    }
+
+    float shared_gate_logit(const PdmeshExperts& experts, int row) const {
+        return router_logits_.get()[static_cast<size_t>(row) * round_up(experts.router.n, kPanel) + experts.num_experts];
+    }
+
+    void add_row(int row, const float* added) {
+        const F factor = f_set(model_.residual_multiplier);
+        float* states = hidden_.get() + static_cast<size_t>(row) * hidden_stride_;
+        const float* beside = model_.is_parallel ? branch_.get() + static_cast<size_t>(row) * hidden_stride_ : nullptr;
+        for (int i = 0; i < hidden_stride_; i += 16) {
+            F sum = f_load(states + i);
+            if (beside) sum = sum + f_load(beside + i) * factor;
+            f_store(states + i, sum + f_load(added + i) * factor);
+        }
+    }
+
+    // A product becomes part of the states: as it is, normalized, or (`is_kept`) only together with the next one. Ends with a barrier.
+    void add(int rank, const PdmeshLinear& linear, const Rows& rows, int num_rows, const PdmeshNorm& norm, bool is_kept) {
+        const size_t stride = hidden_stride_;
+        if (is_added_at_once()) {
+            multiply(team_, rank, linear, rows, num_rows, Added{hidden_.get(), stride});
+        } else if (norm.weight || is_kept) {
+            multiply(team_, rank, linear, rows, num_rows, Emitted{branch_.get(), stride, hidden_stride_});
+        } else {
+            const float* beside = model_.is_parallel ? branch_.get() : nullptr;
+            multiply(team_, rank, linear, rows, num_rows, AddedScaled{hidden_.get(), beside, stride, model_.residual_multiplier});
+        }
+        team_.barrier();
+        if (!norm.weight) return;
+        add_normed(rank, norm, num_rows);
+        team_.barrier();
+    }
+
+    void add_normed(int rank, const PdmeshNorm& norm, int num_rows) {
+        for (int r = rank; r < num_rows; r += team_.size()) {
+            float* added = branch_.get() + static_cast<size_t>(r) * hidden_stride_;
+            norm_row(norm, added, model_.hidden, added);
+            add_row(r, added);
+        }
+    }
+
+    // The queries of a token are one row of a norm, its keys another. Ends with a barrier.
+    void norm_all_heads(int rank, const PdmeshLayer& layer) {
+        const int queries = model_.num_heads * model_.head_dim, keys = model_.num_kv_heads * model_.head_dim;
+        for (int t = rank; t < step_->num_tokens; t += team_.size()) {
+            float* row = qkv_.get() + static_cast<size_t>(t) * qkv_stride_;
+            norm_row(layer.query_norm, row, queries, row);
+            norm_row(layer.key_norm, row + queries, keys, row + queries);
+        }
+        team_.barrier();
+    }
+
+    // Begins with a barrier.
+    void scale_logits(int rank) {
+        team_.barrier();
+        const int64_t count = static_cast<int64_t>(step_->num_rows) * model_.vocab, parts = team_.size();
+        const F factor = f_set(model_.logits_multiplier), cap = f_set(model_.logits_softcap);
+        for (int64_t i = count * rank / parts; i < count * (rank + 1) / parts; i += 16) {
+            const int num = static_cast<int>(std::min<int64_t>(16, count * (rank + 1) / parts - i));
+            float lanes[16] = {};
+            std::memcpy(lanes, step_->logits + i, sizeof(float) * num);
+            F x = f_load(lanes) * factor;
+            if (model_.logits_softcap != 0) x = f_tanh(x / cap) * cap;
+            f_store_first(step_->logits + i, x, num);
+        }
     }
 
     // For pushes that send KV while the step still runs.
@@ -412,28 +384,105 @@ class Engine {
                     std::memcpy(out + i, &bits, 4);
                 }
             }
+            if (model_.embedding_multiplier != 1.0f)
+                for (int i = 0; i < width; i++) out[i] *= model_.embedding_multiplier;
+            if (model_.positions) {
+                const float* position = model_.positions + step_->positions[t] * width;
+                for (int i = 0; i < width; i++) out[i] += position[i];
+            }
             for (int i = width; i < hidden_stride_; i++) out[i] = 0;
         }
     }
 
     // All rows, ready for `linear`. Ends with a barrier where the ranks shared the work.
-    Rows prepare(int rank, const PdmeshLinear& linear, const float* x, int stride, const float* weight, int num_rows) {
+    Rows prepare(int rank, const PdmeshLinear& linear, const float* x, int stride, const PdmeshNorm& norm, int num_rows) {
+        return prepare_each(rank, linear, norm, num_rows, [&](int row) { return x + static_cast<size_t>(row) * stride; });
+    }
+
+    template <class Find>
+    Rows prepare_each(int rank, const PdmeshLinear& linear, const PdmeshNorm& norm, int num_rows, const Find& find) {
+        float* scratch = own_rows_[rank]->scratch.get();
         if (num_rows <= kFewRows) {
             Rows rows = own_rows_[rank]->view(linear);
-            for (int r = 0; r < num_rows; r++)
-                prepare_row(linear, x + static_cast<size_t>(r) * stride, weight, model_.eps, own_rows_[rank]->scratch.get(), rows, r);
+            for (int r = 0; r < num_rows; r++) prepare_row(linear, find(r), norm, scratch, rows, r);
             return rows;
         }
         Rows rows = shared_rows_.view(linear);
         const int begin = static_cast<int64_t>(num_rows) * rank / team_.size();
         const int end = static_cast<int64_t>(num_rows) * (rank + 1) / team_.size();
-        for (int r = begin; r < end; r++)
-            prepare_row(linear, x + static_cast<size_t>(r) * stride, weight, model_.eps, own_rows_[rank]->scratch.get(), rows, r);
+        for (int r = begin; r < end; r++) prepare_row(linear, find(r), norm, scratch, rows, r);
         team_.barrier();
         return rows;
     }
 
-    // Queries: norm, rotation, scale, into `queries_` [head][token][query head of it][head_dim]. Keys and values: into the pool.
+    // ---- latent attention
+
+    // Where the queries of all heads of a token lie, [num_heads][nope_dim + rope_dim].
+    const float* latent_queries(const PdmeshLatent& latent, int token) const {
+        if (!latent.queries.n) return qkv_.get() + static_cast<size_t>(token) * qkv_stride_;
+        return expanded_.get() + static_cast<size_t>(token) * round_up(latent.queries.n, kPanel);
+    }
+    int values_stride(const PdmeshLatent& latent) const { return round_up(model_.num_heads * latent.value_dim, kPanel); }
+
+    // One group of rows for each head, [head][token].
+    const std::vector<RowGroup>& group_by_head(int rank, const PdmeshLinear* maps, int num_tokens) {
+        std::vector<RowGroup>& groups = head_groups_[rank];
+        groups.clear();
+        for (int head = 0; head < model_.num_heads; head++) groups.push_back({&maps[head], head * num_tokens, num_tokens});
+        return groups;
+    }
+
+    // Queries, multiplied with the keys' maps, to where attention reads them; latents into the pool.
+    [[gnu::noinline]] void absorb_and_write(int rank, int index, const PdmeshLayer& layer, const PdmeshLatent& latent) {
+        const int num_tokens = step_->num_tokens, head_dim = latent.nope_dim + latent.rope_dim;
+        if (latent.queries.n) {
+            const size_t stride = round_up(latent.queries.n, kPanel);
+            const Rows rows = prepare(rank, latent.queries, qkv_.get(), qkv_stride_, latent.query_norm, num_tokens);
+            multiply(team_, rank, latent.queries, rows, num_tokens, Emitted{expanded_.get(), stride, latent.queries.n});
+            team_.barrier();
+        }
+        const auto plain_of = [&](int row) { return latent_queries(latent, row % num_tokens) + row / num_tokens * head_dim; };
+        const Rows rows = prepare_each(rank, latent.key_maps[0], kNoNorm, num_tokens * model_.num_heads, plain_of);
+        const Emitted absorbed{absorbed_.get(), size_t(latent.kv_rank), latent.kv_rank};
+        multiply_groups(team_, group_by_head(rank, latent.key_maps, num_tokens), rows, absorbed);
+        team_.barrier();
+        const PdmeshRope& rope = model_.ropes[layer.rope];
+        for (int t; (t = team_.take()) < num_tokens;) {
+            for (int head = 0; head < model_.num_heads; head++) place_latent_query(rank, latent, rope, t, head);
+            write_latent(rank, index, latent, rope, t);
+        }
+    }
+
+    void place_latent_query(int rank, const PdmeshLatent& latent, const PdmeshRope& rope, int token, int head) {
+        float* query = heads_[rank].data();
+        const float* absorbed = absorbed_.get() + (static_cast<size_t>(head) * step_->num_tokens + token) * latent.kv_rank;
+        const float* own = latent_queries(latent, token) + head * (latent.nope_dim + latent.rope_dim) + latent.nope_dim;
+        std::memcpy(query, absorbed, sizeof(float) * latent.kv_rank);
+        turn(own, rope, step_->positions[token], latent.rope_dim, query + latent.kv_rank);
+        scale_query(query, latent.kv_rank + latent.rope_dim, attention_.query(token, 0, head));
+    }
+
+    void write_latent(int rank, int index, const PdmeshLatent& latent, const PdmeshRope& rope, int token) {
+        float* key = heads_[rank].data();
+        const float* own = qkv_.get() + static_cast<size_t>(token) * qkv_stride_ + layers_[index].qkv.n - latent.kv_rank - latent.rope_dim;
+        norm_row(latent.latent_norm, own, latent.kv_rank, key);
+        turn(own + latent.kv_rank, rope, step_->positions[token], latent.rope_dim, key + latent.kv_rank);
+        write_token(attention_.kv(), index, 0, step_->slots[token], attention_.plan().open_ends[token], key, key + model_.head_dim);
+    }
+
+    // Ends with a barrier.
+    [[gnu::noinline]] void expand_values(int rank, const PdmeshLatent& latent, int num_rows) {
+        const size_t stride = attention_.attended_stride();
+        const auto latent_of = [&](int row) { return attention_.attended() + row % num_rows * stride + static_cast<size_t>(row / num_rows) * latent.kv_rank; };
+        const Rows rows = prepare_each(rank, latent.value_maps[0], kNoNorm, num_rows * model_.num_heads, latent_of);
+        const PerHead values{values_.get(), num_rows, size_t(values_stride(latent)), latent.value_dim};
+        multiply_groups(team_, group_by_head(rank, latent.value_maps, num_rows), rows, values);
+        team_.barrier();
+    }
+
+    // ---- queries, keys and values
+
+    // Queries: norm, rotation, scale, to where attention reads them. Keys and values: into the pool.
     [[gnu::noinline]] void rotate_and_write(int rank, int index, const PdmeshLayer& layer) {
         const bool has_chains = step_->num_seqs * 2 <= step_->num_tokens;
         if (step_->num_tokens <= (has_chains ? kFewTokens : kFewTokens / 2)) return rotate_and_write_few(rank, index, layer);
@@ -469,17 +518,20 @@ class Engine {
         const int dim = model_.head_dim;
         const float* row = qkv_.get() + static_cast<size_t>(token) * qkv_stride_;
         float* rotated = heads_[rank].data();
-        const size_t element = kv_.format == kFloat32 ? 4 : 2;
         for (int g = 0; g < groups_; g++) {
-            rotate(row + (head * groups_ + g) * dim, layer.query_norm, step_->positions[token], rotated);
-            // Scores are exponents of 2 from here on.
-            const F scale = f_set(model_.attention_scale * 1.44269504f);
-            uint8_t* out = queries_.get() + ((static_cast<size_t>(head) * step_->num_tokens + token) * groups_ + g) * dim * element;
-            for (int d = 0; d < dim; d += 16) {
-                const F x = f_load(rotated + d) * scale;
-                if (element == 4) f_store(reinterpret_cast<float*>(out) + d, x);
-                else f_store_bf16(reinterpret_cast<uint16_t*>(out) + d, x);
-            }
+            rotate(row + (head * groups_ + g) * dim, layer, layer.query_norm, head * groups_ + g, step_->positions[token], rotated);
+            scale_query(rotated, dim, attention_.query(token, head, g));
+        }
+    }
+
+    // Scores are exponents of 2 from here on.
+    [[gnu::always_inline]] void scale_query(const float* query, int dim, uint8_t* out) const {
+        const F scale = f_set(model_.attention_scale * kLog2E);
+        const int element = attention_.query_element();
+        for (int d = 0; d < dim; d += 16) {
+            const F x = f_load(query + d) * scale;
+            if (element == 4) f_store(reinterpret_cast<float*>(out) + d, x);
+            else f_store_bf16(reinterpret_cast<uint16_t*>(out) + d, x);
         }
     }
 
@@ -487,30 +539,42 @@ class Engine {
         const int dim = model_.head_dim;
         const float* row = qkv_.get() + static_cast<size_t>(token) * qkv_stride_;
         float* rotated = heads_[rank].data();
-        rotate(row + (model_.num_heads + head) * dim, layer.key_norm, step_->positions[token], rotated);
+        rotate(row + (model_.num_heads + head) * dim, layer, layer.key_norm, head, step_->positions[token], rotated);
         const float* value = row + (model_.num_heads + model_.num_kv_heads + head) * dim;
-        write_token(kv_, index, head, step_->slots[token], open_ends_[token], rotated, value);
+        write_token(attention_.kv(), index, head, step_->slots[token], attention_.plan().open_ends[token], rotated, value);
     }
 
     // A token's key lies in all lines of its group: they arrive while the queries are rotated.
     [[gnu::always_inline]] void ask_for_slot(int index, int head, int64_t slot) const {
-        const int in_block = static_cast<int>(slot % kv_.block_size);
-        const uint8_t* keys = kv_.group(kv_.block(index, 0, slot / kv_.block_size), head, in_block);
-        const uint8_t* values = kv_.group(kv_.block(index, 1, slot / kv_.block_size), head, in_block);
-        for (int at = 0; at < kv_.group_bytes(); at += 64) prefetch(keys + at);
-        const int panel_bytes = kv_.group_bytes() / (kv_.head_dim / kPanel);
-        for (int at = in_block % kGroup * panel_bytes / kGroup; at < kv_.group_bytes(); at += panel_bytes) prefetch(values + at);
+        const KVGeometry& kv = attention_.kv();
+        const int in_block = static_cast<int>(slot % kv.block_size);
+        const uint8_t* keys = kv.group(kv.block(index, 0, slot / kv.block_size), head, in_block);
+        const uint8_t* values = kv.group(kv.block(index, 1, slot / kv.block_size), head, in_block);
+        for (int at = 0; at < kv.group_bytes(); at += 64) prefetch(keys + at);
+        const int panel_bytes = kv.group_bytes() / (kv.head_dim / kPanel);
+        for (int at = in_block % kGroup * panel_bytes / kGroup; at < kv.group_bytes(); at += panel_bytes) prefetch(values + at);
     }
 
-    [[gnu::noinline]] void rotate(const float* x, const float* weight, int64_t position, float* out) const {
-        const int dim = model_.head_dim, half = model_.rotary_dim / 2;
-        float normed[512];
-        if (weight) {
-            const F factor = f_set(inverse_rms(x, dim, dim, model_.eps));
-            for (int d = 0; d < dim; d += 16) f_store(normed + d, f_load(x + d) * factor * f_load(weight + d));
+    [[gnu::noinline]] void rotate(const float* x, const PdmeshLayer& layer, const PdmeshNorm& norm, int head, int64_t position, float* out) const {
+        const int dim = model_.head_dim;
+        float normed[kMostHeadDim];
+        if (norm.weight && model_.head_norms != kOverAllHeads) {
+            PdmeshNorm own = norm;
+            if (model_.head_norms == kOneForEachHead) own.weight += static_cast<size_t>(head) * dim;
+            norm_row(own, x, dim, normed);
             x = normed;
         }
-        const float *cos = model_.cos + position * half, *sin = model_.sin + position * half;
+        if (layer.rope < 0) {
+            std::memcpy(out, x, sizeof(float) * dim);
+            return;
+        }
+        turn(x, model_.ropes[layer.rope], position, dim, out);
+    }
+
+    // Halves of the first rope.dim numbers are rotated, the others pass.
+    [[gnu::always_inline]] static void turn(const float* x, const PdmeshRope& rope, int64_t position, int dim, float* out) {
+        const int half = static_cast<int>(rope.dim / 2);
+        const float *cos = rope.cos + position * half, *sin = rope.sin + position * half;
         for (int i = 0; i < half; i++) {
             out[i] = x[i] * cos[i] - x[i + half] * sin[i];
             out[i + half] = x[i + half] * cos[i] + x[i] * sin[i];
@@ -518,152 +582,39 @@ class Engine {
         for (int i = 2 * half; i < dim; i++) out[i] = x[i];
     }
 
-    QueryTile tile_of(const Item& item, int64_t window) const {
-        const int first = step_->query_starts[item.seq] + item.first_query;
-        const int element = kv_.format == kFloat32 ? 4 : 2;
-        const size_t row = (static_cast<size_t>(item.head) * step_->num_tokens + first) * groups_;
-        const size_t stride = static_cast<size_t>(model_.head_dim) * element;
-        const int position = step_->context_lens[item.seq] - queries_of(item.seq) + item.first_query;
-        const Tail* tail = tails_of_[item.seq];
-        return {queries_.get() + row * stride, stride, item.num_queries, groups_, position, item.head, window,
-                step_->blocks + step_->block_starts[item.seq], tail ? tail->start : INT_MAX, tail ? loose_groups(*tail, item.head) : nullptr};
-    }
-
-    float* target_of(const Item& item) const {
-        const size_t token = step_->query_starts[item.seq] + item.first_query;
-        return attended_.get() + token * attended_stride_ + item.head * groups_ * model_.head_dim;
-    }
-
-    // One rank's way through the items' chunks; it stands on one that some row sees.
-    class Cursor {
-      public:
-        Cursor(Engine& engine, int layer, int64_t window) : engine_(engine), layer_(layer), window_(window) { open(); }
-        // To the next chunk, of this item or of another.
-        void advance() {
-            if (!find(index + 1)) open();
-        }
-        bool is_on() const { return item != nullptr; }
-        const Item* item = nullptr;
-        QueryTile tile{};
-        Chunk chunk{};
-        int index = 0;
-
-      private:
-        void open() {
-            const int count = static_cast<int>(engine_.items_.size());
-            for (;;) {
-                if (next_ == end_) {
-                    next_ = engine_.team_.take() * engine_.bundle_;
-                    end_ = std::min(next_ + engine_.bundle_, count);
-                    if (next_ >= count) break;
-                }
-                item = &engine_.items_[next_++];
-                tile = engine_.tile_of(*item, window_);
-                if (find(item->chunk_begin)) return;
-            }
-            next_ = end_;
-            item = nullptr;
-        }
-        bool find(int from) {
-            for (index = from; index < item->chunk_end; index++)
-                if (locate(engine_.kv_, layer_, tile, index, chunk)) return true;
-            return false;
-        }
-        Engine& engine_;
-        int layer_;
-        int64_t window_;
-        int next_ = 0, end_ = 0;
-    };
-
-    [[gnu::noinline]] void attend(int rank, int index, int64_t window) {
-        with_dot(kv_.format, [&](auto dot) {
-            // The cursor runs one chunk ahead, so that its keys arrive while the one before is computed.
-            Cursor cursor(*this, index, window);
-            const Item* before = nullptr;
-            while (cursor.is_on()) {
-                const Item& item = *cursor.item;
-                const QueryTile tile = cursor.tile;
-                const Chunk chunk = cursor.chunk;
-                cursor.advance();
-                const bool is_first = &item != before, is_last = cursor.item != &item;
-                attend_chunk<decltype(dot)>(kv_, tile, chunk, cursor.is_on() ? cursor.chunk : chunk, *scratch_[rank]);
-                keep(rank, item, tile, is_first, is_last);
-                before = &item;
-            }
-        });
-        if (splits_.empty()) return;
-        team_.barrier();
-        for (int i; (i = team_.take()) < static_cast<int>(splits_.size());) merge(rank, window, splits_[i]);
-    }
-
-    // What a chunk gave: into the item's result, or (split) to be merged later.
-    void keep(int rank, const Item& item, const QueryTile& tile, bool is_first, bool is_last) {
-        AttentionScratch& scratch = *scratch_[rank];
-        const int rows = tile.rows(), dim = model_.head_dim;
-        const Sums& chunk = scratch.chunk;
-        if (item.partial >= 0) {
-            float* sums = partial_sums(item.partial);
-            std::memcpy(sums, chunk.peaks.data(), sizeof(float) * rows);
-            std::memcpy(sums + partial_rows_, chunk.totals.data(), sizeof(float) * rows);
-            std::memcpy(partial_output(item.partial), scratch.output.data(), sizeof(float) * rows * dim);
-            return;
-        }
-        if (is_first) clear(scratch.folded, scratch.result.data(), rows, dim);
-        fold(scratch.folded, scratch.result.data(), chunk.peaks.data(), chunk.totals.data(), scratch.output.data(), rows, dim);
-        if (is_last) finish(scratch.folded, scratch.result.data(), tile, dim, target_of(item), attended_stride_);
-    }
-
-    void merge(int rank, int64_t window, const Split& split) {
-        const QueryTile tile = tile_of(split.item, window);
-        AttentionScratch& scratch = *scratch_[rank];
-        const int rows = tile.rows(), dim = model_.head_dim;
-        clear(scratch.folded, scratch.result.data(), rows, dim);
-        // Chunks before the window were not computed, and what lies there is another's.
-        for (int c = tile.first_visible(tile.position) / kChunk; c < split.item.chunk_end; c++) {
-            const bool is_shared = c < split.shared;
-            const int partial = is_shared ? split.shared_partial + c : split.item.partial + c - split.shared, row = is_shared ? split.row : 0;
-            const float* peaks = partial_sums(partial) + row;
-            const float* output = partial_output(partial) + static_cast<size_t>(row) * dim;
-            fold(scratch.folded, scratch.result.data(), peaks, peaks + partial_rows_, output, rows, dim);
-        }
-        finish(scratch.folded, scratch.result.data(), tile, dim, target_of(split.item), attended_stride_);
-    }
-
     // Rows are in ascending order, so moving each down to its place overwrites only what is not wanted any more.
     void keep_wanted_rows() {
         for (int r = 0; r < step_->num_rows; r++) {
             const size_t from = step_->logits_rows[r];
             if (from == static_cast<size_t>(r)) continue;
-            std::memcpy(hidden_.get() + r * static_cast<size_t>(hidden_stride_), hidden_.get() + from * hidden_stride_, sizeof(float) * hidden_stride_);
-            std::memcpy(attended_.get() + r * static_cast<size_t>(attended_stride_), attended_.get() + from * attended_stride_,
-                        sizeof(float) * attended_stride_);
+            move_row(hidden_.get(), hidden_stride_, from, r);
+            move_row(attention_.attended(), attention_.attended_stride(), from, r);
         }
     }
+    static void move_row(float* rows, size_t stride, size_t from, size_t to) {
+        std::memcpy(rows + to * stride, rows + from * stride, sizeof(float) * stride);
+    }
+
+    static constexpr float kLog2E = 1.44269504f;
+    static constexpr int kMostHeadDim = 512;
+    static constexpr PdmeshNorm kNoNorm{};
 
     PdmeshModel model_;
     std::vector<PdmeshLayer> layers_;
     std::shared_ptr<Team> shared_team_;
     Team& team_;
     std::mutex mutex_;
-    int groups_, tile_queries_, partial_rows_ = 0, bundle_ = 1, hidden_stride_, inner_stride_, attended_stride_, qkv_stride_;
+    AttentionStage attention_;
+    int groups_, hidden_stride_, qkv_stride_;
     const PdmeshStep* step_ = nullptr;
-    KVGeometry kv_{};
     PdmeshProfile profile_{};
-    Buffer<float> hidden_, qkv_, attended_, inner_, partial_sums_, partial_outputs_;
-    Buffer<uint8_t> queries_, loose_groups_;
+    Buffer<float> hidden_, qkv_, inner_, branch_, router_logits_, contributions_, mixed_, expanded_, absorbed_, values_;
+    std::vector<std::vector<RowGroup>> head_groups_;  // of each rank
+    ExpertPairs pairs_;
+    std::vector<Router> routers_;
     RowBuffer shared_rows_;
     std::vector<std::unique_ptr<RowBuffer>> own_rows_;
-    std::vector<std::unique_ptr<AttentionScratch>> scratch_;
     std::vector<std::vector<float>> heads_;
-    std::vector<Item> items_;
-    std::vector<Split> splits_;
-    std::vector<Family> families_;
-    bool has_window_;
-    std::vector<uint8_t> open_ends_;  // of the tokens: see write_token
-    std::vector<int64_t> written_;
-    std::vector<Tail> tails_;
-    std::vector<const Tail*> tails_of_;  // of the sequences; mostly null
-    std::vector<TailGroup> tail_groups_;
 };
 
 }  // namespace
@@ -681,6 +632,8 @@ void pdmesh_abi(int64_t* sizes) {
     sizes[3] = sizeof(PdmeshStep);
     sizes[4] = sizeof(PdmeshProfile);
     sizes[5] = sizeof(PdmeshPool);
+    sizes[6] = sizeof(PdmeshExperts);
+    sizes[7] = sizeof(PdmeshLatent);
 }
 
 // The weights stay the caller's and must outlive the engine. Null without memory or threads.

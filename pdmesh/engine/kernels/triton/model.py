@@ -346,9 +346,10 @@ class TritonModel:
         return graphs is not None and graphs.buffers.why_not(batch) is None
 
     def keep_drawn(self, tokens: Tensor) -> None:
-        """Keep tokens [R], on the device: in the next decode step, token -1 - r is the r-th of them."""
+        """Keep tokens [R], on the device: in the next decode step, token -1 - r is the r-th of them. Where none could be drawn
+        any token stands in: that row is computed in vain."""
         if self._graphs is not None:
-            self._graphs.buffers.drawn[: len(tokens)].copy_(tokens)
+            torch.clamp(tokens, min=0, out=self._graphs.buffers.drawn[: len(tokens)])
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch, kv: Tensor, signal: LayerReadiness | None = None, hidden: Tensor | None = None) -> Tensor:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Collection
-from collections.abc import Sequence as Ranked
 from collections.abc import Sequence as Sequence_
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -37,7 +36,7 @@ from pdmesh.engine.speculation.proposer import Ask
 # The tree out of independent predictions (Medusa heads) that has the most expected accepted tokens
 
 
-Guesses = Ranked[Ranked[tuple[int, float]]]  # by depth: tokens and their chances, the likeliest first
+Guesses = Sequence_[Sequence_[tuple[int, float]]]  # by depth: tokens and their chances, the likeliest first
 
 
 def best_tree(guesses: Guesses, max_tokens: int, least_chance: float, proposer: str) -> Draft:
@@ -249,7 +248,7 @@ class HeadProposer:
         # numpy: operators of torch that have this many elements wake its threads, which wait for those that compute steps.
         full = self._room(len(rows))
         full.numpy()[:, self._places] = np.where(is_good[:, None], logits, np.float32(0.0))
-        tokens = [token.token_id for token in self._sampler.sample(full.to(self._device), rows)]
+        tokens = [max(0, token.token_id) for token in self._sampler.sample(full.to(self._device), rows)]
         places = np.searchsorted(self._places, tokens)
         chances = [
             chance_of(logits[i], place, row, self._places) if is_good[i] else 0.0

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from pdmesh.engine.kernels.cpu.model import kv_head_size
-from pdmesh.engine.kv_cache.block_manager import BlockAllocator
+from pdmesh.engine.kv_cache.block_manager import BlockManager
 from pdmesh.engine.kv_cache.block_pool import num_blocks_for
 from pdmesh.engine.kv_cache.pool import KVPool, KVShape
 from pdmesh.engine.loader.loader import LoadedModel
@@ -179,7 +179,7 @@ class TargetKV:
 
 def _root(sequence: Sequence) -> int:
     """Return the label in front of the first token. Tenants share nothing."""
-    return hash(sequence.group.request.cache_root)
+    return hash(sequence.group.request.block_root)
 
 
 def _labels_behind(label: int, token_ids: tuple[int, ...]) -> list[int]:
@@ -208,7 +208,7 @@ def _check_fits(shape: KVShape, device: str) -> None:
 Room = Callable[[Sequence, int, int], bool]
 
 
-def room_in(allocator: BlockAllocator, num_running: Callable[[], int] = lambda: 0) -> Room:
+def room_in(allocator: BlockManager, num_running: Callable[[], int] = lambda: 0) -> Room:
     """Return a Room that leaves each of the running sequences, if their number is given, another block as well: a draft never
     causes a preemption, now or in the step that verifies it.
 

@@ -232,7 +232,8 @@ class ModelDraft:
         flat = [row for of_one in rows for row in of_one]
         if not flat:
             return
-        drawn = [token.token_id for token in self._sampler.sample(logits, flat)]
+        # Where the draft's logits are not finite any token stands in: the target decides.
+        drawn = [max(0, token.token_id) for token in self._sampler.sample(logits, flat)]
         likely = chances(logits, drawn, flat)
         start = 0
         for course, of_one in zip(courses, rows, strict=True):

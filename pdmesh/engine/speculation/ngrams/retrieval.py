@@ -118,7 +118,7 @@ class _Reader:
         begin = request.prompt[-LONGEST:]
         self._before_output = len(begin)
         self._store = store
-        self._document = store.open(request.cache_root, (*begin, *sequence.output))
+        self._document = store.open(request.block_root, (*begin, *sequence.output))
         self.trail = TokenTrail(rungs, own=self._document.tokens)
 
     def read(self, output: list[int], most: int) -> int:

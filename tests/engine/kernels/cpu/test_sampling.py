@@ -22,6 +22,8 @@ from pdmesh.engine.kernels.cpu.sampling import NativeSampler
 from pdmesh.engine.sampling.counter_rng import gumbel, random_bits
 from pdmesh.engine.sampling.grammar import Bits
 from pdmesh.engine.sampling.sampler import (
+    NO_TOKEN,
+    SampledToken,
     Sampler,
     SampleRow,
     apply_temperature,
@@ -292,8 +294,8 @@ def test_greedy_takes_the_lowest_id_of_equals(native: NativeSampler) -> None:
     logits[0, [700, 1900]] = 2.0
     logits[1] = -math.inf
     logits[2, 0], logits[2, 2999] = -1.0, 1.0
-    assert tokens_of(native, logits, [row(temperature=0)] * 3) == [700, 0, 2999]
-    assert tokens_of(native, logits, [row(temperature=0, repetition_penalty=1.1)] * 3) == [700, 0, 2999]
+    assert tokens_of(native, logits, [row(temperature=0)] * 3) == [700, NO_TOKEN, 2999]
+    assert tokens_of(native, logits, [row(temperature=0, repetition_penalty=1.1)] * 3) == [700, NO_TOKEN, 2999]
 
 
 def test_a_tiny_temperature_is_greedy(native: NativeSampler) -> None:
@@ -305,14 +307,16 @@ def test_a_tiny_temperature_is_greedy(native: NativeSampler) -> None:
 
 
 @pytest.mark.parametrize("bad", [[math.nan], [math.nan, math.inf], [-math.inf], [math.inf], [math.nan, -math.inf], [3e38, -3e38]])
-def test_logits_that_are_no_numbers_give_some_token(bad: list[float], native: NativeSampler) -> None:
+def test_logits_that_are_no_numbers_give_no_token(bad: list[float], native: NativeSampler) -> None:
     chance = random.Random(12)
     logits = random_logits(200, 700, seed=13)
     for i in range(100):
         logits[i, [chance.randrange(700) for _ in range(50)]] = bad[i % len(bad)]
     logits[100:] = torch.tensor(bad).repeat(700)[:700]
     rows = [random_row(chance, 700) for _ in range(200)]
-    assert all(0 <= token < 700 for token in tokens_of(native, logits, rows))
+    drawn = tokens_of(native, logits, rows)
+    assert [token == NO_TOKEN for token in drawn] == [token.token_id == NO_TOKEN for token in Sampler().sample(logits, rows)]
+    assert all(drawn[i] == NO_TOKEN for i in range(200) if not torch.isfinite(logits[i].amax()))
     assert tokens_of(native, logits, rows[:1] * 200) == tokens_of(native, logits, rows[:1] * 200)
     # Rows beside them are what they are without them.
     logits[1::2] = random_logits(100, 700, seed=14)
@@ -320,12 +324,24 @@ def test_logits_that_are_no_numbers_give_some_token(bad: list[float], native: Na
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0}, {}, {"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.01}])
-def test_nan_is_as_if_hidden(params: dict[str, Any], native: NativeSampler) -> None:
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("place", [0, 511, 1299])
+def test_one_bad_logit_is_enough(params: dict[str, Any], bad: float, place: int, native: NativeSampler) -> None:
     logits = random_logits(60, 1300)
-    logits[:, 200:500] = math.nan
-    logits[:, ::3] = math.nan
+    logits[1::2, place] = bad
     rows = [row(seed=i, **params) for i in range(60)]
-    assert tokens_of(native, logits, rows) == tokens_of(native, logits.nan_to_num(nan=-math.inf), rows)
+    drawn = native.sample(logits, rows)
+    assert drawn == Sampler().sample(logits, rows)
+    assert {token.token_id for token in drawn[1::2]} == {NO_TOKEN}
+    assert drawn[::2] == native.sample(logits[::2].contiguous(), rows[::2])
+
+
+def test_a_penalty_that_gives_infinity_gives_no_token(native: NativeSampler) -> None:
+    logits = torch.tensor([[3e38, 1.0, 0.0]])
+    kinds: list[dict[str, Any]] = [{"temperature": 0}, {}, {"top_k": 2}, {"logprobs": 1}]
+    for params in kinds:
+        rows = [row(repetition_penalty=0.01, output=(0,), index=1, **params)]
+        assert native.sample(logits, rows) == Sampler().sample(logits, rows) == [SampledToken(NO_TOKEN, None)]
 
 
 def test_ends_wait_for_min_tokens(native: NativeSampler) -> None:

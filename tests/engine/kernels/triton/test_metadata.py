@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -55,19 +56,20 @@ def test_a_buffer_takes_the_next_step() -> None:
     assert meta.context_lens.tolist() == [6, 0, 0, 0, 0]
 
 
-def _first_token() -> dict[str, torch.Tensor]:
+def _first_token() -> dict[str, Any]:
     names = ("token_ids", "positions", "slot_mapping", "logits_rows")
     return {name: getattr(BATCH, name)[:1] for name in names}
 
 
 def test_long_chunks_are_not_split() -> None:
+    zeros: dict[str, Any] = {name: torch.zeros(34, dtype=torch.int64) for name in ("token_ids", "positions", "slot_mapping")}
     batch = replace(
         BATCH,
         query_starts=[0, 1, 18, 34],
         context_lens=[5, 20, 30],
         block_tables=[[1], [2, 3], [4, 5]],
         tails={},
-        **{name: torch.zeros(34, dtype=torch.int64) for name in ("token_ids", "positions", "slot_mapping")},
+        **zeros,
     )
     meta = StepMetadata.of(batch, "cpu", Capacity.of(batch, SplitBounds(16, 17)))
     assert (meta.split_starts.tolist(), meta.num_split_tokens, meta.max_split_len) == ([0, 1, 1, 17], 17, 16)

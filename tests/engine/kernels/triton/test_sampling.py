@@ -17,7 +17,7 @@ from pdmesh.engine.kernels.triton.sampling.batch import BatchMaker
 from pdmesh.engine.kernels.triton.sampling.kernels import exp_of, gumbel_of, random_bits
 from pdmesh.engine.kernels.triton.sampling.sampler import DeviceSampler, GreedyScratch, SamplingScratch, _likeliest, draw, greedy
 from pdmesh.engine.sampling import counter_rng
-from pdmesh.engine.sampling.sampler import Sampler, SampleRow, Unseen
+from pdmesh.engine.sampling.sampler import NO_TOKEN, SampledToken, Sampler, SampleRow, Unseen
 from pdmesh.sampling_params import SamplingParams
 from tests.support.sampling_values import other_values
 
@@ -210,11 +210,28 @@ def num_messages(sampler: DeviceSampler) -> int:
     return sampler._maker.num_messages
 
 
-def test_a_row_of_what_is_no_number_names_a_token_all_the_same() -> None:
-    logits = torch.full((1, 40), torch.nan, device=DEVICE)
-    for params in ({"temperature": 0.0}, {"temperature": 0.0, "repetition_penalty": 1.5}, {"seed": 1}):
-        [token] = DeviceSampler(CHUNK).sample(logits, [row(**params)])
-        assert token.token_id == 0
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("place", [0, 35, 99])
+def test_one_logit_that_is_no_number_gives_no_token(bad: float, place: int) -> None:
+    logits = logits_of(4, 100, seed=3)
+    logits[1:3, place] = bad
+    for params in (
+        {"temperature": 0.0},
+        {"temperature": 0.0, "repetition_penalty": 1.5},
+        {"seed": 1},
+        {"top_p": 0.9},
+        {"logprobs": 2},
+    ):
+        rows = [row(prompt=(place,), **params) for _ in range(4)]
+        assert_same(logits, rows)
+        assert DeviceSampler(CHUNK).sample(logits[1:2].to(DEVICE), rows[1:2]) == [SampledToken(NO_TOKEN, None)]
+
+
+def test_a_penalty_that_gives_infinity_gives_no_token() -> None:
+    logits = torch.tensor([[3e38, 1.0, 0.0]])
+    kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {}]
+    for params in kinds:
+        assert_same(logits, [row(repetition_penalty=0.01, output=(0,), index=1, **params)])
 
 
 @triton.jit

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pdmesh.distillation.prompts import TOPICS, requests
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.loader.loader import load_model
 from pdmesh.engine.sampling.counter_rng import gumbel
@@ -15,11 +16,10 @@ from pdmesh.engine.speculation.draft_heads.reference import TorchHeads, begin_st
 from pdmesh.engine.speculation.draft_heads.weights import FILE, load_heads
 from pdmesh.engine.speculation.setup import heads_path, proposer_names
 from tests.support.tiny_models import VOCAB_SIZE, make_tiny_model
-from tools.draft_heads import __main__ as train_heads
+from tools.draft_heads import __main__ as draft_heads_main
 from tools.draft_heads.data import Outputs
 from tools.draft_heads.evaluate import follow
 from tools.draft_heads.net import Course, Net, Shape, Target, Trainer, loss_of
-from tools.draft_heads.prompts import TOPICS, requests
 
 HIDDEN, VOCAB = 16, 40
 
@@ -98,7 +98,7 @@ class TestTrainHeads:
     def test_the_whole_way(self, model: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
         out = tmp_path / "heads.safetensors"
         flags = ["--kind", kind, "--vocabulary", "128", "--depth", "2", "--width", "32", "--small"]
-        train_heads.main(["--model", str(model), "--out", str(out), *flags, "--data", str(tmp_path / "data")])
+        draft_heads_main.main(["--model", str(model), "--out", str(out), *flags, "--data", str(tmp_path / "data")])
         heads = load_heads(out)
         assert (heads.kind, heads.depth, len(heads.token_ids)) == (kind, 2, 128)
         loaded = load_model(EngineConfig(str(model)))
@@ -114,9 +114,11 @@ class TestTrainHeads:
         assert set(outputs.temperatures.tolist()) > {0.0}
 
     def test_states_are_those_that_the_tokens_were_drawn_from(self, model: Path, tmp_path: Path) -> None:
-        settings = train_heads.parse(["--model", str(model), "--out", str(tmp_path / "out"), "--small", "--data", str(tmp_path)])
-        train_heads.train(settings)
-        outputs, target = Outputs.load(tmp_path / "outputs"), train_heads.target_of(model)
+        settings = draft_heads_main.parse(
+            ["--model", str(model), "--out", str(tmp_path / "out"), "--small", "--data", str(tmp_path)]
+        )
+        draft_heads_main.train(settings)
+        outputs, target = Outputs.load(tmp_path / "outputs"), draft_heads_main.target_of(model)
         greedy = [number for number in range(len(outputs)) if float(outputs.temperatures[number]) == 0.0]
         rows = torch.cat([torch.arange(int(outputs.starts[number]), int(outputs.starts[number + 1])) for number in greedy])
         drawn = (outputs.states[rows].float() @ target.head.T).argmax(-1)
@@ -134,21 +136,21 @@ class TestTrainHeads:
     )
     def test_flags_are_checked(self, model: Path, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
-            train_heads.parse(["--model", str(model), *flags])
+            draft_heads_main.parse(["--model", str(model), *flags])
         assert message in capsys.readouterr().err
 
     def test_a_model_that_is_not_there(self, tmp_path: Path) -> None:
         with pytest.raises(SystemExit, match=r"train_heads: .*none"):
-            train_heads.main(["--model", str(tmp_path / "none"), "--out", str(tmp_path / "out"), "--small"])
+            draft_heads_main.main(["--model", str(tmp_path / "none"), "--out", str(tmp_path / "out"), "--small"])
 
     def test_where_nothing_can_be_written_is_said_before_anything_is_computed(self, model: Path, tmp_path: Path) -> None:
         for out, message in ((tmp_path, "is a folder; give the file"), (model / "config.json" / "heads", "cannot be")):
             with pytest.raises(SystemExit, match=f"train_heads: --out: .*{message}"):
-                train_heads.main(["--model", str(model), "--out", str(out), "--small", "--data", str(tmp_path / "data")])
+                draft_heads_main.main(["--model", str(model), "--out", str(out), "--small", "--data", str(tmp_path / "data")])
             assert not (tmp_path / "data").exists()
 
     def test_the_file_is_where_an_engine_looks(self, model: Path) -> None:
-        train_heads.main(["--model", str(model), "--small", "--depth", "2", "--width", "32"])
+        draft_heads_main.main(["--model", str(model), "--small", "--depth", "2", "--width", "32"])
         assert heads_path(EngineConfig(str(model))) == model / FILE
         assert proposer_names(EngineConfig(str(model), speculation="auto")) == ("prompt_lookup", "heads")
         (model / FILE).unlink()

@@ -322,7 +322,7 @@ class BatchMaker:
 
     def _fill_in(self, message: Tensor, words: Ints, places: NDArray[np.int64], tokens: Tensor) -> None:
         """Write tokens that the host has not read to the places left for them, on the device."""
-        seen = tokens.index_select(0, to_device(places, self.device))
+        seen = tokens.index_select(0, to_device(places, self.device)).clamp_(min=0)  # NO_TOKEN: its row is dropped
         message.index_copy_(0, to_device(words.astype(np.int64), self.device), seen)
 
 

@@ -105,6 +105,14 @@ def best_of(values: tl.tensor, ids: tl.tensor, is_candidate: tl.tensor) -> tl.te
 
 
 @triton.jit
+def best_sound(values: tl.tensor, raw: tl.tensor, ids: tl.tensor, is_candidate: tl.tensor) -> tl.tensor:
+    """Return `best_of` the values; where a raw logit is NaN or infinity, infinity and NO_TOKEN, which then win the whole row."""
+    best, best_id = best_of(values, ids, is_candidate)
+    num_bad = tl.sum((is_candidate & ((raw != raw) | (raw == float("inf")))).to(tl.int32), axis=0)
+    return tl.where(num_bad > 0, float("inf"), best), tl.where(num_bad > 0, -1, best_id)
+
+
+@triton.jit
 def scaled(adjusted: tl.tensor, ids: tl.tensor, highest: tl.tensor, temperature: tl.tensor, VOCAB: tl.constexpr) -> tl.tensor:
     """Return logits with the highest at 0, divided by the temperature; -infinity outside the vocabulary."""
     value = tl.load(adjusted + ids, mask=ids < VOCAB, other=float("-inf")) - highest
@@ -132,7 +140,7 @@ def greedy_kernel(
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = ids < VOCAB
     value = tl.load(logits + row * stride_logits + ids, mask=inside, other=float("-inf")).to(tl.float32)
-    best, best_id = best_of(value, ids, inside)
+    best, best_id = best_sound(value, value, ids, inside)
     tl.store(best_values + row * NUM_CHUNKS + chunk, best)
     tl.store(best_ids + row * NUM_CHUNKS + chunk, best_id)
     tl.debug_barrier()  # all threads have stored before one of them reports it
@@ -143,8 +151,8 @@ def greedy_kernel(
         is_chunk = chunks < NUM_CHUNKS
         values = tl.load(best_values + row * NUM_CHUNKS + chunks, mask=is_chunk, other=float("-inf"), cache_modifier=".cg")
         id_of = tl.load(best_ids + row * NUM_CHUNKS + chunks, mask=is_chunk, other=2147483647, cache_modifier=".cg")
-        _, token = best_of(values, id_of, is_chunk)
-        tl.store(tokens + row, tl.where(token == 2147483647, 0, token))
+        highest, token = best_of(values, id_of, is_chunk)
+        tl.store(tokens + row, tl.where(highest > float("-inf"), token, -1))
 
 
 @triton.jit(do_not_specialize=["first_place", "num_prompt", "num_places"])
@@ -171,6 +179,7 @@ def adjust_kernel(
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = ids < VOCAB
     value = tl.load(logits + row * stride_logits + ids, mask=inside, other=float("-inf")).to(tl.float32)
+    raw = value
     mask = tl.load(record + MASK)
     if mask >= 0:
         word = tl.load(message + mask + ids // 32, mask=inside, other=0)
@@ -194,7 +203,7 @@ def adjust_kernel(
         value = tl.where(ids == tl.load(message + place), float("-inf"), value)
         place += 1
     tl.store(adjusted + row * VOCAB + ids, value, mask=inside)
-    best, best_id = best_of(value, ids, inside)
+    best, best_id = best_sound(value, raw, ids, inside)
     at = row * tl.num_programs(1) + chunk
     tl.store(best_values + at, best)
     tl.store(best_ids + at, best_id)
@@ -248,7 +257,10 @@ def pick_kernel(
         values = tl.load(score_values + at, mask=inside, other=float("-inf"))
         ids = tl.load(score_ids + at, mask=inside, other=2147483647)
     _, token = best_of(values, ids, ids < 2147483647)
-    tl.store(tokens + row, tl.where(token == 2147483647, 0, token))  # a row of NaN has no best, but must return a token
+    # Infinity, of the logits or of a penalty, gives no token; where no token is allowed, it is some id.
+    highest = tl.max(tl.load(best_values + at, mask=inside, other=float("-inf")), axis=0)
+    token = tl.where(token == 2147483647, 0, token)
+    tl.store(tokens + row, tl.where(highest == float("inf"), -1, token))
 
 
 settle_keys(globals())

@@ -41,7 +41,7 @@ from pdmesh.engine.kernels.triton.sampling.kernels import (
     scores_kernel,
 )
 from pdmesh.engine.outputs import TokenLogprobs
-from pdmesh.engine.sampling.sampler import SampledToken, SampleRow, Unseen
+from pdmesh.engine.sampling.sampler import NO_TOKEN, SampledToken, SampleRow, Unseen
 from pdmesh.sampling_params import SamplingParams
 
 # Launches of the sampling kernels into buffers that stay. They only launch, so a CUDA graph may contain them.
@@ -299,7 +299,7 @@ def _unpacked(host: Tensor, counts: Sequence[int | None]) -> list[SampledToken]:
     lines = host[len(counts) :].view(len(asked), -1)
     most = (lines.shape[1] - 1) // 2
     listed = {place: _listed(line, ids[place], min(counts[place] or 0, most)) for place, line in zip(asked, lines, strict=True)}
-    return [SampledToken(token, listed.get(place)) for place, token in enumerate(ids)]
+    return [SampledToken(token, None if token == NO_TOKEN else listed.get(place)) for place, token in enumerate(ids)]
 
 
 def _asked(counts: Sequence[int | None]) -> list[int]:
@@ -314,7 +314,7 @@ def _likeliest(logits: Tensor, tokens: Tensor, asked: Tensor, most: int) -> Tens
     """Return [A, 1 + 2 * most] int32 of the rows `asked` [A]: the bits of the drawn token's log-probability, ids of the likeliest
     (the lowest first among equals), the bits of their log-probabilities."""
     logprobs = logits.index_select(0, asked).float().log_softmax(-1)
-    drawn = tokens.index_select(0, asked).long()
+    drawn = tokens.index_select(0, asked).long().clamp_(min=0)  # of NO_TOKEN nothing is reported
     ids = _keys(logprobs).topk(most).indices
     chosen, values = logprobs.gather(1, drawn[:, None]), logprobs.gather(1, ids)
     return torch.cat((chosen.view(torch.int32), ids.int(), values.view(torch.int32)), 1)

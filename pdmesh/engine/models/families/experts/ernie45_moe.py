@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from pdmesh.engine.models.config import Defaults, ExpertsConfig, ModelConfig, decoder
 from pdmesh.engine.models.families.dense.helium import PAIRS
@@ -10,6 +10,9 @@ from pdmesh.engine.models.families.experts.glm_moe import STEMS
 from pdmesh.engine.models.family import Family
 from pdmesh.engine.models.names import Names, Place, Stored, changed, halves_from_pairs, joined
 from pdmesh.engine.models.reader import ConfigReader
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def read(config: ConfigReader) -> ModelConfig:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from pdmesh.engine.models.config import ExpertsConfig, ModelConfig, decoder
 from pdmesh.engine.models.families.dense.granite import multipliers
 from pdmesh.engine.models.family import Family
 from pdmesh.engine.models.names import Names, Place, Stored
 from pdmesh.engine.models.reader import ConfigReader
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def read(config: ConfigReader) -> ModelConfig:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from pdmesh.engine.models.config import Defaults, ExpertsConfig, LatentConfig, ModelConfig, decoder
 from pdmesh.engine.models.families.experts.glm_moe import STEMS, sigmoid_experts
@@ -13,6 +12,9 @@ from pdmesh.engine.models.family import Family
 from pdmesh.engine.models.names import Names, Place, Stored, joined, pair_order
 from pdmesh.engine.models.reader import ConfigReader, UnsupportedModel
 from pdmesh.engine.models.rope import RopeConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def read_v2(config: ConfigReader) -> ModelConfig:

@@ -3,13 +3,16 @@ together, scaled logits; in Cohere 2 windows, and layers between that see everyt
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from pdmesh.engine.models.config import Defaults, ModelConfig, decoder, every, layer_windows
 from pdmesh.engine.models.families.dense.helium import PAIRS
 from pdmesh.engine.models.family import Family
 from pdmesh.engine.models.names import Names, Place, Stored, changed, halves_from_pairs, joined, pair_order
 from pdmesh.engine.models.reader import ConfigReader
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def read_cohere(config: ConfigReader) -> ModelConfig:

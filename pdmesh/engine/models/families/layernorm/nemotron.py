@@ -1,4 +1,5 @@
-"""Nemotron 3 and 4 (Minitron): LayerNorm that stores its distance from 1, a plain MLP with squared relu, half of a head turned."""
+"""Nemotron 3 and 4 (Minitron): LayerNorm that stores its distance from 1, a plain MLP with squared relu,
+half of a head rotated."""
 
 from __future__ import annotations
 
