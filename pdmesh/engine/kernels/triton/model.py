@@ -155,9 +155,18 @@ class StepMemory:
         layer."""
         config = self.config
         query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        widest = max(query + 2 * kv, 3 * config.intermediate_size)
+        widest = max(query + 2 * kv, 3 * config.intermediate_size, self._experts())
         a_token = (4 * config.hidden_size + 2 * query + widest) * self.itemsize
         return num_tokens * (a_token + (self._rounded(query) if self.is_rounded and num_tokens >= EXPANDED_FROM else 0))
+
+    def _experts(self) -> int:
+        """Return numbers of a token in a mixture of experts: what its experts read and give, or the shared expert's besides what
+        they gave; scores, choices and their order count as whole numbers of 32 bits."""
+        experts, hidden = self.config.experts, self.config.hidden_size
+        if experts is None:
+            return 0
+        given, scores = experts.top_k * hidden, 2 * (experts.num_experts + 1 + 3 * experts.top_k)
+        return given + max(experts.top_k * experts.intermediate_size, 3 * experts.shared_intermediate_size + hidden) + scores
 
     def _rounded(self, query: int) -> int:
         """Return bytes of a token: codes of a product's input and their scale; half of gate and up in bfloat16 besides the
@@ -169,7 +178,7 @@ class StepMemory:
         """Return bytes of graphs: those of decode steps keep their logits and parts of their own; those between attentions keep
         what the last one hands on. All compute in the memory of the widest, which is not that of steps without graphs."""
         config, buckets = self.config, (*self.row_buckets, *self.token_buckets)
-        nodes = len(buckets) * LAUNCHES_PER_LAYER * (config.num_layers + 1)
+        nodes = len(buckets) * (LAUNCHES_PER_LAYER + _more_launches(config)) * (config.num_layers + 1)
         outputs = sum(self.row_buckets) * (config.vocab_size * _LOGIT_BYTES + config.hidden_size * self.itemsize)
         handed_on = sum(self.token_buckets) * config.hidden_size * self.itemsize
         most_rows = max(self.row_buckets, default=0)
@@ -192,9 +201,24 @@ class StepMemory:
     def _expanded(self, num_tokens: int, num_rows: int) -> int:
         """Return the bytes of the largest expanded map that so many tokens, or rows of logits, are multiplied with."""
         config, fewest = self.config, EXPANDED_FROM if self.itemsize == 2 else WIDE_EXPANDED_FROM
-        of_layer = 2 * config.intermediate_size if num_tokens >= fewest else 0
+        of_layer = self._widest_map() if num_tokens >= fewest else 0
         of_head = config.vocab_size if num_rows >= fewest else 0
         return max(of_layer, of_head) * config.hidden_size * self.itemsize if self.is_expanded else 0
+
+    def _widest_map(self) -> int:
+        """Return the outputs of a layer's largest map. The experts' own are multiplied as words however many tokens there are."""
+        config = self.config
+        if config.experts is None:
+            return 2 * config.intermediate_size
+        dense = 0 if all(config.experts.layers) else config.intermediate_size
+        heads = config.head_dim * (config.num_heads + 2 * config.num_kv_heads)
+        return max(heads, 2 * dense, 2 * config.experts.shared_intermediate_size)
+
+
+def _more_launches(config: ModelConfig) -> int:
+    """Return the launches of a layer that a Llama's has not, at most."""
+    norms = 2 * config.post_norm + 2 * (config.qk_norm == "all") + 2 * (not config.pre_norm or config.parallel)
+    return norms + (6 if config.experts is not None else 0)
 
 
 def bounds_of(config: EngineConfig, max_context: int) -> StepBounds:
@@ -242,6 +266,11 @@ class TritonModel:
     @property
     def device(self) -> torch.device:
         return self.decoder.device
+
+    @property
+    def step(self) -> TritonStep:
+        """Return what computes a step; its MLPs count the tokens of their experts."""
+        return self._step
 
     @property
     def embedding(self) -> Tensor:

@@ -101,13 +101,13 @@ def other_rows() -> None:
 def experts() -> None:
     """Few tokens and many, plain weights and words, of widths that are no multiples of a tile."""
     for form in (None, quantize_int8, quantize_fp8, lambda weight: quantize_int4(weight, 32)):
-        mixture = _mixture(form, "silu", 512, 384, shared=64)
+        mixed = mixture(form, "silu", 512, 384, shared=64)
         for num_tokens in (4, 132):
-            mixture(torch.zeros(num_tokens, 512, dtype=BF16))
-    _mixture(None, "swiglu_oai", 360, 200, bias=True)(torch.zeros(8, 360, dtype=BF16))
+            mixed(torch.zeros(num_tokens, 512, dtype=BF16))
+    mixture(None, "swiglu_oai", 360, 200, bias=True)(torch.zeros(8, 360, dtype=BF16))
 
 
-def _mixture(
+def mixture(
     quantize: Callable[[torch.Tensor], Int8Weight | Int4Weight | Fp8Weight] | None,
     activation: str,
     hidden: int,
@@ -116,6 +116,7 @@ def _mixture(
     shared: int = 0,
     bias: bool = False,
 ) -> GroupedExperts:
+    """Twelve experts in three groups, whose weights are quantized."""
     config = ExpertsConfig(12, 3, inner, (True,), "sigmoid", True, num_groups=3, top_groups=2, group_rank="top2")
     config = replace(config, activation=activation, activation_limit=7.0)
 

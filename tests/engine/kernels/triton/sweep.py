@@ -7,6 +7,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -16,14 +17,17 @@ from pdmesh.engine.kernels.triton.metadata import Capacity, StepMetadata
 from pdmesh.engine.kernels.triton.model import padded, warm, warm_moves
 from pdmesh.engine.kernels.triton.step import TritonStep
 from pdmesh.engine.kv_cache.block_moves import Move
+from pdmesh.engine.loader.quantize import quantize_int8
 from pdmesh.engine.models.registry import model_config
 from pdmesh.engine.runner.batch import StepBatch
+from tests.engine.kernels.triton.launches import mixture
 from tests.engine.kernels.triton.paged import Sequences, Shape
 from tests.engine.kernels.triton.recording import Recorder, recording
 from tests.support.random_models import make_decoder
 from tests.support.random_weights import engine_config
 
 HEADS = Shape(num_heads=6, num_kv_heads=2, head_dim=64)  # a group of three: rows of a step are no multiple of 16
+FORMS = {"none": None, "int8": quantize_int8}
 TOKENS = (1, 4, 8, 12, 16, 17, 20, 31, 33, 36, 48, 64, 68, 96, 100, 128, 132, 200, 512)
 
 
@@ -43,12 +47,16 @@ def _batch(lengths: list[tuple[int, int]], tail: int = 0) -> StepBatch:
 
 
 def make_step(weights: str) -> TritonStep:
-    """A layer whose maps have several shares of their inputs."""
+    """A layer whose maps have several shares of their inputs; `experts` and a format: with a mixture of them."""
     sizes = {"hidden_size": 512, "intermediate_size": 640, "num_hidden_layers": 1, "vocab_size": 2048, "dtype": "bfloat16"}
     heads = {"num_attention_heads": HEADS.num_heads, "num_key_value_heads": HEADS.num_kv_heads, "head_dim": HEADS.head_dim}
     shape = model_config({"model_type": "llama", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, **sizes, **heads})
     config = engine_config("cpu", max_num_seqs=8, max_context=4096)
-    return TritonStep(make_decoder(shape, weights, config, torch.bfloat16), TritonAttention(shape, "cpu"))
+    decoder = make_decoder(shape, "none" if weights.startswith("experts") else weights, config, torch.bfloat16)
+    if weights.startswith("experts"):
+        mixed = mixture(FORMS[weights.removeprefix("experts ")], "silu", 512, 384, shared=64)
+        decoder.layers[:] = [replace(layer, mlp=mixed) for layer in decoder.layers]
+    return TritonStep(decoder, TritonAttention(shape, "cpu"))
 
 
 def main(weights: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import triton
 
+from pdmesh.engine.kernels.triton.experts.product import Tile
 from pdmesh.engine.kernels.triton.linear.weight_product import TileShape
 from pdmesh.engine.kernels.triton.tiles import shared_bound
 from tests.engine.kernels.triton.arrivals import lacking
@@ -26,8 +27,10 @@ needs_tools = pytest.mark.skipif(not HAS_TOOLS, reason="Triton came without an a
 STACKS = {("split_kernel", 64): 128, ("split_kernel", 96): 400, ("split_kernel", 128): 400, ("split_kernel", 256): 1100}
 STACKS |= {("split_kernel", 0): 32, ("walk_kernel", 0): 32, ("vector_kernel", 0): 32}  # float32; few rows
 STACKS |= {("walk_kernel", 64): 64, ("walk_kernel", 96): 64, ("walk_kernel", 128): 64, ("walk_kernel", 256): 640}
+STACKS |= {("capped split_kernel", 128): 400, ("capped split_kernel", 256): 1100}  # with a softcap
+STACKS |= {("capped walk_kernel", 128): 96, ("capped walk_kernel", 256): 640}
 # Instructions in its one loop, of some 400 (one row) or 1000 (four), that the assembler chose to spill for.
-INNER = {"vector_kernel": 5}
+INNER = {"vector_kernel": 5, "capped split_kernel": 1}
 
 
 def spoken(module: str, *arguments: str) -> list[dict[str, Any]]:
@@ -47,7 +50,10 @@ def one_of_each() -> list[dict[str, Any]]:
 @pytest.mark.timeout(900)
 @needs_tools
 def test_every_kernel_compiles_for_hopper_and_spills_in_no_inner_loop(one_of_each: list[dict[str, Any]]) -> None:
-    assert {kernel["kernel"] for kernel in one_of_each} >= {"tile_kernel", "vector_kernel", "split_kernel", "walk_kernel"}
+    assert {kernel["kernel"] for kernel in one_of_each} >= {
+        *("tile_kernel", "vector_kernel", "split_kernel", "walk_kernel"),
+        *("router_kernel", "route_kernel", "sort_kernel", "gate_up_kernel", "down_kernel", "sum_kernel"),
+    }
     _check(one_of_each)
 
 
@@ -63,7 +69,8 @@ def test_so_does_every_variant(group: str) -> None:
 
 def _check(kernels: list[dict[str, Any]]) -> None:
     for kernel in kernels:
-        name, head_dim = kernel["kernel"], 0 if kernel.get("BLOCK_M") == 16 else kernel.get("DIM", 0)
+        name = f"capped {kernel['kernel']}" if kernel.get("HAS_CAP") else kernel["kernel"]
+        head_dim = 0 if kernel.get("BLOCK_M") == 16 else kernel.get("DIM", 0)
         assert kernel["stack"] <= STACKS.get((name, head_dim), 0), kernel
         assert kernel["inner_spills"] <= INNER.get(name, 0), kernel
         assert kernel["shared"] <= bound(kernel), kernel
@@ -122,6 +129,8 @@ def bound(kernel: dict[str, Any]) -> int:
     """What the launchers count with when they choose tiles."""
     if kernel["kernel"] == "tile_kernel":
         return TileShape(kernel["BLOCK_M"], kernel["num_stages"]).shared_bound(kernel["BITS"])
+    if kernel["kernel"] in ("gate_up_kernel", "down_kernel"):
+        return Tile(kernel["BLOCK_M"], kernel["COLUMNS"], kernel["num_stages"]).shared_bound(kernel["BITS"])
     if "BLOCK_N" not in kernel:
         return 48 * 1024
     item_size = 4 if kernel["num_stages"] == 1 else 2

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from pdmesh.engine.kernels.triton.experts.experts import GroupedExperts
 from pdmesh.engine.kernels.triton.model import TritonModel
 from pdmesh.engine.kernels.triton.split_kv import Splits
 from pdmesh.engine.kernels.triton.support import why_not
@@ -76,3 +77,29 @@ def test_other_parts_are_named(part: str, tmp_path: Path) -> None:
     for variant in sorted(REFUSED[part]):
         config = SafetensorsSource(make_tiny_family(tmp_path / variant, variant)).config
         assert why_not(config) == f"its kernels have no {part}"
+
+
+def test_steps_of_experts_as_graphs_draw_the_references_tokens(tmp_path: Path) -> None:
+    """As they are loaded to serve; what the device counted is what tokens took, without padding."""
+    folder = make_tiny_family(tmp_path, "qwen2_moe", num_hidden_layers=2)
+    sizes = {"max_num_batched_tokens": 16, "max_num_seqs": 4, "max_context": 64}
+    loops = [PagedLoop(load(folder, backend=name, device=DEVICE, dtype="float32", **sizes)) for name in ("torch", "triton")]
+    prompts = [prompt(9, 1), prompt(2, 2)]
+    expected, found = (loop.generate(prompts, 5) for loop in loops)
+    assert found == expected
+    assert isinstance(loops[1].loaded.model, TritonModel)
+    [mixture] = [mlp for mlp in loops[1].loaded.model.step.mlps if isinstance(mlp, GroupedExperts)]
+    before = int(mixture.counts.sum())  # a graph that is recorded in a step runs it twice
+    assert loops[1].generate(prompts, 5) == expected
+    assert int(mixture.counts.sum()) - before == mixture.config.top_k * (9 + 2 + 4 * 2)
+
+
+@pytest.mark.parametrize("form", ["int8", "int4", "fp8"])
+def test_experts_in_words_are_close_to_the_references(form: str, tmp_path: Path) -> None:
+    folder = make_tiny_family(tmp_path, "mixtral", num_hidden_layers=1, num_local_experts=3)
+    reference = load(folder, backend="torch", device=DEVICE, dtype="float32")
+    config = {"quantization": form, "max_num_batched_tokens": 16, "max_num_seqs": 4, "max_context": 64}
+    words = load(folder, backend="triton", device=DEVICE, dtype="float32", quantization_group=32, **config)
+    expected, found = (PagedLoop(each).logits(prompt(12)) for each in (reference, words))
+    similarity = torch.nn.functional.cosine_similarity(found, expected)
+    assert float(similarity.mean()) > {"int8": 0.995, "fp8": 0.99, "int4": 0.9}[form]

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from pdmesh.engine.config import EngineConfig
-from pdmesh.engine.kernels.triton.model import OTHERS_BYTES, StepBounds, StepMemory, bounds_of
+from pdmesh.engine.kernels.triton.model import NODE_BYTES, OTHERS_BYTES, StepBounds, StepMemory, bounds_of
 from pdmesh.engine.kernels.triton.split_kv import SPLITS, SplitBounds
 from pdmesh.engine.loader.loader import load_model
+from pdmesh.engine.models.config import ExpertsConfig
 from pdmesh.engine.models.registry import model_config
 from pdmesh.engine.request import EngineRequest
 from pdmesh.sampling_params import SamplingParams
@@ -84,6 +85,29 @@ def test_activations_in_fp8_are_counted_where_products_round_them() -> None:
     rounded = replace(MEMORY, is_rounded=True)
     assert rounded.activations(128) == MEMORY.activations(128)
     assert rounded.activations(200) - MEMORY.activations(200) == 200 * (128 + 4 + 128 * 2)
+
+
+EXPERTS = ExpertsConfig(num_experts=8, top_k=4, intermediate_size=96, layers=(True, True), shared_intermediate_size=40)
+MIXED = replace(MEMORY, config=replace(CONFIG, experts=EXPERTS, intermediate_size=0))
+
+
+def test_what_experts_read_and_give_is_counted_for_each_choice() -> None:
+    kept, choices = 4 * 64 + 2 * 64, 4 * (64 + 96)
+    scores = 8 + 1 + 3 * 4  # logits and a gate, scores and choices and their order: 4 bytes each
+    assert MIXED.activations(100) == 100 * ((kept + choices) * 2 + 4 * scores)
+
+
+def test_experts_of_words_are_not_expanded() -> None:
+    words, many = replace(MIXED, is_expanded=True), replace(BOUNDS, num_tokens=129)
+    assert words.num_bytes(many) - MIXED.num_bytes(many) == (4 + 2 * 2) * 16 * 64 * 2  # queries, keys and values
+    dense = replace(words, config=replace(words.config, intermediate_size=70, experts=replace(EXPERTS, layers=(False, True))))
+    plain = replace(dense, is_expanded=False)
+    assert dense.num_bytes(many) - plain.num_bytes(many) == 2 * 70 * 64 * 2
+
+
+def test_graphs_of_experts_have_more_launches() -> None:
+    graphs = [replace(each, row_buckets=(4,)).graphs(64) - replace(each, row_buckets=()).graphs(64) for each in (MEMORY, MIXED)]
+    assert graphs[1] - graphs[0] - 4 * (MIXED.activations(1) - MEMORY.activations(1)) == 6 * 3 * NODE_BYTES
 
 
 def test_graphs_of_decode_steps_keep_their_logits() -> None:
