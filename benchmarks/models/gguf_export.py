@@ -1,13 +1,12 @@
 """A checkpoint of ours as a GGUF file for llama.cpp, weights in Q8_0: for the six families whose speed is compared.
 
-The tensors are those that the engine asks for, under its canonical names (pdmesh/engine/models/names.py). llama.cpp turns the
-neighbours of a head in DeepSeek's family, the engine its halves: there the words of a file lie in another order than a converter
-would write them. That changes numbers, not work."""
+The tensors are those that the engine asks for, under its canonical names (pdmesh/engine/models/names.py): so a file is whole, and
+its greedy tokens are the engine's, but for what 8 bits change."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from pdmesh.engine.loader.builder import TorchBuilder
 from pdmesh.engine.loader.quantize import Int4Weight, Int8Weight
 from pdmesh.engine.loader.safetensors import SafetensorsSource
 from pdmesh.engine.models.config import ExpertsConfig, LatentConfig, ModelConfig
+from pdmesh.engine.models.names import pair_order
 
 _STEMS = {
     "model.embed_tokens": "token_embd",
@@ -93,8 +93,7 @@ def export(folder: Path, target: Path, architecture: Architecture) -> Path:
     TorchBuilder(source, torch.float32, "cpu").build(64, lambda _share, _text: None)
     writer = gguf.GGUFWriter(str(target), architecture.name)
     _write_shapes(writer, source.config)
-    tensors = {**source.tensors}
-    for name, tensor in _in_files_shape(tensors, source.config, architecture).items():
+    for name, tensor in _in_files_shape(source.tensors, source.config, architecture).items():
         _write(writer, name, tensor.float().contiguous().numpy())
     for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
         step()
@@ -120,6 +119,8 @@ def _in_files_shape(tensors: Mapping[str, Tensor], config: ModelConfig, architec
         if stem == "self_attn.kv_b_proj" and config.latent:
             found |= _latent_maps(layer, tensor, config.num_heads, config.latent)
             continue
+        if stem in _ROTATED_LATENT and config.latent:
+            tensor = _neighbours(tensor, _ROTATED_LATENT[stem](config.latent), config.latent.rope_dim)
         if kind == "correction":
             found[f"blk.{layer}.exp_probs_b.bias"] = tensor
             continue
@@ -140,6 +141,20 @@ def _split(name: str) -> tuple[int, str, str]:
     layer = re.match(r"model\.layers\.(\d+)\.", stem)
     stem = stem[layer.end() :] if layer else stem
     return int(layer[1]) if layer else -1, re.sub(r"\.experts\.\d+\.", ".experts.", stem), kind
+
+
+_ROTATED_LATENT: dict[str, Callable[[LatentConfig], int]] = {
+    "self_attn.q_b_proj": lambda latent: latent.nope_dim + latent.rope_dim,
+    "self_attn.kv_a_proj": lambda latent: latent.width,
+}
+"""Maps of latent attention whose last rows, of so many for a head, are rotated."""
+
+
+def _neighbours(tensor: Tensor, head_rows: int, rope_dim: int) -> Tensor:
+    """Return rows in llama.cpp's order for this family: it rotates neighbours of a head, the engine its halves."""
+    order = torch.arange(head_rows)
+    order[-rope_dim:] = head_rows - rope_dim + pair_order(rope_dim, rope_dim).argsort()
+    return tensor.view(-1, head_rows, tensor.shape[1])[:, order].reshape(tensor.shape)
 
 
 def _latent_maps(layer: int, expanded: Tensor, num_heads: int, latent: LatentConfig) -> dict[str, Tensor]:

@@ -9,11 +9,13 @@ import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.cpu.contest import MEASURED
 from benchmarks.harness import Figure, interleave, say
+from benchmarks.models.equality import equal_share
 from benchmarks.models.gguf_export import Architecture, export
 from benchmarks.peers.environments import LLAMA_CPP, PeerError, ensure_environment, peers_folder
 from benchmarks.peers.servers import Child
@@ -23,6 +25,7 @@ BATCHES = (1, 8)
 GOAL = 1.5
 PROMPT_TOKENS, NEW_TOKENS, ROUNDS = 64, 64, 5
 OURS, PEER = "pdmesh int8", "llama.cpp Q8_0"
+AGREED_TOKENS = 4
 _ATTEMPTS = 3
 
 
@@ -90,6 +93,7 @@ class Contestants:
 
     children: dict[str, Child] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
+    peer: str = PEER  # as it runs
 
     def admit(self, name: str, start: Callable[[], Child], stack: ExitStack) -> None:
         """Start one, which pauses until its turn, and see that it computes."""
@@ -116,10 +120,25 @@ def _measure(shape: Shape, *, quick: bool) -> list[Figure]:
     with tempfile.TemporaryDirectory(prefix="pdmesh-shapes-") as place, ExitStack() as stack:
         folder, there = make_tiny_family(Path(place) / "model", shape.variant, **shape.sizes), Contestants()
         there.admit(OURS, lambda: _ours(folder), stack)
-        there.admit(PEER, lambda: _peer(folder, Path(place) / "model.gguf", shape.architecture), stack)
+        _admit_peer(there, folder, Path(place) / "model.gguf", shape.architecture, stack)
         cases = {_case(name, batch): Decode(child, batch) for batch in BATCHES for name, child in there.children.items()}
         speeds = interleave(cases, 1 if quick else ROUNDS)
-    return figures(shape.name, speeds, there.absent)
+        agreed = _agreement(there.children) if len(there.children) > 1 else None
+    return figures(shape.name, speeds, there.absent, there.peer) + _agreed(shape.name, agreed, there.peer)
+
+
+def _agreement(children: Mapping[str, Child]) -> float:
+    """Return the share of greedy tokens before the first difference: both compute the same model, each in its own 8 bits."""
+    answers = []
+    for child in children.values():
+        with child.turn():
+            answers.append(child.generate(_prompts(max(BATCHES), 0), AGREED_TOKENS).token_ids)
+    return equal_share(answers[0], answers[1])
+
+
+def _agreed(name: str, share: float | None, peer: str) -> list[Figure]:
+    label = f"first {AGREED_TOKENS} tokens of {name}: equal to those of {PEER}"
+    return [] if share is None else [Figure(label, share, "share", "higher", peer=peer)]
 
 
 def _case(name: str, batch: int) -> str:
@@ -132,11 +151,20 @@ def _ours(folder: Path) -> Child:
     return _child("pdmesh", Path(sys.executable), {"model": str(folder), "settings": settings})
 
 
-def _peer(folder: Path, file: Path, architecture: Architecture) -> Child:
-    python = ensure_environment(LLAMA_CPP, say)
+def _admit_peer(there: Contestants, folder: Path, file: Path, architecture: Architecture, stack: ExitStack) -> None:
+    """Admit llama.cpp; without its kernels for AMX where they end it, as on virtual machines that announce it and have none."""
+    try:
+        python = ensure_environment(LLAMA_CPP, say)
+    except (PeerError, OSError) as error:
+        there.absent[PEER] = str(error)
+        return
     export(folder, file, architecture)
-    threads = len(os.sched_getaffinity(0))
-    return _child("llama.cpp", python, {"model": str(file), "threads": threads, "max_seqs": max(BATCHES), "max_context": 1024})
+    options = {"model": str(file), "threads": len(os.sched_getaffinity(0)), "max_seqs": max(BATCHES), "max_context": 1024}
+    for extra in (True, False):
+        there.admit(PEER, partial(_child, "llama.cpp", python, {**options, "extra_buffers": extra}), stack)
+        if PEER in there.children:
+            there.peer = PEER if extra else f"{PEER}, without AMX, with which it ends here"
+            return
 
 
 def _child(library: str, python: Path, options: dict[str, object]) -> Child:
@@ -175,8 +203,8 @@ def _prompts(count: int, seed: int) -> list[list[int]]:
     ]
 
 
-def figures(name: str, speeds: Mapping[str, float], absent: Mapping[str, str]) -> list[Figure]:
-    """Return the speed of each at each batch, and ours over the peer's; who is absent stands with the reason. Pure."""
+def figures(name: str, speeds: Mapping[str, float], absent: Mapping[str, str], peer_name: str = PEER) -> list[Figure]:
+    """Return the speed of each at each batch, and ours over the peer's; an absent one stands with the reason. Pure."""
     found = []
     for batch in BATCHES:
         for who in (OURS, PEER):

@@ -26,7 +26,9 @@ class Llama:
     def __init__(self, options: Options) -> None:
         llama_cpp.llama_backend_init()
         self._options = options
-        self._model = llama_cpp.llama_model_load_from_file(options["model"].encode(), llama_cpp.llama_model_default_params())
+        params = llama_cpp.llama_model_default_params()
+        params.use_extra_bufts = options.get("extra_buffers", True)
+        self._model = llama_cpp.llama_model_load_from_file(options["model"].encode(), params)
         if not self._model:
             raise ValueError(f"llama.cpp does not load {options['model']}")
         self._num_vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
