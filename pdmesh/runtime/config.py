@@ -36,8 +36,8 @@ from typing import Literal, NoReturn, TypeVar, get_args, get_origin
 # Conversion between text (a flag or an environment variable) and the value of a configuration field, by the field's type.
 #
 # Types: str, int, float, bool, Literal of str, Enum, `X | None` (an empty text is None) and tuple[X, ...] (comma-separated; an
-# empty text is the empty tuple). Numbers are plain and finite. `format_value` is the inverse of `parse_value`. A field of texts with
-# the metadata `repeated` has a flag that may be given several times, one text each; its variable holds one a line.
+# empty text is the empty tuple). Numbers are plain and finite. `format_value` is the inverse of `parse_value`. A field of texts
+# with the metadata `repeated` has a flag that may be given several times, one text each; its variable holds one a line.
 
 
 Value = object
