@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 from gguf import GGMLQuantizationType as Type
-from gguf import GGUFWriter
+from gguf import GGUFValueType, GGUFWriter
 from gguf.quants import dequantize, quantize
 from safetensors.numpy import load_file
 
+_KINDS = {str: GGUFValueType.STRING, float: GGUFValueType.FLOAT32, int: GGUFValueType.UINT32, bool: GGUFValueType.BOOL}
 _NAMES = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -42,7 +43,7 @@ def write_gguf(
     folder: Path,
     path: Path,
     *,
-    extra: dict[str, float | str] | None = None,
+    extra: dict[str, float | str | int | bool] | None = None,
     rope_freqs: np.ndarray | None = None,
     types: Callable[[str], Any] = gguf_type,
 ) -> dict[str, np.ndarray]:
@@ -63,7 +64,7 @@ def write_gguf(
     writer.add_bos_token_id(config["bos_token_id"])
     writer.add_eos_token_id(config["eos_token_id"])
     for key, value in (extra or {}).items():
-        writer.add_string(f"{arch}.{key}", value) if isinstance(value, str) else writer.add_float32(f"{arch}.{key}", value)
+        writer.add_key_value(f"{arch}.{key}", value, _KINDS[type(value)])
     if rope_freqs is not None:
         writer.add_tensor("rope_freqs.weight", rope_freqs.astype(np.float32))
     tensors = load_file(folder / "model.safetensors")

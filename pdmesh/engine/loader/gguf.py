@@ -124,11 +124,23 @@ def config_dict(path: Path, reader: GGUFReader) -> dict[str, object]:
     }
     if model_type in ("llama", "qwen3"):
         config["attention_bias"] = "blk.0.attn_q.bias" in tensors
+    if model_type == "llama":
+        config["mlp_bias"] = any(f"blk.0.ffn_{name}.bias" in tensors for name in ("gate", "up", "down"))
     if model_type == "mistral":
         config["sliding_window"] = metadata.integer("attention.sliding_window", 0) or None
     factors = tensors.get("rope_freqs.weight")
     scaling = metadata.rope_scaling() if factors is None else _llama3_scaling(path, np.array(factors.data), config)
+    for key, value in (("rope.dimension_count", head_dim), ("attention.value_length", head_dim)):
+        metadata.require(key, value)
+    metadata.finish(int(str(config["max_position_embeddings"])))
     return {**config, "rope_scaling": scaling} if scaling else config
+
+
+_NEUTRAL = frozenset({
+    "vocab_size", "attention.layer_norm_epsilon", "tensor_data_layout", "rope.scaling.finetuned", "rope.scaling.factor",
+    "rope.scaling.original_context_length", "rope.scaling.yarn_log_multiplier",
+})  # fmt: skip
+"""Keys that no number depends on in the architectures read here, or not without another key that is read."""
 
 
 class _Metadata:
@@ -136,6 +148,7 @@ class _Metadata:
 
     def __init__(self, path: Path, reader: GGUFReader) -> None:
         self._path, self._fields = path, reader.fields
+        self._read: set[str] = set()
         self.architecture = str(self._value("general.architecture", "unknown"))
 
     def integer(self, key: str, default: int | None = None) -> int:
@@ -157,16 +170,57 @@ class _Metadata:
 
     def rope_scaling(self) -> dict[str, object] | None:
         kind = self._value(f"{self.architecture}.rope.scaling.type", "none")
+        linear = self.number("rope.scale_linear", 1.0)  # an older key
+        if kind == "none" and linear != 1.0:
+            return {"rope_type": "linear", "factor": linear}
         if kind == "none":
             return None
         if kind not in ("linear", "yarn"):
             raise ValueError(f"{self._path}: rope scaling {kind!r} is not supported; supported: none, linear, yarn")
-        scaling: dict[str, object] = {"rope_type": kind, "factor": self.number("rope.scaling.factor")}
-        if kind == "yarn":
-            scaling["original_max_position_embeddings"] = self.integer("rope.scaling.original_context_length")
-        return scaling
+        factor = self.number("rope.scaling.factor")
+        return {"rope_type": kind, "factor": factor, **(self._yarn(factor) if kind == "yarn" else {})}
+
+    def _yarn(self, factor: float) -> dict[str, object]:
+        """Return YaRN's own parameters. llama.cpp multiplies its factor of attention with the one that follows from the scaling
+        (ggml's rope_yarn), transformers takes it as the whole."""
+        given = self.number("rope.scaling.yarn_attn_factor", self.number("rope.scaling.attn_factor", 1.0))
+        whole = {} if given == 1.0 else {"attention_factor": given * (1.0 + 0.1 * math.log(factor))}
+        betas = {f"beta_{n}": self.number(f"rope.scaling.yarn_beta_{n}", d) for n, d in (("fast", 32.0), ("slow", 1.0))}
+        return {"original_max_position_embeddings": self.integer("rope.scaling.original_context_length"), **betas, **whole}
+
+    def require(self, key: str, expected: object) -> None:
+        """Raise ValueError unless the key is absent or has the one value that this engine computes."""
+        value = self._value(f"{self.architecture}.{key}", expected)
+        if value != expected:
+            raise ValueError(
+                f"{self._path}: GGUF key {self.architecture}.{key} is {value!r} and this engine computes {expected!r} alone; use "
+                "the model's Hugging Face folder"
+            )
+
+    def finish(self, context: int) -> None:
+        """Raise ValueError for a key of this architecture that was not read, unless its value changes nothing."""
+        for key in ("expert_count", "expert_used_count", "expert_shared_count", "leading_dense_block_count"):
+            self.require(key, 0)
+        self.require("attention.causal", True)
+        self.require("use_parallel_residual", False)
+        window = self._value(f"{self.architecture}.attention.sliding_window", 0)
+        if self.architecture != "mistral" and isinstance(window, int) and 0 < window < context:
+            self.require("attention.sliding_window", 0)
+        prefix = f"{self.architecture}."
+        unread = [key for key in self._fields if key.startswith(prefix) and key not in self._read]
+        unknown = [key for key in unread if key.removeprefix(prefix) not in _NEUTRAL and not self._is_one(key)]
+        if unknown:
+            raise ValueError(
+                f"{self._path}: GGUF keys {', '.join(unknown)} are not read for architecture {self.architecture}, so this model "
+                "might be computed wrongly; use the model's Hugging Face folder"
+            )
+
+    def _is_one(self, key: str) -> bool:
+        """Return whether it is a factor that changes nothing."""
+        return key.endswith(("_scale", "_factor")) and self._fields[key].contents() == 1.0
 
     def _value(self, key: str, default: object) -> object:
+        self._read.add(key)
         field = self._fields.get(key)
         return default if field is None else field.contents()
 
@@ -223,6 +277,14 @@ class GgufSource:
         self._is_permuted = self.config_dict["model_type"] == "llama"
         tensors = [tensor for tensor in reader.tensors if tensor.name not in _NOT_WEIGHTS]
         self._tensors: dict[str, ReaderTensor] = {huggingface_name(tensor.name): tensor for tensor in tensors}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each tensor, by its Hugging Face name."""
+        return {name: tuple(int(size) for size in reversed(tensor.shape)) for name, tensor in self._tensors.items()}
+
+    def stored_name(self, name: str) -> str:
+        """Return the name in the file."""
+        return str(self._stored(name).name)
 
     def names(self) -> frozenset[str]:
         return frozenset(self._tensors)

@@ -6,7 +6,7 @@ keeps torch out of its own process:
 
     python -m pdmesh.engine.loader.headers MODEL [KEY=VALUE ...]        exits with 1 and one line if the model is refused
 
-Not covered: shapes of quantized weights, which their format checks as it reads them, and those of GGUF files.
+Not covered: shapes of quantized safetensors, which their format checks as it reads them.
 """
 
 from __future__ import annotations
@@ -86,6 +86,45 @@ class HeaderSource:
         return sorted(name for name in self._stored.keys() - self._taken if not ignored.fullmatch(name))
 
 
+class GgufHeaders:
+    """Give the tensors of a GGUF file on device meta, see WeightSource."""
+
+    def __init__(self, source: WeightSource, shapes: dict[str, tuple[int, ...]]) -> None:
+        self.config, self._source, self._shapes = source.config, source, shapes
+        self.taken: set[str] = set()
+
+    def names(self) -> frozenset[str]:
+        return self._source.names()
+
+    def get(self, name: str) -> Tensor:
+        """Return the tensor without numbers. Raises MissingTensor."""
+        if name not in self._shapes:
+            return self._source.get(name)  # which raises
+        self.taken.add(name)
+        return torch.empty(self._shapes[name], device="meta")
+
+    def get_int4(self, name: str, group: int) -> Int4Weight | None:
+        return None
+
+    def num_elements(self) -> int:
+        return self._source.num_elements()
+
+
+def _check_gguf(source: WeightSource) -> None:
+    from pdmesh.engine.loader.gguf import GgufSource  # the gguf package is imported only for GGUF files
+
+    if not isinstance(source, GgufSource):
+        return
+    given = GgufHeaders(source, source.shapes())
+    TorchBuilder(given, torch.float32, "meta").build(_CONTEXT, lambda _share, _text: None)
+    unused = sorted(source.stored_name(name) for name in source.names() - given.taken)
+    if unused:
+        raise ValueError(
+            f"{source.path}: tensors {', '.join(unused[:MAX_NAMED])} are used by nothing in architecture "
+            f"{source.config.model_type}, so this model might be computed wrongly; use the model's Hugging Face folder"
+        )
+
+
 def _header(path: Path) -> dict[str, tuple[str, list[int]]]:
     """Return dtype and shape by name. The file was opened before, so its header is sound."""
     with path.open("rb") as file:
@@ -96,8 +135,11 @@ def _header(path: Path) -> dict[str, tuple[str, list[int]]]:
 
 def check_headers(source: WeightSource) -> list[str]:
     """Return the tensors of plain safetensors that no computation asks for. Raises ValueError for a tensor that is missing, or
-    has another shape than its config says."""
-    if not isinstance(source, SafetensorsSource) or getattr(source, "quantized", None) is not None:
+    has another shape than its config says, and for one of a GGUF file that nothing uses: the architecture is then another."""
+    if not isinstance(source, SafetensorsSource):
+        _check_gguf(source)
+        return []
+    if getattr(source, "quantized", None) is not None:
         return []
     headers = HeaderSource(source.folder, source.config)
     TorchBuilder(headers, torch.float32, "meta").build(_CONTEXT, lambda _share, _text: None)

@@ -103,9 +103,10 @@ class RopeConfig:
 
 
 def rope_parameters(config: ConfigReader) -> ConfigReader | None:
-    """Return `rope_parameters` (transformers 5) or `rope_scaling` (earlier, and what model cards say), None without either; of
-    both the latter counts, as in transformers, beside what only the former says. Raises ValueError for a set per kind of layer,
-    which only families that have several ropes read."""
+    """Return `rope_parameters` (transformers 5) or `rope_scaling` (earlier, and what model cards say), None without either. Of
+    both the latter counts, as in transformers, beside what only the former says.
+
+    Raises ValueError for a set per kind of layer, which only families that have several ropes read."""
     params = config.joined_section("rope_parameters", "rope_scaling")
     config.ignore("rope_parameters", "rope_scaling")
     nested = [] if params is None else params.sections()
