@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,10 +101,11 @@ async def test_what_a_worker_offers_follows(pair: Pair, scene: Scene) -> None:
 
 async def test_a_change_is_reported_at_once(pair: Pair, scene: Scene) -> None:
     watch = pair.decode.control.Watch(worker_pb2.WatchRequest(period_ms=10_000))
-    assert not (await watch.read()).adapters  # type: ignore[union-attr]
+    report = await watch.read()
+    assert isinstance(report, worker_pb2.LoadReport) and not report.adapters
     await pair.decode.control.LoadAdapter(load("a", scene.adapters["a"]))
     report = await watch.read()
-    assert [each.name for each in report.adapters] == ["a"]  # type: ignore[union-attr]
+    assert isinstance(report, worker_pb2.LoadReport) and [each.name for each in report.adapters] == ["a"]
     watch.cancel()
 
 
@@ -157,7 +158,7 @@ async def test_unloading_lets_running_requests_end(pair: Pair, scene: Scene) -> 
     await eventually(lambda: not pair.decode.worker.engine.adapters.slots)
 
 
-REFUSED = {
+REFUSED: dict[str, tuple[Callable[[Scene], worker_pb2.LoadAdapterRequest], grpc.StatusCode, str]] = {
     "no name": (lambda s: load("", s.adapters["a"]), grpc.StatusCode.INVALID_ARGUMENT, "is not 1 to 128"),
     "the model's name": (lambda s: load("tiny", s.adapters["a"]), grpc.StatusCode.INVALID_ARGUMENT, "the model's own name"),
     "no folder": (lambda s: worker_pb2.LoadAdapterRequest(name="a"), grpc.StatusCode.INVALID_ARGUMENT, "empty; give the folder"),

@@ -40,7 +40,7 @@ class RequestTable:
         limits: Limits,
         allocator: BlockAllocator,
         scheduler: Scheduler,
-        may_have: Callable[[AdapterId | None], bool] = lambda adapter: adapter is None,
+        may_have: Callable[[AdapterId], bool] = lambda adapter: False,
     ) -> None:
         """`may_have` says whether a new request may be computed with an adapter."""
         self._limits = limits
@@ -69,8 +69,8 @@ class RequestTable:
         """Return a group for a valid new request, not in the table yet; None if all seats are taken. Raises what validation
         raises."""
         check_request(request, self._limits)
-        if not self._may_have(request.adapter):
-            raise UnknownAdapter(f"adapter: {request.adapter and request.adapter.name!r} is not loaded here (any more)")
+        if request.adapter is not None and not self._may_have(request.adapter):
+            raise UnknownAdapter(f"adapter: {request.adapter.name!r} is not loaded here (any more)")
         if request.request_id in self._groups:
             raise DuplicateRequest(f"request_id: {request.request_id!r} is in the engine already; release it first")
         group = SequenceGroup(request, next(self._arrivals), phase, clock)
