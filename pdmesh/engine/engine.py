@@ -208,7 +208,8 @@ class Engine:
     def step(self) -> StepResult | None:
         """Run one step for all sequences that fit into it. None: nothing to do until another call changes that."""
         started_ns = time.monotonic_ns()
-        self.adapters.sweep()
+        if self.adapters.leaving:
+            self.adapters.sweep()
         plan = self._next_plan(started_ns)
         if not plan.pieces:
             self.check_integrity()

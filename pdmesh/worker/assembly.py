@@ -82,11 +82,12 @@ class Worker:
         self._engine_loop = EngineLoop(engine, self._on_step, on_failure, self.dispatcher.on_ready)
         self._publisher = PrefixPublisher(engine, self._engine_loop, self.epoch, worker_id) if config.redis else None
         self._grammars = compiler_for(engine)
-        self.adapters = WorkerAdapters(engine, self._engine_loop, config.served_name, self.changes.notify)
+        self.adapters = WorkerAdapters(engine, self._engine_loop, config.served_name, self._adapters_changed)
         served_model = ServedModel.of(engine, config.served_name, self._grammars, self.adapters.find)
         self.watch = StepWatch(engine.pacer)
         self._experts = ExpertWindow()
         self.load = self._load_reporter()
+        self.load.adapters = self.adapters.infos()
         tls = open_tls(config.tls)
         self._staged = staged or staged_memory(engine)
         self._sender = Sender(self._staged or engine.kv, served_model.identity, served_model.layout, self.epoch, tls=tls)
@@ -212,6 +213,10 @@ class Worker:
         except Exception as error:  # noqa: BLE001  lost results cannot be produced again
             self._on_failure(error)
 
+    def _adapters_changed(self) -> None:
+        self.load.adapters = self.adapters.infos()
+        self.changes.notify()
+
     def _read_metrics(self, readings: Readings) -> None:
         # The limits were measured when the engine started; this call only looks them up.
         limits = limits_for(self.engine) if self.watch.model is not None else None
@@ -235,7 +240,6 @@ class Worker:
             worker_id=self._worker_id,
             epoch=self.epoch,
             max_num_seqs=self.engine.config.max_num_seqs,
-            adapters=self.adapters.infos,
             num_handoff_failures=lambda: self.prefill.num_handoff_failures + self.decode.reservations.num_handoff_failures,
         )
 

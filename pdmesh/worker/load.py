@@ -190,7 +190,6 @@ class LoadReporter:
         epoch: int,
         max_num_seqs: int,
         num_handoff_failures: Callable[[], int],
-        adapters: Callable[[], Sequence[common_pb2.AdapterInfo]] = lambda: (),
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._engine = engine
@@ -202,7 +201,7 @@ class LoadReporter:
         self._epoch = epoch
         self._max_num_seqs = max_num_seqs
         self._num_handoff_failures = num_handoff_failures
-        self._adapters = adapters
+        self.adapters: Sequence[common_pb2.AdapterInfo] = ()  # that requests may ask for now
         self._clock_ns = clock_ns
 
     async def run(self) -> None:
@@ -262,5 +261,5 @@ class LoadReporter:
             slack_s=stats.slack_s,
             speculation=None if stats.speculation is None else speculation_message(self._drafts),
             age_ms=math.ceil(1000 * self._age_s()),
-            adapters=self._adapters(),
+            adapters=self.adapters,
         )

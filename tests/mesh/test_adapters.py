@@ -6,13 +6,14 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import pytest
 import pytest_asyncio
 
 from pdmesh.cli import run as pdmesh
 from pdmesh.client.client import AsyncClient
+from pdmesh.client.types import GenerateOptions
 from pdmesh.errors import InvalidArgument, MeshError, NotFound
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.launcher.plan import LocalMeshConfig
@@ -58,12 +59,14 @@ async def client(mesh: LocalMesh) -> AsyncIterator[AsyncClient]:
         yield client
 
 
-async def ask(client: AsyncClient, model: str, mode: str = "auto", num_tokens: int = NUM_TOKENS) -> list[int]:
-    options: dict[str, Any] = {} if mode == "auto" else {"mode": mode}
-    answer = await client.generate(
-        PROMPT, model=model, temperature=0.0, max_tokens=num_tokens, ignore_eos=True, timeout=60, **options
-    )
-    assert answer.model == (model or "tiny")
+async def ask(
+    client: AsyncClient, model: str, mode: Literal["local", "remote"] | None = None, num_tokens: int = NUM_TOKENS
+) -> list[int]:
+    options: GenerateOptions = {"temperature": 0.0, "max_tokens": num_tokens, "ignore_eos": True}
+    if mode is not None:
+        options["mode"] = mode
+    answer = await client.generate(PROMPT, model=model, timeout=60, **options)
+    assert answer.model == model
     return list(answer.token_ids)
 
 
@@ -81,7 +84,7 @@ async def everywhere(client: AsyncClient, name: str) -> None:
 
 @pytest.mark.parametrize("mode", ["remote", "local"])
 async def test_the_name_of_an_adapter_is_that_of_a_model(
-    mesh: LocalMesh, client: AsyncClient, answers: dict[str, list[int]], mode: str
+    mesh: LocalMesh, client: AsyncClient, answers: dict[str, list[int]], mode: Literal["local", "remote"]
 ) -> None:
     for _ in range(2):  # the second time every prompt is in a prefix cache, each in its own
         got = await asyncio.gather(*(ask(client, model, mode) for model in ("a", "tiny", "a", "tiny")))
@@ -167,7 +170,7 @@ async def test_unloaded_for_good(
 
 
 async def test_refusals_name_the_adapter(mesh: LocalMesh, client: AsyncClient, tiny: Path, adapters: dict[str, Path]) -> None:
-    with pytest.raises(InvalidArgument, match=r"adapter 'bad': .*no adapter_config.json"):
+    with pytest.raises(InvalidArgument, match=r"adapter 'bad': .*no adapter_config\.json"):
         await client.load_adapter("bad", str(tiny))
     with pytest.raises(InvalidArgument, match="'tiny' is a model's name"):
         await client.load_adapter("tiny", str(adapters["a"]))
@@ -188,10 +191,13 @@ async def test_refusals_name_the_adapter(mesh: LocalMesh, client: AsyncClient, t
             await client.unload_adapter(adapter.name)
 
 
-async def test_the_command(mesh: LocalMesh, adapters: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+async def test_the_command(
+    mesh: LocalMesh, client: AsyncClient, adapters: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     router = ("--router", mesh.router_addresses[0])
     assert await asyncio.to_thread(pdmesh, ["adapters", "load", "c", str(adapters["c"]), *router]) == 0
     assert "c of tiny: loaded on" in capsys.readouterr().out
+    await everywhere(client, "c")
     assert await asyncio.to_thread(pdmesh, ["adapters", *router]) == 0
     assert "4 of 4" in capsys.readouterr().out
     assert await asyncio.to_thread(pdmesh, ["adapters", "unload", "c", *router]) == 0

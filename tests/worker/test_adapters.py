@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import grpc
 import pytest
@@ -102,11 +101,11 @@ async def test_what_a_worker_offers_follows(pair: Pair, scene: Scene) -> None:
 
 async def test_a_change_is_reported_at_once(pair: Pair, scene: Scene) -> None:
     watch = pair.decode.control.Watch(worker_pb2.WatchRequest(period_ms=10_000))
-    first = cast(worker_pb2.LoadReport, await watch.read())
-    assert not first.adapters
+    report = await watch.read()
+    assert isinstance(report, worker_pb2.LoadReport) and not report.adapters
     await pair.decode.control.LoadAdapter(load("a", scene.adapters["a"]))
-    report = cast(worker_pb2.LoadReport, await watch.read())
-    assert [each.name for each in report.adapters] == ["a"]
+    report = await watch.read()
+    assert isinstance(report, worker_pb2.LoadReport) and [each.name for each in report.adapters] == ["a"]
     watch.cancel()
 
 

@@ -24,15 +24,16 @@ class AdapterSlots(Protocol):
 
 
 class AdapterRegistry:
-    """Hold the adapters of an engine. `in_use` returns the adapters of all requests in the engine."""
+    """Hold the adapters of an engine. `leaving` were unloaded, and requests may still use them."""
 
     def __init__(self, max_loras: int, slots: AdapterSlots | None, in_use: Callable[[], Iterable[AdapterId | None]]) -> None:
+        """`slots`: the model's places, None: it has none. `in_use` returns the adapters of all requests in the engine."""
         self._max_loras = max_loras
         self._model = slots
         self._in_use = in_use
         self._slots: dict[AdapterId, int] = {}
         self._ranks: dict[AdapterId, int] = {}
-        self._leaving: set[AdapterId] = set()
+        self.leaving: set[AdapterId] = set()
 
     @property
     def can_load(self) -> bool:
@@ -47,7 +48,7 @@ class AdapterRegistry:
     @property
     def loaded(self) -> tuple[AdapterId, ...]:
         """Return the adapters that requests may ask for, by name."""
-        return tuple(sorted(self._slots.keys() - self._leaving))
+        return tuple(sorted(self._slots.keys() - self.leaving))
 
     def rank_of(self, adapter: AdapterId) -> int:
         return self._ranks[adapter]
@@ -64,11 +65,11 @@ class AdapterRegistry:
                 f"adapter {adapter.id.name!r} is loaded with other weights; unload it first, or choose another name"
             )
         if adapter.id in self._slots:
-            self._leaving.discard(adapter.id)
+            self.leaving.discard(adapter.id)
             return
         slot = next((number for number in range(self._max_loras) if number not in self._slots.values()), None)
         if slot is None:
-            waiting = f", of which {len(self._leaving)} wait for their last requests" if self._leaving else ""
+            waiting = f", of which {len(self.leaving)} wait for their last requests" if self.leaving else ""
             raise AdapterRefused(
                 f"adapter {adapter.id.name!r}: all {self._max_loras} places are taken{waiting}; unload one, or raise --max-loras"
             )
@@ -82,21 +83,19 @@ class AdapterRegistry:
         adapter = next((known for known in self.loaded if known.name == name), None)
         if adapter is None:
             return None
-        self._leaving.add(adapter)
+        self.leaving.add(adapter)
         num_requests = sum(other == adapter for other in self._in_use())
         self.sweep()
         return num_requests
 
     def sweep(self) -> None:
-        """Free what no request uses any more. Cheap while nothing leaves."""
-        if not self._leaving:
-            return
-        for adapter in self._leaving.difference(self._in_use()):
+        """Free those of `leaving` that no request uses any more."""
+        for adapter in self.leaving.difference(self._in_use()):
             assert self._model is not None
             self._model.drop(self._slots.pop(adapter))
             del self._ranks[adapter]
-            self._leaving.discard(adapter)
+            self.leaving.discard(adapter)
 
-    def may_have(self, adapter: AdapterId | None) -> bool:
+    def may_have(self, adapter: AdapterId) -> bool:
         """Return whether a new request may have it."""
-        return adapter is None or (adapter in self._slots and adapter not in self._leaving)
+        return adapter in self._slots and adapter not in self.leaving

@@ -41,7 +41,7 @@ class RequestTable:
         limits: Limits,
         allocator: BlockManager,
         scheduler: Scheduler,
-        may_have: Callable[[AdapterId | None], bool] = lambda adapter: adapter is None,
+        may_have: Callable[[AdapterId], bool] = lambda adapter: False,
     ) -> None:
         """`may_have` says whether a new request may be computed with an adapter."""
         self._limits = limits
@@ -70,8 +70,8 @@ class RequestTable:
         """Return a group for a valid new request, which is not in the table yet; None if all seats are taken. Raises the errors
         of validation."""
         check_request(request, self._limits)
-        if not self._may_have(request.adapter):
-            raise UnknownAdapter(f"adapter: {request.adapter and request.adapter.name!r} is not loaded here (any more)")
+        if request.adapter is not None and not self._may_have(request.adapter):
+            raise UnknownAdapter(f"adapter: {request.adapter.name!r} is not loaded here (any more)")
         if request.request_id in self._groups:
             raise DuplicateRequest(f"request_id: {request.request_id!r} is in the engine already; release it first")
         group = SequenceGroup(request, next(self._arrivals), phase, clock)
