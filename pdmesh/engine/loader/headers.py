@@ -106,6 +106,9 @@ class GgufHeaders:
     def get_int4(self, name: str, group: int) -> Int4Weight | None:
         return None
 
+    def get_int8(self, name: str) -> Int8Weight | None:
+        return None
+
     def num_elements(self) -> int:
         return self._source.num_elements()
 
