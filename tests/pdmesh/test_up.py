@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pdmesh import cli
-from pdmesh.commands.up import Options, _mesh_config, _summary
+from pdmesh.commands.up import Options, _mesh_config, _summary, adapter_flags, check_adapters
 from pdmesh.commands.up_autoscale import DECISIONS_FILE, AutoscaleOptions
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.launcher.plan import LocalMeshConfig, router_plans, worker_plans
@@ -119,3 +119,15 @@ def test_every_process_is_told_of_the_collector(tmp_path: Path) -> None:
 def test_a_collector_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigError, match="--otlp-endpoint"):
         parse(Options, ["--otlp-endpoint", "there"], {}, prog="pdmesh up")
+
+
+def test_adapters_are_checked_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="lora: 'sql' is not NAME=FOLDER"):
+        check_adapters(("sql",), 0)
+    with pytest.raises(ValueError, match=r"lora: sql: .* has no adapter_config\.json"):
+        check_adapters((f"sql={tmp_path}",), 0)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    check_adapters((f"sql={tmp_path}",), 2)
+    flags = adapter_flags((f"sql={tmp_path}", f"b={tmp_path}"), 2)
+    assert flags == ("--lora", f"sql={tmp_path.resolve()}", "--lora", f"b={tmp_path.resolve()}", "--max-loras", "2")
