@@ -13,12 +13,12 @@ import pytest_asyncio
 from pdmesh.client.client import AsyncClient
 from pdmesh.runtime.config import ConfigError
 from pdmesh.runtime.rpc.channel import connect
-from pdmesh.third_party.kserve.grpc_service_pb2_grpc import GRPCInferenceServiceStub
-from pdmesh.third_party.vllm import vllm_engine_pb2 as vllm
+from pdmesh.third_party.kserve_calls.grpc_service_pb2_grpc import GRPCInferenceServiceStub
+from pdmesh.third_party.vllm import vllm_engine_pb2
 from pdmesh.third_party.vllm.vllm_engine_pb2_grpc import VllmEngineStub
 from pdmesh.v1 import common_pb2
 from router.tokenization import prepared_request
-from tests.router.kserve import calls as kserve
+from tests.router.kserve import calls as kserve_calls
 from tests.router.mesh import Mesh, request, running_mesh, write_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -72,9 +72,9 @@ async def test_openai(mesh: Mesh) -> None:
 async def test_kserve(mesh: Mesh) -> None:
     channel = connect(mesh.router.server.address)
     stub = GRPCInferenceServiceStub(channel)
-    await stub.ModelInfer(kserve.request())
+    await stub.ModelInfer(kserve_calls.request())
     assert sampled(mesh) == PUBLISHED
-    await stub.ModelInfer(kserve.request(id="r2", **EXPLICIT))  # type: ignore[arg-type]
+    await stub.ModelInfer(kserve_calls.request(id="r2", **EXPLICIT))  # type: ignore[arg-type]
     assert sampled(mesh) == EXPLICIT
     await channel.close()
 
@@ -82,12 +82,12 @@ async def test_kserve(mesh: Mesh) -> None:
 async def test_the_engine_protocol_whose_zeros_say_nothing(mesh: Mesh) -> None:
     channel = connect(mesh.router.server.address)
     stub = VllmEngineStub(channel)
-    tokens = vllm.TokenizedInput(input_ids=range(64, 80))
-    params = vllm.SamplingParams(max_tokens=4, temperature=0, top_p=0.5)
-    async for _ in stub.Generate(vllm.GenerateRequest(request_id="a", tokenized=tokens, sampling_params=params)):
+    tokens = vllm_engine_pb2.TokenizedInput(input_ids=range(64, 80))
+    params = vllm_engine_pb2.SamplingParams(max_tokens=4, temperature=0, top_p=0.5)
+    async for _ in stub.Generate(vllm_engine_pb2.GenerateRequest(request_id="a", tokenized=tokens, sampling_params=params)):
         pass
     assert sampled(mesh) == {**PUBLISHED, "temperature": 0, "top_p": 0.5}
-    info = await stub.GetModelInfo(vllm.GetModelInfoRequest())
+    info = await stub.GetModelInfo(vllm_engine_pb2.GetModelInfoRequest())
     assert json.loads(info.default_sampling_params_json) == PUBLISHED
     await channel.close()
 
