@@ -47,6 +47,7 @@ def on_triton(folder: Path, reference: LoadedModel) -> LoadedModel:
     return replace(reference, model=TritonModel(decoder, splits=SPLITS))
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("variant", variants())
 def test_logits_and_greedy_tokens_are_those_of_the_reference(variant: str, tmp_path: Path) -> None:
     """A prompt in chunks, then prompts in one batch with decode steps of all."""
