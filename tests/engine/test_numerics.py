@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.kernels.cpu import build, isa
 from pdmesh.engine.kernels.cpu.model import NativeModel, why_not
 from pdmesh.engine.loader.loader import LoadedModel, load_model
-from pdmesh.engine.models.config import ModelConfig
+from pdmesh.engine.models.config import ExpertsConfig, ModelConfig
 from pdmesh.engine.models.decoder import DecoderModel
 from pdmesh.engine.models.registry import model_config
 from pdmesh.engine.request import EngineRequest
@@ -173,6 +174,14 @@ WITHOUT_TRITON: list[tuple[ModelConfig, str, str]] = [
     (model(head_dim=288), "", "head_dim 288 is more than 256"),
     (model(model_type="mistral", sliding_window=0), "", "a sliding window of no tokens"),
 ]
+
+
+def test_ranks_share_experts_on_torch_alone() -> None:
+    experts = ExpertsConfig(num_experts=4, top_k=2, intermediate_size=64, layers=(True, True))
+    mixed = replace(model(), experts=experts)
+    assert chosen(mixed, device="cuda").backend == "triton"
+    numerics = chosen(mixed, device="cuda", tensor_parallel=2)
+    assert (numerics.backend, numerics.why_torch[:17]) == ("torch", "tensor_parallel=2")
 
 
 @pytest.mark.parametrize(("of", "no_triton", "reason"), WITHOUT_TRITON)
