@@ -13,7 +13,7 @@ import pytest_asyncio
 from pdmesh.client.client import AsyncClient
 from pdmesh.runtime.config import ConfigError
 from pdmesh.runtime.rpc.channel import connect
-from pdmesh.third_party.kserve_calls.grpc_service_pb2_grpc import GRPCInferenceServiceStub
+from pdmesh.third_party.kserve.grpc_service_pb2_grpc import GRPCInferenceServiceStub
 from pdmesh.third_party.vllm import vllm_engine_pb2
 from pdmesh.third_party.vllm.vllm_engine_pb2_grpc import VllmEngineStub
 from pdmesh.v1 import common_pb2
