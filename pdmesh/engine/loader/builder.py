@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pdmesh.engine.attention.base import make_attention
 from pdmesh.engine.loader.safetensors import SafetensorsSource, WeightSource, checked, weight_files
-from pdmesh.engine.models.config import ExpertsConfig, LatentConfig
+from pdmesh.engine.models.config import LATENT_EPS, ExpertsConfig, LatentConfig
 from pdmesh.engine.models.decoder import DecoderLayer, DecoderModel, LatentMaps, sinks_of
 from pdmesh.engine.models.experts import ClampedMLP, Experts
 from pdmesh.engine.models.layers import MLP, GatedMLP, Linear, Norm, PlainMLP, QKNorm, RotaryTable, make_linear
@@ -24,7 +24,6 @@ Progress = Callable[[float, str], None]
 
 
 _ATTENTION = "reference"
-LATENT_EPS = 1e-6  # of the norms inside latent attention, whatever the others have
 
 
 def open_checkpoint(path: Path) -> tuple[WeightSource, list[Path]]:

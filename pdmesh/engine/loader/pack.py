@@ -33,10 +33,9 @@ from pdmesh.engine.kernels.cpu.model import (
     PackedWeights,
     gathered,
 )
-from pdmesh.engine.loader.builder import LATENT_EPS
 from pdmesh.engine.loader.quantize import Fp8Weight, Int4Weight, Int8Weight, quantize_int4, quantize_int8
 from pdmesh.engine.loader.safetensors import WeightSource, checked
-from pdmesh.engine.models.config import ExpertsConfig, LatentConfig
+from pdmesh.engine.models.config import LATENT_EPS, ExpertsConfig, LatentConfig
 from pdmesh.engine.models.layers import RotaryTable
 from pdmesh.engine.models.rope import RopeConfig
 

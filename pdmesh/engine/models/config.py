@@ -51,6 +51,10 @@ class ExpertsConfig:
     activation_limit: float = 0.0
 
 
+LATENT_EPS = 1e-6
+"""Of the norms inside latent attention, whatever the others have."""
+
+
 @dataclass(frozen=True)
 class LatentConfig:
     """Latent attention (DeepSeek-V2, 2024): the cache holds a latent of `kv_rank` numbers and `rope_dim` rotated ones a token."""
