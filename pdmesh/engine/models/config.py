@@ -51,7 +51,8 @@ class ExpertsConfig:
     activation_limit: float = 0.0
 
 
-LATENT_EPS = 1e-6  # of the norms inside latent attention, whatever the others have
+LATENT_EPS = 1e-6
+"""Of the norms inside latent attention, whatever the others have."""
 
 
 @dataclass(frozen=True)

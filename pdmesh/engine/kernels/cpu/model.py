@@ -270,7 +270,7 @@ class PackedWeights:
 class NativeModel:
     """Run a model on the CPU kernels. Bits of a token's logits depend on its sequence alone (see gemm.h, attention.h).
 
-    `expert_counts` has for each layer how many tokens each of its experts got, [num_experts] int64, or None without experts."""
+    The kernels count the tokens of each expert, see `expert_counts`."""
 
     def __init__(
         self,
@@ -291,13 +291,13 @@ class NativeModel:
         self.profile: abi.Profile | None = None  # each step fills it, if it is set
         self._library = library
         self._kv_dtype, self._block_size, self._num_threads = kv_dtype, block_size, num_threads
-        self.expert_counts = [_counts(layer) for layer in weights.layers]
+        self._expert_counts = [_counts(layer) for layer in weights.layers]
         # The engine reads them in every step.
         self._experts = [
             layer.mlp.descriptor(config.activation, counts)
             if isinstance(layer.mlp, PackedExperts) and counts is not None
             else None
-            for layer, counts in zip(weights.layers, self.expert_counts, strict=True)
+            for layer, counts in zip(weights.layers, self._expert_counts, strict=True)
         ]
         self._latents = [None if layer.latent is None else layer.latent.descriptor() for layer in weights.layers]
         descriptor = ctypes.byref(self._descriptor(block_size))
@@ -325,6 +325,12 @@ class NativeModel:
     def sampler(self) -> NativeSampler:
         """Return a sampler that uses this model's threads between its steps; it keeps the model alive."""
         return NativeSampler(self._library, team=self.team, owner=self)
+
+    def expert_counts(self) -> Tensor | None:
+        """Return the tokens that each expert got since start, [layers with experts, num_experts] int64; None without experts. Any
+        thread may ask."""
+        counts = [each for each in self._expert_counts if each is not None]
+        return torch.stack(counts) if counts else None
 
     def first_layers(self, num_layers: int) -> NativeModel:
         """See DecoderModel.first_layers. The two models compute with the same threads, in turn."""
