@@ -168,7 +168,8 @@ def _load(
 
 
 def _load_triton(source: WeightSource, config: EngineConfig, numerics: Numerics, progress: Progress) -> tuple[TritonModel, str]:
-    from pdmesh.engine.loader.triton import QuantizedMaps, TritonBuilder, triton_model  # triton is not installed everywhere
+    from pdmesh.engine.loader.triton import QuantizedMaps, triton_model  # triton is not installed everywhere
+    from pdmesh.engine.loader.triton_builder import TritonBuilder
 
     max_context = effective_max_context(config, source.config)
     maps = QuantizedMaps(source, numerics, config.device) if numerics.is_quantized else None

@@ -11,18 +11,15 @@ from torch import Tensor
 from pdmesh.engine.backend_selection import Numerics
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.kernels.triton.cuda_graphs import DecodeSizes, make_recorder
-from pdmesh.engine.kernels.triton.experts.experts import GroupedExperts
 from pdmesh.engine.kernels.triton.linear.linear import make_triton_linear
 from pdmesh.engine.kernels.triton.model import KERNEL_REVISION, TritonModel, bounds_of
 from pdmesh.engine.kernels.triton.piecewise_graphs import token_buckets
-from pdmesh.engine.loader.builder import TorchBuilder
 from pdmesh.engine.loader.kv_scales import KVScales
 from pdmesh.engine.loader.pack import concat_rows
 from pdmesh.engine.loader.quantize import Fp8Weight, Int4Weight, Int8Weight, quantize_fp8, quantize_int4, quantize_int8
 from pdmesh.engine.loader.safetensors import WeightSource, checked, exact_weight
-from pdmesh.engine.models.config import ExpertsConfig
 from pdmesh.engine.models.decoder import DecoderModel
-from pdmesh.engine.models.layers import MLP, Linear
+from pdmesh.engine.models.layers import Linear
 
 Weight = Int8Weight | Int4Weight | Fp8Weight
 
@@ -65,15 +62,6 @@ class QuantizedMaps:
 
 
 _IN_8_BITS: dict[str, Callable[[Tensor, str], Int8Weight | Fp8Weight]] = {"int8": quantize_int8, "fp8": quantize_fp8}
-
-
-class TritonBuilder(TorchBuilder):
-    """Build a decoder whose experts lie together, for the kernels: while a layer is loaded the device holds one expert twice."""
-
-    def _experts(self, prefix: str, experts: ExpertsConfig) -> MLP:
-        each = (expert for expert in self._each_expert(prefix, experts) if expert is not None)
-        around = self._around_experts(prefix, experts)
-        return GroupedExperts(experts, self.config.activation, experts=each, **around)
 
 
 def triton_model(
