@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from typing import Protocol
 
-from pdmesh.runtime.errors import Aborted, ResourceExhausted
+from pdmesh.runtime.errors import Aborted, DataLoss, ResourceExhausted
 from pdmesh.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from tests.router import stub_model
 from tests.support.waiting import eventually
@@ -33,7 +33,7 @@ BY_TOKEN: dict[bytes, tuple[Decode, str]] = {}
 class StubPrefill(prefill_pb2_grpc.PrefillServiceServicer):
     """`prefill_plan` is empty when all goes well, else one word for each call:
 
-    reject | mute | break | lie | late | fail | final | break_after_first | committed_but_failed | tokenless | untold
+    reject | not_finite | mute | break | lie | late | fail | final | break_after_first | committed_but_failed | tokenless | untold
     """
 
     def __init__(self) -> None:
@@ -47,6 +47,8 @@ class StubPrefill(prefill_pb2_grpc.PrefillServiceServicer):
         try:
             if plan == "reject":
                 raise ResourceExhausted("the queue is full")
+            if plan == "not_finite":
+                raise DataLoss.of_logits()
             if plan == "mute":
                 await asyncio.Event().wait()
             if plan == "break":

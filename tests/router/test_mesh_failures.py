@@ -205,6 +205,20 @@ async def test_logits_that_are_not_finite_end_the_request_at_once(model_folder: 
         await mesh.until_whole()
 
 
+async def test_a_prefill_whose_logits_are_not_finite_ends_the_request_at_once(model_folder: Path) -> None:
+    async with running_mesh(model_folder, prefill=2) as mesh:
+        for name in ("p0", "p1"):
+            mesh[name].prefill_plan = ["not_finite"]
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await mesh.generate(request(mode=mesh_pb2.PREFILL_MODE_REMOTE))
+        assert raised.value.code() is grpc.StatusCode.DATA_LOSS
+        assert len(mesh["p0"].prefills) + len(mesh["p1"].prefills) == 1
+        await mesh.until_whole()
+        for name in ("p0", "p1"):
+            mesh[name].prefill_plan = []
+        assert (await mesh.generate(request())).tokens() == expected(8)
+
+
 @pytest.mark.parametrize("error", [ResourceExhausted("no room"), FailedPrecondition("identity", "no"), Unavailable("draining")])
 async def test_refused_submit_goes_to_another_worker(model_folder: Path, error: MeshError) -> None:
     async with running_mesh(model_folder, decode=2) as mesh:
