@@ -24,7 +24,7 @@ _SMALL_TOKENS, _SMALL_HELD_OUT, _SMALL_STEPS = 800, 300, 40
 @dataclass(frozen=True)
 class Options:
     """Train a draft model: pdmesh distill-draft MODEL --out FOLDER. It has a few of the model's layers and learns what the model
-    itself generates; `pdmesh up --draft-model FOLDER` drafts with it. Two fifths of the time go to generating."""
+    itself generates; a worker's --draft-model FOLDER drafts with it. Two fifths of the time go to generating."""
 
     model: str = field(
         default=registry.DEFAULT_MODEL,

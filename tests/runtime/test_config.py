@@ -250,17 +250,3 @@ def test_choices_are_for_text() -> None:
 
     with pytest.raises(TypeError, match="choices are for text"):
         parse(Wrong, [], {}, prog="test")
-
-
-@dataclass(frozen=True)
-class Repeated:
-    """A flag that may be given several times, beside one of which the last counts."""
-
-    lora: tuple[str, ...] = field(default=(), metadata={"help": "adapters", "repeats": True})
-    roles: tuple[str, ...] = field(default=(), metadata={"help": "roles"})
-
-
-def test_repeated_flags_are_joined_where_the_field_says_so() -> None:
-    argv = ["--lora", "a=/x", "--roles", "one", "--lora=b=/y,c=/z", "--roles", "two"]
-    assert parse(Repeated, argv, {}, prog="p") == Repeated(("a=/x", "b=/y", "c=/z"), ("two",))
-    assert parse(Repeated, [], {"PDMESH_LORA": "a=/x,b=/y"}, prog="p").lora == ("a=/x", "b=/y")

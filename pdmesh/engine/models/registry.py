@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pdmesh.engine.loader.quantized.registry import weight_format
 from pdmesh.engine.models.config import ModelConfig
 from pdmesh.engine.models.families.dense import (
     arcee,
@@ -102,8 +101,12 @@ def family_of(model_type: str) -> Family:
 
 def check_quantization(config: ConfigReader) -> None:
     """Raise UnsupportedModel where weights are quantized in a way that this engine does not read."""
-    weight_format(config)
-    config.ignore("quantization_config", "compression_config")
+    keys = ("quantization_config", "compression_config")
+    config.ignore(*keys)
+    if any(config.get(key) for key in keys):
+        from pdmesh.engine.loader.quantized.registry import weight_format  # it needs torch, which planners of plain models lack
+
+        weight_format(config)
 
 
 def model_config(content: Mapping[str, object]) -> ModelConfig:
