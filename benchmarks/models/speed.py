@@ -207,9 +207,9 @@ def figures(name: str, speeds: Mapping[str, float], absent: Mapping[str, str], p
     """Return the speed of each at each batch, and ours over the peer's; an absent one stands with the reason. Pure."""
     found = []
     for batch in BATCHES:
-        for who in (OURS, PEER):
-            case, label = _case(who, batch), f"decode of {name}, batch {batch}: {who}"
-            value = speeds.get(case, f"absent: {absent.get(who, 'not measured')}")
+        for side in (OURS, PEER):
+            case, label = _case(side, batch), f"decode of {name}, batch {batch}: {side}"
+            value = speeds.get(case, f"absent: {absent.get(side, 'not measured')}")
             found.append(Figure(label, value, "tokens/s", "higher"))
         ours, peer = speeds.get(_case(OURS, batch)), speeds.get(_case(PEER, batch))
         if ours is not None and peer is not None:

@@ -121,7 +121,7 @@ class FleetAdapters:
         return self._described(key)
 
     async def unload(self, model: str, name: str) -> mesh_pb2.MeshAdapter:
-        """Unload an adapter on all workers of the model. Raises NotFound where nobody has it."""
+        """Unload an adapter on all workers of the model. Raises NotFound where no worker has it."""
         self._check_change(name)
         key = AdapterKey(model, name)
         holders = [worker for worker in self._workers(model) if any(each.name == name for each in _adapters_of(worker))]

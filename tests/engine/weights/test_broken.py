@@ -179,7 +179,7 @@ HEADERS: dict[str, tuple[Change, str]] = {
     "pickles alone": (pickled, r"pytorch_model.bin.*convert"),
     "weights are empty": (text(WEIGHTS, b""), "model.safetensors cannot be read .*get it again"),
     "weights are text": (text(WEIGHTS, "<html>404</html>" * 9), "model.safetensors cannot be read .*get it again"),
-    "weights are a pointer": (text(WEIGHTS, "version https://git-lfs\noid sha256:00\nsize 9\n"), "model.safetensors cannot"),
+    "weights are a pointer": (text(WEIGHTS, "version git-lfs\noid sha256:00\nsize 9\n"), "model.safetensors cannot"),
     "weights cut in the header": (cut(WEIGHTS, 200), "model.safetensors cannot be read .*get it again"),
     "weights cut in the data": (cut(WEIGHTS, -1000), "model.safetensors cannot be read .*get it again"),
     "weights with a huge header": (text(WEIGHTS, b"\xff" * 8 + b"{}"), "model.safetensors cannot be read"),

@@ -56,5 +56,5 @@ STEMS: dict[str, str | Stored] = {
     "mlp.shared_expert.up_proj": "mlp.shared_experts.up_proj",
     "mlp.shared_expert.down_proj": "mlp.shared_experts.down_proj",
 }
-"""Where DeepSeek, and those who took its experts, store router and shared expert."""
+"""Where DeepSeek, and the families that took its experts, store router and shared expert."""
 GLM4_MOE, DOTS1 = Family(read_glm4_moe, Names(STEMS)), Family(read_dots1, Names(STEMS))
