@@ -140,7 +140,7 @@ class TorchBuilder:
         biases = None
         if config.qkv_bias:  # queries without a bottleneck have none
             own = self._tensor(f"{query[0]}.bias", query[1]) if latent.query_rank else torch.zeros(query[1], dtype=self.dtype)
-            biases = torch.cat((own, self._tensor(f"{parts[1][0]}.bias", latent.width)))
+            biases = _joined((own, self._tensor(f"{parts[1][0]}.bias", latent.width)))
         return make_linear(_joined([self._tensor(f"{name}.weight", rows, config.hidden_size) for name, rows in parts]), biases)
 
     def _latent(self, attention: str, latent: LatentConfig) -> LatentMaps:
@@ -200,7 +200,7 @@ class TorchBuilder:
         }
         weights = [self._tensor(f"{attention}.{name}_norm.weight", *shape) for name, shape in shapes.items()]
         rows = [weight.view(-1, dim).expand(count, dim) for weight, count in zip(weights, counts.values(), strict=True)]
-        norm = Norm(torch.cat(rows), config.norm_eps, config.norm, None, config.wide_norm)
+        norm = Norm(_joined(rows), config.norm_eps, config.norm, None, config.wide_norm)
         return QKNorm(norm, config.num_heads if config.qk_norm == "all" else 0)
 
     def _norm(self, name: str, width: int = 0, eps: float = 0.0) -> Norm:
@@ -223,6 +223,11 @@ class TorchBuilder:
         return checked(self.source, name, shape).to(self.device, torch.float32)
 
 
-def _joined(tensors: list[Tensor]) -> Tensor:
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
     """Return the tensors concatenated along rows; a single tensor is passed on without a copy."""
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    first = tensors[0]
+    if len(tensors) == 1:
+        return first
+    if first.device.type == "meta":  # torch.cat would import torch's compiler for these: more than a second of a worker's start
+        return first.new_empty((sum(len(tensor) for tensor in tensors), *first.shape[1:]))
+    return torch.cat(list(tensors))

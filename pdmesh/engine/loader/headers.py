@@ -69,7 +69,8 @@ class HeaderSource:
                 f"{self._folder}: {stored} is stored as {dtype}; plain weights are {', '.join(_PLAIN)}, and config.json has no "
                 "quantization_config that says how to read others; get the checkpoint again, or a plain one"
             )
-        return torch.empty(shape, dtype=_PLAIN[dtype], device="meta")
+        # Sums on meta, such as Gemma's 1 + weight, would import torch's compiler: more than a second of a worker's start.
+        return torch.zeros(shape, dtype=_PLAIN[dtype], device="cpu" if len(shape) == 1 else "meta")
 
     def get_int4(self, name: str, group: int) -> Int4Weight | None:
         return None

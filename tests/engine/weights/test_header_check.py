@@ -1,0 +1,25 @@
+"""The check of headers stands in every worker's start: what it imports is time to the first token."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.tiny_families import make_tiny_family
+
+COMPILER = "torch._dynamo"
+
+
+@pytest.mark.parametrize("variant", ["gemma2", "phi3"])
+def test_it_does_not_import_torchs_compiler(tmp_path: Path, variant: str) -> None:
+    """Joined maps and changed norms of tensors without numbers once did: more than a second."""
+    folder = make_tiny_family(tmp_path / "model", variant)
+    program = (
+        "import sys; from pathlib import Path; from pdmesh.engine.loader.headers import check_model\n"
+        f"check_model(Path(sys.argv[1])); print({COMPILER!r} in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(folder)], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "False\n"
