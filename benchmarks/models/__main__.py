@@ -1,6 +1,7 @@
-"""`make bench-models`: equal tokens of every family, and the native speed of six families beside llama.cpp on the same shape.
+"""`make bench-models`: equal tokens of every family, the native speed of six families beside llama.cpp on the same shape, and
+what formats of quantized checkpoints cost.
 
-    python -m benchmarks.models [--only equality,speed] [--variants mixtral,gemma2] [--quick]
+    python -m benchmarks.models [--only equality,speed,quantized] [--variants mixtral,gemma2] [--quick]
 
 Parts go to `benchmarks/results/models.json` as soon as they are through; a run with fewer variants only prints.
 """
@@ -10,11 +11,11 @@ from __future__ import annotations
 import argparse
 
 from benchmarks.harness import Figure, Suite
-from benchmarks.models import equality, speed
+from benchmarks.models import equality, quantized, speed
 from tests.support.tiny_families import VARIANTS
 
 QUICK_VARIANTS = ("gemma2", "mixtral", "deepseek_v3")
-SUITE = Suite("models", ("equality", "speed"))
+SUITE = Suite("models", ("equality", "speed", "quantized"))
 
 
 def variants_of(given: str, *, quick: bool) -> list[str]:
@@ -46,7 +47,9 @@ def main() -> None:
     def measure(part: str) -> list[Figure]:
         if part == "equality":
             return list(equality.figures(equality.measure(arguments.variants)))
-        return speed.measure(quick=arguments.quick)
+        if part == "speed":
+            return speed.measure(quick=arguments.quick)
+        return quantized.measure(quick=arguments.quick)
 
     SUITE.main(names, measure, quick=not arguments.is_whole)
 

@@ -11,8 +11,10 @@ import pytest
 from benchmarks.models.__main__ import QUICK_VARIANTS, variants_of
 from benchmarks.models.equality import LENGTHS, Equality, equal_share, figures, prompts_of
 from benchmarks.models.gguf_export import export
+from benchmarks.models.quantized import CHOSEN, perplexity
 from benchmarks.models.speed import OURS, PEER, SHAPES, Shape
 from benchmarks.models.speed import figures as speed_figures
+from tests.support.quantized_checkpoints import FORMATS, write_quantized
 from tests.support.tiny_families import VARIANTS, make_tiny_family
 
 gguf = pytest.importorskip("gguf")
@@ -80,3 +82,20 @@ def test_a_gguf_has_the_tensors_of_its_architecture(shape: Shape, tmp_path: Path
     if "ffn_down_exps" in str(stems):
         experts = next(tensor for tensor in reader.tensors if "ffn_down_exps.weight" in tensor.name)
         assert int(experts.shape[-1]) == int(reader.fields[f"{shape.architecture.name}.expert_count"].parts[-1][0])
+
+
+def test_the_formats_that_are_measured_are_ones_that_can_be_written() -> None:
+    assert CHOSEN
+    assert set(CHOSEN) <= FORMATS.keys()
+
+
+def test_perplexity_is_that_of_the_folders_own_numbers(tmp_path: Path) -> None:
+    """A format that the kernels have as it is gives what its numbers give."""
+    quantized, dense = write_quantized(
+        make_tiny_family(tmp_path / "plain", "llama"), tmp_path, FORMATS["compressed int8 by output"]
+    )
+    windows = [[(7 * place) % 250 + 1 for place in range(64)]]
+    run, weights = perplexity(quantized, windows)
+    own, plain_weights = perplexity(dense, windows, quantization="none", dtype="float32")
+    assert (weights, plain_weights) == ("int8", "float32")
+    assert run == pytest.approx(own, rel=0.05)
