@@ -93,8 +93,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_local_experts": 6, "shared_intermediate_size": 48, "attention_multiplier": 0.2},
     ),
     "helium": ("helium", {"head_dim": 16, "num_key_value_heads": 4}),
+    "hunyuan_v1_dense": (
+        "hunyuan_v1_dense",
+        {"head_dim": 16, "rope_parameters": {**_PLAIN_ROPE, "rope_type": "dynamic", "alpha": 50.0, "factor": 1.0}},
+    ),
+    "hunyuan_v1_moe": ("hunyuan_v1_moe", {"head_dim": 16, "num_experts": 6, "moe_topk": 2}),
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama, yarn": ("llama", {"rope_parameters": _YARN}),
+    "llama4_text": (
+        "llama4_text",
+        {"head_dim": 16, "intermediate_size_mlp": 128, "num_local_experts": 6, "interleave_moe_layer_step": 2,
+         "attention_chunk_size": 24, "floor_scale": 10, "attn_scale": 0.4},
+    ),
     "minicpm3": (
         "minicpm3",
         {**_LATENT, "num_key_value_heads": 4, "scale_emb": 2.0, "dim_model_base": 32},
@@ -106,8 +116,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"] * 2,
         },
     ),
+    "ministral3": (
+        "ministral3",
+        {"head_dim": 16, "rope_parameters": {**_YARN, "original_max_position_embeddings": 20, "llama_4_scaling_beta": 0.4}},
+    ),
     "mistral": ("mistral", _WINDOWS),
     "mixtral": ("mixtral", {"num_local_experts": 6}),
+    "nanochat": ("nanochat", {}),
     "nemotron": ("nemotron", {"head_dim": 16, "mlp_bias": True}),
     "olmo": ("olmo", {}),
     "olmo2": ("olmo2", {}),
@@ -115,6 +130,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("olmoe", {**_FEW_EXPERTS, "norm_topk_prob": True}),
     "opt": ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64, "init_std": 0.2, "tie_word_embeddings": True}),
     "phi": ("phi", {}),
+    "phi, qk norm": ("phi", {"qk_layernorm": True}),
     "phi3": ("phi3", {"sliding_window": 40}),
     "phi3, longrope": ("phi3", {"original_max_position_embeddings": 48, "rope_parameters": _LONGROPE}),
     "phimoe": ("phimoe", {"num_local_experts": 6, "lm_head_bias": True, "attention_bias": True}),
@@ -129,6 +145,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", {}),
     "stablelm": ("stablelm", {"use_qkv_bias": True}),
     "stablelm, parallel": ("stablelm", {"use_parallel_residual": True}),
+    "stablelm, qk norm": ("stablelm", {"qk_layernorm": True, "use_parallel_residual": True}),
     "starcoder2": ("starcoder2", {**_WINDOWS, "tie_word_embeddings": True}),
 }  # fmt: skip
 """Names of variants: (model_type, fields of the config that differ from the common ones)."""

@@ -20,9 +20,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pdmesh.engine.models.config import TemperatureConfig
 from pdmesh.engine.models.rope import RopeConfig
 
 ROW_MULTIPLE = 4
+
+
+def temperatures(config: TemperatureConfig, max_context: int) -> Tensor:
+    """Return the factor of a query at each position, [max_context] float32."""
+    positions = torch.arange(max_context, dtype=torch.float32)
+    return 1.0 + config.scale * torch.log1p(torch.floor((positions + config.offset) / config.period))
 
 
 def pad_rows(x: Tensor) -> Tensor:
@@ -61,8 +68,8 @@ class Norm:
 
 @dataclass(frozen=True)
 class QKNorm:
-    """Normalize queries and keys, before they are rotated. `weight` [num_heads + num_kv_heads, head_dim]: each head by itself, or
-    (`num_heads` > 0) all query heads together, and all key heads."""
+    """Normalize queries and keys. `weight` [num_heads + num_kv_heads, head_dim]: each head by itself, or (`num_heads` > 0) all
+    query heads together, and all key heads."""
 
     norm: Norm
     num_heads: int = 0

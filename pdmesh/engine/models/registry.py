@@ -13,16 +13,18 @@ from pdmesh.engine.models.families.dense import (
     glm,
     granite,
     helium,
+    hunyuan,
     internlm3,
     llama,
     mistral,
+    nanochat,
     olmo,
     phi3,
     qwen,
     seed_oss,
     smollm3,
 )
-from pdmesh.engine.models.families.experts import ernie45_moe, glm_moe, gpt_oss, granitemoe, mixtral, olmoe, qwen_moe
+from pdmesh.engine.models.families.experts import ernie45_moe, glm_moe, gpt_oss, granitemoe, llama4, mixtral, olmoe, qwen_moe
 from pdmesh.engine.models.families.latent import deepseek, minicpm3
 from pdmesh.engine.models.families.layernorm import cohere, falcon, gpt2, gpt_neox, gptj, nemotron, opt, phi, stablelm, starcoder2
 from pdmesh.engine.models.family import Family
@@ -54,12 +56,17 @@ FAMILIES: dict[str, Family] = {
     "granitemoe": granitemoe.FAMILY,
     "granitemoeshared": granitemoe.FAMILY,
     "helium": helium.FAMILY,
+    "hunyuan_v1_dense": hunyuan.DENSE,
+    "hunyuan_v1_moe": hunyuan.MOE,
     "internlm3": internlm3.FAMILY,
     "llama": llama.FAMILY,
+    "llama4_text": llama4.FAMILY,
     "minicpm3": minicpm3.FAMILY,
     "ministral": mistral.FAMILY,
+    "ministral3": mistral.MINISTRAL3,
     "mistral": mistral.FAMILY,
     "mixtral": mixtral.MIXTRAL,
+    "nanochat": nanochat.FAMILY,
     "nemotron": nemotron.FAMILY,
     "olmo": olmo.OLMO,
     "olmo2": olmo.OLMO2,
