@@ -40,6 +40,7 @@ _LONGROPE: dict[str, Any] = {
     "short_factor": [1.0 + 0.1 * i for i in range(8)], "original_max_position_embeddings": 48,
 }  # fmt: skip
 _FEW_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2}
+_KINDS = ["sliding_attention", "full_attention"] * 2
 _GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24}
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -147,6 +148,30 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm, parallel": ("stablelm", {"use_parallel_residual": True}),
     "stablelm, qk norm": ("stablelm", {"qk_layernorm": True, "use_parallel_residual": True}),
     "starcoder2": ("starcoder2", {**_WINDOWS, "tie_word_embeddings": True}),
+    "apertus": ("apertus", {"head_dim": 16, "rope_parameters": _PLAIN_ROPE}),
+    "biogpt": ("biogpt", {"tie_word_embeddings": True, "initializer_range": 0.4}),
+    "codegen": ("codegen", {**_GPT, "rotary_dim": 8}),
+    "cwm": ("cwm", {**_WINDOWS, "head_dim": 16, "rope_parameters": _PLAIN_ROPE}),
+    "exaone_moe": ("exaone_moe", {**_WINDOWS, **_FEW_EXPERTS, "moe_intermediate_size": 48, "head_dim": 16}),
+    "flex_olmo": ("flex_olmo", _FEW_EXPERTS),
+    "glm4_moe_lite": ("glm4_moe_lite", {key: value for key, value in _DEEPSEEK.items() if key != "first_k_dense_replace"}),
+    "gpt_neo": (
+        "gpt_neo",
+        {"num_layers": 4, "num_heads": 4, "window_size": 24, "attention_types": [[["global", "local"], 2]],
+         "tie_word_embeddings": True},
+    ),
+    "granite_swa": ("granite_swa", {**_WINDOWS, "attention_multiplier": 0.3, "layer_rope_theta": [10000.0, 500.0, 500.0, 0]}),
+    "granitemoe_swa": ("granitemoe_swa", {**_WINDOWS, "num_local_experts": 6, "attention_multiplier": 0.2}),
+    "hy_v3": ("hy_v3", {**_FEW_EXPERTS, "moe_intermediate_size": 48, "head_dim": 16}),
+    "hyperclovax": ("hyperclovax", {"logits_scaling": 0.5, "residual_multiplier": 0.4}),
+    "iquestcoder": ("iquestcoder", {"head_dim": 16}),
+    "jais2": ("jais2", {"head_dim": 16}),
+    "mellum": ("mellum", {**_WINDOWS, **_FEW_EXPERTS, "moe_intermediate_size": 48, "head_dim": 16, "layer_types": _KINDS}),
+    "minimax_m2": ("minimax_m2", {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 8}),
+    "persimmon": ("persimmon", {}),
+    "solar_open": ("solar_open", {**_ROUTED, "first_k_dense_replace": 0, "num_key_value_heads": 2, "head_dim": 16}),
+    "vaultgemma": ("vaultgemma", {**_GEMMA, **_WINDOWS}),
+    "youtu": ("youtu", {**_LATENT, "num_key_value_heads": 4}),
 }  # fmt: skip
 """Names of variants: (model_type, fields of the config that differ from the common ones)."""
 

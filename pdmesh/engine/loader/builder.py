@@ -15,7 +15,18 @@ from pdmesh.engine.loader.safetensors import SafetensorsSource, WeightSource, ch
 from pdmesh.engine.models.config import LATENT_EPS, ExpertsConfig, LatentConfig
 from pdmesh.engine.models.decoder import DecoderLayer, DecoderModel, LatentMaps, sinks_of
 from pdmesh.engine.models.experts import ClampedMLP, Experts
-from pdmesh.engine.models.layers import MLP, GatedMLP, Linear, Norm, PlainMLP, QKNorm, RotaryTable, make_linear, temperatures
+from pdmesh.engine.models.layers import (
+    MLP,
+    GatedMLP,
+    Linear,
+    Norm,
+    PlainMLP,
+    QKNorm,
+    RotaryTable,
+    Xielu,
+    make_linear,
+    temperatures,
+)
 
 Progress = Callable[[float, str], None]
 
@@ -164,9 +175,15 @@ class TorchBuilder:
         inner, bias = inner or config.intermediate_size, config.mlp_bias if bias is None else bias
         down = self._linear([(f"{prefix}.down_proj", config.hidden_size)], inner, bias=bias)
         if not config.gated_mlp:
-            return PlainMLP(self._linear([(f"{prefix}.up_proj", inner)], config.hidden_size, bias=bias), down, config.activation)
+            up = self._linear([(f"{prefix}.up_proj", inner)], config.hidden_size, bias=bias)
+            return PlainMLP(up, down, config.activation, self._xielu(prefix) if config.activation == "xielu" else None)
         gate_up = self._linear([(f"{prefix}.{name}_proj", inner) for name in ("gate", "up")], config.hidden_size, bias=bias)
         return GatedMLP(gate_up, down, config.activation)
+
+    def _xielu(self, prefix: str) -> Xielu:
+        stem = f"{prefix}.act_fn"
+        learned = (self._tensor(f"{stem}.{name}", 1) for name in ("alpha_p", "alpha_n"))
+        return Xielu(*learned, *(self._tensor(f"{stem}.{name}") for name in ("beta", "eps")))
 
     def _experts(self, prefix: str, experts: ExpertsConfig) -> MLP:
         return Experts(experts, experts=list(self._each_expert(prefix, experts)), **self._around_experts(prefix, experts))

@@ -112,6 +112,22 @@ def relu2(x: Tensor) -> Tensor:
     return torch.relu(x).square()
 
 
+@dataclass(frozen=True)
+class Xielu:
+    """Compute a parabola above 0 and an exponential below, both with a slope of `beta` at 0 (Huang and Schlag, xIELU, 2024).
+    `above` and `below` as a layer has learned them: their softplus counts."""
+
+    above: Tensor
+    below: Tensor
+    beta: Tensor
+    eps: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        above, below = F.softplus(self.above), self.beta + F.softplus(self.below)
+        falling = (torch.expm1(torch.minimum(x, self.eps)) - x) * below
+        return torch.where(x > 0, above * x * x, falling) + self.beta * x
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": silu,
     "gelu": gelu,
@@ -196,13 +212,14 @@ class GatedMLP:
 class PlainMLP:
     """Compute down(act(up(x)))."""
 
-    def __init__(self, up: Linear, down: Linear, activation: str) -> None:
-        self.up, self.down, self.activation = up, down, activation
-        self._activate = ACTIVATIONS[activation]
+    def __init__(self, up: Linear, down: Linear, activation: str, learned: Xielu | None = None) -> None:
+        """`learned`: the activation of a layer that has one of its own."""
+        self.up, self.down, self.activation, self._learned = up, down, activation, learned
+        self._activate = learned or ACTIVATIONS[activation]
 
     def with_down(self, down: Linear) -> PlainMLP:
         """Return it with another last map."""
-        return PlainMLP(self.up, down, self.activation)
+        return PlainMLP(self.up, down, self.activation, self._learned)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.down(self._activate(self.up(x)))

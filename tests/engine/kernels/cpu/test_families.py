@@ -34,9 +34,10 @@ pytest.importorskip("transformers")
 # Widths of heads and latents that fill vectors: the kernels take no others.
 LATENT = {"kv_lora_rank": 48, "q_lora_rank": 32}
 OVERRIDES: dict[str, dict[str, Any]] = {"gemma": {"head_dim": 32}, "deepseek_v2, groups": {"kv_lora_rank": 48}}
-for _name in ("deepseek_v2", "deepseek_v3", "deepseek_v3, yarn", "minicpm3"):
+for _name in ("deepseek_v2", "deepseek_v3", "deepseek_v3, yarn", "glm4_moe_lite", "minicpm3", "youtu"):
     OVERRIDES[_name] = LATENT
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("apertus", {}, "its kernels have no xielu activation"),
     ("gemma", {}, "head_dim 24 is not a multiple of 16 up to 512"),
     ("minicpm3", {}, "q_lora_rank 24 is not a multiple of 16"),
     ("deepseek_v2, groups", {}, "kv_lora_rank + qk_rope_head_dim is 48, not a multiple of 32"),
@@ -55,7 +56,7 @@ def family(folder: Path, variant: str, **overrides: Any) -> Path:
     return make_tiny_family(folder, variant, **{**OVERRIDES.get(variant, {}), **overrides})
 
 
-@pytest.mark.parametrize("variant", sorted(VARIANTS))
+@pytest.mark.parametrize("variant", sorted(VARIANTS.keys() - {"apertus"}))
 def test_logits_and_greedy_tokens_are_those_of_the_torch_backend(variant: str, tmp_path: Path) -> None:
     folder, token_ids = family(tmp_path, variant), prompt(150)
     loop, torch_loop = native(folder, "float32", num_threads=2), reference(folder)
