@@ -165,6 +165,7 @@ def open_library(say: Say = print) -> ctypes.CDLL:
         "pdmesh_engine_create_beside": (c_void_p, (POINTER(Model), c_void_p)),
         "pdmesh_engine_destroy": (None, (c_void_p,)),
         "pdmesh_engine_team": (c_void_p, (c_void_p,)),
+        "pdmesh_reserved_bytes": (c_int64, ()),
         "pdmesh_engine_step": (c_int32, (c_void_p, POINTER(Step))),
         "pdmesh_move_slots": (c_int32, (POINTER(Pool), c_void_p, c_void_p, c_int32)),
         "pdmesh_read_bandwidth": (c_double, (c_void_p, c_int64, c_int32, c_int32)),

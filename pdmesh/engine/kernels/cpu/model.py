@@ -325,6 +325,10 @@ class NativeModel:
         return self._library
 
     @property
+    def num_threads(self) -> int:
+        return self._num_threads
+
+    @property
     def team(self) -> int:
         """Return the address of its threads. A sampler that computes with them between its steps keeps the model alive."""
         address: int = self._library.pdmesh_engine_team(self._handle)

@@ -674,6 +674,9 @@ void pdmesh_engine_destroy(void* engine) { delete static_cast<Engine*>(engine); 
 // The engine's threads, for the sampler that runs between steps.
 void* pdmesh_engine_team(void* engine) { return static_cast<Engine*>(engine)->team().get(); }
 
+// What the buffers of all engines have grown by, in bytes.
+int64_t pdmesh_reserved_bytes() { return pdmesh::reserved_bytes; }
+
 // 0, or 1 without memory for the step's buffers.
 int32_t pdmesh_engine_step(void* engine, const PdmeshStep* step) {
     try {
