@@ -98,8 +98,8 @@ def torch_step_bytes(model: ModelConfig, item_size: int, num_tokens: int, num_ro
 
 
 def _attention_bytes(model: ModelConfig, each: int) -> int:
-    """Return what one token needs: queries, keys and values as they are mapped, rotated, packed and attended; scores of a chunk of
-    keys, their weights and the mask."""
+    """Return what one token needs: queries, keys and values as they are mapped, rotated, packed and attended; scores of a chunk
+    of keys, their weights and the mask."""
     latent = model.latent
     query, value = (latent.width, latent.kv_rank) if latent else (model.head_dim, model.head_dim)
     heads = model.num_heads * (4 * query + 3 * value)

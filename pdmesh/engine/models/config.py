@@ -231,6 +231,11 @@ class ModelConfig:
         return WeightCount(every_token, mixed * column * experts.intermediate_size, experts.num_experts, experts.top_k)
 
     @property
+    def reaches(self) -> tuple[int, ...]:
+        """Return, for each layer with a window, the most tokens that a token attends to; of chunks their mean."""
+        return tuple((window + 1) // 2 if self.chunked else window for window in self.windows if window is not None)
+
+    @property
     def attention_operations(self) -> int:
         """Return the operations of one token for each token that it attends to, in all layers: two for each number that a head
         multiplies, of a latent the whole of it for its score and the part without rotation for its values."""

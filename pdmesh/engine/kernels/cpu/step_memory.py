@@ -42,7 +42,7 @@ class StepBuffers:
         return _padded(config.hidden_size) * (1 if is_added_at_once else 2) + _padded(first.qkv.num_outputs)
 
     def _attention(self) -> int:
-        """Return the floats of a token's queries and of what attention gives, also as they are multiplied with a latent's maps."""
+        """Return the floats of a token's queries and of what attention gives, also as multiplied with a latent's maps."""
         config, latent = self.config, self.config.latent
         if latent is None:
             return 2 * config.num_heads * config.head_dim
@@ -57,8 +57,8 @@ class StepBuffers:
         return floats * _FLOAT + pairs * _PAIR_BYTES
 
     def _prepared(self) -> int:
-        """Return the bytes of rows that are rounded to the format of their product's weights: one buffer for all products, and one
-        for each thread with a few rows. Each has room for a row's norm."""
+        """Return the bytes of rows that are rounded to the format of their product's weights: one buffer for all products, and
+        one for each thread with a few rows. Each has room for a row's norm."""
         products = list(self._products())
         shared, own = ([_row_parts(linear, min(rows, most)) for linear, rows in products] for most in (_ALL, _FEW_ROWS))
         room = max(2 * _padded(linear.num_inputs) + 16 for linear, _ in products) * _FLOAT
