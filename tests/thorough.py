@@ -11,6 +11,11 @@ from collections.abc import Iterable
 
 import pytest
 
+CLONES = (
+    "biogpt|codegen|cwm|exaone_moe|flex_olmo|glm4_moe_lite|gpt_neo|granite_swa|granitemoe_swa|hunyuan_v1_moe|hy_v3|hyperclovax|"
+    "iquestcoder|jais2|mellum|minimax_m2|persimmon|solar_open|vaultgemma|youtu"
+)
+
 SLOW = {
     # One family of models stays (qwen2: biases), greedy and drawn; the other and four ranks in float32 are here.
     "tests/engine/parallel/test_parallel_engine.py": r"\[qwen3|4-bfloat16|test_four_ranks\[",
@@ -23,13 +28,17 @@ SLOW = {
     "tests/engine/kernels/cpu/test_engine_bits.py": r"test_preempted\[.*-33-",
     # Tokens of every family stay; rounding, company and trees keep a model of each kind: norms, experts, sinks, a latent.
     "tests/engine/kernels/cpu/test_families.py": (
+        rf"torch_backend\[({CLONES})\]|"
         r"test_it_rounds.*\[(int8-(?!gemma2|mixtral|gpt_oss)|int4-(?!gemma2|mixtral))"
-        r"|change_no_bit\[(?!gemma2|mixtral|gpt_oss|minicpm3|phi-)|change_no_bit_whatever.*\[(?!gemma2)"
+        r"|change_no_bit\[(?!gemma2|mixtral|gpt_oss|llama4|minicpm3|phi-)|change_no_bit_whatever.*\[(?!gemma2)"
         r"|test_predictions.*\[(bfloat16|int4)|test_a_drafted_tree.*\[(?!gpt_oss|minicpm3)"
     ),
+    # Families whose parts others have: torch alone compares them with transformers in every run.
+    "tests/engine/test_families.py": rf"test_every_tensor_is_used\[({CLONES})[],]",
     # Every map that an adapter changes is in one of these.
     "tests/engine/lora/test_families.py": r"\[(?!llama\]|gpt2|phi3\]|gpt_neox\]|falcon\]|gemma2|mixtral|deepseek_v3\]|cohere\])",
     "tests/engine/kernels/cpu/test_model_tiers.py": r"\[portable",
+    "tests/engine/parallel/test_families.py": r"\[stablelm",
     "tests/engine/speculation/test_never_loses.py": r"\[.*-(1|2|3)\]$|test_wrong_guesses\[(0\.2|2\.0)",
     "tests/engine/speculation/test_grammar.py": r"test_a_dead_end.*-(2|4|5)-1\]|test_same_answers.*torch",
     "tests/benchmarks/test_spec_bench.py": r"test_acceptance_is_the_one_that_was_forced\[0\.",

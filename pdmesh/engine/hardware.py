@@ -42,6 +42,7 @@ class ModelCost:
     expert_bytes: int = 0  # of one expert, in all layers that have experts: read where a token chose it
     num_experts: int = 0
     top_k: int = 0  # experts that a token is multiplied with
+    reaches: tuple[int, ...] = ()  # for each layer with a sliding window, the most tokens that a token attends to
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ def cost_of(loaded: LoadedModel, kv: KVShape) -> ModelCost:
         expert_bytes=expert_bytes,
         num_experts=count.num_experts,
         top_k=count.top_k,
+        reaches=config.reaches,
     )
 
 

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import torch
 
+from pdmesh.engine.attention.base import CHUNK_KEYS
 from pdmesh.engine.config import EngineConfig, default_kv_share
 from pdmesh.engine.kernels.cpu.model import kv_head_size
 from pdmesh.engine.kv_cache.pool import KVShape
 from pdmesh.engine.models.config import ModelConfig
 
 MIB = 2**20
+_FLOAT = 4
 
 
 class DoesNotFit(ValueError):
@@ -82,6 +84,37 @@ def kv_shape(
 
 def _shape(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, num_blocks: int) -> KVShape:
     return KVShape(model.num_layers, num_blocks, config.block_size, model.pool_heads, kv_head_size(model.pool_dim, dtype), dtype)
+
+
+def torch_step_bytes(model: ModelConfig, item_size: int, num_tokens: int, num_rows: int) -> int:
+    """Return an upper bound of what torch holds at once in a step of so many tokens and rows of logits, in a dtype of
+    `item_size` bytes: states, and what attention, an MLP or the output head needs besides. Of experts, one may get all tokens.
+
+    Norms, rotations and activations compute in float32: in a narrower dtype they hold their numbers twice."""
+    each = item_size if item_size == _FLOAT else item_size + _FLOAT
+    part = num_tokens * max(_attention_bytes(model, each), _mlp_bytes(model, each))
+    head = num_rows * (model.vocab_size + model.hidden_size) * (item_size + _FLOAT)
+    return num_tokens * 4 * model.hidden_size * each + max(part, head)
+
+
+def _attention_bytes(model: ModelConfig, each: int) -> int:
+    """Return what one token needs: queries, keys and values as they are mapped, rotated, packed and attended; scores of a chunk
+    of keys, their weights and the mask."""
+    latent = model.latent
+    query, value = (latent.width, latent.kv_rank) if latent else (model.head_dim, model.head_dim)
+    heads = model.num_heads * (4 * query + 3 * value)
+    return (heads + 4 * model.pool_heads * model.pool_dim) * each + model.num_heads * 3 * CHUNK_KEYS * _FLOAT
+
+
+def _mlp_bytes(model: ModelConfig, each: int) -> int:
+    """Return what one token needs: both halves of the inner states, their activation and product; with experts also their input,
+    contributions and sum, and the router's scores."""
+    experts = model.experts
+    if experts is None:
+        return 5 * model.intermediate_size * each
+    dense = 0 if all(experts.layers) else model.intermediate_size
+    inner = max(experts.intermediate_size, experts.shared_intermediate_size, dense)
+    return (5 * inner + 4 * model.hidden_size + 4 * experts.num_experts) * each + 6 * experts.top_k * 8
 
 
 def free_memory(device: str) -> int:

@@ -154,7 +154,7 @@ def roofline_kinds(
     kinds: list[WorkerKind] = []
     notes: list[str] = []
     for degree in limitation.tensor_parallel or _degrees(roofline):
-        each = replace(roofline, tensor_parallel=degree)
+        each = replace(roofline, tensor_parallel=degree, context=max(1.0, traffic.load.lengths.running_context))
         kv_tokens = each.kv_tokens(kv_share)
         if kv_tokens < traffic.longest:
             notes.append(_no_room(each, kv_tokens, traffic))

@@ -49,4 +49,5 @@ def shapes_of(config: ModelConfig) -> Decoder:
         pool_heads=config.pool_heads,
         pool_dim=config.pool_dim,
         pair_operations=config.attention_operations,
+        reaches=config.reaches,
     )

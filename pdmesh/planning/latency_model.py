@@ -8,6 +8,7 @@ A step's time is linear in its work (`docs/latency_model.md` says how well that 
 The same five numbers describe a step of prompts, one of decode rows and a mixed one.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -117,9 +118,22 @@ def distinct_experts(num_experts: int, top_k: int, num_tokens: float) -> float:
     return num_experts * (1 - (1 - top_k / num_experts) ** num_tokens) if num_experts else 0.0
 
 
+USUAL_CONTEXT = 4096.0
+"""Where a model with sliding windows is predicted exactly, unless the lengths of requests are known."""
+
+
+def attended_share(reaches: Sequence[int], num_layers: int, context: float) -> float:
+    """Return the share of its context that a token attends to, the mean over layers. `reaches`: for each layer with a window, the
+    most tokens that it attends to."""
+    if context <= 0:
+        return 1.0
+    return 1.0 - sum(1.0 - min(1.0, reach / context) for reach in reaches) / num_layers
+
+
 @dataclass(frozen=True)
 class ModelShape:
-    """Hold the costs of a model. `attention_operations`: of one token for each token that it attends to."""
+    """Hold the costs of a model. `attention_operations`: of one token for each token that it attends to, in all layers.
+    `reaches`: see `attended_share`."""
 
     num_layers: int
     num_weights: int  # that each token is multiplied with
@@ -130,22 +144,27 @@ class ModelShape:
     expert_bytes: int = 0  # of one expert, in all layers that have experts
     num_experts: int = 0
     top_k: int = 0
+    reaches: tuple[int, ...] = ()
 
     def expert_bytes_read(self, num_tokens: float) -> float:
         """Return the bytes of experts that a step of so many tokens reads."""
         return self.expert_bytes * distinct_experts(self.num_experts, self.top_k, num_tokens)
 
 
-def prior_of(hardware: Hardware, shape: ModelShape, *, chunk: int = 1, batch: int = 1) -> LatencyModel:
+def prior_of(
+    hardware: Hardware, shape: ModelShape, *, chunk: int = 1, batch: int = 1, context: float = USUAL_CONTEXT
+) -> LatencyModel:
     """Return the prior: a step reads all weights once and multiplies each token with them; a token that attends reads keys and
     values.
 
     Of experts a step reads those of its tokens, which grow with the tokens ever more slowly. The model is linear: it is exact for
-    `batch` sequences and for half as many, and above the curve for fewer; and for a step of `chunk` tokens of prompts."""
+    `batch` sequences and for half as many, and above the curve for fewer; and for a step of `chunk` tokens of prompts. With
+    sliding windows attention grows more slowly beyond them: the model is exact for tokens of this `context`."""
     operations_s = hardware.operations_per_s * COMPUTE_EFFICIENCY
     bytes_s = hardware.bytes_per_s * MEMORY_EFFICIENCY
     token_s = 2 * shape.num_weights / operations_s
     layer_s = OVERHEAD_PER_LAYER_S + SUMS_PER_LAYER * hardware.sum_s
+    share = attended_share(shape.reaches, shape.num_layers, context)
     base = 2 * shape.expert_bytes_read(batch / 2) - shape.expert_bytes_read(batch)
 
     def more_s(most: int) -> float:
@@ -155,7 +174,7 @@ def prior_of(hardware: Hardware, shape: ModelShape, *, chunk: int = 1, batch: in
         fixed_s=(shape.weight_bytes + base) / bytes_s + OVERHEAD_S + layer_s * shape.num_layers,
         per_prefill_token_s=token_s + more_s(chunk),
         # The tokens of a chunk share what is read.
-        per_prefill_context_s=shape.attention_operations / operations_s,
+        per_prefill_context_s=share * shape.attention_operations / operations_s,
         per_sequence_s=token_s + more_s(batch) + 2 * shape.num_head_weights / operations_s + OVERHEAD_PER_SEQUENCE_S,
-        per_context_token_s=shape.kv_bytes_per_token / bytes_s + shape.attention_operations / operations_s,
+        per_context_token_s=share * (shape.kv_bytes_per_token / bytes_s + shape.attention_operations / operations_s),
     )

@@ -2,7 +2,7 @@
 
     weights     W bytes / bandwidth             read once a step, however many tokens it has; of experts, those that they choose
     products    2 · P · tokens / operations     at the same time: the longer of the two hides the other
-    KV          bytes of a token · Σ contexts / bandwidth         of sequences that decode
+    KV          bytes of a token · Σ contexts / bandwidth         of sequences that decode; with a window, what it reaches
     attention   4 · heads · head dim · layers · Σ contexts / operations         of prompt tokens
     all-reduce  two a layer, over the link between the devices that share a model (none with one device)
     overhead    the engine's other work (`pdmesh/planning/latency_model.py`)
@@ -10,7 +10,8 @@
 A step's time is the larger of the first two, and the others: a convex curve of the tokens in a step. The latency model is linear,
 so it is made of chords: exact for an empty step, a full chunk of prompts and a full batch of sequences; between these it lies
 above the curve, by less than the weights take; where both are full, a few percent below. Reading of experts is a curve the other
-way round: the chord goes through half a batch and a full one, and lies above the curve for smaller batches.
+way round: the chord goes through half a batch and a full one, and lies above the curve for smaller batches. With sliding windows
+attention grows more slowly beyond them: its line goes through `context`, below the curve for shorter ones.
 
 (S. Williams, A. Waterman, D. Patterson, "Roofline", CACM 52(4), 2009; R. Pope et al., "Efficiently Scaling Transformer
 Inference", MLSys 2023, §3, for the parts and for tensor parallelism.)
@@ -23,7 +24,9 @@ from pdmesh.planning.latency_model import (
     OVERHEAD_PER_LAYER_S,
     OVERHEAD_PER_SEQUENCE_S,
     OVERHEAD_S,
+    USUAL_CONTEXT,
     LatencyModel,
+    attended_share,
     distinct_experts,
 )
 
@@ -49,7 +52,7 @@ class ExpertShape:
 
 @dataclass(frozen=True)
 class Decoder:
-    """Hold the shapes of a decoder. `max_context` in tokens. The last five are for those that are no Llama; 0: as a Llama has
+    """Hold the shapes of a decoder. `max_context` in tokens. The last six are for those that are no Llama; 0: as a Llama has
     it. `shared_weights`: all that every token is multiplied with, the head's not counted."""
 
     num_layers: int
@@ -66,6 +69,7 @@ class Decoder:
     pool_heads: int = 0  # heads of a token in the KV pool
     pool_dim: int = 0  # numbers of a key, and of a value, there
     pair_operations: int = 0  # of one token for each token that it attends to, in all layers
+    reaches: tuple[int, ...] = ()  # for each layer with a sliding window, the most tokens that a token attends to
 
     @property
     def num_shared_weights(self) -> int:
@@ -108,8 +112,18 @@ class Decoder:
         """Return the operations of one token for each token that it attends to."""
         return self.pair_operations or 4 * self.num_layers * self.num_heads * self.head_dim
 
+    def attended(self, context: float) -> float:
+        """Return the tokens of its context that a token attends to, the mean over layers."""
+        return context * attended_share(self.reaches, self.num_layers, context)
+
+    def attended_by_prompt(self, num_tokens: int) -> float:
+        """Return the sum of `attended` over the tokens of a prompt."""
+        whole = num_tokens * (num_tokens + 1) / 2
+        hidden = (max(0, num_tokens - reach) for reach in self.reaches)  # 1 + 2 + .. + hidden tokens are out of reach
+        return whole - sum(num * (num + 1) / 2 for num in hidden) / self.num_layers
+
     def kv_bytes_per_token(self, kv_dtype: str) -> int:
-        """Return the bytes of keys and values in all layers."""
+        """Return the bytes of keys and values in all layers. The pool keeps them whatever the windows."""
         scales = _SCALE_BYTES if kv_dtype == "int8" else 0
         heads, dim = self.pool_heads or self.num_kv_heads, self.pool_dim or self.head_dim
         return 2 * self.num_layers * heads * (dim * KV_BITS[kv_dtype] // 8 + scales)
@@ -126,7 +140,8 @@ _REDUCTIONS_PER_LAYER = 2
 @dataclass(frozen=True)
 class Roofline:
     """Combine model and device. `weights`: the format that they are read in; `products`: the number format of the products.
-    `tensor_parallel` devices share each layer by its KV heads. Raises ValueError naming the field, DeviceError."""
+    `tensor_parallel` devices share each layer by its KV heads. `context`: for tokens of this one the latency model is exact where
+    the decoder has sliding windows. Raises ValueError naming the field, DeviceError."""
 
     device: Device
     decoder: Decoder
@@ -134,6 +149,7 @@ class Roofline:
     products: str = "bfloat16"
     kv_dtype: str = "bfloat16"
     tensor_parallel: int = 1
+    context: float = USUAL_CONTEXT
 
     def __post_init__(self) -> None:
         heads, degree = self.decoder.num_kv_heads, self.tensor_parallel
@@ -200,12 +216,14 @@ class Roofline:
 
     def prefill_parts(self, num_tokens: int) -> dict[str, float]:
         """Return the seconds of a step that computes a whole prompt, by part."""
-        products_s, context = num_tokens * self.token_s, num_tokens * (num_tokens + 1) / 2
-        return self._parts(products_s, {"attention": context * self.attention_s}, num_tokens, 0)
+        attended = self.decoder.attended_by_prompt(num_tokens)
+        return self._parts(num_tokens * self.token_s, {"attention": attended * self.attention_s}, num_tokens, 0)
 
     def decode_parts(self, batch: float, context: float) -> dict[str, float]:
         """Return the seconds of a step in which `batch` sequences of `context` tokens get one more, by part."""
-        return self._parts(batch * self.row_s, {"reading KV": batch * context * self.context_s}, batch, batch)
+        return self._parts(
+            batch * self.row_s, {"reading KV": batch * self.decoder.attended(context) * self.context_s}, batch, batch
+        )
 
     def held_bytes(self) -> float:
         """Return the bytes of the weights, on all devices together."""
@@ -219,12 +237,14 @@ class Roofline:
     def latency(self, chunk: int, batch: int) -> LatencyModel:
         """Return the latency model for steps of at most `chunk` tokens and `batch` sequences."""
         base_s = 2 * self.step_read_s(batch / 2) - self.step_read_s(batch)
+        context = min(self.context, self.decoder.max_context)
+        share = self.decoder.attended(context) / context
         return LatencyModel(
             fixed_s=base_s + self.overhead_s,
             per_prefill_token_s=self._chord_s(chunk, self.token_s, base_s) + self.reduce_s,
-            per_prefill_context_s=self.attention_s,
+            per_prefill_context_s=share * self.attention_s,
             per_sequence_s=self._chord_s(batch, self.row_s, base_s) + self.reduce_s + OVERHEAD_PER_SEQUENCE_S,
-            per_context_token_s=self.context_s,
+            per_context_token_s=share * self.context_s,
         )
 
     def _chord_s(self, most: int, each_s: float, base_s: float) -> float:

@@ -11,11 +11,12 @@ from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.hardware import MachineLimits, measure_limits
 from pdmesh.engine.loop import EngineLoop
+from pdmesh.engine.memory import effective_max_context
 from pdmesh.engine.outputs import EngineStats, StepResult
 from pdmesh.engine.scheduler.scheduler import StepCost, TpotLimiter
 from pdmesh.engine.speculation.stats import ProposerStats, SpeculationStats
 from pdmesh.planning.latency_fit import LatencyFit
-from pdmesh.planning.latency_model import Hardware, LatencyModel, ModelShape, Work, prior_of
+from pdmesh.planning.latency_model import USUAL_CONTEXT, Hardware, LatencyModel, ModelShape, Work, prior_of
 from pdmesh.planning.roofline import ALL_REDUCE_S
 from pdmesh.v1 import common_pb2, worker_pb2
 from pdmesh.worker.roles import RoleGate
@@ -101,9 +102,11 @@ def prior_for(engine: Engine) -> LatencyModel:
             expert_bytes=cost.expert_bytes,
             num_experts=cost.num_experts,
             top_k=cost.top_k,
+            reaches=cost.reaches,
         ),
         chunk=engine.config.max_num_batched_tokens,
         batch=engine.config.max_num_seqs,
+        context=min(USUAL_CONTEXT, effective_max_context(engine.config, engine.model_config)),
     )
 
 

@@ -15,7 +15,7 @@ from kvtransfer.sender.push import PushResult
 from pdmesh.engine.hardware import MachineLimits, ModelCost
 from pdmesh.engine.outputs import EngineStats, StepResult, StepWork
 from pdmesh.engine.speculation.stats import SpeculationStats
-from pdmesh.planning.latency_model import distinct_experts
+from pdmesh.planning.latency_model import attended_share, distinct_experts
 from pdmesh.runtime.telemetry.config import resource_of
 from pdmesh.runtime.telemetry.metrics import Metrics, Reader, Readings, counter, gauge, histogram
 from pdmesh.runtime.telemetry.open_metrics import open_metrics
@@ -100,7 +100,7 @@ _ROLES = {worker_pb2.ROLE_PREFILL: "prefill", worker_pb2.ROLE_DECODE: "decode"}
 class StepCounts:
     """Hold what steps cost, by the model's shape. A step reads all weights once, of experts those that its tokens are expected to
     choose; a token that decodes reads the keys and values that it attends to, and the tokens of a prefill chunk share what they
-    read."""
+    read. What sliding windows hide is not counted, as of tokens that all have the mean context."""
 
     operations: int
     num_bytes: int
@@ -109,13 +109,19 @@ class StepCounts:
     def of(cls, work: StepWork, cost: ModelCost) -> StepCounts:
         """Return the cost of one step."""
         num_tokens = work.prefill_tokens + work.num_decoding
-        attended = work.prefill_context + work.decode_context
-        products = 2 * (num_tokens * cost.num_weights + work.num_decoding * cost.num_head_weights)
         chunk_context = 2 * work.prefill_context // (work.prefill_tokens + 1) if work.prefill_tokens else 0
-        kv_tokens = num_tokens + work.decode_context + chunk_context  # written; read
+        prompts = _attended(cost, work.prefill_tokens, work.prefill_context)
+        rows, chunk = _attended(cost, work.num_decoding, work.decode_context), _attended(cost, 1, chunk_context)
+        products = 2 * (num_tokens * cost.num_weights + work.num_decoding * cost.num_head_weights)
+        kv_tokens = num_tokens + rows + chunk  # written; read
         experts = round(cost.expert_bytes * distinct_experts(cost.num_experts, cost.top_k, num_tokens))
         moved = cost.weight_bytes + experts + kv_tokens * cost.kv_bytes_per_token
-        return cls(products + attended * cost.attention_operations, moved)
+        return cls(products + (prompts + rows) * cost.attention_operations, moved)
+
+
+def _attended(cost: ModelCost, num_tokens: int, context: int) -> int:
+    """Return what so many tokens attend to of contexts that sum up to `context`, the mean over layers."""
+    return round(context * attended_share(cost.reaches, cost.num_layers, context / max(1, num_tokens)))
 
 
 @dataclass(frozen=True)

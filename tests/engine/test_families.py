@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pdmesh.engine.loader.safetensors import SafetensorsSource
-from pdmesh.engine.models.registry import FAMILIES
+from pdmesh.engine.models.registry import FAMILIES, LACKING, RECURRENT
 from tests.engine.paged_loop import PagedLoop, load
 from tests.engine.test_model_transformers import greedy, prompt, reference
 from tests.support.tiny_families import VARIANTS, make_tiny_family
@@ -36,6 +36,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(variant: str, tmp_pa
 
 def test_every_family_has_a_variant() -> None:
     assert {kind for kind, _ in VARIANTS.values()} == FAMILIES.keys() - {"internlm3"}  # transformers has no model of it
+    assert not FAMILIES.keys() & (LACKING.keys() | RECURRENT)
 
 
 @pytest.mark.parametrize("variant", sorted(VARIANTS))

@@ -101,6 +101,7 @@ def test_eos_is_one_or_several(value: object) -> None:
     [
         ({"model_type": "gemma9_text"}, "model_type 'gemma9_text' is not supported"),
         ({"model_type": "mamba2"}, "model_type 'mamba2' is not supported: its layers have a recurrent state"),
+        ({"model_type": "bloom"}, "model_type 'bloom' is not supported: scores have a bias that grows with distance"),
         ({"model_type": "mistral", "attention_bias": True}, "attention_bias: not read for model_type 'mistral'"),
         ({"sliding_window": 9}, "sliding_window: not read for model_type 'llama'"),
         ({"num_local_experts": 8}, "num_local_experts: not read for model_type 'llama'"),

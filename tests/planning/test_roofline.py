@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from pdmesh.planner.shapes import ShapeError, decoder_of, read_decoder
 from pdmesh.planning.devices import DEVICES, Device, DeviceError, device_of, find_device
-from pdmesh.planning.latency_model import OVERHEAD_PER_LAYER_S, OVERHEAD_PER_SEQUENCE_S, OVERHEAD_S, Work
+from pdmesh.planning.latency_model import (
+    OVERHEAD_PER_LAYER_S,
+    OVERHEAD_PER_SEQUENCE_S,
+    OVERHEAD_S,
+    Hardware,
+    ModelShape,
+    Work,
+    prior_of,
+)
 from pdmesh.planning.roofline import ALL_REDUCE_S, RESERVED_BYTES, Decoder, Roofline
 
 LLAMA2_7B = Decoder(32, 4096, 11008, 32, 32, 128, 32000, 4096)
@@ -74,6 +82,33 @@ def test_by_hand() -> None:
     assert both.reduce_s == pytest.approx(2 * (2 * 1 / 2 * 100 * 2) / 5e8)
     assert both.overhead_s == pytest.approx(alone.overhead_s + 2 * ALL_REDUCE_S)
     assert both.kv_tokens(0.5) > 2 * alone.kv_tokens(0.5)
+
+
+WINDOWS = (1024, None, 300)
+
+
+@given(context=st.integers(1, 5000))
+def test_a_layer_with_a_window_reads_what_it_reaches(context: int) -> None:
+    decoder = Decoder(3, 100, 400, 10, 2, 10, 1000, 5000, reaches=tuple(window for window in WINDOWS if window))
+    roofline, of_layer = Roofline(PERFECT_A10, decoder, context=context), 2 * 2 * 10 * 2
+    seen = [[min(position, window or position) for window in WINDOWS] for position in range(1, context + 1)]
+    read_s = 7 * of_layer * sum(seen[-1]) / roofline.bytes_per_s
+    assert roofline.decode_parts(7, context)["reading KV"] == pytest.approx(read_s)
+    operations = 4 * 10 * 10 * sum(map(sum, seen))
+    assert roofline.prefill_parts(context)["attention"] == pytest.approx(operations / roofline.operations_per_s)
+    model = roofline.latency(2048, 16)
+    assert model.decode_s(16, 16 * context) == pytest.approx(sum(roofline.decode_parts(16, context).values()))
+    assert roofline.kv_tokens(0.5) == replace(roofline, decoder=replace(decoder, reaches=())).kv_tokens(0.5), "the pool keeps all"
+
+
+def test_windows_are_those_of_the_config() -> None:
+    config = {**CONFIG, "model_type": "qwen2", "use_sliding_window": True, "sliding_window": 99, "max_window_layers": 1}
+    decoder = decoder_of(config)
+    assert decoder.reaches == (99,) * (decoder.num_layers - 1)
+    hardware, shape = Hardware(1e12, 1e10), ModelShape(4, 1000, 100, 1000, 64, 16, reaches=(99, 99, 99))
+    some, none = (prior_of(hardware, each, context=396) for each in (shape, replace(shape, reaches=())))
+    assert some.per_context_token_s == pytest.approx(none.per_context_token_s * (1 + 3 / 4) / 4)
+    assert some.per_prefill_context_s == pytest.approx(none.per_prefill_context_s * (1 + 3 / 4) / 4)
 
 
 def test_the_larger_of_reading_and_computing_is_named() -> None:

@@ -40,6 +40,7 @@ _LONGROPE: dict[str, Any] = {
     "short_factor": [1.0 + 0.1 * i for i in range(8)], "original_max_position_embeddings": 48,
 }  # fmt: skip
 _FEW_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2}
+_KINDS = ["sliding_attention", "full_attention"] * 2
 _GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24}
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -93,8 +94,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_local_experts": 6, "shared_intermediate_size": 48, "attention_multiplier": 0.2},
     ),
     "helium": ("helium", {"head_dim": 16, "num_key_value_heads": 4}),
+    "hunyuan_v1_dense": (
+        "hunyuan_v1_dense",
+        {"head_dim": 16, "rope_parameters": {**_PLAIN_ROPE, "rope_type": "dynamic", "alpha": 50.0, "factor": 1.0}},
+    ),
+    "hunyuan_v1_moe": ("hunyuan_v1_moe", {"head_dim": 16, "num_experts": 6, "moe_topk": 2}),
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama, yarn": ("llama", {"rope_parameters": _YARN}),
+    "llama4_text": (
+        "llama4_text",
+        {"head_dim": 16, "intermediate_size_mlp": 128, "num_local_experts": 6, "interleave_moe_layer_step": 2,
+         "attention_chunk_size": 24, "floor_scale": 10, "attn_scale": 0.4},
+    ),
     "minicpm3": (
         "minicpm3",
         {**_LATENT, "num_key_value_heads": 4, "scale_emb": 2.0, "dim_model_base": 32},
@@ -106,8 +117,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"] * 2,
         },
     ),
+    "ministral3": (
+        "ministral3",
+        {"head_dim": 16, "rope_parameters": {**_YARN, "original_max_position_embeddings": 20, "llama_4_scaling_beta": 0.4}},
+    ),
     "mistral": ("mistral", _WINDOWS),
     "mixtral": ("mixtral", {"num_local_experts": 6}),
+    "nanochat": ("nanochat", {}),
     "nemotron": ("nemotron", {"head_dim": 16, "mlp_bias": True}),
     "olmo": ("olmo", {}),
     "olmo2": ("olmo2", {}),
@@ -115,6 +131,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("olmoe", {**_FEW_EXPERTS, "norm_topk_prob": True}),
     "opt": ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64, "init_std": 0.2, "tie_word_embeddings": True}),
     "phi": ("phi", {}),
+    "phi, qk norm": ("phi", {"qk_layernorm": True}),
     "phi3": ("phi3", {"sliding_window": 40}),
     "phi3, longrope": ("phi3", {"original_max_position_embeddings": 48, "rope_parameters": _LONGROPE}),
     "phimoe": ("phimoe", {"num_local_experts": 6, "lm_head_bias": True, "attention_bias": True}),
@@ -129,7 +146,32 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", {}),
     "stablelm": ("stablelm", {"use_qkv_bias": True}),
     "stablelm, parallel": ("stablelm", {"use_parallel_residual": True}),
+    "stablelm, qk norm": ("stablelm", {"qk_layernorm": True, "use_parallel_residual": True}),
     "starcoder2": ("starcoder2", {**_WINDOWS, "tie_word_embeddings": True}),
+    "apertus": ("apertus", {"head_dim": 16, "rope_parameters": _PLAIN_ROPE}),
+    "biogpt": ("biogpt", {"tie_word_embeddings": True, "initializer_range": 0.4}),
+    "codegen": ("codegen", {**_GPT, "rotary_dim": 8}),
+    "cwm": ("cwm", {**_WINDOWS, "head_dim": 16, "rope_parameters": _PLAIN_ROPE}),
+    "exaone_moe": ("exaone_moe", {**_WINDOWS, **_FEW_EXPERTS, "moe_intermediate_size": 48, "head_dim": 16}),
+    "flex_olmo": ("flex_olmo", _FEW_EXPERTS),
+    "glm4_moe_lite": ("glm4_moe_lite", {key: value for key, value in _DEEPSEEK.items() if key != "first_k_dense_replace"}),
+    "gpt_neo": (
+        "gpt_neo",
+        {"num_layers": 4, "num_heads": 4, "window_size": 24, "attention_types": [[["global", "local"], 2]],
+         "tie_word_embeddings": True},
+    ),
+    "granite_swa": ("granite_swa", {**_WINDOWS, "attention_multiplier": 0.3, "layer_rope_theta": [10000.0, 500.0, 500.0, 0]}),
+    "granitemoe_swa": ("granitemoe_swa", {**_WINDOWS, "num_local_experts": 6, "attention_multiplier": 0.2}),
+    "hy_v3": ("hy_v3", {**_FEW_EXPERTS, "moe_intermediate_size": 48, "head_dim": 16}),
+    "hyperclovax": ("hyperclovax", {"logits_scaling": 0.5, "residual_multiplier": 0.4}),
+    "iquestcoder": ("iquestcoder", {"head_dim": 16}),
+    "jais2": ("jais2", {"head_dim": 16}),
+    "mellum": ("mellum", {**_WINDOWS, **_FEW_EXPERTS, "moe_intermediate_size": 48, "head_dim": 16, "layer_types": _KINDS}),
+    "minimax_m2": ("minimax_m2", {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 8}),
+    "persimmon": ("persimmon", {}),
+    "solar_open": ("solar_open", {**_ROUTED, "first_k_dense_replace": 0, "num_key_value_heads": 2, "head_dim": 16}),
+    "vaultgemma": ("vaultgemma", {**_GEMMA, **_WINDOWS}),
+    "youtu": ("youtu", {**_LATENT, "num_key_value_heads": 4}),
 }  # fmt: skip
 """Names of variants: (model_type, fields of the config that differ from the common ones)."""
 

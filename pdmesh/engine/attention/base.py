@@ -70,7 +70,8 @@ class ReferenceAttention:
         num_queries = batch.query_starts[members[0] + 1] - batch.query_starts[members[0]]
         contexts = torch.tensor([batch.context_lens[b] for b in members])
         positions = contexts[:, None] - num_queries + torch.arange(num_queries)  # [num_seqs, num_queries]
-        first = 0 if window is None else max(int(positions.min()) - window + 1, 0) // CHUNK_KEYS
+        lowest = int(positions.min())
+        first = 0 if window is None else _first_seen(lowest, window, chunked=self.config.chunked) // CHUNK_KEYS
         chunks = []
         for start in range(first * CHUNK_KEYS, int(contexts[0]), CHUNK_KEYS):
             keys = torch.arange(start, start + CHUNK_KEYS)
@@ -78,7 +79,7 @@ class ReferenceAttention:
             slots = torch.stack(
                 [_slots(tables[b], keys.clamp(max=batch.context_lens[b] - 1), block_size, batch.tails.get(b)) for b in present]
             )
-            mask = _mask(positions[: len(present)], keys, window)
+            mask = _mask(positions[: len(present)], keys, window, chunked=self.config.chunked)
             chunks.append(KeyChunk(len(present), self._rows(slots).flatten().to(self.device), mask.to(self.device)))
         tokens = torch.cat([torch.arange(batch.query_starts[b], batch.query_starts[b + 1]) for b in members])
         return Group(tokens.to(self.device), len(members), num_queries, tuple(chunks))
@@ -188,11 +189,17 @@ def _slots(table: Tensor, positions: Tensor, block_size: int, tail: Tail | None)
     return table[positions // block_size] * block_size + positions % block_size
 
 
-def _mask(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
-    """queries [B, Q], keys [K] positions -> [B, 1, Q, 1, K]: a query sees itself and the positions before it, within the
-    window."""
+def _first_seen(position: int, window: int, *, chunked: bool) -> int:
+    """Return the first position that a query sees: of the last `window`, or of its chunk."""
+    return position // window * window if chunked else max(position - window + 1, 0)
+
+
+def _mask(queries: Tensor, keys: Tensor, window: int | None, *, chunked: bool = False) -> Tensor:
+    """queries [B, Q], keys [K] positions -> [B, 1, Q, 1, K]: a query sees itself and the positions before it, within the window
+    or its chunk."""
     distance = queries[:, :, None] - keys
-    hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+    reach = queries[:, :, None] % window + 1 if window is not None and chunked else window
+    hidden = distance < 0 if reach is None else (distance < 0) | (distance >= reach)
     return torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))[:, None, :, None, :]
 
 

@@ -15,7 +15,18 @@ from pdmesh.engine.loader.safetensors import SafetensorsSource, WeightSource, ch
 from pdmesh.engine.models.config import LATENT_EPS, ExpertsConfig, LatentConfig
 from pdmesh.engine.models.decoder import DecoderLayer, DecoderModel, LatentMaps, sinks_of
 from pdmesh.engine.models.experts import ClampedMLP, Experts
-from pdmesh.engine.models.layers import MLP, GatedMLP, Linear, Norm, PlainMLP, QKNorm, RotaryTable, make_linear
+from pdmesh.engine.models.layers import (
+    MLP,
+    GatedMLP,
+    Linear,
+    Norm,
+    PlainMLP,
+    QKNorm,
+    RotaryTable,
+    Xielu,
+    make_linear,
+    temperatures,
+)
 
 Progress = Callable[[float, str], None]
 
@@ -96,6 +107,8 @@ class TorchBuilder:
             ropes=[RotaryTable(rope, max_context, dtype=self.dtype, device=self.device) for rope in ropes],
             attention=make_attention(_ATTENTION, config, self.device, sinks_of(layers)),
             positions=self._tensor("model.embed_positions.weight", *learned) if config.learned_positions else None,
+            embedding_norm=self._norm("model.embed_norm") if config.embedding_norm else None,
+            temperatures=temperatures(config.temperature, max_context).to(self.device) if config.temperature else None,
         )
 
     def _head(self, embedding: Tensor) -> Linear:
@@ -112,7 +125,7 @@ class TorchBuilder:
         return DecoderLayer(
             input_norm=self._norm(f"{prefix}.input_layernorm") if config.pre_norm else None,
             qkv=self._latent_input(attention, config.latent) if config.latent else self._qkv(attention),
-            qk_norm=self._qk_norm(attention) if config.qk_norm else None,
+            qk_norm=self._qk_norm(attention) if config.has_qk_norm(index) else None,
             output=self._linear([(f"{attention}.o_proj", hidden)], values, bias=config.output_bias),
             mlp_norm=self._norm(f"{prefix}.post_attention_layernorm") if has_mlp_norm else None,
             mlp=self._experts(f"{prefix}.mlp", config.experts)
@@ -162,9 +175,15 @@ class TorchBuilder:
         inner, bias = inner or config.intermediate_size, config.mlp_bias if bias is None else bias
         down = self._linear([(f"{prefix}.down_proj", config.hidden_size)], inner, bias=bias)
         if not config.gated_mlp:
-            return PlainMLP(self._linear([(f"{prefix}.up_proj", inner)], config.hidden_size, bias=bias), down, config.activation)
+            up = self._linear([(f"{prefix}.up_proj", inner)], config.hidden_size, bias=bias)
+            return PlainMLP(up, down, config.activation, self._xielu(prefix) if config.activation == "xielu" else None)
         gate_up = self._linear([(f"{prefix}.{name}_proj", inner) for name in ("gate", "up")], config.hidden_size, bias=bias)
         return GatedMLP(gate_up, down, config.activation)
+
+    def _xielu(self, prefix: str) -> Xielu:
+        stem = f"{prefix}.act_fn"
+        learned = (self._tensor(f"{stem}.{name}", 1) for name in ("alpha_p", "alpha_n"))
+        return Xielu(*learned, *(self._tensor(f"{stem}.{name}") for name in ("beta", "eps")))
 
     def _experts(self, prefix: str, experts: ExpertsConfig) -> MLP:
         return Experts(experts, experts=list(self._each_expert(prefix, experts)), **self._around_experts(prefix, experts))
@@ -198,9 +217,13 @@ class TorchBuilder:
         shapes: dict[str, tuple[int, ...]] = {
             name: {"head": (dim,), "heads": (count, dim), "all": (count * dim,)}[config.qk_norm] for name, count in counts.items()
         }
-        weights = [self._tensor(f"{attention}.{name}_norm.weight", *shape) for name, shape in shapes.items()]
-        rows = [weight.view(-1, dim).expand(count, dim) for weight, count in zip(weights, counts.values(), strict=True)]
-        norm = Norm(_joined(rows), config.norm_eps, config.norm, None, config.wide_norm)
+
+        def rows(kind: str) -> Tensor:
+            vectors = [self._tensor(f"{attention}.{name}_norm.{kind}", *shape) for name, shape in shapes.items()]
+            return _joined([each.view(-1, dim).expand(counts[name], dim) for name, each in zip(shapes, vectors, strict=True)])
+
+        bias = rows("bias") if config.qk_norm_bias else None
+        norm = Norm(rows("weight"), config.norm_eps, config.norm, bias, config.wide_norm)
         return QKNorm(norm, config.num_heads if config.qk_norm == "all" else 0)
 
     def _norm(self, name: str, width: int = 0, eps: float = 0.0) -> Norm:

@@ -53,11 +53,7 @@ class HeaderSource:
 
     def get(self, name: str) -> Tensor:
         """Return the tensor without numbers. Raises MissingTensor; ValueError for a dtype that no plain weights have."""
-        take = self._family_names.find(name, self.config)
-        tensor = self._shaped(take.name) if take.name else torch.empty(0)
-        for change in take.change:
-            tensor = change(tensor)
-        return tensor
+        return self._family_names.find(name, self.config).read(self._shaped)
 
     def _shaped(self, stored: str) -> Tensor:
         if stored not in self._stored:

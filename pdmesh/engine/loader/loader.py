@@ -20,6 +20,7 @@ from pdmesh.engine.kernels.cpu import isa
 from pdmesh.engine.kernels.cpu.build import BuildFailed, NoCompiler
 from pdmesh.engine.kernels.cpu.library import open_library
 from pdmesh.engine.kernels.cpu.model import KERNEL_REVISION, NativeModel
+from pdmesh.engine.kernels.cpu.step_memory import StepBuffers
 from pdmesh.engine.kernels.cpu.threads import default_threads
 from pdmesh.engine.kernels.triton.support import why_not_here
 from pdmesh.engine.loader.builder import Progress, TorchBuilder, numeric_mode, open_checkpoint
@@ -32,7 +33,7 @@ from pdmesh.engine.lora.adapter import Adapter
 from pdmesh.engine.lora.folder import configured_adapters
 from pdmesh.engine.lora.registry import AdapterSlots
 from pdmesh.engine.lora.torch_maps import TorchAdapters
-from pdmesh.engine.memory import check_weights_fit, effective_max_context, free_memory
+from pdmesh.engine.memory import check_weights_fit, effective_max_context, free_memory, torch_step_bytes
 from pdmesh.engine.models.config import ModelConfig
 from pdmesh.engine.models.decoder import DecoderModel
 from pdmesh.engine.parallel.split import check_degree, num_elements_held
@@ -81,6 +82,11 @@ class LoadedModel:
 
     def step_bytes(self, config: EngineConfig) -> int:
         """Return the memory that steps and their graphs need besides weights and pool; 0: the model does not say."""
+        num_tokens, num_rows = config.max_num_batched_tokens, min(config.max_num_batched_tokens, config.max_num_seqs)
+        if isinstance(self.model, NativeModel):
+            return StepBuffers(self.config, self.model.weights, num_tokens, num_rows, self.model.num_threads).num_bytes()
+        if isinstance(self.model, DecoderModel):
+            return torch_step_bytes(self.model.config, self.dtype.itemsize, num_tokens, num_rows)
         own = getattr(self.model, "step_bytes", None)
         return own(config) if own is not None else 0
 

@@ -36,7 +36,7 @@ from pdmesh.engine.kernels.cpu.model import (
 from pdmesh.engine.loader.quantize import Fp8Weight, Int4Weight, Int8Weight, quantize_int4, quantize_int8
 from pdmesh.engine.loader.safetensors import WeightSource, checked, exact_weight
 from pdmesh.engine.models.config import LATENT_EPS, ExpertsConfig, LatentConfig
-from pdmesh.engine.models.layers import RotaryTable
+from pdmesh.engine.models.layers import RotaryTable, temperatures
 from pdmesh.engine.models.rope import RopeConfig
 
 PANEL = 16
@@ -198,6 +198,8 @@ class NativeBuilder:
             positions=self._positions() if config.learned_positions else None,
             ropes=tuple(self._rope(rope) for rope in (config.rope, config.local_rope) if rope is not None and rope.rotary_dim),
             max_context=self.max_context,
+            embedding_norm=self._norm("model.embed_norm") if config.embedding_norm else None,
+            temperatures=temperatures(config.temperature, self.max_context) if config.temperature else None,
         )
 
     def _head(self, embedding: Tensor) -> PackedLinear:
@@ -226,8 +228,8 @@ class NativeBuilder:
         return PackedLayer(
             input_norm=self._norm(f"{prefix}.input_layernorm") if config.pre_norm else None,
             mlp_norm=self._norm(f"{prefix}.post_attention_layernorm") if has_mlp_norm else None,
-            query_norm=self._head_norm(f"{attention}.q_norm", config.num_heads) if config.qk_norm else None,
-            key_norm=self._head_norm(f"{attention}.k_norm", config.num_kv_heads) if config.qk_norm else None,
+            query_norm=self._head_norm(f"{attention}.q_norm", config.num_heads) if config.has_qk_norm(index) else None,
+            key_norm=self._head_norm(f"{attention}.k_norm", config.num_kv_heads) if config.has_qk_norm(index) else None,
             qkv=self._latent_input(attention, config.latent) if config.latent else self._qkv(attention),
             output=self._linear(f"{attention}.o_proj", config.hidden_size, values, has_bias=config.output_bias),
             mlp=self._experts(f"{prefix}.mlp", config.experts)
@@ -338,7 +340,8 @@ class NativeBuilder:
     def _head_norm(self, name: str, num_heads: int) -> PackedNorm:
         config, dim = self.config, self.config.head_dim
         shape = {"head": (dim,), "heads": (num_heads, dim), "all": (num_heads * dim,)}[config.qk_norm]
-        return PackedNorm(self._wide(f"{name}.weight", *shape), None, config.norm_eps, config.norm)
+        bias = self._wide(f"{name}.bias", *shape) if config.qk_norm_bias else None
+        return PackedNorm(self._wide(f"{name}.weight", *shape), bias, config.norm_eps, config.norm)
 
     def _wide(self, name: str, *shape: int) -> Tensor:
         """Return a vector (or one for each head) as float32, padded to whole panels."""

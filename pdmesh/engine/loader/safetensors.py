@@ -81,11 +81,12 @@ class SafetensorsSource:
         take = self._names.find(name, self.config)
         if self.quantized is not None and self.quantized.holds(take.name):
             return self.quantized.get(take)
-        tensor = self._stored.tensor(take.name) if take.name else torch.empty(0)
+        return take.read(self._plain)
+
+    def _plain(self, stored: str) -> Tensor:
+        tensor = self._stored.tensor(stored)
         if not tensor.is_floating_point() or tensor.itemsize == 1:
-            raise UnsupportedModel(f"{self.folder}: {_as_stored(take.name, self._stored)}, and nothing says what it stands for")
-        for change in take.change:
-            tensor = change(tensor)
+            raise UnsupportedModel(f"{self.folder}: {_as_stored(stored, self._stored)}, and nothing says what it stands for")
         return tensor
 
     def unused(self) -> list[str]:

@@ -26,7 +26,7 @@ ACTIVATIONS = {
 class ExpertsConfig:
     """A mixture of experts. `layers[i]`: whether layer i has one; the others have a dense MLP.
 
-    A token's router logits become scores by `scoring`, over all experts or (`softmax_topk`) over those chosen. Where `num_groups`
+    A token's router logits become scores by `scoring`, over all experts or (`_topk`) over those chosen. Where `num_groups`
     is more than 1, only the best `top_groups` groups are eligible, each ranked by `group_rank`: its best expert, or the sum of
     its two best. `has_correction`: a bias decides which experts are chosen, not how much they count."""
 
@@ -34,7 +34,7 @@ class ExpertsConfig:
     top_k: int
     intermediate_size: int
     layers: tuple[bool, ...]
-    scoring: str = "softmax"  # softmax, sigmoid, softmax_topk, sparsemixer
+    scoring: str = "softmax"  # softmax, sigmoid, softmax_topk, sigmoid_topk, sparsemixer
     normalize: bool = False  # the chosen experts' scores are divided by their sum
     scale: float = 1.0  # of the chosen scores
     num_groups: int = 1
@@ -49,6 +49,17 @@ class ExpertsConfig:
     shared_gate: bool = False  # a learned factor in (0, 1) on the shared expert's output
     activation: str = ""  # of the experts, where it is not the MLP's; swiglu_oai: clamped, with a linear part (GPT-OSS)
     activation_limit: float = 0.0
+
+
+@dataclass(frozen=True)
+class TemperatureConfig:
+    """Queries grow with their position p, by 1 + scale * log(1 + floor((p + offset) / period)), in all layers or in those without
+    rotation (Nakanishi, Scalable-Softmax, 2025)."""
+
+    scale: float
+    period: int
+    offset: int = 0
+    of_rotated: bool = True
 
 
 LATENT_EPS = 1e-6
@@ -94,7 +105,8 @@ class WeightCount:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Hold shapes and switches of one decoder. `windows[i]` is layer i's sliding window in tokens, None for full attention."""
+    """Hold shapes and switches of one decoder. `windows[i]` is layer i's sliding window in tokens, None for full attention; of
+    `chunked` attention the size of its chunks, which no token looks beyond."""
 
     model_type: str
     vocab_size: int
@@ -116,6 +128,9 @@ class ModelConfig:
     dtype: str | None  # the checkpoint's, such as "bfloat16"; None when it does not say
     # Norms.
     qk_norm: str = ""  # head: one weight for all heads; heads: one for each; all: over all heads together
+    qk_norm_bias: bool = False
+    qk_norm_rotated: bool = False  # of what is rotated already; layers without rotation have none
+    embedding_norm: bool = False  # of what the first layer reads
     norm: str = "rms"  # or layer
     norm_bias: bool = False
     wide_norm: bool = False  # weights multiply before the result is rounded to the dtype (Gemma), not after (Llama)
@@ -134,6 +149,8 @@ class ModelConfig:
     # Attention.
     attention_scale: float = 0.0  # of scores; 0: head_dim ** -0.5
     attention_softcap: float = 0.0
+    chunked: bool = False
+    temperature: TemperatureConfig | None = None
     sinks: bool = False  # a learned logit for each head takes its part of the softmax
     latent: LatentConfig | None = None
     # Multipliers.
@@ -167,6 +184,14 @@ class ModelConfig:
     def is_rotated(self, layer: int) -> bool:
         """Return whether this layer's queries and keys are rotated."""
         return not self.rotated or self.rotated[layer]
+
+    def has_qk_norm(self, layer: int) -> bool:
+        """Return whether this layer's queries and keys are normalized."""
+        return bool(self.qk_norm) and (self.is_rotated(layer) or not self.qk_norm_rotated)
+
+    def has_temperature(self, layer: int) -> bool:
+        """Return whether this layer's queries grow with their position."""
+        return self.temperature is not None and (self.temperature.of_rotated or not self.is_rotated(layer))
 
     def has_experts(self, layer: int) -> bool:
         """Return whether this layer's MLP is a mixture of experts."""
@@ -206,6 +231,11 @@ class ModelConfig:
         return WeightCount(every_token, mixed * column * experts.intermediate_size, experts.num_experts, experts.top_k)
 
     @property
+    def reaches(self) -> tuple[int, ...]:
+        """Return, for each layer with a window, the most tokens that a token attends to; of chunks their mean."""
+        return tuple((window + 1) // 2 if self.chunked else window for window in self.windows if window is not None)
+
+    @property
     def attention_operations(self) -> int:
         """Return the operations of one token for each token that it attends to, in all layers: two for each number that a head
         multiplies, of a latent the whole of it for its score and the part without rotation for its values."""
@@ -229,6 +259,9 @@ class ModelConfig:
             "parallel attention and MLP": self.parallel,
             "QK norm with a weight for each head": self.qk_norm == "heads",
             "QK norm over all heads": self.qk_norm == "all",
+            "bias of QK norm": self.qk_norm_bias,
+            "QK norm behind the rotary embedding": bool(self.qk_norm) and self.qk_norm_rotated,
+            "norm of embeddings": self.embedding_norm,
             "plain MLP": not self.gated_mlp,
             f"{self.activation} activation": self.activation != "silu",
             "experts": self.experts is not None,
@@ -238,6 +271,8 @@ class ModelConfig:
             "learned positions": self.learned_positions > 0,
             "scaled attention": self.attention_scale not in (0.0, self.head_dim**-0.5) and not self.latent,
             "softcap of attention": self.attention_softcap > 0,
+            "chunked attention": self.chunked,
+            "temperature of queries": self.temperature is not None,
             "attention sinks": self.sinks,
             "latent attention": self.latent is not None,
             "multiplier of embeddings": self.embedding_multiplier != 1,

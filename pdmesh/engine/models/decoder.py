@@ -103,8 +103,11 @@ class DecoderModel:
         ropes: Sequence[RotaryTable],
         attention: AttentionBackend,
         positions: Tensor | None = None,
+        embedding_norm: Norm | None = None,
+        temperatures: Tensor | None = None,
     ) -> None:
-        """`ropes`: the tables that layers name by number. `positions` [max_context, hidden_size]: learned ones."""
+        """`ropes`: the tables that layers name by number. `positions` [max_context, hidden_size]: learned ones. `temperatures`
+        [max_context]: factors of queries in layers that have them."""
         self.config = config
         self.embedding = embedding
         self.layers = layers
@@ -113,6 +116,8 @@ class DecoderModel:
         self.ropes = ropes
         self.attention = attention
         self.positions = positions
+        self.embedding_norm = embedding_norm
+        self.temperatures = temperatures
         self.adapter_rows: AdapterRows | None = None  # of a model whose maps may have adapters
 
     @property
@@ -143,10 +148,11 @@ class DecoderModel:
         positions = pad_rows(batch.positions).to(self.device)
         states = self._embedded(pad_rows(batch.token_ids).to(self.device), positions)
         angles = [rope.at(positions) for rope in self.ropes]
+        temperatures = None if self.temperatures is None else self.temperatures[positions, None, None]
         factor = self.config.residual_multiplier
         for index, layer in enumerate(self.layers):
             normed = states if layer.input_norm is None else layer.input_norm(states)
-            added = self._attend(index, layer, normed, angles, plan, num_tokens, kv)
+            added = self._attend(index, layer, normed, angles, temperatures, plan, num_tokens, kv)
             if signal is not None:
                 signal.layer_done(index)
             if layer.post_attention_norm is not None:
@@ -186,6 +192,8 @@ class DecoderModel:
             ropes=self.ropes,
             attention=make_attention(self.attention.name, config, str(self.device), sinks_of(self.layers[:num_layers])),
             positions=self.positions,
+            embedding_norm=self.embedding_norm,
+            temperatures=self.temperatures,
         )
         shorter.adapter_rows = self.adapter_rows
         return shorter
@@ -196,7 +204,8 @@ class DecoderModel:
         if self.config.embedding_multiplier != 1.0:
             # As transformers does it: the factor is rounded to the states' dtype.
             states = states * torch.tensor(self.config.embedding_multiplier, dtype=states.dtype, device=states.device)
-        return states if self.positions is None else states + F.embedding(positions, self.positions)
+        states = states if self.positions is None else states + F.embedding(positions, self.positions)
+        return states if self.embedding_norm is None else self.embedding_norm(states)
 
     def _attend(
         self,
@@ -204,6 +213,7 @@ class DecoderModel:
         layer: DecoderLayer,
         normed: Tensor,
         angles: Sequence[tuple[Tensor, Tensor]],
+        temperatures: Tensor | None,
         plan: AttentionPlan,
         num_tokens: int,
         kv: Tensor,
@@ -215,11 +225,10 @@ class DecoderModel:
             return layer.output(pad_rows(self._attend_latent(index, layer.latent, fused, own, plan, num_tokens, kv)))
         heads = fused.view(fused.shape[0], -1, config.head_dim)
         num_rotated = config.num_heads + config.num_kv_heads
-        query_key = heads[:, :num_rotated]
-        if layer.qk_norm is not None:
-            query_key = layer.qk_norm(query_key)
-        query_key = (query_key if own is None else rotate(query_key, *own))[:num_tokens]
+        query_key = _turned(heads[:, :num_rotated], layer.qk_norm, own, norm_is_last=config.qk_norm_rotated)[:num_tokens]
         query, key = query_key[:, : config.num_heads], query_key[:, config.num_heads :]
+        if temperatures is not None and config.has_temperature(index):
+            query = (query * temperatures[:num_tokens]).to(query.dtype)
         attended = plan.run(index, query, key, heads[:num_tokens, num_rotated:], kv)
         return layer.output(pad_rows(attended.flatten(1)))
 
@@ -258,3 +267,11 @@ class DecoderModel:
         if config.logits_multiplier != 1.0:
             logits = logits * config.logits_multiplier
         return logits if not config.logits_softcap else (logits / config.logits_softcap).tanh() * config.logits_softcap
+
+
+def _turned(heads: Tensor, norm: QKNorm | None, angles: tuple[Tensor, Tensor] | None, *, norm_is_last: bool) -> Tensor:
+    """Normalize and rotate [T, heads, head_dim], in either order."""
+    if norm is not None and not norm_is_last:
+        heads = norm(heads)
+    turned = heads if angles is None else rotate(heads, *angles)
+    return norm(turned) if norm is not None and norm_is_last else turned

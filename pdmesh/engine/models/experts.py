@@ -74,8 +74,7 @@ class Experts:
             if mlp is None:
                 continue
             rows, places = torch.where(chosen == expert)
-            own = mlp(pad_rows(x[rows]))[: len(rows)]
-            result.index_add_(0, rows, (own * scores[rows, places, None]).to(x.dtype))
+            result.index_add_(0, rows, self._weighed(mlp, x[rows], scores[rows, places, None]))
         self.counts += torch.bincount(numbers.flatten(), minlength=self.config.num_experts)
         if self.shared is None:
             return result
@@ -84,12 +83,21 @@ class Experts:
             shared = (1.0 / (1.0 + (-(x.float() @ self._shared_gate.t())).exp())).to(x.dtype) * shared
         return result + shared
 
+    def _weighed(self, mlp: MLP, x: Tensor, scores: Tensor) -> Tensor:
+        """Return one expert's contributions to its tokens [M, hidden_size], by their scores [M, 1]."""
+        if self.config.scales_input:
+            return mlp(pad_rows((x * scores).to(x.dtype)))[: len(x)]
+        return (mlp(pad_rows(x))[: len(x)] * scores).to(x.dtype)
+
 
 def route(config: ExpertsConfig, logits: Tensor, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the chosen experts' scores, and their numbers: logits [M, num_experts] float32 -> two [M, top_k]."""
     if config.scoring == "softmax_topk":
         best, chosen = logits.topk(config.top_k, dim=-1)
         return best.softmax(-1) * config.scale, chosen
+    if config.scoring == "sigmoid_topk":
+        best, chosen = logits.topk(config.top_k, dim=-1)
+        return best.sigmoid() * config.scale, chosen
     if config.scoring == "sparsemixer":
         return _sparsemixer(logits, config.router_jitter)
     scores = logits.sigmoid() if config.scoring == "sigmoid" else logits.softmax(-1)

@@ -20,9 +20,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pdmesh.engine.models.config import TemperatureConfig
 from pdmesh.engine.models.rope import RopeConfig
 
 ROW_MULTIPLE = 4
+
+
+def temperatures(config: TemperatureConfig, max_context: int) -> Tensor:
+    """Return the factor of a query at each position, [max_context] float32."""
+    positions = torch.arange(max_context, dtype=torch.float32)
+    return 1.0 + config.scale * torch.log1p(torch.floor((positions + config.offset) / config.period))
 
 
 def pad_rows(x: Tensor) -> Tensor:
@@ -61,8 +68,8 @@ class Norm:
 
 @dataclass(frozen=True)
 class QKNorm:
-    """Normalize queries and keys, before they are rotated. `weight` [num_heads + num_kv_heads, head_dim]: each head by itself, or
-    (`num_heads` > 0) all query heads together, and all key heads."""
+    """Normalize queries and keys. `weight` [num_heads + num_kv_heads, head_dim]: each head by itself, or (`num_heads` > 0) all
+    query heads together, and all key heads."""
 
     norm: Norm
     num_heads: int = 0
@@ -103,6 +110,22 @@ def gelu_tanh(x: Tensor) -> Tensor:
 def relu2(x: Tensor) -> Tensor:
     """Return the square of relu (So et al., Primer, 2021)."""
     return torch.relu(x).square()
+
+
+@dataclass(frozen=True)
+class Xielu:
+    """Compute a parabola above 0 and an exponential below, both with a slope of `beta` at 0 (Huang and Schlag, xIELU, 2024).
+    `above` and `below` as a layer has learned them: their softplus counts."""
+
+    above: Tensor
+    below: Tensor
+    beta: Tensor
+    eps: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        above, below = F.softplus(self.above), self.beta + F.softplus(self.below)
+        falling = (torch.expm1(torch.minimum(x, self.eps)) - x) * below
+        return torch.where(x > 0, above * x * x, falling) + self.beta * x
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -189,13 +212,14 @@ class GatedMLP:
 class PlainMLP:
     """Compute down(act(up(x)))."""
 
-    def __init__(self, up: Linear, down: Linear, activation: str) -> None:
-        self.up, self.down, self.activation = up, down, activation
-        self._activate = ACTIVATIONS[activation]
+    def __init__(self, up: Linear, down: Linear, activation: str, learned: Xielu | None = None) -> None:
+        """`learned`: the activation of a layer that has one of its own."""
+        self.up, self.down, self.activation, self._learned = up, down, activation, learned
+        self._activate = learned or ACTIVATIONS[activation]
 
     def with_down(self, down: Linear) -> PlainMLP:
         """Return it with another last map."""
-        return PlainMLP(self.up, down, self.activation)
+        return PlainMLP(self.up, down, self.activation, self._learned)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.down(self._activate(self.up(x)))

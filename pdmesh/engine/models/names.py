@@ -2,7 +2,7 @@
 
 Loaders ask by one vocabulary, the names of transformers' Llama, with those that a Llama does not have:
 
-    model.embed_positions                 the table of learned positions
+    model.embed_positions                 the table of learned positions      model.embed_norm      what the first layer reads
     model.layers.N.post_self_attn_norm    behind attention      model.layers.N.post_mlp_norm    behind the MLP
     model.layers.N.self_attn.sinks        a logit for each head
     model.layers.N.self_attn.{q_a_proj, q_a_norm, q_b_proj, kv_a_proj, kv_a_norm, kv_b_proj}    of latent attention
@@ -42,22 +42,36 @@ class Place:
 @dataclass(frozen=True)
 class Stored:
     """Name a stored tensor. `stem`: without `.weight` or `.bias`; the expert's number stands at {}. Empty: it is not stored, and
-    `change` gets an empty tensor. `kinds`: other endings than the canonical ones, such as {"weight": ""}."""
+    `change` gets an empty tensor. `kinds`: other endings than the canonical ones, such as {"weight": ""}. `count`: it is stored
+    as so many tensors, whose number stands at {}; `change` gets them stacked."""
 
     stem: str
     change: tuple[Change, ...] = ()
     kinds: Mapping[str, str] = field(default_factory=dict)
+    count: Callable[[ModelConfig], int] | None = None
 
 
 @dataclass(frozen=True)
 class Take:
     """Say where one tensor lies, and how it comes out of it. `linear_change`: the same for a weight that is always [out, in],
-    as formats of quantized weights are, whatever the family's plain ones. `expert`: the number of the one that it is for."""
+    as formats of quantized weights are, whatever the family's plain ones. `expert`: the number of the one that it is for. `rows`:
+    names of tensors of which it is stacked, instead of `name`."""
 
     name: str
     change: tuple[Callable[[Tensor], Tensor], ...] = ()
     linear_change: tuple[Callable[[Tensor], Tensor], ...] = ()
     expert: int = -1
+    rows: tuple[str, ...] = ()
+
+    def read(self, stored: Callable[[str], Tensor]) -> Tensor:
+        """Return the tensor; `stored` gives one by its stored name."""
+        import torch  # configs are read where there is none
+
+        tensor = stored(self.name) if self.name else torch.empty(0)
+        tensor = torch.stack([stored(name) for name in self.rows]) if self.rows else tensor
+        for change in self.change:
+            tensor = change(tensor)
+        return tensor
 
 
 @dataclass(frozen=True)
@@ -84,7 +98,10 @@ class Names:
             return Take("", change)
         path = stored.stem.format(expert) if expert >= 0 else stored.stem
         path = path if layer < 0 else f"{self.layers.format(layer)}.{path}"
-        return Take(f"{path}.{ending}" if ending else path, change, linear, expert)
+        path = f"{path}.{ending}" if ending else path
+        if stored.count is not None:
+            return Take("", change, rows=tuple(path.format(number) for number in range(stored.count(config))))
+        return Take(path, change, linear, expert)
 
     def find_rows(self, name: str, config: ModelConfig) -> Take:
         """As `find`, for a matrix with a row for each output of the map, which is never stored transposed: B of an adapter."""
@@ -132,6 +149,13 @@ def ones(tensor: Tensor, place: Place) -> Tensor:
     import torch  # configs are read where there is none
 
     return torch.ones(place.config.hidden_size)
+
+
+def head_ones(tensor: Tensor, place: Place) -> Tensor:
+    """Return the weight of a norm of heads that has none."""
+    import torch
+
+    return torch.ones(place.config.head_dim)
 
 
 def columns(width: Callable[[ModelConfig], int]) -> Change:

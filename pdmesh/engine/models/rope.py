@@ -115,6 +115,18 @@ def rope_parameters(config: ConfigReader) -> ConfigReader | None:
     return params
 
 
+def ropes_by_kind(config: ConfigReader, **shape: int) -> dict[str, RopeConfig]:
+    """Return `rope` and `local_rope` of rope parameters per kind of layer; empty where there is one set for all. `shape`: see
+    `RopeConfig.from_dict`."""
+    params = config.section("rope_parameters")
+    if params is None or not params.sections():
+        return {}
+    config.ignore("rope_parameters")
+    kinds = {"rope": "full_attention", "local_rope": "sliding_attention"}
+    own = {name: params.section(kind) for name, kind in kinds.items()}
+    return {name: RopeConfig.from_dict({}, params=each, **shape) for name, each in own.items() if each is not None}
+
+
 def _number(params: ConfigReader, key: str, default: float) -> float:
     if params.get(key) is None:
         return default

@@ -128,6 +128,8 @@ def _joined_decoder(model: DecoderModel, whole: ModelConfig, group: Group) -> De
         ropes=model.ropes,
         attention=model.attention,
         positions=model.positions,
+        embedding_norm=model.embedding_norm,
+        temperatures=model.temperatures,
     )
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.kv_cache.events import LayerReadiness
 from pdmesh.engine.kv_cache.pool import KVPool, KVShape
+from pdmesh.engine.memory import torch_step_bytes
 from pdmesh.engine.parallel import tp_protocol
 from pdmesh.engine.parallel.collectives import Group
 from pdmesh.engine.parallel.copies import CopyChannel
@@ -75,7 +76,12 @@ class ParallelModel:
     def step_bytes(self, config: EngineConfig) -> int:
         """See LoadedModel.step_bytes: those of a rank's device."""
         own = getattr(self._share.model, "step_bytes", None)
-        return int(own(config)) if own is not None else 0
+        if own is not None:
+            return int(own(config))
+        num_tokens, num_rows = config.max_num_batched_tokens, min(config.max_num_batched_tokens, config.max_num_seqs)
+        item_size = self._share.model.embedding.element_size()
+        each = torch_step_bytes(self._share.model.config, item_size, num_tokens, num_rows)
+        return each * (self.ranks.size if self.shares_pool else 1)
 
     def expert_counts(self) -> Tensor | None:
         """See DecoderModel: every rank routes all tokens, so rank 0 counts them all."""

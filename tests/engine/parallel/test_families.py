@@ -36,6 +36,8 @@ SHARED = {
     "deepseek_v3": {},  # a latent that all ranks have, experts in groups
     "phi": {"vocab_size": 321},  # a bias of logits, on ranks with different rows of the head
     "gpt2": {},  # learned positions
+    "llama4_text": {},  # scores that multiply what experts read, queries that grow with their position, chunks
+    "stablelm, qk norm": {},  # norms of heads, each stored by itself
 }
 
 

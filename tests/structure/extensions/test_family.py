@@ -70,7 +70,7 @@ def settings(folder: Path) -> EngineConfig:
 
 
 def test_a_family_that_is_not_registered_is_refused_and_the_known_ones_are_named(terse: Path) -> None:
-    with pytest.raises(UnsupportedModel, match=f"model_type '{NAME}' is not supported; this engine runs arcee, cohere, "):
+    with pytest.raises(UnsupportedModel, match=f"model_type '{NAME}' is not supported; this engine runs apertus, arcee, "):
         load_model(settings(terse))
 
 

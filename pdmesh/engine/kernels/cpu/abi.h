@@ -38,8 +38,8 @@ struct PdmeshRope {
     int64_t dim;
 };
 
-// kSoftmaxOfBest: over the logits of those chosen. kSparseMixer: Phi-3.5-MoE's.
-enum PdmeshScoring : int32_t { kSoftmax = 0, kSigmoid = 1, kSoftmaxOfBest = 2, kSparseMixer = 3 };
+// kSoftmaxOfBest, kSigmoidOfBest: of the logits of those chosen. kSparseMixer: Phi-3.5-MoE's.
+enum PdmeshScoring : int32_t { kSoftmax = 0, kSigmoid = 1, kSoftmaxOfBest = 2, kSparseMixer = 3, kSigmoidOfBest = 4 };
 
 struct PdmeshExpert {
     PdmeshLinear gate_up, down;
@@ -50,7 +50,7 @@ struct PdmeshExpert {
 struct PdmeshExperts {
     int32_t num_experts, top_k, scoring, normalizes, num_groups, top_groups, ranks_by_two, activation;
     float scale, jitter, limit;
-    int32_t has_shared_gate;
+    int32_t has_shared_gate, scales_input;
     PdmeshLinear router;
     const float* correction;
     const PdmeshExpert* experts;
@@ -68,12 +68,13 @@ struct PdmeshLatent {
     const PdmeshLinear *key_maps, *value_maps;
 };
 
-// `query_norm`, `key_norm`: see PdmeshHeadNorms. `window` 0: none. `rope`: which of the model's, -1: none. A gated MLP's gate_up map
+// `query_norm`, `key_norm`: see PdmeshHeadNorms. `window` 0: none; below 0: chunks of so many tokens. `rope`: which of the model's, -1: none. A gated MLP's gate_up map
 // has alternating panels: 16 gate outputs, their 16 up outputs, and so on; a plain one's is its first map.
 struct PdmeshLayer {
     PdmeshNorm input_norm, mlp_norm, post_attention_norm, post_mlp_norm, query_norm, key_norm;
     PdmeshLinear qkv, output, gate_up, down;
     const float* sinks;            // [num_heads] or null
+    const float* temperatures;     // [max_context]: factors of queries by their position; or null
     const PdmeshExperts* experts;  // instead of gate_up and down; or null
     const PdmeshLatent* latent;    // of all layers or none
     int64_t window, rope;
@@ -83,11 +84,12 @@ struct PdmeshLayer {
 struct PdmeshModel {
     int32_t num_layers, hidden, intermediate, num_heads, num_kv_heads, head_dim, vocab, max_context;
     int32_t block_size, kv_format, embedding_format;
-    int32_t head_norms, activation, is_gated, is_parallel;  // parallel: attention and MLP read the same states
-    float attention_scale, attention_softcap;               // softcap 0: none
+    int32_t head_norms, norms_rotated;            // the latter: heads are normalized behind their rotation
+    int32_t activation, is_gated, is_parallel;    // parallel: attention and MLP read the same states
+    float attention_scale, attention_softcap;     // softcap 0: none
     float embedding_multiplier, residual_multiplier, logits_multiplier, logits_softcap;
     const PdmeshLayer* layers;
-    PdmeshNorm norm;
+    PdmeshNorm embedding_norm, norm;
     PdmeshLinear head;
     const uint8_t* embedding;  // [vocab][hidden], rows without padding
     const float* positions;    // [max_context][hidden], added to the embeddings; or null

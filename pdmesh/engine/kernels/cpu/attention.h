@@ -130,14 +130,17 @@ struct QueryTile {
     const uint8_t* queries;
     size_t stride;
     int num_queries, num_groups, position, head;
-    int64_t window;  // 0: none
+    int64_t window;  // 0: none; below 0: chunks of so many tokens
     const int32_t* blocks;
     int tail_start;  // from this position on (a multiple of 16), keys and values lie in loose groups at `tail`; INT_MAX: none
     uint8_t* tail;
     const float* sinks;  // logits of the tile's query heads that take their part of the softmax, or null
     int rows() const { return num_queries * num_groups; }
     int last() const { return position + num_queries - 1; }
-    int first_visible(int query) const { return window ? std::max<int64_t>(0, query - window + 1) : 0; }
+    int first_visible(int query) const {
+        if (window < 0) return static_cast<int>(query - query % window);
+        return window ? std::max<int64_t>(0, query - window + 1) : 0;
+    }
 };
 
 // What a set of keys gives some rows, beside the outputs [rows][head_dim]: the largest score of a row, and the sum of

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <memory>
 #include <new>
@@ -10,6 +11,8 @@
 
 namespace pdmesh {
 
+inline std::atomic<int64_t> reserved_bytes = 0;  // what all buffers of this process have grown by
+
 template <class T>
 struct Buffer {  // 64-byte aligned, grows, never shrinks; contents are lost when it grows
     std::unique_ptr<T[], void (*)(T*)> data{nullptr, [](T* p) { ::operator delete[](p, std::align_val_t(64)); }};
@@ -17,6 +20,7 @@ struct Buffer {  // 64-byte aligned, grows, never shrinks; contents are lost whe
     T* reserve(size_t count) {
         if (count > size) {
             count = std::max(count, size + size / 2);  // contexts grow step by step, buffers seldom
+            reserved_bytes += static_cast<int64_t>((count - size) * sizeof(T));
             data.reset(static_cast<T*>(::operator new[](count * sizeof(T), std::align_val_t(64))));
             std::memset(static_cast<void*>(data.get()), 0, count * sizeof(T));
             size = count;

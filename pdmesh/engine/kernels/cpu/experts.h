@@ -70,6 +70,11 @@ class Router {
             std::copy_n(scores, experts.top_k, own_.begin());
             softmax(own_.data(), static_cast<int>(own_.size()));
             std::copy_n(own_.begin(), experts.top_k, scores);
+        } else if (experts.scoring == kSigmoidOfBest) {
+            own_.assign(round_up(experts.top_k, kPanel), 0.0f);
+            std::copy_n(scores, experts.top_k, own_.begin());
+            for (size_t i = 0; i < own_.size(); i += kPanel) f_store(&own_[i], sigmoid(f_load(&own_[i])));
+            std::copy_n(own_.begin(), experts.top_k, scores);
         } else if (experts.normalizes) {
             float sum = 0;
             for (int k = 0; k < experts.top_k; k++) sum += scores[k];
@@ -135,6 +140,7 @@ class ExpertPairs {
         if (count <= chosen.size()) return;
         chosen.resize(count);
         scores.resize(count);
+        row_scores.resize(count);
         places.resize(count);
         tokens.resize(count);
     }
@@ -157,12 +163,13 @@ class ExpertPairs {
         for (int p = 0; p < num_pairs; p++) {
             places[p] = starts_[chosen[p]]++;
             tokens[places[p]] = p / top_k;
+            row_scores[places[p]] = scores[p];
         }
         for (int r = 0; r < num_rows; r++) sort_by_expert(r * top_k, top_k);
     }
 
     std::vector<int32_t> chosen, places, tokens;  // places: of pair [row][k] among the products' rows; tokens: of those
-    std::vector<float> scores;
+    std::vector<float> scores, row_scores;  // the latter: of the products' rows
     std::vector<RowGroup> gate_up, down;
     int num_pairs = 0;
 

@@ -17,7 +17,7 @@ FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
 NORM_KINDS = {"rms": 0, "layer": 1}
 HEAD_NORMS = {"": 0, "head": 0, "heads": 1, "all": 2}
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "swiglu_oai": 5}
-SCORINGS = {"softmax": 0, "sigmoid": 1, "softmax_topk": 2, "sparsemixer": 3}
+SCORINGS = {"softmax": 0, "sigmoid": 1, "softmax_topk": 2, "sparsemixer": 3, "sigmoid_topk": 4}
 
 
 class Linear(Structure):
@@ -47,6 +47,7 @@ class Experts(Structure):
         *((name, c_int32) for name in ("ranks_by_two", "activation")),
         *((name, c_float) for name in ("scale", "jitter", "limit")),
         ("has_shared_gate", c_int32),
+        ("scales_input", c_int32),
         ("router", Linear),
         ("correction", c_void_p),
         ("experts", POINTER(Expert)),
@@ -71,6 +72,7 @@ class Layer(Structure):
         *((name, Norm) for name in ("input_norm", "mlp_norm", "post_attention_norm", "post_mlp_norm", "query_norm", "key_norm")),
         *((name, Linear) for name in ("qkv", "output", "gate_up", "down")),
         ("sinks", c_void_p),
+        ("temperatures", c_void_p),
         ("experts", POINTER(Experts)),
         ("latent", POINTER(Latent)),
         ("window", c_int64),
@@ -85,10 +87,11 @@ class Model(Structure):
             for name in ("num_layers", "hidden", "intermediate", "num_heads", "num_kv_heads", "head_dim", "vocab", "max_context")
         ),
         *((name, c_int32) for name in ("block_size", "kv_format", "embedding_format")),
-        *((name, c_int32) for name in ("head_norms", "activation", "is_gated", "is_parallel")),
+        *((name, c_int32) for name in ("head_norms", "norms_rotated", "activation", "is_gated", "is_parallel")),
         *((name, c_float) for name in ("attention_scale", "attention_softcap")),
         *((name, c_float) for name in ("embedding_multiplier", "residual_multiplier", "logits_multiplier", "logits_softcap")),
         ("layers", POINTER(Layer)),
+        ("embedding_norm", Norm),
         ("norm", Norm),
         ("head", Linear),
         ("embedding", c_void_p),
@@ -162,6 +165,7 @@ def open_library(say: Say = print) -> ctypes.CDLL:
         "pdmesh_engine_create_beside": (c_void_p, (POINTER(Model), c_void_p)),
         "pdmesh_engine_destroy": (None, (c_void_p,)),
         "pdmesh_engine_team": (c_void_p, (c_void_p,)),
+        "pdmesh_reserved_bytes": (c_int64, ()),
         "pdmesh_engine_step": (c_int32, (c_void_p, POINTER(Step))),
         "pdmesh_move_slots": (c_int32, (POINTER(Pool), c_void_p, c_void_p, c_int32)),
         "pdmesh_read_bandwidth": (c_double, (c_void_p, c_int64, c_int32, c_int32)),

@@ -134,6 +134,7 @@ class PackedExperts:
             jitter=config.router_jitter,
             limit=config.activation_limit,
             has_shared_gate=config.shared_gate,
+            scales_input=config.scales_input,
             router=self.router.descriptor(),
             correction=_address(self.correction),
             experts=experts,
@@ -223,16 +224,20 @@ class PackedLayer:
             mlp=self.mlp.with_linears(rest) if isinstance(self.mlp, PackedExperts) else PackedMLP(*rest),
         )
 
-    def descriptor(self, window: int | None, experts: abi.Experts | None, latent: abi.Latent | None) -> abi.Layer:
+    def descriptor(
+        self, window: int, temperatures: Tensor | None, experts: abi.Experts | None, latent: abi.Latent | None
+    ) -> abi.Layer:
+        """Return what the kernels read; `window` and `temperatures`: see abi.h."""
         norms = (self.input_norm, self.mlp_norm, self.post_attention_norm, self.post_mlp_norm, self.query_norm, self.key_norm)
         maps = self.mlp.linears if isinstance(self.mlp, PackedMLP) else ()
         return abi.Layer(
             *(abi.Norm() if norm is None else norm.descriptor() for norm in norms),
             *(linear.descriptor() for linear in (self.qkv, self.output, *maps)),
             sinks=_address(self.sinks),
+            temperatures=_address(temperatures),
             experts=None if experts is None else ctypes.pointer(experts),
             latent=None if latent is None else ctypes.pointer(latent),
-            window=window or 0,
+            window=window,
             rope=-1 if self.rope is None else self.rope,
         )
 
@@ -250,7 +255,8 @@ class PackedRope:
 
 @dataclass(frozen=True)
 class PackedWeights:
-    """`embedding` [vocab, hidden] float32 or bfloat16; `positions` [max_context, hidden] float32, learned ones."""
+    """`embedding` [vocab, hidden] float32 or bfloat16; `positions` [max_context, hidden] float32, learned ones; `temperatures`
+    [max_context] float32, factors of queries."""
 
     layers: list[PackedLayer]
     norm: PackedNorm
@@ -260,6 +266,8 @@ class PackedWeights:
     positions: Tensor | None
     ropes: tuple[PackedRope, ...]
     max_context: int
+    embedding_norm: PackedNorm | None = None
+    temperatures: Tensor | None = None
 
     @property
     def bytes_per_step(self) -> int:
@@ -315,6 +323,10 @@ class NativeModel:
     @property
     def library(self) -> ctypes.CDLL:
         return self._library
+
+    @property
+    def num_threads(self) -> int:
+        return self._num_threads
 
     @property
     def team(self) -> int:
@@ -374,10 +386,13 @@ class NativeModel:
         config, weights = self.config, self.weights
         layers = (abi.Layer * config.num_layers)(
             *(
-                layer.descriptor(window, experts, latent)
-                for layer, window, experts, latent in zip(
-                    weights.layers, config.windows, self._experts, self._latents, strict=True
+                layer.descriptor(
+                    (config.windows[index] or 0) * (-1 if config.chunked else 1),
+                    weights.temperatures if config.has_temperature(index) else None,
+                    self._experts[index],
+                    self._latents[index],
                 )
+                for index, layer in enumerate(weights.layers)
             )
         )
         ropes = [rope.descriptor() for rope in weights.ropes]
@@ -394,6 +409,7 @@ class NativeModel:
             kv_format=abi.FORMATS[str(self._kv_dtype).removeprefix("torch.")],
             embedding_format=abi.FORMATS[str(weights.embedding.dtype).removeprefix("torch.")],
             head_norms=abi.HEAD_NORMS[config.qk_norm],
+            norms_rotated=config.qk_norm_rotated,
             activation=abi.ACTIVATIONS[config.activation],
             is_gated=config.gated_mlp,
             is_parallel=config.parallel,
@@ -404,6 +420,7 @@ class NativeModel:
             logits_multiplier=config.logits_multiplier,
             logits_softcap=config.logits_softcap,
             layers=layers,
+            embedding_norm=abi.Norm() if weights.embedding_norm is None else weights.embedding_norm.descriptor(),
             norm=weights.norm.descriptor(),
             head=weights.head.descriptor(),
             embedding=weights.embedding.data_ptr(),
@@ -421,6 +438,9 @@ PARTS = frozenset(
         "parallel attention and MLP",
         "QK norm with a weight for each head",
         "QK norm over all heads",
+        "bias of QK norm",
+        "QK norm behind the rotary embedding",
+        "norm of embeddings",
         "plain MLP",
         "gelu activation",
         "gelu_tanh activation",
@@ -432,6 +452,8 @@ PARTS = frozenset(
         "learned positions",
         "scaled attention",
         "softcap of attention",
+        "chunked attention",
+        "temperature of queries",
         "attention sinks",
         "latent attention",
         "multiplier of embeddings",

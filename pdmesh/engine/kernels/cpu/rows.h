@@ -140,12 +140,16 @@ inline void norm_row(const PdmeshNorm& norm, const float* x, int width, float* o
     for (int i = 0; i < padded; i += 16) f_store(out + i, f_load(x + i) * factor * f_load(norm.weight + i));
 }
 
-// Row `row` of `rows` from x [width], normalized where the norm has a weight. `scratch` holds a padded row and
+// Row `row` of `rows` from x [width], normalized where the norm has a weight, times `factor`. `scratch` holds a padded row and
 // its units' maxima (scratch_floats).
-inline void prepare_row(const PdmeshLinear& linear, const float* x, const PdmeshNorm& norm, float* scratch, Rows& rows, int row) {
+inline void prepare_row(const PdmeshLinear& linear, const float* x, const PdmeshNorm& norm, float* scratch, Rows& rows, int row, float factor = 1.0f) {
     const int padded = round_up(linear.k, 16);
     if (norm.weight) {
         norm_row(norm, x, linear.k, scratch);
+        x = scratch;
+    }
+    if (factor != 1.0f) {
+        for (int i = 0; i < padded; i += 16) f_store(scratch + i, f_load(x + i) * f_set(factor));
         x = scratch;
     }
     uint8_t* out = rows.data + row * rows.stride;

@@ -234,7 +234,8 @@ class Engine {
         const PdmeshExpert& first = experts.experts[0];
         const int stride = inner_stride(first.down);
         const auto state_of = [&](int pair) { return hidden_.get() + static_cast<size_t>(pairs_.tokens[pair]) * hidden_stride_; };
-        Rows rows = prepare_each(rank, first.gate_up, norm_of_mlp(layer), pairs_.num_pairs, state_of);
+        const auto factor_of = [&](int pair) { return experts.scales_input ? pairs_.row_scores[pair] : 1.0f; };
+        Rows rows = prepare_each(rank, first.gate_up, norm_of_mlp(layer), pairs_.num_pairs, state_of, factor_of);
         with_activation(experts.activation, experts.limit, stride, [&](auto emit) { multiply_groups(team_, pairs_.gate_up, rows, emit); });
         team_.barrier();
         clock.mark(profile_.gate_up);
@@ -280,8 +281,10 @@ class Engine {
             const F gate = experts.has_shared_gate ? sigmoid(f_set(shared_gate_logit(experts, r))) : f_set(1.0f);
             for (int i = 0; i < hidden_stride_; i += 16) {
                 F sum = f_zero();
-                for (int p = r * experts.top_k; p < (r + 1) * experts.top_k; p++)
-                    sum = sum + f_load(contributions_.get() + static_cast<size_t>(pairs_.places[p]) * hidden_stride_ + i) * f_set(pairs_.scores[p]);
+                for (int p = r * experts.top_k; p < (r + 1) * experts.top_k; p++) {
+                    const F factor = f_set(experts.scales_input ? 1.0f : pairs_.scores[p]);
+                    sum = sum + f_load(contributions_.get() + static_cast<size_t>(pairs_.places[p]) * hidden_stride_ + i) * factor;
+                }
                 f_store(mixed + i, experts.shared ? sum + gate * f_load(mixed + i) : sum);
             }
             if (layer.post_mlp_norm.weight) norm_row(layer.post_mlp_norm, mixed, model_.hidden, mixed);
@@ -391,6 +394,7 @@ class Engine {
                 for (int i = 0; i < width; i++) out[i] += position[i];
             }
             for (int i = width; i < hidden_stride_; i++) out[i] = 0;
+            if (model_.embedding_norm.weight) norm_row(model_.embedding_norm, out, width, out);
         }
     }
 
@@ -399,18 +403,19 @@ class Engine {
         return prepare_each(rank, linear, norm, num_rows, [&](int row) { return x + static_cast<size_t>(row) * stride; });
     }
 
-    template <class Find>
-    Rows prepare_each(int rank, const PdmeshLinear& linear, const PdmeshNorm& norm, int num_rows, const Find& find) {
+    // `factor_of`: what a row is multiplied with, behind its norm.
+    template <class Find, class Factor = float (*)(int)>
+    Rows prepare_each(int rank, const PdmeshLinear& linear, const PdmeshNorm& norm, int num_rows, const Find& find, const Factor& factor_of = [](int) { return 1.0f; }) {
         float* scratch = own_rows_[rank]->scratch.get();
         if (num_rows <= kFewRows) {
             Rows rows = own_rows_[rank]->view(linear);
-            for (int r = 0; r < num_rows; r++) prepare_row(linear, find(r), norm, scratch, rows, r);
+            for (int r = 0; r < num_rows; r++) prepare_row(linear, find(r), norm, scratch, rows, r, factor_of(r));
             return rows;
         }
         Rows rows = shared_rows_.view(linear);
         const int begin = static_cast<int64_t>(num_rows) * rank / team_.size();
         const int end = static_cast<int64_t>(num_rows) * (rank + 1) / team_.size();
-        for (int r = begin; r < end; r++) prepare_row(linear, find(r), norm, scratch, rows, r);
+        for (int r = begin; r < end; r++) prepare_row(linear, find(r), norm, scratch, rows, r, factor_of(r));
         team_.barrier();
         return rows;
     }
@@ -448,18 +453,23 @@ class Engine {
         team_.barrier();
         const PdmeshRope& rope = model_.ropes[layer.rope];
         for (int t; (t = team_.take()) < num_tokens;) {
-            for (int head = 0; head < model_.num_heads; head++) place_latent_query(rank, latent, rope, t, head);
+            for (int head = 0; head < model_.num_heads; head++) place_latent_query(rank, layer, rope, t, head);
             write_latent(rank, index, latent, rope, t);
         }
     }
 
-    void place_latent_query(int rank, const PdmeshLatent& latent, const PdmeshRope& rope, int token, int head) {
+    void place_latent_query(int rank, const PdmeshLayer& layer, const PdmeshRope& rope, int token, int head) {
+        const PdmeshLatent& latent = *layer.latent;
         float* query = heads_[rank].data();
         const float* absorbed = absorbed_.get() + (static_cast<size_t>(head) * step_->num_tokens + token) * latent.kv_rank;
         const float* own = latent_queries(latent, token) + head * (latent.nope_dim + latent.rope_dim) + latent.nope_dim;
         std::memcpy(query, absorbed, sizeof(float) * latent.kv_rank);
         turn(own, rope, step_->positions[token], latent.rope_dim, query + latent.kv_rank);
-        scale_query(query, latent.kv_rank + latent.rope_dim, attention_.query(token, 0, head));
+        scale_query(query, latent.kv_rank + latent.rope_dim, attention_.query(token, 0, head), temperature_of(layer, token));
+    }
+
+    float temperature_of(const PdmeshLayer& layer, int token) const {
+        return layer.temperatures ? layer.temperatures[step_->positions[token]] : 1.0f;
     }
 
     void write_latent(int rank, int index, const PdmeshLatent& latent, const PdmeshRope& rope, int token) {
@@ -520,13 +530,13 @@ class Engine {
         float* rotated = heads_[rank].data();
         for (int g = 0; g < groups_; g++) {
             rotate(row + (head * groups_ + g) * dim, layer, layer.query_norm, head * groups_ + g, step_->positions[token], rotated);
-            scale_query(rotated, dim, attention_.query(token, head, g));
+            scale_query(rotated, dim, attention_.query(token, head, g), temperature_of(layer, token));
         }
     }
 
     // Scores are exponents of 2 from here on.
-    [[gnu::always_inline]] void scale_query(const float* query, int dim, uint8_t* out) const {
-        const F scale = f_set(model_.attention_scale * kLog2E);
+    [[gnu::always_inline]] void scale_query(const float* query, int dim, uint8_t* out, float temperature) const {
+        const F scale = f_set(model_.attention_scale * kLog2E * temperature);
         const int element = attention_.query_element();
         for (int d = 0; d < dim; d += 16) {
             const F x = f_load(query + d) * scale;
@@ -557,18 +567,23 @@ class Engine {
 
     [[gnu::noinline]] void rotate(const float* x, const PdmeshLayer& layer, const PdmeshNorm& norm, int head, int64_t position, float* out) const {
         const int dim = model_.head_dim;
+        const bool has_norm = norm.weight && model_.head_norms != kOverAllHeads;
         float normed[kMostHeadDim];
-        if (norm.weight && model_.head_norms != kOverAllHeads) {
-            PdmeshNorm own = norm;
-            if (model_.head_norms == kOneForEachHead) own.weight += static_cast<size_t>(head) * dim;
-            norm_row(own, x, dim, normed);
+        if (has_norm && !model_.norms_rotated) {
+            norm_head(norm, head, x, normed);
             x = normed;
         }
-        if (layer.rope < 0) {
-            std::memcpy(out, x, sizeof(float) * dim);
-            return;
-        }
-        turn(x, model_.ropes[layer.rope], position, dim, out);
+        if (layer.rope < 0) std::memcpy(out, x, sizeof(float) * dim);
+        else turn(x, model_.ropes[layer.rope], position, dim, out);
+        if (has_norm && model_.norms_rotated) norm_head(norm, head, out, out);
+    }
+
+    [[gnu::always_inline]] void norm_head(const PdmeshNorm& norm, int head, const float* x, float* out) const {
+        const int dim = model_.head_dim;
+        PdmeshNorm own = norm;
+        if (model_.head_norms == kOneForEachHead) own.weight += static_cast<size_t>(head) * dim;
+        if (model_.head_norms == kOneForEachHead && own.bias) own.bias += static_cast<size_t>(head) * dim;
+        norm_row(own, x, dim, out);
     }
 
     // Halves of the first rope.dim numbers are rotated, the others pass.
@@ -658,6 +673,9 @@ void pdmesh_engine_destroy(void* engine) { delete static_cast<Engine*>(engine); 
 
 // The engine's threads, for the sampler that runs between steps.
 void* pdmesh_engine_team(void* engine) { return static_cast<Engine*>(engine)->team().get(); }
+
+// What the buffers of all engines have grown by, in bytes.
+int64_t pdmesh_reserved_bytes() { return pdmesh::reserved_bytes; }
 
 // 0, or 1 without memory for the step's buffers.
 int32_t pdmesh_engine_step(void* engine, const PdmeshStep* step) {

@@ -25,9 +25,15 @@ pytest.importorskip("transformers")
 
 SPLITS = Splits(16, 4)  # so that short contexts have several, which double at 64 keys
 REFUSED = {
-    "latent attention": {"deepseek_v2", "deepseek_v2, groups", "deepseek_v3", "deepseek_v3, yarn", "minicpm3"},
-    "bias of logits": {"gptj", "phi", "phimoe"},
-}
+    "latent attention": {
+        "deepseek_v2", "deepseek_v2, groups", "deepseek_v3", "deepseek_v3, yarn", "glm4_moe_lite", "minicpm3", "youtu",
+    },
+    "bias of logits": {"codegen", "gptj", "phi", "phimoe"},
+    "bias of QK norm": {"persimmon", "phi, qk norm"},
+    "xielu activation": {"apertus"},
+    "QK norm behind the rotary embedding": {"hunyuan_v1_dense", "hunyuan_v1_moe", "llama4_text", "nanochat"},
+    "temperature of queries": {"ministral3"},
+}  # fmt: skip
 COMPUTED = sorted(VARIANTS.keys() - set().union(*REFUSED.values()))
 FEW = {"cohere, qk norm", "gemma2", "gpt2", "gpt_oss", "granite", "olmo3", "olmoe", "qwen2_moe", "smollm3"}  # each part once
 

@@ -37,6 +37,11 @@ def read_gemma2(config: ConfigReader) -> ModelConfig:
     return _decoder(config, **_sandwich(config, period=2))
 
 
+def read_vaultgemma(config: ConfigReader) -> ModelConfig:
+    """Read a VaultGemma's config.json: a Gemma 2 without norms behind attention and MLP."""
+    return _decoder(config, **{**_sandwich(config, period=2), "post_norm": False})
+
+
 def read_gemma3(config: ConfigReader) -> ModelConfig:
     """Read a Gemma 3's text config: every sixth layer sees everything, unless `layer_types` says which."""
     period = config.count("sliding_window_pattern", "_sliding_window_pattern", default=6)
@@ -92,6 +97,8 @@ _SANDWICH: dict[str, str | Stored] = {
     "post_self_attn_norm": Stored("post_attention_layernorm", (plus_one,)),
     "post_mlp_norm": Stored("post_feedforward_layernorm", (plus_one,)),
 }
+_BEFORE = {"post_attention_layernorm": _SANDWICH["post_attention_layernorm"]}
+VAULTGEMMA = Family(read_vaultgemma, Names(joined(changed(plus_one, _NORMS), _BEFORE)))
 GEMMA = Family(read_gemma, Names(changed(plus_one, _NORMS)))
 GEMMA2 = Family(read_gemma2, Names(joined(changed(plus_one, _NORMS), _SANDWICH)))
 GEMMA3 = Family(read_gemma3, Names(joined(changed(plus_one, _NORMS), _SANDWICH)))

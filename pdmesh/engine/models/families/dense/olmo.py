@@ -6,7 +6,7 @@ from pdmesh.engine.models.config import Defaults, ModelConfig, decoder, every, l
 from pdmesh.engine.models.family import Family
 from pdmesh.engine.models.names import Names, Stored, ones
 from pdmesh.engine.models.reader import ConfigReader
-from pdmesh.engine.models.rope import RopeConfig
+from pdmesh.engine.models.rope import RopeConfig, ropes_by_kind
 
 
 def read_olmo(config: ConfigReader) -> ModelConfig:
@@ -18,7 +18,7 @@ def read_olmo(config: ConfigReader) -> ModelConfig:
 
 def read_olmo2(config: ConfigReader) -> ModelConfig:
     """Read an OLMo 2's config.json."""
-    return decoder(config, Defaults(norm_eps=1e-5), **_parts(config))
+    return decoder(config, Defaults(norm_eps=1e-5), **parts(config))
 
 
 def read_olmo3(config: ConfigReader) -> ModelConfig:
@@ -27,12 +27,8 @@ def read_olmo3(config: ConfigReader) -> ModelConfig:
     num_layers, window = config.count("num_hidden_layers"), config.count("sliding_window", default=4096)
     windows = layer_windows(config, num_layers, window)
     head_dim = config.optional_count("head_dim") or config.count("hidden_size") // config.count("num_attention_heads")
-    max_context, ropes = config.count("max_position_embeddings"), {}
-    for name, kind in (("rope", "full_attention"), ("local_rope", "sliding_attention")):
-        params = config.section("rope_parameters")
-        own = params.section(kind) if params is not None and params.sections() else None
-        if own is not None:
-            ropes[name] = RopeConfig.from_dict({}, head_dim=head_dim, max_context=max_context, params=own)
+    max_context = config.count("max_position_embeddings")
+    ropes = ropes_by_kind(config, head_dim=head_dim, max_context=max_context)
     if not ropes and config.get("rope_scaling"):
         theta = config.number("rope_theta", default=1e4)
         plain = {"head_dim": head_dim, "max_context": max_context, "theta": theta}
@@ -44,15 +40,17 @@ def read_olmo3(config: ConfigReader) -> ModelConfig:
         Defaults(norm_eps=1e-5),
         windows=windows or tuple(None if last else window for last in full),
         **ropes,
-        **_parts(config),
+        **parts(config),
     )
 
 
-def _parts(config: ConfigReader) -> dict[str, object]:
+def parts(config: ConfigReader) -> dict[str, object]:
+    """Return what OLMo has from 2 on."""
     bias = config.flag("attention_bias")
     return {"qkv_bias": bias, "output_bias": bias, "pre_norm": False, "post_norm": True, "qk_norm": "all", "wide_norm": True}
 
 
-_BEHIND = {"post_self_attn_norm": "post_attention_layernorm", "post_mlp_norm": "post_feedforward_layernorm"}
+BEHIND = {"post_self_attn_norm": "post_attention_layernorm", "post_mlp_norm": "post_feedforward_layernorm"}
+"""Where norms behind attention and MLP lie."""
 _NO_WEIGHTS = {stem: Stored("", (ones,)) for stem in ("model.norm", "input_layernorm", "post_attention_layernorm")}
-OLMO, OLMO2, OLMO3 = Family(read_olmo, Names(_NO_WEIGHTS)), Family(read_olmo2, Names(_BEHIND)), Family(read_olmo3, Names(_BEHIND))
+OLMO, OLMO2, OLMO3 = Family(read_olmo, Names(_NO_WEIGHTS)), Family(read_olmo2, Names(BEHIND)), Family(read_olmo3, Names(BEHIND))

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3 (R1, Kimi K2): latent attention, experts in groups behind a few dense layers."""
+"""DeepSeek-V2 and V3 (R1, Kimi K2), GLM 4.7 Flash: latent attention, experts behind a few dense layers; Youtu without experts."""
 
 from __future__ import annotations
 
@@ -42,8 +42,23 @@ def read_v2(config: ConfigReader) -> ModelConfig:
 
 
 def read_v3(config: ConfigReader) -> ModelConfig:
-    """Read a DeepSeek-V3's config.json. `rope_interleave` false: halves of a head are rotated together, as the engine does it."""
+    """Read a DeepSeek-V3's config.json."""
+    config.require("rope_interleave", True)
     return latent_decoder(config, experts=sigmoid_experts(config))
+
+
+def read_glm_lite(config: ConfigReader) -> ModelConfig:
+    """Read a GLM 4.7 Flash's config.json: the first layer is dense, unless it says which are."""
+    config.require("rope_interleave", True)
+    config.require("partial_rotary_factor", 1.0)
+    return latent_decoder(config, norm_eps=config.number("rms_norm_eps", default=1e-5), experts=sigmoid_experts(config, 1))
+
+
+def read_youtu(config: ConfigReader) -> ModelConfig:
+    """Read a Youtu's config.json."""
+    config.require("rope_interleave", True)
+    config.ignore("embedding_initializer_range")
+    return latent_decoder(config, tie_word_embeddings=config.flag("tie_word_embeddings", True))
 
 
 def latent_decoder(config: ConfigReader, **parts: object) -> ModelConfig:
@@ -120,4 +135,4 @@ PAIRS: dict[str, str | Stored] = {
 """And of that whose neighbours are."""
 V2 = Family(read_v2, Names(joined(STEMS, PAIRS)))
 V3 = Family(read_v3, Names(joined(STEMS, PAIRS)))
-V3_HALVES = Names(joined(STEMS, LATENT))
+GLM_LITE, YOUTU = Family(read_glm_lite, Names(joined(STEMS, PAIRS))), Family(read_youtu, Names(PAIRS))

@@ -1,5 +1,5 @@
-"""Nemotron 3 and 4 (Minitron): LayerNorm that stores its distance from 1, a plain MLP with squared relu,
-half of a head rotated."""
+"""Nemotron 3 and 4 (Minitron): LayerNorm that stores its distance from 1, a plain MLP with squared relu, half of a head rotated.
+Jais 2: the same with a usual LayerNorm, whole heads rotated."""
 
 from __future__ import annotations
 
@@ -25,4 +25,20 @@ def read(config: ConfigReader) -> ModelConfig:
     )
 
 
+def read_jais2(config: ConfigReader) -> ModelConfig:
+    """Read a Jais 2's config.json."""
+    bias = config.flag("attention_bias", True)
+    return decoder(
+        config,
+        Defaults(norm_eps=1e-5, activation="relu2", names={"rms_norm_eps": "layer_norm_eps"}),
+        norm="layer",
+        norm_bias=True,
+        gated_mlp=False,
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=config.flag("mlp_bias", True),
+    )
+
+
+JAIS2 = Family(read_jais2)
 FAMILY = Family(read, Names(changed(plus_one, ["model.norm", "input_layernorm", "post_attention_layernorm"])))

@@ -10,7 +10,7 @@ from pdmesh.engine.models.reader import ConfigReader
 
 def read(config: ConfigReader) -> ModelConfig:
     """Read a Phi's config.json."""
-    config.require("qk_layernorm", False)
+    has_norms = config.flag("qk_layernorm")
     return decoder(
         config,
         Defaults(
@@ -25,6 +25,8 @@ def read(config: ConfigReader) -> ModelConfig:
         output_bias=True,
         mlp_bias=True,
         head_bias=True,
+        qk_norm="head" if has_norms else "",
+        qk_norm_bias=has_norms,
     )
 
 
@@ -34,6 +36,8 @@ FAMILY = Family(
         {
             "model.norm": "model.final_layernorm",
             "self_attn.o_proj": "self_attn.dense",
+            "self_attn.q_norm": "self_attn.q_layernorm",
+            "self_attn.k_norm": "self_attn.k_layernorm",
             "mlp.up_proj": "mlp.fc1",
             "mlp.down_proj": "mlp.fc2",
         }

@@ -1,0 +1,104 @@
+"""The memory of a step's buffers in the CPU kernels, from shapes alone: buffers.h and `reserve` in step.cpp.
+
+Not counted: what attention keeps for contexts that are split over threads, which grows with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from pdmesh.engine.kernels.cpu.model import PackedExperts, PackedLayer, PackedLinear, PackedMLP, PackedWeights
+from pdmesh.engine.models.config import ModelConfig
+
+_FLOAT, _OUTLIERS_BYTES, _PAIR_BYTES = 4, 40, 20
+_FEW_ROWS, _ALL = 3, 2**31
+_BYTES_OF_ROWS = {"float32": 4, "bfloat16": 2, "int8": 1, "int4": 1}
+
+
+@dataclass(frozen=True)
+class StepBuffers:
+    """Count the bytes of a step of `num_tokens` tokens and `num_rows` rows of logits on so many threads."""
+
+    config: ModelConfig
+    weights: PackedWeights
+    num_tokens: int
+    num_rows: int
+    num_threads: int
+
+    def num_bytes(self) -> int:
+        """Return the bytes of all buffers, with the logits."""
+        layers = self.weights.layers
+        floats = self.num_tokens * (self._states() + self._attention())
+        mixed = max((self._mixed(layer.mlp) for layer in layers if isinstance(layer.mlp, PackedExperts)), default=0)
+        inner = max(rows * _padded(mlp.down.num_inputs) for layer in layers for mlp, rows in self._mlps(layer))
+        logits = self.num_rows * self.config.vocab_size
+        return (floats + inner + logits) * _FLOAT + mixed + self._prepared()
+
+    def _states(self) -> int:
+        """Return the floats of a token beside attention and MLP: its state and what is added to it, queries, keys and values."""
+        config, first = self.config, self.weights.layers[0]
+        is_added_at_once = not config.parallel and not config.post_norm and config.residual_multiplier == 1.0
+        return _padded(config.hidden_size) * (1 if is_added_at_once else 2) + _padded(first.qkv.num_outputs)
+
+    def _attention(self) -> int:
+        """Return the floats of a token's queries and of what attention gives, also as multiplied with a latent's maps."""
+        config, latent = self.config, self.config.latent
+        if latent is None:
+            return 2 * config.num_heads * config.head_dim
+        queries = _padded(config.num_heads * (latent.nope_dim + latent.rope_dim)) if latent.query_rank else 0
+        values = _padded(config.num_heads * latent.value_dim)
+        return config.num_heads * (latent.width + 2 * latent.kv_rank) + queries + values
+
+    def _mixed(self, experts: PackedExperts) -> int:
+        """Return the bytes around a mixture: the router's logits, each chosen expert's contribution, and their sum."""
+        hidden, pairs = _padded(self.config.hidden_size), self.num_tokens * experts.config.top_k
+        floats = self.num_tokens * (_padded(experts.router.num_outputs) + hidden) + pairs * hidden
+        return floats * _FLOAT + pairs * _PAIR_BYTES
+
+    def _prepared(self) -> int:
+        """Return the bytes of rows that are rounded to the format of their product's weights: one buffer for all products, and
+        one for each thread with a few rows. Each has room for a row's norm."""
+        products = list(self._products())
+        shared, own = ([_row_parts(linear, min(rows, most)) for linear, rows in products] for most in (_ALL, _FEW_ROWS))
+        room = max(2 * _padded(linear.num_inputs) + 16 for linear, _ in products) * _FLOAT
+        return _most(shared) + room + self.num_threads * (_most(own) + room)
+
+    def _products(self) -> Iterator[tuple[PackedLinear, int]]:
+        """Give every map with its rows."""
+        for layer in self.weights.layers:
+            yield from ((linear, self.num_tokens) for linear in (layer.qkv, layer.output))
+            yield from ((linear, rows) for mlp, rows in self._mlps(layer) for linear in mlp.linears)
+            if isinstance(layer.mlp, PackedExperts):
+                yield layer.mlp.router, self.num_tokens
+            if layer.latent is not None:
+                each_head = self.num_tokens * self.config.num_heads
+                yield from ((maps[0], each_head) for maps in (layer.latent.key_maps, layer.latent.value_maps))
+                if layer.latent.queries is not None:
+                    yield layer.latent.queries, self.num_tokens
+        yield self.weights.head, self.num_tokens
+
+    def _mlps(self, layer: PackedLayer) -> Iterator[tuple[PackedMLP, int]]:
+        """Give a layer's MLPs with their rows; experts have one size."""
+        if isinstance(layer.mlp, PackedMLP):
+            yield layer.mlp, self.num_tokens
+            return
+        yield layer.mlp.experts[0], self.num_tokens * layer.mlp.config.top_k
+        if layer.mlp.shared is not None:
+            yield layer.mlp.shared, self.num_tokens
+
+
+def _most(parts: Sequence[tuple[int, int, int]]) -> int:
+    """Return the sum of each part's largest."""
+    return sum(max(each) for each in zip(*parts, strict=True))
+
+
+def _row_parts(linear: PackedLinear, num_rows: int) -> tuple[int, int, int]:
+    """Return the bytes of a product's rows, of their scales and sums, and of their outliers."""
+    stride = -(-linear.num_inputs * _BYTES_OF_ROWS[linear.format] // 64) * 64
+    groups = linear.num_inputs // linear.group if linear.format == "int4" else 1
+    return stride * num_rows, 2 * _FLOAT * groups * num_rows, _OUTLIERS_BYTES * num_rows
+
+
+def _padded(width: int) -> int:
+    return -(-width // 16) * 16
