@@ -294,23 +294,42 @@ void emit_panels(const PdmeshLinear& linear, const Rows& rows, int begin, int en
     }
 }
 
-// All outputs of all rows, shared out over the team: call on every rank, barrier after. emit(row, panel, F (&out)[NR]).
-template <int Format, class Emit>
-void multiply_format(Team& team, int rank, const PdmeshLinear& linear, const Rows& rows, int num_rows, const Emit& emit) {
-    const int panels = round_up(linear.n, kPanel) / kPanel;
-    constexpr int step = 4, block = 96;  // panels and rows of an item
-    if (num_rows <= block) {
+constexpr int kItemPanels = 4, kItemRows = 96;  // of a product of many rows
+
+// A product's tiles, shared out over the team: visit(first row, end, first panel, number of panels).
+template <class Visit>
+void share_out(Team& team, int rank, int panels, int num_rows, const Visit& visit) {
+    if (num_rows <= kItemRows) {
         // Memory counts: each rank streams one contiguous part, and knows what it will read next.
         const int pairs = (panels + 1) / 2;
         const int first = pairs * rank / team.size() * 2, last = std::min(pairs * (rank + 1) / team.size() * 2, panels);
-        emit_panels<Format>(linear, rows, 0, num_rows, first, last - first, emit);
+        visit(0, num_rows, first, last - first);
         return;
     }
-    const int row_blocks = (num_rows + block - 1) / block, items = (panels + step - 1) / step * row_blocks;
+    const int row_blocks = (num_rows + kItemRows - 1) / kItemRows, items = (panels + kItemPanels - 1) / kItemPanels * row_blocks;
     for (int item; (item = team.take()) < items;) {
-        const int panel = item / row_blocks * step, row = item % row_blocks * block;
-        const int count = std::min(step, panels - panel);
-        emit_panels<Format>(linear, rows, row, std::min(row + block, num_rows), panel, count, emit);
+        const int panel = item / row_blocks * kItemPanels, row = item % row_blocks * kItemRows;
+        visit(row, std::min(row + kItemRows, num_rows), panel, std::min(kItemPanels, panels - panel));
+    }
+}
+
+inline int panels_of(const PdmeshLinear& linear) { return round_up(linear.n, kPanel) / kPanel; }
+
+// All outputs of all rows, shared out over the team: call on every rank, barrier after. emit(row, panel, F (&out)[NR]).
+template <int Format, class Emit>
+void multiply_format(Team& team, int rank, const PdmeshLinear& linear, const Rows& rows, int num_rows, const Emit& emit) {
+    share_out(team, rank, panels_of(linear), num_rows, [&](int row, int end, int panel, int count) {
+        emit_panels<Format>(linear, rows, row, end, panel, count, emit);
+    });
+}
+
+template <class Emit>
+void emit_panels(const PdmeshLinear& linear, const Rows& rows, int begin, int end, int panel, int count, const Emit& emit) {
+    switch (linear.format) {
+        case kInt8: return emit_panels<kInt8>(linear, rows, begin, end, panel, count, emit);
+        case kInt4: return emit_panels<kInt4>(linear, rows, begin, end, panel, count, emit);
+        case kBFloat16: return emit_panels<kBFloat16>(linear, rows, begin, end, panel, count, emit);
+        default: return emit_panels<kFloat32>(linear, rows, begin, end, panel, count, emit);
     }
 }
 
