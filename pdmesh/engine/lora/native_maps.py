@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from torch import Tensor
 from pdmesh.engine.config import MAX_LORAS
 from pdmesh.engine.kernels.cpu import library as abi
 from pdmesh.engine.kernels.cpu.model import NativeModel, PackedLinear, gathered
-from pdmesh.engine.loader.pack import PANEL, one_torch_thread, pack_float32
+from pdmesh.engine.loader.pack import PANEL, one_torch_thread, pack_float32, pad_to_panels
 from pdmesh.engine.lora.adapter import Adapter, AdapterMap, Site
 from pdmesh.engine.models.config import ModelConfig
 
@@ -80,13 +81,15 @@ class NativeAdapters:
     """Put adapters into a native model and take them out, on the engine's thread, between steps."""
 
     def __init__(self, model: NativeModel) -> None:
+        """A and B are held in the dtype of what the model does not quantize."""
         self._config = model.config
+        self._form = "float32" if model.weights.embedding.dtype == torch.float32 else "wide bfloat16"
         self._table = model.adapters = abi.AdapterTable(MAX_LORAS)
 
     def put(self, slot: int, adapter: Adapter) -> None:
         """Load an adapter into a free slot."""
         with one_torch_thread():
-            products = _in_one_piece(_packed(self._config, adapter.maps))
+            products = _in_one_piece(self._packed(adapter.maps))
         maps = [abi.AdapterMap() if product is None else product.descriptor() for product in products]
         self._table.put(slot, maps, products)
 
@@ -95,27 +98,31 @@ class NativeAdapters:
         self._table.drop(slot)
 
 
-def _packed(config: ModelConfig, maps: Mapping[Site, AdapterMap]) -> list[_Product | None]:
-    """Return all products of all layers, in the order in which a step reads them; None: the adapter adds nothing."""
-    places = _places(config).values()
-    return [_product(layer, each, maps) for layer in range(config.num_layers) for each in places]
+    def _packed(self, maps: Mapping[Site, AdapterMap]) -> list[_Product | None]:
+        """Return all products of all layers, in the order in which a step reads them; None: the adapter adds nothing."""
+        places, layers = _places(self._config).values(), range(self._config.num_layers)
+        return [_product(layer, each, maps, self._form) for layer in layers for each in places]
 
 
-def _product(layer: int, places: Sequence[_Place], maps: Mapping[Site, AdapterMap]) -> _Product | None:
+def _product(layer: int, places: Sequence[_Place], maps: Mapping[Site, AdapterMap], form: str) -> _Product | None:
     found = [(place, maps[site]) for place in places if (site := Site(layer, place.stem)) in maps]
     if not found:
         return None
-    # Maps that the checkpoint stores as one have the same A.
-    downs = {id(each.a): each.a for _, each in found}
-    columns, column = {}, 0
-    for key, a in downs.items():
-        columns[key], column = column, column + len(a)
-    parts = (_Part(place, _linear(each.b), columns[id(each.a)]) for place, each in found)
-    return _Product(_linear(torch.cat(list(downs.values()))), tuple(parts))
+    downs = {id(each.a): each.a for _, each in found}  # maps that the checkpoint stores as one have the same A
+    starts = dict(zip(downs, accumulate(map(len, downs.values()), initial=0), strict=False))
+    parts = (_Part(place, _linear(each.b, form), starts[id(each.a)]) for place, each in found)
+    return _Product(_linear(torch.cat(list(downs.values())), form), tuple(parts))
 
 
-def _linear(weight: Tensor) -> PackedLinear:
-    return PackedLinear("float32", *weight.shape, 0, pack_float32(weight))
+def _linear(weight: Tensor, form: str) -> PackedLinear:
+    packed = pack_float32(weight) if form == "float32" else _pack_wide(weight)
+    return PackedLinear(form, *weight.shape, 0, packed)
+
+
+def _pack_wide(weight: Tensor) -> Tensor:
+    """Pack weight [N, K] as [N/16][K][16] bfloat16 -> N' * K * 2 bytes."""
+    panels = pad_to_panels(weight.bfloat16()).view(-1, PANEL, weight.shape[1])
+    return panels.transpose(1, 2).contiguous().view(torch.uint8).flatten()
 
 
 def _in_one_piece(products: Sequence[_Product | None]) -> list[_Product | None]:

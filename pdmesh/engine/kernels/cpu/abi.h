@@ -5,8 +5,9 @@
 
 extern "C" {
 
-// How the numbers of a weight matrix, of embeddings or of the KV pool are stored.
-enum PdmeshFormat : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kInt4 = 3 };
+// How the numbers of a weight matrix, of embeddings or of the KV pool are stored. kWideBFloat16: of adapters, whose products are in
+// float32.
+enum PdmeshFormat : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kInt4 = 3, kWideBFloat16 = 4 };
 
 // y = W x + b. `packed`: panels of 16 outputs (pdmesh/engine/loader/pack.py draws the layout); `scales`: a factor for each output
 // (int8 only), `bias`: or null; both padded with zeros to a multiple of 16.
@@ -94,9 +95,9 @@ struct PdmeshModel {
     PdmeshRope ropes[2];
 };
 
-// What a LoRA adapter adds to one of a layer's products: B A x. `down`: A, of all its parts, float32; n 0: it adds nothing. A part is
-// a map of the checkpoint's: `up` is B with the adapter's factor, float32; it reads the numbers of A x from `column` on, and its
-// panels belong to the product's panels first, first + step, and so on.
+// What a LoRA adapter adds to one of a layer's products: B A x. `down`: A, of all its parts; n 0: it adds nothing. A part is a map of
+// the checkpoint's: `up` is B with the adapter's factor; it reads the numbers of A x from `column` on, and its panels belong to the
+// product's panels first, first + step, and so on. Both are kFloat32 or kWideBFloat16.
 struct PdmeshAdapterPart {
     PdmeshLinear up;
     int32_t column, first, step;

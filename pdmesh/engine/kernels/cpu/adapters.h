@@ -6,7 +6,7 @@
 //     raise       (all have arrived) + B A x of the same outputs; then what the product does with its tiles
 //
 // So a product with adapters has as many barriers as one without, and every number of A and B is read by one rank. Both are products
-// in float32 as in gemm.h: a row's bits depend on its adapter alone, and rows without one have the bits of a step without adapters.
+// of float32 rows as in gemm.h: a row's bits depend on its adapter alone, and rows without one have the bits of a step without adapters.
 #pragma once
 
 #include <algorithm>
@@ -75,6 +75,12 @@ struct AddedAt {  // [rows[row]][stride] += product, whose panels go to panels f
         }
     }
 };
+
+template <class Emit>
+void emit_thin(const PdmeshLinear& linear, const Rows& rows, int begin, int end, int panel, int count, const Emit& emit) {
+    if (linear.format == kFloat32) emit_panels<kFloat32>(linear, rows, begin, end, panel, count, emit);
+    else emit_panels<kWideBFloat16>(linear, rows, begin, end, panel, count, emit);
+}
 
 // A product's tiles once more, from where they were kept: [rows][stride].
 template <class Emit>
@@ -183,7 +189,7 @@ class StepAdapters {
                 const int first = std::max(begin - at, 0), last = std::min(end - at, panels), row = run.first + block * kItemRows;
                 if (first >= last) continue;
                 const int limit = std::min(row + kItemRows, run.first + run.count);
-                emit_panels<kFloat32>(down, rows, row, limit, first, last - first, Emitted{lowered_.get(), lowered_stride_, int(lowered_stride_)});
+                emit_thin(down, rows, row, limit, first, last - first, Emitted{lowered_.get(), lowered_stride_, int(lowered_stride_)});
             }
         }
     }
@@ -209,7 +215,7 @@ class StepAdapters {
         if (begin == end) return;
         auto* data = reinterpret_cast<uint8_t*>(lowered_.get() + part.column);
         const Rows rows{data, lowered_stride_ * sizeof(float), part.up.k, nullptr, nullptr, 1, nullptr};
-        emit_panels<kFloat32>(part.up, rows, first, last, begin, end - begin, added);
+        emit_thin(part.up, rows, first, last, begin, end - begin, added);
     }
 
     Team& team_;

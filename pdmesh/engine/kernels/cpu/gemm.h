@@ -67,6 +67,13 @@ struct DotBFloat16 {
     static I load(const uint8_t* w) { return i_load(w); }
     static Acc dot(Acc acc, I w, I a) { return dot_bf16(acc, w, a); }
 };
+struct DotWideBFloat16 {  // bf16 in memory, one input of 16 outputs in 32 bytes; float32 in the product
+    using Acc = F;
+    static constexpr int kStep = 32;
+    static Acc zero() { return f_zero(); }
+    static F load(const uint8_t* w) { return f_load_bf16(reinterpret_cast<const uint16_t*>(w)); }
+    static Acc dot(Acc acc, F w, I a) { return f_fma(w, f_bits(a), acc); }
+};
 struct DotInt8 {  // weights unsigned (w + 128), activations signed
     using Acc = I;
     static constexpr int kStep = 64;
@@ -88,7 +95,7 @@ template <class Dot, int MR, int NR>
 [[gnu::always_inline]] inline void tile(const uint8_t* a, size_t stride, const uint8_t* const (&w)[NR], int units,
                                         const uint8_t* const* next, typename Dot::Acc (&acc)[MR][NR]) {
     for (int u = 0; u < units; u++) {
-        I weights[NR];
+        decltype(Dot::load(nullptr)) weights[NR];
 #pragma GCC unroll 8
         for (int j = 0; j < NR; j++) weights[j] = Dot::load(w[j] + static_cast<size_t>(u) * Dot::kStep);
         if (next) {
@@ -131,7 +138,7 @@ template <int NR>
 // One tile from a zero start to floats: out[i][j] = row i x panel (first + j), scales applied.
 template <class Dot, int MR, int NR>
 inline void product(const PdmeshLinear& linear, const Rows& rows, int row, int panel, unsigned ahead, F (&out)[MR][NR]) {
-    const size_t panel_bytes = static_cast<size_t>(rows.units) * kUnit;
+    const size_t panel_bytes = static_cast<size_t>(rows.units) * Dot::kStep;
     const uint8_t *w[NR], *next[NR];
     typename Dot::Acc acc[MR][NR];
 #pragma GCC unroll 8
@@ -216,6 +223,8 @@ template <int Format, int MR, int NR, class Emit>
         product<DotInt8, MR, NR>(linear, rows, row, panel, ahead, out);
     else if constexpr (Format == kBFloat16)
         product<DotBFloat16, MR, NR>(linear, rows, row, panel, ahead, out);
+    else if constexpr (Format == kWideBFloat16)
+        product<DotWideBFloat16, MR, NR>(linear, rows, row, panel, ahead, out);
     else
         product<DotFloat32, MR, NR>(linear, rows, row, panel, ahead, out);
     if (linear.bias) {

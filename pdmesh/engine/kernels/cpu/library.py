@@ -13,7 +13,7 @@ from torch import Tensor
 from pdmesh.engine.kernels.cpu.build import Say, load_library
 from pdmesh.engine.kv_cache.pool import private_memory
 
-FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
+FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3, "wide bfloat16": 4}
 NORM_KINDS = {"rms": 0, "layer": 1}
 HEAD_NORMS = {"": 0, "head": 0, "heads": 1, "all": 2}
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "swiglu_oai": 5}
