@@ -116,7 +116,7 @@ def _product(layer: int, places: Sequence[_Place], maps: Mapping[Site, AdapterMa
 
 def _linear(weight: Tensor, form: str) -> PackedLinear:
     packed = pack_float32(weight) if form == "float32" else _pack_wide(weight)
-    return PackedLinear(form, *weight.shape, 0, packed)
+    return PackedLinear(form, weight.shape[0], weight.shape[1], 0, packed)
 
 
 def _pack_wide(weight: Tensor) -> Tensor:

@@ -76,10 +76,75 @@ struct AddedAt {  // [rows[row]][stride] += product, whose panels go to panels f
     }
 };
 
-template <class Emit>
-void emit_thin(const PdmeshLinear& linear, const Rows& rows, int begin, int end, int panel, int count, const Emit& emit) {
-    if (linear.format == kFloat32) emit_panels<kFloat32>(linear, rows, begin, end, panel, count, emit);
-    else emit_panels<kWideBFloat16>(linear, rows, begin, end, panel, count, emit);
+// Rows [row, end) and panels [panel, panel + count) of a product with A or with B. `first`, `step`: see AddedAt.
+struct ThinPiece {
+    const PdmeshLinear* linear;
+    Rows rows;
+    int row, end, panel, count, first, step;
+    size_t panel_bytes() const { return static_cast<size_t>(rows.units) * (linear->format == kFloat32 ? DotFloat32::kStep : DotWideBFloat16::kStep); }
+    const uint8_t* weights() const { return linear->packed + panel * panel_bytes(); }
+};
+
+// `ask`: weights that are asked for meanwhile, as many as the tile's own; or null.
+template <class Dot, int MR, int NR, class Emit>
+[[gnu::noinline]] void thin_tile(const ThinPiece& piece, int row, int panel, const uint8_t* ask, const Emit& emit) {
+    const size_t panel_bytes = piece.panel_bytes();
+    const uint8_t *w[NR], *next[NR], *a = piece.rows.data + row * piece.rows.stride;
+    F acc[MR][NR];
+#pragma GCC unroll 8
+    for (int j = 0; j < NR; j++) {
+        w[j] = piece.linear->packed + (panel + j) * panel_bytes;
+        next[j] = ask + j * panel_bytes;
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < MR; i++)
+#pragma GCC unroll 8
+        for (int j = 0; j < NR; j++) acc[i][j] = f_zero();
+    if (ask) tile<Dot, MR, NR>(a, piece.rows.stride, w, piece.rows.units, next, acc);
+    else tile<Dot, MR, NR>(a, piece.rows.stride, w, piece.rows.units, nullptr, acc);
+#pragma GCC unroll 8
+    for (int i = 0; i < MR; i++) emit(row + i, panel, acc[i]);
+}
+
+template <class Dot, int NR, class Emit>
+void thin_rows(const ThinPiece& piece, int panel, const uint8_t* ask, const Emit& emit) {
+    for (int row = piece.row; row < piece.end; row += 4, ask = nullptr) {
+        switch (std::min(piece.end - row, 4)) {
+            case 1: thin_tile<Dot, 1, NR>(piece, row, panel, ask, emit); break;
+            case 2: thin_tile<Dot, 2, NR>(piece, row, panel, ask, emit); break;
+            case 3: thin_tile<Dot, 3, NR>(piece, row, panel, ask, emit); break;
+            default: thin_tile<Dot, 4, NR>(piece, row, panel, ask, emit);
+        }
+    }
+}
+
+// `ask`: where the weights of the piece that follows begin.
+template <class Dot, class Emit>
+void thin_panels(const ThinPiece& piece, const uint8_t* ask, const Emit& emit) {
+    const int last = piece.panel + piece.count;
+    for (int panel = piece.panel; panel < last;) {
+        const int width = std::min(last - panel, kMostPanels);
+        if constexpr (kMostPanels >= 4) {
+            if (width == 4) thin_rows<Dot, 4>(piece, panel, ask, emit);
+            if (width == 3) thin_rows<Dot, 3>(piece, panel, ask, emit);
+        }
+        if (width == 2) thin_rows<Dot, 2>(piece, panel, ask, emit);
+        if (width == 1) thin_rows<Dot, 1>(piece, panel, ask, emit);
+        panel += width;
+        ask += width * piece.panel_bytes();
+    }
+}
+
+// Each piece asks for the weights of the next: thin products wait for their sums, memory need not wait for them. The last asks for
+// what lies behind it.
+template <class EmitOf>
+void thin_products(const std::vector<ThinPiece>& pieces, const EmitOf& emit_of) {
+    for (size_t i = 0; i < pieces.size(); i++) {
+        const ThinPiece& piece = pieces[i];
+        const uint8_t* ask = i + 1 < pieces.size() ? pieces[i + 1].weights() : piece.weights() + piece.count * piece.panel_bytes();
+        if (piece.linear->format == kFloat32) thin_panels<DotFloat32>(piece, ask, emit_of(piece));
+        else thin_panels<DotWideBFloat16>(piece, ask, emit_of(piece));
+    }
 }
 
 // A product's tiles once more, from where they were kept: [rows][stride].
@@ -104,7 +169,7 @@ class StepAdapters {
   public:
     StepAdapters(Team& team, int num_layers, int most_outputs)
         : team_(team), num_maps_(num_layers * kAdaptedProducts), most_panels_(round_up(most_outputs, kPanel) / kPanel),
-          own_wide_(team.size()), kept_(team.size()) {}
+          own_wide_(team.size()), kept_(team.size()), pieces_(team.size()) {}
 
     // Before the region. `few`: up to so many rows every rank prepares all rows itself.
     void begin(const PdmeshStep& step, int few) {
@@ -143,12 +208,14 @@ class StepAdapters {
             float* kept = origin(kept_[rank].get(), row * stride + static_cast<size_t>(panel) * kPanel);
             emit_panels(linear, rows, row, end, panel, count, Emitted{kept, stride, (panel + count) * kPanel});
             team_.await_all();
-            raise(adapted, row, end, panel, count, kept, stride);
+            raise(rank, adapted, row, end, panel, count, kept, stride);
             emit_kept(kept, stride, row, end, panel, count, emit);
         });
     }
 
   private:
+    static constexpr int kMostParts = 3;  // of a product: query, key and value
+
     // Where a buffer of whole rows and panels would begin of which `data` is a part.
     static float* origin(float* data, size_t offset) {
         return reinterpret_cast<float*>(reinterpret_cast<uintptr_t>(data) - offset * sizeof(float));
@@ -167,6 +234,7 @@ class StepAdapters {
         const int tile_panels = std::max(kItemPanels, 2 * (most_panels_ / 2 / team_.size() + 2));
         wide_.reserve(places * wide_stride_);
         lowered_.reserve(places * lowered_stride_);
+        for (auto& pieces : pieces_) pieces.reserve(kMostParts * all_.runs.size() + places / kItemRows);
         for (Buffer<float>& own : own_wide_) own.reserve(static_cast<size_t>(few_) * wide_stride_);
         for (Buffer<float>& kept : kept_) kept.reserve(tile_rows * tile_panels * kPanel);
     }
@@ -175,47 +243,54 @@ class StepAdapters {
 
     static int blocks_of(const AdapterRun& run) { return (run.count + kItemRows - 1) / kItemRows; }
 
+    static Rows thin_rows_of(float* data, size_t stride, const PdmeshLinear& linear) {
+        return {reinterpret_cast<uint8_t*>(data), stride * sizeof(float), linear.k, nullptr, nullptr, 1, nullptr};
+    }
+
     // A rank's share of A x: panels of A for up to kItemRows rows, counted through.
     void lower(int rank, const Adapted& adapted, float* wide) {
-        int total = 0;
+        int64_t total = 0;
         for (const AdapterRun& run : adapted.rows->runs) total += panels_of(adapted.map_of(run).down) * blocks_of(run);
-        const int begin = static_cast<int64_t>(total) * rank / team_.size(), end = static_cast<int64_t>(total) * (rank + 1) / team_.size();
+        const int begin = static_cast<int>(total * rank / team_.size()), end = static_cast<int>(total * (rank + 1) / team_.size());
+        std::vector<ThinPiece>& pieces = pieces_[rank];
+        pieces.clear();
         int at = 0;
         for (const AdapterRun& run : adapted.rows->runs) {
             const PdmeshLinear& down = adapted.map_of(run).down;
             const int panels = panels_of(down);
-            const Rows rows{reinterpret_cast<uint8_t*>(wide), wide_stride_ * sizeof(float), down.k, nullptr, nullptr, 1, nullptr};
             for (int block = 0; block < blocks_of(run); block++, at += panels) {
                 const int first = std::max(begin - at, 0), last = std::min(end - at, panels), row = run.first + block * kItemRows;
                 if (first >= last) continue;
                 const int limit = std::min(row + kItemRows, run.first + run.count);
-                emit_thin(down, rows, row, limit, first, last - first, Emitted{lowered_.get(), lowered_stride_, int(lowered_stride_)});
+                pieces.push_back({&down, thin_rows_of(wide, wide_stride_, down), row, limit, first, last - first, 0, 1});
             }
         }
+        const Emitted lowered{lowered_.get(), lowered_stride_, static_cast<int>(lowered_stride_)};
+        thin_products(pieces, [&](const ThinPiece&) { return lowered; });
     }
 
     // B A x of these rows and panels, added to `out`.
-    void raise(const Adapted& adapted, int row, int end, int panel, int count, float* out, size_t stride) {
+    void raise(int rank, const Adapted& adapted, int row, int end, int panel, int count, float* out, size_t stride) {
         const int32_t* rows = adapted.rows->rows.data();
+        std::vector<ThinPiece>& pieces = pieces_[rank];
+        pieces.clear();
         for (const AdapterRun& run : adapted.rows->runs) {
             const auto place_of = [&](int r) { return static_cast<int>(std::lower_bound(rows + run.first, rows + run.first + run.count, r) - rows); };
             const int first = place_of(row), last = place_of(end);
-            if (first == last) continue;
             const PdmeshAdapterMap& map = adapted.map_of(run);
-            for (int p = 0; p < map.num_parts; p++) raise_part(map.parts[p], first, last, panel, count, AddedAt{out, stride, rows, map.parts[p].first, map.parts[p].step});
+            for (int p = 0; p < map.num_parts && first < last; p++) take_part(pieces, map.parts[p], first, last, panel, count);
         }
+        thin_products(pieces, [&](const ThinPiece& piece) { return AddedAt{out, stride, rows, piece.first, piece.step}; });
     }
 
-    void raise_part(const PdmeshAdapterPart& part, int first, int last, int panel, int count, const AddedAt& added) {
-        // Of the part's panels those that are among the product's.
+    // Of the part's panels those that are among the product's.
+    void take_part(std::vector<ThinPiece>& pieces, const PdmeshAdapterPart& part, int first, int last, int panel, int count) {
         const auto before = [&](int limit) {
             return std::min((std::max(limit - part.first, 0) + part.step - 1) / part.step, panels_of(part.up));
         };
         const int begin = before(panel), end = before(panel + count);
-        if (begin == end) return;
-        auto* data = reinterpret_cast<uint8_t*>(lowered_.get() + part.column);
-        const Rows rows{data, lowered_stride_ * sizeof(float), part.up.k, nullptr, nullptr, 1, nullptr};
-        emit_thin(part.up, rows, first, last, begin, end - begin, added);
+        const Rows rows = thin_rows_of(lowered_.get() + part.column, lowered_stride_, part.up);
+        if (begin < end) pieces.push_back({&part.up, rows, first, last, begin, end - begin, part.first, part.step});
     }
 
     Team& team_;
@@ -226,6 +301,7 @@ class StepAdapters {
     AdapterRows all_, wanted_;
     Buffer<float> wide_, lowered_;
     std::vector<Buffer<float>> own_wide_, kept_;  // of each rank
+    std::vector<std::vector<ThinPiece>> pieces_;
 };
 
 }  // namespace pdmesh

@@ -138,7 +138,7 @@ template <int NR>
 // One tile from a zero start to floats: out[i][j] = row i x panel (first + j), scales applied.
 template <class Dot, int MR, int NR>
 inline void product(const PdmeshLinear& linear, const Rows& rows, int row, int panel, unsigned ahead, F (&out)[MR][NR]) {
-    const size_t panel_bytes = static_cast<size_t>(rows.units) * Dot::kStep;
+    const size_t panel_bytes = static_cast<size_t>(rows.units) * kUnit;
     const uint8_t *w[NR], *next[NR];
     typename Dot::Acc acc[MR][NR];
 #pragma GCC unroll 8
@@ -223,8 +223,6 @@ template <int Format, int MR, int NR, class Emit>
         product<DotInt8, MR, NR>(linear, rows, row, panel, ahead, out);
     else if constexpr (Format == kBFloat16)
         product<DotBFloat16, MR, NR>(linear, rows, row, panel, ahead, out);
-    else if constexpr (Format == kWideBFloat16)
-        product<DotWideBFloat16, MR, NR>(linear, rows, row, panel, ahead, out);
     else
         product<DotFloat32, MR, NR>(linear, rows, row, panel, ahead, out);
     if (linear.bias) {
