@@ -131,17 +131,16 @@ void thin_panels(const ThinPiece& piece, const uint8_t* ask, const Emit& emit) {
         if (width == 2) thin_rows<Dot, 2>(piece, panel, ask, emit);
         if (width == 1) thin_rows<Dot, 1>(piece, panel, ask, emit);
         panel += width;
-        ask += width * piece.panel_bytes();
+        if (ask) ask += width * piece.panel_bytes();
     }
 }
 
-// Each piece asks for the weights of the next: thin products wait for their sums, memory need not wait for them. The last asks for
-// what lies behind it.
+// Each piece asks for the weights of the next, the last for `after`: thin products wait for their sums, memory need not wait for them.
 template <class EmitOf>
-void thin_products(const std::vector<ThinPiece>& pieces, const EmitOf& emit_of) {
+void thin_products(const std::vector<ThinPiece>& pieces, const uint8_t* after, const EmitOf& emit_of) {
     for (size_t i = 0; i < pieces.size(); i++) {
         const ThinPiece& piece = pieces[i];
-        const uint8_t* ask = i + 1 < pieces.size() ? pieces[i + 1].weights() : piece.weights() + piece.count * piece.panel_bytes();
+        const uint8_t* ask = i + 1 < pieces.size() ? pieces[i + 1].weights() : after;
         if (piece.linear->format == kFloat32) thin_panels<DotFloat32>(piece, ask, emit_of(piece));
         else thin_panels<DotWideBFloat16>(piece, ask, emit_of(piece));
     }
@@ -266,7 +265,9 @@ class StepAdapters {
             }
         }
         const Emitted lowered{lowered_.get(), lowered_stride_, static_cast<int>(lowered_stride_)};
-        thin_products(pieces, [&](const ThinPiece&) { return lowered; });
+        const PdmeshAdapterMap& next = adapted.map_of(adapted.rows->runs[0]);
+        const uint8_t* after = next.num_parts ? weights_from(next.parts[0].up, rank) : nullptr;
+        thin_products(pieces, after, [&](const ThinPiece&) { return lowered; });
     }
 
     // B A x of these rows and panels, added to `out`.
@@ -280,7 +281,18 @@ class StepAdapters {
             const PdmeshAdapterMap& map = adapted.map_of(run);
             for (int p = 0; p < map.num_parts && first < last; p++) take_part(pieces, map.parts[p], first, last, panel, count);
         }
-        thin_products(pieces, [&](const ThinPiece& piece) { return AddedAt{out, stride, rows, piece.first, piece.step}; });
+        thin_products(pieces, next_lowered(rank, adapted), [&](const ThinPiece& piece) { return AddedAt{out, stride, rows, piece.first, piece.step}; });
+    }
+
+    // About where a rank's share of a thin product begins.
+    const uint8_t* weights_from(const PdmeshLinear& linear, int rank) const {
+        const ThinPiece piece{&linear, thin_rows_of(nullptr, 0, linear), 0, 0, panels_of(linear) * rank / team_.size(), 0, 0, 1};
+        return piece.weights();
+    }
+    const uint8_t* next_lowered(int rank, const Adapted& adapted) const {
+        if (adapted.index + 1 == num_maps_) return nullptr;
+        const std::vector<AdapterRun>& runs = adapted.rows->runs;
+        return runs[runs.size() * rank / team_.size()].maps[adapted.index + 1].down.packed;
     }
 
     // Of the part's panels those that are among the product's.
