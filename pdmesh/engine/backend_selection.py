@@ -106,8 +106,6 @@ def _why_not_triton(config: EngineConfig, model: ModelConfig, no_triton: str) ->
 def _why_torch(config: EngineConfig, model: ModelConfig, no_library: str) -> str:
     if config.tensor_parallel > 1:
         return f"tensor_parallel={config.tensor_parallel}, and it computes with one rank alone"
-    if config.num_adapter_slots:
-        return _LORA
     if config.device != "cpu":
         return f"it is for device=cpu, this is {config.device}"
     is_plain = config.quantization == "none" or (config.quantization == "auto" and config.dtype != "auto")

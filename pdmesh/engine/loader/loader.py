@@ -31,6 +31,7 @@ from pdmesh.engine.loader.pack import NativeBuilder, one_torch_thread
 from pdmesh.engine.loader.safetensors import MissingTensor, SafetensorsSource, WeightSource
 from pdmesh.engine.lora.adapter import Adapter
 from pdmesh.engine.lora.folder import configured_adapters
+from pdmesh.engine.lora.native_maps import NativeAdapters
 from pdmesh.engine.lora.registry import AdapterSlots
 from pdmesh.engine.lora.torch_maps import TorchAdapters
 from pdmesh.engine.memory import check_weights_fit, effective_max_context, free_memory, torch_step_bytes
@@ -145,7 +146,7 @@ def load_model(config: EngineConfig, progress: Progress = lambda _share, _text: 
         numerics.kv_dtype,
         mode,
         adapters=adapters,
-        adapter_slots=TorchAdapters(model) if config.num_adapter_slots and isinstance(model, DecoderModel) else None,
+        adapter_slots=_adapter_slots(model) if config.num_adapter_slots else None,
         kv_scales=kv_scales,
     )
 
@@ -181,6 +182,12 @@ def _load_triton(source: WeightSource, config: EngineConfig, numerics: Numerics,
     maps = QuantizedMaps(source, numerics, config.device) if numerics.is_quantized else None
     decoder = TritonBuilder(source, numerics.dtype, config.device, maps).build(max_context, progress)
     return triton_model(decoder, config, numerics, max_context, pool_scales(source, numerics.kv_dtype))
+
+
+def _adapter_slots(model: object) -> AdapterSlots | None:
+    if isinstance(model, NativeModel):
+        return NativeAdapters(model)
+    return TorchAdapters(model) if isinstance(model, DecoderModel) else None
 
 
 def _overridden(digest: str, overrides: Sequence[str]) -> str:

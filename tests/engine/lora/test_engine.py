@@ -21,6 +21,7 @@ from pdmesh.engine.lora.folder import load_adapter
 from pdmesh.engine.request import EngineRequest
 from pdmesh.sampling_params import SamplingParams
 from pdmesh.text.block_hash import hash_block
+from tests.engine.backends import BACKENDS
 from tests.engine.test_model_transformers import greedy, prompt, reference
 from tests.support.adapters import make_adapter, merge
 from tests.support.tiny_models import make_tiny_model
@@ -83,8 +84,11 @@ def id_of(engine: Engine, name: str) -> AdapterId:
     return next(each for each in engine.adapters.loaded if each.name == name)
 
 
-def test_eight_adapters_and_the_base_in_one_batch(folder: Path, adapters: list[Path], expected: list[list[int]]) -> None:
-    engine = engine_of(folder, adapters)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_eight_adapters_and_the_base_in_one_batch(
+    backend: str, folder: Path, adapters: list[Path], expected: list[list[int]]
+) -> None:
+    engine = engine_of(folder, adapters, backend=backend)
     for number in range(8):
         assert engine.add(request(str(number), PROMPTS[number], id_of(engine, f"a{number}")))
     assert engine.add(request("8", PROMPTS[8], None))
@@ -95,9 +99,13 @@ def test_eight_adapters_and_the_base_in_one_batch(folder: Path, adapters: list[P
     engine.close()
 
 
-def test_speculation_changes_no_token_of_an_adapter(folder: Path, adapters: list[Path], expected: list[list[int]]) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_speculation_changes_no_token_of_an_adapter(
+    backend: str, folder: Path, adapters: list[Path], expected: list[list[int]]
+) -> None:
     """A draft of the base's first layers, and its keys in the same pool."""
-    engine = engine_of(folder, adapters, speculation="self_draft", self_draft_layers=1, draft_length=3, max_draft_tokens=3)
+    drafting = {"speculation": "self_draft", "self_draft_layers": 1, "draft_length": 3, "max_draft_tokens": 3}
+    engine = engine_of(folder, adapters, backend=backend, **drafting)
     for number in range(8):
         assert engine.add(request(str(number), PROMPTS[number], id_of(engine, f"a{number}")))
     tokens = run(engine)
@@ -132,8 +140,11 @@ def test_the_same_name_with_other_weights_finds_no_prefix(folder: Path, adapters
     engine.close()
 
 
-def test_adapters_come_and_go_while_requests_run(folder: Path, adapters: list[Path], expected: list[list[int]]) -> None:
-    engine = engine_of(folder, adapters[:2], max_loras=3)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_adapters_come_and_go_while_requests_run(
+    backend: str, folder: Path, adapters: list[Path], expected: list[list[int]]
+) -> None:
+    engine = engine_of(folder, adapters[:2], max_loras=3, backend=backend)
     for number in (0, 1):
         engine.add(request(str(number), PROMPTS[number], id_of(engine, f"a{number}")))
     engine.add(request("8", PROMPTS[8], None))
@@ -206,13 +217,11 @@ def test_a_bad_adapter_is_refused_before_weights_are_read(folder: Path, adapters
         engine_of(broken, [tmp_path / "gone"])
 
 
-def test_the_torch_backend_is_chosen_and_says_why(folder: Path) -> None:
-    model = read_config(folder)
-    chosen = choose_numerics(EngineConfig(model="m", max_loras=2), model, has_int4=False, no_library="")
-    assert (chosen.backend, chosen.why_torch) == ("torch", "LoRA is computed by the torch backend")
-    with pytest.raises(ValueError, match="backend: native cannot run this: LoRA is computed by the torch backend"):
-        choose_numerics(EngineConfig(model="m", max_loras=2, backend="native"), model, has_int4=False, no_library="")
-    assert choose_numerics(EngineConfig(model="m"), model, has_int4=False, no_library="").backend == "native"
+def test_the_native_backend_is_chosen_on_the_cpu(folder: Path) -> None:
+    model, config = read_config(folder), EngineConfig(model="m", max_loras=2)
+    assert choose_numerics(config, model, has_int4=False, no_library="").backend == "native"
+    chosen = choose_numerics(config, model, has_int4=False, no_library="there is no compiler")
+    assert (chosen.backend, chosen.why_torch) == ("torch", "there is no compiler")
 
 
 def test_steps_without_an_adapter_compute_no_thin_product(

@@ -5,8 +5,9 @@
 
 extern "C" {
 
-// How the numbers of a weight matrix, of embeddings or of the KV pool are stored.
-enum PdmeshFormat : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kInt4 = 3 };
+// How the numbers of a weight matrix, of embeddings or of the KV pool are stored. kWideBFloat16: of adapters, whose products are in
+// float32.
+enum PdmeshFormat : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kInt4 = 3, kWideBFloat16 = 4 };
 
 // y = W x + b. `packed`: panels of 16 outputs (pdmesh/engine/loader/pack.py draws the layout); `scales`: a factor for each output
 // (int8 only), `bias`: or null; both padded with zeros to a multiple of 16.
@@ -96,6 +97,23 @@ struct PdmeshModel {
     PdmeshRope ropes[2];
 };
 
+// What a LoRA adapter adds to one of a layer's products: B A x. `down`: A, of all its parts; n 0: it adds nothing. A part is a map of
+// the checkpoint's: `up` is B with the adapter's factor; it reads the numbers of A x from `column` on, and its panels belong to the
+// product's panels first, first + step, and so on. Both are kFloat32 or kWideBFloat16.
+struct PdmeshAdapterPart {
+    PdmeshLinear up;
+    int32_t column, first, step;
+};
+struct PdmeshAdapterMap {
+    PdmeshLinear down;
+    const PdmeshAdapterPart* parts;
+    int64_t num_parts;
+};
+
+// A layer's products that adapters may add to. An adapter has a map for each of them, layer by layer.
+enum PdmeshAdapted : int32_t { kQkv = 0, kOutput = 1, kGateUp = 2, kDown = 3 };
+constexpr int kAdaptedProducts = 4;
+
 // A KV pool by itself.
 struct PdmeshPool {
     int32_t num_layers, block_size, num_kv_heads, head_dim, format;
@@ -128,6 +146,8 @@ struct PdmeshStep {
     const int32_t (*tails)[3];
     const int64_t* tail_slots;
     int64_t num_tails;
+    const int32_t* adapter_slots;              // or null: no sequence has an adapter; [num_seqs]: which of `adapters`, -1: none
+    const PdmeshAdapterMap* const* adapters;  // each [num_layers][kAdaptedProducts]
 };
 
 }

@@ -67,6 +67,13 @@ struct DotBFloat16 {
     static I load(const uint8_t* w) { return i_load(w); }
     static Acc dot(Acc acc, I w, I a) { return dot_bf16(acc, w, a); }
 };
+struct DotWideBFloat16 {  // bf16 in memory, one input of 16 outputs in 32 bytes; float32 in the product
+    using Acc = F;
+    static constexpr int kStep = 32;
+    static Acc zero() { return f_zero(); }
+    static F load(const uint8_t* w) { return f_load_bf16(reinterpret_cast<const uint16_t*>(w)); }
+    static Acc dot(Acc acc, F w, I a) { return f_fma(w, f_bits(a), acc); }
+};
 struct DotInt8 {  // weights unsigned (w + 128), activations signed
     using Acc = I;
     static constexpr int kStep = 64;
@@ -88,7 +95,7 @@ template <class Dot, int MR, int NR>
 [[gnu::always_inline]] inline void tile(const uint8_t* a, size_t stride, const uint8_t* const (&w)[NR], int units,
                                         const uint8_t* const* next, typename Dot::Acc (&acc)[MR][NR]) {
     for (int u = 0; u < units; u++) {
-        I weights[NR];
+        decltype(Dot::load(nullptr)) weights[NR];
 #pragma GCC unroll 8
         for (int j = 0; j < NR; j++) weights[j] = Dot::load(w[j] + static_cast<size_t>(u) * Dot::kStep);
         if (next) {
@@ -294,23 +301,42 @@ void emit_panels(const PdmeshLinear& linear, const Rows& rows, int begin, int en
     }
 }
 
-// All outputs of all rows, shared out over the team: call on every rank, barrier after. emit(row, panel, F (&out)[NR]).
-template <int Format, class Emit>
-void multiply_format(Team& team, int rank, const PdmeshLinear& linear, const Rows& rows, int num_rows, const Emit& emit) {
-    const int panels = round_up(linear.n, kPanel) / kPanel;
-    constexpr int step = 4, block = 96;  // panels and rows of an item
-    if (num_rows <= block) {
+constexpr int kItemPanels = 4, kItemRows = 96;  // of a product of many rows
+
+// A product's tiles, shared out over the team: visit(first row, end, first panel, number of panels).
+template <class Visit>
+void share_out(Team& team, int rank, int panels, int num_rows, const Visit& visit) {
+    if (num_rows <= kItemRows) {
         // Memory counts: each rank streams one contiguous part, and knows what it will read next.
         const int pairs = (panels + 1) / 2;
         const int first = pairs * rank / team.size() * 2, last = std::min(pairs * (rank + 1) / team.size() * 2, panels);
-        emit_panels<Format>(linear, rows, 0, num_rows, first, last - first, emit);
+        visit(0, num_rows, first, last - first);
         return;
     }
-    const int row_blocks = (num_rows + block - 1) / block, items = (panels + step - 1) / step * row_blocks;
+    const int row_blocks = (num_rows + kItemRows - 1) / kItemRows, items = (panels + kItemPanels - 1) / kItemPanels * row_blocks;
     for (int item; (item = team.take()) < items;) {
-        const int panel = item / row_blocks * step, row = item % row_blocks * block;
-        const int count = std::min(step, panels - panel);
-        emit_panels<Format>(linear, rows, row, std::min(row + block, num_rows), panel, count, emit);
+        const int panel = item / row_blocks * kItemPanels, row = item % row_blocks * kItemRows;
+        visit(row, std::min(row + kItemRows, num_rows), panel, std::min(kItemPanels, panels - panel));
+    }
+}
+
+inline int panels_of(const PdmeshLinear& linear) { return round_up(linear.n, kPanel) / kPanel; }
+
+// All outputs of all rows, shared out over the team: call on every rank, barrier after. emit(row, panel, F (&out)[NR]).
+template <int Format, class Emit>
+void multiply_format(Team& team, int rank, const PdmeshLinear& linear, const Rows& rows, int num_rows, const Emit& emit) {
+    share_out(team, rank, panels_of(linear), num_rows, [&](int row, int end, int panel, int count) {
+        emit_panels<Format>(linear, rows, row, end, panel, count, emit);
+    });
+}
+
+template <class Emit>
+void emit_panels(const PdmeshLinear& linear, const Rows& rows, int begin, int end, int panel, int count, const Emit& emit) {
+    switch (linear.format) {
+        case kInt8: return emit_panels<kInt8>(linear, rows, begin, end, panel, count, emit);
+        case kInt4: return emit_panels<kInt4>(linear, rows, begin, end, panel, count, emit);
+        case kBFloat16: return emit_panels<kBFloat16>(linear, rows, begin, end, panel, count, emit);
+        default: return emit_panels<kFloat32>(linear, rows, begin, end, panel, count, emit);
     }
 }
 

@@ -13,11 +13,12 @@ from torch import Tensor
 from pdmesh.engine.kernels.cpu.build import Say, load_library
 from pdmesh.engine.kv_cache.pool import private_memory
 
-FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
+FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3, "wide bfloat16": 4}
 NORM_KINDS = {"rms": 0, "layer": 1}
 HEAD_NORMS = {"": 0, "head": 0, "heads": 1, "all": 2}
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "swiglu_oai": 5}
 SCORINGS = {"softmax": 0, "sigmoid": 1, "softmax_topk": 2, "sparsemixer": 3, "sigmoid_topk": 4}
+ADAPTED_PRODUCTS = ("qkv", "output", "gate_up", "down")  # of a layer, in the order of abi.h
 
 
 class Linear(Structure):
@@ -112,6 +113,14 @@ class Profile(Structure):
         return {field[0]: getattr(self, field[0]) for field in self._fields_}
 
 
+class AdapterPart(Structure):
+    _fields_ = (("up", Linear), ("column", c_int32), ("first", c_int32), ("step", c_int32))
+
+
+class AdapterMap(Structure):
+    _fields_ = (("down", Linear), ("parts", POINTER(AdapterPart)), ("num_parts", c_int64))
+
+
 class Step(Structure):
     _fields_ = (
         *((name, c_int32) for name in ("num_tokens", "num_seqs", "num_rows")),
@@ -139,7 +148,33 @@ class Step(Structure):
         ("tails", c_void_p),
         ("tail_slots", c_void_p),
         ("num_tails", c_int64),
+        ("adapter_slots", c_void_p),
+        ("adapters", POINTER(POINTER(AdapterMap))),
     )
+
+
+class AdapterTable:
+    """Hold what steps read of the adapters, by slot. Between steps it may change."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.maps = (POINTER(AdapterMap) * num_slots)()
+        self._owned: dict[int, object] = {}
+
+    def put(self, slot: int, maps: Sequence[AdapterMap], owned: object) -> None:
+        """Fill a slot with an adapter's maps, [num_layers * len(ADAPTED_PRODUCTS)]; `owned` is what they point to."""
+        array = (AdapterMap * len(maps))(*maps)
+        self.maps[slot] = ctypes.cast(array, POINTER(AdapterMap))
+        self._owned[slot] = (array, owned)
+
+    def drop(self, slot: int) -> None:
+        """Empty a slot, if it is filled."""
+        self.maps[slot] = POINTER(AdapterMap)()
+        self._owned.pop(slot, None)
+
+    def check(self, slots: Sequence[int]) -> None:
+        """Raise ValueError for slots that are empty; -1 stands for no adapter."""
+        if empty := set(slots) - self._owned.keys() - {-1}:
+            raise ValueError(f"adapter_slots: {sorted(empty)} hold no adapter; load it before the batch names it")
 
 
 class Pool(Structure):
@@ -150,7 +185,7 @@ class Pool(Structure):
     )
 
 
-_STRUCTS = (Linear, Layer, Model, Step, Profile, Pool, Experts, Latent)
+_STRUCTS = (Linear, Layer, Model, Step, Profile, Pool, Experts, Latent, AdapterPart, AdapterMap)
 
 
 def open_library(say: Say = print) -> ctypes.CDLL:

@@ -297,6 +297,7 @@ class NativeModel:
         """
         self.config, self.weights = config, weights
         self.profile: abi.Profile | None = None  # each step fills it, if it is set
+        self.adapters: abi.AdapterTable | None = None  # what the slots of a batch's adapters name
         self._library = library
         self._kv_dtype, self._block_size, self._num_threads = kv_dtype, block_size, num_threads
         self._expert_counts = [_counts(layer) for layer in weights.layers]
@@ -348,7 +349,9 @@ class NativeModel:
         """See DecoderModel.first_layers. The two models compute with the same threads, in turn."""
         config, sizes = shortened(self.config, num_layers), {"block_size": self._block_size, "num_threads": self._num_threads}
         weights = replace(self.weights, layers=self.weights.layers[:num_layers])
-        return NativeModel(self._library, config, weights, kv_dtype=self._kv_dtype, **sizes, beside=self)
+        first = NativeModel(self._library, config, weights, kv_dtype=self._kv_dtype, **sizes, beside=self)
+        first.adapters = self.adapters
+        return first
 
     def forward(self, batch: StepBatch, kv: Tensor, signal: LayerReadiness | None = None, hidden: Tensor | None = None) -> Tensor:
         """See DecoderModel.forward. `batch.logits_rows` ascend. Raises ValueError for a pool of another kind."""
@@ -360,6 +363,7 @@ class NativeModel:
         lists = _int32(batch.query_starts), _int32(batch.context_lens), _int32(list(chain.from_iterable(batch.block_tables)))
         starts = _int32([0, *accumulate(map(len, batch.block_tables))][:-1])
         tails = _tails(batch.tails)
+        adapters = self._adapters_of(batch)
         step = abi.Step(
             batch.num_tokens,
             batch.num_seqs,
@@ -377,10 +381,19 @@ class NativeModel:
             *((None, -1, 1) if signal is None else (signal.address, signal.fd, signal.every)),
             *(numbers.buffer_info()[0] if numbers else None for numbers in tails),
             len(batch.tails),
+            *((None, None) if adapters is None else (adapters[0].buffer_info()[0], adapters[1].maps)),
         )
         if self._library.pdmesh_engine_step(self._handle, ctypes.byref(step)):
             raise MemoryError(f"no memory for the buffers of a step of {batch.num_tokens} tokens; lower max_num_batched_tokens")
         return logits
+
+    def _adapters_of(self, batch: StepBatch) -> tuple[array[int], abi.AdapterTable] | None:
+        """Return the slot of each sequence, and what lies there; None where no sequence has an adapter."""
+        if max(batch.adapter_slots, default=-1) < 0:
+            return None
+        table = self.adapters or abi.AdapterTable(0)
+        table.check(batch.adapter_slots)
+        return _int32(batch.adapter_slots), table
 
     def _descriptor(self, block_size: int) -> abi.Model:
         config, weights = self.config, self.weights

@@ -48,7 +48,7 @@ class Team {
     template <class Body>
     void run(Body&& body) {
         std::lock_guard turn(turn_);
-        next_.store(0, std::memory_order_relaxed);
+        start_over();
         if (size_ == 1) {
             body(0);
             return;
@@ -64,14 +64,11 @@ class Team {
 
     // Within a region: all ranks wait for each other. What any rank wrote before is seen by all after.
     void barrier() {
-        if (size_ == 1) {
-            next_.store(0, std::memory_order_relaxed);
-            return;
-        }
+        if (size_ == 1) return start_over();
         const uint32_t round = round_.load(std::memory_order_relaxed);
         if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
             arrived_.store(0, std::memory_order_relaxed);
-            next_.store(0, std::memory_order_relaxed);
+            start_over();
             // Sequentially consistent: notify_all looks for sleepers by a load, which must not overtake this store, or one that is
             // falling asleep just then is never woken.
             round_.store(round + 1, std::memory_order_seq_cst);
@@ -84,7 +81,23 @@ class Team {
     // Within a region: the next item of the current stage (0, 1, 2, ...), each given to one rank. A barrier starts over at 0.
     int take() { return next_.fetch_add(1, std::memory_order_relaxed); }
 
+    // Within a region: a barrier in two halves, with work between them, once between two barriers. What a rank wrote before it
+    // arrives is seen by all behind `await_all`.
+    void arrive() {
+        early_.fetch_add(1, std::memory_order_seq_cst);  // as in barrier()
+        early_.notify_all();
+    }
+    void await_all() {
+        for (uint32_t seen; (seen = early_.load(std::memory_order_acquire)) < static_cast<uint32_t>(size_);)
+            wait_while(early_, seen, kBarrierSpin);
+    }
+
   private:
+    void start_over() {
+        next_.store(0, std::memory_order_relaxed);
+        early_.store(0, std::memory_order_relaxed);
+    }
+
     void serve(int rank) {
         for (uint32_t seen = 0;;) {
             wait_while(region_, seen, spin_);
@@ -141,6 +154,7 @@ class Team {
     alignas(64) std::atomic<uint32_t> round_{0};
     alignas(64) std::atomic<int> arrived_{0};
     alignas(64) std::atomic<int> next_{0};
+    std::atomic<uint32_t> early_{0};
 };
 
 }  // namespace pdmesh

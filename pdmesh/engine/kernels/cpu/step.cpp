@@ -16,6 +16,7 @@
 
 #include "abi.h"
 #include "activations.h"
+#include "adapters.h"
 #include "attention_stage.h"
 #include "buffers.h"
 #include "experts.h"
@@ -39,7 +40,8 @@ class Engine {
     // Engines may have one team: they compute in turn.
     Engine(const PdmeshModel& model, std::shared_ptr<Team> team)
         : model_(model), layers_(model.layers, model.layers + model.num_layers), shared_team_(std::move(team)), team_(*shared_team_),
-          attention_(team_, pool_of(model), model.num_heads / model.num_kv_heads, has_window(layers_), shape_of(model)) {
+          attention_(team_, pool_of(model), model.num_heads / model.num_kv_heads, has_window(layers_), shape_of(model)),
+          adapters_(team_, model.num_layers, most_outputs(layers_)) {
         model_.layers = layers_.data();
         groups_ = model.num_heads / model.num_kv_heads;
         hidden_stride_ = round_up(model.hidden, 16);
@@ -59,6 +61,7 @@ class Engine {
         step_ = &step;
         reserve(step.num_tokens);
         attention_.begin(step);
+        adapters_.begin(step, kFewRows);
         profile_ = {};
         const int64_t start = now_ns();
         team_.run([this](int rank) { forward(rank); });
@@ -72,6 +75,13 @@ class Engine {
     }
     static bool has_window(const std::vector<PdmeshLayer>& layers) {
         return std::any_of(layers.begin(), layers.end(), [](const PdmeshLayer& layer) { return layer.window != 0; });
+    }
+    // Of the products that adapters may add to.
+    static int most_outputs(const std::vector<PdmeshLayer>& layers) {
+        int most = 0;
+        for (const PdmeshLayer& layer : layers)
+            for (const PdmeshLinear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) most = std::max(most, linear->n);
+        return most;
     }
     static AttentionShape shape_of(const PdmeshModel& model) {
         const float cap = model.attention_softcap * kLog2E;
@@ -157,9 +167,10 @@ class Engine {
         const bool is_whole = step_->num_rows == step_->num_tokens;
         for (int index = 0; index < model_.num_layers; index++) {
             const PdmeshLayer& layer = layers_[index];
-            const Rows rows = prepare(rank, layer.qkv, hidden_.get(), hidden_stride_, layer.input_norm, num_rows);
+            const Adapted adapted = adapters_.of(index, kQkv, num_rows);
+            const Rows rows = prepare(rank, layer.qkv, hidden_.get(), hidden_stride_, layer.input_norm, num_rows, adapted);
             clock.mark(profile_.prepare);
-            multiply(team_, rank, layer.qkv, rows, num_rows, Emitted{qkv_.get(), size_t(qkv_stride_), qkv_stride_});
+            multiply_layer(rank, layer.qkv, rows, num_rows, Emitted{qkv_.get(), size_t(qkv_stride_), qkv_stride_}, adapted);
             team_.barrier();
             clock.mark(profile_.qkv);
             if (layer.query_norm.weight && model_.head_norms == kOverAllHeads) norm_all_heads(rank, layer);
@@ -181,9 +192,9 @@ class Engine {
             }
             clock.mark(profile_.attention);
             if (num_rows == 0) break;
-            add_attention(rank, layer, num_rows, clock);
+            add_attention(rank, index, layer, num_rows, clock);
             if (layer.experts) add_experts(rank, layer, *layer.experts, num_rows, clock);
-            else add_mlp(rank, layer, num_rows, clock);
+            else add_mlp(rank, index, layer, num_rows, clock);
         }
         if (num_rows == 0) return;
         if (step_->hidden) tell_hidden(rank);
@@ -193,25 +204,28 @@ class Engine {
         clock.mark(profile_.head);
     }
 
-    void add_attention(int rank, const PdmeshLayer& layer, int num_rows, Clock& clock) {
+    void add_attention(int rank, int index, const PdmeshLayer& layer, int num_rows, Clock& clock) {
         if (layer.latent) expand_values(rank, *layer.latent, num_rows);
         const float* values = layer.latent ? values_.get() : attention_.attended();
         const int stride = layer.latent ? values_stride(*layer.latent) : attention_.attended_stride();
-        const Rows rows = prepare(rank, layer.output, values, stride, kNoNorm, num_rows);
+        const Adapted adapted = adapters_.of(index, kOutput, num_rows);
+        const Rows rows = prepare(rank, layer.output, values, stride, kNoNorm, num_rows, adapted);
         clock.mark(profile_.prepare);
-        add(rank, layer.output, rows, num_rows, layer.post_attention_norm, model_.is_parallel);
+        add(rank, layer.output, rows, num_rows, layer.post_attention_norm, model_.is_parallel, adapted);
         clock.mark(profile_.output);
     }
 
-    void add_mlp(int rank, const PdmeshLayer& layer, int num_rows, Clock& clock) {
-        Rows rows = prepare(rank, layer.gate_up, hidden_.get(), hidden_stride_, norm_of_mlp(layer), num_rows);
+    void add_mlp(int rank, int index, const PdmeshLayer& layer, int num_rows, Clock& clock) {
+        Adapted adapted = adapters_.of(index, kGateUp, num_rows);
+        Rows rows = prepare(rank, layer.gate_up, hidden_.get(), hidden_stride_, norm_of_mlp(layer), num_rows, adapted);
         clock.mark(profile_.prepare);
-        with_activation(model_.activation, 0, inner_stride(layer.down), [&](auto emit) { multiply(team_, rank, layer.gate_up, rows, num_rows, emit); });
+        with_activation(model_.activation, 0, inner_stride(layer.down), [&](auto emit) { multiply_layer(rank, layer.gate_up, rows, num_rows, emit, adapted); });
         team_.barrier();
         clock.mark(profile_.gate_up);
-        rows = prepare(rank, layer.down, inner_.get(), inner_stride(layer.down), kNoNorm, num_rows);
+        adapted = adapters_.of(index, kDown, num_rows);
+        rows = prepare(rank, layer.down, inner_.get(), inner_stride(layer.down), kNoNorm, num_rows, adapted);
         clock.mark(profile_.prepare);
-        add(rank, layer.down, rows, num_rows, layer.post_mlp_norm, false);
+        add(rank, layer.down, rows, num_rows, layer.post_mlp_norm, false, adapted);
         clock.mark(profile_.down);
     }
 
@@ -308,20 +322,27 @@ class Engine {
     }
 
     // A product becomes part of the states: as it is, normalized, or (`is_kept`) only together with the next one. Ends with a barrier.
-    void add(int rank, const PdmeshLinear& linear, const Rows& rows, int num_rows, const PdmeshNorm& norm, bool is_kept) {
+    void add(int rank, const PdmeshLinear& linear, const Rows& rows, int num_rows, const PdmeshNorm& norm, bool is_kept, const Adapted& adapted) {
         const size_t stride = hidden_stride_;
         if (is_added_at_once()) {
-            multiply(team_, rank, linear, rows, num_rows, Added{hidden_.get(), stride});
+            multiply_layer(rank, linear, rows, num_rows, Added{hidden_.get(), stride}, adapted);
         } else if (norm.weight || is_kept) {
-            multiply(team_, rank, linear, rows, num_rows, Emitted{branch_.get(), stride, hidden_stride_});
+            multiply_layer(rank, linear, rows, num_rows, Emitted{branch_.get(), stride, hidden_stride_}, adapted);
         } else {
             const float* beside = model_.is_parallel ? branch_.get() : nullptr;
-            multiply(team_, rank, linear, rows, num_rows, AddedScaled{hidden_.get(), beside, stride, model_.residual_multiplier});
+            multiply_layer(rank, linear, rows, num_rows, AddedScaled{hidden_.get(), beside, stride, model_.residual_multiplier}, adapted);
         }
         team_.barrier();
         if (!norm.weight) return;
         add_normed(rank, norm, num_rows);
         team_.barrier();
+    }
+
+    // One of a layer's products, with what adapters add to it.
+    template <class Emit>
+    void multiply_layer(int rank, const PdmeshLinear& linear, const Rows& rows, int num_rows, const Emit& emit, const Adapted& adapted) {
+        if (adapted) adapters_.multiply(rank, adapted, linear, rows, num_rows, emit);
+        else multiply(team_, rank, linear, rows, num_rows, emit);
     }
 
     void add_normed(int rank, const PdmeshNorm& norm, int num_rows) {
@@ -403,19 +424,39 @@ class Engine {
         return prepare_each(rank, linear, norm, num_rows, [&](int row) { return x + static_cast<size_t>(row) * stride; });
     }
 
+    // The same, and rows that have adapters also in float32, where these are read.
+    Rows prepare(int rank, const PdmeshLinear& linear, const float* x, int stride, const PdmeshNorm& norm, int num_rows, const Adapted& adapted) {
+        if (!adapted) return prepare(rank, linear, x, stride, norm, num_rows);
+        float* scratch = own_rows_[rank]->scratch.get();
+        return share_rows(rank, linear, num_rows, [&](Rows& rows, int r) {
+            const float* row = x + static_cast<size_t>(r) * stride;
+            const int place = adapted.rows->places[r];
+            if (place < 0) return prepare_row(linear, row, norm, scratch, rows, r);
+            float* wide = adapters_.wide_row(rank, num_rows, place);
+            if (norm.weight) norm_row(norm, row, linear.k, wide);
+            else std::memcpy(wide, row, sizeof(float) * round_up(linear.k, kPanel));
+            prepare_row(linear, wide, kNoNorm, scratch, rows, r);
+        });
+    }
+
     // `factor_of`: what a row is multiplied with, behind its norm.
     template <class Find, class Factor = float (*)(int)>
     Rows prepare_each(int rank, const PdmeshLinear& linear, const PdmeshNorm& norm, int num_rows, const Find& find, const Factor& factor_of = [](int) { return 1.0f; }) {
         float* scratch = own_rows_[rank]->scratch.get();
+        return share_rows(rank, linear, num_rows, [&](Rows& rows, int r) { prepare_row(linear, find(r), norm, scratch, rows, r, factor_of(r)); });
+    }
+
+    template <class Prepare>
+    Rows share_rows(int rank, const PdmeshLinear& linear, int num_rows, const Prepare& prepare) {
         if (num_rows <= kFewRows) {
             Rows rows = own_rows_[rank]->view(linear);
-            for (int r = 0; r < num_rows; r++) prepare_row(linear, find(r), norm, scratch, rows, r, factor_of(r));
+            for (int r = 0; r < num_rows; r++) prepare(rows, r);
             return rows;
         }
         Rows rows = shared_rows_.view(linear);
         const int begin = static_cast<int64_t>(num_rows) * rank / team_.size();
         const int end = static_cast<int64_t>(num_rows) * (rank + 1) / team_.size();
-        for (int r = begin; r < end; r++) prepare_row(linear, find(r), norm, scratch, rows, r, factor_of(r));
+        for (int r = begin; r < end; r++) prepare(rows, r);
         team_.barrier();
         return rows;
     }
@@ -620,6 +661,7 @@ class Engine {
     Team& team_;
     std::mutex mutex_;
     AttentionStage attention_;
+    StepAdapters adapters_;
     int groups_, hidden_stride_, qkv_stride_;
     const PdmeshStep* step_ = nullptr;
     PdmeshProfile profile_{};
@@ -649,6 +691,8 @@ void pdmesh_abi(int64_t* sizes) {
     sizes[5] = sizeof(PdmeshPool);
     sizes[6] = sizeof(PdmeshExperts);
     sizes[7] = sizeof(PdmeshLatent);
+    sizes[8] = sizeof(PdmeshAdapterPart);
+    sizes[9] = sizeof(PdmeshAdapterMap);
 }
 
 // The weights stay the caller's and must outlive the engine. Null without memory or threads.
