@@ -25,9 +25,8 @@ from torch import Tensor
 
 from pdmesh.engine.loader.builder import TorchBuilder, open_checkpoint
 from pdmesh.engine.loader.quantize import Int4Weight, Int8Weight
-from pdmesh.engine.loader.safetensors import MissingTensor, SafetensorsSource, WeightSource, weight_files
+from pdmesh.engine.loader.safetensors import MissingTensor, SafetensorsSource, WeightSource, stored_names, weight_files
 from pdmesh.engine.models.config import ModelConfig
-from pdmesh.engine.models.registry import family_of
 
 MAX_NAMED = 4
 _CONTEXT = 8  # tokens; tables of positions are made for so many
@@ -42,7 +41,7 @@ class HeaderSource:
     def __init__(self, folder: Path, config: ModelConfig) -> None:
         """Read the headers of all shards. Raises ValueError."""
         self.config, self._folder = config, folder
-        self._family_names = family_of(config.model_type).names_for(config)
+        self._family_names = stored_names(folder, config)
         self._stored: dict[str, tuple[str, list[int]]] = {}
         for path in weight_files(folder):
             self._stored.update(_header(path))
@@ -86,48 +85,6 @@ class HeaderSource:
         return sorted(name for name in self._stored.keys() - self._taken if not ignored.fullmatch(name))
 
 
-class GgufHeaders:
-    """Give the tensors of a GGUF file on device meta, see WeightSource."""
-
-    def __init__(self, source: WeightSource, shapes: dict[str, tuple[int, ...]]) -> None:
-        self.config, self._source, self._shapes = source.config, source, shapes
-        self.taken: set[str] = set()
-
-    def names(self) -> frozenset[str]:
-        return self._source.names()
-
-    def get(self, name: str) -> Tensor:
-        """Return the tensor without numbers. Raises MissingTensor."""
-        if name not in self._shapes:
-            return self._source.get(name)  # which raises
-        self.taken.add(name)
-        return torch.empty(self._shapes[name], device="meta")
-
-    def get_int4(self, name: str, group: int) -> Int4Weight | None:
-        return None
-
-    def get_int8(self, name: str) -> Int8Weight | None:
-        return None
-
-    def num_elements(self) -> int:
-        return self._source.num_elements()
-
-
-def _check_gguf(source: WeightSource) -> None:
-    from pdmesh.engine.loader.gguf import GgufSource  # the gguf package is imported only for GGUF files
-
-    if not isinstance(source, GgufSource):
-        return
-    given = GgufHeaders(source, source.shapes())
-    TorchBuilder(given, torch.float32, "meta").build(_CONTEXT, lambda _share, _text: None)
-    unused = sorted(source.stored_name(name) for name in source.names() - given.taken)
-    if unused:
-        raise ValueError(
-            f"{source.path}: tensors {', '.join(unused[:MAX_NAMED])} are used by nothing in architecture "
-            f"{source.config.model_type}, so this model might be computed wrongly; use the model's Hugging Face folder"
-        )
-
-
 def _header(path: Path) -> dict[str, tuple[str, list[int]]]:
     """Return dtype and shape by name. The file was opened before, so its header is sound."""
     with path.open("rb") as file:
@@ -140,7 +97,11 @@ def check_headers(source: WeightSource) -> list[str]:
     """Return the tensors of plain safetensors that no computation asks for. Raises ValueError for a tensor that is missing, or
     has another shape than its config says, and for one of a GGUF file that nothing uses: the architecture is then another."""
     if not isinstance(source, SafetensorsSource):
-        _check_gguf(source)
+        from pdmesh.engine.loader.gguf.check import check_gguf  # the gguf package is imported only for GGUF files
+        from pdmesh.engine.loader.gguf.source import GgufSource
+
+        if isinstance(source, GgufSource):
+            check_gguf(source)
         return []
     if getattr(source, "quantized", None) is not None:
         return []

@@ -20,6 +20,7 @@ from pdmesh.engine.loader.quantized.format import FLOATS, Header, WeightFormat
 from pdmesh.engine.loader.quantized.registry import weight_format, with_side_file
 from pdmesh.engine.loader.quantized.weights import QuantizedWeights
 from pdmesh.engine.models.config import ModelConfig, token_ids
+from pdmesh.engine.models.names import Names
 from pdmesh.engine.models.reader import UnsupportedModel
 from pdmesh.engine.models.registry import family_of, model_config
 from pdmesh.overrides import overridden
@@ -56,6 +57,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+CANONICAL = {"pdmesh_names": "canonical"}
+"""Metadata of a file whose tensors have canonical names, whatever those of its family are: what pdmesh converts."""
 _NAMED = 5  # of tensors that nothing uses
 _QUANTIZED = (".qweight", ".weight_packed", "_proj_blocks", ".weight.absmax")  # endings that plain checkpoints do not have
 
@@ -68,7 +71,7 @@ class SafetensorsSource:
         """Open it. `overrides`: of keys of config.json. Raises ValueError."""
         self.folder = folder
         self.config = read_config(folder, overrides)
-        self._names = family_of(self.config.model_type).names_for(self.config)
+        self._names = stored_names(folder, self.config)
         self._stored = StoredTensors(folder)
         form = _config_of(folder / "config.json", lambda content: weight_format(with_side_file(folder, content)))
         self.quantized = QuantizedWeights(form, self._stored) if form else None
@@ -185,6 +188,7 @@ class _File(Protocol):
     """The part of safetensors' untyped `safe_open` that is used."""
 
     def keys(self) -> list[str]: ...
+    def metadata(self) -> dict[str, str] | None: ...
     def get_tensor(self, name: str) -> Tensor: ...
     def get_slice(self, name: str) -> _Slice: ...
 
@@ -195,11 +199,16 @@ class _Slice(Protocol):
 
 
 def _tensors_of(path: Path) -> list[tuple[_File, str]]:
+    file = _opened(path)
+    return [(file, name) for name in list(file.keys())]
+
+
+def _opened(path: Path) -> _File:
     try:
         file: _File = safe_open(path, framework="pt")
     except SafetensorError as error:
         raise ValueError(f"{path} cannot be read ({error}); it is cut off or no safetensors file, get it again") from error
-    return [(file, name) for name in list(file.keys())]
+    return file
 
 
 def read_config(folder: Path, overrides: Sequence[str] = ()) -> ModelConfig:
@@ -247,6 +256,12 @@ def weight_files(folder: Path) -> list[Path]:
     if missing:
         raise ValueError(f"{folder}: shards are missing: {', '.join(missing)}; download them again")
     return files
+
+
+def stored_names(folder: Path, config: ModelConfig) -> Names:
+    """Return where a folder's tensors lie: as its family's do, or under canonical names where its file says so."""
+    metadata = _opened(weight_files(folder)[0]).metadata() or {}
+    return Names() if CANONICAL.items() <= metadata.items() else family_of(config.model_type).names_for(config)
 
 
 def _weight_map(index: Mapping[str, object]) -> dict[str, str]:
