@@ -312,7 +312,13 @@ def _olmo2(header: Header) -> Content:
     window = header.integer("attention.sliding_window", 0)
     if not window:
         return {}
-    return {"model_type": "olmo3", "sliding_window": window, "layer_types": header.layer_types(4)}
+    theta = header.number("rope.freq_base", 10000.0)
+    ropes = {
+        "full_attention": {"rope_type": "default", **(header.rope_scaling() or {}), "rope_theta": theta},
+        "sliding_attention": {"rope_type": "default", "rope_theta": header.number("rope.freq_base_swa", theta)},
+    }
+    windows = {"sliding_window": window, "layer_types": header.layer_types(4)}
+    return {"model_type": "olmo3", **windows, "rope_parameters": ropes, "rope_scaling": None, "rope_theta": None}
 
 
 def _exaone4(header: Header) -> Content:

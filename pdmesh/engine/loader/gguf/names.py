@@ -45,7 +45,7 @@ _COMMON: dict[str, str | Stored] = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "mlp.router": "ffn_gate_inp",
-    "mlp.router.correction": Stored("exp_probs_b", (), {"correction": "bias"}),
+    "mlp.router.correction": Stored("exp_probs_b", (lambda tensor, place: tensor.flatten(),), {"correction": "bias"}),
     "mlp.experts.{}.gate_proj": Stored("ffn_gate_exps", (own,)),
     "mlp.experts.{}.up_proj": Stored("ffn_up_exps", (own,)),
     "mlp.experts.{}.down_proj": Stored("ffn_down_exps", (own,)),
