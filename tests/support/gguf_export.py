@@ -266,6 +266,7 @@ def _ernie_moe(writer: Any, config: Config) -> None:
     writer.add_leading_dense_block_count(config["moe_layer_start_index"])
     writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     writer.add_expert_shared_count(config["moe_num_shared_experts"])
+    writer.add_expert_shared_feed_forward_length(config["moe_intermediate_size"] * config["moe_num_shared_experts"])
 
 
 # Tensors
@@ -423,12 +424,14 @@ _DEFAULT_MSCALE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "o
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "arcee": ("arcee", {}),
     "cohere2": ("cohere2", {"tie_word_embeddings": True}),
-    "command-r": ("cohere, qk norm", {"tie_word_embeddings": True}),
-    "deepseek2, v2": ("deepseek_v2", {"q_lora_rank": None}),
+    "command-r": ("cohere", {"tie_word_embeddings": True}),
+    "command-r, norms": ("cohere, qk norm", {"tie_word_embeddings": True}),
+    "deepseek2, v2": ("deepseek_v2", {}),
+    "deepseek2, v2 without q_lora": ("deepseek_v2", {"q_lora_rank": None}),
     "deepseek2, v3": (
         "deepseek_v3, yarn", {"rope_parameters": {**_DEFAULT_MSCALE, "mscale": 0.7, "mscale_all_dim": 0.7}},
     ),
-    "dots1": ("dots1", {}),
+    "dots1": ("dots1", {"num_key_value_heads": 4}),
     "ernie4_5": ("ernie4_5", {"use_bias": False}),
     "ernie4_5-moe": ("ernie4_5_moe", {}),
     "exaone4": ("exaone4", {}),
@@ -455,7 +458,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo": ("olmo", {}),
     "olmo2": ("olmo2", {}),
     "olmo2, windows": ("olmo3", {}),
-    "olmoe": ("olmoe", {"norm_topk_prob": False}),
+    "olmoe": ("olmoe", {"norm_topk_prob": False, "num_key_value_heads": 4}),
     "phi2": ("phi", {"intermediate_size": 256}),
     "phi3": ("phi3", {"sliding_window": None}),
     "phi3, longrope": ("phi3, longrope", {}),
