@@ -22,9 +22,16 @@ Change = Callable[[str, np.ndarray, Config], Named]
 _Keys = Callable[[gguf.GGUFWriter, Config], None]
 
 
-def export(folder: Path, path: Path, *, extra: Mapping[str, Any] | None = None, old_latent: bool = False) -> Path:
+def export(
+    folder: Path,
+    path: Path,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    old_latent: bool = False,
+    kind: Any = gguf.GGMLQuantizationType.F32,
+) -> Path:
     """Write the model in `folder` to `path`, and return it. `extra`: keys behind the architecture's prefix that come last, None
-    takes one away. `old_latent`: DeepSeek's latent is expanded by one map, as files before 2025 have it."""
+    takes one away. `old_latent`: DeepSeek's latent is expanded by one map, as files before 2025 have it. `kind`: of matrices."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder).to_dict()
@@ -39,10 +46,15 @@ def export(folder: Path, path: Path, *, extra: Mapping[str, Any] | None = None, 
     tensors = load_file(folder / "model.safetensors")
     stored = ((name, tensor) for own, values in tensors.items() for name, tensor in change(own, values, config))
     for name, tensor in [*_stacked(stored, config), *_divisors(config)]:
-        writer.add_tensor(_gguf_name(table, name), np.ascontiguousarray(tensor, dtype=np.float32))
+        _add(writer, _gguf_name(table, name), np.ascontiguousarray(tensor, dtype=np.float32), kind)
     for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
         step()
     return path
+
+
+def _add(writer: Any, name: str, values: np.ndarray, kind: Any) -> None:
+    own = kind if values.ndim > 1 and "ffn_gate_inp" not in name and "norm" not in name else gguf.GGMLQuantizationType.F32
+    writer.add_tensor(name, gguf.quants.quantize(values, own), raw_dtype=own)
 
 
 def _put(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
