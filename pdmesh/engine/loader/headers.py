@@ -12,7 +12,6 @@ Not covered: shapes of quantized safetensors, which their format checks as it re
 from __future__ import annotations
 
 import json
-import logging
 import math
 import re
 import struct
@@ -23,16 +22,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from pdmesh.engine.loader import kv_scales
 from pdmesh.engine.loader.builder import TorchBuilder, open_checkpoint
 from pdmesh.engine.loader.quantize import Int4Weight, Int8Weight
-from pdmesh.engine.loader.safetensors import MissingTensor, SafetensorsSource, WeightSource, stored_names, weight_files
+from pdmesh.engine.loader.safetensors import (
+    MissingTensor,
+    SafetensorsSource,
+    WeightSource,
+    stored_names,
+    warn_of_names,
+    weight_files,
+)
 from pdmesh.engine.models.config import ModelConfig
 
-MAX_NAMED = 4
 _CONTEXT = 8  # tokens; tables of positions are made for so many
 _PLAIN = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
-
-logger = logging.getLogger(__name__)
 
 
 class HeaderSource:
@@ -81,7 +85,7 @@ class HeaderSource:
 
     def unused(self) -> list[str]:
         """Return the stored tensors that nothing asked for and that the family does not ignore."""
-        ignored = re.compile(self._family_names.ignored)
+        ignored = re.compile(f"{self._family_names.ignored}|{kv_scales.STORED}")
         return sorted(name for name in self._stored.keys() - self._taken if not ignored.fullmatch(name))
 
 
@@ -113,9 +117,8 @@ def check_headers(source: WeightSource) -> list[str]:
 def warn_of_unused(source: WeightSource) -> None:
     """Check the headers, and name extra tensors in one line of the log. Raises as `check_headers`."""
     unused = check_headers(source)
-    if unused:
-        more = f" and {len(unused) - MAX_NAMED} more" if len(unused) > MAX_NAMED else ""
-        logger.warning("tensors that nothing computes with are ignored: %s%s", ", ".join(unused[:MAX_NAMED]), more)
+    if isinstance(source, SafetensorsSource):
+        warn_of_names(source.folder, unused)
 
 
 def check_model(path: Path, overrides: Sequence[str] = ()) -> None:

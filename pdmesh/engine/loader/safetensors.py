@@ -114,15 +114,22 @@ class SafetensorsSource:
         return sum(form.num_weights(name, header) if form else math.prod(header.shape) for name, header in headers)
 
     def log_reading(self, form: str, group: int, num_bytes: int) -> None:
-        """Log, once the model is loaded into `num_bytes` of the worker's format, what its weights were, and tensors that nothing
-        used."""
-        if self.quantized is not None and (text := self.quantized.reading(form, group)):
+        """Log, once a quantized model is loaded into `num_bytes` of the worker's format, what its weights were, and tensors that
+        nothing used: of a plain one, its headers have shown them before (headers.py)."""
+        if self.quantized is None:
+            return
+        if text := self.quantized.reading(form, group):
             self.quantized.forget()
             stored = sum(path.stat().st_size for path in weight_files(self.folder))
             logger.info("%s; %.2f GB here, %.2f GB in the files", text, num_bytes / 1e9, stored / 1e9)
-        if unused := self.unused():
-            more = f" and {len(unused) - _NAMED} more" if len(unused) > _NAMED else ""
-            logger.warning("%s: tensors that nothing uses: %s%s", self.folder, ", ".join(unused[:_NAMED]), more)
+        warn_of_names(self.folder, self.unused())
+
+
+def warn_of_names(folder: Path, unused: Sequence[str]) -> None:
+    """Name tensors that nothing used in one line of the log."""
+    if unused:
+        more = f" and {len(unused) - _NAMED} more" if len(unused) > _NAMED else ""
+        logger.warning("%s: tensors that nothing uses: %s%s", folder, ", ".join(unused[:_NAMED]), more)
 
 
 class StoredTensors:
