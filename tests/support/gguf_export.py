@@ -112,8 +112,9 @@ def _write_common(writer: Any, config: Config) -> None:
 
 
 def _rope(config: Config) -> Config:
-    params = config.get("rope_parameters") or {}
-    return params.get("full_attention", params)
+    params: Config = config.get("rope_parameters") or {}
+    own: Config = params.get("full_attention", params)
+    return own
 
 
 def _write_rope(writer: Any, config: Config) -> None:
@@ -130,7 +131,10 @@ def _write_rope(writer: Any, config: Config) -> None:
 
 
 def _head_dim(config: Config) -> int:
-    return config.get("head_dim") or _first(config, "hidden_size", "n_embd") // _first(config, "num_attention_heads", "n_head")
+    own: int = config.get("head_dim") or _first(config, "hidden_size", "n_embd") // _first(
+        config, "num_attention_heads", "n_head"
+    )
+    return own
 
 
 def _nothing(writer: Any, config: Config) -> None:

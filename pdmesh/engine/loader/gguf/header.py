@@ -95,7 +95,7 @@ class Header:
         self._read.update(f"{self.architecture}.{key}" for key in keys)
 
     def layer_types(self, period: int) -> list[str]:
-        """Return transformers' `layer_types`: without a pattern in the file, the last of every `period` layers sees everything."""
+        """Return transformers' `layer_types`: without the file's own pattern, the last of every `period` layers sees all."""
         pattern = self._value(f"{self.architecture}.attention.sliding_window_pattern", period)
         if isinstance(pattern, list):
             if len(pattern) < self.num_layers:
