@@ -1,4 +1,4 @@
-"""Tiny checkpoints of transformers as GGUF files in float32, the way llama.cpp's converter (convert_hf_to_gguf.py) writes them.
+"""Checkpoints of transformers as GGUF files, the way llama.cpp's converter (convert_hf_to_gguf.py) writes them.
 
 Names of tensors are those of the gguf package's own map from transformers' names; what the converter does to tensors and which
 keys it writes stands here, learnt from its source. Nothing of pdmesh takes part, so a file is an independent witness.
@@ -16,6 +16,7 @@ import numpy as np
 from gguf import MODEL_ARCH as A
 from safetensors.numpy import load_file
 
+F32, Q8_0 = gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.Q8_0
 Config = dict[str, Any]
 Named = Iterator[tuple[str, np.ndarray]]
 Change = Callable[[str, np.ndarray, Config], Named]
@@ -28,7 +29,7 @@ def export(
     *,
     extra: Mapping[str, Any] | None = None,
     old_latent: bool = False,
-    kind: Any = gguf.GGMLQuantizationType.F32,
+    kind: Any = F32,
 ) -> Path:
     """Write the model in `folder` to `path`, and return it. `extra`: keys behind the architecture's prefix that come last, None
     takes one away. `old_latent`: DeepSeek's latent is expanded by one map, as files before 2025 have it. `kind`: of matrices."""
@@ -53,7 +54,9 @@ def export(
 
 
 def _add(writer: Any, name: str, values: np.ndarray, kind: Any) -> None:
-    own = kind if values.ndim > 1 and "ffn_gate_inp" not in name and "norm" not in name else gguf.GGMLQuantizationType.F32
+    """Matrices of whole blocks in `kind`; what routes tokens, norms and biases in float32."""
+    is_matrix = values.ndim > 1 and name.endswith(".weight") and not any(part in name for part in ("ffn_gate_inp", "norm"))
+    own = kind if is_matrix and values.shape[-1] % 32 == 0 else F32
     writer.add_tensor(name, gguf.quants.quantize(values, own), raw_dtype=own)
 
 

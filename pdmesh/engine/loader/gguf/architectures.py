@@ -252,8 +252,8 @@ def _expert_width(header: Header) -> int:
 
 
 def _deepseek2(header: Header) -> Content:
-    """Return a DeepSeek-V2 or V3: the latter's experts are scored by a sigmoid. Files older than llama.cpp's latent cache give the
-    widths of heads by other keys."""
+    """Return a DeepSeek-V2 or V3: the latter's experts are scored by a sigmoid. Files older than llama.cpp's latent cache give
+    the widths of heads by other keys."""
     is_split = header.has("attn_k_b.weight")
     rope, suffix = header.integer("rope.dimension_count"), "_mla" if is_split else ""
     header.ignore("attention.key_length", "attention.value_length", "attention.head_count_kv")
