@@ -181,6 +181,18 @@ def test_rows_of_quantized_maps_are_taken_as_they_are(place: Path) -> None:
             assert (source.get(name) - plain.get(name)).abs().max() < 0.15 * plain.get(name).abs().max(), name
 
 
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "F16", "BF16"])
+def test_a_quantized_latent_is_expanded(place: Path, kind: str) -> None:
+    """Its two maps have three dimensions each."""
+    folder = make_tiny_family(place / f"latent {kind}", "deepseek_v2", qk_nope_head_dim=32, v_head_dim=32, num_hidden_layers=2)
+    plain = export(folder, folder / "plain.gguf")
+    quantized = export(folder, folder / "quantized.gguf", kind=gguf.GGMLQuantizationType[kind])
+    name = "model.layers.0.self_attn.kv_b_proj.weight"
+    expected, found = (GgufSource(path).get(name) for path in (plain, quantized))
+    assert found.shape == expected.shape and not torch.equal(found, expected)
+    assert (found - expected).abs().max() < 0.1 * expected.abs().max()
+
+
 @pytest.mark.parametrize("case", ["gpt2", "granitemoe"])
 def test_a_converted_file_is_the_same_model(place: Path, tmp_path: Path, case: str) -> None:
     """Its folder has the engine's own names, whatever those of the family are."""

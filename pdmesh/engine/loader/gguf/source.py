@@ -93,8 +93,10 @@ class GgufSource:
         return name.endswith(_EXPANDED) and "blk.0.attn_k_b.weight" in self._tensors
 
     def _values(self, take: Take, name: str) -> Tensor:
-        kind = self._stored(take, name).tensor_type
-        return dequantize_rows(self._rows(take, name), kind)
+        rows, kind = self._rows(take, name), self._stored(take, name).tensor_type
+        if rows.ndim < 3:
+            return dequantize_rows(rows, kind)
+        return dequantize_rows(rows.reshape(-1, rows.shape[-1]), kind).view(*rows.shape[:-1], -1)
 
     def _stored(self, take: Take, name: str) -> ReaderTensor:
         if take.name not in self._tensors:
