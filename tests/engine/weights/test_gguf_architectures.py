@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,12 @@ def test_tokens_are_those_of_transformers(place: Path, case: str) -> None:
 def test_every_architecture_has_a_case() -> None:
     """Mistral's name is no architecture of llama.cpp, which writes those files as llama."""
     assert {case.partition(",")[0] for case in CASES} - {"mixtral"} == ARCHITECTURES.keys() - {"mistral"}
+
+
+def test_the_page_lists_every_architecture() -> None:
+    page = (Path(__file__).parents[3] / "docs/model_folders.md").read_text(encoding="utf-8")
+    listed = page.partition("`general.architecture`)\n")[2].partition(";")[0]
+    assert re.sub(r" \([^)]*\)", "", " ".join(listed.split())).split(", ") == list(ARCHITECTURES)
 
 
 @pytest.mark.parametrize(
