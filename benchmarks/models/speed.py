@@ -16,9 +16,9 @@ from typing import Any
 from benchmarks.cpu.contest import MEASURED
 from benchmarks.harness import Figure, interleave, say
 from benchmarks.models.equality import equal_share
-from benchmarks.models.gguf_export import Architecture, export
 from benchmarks.peers.environments import LLAMA_CPP, PeerError, ensure_environment, peers_folder
 from benchmarks.peers.servers import Child
+from tests.support.gguf_export import Q8_0, export
 from tests.support.tiny_families import make_tiny_family
 
 BATCHES = (1, 8)
@@ -36,7 +36,6 @@ class Shape:
     part: str
     variant: str
     sizes: Mapping[str, Any]
-    architecture: Architecture
 
     @property
     def name(self) -> str:
@@ -53,26 +52,22 @@ SHAPES = (
     Shape(
         "experts", "qwen3_moe",
         {**_BASE, **_EXPERTS, "num_experts": 32, "moe_intermediate_size": 384, "mlp_only_layers": [], "norm_topk_prob": True},
-        Architecture("qwen3moe"),
     ),
     Shape(
         "softcap and sandwich norms", "gemma2",
         {**_BASE, "head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 4096, "tie_word_embeddings": True},
-        Architecture("gemma2"),
     ),
     Shape(
         "partial rotary", "stablelm",
         {**{key: value for key, value in _BASE.items() if key != "sliding_window"}},
-        Architecture("stablelm"),
     ),
-    Shape("plain MLP with LayerNorm", "starcoder2", {**_BASE, "intermediate_size": 3072}, Architecture("starcoder2")),
+    Shape("plain MLP with LayerNorm", "starcoder2", {**_BASE, "intermediate_size": 3072}),
     Shape(
         "sinks", "gpt_oss",
         {
             **_BASE, **_EXPERTS, "num_local_experts": 32, "intermediate_size": 384, "sliding_window": 128,
             "rope_parameters": _PLAIN_ROPE,
         },
-        Architecture("gpt-oss", {"post_attention_layernorm": "post_attention_norm"}),
     ),
     Shape(
         "latent attention", "deepseek_v3",
@@ -82,7 +77,6 @@ SHAPES = (
             "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "kv_lora_rank": 256, "q_lora_rank": 384,
             "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64,
         },
-        Architecture("deepseek2"),
     ),
 )  # fmt: skip
 
@@ -120,7 +114,7 @@ def _measure(shape: Shape, *, quick: bool) -> list[Figure]:
     with tempfile.TemporaryDirectory(prefix="pdmesh-shapes-") as place, ExitStack() as stack:
         folder, there = make_tiny_family(Path(place) / "model", shape.variant, **shape.sizes), Contestants()
         there.admit(OURS, lambda: _ours(folder), stack)
-        _admit_peer(there, folder, Path(place) / "model.gguf", shape.architecture, stack)
+        _admit_peer(there, folder, Path(place) / "model.gguf", stack)
         cases = {_case(name, batch): Decode(child, batch) for batch in BATCHES for name, child in there.children.items()}
         speeds = interleave(cases, 1 if quick else ROUNDS)
         agreed = _agreement(there.children) if len(there.children) > 1 else None
@@ -151,14 +145,14 @@ def _ours(folder: Path) -> Child:
     return _child("pdmesh", Path(sys.executable), {"model": str(folder), "settings": settings})
 
 
-def _admit_peer(there: Contestants, folder: Path, file: Path, architecture: Architecture, stack: ExitStack) -> None:
+def _admit_peer(there: Contestants, folder: Path, file: Path, stack: ExitStack) -> None:
     """Admit llama.cpp; without its kernels for AMX where they end it, as on virtual machines that announce it and have none."""
     try:
         python = ensure_environment(LLAMA_CPP, say)
     except (PeerError, OSError) as error:
         there.absent[PEER] = str(error)
         return
-    export(folder, file, architecture)
+    export(folder, file, kind=Q8_0)
     options = {"model": str(file), "threads": len(os.sched_getaffinity(0)), "max_seqs": max(BATCHES), "max_context": 1024}
     for extra in (True, False):
         there.admit(PEER, partial(_child, "llama.cpp", python, {**options, "extra_buffers": extra}), stack)

@@ -8,11 +8,14 @@ import re
 import sys
 import tempfile
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+from pdmesh import overrides
 from pdmesh.commands.options import flat
 from pdmesh.models import registry
+from pdmesh.models.headers import check_headers
 from pdmesh.planner import overlay, report_html, report_text
 from pdmesh.planner.measure import MeasureError, measure
 from pdmesh.planner.meshes import AGGREGATED, SEPARATED, Limitation, WorkerKind, measured_kinds, roofline_kinds
@@ -239,12 +242,20 @@ class Options:
 
     model: str = field(
         default=registry.DEFAULT_MODEL,
-        metadata={"help": "known name, model folder, or a config.json alone, also as a bare word", "positional": True},
+        metadata={
+            "help": "known name, model folder, .gguf file, or a config.json alone, also as a bare word",
+            "positional": True,
+        },
     )
+    override: tuple[str, ...] = field(default=(), metadata={"help": overrides.HELP, "repeated": True})
     machine: Machine = field(default_factory=Machine, metadata=flat())
     load: Load = field(default_factory=Load, metadata=flat())
     promise: Promise = field(metadata=flat(), kw_only=True)
     output: Output = field(default_factory=Output, metadata=flat())
+
+    def validate(self) -> None:
+        """Raise ValueError that names the field."""
+        overrides.check(self.override)
 
 
 @dataclass(frozen=True)
@@ -293,22 +304,23 @@ def run(options: Options) -> int:
 def _workers(options: Options) -> _Workers:
     machine = options.machine
     if machine.device:
-        decoder = _decoder(options.model)
+        decoder = _decoder(options)
         return _Workers(decoder, roofline=_roofline(machine, decoder))
     # A measured worker's shapes matter only for the memory in manifests.
-    shapes = _decoder(options.model) if options.output.overlay else None
+    shapes = _decoder(options) if options.output.overlay else None
     if not machine.measure:
         return _Workers(shapes, spec=read_spec(machine.speed), speed=machine.speed)
-    measured = measure(_engine(options.model, machine), machine.measure_s, _speed_file(machine))
+    measured = measure(_engine(options, machine), machine.measure_s, _speed_file(machine))
     _note(f"written: {measured.written}, to be given as --speed")
     return _Workers(shapes, spec=measured.spec, speed=str(measured.written))
 
 
-def _engine(model: str, machine: Machine) -> dict[str, str | int]:
+def _engine(options: Options, machine: Machine) -> dict[str, str | int | list[str]]:
     """Return the settings of the engine that is measured."""
     limits = {"max_num_seqs": machine.max_num_seqs, "max_num_batched_tokens": machine.max_num_batched_tokens}
     return {
-        "model": model,
+        "model": options.model,
+        "override": list(options.override),
         "quantization": machine.quantization,
         "kv_dtype": machine.kv_dtype,
         "num_threads": machine.threads,
@@ -321,14 +333,24 @@ def _speed_file(machine: Machine) -> Path:
     return Path(machine.speed) if machine.speed else Path(tempfile.mkdtemp(prefix="pdmesh-plan-")) / "speed.json"
 
 
-def _decoder(model: str) -> Decoder:
-    """Return the decoder from a config.json, or from that of a folder or a known model, which is fetched if needed."""
-    path = Path(model).expanduser()
+def _decoder(options: Options) -> Decoder:
+    """Return the decoder from a config.json, or from that of a folder or a known model, which is fetched if needed, or from a
+    .gguf file's header. Raises ModelError or ShapeError, as workers would refuse it."""
+    path = Path(options.model).expanduser()
     if path.is_file() and path.suffix == ".json":
-        return read_decoder(path)
-    if (path / "config.json").is_file():
-        return read_decoder(path / "config.json")
-    return read_decoder(registry.ensure_model(model) / "config.json")
+        return read_decoder(path, options.override)
+    if not (path / "config.json").is_file() and path.suffix.lower() != ".gguf":
+        path = registry.ensure_model(options.model)
+    _check_headers(path, options.override)
+    return read_decoder(path / "config.json" if path.is_dir() else path, options.override)
+
+
+def _check_headers(path: Path, given: tuple[str, ...]) -> None:
+    """Raise ModelError for weights that workers refuse by their headers: in a child process, where torch is installed. A
+    config.json without weights is enough for a plan."""
+    has_weights = path.is_file() or any(path.glob("*.safetensors*")) or any(path.glob("*.bin"))
+    if has_weights and find_spec("torch") is not None:
+        check_headers(path, given)
 
 
 def _roofline(machine: Machine, decoder: Decoder) -> Roofline:
@@ -446,7 +468,9 @@ def _show(options: Options, workers: _Workers, plan: Plan, subject: Subject) -> 
         _note(f"written: {output.report}")
     if output.overlay:
         base, name = _base(options, workers)
-        served = overlay.Served(name, options.machine.threads, _kv_share(options, workers), output.overlay_fixed)
+        served = overlay.Served(
+            name, options.machine.threads, _kv_share(options, workers), output.overlay_fixed, options.override
+        )
         for path in overlay.write(Path(output.overlay), base, plan, subject, served):
             _note(f"written: {path}")
 

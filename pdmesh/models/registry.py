@@ -41,7 +41,7 @@ _FLOAT32_BYTES = 4
 # Runs with a file and a folder: converts, and prints its progress.
 _PROGRAM = """
 import sys
-from pdmesh.engine.loader.gguf import convert_gguf_weights
+from pdmesh.engine.loader.gguf.convert import convert_gguf_weights
 convert_gguf_weights(*sys.argv[1:], lambda share, text: print(f"{share:.0%}, {text}", flush=True))
 """
 

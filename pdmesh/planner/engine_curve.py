@@ -46,8 +46,8 @@ def main() -> int:
     """Run; return 1 if it cannot be measured."""
     asked = json.loads(sys.argv[1])
     try:
-        folder = ensure_model(asked["engine"].pop("model"))
-        config = EngineConfig(model=str(folder), prefix_caching=False, speculation="none", **asked["engine"])
+        given, folder = tuple(asked["engine"].pop("override", ())), ensure_model(asked["engine"].pop("model"))
+        config = EngineConfig(model=str(folder), prefix_caching=False, speculation="none", override=given, **asked["engine"])
         engine = Engine(config, hash_block=hash_block)
         say(f"measuring steps of {engine.numeric_mode} for {asked['seconds']:.0f} s")
         prior = prior_for(engine)

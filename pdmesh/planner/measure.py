@@ -27,7 +27,7 @@ class Measured:
     written: Path
 
 
-def measure(engine: dict[str, str | int], seconds: float, written: Path) -> Measured:
+def measure(engine: dict[str, str | int | list[str]], seconds: float, written: Path) -> Measured:
     """Measure an engine. `engine`: fields of EngineConfig. Its progress goes to standard error. Raises MeasureError."""
     asked = json.dumps({"engine": engine, "seconds": seconds})
     command = python_command("-m", "pdmesh.planner.engine_curve", asked)

@@ -11,6 +11,7 @@ autoscaler leaves them alone.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -51,12 +52,14 @@ class OverlayError(Exception):
 @dataclass(frozen=True)
 class Served:
     """Describe the model for the manifests: `name`, in the folder /models/NAME of the workers. `threads` of each worker on the
-    CPU, 0: as the base has it. `kv_share`: of the memory of a GPU. `fixed`: as many workers as planned, whatever the load."""
+    CPU, 0: as the base has it. `kv_share`: of the memory of a GPU. `fixed`: as many workers as planned, whatever the load.
+    `overrides`: of keys of the model's config.json."""
 
     name: str
     threads: int
     kv_share: float
     fixed: bool = False
+    overrides: tuple[str, ...] = ()
 
 
 def base_of(folder: str, *, is_gpu: bool) -> Path:
@@ -194,7 +197,9 @@ spec:
 
 
 def _env(settings: Mapping[str, str | int]) -> str:
-    return "\n".join(f'            - name: {name}\n              value: "{value}"' for name, value in settings.items())
+    return "\n".join(
+        f"            - name: {name}\n              value: {json.dumps(str(value))}" for name, value in settings.items()
+    )
 
 
 def _worker(pool: str, roles: str, replicas: int, kind: WorkerKind, subject: Subject, served: Served) -> str:
@@ -205,6 +210,7 @@ def _worker(pool: str, roles: str, replicas: int, kind: WorkerKind, subject: Sub
         "PDMESH_MAX_NUM_SEQS": str(kind.spec.max_num_seqs),
         "PDMESH_MAX_NUM_BATCHED_TOKENS": str(kind.spec.max_num_batched_tokens),
         **_memory(kind, subject, served),
+        **({"PDMESH_OVERRIDE": "\n".join(served.overrides)} if served.overrides else {}),
     }
     annotations = '  annotations:\n    pdmesh.io/autoscale: "off"\n' if served.fixed else ""
     return f"""apiVersion: apps/v1

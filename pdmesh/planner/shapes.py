@@ -1,13 +1,14 @@
-"""A model's shapes from its config.json, as the engine reads it: every family that it runs, the same refusals, no torch."""
+"""A model's shapes from its config.json, or a GGUF file's header, as the engine reads it: the same refusals, no torch."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pdmesh.engine.models.config import ModelConfig
 from pdmesh.engine.models.registry import model_config
+from pdmesh.overrides import overridden
 from pdmesh.planning.roofline import Decoder, ExpertShape
 
 
@@ -15,15 +16,30 @@ class ShapeError(ValueError):
     """Raised when a model cannot be planned for: file, key, the problem."""
 
 
-def read_decoder(path: Path) -> Decoder:
-    """Read a config.json. Raises ShapeError."""
+def read_decoder(path: Path, overrides: Sequence[str] = ()) -> Decoder:
+    """Read a config.json, or the header of a .gguf file, with `overrides` (pdmesh/overrides.py). Raises ShapeError."""
     try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(table, dict):
-            raise ValueError("holds no table")
-        return decoder_of(table)
+        table = _header_of(path) if path.suffix.lower() == ".gguf" else _config_of(path)
+        return decoder_of(overridden(table, overrides))
     except (OSError, ValueError) as error:
-        raise ShapeError(f"{path}: {error}") from error
+        text = str(error)
+        raise ShapeError(text if text.startswith(str(path)) else f"{path}: {text}") from error
+
+
+def _config_of(path: Path) -> Mapping[str, object]:
+    table = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(table, dict):
+        raise ValueError("holds no table")
+    return table
+
+
+def _header_of(path: Path) -> Mapping[str, object]:
+    try:
+        from pdmesh.engine.loader.gguf.architectures import read_config  # they need the gguf package
+        from pdmesh.engine.loader.gguf.header import Header, open_file
+    except ImportError as error:
+        raise ValueError(f"the package {error.name} is needed to read it; install pdmesh[local]") from error
+    return read_config(path, Header(path, open_file(path)))
 
 
 def decoder_of(table: Mapping[str, object]) -> Decoder:

@@ -13,7 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.loader.builder import open_checkpoint
-from pdmesh.engine.loader.gguf import GgufSource, convert_gguf_weights
+from pdmesh.engine.loader.gguf.check import check_gguf
+from pdmesh.engine.loader.gguf.convert import convert_gguf_weights
+from pdmesh.engine.loader.gguf.source import GgufSource
 from pdmesh.engine.loader.loader import load_model
 from pdmesh.engine.loader.safetensors import MissingTensor, SafetensorsSource
 from pdmesh.engine.models.decoder import DecoderModel
@@ -170,7 +172,7 @@ def gguf(request: pytest.FixtureRequest, tmp_path: Path) -> Gguf:
 def test_a_gguf_gives_back_exactly_what_it_stands_for(gguf: Gguf) -> None:
     folder, path, expected = gguf
     source, original = GgufSource(path), SafetensorsSource(folder)
-    assert source.names() == original.names() == frozenset(expected)
+    assert frozenset(check_gguf(source)) == original.names() == frozenset(expected)
     assert source.num_elements() == original.num_elements()
     for name, values in expected.items():
         assert torch.equal(source.get(name), torch.from_numpy(values)), name

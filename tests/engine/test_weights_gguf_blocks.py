@@ -12,7 +12,8 @@ from gguf.quants import dequantize, quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdmesh.engine.loader.gguf import GgufSource, dequantize_rows, int4_rows
+from pdmesh.engine.loader.gguf.blocks import dequantize_rows, int4_rows
+from pdmesh.engine.loader.gguf.source import GgufSource
 from pdmesh.engine.loader.quantize import dequantize_int4
 from pdmesh.engine.loader.safetensors import MissingTensor, SafetensorsSource
 from tests.engine.tiny_gguf import write_gguf

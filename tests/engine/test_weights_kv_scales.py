@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pdmesh.engine.loader.builder import open_checkpoint
+from pdmesh.engine.loader.headers import check_headers
 from pdmesh.engine.loader.kv_scales import known_scales, pool_scales, read_kv_scales
 from pdmesh.engine.loader.safetensors import WeightSource
 from tests.support.tiny_models import make_tiny_model
@@ -36,6 +37,7 @@ def test_either_name_and_1_where_there_is_none(
     scales = {name: torch.full(shape, scale, dtype=dtype) for name, scale in zip(names, (0.25, 0.5), strict=True)}
     assert read_kv_scales(with_tensors(folder, tmp_path, scales)) == ((1.0, 1.0), (0.25, 0.5))
     assert read_kv_scales(open_checkpoint(folder)[0]) == ((1.0, 1.0), (1.0, 1.0))
+    assert check_headers(open_checkpoint(tmp_path)[0]) == [], "they are not named as tensors that nothing uses"
 
 
 @pytest.mark.parametrize(

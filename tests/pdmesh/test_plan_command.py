@@ -9,9 +9,11 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from pdmesh import cli
 from pdmesh.commands.plan import milliseconds
+from pdmesh.engine.loader.headers import check_model
 from pdmesh.simulator.workers.spec import read_spec
 from tests.support.tiny_models import make_tiny_model
 
@@ -179,6 +181,38 @@ def test_it_plans_without_torch(speed: str) -> None:
     ends = "sys.exit(code or 'torch' in sys.modules or 'engine' in sys.modules)"
     program = f"import sys; from pdmesh import cli; code = cli.run({argv!r}); {ends}"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=100, capture_output=True)
+
+
+def test_keys_of_the_config_are_overridden_as_workers_do(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The plan is of the overridden model, and its workers get the same flags."""
+    scaling = 'rope_scaling={"rope_type": "yarn", "factor": 4.0}'
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "kustomization.yaml").write_text("resources: []\n")
+    asked = ["plan", model, "--device", "h100-sxm", *LOAD, *PROMISE, "--tensor-parallel", "1"]
+    out = ["--overlay", str(tmp_path / "overlay"), "--overlay-base", str(tmp_path / "base"), "--max-context", "30000"]
+    assert cli.run([*asked, "--override", scaling, "--override", "num_hidden_layers=31", *out]) == 0
+    assert "requests were cut" not in capsys.readouterr().out
+    workers = (tmp_path / "overlay" / "workers.yaml").read_text()
+    assert json.dumps(f"{scaling}\nnum_hidden_layers=31") in workers
+    assert cli.run([*asked, "--override", "hidden_act=tanh"]) == 2
+    assert f"pdmesh plan: {model}: hidden_act 'tanh' is not supported; this engine computes" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.run([*asked, "--override", "x"])
+    assert "'x' is not KEY=VALUE" in capsys.readouterr().err
+
+
+def test_what_workers_refuse_by_the_headers_is_refused_in_the_same_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_tiny_model(tmp_path / "tiny")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"no tensor 'model.norm.weight'") as raised:
+        check_model(folder)
+    capsys.readouterr()  # transformers' progress
+    assert cli.run(["plan", str(folder), "--device", "h100-sxm", *LOAD, *PROMISE]) == 2
+    assert capsys.readouterr().err == f"pdmesh plan: {raised.value}\n"
 
 
 @pytest.mark.timeout(300)

@@ -16,11 +16,12 @@ from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.memory import kv_shape
 from pdmesh.engine.models.registry import model_config
 from pdmesh.planner.meshes import by_roofline
-from pdmesh.planner.shapes import decoder_of
+from pdmesh.planner.shapes import ShapeError, decoder_of, read_decoder
 from pdmesh.planner.traffic import Subject
 from pdmesh.planning.devices import DEVICES, Device
 from pdmesh.planning.latency_model import Hardware, ModelShape, distinct_experts, prior_of
 from pdmesh.planning.roofline import Roofline
+from tests.pdmesh.tiny_gguf import write_tiny_gguf
 
 MIXTRAL_8X7B = {
     "architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
@@ -179,9 +180,24 @@ def test_every_config_is_read_without_torch(tmp_path: Path) -> None:
     """`pdmesh plan` needs none, and `pdmesh up` refuses a model before anything is started."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps(DEEPSEEK_V3))
+    assert _weights_without_torch(path) == model_config(DEEPSEEK_V3).weights.active
+
+
+def test_a_ggufs_header_is_read_without_torch(tmp_path: Path) -> None:
+    """Nothing is converted for a plan."""
+    path = write_tiny_gguf(tmp_path / "model.gguf")
+    assert _weights_without_torch(path) == 2 * (32 * 8 * 2 * (4 + 2) + 3 * 32 * 64)
+    assert (read_decoder(path).max_context, read_decoder(path, ["max_position_embeddings=64"]).max_context) == (256, 64)
+    with pytest.raises(ShapeError, match=rf"^{path}: override: model_type.b: model_type holds no mapping"):
+        read_decoder(path, ["model_type.b=1"])
+
+
+def _weights_without_torch(path: Path) -> int:
     program = (
         "import sys; from pathlib import Path; from pdmesh.planner.shapes import read_decoder\n"
         f"print(read_decoder(Path({str(path)!r})).num_weights, 'torch' in sys.modules)"
     )
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    assert shown.stdout.split() == [str(model_config(DEEPSEEK_V3).weights.active), "False"]
+    count, has_torch = shown.stdout.split()
+    assert has_torch == "False"
+    return int(count)

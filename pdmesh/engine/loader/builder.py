@@ -46,7 +46,7 @@ def open_checkpoint(path: Path, overrides: Sequence[str] = ()) -> tuple[WeightSo
         )
     if path.suffix.lower() != ".gguf":
         raise ValueError(f"model: {path} is neither a folder nor a .gguf file")
-    from pdmesh.engine.loader.gguf import GgufSource  # the gguf package is imported only for GGUF files
+    from pdmesh.engine.loader.gguf.source import GgufSource  # the gguf package is imported only for GGUF files
 
     return GgufSource(path, overrides), [path]
 

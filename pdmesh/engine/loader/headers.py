@@ -12,7 +12,6 @@ Not covered: shapes of quantized safetensors, which their format checks as it re
 from __future__ import annotations
 
 import json
-import logging
 import math
 import re
 import struct
@@ -23,17 +22,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from pdmesh.engine.loader import kv_scales
 from pdmesh.engine.loader.builder import TorchBuilder, open_checkpoint
 from pdmesh.engine.loader.quantize import Int4Weight, Int8Weight
-from pdmesh.engine.loader.safetensors import MissingTensor, SafetensorsSource, WeightSource, weight_files
+from pdmesh.engine.loader.safetensors import (
+    MissingTensor,
+    SafetensorsSource,
+    WeightSource,
+    stored_names,
+    warn_of_names,
+    weight_files,
+)
 from pdmesh.engine.models.config import ModelConfig
-from pdmesh.engine.models.registry import family_of
 
-MAX_NAMED = 4
 _CONTEXT = 8  # tokens; tables of positions are made for so many
 _PLAIN = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
-
-logger = logging.getLogger(__name__)
 
 
 class HeaderSource:
@@ -42,7 +45,7 @@ class HeaderSource:
     def __init__(self, folder: Path, config: ModelConfig) -> None:
         """Read the headers of all shards. Raises ValueError."""
         self.config, self._folder = config, folder
-        self._family_names = family_of(config.model_type).names_for(config)
+        self._family_names = stored_names(folder, config)
         self._stored: dict[str, tuple[str, list[int]]] = {}
         for path in weight_files(folder):
             self._stored.update(_header(path))
@@ -79,50 +82,8 @@ class HeaderSource:
 
     def unused(self) -> list[str]:
         """Return the stored tensors that nothing asked for and that the family does not ignore."""
-        ignored = re.compile(self._family_names.ignored)
+        ignored = re.compile(f"{self._family_names.ignored}|{kv_scales.STORED}")
         return sorted(name for name in self._stored.keys() - self._taken if not ignored.fullmatch(name))
-
-
-class GgufHeaders:
-    """Give the tensors of a GGUF file on device meta, see WeightSource."""
-
-    def __init__(self, source: WeightSource, shapes: dict[str, tuple[int, ...]]) -> None:
-        self.config, self._source, self._shapes = source.config, source, shapes
-        self.taken: set[str] = set()
-
-    def names(self) -> frozenset[str]:
-        return self._source.names()
-
-    def get(self, name: str) -> Tensor:
-        """Return the tensor without numbers. Raises MissingTensor."""
-        if name not in self._shapes:
-            return self._source.get(name)  # which raises
-        self.taken.add(name)
-        return torch.empty(self._shapes[name], device="meta")
-
-    def get_int4(self, name: str, group: int) -> Int4Weight | None:
-        return None
-
-    def get_int8(self, name: str) -> Int8Weight | None:
-        return None
-
-    def num_elements(self) -> int:
-        return self._source.num_elements()
-
-
-def _check_gguf(source: WeightSource) -> None:
-    from pdmesh.engine.loader.gguf import GgufSource  # the gguf package is imported only for GGUF files
-
-    if not isinstance(source, GgufSource):
-        return
-    given = GgufHeaders(source, source.shapes())
-    TorchBuilder(given, torch.float32, "meta").build(_CONTEXT, lambda _share, _text: None)
-    unused = sorted(source.stored_name(name) for name in source.names() - given.taken)
-    if unused:
-        raise ValueError(
-            f"{source.path}: tensors {', '.join(unused[:MAX_NAMED])} are used by nothing in architecture "
-            f"{source.config.model_type}, so this model might be computed wrongly; use the model's Hugging Face folder"
-        )
 
 
 def _header(path: Path) -> dict[str, tuple[str, list[int]]]:
@@ -137,7 +98,11 @@ def check_headers(source: WeightSource) -> list[str]:
     """Return the tensors of plain safetensors that no computation asks for. Raises ValueError for a tensor that is missing, or
     has another shape than its config says, and for one of a GGUF file that nothing uses: the architecture is then another."""
     if not isinstance(source, SafetensorsSource):
-        _check_gguf(source)
+        from pdmesh.engine.loader.gguf.check import check_gguf  # the gguf package is imported only for GGUF files
+        from pdmesh.engine.loader.gguf.source import GgufSource
+
+        if isinstance(source, GgufSource):
+            check_gguf(source)
         return []
     if getattr(source, "quantized", None) is not None:
         return []
@@ -149,9 +114,8 @@ def check_headers(source: WeightSource) -> list[str]:
 def warn_of_unused(source: WeightSource) -> None:
     """Check the headers, and name extra tensors in one line of the log. Raises as `check_headers`."""
     unused = check_headers(source)
-    if unused:
-        more = f" and {len(unused) - MAX_NAMED} more" if len(unused) > MAX_NAMED else ""
-        logger.warning("tensors that nothing computes with are ignored: %s%s", ", ".join(unused[:MAX_NAMED]), more)
+    if isinstance(source, SafetensorsSource):
+        warn_of_names(source.folder, unused)
 
 
 def check_model(path: Path, overrides: Sequence[str] = ()) -> None:

@@ -18,6 +18,8 @@ KVScales = tuple[tuple[float, float], ...]
 """(keys, values) of each layer."""
 # The names of compressed-tensors and of ModelOpt, within a layer's `self_attn`.
 _NAMES = (("k_scale", "v_scale"), ("k_proj.k_scale", "v_proj.v_scale"))
+STORED = r"model\.layers\.\d+\.self_attn\.(k_scale|v_scale|k_proj\.k_scale|v_proj\.v_scale)"
+"""A pattern of these names."""
 
 
 logger = logging.getLogger(__name__)

@@ -20,6 +20,7 @@ from pdmesh.engine.loader.quantized.format import FLOATS, Header, WeightFormat
 from pdmesh.engine.loader.quantized.registry import weight_format, with_side_file
 from pdmesh.engine.loader.quantized.weights import QuantizedWeights
 from pdmesh.engine.models.config import ModelConfig, token_ids
+from pdmesh.engine.models.names import Names
 from pdmesh.engine.models.reader import UnsupportedModel
 from pdmesh.engine.models.registry import family_of, model_config
 from pdmesh.overrides import overridden
@@ -56,6 +57,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+CANONICAL = {"pdmesh_names": "canonical"}
+"""Metadata of a file whose tensors have canonical names, whatever those of its family are: what pdmesh converts."""
 _NAMED = 5  # of tensors that nothing uses
 _QUANTIZED = (".qweight", ".weight_packed", "_proj_blocks", ".weight.absmax")  # endings that plain checkpoints do not have
 
@@ -68,7 +71,7 @@ class SafetensorsSource:
         """Open it. `overrides`: of keys of config.json. Raises ValueError."""
         self.folder = folder
         self.config = read_config(folder, overrides)
-        self._names = family_of(self.config.model_type).names_for(self.config)
+        self._names = stored_names(folder, self.config)
         self._stored = StoredTensors(folder)
         form = _config_of(folder / "config.json", lambda content: weight_format(with_side_file(folder, content)))
         self.quantized = QuantizedWeights(form, self._stored) if form else None
@@ -112,15 +115,22 @@ class SafetensorsSource:
         return sum(form.num_weights(name, header) if form else math.prod(header.shape) for name, header in headers)
 
     def log_reading(self, form: str, group: int, num_bytes: int) -> None:
-        """Log, once the model is loaded into `num_bytes` of the worker's format, what its weights were, and tensors that nothing
-        used."""
-        if self.quantized is not None and (text := self.quantized.reading(form, group)):
+        """Log, once a quantized model is loaded into `num_bytes` of the worker's format, what its weights were, and tensors that
+        nothing used: of a plain one, its headers have shown them before (headers.py)."""
+        if self.quantized is None:
+            return
+        if text := self.quantized.reading(form, group):
             self.quantized.forget()
             stored = sum(path.stat().st_size for path in weight_files(self.folder))
             logger.info("%s; %.2f GB here, %.2f GB in the files", text, num_bytes / 1e9, stored / 1e9)
-        if unused := self.unused():
-            more = f" and {len(unused) - _NAMED} more" if len(unused) > _NAMED else ""
-            logger.warning("%s: tensors that nothing uses: %s%s", self.folder, ", ".join(unused[:_NAMED]), more)
+        warn_of_names(self.folder, self.unused())
+
+
+def warn_of_names(folder: Path, unused: Sequence[str]) -> None:
+    """Name tensors that nothing used in one line of the log."""
+    if unused:
+        more = f" and {len(unused) - _NAMED} more" if len(unused) > _NAMED else ""
+        logger.warning("%s: tensors that nothing uses: %s%s", folder, ", ".join(unused[:_NAMED]), more)
 
 
 class StoredTensors:
@@ -186,6 +196,7 @@ class _File(Protocol):
     """The part of safetensors' untyped `safe_open` that is used."""
 
     def keys(self) -> list[str]: ...
+    def metadata(self) -> dict[str, str] | None: ...
     def get_tensor(self, name: str) -> Tensor: ...
     def get_slice(self, name: str) -> _Slice: ...
 
@@ -196,11 +207,16 @@ class _Slice(Protocol):
 
 
 def _tensors_of(path: Path) -> list[tuple[_File, str]]:
+    file = _opened(path)
+    return [(file, name) for name in list(file.keys())]
+
+
+def _opened(path: Path) -> _File:
     try:
         file: _File = safe_open(path, framework="pt")
     except SafetensorError as error:
         raise ValueError(f"{path} cannot be read ({error}); it is cut off or no safetensors file, get it again") from error
-    return [(file, name) for name in list(file.keys())]
+    return file
 
 
 def read_config(folder: Path, overrides: Sequence[str] = ()) -> ModelConfig:
@@ -248,6 +264,12 @@ def weight_files(folder: Path) -> list[Path]:
     if missing:
         raise ValueError(f"{folder}: shards are missing: {', '.join(missing)}; download them again")
     return files
+
+
+def stored_names(folder: Path, config: ModelConfig) -> Names:
+    """Return where a folder's tensors lie: as its family's do, or under canonical names where its file says so."""
+    metadata = _opened(weight_files(folder)[0]).metadata() or {}
+    return Names() if CANONICAL.items() <= metadata.items() else family_of(config.model_type).names_for(config)
 
 
 def _weight_map(index: Mapping[str, object]) -> dict[str, str]:

@@ -97,7 +97,6 @@ class NativeAdapters:
         """Free a slot that no sequence uses."""
         self._table.drop(slot)
 
-
     def _packed(self, maps: Mapping[Site, AdapterMap]) -> list[_Product | None]:
         """Return all products of all layers, in the order in which a step reads them; None: the adapter adds nothing."""
         places, layers = _places(self._config).values(), range(self._config.num_layers)

@@ -110,7 +110,10 @@ def test_bits_depend_neither_on_company_nor_on_chunks_nor_on_the_slot(case: Case
 
 def test_decode_rows_of_four_adapters_beside_a_chunk_and_the_base(case: Case) -> None:
     """Rows of an adapter that are not neighbours, and a chunk of more rows than an item of a product has."""
-    schedule = [Run(n % 4, 0, [20 + n, 1, 1, 1], "all") for n in range(8)] + [Run(1, 1, [130, 100], "last"), Run(0, 2, [97], "none")]
+    schedule = [Run(n % 4, 0, [20 + n, 1, 1, 1], "all") for n in range(8)] + [
+        Run(1, 1, [130, 100], "last"),
+        Run(0, 2, [97], "none"),
+    ]
     for loop in case.loops:
         play(loop, case.slots, schedule, case.alone)
 

@@ -11,7 +11,8 @@ from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
 from gguf.quants import dequantize, quantize
 
-from pdmesh.engine.loader.gguf import GgufSource, dequantize_rows
+from pdmesh.engine.loader.gguf.blocks import dequantize_rows
+from pdmesh.engine.loader.gguf.source import GgufSource
 from tests.engine import tiny_gguf
 from tests.engine.paged_loop import PagedLoop, load
 from tests.support.tiny_models import make_tiny_model

@@ -13,7 +13,8 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from pdmesh.engine.config import EngineConfig
-from pdmesh.engine.loader.gguf import GgufSource, convert_gguf_weights
+from pdmesh.engine.loader.gguf.convert import convert_gguf_weights
+from pdmesh.engine.loader.gguf.source import GgufSource
 from pdmesh.engine.loader.headers import check_model
 from pdmesh.engine.loader.loader import load_model
 from tests.engine.paged_loop import PagedLoop
@@ -47,7 +48,7 @@ def test_keys_that_change_nothing_pass(folder: Path, tmp_path: Path, key: str) -
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("rope__dimension_count", 8), ("attention__value_length", 8), ("expert_count", 4), ("attention__causal", False),
+        ("rope__dimension_count", 8), ("attention__value_length", 8), ("expert_shared_count", 4), ("attention__causal", False),
         ("use_parallel_residual", True), ("attention__sliding_window", 128), ("logit_scale", 0.5), ("embedding_scale", 12.0),
         ("residual_scale", 0.2), ("attention__scale", 0.1), ("attn_logit_softcapping", 50.0), ("rope__freq_base_swa", 1e4),
         ("attention__max_alibi_bias", 8.0), ("rope__scaling__attn_factor", 2.0), ("a_key_of_tomorrow", "x"),

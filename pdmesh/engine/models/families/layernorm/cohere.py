@@ -48,11 +48,11 @@ def _decoder(config: ConfigReader, theta: float, **parts: object) -> ModelConfig
     )
 
 
-def _norm_halves(tensor: Tensor, place: Place) -> Tensor:
+def norm_halves(tensor: Tensor, place: Place) -> Tensor:
     """Reorder the norm weights [heads, head_dim] as the heads are."""
     return tensor[:, pair_order(place.config.head_dim, place.config.rope.rotary_dim).to(tensor.device)]
 
 
-_NORMS = {stem: Stored(stem, (_norm_halves,)) for stem in ("self_attn.q_norm", "self_attn.k_norm")}
+_NORMS = {stem: Stored(stem, (norm_halves,)) for stem in ("self_attn.q_norm", "self_attn.k_norm")}
 COHERE = Family(read_cohere, Names(joined(changed(halves_from_pairs, PAIRS), _NORMS)))
 COHERE2 = Family(read_cohere2, Names(changed(halves_from_pairs, PAIRS)))
