@@ -12,8 +12,8 @@ from collections.abc import Iterable
 import pytest
 
 CLONES = (
-    "biogpt|codegen|cwm|exaone_moe|flex_olmo|glm4_moe_lite|gpt_neo|granite_swa|granitemoe_swa|hunyuan_v1_moe|hy_v3|hyperclovax|"
-    "iquestcoder|jais2|mellum|minimax_m2|persimmon|solar_open|vaultgemma|youtu"
+    "biogpt|codegen|cwm|exaone_moe|flex_olmo|gemma3|glm4_moe_lite|gpt_neo|granite_swa|granitemoe_swa|hunyuan_v1_moe|hy_v3|hyperclovax|"
+    "iquestcoder|jais2|llama4|mellum|minimax_m2|mistral3|persimmon|solar_open|vaultgemma|youtu"
 )
 
 SLOW = {

@@ -4,6 +4,7 @@ processes with a hand-off. All greedy, in float32."""
 from __future__ import annotations
 
 import asyncio
+import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -94,9 +95,11 @@ def _measure(found: Equality, variant: str, folder: Path) -> None:
 
 def by_transformers(folder: Path, prompts: Tokens) -> Tokens:
     """Return its greedy tokens, one prompt after the other."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    reads_images = "text_config" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    kind: Any = AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
+    loaded = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     settings = {"max_new_tokens": NUM_TOKENS, "do_sample": False, "eos_token_id": None}
     answers = []
     for prompt in prompts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,9 @@ def prompt(num_tokens: int, seed: int = 0) -> list[int]:
 
 
 def reference(folder: Path, **kwargs: object) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, **kwargs).eval()
+    reads_images = "text_config" in json.loads((folder / "config.json").read_text())
+    kind = transformers.AutoModelForImageTextToText if reads_images else transformers.AutoModelForCausalLM
+    return kind.from_pretrained(folder, **kwargs).eval()
 
 
 def greedy(model: Any, token_ids: list[int], num_tokens: int) -> list[int]:

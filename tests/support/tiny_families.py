@@ -43,6 +43,21 @@ _FEW_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2}
 _KINDS = ["sliding_attention", "full_attention"] * 2
 _GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24}
 
+_LLAMA4 = {
+    "head_dim": 16, "intermediate_size_mlp": 128, "num_local_experts": 6, "interleave_moe_layer_step": 2,
+    "attention_chunk_size": 24, "floor_scale": 10, "attn_scale": 0.4,
+}  # fmt: skip
+_MINISTRAL3 = {
+    "head_dim": 16, "rope_parameters": {**_YARN, "original_max_position_embeddings": 20, "llama_4_scaling_beta": 0.4},
+}  # fmt: skip
+_VISION: dict[str, Any] = {
+    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16,
+    "patch_size": 8,
+}  # fmt: skip
+_IMAGES: dict[str, Any] = {
+    "vision_config": {**_VISION, **dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim"), 16)}
+}
+
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "arcee": ("arcee", {"head_dim": 16}),
     "cohere": ("cohere", {"logit_scale": 0.3}),
@@ -70,6 +85,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon, sequential": ("falcon", {"ffn_hidden_size": 96, "multi_query": False, "parallel_attn": False, "bias": True}),
     "gemma": ("gemma", {"head_dim": 24, "tie_word_embeddings": True}),
     "gemma2": ("gemma2", {**_GEMMA, **_WINDOWS}),
+    "gemma3": ("gemma3", {**_IMAGES, "text_config": {**_COMMON, **_GEMMA, **_WINDOWS}}),
     "gemma3_text": ("gemma3_text", {**_GEMMA, **_WINDOWS, "num_hidden_layers": 7}),
     "glm": ("glm", {"head_dim": 16}),
     "glm4": ("glm4", {"head_dim": 16}),
@@ -101,11 +117,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "hunyuan_v1_moe": ("hunyuan_v1_moe", {"head_dim": 16, "num_experts": 6, "moe_topk": 2}),
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama, yarn": ("llama", {"rope_parameters": _YARN}),
-    "llama4_text": (
-        "llama4_text",
-        {"head_dim": 16, "intermediate_size_mlp": 128, "num_local_experts": 6, "interleave_moe_layer_step": 2,
-         "attention_chunk_size": 24, "floor_scale": 10, "attn_scale": 0.4},
-    ),
+    "llama4": ("llama4", {**_IMAGES, "text_config": {**_COMMON, **_LLAMA4}}),
+    "llama4_text": ("llama4_text", _LLAMA4),
     "minicpm3": (
         "minicpm3",
         {**_LATENT, "num_key_value_heads": 4, "scale_emb": 2.0, "dim_model_base": 32},
@@ -117,11 +130,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"] * 2,
         },
     ),
-    "ministral3": (
-        "ministral3",
-        {"head_dim": 16, "rope_parameters": {**_YARN, "original_max_position_embeddings": 20, "llama_4_scaling_beta": 0.4}},
-    ),
+    "ministral3": ("ministral3", _MINISTRAL3),
     "mistral": ("mistral", _WINDOWS),
+    "mistral3": ("mistral3", {**_IMAGES, "text_config": {**_COMMON, **_MINISTRAL3, "model_type": "ministral3"}}),
     "mixtral": ("mixtral", {"num_local_experts": 6}),
     "nanochat": ("nanochat", {}),
     "nemotron": ("nemotron", {"head_dim": 16, "mlp_bias": True}),
@@ -186,12 +197,18 @@ def tiny_config(variant: str, **overrides: Any) -> Any:
     return kind(**{**common, **fields, **overrides})
 
 
+def reads_images(variant: str) -> bool:
+    """Return whether it has a text model among others."""
+    return "text_config" in VARIANTS[variant][1]
+
+
 def make_tiny_family(folder: str | Path, variant: str, *, seed: int = 0, **overrides: Any) -> Path:
     """Write a random checkpoint of a variant to `folder`, and return it. Biases, norm weights and sinks are random too."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(tiny_config(variant, **overrides), dtype=torch.float32)
+    kind = AutoModelForImageTextToText if reads_images(variant) else AutoModelForCausalLM
+    model = kind.from_config(tiny_config(variant, **overrides), dtype=torch.float32)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if name.endswith("inv_freq") or not tensor.is_floating_point():

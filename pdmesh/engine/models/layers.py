@@ -12,8 +12,8 @@ Row invariance: a token's numbers must not depend on how many other tokens share
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -73,19 +73,37 @@ class QKNorm:
 
     norm: Norm
     num_heads: int = 0
+    over_ranks: Callable[[Tensor], Tensor] | None = None  # sums over the ranks that share the heads, `num_ranks` of them
+    num_ranks: int = 1
 
     @property
     def weight(self) -> Tensor:
         return self.norm.weight
+
+    def summed(self, over_ranks: Callable[[Tensor], Tensor], num_ranks: int) -> QKNorm:
+        """Return it as one rank's part of a norm over the heads of all ranks."""
+        return replace(self, over_ranks=over_ranks, num_ranks=num_ranks) if self.num_heads else self
 
     def __call__(self, heads: Tensor) -> Tensor:
         """Take and return [T, num_heads + num_kv_heads, head_dim]."""
         if not self.num_heads:
             return self.norm(heads)
         parts = (heads[:, : self.num_heads], heads[:, self.num_heads :])
+        if self.over_ranks is not None:
+            return self._over_ranks(parts, self.over_ranks)
         weights = (self.weight[: self.num_heads], self.weight[self.num_heads :])
         norms = (Norm(weight.flatten(), self.norm.eps, self.norm.kind, None, self.norm.wide) for weight in weights)
         return torch.cat([norm(part.flatten(1)).view(part.shape) for norm, part in zip(norms, parts, strict=True)], dim=1)
+
+    def _over_ranks(self, parts: Sequence[Tensor], over_ranks: Callable[[Tensor], Tensor]) -> Tensor:
+        """Divide queries and keys by their root mean squares over all ranks, whose sums are exchanged once, [T, 2]."""
+        wide = [part.float() for part in parts]
+        squares = over_ranks(torch.stack([part.pow(2).sum((1, 2)) for part in wide], dim=1))
+        counts = torch.tensor([part[0].numel() * self.num_ranks for part in wide], device=squares.device)
+        factors = torch.rsqrt(squares / counts + self.norm.eps)[:, :, None, None].unbind(1)
+        normed = torch.cat([part * factor for part, factor in zip(wide, factors, strict=True)], dim=1)
+        dtype = parts[0].dtype
+        return (self.weight.float() * normed).to(dtype) if self.norm.wide else self.weight * normed.to(dtype)
 
 
 def silu(x: Tensor) -> Tensor:

@@ -84,6 +84,7 @@ class Names:
     stems: Mapping[str, str | Stored] = field(default_factory=dict)
     layers: str = "model.layers.{}"
     ignored: str = r".*\.rotary_emb\.inv_freq"
+    prefix: str = ""  # of every stored name
 
     def find(self, name: str, config: ModelConfig) -> Take:
         """Return where the tensor with this canonical name lies."""
@@ -98,7 +99,7 @@ class Names:
             return Take("", change)
         path = stored.stem.format(expert) if expert >= 0 else stored.stem
         path = path if layer < 0 else f"{self.layers.format(layer)}.{path}"
-        path = f"{path}.{ending}" if ending else path
+        path = self.prefix + (f"{path}.{ending}" if ending else path)
         if stored.count is not None:
             return Take("", change, rows=tuple(path.format(number) for number in range(stored.count(config))))
         return Take(path, change, linear, expert)

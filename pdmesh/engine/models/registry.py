@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pdmesh.engine.models.config import ModelConfig
+from pdmesh.engine.models.families import multimodal
 from pdmesh.engine.models.families.dense import (
     arcee,
     ernie45,
@@ -61,6 +62,7 @@ FAMILIES: dict[str, Family] = {
     "flex_olmo": olmoe.FLEX,
     "gemma": gemma.GEMMA,
     "gemma2": gemma.GEMMA2,
+    "gemma3": multimodal.GEMMA3,
     "gemma3_text": gemma.GEMMA3,
     "glm": glm.GLM,
     "glm4": glm.GLM4,
@@ -86,6 +88,7 @@ FAMILIES: dict[str, Family] = {
     "iquestcoder": llama.IQUEST,
     "jais2": nemotron.JAIS2,
     "llama": llama.FAMILY,
+    "llama4": multimodal.LLAMA4,
     "llama4_text": llama4.FAMILY,
     "mellum": qwen_moe.MELLUM,
     "minicpm3": minicpm3.FAMILY,
@@ -93,6 +96,7 @@ FAMILIES: dict[str, Family] = {
     "ministral": mistral.FAMILY,
     "ministral3": mistral.MINISTRAL3,
     "mistral": mistral.FAMILY,
+    "mistral3": multimodal.MISTRAL3,
     "mixtral": mixtral.MIXTRAL,
     "nanochat": nanochat.FAMILY,
     "nemotron": nemotron.FAMILY,

@@ -108,6 +108,8 @@ class _Parts:
         # Of a latent there is one head, which every rank writes with the same bits.
         heads = range(1) if whole.latent else group.shard.part(whole.num_kv_heads)
         if self._numerics.backend == "triton":
+            if whole.qk_norm == "all":
+                raise ValueError("tensor_parallel: the Triton kernels have no QK norm over the heads of several ranks; give 1")
             from pdmesh.engine.loader.triton import triton_model  # triton is not installed everywhere
 
             model, mode = triton_model(decoder, config, self._numerics, self._max_context, self._kv_scales)
@@ -134,7 +136,8 @@ def _joined_decoder(model: DecoderModel, whole: ModelConfig, group: Group) -> De
 
 
 def _joined(layer: DecoderLayer, group: Group) -> DecoderLayer:
-    return replace(layer, output=SummedLinear(layer.output, group), mlp=_joined_mlp(layer.mlp, group))
+    norm = None if layer.qk_norm is None else layer.qk_norm.summed(group.sum, group.shard.size)
+    return replace(layer, qk_norm=norm, output=SummedLinear(layer.output, group), mlp=_joined_mlp(layer.mlp, group))
 
 
 def _joined_mlp(mlp: MLP, group: Group) -> MLP:

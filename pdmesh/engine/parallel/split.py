@@ -4,7 +4,7 @@
     columns of o, down                                   each rank has its own inputs: the outputs are sums over ranks
     experts                                              each is cut like an MLP, or (expert parallelism) each rank has some whole
     rows of q, q_b, kv_b of latent attention (by heads)  every rank has the latent
-    sinks, norms with a weight for each head             of the rank's own heads
+    sinks, norms with a weight for each head             of the rank's own heads; over all heads: squares are summed
     rows of the output head (by vocabulary)              rank 0 gathers the logits
     norms, embeddings, routers                           every rank has all of them
 
@@ -66,11 +66,13 @@ def check_degree(degree: int, model: ModelConfig, *, device: str = "cpu", expert
 
 
 def why_not_shared(model: ModelConfig, device: str) -> str:
-    """Return the part that ranks cannot share, or empty. A norm over all heads needs a sum over ranks before each attention; on
-    devices a rank's pool has the heads of that rank, and a latent has none."""
+    """Return the part that ranks cannot share, or empty. A norm over all heads needs a sum over ranks before each attention,
+    which the torch backend has on the CPU; on devices a rank's pool has the heads of that rank, and a latent has none."""
+    if device != "cuda":
+        return ""
     if model.qk_norm == "all":
-        return "QK norm over all heads"
-    return "latent attention on CUDA" if model.latent is not None and device == "cuda" else ""
+        return "QK norm over all heads on CUDA"
+    return "latent attention on CUDA" if model.latent is not None else ""
 
 
 def _shared_counts(model: ModelConfig, *, expert_parallel: bool) -> dict[str, int]:
@@ -127,6 +129,9 @@ class ShardSource:
 
     def get(self, name: str) -> Tensor:
         tensor = self._source.get(name)
+        if self.config.qk_norm == "all" and name.endswith(("q_norm.weight", "k_norm.weight")):
+            rows = _part_of(name, len(tensor), self._shard)
+            return tensor[rows.start : rows.stop]
         return tensor if self._whole_experts and ".experts." in name else cut(name, tensor, self._shard)
 
     def get_int4(self, name: str, group: int) -> Int4Weight | None:

@@ -31,8 +31,8 @@ REFUSED = {
     "bias of logits": {"codegen", "gptj", "phi", "phimoe"},
     "bias of QK norm": {"persimmon", "phi, qk norm"},
     "xielu activation": {"apertus"},
-    "QK norm behind the rotary embedding": {"hunyuan_v1_dense", "hunyuan_v1_moe", "llama4_text", "nanochat"},
-    "temperature of queries": {"ministral3"},
+    "QK norm behind the rotary embedding": {"hunyuan_v1_dense", "hunyuan_v1_moe", "llama4", "llama4_text", "nanochat"},
+    "temperature of queries": {"ministral3", "mistral3"},
 }  # fmt: skip
 COMPUTED = sorted(VARIANTS.keys() - set().union(*REFUSED.values()))
 FEW = {"cohere, qk norm", "gemma2", "gpt2", "gpt_oss", "granite", "olmo3", "olmoe", "qwen2_moe", "smollm3"}  # each part once
