@@ -33,7 +33,8 @@ class WeightSource(Protocol):
 
     config: ModelConfig
 
-    def names(self) -> frozenset[str]: ...
+    def names(self) -> frozenset[str]:
+        """Return the stored names, which the family's or the file format's own are."""
 
     def get(self, name: str) -> Tensor:
         """Return the tensor, in the checkpoint's dtype. Raises MissingTensor naming it and the files."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from pdmesh.engine.loader.gguf.convert import convert_gguf_weights
 from pdmesh.engine.loader.gguf.source import GgufSource
 from pdmesh.engine.loader.headers import check_headers, check_model
 from pdmesh.engine.loader.quantize import dequantize_int4
+from pdmesh.engine.loader.safetensors import read_config
 from tests.engine.paged_loop import PagedLoop, load
 from tests.engine.test_model_transformers import prompt, reference
 from tests.support.gguf_export import CASES, export
@@ -41,9 +44,27 @@ def made(place: Path, case: str, **how: Any) -> Path:
     return export(_made[case], _made[case] / f"model-{len(list(_made[case].iterdir()))}.gguf", **how)
 
 
+def facts(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Return each number and word within a config, floats as a header holds them."""
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield from facts(part, f"{name}.{key}")
+    elif isinstance(value, (tuple, frozenset)):
+        for index, part in enumerate(sorted(value) if isinstance(value, frozenset) else value):
+            yield from facts(part, f"{name}.{index}")
+    else:
+        yield name, pytest.approx(value, rel=1e-6) if isinstance(value, float) else value
+
+
+# A header gives the factor as a number, config.json may leave it to be computed; without scaling the other is not read.
+_SAID_OTHERWISE = {".rope.attention_factor", ".rope.original_max_context", ".dtype"}
+
+
 @pytest.mark.parametrize("case", sorted(CASES))
 def test_tokens_are_those_of_transformers(place: Path, case: str) -> None:
     path = made(place, case)
+    ours, theirs = (dict(facts(asdict(config))) for config in (GgufSource(path).config, read_config(path.parent)))
+    assert {key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)} <= _SAID_OTHERWISE
     model = reference(path.parent, dtype=torch.float32, attn_implementation="eager")
     with torch.inference_mode():
         expected = model(torch.tensor([TOKENS])).logits[0]
@@ -129,6 +150,12 @@ def same_model(one: Path, other: Path) -> bool:
     names = check_gguf(first)
     assert names == check_gguf(second)
     return first.config == second.config and all(torch.equal(first.get(name), second.get(name)) for name in names)
+
+
+def test_yarn_of_deepseek_without_its_multiplier_scales_nothing(place: Path) -> None:
+    config = GgufSource(made(place, "deepseek2, v3", extra={"rope.scaling.yarn_log_multiplier": None})).config
+    assert (config.rope.rope_type, config.rope.attention_factor) == ("yarn", 1.0)
+    assert config.scale == config.head_dim**-0.5
 
 
 @pytest.mark.parametrize("case", ["deepseek2, v2", "deepseek2, v3"])

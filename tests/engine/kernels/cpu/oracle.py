@@ -21,7 +21,7 @@ from torch import Tensor
 from pdmesh.engine.backend_selection import Numerics
 from pdmesh.engine.loader.builder import open_checkpoint
 from pdmesh.engine.loader.quantize import dequantize_int4, dequantize_int8, quantize_int4, quantize_int8
-from pdmesh.engine.loader.safetensors import WeightSource
+from pdmesh.engine.loader.safetensors import MissingTensor, WeightSource
 from pdmesh.engine.models.layers import RotaryTable, rotate
 from tests.engine.kernels.cpu.native_models import prompt
 from tests.engine.paged_loop import PagedLoop
@@ -42,7 +42,6 @@ class Oracle:
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         """[len(token_ids), vocab] float64."""
-        names = self.source.names()
         embedding = self.source.get("model.embed_tokens.weight")
         hidden = embedding.to(self.numerics.dtype)[list(token_ids)].double()
         for index, window in enumerate(self.config.windows):
@@ -51,7 +50,7 @@ class Oracle:
             normed = self._norm(f"{layer}.post_attention_layernorm", hidden)
             gate, up = (self._linear(f"{layer}.mlp.{name}_proj", normed) for name in ("gate", "up"))
             hidden = hidden + self._linear(f"{layer}.mlp.down_proj", torch.nn.functional.silu(gate) * up)
-        head = "lm_head.weight" if "lm_head.weight" in names else "model.embed_tokens.weight"
+        head = "lm_head.weight" if self._has("lm_head.weight") else "model.embed_tokens.weight"
         form = "int8" if self.numerics.weights == "int4" else self.numerics.weights
         return product(self._norm("model.norm", hidden), self.source.get(head), form)
 
@@ -76,7 +75,15 @@ class Oracle:
     def _linear(self, name: str, rows: Tensor) -> Tensor:
         weight = self.source.get(f"{name}.weight")
         result = product(rows, weight, self.numerics.weights, self.numerics.group, exact=_int4(self.source, name, self.numerics))
-        return result + self.source.get(f"{name}.bias").double() if f"{name}.bias" in self.source.names() else result
+        return result + self.source.get(f"{name}.bias").double() if self._has(f"{name}.bias") else result
+
+    def _has(self, name: str) -> bool:
+        """Return whether the checkpoint has the tensor, by whatever name it stores it."""
+        try:
+            self.source.get(name)
+        except MissingTensor:
+            return False
+        return True
 
     def _norm(self, name: str, rows: Tensor) -> Tensor:
         scale = (rows.square().mean(-1, keepdim=True) + self.config.norm_eps).rsqrt()
