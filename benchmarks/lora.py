@@ -7,8 +7,8 @@ adapters,
     limit = 1 + bytes of the adapters / bytes of the weights
 
 which for SmolLM2-135M is 4 x 4.9 million numbers beside 135 million. The native kernels hold A and B in float32 where the model
-is float32 (1.15), else in bfloat16: beside int8 that is 1.29, where float32 would be 1.58. They wait at no further barrier. A step
-also computes attention, which reads no weights, so that the measured ratio may be below the limit.
+is float32 (1.15), else in bfloat16: beside int8 that is 1.29, where float32 would be 1.58. They wait at no further barrier. A
+step also computes attention, which reads no weights, so that the measured ratio may be below the limit.
 """
 
 from __future__ import annotations

@@ -6,11 +6,11 @@
     native_maps.py the native CPU kernels: A and B of each product, packed as their weights are (kernels/cpu/adapters.h)
 
 A step has a slot for each of its sequences (-1: the base alone). Sums of products are in float32 whatever the model's dtype. A
-row's bits depend neither on the other rows, nor on the slot, nor on which adapters are loaded beside its own, and a step whose rows
-have no adapter computes what it did before (tests/engine/lora/test_torch_maps.py, test_native_maps.py).
+row's bits depend neither on the other rows, nor on the slot, nor on which adapters are loaded beside its own, and a step whose
+rows have no adapter computes what it did before (tests/engine/lora/test_torch_maps.py, test_native_maps.py).
 
-On torch, around each linear map of the layers lie pages: the A of some adapters joined to one matrix, and their B to another, each
-packed once at load. A page's two products serve all of its adapters:
+On torch, around each linear map of the layers lie pages: the A of some adapters joined to one matrix, and their B to another,
+each packed once at load. A page's two products serve all of its adapters:
 
     x [m, in] ──A──► h [m, ranks of slot 0 | of slot 1 | ...] ──each row's foreign columns become 0──► ──B──► added to y [m, out]
 
