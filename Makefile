@@ -12,7 +12,7 @@ CODE := pdmesh router prefill_service decode_service kvtransfer tools benchmarks
 
 .DEFAULT_GOAL := help
 .PHONY: help setup model kernels demo test lint types contracts stubs-fresh unit mesh test-thorough test-k8s equality
-.PHONY: chaos bench-mesh bench-cpu bench-models bench-handoff bench-loadtest bench-profile bench-latency bench-clients bench-constrained bench-soak bench-capacity bench-router bench-autoscale bench-spec bench-sparsity bench-observability bench-gpu train-heads stubs format clean
+.PHONY: chaos bench-mesh bench-cpu bench-models bench-handoff bench-loadtest bench-profile bench-latency bench-clients bench-constrained bench-soak bench-capacity bench-router bench-autoscale bench-spec bench-sparsity bench-lora bench-observability bench-gpu train-heads stubs format clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -131,6 +131,9 @@ bench-spec: $(READY) model kernels  ## speculative decoding: same tokens, the ga
 
 bench-sparsity: $(READY) model  ## what skipping rows of MLPs would cost and win (contextual sparsity)
 	$(BIN)/python -m benchmarks.sparsity
+
+bench-lora: $(READY) model kernels  ## what LoRA adapters cost a decode step
+	$(BIN)/python -m benchmarks.lora
 
 bench-observability: $(READY) model kernels  ## what traces, metrics and the console cost; whether parts, delays and spans are true (ten minutes)
 	$(BIN)/python -m benchmarks.observability $(ARGS)

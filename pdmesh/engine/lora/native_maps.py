@@ -1,8 +1,8 @@
-"""Adapters on the native CPU backend: A and B of each product, packed as the kernels' float32 weights are.
+"""Adapters on the native CPU backend: A and B of each product, packed for the kernels.
 
 A product of the kernels may be several maps of the checkpoint's: query, key and value one after the other, gate and up in
-alternating panels of 16 outputs. Such a product has one A, whose rows are those of all maps that the adapter changes; each map has
-a B of its own, which reads its part of A x and adds to its panels (pdmesh/engine/kernels/cpu/adapters.h).
+alternating panels of 16 outputs. Such a product has one A, whose rows are those of all maps that the adapter changes; each map
+has a B of its own, which reads its part of A x and adds to its panels (pdmesh/engine/kernels/cpu/adapters.h).
 
     x ──A──► h [rank of q | rank of v] ──B of q──► panels 0, 1, ... of the product
                                        ──B of v──► panels behind those of q and k
