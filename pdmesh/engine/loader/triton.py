@@ -18,6 +18,7 @@ from pdmesh.engine.loader.kv_scales import KVScales
 from pdmesh.engine.loader.pack import concat_rows
 from pdmesh.engine.loader.quantize import Fp8Weight, Int4Weight, Int8Weight, quantize_fp8, quantize_int4, quantize_int8
 from pdmesh.engine.loader.safetensors import WeightSource, checked, exact_weight
+from pdmesh.engine.lora.triton_maps import TritonAdapters
 from pdmesh.engine.models.decoder import DecoderModel
 from pdmesh.engine.models.layers import Linear
 
@@ -76,6 +77,7 @@ def triton_model(
         recorder=make_recorder(decoder.device),
         kv_scales=torch.tensor(kv_scales, dtype=torch.float32, device=decoder.device) if kv_scales else None,
         max_rows=bounds_of(config, max_context).num_rows,
+        adapters=TritonAdapters(decoder, places, config.max_lora_rank) if (places := config.num_adapter_slots) else None,
     )
     return model, numerics.name(f"triton{KERNEL_REVISION}-{decoder.layers[0].qkv.kind}-{_processor(config.device)}")
 

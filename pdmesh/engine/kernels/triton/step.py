@@ -24,6 +24,7 @@ from pdmesh.engine.kernels.triton.attention import TritonAttention
 from pdmesh.engine.kernels.triton.experts.experts import GroupedExperts
 from pdmesh.engine.kernels.triton.kv import rope_and_store
 from pdmesh.engine.kernels.triton.linear.mlps import GatedStep, MLPStep, PlainStep
+from pdmesh.engine.kernels.triton.lora import AdapterGroups, AdapterRows
 from pdmesh.engine.kernels.triton.metadata import StepMetadata
 from pdmesh.engine.kernels.triton.norms import added_and_normalized, kind_of, normalized
 from pdmesh.engine.kv_cache.events import LayerReadiness
@@ -48,9 +49,12 @@ class Rows:
     states: Tensor  # [T, hidden_size]: the residual stream
     query: Tensor  # [T, num_heads, head_dim]
     attended: Tensor  # [T, num_heads, head_dim]
+    groups: AdapterGroups | None = None  # which rows have which LoRA adapter; None: no row has one
 
     @classmethod
-    def of(cls, token_ids: Tensor, positions: Tensor, slots: Tensor, decoder: DecoderModel) -> Rows:
+    def of(
+        cls, token_ids: Tensor, positions: Tensor, slots: Tensor, decoder: DecoderModel, groups: AdapterGroups | None = None
+    ) -> Rows:
         """Return rows with new buffers for what is computed."""
         config, num_tokens = decoder.config, len(token_ids)
         heads = (num_tokens, config.num_heads, config.head_dim)
@@ -58,7 +62,7 @@ class Rows:
             torch.empty(shape, dtype=decoder.dtype, device=token_ids.device)
             for shape in ((num_tokens, config.hidden_size), heads, heads)
         )
-        return cls(token_ids, positions, slots, states, query, attended)
+        return cls(token_ids, positions, slots, states, query, attended, groups)
 
     @property
     def num_bytes(self) -> int:
@@ -69,21 +73,33 @@ class Rows:
 class TritonStep:
     """Compute a step. The weights are the decoder's; it holds no state of requests and no buffers."""
 
-    def __init__(self, decoder: DecoderModel, attention: TritonAttention) -> None:
-        self.decoder, self.attention = decoder, attention
+    def __init__(self, decoder: DecoderModel, attention: TritonAttention, adapters: AdapterRows | None = None) -> None:
+        """`adapters`: what the decoder's maps share, where they may have LoRA adapters."""
+        self.decoder, self.attention, self._adapters = decoder, attention, adapters
         self.mlps = [mlp_step(layer.mlp, decoder.config) for layer in decoder.layers]
         config = decoder.config
         # As transformers does it: the factor is rounded to the states' dtype.
         self._multiplier = torch.tensor(config.embedding_multiplier, dtype=decoder.dtype, device=decoder.device)
 
-    def run(self, meta: StepMetadata, kv: Tensor, signal: LayerReadiness | None = None) -> StepOutput:
+    @property
+    def kinds(self) -> tuple[bool, ...]:
+        """Return the values of `adapted` that steps may have."""
+        return (False,) if self._adapters is None else (False, True)
+
+    def groups_of(self, adapter_slots: Tensor) -> AdapterGroups | None:
+        """Return buffers for the groups of [T] rows; None: the model has no places for adapters."""
+        return None if self._adapters is None else self._adapters.groups_of(adapter_slots)
+
+    def run(self, meta: StepMetadata, kv: Tensor, signal: LayerReadiness | None = None, *, adapted: bool = False) -> StepOutput:
         """Write keys and values of the tokens that have a slot; return outputs of `meta.logits_rows`. kv: the pool
-        (`KVPool.tensor`).
+        (`KVPool.tensor`). `adapted`: some rows have LoRA adapters.
 
         T and R of the metadata are multiples of 4 (pdmesh.engine.models.layers.Linear). The contents of rows of padding are not
         defined.
         """
-        rows, plan = Rows.of(meta.token_ids, meta.positions, meta.slots, self.decoder), self.attention.plan_of(meta)
+        groups = self.groups_of(meta.adapter_slots) if adapted else None
+        rows = Rows.of(meta.token_ids, meta.positions, meta.slots, self.decoder, groups)
+        plan = self.attention.plan_of(meta)
         for index in range(self.num_layers):
             self.piece(index, rows, kv)
             tell(signal, index, kv.device)
@@ -98,6 +114,7 @@ class TritonStep:
         """Compute what comes before the attention of a layer, from the attention before it on; its keys and values are then in
         the pool."""
         layer, states = self.decoder.layers[index], rows.states
+        self._choose(rows, index == 0)
         if index:
             normed = self._added(self._rest(index - 1, rows), states, layer.input_norm)
         else:
@@ -107,7 +124,15 @@ class TritonStep:
 
     def end(self, rows: Rows) -> Tensor:
         """Return the output behind the last attention: [T, hidden_size], not yet added to the states."""
+        self._choose(rows)
         return self._rest(self.num_layers - 1, rows)
+
+    def _choose(self, rows: Rows, is_first: bool = False) -> None:
+        """Have the maps add what the rows' adapters do, in this piece."""
+        if self._adapters is not None:
+            self._adapters.current = rows.groups
+        if is_first and rows.groups is not None:
+            rows.groups.sort()
 
     def output(self, last: Tensor, states: Tensor, wanted: Tensor) -> StepOutput:
         """Return the output of the rows `wanted` [R] of both [T, hidden_size]."""

@@ -13,6 +13,7 @@ from pdmesh.engine.kernels.triton.cuda_graphs import DecodeBuffers
 from pdmesh.engine.kernels.triton.experts.experts import GroupedExperts
 from pdmesh.engine.kernels.triton.kv import rope_and_store, store_kv
 from pdmesh.engine.kernels.triton.linear.linear import make_triton_linear, rounded_rows
+from pdmesh.engine.kernels.triton.lora import AdapterRows, AdapterWeights
 from pdmesh.engine.kernels.triton.norms import (
     activate,
     add_rms_norm,
@@ -105,6 +106,17 @@ def experts() -> None:
         for num_tokens in (4, 132):
             mixed(torch.zeros(num_tokens, 512, dtype=BF16))
     mixture(None, "swiglu_oai", 360, 200, bias=True)(torch.zeros(8, 360, dtype=BF16))
+
+
+def adapters() -> None:
+    """Products of three parts and of one, of widths that are no multiples of a tile; few rows and many."""
+    for dtype in (BF16, torch.float32):
+        for places, inputs, parts in ((1, 70, [96]), (5, 4096, [2048, 513, 512])):
+            weights = AdapterWeights(places, 64, inputs, parts, torch.zeros(1, dtype=dtype))
+            for num_rows in (1, 131):
+                groups = AdapterRows(places, torch.device(DEVICE)).groups_of(torch.zeros(num_rows, dtype=torch.int32))
+                groups.sort()
+                weights.add(torch.zeros(num_rows, inputs, dtype=dtype), torch.zeros(num_rows, sum(parts), dtype=dtype), groups)
 
 
 def mixture(
@@ -215,7 +227,7 @@ def draws() -> None:
 GROUPS: dict[str, Callable[[], None]] = {
     group.__name__: group
     for group in (
-        products, rows, other_rows, keys_and_values, experts, moves, narrow_attention, attention_of_128, attention_of_256,
-        attention_in_float32, other_attention, draws, on_older_gpus,
+        products, rows, other_rows, keys_and_values, experts, adapters, moves, narrow_attention, attention_of_128,
+        attention_of_256, attention_in_float32, other_attention, draws, on_older_gpus,
     )
 }  # fmt: skip

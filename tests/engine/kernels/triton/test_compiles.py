@@ -53,6 +53,7 @@ def test_every_kernel_compiles_for_hopper_and_spills_in_no_inner_loop(one_of_eac
     assert {kernel["kernel"] for kernel in one_of_each} >= {
         *("tile_kernel", "vector_kernel", "split_kernel", "walk_kernel"),
         *("router_kernel", "route_kernel", "sort_kernel", "gate_up_kernel", "down_kernel", "sum_kernel"),
+        *("shrink_kernel", "expand_kernel"),
     }
     _check(one_of_each)
 

@@ -28,7 +28,7 @@ from pdmesh.engine.kernels.triton.kernel_cache_keys import settle_keys
 from pdmesh.engine.models.config import ExpertsConfig
 
 _ROWS, _OUTPUTS, _COLUMNS = 4, 8, 128  # of a program of the router: 32 sums a thread
-_SORTED = 1024  # choices that a program of the sort reads at a time
+SORTED = 1024  # choices that a program of the sort reads at a time
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -167,7 +167,7 @@ def routed(
         _score(x, router, bias, logits)
         _choose(config, logits, correction, slots, scores, chosen)
     sort_kernel[(config.num_experts + 1,)](
-        chosen, order, starts, counts, num_choices, EXPERTS=config.num_experts, BLOCK=_SORTED, num_warps=4
+        chosen, order, starts, counts, num_choices, EXPERTS=config.num_experts, BLOCK=SORTED, num_warps=4
     )  # fmt: skip
     return Routed(logits, scores, chosen, order, starts)
 
