@@ -38,10 +38,10 @@ class QuantizedMaps:
         weight = concat_rows([_moved(self._weight(f"{name}.weight", rows, width), self._device) for name, rows in parts])
         return make_triton_linear(weight, bias, rounds_activations=self._numerics.rounds_activations)
 
-    def head(self, weight: Tensor) -> Linear:
+    def head(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """Return the head in int8 whatever the others are: it ranks close tokens. 4 bits would cost it more accuracy than they
         save, and fp8 is coarser near a row's largest weights."""
-        return make_triton_linear(quantize_int8(weight, self._device), None)
+        return make_triton_linear(quantize_int8(weight, self._device), bias)
 
     def _weight(self, name: str, rows: int, width: int) -> Weight:
         exact = self._exact(name, rows, width)

@@ -38,12 +38,13 @@ PARTS = frozenset(
         "multiplier of residuals",
         "multiplier of logits",
         "softcap of logits",
+        "bias of logits",
     }
 )
 """What the kernels compute besides a Llama's parts (pdmesh/engine/models/config.py)."""
 
 
-SCORINGS = ("softmax", "softmax_topk", "sigmoid")
+SCORINGS = ("softmax", "softmax_topk", "sigmoid", "sparsemixer")
 """How the scores of experts are computed (experts/routing.py)."""
 
 
