@@ -25,13 +25,13 @@ from pdmesh.engine.kernels.triton.piecewise_graphs import PieceGraphs
 from pdmesh.engine.kernels.triton.sampling.batch import MOST_ROWS
 from pdmesh.engine.kernels.triton.sampling.sampler import DeviceSampler
 from pdmesh.engine.kernels.triton.split_kv import SPLITS, SplitBounds, Splits
-from pdmesh.engine.kernels.triton.step import StepOutput, TritonStep, tell
+from pdmesh.engine.kernels.triton.step import StepOutput, TritonStep, query_dims, tell
 from pdmesh.engine.kv_cache.block_moves import Move
 from pdmesh.engine.kv_cache.events import LayerReadiness
 from pdmesh.engine.lora.triton_maps import TritonAdapters
 from pdmesh.engine.memory import MIB, effective_max_context, free_memory
 from pdmesh.engine.models.config import ModelConfig
-from pdmesh.engine.models.decoder import DecoderModel, sinks_of
+from pdmesh.engine.models.decoder import DecoderModel, LatentMaps, sinks_of
 from pdmesh.engine.models.layers import ROW_MULTIPLE, Linear
 from pdmesh.engine.runner.batch import StepBatch
 
@@ -162,10 +162,19 @@ class StepMemory:
         layer."""
         config = self.config
         query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        widest = max(query + 2 * kv, 3 * config.intermediate_size, self._experts())
-        a_token = (4 * config.hidden_size + 2 * query + widest) * self.itemsize
+        attention = query + 2 * kv if config.latent is None else self._latent(query)
+        widest = max(attention, 3 * config.intermediate_size, self._experts())
+        a_token = (4 * config.hidden_size + config.num_heads * sum(query_dims(config)) + widest) * self.itemsize
         a_token += self._rounded(query) if self.is_rounded and num_tokens >= EXPANDED_FROM else 0
         return num_tokens * (a_token + 4 * self.adapter_columns)
+
+    def _latent(self, query: int) -> int:
+        """Return numbers of a token before latent attention, or behind it: the layer's first product, the query's bottleneck, the
+        queries, absorbed ones before they lie beside the rotated, the latent; or values twice."""
+        config, latent = self.config, self.config.latent
+        assert latent is not None
+        before = 2 * latent.query_rank + 2 * query + latent.width + (config.num_heads + 1) * latent.kv_rank
+        return max(before, 2 * config.num_heads * latent.value_dim)
 
     def _experts(self) -> int:
         """Return numbers of a token in a mixture of experts: what its experts read and give, or the shared expert's besides what
@@ -197,7 +206,7 @@ class StepMemory:
 
     def _parts(self, num_queries: int, max_context: int) -> int:
         config = self.config
-        return num_queries * config.num_heads * self.splits.bound(max_context) * (config.head_dim + 2) * 4
+        return num_queries * config.num_heads * self.splits.bound(max_context) * (query_dims(config)[1] + 2) * 4
 
     def _draw(self, num_rows: int) -> int:
         """Return bytes of sampling: counts for penalties too, and the selection of log-probabilities, should all rows need
@@ -226,7 +235,8 @@ class StepMemory:
 
 def _more_launches(config: ModelConfig) -> int:
     """Return the launches of a layer that a Llama's has not, at most."""
-    norms = 2 * config.post_norm + 2 * (config.qk_norm == "all") + 2 * (not config.pre_norm or config.parallel)
+    latent = 6 if config.latent is not None else 0
+    norms = latent + 2 * config.post_norm + 2 * (config.qk_norm == "all") + 2 * (not config.pre_norm or config.parallel)
     return norms + (6 if config.experts is not None else 0)
 
 
@@ -308,7 +318,8 @@ class TritonModel:
     def bytes_per_step(self) -> int:
         """Return the weight bytes that a step of few rows reads: its limit is this over the memory's bandwidth."""
         maps = [self.decoder.head, *(each for layer in self.decoder.layers for each in (layer.qkv, layer.output))]
-        return sum(map(_num_bytes, maps)) + sum(map(_num_bytes_of_mlp, self._step.mlps))
+        latents = sum(_num_bytes_of_latent(layer.latent) for layer in self.decoder.layers if layer.latent is not None)
+        return sum(map(_num_bytes, maps)) + sum(map(_num_bytes_of_mlp, self._step.mlps)) + latents
 
     def step_bytes(self, config: EngineConfig) -> int:
         """Return the device memory of steps, besides weights and pool: see StepMemory."""
@@ -417,6 +428,11 @@ def _inner(linear: Linear) -> Linear:
 def _num_bytes(linear: Linear) -> int:
     weight = getattr(_inner(linear), "weight", None)
     return int(weight.num_bytes if isinstance(weight, WeightWords) else weight.nbytes) if weight is not None else 0
+
+
+def _num_bytes_of_latent(maps: LatentMaps) -> int:
+    queries = 0 if maps.queries is None else _num_bytes(maps.queries)
+    return queries + maps.key_map.nbytes + maps.value_map.nbytes
 
 
 def _num_bytes_of_mlp(mlp: MLPStep) -> int:

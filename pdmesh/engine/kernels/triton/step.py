@@ -23,6 +23,7 @@ from torch import Tensor
 from pdmesh.engine.kernels.triton.attention import TritonAttention
 from pdmesh.engine.kernels.triton.experts.experts import GroupedExperts
 from pdmesh.engine.kernels.triton.kv import rope_and_store
+from pdmesh.engine.kernels.triton.latent.attention import expanded_values, store_latents
 from pdmesh.engine.kernels.triton.linear.mlps import GatedStep, MLPStep, PlainStep
 from pdmesh.engine.kernels.triton.lora import AdapterGroups, AdapterRows
 from pdmesh.engine.kernels.triton.metadata import StepMetadata
@@ -47,8 +48,8 @@ class Rows:
     positions: Tensor  # [T] int32
     slots: Tensor  # [T] int32
     states: Tensor  # [T, hidden_size]: the residual stream
-    query: Tensor  # [T, num_heads, head_dim]
-    attended: Tensor  # [T, num_heads, head_dim]
+    query: Tensor  # [T, num_heads, head_dim]; of latent attention the latent's width
+    attended: Tensor  # [T, num_heads, head_dim]; of latent attention the latent's rank
     groups: AdapterGroups | None = None  # which rows have which LoRA adapter; None: no row has one
 
     @classmethod
@@ -57,10 +58,9 @@ class Rows:
     ) -> Rows:
         """Return rows with new buffers for what is computed."""
         config, num_tokens = decoder.config, len(token_ids)
-        heads = (num_tokens, config.num_heads, config.head_dim)
+        shapes = [(config.hidden_size,), *((config.num_heads, dim) for dim in query_dims(config))]
         states, query, attended = (
-            torch.empty(shape, dtype=decoder.dtype, device=token_ids.device)
-            for shape in ((num_tokens, config.hidden_size), heads, heads)
+            torch.empty((num_tokens, *shape), dtype=decoder.dtype, device=token_ids.device) for shape in shapes
         )
         return cls(token_ids, positions, slots, states, query, attended, groups)
 
@@ -160,7 +160,8 @@ class TritonStep:
     def _rest(self, index: int, rows: Rows) -> Tensor:
         """Return a layer's output behind its attention, which is added to the states next."""
         layer, states = self.decoder.layers[index], rows.states
-        mixed = _behind(layer.output(rows.attended.flatten(1)), layer.post_attention_norm)
+        values = rows.attended.flatten(1) if layer.latent is None else expanded_values(rows.attended, layer.latent)
+        mixed = _behind(layer.output(values), layer.post_attention_norm)
         if self.decoder.config.parallel:  # the MLP reads what attention read
             read = self._read_again(layer, states)
             self._added(mixed, states, None)
@@ -183,7 +184,12 @@ class TritonStep:
 
     def _query(self, index: int, layer: DecoderLayer, normed: Tensor, rows: Rows, kv: Tensor) -> None:
         """Write rotated query heads of normed [T, hidden_size] to `rows`, and keys and values to their slots."""
-        scales, qkv = self.attention.kv_scales, layer.qkv(normed)
+        scales, qkv, config = self.attention.kv_scales, layer.qkv(normed), self.decoder.config
+        if layer.latent is not None and config.latent is not None and layer.rope is not None:
+            own = None if scales is None else scales[index]
+            table, tokens = self.decoder.ropes[layer.rope], (rows.positions, rows.slots)
+            store_latents(qkv, layer.latent, config.latent, kv[index], table, *tokens, rows.query, own)
+            return
         norm = self._head_norm(layer.qk_norm, qkv)
         rope_and_store(
             qkv,
@@ -209,6 +215,11 @@ class TritonStep:
             part = qkv[:, heads.start * dim : heads.stop * dim]
             normalized(part, replace(norm.norm, weight=norm.weight[heads].flatten()), part)
         return None
+
+
+def query_dims(config: ModelConfig) -> tuple[int, int]:
+    """Return the numbers of a query head, and of what attention gives for it."""
+    return (config.head_dim, config.head_dim) if config.latent is None else (config.latent.width, config.latent.kv_rank)
 
 
 def _behind(x: Tensor, norm: Norm | None) -> Tensor:

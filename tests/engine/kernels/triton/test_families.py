@@ -24,16 +24,12 @@ from tests.support.tiny_families import VARIANTS, make_tiny_family
 pytest.importorskip("transformers")
 
 SPLITS = Splits(16, 4)  # so that short contexts have several, which double at 64 keys
-REFUSED = {
-    "latent attention": {"deepseek_v2", "deepseek_v2, groups", "deepseek_v3", "deepseek_v3, yarn", "minicpm3"},
-}
-COMPUTED = sorted(VARIANTS.keys() - set().union(*REFUSED.values()))
 FEW = {"cohere, qk norm", "gemma2", "gpt2", "gpt_oss", "granite", "olmo3", "olmoe", "qwen2_moe", "smollm3"}  # each part once
 
 
 def variants() -> list[Any]:
     """All; those that have no part of their own are thorough."""
-    return [pytest.param(name, marks=() if name in FEW else pytest.mark.thorough) for name in COMPUTED]
+    return [pytest.param(name, marks=() if name in FEW else pytest.mark.thorough) for name in sorted(VARIANTS)]
 
 
 def prompt(num_tokens: int, seed: int = 0) -> list[int]:
@@ -70,13 +66,6 @@ def test_logits_in_float16(variant: str, tmp_path: Path) -> None:
     token_ids = prompt(30)
     expected, found = (PagedLoop(each).logits(token_ids, 24) for each in (reference, on_triton(folder, reference)))
     torch.testing.assert_close(found, expected, atol=0.02 * float(expected.abs().max()), rtol=0)
-
-
-@pytest.mark.parametrize("part", REFUSED)
-def test_other_parts_are_named(part: str, tmp_path: Path) -> None:
-    for variant in sorted(REFUSED[part]):
-        config = SafetensorsSource(make_tiny_family(tmp_path / variant, variant)).config
-        assert why_not(config) == f"its kernels have no {part}"
 
 
 def test_steps_of_experts_as_graphs_draw_the_references_tokens(tmp_path: Path) -> None:
