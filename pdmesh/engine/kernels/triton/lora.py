@@ -41,7 +41,7 @@ _STEP_SIZES = ["num_rows", "num_shares"]  # numbers that kernels are not special
 
 
 @triton.jit(do_not_specialize=_STEP_SIZES)
-def shrink_kernel(
+def lora_shrink_kernel(
     x, order, starts, ranks, a, parts, num_rows, stride_x, K, share, room,
     PARTS: tl.constexpr, SLOTS: tl.constexpr, SLOTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -71,7 +71,7 @@ def shrink_kernel(
 
 
 @triton.jit(do_not_specialize=_STEP_SIZES)
-def expand_kernel(
+def lora_expand_kernel(
     parts, order, starts, ranks, b, blocks, y, num_rows, num_shares, stride_y, N, room,
     PARTS: tl.constexpr, SLOTS: tl.constexpr, SLOTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -201,11 +201,11 @@ class AdapterWeights:
         parts = x.new_empty((self._num_shares, num_rows, num_parts * self.room), dtype=torch.float32)
         sizes = {"PARTS": num_parts, "SLOTS": groups.num_places, "SLOTS_PAD": triton.next_power_of_2(groups.num_places)}
         sizes |= {"BLOCK_M": TILE, "BLOCK_R": RANK_MULTIPLE, "num_warps": 4, "num_stages": 1 if x.dtype == torch.float32 else 3}
-        shrink_kernel[(self._num_shares * num_parts, groups.num_tiles)](
+        lora_shrink_kernel[(self._num_shares * num_parts, groups.num_tiles)](
             x, groups.order, groups.starts, self.ranks, self.a, parts, num_rows, x.stride(0), self.inputs, self._share, self.room,
             COLUMNS=_COLUMNS, **sizes,
         )  # fmt: skip
-        expand_kernel[(len(self._blocks), groups.num_tiles)](
+        lora_expand_kernel[(len(self._blocks), groups.num_tiles)](
             parts, groups.order, groups.starts, self.ranks, self.b, self._blocks, y, num_rows, self._num_shares, y.stride(0),
             self.outputs, self.room, BLOCK_N=_OUTPUTS, **sizes,
         )  # fmt: skip

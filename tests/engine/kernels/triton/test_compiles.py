@@ -54,7 +54,7 @@ def test_every_kernel_compiles_for_hopper_and_spills_in_no_inner_loop(one_of_eac
     assert {kernel["kernel"] for kernel in one_of_each} >= {
         *("tile_kernel", "vector_kernel", "split_kernel", "walk_kernel"),
         *("router_kernel", "route_kernel", "sort_kernel", "gate_up_kernel", "down_kernel", "sum_kernel"),
-        *("shrink_kernel", "expand_kernel", "latent_kernel", "latent_store_kernel"),
+        *("lora_shrink_kernel", "lora_expand_kernel", "latent_kernel", "latent_store_kernel"),
     }
     _check(one_of_each)
 
@@ -138,7 +138,7 @@ def bound(kernel: dict[str, Any]) -> int:
     if kernel["kernel"] == "latent_kernel":
         item_size = 4 if kernel["num_stages"] == 1 else 2
         return LatentTiles.of(2 * kernel["HALF"], item_size).shared_bound(item_size)
-    if "BLOCK_N" not in kernel or kernel["kernel"] == "expand_kernel":
+    if "BLOCK_N" not in kernel or kernel["kernel"] == "lora_expand_kernel":
         return 48 * 1024
     item_size = 4 if kernel["num_stages"] == 1 else 2
     return shared_bound(kernel["BLOCK_N"], kernel["BLOCK_M"], kernel["DIM_PAD"], item_size, kernel["num_stages"])
