@@ -23,7 +23,7 @@ from torch import Tensor
 from pdmesh.engine.kernels.triton.attention import TritonAttention
 from pdmesh.engine.kernels.triton.experts.experts import GroupedExperts
 from pdmesh.engine.kernels.triton.kv import rope_and_store
-from pdmesh.engine.kernels.triton.latent.attention import expanded_values, store_latents
+from pdmesh.engine.kernels.triton.latent.maps import expanded_values, store_latents
 from pdmesh.engine.kernels.triton.linear.mlps import GatedStep, MLPStep, PlainStep
 from pdmesh.engine.kernels.triton.lora import AdapterGroups, AdapterRows
 from pdmesh.engine.kernels.triton.metadata import StepMetadata

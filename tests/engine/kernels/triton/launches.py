@@ -12,7 +12,8 @@ from pdmesh.engine.kernels.triton.blocks import TritonBlocks
 from pdmesh.engine.kernels.triton.cuda_graphs import DecodeBuffers
 from pdmesh.engine.kernels.triton.experts.experts import GroupedExperts
 from pdmesh.engine.kernels.triton.kv import rope_and_store, store_kv
-from pdmesh.engine.kernels.triton.latent.attention import LatentCall, store_latents
+from pdmesh.engine.kernels.triton.latent.attention import LatentCall
+from pdmesh.engine.kernels.triton.latent.maps import store_latents
 from pdmesh.engine.kernels.triton.linear.linear import make_triton_linear, rounded_rows
 from pdmesh.engine.kernels.triton.lora import AdapterRows, AdapterWeights
 from pdmesh.engine.kernels.triton.norms import (
