@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 ROOT_BYTES = 16
 MAX_NAME_CHARS = 128
+MAX_RANK = 256
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]*")
 

@@ -95,10 +95,10 @@ _LORA = "LoRA is computed by the torch backend"
 
 
 def _why_not_triton(config: EngineConfig, model: ModelConfig, no_triton: str) -> str:
-    if config.num_adapter_slots:
-        return _LORA
     if config.tensor_parallel > 1 and model.experts is not None:
         return f"tensor_parallel={config.tensor_parallel}, and its kernels compute experts with one rank alone"
+    if config.tensor_parallel > 1 and model.latent is not None:
+        return f"tensor_parallel={config.tensor_parallel}, and its kernels compute latent attention with one rank alone"
     room = shared_bytes(torch.device(config.device))
     return no_triton or triton_why_not(model, _choose_dtype(config, model).itemsize, room) or ""
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from pdmesh import overrides
-from pdmesh.adapter_id import named_folder
+from pdmesh.adapter_id import MAX_RANK, named_folder
 from pdmesh.engine.speculation.registry import PROPOSERS
 
 DEVICES = ("cpu", "cuda")
@@ -90,6 +90,9 @@ class EngineConfig:
     max_loras: int = field(
         default=0, metadata={"help": "LoRA adapters that may be loaded at once; 0: 8 with --lora, none without"}
     )
+    max_lora_rank: int = field(
+        default=0, metadata={"help": "triton: largest rank of a LoRA adapter; 0: that of --lora, 64 at least"}
+    )
     num_threads: int = field(default=0, metadata={"help": "threads that compute; 0: one for each core"})
     tensor_parallel: int = field(
         default=1, metadata={"help": "processes (on CUDA: GPUs) that share the model; not with the native backend"}
@@ -125,6 +128,7 @@ class EngineConfig:
             "draft_length",
             "self_draft_layers",
             "max_loras",
+            "max_lora_rank",
         ):
             _at_least(name, getattr(self, name), 0)
         if self.num_threads > MAX_THREADS:
@@ -153,6 +157,8 @@ class EngineConfig:
             raise ValueError(f"lora: {len(names)} adapters, and max_loras is {self.max_loras}; raise it")
         if self.max_loras > MAX_LORAS:
             raise ValueError(f"max_loras: {self.max_loras} is more than {MAX_LORAS}; give at most that")
+        if self.max_lora_rank > MAX_RANK:
+            raise ValueError(f"max_lora_rank: {self.max_lora_rank} is more than {MAX_RANK}; give at most that")
         if self.num_adapter_slots and self.tensor_parallel > 1:
             raise ValueError("lora, max_loras: adapters do not go with tensor_parallel for now; give tensor_parallel=1")
 

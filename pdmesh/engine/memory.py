@@ -42,6 +42,15 @@ def check_weights_fit(weight_bytes: int, free_bytes: int, device: str) -> None:
         )
 
 
+def check_adapters_fit(num_bytes: int, weight_bytes: int, free_bytes: int, config: EngineConfig) -> None:
+    """Raise DoesNotFit, before loading, when the weights fit and the places for adapters beside them do not."""
+    if weight_bytes + num_bytes > free_bytes:
+        raise DoesNotFit(
+            f"{config.num_adapter_slots} places for LoRA adapters of rank {config.max_lora_rank} need {_mib(num_bytes)} beside "
+            f"weights of {_mib(weight_bytes)}, {config.device} has {_mib(free_bytes)} free; lower max_loras or max_lora_rank"
+        )
+
+
 def kv_shape(
     config: EngineConfig,
     model: ModelConfig,

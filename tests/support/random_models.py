@@ -40,10 +40,10 @@ class RandomMaps(QuantizedMaps):
         weight = _DRAWN[self._encoding](parts[0][0], sum(rows for _, rows in parts), width, self._group, self._place)
         return make_triton_linear(weight, bias)
 
-    def head(self, weight: Tensor) -> Linear:
+    def head(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """In 8 bits, as that of a checkpoint."""
         rows, width = weight.shape
-        return make_triton_linear(random_int8("head", rows, width, 0, self._place), None)
+        return make_triton_linear(random_int8("head", rows, width, 0, self._place), bias)
 
 
 _DRAWN: dict[str, Callable[[str, int, int, int, str], Int8Weight | Int4Weight | Fp8Weight]] = {

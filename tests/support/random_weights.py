@@ -53,7 +53,7 @@ class RandomSource:
 
 
 def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a Llama without biases."""
+    """Names and shapes of a Llama without biases, or with latent attention."""
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     query, kv = config.num_heads * dim, config.num_kv_heads * dim
     layer: dict[str, tuple[int, ...]] = {
@@ -69,6 +69,17 @@ def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
     if config.qk_norm:
         layer |= {"self_attn.q_norm": (dim,), "self_attn.k_norm": (dim,)}
+    if latent := config.latent:
+        heads = config.num_heads
+        layer |= {
+            "self_attn.q_a_proj": (latent.query_rank, hidden),
+            "self_attn.q_a_norm": (latent.query_rank,),
+            "self_attn.q_b_proj": (query, latent.query_rank),
+            "self_attn.kv_a_proj": (latent.width, hidden),
+            "self_attn.kv_a_norm": (latent.kv_rank,),
+            "self_attn.kv_b_proj": (heads * (latent.nope_dim + latent.value_dim), latent.kv_rank),
+            "self_attn.o_proj": (hidden, heads * latent.value_dim),
+        }
     table = (config.vocab_size, hidden)
     shapes = {f"model.layers.{i}.{name}.weight": shape for i in range(config.num_layers) for name, shape in layer.items()}
     return {**shapes, "model.embed_tokens.weight": table, "lm_head.weight": table, "model.norm.weight": (hidden,)}

@@ -77,7 +77,7 @@ class LinearMaps(Protocol):
 
     def joined(self, parts: Sequence[tuple[str, int]], width: int, bias: Tensor | None) -> Linear: ...
 
-    def head(self, weight: Tensor) -> Linear: ...
+    def head(self, weight: Tensor, bias: Tensor | None) -> Linear: ...
 
 
 class TorchBuilder:
@@ -114,7 +114,7 @@ class TorchBuilder:
     def _head(self, embedding: Tensor) -> Linear:
         weight = embedding if self.config.tie_word_embeddings else self._tensor("lm_head.weight", *embedding.shape)
         bias = self._tensor("lm_head.bias", len(embedding)) if self.config.head_bias else None
-        return make_linear(weight, bias) if self.maps is None else self.maps.head(weight)
+        return make_linear(weight, bias) if self.maps is None else self.maps.head(weight, bias)
 
     def _layer(self, index: int) -> DecoderLayer:
         config, prefix = self.config, f"model.layers.{index}"

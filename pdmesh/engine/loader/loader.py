@@ -29,12 +29,12 @@ from pdmesh.engine.loader.headers import warn_of_unused
 from pdmesh.engine.loader.kv_scales import KVScales, known_scales, pool_scales
 from pdmesh.engine.loader.pack import NativeBuilder, one_torch_thread
 from pdmesh.engine.loader.safetensors import MissingTensor, SafetensorsSource, WeightSource
-from pdmesh.engine.lora.adapter import Adapter
-from pdmesh.engine.lora.folder import configured_adapters
+from pdmesh.engine.lora.adapter import Adapter, places_bytes
+from pdmesh.engine.lora.folder import configured_adapters, with_lora_rank
 from pdmesh.engine.lora.native_maps import NativeAdapters
 from pdmesh.engine.lora.registry import AdapterSlots
 from pdmesh.engine.lora.torch_maps import TorchAdapters
-from pdmesh.engine.memory import check_weights_fit, effective_max_context, free_memory, torch_step_bytes
+from pdmesh.engine.memory import check_adapters_fit, check_weights_fit, effective_max_context, free_memory, torch_step_bytes
 from pdmesh.engine.models.config import ModelConfig
 from pdmesh.engine.models.decoder import DecoderModel
 from pdmesh.engine.parallel.split import check_degree, num_elements_held
@@ -128,7 +128,12 @@ def load_model(config: EngineConfig, progress: Progress = lambda _share, _text: 
     if numerics.why_torch:
         logger.warning("the slower torch backend computes this model: %s", numerics.why_torch)
     adapters = configured_adapters(config, source.config)
-    check_weights_fit(numerics.num_bytes(source.config, _num_elements(source, config)), free_memory(config.device), config.device)
+    config = with_lora_rank(config, adapters)
+    weight_bytes, free_bytes = numerics.num_bytes(source.config, _num_elements(source, config)), free_memory(config.device)
+    check_weights_fit(weight_bytes, free_bytes, config.device)
+    if numerics.backend == "triton":  # others take memory as adapters come
+        places = places_bytes(source.config, config.num_adapter_slots, config.max_lora_rank, numerics.dtype.itemsize)
+        check_adapters_fit(places, weight_bytes, free_bytes, config)
     digest = _overridden(weights_hash(files, lambda share: progress(0.3 * share, "hashing weights")), config.override)
     loading = partial(_load, source, config, numerics, library)
     model, mode = loading(lambda share, text: progress(0.3 + 0.7 * share, text))
@@ -146,9 +151,17 @@ def load_model(config: EngineConfig, progress: Progress = lambda _share, _text: 
         numerics.kv_dtype,
         mode,
         adapters=adapters,
-        adapter_slots=_adapter_slots(model) if config.num_adapter_slots else None,
+        adapter_slots=_adapter_slots(model, config),
         kv_scales=kv_scales,
     )
+
+
+def _adapter_slots(model: object, config: EngineConfig) -> AdapterSlots | None:
+    if not config.num_adapter_slots:
+        return None
+    if isinstance(model, NativeModel):
+        return NativeAdapters(model)
+    return TorchAdapters(model) if isinstance(model, DecoderModel) else getattr(model, "adapter_slots", None)
 
 
 def _load(
@@ -182,12 +195,6 @@ def _load_triton(source: WeightSource, config: EngineConfig, numerics: Numerics,
     maps = QuantizedMaps(source, numerics, config.device) if numerics.is_quantized else None
     decoder = TritonBuilder(source, numerics.dtype, config.device, maps).build(max_context, progress)
     return triton_model(decoder, config, numerics, max_context, pool_scales(source, numerics.kv_dtype))
-
-
-def _adapter_slots(model: object) -> AdapterSlots | None:
-    if isinstance(model, NativeModel):
-        return NativeAdapters(model)
-    return TorchAdapters(model) if isinstance(model, DecoderModel) else None
 
 
 def _overridden(digest: str, overrides: Sequence[str]) -> str:

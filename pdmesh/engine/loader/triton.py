@@ -18,6 +18,7 @@ from pdmesh.engine.loader.kv_scales import KVScales
 from pdmesh.engine.loader.pack import concat_rows
 from pdmesh.engine.loader.quantize import Fp8Weight, Int4Weight, Int8Weight, quantize_fp8, quantize_int4, quantize_int8
 from pdmesh.engine.loader.safetensors import WeightSource, checked, exact_weight
+from pdmesh.engine.lora.triton_maps import TritonAdapters
 from pdmesh.engine.models.decoder import DecoderModel
 from pdmesh.engine.models.layers import Linear
 
@@ -37,10 +38,10 @@ class QuantizedMaps:
         weight = concat_rows([_moved(self._weight(f"{name}.weight", rows, width), self._device) for name, rows in parts])
         return make_triton_linear(weight, bias, rounds_activations=self._numerics.rounds_activations)
 
-    def head(self, weight: Tensor) -> Linear:
+    def head(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """Return the head in int8 whatever the others are: it ranks close tokens. 4 bits would cost it more accuracy than they
         save, and fp8 is coarser near a row's largest weights."""
-        return make_triton_linear(quantize_int8(weight, self._device), None)
+        return make_triton_linear(quantize_int8(weight, self._device), bias)
 
     def _weight(self, name: str, rows: int, width: int) -> Weight:
         exact = self._exact(name, rows, width)
@@ -76,6 +77,7 @@ def triton_model(
         recorder=make_recorder(decoder.device),
         kv_scales=torch.tensor(kv_scales, dtype=torch.float32, device=decoder.device) if kv_scales else None,
         max_rows=bounds_of(config, max_context).num_rows,
+        adapters=TritonAdapters(decoder, places, config.max_lora_rank) if (places := config.num_adapter_slots) else None,
     )
     return model, numerics.name(f"triton{KERNEL_REVISION}-{decoder.layers[0].qkv.kind}-{_processor(config.device)}")
 

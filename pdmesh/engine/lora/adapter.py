@@ -11,8 +11,6 @@ from torch import Tensor
 from pdmesh.adapter_id import AdapterId
 from pdmesh.engine.models.config import ModelConfig
 
-MAX_RANK = 256
-
 
 class Site(NamedTuple):
     """Name a linear map of the decoder, such as (3, "self_attn.q_proj")."""
@@ -54,6 +52,11 @@ def sites_of(config: ModelConfig) -> dict[Site, tuple[int, int]]:
     """Return the maps that may have an adapter, with their (outputs, inputs). Those of experts and of latent attention's
     bottlenecks may not: their weights are not multiplied with rows of the step, or not as they are stored."""
     return {Site(layer, stem): shape for layer in range(config.num_layers) for stem, shape in _shapes(config, layer).items()}
+
+
+def places_bytes(config: ModelConfig, num_places: int, rank: int, itemsize: int) -> int:
+    """Return the memory of places of a fixed rank for adapters of all maps (pdmesh/engine/lora/triton_maps.py)."""
+    return num_places * rank * itemsize * sum(outputs + inputs for outputs, inputs in sites_of(config).values())
 
 
 def _shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, int]]:

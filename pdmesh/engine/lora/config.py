@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pdmesh.adapter_id import ADAPTER_FILES
-from pdmesh.engine.lora.adapter import MAX_RANK
+from pdmesh.adapter_id import ADAPTER_FILES, MAX_RANK
 
 CONFIG_FILE = ADAPTER_FILES[0]
 _NEUTRAL = frozenset({

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -21,6 +21,9 @@ from pdmesh.engine.models.names import Names
 from pdmesh.engine.models.registry import family_of
 
 WEIGHTS_FILE = ADAPTER_FILES[1]
+DEFAULT_LORA_RANK = 64
+"""Room for each adapter, where nothing asks for more: few adapters have higher ranks."""
+
 _PREFIX = "base_model.model."
 _TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
 _FAULTS = {
@@ -76,6 +79,19 @@ def configured_adapters(config: EngineConfig, model: ModelConfig) -> tuple[Adapt
         except ValueError as error:
             raise ValueError(f"lora: {name}: {error}") from error
     return tuple(adapters)
+
+
+def with_lora_rank(config: EngineConfig, adapters: Sequence[Adapter]) -> EngineConfig:
+    """Return the config with the largest rank that there is room for: as configured, else that of the adapters that it names,
+    and 64 at least. Raises ValueError for an adapter of more."""
+    if not config.max_lora_rank:
+        return replace(config, max_lora_rank=max([DEFAULT_LORA_RANK, *(adapter.rank for adapter in adapters)]))
+    for adapter in adapters:
+        if adapter.rank > config.max_lora_rank:
+            raise ValueError(
+                f"lora: {adapter.id.name}: rank {adapter.rank}, and max_lora_rank is {config.max_lora_rank}; raise it"
+            )
+    return config
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:

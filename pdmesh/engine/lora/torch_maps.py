@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -162,7 +162,7 @@ class TorchAdapters:
         self._device = model.device
         self._rows = StepRows()
         self._maps: list[AdaptedLinear] = []
-        model.layers = [self._wrapped(index, layer, model.config) for index, layer in enumerate(model.layers)]
+        model.layers = [with_maps(index, layer, model.config, self._around) for index, layer in enumerate(model.layers)]
         model.adapter_rows = self._rows
 
     def put(self, slot: int, adapter: Adapter) -> None:
@@ -175,26 +175,34 @@ class TorchAdapters:
         for each in self._maps:
             each.drop(slot, self._device)
 
-    def _wrapped(self, index: int, layer: DecoderLayer, config: ModelConfig) -> DecoderLayer:
-        mlp = layer.mlp
-        inner, hidden = config.intermediate_size, config.hidden_size
-        if isinstance(mlp, GatedMLP):
-            mlp.gate_up = self._around(mlp.gate_up, index, {"mlp.gate_proj": inner, "mlp.up_proj": inner})
-        elif isinstance(mlp, PlainMLP):
-            mlp.up = self._around(mlp.up, index, {"mlp.up_proj": inner})
-        if isinstance(mlp, (GatedMLP, PlainMLP)):
-            mlp.down = self._around(mlp.down, index, {"mlp.down_proj": hidden})
-        output = self._around(layer.output, index, {"self_attn.o_proj": hidden})
-        if config.latent is not None:
-            return replace(layer, output=output)
-        query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        parts = {"self_attn.q_proj": query, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
-        return replace(layer, qkv=self._around(layer.qkv, index, parts), output=output)
-
-    def _around(self, base: Linear, layer: int, outputs: Mapping[str, int]) -> AdaptedLinear:
-        parts, first = [], 0
-        for stem, count in outputs.items():
-            parts.append(Part(Site(layer, stem), first, count))
-            first += count
-        self._maps.append(AdaptedLinear(base, parts, first, self._rows))
+    def _around(self, base: Linear, parts: Sequence[Part]) -> AdaptedLinear:
+        self._maps.append(AdaptedLinear(base, parts, parts[-1].first + parts[-1].count, self._rows))
         return self._maps[-1]
+
+
+def with_maps(
+    index: int, layer: DecoderLayer, config: ModelConfig, around: Callable[[Linear, Sequence[Part]], Linear]
+) -> DecoderLayer:
+    """Return the layer with a map around each product that adapters may change: `around` gets it, and the parts of its
+    outputs. The MLP is changed in place."""
+    mlp, inner, hidden = layer.mlp, config.intermediate_size, config.hidden_size
+    if isinstance(mlp, GatedMLP):
+        mlp.gate_up = around(mlp.gate_up, _parts(index, {"mlp.gate_proj": inner, "mlp.up_proj": inner}))
+    elif isinstance(mlp, PlainMLP):
+        mlp.up = around(mlp.up, _parts(index, {"mlp.up_proj": inner}))
+    if isinstance(mlp, (GatedMLP, PlainMLP)):
+        mlp.down = around(mlp.down, _parts(index, {"mlp.down_proj": hidden}))
+    output = around(layer.output, _parts(index, {"self_attn.o_proj": hidden}))
+    if config.latent is not None:
+        return replace(layer, output=output)
+    query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    parts = {"self_attn.q_proj": query, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
+    return replace(layer, qkv=around(layer.qkv, _parts(index, parts)), output=output)
+
+
+def _parts(layer: int, outputs: Mapping[str, int]) -> list[Part]:
+    parts, first = [], 0
+    for stem, count in outputs.items():
+        parts.append(Part(Site(layer, stem), first, count))
+        first += count
+    return parts

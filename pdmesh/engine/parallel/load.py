@@ -182,7 +182,7 @@ class _ShardBuilder(TorchBuilder):
         whole = embedding if config.tie_word_embeddings else checked(self.source, "lm_head.weight", tuple(embedding.shape))
         weight = self._own_vocabulary(whole)
         bias = self._own_vocabulary(self._tensor("lm_head.bias", config.vocab_size)) if config.head_bias else None
-        return make_linear(weight, bias) if self.maps is None else self.maps.head(weight)
+        return make_linear(weight, bias) if self.maps is None else self.maps.head(weight, bias)
 
     def _own_vocabulary(self, whole: Tensor) -> Tensor:
         """Return this rank's rows, and zeros where the last ranks have fewer."""

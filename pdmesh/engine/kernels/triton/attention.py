@@ -34,10 +34,11 @@ from torch import Tensor
 
 from pdmesh.engine.kernels.triton.attention_kernels import merge_kernel, split_kernel, walk_kernel
 from pdmesh.engine.kernels.triton.kv import check_kv, store_kv
+from pdmesh.engine.kernels.triton.latent.attention import LatentCall
 from pdmesh.engine.kernels.triton.metadata import Capacity, StepMetadata
 from pdmesh.engine.kernels.triton.split_kv import SPLITS, SplitBounds, Splits
 from pdmesh.engine.kernels.triton.tiles import Tiles, choose_tiles, padded_dim, shared_bytes
-from pdmesh.engine.models.config import ModelConfig
+from pdmesh.engine.models.config import LatentConfig, ModelConfig
 from pdmesh.engine.runner.batch import StepBatch
 
 # The launches of one step's attention: their arguments are put together once for all layers
@@ -340,7 +341,8 @@ class TritonAttention:
 
     def plan_of(self, meta: StepMetadata) -> TritonPlan:
         """Return the plan for metadata that is on the device already, as in a graph."""
-        workspace = Workspace.of(meta, self.config.num_heads, self.config.head_dim, self.splits)
+        latent = self.config.latent
+        workspace = Workspace.of(meta, self.config.num_heads, latent.kv_rank if latent else self.config.head_dim, self.splits)
         return TritonPlan(self, meta, workspace)
 
 
@@ -361,6 +363,8 @@ class TritonPlan:
     def attend(self, layer: int, query: Tensor, kv: Tensor, out: Tensor | None = None) -> Tensor:
         """Attend where keys and values have been written, as by kv.py. Layers that share query and out are cheaper."""
         backend, scales = self.backend, self._scales(layer)
+        if backend.config.latent is not None:
+            return self._attend_latents(backend.config.latent, query, kv[layer], scales, out)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device) if out is None else out
         window, of_layer = backend.config.windows[layer], kv[layer]
         call = self.calls.get(window)
@@ -370,6 +374,15 @@ class TritonPlan:
             )
             self.calls[window] = call
         call.run(of_layer[0], of_layer[1], scales, backend.sinks[layer] if backend.sinks else None)
+        return out
+
+    def _attend_latents(
+        self, latent: LatentConfig, query: Tensor, kv: Tensor, scales: Tensor | None, out: Tensor | None
+    ) -> Tensor:
+        backend, workspace = self.backend, self.workspace
+        out = query.new_empty((*query.shape[:2], latent.kv_rank)) if out is None else out
+        call = LatentCall(latent, backend.scores.scale2, backend.splits, self.meta, workspace.acc, workspace.stats)
+        call.run(query, kv, scales, out)
         return out
 
     def _scales(self, layer: int) -> Tensor | None:

@@ -17,7 +17,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdmesh.engine.kernels.triton.metadata import NO_TAIL, NOWHERE, StepMetadata, put_tables
+from pdmesh.engine.kernels.triton.metadata import (
+    NO_ADAPTER,
+    NO_TAIL,
+    NOWHERE,
+    StepMetadata,
+    adapters_of_tokens,
+    has_adapters,
+    put_tables,
+)
 from pdmesh.engine.kernels.triton.step import StepOutput, TritonStep
 from pdmesh.engine.models.layers import ROW_MULTIPLE
 from pdmesh.engine.runner.batch import StepBatch
@@ -91,10 +99,10 @@ def is_same_memory(one: Tensor, other: Tensor) -> bool:
 
 @triton.jit
 def unpack_kernel(
-    message, token_ids, positions, slots, context_lens, logits_rows, block_tables, drawn, num_rows, table_stride,
+    message, token_ids, positions, slots, context_lens, logits_rows, adapter_slots, block_tables, drawn, num_rows, table_stride,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program: BLOCK rows. message [7, num_rows]: see Line. A token below 0, -1 - r, is what row r drew last."""
+    """Program: BLOCK rows. message [8, num_rows]: see Line. A token below 0, -1 - r, is what row r drew last."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < num_rows
     token = tl.load(message + at, mask=inside, other=0)
@@ -105,6 +113,7 @@ def unpack_kernel(
     tl.store(slots + at, tl.load(message + 2 * num_rows + at, mask=inside, other=0), mask=inside)
     tl.store(context_lens + at, tl.load(message + 3 * num_rows + at, mask=inside, other=0), mask=inside)
     tl.store(logits_rows + at, tl.load(message + 4 * num_rows + at, mask=inside, other=0), mask=inside)
+    tl.store(adapter_slots + at, tl.load(message + 7 * num_rows + at, mask=inside, other=0), mask=inside)
     column = tl.load(message + 5 * num_rows + at, mask=inside, other=-1)
     block = tl.load(message + 6 * num_rows + at, mask=inside, other=0)
     tl.store(block_tables + at.to(tl.int64) * table_stride + column, block, mask=inside & (column >= 0))
@@ -172,10 +181,10 @@ class DecodeRows:
 # The numbers of a decode step in buffers with fixed addresses, so that a graph can read them again and again
 #
 #     host                                        device
-#     message [7, rows] int32, pinned  ── one copy ──►  message  ── unpack, in the graph ──►  token_ids, positions, slots, ...
+#     message [8, rows] int32, pinned  ── one copy ──►  message  ── unpack, in the graph ──►  token_ids, positions, slots, ...
 #     whole tables of new sequences    ── only when some are new ─────────────────────────►  block_tables [rows, width]
 #
-# A step's message is 28 bytes a row: the block tables, 2 MB for 64 sequences of 128 k tokens in blocks of 16, stay on the device,
+# A step's message is 32 bytes a row: the block tables, 2 MB for 64 sequences of 128 k tokens in blocks of 16, stay on the device,
 # and a step adds a block to a row at most. Rows without a sequence have no context and no slot: nothing is read for
 # them and nothing written; tokens of padding are token 0.
 
@@ -193,6 +202,7 @@ class Line(IntEnum):
     LOGITS = 4  # the row of the batch's i-th sequence: logits come in the batch's order
     COLUMN = 5  # where the row's table gets a block; NOWHERE: it gets none
     BLOCK = 6
+    ADAPTER = 7
 
 
 class DecodeBuffers:
@@ -206,6 +216,7 @@ class DecodeBuffers:
         self._messages = {num_rows: self._zeros(len(Line), num_rows)}
         self._token_ids, self._positions, self._context_lens = (self._zeros(num_rows) for _ in range(3))
         self._slots, self._logits_rows = self._zeros(num_rows).fill_(NOWHERE), self._zeros(num_rows)
+        self._adapter_slots = self._zeros(num_rows).fill_(NO_ADAPTER)
         self._tables = self._zeros(num_rows, self.table_width)
         self._starts = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
         self._tail_firsts, self._no_tails = self._zeros(num_rows).fill_(NO_TAIL), self._zeros(num_rows, 0)
@@ -229,6 +240,7 @@ class DecodeBuffers:
             token_ids=self._token_ids[:num_rows],
             positions=self._positions[:num_rows],
             slots=self._slots[:num_rows],
+            adapter_slots=self._adapter_slots[:num_rows],
             query_starts=self._starts[: num_rows + 1],
             split_starts=self._starts[: num_rows + 1],
             context_lens=self._context_lens[:num_rows],
@@ -264,7 +276,7 @@ class DecodeBuffers:
         """Unpack the message on the device: the graph begins with it."""
         unpack_kernel[(-(-num_rows // _BLOCK),)](
             self._message(num_rows), self._token_ids, self._positions, self._slots, self._context_lens, self._logits_rows,
-            self._tables, self.drawn, num_rows, self._tables.stride(0), BLOCK=_BLOCK, num_warps=4,
+            self._adapter_slots, self._tables, self.drawn, num_rows, self._tables.stride(0), BLOCK=_BLOCK, num_warps=4,
         )  # fmt: skip
 
     def _rewrite(self, rows: Sequence[int], tables: Sequence[list[int]]) -> None:
@@ -286,7 +298,7 @@ class DecodeBuffers:
 
 
 def _message(batch: StepBatch, plan: RowPlan, tables: Sequence[list[int]], num_rows: int, device: torch.device) -> Tensor:
-    """Return [7, num_rows] in host memory; each step has its own, as the copy before may still be queued."""
+    """Return [8, num_rows] in host memory; each step has its own, as the copy before may still be queued."""
     message = _empty(num_rows, device)
     lines, rows = message.numpy(), np.array(plan.rows)  # by NumPy, as torch takes several times as long for small arrays
     lines[Line.TOKEN, rows] = batch.token_ids.numpy()
@@ -294,6 +306,7 @@ def _message(batch: StepBatch, plan: RowPlan, tables: Sequence[list[int]], num_r
     lines[Line.SLOT, rows] = batch.slot_mapping.numpy()
     lines[Line.CONTEXT, rows] = batch.context_lens
     lines[Line.LOGITS, : len(rows)] = rows
+    lines[Line.ADAPTER, rows] = adapters_of_tokens(batch) or NO_ADAPTER
     for index in plan.added:
         lines[Line.COLUMN, plan.rows[index]] = len(tables[index]) - 1
         lines[Line.BLOCK, plan.rows[index]] = tables[index][-1]
@@ -304,6 +317,7 @@ def _empty(num_rows: int, device: torch.device) -> Tensor:
     """Return the message of rows without sequences; pinned where there is a GPU."""
     message = torch.zeros((len(Line), num_rows), dtype=torch.int32, pin_memory=device.type == "cuda")
     message.numpy()[[Line.SLOT, Line.COLUMN]] = NOWHERE
+    message.numpy()[Line.ADAPTER] = NO_ADAPTER
     return message
 
 
@@ -318,6 +332,10 @@ def _queued(tensor: Tensor, device: torch.device) -> Tensor:
 #
 # A bucket's launches are the same for any batch that fits, whether recorded or not. So what a graph computes has the bits of the
 # same launches made one by one; and the number of rows of a product, by which libraries choose their kernels, is a bucket's.
+#
+# A model with places for LoRA adapters has two recordings for each bucket: of steps with an adapter in some row, and of those
+# without, which so cost what they cost on a worker without adapters. Which rows have which adapter is in the message, so adapters
+# come and go under the same recordings.
 
 
 @dataclass(frozen=True)
@@ -348,7 +366,7 @@ class DecodeGraphs:
         self._step, self._kv, self._recorder = step, kv, recorder
         self._buckets = sizes.buckets
         self.buffers = DecodeBuffers(self._buckets[-1], sizes.max_context, sizes.block_size, kv.device)
-        self._recordings: dict[int, Recording] = {}
+        self._recordings: dict[tuple[int, bool], Recording] = {}  # by rows, and whether some have adapters
 
     @property
     def buckets(self) -> Sequence[int]:
@@ -362,24 +380,25 @@ class DecodeGraphs:
         """Run one decode step (`DecodeBuffers.why_not` says None). Outputs [batch.num_seqs, ...] hold until the next step."""
         num_rows = next(bucket for bucket in self._buckets if bucket >= batch.num_seqs)
         self.buffers.send(batch, num_rows)
-        output = self._output(num_rows)
+        output = self._output(num_rows, has_adapters(batch))
         return StepOutput(output.logits[: batch.num_seqs], output.states[: batch.num_seqs])
 
     def prepare(self) -> None:
         """Record all buckets, the largest first, whose memory the others share. Rows have no sequences, so nothing is written."""
         for bucket in reversed(self._buckets):
-            self.buffers.clear(bucket)
-            self._output(bucket)
+            for adapted in self._step.kinds:
+                self.buffers.clear(bucket)
+                self._output(bucket, adapted)
 
-    def _output(self, num_rows: int) -> StepOutput:
+    def _output(self, num_rows: int, adapted: bool) -> StepOutput:
         if self._recorder is None:
-            return self._work(num_rows)
-        if (recording := self._recordings.get(num_rows)) is not None:
+            return self._work(num_rows, adapted)
+        if (recording := self._recordings.get((num_rows, adapted))) is not None:
             recording.replay()
         else:
-            recording = self._recordings[num_rows] = self._recorder.record(lambda: self._work(num_rows))
+            recording = self._recordings[num_rows, adapted] = self._recorder.record(lambda: self._work(num_rows, adapted))
         return StepOutput(*recording.output)
 
-    def _work(self, num_rows: int) -> StepOutput:
+    def _work(self, num_rows: int, adapted: bool) -> StepOutput:
         self.buffers.unpack(num_rows)
-        return self._step.run(self.buffers.metadata(num_rows), self._kv)
+        return self._step.run(self.buffers.metadata(num_rows), self._kv, adapted=adapted)

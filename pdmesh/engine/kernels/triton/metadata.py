@@ -1,6 +1,6 @@
 """Inputs of one step's kernels besides tensors of the model: where tokens are, in int32, in one buffer on the device.
 
-    buffer   | token_ids | positions | slots | query_starts | context_lens | block_tables | tail_firsts | tail_slots | ...
+    buffer   | token_ids | positions | slots | adapter_slots | query_starts | context_lens | block_tables | tail_firsts | ...
 
 `Capacity` gives the size of each part. A graph is captured over one buffer of a capacity; before each replay the next step's
 numbers are packed for the same capacity and copied over it, in one transfer. What is behind the step's own numbers is padding:
@@ -21,8 +21,10 @@ from torch import Tensor
 from pdmesh.engine.kernels.triton.split_kv import SPLIT_BOUNDS, SplitBounds
 from pdmesh.engine.runner.batch import StepBatch
 
+PARTS_OF_TOKENS = 4  # token ids, positions, slots, slots of adapters
 NO_TAIL = 2**30
 NOWHERE = -1
+NO_ADAPTER = 2**30  # behind all slots of adapters, in their order
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ class StepMetadata:
     token_ids: Tensor  # [T]
     positions: Tensor  # [T]
     slots: Tensor  # [T]: where keys and values are written; NOWHERE for padding
+    adapter_slots: Tensor  # [T]: where the LoRA adapter of the token's sequence lies; NO_ADAPTER for none, and for padding
     query_starts: Tensor  # [B + 1]
     split_starts: Tensor  # [B + 1]: query_starts over tokens of split sequences only; padding has none
     context_lens: Tensor  # [B]
@@ -130,9 +133,9 @@ class StepMetadata:
 
     @property
     def of_tokens(self) -> Tensor:
-        """Return token ids, positions and slots as one tensor, [3 T], where T is a multiple of 4 and the buffer one that `over`
-        takes."""
-        return self.buffer[: 3 * self.num_tokens]
+        """Return token ids, positions, slots and slots of adapters as one tensor, [4 T], where T is a multiple of 4 and the
+        buffer one that `over` takes."""
+        return self.buffer[: PARTS_OF_TOKENS * self.num_tokens]
 
 
 def pack(batch: StepBatch, capacity: Capacity) -> Tensor:
@@ -145,6 +148,7 @@ def pack(batch: StepBatch, capacity: Capacity) -> Tensor:
     _put(views.token_ids, batch.token_ids)
     _put(views.positions, batch.positions)
     _put(views.slots.fill_(NOWHERE), batch.slot_mapping)
+    _put(views.adapter_slots.fill_(NO_ADAPTER), adapters_of_tokens(batch))
     _put(views.query_starts, _query_starts(batch, capacity))
     _put(views.split_starts.fill_(split_starts[-1]), split_starts)
     _put(views.context_lens, batch.context_lens)
@@ -155,6 +159,19 @@ def pack(batch: StepBatch, capacity: Capacity) -> Tensor:
         views.tail_firsts[index] = tail.first
         _put(views.tail_slots[index], tail.slots)
     return buffer
+
+
+def has_adapters(batch: StepBatch) -> bool:
+    """Return whether some sequence of the batch has a LoRA adapter."""
+    return any(slot >= 0 for slot in batch.adapter_slots)
+
+
+def adapters_of_tokens(batch: StepBatch) -> list[int]:
+    """Return the slot of each token's adapter, as kernels read it; empty: no sequence has one."""
+    if not has_adapters(batch):
+        return []
+    slots = zip(batch.adapter_slots, _lengths(batch), strict=True)
+    return [NO_ADAPTER if slot < 0 else slot for slot, length in slots for _ in range(length)]
 
 
 def put_tables(target: Tensor, tables: Sequence[list[int]]) -> None:
@@ -191,6 +208,7 @@ def _shapes(capacity: Capacity) -> dict[str, tuple[int, ...]]:
         "token_ids": tokens,
         "positions": tokens,
         "slots": tokens,
+        "adapter_slots": tokens,
         "query_starts": (capacity.num_seqs + 1,),
         "split_starts": (capacity.num_seqs + 1,),
         "context_lens": seqs,

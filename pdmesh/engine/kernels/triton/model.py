@@ -20,17 +20,18 @@ from pdmesh.engine.kernels.triton.linear.linear import Fp8Linear, WordLinear
 from pdmesh.engine.kernels.triton.linear.mlps import MLPStep
 from pdmesh.engine.kernels.triton.linear.weight_product import TILE_ROWS_MAX
 from pdmesh.engine.kernels.triton.linear.weight_words import WeightWords
-from pdmesh.engine.kernels.triton.metadata import Capacity, StepMetadata
+from pdmesh.engine.kernels.triton.metadata import Capacity, StepMetadata, has_adapters
 from pdmesh.engine.kernels.triton.piecewise_graphs import PieceGraphs
 from pdmesh.engine.kernels.triton.sampling.batch import MOST_ROWS
 from pdmesh.engine.kernels.triton.sampling.sampler import DeviceSampler
 from pdmesh.engine.kernels.triton.split_kv import SPLITS, SplitBounds, Splits
-from pdmesh.engine.kernels.triton.step import StepOutput, TritonStep, tell
+from pdmesh.engine.kernels.triton.step import StepOutput, TritonStep, query_dims, tell
 from pdmesh.engine.kv_cache.block_moves import Move
 from pdmesh.engine.kv_cache.events import LayerReadiness
+from pdmesh.engine.lora.triton_maps import TritonAdapters
 from pdmesh.engine.memory import MIB, effective_max_context, free_memory
 from pdmesh.engine.models.config import ModelConfig
-from pdmesh.engine.models.decoder import DecoderModel, sinks_of
+from pdmesh.engine.models.decoder import DecoderModel, LatentMaps, sinks_of
 from pdmesh.engine.models.layers import ROW_MULTIPLE, Linear
 from pdmesh.engine.runner.batch import StepBatch
 
@@ -50,6 +51,8 @@ def warm(step: TritonStep, kv: Tensor, max_logits: int = TILE_ROWS_MAX + ROW_MUL
     step. Takes the memory of a step of 132 tokens."""
     for capacity in padding_steps(step.attention.splits, max_logits):
         step.run(StepMetadata.of(_nothing(), kv.device, capacity), kv)
+    if True in step.kinds:  # whose kernels are the same for all steps
+        step.run(StepMetadata.of(_nothing(), kv.device, capacity), kv, adapted=True)
 
 
 @torch.inference_mode()
@@ -103,6 +106,7 @@ def _nothing() -> StepBatch:
 #     sampling        logits, rounded and wide, and the sampler's buffers
 #     expanded        one map of quantized weights, for more rows than the kernels on words take; once more where graphs hold one
 #     rounded         activations in fp8 and a product that is not yet what it will be, where products round them
+#     adapters        ranks of a token between A and B of LoRA adapters; graphs once more, of steps with adapters
 #
 # They are upper bounds of what is allocated, except for two estimates that were not measured: NODE_BYTES for a launch in a graph,
 # and OTHERS_BYTES for code of kernels and memory of libraries. The memory that graphs took is logged at start.
@@ -111,6 +115,7 @@ def _nothing() -> StepBatch:
 NODE_BYTES = 16 << 10
 OTHERS_BYTES = 256 << 20
 LAUNCHES_PER_LAYER = 11
+ADAPTER_LAUNCHES = 8  # of a layer: two around each of four products
 EXPANDED_FROM = 129  # rows: above TILE_ROWS_MAX of weight_product.py
 WIDE_EXPANDED_FROM = 5  # rows of float32, which tiles do not take: above the least of VECTOR_ROWS there
 _SCRATCH_BYTES = 12  # of the sampler for a row and token of the vocabulary
@@ -130,7 +135,8 @@ class StepBounds:
 @dataclass(frozen=True)
 class StepMemory:
     """Compute the memory that steps of one model take. `itemsize` of activations; `is_expanded`: its weights are words;
-    `is_rounded`: activations of wide products are rounded to fp8."""
+    `is_rounded`: activations of wide products are rounded to fp8. `adapter_columns`: numbers of a token between A and B of LoRA
+    adapters, where there are places for some."""
 
     config: ModelConfig
     itemsize: int
@@ -139,6 +145,7 @@ class StepMemory:
     row_buckets: Sequence[int]
     token_buckets: Sequence[int]
     is_rounded: bool = False
+    adapter_columns: int = 0
 
     def num_bytes(self, bounds: StepBounds) -> int:
         return OTHERS_BYTES + self._draw(bounds.num_rows) + self.draft_bytes(bounds)
@@ -155,9 +162,19 @@ class StepMemory:
         layer."""
         config = self.config
         query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        widest = max(query + 2 * kv, 3 * config.intermediate_size, self._experts())
-        a_token = (4 * config.hidden_size + 2 * query + widest) * self.itemsize
-        return num_tokens * (a_token + (self._rounded(query) if self.is_rounded and num_tokens >= EXPANDED_FROM else 0))
+        attention = query + 2 * kv if config.latent is None else self._latent(query)
+        widest = max(attention, 3 * config.intermediate_size, self._experts())
+        a_token = (4 * config.hidden_size + config.num_heads * sum(query_dims(config)) + widest) * self.itemsize
+        a_token += self._rounded(query) if self.is_rounded and num_tokens >= EXPANDED_FROM else 0
+        return num_tokens * (a_token + 4 * self.adapter_columns)
+
+    def _latent(self, query: int) -> int:
+        """Return numbers of a token before latent attention, or behind it: the layer's first product, the query's bottleneck, the
+        queries, absorbed ones before they lie beside the rotated, the latent; or values twice."""
+        config, latent = self.config, self.config.latent
+        assert latent is not None
+        before = 2 * latent.query_rank + 2 * query + latent.width + (config.num_heads + 1) * latent.kv_rank
+        return max(before, 2 * config.num_heads * latent.value_dim)
 
     def _experts(self) -> int:
         """Return numbers of a token in a mixture of experts: what its experts read and give, or the shared expert's besides what
@@ -178,17 +195,18 @@ class StepMemory:
         """Return bytes of graphs: those of decode steps keep their logits and parts of their own; those between attentions keep
         what the last one hands on. All compute in the memory of the widest, which is not that of steps without graphs."""
         config, buckets = self.config, (*self.row_buckets, *self.token_buckets)
-        nodes = len(buckets) * (LAUNCHES_PER_LAYER + _more_launches(config)) * (config.num_layers + 1)
+        launches, kinds = LAUNCHES_PER_LAYER + _more_launches(config), 2 if self.adapter_columns else 1
+        nodes = len(buckets) * (kinds * launches + (ADAPTER_LAUNCHES if self.adapter_columns else 0)) * (config.num_layers + 1)
         outputs = sum(self.row_buckets) * (config.vocab_size * _LOGIT_BYTES + config.hidden_size * self.itemsize)
         handed_on = sum(self.token_buckets) * config.hidden_size * self.itemsize
         most_rows = max(self.row_buckets, default=0)
         pool = self.activations(max(buckets, default=0)) + most_rows * config.vocab_size * self.itemsize
         pool += self._expanded(max(buckets, default=0), most_rows)  # pieces between attentions do not multiply with the head
-        return nodes * NODE_BYTES + outputs + handed_on + pool + self._parts(most_rows, max_context)
+        return nodes * NODE_BYTES + kinds * outputs + handed_on + pool + self._parts(most_rows, max_context)
 
     def _parts(self, num_queries: int, max_context: int) -> int:
         config = self.config
-        return num_queries * config.num_heads * self.splits.bound(max_context) * (config.head_dim + 2) * 4
+        return num_queries * config.num_heads * self.splits.bound(max_context) * (query_dims(config)[1] + 2) * 4
 
     def _draw(self, num_rows: int) -> int:
         """Return bytes of sampling: counts for penalties too, and the selection of log-probabilities, should all rows need
@@ -217,7 +235,8 @@ class StepMemory:
 
 def _more_launches(config: ModelConfig) -> int:
     """Return the launches of a layer that a Llama's has not, at most."""
-    norms = 2 * config.post_norm + 2 * (config.qk_norm == "all") + 2 * (not config.pre_norm or config.parallel)
+    latent = 6 if config.latent is not None else 0
+    norms = latent + 2 * config.post_norm + 2 * (config.qk_norm == "all") + 2 * (not config.pre_norm or config.parallel)
     return norms + (6 if config.experts is not None else 0)
 
 
@@ -250,18 +269,20 @@ class TritonModel:
         splits: Splits = SPLITS,
         kv_scales: Tensor | None = None,
         max_rows: int | None = None,
+        adapters: TritonAdapters | None = None,
     ) -> None:
         """`sizes` of decode steps, which then run in buckets, recorded where there is a recorder; `token_buckets`
         (piecewise_graphs.py) of other steps, likewise. None, and no buckets: each step is as wide as its batch. `splits` of
         attention are part of the numeric mode. `kv_scales` [num_layers, 2] float32 where the pool is fp8. `max_rows` of logits in
-        a step; None: any."""
+        a step; None: any. `adapters`: places for LoRA adapters in the decoder's maps."""
         self.config, self.decoder, self.sizes, self.token_buckets = decoder.config, decoder, sizes, tuple(token_buckets)
         self.splits, self.recorder, self.kv_scales, self.max_rows = splits, recorder, kv_scales, max_rows
+        self.adapter_slots = adapters
         self._graphs: DecodeGraphs | None = None
         self._pieces: PieceGraphs | None = None
         sinks = sinks_of(decoder.layers)
         attention = TritonAttention(decoder.config, str(decoder.device), kv_scales=kv_scales, splits=splits, sinks=sinks)
-        self._step = TritonStep(decoder, attention)
+        self._step = TritonStep(decoder, attention, None if adapters is None else adapters.rows)
 
     @property
     def device(self) -> torch.device:
@@ -286,6 +307,7 @@ class TritonModel:
             splits=self.splits,
             kv_scales=None if self.kv_scales is None else self.kv_scales[:num_layers],
             max_rows=self.max_rows,
+            adapters=self.adapter_slots,
         )
 
     def sampler(self) -> DeviceSampler:
@@ -296,7 +318,8 @@ class TritonModel:
     def bytes_per_step(self) -> int:
         """Return the weight bytes that a step of few rows reads: its limit is this over the memory's bandwidth."""
         maps = [self.decoder.head, *(each for layer in self.decoder.layers for each in (layer.qkv, layer.output))]
-        return sum(map(_num_bytes, maps)) + sum(map(_num_bytes_of_mlp, self._step.mlps))
+        latents = sum(_num_bytes_of_latent(layer.latent) for layer in self.decoder.layers if layer.latent is not None)
+        return sum(map(_num_bytes, maps)) + sum(map(_num_bytes_of_mlp, self._step.mlps)) + latents
 
     def step_bytes(self, config: EngineConfig) -> int:
         """Return the device memory of steps, besides weights and pool: see StepMemory."""
@@ -315,6 +338,7 @@ class TritonModel:
             row_buckets=self.sizes.buckets if self.sizes is not None else (),
             token_buckets=self.token_buckets,
             is_rounded=isinstance(_inner(self.decoder.layers[0].qkv), Fp8Linear),
+            adapter_columns=0 if self.adapter_slots is None else self.adapter_slots.num_columns,
         )
 
     def prepare(self, kv: Tensor) -> None:
@@ -388,19 +412,27 @@ class TritonModel:
         bucket = None if pieces is None else pieces.bucket_of(batch.num_tokens)
         capacity = Capacity.of(batch, SplitBounds.of(self.config.num_heads, self.max_rows or 0))
         meta = StepMetadata.of(batch, self.device, padded(capacity, bucket))
-        output = self._step.run(meta, kv, signal) if pieces is None or bucket is None else pieces.run(meta, signal)
+        if pieces is None or bucket is None:
+            output = self._step.run(meta, kv, signal, adapted=has_adapters(batch))
+        else:
+            output = pieces.run(meta, signal, adapted=has_adapters(batch))
         num_rows = len(batch.logits_rows)
         return StepOutput(output.logits[:num_rows], output.states[:num_rows])
 
 
 def _inner(linear: Linear) -> Linear:
-    """Return a rank's part of a map that ranks share (pdmesh/engine/parallel/collectives.py)."""
+    """Return a rank's part of a map that ranks share (pdmesh/engine/parallel/collectives.py), or a map without adapters."""
     return getattr(linear, "inner", linear)
 
 
 def _num_bytes(linear: Linear) -> int:
     weight = getattr(_inner(linear), "weight", None)
     return int(weight.num_bytes if isinstance(weight, WeightWords) else weight.nbytes) if weight is not None else 0
+
+
+def _num_bytes_of_latent(maps: LatentMaps) -> int:
+    queries = 0 if maps.queries is None else _num_bytes(maps.queries)
+    return queries + maps.key_map.nbytes + maps.value_map.nbytes
 
 
 def _num_bytes_of_mlp(mlp: MLPStep) -> int:

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from pdmesh.engine.kernels.triton.cuda_graphs import Recorder, Recording, Work, is_same_memory
-from pdmesh.engine.kernels.triton.metadata import NOWHERE, StepMetadata
+from pdmesh.engine.kernels.triton.metadata import NO_ADAPTER, NOWHERE, PARTS_OF_TOKENS, StepMetadata
 from pdmesh.engine.kernels.triton.step import Rows, StepOutput, TritonStep, tell
 from pdmesh.engine.kv_cache.events import LayerReadiness
 from pdmesh.engine.models.layers import ROW_MULTIPLE
@@ -46,7 +46,6 @@ LAUNCH_S = 10e-6
 LAUNCHES_PER_LAYER = 11
 OPERATIONS_PER_S = 790e12
 _TILE = 64  # rows of a product's tile, which are all computed
-_PARTS = 3  # parts of a message: token ids, positions, slots
 
 
 def hidden_at(layer_weights: int) -> int:
@@ -70,11 +69,11 @@ class PieceGraphs:
     def __init__(self, step: TritonStep, kv: Tensor, buckets: Sequence[int], recorder: Recorder | None) -> None:
         """`buckets` are ascending multiples of 4, at least one."""
         self._step, self._kv, self._recorder, self._buckets = step, kv, recorder, tuple(buckets)
-        self._message = torch.zeros(_PARTS * buckets[-1], dtype=torch.int32, device=kv.device)
-        token_ids, positions, slots = self._message.view(_PARTS, -1)
-        self._rows = Rows.of(token_ids, positions, slots, step.decoder)
+        self._message = torch.zeros(PARTS_OF_TOKENS * buckets[-1], dtype=torch.int32, device=kv.device)
+        token_ids, positions, slots, adapter_slots = self._message.view(PARTS_OF_TOKENS, -1)
+        self._rows = Rows.of(token_ids, positions, slots, step.decoder, step.groups_of(adapter_slots))
         self._rows.attended.zero_()  # attention does not write rows of padding
-        self._ready: dict[int, list[Work]] = {}  # the recorded pieces by bucket
+        self._ready: dict[tuple[int, bool], list[Work]] = {}  # the recorded pieces by bucket, and with adapters or without
 
     @property
     def num_bytes(self) -> int:
@@ -89,11 +88,11 @@ class PieceGraphs:
         """Return the bucket of so many tokens; None: more than any holds."""
         return next((bucket for bucket in self._buckets if bucket >= num_tokens), None)
 
-    def run(self, meta: StepMetadata, signal: LayerReadiness | None = None) -> StepOutput:
+    def run(self, meta: StepMetadata, signal: LayerReadiness | None = None, *, adapted: bool = False) -> StepOutput:
         """Run a step like TritonStep.run; the metadata has as many tokens as a bucket. Outputs are new tensors, which stay."""
-        works, rows = self._pieces(meta.num_tokens), self._rows_of(meta.num_tokens)
+        works, rows = self._pieces(meta.num_tokens, adapted), self._rows_of(meta.num_tokens, adapted)
         plan = self._step.attention.plan_of(meta)
-        self._message[: _PARTS * meta.num_tokens].copy_(meta.of_tokens)
+        self._message[: PARTS_OF_TOKENS * meta.num_tokens].copy_(meta.of_tokens)
         for index in range(self._step.num_layers):
             works[index]()
             tell(signal, index, self._kv.device)
@@ -104,21 +103,22 @@ class PieceGraphs:
     def prepare(self) -> None:
         """Record all buckets, the largest first, whose memory the others share. Tokens go nowhere: nothing is written."""
         for bucket in reversed(self._buckets):
-            self._pieces(bucket)
+            for adapted in self._step.kinds:
+                self._pieces(bucket, adapted)
 
-    def _pieces(self, num_tokens: int) -> list[Work]:
+    def _pieces(self, num_tokens: int, adapted: bool) -> list[Work]:
         """Return the pieces of a bucket, recorded if need be. Recording runs a piece more than once, and pieces change what they
         read; so all are recorded before the step's own numbers are copied."""
-        if num_tokens not in self._ready:
+        if (num_tokens, adapted) not in self._ready:
             self._clear(num_tokens)
-            self._ready[num_tokens] = [self._recorded(work) for work in self._works(num_tokens)]
-        return self._ready[num_tokens]
+            self._ready[num_tokens, adapted] = [self._recorded(work) for work in self._works(num_tokens, adapted)]
+        return self._ready[num_tokens, adapted]
 
     def _recorded(self, work: Work) -> Work:
         return work if self._recorder is None else partial(_replayed, self._recorder.record(work))
 
-    def _works(self, num_tokens: int) -> list[Work]:
-        step, rows = self._step, self._rows_of(num_tokens)
+    def _works(self, num_tokens: int, adapted: bool) -> list[Work]:
+        step, rows = self._step, self._rows_of(num_tokens, adapted)
 
         def piece(index: int) -> tuple[Tensor, ...]:
             step.piece(index, rows, self._kv)
@@ -126,15 +126,27 @@ class PieceGraphs:
 
         return [*(partial(piece, index) for index in range(step.num_layers)), lambda: (step.end(rows),)]
 
-    def _rows_of(self, num_tokens: int) -> Rows:
-        """Return views of the first rows, the same at each call. A message of T tokens is 3 T numbers, as in StepMetadata's
+    def _rows_of(self, num_tokens: int, adapted: bool) -> Rows:
+        """Return views of the first rows, the same at each call. A message of T tokens is 4 T numbers, as in StepMetadata's
         buffer."""
-        token_ids, positions, slots = self._message[: _PARTS * num_tokens].view(_PARTS, num_tokens)
-        rows = self._rows
-        return Rows(token_ids, positions, slots, rows.states[:num_tokens], rows.query[:num_tokens], rows.attended[:num_tokens])
+        token_ids, positions, slots, adapter_slots = self._parts(num_tokens)
+        rows, groups = self._rows, self._rows.groups if adapted else None
+        return Rows(
+            token_ids,
+            positions,
+            slots,
+            rows.states[:num_tokens],
+            rows.query[:num_tokens],
+            rows.attended[:num_tokens],
+            groups=None if groups is None else groups.over(adapter_slots),
+        )
+
+    def _parts(self, num_tokens: int) -> Tensor:
+        return self._message[: PARTS_OF_TOKENS * num_tokens].view(PARTS_OF_TOKENS, num_tokens)
 
     def _clear(self, num_tokens: int) -> None:
-        token_ids, positions, slots = self._message[: _PARTS * num_tokens].view(_PARTS, num_tokens)
+        token_ids, positions, slots, adapter_slots = self._parts(num_tokens)
+        adapter_slots.fill_(NO_ADAPTER)
         token_ids.zero_()
         positions.zero_()
         slots.fill_(NOWHERE)

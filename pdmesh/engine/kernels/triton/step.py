@@ -23,7 +23,9 @@ from torch import Tensor
 from pdmesh.engine.kernels.triton.attention import TritonAttention
 from pdmesh.engine.kernels.triton.experts.experts import GroupedExperts
 from pdmesh.engine.kernels.triton.kv import rope_and_store
+from pdmesh.engine.kernels.triton.latent.maps import expanded_values, store_latents
 from pdmesh.engine.kernels.triton.linear.mlps import GatedStep, MLPStep, PlainStep
+from pdmesh.engine.kernels.triton.lora import AdapterGroups, AdapterRows
 from pdmesh.engine.kernels.triton.metadata import StepMetadata
 from pdmesh.engine.kernels.triton.norms import added_and_normalized, kind_of, normalized
 from pdmesh.engine.kv_cache.events import LayerReadiness
@@ -46,19 +48,21 @@ class Rows:
     positions: Tensor  # [T] int32
     slots: Tensor  # [T] int32
     states: Tensor  # [T, hidden_size]: the residual stream
-    query: Tensor  # [T, num_heads, head_dim]
-    attended: Tensor  # [T, num_heads, head_dim]
+    query: Tensor  # [T, num_heads, head_dim]; of latent attention the latent's width
+    attended: Tensor  # [T, num_heads, head_dim]; of latent attention the latent's rank
+    groups: AdapterGroups | None = None  # which rows have which LoRA adapter; None: no row has one
 
     @classmethod
-    def of(cls, token_ids: Tensor, positions: Tensor, slots: Tensor, decoder: DecoderModel) -> Rows:
+    def of(
+        cls, token_ids: Tensor, positions: Tensor, slots: Tensor, decoder: DecoderModel, groups: AdapterGroups | None = None
+    ) -> Rows:
         """Return rows with new buffers for what is computed."""
         config, num_tokens = decoder.config, len(token_ids)
-        heads = (num_tokens, config.num_heads, config.head_dim)
+        shapes = [(config.hidden_size,), *((config.num_heads, dim) for dim in query_dims(config))]
         states, query, attended = (
-            torch.empty(shape, dtype=decoder.dtype, device=token_ids.device)
-            for shape in ((num_tokens, config.hidden_size), heads, heads)
+            torch.empty((num_tokens, *shape), dtype=decoder.dtype, device=token_ids.device) for shape in shapes
         )
-        return cls(token_ids, positions, slots, states, query, attended)
+        return cls(token_ids, positions, slots, states, query, attended, groups)
 
     @property
     def num_bytes(self) -> int:
@@ -69,21 +73,33 @@ class Rows:
 class TritonStep:
     """Compute a step. The weights are the decoder's; it holds no state of requests and no buffers."""
 
-    def __init__(self, decoder: DecoderModel, attention: TritonAttention) -> None:
-        self.decoder, self.attention = decoder, attention
+    def __init__(self, decoder: DecoderModel, attention: TritonAttention, adapters: AdapterRows | None = None) -> None:
+        """`adapters`: what the decoder's maps share, where they may have LoRA adapters."""
+        self.decoder, self.attention, self._adapters = decoder, attention, adapters
         self.mlps = [mlp_step(layer.mlp, decoder.config) for layer in decoder.layers]
         config = decoder.config
         # As transformers does it: the factor is rounded to the states' dtype.
         self._multiplier = torch.tensor(config.embedding_multiplier, dtype=decoder.dtype, device=decoder.device)
 
-    def run(self, meta: StepMetadata, kv: Tensor, signal: LayerReadiness | None = None) -> StepOutput:
+    @property
+    def kinds(self) -> tuple[bool, ...]:
+        """Return the values of `adapted` that steps may have."""
+        return (False,) if self._adapters is None else (False, True)
+
+    def groups_of(self, adapter_slots: Tensor) -> AdapterGroups | None:
+        """Return buffers for the groups of [T] rows; None: the model has no places for adapters."""
+        return None if self._adapters is None else self._adapters.groups_of(adapter_slots)
+
+    def run(self, meta: StepMetadata, kv: Tensor, signal: LayerReadiness | None = None, *, adapted: bool = False) -> StepOutput:
         """Write keys and values of the tokens that have a slot; return outputs of `meta.logits_rows`. kv: the pool
-        (`KVPool.tensor`).
+        (`KVPool.tensor`). `adapted`: some rows have LoRA adapters.
 
         T and R of the metadata are multiples of 4 (pdmesh.engine.models.layers.Linear). The contents of rows of padding are not
         defined.
         """
-        rows, plan = Rows.of(meta.token_ids, meta.positions, meta.slots, self.decoder), self.attention.plan_of(meta)
+        groups = self.groups_of(meta.adapter_slots) if adapted else None
+        rows = Rows.of(meta.token_ids, meta.positions, meta.slots, self.decoder, groups)
+        plan = self.attention.plan_of(meta)
         for index in range(self.num_layers):
             self.piece(index, rows, kv)
             tell(signal, index, kv.device)
@@ -98,6 +114,7 @@ class TritonStep:
         """Compute what comes before the attention of a layer, from the attention before it on; its keys and values are then in
         the pool."""
         layer, states = self.decoder.layers[index], rows.states
+        self._choose(rows, index == 0)
         if index:
             normed = self._added(self._rest(index - 1, rows), states, layer.input_norm)
         else:
@@ -107,7 +124,15 @@ class TritonStep:
 
     def end(self, rows: Rows) -> Tensor:
         """Return the output behind the last attention: [T, hidden_size], not yet added to the states."""
+        self._choose(rows)
         return self._rest(self.num_layers - 1, rows)
+
+    def _choose(self, rows: Rows, is_first: bool = False) -> None:
+        """Have the maps add what the rows' adapters do, in this piece."""
+        if self._adapters is not None:
+            self._adapters.current = rows.groups
+        if is_first and rows.groups is not None:
+            rows.groups.sort()
 
     def output(self, last: Tensor, states: Tensor, wanted: Tensor) -> StepOutput:
         """Return the output of the rows `wanted` [R] of both [T, hidden_size]."""
@@ -135,7 +160,8 @@ class TritonStep:
     def _rest(self, index: int, rows: Rows) -> Tensor:
         """Return a layer's output behind its attention, which is added to the states next."""
         layer, states = self.decoder.layers[index], rows.states
-        mixed = _behind(layer.output(rows.attended.flatten(1)), layer.post_attention_norm)
+        values = rows.attended.flatten(1) if layer.latent is None else expanded_values(rows.attended, layer.latent)
+        mixed = _behind(layer.output(values), layer.post_attention_norm)
         if self.decoder.config.parallel:  # the MLP reads what attention read
             read = self._read_again(layer, states)
             self._added(mixed, states, None)
@@ -158,7 +184,12 @@ class TritonStep:
 
     def _query(self, index: int, layer: DecoderLayer, normed: Tensor, rows: Rows, kv: Tensor) -> None:
         """Write rotated query heads of normed [T, hidden_size] to `rows`, and keys and values to their slots."""
-        scales, qkv = self.attention.kv_scales, layer.qkv(normed)
+        scales, qkv, config = self.attention.kv_scales, layer.qkv(normed), self.decoder.config
+        if layer.latent is not None and config.latent is not None and layer.rope is not None:
+            own = None if scales is None else scales[index]
+            table, tokens = self.decoder.ropes[layer.rope], (rows.positions, rows.slots)
+            store_latents(qkv, layer.latent, config.latent, kv[index], table, *tokens, rows.query, own)
+            return
         norm = self._head_norm(layer.qk_norm, qkv)
         rope_and_store(
             qkv,
@@ -184,6 +215,11 @@ class TritonStep:
             part = qkv[:, heads.start * dim : heads.stop * dim]
             normalized(part, replace(norm.norm, weight=norm.weight[heads].flatten()), part)
         return None
+
+
+def query_dims(config: ModelConfig) -> tuple[int, int]:
+    """Return the numbers of a query head, and of what attention gives for it."""
+    return (config.head_dim, config.head_dim) if config.latent is None else (config.latent.width, config.latent.kv_rank)
 
 
 def _behind(x: Tensor, norm: Norm | None) -> Tensor:

@@ -8,8 +8,8 @@ import shutil
 import sysconfig
 from pathlib import Path
 
-from pdmesh.engine.kernels.triton.tiles import HOPPER_BYTES, MAX_HEAD_DIM, choose_tiles
-from pdmesh.engine.models.config import ExpertsConfig, ModelConfig, missing_part
+from pdmesh.engine.kernels.triton.tiles import HOPPER_BYTES, MAX_HEAD_DIM, LatentTiles, choose_tiles, latent_columns
+from pdmesh.engine.models.config import ExpertsConfig, LatentConfig, ModelConfig, missing_part
 
 INTERPRET = "TRITON_INTERPRET"
 FP8_CAPABILITY = (8, 9)
@@ -38,12 +38,14 @@ PARTS = frozenset(
         "multiplier of residuals",
         "multiplier of logits",
         "softcap of logits",
+        "bias of logits",
+        "latent attention",
     }
 )
 """What the kernels compute besides a Llama's parts (pdmesh/engine/models/config.py)."""
 
 
-SCORINGS = ("softmax", "softmax_topk", "sigmoid")
+SCORINGS = ("softmax", "softmax_topk", "sigmoid", "sparsemixer")
 """How the scores of experts are computed (experts/routing.py)."""
 
 
@@ -52,10 +54,15 @@ def why_not(config: ModelConfig, item_size: int = 2, room: int = HOPPER_BYTES) -
     activation; `room`: shared memory that a program may have. Quantized products fit wherever attention does."""
     if (part := missing_part(config, PARTS)) is not None:
         return f"its kernels have no {part}"
-    if config.head_dim > MAX_HEAD_DIM:
+    if config.latent is None and config.head_dim > MAX_HEAD_DIM:
         return f"head_dim {config.head_dim} is more than {MAX_HEAD_DIM}"
+    if config.latent is not None and (reason := _why_no_latent(config.latent)):
+        return reason
     try:
-        choose_tiles(config.head_dim, item_size, room)
+        if config.latent is not None:
+            LatentTiles.of(config.latent.width, item_size, room)
+        else:
+            choose_tiles(config.head_dim, item_size, room)
     except ValueError as error:
         return str(error)
     if config.experts is not None and (part := _missing_of_experts(config.experts)) is not None:
@@ -63,6 +70,14 @@ def why_not(config: ModelConfig, item_size: int = 2, room: int = HOPPER_BYTES) -
     if any(window is not None and window < 1 for window in config.windows):
         return "a sliding window of no tokens"
     return None
+
+
+def _why_no_latent(latent: LatentConfig) -> str:
+    """Return what of a latent the tiles do not take: its values end within the main columns of its second half."""
+    main, _ = latent_columns(latent.width)
+    if 0 < latent.kv_rank - latent.width // 2 <= main and latent.width // 2 > 16:
+        return ""
+    return f"its kernels have no tiles for latents of {latent.kv_rank} and {latent.rope_dim} numbers"
 
 
 def _missing_of_experts(experts: ExpertsConfig) -> str | None:

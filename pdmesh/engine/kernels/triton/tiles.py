@@ -95,6 +95,43 @@ def _fitting(tiles: Tiles, padded: int, item_size: int, room: int) -> Tiles:
     return replace(tiles, split_stages=split, walk_stages=walk)
 
 
+@dataclass(frozen=True)
+class LatentTiles:
+    """Describe tiles of latent attention: each half of a latent is `main` and `rest` columns, both powers of two; 8 warps hold
+    the sums of 64 rows of 512 numbers, or twice those of 32, in some 140 registers a thread."""
+
+    main: int
+    rest: int
+    keys: int
+    split_rows: int
+    walk_rows: int
+    warps: int
+    stages: int
+
+    @classmethod
+    def of(cls, width: int, item_size: int, room: int = HOPPER_BYTES) -> LatentTiles:
+        """Return the tiles. Raises ValueError where not even a pipeline of one stage fits."""
+        main, rest = latent_columns(width)
+        keys, rows, walk_rows, most = (16, 16, 16, 1) if item_size == 4 else (32, 64, 32, 2)
+        for stages in range(most, 0, -1):
+            tiles = cls(main, rest, keys, rows, walk_rows, 8, stages)
+            if tiles.shared_bound(item_size) <= room:
+                return tiles
+        raise ValueError(f"latents of {width} numbers do not fit into {room} bytes of shared memory")
+
+    def shared_bound(self, item_size: int) -> int:
+        """Return bytes of shared memory, no less than the compiler takes: queries, keys of all stages, and weights."""
+        columns = 2 * (self.main + self.rest)
+        return (self.split_rows + self.stages * self.keys) * columns * item_size + self.split_rows * self.keys * 4 + 4096
+
+
+def latent_columns(width: int) -> tuple[int, int]:
+    """Return the two powers of two that a half of a latent is divided into, 16 at least."""
+    half = width // 2
+    main = max(16, 1 << ((half - 1).bit_length() - 1))
+    return main, max(16, 1 << (max(1, half - main) - 1).bit_length())
+
+
 def shared_bound(keys: int, rows: int, columns: int, item_size: int, stages: int) -> int:
     """Return bytes of shared memory, no less than the compiler takes: queries, keys and values of all stages but the one that is
     computed (of one stage: keys and weights only, one after the other), sums of rows."""

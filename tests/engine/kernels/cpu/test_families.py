@@ -112,8 +112,7 @@ class RoundedMaps:
     def joined(self, parts: Sequence[tuple[str, int]], width: int, bias: Tensor | None) -> RoundedLinear:
         return RoundedLinear([self.source.get(f"{name}.weight") for name, _ in parts], bias, self.form)
 
-    def head(self, weight: Tensor) -> RoundedLinear:
-        bias = self.source.get("lm_head.bias") if self.source.config.head_bias else None
+    def head(self, weight: Tensor, bias: Tensor | None) -> RoundedLinear:
         return RoundedLinear([weight], bias, "int8")
 
 

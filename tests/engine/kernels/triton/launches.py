@@ -7,12 +7,15 @@ from dataclasses import replace
 
 import torch
 
-from pdmesh.engine.kernels.triton.attention import paged_attention
+from pdmesh.engine.kernels.triton.attention import Workspace, paged_attention
 from pdmesh.engine.kernels.triton.blocks import TritonBlocks
 from pdmesh.engine.kernels.triton.cuda_graphs import DecodeBuffers
 from pdmesh.engine.kernels.triton.experts.experts import GroupedExperts
 from pdmesh.engine.kernels.triton.kv import rope_and_store, store_kv
+from pdmesh.engine.kernels.triton.latent.attention import LatentCall
+from pdmesh.engine.kernels.triton.latent.maps import store_latents
 from pdmesh.engine.kernels.triton.linear.linear import make_triton_linear, rounded_rows
+from pdmesh.engine.kernels.triton.lora import AdapterRows, AdapterWeights
 from pdmesh.engine.kernels.triton.norms import (
     activate,
     add_rms_norm,
@@ -23,9 +26,11 @@ from pdmesh.engine.kernels.triton.norms import (
     silu_mul,
 )
 from pdmesh.engine.kernels.triton.sampling.sampler import DeviceSampler
+from pdmesh.engine.kernels.triton.split_kv import SPLITS
 from pdmesh.engine.kv_cache.block_moves import Move
 from pdmesh.engine.loader.quantize import Fp8Weight, Int4Weight, Int8Weight, quantize_fp8, quantize_int4, quantize_int8
-from pdmesh.engine.models.config import ExpertsConfig
+from pdmesh.engine.models.config import ExpertsConfig, LatentConfig
+from pdmesh.engine.models.decoder import LatentMaps
 from pdmesh.engine.models.layers import ACTIVATIONS, DenseLinear, GatedMLP, Linear, Norm, RotaryTable
 from pdmesh.engine.models.rope import RopeConfig
 from pdmesh.engine.sampling.sampler import SampleRow
@@ -105,6 +110,40 @@ def experts() -> None:
         for num_tokens in (4, 132):
             mixed(torch.zeros(num_tokens, 512, dtype=BF16))
     mixture(None, "swiglu_oai", 360, 200, bias=True)(torch.zeros(8, 360, dtype=BF16))
+
+
+def adapters() -> None:
+    """Products of three parts and of one, of widths that are no multiples of a tile; few rows and many."""
+    for dtype in (BF16, torch.float32):
+        for places, inputs, parts in ((1, 70, [96]), (5, 4096, [2048, 513, 512])):
+            weights = AdapterWeights(places, 64, inputs, parts, torch.zeros(1, dtype=dtype))
+            for num_rows in (1, 131):
+                groups = AdapterRows(places, torch.device(DEVICE)).groups_of(torch.zeros(num_rows, dtype=torch.int32))
+                groups.sort()
+                weights.add(torch.zeros(num_rows, inputs, dtype=dtype), torch.zeros(num_rows, sum(parts), dtype=dtype), groups)
+
+
+def latents() -> None:
+    """Of DeepSeek-V3 and MiniCPM3, whose halves are 288 and 144 numbers, and in float32; split and walked, with a tail."""
+    for heads, latent, dtype, is_fp8 in (
+        (16, LatentConfig(0, 512, 128, 64, 128), BF16, False),
+        (40, LatentConfig(0, 256, 64, 32, 64), BF16, True),
+        (16, LatentConfig(0, 512, 128, 64, 128), torch.float32, False),
+    ):
+        half = latent.width // 2
+        sequences = Sequences(Shape(1, 1, half), LENGTHS, dtype, tail=3 * is_fp8)
+        kv, scales = (sequences.kv.to(FP8), torch.ones(2)) if is_fp8 else (sequences.kv, None)
+        meta = sequences.meta()
+        query, out = (torch.zeros(meta.num_tokens, heads, dim, dtype=dtype) for dim in (latent.width, latent.kv_rank))
+        workspace = Workspace.of(meta, heads, latent.kv_rank)
+        LatentCall(latent, 0.1, SPLITS, meta, workspace.acc, workspace.stats).run(query, kv, scales, out)
+        norm = Norm(torch.ones(latent.kv_rank, dtype=dtype), 1e-6)
+        key_map, value_map = (torch.zeros(heads, *shape, dtype=dtype) for shape in ((latent.nope_dim, latent.kv_rank), (1, 1)))
+        rope = RopeConfig.from_dict({"rope_theta": 1e4}, head_dim=latent.rope_dim, max_context=700)
+        rotary = RotaryTable(rope, 700, dtype=dtype, device=DEVICE)
+        fused = torch.zeros(meta.num_tokens, heads * (latent.nope_dim + latent.rope_dim) + latent.width, dtype=dtype)
+        maps = LatentMaps(None, None, norm, key_map, value_map)
+        store_latents(fused, maps, latent, kv, rotary, meta.positions, meta.slots, query, scales)
 
 
 def mixture(
@@ -215,7 +254,7 @@ def draws() -> None:
 GROUPS: dict[str, Callable[[], None]] = {
     group.__name__: group
     for group in (
-        products, rows, other_rows, keys_and_values, experts, moves, narrow_attention, attention_of_128, attention_of_256,
-        attention_in_float32, other_attention, draws, on_older_gpus,
+        products, rows, other_rows, keys_and_values, experts, adapters, latents, moves, narrow_attention, attention_of_128,
+        attention_of_256, attention_in_float32, other_attention, draws, on_older_gpus,
     )
 }  # fmt: skip

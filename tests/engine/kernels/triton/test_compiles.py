@@ -15,7 +15,7 @@ import triton
 
 from pdmesh.engine.kernels.triton.experts.product import Tile
 from pdmesh.engine.kernels.triton.linear.weight_product import TileShape
-from pdmesh.engine.kernels.triton.tiles import shared_bound
+from pdmesh.engine.kernels.triton.tiles import LatentTiles, shared_bound
 from tests.engine.kernels.triton.arrivals import lacking
 from tests.engine.kernels.triton.cubins import count_spills
 from tests.engine.kernels.triton.launches import GROUPS
@@ -29,6 +29,7 @@ STACKS |= {("split_kernel", 0): 32, ("walk_kernel", 0): 32, ("vector_kernel", 0)
 STACKS |= {("walk_kernel", 64): 64, ("walk_kernel", 96): 64, ("walk_kernel", 128): 64, ("walk_kernel", 256): 640}
 STACKS |= {("capped split_kernel", 128): 400, ("capped split_kernel", 256): 1100}  # with a softcap
 STACKS |= {("capped walk_kernel", 128): 96, ("capped walk_kernel", 256): 640}
+STACKS |= {("latent_kernel", 0): 400}
 # Instructions in its one loop, of some 400 (one row) or 1000 (four), that the assembler chose to spill for.
 INNER = {"vector_kernel": 5, "capped split_kernel": 1}
 
@@ -53,6 +54,7 @@ def test_every_kernel_compiles_for_hopper_and_spills_in_no_inner_loop(one_of_eac
     assert {kernel["kernel"] for kernel in one_of_each} >= {
         *("tile_kernel", "vector_kernel", "split_kernel", "walk_kernel"),
         *("router_kernel", "route_kernel", "sort_kernel", "gate_up_kernel", "down_kernel", "sum_kernel"),
+        *("lora_shrink_kernel", "lora_expand_kernel", "latent_kernel", "latent_store_kernel"),
     }
     _check(one_of_each)
 
@@ -99,7 +101,9 @@ def test_what_is_stored_in_float8_is_divided_as_ieee_says(one_of_each: list[dict
     """The interpreter divides exactly whatever the compiler is told."""
     stores = [kernel for kernel in one_of_each if kernel.get("HAS_SCALES") and "store" in kernel["kernel"]]
     stores += [kernel for kernel in one_of_each if kernel["kernel"] == "round_rows_kernel"]
-    assert {kernel["kernel"] for kernel in stores} == {"store_kernel", "rope_store_kernel", "round_rows_kernel"}
+    assert {kernel["kernel"] for kernel in stores} == {
+        *("store_kernel", "rope_store_kernel", "latent_store_kernel", "round_rows_kernel")
+    }
     assert [kernel for kernel in stores if kernel["approximate_divisions"]] == []
 
 
@@ -131,7 +135,10 @@ def bound(kernel: dict[str, Any]) -> int:
         return TileShape(kernel["BLOCK_M"], kernel["num_stages"]).shared_bound(kernel["BITS"])
     if kernel["kernel"] in ("gate_up_kernel", "down_kernel"):
         return Tile(kernel["BLOCK_M"], kernel["COLUMNS"], kernel["num_stages"]).shared_bound(kernel["BITS"])
-    if "BLOCK_N" not in kernel:
+    if kernel["kernel"] == "latent_kernel":
+        item_size = 4 if kernel["num_stages"] == 1 else 2
+        return LatentTiles.of(2 * kernel["HALF"], item_size).shared_bound(item_size)
+    if "BLOCK_N" not in kernel or kernel["kernel"] == "lora_expand_kernel":
         return 48 * 1024
     item_size = 4 if kernel["num_stages"] == 1 else 2
     return shared_bound(kernel["BLOCK_N"], kernel["BLOCK_M"], kernel["DIM_PAD"], item_size, kernel["num_stages"])

@@ -59,6 +59,7 @@ def route_on_device(config: ExpertsConfig, x: Tensor, router: Tensor, slots: lis
         {"scoring": "sigmoid", "normalize": True, "has_correction": True, "scale": 0.5},
         {"scoring": "sigmoid", "num_experts": 12, "num_groups": 4, "top_groups": 2, "has_correction": True, "group_rank": "top2"},
         {"scoring": "softmax", "num_experts": 12, "num_groups": 3, "top_groups": 1, "top_k": 3},
+        {"scoring": "sparsemixer", "router_jitter": 0.2},
     ],
     ids=str,
 )

@@ -28,7 +28,7 @@ from pdmesh.engine.kernels.triton.kernel_cache_keys import settle_keys
 from pdmesh.engine.models.config import ExpertsConfig
 
 _ROWS, _OUTPUTS, _COLUMNS = 4, 8, 128  # of a program of the router: 32 sums a thread
-_SORTED = 1024  # choices that a program of the sort reads at a time
+SORTED = 1024  # choices that a program of the sort reads at a time
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -70,13 +70,23 @@ def _eligible(ranked, groups, members, GROUPS: tl.constexpr, TOP_GROUPS: tl.cons
 
 
 @triton.jit
+def _share_of_best(logits, ranked, there, distance):
+    """Return the best's share of the softmax over those of `ranked` that are near it (Liu et al., GRIN, 2024)."""
+    best = tl.max(ranked)
+    logits = tl.where(there, logits, best)
+    is_far = tl.div_rn(best - logits, tl.maximum(tl.abs(logits), best)) > distance
+    return tl.div_rn(1.0, tl.sum(tl.where(there & (is_far == 0), tl.exp(ranked - best), 0.0)))
+
+
+@triton.jit
 def route_kernel(
-    logits, correction, slots, scores, chosen, stride, factor,
+    logits, correction, slots, scores, chosen, stride, factor, distance,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, TOP_PAD: tl.constexpr, GROUPS: tl.constexpr, GROUPS_PAD: tl.constexpr,
     MEMBERS_PAD: tl.constexpr, TOP_GROUPS: tl.constexpr, RANK: tl.constexpr, SCORING: tl.constexpr, NORMALIZES: tl.constexpr,
     HAS_CORRECTION: tl.constexpr,
 ):  # fmt: skip
-    """Program: a token. Its experts lie in a table of groups and their members."""
+    """Program: a token. Its experts lie in a table of groups and their members. `distance` of logits, in shares of the larger,
+    up to which experts compete in sparsemixer."""
     token = tl.program_id(0).to(tl.int64)
     groups, members = tl.arange(0, GROUPS_PAD), tl.arange(0, MEMBERS_PAD)[None, :]
     there = (groups < GROUPS)[:, None] & (members < EXPERTS // GROUPS)
@@ -97,7 +107,11 @@ def route_kernel(
     own, picks = tl.zeros([TOP_PAD], tl.float32), tl.zeros([TOP_PAD], tl.int32)
     for index in tl.static_range(TOP_K):
         pick = tl.minimum(tl.min(tl.where(ranked == tl.max(ranked), number, EXPERTS)), EXPERTS - 1)
-        own = tl.where(rank == index, tl.sum(tl.where(number == pick, value, 0.0)), own)
+        if SCORING == "sparsemixer":
+            score = _share_of_best(value, ranked, there, distance)
+        else:
+            score = tl.sum(tl.where(number == pick, value, 0.0))
+        own = tl.where(rank == index, score, own)
         picks = tl.where(rank == index, pick, picks)
         ranked = tl.where(number == pick, float("-inf"), ranked)
     if SCORING == "softmax_topk":
@@ -167,7 +181,7 @@ def routed(
         _score(x, router, bias, logits)
         _choose(config, logits, correction, slots, scores, chosen)
     sort_kernel[(config.num_experts + 1,)](
-        chosen, order, starts, counts, num_choices, EXPERTS=config.num_experts, BLOCK=_SORTED, num_warps=4
+        chosen, order, starts, counts, num_choices, EXPERTS=config.num_experts, BLOCK=SORTED, num_warps=4
     )  # fmt: skip
     return Routed(logits, scores, chosen, order, starts)
 
@@ -185,6 +199,7 @@ def _choose(
     groups = config.num_groups
     route_kernel[(len(logits),)](
         logits, logits if correction is None else correction, slots, scores, chosen, logits.stride(0), config.scale,
+        2.0 * config.router_jitter,
         EXPERTS=config.num_experts, TOP_K=config.top_k, TOP_PAD=triton.next_power_of_2(config.top_k), GROUPS=groups,
         GROUPS_PAD=triton.next_power_of_2(groups), MEMBERS_PAD=triton.next_power_of_2(config.num_experts // groups),
         TOP_GROUPS=config.top_groups, RANK=config.group_rank, SCORING=config.scoring, NORMALIZES=config.normalize,
