@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pdmesh.engine.models.config import ModelConfig
-from pdmesh.engine.models.families import multimodal
 from pdmesh.engine.models.families.dense import (
     arcee,
     ernie45,
@@ -40,6 +39,7 @@ from pdmesh.engine.models.families.layernorm import (
     stablelm,
     starcoder2,
 )
+from pdmesh.engine.models.families.multimodal import text_part
 from pdmesh.engine.models.family import Family
 from pdmesh.engine.models.reader import ConfigReader, UnsupportedModel
 
@@ -62,7 +62,7 @@ FAMILIES: dict[str, Family] = {
     "flex_olmo": olmoe.FLEX,
     "gemma": gemma.GEMMA,
     "gemma2": gemma.GEMMA2,
-    "gemma3": multimodal.GEMMA3,
+    "gemma3": text_part({"gemma3_text": gemma.GEMMA3}),
     "gemma3_text": gemma.GEMMA3,
     "glm": glm.GLM,
     "glm4": glm.GLM4,
@@ -88,7 +88,7 @@ FAMILIES: dict[str, Family] = {
     "iquestcoder": llama.IQUEST,
     "jais2": nemotron.JAIS2,
     "llama": llama.FAMILY,
-    "llama4": multimodal.LLAMA4,
+    "llama4": text_part({"llama4_text": llama4.FAMILY}),
     "llama4_text": llama4.FAMILY,
     "mellum": qwen_moe.MELLUM,
     "minicpm3": minicpm3.FAMILY,
@@ -96,7 +96,7 @@ FAMILIES: dict[str, Family] = {
     "ministral": mistral.FAMILY,
     "ministral3": mistral.MINISTRAL3,
     "mistral": mistral.FAMILY,
-    "mistral3": multimodal.MISTRAL3,
+    "mistral3": text_part({"mistral": mistral.FAMILY, "ministral3": mistral.MINISTRAL3}),
     "mixtral": mixtral.MIXTRAL,
     "nanochat": nanochat.FAMILY,
     "nemotron": nemotron.FAMILY,

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from pdmesh.engine.models.config import ModelConfig, token_ids
-from pdmesh.engine.models.families.dense import gemma, mistral
-from pdmesh.engine.models.families.experts import llama4
 from pdmesh.engine.models.family import Family
 from pdmesh.engine.models.reader import ConfigReader, UnsupportedModel
 
@@ -51,7 +49,3 @@ def _around(config: ConfigReader, text: ConfigReader, model: ModelConfig) -> Mod
         dtype=model.dtype if dtype is None else str(dtype).removeprefix("torch."),
         tie_word_embeddings=is_tied,
     )
-
-
-GEMMA3, LLAMA4 = text_part({"gemma3_text": gemma.GEMMA3}), text_part({"llama4_text": llama4.FAMILY})
-MISTRAL3 = text_part({"mistral": mistral.FAMILY, "ministral3": mistral.MINISTRAL3})
