@@ -9,12 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from pdmesh.adapter_id import AdapterId
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.kernels.cpu.library import shared_library
+from pdmesh.engine.kernels.cpu.step_memory import StepBuffers
+from pdmesh.engine.lora.adapter import Adapter, AdapterMap, sites_of
 from tests.engine.backends import needs_native
+from tests.engine.lora.mixed import MixedLoop
 from tests.engine.paged_loop import Chunk, PagedLoop, load
 from tests.engine.test_model_transformers import prompt
 from tests.support.tiny_families import make_tiny_family
@@ -56,6 +61,24 @@ def test_buffers_of_the_cpu_kernels(variant: str, dtype: str, tmp_path: Path) ->
     before = reserved()
     step()
     assert reserved() == before, "a second step like the first needs no more"
+
+
+@needs_native
+def test_what_adapters_read_and_add_is_counted_too(tmp_path: Path) -> None:
+    """For the largest rank: 256. All rows have one adapter, of a rank that is near it."""
+    folder = make_tiny_family(tmp_path, "llama", **WIDE, **VARIANTS["llama"])
+    loop = PagedLoop(load(folder, backend="native", dtype="float32", num_threads=1, max_loras=1))
+    plain, slots, config = step_of(loop), loop.loaded.adapter_slots, loop.loaded.config
+    assert slots is not None
+    plain()
+    without = StepBuffers(config, loop.loaded.model.weights, TOKENS, SEQS, 1).num_bytes()  # type: ignore[union-attr]
+    shapes = sites_of(config).items()
+    maps = {site: AdapterMap(torch.zeros(250, inputs), torch.zeros(outputs, 250)) for site, (outputs, inputs) in shapes}
+    slots.put(0, Adapter(AdapterId("a", "0"), maps))
+    before = shared_library().pdmesh_reserved_bytes()
+    step_of(MixedLoop(loop.loaded, slots=[0] * SEQS))()
+    found = shared_library().pdmesh_reserved_bytes() - before
+    assert found <= counted(loop) - without <= 1.5 * found
 
 
 def most_held(run: Callable[[], object], folder: Path) -> int:

@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from pdmesh.adapter_id import MAX_RANK
 from pdmesh.engine.kernels.cpu.model import PackedExperts, PackedLayer, PackedLinear, PackedMLP, PackedWeights
 from pdmesh.engine.models.config import ModelConfig
 
 _FLOAT, _OUTLIERS_BYTES, _PAIR_BYTES = 4, 40, 20
 _FEW_ROWS, _ALL = 3, 2**31
+_PANEL, _ITEM_ROWS = 16, 96
 _BYTES_OF_ROWS = {"float32": 4, "bfloat16": 2, "int8": 1, "int4": 1}
 
 
@@ -25,6 +27,7 @@ class StepBuffers:
     num_tokens: int
     num_rows: int
     num_threads: int
+    has_adapters: bool = False  # counted for the largest rank that an adapter may have
 
     def num_bytes(self) -> int:
         """Return the bytes of all buffers, with the logits."""
@@ -33,7 +36,7 @@ class StepBuffers:
         mixed = max((self._mixed(layer.mlp) for layer in layers if isinstance(layer.mlp, PackedExperts)), default=0)
         inner = max(rows * _padded(mlp.down.num_inputs) for layer in layers for mlp, rows in self._mlps(layer))
         logits = self.num_rows * self.config.vocab_size
-        return (floats + inner + logits) * _FLOAT + mixed + self._prepared()
+        return (floats + inner + logits) * _FLOAT + mixed + self._prepared() + (self._adapted() if self.has_adapters else 0)
 
     def _states(self) -> int:
         """Return the floats of a token beside attention and MLP: its state and what is added to it, queries, keys and values."""
@@ -55,6 +58,14 @@ class StepBuffers:
         hidden, pairs = _padded(self.config.hidden_size), self.num_tokens * experts.config.top_k
         floats = self.num_tokens * (_padded(experts.router.num_outputs) + hidden) + pairs * hidden
         return floats * _FLOAT + pairs * _PAIR_BYTES
+
+    def _adapted(self) -> int:
+        """Return the bytes of what adapters read and add (adapters.h): rows in float32, A x of three maps, tiles."""
+        products = [linear for linear, _ in self._products()]
+        inputs = max(_padded(linear.num_inputs) for linear in products)
+        panels = max(linear.num_outputs for linear in products) // _PANEL // self.num_threads + 4
+        tile = min(self.num_tokens, _ITEM_ROWS) * panels * _PANEL
+        return (self.num_tokens * (inputs + 3 * MAX_RANK) + self.num_threads * (_FEW_ROWS * inputs + tile)) * _FLOAT
 
     def _prepared(self) -> int:
         """Return the bytes of rows that are rounded to the format of their product's weights: one buffer for all products, and
