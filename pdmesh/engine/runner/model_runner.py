@@ -115,6 +115,10 @@ class ModelRunner:
         """Return the batch in host memory: a model packs it, so that one copy goes to its device and nothing waits for it."""
         return build_batch(pieces, self._kv.shape[3], _HOST, self._adapter_slots)
 
+    def adapters_of(self, pieces: list[ScheduledSequence]) -> tuple[int, ...]:
+        """Return `StepBatch.adapter_slots` of sequences with one part each."""
+        return _slots_of(pieces, self._adapter_slots) if self._adapter_slots else ()
+
     def copy_blocks(self, pieces: list[ScheduledSequence]) -> None:
         """Copy the blocks that have to be copied before the step writes."""
         copies = [copy for piece in pieces for copy in piece.copies]

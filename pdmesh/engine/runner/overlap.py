@@ -237,6 +237,7 @@ class OverlapScheduler:
             context_lens=[position + 1 for position in positions],
             block_tables=tables,
             logits_rows=torch.arange(len(sequences)),
+            adapter_slots=self._runner.adapters_of(pieces),
         )
 
     def _sample_row(self, sequence: Sequence, index: int) -> SampleRow:

@@ -298,7 +298,7 @@ class TritonModel:
         return self.decoder.embedding
 
     def first_layers(self, num_layers: int) -> TritonModel:
-        """See DecoderModel.first_layers."""
+        """See DecoderModel.first_layers. Adapters are the whole model's alone: a draft is the base's."""
         return TritonModel(
             self.decoder.first_layers(num_layers),
             self.sizes,
@@ -307,7 +307,6 @@ class TritonModel:
             splits=self.splits,
             kv_scales=None if self.kv_scales is None else self.kv_scales[:num_layers],
             max_rows=self.max_rows,
-            adapters=self.adapter_slots,
         )
 
     def sampler(self) -> DeviceSampler:

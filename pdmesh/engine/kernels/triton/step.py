@@ -114,25 +114,29 @@ class TritonStep:
         """Compute what comes before the attention of a layer, from the attention before it on; its keys and values are then in
         the pool."""
         layer, states = self.decoder.layers[index], rows.states
-        self._choose(rows, index == 0)
+        if index == 0 and rows.groups is not None:
+            rows.groups.sort()
+        self._choose(rows.groups)
         if index:
             normed = self._added(self._rest(index - 1, rows), states, layer.input_norm)
         else:
             self._embed(rows)
             normed = states if layer.input_norm is None else normalized(states, layer.input_norm)
         self._query(index, layer, normed, rows, kv)
+        self._choose(None)
 
     def end(self, rows: Rows) -> Tensor:
         """Return the output behind the last attention: [T, hidden_size], not yet added to the states."""
-        self._choose(rows)
-        return self._rest(self.num_layers - 1, rows)
+        self._choose(rows.groups)
+        last = self._rest(self.num_layers - 1, rows)
+        self._choose(None)
+        return last
 
-    def _choose(self, rows: Rows, is_first: bool = False) -> None:
-        """Have the maps add what the rows' adapters do, in this piece."""
+    def _choose(self, groups: AdapterGroups | None) -> None:
+        """Have the maps add what these adapters do; behind each piece none, as a draft model of the first layers has the same
+        maps."""
         if self._adapters is not None:
-            self._adapters.current = rows.groups
-        if is_first and rows.groups is not None:
-            rows.groups.sort()
+            self._adapters.current = groups
 
     def output(self, last: Tensor, states: Tensor, wanted: Tensor) -> StepOutput:
         """Return the output of the rows `wanted` [R] of both [T, hidden_size]."""

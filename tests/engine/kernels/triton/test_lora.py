@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,20 +13,24 @@ from torch import Tensor
 
 from pdmesh.adapter_id import AdapterId
 from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.engine import Engine
 from pdmesh.engine.errors import AdapterRefused
 from pdmesh.engine.kernels.triton.lora import AdapterGroups, AdapterRows, AdapterWeights
 from pdmesh.engine.kernels.triton.metadata import NO_ADAPTER
 from pdmesh.engine.kernels.triton.model import NODE_BYTES, TritonModel
-from pdmesh.engine.loader.loader import LoadedModel
+from pdmesh.engine.loader.loader import LoadedModel, load_model
 from pdmesh.engine.lora.adapter import Adapter, AdapterMap, places_bytes, sites_of
 from pdmesh.engine.lora.folder import with_lora_rank
 from pdmesh.engine.lora.triton_maps import TritonAdapters
 from pdmesh.engine.memory import DoesNotFit, check_adapters_fit
+from pdmesh.engine.request import EngineRequest
+from pdmesh.sampling_params import SamplingParams
 from tests.engine.kernels.triton.paged import DEVICE
 from tests.engine.kernels.triton.test_step_memory import MEMORY
 from tests.engine.lora.mixed import MixedLoop, generate
 from tests.engine.paged_loop import Chunk, load
 from tests.engine.test_model_transformers import prompt
+from tests.support.mock_engine import Collector, hash_block, run_to_end
 from tests.support.tiny_models import make_tiny_model
 
 INPUTS, PARTS = 600, (70, 24, 24)  # two shares of the inputs, blocks of outputs that are cut off
@@ -140,12 +145,42 @@ def test_mixed_steps_as_graphs_draw_the_references_tokens(folder: Path) -> None:
     expected = generate(torch_model, prompts, [0, -1, 2], 4)
     assert expected[1] == base[1] and expected[0] != base[0] and expected[2] != base[2]
     assert generate(own, prompts, [0, -1, 2], 4) == expected
+    assert isinstance(own.adapter_slots, TritonAdapters)
+    assert own.adapter_slots.rows.current is None, "a draft model has the same maps"
     assert generate(own, prompts, [], 4) == base, "a step without adapters"
     for loaded in (torch_model, own):
         assert loaded.adapter_slots is not None
         loaded.adapter_slots.drop(0)
         put(loaded, {0: adapters[2]})
     assert generate(own, prompts, [2, 0, 0], 4) == generate(torch_model, prompts, [2, 0, 0], 4) != expected
+
+
+ENGINE: dict[str, Any] = {**SIZES, "max_loras": 2}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.mark.timeout(300)
+def test_an_engine_runs_ahead_with_adapters(folder: Path) -> None:
+    """Loaded and unloaded while requests run."""
+    answers = []
+    for backend in ("torch", "triton"):
+        config = EngineConfig(model=str(folder), backend=backend, dtype="float32", num_blocks=32, **ENGINE)
+        loaded, collector = load_model(config), Collector()
+        engine = Engine(config, hash_block=hash_block, loaded=loaded)
+        first, second = (adapter_of(loaded, number, rank) for number, rank in ((1, 8), (2, 3)))
+        engine.adapters.load(first)
+        for name, adapter in (("a", first.id), ("b", None)):
+            assert engine.add(EngineRequest(name, tuple(prompt(5, seed=1)), GREEDY, adapter=adapter))
+        for _ in range(3):
+            collector.take(engine.step())
+        assert engine.adapters.unload("a1") == 1
+        engine.adapters.load(second)
+        assert engine.add(EngineRequest("c", tuple(prompt(5, seed=1)), GREEDY, adapter=second.id))
+        run_to_end(engine, collector)
+        answers.append([collector.answer(name).token_ids for name in "abc"])
+        assert [each.name for each in engine.adapters.loaded] == ["a2"]
+        engine.close()
+    assert answers[0] == answers[1] and len({*answers[0]}) == 3
 
 
 def test_a_step_of_the_base_has_the_bits_of_a_model_without_places(folder: Path) -> None:
