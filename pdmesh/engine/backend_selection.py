@@ -91,9 +91,6 @@ def wants_triton(config: EngineConfig) -> bool:
     return config.backend == "triton" or (config.backend == "auto" and config.device == "cuda")
 
 
-_LORA = "LoRA is computed by the torch backend"
-
-
 def _why_not_triton(config: EngineConfig, model: ModelConfig, no_triton: str) -> str:
     if config.tensor_parallel > 1 and model.experts is not None:
         return f"tensor_parallel={config.tensor_parallel}, and its kernels compute experts with one rank alone"
