@@ -74,7 +74,7 @@ class SafetensorsSource:
         self.config = read_config(folder, overrides)
         self._names = stored_names(folder, self.config)
         self._stored = StoredTensors(folder)
-        form = _config_of(folder / "config.json", lambda content: weight_format(with_side_file(folder, content)))
+        form = _config_of(folder / "config.json", lambda content: weight_format(_content(folder, content, overrides)))
         self.quantized = QuantizedWeights(form, self._stored) if form else None
         _check_stored(folder, self._stored, form)
 
@@ -226,12 +226,17 @@ def read_config(folder: Path, overrides: Sequence[str] = ()) -> ModelConfig:
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder}: no config.json; give a Hugging Face model folder or a .gguf file")
-    config = _config_of(path, lambda content: model_config(with_side_file(folder, overridden(content, overrides))))
+    config = _config_of(path, lambda content: model_config(_content(folder, content, overrides)))
     generation = folder / "generation_config.json"
     if generation.is_file():
         ids = _config_of(generation, lambda content: token_ids(content.get("eos_token_id")))
         return replace(config, eos_token_ids=ids or config.eos_token_ids)
     return config
+
+
+def _content(folder: Path, content: Mapping[str, object], overrides: Sequence[str]) -> dict[str, object]:
+    """Return what config.json says with the quantization that another file describes, and with the overrides of both."""
+    return overridden(with_side_file(folder, content), overrides)
 
 
 def _config_of(path: Path, read: Callable[[Mapping[str, object]], T]) -> T:

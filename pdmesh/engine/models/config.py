@@ -352,7 +352,7 @@ def decoder(read: ConfigReader, defaults: Defaults | None = None, /, **parts: ob
     if "intermediate_size" not in parts:
         common["intermediate_size"] = read.count(key("intermediate_size"))
     if "norm_eps" not in parts:
-        common["norm_eps"] = read.number(key("rms_norm_eps"), default=defaults.norm_eps)
+        common["norm_eps"] = read.above_zero(key("rms_norm_eps"), default=defaults.norm_eps)
     if "activation" not in parts:
         common["activation"] = activation(read, key("hidden_act"), defaults.activation)
     if "rope" not in parts:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeGuard
 
+MOST_LAYERS = 10_000
+_LAYERS = frozenset({"num_hidden_layers", "n_layer"})
+_HUGE = 1e300  # whole numbers of JSON have no bound
 NEUTRAL = frozenset({
     "_attn_implementation", "_commit_hash", "_name_or_path", "add_cross_attention", "architectures", "attention_dropout",
     "attention_probs_dropout_prob", "attn_pdrop", "auto_map", "bad_words_ids", "begin_suppress_tokens", "bos_token_id",
@@ -31,6 +35,11 @@ class UnsupportedModel(ValueError):
 
 def _is_off(key: str, value: object) -> bool:
     return value is False and (key.startswith("use_") or key.endswith("bias"))
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Return whether this is a finite number: JSON of Python also has NaN and Infinity."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -_HUGE < value < _HUGE
 
 
 class ConfigReader(Mapping[str, object]):
@@ -106,28 +115,41 @@ class ConfigReader(Mapping[str, object]):
             value = self.get(key)
             if value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value) or value < 0:
+            if not is_number(value) or value != int(value) or value < 0:
                 raise ValueError(f"config.json: {self.name(key)} is {value!r}, not a count")
+            if key in _LAYERS and value > MOST_LAYERS:  # lists of so many are made before a tensor is looked for
+                raise ValueError(f"config.json: {self.name(key)} is {value!r}, and a model has {MOST_LAYERS} layers at most")
             return int(value)
         return None
 
     def number(self, *keys: str, default: float) -> float:
-        """Return the first of `keys` that is there."""
+        """Return the first of `keys` that is there. Raises ValueError for what is no finite number."""
         for key in keys:
             if key in self._content:
                 value = self[key]
-                if isinstance(value, bool) or not isinstance(value, (int, float)):
+                if not is_number(value):
                     raise ValueError(f"config.json: {self.name(key)} is {value!r}, not a number")
                 return float(value)
         return default
+
+    def above_zero(self, *keys: str, default: float) -> float:
+        """Return the first of `keys` that is there. Raises ValueError for what is no number above 0."""
+        value = self.number(*keys, default=default)
+        if value <= 0:
+            key = next((key for key in keys if key in self._content), keys[0])
+            raise ValueError(f"config.json: {self.name(key)} is {value!r}; it must be above 0")
+        return value
 
     def optional_number(self, key: str) -> float | None:
         """Return None where the key is absent or null."""
         return None if self.get(key) is None else self.number(key, default=0.0)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """Return whether the key is set; null counts as absent."""
+        """Return whether the key is set; null counts as absent. Raises ValueError for other than true, false, 1 and 0: the text
+        "False" would count as true."""
         value = self.get(key)
+        if value is not None and value not in (True, False):
+            raise ValueError(f"config.json: {self.name(key)} is {value!r}, neither true nor false")
         return default if value is None else bool(value)
 
     def texts(self, key: str) -> list[str] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pdmesh.engine.models.reader import ConfigReader
+from pdmesh.engine.models.reader import ConfigReader, is_number
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 _NEEDED = {
@@ -65,18 +65,23 @@ class RopeConfig:
         for key in _NEEDED.get(rope_type, ()):
             if params.get(key) is None:
                 raise ValueError(f"rope parameters of type {rope_type!r} lack {key!r}")
-        original = reader.get("original_max_position_embeddings") or params.get("original_max_position_embeddings")
+        if rope_type == "default":
+            _refuse_scaling(params)
+        originals = (section.optional_count("original_max_position_embeddings") for section in (reader, params))
+        original_context = next(filter(None, originals), max_context)
         params.ignore("original_max_position_embeddings")
-        original_context = int(float(str(original))) if original else max_context
-        rotary_dim = int(head_dim * _number(params, "partial_rotary_factor", _number(reader, "partial_rotary_factor", partial)))
+        part = _number(params, "partial_rotary_factor", _number(reader, "partial_rotary_factor", partial))
+        if not 0 <= part <= 1:
+            raise ValueError(f"rope parameter partial_rotary_factor is {part}; it must be from 0 to 1")
+        rotary_dim = int(head_dim * part)
         stretch = max_context / original_context if rope_type == "longrope" else 1.0
         return cls(
             rope_type=rope_type,
-            theta=_number(params, "rope_theta", _number(reader, "rope_theta", theta)),
+            theta=_above_zero(params, "rope_theta", _above_zero(reader, "rope_theta", theta)),
             rotary_dim=rotary_dim,
             max_context=max_context,
             original_max_context=original_context,
-            factor=_number(params, "factor", stretch),
+            factor=_above_zero(params, "factor", stretch),
             attention_factor=params.optional_number("attention_factor"),
             beta_fast=params.optional_number("beta_fast") or 32.0,
             beta_slow=params.optional_number("beta_slow") or 1.0,
@@ -127,11 +132,27 @@ def ropes_by_kind(config: ConfigReader, **shape: int) -> dict[str, RopeConfig]:
     return {name: RopeConfig.from_dict({}, params=each, **shape) for name, each in own.items() if each is not None}
 
 
+def _refuse_scaling(params: ConfigReader) -> None:
+    """Raise ValueError for a factor that scales nothing: of rope_type 'default', also where no type is said."""
+    if (factor := params.get("factor")) not in (None, 1):
+        raise ValueError(
+            f"{params.name('factor')} {factor!r} scales nothing, because rope_type is 'default' or not there; give rope_type "
+            f"too, one of {', '.join(_NEEDED)}, or take the factor away"
+        )
+
+
+def _above_zero(params: ConfigReader, key: str, default: float) -> float:
+    value = _number(params, key, default)
+    if value <= 0:
+        raise ValueError(f"rope parameter {key} is {value}; it must be above 0")
+    return value
+
+
 def _number(params: ConfigReader, key: str, default: float) -> float:
     if params.get(key) is None:
         return default
     value = params[key]
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if not is_number(value):
         raise ValueError(f"rope parameter {key} is {value!r}, not a number")
     return float(value)
 
@@ -140,7 +161,7 @@ def _factors(params: ConfigReader, key: str, count: int) -> tuple[float, ...]:
     value = params.get(key)
     if value is None:
         return ()
-    if not isinstance(value, (list, tuple)) or not all(isinstance(item, (int, float)) for item in value):
+    if not isinstance(value, (list, tuple)) or not all(map(is_number, value)):
         raise ValueError(f"rope parameter {key} is {value!r}, not a list of numbers")
     if len(value) != count:
         raise ValueError(f"rope parameter {key} has {len(value)} entries for {count} frequencies")

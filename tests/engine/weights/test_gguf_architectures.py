@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +14,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from pdmesh.engine.loader.builder import open_checkpoint
 from pdmesh.engine.loader.gguf.architectures import ARCHITECTURES
@@ -238,11 +241,26 @@ def test_a_converted_file_is_the_same_model(place: Path, tmp_path: Path, case: s
     assert torch.equal(*logits)
 
 
-def test_per_head_norms_of_stablelm_are_refused_by_name(place: Path) -> None:
-    path = made(place, "stablelm")
+def test_norms_of_heads_of_stablelm_lie_in_one_tensor(tmp_path: Path) -> None:
+    """The exporter makes the file of the model without them; they are put in as llama.cpp's converter stacks them."""
+    folder = make_tiny_family(tmp_path / "whole", "stablelm, qk norm")
+    plain = shutil.copytree(folder, tmp_path / "plain")
+    tensors = load_file(folder / "model.safetensors")
+    norms = {name: tensor for name, tensor in tensors.items() if "_layernorm.norms." in name}
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if name not in norms}, plain / "model.safetensors", {"format": "pt"}
+    )
+    config = json.loads((folder / "config.json").read_text())
+    (plain / "config.json").write_text(json.dumps({**config, "qk_layernorm": False}))
 
-    def with_norms(tensors: dict[str, np.ndarray]) -> None:
-        tensors["blk.0.attn_q_norm.weight"] = np.ones((4, 16), np.float32)
+    def with_norms(stored: dict[str, np.ndarray]) -> None:
+        for layer in range(config["num_hidden_layers"]):
+            for kind, count in (("q", config["num_attention_heads"]), ("k", config["num_key_value_heads"])):
+                heads = [norms[f"model.layers.{layer}.self_attn.{kind}_layernorm.norms.{n}.weight"] for n in range(count)]
+                stored[f"blk.{layer}.attn_{kind}_norm.weight"] = torch.stack(heads).float().numpy()
 
-    with pytest.raises(ValueError, match="qk_layernorm True is not supported"):
-        check_model(rewritten(path, with_norms))
+    path = rewritten(export(plain, tmp_path / "model.gguf"), with_norms)
+    with torch.inference_mode():
+        expected = reference(folder, dtype=torch.float32, attn_implementation="eager")(torch.tensor([TOKENS])).logits[0]
+    logits = PagedLoop(load(path, backend="torch", dtype="float32")).logits(TOKENS, 32)
+    torch.testing.assert_close(logits, expected, atol=2e-4 * float(expected.abs().max()), rtol=1e-4)

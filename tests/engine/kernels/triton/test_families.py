@@ -31,7 +31,7 @@ REFUSED = {
     "temperature of queries": {"ministral3", "mistral3"},
 }  # fmt: skip
 COMPUTED = sorted(VARIANTS.keys() - set().union(*REFUSED.values()))
-FEW = {"cohere, qk norm", "gemma2", "gpt2", "gpt_oss", "granite", "olmo3", "olmoe", "qwen2_moe", "smollm3"}  # each part once
+FEW = {"cohere, qk norm", "gemma2", "gpt_oss", "olmo3", "qwen2_moe"}  # kernels of each kind once
 
 
 def variants() -> list[Any]:
@@ -65,7 +65,7 @@ def test_logits_and_greedy_tokens_are_those_of_the_reference(variant: str, tmp_p
     assert drawn == tokens
 
 
-@pytest.mark.parametrize("variant", ["gemma2", "gemma3_text", "granite", "olmo3", "cohere, qk norm", "gpt2"])
+@pytest.mark.parametrize("variant", ["gemma2", "cohere, qk norm"])
 def test_logits_in_float16(variant: str, tmp_path: Path) -> None:
     """Roundings are the reference's, norms with wide weights among them."""
     folder = make_tiny_family(tmp_path, variant)

@@ -66,7 +66,7 @@ def read_gemma3(config: ConfigReader) -> ModelConfig:
 def _sandwich(config: ConfigReader, *, period: int, softcaps: Sequence[float] = (50.0, 30.0)) -> dict[str, object]:
     num_layers, window = config.count("num_hidden_layers"), config.count("sliding_window", default=4096)
     windows = layer_windows(config, num_layers, window)
-    scalar = config.number("query_pre_attn_scalar", default=256.0)
+    scalar = config.above_zero("query_pre_attn_scalar", default=256.0)
     caps = [_softcap(config, f"{key}_logit_softcapping", cap) for key, cap in zip(("attn", "final"), softcaps, strict=True)]
     return {
         "post_norm": True,

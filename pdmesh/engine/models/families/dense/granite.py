@@ -22,7 +22,7 @@ def multipliers(config: ConfigReader) -> dict[str, object]:
     return {
         "embedding_multiplier": config.number("embedding_multiplier", default=1.0),
         "residual_multiplier": config.number("residual_multiplier", default=1.0),
-        "logits_multiplier": 1.0 / config.number("logits_scaling", default=1.0),
+        "logits_multiplier": 1.0 / config.above_zero("logits_scaling", default=1.0),
         "attention_scale": 1.0 if (own := config.optional_number("attention_multiplier")) is None else own,
     }
 
