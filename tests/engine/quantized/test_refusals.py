@@ -257,3 +257,11 @@ def test_a_bias_of_zeros_beside_a_quantized_weight_says_nothing(tmp_path: Path, 
     changed(folder, lambda tensors: tensors[f"{UP}.bias"].fill_(1))
     load(folder)
     assert f"tensors that nothing uses: {UP}.bias" in caplog.text
+
+
+def test_overrides_reach_the_keys_that_say_how_weights_are_stored(llama: Path, tmp_path: Path) -> None:
+    folder, _ = write_quantized(llama, tmp_path, FORMATS["gptq 4 bits g32"])
+    with pytest.raises(ValueError, match=r"scales: shape \(3, 64\) in the checkpoint, \(2, 64\) by its quantization_config"):
+        SafetensorsSource(folder, ["quantization_config.group_size=64"])
+    with pytest.raises(UnsupportedModel, match=r"qweight: a .*quantized weight, but config.json has no"):
+        SafetensorsSource(folder, ["quantization_config=null"])
