@@ -20,6 +20,7 @@ from pdmesh.models.catalogue import ModelError, Progress
 _NAME = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9][A-Za-z0-9_.-]*)(?:@([A-Za-z0-9_./-]+))?")
 PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt", "added_tokens.json")
 _OTHERS = ("original/*", "onnx/*", "openvino/*", "*/consolidated*", "consolidated*", "*training_args*", "metal/*")
+PICKLES = (".bin", ".pt", ".pth")
 _TIMEOUT_S = 20.0
 
 
@@ -77,7 +78,7 @@ def _wanted(name: HubName, files: dict[str, int]) -> Iterator[str]:
     if any(file.endswith(".safetensors") for file in wanted):
         yield from wanted
         return
-    if any(file.endswith((".bin", ".pt", ".pth")) for file in files):
+    if any(file.endswith(PICKLES) for file in files):
         raise ModelError(f"{name.repository}: it has no safetensors, only {how_to_convert(name.repository)}")
     if any(file.endswith(".gguf") for file in files):
         example = next(file for file in sorted(files) if file.endswith(".gguf"))
@@ -92,7 +93,7 @@ def _matches(file: str, patterns: Sequence[str]) -> bool:
 def how_to_convert(model: str) -> str:
     """Return what is said of weights as pickles, which may run code when they are read."""
     return (
-        "pickled weights (.bin), which are not read because they may hold code; convert a model that you trust: python -c "
+        "pickled weights (.bin, .pth), which are not read because they may hold code; convert a model that you trust: python -c "
         f"\"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{model}').save_pretrained('FOLDER')\""
     )
 

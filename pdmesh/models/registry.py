@@ -29,7 +29,7 @@ from pdmesh.models.catalogue import (
 )
 from pdmesh.models.download import StderrProgress, ensure_gguf, megabytes, require_space, run_reporting
 from pdmesh.models.headers import check_headers
-from pdmesh.models.hub import HubName, fetch, how_to_convert
+from pdmesh.models.hub import PICKLES, HubName, fetch, how_to_convert
 from pdmesh.runtime.child import import_path, python_command
 from pdmesh.text.tokenizer_files import has_tokenizer
 
@@ -183,7 +183,7 @@ def _checked_folder(path: Path) -> Path:
         raise ModelError(
             f"{path} is no model folder: it lacks {' and '.join(missing)}; name a Hugging Face folder or a .gguf file"
         )
-    if not any(path.glob("*.safetensors*")) and any(path.glob("*.bin")):
+    if not any(path.glob("*.safetensors*")) and any(file.suffix in PICKLES for file in path.iterdir()):
         raise ModelError(f"{path} has no safetensors, only {how_to_convert(str(path))}")
     return path.resolve()
 

@@ -82,7 +82,7 @@ def test_offline_takes_what_is_there_and_nothing_else(hub: Hub, tmp_path: Path) 
         ("org/closed", "org/closed is gated: accept its licence at http"),
         (
             "org/bins",
-            "it has no safetensors, only pickled weights (.bin), which are not read because they may hold code; convert",
+            "it has no safetensors, only pickled weights (.bin, .pth), which are not read because they may hold code; convert",
         ),
         ("org/gguf", "it holds GGUF files; download one, such as tiny.Q8_0.gguf"),
         ("a b/c", "'a b/c' is neither a known name"),

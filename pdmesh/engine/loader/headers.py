@@ -6,7 +6,7 @@ keeps torch out of its own process:
 
     python -m pdmesh.engine.loader.headers MODEL [KEY=VALUE ...]        exits with 1 and one line if the model is refused
 
-Not covered: shapes of quantized safetensors, which their format checks as it reads them.
+Of quantized safetensors their format says which shape a weight has that is stored in another one.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch import Tensor
 from pdmesh.engine.loader import kv_scales
 from pdmesh.engine.loader.builder import TorchBuilder, open_checkpoint
 from pdmesh.engine.loader.quantize import Int4Weight, Int8Weight
+from pdmesh.engine.loader.quantized.weights import QuantizedWeights
 from pdmesh.engine.loader.safetensors import (
     MissingTensor,
     SafetensorsSource,
@@ -42,9 +43,9 @@ _PLAIN = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F
 class HeaderSource:
     """Give the tensors of a folder's safetensors on device meta, see WeightSource."""
 
-    def __init__(self, folder: Path, config: ModelConfig) -> None:
+    def __init__(self, folder: Path, config: ModelConfig, quantized: QuantizedWeights | None = None) -> None:
         """Read the headers of all shards. Raises ValueError."""
-        self.config, self._folder = config, folder
+        self.config, self._folder, self._quantized = config, folder, quantized
         self._family_names = stored_names(folder, config)
         self._stored: dict[str, tuple[str, list[int]]] = {}
         for path in weight_files(folder):
@@ -56,7 +57,10 @@ class HeaderSource:
 
     def get(self, name: str) -> Tensor:
         """Return the tensor without numbers. Raises MissingTensor; ValueError for a dtype that no plain weights have."""
-        return self._family_names.find(name, self.config).read(self._shaped)
+        take = self._family_names.find(name, self.config)
+        if self._quantized is not None and self._quantized.holds(take.name):
+            return self._quantized.unread(take)
+        return take.read(self._shaped)
 
     def _shaped(self, stored: str) -> Tensor:
         if stored not in self._stored:
@@ -104,11 +108,9 @@ def check_headers(source: WeightSource) -> list[str]:
         if isinstance(source, GgufSource):
             check_gguf(source)
         return []
-    if getattr(source, "quantized", None) is not None:
-        return []
-    headers = HeaderSource(source.folder, source.config)
+    headers = HeaderSource(source.folder, source.config, source.quantized)
     TorchBuilder(headers, torch.float32, "meta").build(_CONTEXT, lambda _share, _text: None)
-    return headers.unused()
+    return [] if source.quantized else headers.unused()
 
 
 def warn_of_unused(source: WeightSource) -> None:

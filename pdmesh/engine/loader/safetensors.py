@@ -60,6 +60,7 @@ T = TypeVar("T")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CANONICAL = {"pdmesh_names": "canonical"}
 """Metadata of a file whose tensors have canonical names, whatever those of its family are: what pdmesh converts."""
+_PICKLES = (".bin", ".pt", ".pth")
 _NAMED = 5  # of tensors that nothing uses
 _QUANTIZED = (".qweight", ".weight_packed", "_proj_blocks", ".weight.absmax")  # endings that plain checkpoints do not have
 
@@ -257,7 +258,7 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
-    if not index.is_file() and (pickles := sorted(path.name for path in folder.glob("*.bin"))):
+    if not index.is_file() and (pickles := sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)):
         raise ValueError(
             f"{folder}: {pickles[0]} holds pickled weights, which are not read because they may hold code; convert a model that "
             "you trust: python -c "

@@ -99,7 +99,7 @@ def lora_config(content: Mapping[str, object]) -> LoraConfig:
     config = LoraConfig(
         rank=_rank("r", content.get("r", 8)),
         alpha=_number("lora_alpha", content.get("lora_alpha", 8)),
-        is_rank_stabilized=bool(content.get("use_rslora", False)),
+        is_rank_stabilized=_flag("use_rslora", content.get("use_rslora")),
         targets=_paths("target_modules", content.get("target_modules")),
         excluded=_paths("exclude_modules", content.get("exclude_modules") or ()),
         layers=None if layers in (None, []) else frozenset(_layers(layers)),
@@ -160,6 +160,12 @@ def _rank(key: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_RANK:
         raise ValueError(f"{key}: {value!r} is not a rank from 1 to {MAX_RANK}")
     return value
+
+
+def _flag(name: str, value: object) -> bool:
+    if value not in (None, True, False):  # the text "False" would count as true
+        raise ValueError(f"{name}: {value!r} is neither true nor false")
+    return bool(value)
 
 
 def _number(key: str, value: object) -> float:

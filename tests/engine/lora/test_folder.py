@@ -51,6 +51,7 @@ BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "rank 0": ({"r": 0}, "r: 0 is not a rank"),
     "rank as text": ({"r": "8"}, "r: '8' is not a rank"),
     "a pattern's rank": ({"rank_pattern": {"q_proj": 300}}, r"rank_pattern\['q_proj'\]: 300"),
+    "a flag as text": ({"use_rslora": "False"}, "use_rslora: 'False' is neither true nor false"),
     "alpha": ({"lora_alpha": None}, "lora_alpha: None is not a number"),
     "no targets": ({"target_modules": []}, "target_modules: empty"),
     "targets of another kind": ({"target_modules": 5}, "target_modules: 5 is neither"),

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from pdmesh.engine.loader.headers import check_model
 from pdmesh.engine.loader.quantized.registry import weight_format
 from pdmesh.engine.loader.safetensors import SafetensorsSource, StoredTensors
 from pdmesh.engine.models.reader import UnsupportedModel
@@ -265,3 +266,29 @@ def test_overrides_reach_the_keys_that_say_how_weights_are_stored(llama: Path, t
         SafetensorsSource(folder, ["quantization_config.group_size=64"])
     with pytest.raises(UnsupportedModel, match=r"qweight: a .*quantized weight, but config.json has no"):
         SafetensorsSource(folder, ["quantization_config=null"])
+
+
+LAYOUTS = ("gptq 3 bits g32", "awq g32", "compressed w4a16 g32", "compressed int8 by output", "fp8 in blocks", "bitsandbytes nf4")
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_headers_show_that_config_and_weights_are_of_two_models(name: str, llama: Path, tmp_path: Path) -> None:
+    folder, _ = write_quantized(llama, tmp_path, FORMATS[name])
+    check_model(folder)
+    with pytest.raises(ValueError, match=r"no tensor 'model.layers.2.*the checkpoint is incomplete"):
+        check_model(folder, ["num_hidden_layers=3"])
+    with pytest.raises(ValueError, match=r"down_proj.weight: shape \(64, 96\) in the checkpoint, \(64, 128\) by its config"):
+        check_model(folder, ["intermediate_size=128"])
+
+
+def test_headers_show_the_shape_of_experts_in_mxfp4(tmp_path: Path) -> None:
+    folder, _ = write_mxfp4(make_tiny_family(tmp_path / "plain", "gpt_oss"), tmp_path)
+    check_model(folder)
+    down = "model.layers.1.mlp.experts.down_proj"
+
+    def narrow(tensors: dict[str, Tensor]) -> None:
+        for part in (f"{down}_blocks", f"{down}_scales"):
+            tensors[part] = tensors[part][:, :, :-1].contiguous()
+
+    with pytest.raises(ValueError, match=r"experts.0.down_proj.weight: shape \(64, 64\) in the checkpoint, \(64, 96\) by"):
+        check_model(changed(folder, narrow))

@@ -191,6 +191,9 @@ HEADERS: dict[str, tuple[Change, str]] = {
     # The files of weights
     "no weights": (gone(WEIGHTS), "neither model.safetensors nor model.safetensors.index.json"),
     "pickles alone": (pickled, r"pytorch_model.bin.*convert"),
+    "Meta's pickles alone": (
+        lambda folder: (folder / WEIGHTS).rename(folder / "consolidated.00.pth"), r"consolidated.00.pth.*convert",
+    ),
     "weights are empty": (text(WEIGHTS, b""), "model.safetensors cannot be read .*get it again"),
     "weights are text": (text(WEIGHTS, "<html>404</html>" * 9), "model.safetensors cannot be read .*get it again"),
     "weights are a pointer": (text(WEIGHTS, "version git-lfs\noid sha256:00\nsize 9\n"), "model.safetensors cannot"),

@@ -54,6 +54,10 @@ class Awq(WeightFormat):
     def num_weights(self, name: str, header: Header) -> int:
         return super().num_weights(name, header) * (_PER_WORD if name.endswith(self.main) else 1)
 
+    def shape(self, stem: str, stored: Stored) -> tuple[int, ...]:
+        inputs, words = shape_of(f"{stem}.qweight", stored)
+        return words * _PER_WORD, inputs
+
     def check_shapes(self, stem: str, stored: Stored) -> None:
         inputs, words = shape_of(f"{stem}.qweight", stored)
         groups = -(-inputs // self.group) if self.group else 1

@@ -58,6 +58,9 @@ class Bitsandbytes4(WeightFormat):
         is_packed = name.endswith(self.main) and len(header.shape) == 2 and header.shape[1] == 1
         return super().num_weights(name, header) * (widths[header.dtype] if is_packed else 1)
 
+    def shape(self, stem: str, stored: Stored) -> tuple[int, ...]:
+        return _State.parse(stem + self._state, stored.tensor(stem + self._state)).shape
+
     def check_shapes(self, stem: str, stored: Stored) -> None:
         require_shape(f"{stem}.weight.quant_map", stored, (16,))
         absmax = stored.header(f"{stem}.weight.absmax")

@@ -143,6 +143,11 @@ class CompressedTensors(WeightFormat):
             )
         return header.shape[0] * header.shape[1] * 32 // self._scheme(name.removesuffix(_PACKED)).bits
 
+    def shape(self, stem: str, stored: Stored) -> tuple[int, ...]:
+        if self._scheme(stem).main == _PLAIN:
+            return shape_of(stem + _PLAIN, stored)
+        return tuple(int(size) for size in stored.tensor(f"{stem}.weight_shape"))
+
     def check_shapes(self, stem: str, stored: Stored) -> None:
         scheme = self._scheme(stem)
         rows, columns = shape_of(stem + scheme.main, stored)

@@ -71,6 +71,10 @@ class WeightFormat(ABC):
     def check_shapes(self, stem: str, stored: Stored) -> None:
         """Raise ValueError naming the tensor and both shapes, by headers alone."""
 
+    def shape(self, stem: str, stored: Stored) -> tuple[int, ...]:
+        """Return the shape of the weight that `read` gives, by headers: the stored one, where each number is a code."""
+        return shape_of(stem + self.main, stored)
+
     def num_weights(self, name: str, header: Header) -> int:
         """Return how many weights the stored tensor holds: none, for one of a weight's other parts."""
         ending = self.ending(name)

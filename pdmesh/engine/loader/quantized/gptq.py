@@ -74,12 +74,15 @@ class Gptq(WeightFormat):
             )
         return index
 
+    def shape(self, stem: str, stored: Stored) -> tuple[int, ...]:
+        words, outputs = shape_of(f"{stem}.qweight", stored)
+        return outputs, words * 32 // self.bits
+
     def num_weights(self, name: str, header: Header) -> int:
         return super().num_weights(name, header) * (32 if name.endswith(self.main) else self.bits) // self.bits
 
     def check_shapes(self, stem: str, stored: Stored) -> None:
-        words, outputs = shape_of(f"{stem}.qweight", stored)
-        inputs = words * 32 // self.bits
+        outputs, inputs = self.shape(stem, stored)
         groups = -(-inputs // self.group) if self.group else 1
         require_shape(f"{stem}.scales", stored, (groups, outputs))
         require_shape(f"{stem}.qzeros", stored, (groups, outputs * self.bits // 32))

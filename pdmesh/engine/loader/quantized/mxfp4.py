@@ -34,6 +34,10 @@ class Mxfp4(WeightFormat):
             raise ValueError(f"{stem}_blocks: {len(blocks)} experts in the checkpoint, and number {expert} was asked for")
         return dequantize_mxfp4(blocks[expert], scales[expert]).t().expand(expert + 1, -1, -1)
 
+    def shape(self, stem: str, stored: Stored) -> tuple[int, ...]:
+        experts, outputs, blocks, _ = shape_of(f"{stem}_blocks", stored, dims=4)
+        return experts, blocks * 32, outputs
+
     def num_weights(self, name: str, header: Header) -> int:
         return super().num_weights(name, header) * (2 if name.endswith(self.main) else 1)
 

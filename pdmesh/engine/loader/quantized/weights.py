@@ -31,6 +31,13 @@ class QuantizedWeights:
         """Return whether the tensor that a family names so is quantized."""
         return bool(name) and self.format.holds(_stem(name), self._stored)
 
+    def unread(self, take: Take) -> Tensor:
+        """Return what `get` does on device meta, which has no numbers: by headers alone."""
+        tensor = torch.empty(self.format.shape(_stem(take.name), self._stored), device="meta")
+        for change in take.linear_change:
+            tensor = change(tensor)
+        return tensor
+
     def get(self, take: Take) -> Tensor:
         """Return the dequantized weight, with the family's changes."""
         weight = self._read(take)
