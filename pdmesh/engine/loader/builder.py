@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pdmesh.engine.attention.base import make_attention
 from pdmesh.engine.loader.quantized.registry import SIDE_FILES
-from pdmesh.engine.loader.safetensors import SafetensorsSource, WeightSource, checked, weight_files
+from pdmesh.engine.loader.safetensors import SafetensorsSource, WeightSource, checked, joined, weight_files
 from pdmesh.engine.models.config import LATENT_EPS, ExpertsConfig, LatentConfig
 from pdmesh.engine.models.decoder import DecoderLayer, DecoderModel, LatentMaps, sinks_of
 from pdmesh.engine.models.experts import ClampedMLP, Experts
@@ -32,6 +32,7 @@ Progress = Callable[[float, str], None]
 
 
 _ATTENTION = "reference"
+_TABLE_TOKENS = 8  # tables of positions are made for so many where nothing is computed
 
 
 def open_checkpoint(path: Path, overrides: Sequence[str] = ()) -> tuple[WeightSource, list[Path]]:
@@ -153,8 +154,8 @@ class TorchBuilder:
         biases = None
         if config.qkv_bias:  # queries without a bottleneck have none
             own = self._tensor(f"{query[0]}.bias", query[1]) if latent.query_rank else torch.zeros(query[1], dtype=self.dtype)
-            biases = _joined((own, self._tensor(f"{parts[1][0]}.bias", latent.width)))
-        return make_linear(_joined([self._tensor(f"{name}.weight", rows, config.hidden_size) for name, rows in parts]), biases)
+            biases = joined((own, self._tensor(f"{parts[1][0]}.bias", latent.width)))
+        return make_linear(joined([self._tensor(f"{name}.weight", rows, config.hidden_size) for name, rows in parts]), biases)
 
     def _latent(self, attention: str, latent: LatentConfig) -> LatentMaps:
         heads, rank, nope = self.config.num_heads, latent.kv_rank, latent.nope_dim
@@ -220,7 +221,7 @@ class TorchBuilder:
 
         def rows(kind: str) -> Tensor:
             vectors = [self._tensor(f"{attention}.{name}_norm.{kind}", *shape) for name, shape in shapes.items()]
-            return _joined([each.view(-1, dim).expand(counts[name], dim) for name, each in zip(shapes, vectors, strict=True)])
+            return joined([each.view(-1, dim).expand(counts[name], dim) for name, each in zip(shapes, vectors, strict=True)])
 
         bias = rows("bias") if config.qk_norm_bias else None
         norm = Norm(rows("weight"), config.norm_eps, config.norm, bias, config.wide_norm)
@@ -234,10 +235,10 @@ class TorchBuilder:
     def _linear(self, parts: list[tuple[str, int]], width: int, *, bias: bool) -> Linear:
         """Return one product of several maps with the same input: parts are (name, output rows)."""
         biases = [self._tensor(f"{name}.bias", rows) for name, rows in parts] if bias else []
-        joined_bias = _joined(biases) if biases else None
+        joined_bias = joined(biases) if biases else None
         if self.maps is not None:
             return self.maps.joined(parts, width, joined_bias)
-        return make_linear(_joined([self._tensor(f"{name}.weight", rows, width) for name, rows in parts]), joined_bias)
+        return make_linear(joined([self._tensor(f"{name}.weight", rows, width) for name, rows in parts]), joined_bias)
 
     def _tensor(self, name: str, *shape: int) -> Tensor:
         return checked(self.source, name, shape).to(self.device, self.dtype)
@@ -246,11 +247,7 @@ class TorchBuilder:
         return checked(self.source, name, shape).to(self.device, torch.float32)
 
 
-def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the tensors concatenated along rows; a single tensor is passed on without a copy."""
-    first = tensors[0]
-    if len(tensors) == 1:
-        return first
-    if first.device.type == "meta":  # torch.cat would import torch's compiler for these: more than a second of a worker's start
-        return first.new_empty((sum(len(tensor) for tensor in tensors), *first.shape[1:]))
-    return torch.cat(list(tensors))
+def ask_for_all(source: WeightSource) -> None:
+    """Ask a source without numbers for every tensor of its model. Raises ValueError for one that is missing or has another
+    shape."""
+    TorchBuilder(source, torch.float32, "meta").build(_TABLE_TOKENS, lambda _share, _text: None)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from pdmesh.engine.loader import kv_scales
-from pdmesh.engine.loader.builder import TorchBuilder, open_checkpoint
+from pdmesh.engine.loader.builder import ask_for_all, open_checkpoint
 from pdmesh.engine.loader.quantize import Int4Weight, Int8Weight
 from pdmesh.engine.loader.quantized.weights import QuantizedWeights
 from pdmesh.engine.loader.safetensors import (
@@ -33,10 +33,10 @@ from pdmesh.engine.loader.safetensors import (
     stored_names,
     warn_of_names,
     weight_files,
+    without_numbers,
 )
 from pdmesh.engine.models.config import ModelConfig
 
-_CONTEXT = 8  # tokens; tables of positions are made for so many
 _PLAIN = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 
 
@@ -72,8 +72,7 @@ class HeaderSource:
                 f"{self._folder}: {stored} is stored as {dtype}; plain weights are {', '.join(_PLAIN)}, and config.json has no "
                 "quantization_config that says how to read others; get the checkpoint again, or a plain one"
             )
-        # Sums on meta, such as Gemma's 1 + weight, would import torch's compiler: more than a second of a worker's start.
-        return torch.zeros(shape, dtype=_PLAIN[dtype], device="cpu" if len(shape) == 1 else "meta")
+        return without_numbers(shape, _PLAIN[dtype])
 
     def get_int4(self, name: str, group: int) -> Int4Weight | None:
         return None
@@ -109,7 +108,7 @@ def check_headers(source: WeightSource) -> list[str]:
             check_gguf(source)
         return []
     headers = HeaderSource(source.folder, source.config, source.quantized)
-    TorchBuilder(headers, torch.float32, "meta").build(_CONTEXT, lambda _share, _text: None)
+    ask_for_all(headers)
     return [] if source.quantized else headers.unused()
 
 

@@ -299,6 +299,23 @@ def exact_weight(source: WeightSource, name: str, form: str, group: int) -> Int4
     return source.get_int8(name) if form == "int8" else None
 
 
+def without_numbers(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return what stands for a stored tensor where only headers are read: on device meta, but vectors as zeros, because sums on
+    meta, such as Gemma's 1 + weight, would import torch's compiler: more than a second of a worker's start."""
+    return torch.zeros(tuple(shape), dtype=dtype, device="cpu" if len(shape) == 1 else "meta")
+
+
+def joined(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Return the tensors concatenated; a single one is passed on without a copy. Tensors without numbers give one without, made
+    without torch's own, which would import its compiler for them."""
+    first = tensors[0]
+    if len(tensors) == 1:
+        return first
+    if first.device.type == "meta":
+        return first.new_empty((*first.shape[:dim], sum(tensor.shape[dim] for tensor in tensors), *first.shape[dim + 1 :]))
+    return torch.cat(list(tensors), dim)
+
+
 def checked(source: WeightSource, name: str, shape: tuple[int, ...]) -> Tensor:
     """Return the tensor in the checkpoint's dtype. Raises ValueError for another shape or numbers that are not finite,
     MissingTensor when there is none."""

@@ -4,6 +4,7 @@
     registry.py   the adapters of an engine: slots 0 to max_loras - 1, requests that use them, loading and unloading
     torch_maps.py the torch backend: each linear map of the layers gets an `AdaptedLinear` around it
     native_maps.py the native CPU kernels: A and B of each product, packed as their weights are (kernels/cpu/adapters.h)
+    triton_maps.py the Triton kernels: places of a fixed size, filled in place (kernels/triton/lora.py)
 
 A step has a slot for each of its sequences (-1: the base alone). Sums of products are in float32 whatever the model's dtype. A
 row's bits depend neither on the other rows, nor on the slot, nor on which adapters are loaded beside its own, and a step whose

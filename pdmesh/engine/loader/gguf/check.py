@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import torch
-
-from pdmesh.engine.loader.builder import TorchBuilder
+from pdmesh.engine.loader.builder import ask_for_all
 from pdmesh.engine.loader.gguf.source import GgufSource
 
 MAX_NAMED = 4
-_CONTEXT = 8  # tokens; tables of positions are made for so many
 
 
 def check_gguf(source: GgufSource) -> list[str]:
     """Return the canonical names of all tensors that the model has. Raises ValueError for one that is missing or has another
     shape, and for one of the file that nothing uses: the architecture is then another."""
     given = source.on_meta()
-    TorchBuilder(given, torch.float32, "meta").build(_CONTEXT, lambda _share, _text: None)
+    ask_for_all(given)
     unused = source.unused(given.taken)
     if unused:
         raise ValueError(

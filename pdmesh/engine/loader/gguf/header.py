@@ -187,7 +187,7 @@ class Header:
 
     def finish(self) -> None:
         """Raise ValueError for a key of this architecture or of the tokenizer that was not read, unless its value changes
-        nothing. Keys of other prefixes (`general.`, those of tools) say who made the file, and how."""
+        nothing. Keys of other prefixes (`general.`, those of tools) say how the file was made."""
         for key, off in _OFF.items():
             if not self._was_read(key):
                 self.require(key, *off)

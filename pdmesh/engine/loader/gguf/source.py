@@ -18,7 +18,7 @@ from pdmesh.engine.loader.gguf.blocks import INT4_GROUP, dequantize_rows, int4_r
 from pdmesh.engine.loader.gguf.header import Header, open_file
 from pdmesh.engine.loader.gguf.names import names_of
 from pdmesh.engine.loader.quantize import Int4Weight, Int8Weight
-from pdmesh.engine.loader.safetensors import MissingTensor
+from pdmesh.engine.loader.safetensors import MissingTensor, joined, without_numbers
 from pdmesh.engine.models.names import Take
 from pdmesh.engine.models.registry import model_config
 from pdmesh.overrides import overridden
@@ -132,7 +132,7 @@ class GgufHeaders:
     def _shaped(self, take: Take, name: str) -> Tensor:
         self._source._stored(take, name)
         self.taken.add(take.name)
-        return _changed(torch.empty(self._source.shape(take.name), device="meta"), take)
+        return _changed(without_numbers(self._source.shape(take.name)), take)
 
     def get_int4(self, name: str, group: int) -> Int4Weight | None:
         return None
@@ -153,5 +153,5 @@ def _changed(tensor: Tensor, take: Take) -> Tensor:
 def _expanded(keys: Tensor, values: Tensor) -> Tensor:
     """Return the map from the latent to each head's keys and values, of its two parts [heads, latent, keys] and [heads, values,
     latent]."""
-    both = torch.cat((keys.transpose(1, 2), values.reshape(len(keys), -1, values.shape[-1])), 1)
+    both = joined((keys.transpose(1, 2), values.reshape(len(keys), -1, values.shape[-1])), 1)
     return both.reshape(-1, both.shape[-1])
