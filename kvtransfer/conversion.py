@@ -218,6 +218,7 @@ class Staging:
         self.num_layers = len(part.layers)
         self.num_blocks = part.num_blocks
         self.bytes_per_layer_block = bytes_per_layer_block
+        self.num_planes = 2
         self.bytes = np.empty((self.num_layers, 2, self.num_blocks, bytes_per_layer_block), np.uint8)
         self.part = replace(part, layer_start=0, layer_end=self.num_layers, block_start=0, block_end=self.num_blocks)
         self.block_ids = range(self.num_blocks)
@@ -225,8 +226,8 @@ class Staging:
     def memory(self) -> memoryview:
         return self.bytes.data.cast("B")
 
-    def block_view(self, layer: int, kv: int, block_id: int) -> memoryview:
-        start = PoolShape(self.num_layers, self.num_blocks, self.bytes_per_layer_block).offset(layer, kv, block_id)
+    def block_view(self, layer: int, plane: int, block_id: int) -> memoryview:
+        start = PoolShape(self.num_layers, self.num_blocks, self.bytes_per_layer_block).offset(layer, plane, block_id)
         return self.memory()[start : start + self.bytes_per_layer_block]
 
 

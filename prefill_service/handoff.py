@@ -16,8 +16,7 @@ from kvtransfer.errors import PushFailed, code_number
 from kvtransfer.sender.push import PushJob, PushResult
 from kvtransfer.sender.send_queue import Ending, FirstTokensDrawn, KVReadiness, NothingToDecode, Ready
 from kvtransfer.sender.sender import Sender
-from pdmesh.engine.engine import Engine
-from pdmesh.engine.loop import EngineCalls, Sinks
+from pdmesh.engine.interface import ServingEngine, Sinks
 from pdmesh.engine.outputs import KVReady
 from pdmesh.engine.request import EngineRequest
 from pdmesh.runtime.errors import DeadlineExceeded, ResourceExhausted
@@ -48,7 +47,7 @@ class Assignment:
 class HandoffTools:
     """Hold the objects that all hand-offs of a worker share."""
 
-    engine: EngineCalls
+    engine: ServingEngine
     sinks: Sinks
     sender: Sender
     block_size: int
@@ -103,7 +102,7 @@ class Handoff:
 
     async def _prefill_and_push(self, sink: FirstTokensSink) -> None:
         await hit_async("prefill.accepted")
-        if not await self._tools.engine.call(lambda engine: engine.add(self._assignment.engine_request)):
+        if not await self._tools.engine.add(self._assignment.engine_request):
             raise ResourceExhausted("this worker's prefill queue is full", retry_delay_s=RETRY_DELAY_S)
         first = await self._first_tokens(sink)
         self._assignment.spans.computed(first, first.queue_ns(self._assignment.received_ns))
@@ -141,7 +140,7 @@ class Handoff:
             await asyncio.wait([self._push])
             if not self._push.cancelled():
                 self._push.exception()  # retrieved, so that asyncio does not log it; another error ended this hand-off
-        await self._tools.engine.call(lambda engine: engine.release(engine_id))
+        await self._tools.engine.release(engine_id)
 
     async def _first_tokens(self, sink: FirstTokensSink) -> FirstTokens:
         """Wait for the first tokens. Raises ResourceExhausted when the engine stands still because reservations hold all blocks.
@@ -158,7 +157,7 @@ class Handoff:
 
     async def _num_steps_if_idle(self) -> int | None:
         """Return the engine's steps so far; None while a request runs or is held for a push, because that will free blocks."""
-        stats = await self._tools.engine.call(Engine.stats)
+        stats = await self._tools.engine.stats()
         return None if stats.num_running or stats.num_held else stats.num_steps
 
     async def _outcome(self, first: FirstTokens) -> prefill_pb2.HandoffOutcome:

@@ -20,11 +20,11 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.errors import EngineStopped
-from pdmesh.engine.outputs import KVReady, RequestStarted, SequenceUpdate, StepResult
+from pdmesh.engine.outputs import KVReady, StepResult
 
 T = TypeVar("T")
 _PIPE_BYTES = 1 << 16
@@ -166,30 +166,3 @@ class EngineLoop:
             command = self._commands.get_nowait()
             if command is not None:
                 command.fail(reason)
-
-
-# What services on top of the engine need of it. Tests stand in for both.
-
-
-class EngineCalls(Protocol):
-    """Call functions on the engine's thread, as `EngineLoop` does."""
-
-    async def call(self, fn: Callable[[Engine], T]) -> T:
-        """Run `fn` between two steps and return its result."""
-
-
-class Sink(Protocol):
-    """Receive the events of one engine request, on the event loop and in order: the updates of each step, and once, after the
-    updates of its first step, `on_started`."""
-
-    def on_update(self, update: SequenceUpdate) -> None: ...
-
-    def on_started(self, started: RequestStarted, ended_ns: int) -> None: ...
-
-
-class Sinks(Protocol):
-    """Route the engine's results by engine request id (`pdmesh.worker.step_dispatcher.StepDispatcher`)."""
-
-    def add(self, engine_id: str, sink: Sink, on_ready: Callable[[KVReady], None] | None = None) -> None: ...
-
-    def remove(self, engine_id: str) -> None: ...

@@ -16,17 +16,15 @@ from typing import NoReturn
 import torch
 
 from pdmesh.engine.config import EngineConfig
-from pdmesh.engine.engine import Engine
 from pdmesh.engine.loader.builder import Progress
-from pdmesh.engine.loader.loader import load_model
-from pdmesh.engine.speculation.setup import check_speculation, names_for
 from pdmesh.runtime import log
 from pdmesh.runtime.config import ConfigError, load
 from pdmesh.runtime.process import Lifecycle, run
 from pdmesh.runtime.registry.registry import Registry, worker_announcer
-from pdmesh.text.block_hash import hash_block
 from pdmesh.worker.assembly import Worker
-from pdmesh.worker.config import DecodeConfig, PrefillConfig, WorkerConfig, bound
+from pdmesh.worker.config import DecodeConfig, PrefillConfig, WorkerConfig
+from pdmesh.worker.engines.base import WorkerEngine
+from pdmesh.worker.engines.registry import load_engine
 
 _PROGRESS_PERIOD_S = 2.0
 
@@ -105,16 +103,6 @@ def _gpu_error(error: Exception) -> ConfigError:
     )
 
 
-def _open_engine(config: WorkerConfig, progress: Progress) -> Engine:
-    """Load the engine, on a thread of its own; the kernels' threads start here."""
-    check_speculation(config.engine_config)
-    with bound(config.cpus):
-        loaded = load_model(config.engine_config, progress)
-        if names_for(config.engine_config, loaded):
-            progress(0.0, "measuring steps: how many drafted tokens pay off")
-        return Engine(config.engine_config, hash_block=hash_block, loaded=loaded)
-
-
 def _progress_of(life: Lifecycle) -> Progress:
     """Return the function that reports loading to the parent process: first the work before the weights (kernels may have to be
     compiled), then a line each few seconds. It is called on the loading thread."""
@@ -131,11 +119,13 @@ def _progress_of(life: Lifecycle) -> Progress:
     return progress
 
 
-async def _load_engine(life: Lifecycle, config: WorkerConfig) -> Engine:
+async def _load_engine(life: Lifecycle, config: WorkerConfig) -> WorkerEngine:
     started = time.monotonic()
     life.progress(f"loading {config.engine.model}")
     try:
-        engine = await asyncio.to_thread(_open_engine, config, _progress_of(life))
+        engine = await asyncio.to_thread(load_engine, config, _progress_of(life))
+    except ConfigError:
+        raise
     except (ValueError, OSError, MemoryError) as error:
         raise _config_error(error) from error
     except Exception as error:
@@ -143,9 +133,10 @@ async def _load_engine(life: Lifecycle, config: WorkerConfig) -> Engine:
             raise
         logger.exception("the GPU could not be made ready")
         raise _gpu_error(error) from error
-    shape = engine.kv.shape
+    pool = engine.memory
+    num_bytes = pool.num_layers * 2 * pool.num_blocks * pool.bytes_per_layer_block
     life.progress(
         f"loaded {config.engine.model} in {time.monotonic() - started:.1f} s; "
-        f"KV pool of {shape.num_blocks} blocks, {shape.num_bytes / 2**20:,.0f} MiB"
+        f"KV pool of {pool.num_blocks} blocks, {num_bytes / 2**20:,.0f} MiB"
     )
     return engine

@@ -21,6 +21,7 @@ class FakeKVMemory:
         self.num_layers = num_layers
         self.num_blocks = num_blocks
         self.bytes_per_layer_block = bytes_per_layer_block
+        self.num_planes = 2
         self.num_bytes = num_layers * 2 * num_blocks * bytes_per_layer_block
         self.fd: int | None = os.memfd_create("pdmesh-test-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, self.num_bytes)
@@ -34,8 +35,8 @@ class FakeKVMemory:
     def memory(self) -> memoryview:
         return memoryview(self._map)
 
-    def block_view(self, layer: int, kv: int, block_id: int) -> memoryview:
-        start = ((layer * 2 + kv) * self.num_blocks + block_id) * self.bytes_per_layer_block
+    def block_view(self, layer: int, plane: int, block_id: int) -> memoryview:
+        start = ((layer * 2 + plane) * self.num_blocks + block_id) * self.bytes_per_layer_block
         return self.memory()[start : start + self.bytes_per_layer_block]
 
     def fill(self, seed: int) -> None:

@@ -176,14 +176,14 @@ async def test_failed_engine_is_reported(model: Model) -> None:
     with pytest.raises(AssertionError):  # the peer's own check: this worker cannot be whole any more
         async with running_worker(model) as peer:
             router = MiniRouter()
-            peer.worker.engine.step = lambda: 1 / 0  # type: ignore[assignment, method-assign, return-value]
+            peer.engine.step = lambda: 1 / 0  # type: ignore[assignment, method-assign, return-value]
             with pytest.raises(grpc.aio.AioRpcError):
                 for attempt in range(100):
                     await router.submit(peer, f"r{attempt}", LONG, mode=LOCAL)
             failures = peer.failures
             await eventually(lambda: failures)
             for record in list(peer.worker.decode.reservations.active):
-                peer.worker.engine.release(record.engine_id)
+                peer.engine.release(record.engine_id)
     assert isinstance(failures[0], ZeroDivisionError)
 
 

@@ -1,0 +1,39 @@
+"""The engines that the contract is tested on, with a tiny model each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from pdmesh.worker.engines.base import WorkerEngine
+from pdmesh.worker.engines.builtin import BuiltinEngine
+from tests.support.tiny_models import make_tiny_model
+from tests.support.worker_mesh import load_tiny
+
+
+class Kind(Protocol):
+    """One kind of engine."""
+
+    folder: Path
+
+    def make(self, **settings: object) -> WorkerEngine: ...
+
+    def close(self) -> None: ...
+
+
+class Builtin:
+    """Our own engine, on the torch backend."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = make_tiny_model(folder / "model")
+        self._model = load_tiny(self.folder)
+
+    def make(self, **settings: object) -> WorkerEngine:
+        return BuiltinEngine(self._model.engine(**settings))
+
+    def close(self) -> None:
+        return
+
+
+ENGINES: Mapping[str, Callable[[Path], Kind]] = {"pdmesh": Builtin}
