@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import os
 import secrets
@@ -15,16 +14,15 @@ from typing import NoReturn
 
 import torch
 
-from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.loader.builder import Progress
 from pdmesh.runtime import log
-from pdmesh.runtime.config import ConfigError, load
+from pdmesh.runtime.config import ENV_PREFIX, ConfigError, load, options_of
 from pdmesh.runtime.process import Lifecycle, run
 from pdmesh.runtime.registry.registry import Registry, worker_announcer
 from pdmesh.worker.assembly import Worker
 from pdmesh.worker.config import DecodeConfig, PrefillConfig, WorkerConfig
 from pdmesh.worker.engines.base import WorkerEngine
-from pdmesh.worker.engines.registry import load_engine
+from pdmesh.worker.engines.registry import loader, require
 
 _PROGRESS_PERIOD_S = 2.0
 
@@ -50,6 +48,7 @@ def decode_main() -> NoReturn:
 async def serve(life: Lifecycle, config: WorkerConfig, *, prog: str = "worker") -> None:
     """Run one worker. Raises ConfigError when the model cannot be loaded or does not fit, or an address is taken."""
     log.configure(prog)
+    require(config.engine_name, config.engine.device)
     engine = await _load_engine(life, config)
     if life.stopping:
         engine.close()
@@ -87,8 +86,9 @@ def _config_error(error: Exception) -> ConfigError:
     name, _, problem = str(error).partition(": ")
     if name in os.environ:
         return ConfigError(name, problem)
-    if problem and name in {field.name for field in dataclasses.fields(EngineConfig)}:
-        return ConfigError(f"--{name.replace('_', '-')}", problem)
+    flags = {option.path[-1]: option.flag for option in options_of(WorkerConfig, ENV_PREFIX)}
+    if problem and name in flags:
+        return ConfigError(flags[name], problem)
     return ConfigError("--model", str(error))
 
 
@@ -123,7 +123,7 @@ async def _load_engine(life: Lifecycle, config: WorkerConfig) -> WorkerEngine:
     started = time.monotonic()
     life.progress(f"loading {config.engine.model}")
     try:
-        engine = await asyncio.to_thread(load_engine, config, _progress_of(life))
+        engine = await asyncio.to_thread(loader(config.engine_name), config, _progress_of(life))
     except ConfigError:
         raise
     except (ValueError, OSError, MemoryError) as error:
