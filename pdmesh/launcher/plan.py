@@ -286,14 +286,11 @@ except ConfigError as error:
 
 
 def engine_python(engine: str, device: str) -> str:
-    """Return the interpreter for workers with the engine: the present one if that has its package, else the one that the
-    engine's variable names, else that of the engine's environment in this checkout. Raises StartFailed, with what to do, if there
-    is none, or it cannot run the engine on the device."""
-    package = PACKAGES.get(engine)
+    """Return the interpreter for workers with the engine (`found_python`). Raises StartFailed, with what to do, if there is none,
+    or it cannot run the engine on the device."""
+    package, python = PACKAGES.get(engine), found_python(engine)
     if package is None:
         return sys.executable
-    named, made = os.environ.get(package.python_variable, ""), Path(pdmesh.__file__).parents[1] / package.folder / "bin/python"
-    python = sys.executable if package.version() is not None else named or (str(made) if made.is_file() else "")
     if not python:
         raise StartFailed(
             f"--engine {engine}: the package {package.module} is not installed here; {package.remedy}; or name an interpreter "
@@ -304,6 +301,16 @@ def engine_python(engine: str, device: str) -> str:
     except OSError as error:
         raise StartFailed(f"{package.python_variable}: {python}: {error.strerror}; name a Python interpreter") from None
     return python
+
+
+def found_python(engine: str) -> str:
+    """Return the present interpreter if it has the engine's package, else the one that the engine's variable names, else that of
+    the engine's environment in this checkout; empty: there is none."""
+    package = PACKAGES.get(engine)
+    if package is None or package.version() is not None:
+        return sys.executable
+    made = Path(pdmesh.__file__).parents[1] / package.folder / "bin/python"
+    return os.environ.get(package.python_variable, "") or (str(made) if made.is_file() else "")
 
 
 def _check_engine(python: str, engine: str, device: str) -> None:

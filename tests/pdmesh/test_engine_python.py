@@ -10,6 +10,8 @@ import pytest
 import pdmesh
 from pdmesh import cli
 from pdmesh.commands.up import Options, _mesh_config
+from pdmesh.doctor import software
+from pdmesh.doctor.machine import State
 from pdmesh.launcher.plan import LocalMeshConfig, engine_python, router_plans, worker_plans
 from pdmesh.runtime import child
 from pdmesh.runtime.child import StartFailed
@@ -78,6 +80,17 @@ def test_no_interpreter_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("PDMESH_VLLM_PYTHON", "/nowhere/python")
     with pytest.raises(StartFailed, match="PDMESH_VLLM_PYTHON: /nowhere/python: No such file"):
         engine_python("vllm", "cpu")
+
+
+def test_the_doctor_knows_the_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    none = software.engines()
+    assert none.state is State.OK and "vllm (not installed)" in none.found and none.found.startswith("pdmesh ")
+    monkeypatch.setenv("PDMESH_VLLM_PYTHON", interpreter(tmp_path / "right", "0.32.1"))
+    right = software.engines()
+    assert right.state is State.OK and f"vllm 0.32.1 (cpu, {tmp_path / 'right'})" in right.found
+    monkeypatch.setenv("PDMESH_VLLM_PYTHON", interpreter(tmp_path / "wrong", "0.33.0"))
+    wrong = software.engines()
+    assert wrong.state is State.WARN and "0.33.0" in wrong.found and "vllm 0.32 is supported" in wrong.cost
 
 
 def test_workers_run_there_and_routers_here() -> None:
