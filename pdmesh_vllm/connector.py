@@ -1,5 +1,5 @@
-"""The KV connector that vLLM loads (`kv_connector_module_path`): it lets EngineCore wait for KV that pdmesh's receiver writes, and
-keeps the blocks that pdmesh's sender reads. It moves nothing itself; both ends are those of every pdmesh worker (kvtransfer/).
+"""The KV connector that vLLM loads (`kv_connector_module_path`): EngineCore waits for KV that pdmesh's receiver writes, and keeps
+the blocks that pdmesh's sender reads. It moves nothing itself; both ends are those of every pdmesh worker (kvtransfer/).
 
 Life of a request that is filled from elsewhere (names from vLLM 0.32, v1/core/sched/scheduler.py):
 

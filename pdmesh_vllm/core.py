@@ -50,8 +50,8 @@ class VllmCore:
     """Own an EngineCore and the requests on it."""
 
     def __init__(self, core: EngineCore, link: Link, limits: Limits, sample: Sample, lora_of: LoraOf, index: PrefixIndex) -> None:
-        """`sample` draws from logits (pdmesh/engine/sampling/); `lora_of` returns a request's adapter as vLLM takes it, and raises
-        UnknownAdapter; `index` gets vLLM's KV events."""
+        """`sample` draws from logits (pdmesh/engine/sampling/); `lora_of` returns a request's adapter as vLLM takes it, and
+        raises UnknownAdapter; `index` gets vLLM's KV events."""
         self.core = core
         self.index = index
         self.exports = KVEvents(len(link.caches))
@@ -155,10 +155,6 @@ class VllmCore:
         return sum(group.request.adapter == adapter for group in self._groups.values())
 
     @property
-    def groups(self) -> Iterator[Group]:
-        return iter(self._groups.values())
-
-    @property
     def num_free_blocks(self) -> int:
         return int(self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
@@ -227,7 +223,7 @@ class VllmCore:
 
     def stats(self) -> EngineStats:
         """Return counts of now and since start."""
-        return stats_of(self)
+        return stats_of(self._scheduler, self._groups.values(), self.counters, len(self.index))
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless vLLM holds nothing of requests that are not here any more. Call it between steps."""
@@ -486,7 +482,7 @@ class VllmCore:
 
     @property
     def _scheduler(self) -> Scheduler:
-        return self.core.scheduler  # type: ignore[return-value]  # typed as its interface, which hides requests and blocks
+        return self.core.scheduler
 
 
 def answer(future: Future[ReservedBlocks | None], value: ReservedBlocks | None) -> None:

@@ -48,7 +48,7 @@ class VllmEngine:
         self.pacer = None
         self.facts = facts_of(loaded)
         self.index = PrefixIndex()
-        loaded.core.scheduler.kv_event_publisher = self.index  # type: ignore[attr-defined]
+        loaded.core.scheduler.kv_event_publisher = self.index
         self.table = AdapterTable(max_adapters)
         limits = limits_of(self.facts)
         self.core = VllmCore(loaded.core, loaded.link, limits, sampler(num_threads), self.table.of, self.index)

@@ -36,7 +36,7 @@ def check_version() -> str:
                 f"engine: vLLM {version} is installed, and this version of pdmesh works with {SUPPORTED}; install that"
             )
         return version
-    raise ValueError(f"engine: vLLM is not installed here; `make setup-vllm` installs {SUPPORTED} into an environment of its own")
+    raise ValueError(f"engine: vLLM is not installed here; `make setup-vllm` installs {SUPPORTED}")
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,9 @@ class LoadedCore:
     @property
     def model(self) -> nn.Module:
         """Return the model, which lies in this process."""
-        worker: Any = self.core.model_executor.driver_worker  # type: ignore[attr-defined]
-        return worker.worker.model_runner.get_model()  # type: ignore[no-any-return]
+        worker: Any = self.core.model_executor.driver_worker
+        model: nn.Module = worker.worker.model_runner.get_model()
+        return model
 
     def close(self) -> None:
         """Free everything; idempotent."""
@@ -80,7 +81,7 @@ def load_core(arguments: Mapping[str, object], variables: Mapping[str, str]) -> 
         kv_connector_extra_config={LINK: link_name},
     )
     args = EngineArgs(
-        **dict(arguments),  # type: ignore[arg-type]
+        **dict(arguments),
         kv_transfer_config=transfer,
         kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
         logits_processors=["pdmesh_vllm.sampling:PdmeshDraw"],
@@ -118,7 +119,7 @@ def numeric_mode(config: VllmConfig, version: str) -> str:
 
 
 def layout_name(config: VllmConfig, caches: Mapping[str, Tensor]) -> str:
-    """Return the arrangement of numbers in vLLM's blocks: its CPU backend packs them for the instructions that the machine has."""
+    """Return the arrangement of numbers in vLLM's blocks: its CPU backend packs them for the machine's instructions."""
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     first = next(iter(caches.values()))

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pdmesh.engine.outputs import EngineStats, StepWork
-from pdmesh_vllm.requests import Choice, State
+from pdmesh_vllm.requests import Choice, Group, State
 
 if TYPE_CHECKING:
-    from pdmesh_vllm.core import VllmCore
+    from vllm.v1.core.sched.scheduler import Scheduler
 
 NO_WORK = StepWork(0, 0, 0, 0)
 
@@ -46,12 +46,12 @@ def work_of(rows: Sequence[tuple[Choice, int, int]]) -> StepWork:
     return StepWork(prefill_tokens, prefill_context, num_decoding, decode_context)
 
 
-def stats_of(core: VllmCore) -> EngineStats:
+def stats_of(scheduler: Scheduler, groups: Iterable[Group], counters: Counters, num_cached_blocks: int) -> EngineStats:
     """Return the counts of now. Call it on the engine's thread, or before that has started."""
-    scheduler, pool = core.core.scheduler, core.core.scheduler.kv_cache_manager.block_pool  # type: ignore[attr-defined]
-    running = {request.request_id for request in scheduler.running}  # type: ignore[attr-defined]
+    pool = scheduler.kv_cache_manager.block_pool
+    running = {request.request_id for request in scheduler.running}
     num = dict.fromkeys(("running", "waiting", "reserved", "held", "waiting_tokens", "decoding", "context", "prefilling"), 0)
-    for group in core.groups:
+    for group in groups:
         for choice in group.choices:
             if group.state is State.HELD:
                 num["held"] += 1
@@ -59,7 +59,6 @@ def stats_of(core: VllmCore) -> EngineStats:
                 num["reserved"] += 1
             else:
                 _count(num, choice, is_running=choice.name in running, done=_computed(scheduler, choice))
-    counters = core.counters
     return EngineStats(
         taken_ns=time.monotonic_ns(),
         num_running=num["running"],
@@ -68,7 +67,7 @@ def stats_of(core: VllmCore) -> EngineStats:
         num_held=num["held"],
         num_free_blocks=pool.get_num_free_blocks(),
         num_total_blocks=pool.num_gpu_blocks - 1,  # block 0 is vLLM's own
-        num_cached_blocks=len(core.index),
+        num_cached_blocks=num_cached_blocks,
         num_waiting_tokens=num["waiting_tokens"],
         num_decoding=num["decoding"],
         decode_context=num["context"],
@@ -81,8 +80,8 @@ def stats_of(core: VllmCore) -> EngineStats:
     )
 
 
-def _computed(scheduler: object, choice: Choice) -> int:
-    request = scheduler.requests.get(choice.name)  # type: ignore[attr-defined]
+def _computed(scheduler: Scheduler, choice: Choice) -> int:
+    request = scheduler.requests.get(choice.name)
     return 0 if request is None else int(request.num_computed_tokens)
 
 

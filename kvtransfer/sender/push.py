@@ -67,9 +67,9 @@ class PushJob:
     """Describe the KV of one request for one reservation.
 
     source_block_ids are the ids in the sender's pool of the request's blocks, including the prefix that the decode worker has: of
-    all, or of those that `feed` may announce by now, and then the list grows while the prefill goes on; num_tokens is how many tokens they hold; `feed` says which of them may be sent by now. While `num_steps()` grows the
-    engine makes progress, so the lease is renewed though nothing is sent. `on_part` is called for each part that the receiver has
-    verified.
+    all, or of those that `feed` may announce by now, and then the list grows while the prefill goes on. num_tokens is how many
+    tokens they hold; `feed` says which of them may be sent by now. While `num_steps()` grows the engine makes progress, so the
+    lease is renewed though nothing is sent. `on_part` is called for each part that the receiver has verified.
     """
 
     reservation: common_pb2.Reservation
