@@ -22,9 +22,8 @@ from pdmesh.engine.request import EngineRequest
 from pdmesh.runtime.errors import DeadlineExceeded, ResourceExhausted
 from pdmesh.runtime.failpoints import hit_async
 from pdmesh.v1 import common_pb2, prefill_pb2
-from prefill_service.first_tokens import NO_SPANS, FirstTokens, FirstTokensSink, Spans
+from prefill_service.first_tokens import NO_SPANS, RETRY_DELAY_S, FirstTokens, FirstTokensSink, Spans
 
-RETRY_DELAY_S = 0.1
 STUCK_S = 0.5  # between two checks whether the engine is blocked
 MAX_PUSH_S = 60.0  # limit for a push that makes progress; a stuck one ends by the transport's own timeouts
 
@@ -115,7 +114,7 @@ class Handoff:
         """Record KV that is final; the first call begins the push."""
         block_size, num_tokens = self._tools.block_size, self._assignment.num_tokens
         num_blocks, num_step_blocks = (
-            len(ready.block_ids) if count >= num_tokens else count // block_size
+            -(-num_tokens // block_size) if count >= num_tokens else count // block_size
             for count in (ready.num_tokens, ready.num_step_tokens)
         )
         if ready.num_tokens == ready.num_step_tokens:  # the step has ended

@@ -47,7 +47,7 @@ class BuiltinEngine:
         self.memory: KVMemory = self._staged or engine.kv
         self.fp8_scales: FP8Scales = engine.kv_scales
         self.pacer = Pacer(engine.pacer)
-        self._loop: EngineLoop | None = None
+        self._loop: EngineLoop[Engine] | None = None
         self._limits: MachineLimits | None = None
         self.adapters = BuiltinAdapters(self)
 
@@ -86,7 +86,7 @@ class BuiltinEngine:
     # What the worker calls.
 
     @property
-    def calls(self) -> EngineLoop:
+    def calls(self) -> EngineLoop[Engine]:
         """Return the thread's queue. Call it only after `open`."""
         assert self._loop is not None, "the engine has not been opened"
         return self._loop

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import importlib.util
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Protocol
 
-from pdmesh.worker.engines.base import WorkerEngine
+import pytest
+
 from pdmesh.worker.engines.builtin import BuiltinEngine
 from tests.support.tiny_models import make_tiny_model
 from tests.support.worker_mesh import load_tiny
+from tests.worker.engines.harness import Opened, opened
 
 
 class Kind(Protocol):
@@ -17,7 +21,11 @@ class Kind(Protocol):
 
     folder: Path
 
-    def make(self, **settings: object) -> WorkerEngine: ...
+    def open(self) -> AbstractAsyncContextManager[Opened]:
+        """Open an engine; at the end it must be whole."""
+
+    def open_two(self) -> AbstractAsyncContextManager[tuple[Opened, Opened]]:
+        """Open engines that prefill and that decode; it may be the same one."""
 
     def close(self) -> None: ...
 
@@ -29,11 +37,65 @@ class Builtin:
         self.folder = make_tiny_model(folder / "model")
         self._model = load_tiny(self.folder)
 
-    def make(self, **settings: object) -> WorkerEngine:
-        return BuiltinEngine(self._model.engine(**settings))
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[Opened]:
+        engine = BuiltinEngine(self._model.engine())
+        try:
+            async with opened(engine) as it:
+                yield it
+        finally:
+            engine.close()
+
+    @asynccontextmanager
+    async def open_two(self) -> AsyncIterator[tuple[Opened, Opened]]:
+        async with self.open() as prefill, self.open() as decode:
+            yield prefill, decode
 
     def close(self) -> None:
         return
 
 
-ENGINES: Mapping[str, Callable[[Path], Kind]] = {"pdmesh": Builtin}
+class Vllm:
+    """vLLM: one for all tests, because a process can have but one with a KV connector."""
+
+    def __init__(self, folder: Path) -> None:
+        if importlib.util.find_spec("vllm") is None:
+            pytest.skip("vLLM is not installed here: make test-vllm runs this with it")
+        from pdmesh_vllm.engine import VllmEngine
+        from pdmesh_vllm.loading import load_core
+
+        self.folder = make_tiny_model(folder / "model", head_dim=32)  # a multiple of 32: its CPU kernels' demand
+        self.engine = VllmEngine(load_core(self.arguments(), ENVIRONMENT))
+
+    def arguments(self) -> dict[str, object]:
+        sizes = {
+            "max_model_len": 512,
+            "max_num_seqs": 16,
+            "max_num_batched_tokens": 64,
+            "block_size": 32,
+            "num_gpu_blocks_override": 65,
+        }
+        return {"model": str(self.folder), "dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True, **sizes}
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[Opened]:
+        async with opened(self.engine) as it:
+            yield it
+            self.engine.core.check_integrity()
+
+    @asynccontextmanager
+    async def open_two(self) -> AsyncIterator[tuple[Opened, Opened]]:
+        async with self.open() as it:
+            yield it, it
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
+ENGINES: Mapping[str, Callable[[Path], Kind]] = {"pdmesh": Builtin, "vllm": Vllm}

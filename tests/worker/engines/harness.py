@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
@@ -23,10 +23,13 @@ def prompt(num_tokens: int, salt: int = 0) -> tuple[int, ...]:
     return tuple(10 + (7 * i + 13 * salt) % 200 for i in range(num_tokens))
 
 
+root = b""  # of the block hashes of each test's requests
+
+
 def request(
     name: str, num_tokens: int = 40, sampling: SamplingParams = GREEDY, *, salt: int = 0, **more: object
 ) -> EngineRequest:
-    return EngineRequest(name, prompt(num_tokens, salt), sampling, **more)  # type: ignore[arg-type]
+    return EngineRequest(name, prompt(num_tokens, salt), sampling, **{"cache_root": root, **more})  # type: ignore[arg-type]
 
 
 @dataclass
@@ -100,9 +103,10 @@ class Opened:
         raise AssertionError(f"not whole: {await self.engine.stats()}")
 
     async def prefilled(self, asked: EngineRequest) -> tuple[Followed, KVReady]:
-        """The first token, and the held blocks, of a prefill_only request."""
-        followed = self.follow(asked.request_id)
-        assert await self.engine.add(replace(asked, prefill_only=True))
+        """The first token, and the held blocks, of a prefill_only request, which is named `prefill NAME`."""
+        named = replace(asked, request_id=f"prefill {asked.request_id}", prefill_only=True)
+        followed = self.follow(named.request_id)
+        assert await self.engine.add(named)
         total = len(asked.prompt) + (len(asked.emitted[0]) if asked.emitted else 0)
         await eventually(lambda: followed.output and followed.ready and followed.ready[-1].num_tokens >= total, timeout_s=60)
         return followed, followed.ready[-1]
@@ -110,7 +114,7 @@ class Opened:
 
 @asynccontextmanager
 async def opened(engine: WorkerEngine) -> AsyncIterator[Opened]:
-    """An engine that is stepping; at the end it must be whole, and it is closed."""
+    """An engine that is stepping; at the end it must be whole, and it is stopped."""
     it = Opened(engine)
 
     def on_step(result: StepResult) -> None:
@@ -124,7 +128,6 @@ async def opened(engine: WorkerEngine) -> AsyncIterator[Opened]:
         assert not it.failures, it.failures
     finally:
         await engine.stop()
-        engine.close()
 
 
 def handed_over(source: WorkerEngine, ready: KVReady, target: WorkerEngine, granted: ReservedBlocks) -> None:
@@ -135,6 +138,3 @@ def handed_over(source: WorkerEngine, ready: KVReady, target: WorkerEngine, gran
         for plane in range(source.memory.num_planes):
             for here, there in zip(theirs, ours, strict=True):
                 target.memory.block_view(layer, plane, there)[:] = source.memory.block_view(layer, plane, here)
-
-
-MakeEngine = Callable[..., WorkerEngine]
