@@ -159,10 +159,11 @@ def cpu_sets(config: LocalMeshConfig, cores: Sequence[int]) -> list[tuple[int, .
 
 
 def _kv_share(config: LocalMeshConfig) -> float:
-    """Return each worker's share of the device's free memory after loading: together they leave as much as one with the default,
-    on a CPU as two."""
+    """Return each worker's share of the device's free memory after loading: together they leave as much as one with the default;
+    on a CPU as two, as our engine's pool takes memory only where it is used. Another engine's takes all of it at once."""
     alone = default_kv_share(config.device)
-    return min(alone, (alone if config.device == "cuda" else 2 * alone) / config.num_sharing)
+    fills_later = config.device == "cpu" and config.engine == DEFAULT_ENGINE
+    return min(alone, (2 * alone if fills_later else alone) / config.num_sharing)
 
 
 def _worker(

@@ -102,6 +102,13 @@ def test_workers_run_there_and_routers_here() -> None:
     assert router_plans(config, "redis://")[0].argv[0] == sys.executable
 
 
+def test_pools_that_are_filled_at_once_share_the_memory_of_one() -> None:
+    shares = {
+        plan.argv[plan.argv.index("--kv-memory-share") + 1] for plan in worker_plans(LocalMeshConfig("m", engine="vllm"), "", [0])
+    }
+    assert shares == {"0.15"}
+
+
 def test_packages_of_this_interpreter_are_not_shown_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child, "__file__", "/venv/lib/python3.12/site-packages/pdmesh/runtime/child.py")
     assert child.import_path("/elsewhere/python") == {}
