@@ -7,7 +7,7 @@ question, "which share of the requests keeps this pool's objectives?", and every
   meet in a worker fill one step together, so the fuller the pool, the less each pays of what an empty step takes.
 - **Sequences** share the steps of their worker (`Concurrency`); how many there are varies by chance.
 - **Both on one worker**: prompts lengthen the steps of sequences as far as their TPOT budget allows, sequences take from
-  prompts the rest (`pdmesh/engine/scheduler/scheduler.py`).
+  prompts the rest (`pdmesh/engine/scheduler/scheduler.py`). An engine that keeps no pace lengthens them as far as prompts do.
 
 More load never keeps objectives for a larger share, and more workers never for a smaller one: so the fewest workers never fall as
 the load grows. Prompts that would miss TTFT on an idle worker too are not counted: another worker would not help them.
@@ -231,7 +231,7 @@ class SharedPool:
 
     def attainment(self, load: Load, num_workers: int) -> float | None:
         both = self._both(load, num_workers)
-        return None if both is None else self._kept(load.lengths, *both)
+        return None if both is None else self._kept(load, num_workers, *both)
 
     def outlook(self, load: Load, num_workers: int) -> Outlook | None:
         both = self._both(load, num_workers)
@@ -239,11 +239,13 @@ class SharedPool:
             return None
         found, queue = both
         slowest = self._step_s(np.array([found.quantile(self.goals.each)]), load.lengths, self._prompts(load, num_workers))
-        return Outlook(self._kept(load.lengths, found, queue), queue.utilization, queue.ttft_s, float(slowest[0]))
+        return Outlook(self._kept(load, num_workers, found, queue), queue.utilization, queue.ttft_s, float(slowest[0]))
 
-    def _kept(self, lengths: Lengths, found: Concurrency, queue: "_PromptQueue") -> float:
-        """Return the share that keeps both objectives, misses taken as disjoint."""
-        batch = prompt_times.largest_batch(self.worker, lengths, self.goals, PACE_TARGET)
+    def _kept(self, load: Load, num_workers: int, found: Concurrency, queue: "_PromptQueue") -> float:
+        """Return the share that keeps both objectives, misses taken as disjoint. Without a pace, steps are longer by the prompts
+        that share them."""
+        share = PACE_TARGET if self.worker.keeps_pace else 1 - self._prompts(load, num_workers)
+        batch = prompt_times.largest_batch(self.worker, load.lengths, self.goals, share)
         return max(0.0, found.within(batch) + queue.attainment - 1)
 
     def _both(self, load: Load, num_workers: int) -> "tuple[Concurrency, _PromptQueue] | None":
@@ -273,10 +275,10 @@ class SharedPool:
 
     def _step_s(self, batches: NDArray[np.float64], lengths: Lengths, prompts: float) -> NDArray[np.float64]:
         """Return the step times with prompts that share them, `prompts` of the time; with a TPOT objective no longer than its
-        budget."""
+        budget, where the worker keeps a pace."""
         model = self.worker.model
         alone = model.fixed_s + batches * (model.per_sequence_s + model.per_context_token_s * lengths.running_context)
-        if self.goals.tpot_s is None:
+        if self.goals.tpot_s is None or not self.worker.keeps_pace:
             return alone / (1 - prompts)
         return np.minimum(alone / (1 - prompts), np.maximum(alone / MAX_SHARE, PACE_TARGET * self.goals.tpot_s))
 

@@ -89,10 +89,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class Worker:
-    """Describe one kind of worker: the times of its steps, and its limits."""
+    """Describe one kind of worker: the times of its steps, and its limits. `keeps_pace`: its steps hold prompts back so that
+    running sequences keep their TPOT objectives."""
 
     model: LatencyModel
     limits: Limits
+    keeps_pace: bool = True
 
     def slower(self, factor: float) -> "Worker":
         """Return the same worker with each step `factor` times as long."""
