@@ -168,6 +168,11 @@ def times_beside(worker: Worker, lengths: Lengths, goals: Goals, batch: float) -
     return PromptTimes(each, float(each.mean()), float(work.mean()))
 
 
+def prompt_work(worker: Worker, lengths: Lengths) -> Array:
+    """Return what prompts' own tokens take [n], without the fixed part of their steps."""
+    return _work(worker, lengths)[1]
+
+
 def _work(worker: Worker, lengths: Lengths) -> tuple[Array, Array]:
     """Return lengths [n], and what their own tokens take [n]."""
     tokens, cached = np.array(lengths.points), lengths.cached_share

@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc.aio
 
 from pdmesh.runtime.rpc.channel import connect
-from pdmesh.v1 import common_pb2, mesh_pb2, mesh_pb2_grpc
+from pdmesh.v1 import common_pb2, mesh_pb2, mesh_pb2_grpc, worker_pb2
 from router.config import RouterConfig
 from router.main import Router
 from tests.router import stub_model
@@ -139,11 +139,19 @@ def config_for(folder: Path, workers: Sequence[StubWorker] = (), **settings: obj
 
 
 @asynccontextmanager
-async def running_mesh(folder: Path, *, prefill: int = 1, decode: int = 1, **settings: object) -> AsyncIterator[Mesh]:
-    """Stub workers p0, p1, …, d0, d1, … and a router that has found all of them."""
+async def running_mesh(
+    folder: Path,
+    *,
+    prefill: int = 1,
+    decode: int = 1,
+    lacks: tuple[worker_pb2.EngineLack.ValueType, ...] = (),
+    **settings: object,
+) -> AsyncIterator[Mesh]:
+    """Stub workers p0, p1, …, d0, d1, … and a router that has found all of them. Their engine lacks `lacks`."""
     workers = [StubWorker(f"p{number}", (PREFILL,)) for number in range(prefill)]
     workers += [StubWorker(f"d{number}", (DECODE,)) for number in range(decode)]
     for worker in workers:
+        worker.lacks = lacks
         await worker.start()
     async with running_router(config_for(folder, workers, **settings)) as (router, stub):
         await eventually(lambda: len(router.core.fleet.views()) == prefill + decode)
