@@ -341,7 +341,8 @@ class SharedSteps:
 def _normal(values: Array) -> Array:
     """Return the normal distribution function, to 4e-4 (E. Page, "Approximations to the cumulative normal function", Applied
     Statistics, 1977)."""
-    return 0.5 * (1 + np.tanh(np.sqrt(2 / np.pi) * (values + 0.044715 * values**3)))
+    found: Array = 0.5 * (1 + np.tanh(np.sqrt(2 / np.pi) * (values + 0.044715 * values**3)))
+    return found
 
 
 @dataclass(frozen=True, eq=False)

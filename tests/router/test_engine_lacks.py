@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,14 +18,20 @@ from router.routing.fleet_snapshot import FleetSnapshot
 from router.routing.policy import POLICIES, make_policy
 from router.routing.worker_snapshot import Mode, WorkerSnapshot
 from tests.router.fleets import running, worker
-from tests.router.mesh import expected, request, running_mesh
+from tests.router.mesh import Mesh, expected, mesh_of, request
+from tests.router.stub_workers import DECODE, PREFILL, StubWorker
 from tests.support.waiting import eventually
 
 CHOICES, REDRAWS = worker_pb2.ENGINE_LACK_CHOICES_HANDOFF, worker_pb2.ENGINE_LACK_REPRODUCIBLE
 LOCAL, REMOTE = mesh_pb2.PREFILL_MODE_LOCAL, mesh_pb2.PREFILL_MODE_REMOTE
 TWO = RoutingRequest("m", 160, num_choices=2, max_total_tokens=200)
-LACKING = {"engine": "other", "hands_over_choices": False, "identity": ("m", "other")}
-P, D = worker("p0", **LACKING), running("d0", 12, **LACKING)  # busy: one choice would go REMOTE
+
+
+def of_other_engine(view: WorkerSnapshot) -> WorkerSnapshot:
+    return replace(view, engine="other", hands_over_choices=False, identity=("m", "other"))
+
+
+P, D = of_other_engine(worker("p0")), of_other_engine(running("d0", 12))  # busy: one choice would go REMOTE
 
 
 def choose(policy: str, workers: list[WorkerSnapshot], routing_request: RoutingRequest) -> Placement | NoPlacement:
@@ -58,8 +66,15 @@ def test_it_goes_to_workers_whose_engine_can(policy: str) -> None:
     assert (placed.decode.worker_id, placed.prefill.worker_id) == ("d1", "p1")
 
 
+def lacking(
+    folder: Path, lack: worker_pb2.EngineLack.ValueType, roles: Mapping[str, tuple[worker_pb2.Role.ValueType, ...]]
+) -> AbstractAsyncContextManager[Mesh]:
+    """A mesh whose engine lacks this."""
+    return mesh_of(folder, [StubWorker(name, those, lacks=(lack,)) for name, those in roles.items()])
+
+
 async def test_choices_in_a_mesh_whose_engine_hands_over_one(model_folder: Path) -> None:
-    async with running_mesh(model_folder, lacks=(CHOICES,)) as mesh:
+    async with lacking(model_folder, CHOICES, {"p0": (PREFILL,), "d0": (DECODE,)}) as mesh:
         assert (await mesh.generate(request())).timings.mode == REMOTE
         answer = await mesh.generate(request(n=2))
         assert answer.timings.mode == LOCAL
@@ -71,11 +86,10 @@ async def test_choices_in_a_mesh_whose_engine_hands_over_one(model_folder: Path)
 
 
 async def test_choices_that_move_before_their_first_token_are_not_handed_over(model_folder: Path) -> None:
-    async with running_mesh(model_folder, prefill=0, decode=2, lacks=(CHOICES,)) as mesh:
+    async with lacking(model_folder, CHOICES, {"d0": (PREFILL, DECODE), "d1": (PREFILL, DECODE)}) as mesh:
         decodes = [mesh["d0"], mesh["d1"]]
         for each in decodes:
-            each.pause_at, each.roles = 0, (worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_DECODE)
-        await eventually(lambda: all(view.prefill for view in mesh.router.core.fleet.views()))
+            each.pause_at = 0
         asking = asyncio.create_task(mesh.generate(request(n=2)))
         await eventually(lambda: any(each.held for each in decodes))
         first, other = decodes if decodes[0].held else decodes[::-1]
@@ -88,7 +102,7 @@ async def test_choices_that_move_before_their_first_token_are_not_handed_over(mo
 
 
 async def test_tokens_that_an_engine_redraws_are_no_fault(model_folder: Path) -> None:
-    async with running_mesh(model_folder, lacks=(REDRAWS,)) as mesh:
+    async with lacking(model_folder, REDRAWS, {"p0": (PREFILL,), "d0": (DECODE,)}) as mesh:
         mesh["d0"].wrong_token_at = 0  # decode repeats the committed token as another one
         assert (await mesh.generate(request())).tokens() == expected(8)
         await mesh.until_whole()

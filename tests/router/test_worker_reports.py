@@ -48,9 +48,9 @@ def test_a_worker_of_an_older_version_pairs() -> None:
 
 
 def test_what_an_engine_lacks_is_read_and_later_versions_may_name_more() -> None:
-    lacks = [worker_pb2.ENGINE_LACK_PACES, worker_pb2.ENGINE_LACK_REPRODUCIBLE, 99]
     told = info(NEAR)
-    told.MergeFrom(worker_pb2.WorkerInfo(engine="other", lacks=lacks))  # type: ignore[list-item]
+    told.engine = "other"
+    told.lacks.extend([worker_pb2.ENGINE_LACK_PACES, worker_pb2.ENGINE_LACK_REPRODUCIBLE, 99])  # type: ignore[list-item]
     seen = snapshot_of(describe(told), worker_pb2.LoadReport(pace_s=0.02), decode=True)
     assert (seen.engine, seen.hands_over_choices, seen.keeps_pace, seen.is_reproducible) == ("other", True, False, False)
     assert seen.pace_s == 0.0  # whatever it reports

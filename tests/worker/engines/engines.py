@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
+from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.loader.loader import load_model
 from pdmesh.worker.engines.base import WorkerEngine
 from pdmesh.worker.engines.builtin import BuiltinEngine
 from tests.support.tiny_models import make_tiny_model
-from tests.support.worker_mesh import load_tiny
+from tests.support.worker_mesh import Model, load_tiny
 
 
 class Kind(Protocol):
@@ -18,6 +20,9 @@ class Kind(Protocol):
     folder: Path
 
     def make(self, **settings: object) -> WorkerEngine: ...
+
+    def with_adapters(self) -> WorkerEngine | None:
+        """One that has a single place for LoRA adapters; None: there is no such engine of this kind."""
 
     def close(self) -> None: ...
 
@@ -31,6 +36,10 @@ class Builtin:
 
     def make(self, **settings: object) -> WorkerEngine:
         return BuiltinEngine(self._model.engine(**settings))
+
+    def with_adapters(self) -> WorkerEngine:
+        config = EngineConfig(model=str(self.folder), num_blocks=128, backend="torch", max_loras=1)
+        return BuiltinEngine(Model(self.folder, load_model(config)).engine(max_loras=1))
 
     def close(self) -> None:
         return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -13,23 +12,8 @@ from pdmesh.engine.outputs import FinishReason
 from pdmesh.text.block_hash import hash_prompt
 from pdmesh.worker.description import identity_of, layout_of
 from pdmesh.worker.engines.base import Lack
-from tests.worker.engines.engines import ENGINES, Kind
+from tests.worker.engines.engines import Kind
 from tests.worker.engines.harness import GREEDY, SAMPLED, MakeEngine, handed_over, opened, prompt, request
-
-
-@pytest.fixture(scope="module", params=ENGINES)
-def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kind]:
-    """One kind of engine, with a tiny model. It is skipped by name where its packages are not installed."""
-    made = ENGINES[request.param](tmp_path_factory.mktemp(request.param))
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def make(kind: Kind) -> MakeEngine:
-    """Make an engine of the kind: `make(**settings)`."""
-    return kind.make
-
 
 # Facts
 
