@@ -19,7 +19,7 @@ from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import RequestStatus
 
-from pdmesh.engine.errors import DuplicateRequest, IntegrityError, InvalidRequest, InvalidState, UnknownRequest
+from pdmesh.engine.errors import DuplicateRequest, EngineStopped, IntegrityError, InvalidRequest, InvalidState, UnknownRequest
 from pdmesh.engine.interface import ReservedBlocks
 from pdmesh.engine.kv_cache.events import KVEvents
 from pdmesh.engine.outputs import EngineStats, FinishReason, KVReady, RequestStarted, SequenceUpdate, StartClock, StepResult
@@ -49,9 +49,19 @@ Sample = Callable[[Tensor, Sequence[SampleRow]], list[SampledToken]]
 class VllmCore:
     """Own an EngineCore and the requests on it."""
 
-    def __init__(self, core: EngineCore, link: Link, limits: Limits, sample: Sample, lora_of: LoraOf, index: PrefixIndex) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        link: Link,
+        limits: Limits,
+        *,
+        sample: Sample,
+        lora_of: LoraOf,
+        index: PrefixIndex,
+        zero: Callable[[Sequence[int]], None],
+    ) -> None:
         """`sample` draws from logits (pdmesh/engine/sampling/); `lora_of` returns a request's adapter as vLLM takes it, and
-        raises UnknownAdapter; `index` gets vLLM's KV events."""
+        raises UnknownAdapter; `index` gets vLLM's KV events; `zero` clears blocks that may hold garbage."""
         self.core = core
         self.index = index
         self.exports = KVEvents(len(link.caches))
@@ -60,6 +70,7 @@ class VllmCore:
         self._limits = limits
         self._sample = sample
         self._lora_of = lora_of
+        self._zero = zero
         self._groups: dict[str, Group] = {}
         self._choices: dict[str, Choice] = {}  # by their names in vLLM
         self._serial = itertools.count(1)
@@ -149,6 +160,13 @@ class VllmCore:
         for choice in group.choices:
             self._drop(choice, group)
         return True
+
+    def abandon(self, reason: str) -> None:
+        """Fail the reservations that wait for blocks, once the thread has ended: no step will answer them."""
+        for group in self._groups.values():
+            if group.pending is not None:
+                with contextlib.suppress(InvalidStateError):
+                    group.pending.answer.set_exception(EngineStopped(reason))
 
     def uses(self, adapter: object) -> int:
         """Return how many requests have this adapter."""
@@ -318,13 +336,17 @@ class VllmCore:
         return [group for group, _ in groups.values()]
 
     def _started(self, groups: Sequence[Group], updates: Sequence[SequenceUpdate]) -> tuple[RequestStarted, ...]:
+        """Return the news of requests that have started, each once, beside their first update."""
         drew = {update.request_id for update in updates}
-        news = [
-            group.clock.try_stop(group.request.request_id, drew_token=group.request.request_id in drew)
-            for group in groups
-            if group.clock is not None
-        ]
-        return tuple(each for each in news if each is not None)
+        news = []
+        for group in groups:
+            has_drawn = group.request.request_id in drew
+            if group.clock is not None and group.started is None:
+                group.started = group.clock.try_stop(group.request.request_id, drew_token=has_drawn)
+            if has_drawn and group.started is not None and not group.has_told_start:
+                group.has_told_start = True
+                news.append(group.started)
+        return tuple(news)
 
     def _taken(self, output: EngineCoreOutput) -> Iterator[SequenceUpdate]:
         """Yield the update for a choice's new token, and close the choice if it has ended."""
@@ -335,6 +357,7 @@ class VllmCore:
             choice.output.append(choice.known.pop(0))
             return
         if choice.is_not_finite or not output.new_token_ids:
+            self._zero(choice.blocks)
             self._close(choice, has_ended=output.finish_reason is not None)
             yield self._update(choice, (), FinishReason.ERROR)
             return
@@ -440,8 +463,11 @@ class VllmCore:
             self._link.outcomes.failed.add(choice.name)
 
     def _drop(self, choice: Choice, group: Group) -> None:
-        """End a choice in vLLM, whatever it does there."""
+        """End a choice in vLLM, whatever it does there. Blocks that were perhaps filled in part, or with garbage, are cleared:
+        vLLM's kernels multiply what stands behind the tokens of a block's next owner by zero, which leaves NaN."""
         self._has_changed = True
+        if group.state is State.RESERVED:
+            self._zero(choice.blocks[choice.num_cached // self._limits.block_size :])
         self._link.holds_blocks.discard(choice.name)
         held = self._scheduler.requests.get(choice.name)
         if held is not None and held.is_finished():

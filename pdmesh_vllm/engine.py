@@ -51,7 +51,15 @@ class VllmEngine:
         loaded.core.scheduler.kv_event_publisher = self.index
         self.table = AdapterTable(max_adapters)
         limits = limits_of(self.facts)
-        self.core = VllmCore(loaded.core, loaded.link, limits, sampler(num_threads), self.table.of, self.index)
+        self.core = VllmCore(
+            loaded.core,
+            loaded.link,
+            limits,
+            sample=sampler(num_threads),
+            lora_of=self.table.of,
+            index=self.index,
+            zero=self.pool.zero,
+        )
         self._loop: EngineLoop[VllmCore] | None = None
         self._limits: MachineLimits | None = None
         self.adapters = VllmAdapters(self.table)
@@ -99,7 +107,11 @@ class VllmEngine:
         return self.core.stats()
 
     async def open(self, events: EngineEvents, cpus: Sequence[int]) -> LatencyModel:
-        self._loop = self.adapters.calls = EngineLoop(self.core, events.on_step, events.on_failure, events.on_ready)
+        def on_failure(error: BaseException) -> None:
+            self.core.abandon(f"the engine failed: {error!r}")
+            events.on_failure(error)
+
+        self._loop = self.adapters.calls = EngineLoop(self.core, events.on_step, on_failure, events.on_ready)
         self._loop.start(asyncio.get_running_loop())
         await self._loop.call(lambda _core: bind(cpus))
         self._limits = await self._loop.call(lambda _core: self._measured())
@@ -123,6 +135,7 @@ class VllmEngine:
     async def stop(self) -> None:
         if self._loop is not None:
             await self._loop.stop()
+            self.core.abandon("the engine loop was stopped")
 
     def close(self) -> None:
         self.loaded.close()
@@ -167,6 +180,7 @@ def facts_of(loaded: LoadedCore) -> EngineFacts:
     text = model.hf_text_config
     eos = text.eos_token_id if isinstance(text.eos_token_id, (list, tuple)) else [text.eos_token_id]
     return EngineFacts(
+        name="vllm",
         model=model.model,
         weights_hash=hash_of(config),
         numeric_mode=numeric_mode(config, loaded.version),

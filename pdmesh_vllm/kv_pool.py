@@ -11,7 +11,7 @@ import contextlib
 import mmap
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -51,6 +51,13 @@ class JoinedPool:
         size = 2 * self.bytes_per_layer_block
         start = (layer * self.num_blocks + block_id) * size
         return self.memory()[start : start + size]
+
+    def zero(self, block_ids: Sequence[int]) -> None:
+        """Write zeros into blocks, in all layers."""
+        zeros = bytes(2 * self.bytes_per_layer_block)
+        for layer in range(self.num_layers):
+            for block_id in block_ids:
+                self.block_view(layer, 0, block_id)[:] = zeros
 
     def layer(self, index: int, like: Tensor) -> Tensor:
         """Return a layer's bytes as a tensor of the same dtype and shape as `like`."""

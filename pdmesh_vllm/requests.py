@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from pdmesh.engine.interface import ReservedBlocks
-from pdmesh.engine.outputs import StartClock, TokenLogprobs
+from pdmesh.engine.outputs import RequestStarted, StartClock, TokenLogprobs
 from pdmesh.engine.request import EngineRequest
 from pdmesh.engine.request_validation import Limits
 from pdmesh.engine.sampling.grammar import Matcher
@@ -112,6 +112,8 @@ class Group:
     choices: list[Choice] = field(default_factory=list)
     clock: StartClock | None = None
     pending: Pending | None = None
+    started: RequestStarted | None = None
+    has_told_start: bool = False
 
     @property
     def num_seats(self) -> int:

@@ -64,9 +64,9 @@ class RequestStarted:
 
 @dataclass(frozen=True)
 class KVReady:
-    """Report what is final of a request: all layers of its first `num_tokens` tokens, and `num_layers` layers of its
-    first `num_step_tokens` tokens. `block_ids` are in the order of the request's tokens: those of the whole request, or of what is
-    computed so far, and then the same list grows on the engine's thread."""
+    """Report what is final of one request: all layers of its first `num_tokens` tokens, and the first `num_layers` layers of its
+    first `num_step_tokens` tokens. `block_ids` are in the order of its tokens: those of the whole request, or of what is computed
+    so far, and then the same list grows on the engine's thread."""
 
     request_id: str
     block_ids: Sequence[int]

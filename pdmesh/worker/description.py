@@ -83,6 +83,7 @@ class Description:
             host_id=host_id(),
             adapters=self.adapters.infos(),
             max_adapters=self.adapters.max_adapters,
+            engine=self.facts.name,
             lacks=sorted(lack.value for lack in self.facts.lacks),
         )
 

@@ -19,7 +19,7 @@ from router.lifecycle.decode_session import DecodeSession, WorkerLost
 from router.lifecycle.request import Assignment, Dispatch, PrefillTarget, Request
 from router.routing import worker_reports
 from router.routing.decisions import Decision, cached_of
-from router.routing.filters import NoPlacement, Placement, RoutingRequest, blocks_for, compatible, has_room
+from router.routing.filters import NoPlacement, Placement, RoutingRequest, blocks_for, can_hand_over, compatible, has_room
 from router.routing.routing_request import NO_WORKERS, routing_request_of
 from router.routing.worker_snapshot import Mode, WorkerKey, WorkerSnapshot
 from router.telemetry import timings
@@ -76,7 +76,8 @@ class PlaceStage:
         if isinstance(choice, NoPlacement) or not has_room(choice.decode, routing_request):
             raise NoRoomElsewhere("no other worker has room")
         source = worker_reports.snapshot_of(leaving.incarnation.described, leaving.incarnation.load, decode=False)
-        if routing_request.mode is not Mode.LOCAL and compatible(source, choice.decode):
+        able = can_hand_over(source, routing_request) and can_hand_over(choice.decode, routing_request)
+        if routing_request.mode is not Mode.LOCAL and able and compatible(source, choice.decode):
             choice = Placement(choice.decode, source, f"it leaves {source.worker_id}, which holds its KV")
         dispatch.placement, dispatch.routing_request = choice, routing_request
 
@@ -162,8 +163,10 @@ class PlaceStage:
 
     def _check_limit(self, nothing: NoPlacement, dispatch: Dispatch, waited_s: float) -> None:
         config = self._core.config
+        if nothing.field:
+            raise InvalidArgument(nothing.field, f"{nothing.field}: {nothing.reason}; {nothing.remedy}")
         if nothing.never:
-            raise ResourceExhausted(f"{nothing.reason}; send a shorter prompt or start larger workers")
+            raise ResourceExhausted(f"{nothing.reason}; {nothing.remedy}")
         if nothing.full and waited_s > config.room_timeout_s:
             raise ResourceExhausted(f"{nothing.reason}; no room for {waited_s:.0f} s", retry_delay_s=ROOM_RETRY_DELAY_S)
         limit_s = config.resubmit_timeout_s if dispatch.started else config.place_timeout_s
@@ -202,6 +205,7 @@ class ReserveStage:
             give_up(prefill)
             return Unavailable("the worker has just been lost")
         worker, incarnation = decode
+        request.tracker.may_redraw |= not all(view.is_reproducible for view in choice.workers)
         session = DecodeSession(self._core, worker, incarnation, request.prepared, request, dispatch.timings)
         sent = Dispatched(
             routing_request.num_choices,

@@ -27,7 +27,7 @@ _POOL_OF_ROLES = {
 class SeenWorker:
     """Describe one live worker. `pool` follows its roles now, `home` the roles that it was started with. `num_busy` counts its
     sequences in any state. `reported_s`: when its figures were true, on the loop's clock. `latency` and `limits` are None where
-    it does not report them."""
+    it does not report them. `keeps_pace`: see `Worker` of pdmesh/planning/capacity_load.py."""
 
     worker_id: str
     address: str
@@ -41,6 +41,7 @@ class SeenWorker:
     reported_s: float
     latency: LatencyModel | None
     limits: Limits | None
+    keeps_pace: bool = True
 
     @property
     def key(self) -> WorkerKey:
@@ -102,6 +103,7 @@ def _seen(told: mesh_pb2.WorkerStatus, heard_s: float) -> SeenWorker | None:
         reported_s=heard_s - told.report_age_ms / 1000,
         latency=_latency(load),
         limits=_limits(info),
+        keeps_pace=worker_pb2.ENGINE_LACK_PACES not in info.lacks,
     )
 
 
@@ -291,6 +293,7 @@ class Pools:
             num_borrowed=self.num_borrowed(name),
             age_s=max(0.0, now_s - reported_s),
             hold=self.asked[name].hold,
+            keeps_pace=all(worker.keeps_pace for worker in here),
         )
 
     def follow(self, starts: Mapping[PoolName, Starts], now_s: float) -> None:

@@ -38,6 +38,7 @@ class Lack(enum.Enum):
 class EngineFacts:
     """Hold what does not change while an engine runs. Sizes in tokens, but for `num_blocks` and `max_num_seqs`."""
 
+    name: str  # of the engine, as in `ENGINES` (registry.py); people see it, nothing decides by it
     model: str  # the folder or file
     weights_hash: str
     numeric_mode: str

@@ -30,7 +30,7 @@ from pdmesh.planning.latency_model import USUAL_CONTEXT, Hardware, LatencyModel,
 from pdmesh.planning.roofline import ALL_REDUCE_S
 from pdmesh.text.block_hash import hash_block
 from pdmesh.worker.config import WorkerConfig, bind, bound
-from pdmesh.worker.engines.base import EngineEvents, EngineFacts, Loaded, shape_of
+from pdmesh.worker.engines.base import EngineEvents, EngineFacts, Lack, Loaded, shape_of
 from pdmesh.worker.kv_memory import staged_memory
 
 _GLOO_SUM_S = 2e-4  # to sum a row over two processes; 0.3 to 0.5 ms were measured on two busy cores
@@ -46,7 +46,7 @@ class BuiltinEngine:
         self._staged = staged or staged_memory(engine)
         self.memory: KVMemory = self._staged or engine.kv
         self.fp8_scales: FP8Scales = engine.kv_scales
-        self.pacer = Pacer(engine.pacer)
+        self.pacer = Pacer(engine.pacer) if engine.config.keep_pace else None
         self._loop: EngineLoop[Engine] | None = None
         self._limits: MachineLimits | None = None
         self.adapters = BuiltinAdapters(self)
@@ -139,6 +139,7 @@ def facts_of(engine: Engine) -> EngineFacts:
     """Return the facts about an engine."""
     config, shape = engine.config, engine.kv.shape
     return EngineFacts(
+        name="pdmesh",
         model=config.model,
         weights_hash=engine.weights_hash,
         numeric_mode=engine.numeric_mode,
@@ -156,6 +157,7 @@ def facts_of(engine: Engine) -> EngineFacts:
         max_num_batched_tokens=config.max_num_batched_tokens,
         eos_token_ids=engine.eos_token_ids,
         cost=engine.cost,
+        lacks=frozenset() if config.keep_pace else frozenset({Lack.PACES}),
     )
 
 

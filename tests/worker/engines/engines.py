@@ -10,9 +10,11 @@ from typing import Protocol
 
 import pytest
 
+from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.loader.loader import load_model
 from pdmesh.worker.engines.builtin import BuiltinEngine
 from tests.support.tiny_models import make_tiny_model
-from tests.support.worker_mesh import load_tiny
+from tests.support.worker_mesh import Model, load_tiny
 from tests.worker.engines.harness import Opened, opened
 
 
@@ -26,6 +28,9 @@ class Kind(Protocol):
 
     def open_two(self) -> AbstractAsyncContextManager[tuple[Opened, Opened]]:
         """Open engines that prefill and that decode; it may be the same one."""
+
+    def open_with_adapters(self) -> AbstractAsyncContextManager[Opened]:
+        """Open an engine that has a single place for LoRA adapters."""
 
     def close(self) -> None: ...
 
@@ -51,6 +56,16 @@ class Builtin:
         async with self.open() as prefill, self.open() as decode:
             yield prefill, decode
 
+    @asynccontextmanager
+    async def open_with_adapters(self) -> AsyncIterator[Opened]:
+        config = EngineConfig(model=str(self.folder), num_blocks=128, backend="torch", max_loras=1)
+        engine = BuiltinEngine(Model(self.folder, load_model(config)).engine(max_loras=1))
+        try:
+            async with opened(engine) as it:
+                yield it
+        finally:
+            engine.close()
+
     def close(self) -> None:
         return
 
@@ -65,17 +80,14 @@ class Vllm:
         from pdmesh_vllm.loading import load_core
 
         self.folder = make_tiny_model(folder / "model", head_dim=32)  # a multiple of 32: its CPU kernels' demand
-        self.engine = VllmEngine(load_core(self.arguments(), ENVIRONMENT))
+        self.engine = VllmEngine(load_core(self.arguments(), ENVIRONMENT), max_adapters=1)
 
     def arguments(self) -> dict[str, object]:
-        sizes = {
-            "max_model_len": 512,
-            "max_num_seqs": 16,
-            "max_num_batched_tokens": 64,
-            "block_size": 32,
-            "num_gpu_blocks_override": 65,
-        }
-        return {"model": str(self.folder), "dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True, **sizes}
+        sizes = {"max_model_len": 512, "max_num_seqs": 16, "max_num_batched_tokens": 64}
+        pool = {"block_size": 32, "num_gpu_blocks_override": 65}
+        lora = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": 8}
+        fast = {"enforce_eager": True, "skip_tokenizer_init": True}
+        return {"model": str(self.folder), "dtype": "float32", **sizes, **pool, **lora, **fast}
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[Opened]:
@@ -87,6 +99,9 @@ class Vllm:
     async def open_two(self) -> AsyncIterator[tuple[Opened, Opened]]:
         async with self.open() as it:
             yield it, it
+
+    def open_with_adapters(self) -> AbstractAsyncContextManager[Opened]:
+        return self.open()
 
     def close(self) -> None:
         self.engine.close()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
+from pdmesh.engine.errors import EngineStopped
 from pdmesh.engine.interface import ReservedBlocks
 from pdmesh.engine.outputs import FinishReason, KVReady, RequestStarted, SequenceUpdate, StepResult, TokenLogprobs
 from pdmesh.engine.request import EngineRequest
+from pdmesh.planning.latency_model import LatencyModel
 from pdmesh.sampling_params import SamplingParams
 from pdmesh.worker.engines.base import EngineEvents, WorkerEngine
 from pdmesh.worker.step_dispatcher import StepDispatcher
@@ -54,7 +57,11 @@ class Followed:
             self.finished[update.choice] = update.finish_reason
 
     def on_started(self, started: RequestStarted, ended_ns: int) -> None:
+        assert self.tokens, "the updates of the first step come before"
         self.started.append(started)
+
+    def on_ready(self, ready: KVReady) -> None:
+        self.ready.append(ready)
 
     @property
     def output(self) -> list[int]:
@@ -70,10 +77,12 @@ class Opened:
         self.steps: list[StepResult] = []
         self.failures: list[BaseException] = []
         self.cache = engine.prefix_cache(10_000)
+        self.first = engine.first_stats()
+        self.prior: LatencyModel | None = None
 
     def follow(self, name: str) -> Followed:
         followed = Followed()
-        self.dispatcher.add(name, followed, followed.ready.append)
+        self.dispatcher.add(name, followed, followed.on_ready)
         return followed
 
     async def run(self, asked: EngineRequest, *, by: str = "add") -> Followed:
@@ -121,10 +130,11 @@ async def opened(engine: WorkerEngine) -> AsyncIterator[Opened]:
         it.steps.append(result)
         it.dispatcher.on_step(result)
 
-    await engine.open(EngineEvents(on_step, it.dispatcher.on_ready, it.failures.append), ())
+    it.prior = await engine.open(EngineEvents(on_step, it.dispatcher.on_ready, it.failures.append), ())
     try:
         yield it
-        await it.until_whole()
+        with contextlib.suppress(EngineStopped):  # by the test itself
+            await it.until_whole()
         assert not it.failures, it.failures
     finally:
         await engine.stop()

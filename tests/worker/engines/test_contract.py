@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -11,26 +10,17 @@ from kvtransfer.manifest import check_memory
 from pdmesh.engine.errors import AdapterRefused, DuplicateRequest, EngineStopped, InvalidRequest, RequestTooLarge, UnknownRequest
 from pdmesh.engine.outputs import FinishReason
 from pdmesh.text.block_hash import hash_prompt
+from pdmesh.v1 import worker_pb2
 from pdmesh.worker.description import identity_of, layout_of
-from pdmesh.worker.engines.base import Lack
+from pdmesh.worker.engines.base import Lack, WorkerEngine
+from pdmesh.worker.engines.builtin import BuiltinEngine
+from router.routing.filters import compatible
+from router.routing.worker_reports import describe, snapshot_of
+from router.routing.worker_snapshot import WorkerSnapshot
+from tests.support.worker_mesh import load_tiny
 from tests.worker.engines import harness
-from tests.worker.engines.engines import ENGINES, Kind
+from tests.worker.engines.engines import Kind
 from tests.worker.engines.harness import GREEDY, SAMPLED, handed_over, prompt, request
-
-
-@pytest.fixture(scope="module", params=ENGINES)
-def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kind]:
-    """One kind of engine, with a tiny model. It is skipped by name where its packages are not installed."""
-    made = ENGINES[request.param](tmp_path_factory.mktemp(request.param))
-    yield made
-    made.close()
-
-
-@pytest.fixture(autouse=True)
-def root(request: pytest.FixtureRequest) -> None:
-    """Give each test a prefix cache of its own, also where all have one engine."""
-    harness.root = request.node.name.encode()
-
 
 # Facts
 
@@ -43,6 +33,36 @@ async def test_the_pool_is_what_identity_and_layout_promise(kind: Kind) -> None:
         assert facts.max_context <= facts.num_blocks * facts.block_size
         limits = it.engine.limits()
         assert limits is not None and limits.bytes_per_s > 0
+
+
+async def test_workers_pair_where_their_engines_are_of_one_kind(kind: Kind) -> None:
+    """As a router sees them, beside our own engine with the same weights."""
+    ours = BuiltinEngine(load_tiny(kind.folder).engine())
+    async with kind.open_two() as (same, other):
+        views = [_seen(each, name) for name, each in (("same", same.engine), ("other", other.engine), ("ours", ours))]
+    assert compatible(views[0], views[1]) and compatible(views[1], views[0])
+    is_ours = same.engine.facts.name == ours.facts.name
+    assert compatible(views[0], views[2]) is is_ours and compatible(views[2], views[0]) is is_ours
+    assert (views[0].kind == views[2].kind) is is_ours  # a request that has begun on the one never goes on at the other
+    ours.close()
+
+
+def _seen(engine: WorkerEngine, name: str) -> WorkerSnapshot:
+    """A router's view of a worker around this engine."""
+    facts = engine.facts
+    registered = worker_pb2.WorkerInfo(
+        worker_id=name,
+        address=name,
+        epoch=1,
+        identity=identity_of(facts, "m"),
+        layout=layout_of(facts),
+        transports=["tcp"],
+        engine=facts.name,
+        lacks=sorted(lack.value for lack in facts.lacks),
+    )
+    view = snapshot_of(describe(registered), worker_pb2.LoadReport(), decode=True)
+    assert view.engine == facts.name and view.is_reproducible is (Lack.REPRODUCIBLE not in facts.lacks)
+    return view
 
 
 # Computing here
