@@ -1,8 +1,8 @@
 """From a worker's TokenRequest to an engine's GenerateRequests, and from its messages to output. Pure.
 
-A request that was never emitted from is one call, with the protocol's own `n`. One that goes on is one call for each unfinished
-choice: its prompt is the prompt and what the choice has emitted. vLLM draws choice i of a seeded request with seed + i, and the
-calls of single choices do the same.
+A request without output so far is one call, with the protocol's own `n`. One that goes on is one call for each unfinished choice:
+its prompt is the prompt and what the choice has emitted. vLLM draws choice i of a seeded request with seed + i, and the calls of
+single choices do the same. It refuses several choices of a greedy request, which are single calls, too.
 
 What the protocol cannot say is refused by name, so that another worker takes the request: FAILED_PRECONDITION.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from pdmesh.runtime.errors import FailedPrecondition
+from pdmesh.runtime.errors import OTHER_ENGINE, FailedPrecondition
 from pdmesh.sampling_params import MAX_CHOICES, MAX_LOGPROBS, PARAMETERS, Kind
 from pdmesh.third_party.vllm import vllm_engine_pb2 as pb
 from pdmesh.v1 import common_pb2
@@ -45,36 +45,45 @@ class EngineCall:
 def check(request: common_pb2.TokenRequest, *, shares_cache: bool) -> None:
     """Raise FailedPrecondition for what the protocol cannot say. `shares_cache`: tenants may share the engine's prefix cache."""
     if request.adapter:
-        _refuse("adapter", "names no LoRA adapter")
-    if request.cache_salt:
-        _refuse("cache_salt", "has no cache salt: the engine's prefix cache is shared by all of its requests")
+        _refuse("request.adapter", "names no LoRA adapter")
+    tenant_scope = f"{len(request.tenant)}:{request.tenant}:"
+    if request.cache_salt.removeprefix(tenant_scope):
+        _refuse("options.cache_salt", "has no cache salt: the engine's prefix cache is shared by all of its requests")
     if request.tenant and not shares_cache:
-        _refuse("tenant", "keeps no tenants apart in the engine's prefix cache; --engine-tenants share accepts that")
+        _refuse("options.tenant", "keeps no tenants apart in the engine's prefix cache; --engine-tenants share accepts that")
     if request.sampling.HasField("constraint") and any(choice.token_ids for choice in request.emitted):
         _refuse("sampling.constraint", "cannot continue a constrained output that has begun")
 
 
 def _refuse(field: str, what: str) -> None:
-    raise FailedPrecondition(f"request.{field}", f"vLLM's engine protocol {what}")
+    error = FailedPrecondition(field, f"{field}: vLLM's engine protocol {what}")
+    error.reason = OTHER_ENGINE
+    raise error
 
 
 def engine_calls(request: common_pb2.TokenRequest, name: str) -> list[EngineCall]:
     """Return the calls that compute the request. Their ids begin with `name`."""
+    fresh = not any(choice.token_ids or choice.finish_reason for choice in request.emitted)
     num_choices = request.sampling.n or 1
-    if not any(choice.token_ids or choice.finish_reason for choice in request.emitted):
-        choices = tuple((choice, 0) for choice in range(num_choices))
-        return [EngineCall(_generate(request, name, ()), choices)]
-    unfinished = [choice for choice in request.emitted if not choice.finish_reason]
-    return [
-        EngineCall(
-            _generate(request, f"{name}-{choice.index}", choice.token_ids, choice.index), ((choice.index, len(choice.token_ids)),)
-        )
-        for choice in unfinished
-    ]
+    if fresh and not (num_choices > 1 and _is_greedy(request.sampling)):
+        return [EngineCall(_generate(request, name), tuple((choice, 0) for choice in range(num_choices)))]
+    emitted = {choice: common_pb2.EmittedChoice(index=choice) for choice in range(num_choices)}
+    emitted.update((choice.index, choice) for choice in request.emitted)
+    return [_call_of(request, name, choice) for choice in emitted.values() if not choice.finish_reason]
+
+
+def _is_greedy(sampling: common_pb2.SamplingParams) -> bool:
+    return sampling.HasField("temperature") and sampling.temperature == 0
+
+
+def _call_of(request: common_pb2.TokenRequest, name: str, choice: common_pb2.EmittedChoice) -> EngineCall:
+    """Return the call that goes on with one choice."""
+    generate = _generate(request, f"{name}-{choice.index}", choice.token_ids, choice.index)
+    return EngineCall(generate, ((choice.index, len(choice.token_ids)),))
 
 
 def _generate(
-    request: common_pb2.TokenRequest, call_id: str, emitted: Sequence[int], choice: int | None = None
+    request: common_pb2.TokenRequest, call_id: str, emitted: Sequence[int] = (), choice: int | None = None
 ) -> pb.GenerateRequest:
     """Return one call. `choice` None: all choices."""
     sampling, params = request.sampling, _copied(request.sampling)
