@@ -28,7 +28,7 @@ from router.auth.identity import KeyInterceptor
 from router.auth.tenants import Tenants
 from router.config import RouterConfig
 from router.context import RouterContext
-from router.engine_bridge.bridges import EngineBridges
+from router.engine_bridge.bridge import EngineBridges
 from router.fleet.decode_stream import StreamSettings
 from router.fleet.migration import Migrator, Rebalancer
 from router.fleet.registry import FleetRegistry

@@ -32,6 +32,7 @@ from pdmesh.runtime.rpc.tls import TlsConfig
 from pdmesh.runtime.telemetry.config import parse_endpoint
 from pdmesh.terminal import show
 from pdmesh.text.generation_config import GenerationConfig
+from router.engine_bridge.address import parse_all
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,13 @@ class Options:
     max_loras: int = field(
         default=0, metadata={"help": "LoRA adapters that each worker has places for; 0: 8 with --lora, none without"}
     )
+    engine_address: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "help": "stock engine that serves vLLM's gRPC engine protocol, as one more worker: [NAME=]grpc://HOST:PORT",
+            "repeated": True,
+        },
+    )
     bind_cpus: bool = field(default=False, metadata={"help": "each worker computes on cores of its own, where there are enough"})
     tls: bool = field(default=False, metadata={"help": "encrypt, with certificates made for this mesh and deleted with it"})
     certificates: TlsConfig = field(default_factory=TlsConfig, metadata={"flatten": True})
@@ -108,6 +116,7 @@ class Options:
         if self.http_port is not None and not 0 <= self.http_port <= 65535:
             raise ValueError("http_port: must be between 0 and 65535")
         check_adapters(self.lora, self.max_loras)
+        self._check_engines()
         if self.speculation:
             named_proposers(self.speculation)
         if not 0 <= self.console_port <= 65535:
@@ -120,6 +129,12 @@ class Options:
         if self.tls and self.certificates.is_set:
             raise ValueError("tls: makes certificates, and others are given; leave out one of them")
         _mesh_config(self, Path("model")).validate()
+
+    def _check_engines(self) -> None:
+        try:
+            parse_all(self.engine_address)
+        except ValueError as error:
+            raise ValueError(f"engine_address: {error}") from None
 
 
 def run(options: Options) -> int:
@@ -177,7 +192,11 @@ def _mesh_config(options: Options, folder: Path) -> LocalMeshConfig:
             *adapter_flags(options.lora, options.max_loras),
             *options.worker_args,
         ),
-        router_args=(*_generation_config(options.generation_config), *options.router_args),
+        router_args=(
+            *_generation_config(options.generation_config),
+            *(f"--engine-address={address}" for address in options.engine_address),
+            *options.router_args,
+        ),
     )
 
 

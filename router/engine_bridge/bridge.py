@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 import grpc.aio
 
-from pdmesh.planning.latency_model import Work
+from pdmesh.planning.latency_fit import LatencyFit
+from pdmesh.planning.latency_model import Work, prefill_context
+from pdmesh.runtime.config import ConfigError
 from pdmesh.runtime.errors import Aborted, FailedPrecondition, ResourceExhausted, Unavailable, Unimplemented
+from pdmesh.runtime.rpc.channel import Channels
 from pdmesh.v1 import common_pb2, decode_pb2, decode_pb2_grpc, mesh_pb2, worker_pb2, worker_pb2_grpc
+from router.config import RouterConfig
 from router.engine_bridge import translation
 from router.engine_bridge.address import EngineAddress
-from router.engine_bridge.link import EngineLink, EngineProcess
+from router.engine_bridge.link import FLAG, EngineLink, EngineProcess, NotAnEngine
 from router.engine_bridge.local_channel import LocalChannel
 from router.engine_bridge.requests import EngineRequest, Outbox
-from router.engine_bridge.speed import EngineSpeed
 from router.fleet.change_notifier import wait_at_most
+from router.routing.cost_model import NEUTRAL
 
 if TYPE_CHECKING:
     from pdmesh.v1.decode_pb2_grpc import _MaybeAsyncIterator, _ServicerContext
@@ -36,6 +40,49 @@ DEFAULT_PERIOD_S, DEFAULT_REPORT_PERIOD_S = 0.1, 0.2
 ROLES = (worker_pb2.ROLE_DECODE,)
 LACKS = (worker_pb2.ENGINE_LACK_PACES, worker_pb2.ENGINE_LACK_REPRODUCIBLE)
 _STOCK = "a stock engine has its roles, its cache and its adapters to itself"
+
+
+class EngineSpeed:
+    """Fit the latency model of one engine. The times include the way to the engine and its queue, which a router pays as well."""
+
+    def __init__(self) -> None:
+        self._fit = LatencyFit(NEUTRAL)
+        self._leader: tuple[EngineRequest, int] | None = None  # the choice whose chunks count the engine's steps
+        self._last_s = 0.0
+
+    def first_token(self, request: EngineRequest, running: Callable[[], Work]) -> None:
+        """Record the prefill of a request. `running()`: what decodes beside it."""
+        num_tokens, num_cached = request.num_prompt_tokens, request.num_cached_tokens
+        work = running()._replace(
+            prefill_tokens=max(1, num_tokens - num_cached), prefill_context=prefill_context(num_cached, num_tokens)
+        )
+        self._fit.observe(work, (request.first_ns - request.sent_ns) / 1e9)
+        self._leader = None  # the step that others were in was no mere decode step
+
+    def step(self, request: EngineRequest, choice: int, running: Callable[[], Work]) -> None:
+        """Record new tokens of a choice: of one of them, whose chunks stand for the steps. `running()`: what decodes now."""
+        leader, now_s = (request, choice), time.monotonic()
+        if self._leader == leader:
+            self._fit.observe(running(), now_s - self._last_s)
+        elif self._leader is not None and not self._leader[0].is_over and self._leader[1] in self._leader[0].next_index:
+            return
+        self._leader, self._last_s = leader, now_s
+
+    def message(self) -> worker_pb2.LatencyModel | None:
+        """Return the model for a load report; None before the first measurement."""
+        model = self._fit.model(time.monotonic())
+        if not model.num_steps:
+            return None
+        return worker_pb2.LatencyModel(
+            fixed_s=model.fixed_s,
+            per_prefill_token_s=model.per_prefill_token_s,
+            per_prefill_context_s=model.per_prefill_context_s,
+            per_sequence_s=model.per_sequence_s,
+            per_context_token_s=model.per_context_token_s,
+            num_steps=model.num_steps,
+            prefill_error=model.prefill_error,
+            decode_error=model.decode_error,
+        )
 
 
 class EngineBridge(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerControlServicer):
@@ -284,3 +331,41 @@ async def _drop(requests: AsyncIterator[Any]) -> None:
     """Read heartbeats, so that they do not heap up."""
     async for _ in requests:
         pass
+
+
+class EngineBridges:
+    """Hold one bridge for each engine. The fleet watches them as workers, at `addresses`, through their channels."""
+
+    def __init__(self, config: RouterConfig, channels: Channels) -> None:
+        """Create the bridges; `channels` then lead to them at the engines' addresses."""
+        self._bridges = [
+            EngineBridge(
+                address,
+                config.model_folders(),
+                period_s=config.report_period_ms / 1000,
+                timeout_s=config.engine_timeout_s,
+                shares_cache=config.engine_tenants == "share",
+            )
+            for address in config.engine_addresses()
+        ]
+        for bridge in self._bridges:
+            channels.put(bridge.target, bridge.channel)
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Return the addresses of the engines, host:port."""
+        return tuple(bridge.target for bridge in self._bridges)
+
+    async def start(self) -> None:
+        """Begin to follow the engines. One that is not there yet is waited for; raises ConfigError for what is no engine, or has
+        another model."""
+        try:
+            await asyncio.gather(*(bridge.link.probe() for bridge in self._bridges))
+        except NotAnEngine as error:
+            raise ConfigError(FLAG, str(error)) from error
+        for bridge in self._bridges:
+            bridge.link.start()
+
+    async def stop(self) -> None:
+        """Leave the engines; requests that still run there are aborted."""
+        await asyncio.gather(*(bridge.link.stop() for bridge in self._bridges))

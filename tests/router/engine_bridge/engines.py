@@ -40,7 +40,7 @@ async def bridged(folder: Path, *, num_engines: int = 1, **settings: object) -> 
     async with AsyncExitStack() as stack:
         engines = [await stack.enter_async_context(running_mesh(folder, prefill=0)) for _ in range(num_engines)]
         addresses = tuple(f"grpc://{address_of(engine)}" for engine in engines)
-        config = config_for(folder, engine_address=addresses, **settings)
+        config = config_for(folder, engine_address=addresses, **settings)  # type: ignore[arg-type]
         router, stub = await stack.enter_async_context(running_router(config))
         result = Bridged(Mesh(router, stub, {}), engines)
         await result.until_ready(num_engines)

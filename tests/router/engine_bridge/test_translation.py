@@ -66,7 +66,10 @@ def test_seeds_are_always_sent_and_fit(seed: int, sent: int) -> None:
         (common_pb2.Constraint(json_schema="{}"), pb.SamplingParams(json_schema="{}")),
         (common_pb2.Constraint(regex="a+"), pb.SamplingParams(regex="a+")),
         (common_pb2.Constraint(grammar="start: X"), pb.SamplingParams(grammar="start: X")),
-        (common_pb2.Constraint(choice={"values": ["a"]}), pb.SamplingParams(choice={"choices": ["a"]})),
+        (
+            common_pb2.Constraint(choice=common_pb2.Alternatives(values=["a"])),
+            pb.SamplingParams(choice=pb.ChoiceConstraint(choices=["a"])),
+        ),
     ],
 )
 def test_constraints(ours: common_pb2.Constraint, theirs: pb.SamplingParams) -> None:
