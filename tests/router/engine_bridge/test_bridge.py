@@ -108,6 +108,31 @@ async def test_an_engine_that_dies_costs_no_error(model_folder: Path, num_choice
         await mesh.front.until_whole()
 
 
+async def test_a_silent_engine_is_lost_until_it_answers_again(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    silent, heard = set[object](), asyncio.Event()
+    answer_health = VllmEngineService.HealthCheck
+
+    async def health(self: VllmEngineService, message: pb.HealthCheckRequest, context: Any) -> pb.HealthCheckResponse:
+        if self._frontend in silent:
+            await heard.wait()
+        return await answer_health(self, message, context)
+
+    monkeypatch.setattr(VllmEngineService, "HealthCheck", health)
+    async with bridged(model_folder, num_engines=2, engine_timeout_s=0.4) as mesh:
+        answer, reader, victim = await begun(mesh, request(), 4)
+        for engine in mesh.engines:
+            only(engine).pause_at = None
+        silent.add(victim.router.frontend)
+        await reader
+        assert len(answer.tokens()) == 8 and answer.timings.num_resubmissions == 1
+        await mesh.until_ready(1)
+        silent.clear()
+        heard.set()
+        await mesh.until_ready(2)
+        only(victim).resume.set()
+        await mesh.until_whole()
+
+
 async def test_alone_it_ends_with_a_clear_error(model_folder: Path) -> None:
     async with bridged(model_folder, resubmit_timeout_s=0.3) as mesh:
         _, reader, engine = await begun(mesh, request(), 4)
