@@ -35,6 +35,7 @@ from pdmesh.text.generation_config import GenerationConfig
 from pdmesh.worker.config import WorkerConfig
 from pdmesh.worker.engines.registry import DEFAULT_ENGINE, ENGINE_HELP, ENGINES, check_settings, start_timeout_s
 from pdmesh.worker.engines.vllm_settings import VLLM_ARG_HELP
+from router.engine_bridge.address import parse_all
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,13 @@ class Options:
     max_loras: int = field(
         default=0, metadata={"help": "LoRA adapters that each worker has places for; 0: 8 with --lora, none without"}
     )
+    engine_address: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "help": "stock engine that serves vLLM's gRPC engine protocol, as one more worker: [NAME=]grpc://HOST:PORT",
+            "repeated": True,
+        },
+    )
     bind_cpus: bool = field(default=False, metadata={"help": "each worker computes on cores of its own, where there are enough"})
     tls: bool = field(default=False, metadata={"help": "encrypt, with certificates made for this mesh and deleted with it"})
     certificates: TlsConfig = field(default_factory=TlsConfig, metadata={"flatten": True})
@@ -113,6 +121,7 @@ class Options:
         if self.http_port is not None and not 0 <= self.http_port <= 65535:
             raise ValueError("http_port: must be between 0 and 65535")
         check_adapters(self.lora, self.max_loras)
+        self._check_engines()
         if self.speculation:
             named_proposers(self.speculation)
         if not 0 <= self.console_port <= 65535:
@@ -130,6 +139,12 @@ class Options:
     def start_timeout(self) -> float:
         """Return the seconds that the processes may take to get ready."""
         return self.start_timeout_s or start_timeout_s(self.engine)
+
+    def _check_engines(self) -> None:
+        try:
+            parse_all(self.engine_address)
+        except ValueError as error:
+            raise ValueError(f"engine_address: {error}") from None
 
 
 def run(options: Options) -> int:
@@ -191,7 +206,11 @@ def _mesh_config(options: Options, folder: Path) -> LocalMeshConfig:
             *vllm_flags(options.vllm_args),
             *options.worker_args,
         ),
-        router_args=(*_generation_config(options.generation_config), *options.router_args),
+        router_args=(
+            *_generation_config(options.generation_config),
+            *(f"--engine-address={address}" for address in options.engine_address),
+            *options.router_args,
+        ),
     )
 
 

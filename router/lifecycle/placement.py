@@ -56,6 +56,7 @@ class PlaceStage:
             if not self._core.capacity_queue.is_empty(dispatch.queue_key):
                 await self._wait_for_turn(dispatch)
         while (nothing := self._choose(dispatch)) is not None:
+            self._check_fit(dispatch)
             if search.waiter is not None:
                 await self._wait_for_change(dispatch, nothing)
             await self._wait_for_turn(dispatch)
@@ -101,7 +102,7 @@ class PlaceStage:
         if not search.takes_ejected:
             ejected_decode = self._core.health_recorder.ejected(fleet_snapshot, Role.DECODE)
             ejected_prefill = self._core.health_recorder.ejected(fleet_snapshot, Role.PREFILL)
-        decode = search.avoid | search.refused | ejected_decode
+        decode = search.avoid | search.refused | search.unfit | ejected_decode
         routing_request = routing_request_for(self._core, dispatch, decode=decode, prefill=ejected_prefill)
         began_ns = timings.now_ns()
         choice = self._core.policy.choose(fleet_snapshot, routing_request, time.monotonic())
@@ -127,6 +128,17 @@ class PlaceStage:
         )
         dispatch.request.decision = decision
         self._core.decisions.record(decision)
+
+    def _check_fit(self, dispatch: Dispatch) -> None:
+        """Raise the reason why no worker can serve the request, if all that decode its model have said that they never can."""
+        search, model = dispatch.search, dispatch.request.prepared.model.name
+        if search.unfit_error is None:
+            return
+        decoding = (view.key for view in self._core.fleet.views() if view.decode and view.model == model)
+        if search.unfit.issuperset(decoding):
+            if dispatch.started:  # asked anew, it can be served
+                raise Unavailable(f"{search.unfit_error.message}, and the worker that it ran on is lost")
+            raise search.unfit_error
 
     async def _wait_for_turn(self, dispatch: Dispatch) -> None:
         """Wait in the capacity queue until the request may try. Raises ResourceExhausted when the queue does not move."""

@@ -23,8 +23,11 @@ def identity_of(identity: common_pb2.Identity) -> tuple[object, ...]:
     return tuple(getattr(identity, field.name) for field in identity.DESCRIPTOR.fields)
 
 
-def kind_of(info: worker_pb2.WorkerInfo) -> tuple[object, ...]:
-    """Return the `WorkerSnapshot.kind` of a decode worker."""
+def kind_of(info: worker_pb2.WorkerInfo) -> tuple[object, ...] | None:
+    """Return the `WorkerSnapshot.kind` that a request has to stay with once it has tokens of this decode worker; None: no kind,
+    because the worker's weights are not known, as with a stock engine. Then only the model's name counts."""
+    if not info.identity.weights_hash:
+        return None
     return (identity_of(info.identity), info.layout.kv_dtype)
 
 

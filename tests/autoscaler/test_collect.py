@@ -199,6 +199,13 @@ def test_a_pool_keeps_a_pace_if_all_of_its_workers_do() -> None:
         assert view.worker is not None and view.worker.keeps_pace is keeps_pace
 
 
+def test_a_stock_engine_is_nobodys_to_scale() -> None:
+    engine = worker("engine-a:1", (D,))
+    assert len(workers_of([(10.0, status(engine))], "m")) == 1
+    engine.info.identity.weights_hash = ""
+    assert workers_of([(10.0, status(engine))], "m") == []
+
+
 def test_the_typical_worker_is_the_one_in_the_middle() -> None:
     told = [worker(f"d{number}", (D,), fixed_s=fixed_s) for number, fixed_s in enumerate((0.5, 0.01, 0.02))]
     latency, limits = typical(workers_of([(0.0, status(*told))], "m"))

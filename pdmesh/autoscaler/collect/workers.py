@@ -84,8 +84,10 @@ def kv_occupancy(workers: Collection[SeenWorker]) -> float:
 
 
 def _seen(told: mesh_pb2.WorkerStatus, heard_s: float) -> SeenWorker | None:
-    """Return the worker; None if its roles are invalid."""
+    """Return the worker; None if its roles are invalid, and for a stock engine, which is started and stopped elsewhere."""
     info, load = told.info, told.load
+    if not info.identity.weights_hash:
+        return None
     pool = _POOL_OF_ROLES.get(frozenset(load.roles or info.roles))
     home = _POOL_OF_ROLES.get(frozenset(info.home_roles)) if info.home_roles else pool
     if pool is None or home is None:
