@@ -70,7 +70,8 @@ class ServingEngine(Protocol):
     async def add(self, request: EngineRequest) -> bool:
         """Queue a request to be computed here; it gets blocks when its turn comes. False: the engine is full.
 
-        Raises InvalidRequest, RequestTooLarge, UnknownAdapter or DuplicateRequest.
+        Raises InvalidRequest (also for prefill_only with several choices, where the engine cannot hand them over),
+        RequestTooLarge, UnknownAdapter or DuplicateRequest.
         """
 
     async def release(self, request_id: str) -> bool:
