@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from kvtransfer.conversion import FP8Scales
 from kvtransfer.manifest import KVMemory
+from kvtransfer.staging import StagedMemory
 from pdmesh.adapter_id import named_folder
 from pdmesh.engine.hardware import MachineLimits, measure_limits
 from pdmesh.engine.interface import NO_STATES, ReservedBlocks
 from pdmesh.engine.kernels.cpu import library
 from pdmesh.engine.kernels.cpu.sampling import NativeSampler
+from pdmesh.engine.kernels.triton.support import why_not_here
 from pdmesh.engine.kv_cache.block_pool import BlockChanges, BlockLog
+from pdmesh.engine.kv_cache.streams import streams_of
 from pdmesh.engine.loader.builder import Progress
 from pdmesh.engine.loop import EngineLoop
 from pdmesh.engine.outputs import EngineStats
@@ -28,9 +35,10 @@ from pdmesh.worker.engines.base import EngineEvents, EngineFacts, Lack, shape_of
 from pdmesh.worker.engines.vllm_settings import engine_args, environment
 from pdmesh_vllm.adapters import AdapterTable, VllmAdapters, load_all
 from pdmesh_vllm.core import Sample, VllmCore
-from pdmesh_vllm.kv_pool import adopt
-from pdmesh_vllm.loading import LoadedCore, cost_of, dtype_name, hash_of, layout_name, load_core, numeric_mode
+from pdmesh_vllm.kv_pool import JoinedPool, adopt
+from pdmesh_vllm.loading import LoadedCore, check_version, cost_of, dtype_name, hash_of, layout_name, load_core, numeric_mode
 from pdmesh_vllm.prefix_cache import PrefixIndex
+from pdmesh_vllm.staging import raw_blocks, stage, zero
 
 LACKS = frozenset({Lack.CHOICES_HANDOFF, Lack.DRAFT_STATES, Lack.PACES, Lack.REPRODUCIBLE})
 
@@ -39,11 +47,18 @@ class VllmEngine:
     """Satisfy `WorkerEngine` with an EngineCore. It has one thread, which `open` starts; after `stop` it may be opened again."""
 
     def __init__(self, loaded: LoadedCore, *, num_threads: int = 0, max_adapters: int = 0, shared: bool = True) -> None:
-        """`shared`: other processes may map the KV pool. Raises ValueError for a model whose KV cannot be handed off."""
+        """`shared`: other processes may map the KV pool, if it is in the host's memory. Raises ValueError for a model whose KV
+        cannot be handed off."""
         self.loaded = loaded
         self._num_threads = num_threads
-        self.pool = adopt(loaded.link.caches, shared=shared)
-        self.memory: KVMemory = self.pool
+        self.device = next(iter(loaded.link.caches.values())).device
+        self.memory: KVMemory
+        if self.device.type == "cpu":
+            self.memory = pool = adopt(loaded.link.caches, shared=shared)
+            clear = pool.zero
+        else:
+            blocks = raw_blocks(loaded.link.caches)
+            self.memory, clear = stage(blocks, streams_of(self.device)), partial(zero, blocks)
         self.fp8_scales: FP8Scales = ()
         self.pacer = None
         self.facts = facts_of(loaded)
@@ -55,11 +70,13 @@ class VllmEngine:
             loaded.core,
             loaded.link,
             limits,
-            sample=sampler(num_threads),
+            sample=sampler(self.device, num_threads, self.facts.max_num_seqs),
             lora_of=self.table.of,
             index=self.index,
-            zero=self.pool.zero,
+            zero=clear,
         )
+        if isinstance(self.memory, StagedMemory):
+            self.core.exports.signal.marks = self.memory.marks
         self._loop: EngineLoop[VllmCore] | None = None
         self._limits: MachineLimits | None = None
         self.adapters = VllmAdapters(self.table)
@@ -139,11 +156,11 @@ class VllmEngine:
 
     def close(self) -> None:
         self.loaded.close()
-        self.pool.close()
+        if isinstance(self.memory, (JoinedPool, StagedMemory)):
+            self.memory.close()
 
     def _measured(self) -> MachineLimits:
-        cost, device = self.facts.cost, self.loaded.config.device_config.device_type
-        return measure_limits(cost.backend, cost.numbers, str(device), self._num_threads)
+        return measure_limits(self.facts.cost.backend, self.facts.cost.numbers, self.device.type, self._num_threads)
 
 
 class VllmPrefixCache:
@@ -164,8 +181,14 @@ class VllmPrefixCache:
         return await self._engine.calls.call(lambda core: core.index.blocks())
 
 
-def sampler(num_threads: int) -> Sample:
-    """Return the function that draws: our kernels' where they are compiled, else torch's."""
+def sampler(device: torch.device, num_threads: int, num_seqs: int) -> Sample:
+    """Return the function that draws: our kernels' for the device, where they run, else torch's operators."""
+    if device.type != "cpu":
+        if why_not_here(device.type):
+            return Sampler().sample
+        from pdmesh.engine.kernels.triton.sampling.sampler import DeviceSampler  # imports triton
+
+        return DeviceSampler(num_seqs=num_seqs).sample
     try:
         return NativeSampler(library.shared_library(), num_threads or 1).sample
     except (OSError, RuntimeError, ValueError):
@@ -216,7 +239,11 @@ def limits_of(facts: EngineFacts) -> Limits:
 def load_engine(config: WorkerConfig, progress: Progress) -> VllmEngine:
     """Load vLLM for a worker, on a thread of its own. Raises ValueError ("field: what is wrong") or OSError."""
     progress(0.0, "loading vLLM: compiling takes up to a minute or two")
-    loaded = load_core(engine_args(config), environment(config))
+    check_version()
+    os.environ.update(environment(config))
+    from vllm.engine.arg_utils import EngineArgs  # imports vLLM, which reads its variables then
+
+    loaded = load_core(engine_args(config, {field.name for field in fields(EngineArgs)}))
     settings = config.engine_config
     engine = VllmEngine(
         loaded, num_threads=settings.num_threads, max_adapters=settings.num_adapter_slots, shared=settings.kv_shared

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from kvtransfer.layout import JOINED
 from pdmesh.engine.hardware import ModelCost
 from pdmesh.engine.loader.hash import weights_hash
 from pdmesh_vllm.link import LINK, Link, close_link, open_link
@@ -62,11 +63,10 @@ class LoadedCore:
         self.core.shutdown()
 
 
-def load_core(arguments: Mapping[str, object], variables: Mapping[str, str]) -> LoadedCore:
-    """Load vLLM with these EngineArgs, after setting these environment variables. Raises ValueError for settings that vLLM
-    refuses."""
+def load_core(arguments: Mapping[str, object]) -> LoadedCore:
+    """Load vLLM with these EngineArgs. Raises ValueError for settings that vLLM refuses, or another version than the supported
+    one."""
     version = check_version()
-    os.environ.update(variables)
     from vllm.config import KVEventsConfig, KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.core import EngineCore
@@ -119,13 +119,17 @@ def numeric_mode(config: VllmConfig, version: str) -> str:
 
 
 def layout_name(config: VllmConfig, caches: Mapping[str, Tensor]) -> str:
-    """Return the arrangement of numbers in vLLM's blocks: its CPU backend packs them for the machine's instructions."""
+    """Return the arrangement of numbers in vLLM's blocks: its layout; its CPU backend packs them for the machine's instructions
+    as well."""
+    layout = f"{JOINED}vllm-{str(config.cache_config.kv_cache_layout).lower()}"
+    if next(iter(caches.values())).device.type != "cpu":
+        return layout
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     first = next(iter(caches.values()))
     _, _, block_size, twice_dim = first.shape
     isa = _get_attn_isa(first.dtype, block_size, twice_dim // 2, config.cache_config.cache_dtype)
-    return f"joined-vllm-lbhnc-{isa}"
+    return f"{layout}-{isa}"
 
 
 def cost_of(loaded: LoadedCore) -> ModelCost:

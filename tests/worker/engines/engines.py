@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -76,11 +77,12 @@ class Vllm:
     def __init__(self, folder: Path) -> None:
         if importlib.util.find_spec("vllm") is None:
             pytest.skip("vLLM is not installed here: make test-vllm runs this with it")
+        os.environ.update(ENVIRONMENT)
         from pdmesh_vllm.engine import VllmEngine
         from pdmesh_vllm.loading import load_core
 
         self.folder = make_tiny_model(folder / "model", head_dim=32)  # a multiple of 32: its CPU kernels' demand
-        self.engine = VllmEngine(load_core(self.arguments(), ENVIRONMENT), max_adapters=1)
+        self.engine = VllmEngine(load_core(self.arguments()), max_adapters=1)
 
     def arguments(self) -> dict[str, object]:
         sizes = {"max_model_len": 512, "max_num_seqs": 16, "max_num_batched_tokens": 64}
