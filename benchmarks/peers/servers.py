@@ -198,15 +198,19 @@ class Child:
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int, timeout_s: float = ANSWER_TIMEOUT_S) -> Reply:
         """Greedy, `max_tokens` for each prompt. PeerError: it ended, refused, or took too long."""
         request = {"op": "generate", "prompts": [list(prompt) for prompt in prompts], "max_tokens": max_tokens}
+        answer = self.ask(request, f"answering {len(prompts)} prompts with {max_tokens} tokens", timeout_s)
+        return Reply(answer["seconds"], answer["first_seconds"], answer["token_ids"])  # type: ignore[arg-type]
+
+    def ask(self, request: Mapping[str, object], what: str, timeout_s: float = ANSWER_TIMEOUT_S) -> dict[str, object]:
+        """Its answer to a request of any form. PeerError: it ended, refused, or took too long, doing `what`."""
         assert self._process.stdin
         with suppress(BrokenPipeError, ValueError):  # it has ended, or was closed: the answer says so
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
-        what = f"answering {len(prompts)} prompts with {max_tokens} tokens"
         answer = self._next(timeout_s, what)
         if "error" in answer:
             raise PeerError(f"failed {what}: {answer['error']}")
-        return Reply(answer["seconds"], answer["first_seconds"], answer["token_ids"])  # type: ignore[arg-type]
+        return answer
 
     @contextmanager
     def turn(self) -> Iterator[None]:
