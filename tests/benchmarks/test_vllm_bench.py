@@ -85,9 +85,7 @@ def test_a_worker_and_vllm_alone_get_the_same_settings(tmp_path: Path) -> None:
 
 
 def _generation(text: str, ttft_ns: int, prefill_ns: int, kv_bytes: int = 10, cached: int = 0) -> Generation:
-    timings = Timings(
-        ttft_ns=ttft_ns, prefill_compute_ns=prefill_ns, kv_bytes=kv_bytes, transport="shm", mode=PrefillMode.REMOTE
-    )
+    timings = Timings(ttft_ns=ttft_ns, prefill_compute_ns=prefill_ns, kv_bytes=kv_bytes, transport="shm", mode=PrefillMode.REMOTE)
     return Generation("r", "m", 0, (Choice(0, text, (1,), None, "", ()),), Usage(1, 1, cached), timings, 0)
 
 
