@@ -25,10 +25,10 @@ DTYPES = ("bfloat16", "float32")
 DRAWS: Mapping[str, Draw] = {"greedy": GREEDY, "seeded": SAMPLED}
 NUM_TOKENS = 64
 STRUCK_EVERY = 3
-"""Ways in which a worker dies ask every third prompt: each waits until the dead one is back."""
+"""Ways in which a process dies ask a third of the prompts: each waits until the dead one is back, later each time."""
 STRIKE_AFTER = 8
 """Tokens of an answer after which a process dies in the middle of it."""
-ANSWER_S = 300.0
+ANSWER_S, RESUME_S = 300.0, 120.0
 ALONE, TOGETHER, BATCHED = "engine alone", "engine, all prompts at once", "stock vLLM, all prompts at once"
 OF_ENGINE = {ALONE: False, TOGETHER: True}
 OF_STOCK = {STOCK: False, BATCHED: True}
@@ -62,7 +62,7 @@ class Way:
 
     @property
     def struck(self) -> bool:
-        return self.dies in ("prefill", "decode")
+        return bool(self.dies)
 
 
 WAYS = (
@@ -153,7 +153,7 @@ async def by_mesh(task: Task, ways: Sequence[Way]) -> None:
     if not left:
         return
     config = task.settings.mesh(num_decode=2)
-    async with LocalMesh(config, on_event=say) as mesh, AsyncClient(mesh.router_addresses) as client:
+    async with LocalMesh(config, on_event=say) as mesh, AsyncClient(mesh.router_addresses, resume_timeout_s=RESUME_S) as client:
         say(f"{task.settings.dtype}: mesh is ready; logs in {mesh.log_dir}")
         for way, name in left:
             if (

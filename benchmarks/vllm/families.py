@@ -166,10 +166,13 @@ async def _measure(case: Case) -> list[Figure]:
         try:
             expected = await asyncio.to_thread(by_stock, settings)
         except PeerError as error:
+            say(f"{case.name}: vLLM alone does not serve it: {error}")
             return [absent(f"{case.name}: answers equal", str(error))]
         try:
             found = await by_mesh(settings)
         except (StartFailed, MeshError, RuntimeError) as error:
             say(f"{case.name}: vLLM serves it, and the mesh does not: {error}")
             return [Figure(f"{case.name}: answers equal", 0.0, f"failed: {error}", "higher", goal=1.0, peer=STOCK)]
-    return list(figures(case, expected, found))
+    measured = list(figures(case, expected, found))
+    say(f"{case.name}: {[figure.value for figure in measured]}")
+    return measured

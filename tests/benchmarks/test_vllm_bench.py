@@ -57,12 +57,12 @@ def test_figures_of_ways_stand_beside_the_engine_alone_and_stock_vllm() -> None:
     assert not [figure for figure in seeded if STOCK in figure.name]
 
 
-def test_ways_that_lose_a_worker_ask_a_third_of_the_prompts_and_a_killed_prefill_the_longest(tmp_path: Path) -> None:
+def test_ways_that_lose_a_process_ask_a_third_of_the_prompts_and_a_killed_prefill_the_longest(tmp_path: Path) -> None:
     prompts = {number: [1] * (number + 1) for number in range(26)}
     task = Task(Settings(tmp_path, "float32"), prompts, Kept(tmp_path / "kept"))
     asked = {way.name: list(task.of(way)) for way in WAYS}
-    assert asked["remote"] == asked["router killed and resumed"] == list(range(26))
-    assert asked["decode killed"] == list(range(0, 26, 3))
+    assert asked["remote"] == asked["local"] == list(range(26))
+    assert asked["decode killed"] == asked["router killed and resumed"] == list(range(0, 26, 3))
     assert asked["prefill killed"] == list(range(25, 16, -1))
 
 
