@@ -242,6 +242,14 @@ class Child:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
 
+    def _by_signal(self) -> str:
+        """Which signal ended the process, if one did, without a wait() that would free its id."""
+        time.sleep(_POLL_S)  # its output has ended, and so will it
+        ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        if ended is None or ended.si_code == os.CLD_EXITED:
+            return ""
+        return f"by {signal.Signals(ended.si_status).name} "
+
     def _read(self) -> None:
         assert self._process.stdout
         for line in self._process.stdout:
@@ -256,6 +264,6 @@ class Child:
             raise PeerError(f"no answer after {timeout_s:.0f} s of {what}") from None
         if line is None:
             self._lines.put(None)  # whoever asks next is told at once, too
-            raise PeerError(f"ended while {what}: {last_line(self._log)}")
+            raise PeerError(f"ended {self._by_signal()}while {what}: {last_line(self._log)}")
         answer: dict[str, object] = json.loads(line)
         return answer

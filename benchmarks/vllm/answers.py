@@ -24,8 +24,8 @@ STOCK = "stock vLLM alone"
 
 @dataclass(frozen=True)
 class Answer:
-    """The tokens of one prompt's answer. `gaps`: of each token, by how much the likeliest logit exceeded the second; () where it
-    was not asked. `evidence`: how much of what a way is named after happened to it."""
+    """The tokens of one prompt's answer. `gaps`: of each token, by how much it led the next candidate (nats); () where it was not
+    asked. `evidence`: how much of what a way is named after happened to it."""
 
     token_ids: tuple[int, ...]
     gaps: tuple[float, ...] = ()
@@ -83,9 +83,7 @@ def figures_of(name: str, comparison: Comparison, peer: str, *, goal: float | No
     unit = f"share of {comparison.num_answers} answers"
     return [
         *(Figure(f"{name}: {what}", value, unit, "higher", goal=asked, peer=peer) for what, value, asked in shares),
-        Figure(
-            f"{name}: smallest gap of the two likeliest logits at a first difference", comparison.margin_text, "nats", "lower"
-        ),
+        Figure(f"{name}: smallest lead of the expected token at a first difference", comparison.margin_text, "nats", "lower"),
     ]
 
 
@@ -149,12 +147,16 @@ class Alone:
         draw: Draw = GREEDY,
         *,
         together: bool = False,
+        again: bool = False,
+        emitted: Mapping[int, Sequence[int]] | None = None,
         adapter: str = "",
     ) -> dict[int, Answer]:
-        """Return the answers, one request at a time or all `together`. Raises PeerError."""
+        """Return the answers, one request at a time or all `together`, for the first time or `again`, or what follows tokens that
+        were `emitted`. Raises PeerError."""
         asked = {"prompts": [list(prompt) for prompt in prompts.values()], "max_tokens": num_tokens, "adapter": adapter}
-        draws = {"temperature": draw.temperature, "seed": draw.seed, "together": together}
-        reply: Any = self._child.ask({**asked, **draws}, f"answering {len(prompts)} prompts")
+        begun = [list((emitted or {}).get(number, ())) for number in prompts]
+        how = {"temperature": draw.temperature, "seed": draw.seed, "together": together, "again": again, "emitted": begun}
+        reply: Any = self._child.ask({**asked, **how}, f"answering {len(prompts)} prompts")
         answers = [Answer(tuple(each["token_ids"]), tuple(each["gaps"])) for each in reply["answers"]]
         return dict(zip(prompts, answers, strict=True))
 

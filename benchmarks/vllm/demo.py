@@ -14,6 +14,7 @@ from tests.equality.prompts import texts
 
 NUM_REQUESTS = 20
 NUM_TOKENS = 24
+LONG_CHARACTERS = 1500
 QUESTION = "What is the capital of France?"
 TIMEOUT_S = 120.0
 
@@ -44,19 +45,25 @@ def figures(answers: Sequence[Generation], again: Sequence[Generation]) -> list[
     ]
 
 
+def long_prompts(count: int) -> list[str]:
+    """Return prompts of several of vLLM's blocks, which have 128 tokens on a CPU: so that a prefix can be found. Pure."""
+    return [f"{number}. " + f"{text}\n" * (1 + LONG_CHARACTERS // len(text)) for number, text in enumerate(texts()[:count])]
+
+
 async def measure(options: Options) -> list[Figure]:
-    """Ask half of the prompts, then the same ones again: those have more than one block, so that a prefix can be found."""
-    count = int(options.pick(NUM_REQUESTS, 6)) // 2
-    prompts = [QUESTION, *sorted(texts(), key=len)[-count + 1 :]]
+    """Ask for France's capital twice, and long prompts, then the same long ones again."""
+    long = long_prompts(int(options.pick(NUM_REQUESTS, 6)) // 2 - 1)
     config = Settings(options.model, "bfloat16").mesh()
     async with LocalMesh(config, on_event=say) as mesh, AsyncClient(mesh.router_addresses) as client:
-        answers = [await _ask(client, prompt) for prompt in prompts]
-        again = [await _ask(client, prompt) for prompt in prompts]
+        answers = [await _ask(client, prompt) for prompt in (QUESTION, QUESTION, *long)]
+        again = [await _ask(client, prompt) for prompt in long]
     return figures(answers, again)
 
 
 async def _ask(client: AsyncClient, prompt: str) -> Generation:
     chat = [("user", prompt)]
     answer = await client.chat(chat, temperature=0, max_tokens=NUM_TOKENS, mode="remote", timeout=TIMEOUT_S)
-    say(f"{prompt[:40]!r}: TTFT {answer.timings.ttft_ns / 1e6:.0f} ms, {answer.timings.kv_bytes} bytes")
+    timings, text = answer.timings, answer.choices[0].text
+    say(f"{prompt[:40]!r}: {text!r}")
+    say(f"TTFT {timings.ttft_ns / 1e6:.0f} ms, {timings.kv_bytes} bytes, {answer.usage.cached_tokens} tokens cached")
     return answer

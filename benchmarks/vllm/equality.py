@@ -1,15 +1,15 @@
 """Equal tokens: every way through a mesh of vLLM workers beside one vLLM alone, one request at a time.
 
 The expected answers are those of one engine as pdmesh composes it; beside them stands stock vLLM, whose greedy tokens must be the
-same. Its seeded draws would be another stream of random numbers, and vLLM 0.32 has none on a CPU: a request with a seed ends its
-engine with "CPU Generator does not use offset". Both are also asked all prompts in one batch: what vLLM's own kernels make of the
-same input. A way is measured once and kept, so that a run that was stopped goes on.
+same. Its seeded draws would be another stream of random numbers, and vLLM 0.32 has none on a CPU: a request with a seed fails
+with "CPU Generator does not use offset". Both are also asked the same in other batches, `VARIED`: what vLLM's own kernels make of
+the same input. A way is measured once and kept, so that a run that was stopped goes on.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.engine_runs import GREEDY, SAMPLED, Draw
@@ -21,6 +21,16 @@ from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.text.tokenizer import Tokenizer
 from tests.equality.prompts import encode_all
 
+
+@dataclass(frozen=True)
+class Varied:
+    """How one vLLM is asked the same: all prompts in one batch, each a second time, or with the first tokens of its answer."""
+
+    together: bool = False
+    again: bool = False
+    continued: bool = False
+
+
 DTYPES = ("bfloat16", "float32")
 DRAWS: Mapping[str, Draw] = {"greedy": GREEDY, "seeded": SAMPLED}
 NUM_TOKENS = 64
@@ -29,10 +39,14 @@ STRUCK_EVERY = 3
 STRIKE_AFTER = 8
 """Tokens of an answer after which a process dies in the middle of it."""
 ANSWER_S, RESUME_S = 300.0, 120.0
-ALONE, TOGETHER, BATCHED = "engine alone", "engine, all prompts at once", "stock vLLM, all prompts at once"
-OF_ENGINE = {ALONE: False, TOGETHER: True}
-OF_STOCK = {STOCK: False, BATCHED: True}
-"""What one vLLM alone is asked, and whether all prompts together."""
+ALONE = "engine alone"
+VARIED = {
+    "all prompts at once": Varied(together=True),
+    "asked again": Varied(again=True),
+    "continued behind its own tokens": Varied(continued=True),
+}
+"""What a vLLM alone makes of the same input in other batches: beside it the ways through the mesh have to be seen."""
+PEERS = {"composed": ALONE, "stock": STOCK}
 Prompts = Mapping[int, Sequence[int]]
 
 
@@ -44,14 +58,11 @@ class Seen:
     completed: Completed | None = None
 
 
-Strike = Callable[[], Awaitable[None]]
-
-
 @dataclass(frozen=True)
 class Way:
     """A way through the mesh. `salt`: ways of the same salt find each other's prefixes. `evidence`: what a completed answer shows
     of it. `dies`: the kind of process that is killed; `after`: so many tokens, or 0: once the request has been taken in.
-    `struck`: it asks every third prompt."""
+    `struck`: it asks a third of the prompts."""
 
     name: str
     salt: str
@@ -170,18 +181,33 @@ async def by_mesh(task: Task, ways: Sequence[Way]) -> None:
 
 def by_one(task: Task) -> None:
     """Measure what is not known yet of one engine and of stock vLLM. Raises PeerError."""
-    for kind, asked in (("composed", OF_ENGINE), ("stock", OF_STOCK)):
+    for kind, peer in PEERS.items():
         draws = DRAWS if kind == "composed" else ("greedy",)
+        asked = {peer: Varied(), **{varied_name(peer, how): varied for how, varied in VARIED.items()}}
         left = [(what, name) for name in draws for what in asked if task.known(what, name) is None]
         if left:
             with alone(kind, task.settings) as one:
                 for what, name in left:
-                    _ask_one(task, one, what, name, together=asked[what])
+                    _ask_one(task, one, what, name, asked[what], peer)
 
 
-def _ask_one(task: Task, one: Alone, what: str, name: str, *, together: bool) -> None:
-    task.keep(what, name, one.ask(task.prompts, NUM_TOKENS, DRAWS[name], together=together))
+def _ask_one(task: Task, one: Alone, what: str, name: str, varied: Varied, peer: str) -> None:
+    begun = {}
+    if varied.continued:
+        begun = {number: each.token_ids[:STRIKE_AFTER] for number, each in (task.known(peer, name) or {}).items()}
+    count = NUM_TOKENS - (STRIKE_AFTER if varied.continued else 0)
+    found = one.ask(task.prompts, count, DRAWS[name], together=varied.together, again=varied.again, emitted=begun)
+    task.keep(what, name, {number: _behind(begun.get(number, ()), each) for number, each in found.items()})
     say(f"{task.settings.dtype}, {name}, {what}: done")
+
+
+def _behind(begun: Sequence[int], answer: Answer) -> Answer:
+    return Answer((*begun, *answer.token_ids))
+
+
+def varied_name(peer: str, how: str) -> str:
+    """Return what a variation of one vLLM's answers is called. Pure."""
+    return f"{peer}, {how}"
 
 
 # Figures. Pure, of answers by way and draw.
@@ -195,10 +221,11 @@ def figures(dtype: str, draw: str, found: Mapping[str, Answers]) -> Iterator[Fig
         if stock is not None:
             comparison = compared(found[what], stock)
             yield _answers_equal(f"{name}, {what}, beside {STOCK}", comparison.answers_equal, comparison.num_answers)
-    yield from figures_of(f"{name}, {TOGETHER}", compared(found[TOGETHER], expected), ALONE, goal=None)
+    for peer in (ALONE, STOCK) if stock is not None else (ALONE,):
+        for varied in (varied_name(peer, how) for how in VARIED):
+            yield from figures_of(f"{name}, {varied}", compared(found[varied], found[peer]), peer, goal=None)
     if stock is not None:
         yield from figures_of(f"{name}, {ALONE}", compared(expected, stock), STOCK)
-        yield from figures_of(f"{name}, {BATCHED}", compared(found[BATCHED], stock), STOCK, goal=None)
 
 
 def _of_way(name: str, answers: Answers, expected: Answers) -> list[Figure]:
@@ -213,6 +240,11 @@ def _answers_equal(name: str, value: float, num_answers: int) -> Figure:
 
 
 # The part.
+
+
+def _measured() -> list[str]:
+    varied = [varied_name(peer, how) for peer in PEERS.values() for how in VARIED]
+    return [*PEERS.values(), *varied, *(way.name for way in WAYS)]
 
 
 def task_of(options: Options, dtype: str) -> Task:
@@ -231,7 +263,7 @@ async def measure(options: Options) -> list[Figure]:
         await asyncio.to_thread(by_one, task)
         await by_mesh(task, WAYS)
         for draw in DRAWS:
-            known = {what: task.known(what, draw) for what in (*OF_ENGINE, *OF_STOCK, *(way.name for way in WAYS))}
+            known = {what: task.known(what, draw) for what in _measured()}
             listed += figures(dtype, draw, {what: answers for what, answers in known.items() if answers is not None})
     Kept(options.folder / "equality").forget()
     return listed

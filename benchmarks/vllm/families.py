@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.harness import Figure, Options, say
 from benchmarks.models.equality import equal_share, prompts_of
 from benchmarks.peers.environments import PeerError
@@ -19,7 +21,7 @@ from pdmesh.errors import MeshError
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.runtime.child import StartFailed
 from tests.support.adapters import make_adapter
-from tests.support.quantized_checkpoints import FORMATS, write_quantized
+from tests.support.quantized_checkpoints import FORMATS, Format, packed_fp8, write_quantized
 from tests.support.tiny_families import make_tiny_family
 from tests.support.tiny_models import make_tiny_model
 
@@ -28,8 +30,13 @@ TIMEOUT_S = 120.0
 HEAD_DIM = 32
 """A multiple of 32: what vLLM's CPU kernels demand."""
 TARGETS = ("q_proj", "v_proj", "o_proj", "down_proj")
-WIDE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "head_dim": HEAD_DIM}
+WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
 """Widths that kernels for quantized weights take."""
+FP8_BLOCKS = Format(
+    {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]},
+    packed_fp8("block", torch.float32, ".weight_scale_inv", block=128),
+)
+"""As Qwen3's and DeepSeek's fp8 checkpoints have it."""
 
 Found = Mapping[str, Answers]
 """Answers by the name of the adapter; "": the model alone."""
@@ -66,10 +73,10 @@ def _family(variant: str, **fields: Any) -> Callable[[Path], Path]:
     return lambda folder: make_tiny_family(folder / "model", variant, head_dim=HEAD_DIM, **fields)
 
 
-def _quantized(form: str) -> Callable[[Path], Path]:
+def _quantized(form: Format) -> Callable[[Path], Path]:
     def make(folder: Path) -> Path:
-        plain = make_tiny_model(folder / "plain", **WIDE)
-        return write_quantized(plain, folder, FORMATS[form])[0]
+        plain = make_tiny_model(folder / "plain", head_dim=HEAD_DIM, **WIDE)
+        return write_quantized(plain, folder, form)[0]
 
     return make
 
@@ -78,12 +85,12 @@ CASES = (
     Case("LoRA, two adapters", _dense, num_adapters=2),
     Case("Mixtral", _family("mixtral")),
     Case("Qwen3-MoE", _family("qwen3_moe", mlp_only_layers=[])),
-    Case("fp8, compressed-tensors", _quantized("compressed fp8 by output"), dtype="bfloat16"),
-    Case("fp8 in blocks", _quantized("fp8 in blocks"), dtype="bfloat16"),
-    Case("GPTQ, 4 bits", _quantized("gptq 4 bits g32"), dtype="bfloat16"),
-    Case("AWQ, 4 bits", _quantized("awq g32"), dtype="bfloat16"),
-    Case("w8a8, compressed-tensors", _quantized("compressed w8a8"), dtype="bfloat16"),
-    Case("w4a16, compressed-tensors", _quantized("compressed w4a16 g32"), dtype="bfloat16"),
+    Case("fp8, compressed-tensors", _quantized(FORMATS["compressed fp8 by output"]), dtype="bfloat16"),
+    Case("fp8 in blocks of 128", _quantized(FP8_BLOCKS), dtype="bfloat16"),
+    Case("GPTQ, 4 bits", _quantized(FORMATS["gptq 4 bits g32"]), dtype="bfloat16"),
+    Case("AWQ, 4 bits", _quantized(FORMATS["awq g32"]), dtype="bfloat16"),
+    Case("w8a8, compressed-tensors", _quantized(FORMATS["compressed w8a8"]), dtype="bfloat16"),
+    Case("w4a16, compressed-tensors", _quantized(FORMATS["compressed w4a16 g32"]), dtype="bfloat16"),
 )
 
 

@@ -6,17 +6,20 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.harness import Figure, Kept, reached
 from benchmarks.router.mixes import Cell
-from benchmarks.vllm.answers import Answer, Settings, absent, compared, figures_of
+from benchmarks.vllm.answers import STOCK, Answer, Settings, absent, compared, figures_of
+from benchmarks.vllm.child import lead
 from benchmarks.vllm.demo import figures as demo_figures
 from benchmarks.vllm.demo import parts_error
-from benchmarks.vllm.equality import ALONE, BATCHED, STOCK, TOGETHER, WAYS, Task, figures
+from benchmarks.vllm.equality import ALONE, VARIED, WAYS, Task, figures, varied_name
 from benchmarks.vllm.families import CASES
 from benchmarks.vllm.families import figures as family_figures
 from benchmarks.vllm.side import CHOSEN, ONE, PLAIN, SEPARATED, SMG, exposed_figures, ratio_figures, stall_figure
 from pdmesh.client.types import Choice, Generation, PrefillMode, Timings, Usage
+from pdmesh.engine.sampling.counter_rng import gumbel
 
 EXPECTED = {0: Answer((1, 2, 3, 4), (5.0, 0.5, 0.25, 7.0)), 1: Answer((5, 6, 7, 8), (4.0, 3.0, 0.125, 1.0))}
 
@@ -33,6 +36,14 @@ def test_a_difference_counts_with_the_gap_of_its_first_token() -> None:
     assert compared({0: Answer((1, 9, 0, 0)), 1: Answer((5, 6, 9, 0))}, EXPECTED).margin == 0.125
 
 
+def test_the_lead_of_a_seeded_draw_is_that_of_its_noisy_scores() -> None:
+    likeliest = [(7, -0.5), (3, -1.25), (9, -4.0)]
+    assert lead(likeliest, 0.0, 1, 0) == pytest.approx(0.75)
+    noise = gumbel(2026, 0, 5, torch.tensor([7, 3, 9])).tolist()
+    scores = sorted((logprob + 0.8 * each for (_, logprob), each in zip(likeliest, noise, strict=True)), reverse=True)
+    assert lead(likeliest, 0.8, 2026, 5) == pytest.approx(scores[0] - scores[1], abs=1e-4)
+
+
 def test_an_answer_that_is_too_short_has_no_margin_that_excuses_it() -> None:
     assert compared({0: Answer((1, 2))}, EXPECTED).margin == math.inf
 
@@ -45,15 +56,17 @@ def test_only_equal_answers_reach_the_goal() -> None:
 
 def test_figures_of_ways_stand_beside_the_engine_alone_and_stock_vllm() -> None:
     other = {0: Answer((1, 2, 3, 4), (1.0, 1.0, 1.0, 1.0)), 1: Answer((5, 6, 7, 0), (1.0, 1.0, 1.0, 0.75))}
-    found = {ALONE: EXPECTED, TOGETHER: other, STOCK: other, BATCHED: EXPECTED, "remote": EXPECTED}
+    of_engine = {varied_name(ALONE, how): other for how in VARIED}
+    of_stock = {varied_name(STOCK, how): EXPECTED for how in VARIED}
+    found = {ALONE: EXPECTED, **of_engine, STOCK: other, **of_stock, "remote": EXPECTED}
     values = _values(list(figures("float32", "greedy", found)))
     assert values["float32, greedy, remote: answers equal"] == 1.0
     assert values["float32, greedy, remote, beside stock vLLM alone: answers equal"] == 0.5
     assert values["float32, greedy, remote: answers to which it happened"] == 0
-    assert values["float32, greedy, engine, all prompts at once: answers equal"] == 0.5
-    batched = f"float32, greedy, {BATCHED}: smallest gap of the two likeliest logits at a first difference"
+    assert values["float32, greedy, engine alone, all prompts at once: answers equal"] == 0.5
+    batched = "float32, greedy, stock vLLM alone, asked again: smallest lead of the expected token at a first difference"
     assert values[batched] == 0.75
-    seeded = list(figures("float32", "seeded", {ALONE: EXPECTED, TOGETHER: other, "remote": other}))
+    seeded = list(figures("float32", "seeded", {ALONE: EXPECTED, **of_engine, "remote": other}))
     assert not [figure for figure in seeded if STOCK in figure.name]
 
 
