@@ -54,6 +54,10 @@ class Stock:
         os.environ.update(environment(config))
         import vllm
 
+        from pdmesh_vllm.loading import permit_amx
+
+        permit_amx()  # else it is ended by SIGILL in its kernels for quantized weights
+
         self._llm = vllm.LLM(**{**engine_args(config), "skip_tokenizer_init": True})
         self._adapters = options["adapters"]
         self.about: Options = {"version": vllm.__version__}

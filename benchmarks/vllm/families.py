@@ -1,5 +1,6 @@
 """Adapters, a mixture of experts and quantized checkpoints on vLLM: the tokens of tiny random models through separation, beside
-those of vLLM alone. Where vLLM's CPU backend does not run one, the figure has its reason."""
+those of vLLM alone. Where vLLM's CPU backend does not run one, the figure has its reason. Stock vLLM, too, is permitted to use AMX
+before it starts, as it does not see to that itself (`pdmesh_vllm.loading.permit_amx`)."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from pdmesh.errors import MeshError
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.runtime.child import StartFailed
 from tests.support.adapters import make_adapter
-from tests.support.quantized_checkpoints import FORMATS, Format, packed_fp8, write_quantized
+from tests.support.quantized_checkpoints import FORMATS, Format, compressed, packed_fp8, packed_int8, scheme, write_quantized
 from tests.support.tiny_families import make_tiny_family
 from tests.support.tiny_models import make_tiny_model
 
@@ -37,6 +38,14 @@ FP8_BLOCKS = Format(
     packed_fp8("block", torch.float32, ".weight_scale_inv", block=128),
 )
 """As Qwen3's and DeepSeek's fp8 checkpoints have it."""
+W8A8 = compressed(
+    "int-quantized",
+    packed_int8(),
+    {
+        **scheme(8, "channel"),
+        "input_activations": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True},
+    },
+)
 
 Found = Mapping[str, Answers]
 """Answers by the name of the adapter; "": the model alone."""
@@ -89,7 +98,7 @@ CASES = (
     Case("fp8 in blocks of 128", _quantized(FP8_BLOCKS), dtype="bfloat16"),
     Case("GPTQ, 4 bits", _quantized(FORMATS["gptq 4 bits g32"]), dtype="bfloat16"),
     Case("AWQ, 4 bits", _quantized(FORMATS["awq g32"]), dtype="bfloat16"),
-    Case("w8a8, compressed-tensors", _quantized(FORMATS["compressed w8a8"]), dtype="bfloat16"),
+    Case("w8a8, compressed-tensors", _quantized(W8A8), dtype="bfloat16"),
     Case("w4a16, compressed-tensors", _quantized(FORMATS["compressed w4a16 g32"]), dtype="bfloat16"),
 )
 
