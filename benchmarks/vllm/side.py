@@ -164,17 +164,23 @@ def _rate_key(mix: Mix) -> str:
 # Hand-off and loss.
 
 
-async def exposed_shares(options: Options) -> dict[int, float]:
+async def exposed_shares(options: Options) -> dict[int, float | None]:
     """Return by length of prompt how much of a hand-off is exposed, as a share of its prefill; medians of unlike prompts."""
     config, rounds = settings_of(options, 1).mesh(bind_cpus=True), int(options.pick(ROUNDS, 1))
-    shares = {}
+    shares = dict[int, float | None]()
     async with LocalMesh(config, on_event=say) as running, AsyncClient(running.router_addresses) as client:
         await _timings(client, prompt(99, 200))
         for length in LENGTHS:
             found = [await _timings(client, prompt(turn + length, length)) for turn in range(rounds)]
-            shares[length] = statistics.median(each.kv_exposed_ns / each.prefill_compute_ns for each in found)
-            say(f"{length} tokens: exposed {shares[length]:.2%} of prefill")
+            shares[length] = exposed_share(found)
+            say(f"{length} tokens: exposed {shares[length]} of prefill, {[each.kv_bytes for each in found]} bytes")
     return shares
+
+
+def exposed_share(found: Sequence[Timings]) -> float | None:
+    """Return the median over requests that were handed off; None where none was. Pure."""
+    shares = [each.kv_exposed_ns / each.prefill_compute_ns for each in found if each.kv_bytes]
+    return statistics.median(shares) if shares else None
 
 
 async def _timings(client: AsyncClient, ids: Sequence[int]) -> Timings:
@@ -230,10 +236,11 @@ def _over(mix: Mix, ours: float, theirs: Sequence[float], peer: str, goal: float
     )
 
 
-def exposed_figures(shares: Mapping[int, float]) -> list[Figure]:
+def exposed_figures(shares: Mapping[int, float | None]) -> list[Figure]:
     """Return them by length of prompt."""
     named = {f"hand-off exposed after a prefill of {length} tokens": share for length, share in shares.items()}
-    return [Figure(name, share, "share of prefill", "lower", goal=EXPOSED_GOAL) for name, share in named.items()]
+    unit, none = "share of prefill", "absent: no prompt was handed off, prefill was given up for late"
+    return [Figure(name, none if share is None else share, unit, "lower", EXPOSED_GOAL) for name, share in named.items()]
 
 
 def stall_figure(found: Sequence[tuple[float, float]]) -> Figure:

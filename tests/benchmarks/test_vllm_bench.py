@@ -17,7 +17,7 @@ from benchmarks.vllm.demo import parts_error
 from benchmarks.vllm.equality import ALONE, VARIED, WAYS, Task, figures, varied_name
 from benchmarks.vllm.families import CASES
 from benchmarks.vllm.families import figures as family_figures
-from benchmarks.vllm.side import CHOSEN, ONE, PLAIN, SEPARATED, SMG, exposed_figures, ratio_figures, stall_figure
+from benchmarks.vllm.side import CHOSEN, ONE, PLAIN, SEPARATED, SMG, exposed_figures, exposed_share, ratio_figures, stall_figure
 from pdmesh.client.types import Choice, Generation, PrefillMode, Timings, Usage
 from pdmesh.engine.sampling.counter_rng import gumbel
 
@@ -147,4 +147,8 @@ def test_pdmesh_is_compared_with_the_better_of_the_others_and_with_smg_where_it_
 
 def test_hand_offs_and_stalls_have_goals() -> None:
     assert [reached(figure) for figure in exposed_figures({1000: 0.04, 4000: 0.06})] == [True, False]
+    handed, late = (Timings(kv_bytes=size, kv_exposed_ns=size, prefill_compute_ns=100) for size in (3, 0))
+    assert exposed_share([handed, late]) == pytest.approx(0.03)
+    assert exposed_share([late]) is None
+    assert str(exposed_figures({1000: None})[0].value).startswith("absent: ")
     assert reached(stall_figure([(1.5, 0.5), (3.0, 0.5)])) is False
