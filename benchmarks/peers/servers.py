@@ -244,6 +244,8 @@ class Child:
 
     def _by_signal(self) -> str:
         """Which signal ended the process, if one did, without a wait() that would free its id."""
+        if self._process.returncode is not None:
+            return ""  # it was ended here
         time.sleep(_POLL_S)  # its output has ended, and so will it
         ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
         if ended is None or ended.si_code == os.CLD_EXITED:
