@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from benchmarks.harness import Figure, Options, say
-from benchmarks.models.equality import equal_share, prompts_of
+from benchmarks.models.equality import prompts_of
 from benchmarks.peers.environments import PeerError
-from benchmarks.vllm.answers import STOCK, Answer, Answers, Settings, absent, alone
+from benchmarks.vllm.answers import STOCK, Answer, Answers, Settings, absent, alone, compared, figures_of
 from pdmesh.client.client import AsyncClient
 from pdmesh.errors import MeshError
 from pdmesh.launcher.mesh import LocalMesh
@@ -146,7 +146,7 @@ async def _asked(client: AsyncClient, model: str) -> Answers:
 def figures(case: Case, expected: Found, found: Found) -> Iterator[Figure]:
     """Yield how equal the answers are, for the model and each adapter, and how many adapters change them. Pure."""
     for name, answers in found.items():
-        yield from _of_one(f"{case.name}{f', {name}' if name else ''}", expected[name], answers)
+        yield from figures_of(f"{case.name}{f', {name}' if name else ''}", compared(answers, expected[name]), STOCK)
     adapters = [_tokens(answers) for name, answers in expected.items() if name]
     if adapters:
         differing = sum(tokens != _tokens(expected[""]) for tokens in adapters)
@@ -154,16 +154,6 @@ def figures(case: Case, expected: Found, found: Found) -> Iterator[Figure]:
         yield Figure(
             f"{case.name}: adapters whose answers differ from the model's", differing, unit, "higher", goal=len(adapters)
         )
-
-
-def _of_one(name: str, expected: Answers, found: Answers) -> list[Figure]:
-    wanted, got = _tokens(expected), _tokens(found)
-    equal = sum(one == other for one, other in zip(got, wanted, strict=True)) / len(wanted)
-    unit, share = f"share of {len(wanted)} answers", equal_share(wanted, got)
-    return [
-        Figure(f"{name}: answers equal", equal, unit, "higher", goal=1.0, peer=STOCK),
-        Figure(f"{name}: tokens equal", share, unit, "higher", peer=STOCK),
-    ]
 
 
 def _tokens(answers: Answers) -> list[list[int]]:

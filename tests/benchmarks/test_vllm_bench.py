@@ -115,7 +115,7 @@ def test_the_demo_shows_the_worst_sum_and_what_carried_kv() -> None:
 
 def test_adapters_count_only_where_they_change_answers() -> None:
     lora = CASES[0]
-    plain, changed = {0: Answer((1, 2))}, {0: Answer((1, 3))}
+    plain, changed = {0: Answer((1, 2), (1.0, 1.0))}, {0: Answer((1, 3), (1.0, 0.5))}
     values = _values(list(family_figures(lora, {"": plain, "a": changed, "b": plain}, {"": plain, "a": plain, "b": plain})))
     assert values["LoRA, two adapters: answers equal"] == 1.0
     assert values["LoRA, two adapters, a: tokens equal"] == 0.5
