@@ -9,6 +9,7 @@ the same input. A way is measured once and kept, so that a run that was stopped 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -197,12 +198,13 @@ def _ask_one(task: Task, one: Alone, what: str, name: str, varied: Varied, peer:
         begun = {number: each.token_ids[:STRIKE_AFTER] for number, each in (task.known(peer, name) or {}).items()}
     count = NUM_TOKENS - (STRIKE_AFTER if varied.continued else 0)
     found = one.ask(task.prompts, count, DRAWS[name], together=varied.together, again=varied.again, emitted=begun)
-    task.keep(what, name, {number: _behind(begun.get(number, ()), each) for number, each in found.items()})
+    task.keep(what, name, {number: behind(begun.get(number, ()), each) for number, each in found.items()})
     say(f"{task.settings.dtype}, {name}, {what}: done")
 
 
-def _behind(begun: Sequence[int], answer: Answer) -> Answer:
-    return Answer((*begun, *answer.token_ids))
+def behind(begun: Sequence[int], answer: Answer) -> Answer:
+    """Return the answer with the tokens that it continued, which were not drawn again. Pure."""
+    return Answer((*begun, *answer.token_ids), (*(math.inf for _ in begun), *answer.gaps))
 
 
 def varied_name(peer: str, how: str) -> str:

@@ -14,7 +14,7 @@ from benchmarks.vllm.answers import STOCK, Answer, Settings, absent, compared, f
 from benchmarks.vllm.child import lead
 from benchmarks.vllm.demo import figures as demo_figures
 from benchmarks.vllm.demo import parts_error
-from benchmarks.vllm.equality import ALONE, VARIED, WAYS, Task, figures, varied_name
+from benchmarks.vllm.equality import ALONE, VARIED, WAYS, Task, behind, figures, varied_name
 from benchmarks.vllm.families import CASES
 from benchmarks.vllm.families import figures as family_figures
 from benchmarks.vllm.side import CHOSEN, ONE, PLAIN, SEPARATED, SMG, exposed_figures, exposed_share, ratio_figures, stall_figure
@@ -42,6 +42,11 @@ def test_the_lead_of_a_seeded_draw_is_that_of_its_noisy_scores() -> None:
     noise = gumbel(2026, 0, 5, torch.tensor([7, 3, 9])).tolist()
     scores = sorted((logprob + 0.8 * each for (_, logprob), each in zip(likeliest, noise, strict=True)), reverse=True)
     assert lead(likeliest, 0.8, 2026, 5) == pytest.approx(scores[0] - scores[1], abs=1e-4)
+
+
+def test_a_continued_answer_keeps_the_leads_of_what_it_drew() -> None:
+    assert behind((), EXPECTED[0]) == EXPECTED[0]
+    assert behind((8, 9), Answer((1,), (0.5,))) == Answer((8, 9, 1), (math.inf, math.inf, 0.5))
 
 
 def test_an_answer_that_is_too_short_has_no_margin_that_excuses_it() -> None:
