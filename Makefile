@@ -16,7 +16,7 @@ CODE := pdmesh pdmesh_vllm router prefill_service decode_service kvtransfer tool
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-vllm model kernels demo test lint types contracts stubs-fresh unit mesh test-thorough test-vllm test-k8s equality
-.PHONY: chaos bench-mesh bench-cpu bench-models bench-handoff bench-loadtest bench-profile bench-latency bench-clients bench-constrained bench-soak bench-capacity bench-router bench-autoscale bench-spec bench-sparsity bench-lora bench-observability bench-gpu train-heads stubs format clean
+.PHONY: chaos bench-mesh bench-cpu bench-models bench-handoff bench-loadtest bench-profile bench-latency bench-clients bench-constrained bench-soak bench-capacity bench-router bench-autoscale bench-spec bench-sparsity bench-lora bench-observability bench-vllm bench-gpu train-heads stubs format clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -178,6 +178,9 @@ bench-autoscale: $(READY) model kernels  ## the autoscaler against an oracle and
 
 bench-capacity: $(READY) model kernels  ## the rate that mesh, one engine, vLLM and SMG + vLLM sustain (half an hour; resumes where it was stopped)
 	$(BIN)/python -m benchmarks.capacity $(ARGS)
+
+bench-vllm: $(VLLM_READY) model kernels  ## vLLM as the engine: equal tokens whatever dies, a request's figures, LoRA, MoE, quantized, plain vLLM and SMG beside it (an hour; resumes)
+	$(BIN)/python -m benchmarks.vllm $(ARGS)
 
 stubs: $(READY)  ## regenerate what follows from other files: stubs, docs/api.md, the stable client API, sampling parameters, the tables of packages and of families
 	$(BIN)/python -m tools.protos.generate

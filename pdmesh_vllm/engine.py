@@ -25,7 +25,7 @@ from pdmesh.engine.kv_cache.block_pool import BlockChanges, BlockLog
 from pdmesh.engine.kv_cache.streams import streams_of
 from pdmesh.engine.loader.builder import Progress
 from pdmesh.engine.loop import EngineLoop
-from pdmesh.engine.outputs import EngineStats
+from pdmesh.engine.outputs import EngineStats, StepResult
 from pdmesh.engine.request import EngineRequest
 from pdmesh.engine.request_validation import Limits
 from pdmesh.engine.sampling.sampler import Sampler
@@ -34,6 +34,7 @@ from pdmesh.worker.config import WorkerConfig, bind
 from pdmesh.worker.engines.base import EngineEvents, EngineFacts, Lack, shape_of
 from pdmesh.worker.engines.vllm_settings import engine_args, environment
 from pdmesh_vllm.adapters import AdapterTable, VllmAdapters, load_all
+from pdmesh_vllm.calibration import OUTPUT_TOKENS, PROMPT_TOKENS, measured_steps, slowdown
 from pdmesh_vllm.core import Sample, VllmCore
 from pdmesh_vllm.kv_pool import JoinedPool, adopt
 from pdmesh_vllm.loading import LoadedCore, check_version, cost_of, dtype_name, hash_of, layout_name, load_core, numeric_mode
@@ -79,7 +80,14 @@ class VllmEngine:
             self.core.exports.signal.marks = self.memory.marks
         self._loop: EngineLoop[VllmCore] | None = None
         self._limits: MachineLimits | None = None
+        self._first_steps: list[StepResult] = []
         self.adapters = VllmAdapters(self.table)
+
+    def calibrate(self) -> None:
+        """Run a few steps, by which the latency model begins with the engine's own speed. Call it before `open`."""
+        facts = self.facts
+        num_tokens = max(1, min(PROMPT_TOKENS, facts.max_num_batched_tokens, facts.max_context - OUTPUT_TOKENS))
+        self._first_steps = measured_steps(self.core, num_tokens, facts.vocab_size)
 
     # What the services call.
 
@@ -132,13 +140,14 @@ class VllmEngine:
         self._loop.start(asyncio.get_running_loop())
         await self._loop.call(lambda _core: bind(cpus))
         self._limits = await self._loop.call(lambda _core: self._measured())
-        return prior_of(
+        prior = prior_of(
             Hardware(self._limits.operations_per_s, self._limits.bytes_per_s, 0.0),
             shape_of(self.facts.cost),
             chunk=self.facts.max_num_batched_tokens,
             batch=self.facts.max_num_seqs,
             context=min(USUAL_CONTEXT, self.facts.max_context),
         )
+        return slowdown(self._first_steps, prior).applied(prior)
 
     def limits(self) -> MachineLimits | None:
         return self._limits
@@ -250,4 +259,6 @@ def load_engine(config: WorkerConfig, progress: Progress) -> VllmEngine:
     )
     load_all(engine.core, engine.table, [(name, Path(folder)) for name, folder in map(named_folder, settings.lora)])
     engine.adapters.at_start = engine.table.loaded()
+    progress(0.0, "measuring steps")
+    engine.calibrate()
     return engine

@@ -63,10 +63,20 @@ class LoadedCore:
         self.core.shutdown()
 
 
+def permit_amx() -> bool:
+    """Ask the system for the use of AMX tiles, for this process; return whether it has it.
+
+    vLLM 0.32's CPU kernels for quantized weights execute AMX instructions without asking, and Linux ends a process that does with
+    SIGILL. In bfloat16 oneDNN asks before its first product."""
+    ask = getattr(torch.cpu, "_init_amx", None)
+    return bool(ask is not None and ask())
+
+
 def load_core(arguments: Mapping[str, object]) -> LoadedCore:
     """Load vLLM with these EngineArgs. Raises ValueError for settings that vLLM refuses, or another version than the supported
     one."""
     version = check_version()
+    permit_amx()
     from vllm.config import KVEventsConfig, KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.core import EngineCore

@@ -83,6 +83,7 @@ class Vllm:
 
         self.folder = make_tiny_model(folder / "model", head_dim=32)  # a multiple of 32: its CPU kernels' demand
         self.engine = VllmEngine(load_core(self.arguments()), max_adapters=1)
+        self.engine.calibrate()
 
     def arguments(self) -> dict[str, object]:
         sizes = {"max_model_len": 512, "max_num_seqs": 16, "max_num_batched_tokens": 64}
