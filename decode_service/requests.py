@@ -39,9 +39,7 @@ from kvtransfer.reservation import (
     reserved,
     transition,
 )
-from pdmesh.engine.engine import Engine
-from pdmesh.engine.loop import EngineCalls, Sinks
-from pdmesh.engine.scheduler.requests import ReservedBlocks
+from pdmesh.engine.interface import ReservedBlocks, ServingEngine, Sinks
 from pdmesh.runtime import errors, log
 from pdmesh.runtime.errors import Aborted, DataLoss, MeshError
 from pdmesh.runtime.errors import Cancelled as MeshCancelled
@@ -143,7 +141,7 @@ class Reservations:
         self,
         settings: ReservationSettings,
         *,
-        engine: EngineCalls,
+        engine: ServingEngine,
         sinks: Sinks,
         token_streams: TokenStreams,
         quiesce: Callable[[str], Awaitable[None]],
@@ -248,7 +246,7 @@ class Reservations:
             spans=self._spans,
         )
         self._remember(record)
-        await self._reserve_or_drop(record, lambda engine: engine.reserve(record.named_request))
+        await self._reserve_or_drop(record, self._reserved)
         await hit_async("decode.reserved")
         return record
 
@@ -268,12 +266,11 @@ class Reservations:
         """Fit the blocks to the newer attempt, whose history may be longer."""
         record.restart(submission)
         record.renew_lease(time.monotonic())
-        if submission.mode is Mode.LOCAL:
-            await self._reserve_or_drop(record, lambda _: record.blocks)
-        else:
-            await self._reserve_or_drop(record, lambda engine: engine.restate(record.engine_id, record.named_request))
+        await self._reserve_or_drop(record, self._restated)
 
-    async def _reserve_or_drop(self, record: DecodeRequest, reserve: Callable[[Engine], ReservedBlocks | None]) -> None:
+    async def _reserve_or_drop(
+        self, record: DecodeRequest, reserve: Callable[[DecodeRequest], Awaitable[ReservedBlocks | None]]
+    ) -> None:
         """Reserve on the engine and, for LOCAL, start there. Without room the request is dropped."""
         is_local = record.submission.mode is Mode.LOCAL
         if is_local and record.reservation.state is State.RESERVED:
@@ -282,20 +279,29 @@ class Reservations:
         if is_local:
             self._spans.begin(record, record.submission.received_ns)
 
-        def fill(engine: Engine) -> ReservedBlocks | None:
-            blocks = reserve(engine)
-            if blocks is not None and is_local:
-                record.engine_entered_ns = engine.run_local(record.engine_id, record.named_request)
-            return blocks
-
         try:
-            record.blocks = await self._engine.call(fill)
+            record.blocks = await reserve(record)
             if record.blocks is None:
                 raise no_room(self._settings.retry_delay_s)
         except Exception as error:
             self._spans.end(record, str(error))
             await self._free(record, None)
             raise
+
+    async def _reserved(self, record: DecodeRequest) -> ReservedBlocks | None:
+        if record.submission.mode is not Mode.LOCAL:
+            return await self._engine.reserve(record.named_request)
+        granted = await self._engine.reserve_local(record.named_request)
+        if granted is None:
+            return None
+        blocks, record.engine_entered_ns = granted
+        return blocks
+
+    async def _restated(self, record: DecodeRequest) -> ReservedBlocks | None:
+        if record.submission.mode is not Mode.LOCAL:
+            return await self._engine.restate(record.engine_id, record.named_request)
+        record.engine_entered_ns = await self._engine.run_local(record.engine_id, record.named_request)
+        return record.blocks
 
     async def _commit(
         self, record: DecodeRequest, attempt: int, committed: CommittedTokens, handoff: Handoff, accept: Callable[[], None]
@@ -315,9 +321,7 @@ class Reservations:
         await hit_async("decode.committed")
         # The transition precedes the engine's call, because tokens may come before the call returns.
         record.reservation = transition(record.reservation, Started(), time.monotonic())
-        await self._engine.call(
-            lambda engine: engine.start(record.engine_id, committed.tokens, draft_states=committed.draft_states)
-        )
+        await self._engine.start(record.engine_id, committed.tokens, committed.draft_states)
         await hit_async("decode.running")
 
     async def _cancel(self, request_id: str, reason: str) -> bool:
@@ -354,7 +358,7 @@ class Reservations:
     async def _free(self, record: DecodeRequest, ending: MeshError | None) -> None:
         self._forget(record, ending)
         await self._quiesce(record.reservation_id)
-        await self._engine.call(lambda engine: engine.release(record.engine_id))
+        await self._engine.release(record.engine_id)
         self._set_inactive(record)
 
     def _set_inactive(self, record: DecodeRequest) -> None:

@@ -16,7 +16,7 @@ from decode_service.transfer_delegate import PushDelegate
 from decode_service.validation import SubmitValidator, Translate, check_attach, check_id, has_passed, released_by_worker
 from kvtransfer.reservation import Cancelled, Event, Failed, LeaseExpired, Mode
 from pdmesh.engine.errors import InvalidRequest, RequestTooLarge, UnknownAdapter
-from pdmesh.engine.loop import EngineCalls, Sinks
+from pdmesh.engine.interface import ServingEngine, Sinks
 from pdmesh.runtime import log
 from pdmesh.runtime.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, MeshError, Unavailable
 from pdmesh.runtime.telemetry.propagation import SubmitContext, read_submit
@@ -208,7 +208,7 @@ class Dependencies:
     identity: common_pb2.Identity
     layout: common_pb2.KVLayout
     translate: Translate
-    engine: EngineCalls
+    engine: ServingEngine
     sinks: Sinks
     quiesce: Callable[[str], Awaitable[None]]
     endpoints: Endpoints

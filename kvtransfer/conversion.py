@@ -213,21 +213,23 @@ class Staging:
 
     fd = None
 
-    def __init__(self, part: Part, bytes_per_layer_block: int) -> None:
+    def __init__(self, part: Part, bytes_per_layer_block: int, num_planes: int = 2) -> None:
         self.layers = part.layers  # layers of the model
         self.num_layers = len(part.layers)
         self.num_blocks = part.num_blocks
         self.bytes_per_layer_block = bytes_per_layer_block
-        self.bytes = np.empty((self.num_layers, 2, self.num_blocks, bytes_per_layer_block), np.uint8)
+        self.num_planes = num_planes
+        self.bytes = np.empty((self.num_layers, num_planes, self.num_blocks, 2 * bytes_per_layer_block // num_planes), np.uint8)
         self.part = replace(part, layer_start=0, layer_end=self.num_layers, block_start=0, block_end=self.num_blocks)
         self.block_ids = range(self.num_blocks)
 
     def memory(self) -> memoryview:
         return self.bytes.data.cast("B")
 
-    def block_view(self, layer: int, kv: int, block_id: int) -> memoryview:
-        start = PoolShape(self.num_layers, self.num_blocks, self.bytes_per_layer_block).offset(layer, kv, block_id)
-        return self.memory()[start : start + self.bytes_per_layer_block]
+    def block_view(self, layer: int, plane: int, block_id: int) -> memoryview:
+        shape = PoolShape(self.num_layers, self.num_blocks, self.bytes_per_layer_block, self.num_planes)
+        start = shape.offset(layer, plane, block_id)
+        return self.memory()[start : start + shape.plane_bytes]
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,14 @@ from typing import NamedTuple, Protocol
 CONVERTIBLE_DTYPES = frozenset({"float32", "bfloat16", "float16", "int8", "float8_e4m3fn"})
 MAX_BLOCK_SIZE = 1 << 16
 PANEL = 16  # equals GROUP of kvtransfer/conversion.py
+JOINED = "joined-"
+"""The beginning of an arrangement whose keys and values of a block lie together, in an order that nothing here converts: such KV
+goes only to pools with the same layout (vLLM's: pdmesh_vllm/)."""
+
+
+def num_planes(arrangement: str) -> int:
+    """Return the planes of a layer in a pool: 2, all keys and all values; 1 where they are joined."""
+    return 1 if arrangement.startswith(JOINED) else 2
 
 
 class WireLayout(Protocol):
@@ -57,6 +65,9 @@ class Layout:
         same."""
         if self.arrangement != other.arrangement:
             return "arrangement"
+        if num_planes(self.arrangement) == 1:
+            fields = ("block_size", "kv_dtype", "tensor_parallel_size", "tensor_parallel_rank")
+            return next((field for field in fields if getattr(self, field) != getattr(other, field)), None)
         same = self.kv_dtype == other.kv_dtype
         return None if same or {self.kv_dtype, other.kv_dtype} <= CONVERTIBLE_DTYPES else "kv_dtype"
 

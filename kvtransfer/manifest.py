@@ -1,6 +1,7 @@
 """The KV of a request in parts: the memory that holds it, which workers may exchange it, and the receiver's manifest of parts.
 
-A part is a rectangle: a group of layers × a range of blocks. Its bytes are, per layer, all keys, then all values.
+A part is a rectangle: a group of layers × a range of blocks. Its bytes are, per layer, all keys, then all values (or, where
+they are joined, both of each block).
 
     blocks  0 ··· first_block ··············· num_blocks
     layer 0 │ pinned │ part 0                       │       Blocks before first_block are on the decode worker already.
@@ -19,7 +20,7 @@ from google.protobuf.message import Message
 from numpy.typing import NDArray
 
 from kvtransfer.errors import Incompatible, TransferRefused
-from kvtransfer.layout import Layout
+from kvtransfer.layout import Layout, num_planes
 from kvtransfer.native.library import Runs
 from pdmesh.v1 import common_pb2, transfer_pb2
 
@@ -27,18 +28,23 @@ from pdmesh.v1 import common_pb2, transfer_pb2
 #
 # Where a block lies:
 #
-#     byte offset = ((layer * 2 + kv) * num_blocks + block_id) * bytes_per_layer_block        kv: 0 keys, 1 values
+#     byte offset = ((layer * 2 + plane) * num_blocks + block_id) * bytes_per_layer_block      plane: 0 keys, 1 values
+#     byte offset = (layer * num_blocks + block_id) * 2 * bytes_per_layer_block                where they are joined (layout.py)
 
 
 class KVMemory(Protocol):
-    """Give access to one pool of KV blocks in CPU memory: [num_layers, 2, num_blocks, bytes_per_layer_block] bytes,
-    contiguous."""
+    """Give access to one pool of KV blocks in CPU memory, contiguous: [num_layers, 2, num_blocks, bytes_per_layer_block] bytes,
+    or [num_layers, 1, num_blocks, 2 * bytes_per_layer_block] where keys and values are joined."""
 
     @property
     def num_layers(self) -> int: ...
 
     @property
     def num_blocks(self) -> int: ...
+
+    @property
+    def num_planes(self) -> int:
+        """Return 2, keys and values; 1: joined."""
 
     @property
     def bytes_per_layer_block(self) -> int:
@@ -51,8 +57,8 @@ class KVMemory(Protocol):
     def memory(self) -> memoryview:
         """Return the whole pool, writable, as bytes."""
 
-    def block_view(self, layer: int, kv: int, block_id: int) -> memoryview:
-        """Return the bytes of one block's keys (kv=0) or values (kv=1), writable."""
+    def block_view(self, layer: int, plane: int, block_id: int) -> memoryview:
+        """Return the bytes of one block's keys (plane 0) or values (plane 1), writable; both, where they are joined (plane 0)."""
 
 
 @dataclass(frozen=True)
@@ -62,18 +68,24 @@ class PoolShape:
     num_layers: int
     num_blocks: int
     bytes_per_layer_block: int
+    num_planes: int = 2
 
     @property
     def num_bytes(self) -> int:
         return self.num_layers * 2 * self.num_blocks * self.bytes_per_layer_block
 
-    def offset(self, layer: int, kv: int, block_id: int) -> int:
-        return ((layer * 2 + kv) * self.num_blocks + block_id) * self.bytes_per_layer_block
+    @property
+    def plane_bytes(self) -> int:
+        """Return the bytes of one block in one plane of a layer."""
+        return 2 * self.bytes_per_layer_block // self.num_planes
+
+    def offset(self, layer: int, plane: int, block_id: int) -> int:
+        return ((layer * self.num_planes + plane) * self.num_blocks + block_id) * self.plane_bytes
 
 
 def shape_of(memory: KVMemory) -> PoolShape:
     """Return the shape of `memory`."""
-    return PoolShape(memory.num_layers, memory.num_blocks, memory.bytes_per_layer_block)
+    return PoolShape(memory.num_layers, memory.num_blocks, memory.bytes_per_layer_block, memory.num_planes)
 
 
 @dataclass(frozen=True)
@@ -101,31 +113,35 @@ class Rectangle:
     block_ids: Sequence[int]
 
     def offsets(self, indices: Sequence[int]) -> NDArray[np.int64]:
-        """Return the offsets of the keys of block_ids[i] for i in `indices`, then of their values, layer by layer."""
-        planes = np.arange(2 * self.layers.start, 2 * self.layers.stop, dtype=np.int64)[:, None]
+        """Return the offsets of block_ids[i] for i in `indices`, plane by plane, layer by layer."""
+        count = self.shape.num_planes
+        planes = np.arange(count * self.layers.start, count * self.layers.stop, dtype=np.int64)[:, None]
         blocks = np.array([self.block_ids[index] for index in indices], np.int64)
-        return ((planes * self.shape.num_blocks + blocks) * self.shape.bytes_per_layer_block).reshape(-1)
+        return ((planes * self.shape.num_blocks + blocks) * self.shape.plane_bytes).reshape(-1)
 
 
 def copies(target: Rectangle, source: Rectangle) -> Runs:
-    """Return the copies between two pools, in wire order: [n, 3] of offset in target, offset in source, bytes."""
+    """Return the copies between two pools of the same planes, in wire order: [n, 3] of offset in target, offset in source,
+    bytes."""
     pieces = list(runs(target.block_ids, source.block_ids))
     firsts = [run.first for run in pieces]
-    sizes = np.array([run.num_blocks for run in pieces], np.int64) * target.shape.bytes_per_layer_block
-    return np.stack([target.offsets(firsts), source.offsets(firsts), np.tile(sizes, 2 * len(target.layers))], axis=1)
+    sizes = np.array([run.num_blocks for run in pieces], np.int64) * target.shape.plane_bytes
+    num_planes = target.shape.num_planes * len(target.layers)
+    return np.stack([target.offsets(firsts), source.offsets(firsts), np.tile(sizes, num_planes)], axis=1)
 
 
 def part_views(memory: KVMemory, layers: range, block_ids: Sequence[int]) -> list[memoryview]:
-    """Return the bytes of a part in wire order (per layer: keys of all blocks, then values), with adjacent views joined."""
+    """Return the bytes of a part in wire order (per layer: keys of all blocks, then values, or both of each block), with adjacent
+    views joined."""
     whole, shape = memory.memory(), shape_of(memory)
-    size = shape.bytes_per_layer_block
+    size = shape.plane_bytes
     pieces = list(runs(block_ids))
     return [
         whole[start : start + run.num_blocks * size]
         for layer in layers
-        for kv in (0, 1)
+        for plane in range(shape.num_planes)
         for run in pieces
-        for start in (shape.offset(layer, kv, block_ids[run.first]),)
+        for start in (shape.offset(layer, plane, block_ids[run.first]),)
     ]
 
 
@@ -181,10 +197,10 @@ def bytes_per_layer_block(identity: common_pb2.Identity, layout: common_pb2.KVLa
 
 def check_memory(memory: KVMemory, identity: common_pb2.Identity, layout: common_pb2.KVLayout) -> None:
     """Raise ValueError if our own pool does not have the shape that identity and layout promise to peers."""
-    expected = (identity.num_layers, bytes_per_layer_block(identity, layout))
-    actual = (memory.num_layers, memory.bytes_per_layer_block)
+    expected = (identity.num_layers, num_planes(layout.arrangement), bytes_per_layer_block(identity, layout))
+    actual = (memory.num_layers, memory.num_planes, memory.bytes_per_layer_block)
     if actual != expected:
-        raise ValueError(f"the pool has (layers, bytes per block and layer) {actual}, identity and layout say {expected}")
+        raise ValueError(f"the pool has (layers, planes, bytes per block and layer) {actual}, identity and layout say {expected}")
 
 
 def refuse(field: str, message: str) -> TransferRefused:

@@ -116,6 +116,7 @@ class StagedMemory:
         steps that write to it. `shown` is the same pool for workers that read it in place on the device (cuda_ipc, nixl)."""
         self.num_layers, self.num_blocks = pool.num_layers, pool.num_blocks
         self.bytes_per_layer_block = pool.bytes_per_layer_block
+        self.num_planes = pool.num_planes
         self.marks, self.shown = marks, shown
         self.departures, self._arrivals = PieceAllocator(departures), PieceAllocator(arrivals)
 
@@ -127,7 +128,7 @@ class StagedMemory:
     def memory(self) -> memoryview:
         raise ValueError("the KV pool is staged: its bytes cannot be viewed")
 
-    def block_view(self, layer: int, kv: int, block_id: int) -> memoryview:
+    def block_view(self, layer: int, plane: int, block_id: int) -> memoryview:
         raise ValueError("the KV pool is staged: its bytes cannot be viewed")
 
     async def fetch(self, layers: range, block_ids: Sequence[int], after: Mark) -> FilledPiece:
@@ -198,7 +199,7 @@ class StagedMemory:
         if not blocks:
             return
         ids = [block_ids[block] for block in blocks]
-        near = HostStaging(Part(0, 0, len(part.layers), 0, len(blocks)), self.bytes_per_layer_block)
+        near = HostStaging(Part(0, 0, len(part.layers), 0, len(blocks)), self.bytes_per_layer_block, self.num_planes)
         await self._load(near.bytes, part.layers, ids, after, stream)
         local_ids = range(-blocks.start, len(block_ids) - blocks.start)  # the first of `blocks` has index 0 in `near`
         local = replace(part, layer_start=0, layer_end=len(part.layers))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvtransfer.sender.push import PartMoved
 from pdmesh.engine.outputs import FinishReason, PrefillTiming, RequestStarted, SequenceUpdate, TokenLogprobs
-from pdmesh.runtime.errors import DataLoss
+from pdmesh.runtime.errors import DataLoss, ResourceExhausted
 from pdmesh.runtime.telemetry.propagation import SpanContext
 from pdmesh.runtime.telemetry.spans import Kind, StepLog, Value, chunk_events, is_departure, problem_of
 from pdmesh.runtime.telemetry.tracing import Tracing
@@ -68,6 +68,9 @@ class FirstTokens:
         )
 
 
+RETRY_DELAY_S = 0.1
+
+
 class FirstTokensSink:
     """Collect the engine's results of one prefill. All first tokens are drawn in one step, which also ends the prefill."""
 
@@ -84,6 +87,9 @@ class FirstTokensSink:
             return
         if any(update.finish_reason is FinishReason.ERROR for update in self._updates):
             self._done.set_exception(DataLoss.of_logits())
+        elif any(update.finish_reason is FinishReason.PREEMPTED for update in self._updates):
+            gone = "this worker gave the prompt's blocks to other sequences"
+            self._done.set_exception(ResourceExhausted(gone, retry_delay_s=RETRY_DELAY_S))
         else:
             self._done.set_result(FirstTokens(tuple(self._updates), started.timing, ended_ns))
 

@@ -16,16 +16,14 @@ from kvtransfer.errors import PushFailed, code_number
 from kvtransfer.sender.push import PushJob, PushResult
 from kvtransfer.sender.send_queue import Ending, FirstTokensDrawn, KVReadiness, NothingToDecode, Ready
 from kvtransfer.sender.sender import Sender
-from pdmesh.engine.engine import Engine
-from pdmesh.engine.loop import EngineCalls, Sinks
+from pdmesh.engine.interface import ServingEngine, Sinks
 from pdmesh.engine.outputs import KVReady
 from pdmesh.engine.request import EngineRequest
 from pdmesh.runtime.errors import DeadlineExceeded, ResourceExhausted
 from pdmesh.runtime.failpoints import hit_async
 from pdmesh.v1 import common_pb2, prefill_pb2
-from prefill_service.first_tokens import NO_SPANS, FirstTokens, FirstTokensSink, Spans
+from prefill_service.first_tokens import NO_SPANS, RETRY_DELAY_S, FirstTokens, FirstTokensSink, Spans
 
-RETRY_DELAY_S = 0.1
 STUCK_S = 0.5  # between two checks whether the engine is blocked
 MAX_PUSH_S = 60.0  # limit for a push that makes progress; a stuck one ends by the transport's own timeouts
 
@@ -48,7 +46,7 @@ class Assignment:
 class HandoffTools:
     """Hold the objects that all hand-offs of a worker share."""
 
-    engine: EngineCalls
+    engine: ServingEngine
     sinks: Sinks
     sender: Sender
     block_size: int
@@ -103,7 +101,7 @@ class Handoff:
 
     async def _prefill_and_push(self, sink: FirstTokensSink) -> None:
         await hit_async("prefill.accepted")
-        if not await self._tools.engine.call(lambda engine: engine.add(self._assignment.engine_request)):
+        if not await self._tools.engine.add(self._assignment.engine_request):
             raise ResourceExhausted("this worker's prefill queue is full", retry_delay_s=RETRY_DELAY_S)
         first = await self._first_tokens(sink)
         self._assignment.spans.computed(first, first.queue_ns(self._assignment.received_ns))
@@ -116,7 +114,7 @@ class Handoff:
         """Record KV that is final; the first call begins the push."""
         block_size, num_tokens = self._tools.block_size, self._assignment.num_tokens
         num_blocks, num_step_blocks = (
-            len(ready.block_ids) if count >= num_tokens else count // block_size
+            -(-num_tokens // block_size) if count >= num_tokens else count // block_size
             for count in (ready.num_tokens, ready.num_step_tokens)
         )
         if ready.num_tokens == ready.num_step_tokens:  # the step has ended
@@ -141,7 +139,7 @@ class Handoff:
             await asyncio.wait([self._push])
             if not self._push.cancelled():
                 self._push.exception()  # retrieved, so that asyncio does not log it; another error ended this hand-off
-        await self._tools.engine.call(lambda engine: engine.release(engine_id))
+        await self._tools.engine.release(engine_id)
 
     async def _first_tokens(self, sink: FirstTokensSink) -> FirstTokens:
         """Wait for the first tokens. Raises ResourceExhausted when the engine stands still because reservations hold all blocks.
@@ -158,7 +156,7 @@ class Handoff:
 
     async def _num_steps_if_idle(self) -> int | None:
         """Return the engine's steps so far; None while a request runs or is held for a push, because that will free blocks."""
-        stats = await self._tools.engine.call(Engine.stats)
+        stats = await self._tools.engine.stats()
         return None if stats.num_running or stats.num_held else stats.num_steps
 
     async def _outcome(self, first: FirstTokens) -> prefill_pb2.HandoffOutcome:

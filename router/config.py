@@ -7,6 +7,7 @@ from typing import Literal
 from pdmesh.runtime.rpc.tls import TlsConfig
 from pdmesh.runtime.telemetry.config import TelemetryConfig
 from pdmesh.text.generation_config import GenerationConfig
+from router.engine_bridge.address import EngineAddress, parse_all
 from router.routing.policy import POLICIES
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -27,6 +28,7 @@ _AT_LEAST_ONE = (
 )
 _POSITIVE = (
     "stream_timeout_s",
+    "engine_timeout_s",
     "reattach_grace_s",
     "submit_timeout_s",
     "place_timeout_s",
@@ -70,6 +72,22 @@ class RouterConfig:
     mesh: str = field(default="default", metadata={"help": "name of the mesh in the registry"})
     workers: tuple[str, ...] = field(
         default=(), metadata={"help": "workers known without a registry, host:port, comma separated"}
+    )
+    engine_address: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "help": "stock engine that serves vLLM's gRPC engine protocol, as a worker: [NAME=]grpc://HOST:PORT, NAME of its "
+            "model here if the engine's own differs",
+            "repeated": True,
+        },
+    )
+    engine_timeout_s: float = field(default=5.0, metadata={"help": "silence after which an engine of --engine-address is lost"})
+    engine_tenants: Literal["refuse", "share"] = field(
+        default="refuse",
+        metadata={
+            "help": "whether requests of tenants may run on engines of --engine-address, whose prefix caches keep no tenants "
+            "apart: refuse, or share"
+        },
     )
     router_id: str = field(default="", metadata={"help": "name of this router; empty: a random one"})
     processes: int = field(
@@ -220,7 +238,7 @@ class RouterConfig:
         _require(self.policy in POLICIES, "policy", f"{self.policy!r} is not known; give one of {', '.join(POLICIES)}")
         _require(self.processes <= MAX_PROCESSES, "processes", f"must be at most {MAX_PROCESSES}")
         self._check_metrics_ports()
-        self.model_folders()
+        self._check_engines()
 
     def _check_metrics_ports(self) -> None:
         """Check the metrics ports, which are consecutive, one for each process."""
@@ -233,6 +251,21 @@ class RouterConfig:
         for flag, port, where in (("--port", self.port, self.host), ("--http-port", self.http_port, self.http_host or self.host)):
             is_taken = where == host and port in range(first, first + self.processes)
             _require(not is_taken, name, f"the ports of {self.processes} (--processes) include {port}, which is {flag}'s")
+
+    def _check_engines(self) -> None:
+        """Check the engines: their addresses, and that their models have tokenizers here."""
+        folders = self.model_folders()
+        for engine in self.engine_addresses():
+            known = not engine.model or engine.model in folders
+            _require(known, "engine_address", f"{engine.model!r} is not in --models; give its tokenizer there")
+            _require(engine.target not in self.workers, "engine_address", f"{engine.target} is in --workers, too")
+
+    def engine_addresses(self) -> tuple[EngineAddress, ...]:
+        """Return the stock engines. Raises ValueError."""
+        try:
+            return parse_all(self.engine_address)
+        except ValueError as error:
+            raise ValueError(f"engine_address: {error}") from None
 
     def model_folders(self) -> dict[str, str]:
         """Return the folder of the tokenizer of each model, by name. Raises ValueError."""

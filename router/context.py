@@ -116,7 +116,8 @@ class RouterContext:
     """Hold the parts of a router process.
 
     `epoch` tells processes with the same id apart. `migratable`: requests that have a decode worker now. Without a `forecaster`
-    admission goes by counts. `num_token_mismatches` counts repeated indexes whose token differed: each is a bug.
+    admission goes by counts. `num_token_mismatches` counts repeated indexes whose token differed: each is a bug, unless an engine
+    may draw other tokens when it computes a request again: those are `num_redrawn_tokens`.
     """
 
     config: RouterConfig
@@ -143,6 +144,7 @@ class RouterContext:
     hedging: Hedging = field(init=False)
     trace_keeper: TraceKeeper = field(init=False)
     num_token_mismatches: int = 0
+    num_redrawn_tokens: int = 0
     num_hedges: int = 0
     num_migrations: int = 0
 

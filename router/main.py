@@ -28,6 +28,7 @@ from router.auth.identity import KeyInterceptor
 from router.auth.tenants import Tenants
 from router.config import RouterConfig
 from router.context import RouterContext
+from router.engine_bridge.bridge import EngineBridges
 from router.fleet.decode_stream import StreamSettings
 from router.fleet.migration import Migrator, Rebalancer
 from router.fleet.registry import FleetRegistry
@@ -53,6 +54,7 @@ class Router:
         links = StreamSettings(router_id, config.heartbeat_ms, config.stream_timeout_s, config.reattach_grace_s)
         tls = open_tls(config.tls)
         self.channels = Channels(tls=tls)
+        self.engines = EngineBridges(config, self.channels)
         fleet = FleetRegistry(links, self.channels, report_period_ms=config.report_period_ms, forget_s=config.forget_worker_s)
         goals = objectives.load(config.objectives)
         self.tenants = Tenants(config.tenants, config.tenants_share)
@@ -92,13 +94,14 @@ class Router:
 
     async def start(self) -> str:
         """Listen and look for workers; return the address. Health is NOT_SERVING until a decode worker can take a request."""
+        await self.engines.start()
         self.metrics_url = await self.metrics.start()
         if self.keys is not None:
             await self.keys.start()
         if self.http is not None:
             await self.http.start()
         port = await self.server.start()
-        self.core.fleet.start(self.config.workers)
+        self.core.fleet.start((*self.config.workers, *self.engines.addresses))
         self.follower.start()
         if self.registry is not None:
             self.registry.start(self.core.fleet.on_registry)
@@ -134,6 +137,7 @@ class Router:
             await self.registry.stop()
         await self.follower.stop()
         await self.core.fleet.stop()
+        await self.engines.stop()
         await self.channels.close()
         await self.metrics.stop()
         await asyncio.to_thread(self.core.tracing.close)

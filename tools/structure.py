@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/structure.md"
 BEGIN, END = "<!-- packages: made by python -m tools.structure -->\n", "<!-- end of packages -->\n"
-PACKAGES = ("router", "prefill_service", "decode_service", "kvtransfer", "pdmesh", "tools")
+PACKAGES = ("router", "prefill_service", "decode_service", "kvtransfer", "pdmesh", "pdmesh_vllm", "tools")
 
 
 def table() -> str:

@@ -182,7 +182,8 @@ def _mean_s(durations: Counter[int]) -> float | None:
 
 def worker_of(spec: WorkerSpec) -> Worker:
     """What capacity arithmetic calls it."""
-    return Worker(spec.speed, Limits(spec.max_num_batched_tokens, spec.max_num_seqs, spec.num_blocks * spec.block_size))
+    limits = Limits(spec.max_num_batched_tokens, spec.max_num_seqs, spec.num_blocks * spec.block_size)
+    return Worker(spec.speed, limits, spec.keeps_pace)
 
 
 OURS, ORACLE = "pdmesh", "oracle"

@@ -44,6 +44,16 @@ class Loaded:
 
 def serve(load: Callable[[Options], Loaded]) -> None:
     """Loads with the options of the command line, then answers requests until stdin ends."""
+
+    def handler(options: Options) -> tuple[Options, Callable[[Options], Options]]:
+        loaded = load(options)
+        return loaded.about, lambda request: _answer(loaded, request)
+
+    serve_requests(handler)
+
+
+def serve_requests(load: Callable[[Options], tuple[Options, Callable[[Options], Options]]]) -> None:
+    """The same for requests of any form: `load` gives what it is about, and what answers a request."""
     _die_with_parent()
     replies = _take_stdout()
 
@@ -51,11 +61,11 @@ def serve(load: Callable[[Options], Loaded]) -> None:
         replies.write(json.dumps(content) + "\n")
         replies.flush()
 
-    loaded = load(json.loads(sys.argv[1]))
-    reply({"ready": True, "about": loaded.about})
+    about, answer = load(json.loads(sys.argv[1]))
+    reply({"ready": True, "about": about})
     for line in sys.stdin:
         try:
-            reply(_answer(loaded, json.loads(line)))
+            reply(answer(json.loads(line)))
         except Exception as error:  # noqa: BLE001 - whatever a peer raises belongs into the table
             reply({"error": f"{type(error).__name__}: {error}"})
 

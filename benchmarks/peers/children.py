@@ -109,7 +109,7 @@ def transformers(options: Options) -> Loaded:
 
 def vllm(options: Options) -> Loaded:
     """On the CPU: its offline engine, in this one process."""
-    import vllm  # type: ignore[import-not-found]
+    import vllm
 
     engine = vllm.LLM(
         model=options["model"],

@@ -198,15 +198,19 @@ class Child:
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int, timeout_s: float = ANSWER_TIMEOUT_S) -> Reply:
         """Greedy, `max_tokens` for each prompt. PeerError: it ended, refused, or took too long."""
         request = {"op": "generate", "prompts": [list(prompt) for prompt in prompts], "max_tokens": max_tokens}
+        answer = self.ask(request, f"answering {len(prompts)} prompts with {max_tokens} tokens", timeout_s)
+        return Reply(answer["seconds"], answer["first_seconds"], answer["token_ids"])  # type: ignore[arg-type]
+
+    def ask(self, request: Mapping[str, object], what: str, timeout_s: float = ANSWER_TIMEOUT_S) -> dict[str, object]:
+        """Its answer to a request of any form. PeerError: it ended, refused, or took too long, doing `what`."""
         assert self._process.stdin
         with suppress(BrokenPipeError, ValueError):  # it has ended, or was closed: the answer says so
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
-        what = f"answering {len(prompts)} prompts with {max_tokens} tokens"
         answer = self._next(timeout_s, what)
         if "error" in answer:
             raise PeerError(f"failed {what}: {answer['error']}")
-        return Reply(answer["seconds"], answer["first_seconds"], answer["token_ids"])  # type: ignore[arg-type]
+        return answer
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -238,6 +242,16 @@ class Child:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
 
+    def _by_signal(self) -> str:
+        """Which signal ended the process, if one did, without a wait() that would free its id."""
+        if self._process.returncode is not None:
+            return ""  # it was ended here
+        time.sleep(_POLL_S)  # its output has ended, and so will it
+        ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        if ended is None or ended.si_code == os.CLD_EXITED:
+            return ""
+        return f"by {signal.Signals(ended.si_status).name} "
+
     def _read(self) -> None:
         assert self._process.stdout
         for line in self._process.stdout:
@@ -252,6 +266,6 @@ class Child:
             raise PeerError(f"no answer after {timeout_s:.0f} s of {what}") from None
         if line is None:
             self._lines.put(None)  # whoever asks next is told at once, too
-            raise PeerError(f"ended while {what}: {last_line(self._log)}")
+            raise PeerError(f"ended {self._by_signal()}while {what}: {last_line(self._log)}")
         answer: dict[str, object] = json.loads(line)
         return answer

@@ -84,12 +84,13 @@ async def mesh(num_prefill: int, num_decode: int, num_both: int) -> AsyncIterato
 
 
 @asynccontextmanager
-async def vllm() -> AsyncIterator[Target]:
-    """vLLM's own server on all cores, with its defaults: chunked prefill, prefix caching."""
-    python, weights = ensure_environment(VLLM, say), ensure_weights(MODEL, "bfloat16", say)
+async def vllm(python: Path | None = None, max_context: int = MAX_CONTEXT) -> AsyncIterator[Target]:
+    """vLLM's own server on all cores, with its defaults: chunked prefill, prefix caching. `python`: None, of an environment of
+    its own."""
+    python, weights = python or ensure_environment(VLLM, say), ensure_weights(MODEL, "bfloat16", say)
     (port,) = free_ports(1)
     argv = (
-        *(str(python), "-m", "vllm.entrypoints.openai.api_server", *_model_flags(weights)),
+        *(str(python), "-m", "vllm.entrypoints.openai.api_server", *_model_flags(weights, max_context)),
         *("--host", "127.0.0.1", "--port", str(port), "--uvicorn-log-level", "warning"),
     )
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
@@ -99,7 +100,7 @@ async def vllm() -> AsyncIterator[Target]:
 
 
 @asynccontextmanager
-async def smg() -> AsyncIterator[Target]:
+async def smg(max_context: int = MAX_CONTEXT) -> AsyncIterator[Target]:
     """SMG in front of two vLLM engines of a core each, KV from one to the other over NIXL."""
     python, weights = ensure_environment(SMG_VLLM, say), ensure_weights(MODEL, "bfloat16", say)
     prefill, decode, side_prefill, side_decode, port, metrics_port = free_ports(6)
@@ -112,7 +113,7 @@ async def smg() -> AsyncIterator[Target]:
     )
     engines = (("producer", prefill, side_prefill, cores[0]), ("consumer", decode, side_decode, cores[-1]))
     servers = [
-        *(_vllm_engine(python, weights, *engine) for engine in engines),
+        *(_vllm_engine(python, weights, max_context, *engine) for engine in engines),
         Server("capacity-smg", gateway, f"http://127.0.0.1:{port}/readiness", child_environment()),
     ]
     # The gateway last, when both serve: it would let requests through that they are not ready for.
@@ -120,10 +121,10 @@ async def smg() -> AsyncIterator[Target]:
         yield target
 
 
-def _vllm_engine(python: Path, weights: Path, role: str, port: int, side_port: int, core: int) -> Server:
+def _vllm_engine(python: Path, weights: Path, max_context: int, role: str, port: int, side_port: int, core: int) -> Server:
     transfer = {"kv_connector": "NixlConnector", "kv_role": f"kv_{role}", "kv_buffer_device": "cpu"}
     argv = (
-        *(str(python), "-m", "vllm.entrypoints.grpc_server", *_model_flags(weights)),
+        *(str(python), "-m", "vllm.entrypoints.grpc_server", *_model_flags(weights, max_context)),
         *("--host", "127.0.0.1", "--port", str(port), "--kv-transfer-config", json.dumps(transfer)),
     )
     variables = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port)}
@@ -133,10 +134,10 @@ def _vllm_engine(python: Path, weights: Path, role: str, port: int, side_port: i
     return Server(f"capacity-vllm-{role}", argv, f"grpc://127.0.0.1:{port}", environment)
 
 
-def _model_flags(weights: Path) -> tuple[str, ...]:
+def _model_flags(weights: Path, max_context: int) -> tuple[str, ...]:
     return (
         *("--model", str(weights), "--served-model-name", MODEL),
-        *("--dtype", "bfloat16", "--max-model-len", str(MAX_CONTEXT)),
+        *("--dtype", "bfloat16", "--max-model-len", str(max_context)),
     )
 
 

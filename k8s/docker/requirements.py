@@ -1,6 +1,7 @@
 """Prints the requirements of pdmesh with some of its extras, one a line: an image has the packages in a layer below the code.
 
 python k8s/docker/requirements.py services,loadtest
+python k8s/docker/requirements.py --missing     # the pins of requirements.lock for packages that this Python lacks
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import re
 import sys
 import tomllib
+from collections.abc import Collection
+from importlib import metadata
 from pathlib import Path
 
 _OWN_EXTRAS = re.compile(r"pdmesh\[([a-z, ]+)\]")
@@ -25,5 +28,24 @@ def requirements(pyproject: str, extras: list[str]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def missing(lock: str, installed: Collection[str]) -> list[str]:
+    """Return the pins of a lock file whose packages are not among the installed names. A package that is installed stays as it
+    is: another one pins it."""
+    there = {_canonical(name) for name in installed}
+    pins = [line for line in lock.splitlines() if "==" in line and not line.startswith("#")]
+    return [pin for pin in pins if _canonical(pin.partition("==")[0]) not in there]
+
+
+def _canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _output(argument: str) -> list[str]:
+    if argument == "--missing":
+        installed = [each.metadata["Name"] for each in metadata.distributions()]
+        return missing(Path("requirements.lock").read_text(encoding="utf-8"), installed)
+    return requirements(Path("pyproject.toml").read_text(encoding="utf-8"), argument.split(","))
+
+
 if __name__ == "__main__":
-    print("\n".join(requirements(Path("pyproject.toml").read_text(encoding="utf-8"), sys.argv[1].split(","))))
+    print("\n".join(_output(sys.argv[1])))

@@ -16,7 +16,7 @@ import grpc
 
 from kvtransfer.conversion import Conversion, FP8Scales, Staging, kv_format
 from kvtransfer.errors import FrameError, TransferRefused, code_number
-from kvtransfer.layout import Layout
+from kvtransfer.layout import Layout, num_planes
 from kvtransfer.manifest import (
     MAX_PART_BYTES,
     MAX_PULLED_BYTES,
@@ -432,7 +432,8 @@ class InboundConnection:
     async def _stage_part(
         self, header: transfer_pb2.PartHeader, part: Part, push: InboundPush, conversion: Conversion | None
     ) -> tuple[int, int]:
-        staging = Staging(part, kv_format(self._host.identity, self._layout).num_bytes)
+        num_bytes = kv_format(self._host.identity, self._layout).num_bytes
+        staging = Staging(part, num_bytes, num_planes(self._layout.arrangement))
         crc32c = await self._incoming.receive_part(header, staging.part, staging, staging.block_ids, self._count_bytes)
         expected = (await self._part_end(header)).crc32c
         if crc32c == expected:

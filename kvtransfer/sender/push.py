@@ -16,7 +16,7 @@ from typing import TypeVar
 import grpc
 
 from kvtransfer.errors import FrameError, NoAnswer, PeerClosed, PushFailed, TransportUnavailable, code_of, push_failed
-from kvtransfer.manifest import KVMemory, Part, part_views
+from kvtransfer.manifest import KVMemory, Part, part_views, refuse
 from kvtransfer.sender.send_queue import (
     Ending,
     KVReadiness,
@@ -66,14 +66,14 @@ class PartMoved:
 class PushJob:
     """Describe the KV of one request for one reservation.
 
-    source_block_ids are the ids in the sender's pool of all blocks of the request, including the prefix that the decode worker
-    has; num_tokens is how many tokens they hold; `feed` says which of them may be sent by now. While `num_steps()` grows the
-    engine makes progress, so the lease is renewed though nothing is sent. `on_part` is called for each part that the receiver has
-    verified.
+    source_block_ids are the ids in the sender's pool of the request's blocks, including the prefix that the decode worker has: of
+    all, or of those that `feed` may announce by now, and then the list grows while the prefill goes on. num_tokens is how many
+    tokens they hold; `feed` says which of them may be sent by now. While `num_steps()` grows the engine makes progress, so the
+    lease is renewed though nothing is sent. `on_part` is called for each part that the receiver has verified.
     """
 
     reservation: common_pb2.Reservation
-    source_block_ids: tuple[int, ...]
+    source_block_ids: Sequence[int]
     num_tokens: int
     feed: KVReadiness
     num_steps: Callable[[], int] = lambda: 0
@@ -460,6 +460,8 @@ class Push:
 
     def _outbound(self, job: PushJob, part: Part) -> OutboundPart:
         ids = job.source_block_ids[part.block_start : part.block_end]
+        if len(ids) != part.num_blocks or not all(0 <= block_id < self._memory.num_blocks for block_id in ids):
+            raise refuse("source_block_ids", f"{list(ids)[:8]} of part {part.part_id} are not {part.num_blocks} ids in our pool")
         final = None if self._told is None else self._told.final(part)
         return OutboundPart(part, ids, final, is_shown=isinstance(self.first.outgoing, DeviceReadSource))
 

@@ -185,7 +185,8 @@ class Sender:
         """Return the pipeline that cuts `job` into parts. Raises TransferRefused naming the field at fault."""
         check_layout(self._identity, self._layout, job.reservation.layout)
         num_blocks = -(-job.num_tokens // self._layout.block_size)
-        if len(job.source_block_ids) != num_blocks:
+        known = num_blocks if job.feed.ending is not None else job.feed.ready.num_blocks
+        if not known <= len(job.source_block_ids) <= num_blocks:
             raise refuse("source_block_ids", f"{len(job.source_block_ids)} blocks; {job.num_tokens} tokens need {num_blocks}")
         cached = job.reservation.num_cached_tokens
         if cached % job.reservation.layout.block_size or cached >= job.num_tokens:

@@ -19,6 +19,7 @@ import grpc
 
 from kvtransfer.errors import FrameError, PeerClosed, TransferRefused, TransportUnavailable, push_failed
 from kvtransfer.framing import checksum
+from kvtransfer.layout import num_planes
 from kvtransfer.manifest import KVMemory, Part, PoolShape, Rectangle, bytes_per_layer_block, part_views, refuse
 from kvtransfer.staging import StagedMemory
 from kvtransfer.stream import SocketStream, Stream, all_ended, expect, release
@@ -98,7 +99,8 @@ class InlineIncoming:
 
 def shape_of_sender(hello: transfer_pb2.TransferHello, memory: KVMemory) -> PoolShape:
     """Return the shape of the pool that `hello` describes; `memory` is ours, of the same model."""
-    return PoolShape(memory.num_layers, hello.pool_num_blocks, bytes_per_layer_block(hello.identity, hello.layout))
+    size = bytes_per_layer_block(hello.identity, hello.layout)
+    return PoolShape(memory.num_layers, hello.pool_num_blocks, size, num_planes(hello.layout.arrangement))
 
 
 async def announce(stream: Stream, header: transfer_pb2.PartHeader, views: Sequence[memoryview], block_ids: Sequence[int]) -> int:

@@ -60,7 +60,8 @@ class PoolView:
     """Describe the workers that have these roles now. `starting_ages_s`: seconds since each start that does not serve yet was
     asked for, including those not created yet. `num_draining` finish their work and accept nothing new.
 
-    `latency` and `limits` are those of a typical worker; None: none has reported yet. `kv_occupancy`: share of the pool's KV in
+    `latency` and `limits` are those of a typical worker; None: none has reported yet. `keeps_pace`: all of them do.
+    `kv_occupancy`: share of the pool's KV in
     use. `num_borrowed` of the ready ones belong to the other pool. `age_s`: of the oldest of these figures."""
 
     name: PoolName
@@ -73,6 +74,7 @@ class PoolView:
     num_borrowed: int = 0
     age_s: float = 0.0
     hold: Hold | None = None
+    keeps_pace: bool = True
 
     @property
     def num_replicas(self) -> int:
@@ -82,7 +84,9 @@ class PoolView:
     @property
     def worker(self) -> Worker | None:
         """Return a typical worker; None while its speed or its limits are not known."""
-        return Worker(self.latency, self.limits) if self.latency is not None and self.limits is not None else None
+        if self.latency is None or self.limits is None:
+            return None
+        return Worker(self.latency, self.limits, self.keeps_pace)
 
 
 @dataclass(frozen=True)

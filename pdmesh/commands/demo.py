@@ -18,10 +18,11 @@ from pdmesh.client.types import Completed, Delta, Event, Generation, Message
 from pdmesh.client.wire import generation
 from pdmesh.commands.timings import timings_report
 from pdmesh.launcher.mesh import LocalMesh, process_table
-from pdmesh.launcher.plan import LocalMeshConfig, check_packages
+from pdmesh.launcher.plan import START_TIMEOUT_HELP, LocalMeshConfig, check_packages, engine_python
 from pdmesh.models import registry
 from pdmesh.runtime.child import StartFailed
 from pdmesh.terminal import console, show
+from pdmesh.worker.engines.registry import DEFAULT_ENGINE, ENGINE_HELP, ENGINES, start_timeout_s
 
 _ANSWER_TIMEOUT_S = 120.0
 
@@ -36,31 +37,35 @@ class Options:
     follow_up: str = field(default="And what is it famous for?", metadata={"help": "second turn; empty: none"})
     max_tokens: int = field(default=48, metadata={"help": "most tokens of an answer"})
     model: str = field(default=registry.DEFAULT_MODEL, metadata={"help": "known name, Hugging Face folder or .gguf file"})
+    engine: str = field(default=DEFAULT_ENGINE, metadata={"help": ENGINE_HELP, "choices": ENGINES})
     device: Literal["cpu", "cuda"] = field(default="cpu", metadata={"help": "where the engines compute"})
     threads: int = field(default=0, metadata={"help": "threads of each worker; 0: the cores divided by the workers"})
-    start_timeout_s: float = field(default=180.0, metadata={"help": "how long the processes may take to get ready"})
+    start_timeout_s: float = field(default=0.0, metadata={"help": START_TIMEOUT_HELP})
 
 
 def run(options: Options) -> int:
     """Run the command; return 0 when everything was answered and all processes have ended."""
     try:
         check_packages()
+        python = engine_python(options.engine, options.device)
         folder = registry.ensure_model(options.model)
-        return asyncio.run(_demo(options, folder))
+        return asyncio.run(_demo(options, folder, python))
     except (registry.ModelError, StartFailed) as error:
         print(f"pdmesh demo: {error}", file=sys.stderr)
         return 1
 
 
-async def _demo(options: Options, folder: Path) -> int:
+async def _demo(options: Options, folder: Path, python: str) -> int:
     began = time.monotonic()
     config = LocalMeshConfig(
         model=str(folder),
         model_name=registry.model_name(options.model),
+        engine=options.engine,
+        worker_python=python,
         device=options.device,
         port=0,
         num_threads=options.threads,
-        start_timeout_s=options.start_timeout_s,
+        start_timeout_s=options.start_timeout_s or start_timeout_s(options.engine),
     )
     mesh = LocalMesh(config, on_event=_note, on_progress=_note)
     _note(f"starting Redis, a router, a prefill worker and a decode worker; logs in {mesh.log_dir}")

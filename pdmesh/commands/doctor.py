@@ -62,6 +62,7 @@ def _checks(options: Options) -> list[tuple[str, Callable[[], Check]]]:
         ("crc32c", partial(package, "crc32c", "worker", engine)),
         ("cryptography", partial(package, "cryptography", "services", "`pdmesh up` and `pdmesh tls init` cannot start")),
         ("transformers", partial(package, "transformers", "local", "GGUF files cannot be converted", required=False)),
+        ("engines", software.engines),
         ("redis", partial(software.redis, options.redis)),
         ("model", partial(software.model_files, options.model)),
         ("disk", partial(software.disk, options.model)),

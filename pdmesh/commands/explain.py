@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from google.protobuf.json_format import MessageToDict
@@ -81,7 +82,27 @@ def decision_lines(decision: mesh_pb2.Decision) -> list[RenderableType]:
     candidates = decision.candidates
     styles = ["good" if candidate.chosen else "" for candidate in candidates]
     tables = [table(_HEADERS, [_row(candidate) for candidate in candidates], styles)] if candidates else []
-    return [head, decision.reason, *tables, *_observed(decision)]
+    return [head, decision.reason, *tables, *_engine_lines(candidates), *_observed(decision)]
+
+
+def _engine_lines(candidates: Sequence[mesh_pb2.Candidate]) -> list[str]:
+    """Return the engines of the candidates' workers, each with whether it draws the same tokens again."""
+    found: dict[tuple[str, bool], set[str]] = {}
+    for each in candidates:
+        if each.engine:
+            workers = {each.decode_worker_id, each.prefill_worker_id} - {""}
+            found.setdefault((each.engine, each.may_redraw), set()).update(workers)
+    return [f"engine {name} ({tokens_of(may_redraw)}): {_few(workers)}" for (name, may_redraw), workers in sorted(found.items())]
+
+
+def tokens_of(may_redraw: bool) -> str:
+    """Return what becomes of tokens that are computed again, in words."""
+    return "a repeat may draw other tokens" if may_redraw else "reproducible"
+
+
+def _few(workers: Iterable[str]) -> str:
+    first, *more = sorted(workers)
+    return f"{first} and {len(more)} more" if more else first
 
 
 def _row(candidate: mesh_pb2.Candidate) -> tuple[str, ...]:

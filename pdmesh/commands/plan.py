@@ -27,6 +27,7 @@ from pdmesh.planning.roofline import Decoder, Roofline
 from pdmesh.simulator.config import SimulatorConfig
 from pdmesh.simulator.workers.spec import WorkerSpec, read_spec
 from pdmesh.terminal import show
+from pdmesh.worker.engines.registry import DEFAULT_ENGINE, ENGINES
 
 # Durations as people write objectives: 200ms, 0.2s.
 
@@ -64,6 +65,7 @@ class Machine:
     speed: str = field(
         default="", metadata={"help": "JSON file of a measured worker (pdmesh/simulator/workers/spec.py), in place of --device"}
     )
+    engine: str = field(default=DEFAULT_ENGINE, metadata={"help": "of the workers: pdmesh or vllm", "choices": ENGINES})
     measure: bool = field(
         default=False, metadata={"help": "measure a worker on this machine first; --speed says where to write it"}
     )
@@ -97,6 +99,8 @@ class Machine:
             raise ValueError("device: say how fast workers are: give a --device, a measured --speed, or --measure")
         if self.device and (self.speed or self.measure):
             raise ValueError("device: excludes a measured speed; give one of them")
+        if self.engine != DEFAULT_ENGINE:
+            _check_other_engine(self)
         for name in ("kv_memory_share", "compute_share", "memory_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}: must be a share from 0 to 1")
@@ -108,6 +112,16 @@ class Machine:
                 raise ValueError(f"{name}: must not be negative")
         if not 5 <= self.measure_s <= 3600:
             raise ValueError("measure_s: must be between 5 and 3600 seconds")
+
+
+def _check_other_engine(machine: Machine) -> None:
+    """Raise ValueError, naming the field, for what cannot be planned for workers with another engine than ours."""
+    if machine.measure:
+        raise ValueError(f"measure: measures pdmesh's own engine, not {machine.engine}; give --device or a measured --speed")
+    if machine.quantization not in ("auto", "none"):
+        raise ValueError(f"quantization: {machine.engine} computes in bfloat16 here; give none or auto")
+    if machine.kv_dtype not in ("auto", "bfloat16"):
+        raise ValueError(f"kv_dtype: KV of {machine.engine} is as wide as activations; give bfloat16 or auto")
 
 
 @dataclass(frozen=True)
@@ -212,7 +226,9 @@ class Output:
 
     report: str = field(default="", metadata={"help": "write the plan with its plots to this file: one HTML page"})
     overlay: str = field(default="", metadata={"help": "write an overlay for kustomize to this folder"})
-    overlay_base: str = field(default="", metadata={"help": "overlay that it builds on; empty: k8s/overlays/gpu or cpu"})
+    overlay_base: str = field(
+        default="", metadata={"help": "overlay that it builds on; empty: k8s/overlays/gpu, gpu-vllm or cpu"}
+    )
     overlay_fixed: bool = field(
         default=False, metadata={"help": "overlay: as many workers as planned, and the autoscaler leaves them alone"}
     )
@@ -256,6 +272,8 @@ class Options:
     def validate(self) -> None:
         """Raise ValueError that names the field."""
         overrides.check(self.override)
+        if self.machine.engine != DEFAULT_ENGINE and self.override:
+            raise ValueError(f"override: {self.machine.engine} is not told of overrides; change config.json, or leave it out")
 
 
 @dataclass(frozen=True)
@@ -357,7 +375,7 @@ def _roofline(machine: Machine, decoder: Decoder) -> Roofline:
     device = find_device(machine.device)
     compute_share, memory_share = machine.compute_share or device.compute_share, machine.memory_share or device.memory_share
     device = replace(device, compute_share=compute_share, memory_share=memory_share)
-    auto = "none" if device.is_gpu else "int8"
+    auto = "none" if device.is_gpu or machine.engine != DEFAULT_ENGINE else "int8"
     quantization = auto if machine.quantization == "auto" else machine.quantization
     _check_numbers(machine, device)
     weights = "bfloat16" if quantization == "none" else quantization
@@ -469,7 +487,12 @@ def _show(options: Options, workers: _Workers, plan: Plan, subject: Subject) -> 
     if output.overlay:
         base, name = _base(options, workers)
         served = overlay.Served(
-            name, options.machine.threads, _kv_share(options, workers), output.overlay_fixed, options.override
+            name,
+            options.machine.threads,
+            _kv_share(options, workers),
+            output.overlay_fixed,
+            options.override,
+            options.machine.engine,
         )
         for path in overlay.write(Path(output.overlay), base, plan, subject, served):
             _note(f"written: {path}")
@@ -498,7 +521,7 @@ def _write_report(path: str, text: str, *, mode: Literal["w", "a"]) -> None:
 def _base(options: Options, workers: _Workers) -> tuple[Path, str]:
     """Return the overlay to build on, and the model's name there. Raises OverlayError."""
     output, is_gpu = options.output, workers.device is not None and workers.device.is_gpu
-    base = overlay.base_of(output.overlay_base, is_gpu=is_gpu)
+    base = overlay.base_of(output.overlay_base, is_gpu=is_gpu, engine=options.machine.engine)
     return base, overlay.served_name(output.model_name, _name(options.model), is_gpu=is_gpu, has_base=bool(output.overlay_base))
 
 

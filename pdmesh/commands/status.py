@@ -21,6 +21,9 @@ from pdmesh.launcher import local_state
 from pdmesh.terminal import MAX_WIDTH, console, show, table
 from pdmesh.v1 import common_pb2, mesh_pb2, worker_pb2
 
+REDRAWS = "≈"
+"""Marks an engine whose tokens are not reproducible."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -111,6 +114,8 @@ def _router_lines(status: mesh_pb2.GetStatusResponse) -> list[RenderableType]:
             f"prediction error, median of {seen.num_requests} requests (the latest 512 count):"
             f" TTFT {100 * seen.ttft_error:.0f} %, TPOT {100 * seen.tpot_error:.0f} %"
         )
+    if status.num_redrawn_tokens:
+        lines.append(f"{status.num_redrawn_tokens} repeated indexes had another token where the engine may redraw: no fault")
     if status.num_token_mismatches:
         lines.append(
             Text(f"{status.num_token_mismatches} repeated indexes had another token: this is a bug, please report it", "bad")
@@ -120,11 +125,22 @@ def _router_lines(status: mesh_pb2.GetStatusResponse) -> list[RenderableType]:
 
 def _worker_tables(workers: Sequence[mesh_pb2.WorkerStatus]) -> list[RenderableType]:
     """Return tables of identities and of load: one table would not fit 100 columns."""
-    identity = ("WORKER", "ROLES", "STATE", "EPOCH", "ADDRESS", "MODEL", "AGE")
+    identity = ("WORKER", "ROLES", "STATE", "EPOCH", "ADDRESS", "MODEL", "ENGINE", "AGE")
     load = ("WORKER", "RUN", "WAIT", "RESERVED", "BLOCKS", "CACHED", "PREFILLED", "HITS", "GENERATED", "PREEMPTED", "FAILED")
     styles = ["" if worker.alive else "bad" for worker in workers]
     first = table(identity, [_identity_row(worker) for worker in workers], styles)
-    return [first, "", table(load, [_load_row(worker) for worker in workers], styles)]
+    legend = [f"{REDRAWS}: a request that is computed again there may draw other tokens"] if any(map(may_redraw, workers)) else []
+    return [first, *legend, "", table(load, [_load_row(worker) for worker in workers], styles)]
+
+
+def may_redraw(worker: mesh_pb2.WorkerStatus) -> bool:
+    """Return True if a request that the worker computes again may draw other tokens."""
+    return worker_pb2.ENGINE_LACK_REPRODUCIBLE in worker.info.lacks
+
+
+def engine_name(worker: mesh_pb2.WorkerStatus) -> str:
+    """Return the engine for people, with a sign where its tokens are not reproducible: "vllm ≈"."""
+    return f"{worker.info.engine} {REDRAWS}".strip() if may_redraw(worker) else worker.info.engine
 
 
 def _identity_row(worker: mesh_pb2.WorkerStatus) -> tuple[str, ...]:
@@ -136,6 +152,7 @@ def _identity_row(worker: mesh_pb2.WorkerStatus) -> tuple[str, ...]:
         f"{info.epoch:016x}"[:8],
         info.address,
         info.identity.model,
+        engine_name(worker),
         f"{worker.report_age_ms / 1000:.1f}s",
     )
 

@@ -20,10 +20,10 @@ from pdmesh.adapter_id import ADAPTER_FILES, named_folder
 from pdmesh.client.channel import DEFAULT_ADDRESS
 from pdmesh.commands.tls import exports
 from pdmesh.commands.up_autoscale import AutoscaleOptions, Shown, local_loop, scaled
-from pdmesh.engine.config import named_proposers
+from pdmesh.engine.config import EngineConfig, named_proposers
 from pdmesh.launcher.local_state import TARGETS_FILE, DecisionFile, MetricsFiles, Target, follow
 from pdmesh.launcher.mesh import LocalMesh, process_table
-from pdmesh.launcher.plan import EMBEDDED_REDIS, LocalMeshConfig, check_packages
+from pdmesh.launcher.plan import EMBEDDED_REDIS, START_TIMEOUT_HELP, LocalMeshConfig, check_packages, engine_python
 from pdmesh.models import registry
 from pdmesh.models.headers import check_headers
 from pdmesh.runtime.child import StartFailed
@@ -32,6 +32,10 @@ from pdmesh.runtime.rpc.tls import TlsConfig
 from pdmesh.runtime.telemetry.config import parse_endpoint
 from pdmesh.terminal import show
 from pdmesh.text.generation_config import GenerationConfig
+from pdmesh.worker.config import WorkerConfig
+from pdmesh.worker.engines.registry import DEFAULT_ENGINE, ENGINE_HELP, ENGINES, check_settings, start_timeout_s
+from pdmesh.worker.engines.vllm_settings import VLLM_ARG_HELP
+from router.engine_bridge.address import parse_all
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,8 @@ class Options:
     model: str = field(default=registry.DEFAULT_MODEL, metadata={"help": "known name, folder, .gguf file or name of the hub"})
     offline: bool = field(default=False, metadata={"help": "take a model of the hub from its cache alone"})
     override: tuple[str, ...] = field(default=(), metadata={"help": overrides.HELP, "repeated": True})
+    engine: str = field(default=DEFAULT_ENGINE, metadata={"help": ENGINE_HELP, "choices": ENGINES})
+    vllm_args: tuple[str, ...] = field(default=(), metadata={"help": VLLM_ARG_HELP, "flag": "vllm_arg", "repeated": True})
     device: Literal["cpu", "cuda"] = field(default="cpu", metadata={"help": "where the engines compute"})
     host: str = field(default="127.0.0.1", metadata={"help": "address to listen on"})
     port: int = field(default=8100, metadata={"help": "port of the (first) router; 0: any free one"})
@@ -75,11 +81,18 @@ class Options:
     max_loras: int = field(
         default=0, metadata={"help": "LoRA adapters that each worker has places for; 0: 8 with --lora, none without"}
     )
+    engine_address: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "help": "stock engine that serves vLLM's gRPC engine protocol, as one more worker: [NAME=]grpc://HOST:PORT",
+            "repeated": True,
+        },
+    )
     bind_cpus: bool = field(default=False, metadata={"help": "each worker computes on cores of its own, where there are enough"})
     tls: bool = field(default=False, metadata={"help": "encrypt, with certificates made for this mesh and deleted with it"})
     certificates: TlsConfig = field(default_factory=TlsConfig, metadata={"flatten": True})
     log_dir: str = field(default="", metadata={"help": "folder for the logs of the processes; empty: a new temporary one"})
-    start_timeout_s: float = field(default=180.0, metadata={"help": "how long the processes may take to get ready"})
+    start_timeout_s: float = field(default=0.0, metadata={"help": START_TIMEOUT_HELP})
     otlp_endpoint: str = field(
         default="", metadata={"help": "collector that gets the traces of all processes, OTLP over gRPC, host:port; empty: none"}
     )
@@ -108,6 +121,7 @@ class Options:
         if self.http_port is not None and not 0 <= self.http_port <= 65535:
             raise ValueError("http_port: must be between 0 and 65535")
         check_adapters(self.lora, self.max_loras)
+        self._check_engines()
         if self.speculation:
             named_proposers(self.speculation)
         if not 0 <= self.console_port <= 65535:
@@ -119,16 +133,29 @@ class Options:
             parse_endpoint(self.otlp_endpoint)
         if self.tls and self.certificates.is_set:
             raise ValueError("tls: makes certificates, and others are given; leave out one of them")
+        check_engine(self)
         _mesh_config(self, Path("model")).validate()
+
+    def start_timeout(self) -> float:
+        """Return the seconds that the processes may take to get ready."""
+        return self.start_timeout_s or start_timeout_s(self.engine)
+
+    def _check_engines(self) -> None:
+        try:
+            parse_all(self.engine_address)
+        except ValueError as error:
+            raise ValueError(f"engine_address: {error}") from None
 
 
 def run(options: Options) -> int:
     """Run the command; return 0 when it was stopped as asked; 1 when it could not start."""
     try:
         check_packages()
+        python = engine_python(options.engine, options.device)
         folder = registry.ensure_model(options.model, offline=options.offline)
-        check_headers(folder, options.override)
-        return asyncio.run(_serve(_config(options, folder), options.scaling))
+        if options.engine == DEFAULT_ENGINE:  # another knows other models
+            check_headers(folder, options.override)
+        return asyncio.run(_serve(replace(_config(options, folder), worker_python=python), options.scaling))
     except (registry.ModelError, StartFailed, ConfigError) as error:
         print(f"pdmesh up: {error}", file=sys.stderr)
         return 1
@@ -155,6 +182,7 @@ def _mesh_config(options: Options, folder: Path) -> LocalMeshConfig:
         num_both=options.both,
         num_routers=options.routers,
         router_processes=options.router_processes,
+        engine=options.engine,
         device=options.device,
         host=options.host,
         port=options.port,
@@ -166,7 +194,7 @@ def _mesh_config(options: Options, folder: Path) -> LocalMeshConfig:
         mesh=options.mesh,
         num_threads=options.threads,
         bind_cpus=options.bind_cpus,
-        start_timeout_s=options.start_timeout_s,
+        start_timeout_s=options.start_timeout(),
         log_dir=options.log_dir,
         tls=options.certificates,
         throwaway_tls=options.tls,
@@ -175,9 +203,14 @@ def _mesh_config(options: Options, folder: Path) -> LocalMeshConfig:
             *_speculation(options.speculation),
             *_overrides(options.override),
             *adapter_flags(options.lora, options.max_loras),
+            *vllm_flags(options.vllm_args),
             *options.worker_args,
         ),
-        router_args=(*_generation_config(options.generation_config), *options.router_args),
+        router_args=(
+            *_generation_config(options.generation_config),
+            *(f"--engine-address={address}" for address in options.engine_address),
+            *options.router_args,
+        ),
     )
 
 
@@ -188,6 +221,27 @@ def _speculation(value: str) -> tuple[str, ...]:
 
 def _overrides(given: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(part for override in given for part in ("--override", override))
+
+
+def vllm_flags(given: tuple[str, ...]) -> tuple[str, ...]:
+    """Return flags of each worker."""
+    return tuple(part for argument in given for part in ("--vllm-arg", argument))
+
+
+def check_engine(options: Options) -> None:
+    """Raise ValueError, naming the field, for options that the engine of the workers cannot take."""
+    engine = EngineConfig(
+        "model",
+        override=options.override,
+        device=options.device,
+        speculation=options.speculation or "none",
+        lora=options.lora,
+        max_loras=options.max_loras,
+    )
+    try:
+        check_settings(options.engine, WorkerConfig(engine=engine, engine_name=options.engine, vllm_args=options.vllm_args))
+    except ValueError as error:
+        raise ValueError(str(error).removeprefix("engine.")) from error
 
 
 def _generation_config(value: GenerationConfig) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import grpc.aio
 
 from pdmesh.client.channel import open_aio_channel
-from pdmesh.commands.status import role_names
+from pdmesh.commands.status import may_redraw, role_names
 from pdmesh.errors import error_from_rpc
 from pdmesh.launcher import local_state
 from pdmesh.runtime.rpc.tls import Tls
@@ -75,6 +75,8 @@ def worker_view(worker: mesh_pb2.WorkerStatus) -> dict[str, Any]:
         "id": info.worker_id,
         "address": info.address,
         "model": info.identity.model,
+        "engine": info.engine,
+        "reproducible": not may_redraw(worker),
         "roles": role_names(load.roles or info.roles).split(","),
         "state": "lost" if not worker.alive else "draining" if load.draining else "alive",
         "age_ms": worker.report_age_ms,

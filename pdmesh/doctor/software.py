@@ -5,15 +5,18 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
 
 from pdmesh.doctor.machine import Check, missing, ok, warn
-from pdmesh.launcher.plan import EMBEDDED_REDIS
+from pdmesh.launcher.plan import EMBEDDED_REDIS, found_python
 from pdmesh.models.catalogue import KNOWN_MODELS, KnownModel, ModelError, cache_folder
 from pdmesh.models.headers import check_headers
+from pdmesh.runtime.child import import_path, python_command
 from pdmesh.terminal import size
+from pdmesh.worker.engines.registry import ENGINES, PACKAGES
 
 _REDIS_TIMEOUT_S = 2.0
 
@@ -38,6 +41,45 @@ def _version(name: str) -> str:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return "installed"
+
+
+_SAY_ENGINE = """
+import sys
+from pdmesh.worker.engines.registry import PACKAGES
+package = PACKAGES[sys.argv[1]]
+print(package.version() or "none", *package.devices)
+"""
+
+
+def engines() -> Check:
+    """Check which engines a worker can have here, and that the version of each is one that is supported."""
+    found = {name: _engine_version(name) for name in ENGINES}
+    shown = "; ".join(f"{name} {version or '(not installed)'}" for name, version in found.items())
+    wrong = [name for name, version in found.items() if version and name in PACKAGES and not PACKAGES[name].is_supported(version)]
+    if not wrong:
+        return ok("engines", shown)
+    package = PACKAGES[wrong[0]]
+    cost = f"`--engine {wrong[0]}` cannot start: {package.module} {package.series} is supported"
+    return warn("engines", shown, cost, package.remedy)
+
+
+def _engine_version(name: str) -> str:
+    """Return the version with the devices that it computes on, and the interpreter that has it if that is another; empty: the
+    engine is not installed."""
+    if name not in PACKAGES:
+        return metadata.version("pdmesh") if _is_installed("pdmesh") else "of this checkout"
+    python = found_python(name)
+    if not python:
+        return ""
+    command = python_command("-c", _SAY_ENGINE, name, python=python)
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **import_path(python)}, check=False)
+    version, *devices = done.stdout.split() or ["none"]
+    where = "" if python == sys.executable else f", {python}"
+    return "" if version == "none" else f"{version} ({', '.join(devices)}{where})"
+
+
+def _is_installed(name: str) -> bool:
+    return bool(list(metadata.Distribution.discover(name=name)))
 
 
 def redis(url: str) -> Check:

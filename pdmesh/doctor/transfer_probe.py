@@ -122,6 +122,7 @@ class ProbePool:
         self.num_layers = IDENTITY.num_layers
         self.num_blocks = num_blocks
         self.bytes_per_layer_block = bytes_per_layer_block(IDENTITY, LAYOUT)
+        self.num_planes = 2
         self._shape = PoolShape(self.num_layers, self.num_blocks, self.bytes_per_layer_block)
         self.fd = _sealed_memfd(self._shape.num_bytes) if sys.platform == "linux" else None
         self._map = mmap.mmap(-1 if self.fd is None else self.fd, self._shape.num_bytes)
@@ -129,8 +130,8 @@ class ProbePool:
     def memory(self) -> memoryview:
         return memoryview(self._map)
 
-    def block_view(self, layer: int, kv: int, block_id: int) -> memoryview:
-        start = self._shape.offset(layer, kv, block_id)
+    def block_view(self, layer: int, plane: int, block_id: int) -> memoryview:
+        start = self._shape.offset(layer, plane, block_id)
         return self.memory()[start : start + self.bytes_per_layer_block]
 
     def close(self) -> None:

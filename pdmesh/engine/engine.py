@@ -17,6 +17,7 @@ from pdmesh.adapter_id import AdapterId
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.errors import IntegrityError
 from pdmesh.engine.hardware import cost_of
+from pdmesh.engine.interface import ReservedBlocks
 from pdmesh.engine.kernels.cpu.model import NativeModel
 from pdmesh.engine.kernels.cpu.threads import default_threads
 from pdmesh.engine.kv_cache.block_manager import BlockManager, HashBlock
@@ -33,7 +34,7 @@ from pdmesh.engine.request import EngineRequest
 from pdmesh.engine.request_validation import Limits
 from pdmesh.engine.runner.model_runner import ModelRunner, SampledOutput
 from pdmesh.engine.runner.overlap import overlap_scheduler
-from pdmesh.engine.scheduler.requests import RequestTable, Reservations, ReservedBlocks
+from pdmesh.engine.scheduler.requests import RequestTable, Reservations
 from pdmesh.engine.scheduler.scheduler import Scheduler, SchedulerOutput, TpotLimiter
 from pdmesh.engine.scheduler.sequence import Phase, SequenceGroup
 from pdmesh.engine.scheduler.sequence import Sequence as EngineSequence

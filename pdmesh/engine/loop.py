@@ -22,22 +22,35 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
-from pdmesh.engine.engine import Engine
 from pdmesh.engine.errors import EngineStopped
-from pdmesh.engine.outputs import KVReady, RequestStarted, SequenceUpdate, StepResult
+from pdmesh.engine.kv_cache.events import KVEvents
+from pdmesh.engine.outputs import KVReady, StepResult
 
 T = TypeVar("T")
 _PIPE_BYTES = 1 << 16
 
 
+class Stepped(Protocol):
+    """What the thread needs of an engine: ours, or the one around vLLM's."""
+
+    @property
+    def exports(self) -> KVEvents: ...
+
+    def step(self) -> StepResult | None:
+        """Run one step. None: nothing to do until another call changes that."""
+
+
+E = TypeVar("E", bound=Stepped)
+
+
 @dataclass(frozen=True)
-class _Command(Generic[T]):
+class _Command(Generic[E, T]):
     """A function to run on the engine thread, and the future of its result."""
 
-    fn: Callable[[Engine], T]
+    fn: Callable[[E], T]
     future: Future[T] = field(default_factory=Future)
 
-    def run(self, engine: Engine) -> None:
+    def run(self, engine: E) -> None:
         if not self.future.set_running_or_notify_cancel():
             return
         try:
@@ -50,7 +63,7 @@ class _Command(Generic[T]):
             self.future.set_exception(EngineStopped(message))
 
 
-class EngineLoop:
+class EngineLoop(Generic[E]):
     """Run an engine in a thread of its own. Everything here but the thread's own functions is called on the event loop.
 
     `failed` gets the exception of a step() that raised: fatal, the engine's state is unknown and the process should end.
@@ -61,7 +74,7 @@ class EngineLoop:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: E,
         on_step: Callable[[StepResult], None],
         on_failure: Callable[[BaseException], None] | None = None,
         on_ready: Callable[[tuple[KVReady, ...]], None] | None = None,
@@ -72,7 +85,7 @@ class EngineLoop:
         self._on_failure = on_failure
         self._on_ready = on_ready
         self._pipe: tuple[int, int] | None = None
-        self._commands: queue.SimpleQueue[_Command[object] | None] = queue.SimpleQueue()  # None: stop
+        self._commands: queue.SimpleQueue[_Command[E, object] | None] = queue.SimpleQueue()  # None: stop
         self._closed_reason: str | None = "the engine loop has not been started"
         self._thread = threading.Thread(target=self._enter, name="engine", daemon=True)
 
@@ -89,7 +102,7 @@ class EngineLoop:
             self._engine.exports.signal.fd = self._pipe[1]
         self._thread.start()
 
-    async def call(self, fn: Callable[[Engine], T]) -> T:
+    async def call(self, fn: Callable[[E], T]) -> T:
         """Run `fn` on the engine thread between two steps; return or raise what it does.
 
         Results of steps before it have been given to on_step by then. Cancelling the wait withdraws a function that has not
@@ -166,30 +179,3 @@ class EngineLoop:
             command = self._commands.get_nowait()
             if command is not None:
                 command.fail(reason)
-
-
-# What services on top of the engine need of it. Tests stand in for both.
-
-
-class EngineCalls(Protocol):
-    """Call functions on the engine's thread, as `EngineLoop` does."""
-
-    async def call(self, fn: Callable[[Engine], T]) -> T:
-        """Run `fn` between two steps and return its result."""
-
-
-class Sink(Protocol):
-    """Receive the events of one engine request, on the event loop and in order: the updates of each step, and once, after the
-    updates of its first step, `on_started`."""
-
-    def on_update(self, update: SequenceUpdate) -> None: ...
-
-    def on_started(self, started: RequestStarted, ended_ns: int) -> None: ...
-
-
-class Sinks(Protocol):
-    """Route the engine's results by engine request id (`pdmesh.worker.step_dispatcher.StepDispatcher`)."""
-
-    def add(self, engine_id: str, sink: Sink, on_ready: Callable[[KVReady], None] | None = None) -> None: ...
-
-    def remove(self, engine_id: str) -> None: ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ class FinishReason(enum.Enum):
     STOP = "stop"  # an end-of-sequence or stop token was drawn; it is the last of the token ids
     LENGTH = "length"  # max_tokens or the context is reached
     ERROR = "error"  # the logits are not finite, so no token could be drawn; it has no token of its own
+    PREEMPTED = "preempted"  # prefill_only: other sequences took its blocks before it was released; it has no token of its own
 
 
 @dataclass(frozen=True)
@@ -63,10 +65,11 @@ class RequestStarted:
 @dataclass(frozen=True)
 class KVReady:
     """Report what is final of one request: all layers of its first `num_tokens` tokens, and the first `num_layers` layers of its
-    first `num_step_tokens` tokens. `block_ids` are those of the whole request, in the order of its tokens."""
+    first `num_step_tokens` tokens. `block_ids` are in the order of its tokens: those of the whole request, or of what is computed
+    so far, and then the same list grows on the engine's thread."""
 
     request_id: str
-    block_ids: tuple[int, ...]
+    block_ids: Sequence[int]
     num_tokens: int
     num_step_tokens: int
     num_layers: int

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pdmesh
 from pdmesh.engine.config import default_kv_share
 from pdmesh.runtime.child import StartFailed, import_path, python_command
 from pdmesh.runtime.config import to_env
 from pdmesh.runtime.rpc.tls import TlsConfig
+from pdmesh.worker.engines.registry import DEFAULT_ENGINE, PACKAGES, START_TIMEOUT_S
 
 EMBEDDED_REDIS = "embedded"
+START_TIMEOUT_HELP = "how long the processes may take to get ready; 0: as the engine needs, 180 s, or 900 s of vllm"
 ROLES_OF_PREFIX = {"prefill": ("prefill",), "decode": ("decode",), "worker": ("prefill", "decode")}
 # What routers and workers import: a client-only installation lacks them.
 _PACKAGES = (
@@ -33,6 +38,8 @@ class LocalMeshConfig:
     num_both: int = 0  # workers with both roles
     num_routers: int = 1
     router_processes: int = 1  # of each router
+    engine: str = DEFAULT_ENGINE  # of each worker, by name
+    worker_python: str = ""  # interpreter of the workers: see `engine_python`; empty: the present one
     device: str = "cpu"
     host: str = "127.0.0.1"
     port: int = 8100  # of the first router, the others follow; 0: any free ones
@@ -49,7 +56,7 @@ class LocalMeshConfig:
     max_workers: int = 0  # that there may be later: cores and memory are divided by this number; 0: the initial one
     drain_grace_s: float | None = None  # for a removed worker to finish its work; None: half of stop_grace_s
     restart: bool = True  # processes that die are started again
-    start_timeout_s: float = 180.0
+    start_timeout_s: float = START_TIMEOUT_S
     stop_grace_s: float = 3.0  # for each of: routers, workers
     log_dir: str = ""  # empty: a new temporary folder, which stays
     tls: TlsConfig = field(default_factory=TlsConfig)  # certificates of every process; none: nothing is encrypted
@@ -152,10 +159,11 @@ def cpu_sets(config: LocalMeshConfig, cores: Sequence[int]) -> list[tuple[int, .
 
 
 def _kv_share(config: LocalMeshConfig) -> float:
-    """Return each worker's share of the device's free memory after loading: together they leave as much as one with the default,
-    on a CPU as two."""
+    """Return each worker's share of the device's free memory after loading: together they leave as much as one with the default;
+    on a CPU as two, as our engine's pool takes memory only where it is used. Another engine's takes all of it at once."""
     alone = default_kv_share(config.device)
-    return min(alone, (alone if config.device == "cuda" else 2 * alone) / config.num_sharing)
+    fills_later = config.device == "cpu" and config.engine == DEFAULT_ENGINE
+    return min(alone, (2 * alone if fills_later else alone) / config.num_sharing)
 
 
 def _worker(
@@ -173,6 +181,7 @@ def _worker(
         "--roles": ",".join(roles),
         "--model": config.model,
         "--model-name": config.name_of_model,
+        "--engine": config.engine,
         "--device": config.device,
         "--host": config.host,
         "--port": "0",
@@ -185,9 +194,9 @@ def _worker(
     }
     # Idle threads that spin would take the cores from the other workers' threads.
     openmp = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
-    return ProcessPlan(
-        name, roles, _command("pdmesh.worker", flags, config.worker_args), {**_environment(config, redis_url), **openmp}
-    )
+    python = config.worker_python
+    command = _command("pdmesh.worker", flags, config.worker_args, python)
+    return ProcessPlan(name, roles, command, {**_environment(config, redis_url, python), **openmp})
 
 
 def router_plans(config: LocalMeshConfig, redis_url: str) -> list[ProcessPlan]:
@@ -239,15 +248,20 @@ def with_port(plan: ProcessPlan, port: int, flag: str = "--port") -> ProcessPlan
     return ProcessPlan(plan.name, plan.roles, (*plan.argv[:at], str(port), *plan.argv[at + 1 :]), plan.env)
 
 
-def _command(module: str, flags: Mapping[str, str], more: tuple[str, ...]) -> tuple[str, ...]:
-    return (*python_command("-m", module), *(part for pair in flags.items() for part in pair), "--exit-with-parent", *more)
+def _command(module: str, flags: Mapping[str, str], more: tuple[str, ...], python: str = "") -> tuple[str, ...]:
+    return (
+        *python_command("-m", module, python=python),
+        *(part for pair in flags.items() for part in pair),
+        "--exit-with-parent",
+        *more,
+    )
 
 
-def _environment(config: LocalMeshConfig, redis_url: str) -> dict[str, str]:
+def _environment(config: LocalMeshConfig, redis_url: str, interpreter: str = "") -> dict[str, str]:
     """Return what children need: the import path of this code, installed or not; the Redis URL, which may hold a password and so
     is not a flag; and the certificates, or that there are none, whatever our own environment says."""
     collector = {"PDMESH_OTLP_ENDPOINT": config.otlp_endpoint} if config.otlp_endpoint else {}
-    python = {**import_path(), "PYTHONUNBUFFERED": "1"}
+    python = {**import_path(interpreter), "PYTHONUNBUFFERED": "1"}
     return {**python, "PDMESH_REDIS": redis_url, **to_env(config.tls), **collector, **config.env}
 
 
@@ -259,6 +273,54 @@ def check_packages() -> None:
             f"Python packages are missing ({', '.join(missing)}); install what a mesh on this machine needs with: "
             "pip install 'pdmesh[local]'"
         )
+
+
+_CHECK_ENGINE = """
+import sys
+from pdmesh.runtime.config import ConfigError
+from pdmesh.worker.engines.registry import require
+try:
+    require(*sys.argv[1:])
+except ConfigError as error:
+    sys.exit(str(error))
+"""
+
+
+def engine_python(engine: str, device: str) -> str:
+    """Return the interpreter for workers with the engine (`found_python`). Raises StartFailed, with what to do, if there is none,
+    or it cannot run the engine on the device."""
+    package, python = PACKAGES.get(engine), found_python(engine)
+    if package is None:
+        return sys.executable
+    if not python:
+        raise StartFailed(
+            f"--engine {engine}: the package {package.module} is not installed here; {package.remedy}; or name an interpreter "
+            f"that has it in {package.python_variable}"
+        )
+    try:
+        _check_engine(python, engine, device)
+    except OSError as error:
+        raise StartFailed(f"{package.python_variable}: {python}: {error.strerror}; name a Python interpreter") from None
+    return python
+
+
+def found_python(engine: str) -> str:
+    """Return the present interpreter if it has the engine's package, else the one that the engine's variable names, else that of
+    the engine's environment in this checkout; empty: there is none."""
+    package = PACKAGES.get(engine)
+    if package is None or package.version() is not None:
+        return sys.executable
+    made = Path(pdmesh.__file__).parents[1] / package.folder / "bin/python"
+    return os.environ.get(package.python_variable, "") or (str(made) if made.is_file() else "")
+
+
+def _check_engine(python: str, engine: str, device: str) -> None:
+    """Ask the interpreter whether it can run the engine. Raises OSError, or StartFailed with its answer."""
+    command = python_command("-c", _CHECK_ENGINE, engine, device, python=python)
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **import_path(python)}, check=False)
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if line.strip()]
+        raise StartFailed(f"{python} cannot run the engine {engine}: {said[-1] if said else 'it ended'}")
 
 
 def usable_cores() -> list[int]:

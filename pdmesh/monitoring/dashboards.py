@@ -172,9 +172,11 @@ def _troubles() -> list[Panel]:
         Query(f"sum(rate(pdmesh_migrations_total{RATE}))", "migrations"),
         Query(f"sum(rate(pdmesh_hedges_total{RATE}))", "hedges"),
     ]
+    redrawn = Query(f"sum(rate(pdmesh_token_redrawn_total{RATE}))", "redrawn")
     off_by = quantiles("pdmesh_prediction_deviation_ratio", "", "what", (0.5, 0.9))
     return [
         Panel("Retried, resumed after a loss, migrated, hedged", counted, "reqps"),
+        Panel("Repeated tokens that differed, where engines may redraw", [redrawn], text="emitted tokens stay: no fault"),
         Panel("How far predictions are off", off_by, "percentunit", text="|predicted - measured| / measured"),
     ]
 

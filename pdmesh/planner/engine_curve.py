@@ -25,7 +25,7 @@ from pdmesh.planning.latency_model import LatencyModel, Work
 from pdmesh.sampling_params import SamplingParams
 from pdmesh.simulator.workers.spec import PRICES
 from pdmesh.text.block_hash import hash_block
-from pdmesh.worker.load import prior_for
+from pdmesh.worker.engines.builtin import prior_for
 
 WARM_UP_STEPS = 20
 LEAST_STEPS = 100

@@ -38,7 +38,8 @@ class WorkerKind:
     def worker(self) -> Worker:
         """Return the worker for capacity planning."""
         spec = self.spec
-        return Worker(spec.speed, Limits(spec.max_num_batched_tokens, spec.max_num_seqs, self.kv_tokens))
+        limits = Limits(spec.max_num_batched_tokens, spec.max_num_seqs, self.kv_tokens)
+        return Worker(spec.speed, limits, spec.keeps_pace)
 
 
 def by_roofline(

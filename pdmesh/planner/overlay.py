@@ -25,6 +25,7 @@ from pdmesh.planner.meshes import WorkerKind
 from pdmesh.planner.plan import Plan
 from pdmesh.planner.traffic import Subject
 from pdmesh.planner.trial import max_inflight
+from pdmesh.worker.engines.registry import DEFAULT_ENGINE
 
 HEADER = "# Written by `pdmesh plan`"
 CPU_MODEL = "smollm2"
@@ -53,18 +54,24 @@ class OverlayError(Exception):
 class Served:
     """Describe the model for the manifests: `name`, in the folder /models/NAME of the workers. `threads` of each worker on the
     CPU, 0: as the base has it. `kv_share`: of the memory of a GPU. `fixed`: as many workers as planned, whatever the load.
-    `overrides`: of keys of the model's config.json."""
+    `overrides`: of keys of the model's config.json. `engine`: of the workers."""
 
     name: str
     threads: int
     kv_share: float
     fixed: bool = False
     overrides: tuple[str, ...] = ()
+    engine: str = DEFAULT_ENGINE
 
 
-def base_of(folder: str, *, is_gpu: bool) -> Path:
-    """Return the overlay to build on: the given one, or the repository's. Raises OverlayError."""
+def base_of(folder: str, *, is_gpu: bool, engine: str = DEFAULT_ENGINE) -> Path:
+    """Return the overlay to build on: the given one, or the repository's, which has the image with the engine. Raises
+    OverlayError."""
     name = "gpu" if is_gpu else "cpu"
+    if engine != DEFAULT_ENGINE:
+        if not is_gpu and not folder:
+            raise OverlayError(f"overlay_base: no overlay has {engine} on a CPU; give one that has, or a --device that is a GPU")
+        name = f"gpu-{engine}"
     source = Path(pdmesh.__file__).resolve().parents[1] / "k8s" / "overlays" / name
     candidates = [Path(folder)] if folder else [Path("k8s/overlays") / name, source]
     found = next((path for path in candidates if (path / "kustomization.yaml").is_file()), None)
@@ -204,6 +211,7 @@ def _env(settings: Mapping[str, str | int]) -> str:
 
 def _worker(pool: str, roles: str, replicas: int, kind: WorkerKind, subject: Subject, served: Served) -> str:
     settings = {
+        **({"PDMESH_ENGINE": served.engine} if served.engine != DEFAULT_ENGINE else {}),
         "PDMESH_ROLES": roles,
         "PDMESH_MODEL": f"/models/{served.name}",
         "PDMESH_MODEL_NAME": served.name,
@@ -229,8 +237,9 @@ metadata:
 
 
 def _memory(kind: WorkerKind, subject: Subject, served: Served) -> dict[str, str]:
-    """Return on a GPU the planned share of its memory; else MiB."""
-    if _is_gpu(subject):
+    """Return on a GPU the planned share of the memory that is free after loading; else MiB. Another engine may mean another share
+    by it, so it gets MiB."""
+    if _is_gpu(subject) and served.engine == DEFAULT_ENGINE:
         return {"PDMESH_KV_MEMORY_SHARE": f"{served.kv_share:g}"}
     return {"PDMESH_KV_MEMORY_MB": str(_kv_mb(kind))}
 

@@ -7,7 +7,7 @@ question, "which share of the requests keeps this pool's objectives?", and every
   meet in a worker fill one step together, so the fuller the pool, the less each pays of what an empty step takes.
 - **Sequences** share the steps of their worker (`Concurrency`); how many there are varies by chance.
 - **Both on one worker**: prompts lengthen the steps of sequences as far as their TPOT budget allows, sequences take from
-  prompts the rest (`pdmesh/engine/scheduler/scheduler.py`).
+  prompts the rest (`pdmesh/engine/scheduler/scheduler.py`). An engine that keeps no pace lengthens them as far as prompts do.
 
 More load never keeps objectives for a larger share, and more workers never for a smaller one: so the fewest workers never fall as
 the load grows. Prompts that would miss TTFT on an idle worker too are not counted: another worker would not help them.
@@ -231,20 +231,32 @@ class SharedPool:
 
     def attainment(self, load: Load, num_workers: int) -> float | None:
         both = self._both(load, num_workers)
-        return None if both is None else self._kept(load.lengths, *both)
+        return None if both is None else self._kept(load, num_workers, *both)
 
     def outlook(self, load: Load, num_workers: int) -> Outlook | None:
         both = self._both(load, num_workers)
         if both is None:
             return None
         found, queue = both
-        slowest = self._step_s(np.array([found.quantile(self.goals.each)]), load.lengths, self._prompts(load, num_workers))
-        return Outlook(self._kept(load.lengths, found, queue), queue.utilization, queue.ttft_s, float(slowest[0]))
+        tpot_s = self._tpot_s(load, num_workers, found)
+        return Outlook(self._kept(load, num_workers, found, queue), queue.utilization, queue.ttft_s, tpot_s)
 
-    def _kept(self, lengths: Lengths, found: Concurrency, queue: "_PromptQueue") -> float:
+    def _tpot_s(self, load: Load, num_workers: int, found: Concurrency) -> float:
+        """Return TPOT at the objectives' quantile."""
+        if self.worker.keeps_pace or self.goals.tpot_s is None:
+            slowest = self._step_s(np.array([found.quantile(self.goals.each)]), load.lengths, self._prompts(load, num_workers))
+            return float(slowest[0])
+        return SharedSteps(self.worker, load, num_workers, found).quantile_s(self.goals.each)
+
+    def _kept(self, load: Load, num_workers: int, found: Concurrency, queue: "_PromptQueue") -> float:
         """Return the share that keeps both objectives, misses taken as disjoint."""
-        batch = prompt_times.largest_batch(self.worker, lengths, self.goals, PACE_TARGET)
-        return max(0.0, found.within(batch) + queue.attainment - 1)
+        return max(0.0, self._kept_tpot(load, num_workers, found) + queue.attainment - 1)
+
+    def _kept_tpot(self, load: Load, num_workers: int, found: Concurrency) -> float:
+        tpot_s = self.goals.tpot_s
+        if tpot_s is None or self.worker.keeps_pace or not prompt_times.keeps_tpot(self.worker, load.lengths, self.goals):
+            return found.within(prompt_times.largest_batch(self.worker, load.lengths, self.goals, PACE_TARGET))
+        return SharedSteps(self.worker, load, num_workers, found).within(tpot_s)
 
     def _both(self, load: Load, num_workers: int) -> "tuple[Concurrency, _PromptQueue] | None":
         """Return the decoding sequences, and the prompts that queue beside them."""
@@ -273,15 +285,64 @@ class SharedPool:
 
     def _step_s(self, batches: NDArray[np.float64], lengths: Lengths, prompts: float) -> NDArray[np.float64]:
         """Return the step times with prompts that share them, `prompts` of the time; with a TPOT objective no longer than its
-        budget."""
+        budget, where the worker keeps a pace."""
         model = self.worker.model
         alone = model.fixed_s + batches * (model.per_sequence_s + model.per_context_token_s * lengths.running_context)
-        if self.goals.tpot_s is None:
+        if self.goals.tpot_s is None or not self.worker.keeps_pace:
             return alone / (1 - prompts)
         return np.minimum(alone / (1 - prompts), np.maximum(alone / MAX_SHARE, PACE_TARGET * self.goals.tpot_s))
 
     def _work_s(self, lengths: Lengths) -> float:
         return times_alone(self.worker, lengths).work_s
+
+
+_LONGEST_TPOT_S = 60.0
+
+
+@dataclass(frozen=True, eq=False)
+class SharedSteps:
+    """Model TPOT where an engine holds no prompt back: each that comes while a request decodes lengthens its steps.
+
+    In the time that an output of n tokens may take, n · goal, its own steps leave room for prompts' work. That work is a compound
+    renewal sum, taken as normal: its mean is the prompts' share of the time, its variance grows with the time. Requests that are
+    spread over workers come to each of them more evenly than to the pool: their gaps vary by one part in the workers."""
+
+    worker: Worker
+    load: Load
+    num_workers: int
+    found: Concurrency
+
+    def within(self, tpot_s: float) -> float:
+        """Return the share of requests whose TPOT is at most `tpot_s`."""
+        likely = self.found.shares > 1e-9  # [batches]
+        steps_s = self._steps_s[likely, None]
+        gaps = np.maximum(0.0, np.round(np.array(self.load.lengths.output_points)) - 1)  # [outputs]
+        room_s, rate = gaps * (tpot_s - steps_s), self.load.rate_per_s / self.num_workers
+        work = prompt_times.prompt_work(self.worker, self.load.lengths)
+        variance = rate * (work.var() + work.mean() ** 2 * self.load.burstiness / self.num_workers) * gaps * tpot_s
+        fits = _normal((room_s - rate * work.mean() * gaps * tpot_s) / np.sqrt(np.maximum(variance, 1e-18)))
+        kept = np.where(gaps > 0, fits, 1.0).mean(axis=1)
+        return float(kept @ self.found.shares[likely])
+
+    def quantile_s(self, share: float) -> float:
+        """Return the TPOT that this share of the requests keeps."""
+        low, high = 0.0, _LONGEST_TPOT_S
+        for _ in range(_BISECTIONS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.within(middle) < share else (low, middle)
+        return high
+
+    @property
+    def _steps_s(self) -> Array:
+        model, context = self.worker.model, self.load.lengths.running_context
+        return model.fixed_s + self.found.batches * (model.per_sequence_s + model.per_context_token_s * context)
+
+
+def _normal(values: Array) -> Array:
+    """Return the normal distribution function, to 4e-4 (E. Page, "Approximations to the cumulative normal function", Applied
+    Statistics, 1977)."""
+    found: Array = 0.5 * (1 + np.tanh(np.sqrt(2 / np.pi) * (values + 0.044715 * values**3)))
+    return found
 
 
 @dataclass(frozen=True, eq=False)

@@ -52,6 +52,13 @@ class Lengths:
         """Return `NUM_POINTS` equally likely prompt lengths with this mean and mean square; spread like a log-normal."""
         return _points(self.input_tokens, self.input_squared)
 
+    @property
+    def output_points(self) -> tuple[float, ...]:
+        """Return `NUM_POINTS` equally likely output lengths: exponential, or spread like a log-normal with this mean square."""
+        if self.output_squared is None:
+            return tuple(-self.output_tokens * math.log(1 - (number + 0.5) / NUM_POINTS) for number in range(NUM_POINTS))
+        return _points(self.output_tokens, self.output_squared)
+
 
 @dataclass(frozen=True)
 class Load:
@@ -89,10 +96,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class Worker:
-    """Describe one kind of worker: the times of its steps, and its limits."""
+    """Describe one kind of worker: the times of its steps, and its limits. `keeps_pace`: its steps hold prompts back so that
+    running sequences keep their TPOT objectives."""
 
     model: LatencyModel
     limits: Limits
+    keeps_pace: bool = True
 
     def slower(self, factor: float) -> "Worker":
         """Return the same worker with each step `factor` times as long."""

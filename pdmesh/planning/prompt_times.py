@@ -156,15 +156,21 @@ def times_alone(worker: Worker, lengths: Lengths) -> PromptTimes:
 
 
 def times_beside(worker: Worker, lengths: Lengths, goals: Goals, batch: float) -> PromptTimes:
-    """Return the times where `batch` sequences get a token in every step within their TPOT budget: those steps are never shared
-    for free."""
+    """Return the times where `batch` sequences get a token in every step, within their TPOT budget if the worker keeps a pace:
+    those steps are never shared for free."""
     tokens, work = _work(worker, lengths)
     decode_s = step_s(worker.model, batch, lengths.running_context)
-    share = min(MAX_SHARE, decode_s / (PACE_TARGET * goals.tpot_s)) if goals.tpot_s is not None else 0.0
+    tpot_s = goals.tpot_s if worker.keeps_pace else None
+    share = min(MAX_SHARE, decode_s / (PACE_TARGET * tpot_s)) if tpot_s is not None else 0.0
     chunk = max(1.0, worker.limits.max_num_batched_tokens - batch)
     num_steps = np.maximum(1.0, np.ceil(tokens * (1 - lengths.cached_share) / chunk))
     each = np.maximum(work + decode_s * num_steps, work / (1 - share))
     return PromptTimes(each, float(each.mean()), float(work.mean()))
+
+
+def prompt_work(worker: Worker, lengths: Lengths) -> Array:
+    """Return what prompts' own tokens take [n], without the fixed part of their steps."""
+    return _work(worker, lengths)[1]
 
 
 def _work(worker: Worker, lengths: Lengths) -> tuple[Array, Array]:

@@ -24,15 +24,18 @@ MAX_LINE_BYTES = 1 << 20
 OnLine = Callable[[str], None]
 
 
-def python_command(*arguments: str) -> list[str]:
+def python_command(*arguments: str, python: str = "") -> list[str]:
     """Return the command of a Python process that never looks modules up in the folder it is started in: people have packages
-    called `router` of their own."""
-    return [sys.executable, "-P", *arguments]
+    called `router` of their own. `python`: the interpreter; empty: the one that runs this."""
+    return [python or sys.executable, "-P", *arguments]
 
 
-def import_path() -> dict[str, str]:
-    """Return the environment with which a child finds this very code, installed or not."""
+def import_path(python: str = "") -> dict[str, str]:
+    """Return the environment with which a child finds this very code, installed or not. Another interpreter (`python`) gets it
+    from a checkout alone: what is installed here is not for that one."""
     root = str(Path(__file__).resolve().parents[2])
+    if python not in ("", sys.executable) and Path(root).name in ("site-packages", "dist-packages"):
+        return {}
     return {"PYTHONPATH": os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH", "")) if part)}
 
 

@@ -12,7 +12,8 @@
 `port` is `--port` and PDMESH_PORT; a flag wins over the environment, that over the default. Fields of a nested dataclass
 carry the outer field's name as prefix (`--engine-max-num-seqs`) unless its metadata say `flatten`. Booleans are `--x` and
 `--no-x`. Field types: see `pdmesh.runtime.config`. Metadata: `help`, `flatten`, `secret` (what is given is never shown),
-`choices` (the values of a str, such as the names of a registry: read when flags are, so that the registry is the only list).
+`choices` (the values of a str, such as the names of a registry: read when flags are, so that the registry is the only list),
+`flag` (the name outside, with underscores, where the field cannot have it: `engine` is --engine and PDMESH_ENGINE).
 A secret may also stand in a file, as Kubernetes mounts it: PDMESH_REDIS_URL_FILE names it; PDMESH_REDIS_URL wins over it.
 """
 
@@ -211,14 +212,15 @@ def _walk(cls: type, path: tuple[str, ...], prefix: str, env_prefix: str, base: 
         if not field.init:
             continue
         default = _default_of(field) if base is dataclasses.MISSING else getattr(base, field.name)
+        name = str(field.metadata.get("flag", field.name))
         nested = nested_class(hints[field.name])
         if nested is not None:
-            inner = prefix if field.metadata.get("flatten") else f"{prefix}{field.name}_"
+            inner = prefix if field.metadata.get("flatten") else f"{prefix}{name}_"
             yield from _walk(nested, (*path, field.name), inner, env_prefix, default)
             continue
         if not is_supported(hints[field.name]):
             raise TypeError(f"{cls.__name__}.{field.name}: configuration cannot hold {hints[field.name]}")
-        yield _option(field, path, prefix + field.name, env_prefix, _chosen_type(field, hints[field.name]), default)
+        yield _option(field, path, prefix + name, env_prefix, _chosen_type(field, hints[field.name]), default)
 
 
 def _chosen_type(field: dataclasses.Field[object], type_: object) -> object:

@@ -28,6 +28,8 @@ PUSHBACK_KEY = "grpc-retry-pushback-ms"
 # to three bytes for one) and in base64.
 MAX_MESSAGE_BYTES = 900
 MAX_FIELD_BYTES = 200
+OTHER_ENGINE = "other_engine"
+"""The `reason` of FAILED_PRECONDITION where the engine of a worker can never serve the request; another kind of engine may."""
 
 logger = logging.getLogger(__name__)
 

@@ -41,7 +41,7 @@ class CompileError(Exception):
 @dataclass(frozen=True)
 class Build:
     """Describe a build. It compiles modules below `root`: of `packages` (folders) all that `entries` import, except `left` and,
-    unless it is one of `fast`, what imports one of `needs_no_speed`. `seen`: folders that mypy must see besides."""
+    unless it is one of `fast`, what imports one of `needs_no_speed`. `seen`: folders and files that mypy must see besides."""
 
     root: Path
     packages: tuple[str, ...]
@@ -56,7 +56,8 @@ class Build:
         """Return the folder of the compiled modules of these very sources, for this Python and mypy. It may not exist."""
         digest = hashlib.sha256(f"{sysconfig.get_config_var('SOABI')} {_mypy()}".encode())
         for package in (*self.packages, *self.seen):
-            for path in sorted((self.root / package).rglob("*.py")):
+            found = self.root / package
+            for path in [found] if found.is_file() else sorted(found.rglob("*.py")):
                 digest.update(f"{path.relative_to(self.root)}\0".encode() + path.read_bytes() + b"\0")
         return _cache_folder() / f"simulator-{digest.hexdigest()[:16]}"
 
@@ -91,7 +92,7 @@ class Build:
         with tempfile.TemporaryDirectory(dir=cache, prefix="simulator-compiling-") as scratch:
             root, built = Path(scratch, "sources"), Path(scratch, "built")
             for package in (*self.packages, *self.seen):
-                shutil.copytree(self.root / package, root / package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+                _copy(self.root / package, root / package)
                 for parent in list(Path(package).parents)[:-1]:
                     shutil.copy(self.root / parent / "__init__.py", root / parent / "__init__.py")
             _compile(root, self._modules(root))
@@ -124,7 +125,7 @@ SIMULATOR = Build(
     root=Path(__file__).resolve().parents[2],
     packages=("pdmesh/simulator", "pdmesh/autoscaler", "router", "pdmesh/planning"),
     entries=("pdmesh.simulator.autoscaling", "pdmesh.simulator.results", "pdmesh.simulator.arrivals"),
-    seen=("pdmesh/runtime", "pdmesh/v1", "pdmesh/text", "kvtransfer"),
+    seen=("pdmesh/runtime", "pdmesh/v1", "pdmesh/text", "kvtransfer", "pdmesh/adapter_id.py"),
     left=("pdmesh.autoscaler.settings", "router.config"),  # configuration is read by the types of its fields
     fast=(
         "pdmesh.autoscaler.collect.workers",
@@ -161,6 +162,14 @@ def _remove_old(cache: Path) -> None:
     for folder in cache.glob("simulator-*"):
         if time.time() - folder.stat().st_mtime > KEPT_S:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _copy(source: Path, target: Path) -> None:
+    if source.is_file():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, target)
+    else:
+        shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
 
 
 def _mypy() -> str:

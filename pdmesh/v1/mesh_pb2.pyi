@@ -884,6 +884,7 @@ class GetStatusResponse(_message.Message):
     TRAFFIC_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     NUM_PROCESSES_FIELD_NUMBER: _builtins.int
+    NUM_REDRAWN_TOKENS_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     """router_id of the answering router."""
     num_inflight: _builtins.int
@@ -897,11 +898,15 @@ class GetStatusResponse(_message.Message):
     registry_connected: _builtins.bool
     """registry_connected says whether Redis answers."""
     num_token_mismatches: _builtins.int
-    """num_token_mismatches counts repeated indexes whose token differed; anything but 0 is a bug."""
+    """num_token_mismatches counts repeated indexes whose token differed; anything but 0 is a bug. num_redrawn_tokens are not among them."""
     epoch: _builtins.int
     """epoch of this router process: 64 random bits, compared for equality only. All counters restart with another epoch."""
     num_processes: _builtins.int
     """num_processes that share this router's port. Each answers for itself, and a connection reaches one of them. 0 means 1."""
+    num_redrawn_tokens: _builtins.int
+    """num_redrawn_tokens counts repeated indexes whose token differed on workers with ENGINE_LACK_REPRODUCIBLE: no fault. What was
+    emitted first stays.
+    """
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]:
         """workers known, alive or lately lost."""
@@ -939,10 +944,11 @@ class GetStatusResponse(_message.Message):
         traffic: _abc.Iterable[Global___TrafficStatus] | None = ...,
         epoch: _builtins.int = ...,
         num_processes: _builtins.int = ...,
+        num_redrawn_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prediction", b"prediction"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "epoch", b"epoch", "max_inflight", b"max_inflight", "max_queued", b"max_queued", "num_inflight", b"num_inflight", "num_processes", b"num_processes", "num_queued", b"num_queued", "num_token_mismatches", b"num_token_mismatches", "objectives", b"objectives", "prediction", b"prediction", "registry_connected", b"registry_connected", "router_id", b"router_id", "traffic", b"traffic", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "epoch", b"epoch", "max_inflight", b"max_inflight", "max_queued", b"max_queued", "num_inflight", b"num_inflight", "num_processes", b"num_processes", "num_queued", b"num_queued", "num_redrawn_tokens", b"num_redrawn_tokens", "num_token_mismatches", b"num_token_mismatches", "objectives", b"objectives", "prediction", b"prediction", "registry_connected", b"registry_connected", "router_id", b"router_id", "traffic", b"traffic", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1450,6 +1456,8 @@ class Candidate(_message.Message):
     COST_FIELD_NUMBER: _builtins.int
     CHOSEN_FIELD_NUMBER: _builtins.int
     NOTE_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
+    MAY_REDRAW_FIELD_NUMBER: _builtins.int
     decode_worker_id: _builtins.str
     """decode_worker_id of the pair."""
     prefill_worker_id: _builtins.str
@@ -1470,6 +1478,10 @@ class Candidate(_message.Message):
     """chosen: this one was taken."""
     note: _builtins.str
     """note in words: reasons against it, or for it."""
+    engine: _builtins.str
+    """engine of its workers. Empty means that they do not say."""
+    may_redraw: _builtins.bool
+    """may_redraw: a request that they compute again may draw other tokens (ENGINE_LACK_REPRODUCIBLE)."""
     def __init__(
         self,
         *,
@@ -1483,10 +1495,12 @@ class Candidate(_message.Message):
         cost: _builtins.float = ...,
         chosen: _builtins.bool = ...,
         note: _builtins.str = ...,
+        engine: _builtins.str = ...,
+        may_redraw: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "cost", b"cost", "decode_cached_tokens", b"decode_cached_tokens", "decode_worker_id", b"decode_worker_id", "delay_ms", b"delay_ms", "note", b"note", "prefill_cached_tokens", b"prefill_cached_tokens", "prefill_worker_id", b"prefill_worker_id", "tpot_ms", b"tpot_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "cost", b"cost", "decode_cached_tokens", b"decode_cached_tokens", "decode_worker_id", b"decode_worker_id", "delay_ms", b"delay_ms", "engine", b"engine", "may_redraw", b"may_redraw", "note", b"note", "prefill_cached_tokens", b"prefill_cached_tokens", "prefill_worker_id", b"prefill_worker_id", "tpot_ms", b"tpot_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -44,6 +44,42 @@ ROLE_DECODE: Role.ValueType  # 2
 """ROLE_DECODE decodes requests."""
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
+class _EngineLack:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _EngineLackEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EngineLack.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ENGINE_LACK_UNSPECIFIED: _EngineLack.ValueType  # 0
+    """ENGINE_LACK_UNSPECIFIED: not sent."""
+    ENGINE_LACK_CHOICES_HANDOFF: _EngineLack.ValueType  # 1
+    """ENGINE_LACK_CHOICES_HANDOFF: no hand-off of a request with several choices. Such a request is computed LOCAL."""
+    ENGINE_LACK_DRAFT_STATES: _EngineLack.ValueType  # 2
+    """ENGINE_LACK_DRAFT_STATES: the first token comes without what a draft proposer on the decode worker could begin from."""
+    ENGINE_LACK_PACES: _EngineLack.ValueType  # 3
+    """ENGINE_LACK_PACES: steps do not hold prompts back for running sequences with a TPOT objective."""
+    ENGINE_LACK_REPRODUCIBLE: _EngineLack.ValueType  # 4
+    """ENGINE_LACK_REPRODUCIBLE: logits may depend on what else is in the batch, so a request that is computed again may draw
+    other tokens. What was emitted stays; a repeated token that differs is no fault.
+    """
+
+class EngineLack(_EngineLack, metaclass=_EngineLackEnumTypeWrapper):
+    """EngineLack names what the engine of a worker cannot do. Routers plan around it, and ignore a value that they do not know."""
+
+ENGINE_LACK_UNSPECIFIED: EngineLack.ValueType  # 0
+"""ENGINE_LACK_UNSPECIFIED: not sent."""
+ENGINE_LACK_CHOICES_HANDOFF: EngineLack.ValueType  # 1
+"""ENGINE_LACK_CHOICES_HANDOFF: no hand-off of a request with several choices. Such a request is computed LOCAL."""
+ENGINE_LACK_DRAFT_STATES: EngineLack.ValueType  # 2
+"""ENGINE_LACK_DRAFT_STATES: the first token comes without what a draft proposer on the decode worker could begin from."""
+ENGINE_LACK_PACES: EngineLack.ValueType  # 3
+"""ENGINE_LACK_PACES: steps do not hold prompts back for running sequences with a TPOT objective."""
+ENGINE_LACK_REPRODUCIBLE: EngineLack.ValueType  # 4
+"""ENGINE_LACK_REPRODUCIBLE: logits may depend on what else is in the batch, so a request that is computed again may draw
+other tokens. What was emitted stays; a repeated token that differs is no fault.
+"""
+Global___EngineLack: _TypeAlias = EngineLack  # noqa: Y015
+
 class _ReachScope:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -162,6 +198,8 @@ class WorkerInfo(_message.Message):
     TRANSPORT_REACH_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     MAX_ADAPTERS_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
+    LACKS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """worker_id is stable over restarts if the deployment names it."""
     epoch: _builtins.int
@@ -180,6 +218,8 @@ class WorkerInfo(_message.Message):
     """max_num_batched_tokens that one engine step computes: the largest chunk of a prompt. 0 means that the worker does not say."""
     max_adapters: _builtins.int
     """max_adapters that may be loaded at once. 0 means that it has no places for adapters."""
+    engine: _builtins.str
+    """engine that computes: pdmesh or vllm. For people; nothing decides by it."""
     @_builtins.property
     def roles(self) -> _containers.RepeatedScalarFieldContainer[Global___Role.ValueType]:
         """roles it has."""
@@ -217,6 +257,10 @@ class WorkerInfo(_message.Message):
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.AdapterInfo]:
         """adapters that are loaded when it registers. LoadReport has those of now."""
 
+    @_builtins.property
+    def lacks(self) -> _containers.RepeatedScalarFieldContainer[Global___EngineLack.ValueType]:
+        """lacks: what its engine cannot do. Empty, as with workers of a version before this field, means that it lacks nothing."""
+
     def __init__(
         self,
         *,
@@ -237,10 +281,12 @@ class WorkerInfo(_message.Message):
         transport_reach: _abc.Iterable[Global___TransportReach] | None = ...,
         adapters: _abc.Iterable[_common_pb2.AdapterInfo] | None = ...,
         max_adapters: _builtins.int = ...,
+        engine: _builtins.str = ...,
+        lacks: _abc.Iterable[Global___EngineLack.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "address", b"address", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "home_roles", b"home_roles", "host_id", b"host_id", "identity", b"identity", "layout", b"layout", "max_adapters", b"max_adapters", "max_context", b"max_context", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "roles", b"roles", "transport_reach", b"transport_reach", "transports", b"transports", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "address", b"address", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "home_roles", b"home_roles", "host_id", b"host_id", "identity", b"identity", "lacks", b"lacks", "layout", b"layout", "max_adapters", b"max_adapters", "max_context", b"max_context", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "roles", b"roles", "transport_reach", b"transport_reach", "transports", b"transports", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -11,27 +11,24 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pdmesh.adapter_id import AdapterId, check_adapter_name
-from pdmesh.engine.engine import Engine
 from pdmesh.engine.errors import AdapterRefused
-from pdmesh.engine.loop import EngineLoop
-from pdmesh.engine.lora.adapter import Adapter
-from pdmesh.engine.lora.folder import digest_of, load_adapter
+from pdmesh.engine.lora.folder import digest_of
 from pdmesh.runtime.errors import FailedPrecondition, InvalidArgument, NotFound
 from pdmesh.v1 import common_pb2, worker_pb2
+from pdmesh.worker.engines.base import EngineAdapters, Loaded
 
 
 class WorkerAdapters:
     """Offer the adapters of one engine. Everything here is called on the event loop."""
 
-    def __init__(self, engine: Engine, calls: EngineLoop, model: str, on_change: Callable[[], None]) -> None:
-        """`on_change` is called when what is offered has changed. Before the engine's thread starts."""
-        self._calls = calls
+    def __init__(self, adapters: EngineAdapters, model: str, on_change: Callable[[], None]) -> None:
+        """`model`: the name that clients ask for. `on_change` is called when what is offered has changed."""
+        self._adapters = adapters
         self._model = model
-        self._model_config = engine.model_config
         self._on_change = on_change
         self._lock = asyncio.Lock()
-        self.max_adapters = engine.config.num_adapter_slots if engine.adapters.can_load else 0
-        self._offered = _offered(engine)
+        self.max_adapters = adapters.max_adapters
+        self._offered = _offered(adapters.at_start)
 
     def infos(self) -> list[common_pb2.AdapterInfo]:
         """Return the adapters that requests may ask for, by name."""
@@ -58,10 +55,12 @@ class WorkerAdapters:
                     raise FailedPrecondition("digest", f"{folder} has other files than the adapter that was asked for")
                 if known is not None and known.digest == digest:
                     return known
-                adapter = await asyncio.to_thread(load_adapter, request.name, folder, self._model_config)
+                self._offered = _offered(await self._adapters.load(request.name, folder))
+            except AdapterRefused as error:
+                raise FailedPrecondition("name", str(error)) from error
             except (ValueError, OSError) as error:
                 raise InvalidArgument("folder", f"adapter {request.name!r}: {error}") from error
-            await self._put(adapter)
+            self._on_change()
             return self._offered[request.name]
 
     async def unload(self, request: worker_pb2.UnloadAdapterRequest) -> worker_pb2.UnloadAdapterResponse:
@@ -71,23 +70,12 @@ class WorkerAdapters:
             if self._offered.pop(request.name, None) is None:
                 raise NotFound(f"adapter {request.name[:80]!r} is not loaded on this worker", field="name")
             self._on_change()  # before the engine refuses any: routers should not send more
-            num_running = await self._calls.call(lambda engine: engine.adapters.unload(request.name))
-        return worker_pb2.UnloadAdapterResponse(num_running=num_running or 0)
+            num_running = await self._adapters.unload(request.name)
+        return worker_pb2.UnloadAdapterResponse(num_running=num_running)
 
     def listed(self) -> worker_pb2.AdapterList:
         """Return what is offered."""
         return worker_pb2.AdapterList(adapters=self.infos(), max_adapters=self.max_adapters)
-
-    async def _put(self, adapter: Adapter) -> None:
-        def put(engine: Engine) -> dict[str, common_pb2.AdapterInfo]:
-            engine.adapters.load(adapter)
-            return _offered(engine)
-
-        try:
-            self._offered = await self._calls.call(put)
-        except AdapterRefused as error:
-            raise FailedPrecondition("name", str(error)) from error
-        self._on_change()
 
     def _check(self, request: worker_pb2.LoadAdapterRequest) -> None:
         self._check_model(request.model)
@@ -107,9 +95,5 @@ class WorkerAdapters:
             raise FailedPrecondition("model", f"this worker serves {self._model!r}, not {model[:80]!r}")
 
 
-def _offered(engine: Engine) -> dict[str, common_pb2.AdapterInfo]:
-    adapters = engine.adapters
-    return {
-        each.name: common_pb2.AdapterInfo(name=each.name, digest=each.digest, rank=adapters.rank_of(each))
-        for each in adapters.loaded
-    }
+def _offered(loaded: Loaded) -> dict[str, common_pb2.AdapterInfo]:
+    return {each.name: common_pb2.AdapterInfo(name=each.name, digest=each.digest, rank=rank) for each, rank in loaded}

@@ -11,30 +11,28 @@ from collections.abc import Callable, Coroutine
 
 from decode_service.request import DecodeSpans
 from decode_service.service import DecodeService, Dependencies
+from kvtransfer.receiver.receiver import Receiver
 from kvtransfer.sender.sender import Sender
-from kvtransfer.staging import StagedMemory
 from kvtransfer.transports.grpc import SERVICE as PUSH_SERVICE
 from kvtransfer.transports.grpc import add_push_service
-from pdmesh.engine.engine import Engine
 from pdmesh.engine.errors import EngineStopped
-from pdmesh.engine.loop import EngineLoop
 from pdmesh.engine.outputs import StepResult
 from pdmesh.runtime.config import ConfigError
 from pdmesh.runtime.process import new_epoch
-from pdmesh.runtime.registry.block_stream import BlockStream
+from pdmesh.runtime.registry.block_stream import MAX_NAMES, BlockStream
 from pdmesh.runtime.rpc.server import GrpcServer
-from pdmesh.runtime.rpc.tls import open_tls
+from pdmesh.runtime.rpc.tls import Tls, open_tls
 from pdmesh.runtime.telemetry.config import resource_of
 from pdmesh.runtime.telemetry.metrics import Readings
 from pdmesh.runtime.telemetry.tracing import open_tracing
 from pdmesh.v1 import decode_pb2_grpc, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 from pdmesh.worker.adapters import WorkerAdapters
-from pdmesh.worker.config import WorkerConfig, bind
+from pdmesh.worker.config import WorkerConfig
 from pdmesh.worker.control import ControlServicer, RoleChanges
 from pdmesh.worker.description import Description, describe
+from pdmesh.worker.engines.base import EngineEvents, WorkerEngine
 from pdmesh.worker.expert_load import ExpertWindow
-from pdmesh.worker.kv_memory import receiver_for, staged_memory
-from pdmesh.worker.load import LoadReporter, StepWatch, limits_for, prior_for
+from pdmesh.worker.load import LoadReporter, StepWatch
 from pdmesh.worker.metrics import Seen, WorkerMetrics, read
 from pdmesh.worker.prefix_publisher import PrefixPublisher, list_blocks
 from pdmesh.worker.roles import Role, RoleGate, roles_of
@@ -49,19 +47,18 @@ logger = logging.getLogger(__name__)
 
 
 class Worker:
-    """Own every part between the engine and the network, and from `start` on the engine as well."""
+    """Own every part between the engine and the network, and the engine as well."""
 
     def __init__(
         self,
         config: WorkerConfig,
-        engine: Engine,
+        engine: WorkerEngine,
         *,
         worker_id: str,
         on_failure: Callable[[BaseException], None],
-        staged: StagedMemory | None = None,
     ) -> None:
         """Put the worker together. `on_failure` is called with errors that the worker cannot survive: a failed engine, a bug in a
-        background task. `staged`: the memory that transports use for the engine's pool; None: the default for its device.
+        background task.
 
         Raises ConfigError for invalid certificates.
         """
@@ -78,22 +75,21 @@ class Worker:
         self._spans = DecodeSpans(self.tracing, lambda: self.dispatcher.num_steps)
         self._step_spans = StepSpans(self._spans)
         self._on_failure = on_failure
-        self.metrics = WorkerMetrics.open(config, worker_id, self.epoch, engine.cost, self._read_metrics)
-        self._engine_loop = EngineLoop(engine, self._on_step, on_failure, self.dispatcher.on_ready)
-        self._publisher = PrefixPublisher(engine, self._engine_loop, self.epoch, worker_id) if config.redis else None
-        self._grammars = compiler_for(engine)
-        self.adapters = WorkerAdapters(engine, self._engine_loop, config.served_name, self._adapters_changed)
-        served_model = ServedModel.of(engine, config.served_name, self._grammars, self.adapters.find)
+        self.metrics = WorkerMetrics.open(config, worker_id, self.epoch, engine.facts.cost, self._read_metrics)
+        self._prefix_cache = engine.prefix_cache(MAX_NAMES if config.redis else 0)
+        self._publisher = PrefixPublisher(self._prefix_cache, self.epoch, worker_id) if config.redis else None
+        self._grammars = compiler_for(engine.facts)
+        self.adapters = WorkerAdapters(engine.adapters, config.served_name, self._adapters_changed)
+        served_model = ServedModel.of(engine.facts, config.served_name, self._grammars, self.adapters.find)
         self.watch = StepWatch(engine.pacer)
         self._experts = ExpertWindow()
         self.load = self._load_reporter()
         self.load.adapters = self.adapters.infos()
         tls = open_tls(config.tls)
-        self._staged = staged or staged_memory(engine)
-        self._sender = Sender(self._staged or engine.kv, served_model.identity, served_model.layout, self.epoch, tls=tls)
+        self._sender = Sender(engine.memory, served_model.identity, served_model.layout, self.epoch, tls=tls)
         self.prefill = self._prefill_servicer(served_model)
         self.decode = DecodeService(config.decode_settings, self._dependencies(served_model))
-        self._receiver = receiver_for(config, engine, self._staged, self.decode, served_model, tls)
+        self._receiver = self._kv_receiver(served_model, tls)
         self._server = GrpcServer(config.host, config.port, tls=tls)
         self._tasks: list[asyncio.Task[None]] = []
         self._role_change = asyncio.Lock()
@@ -103,11 +99,8 @@ class Worker:
         if self._grammars is not None:
             with contextlib.suppress(ValueError):  # a request with a constraint will get the error
                 self._grammars.warm()
-        loop = asyncio.get_running_loop()
-        self._engine_loop.start(loop)
-        self.engine.watch_ranks(lambda error: loop.call_soon_threadsafe(self._on_failure, error))
-        await self._engine_loop.call(lambda _engine: bind(self._config.cpus))
-        self.watch.start_from(await self._engine_loop.call(prior_for))
+        events = EngineEvents(self._on_step, self.dispatcher.on_ready, self._on_failure)
+        self.watch.start_from(await self.engine.open(events, self._config.cpus))
         try:
             await self._receiver.start()
         except OSError as error:
@@ -130,7 +123,7 @@ class Worker:
             report=self.load.report,
             changes=self.changes,
             set_roles=self.set_roles,
-            list_blocks=lambda: list_blocks(self._engine_loop, self.epoch),
+            list_blocks=lambda: list_blocks(self._prefix_cache, self.epoch),
             keep_traces=self.tracing.keep,
             adapters=self.adapters,
         )
@@ -177,9 +170,7 @@ class Worker:
             await self.decode.abandon("the worker is stopping")
         await self._receiver.stop()
         await self._sender.close()
-        await self._engine_loop.stop()
-        if self._staged is not None:
-            self._staged.close()
+        await self.engine.stop()
         self.engine.close()
         await self.metrics.stop()
         self._step_spans.flush()
@@ -218,13 +209,11 @@ class Worker:
         self.changes.notify()
 
     def _read_metrics(self, readings: Readings) -> None:
-        # The limits were measured when the engine started; this call only looks them up.
-        limits = limits_for(self.engine) if self.watch.model is not None else None
         expired = self.decode.keeper.num_expired
         corrupt = {transport: self._receiver.num_corrupt[transport] for transport in self._config.transports}
         counts = self.engine.expert_counts()
         experts = None if counts is None else self._experts.take(counts, time.monotonic())
-        read(readings, Seen(self.load.stats, self.load.report(), limits, corrupt, expired, experts))
+        read(readings, Seen(self.load.stats, self.load.report(), self.engine.limits(), corrupt, expired, experts))
 
     def _background(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -233,24 +222,24 @@ class Worker:
 
     def _load_reporter(self) -> LoadReporter:
         return LoadReporter(
-            self._engine_loop,
+            self.engine,
             self.gate,
-            self.engine.stats(),
+            self.engine.first_stats(),
             self.watch,
             worker_id=self._worker_id,
             epoch=self.epoch,
-            max_num_seqs=self.engine.config.max_num_seqs,
+            max_num_seqs=self.engine.facts.max_num_seqs,
             num_handoff_failures=lambda: self.prefill.num_handoff_failures + self.decode.reservations.num_handoff_failures,
         )
 
     def _prefill_servicer(self, served_model: ServedModel) -> PrefillServicer:
         tools = HandoffTools(
-            self._engine_loop,
+            self.engine,
             self.dispatcher,
             self._sender,
             served_model.layout.block_size,
             lambda: self.dispatcher.num_steps,
-            self.engine.exports.signal.notify_every,
+            self.engine.notify_every,
             self.metrics.pushed,
         )
         return PrefillServicer(
@@ -268,7 +257,7 @@ class Worker:
             identity=served_model.identity,
             layout=served_model.layout,
             translate=served_model.translate,
-            engine=self._engine_loop,
+            engine=self.engine,
             sinks=self.dispatcher,
             quiesce=lambda reservation_id: self._receiver.quiesce(reservation_id),
             endpoints=lambda: self._receiver.endpoints(),
@@ -276,6 +265,24 @@ class Worker:
             num_steps=lambda: self.dispatcher.num_steps,
             load_report=self.load.report,
             spans=self._spans,
+        )
+
+    def _kv_receiver(self, served_model: ServedModel, tls: Tls | None) -> Receiver:
+        """Return the receiver over the configured transports that can write to the pool; cuda_ipc and nixl require that a staged
+        pool is shared."""
+        config = self._config
+        return Receiver(
+            self.engine.memory,
+            self.decode.delegate,
+            served_model.identity,
+            served_model.layout,
+            host=config.host,
+            port=config.transfer_port,
+            transports=config.transports,
+            advertise=config.advertise or None,
+            idle_timeout_s=config.lease_s,
+            tls=tls,
+            fp8_scales=self.engine.fp8_scales,
         )
 
     @property
@@ -290,7 +297,7 @@ class Worker:
 
     def _describe(self) -> Description:
         return describe(
-            self.engine,
+            self.engine.facts,
             self.gate,
             self.adapters,
             worker_id=self._worker_id,

@@ -15,6 +15,8 @@ from kvtransfer.transports.registry import TRANSPORTS, defaults
 from pdmesh.engine.config import EngineConfig
 from pdmesh.runtime.rpc.tls import TlsConfig
 from pdmesh.runtime.telemetry.config import TelemetryConfig
+from pdmesh.worker.engines.registry import DEFAULT_ENGINE, ENGINE_HELP, ENGINES, check_settings
+from pdmesh.worker.engines.vllm_settings import VLLM_ARG_HELP
 from pdmesh.worker.roles import ROLE_NAMES
 
 # Cores of an engine's threads. Only these are bound; the event loop and gRPC stay where the system puts them.
@@ -74,6 +76,8 @@ class WorkerConfig:
     """Configure a worker: an engine with the prefill service, the decode service, or both. Durations in seconds."""
 
     engine: EngineConfig = field(metadata={"flatten": True})
+    engine_name: str = field(default=DEFAULT_ENGINE, metadata={"help": ENGINE_HELP, "flag": "engine", "choices": ENGINES})
+    vllm_args: tuple[str, ...] = field(default=(), metadata={"help": VLLM_ARG_HELP, "flag": "vllm_arg", "repeated": True})
     roles: tuple[str, ...] = field(default=("prefill", "decode"), metadata={"help": _ROLES_HELP})
     model_name: str = field(default="", metadata={"help": "name that clients ask for; empty: the model's file or folder name"})
     host: str = field(default="127.0.0.1", metadata={"help": "address to listen on, for gRPC and for KV transfer"})
@@ -120,6 +124,7 @@ class WorkerConfig:
             "advertise",
             f"host {self.host} is no address that others can connect to; give the one that they can",
         )
+        check_settings(self.engine_name, self)
 
     @property
     def served_name(self) -> str:

@@ -7,38 +7,34 @@ from dataclasses import dataclass
 
 from kvtransfer.layout import Reach, Scope
 from kvtransfer.manifest import PROTOCOL_VERSION
-from pdmesh.engine.engine import Engine
-from pdmesh.engine.memory import effective_max_context
 from pdmesh.runtime.process import host_id
 from pdmesh.v1 import common_pb2, worker_pb2
 from pdmesh.worker.adapters import WorkerAdapters
+from pdmesh.worker.engines.base import EngineFacts
 from pdmesh.worker.roles import RoleGate
 
 
-def identity_of(engine: Engine, model: str) -> common_pb2.Identity:
+def identity_of(facts: EngineFacts, model: str) -> common_pb2.Identity:
     """Return the identity, which must be equal on both ends of a hand-off."""
-    shape = engine.kv.shape
     return common_pb2.Identity(
         model=model,
-        weights_hash=engine.weights_hash,
-        num_layers=shape.num_layers,
-        num_kv_heads=engine.model_config.pool_heads,
-        head_dim=engine.model_config.pool_dim,
-        numeric_mode=engine.numeric_mode,
+        weights_hash=facts.weights_hash,
+        num_layers=facts.num_layers,
+        num_kv_heads=facts.num_kv_heads,
+        head_dim=facts.head_dim,
+        numeric_mode=facts.numeric_mode,
         protocol_version=PROTOCOL_VERSION,
     )
 
 
-def layout_of(engine: Engine) -> common_pb2.KVLayout:
+def layout_of(facts: EngineFacts) -> common_pb2.KVLayout:
     """Return the KV layout, which must be convertible between both ends of a hand-off."""
-    shape = engine.kv.shape
-    dtype = str(shape.dtype).removeprefix("torch.")
     return common_pb2.KVLayout(
-        block_size=shape.block_size,
-        kv_dtype=dtype,
+        block_size=facts.block_size,
+        kv_dtype=facts.kv_dtype,
         # Peers see a pool with all heads, whatever the number of ranks: ranks share memory, or stage their heads.
         tensor_parallel_size=1,
-        arrangement=engine.kv_arrangement,
+        arrangement=facts.arrangement,
     )
 
 
@@ -63,11 +59,7 @@ class Description:
     identity: common_pb2.Identity
     layout: common_pb2.KVLayout
     transports: Mapping[str, Reach]
-    max_context: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    num_blocks: int
-    eos_token_ids: tuple[int, ...]
+    facts: EngineFacts
     gate: RoleGate
     adapters: WorkerAdapters
 
@@ -83,19 +75,21 @@ class Description:
             layout=self.layout,
             transports=list(self.transports),
             transport_reach=[_reach(name, reach) for name, reach in self.transports.items()],
-            max_context=self.max_context,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            num_blocks=self.num_blocks,
-            eos_token_ids=self.eos_token_ids,
+            max_context=self.facts.max_context,
+            max_num_seqs=self.facts.max_num_seqs,
+            max_num_batched_tokens=self.facts.max_num_batched_tokens,
+            num_blocks=self.facts.num_blocks,
+            eos_token_ids=sorted(self.facts.eos_token_ids),
             host_id=host_id(),
             adapters=self.adapters.infos(),
             max_adapters=self.adapters.max_adapters,
+            engine=self.facts.name,
+            lacks=sorted(lack.value for lack in self.facts.lacks),
         )
 
 
 def describe(
-    engine: Engine,
+    facts: EngineFacts,
     gate: RoleGate,
     adapters: WorkerAdapters,
     *,
@@ -105,22 +99,15 @@ def describe(
     model: str,
     transports: Mapping[str, Reach],
 ) -> Description:
-    """Return the description of a worker around `engine`."""
+    """Return the description of a worker around an engine with these facts."""
     return Description(
         worker_id=worker_id,
         epoch=epoch,
         address=address,
-        identity=identity_of(engine, model),
-        layout=layout_of(engine),
+        identity=identity_of(facts, model),
+        layout=layout_of(facts),
         transports=transports,
-        # The engine refuses a request whose prompt and max_tokens would not fit into an empty pool.
-        max_context=min(
-            effective_max_context(engine.config, engine.model_config), engine.kv.shape.num_blocks * engine.kv.shape.block_size
-        ),
-        max_num_seqs=engine.config.max_num_seqs,
-        max_num_batched_tokens=engine.config.max_num_batched_tokens,
-        num_blocks=engine.kv.shape.num_blocks,
-        eos_token_ids=tuple(sorted(engine.eos_token_ids)),
+        facts=facts,
         gate=gate,
         adapters=adapters,
     )

@@ -8,9 +8,7 @@ import logging
 import torch
 from torch import Tensor
 
-from decode_service.service import DecodeService
 from kvtransfer.manifest import PoolShape
-from kvtransfer.receiver.receiver import Receiver
 from kvtransfer.staging import StagedMemory
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
 from kvtransfer.transports.nixl.transport import NixlTransport
@@ -22,9 +20,6 @@ from pdmesh.engine.kv_cache.streams import Streams, streams_of
 from pdmesh.engine.parallel.staging import stage_ranks
 from pdmesh.engine.parallel.tp_protocol import RankFailed
 from pdmesh.runtime.config import ConfigError
-from pdmesh.runtime.rpc.tls import Tls
-from pdmesh.worker.config import WorkerConfig
-from pdmesh.worker.token_request import ServedModel
 
 logger = logging.getLogger(__name__)
 DEPARTURES = StagingSizes(num_pieces=8)
@@ -88,31 +83,3 @@ def shown_to_others(pool: Tensor, streams: Streams, sharing: PoolSharing | None)
         return None
     shown.warm(streams.mark)
     return shown
-
-
-# The receiver of KV from other workers.
-
-
-def receiver_for(
-    config: WorkerConfig,
-    engine: Engine,
-    staged: StagedMemory | None,
-    decode: DecodeService,
-    served_model: ServedModel,
-    tls: Tls | None,
-) -> Receiver:
-    """Return the receiver over the configured transports that can write to the pool; cuda_ipc and nixl require that a staged pool
-    is shared."""
-    return Receiver(
-        staged or engine.kv,
-        decode.delegate,
-        served_model.identity,
-        served_model.layout,
-        host=config.host,
-        port=config.transfer_port,
-        transports=config.transports,
-        advertise=config.advertise or None,
-        idle_timeout_s=config.lease_s,
-        tls=tls,
-        fp8_scales=engine.kv_scales,
-    )

@@ -7,18 +7,13 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-from pdmesh.engine.config import EngineConfig
-from pdmesh.engine.engine import Engine
-from pdmesh.engine.hardware import MachineLimits, measure_limits
-from pdmesh.engine.loop import EngineLoop
-from pdmesh.engine.memory import effective_max_context
+from pdmesh.engine.interface import ServingEngine
 from pdmesh.engine.outputs import EngineStats, StepResult
-from pdmesh.engine.scheduler.scheduler import StepCost, TpotLimiter
 from pdmesh.engine.speculation.stats import ProposerStats, SpeculationStats
 from pdmesh.planning.latency_fit import LatencyFit
-from pdmesh.planning.latency_model import USUAL_CONTEXT, Hardware, LatencyModel, ModelShape, Work, prior_of
-from pdmesh.planning.roofline import ALL_REDUCE_S
+from pdmesh.planning.latency_model import LatencyModel, Work
 from pdmesh.v1 import common_pb2, worker_pb2
+from pdmesh.worker.engines.base import StepPacer
 from pdmesh.worker.roles import RoleGate
 
 # Speculation on this worker, for routers: counts since start, and recent means.
@@ -77,49 +72,12 @@ def _proposer_report(name: str, counts: ProposerStats) -> worker_pb2.ProposerRep
 
 TELL_STEPS = 32
 """After this number of steps the engine gets the fitted cost."""
-_GLOO_SUM_S = 2e-4  # to sum a row over two processes; 0.3 to 0.5 ms were measured on two busy cores
-
-
-def limits_for(engine: Engine) -> MachineLimits:
-    """Return the machine's limits. Call it on the engine thread, whose cores are measured; it takes some 50 ms, once per
-    process."""
-    cost, config = engine.cost, engine.config
-    return measure_limits(cost.backend, cost.numbers, config.device, config.num_threads, config.tensor_parallel)
-
-
-def prior_for(engine: Engine) -> LatencyModel:
-    """Return the latency model before the first step. Call it on the engine thread."""
-    cost, measured = engine.cost, limits_for(engine)
-    return prior_of(
-        Hardware(measured.operations_per_s, measured.bytes_per_s, _sum_s(engine.config)),
-        ModelShape(
-            num_layers=cost.num_layers,
-            num_weights=cost.num_weights,
-            num_head_weights=cost.num_head_weights,
-            weight_bytes=cost.weight_bytes,
-            kv_bytes_per_token=cost.kv_bytes_per_token,
-            attention_operations=cost.attention_operations,
-            expert_bytes=cost.expert_bytes,
-            num_experts=cost.num_experts,
-            top_k=cost.top_k,
-            reaches=cost.reaches,
-        ),
-        chunk=engine.config.max_num_batched_tokens,
-        batch=engine.config.max_num_seqs,
-        context=min(USUAL_CONTEXT, effective_max_context(engine.config, engine.model_config)),
-    )
-
-
-def _sum_s(config: EngineConfig) -> float:
-    if config.tensor_parallel == 1:
-        return 0.0
-    return ALL_REDUCE_S if config.device == "cuda" else _GLOO_SUM_S
 
 
 class StepWatch:
     """Fit the latency model to steps. Steps and queries come on the event loop; the engine thread waits for neither."""
 
-    def __init__(self, pacer: TpotLimiter | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, pacer: StepPacer | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         """Create it. `pacer` gets the fitted cost of steps, by which the engine limits their prompt tokens. `clock`: seconds."""
         self._pacer = pacer
         self._clock = clock
@@ -148,15 +106,7 @@ class StepWatch:
         model = self.model
         if self._pacer is None or model is None:
             return
-        cost = StepCost(
-            model.fixed_s,
-            model.per_prefill_token_s,
-            model.per_prefill_context_s,
-            model.per_sequence_s,
-            model.per_context_token_s,
-        )
-        if all(map(math.isfinite, cost)):
-            self._pacer.cost = cost
+        self._pacer.set_cost(model)
 
 
 def latency_message(model: LatencyModel) -> worker_pb2.LatencyModel:
@@ -184,7 +134,7 @@ class LoadReporter:
 
     def __init__(
         self,
-        engine: EngineLoop,
+        engine: ServingEngine,
         gate: RoleGate,
         first: EngineStats,
         watch: StepWatch,
@@ -211,7 +161,7 @@ class LoadReporter:
         """Refresh until cancelled."""
         while True:
             if self._age_s() >= REFRESH_S / 2:
-                self._take(await self._engine.call(Engine.stats))
+                self._take(await self._engine.stats())
             await asyncio.sleep(REFRESH_S)
 
     @property

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import os
 import secrets
@@ -15,20 +14,17 @@ from typing import NoReturn
 
 import torch
 
-from pdmesh.engine.config import EngineConfig
-from pdmesh.engine.engine import Engine
-from pdmesh.engine.loader.builder import Progress
-from pdmesh.engine.loader.loader import load_model
-from pdmesh.engine.speculation.setup import check_speculation, names_for
 from pdmesh.runtime import log
-from pdmesh.runtime.config import ConfigError, load
+from pdmesh.runtime.config import ENV_PREFIX, ConfigError, load, options_of
 from pdmesh.runtime.process import Lifecycle, run
 from pdmesh.runtime.registry.registry import Registry, worker_announcer
-from pdmesh.text.block_hash import hash_block
 from pdmesh.worker.assembly import Worker
-from pdmesh.worker.config import DecodeConfig, PrefillConfig, WorkerConfig, bound
+from pdmesh.worker.config import DecodeConfig, PrefillConfig, WorkerConfig
+from pdmesh.worker.engines.base import WorkerEngine
+from pdmesh.worker.engines.registry import loader, require
 
 _PROGRESS_PERIOD_S = 2.0
+_SILENCE_S = 10.0
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +48,7 @@ def decode_main() -> NoReturn:
 async def serve(life: Lifecycle, config: WorkerConfig, *, prog: str = "worker") -> None:
     """Run one worker. Raises ConfigError when the model cannot be loaded or does not fit, or an address is taken."""
     log.configure(prog)
+    require(config.engine_name, config.engine.device)
     engine = await _load_engine(life, config)
     if life.stopping:
         engine.close()
@@ -89,8 +86,9 @@ def _config_error(error: Exception) -> ConfigError:
     name, _, problem = str(error).partition(": ")
     if name in os.environ:
         return ConfigError(name, problem)
-    if problem and name in {field.name for field in dataclasses.fields(EngineConfig)}:
-        return ConfigError(f"--{name.replace('_', '-')}", problem)
+    flags = {option.path[-1]: option.flag for option in options_of(WorkerConfig, ENV_PREFIX)}
+    if problem and name in flags:
+        return ConfigError(flags[name], problem)
     return ConfigError("--model", str(error))
 
 
@@ -105,37 +103,39 @@ def _gpu_error(error: Exception) -> ConfigError:
     )
 
 
-def _open_engine(config: WorkerConfig, progress: Progress) -> Engine:
-    """Load the engine, on a thread of its own; the kernels' threads start here."""
-    check_speculation(config.engine_config)
-    with bound(config.cpus):
-        loaded = load_model(config.engine_config, progress)
-        if names_for(config.engine_config, loaded):
-            progress(0.0, "measuring steps: how many drafted tokens pay off")
-        return Engine(config.engine_config, hash_block=hash_block, loaded=loaded)
+class _LoadProgress:
+    """Report loading to the parent process: first the work before the weights (kernels may have to be compiled), then a line each
+    few seconds; and where nothing has been said for longer, that it goes on. `say` is called on the loading thread."""
 
+    def __init__(self, life: Lifecycle, text: str) -> None:
+        self._life, self._text = life, text
+        self._loop = asyncio.get_running_loop()
+        self._began = self._last = time.monotonic()
+        life.progress(text)
 
-def _progress_of(life: Lifecycle) -> Progress:
-    """Return the function that reports loading to the parent process: first the work before the weights (kernels may have to be
-    compiled), then a line each few seconds. It is called on the loading thread."""
-    loop = asyncio.get_running_loop()
-    last = time.monotonic()
-
-    def progress(share: float, text: str) -> None:
-        nonlocal last
-        if share == 0.0 or time.monotonic() - last >= _PROGRESS_PERIOD_S:
-            last = time.monotonic()
+    def say(self, share: float, text: str) -> None:
+        self._text = f"{text} ({share:.0%})" if share else text
+        if share == 0.0 or time.monotonic() - self._last >= _PROGRESS_PERIOD_S:
+            self._last = time.monotonic()
             with contextlib.suppress(RuntimeError):  # the event loop is closed: the process ends
-                loop.call_soon_threadsafe(life.progress, f"{text} ({share:.0%})" if share else text)
+                self._loop.call_soon_threadsafe(self._life.progress, self._text)
 
-    return progress
+    async def keep_saying(self, period_s: float = _SILENCE_S) -> None:
+        """Repeat the last text with the time so far, until cancelled."""
+        while True:
+            await asyncio.sleep(period_s)
+            if time.monotonic() - self._last >= period_s:
+                self._life.progress(f"{self._text}, {time.monotonic() - self._began:.0f} s so far")
 
 
-async def _load_engine(life: Lifecycle, config: WorkerConfig) -> Engine:
+async def _load_engine(life: Lifecycle, config: WorkerConfig) -> WorkerEngine:
     started = time.monotonic()
-    life.progress(f"loading {config.engine.model}")
+    progress = _LoadProgress(life, f"loading {config.engine.model}")
+    telling = asyncio.create_task(progress.keep_saying())
     try:
-        engine = await asyncio.to_thread(_open_engine, config, _progress_of(life))
+        engine = await asyncio.to_thread(lambda: loader(config.engine_name)(config, progress.say))
+    except ConfigError:
+        raise
     except (ValueError, OSError, MemoryError) as error:
         raise _config_error(error) from error
     except Exception as error:
@@ -143,9 +143,12 @@ async def _load_engine(life: Lifecycle, config: WorkerConfig) -> Engine:
             raise
         logger.exception("the GPU could not be made ready")
         raise _gpu_error(error) from error
-    shape = engine.kv.shape
+    finally:
+        telling.cancel()
+    pool = engine.memory
+    num_bytes = pool.num_layers * 2 * pool.num_blocks * pool.bytes_per_layer_block
     life.progress(
         f"loaded {config.engine.model} in {time.monotonic() - started:.1f} s; "
-        f"KV pool of {shape.num_blocks} blocks, {shape.num_bytes / 2**20:,.0f} MiB"
+        f"KV pool of {pool.num_blocks} blocks, {num_bytes / 2**20:,.0f} MiB"
     )
     return engine

@@ -11,11 +11,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from pdmesh.engine.engine import Engine
-from pdmesh.engine.loop import EngineLoop
-from pdmesh.runtime.registry.block_stream import MAX_NAMES, BlockStream
+from pdmesh.runtime.registry.block_stream import BlockStream
 from pdmesh.text.block_hash import short_name
 from pdmesh.v1 import worker_pb2
+from pdmesh.worker.engines.base import PrefixCache
 
 PERIOD_S = 0.03
 PART_NAMES = 1 << 15  # 256 KiB on the wire
@@ -24,10 +23,8 @@ PART_NAMES = 1 << 15  # 256 KiB on the wire
 class PrefixPublisher:
     """Publish the changes of one worker's prefix cache."""
 
-    def __init__(self, engine: Engine, engine_loop: EngineLoop, epoch: int, worker_id: str) -> None:
-        """Create it, before the engine's first request."""
-        self._log = engine.watch_blocks(MAX_NAMES)
-        self._engine_loop = engine_loop
+    def __init__(self, cache: PrefixCache, epoch: int, worker_id: str) -> None:
+        self._cache = cache
         self._epoch = epoch
         self._worker_id = worker_id
         self._unsent: worker_pb2.BlockChange | None = None
@@ -43,8 +40,8 @@ class PrefixPublisher:
 
     async def publish(self, stream: BlockStream) -> None:
         """Send the unsent change of the last round, else the changes since then."""
-        if self._unsent is None and self._log.pending:
-            changes = await self._engine_loop.call(Engine.take_block_changes)
+        if self._unsent is None and self._cache.has_changes:
+            changes = await self._cache.take_changes()
             if changes is not None:
                 stored, evicted = map(short_name, changes.stored), map(short_name, changes.evicted)
                 self._unsent = worker_pb2.BlockChange(
@@ -54,9 +51,9 @@ class PrefixPublisher:
             self._unsent = None
 
 
-async def list_blocks(engine_loop: EngineLoop, epoch: int) -> AsyncIterator[worker_pb2.BlockList]:
+async def list_blocks(cache: PrefixCache, epoch: int) -> AsyncIterator[worker_pb2.BlockList]:
     """Yield all blocks of the prefix cache at one moment, in parts."""
-    sequence, hashes = await engine_loop.call(Engine.published_blocks)
+    sequence, hashes = await cache.blocks()
     for start in range(0, max(1, len(hashes)), PART_NAMES):
         yield worker_pb2.BlockList(
             epoch=epoch,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from decode_service.request import DecodeSpans
-from pdmesh.engine.loop import Sink
+from pdmesh.engine.interface import Sink
 from pdmesh.engine.outputs import KVReady, StepResult
 from pdmesh.runtime.telemetry.spans import Step
 

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 from pdmesh.adapter_id import AdapterId
-from pdmesh.engine.engine import Engine
 from pdmesh.engine.request import EngineRequest
 from pdmesh.engine.sampling.grammar import Grammar, Matcher
 from pdmesh.runtime.errors import FailedPrecondition, InvalidArgument
@@ -23,6 +22,7 @@ from pdmesh.text.grammar import CompiledGrammar, GrammarCompiler
 from pdmesh.text.tokenizer import Tokenizer
 from pdmesh.v1 import common_pb2
 from pdmesh.worker.description import identity_of, layout_of
+from pdmesh.worker.engines.base import EngineFacts
 
 _FIELDS = common_pb2.SamplingParams.DESCRIPTOR.fields_by_name
 AdapterOf = Callable[[str, str], AdapterId]
@@ -176,9 +176,11 @@ class ServedModel:
     translate: TokenRequestTranslator
 
     @classmethod
-    def of(cls, engine: Engine, model: str, grammars: GrammarCompiler | None, adapter_of: AdapterOf | None = None) -> ServedModel:
-        """Return the description for a worker that serves this engine as `model`."""
-        identity, layout = identity_of(engine, model), layout_of(engine)
+    def of(
+        cls, facts: EngineFacts, model: str, grammars: GrammarCompiler | None, adapter_of: AdapterOf | None = None
+    ) -> ServedModel:
+        """Return the description for a worker that serves an engine with these facts as `model`."""
+        identity, layout = identity_of(facts, model), layout_of(facts)
 
         def cache_root(tenant: str, cache_salt: str) -> bytes:
             return cache_root_of(identity, layout.kv_dtype, tenant=tenant, cache_salt=cache_salt)
@@ -189,11 +191,11 @@ class ServedModel:
 # The grammar compiler of an engine's model.
 
 
-def compiler_for(engine: Engine) -> GrammarCompiler | None:
+def compiler_for(facts: EngineFacts) -> GrammarCompiler | None:
     """Return the compiler, with the engine's vocabulary and end-of-sequence tokens; None when the model is no folder with a
     tokenizer (reading the tokenizer inside a .gguf file takes seconds, at every start)."""
     try:
-        tokenizer = Tokenizer.load(engine.config.model)
+        tokenizer = Tokenizer.load(facts.model)
     except (OSError, ValueError):
         return None
-    return GrammarCompiler(tokenizer.to_json(), engine.model_config.vocab_size, engine.eos_token_ids)
+    return GrammarCompiler(tokenizer.to_json(), facts.vocab_size, facts.eos_token_ids)

@@ -132,6 +132,8 @@ def _candidate(candidate: Candidate, cached: Mapping[WorkerKey, int], *, chosen:
         cost=candidate.cost,
         chosen=chosen,
         note=_note(candidate),
+        engine=decode.engine,
+        may_redraw=not all(view.is_reproducible for view in candidate.workers),
     )
     if predicted is not None:
         message.ttft_ms, message.tpot_ms = 1e3 * predicted.ttft_s, 1e3 * predicted.tpot_s
@@ -143,7 +145,7 @@ def _note(candidate: Candidate) -> str:
     notes = [] if candidate.has_room else ["no room"]
     if candidate.prediction is not None:
         notes += _predicted_notes(candidate.prediction)
-    if any(view.latency is None for view in (candidate.decode, candidate.prefill) if view is not None):
+    if any(view.latency is None for view in candidate.workers):
         notes.append("speed not reported")
     return ", ".join(notes)
 

@@ -61,6 +61,7 @@ def status(core: RouterContext, objectives: Sequence[ModelObjective], *, registr
         ],
         admission=[_tally(*key, tally) for key, tally in sorted(admission.limiter.counts.tallies.items())],
         num_token_mismatches=core.num_token_mismatches,
+        num_redrawn_tokens=core.num_redrawn_tokens,
         prediction=core.decisions.status(),
         traffic=traffic_status(core.traffic, now),
         epoch=core.epoch,

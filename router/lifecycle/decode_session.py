@@ -10,7 +10,7 @@ from typing import Protocol
 import grpc
 import grpc.aio
 
-from pdmesh.runtime.errors import DataLoss, DeadlineExceeded, MeshError, Unavailable, error_from_rpc
+from pdmesh.runtime.errors import DataLoss, DeadlineExceeded, InvalidArgument, MeshError, Unavailable, error_from_rpc
 from pdmesh.runtime.telemetry.spans import Attributes
 from pdmesh.v1 import common_pb2, decode_pb2, mesh_pb2
 from router.context import RouterContext, time_left_ms, time_left_s
@@ -220,6 +220,8 @@ class DecodeSession:
     def _failure(self, event: decode_pb2.RequestEvent) -> WorkerLost | MeshError:
         if event.code == grpc.StatusCode.DATA_LOSS.value[0]:  # every worker would compute the same
             return DataLoss(event.message)
+        if event.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]:  # only a stock engine refuses after its Submit
+            return InvalidArgument("request", f"{self.info.worker_id} refused it: {event.message}")
         if event.code == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]:
             return DeadlineExceeded(event.message or "the deadline passed on the decode worker")
         return WorkerLost(f"decode worker {self.info.worker_id} gave the request up (code {event.code}): {event.message}")

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Sequence
 
 from pdmesh.runtime.errors import MeshError, Unavailable
+from pdmesh.v1 import worker_pb2
 from router.context import RouterContext
 from router.fleet.circuit_breaker import Role
 from router.lifecycle.decode_session import DecodeSession, WorkerLost
@@ -36,7 +37,8 @@ class DecodeStage:
     async def run(self, dispatch: Dispatch) -> None:
         """Wait for the end of the session, or of those that follow migrations."""
         request, assignment = dispatch.request, dispatch.assigned
-        self._core.migratable.add(request)
+        if worker_pb2.ENGINE_LACK_REPRODUCIBLE not in assignment.session.info.lacks:  # the two sessions of a move must agree
+            self._core.migratable.add(request)
         try:
             while not await self._is_over(request, assignment.session):
                 assignment = await self._move(request, assignment)

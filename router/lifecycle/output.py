@@ -46,11 +46,13 @@ class OutputError(Exception):
 
 
 class OutputTracker:
-    """Track the output of `num_choices` choices, from what was emitted before (resume)."""
+    """Track the output of `num_choices` choices, from what was emitted before (resume). What was emitted stays: repeated tokens
+    that differ are counted, as mismatches, or as redrawn where an engine takes part that lacks reproducible tokens."""
 
     def __init__(self, num_choices: int, emitted: Sequence[common_pb2.EmittedChoice] = ()) -> None:
         self._choices = [_ChoiceOutput() for _ in range(num_choices)]
-        self.num_mismatches = 0
+        self.num_mismatches = self.num_redrawn = 0
+        self.may_redraw = False  # a worker takes part whose engine may draw other tokens when it computes a request again
         for choice in emitted:
             self._choices[choice.index] = _ChoiceOutput(list(choice.token_ids), choice.finish_reason)
 
@@ -138,7 +140,11 @@ class OutputTracker:
 
     def _compare(self, state: _ChoiceOutput, chunk: TokenChunk) -> None:
         known = state.token_ids[chunk.first_index : chunk.first_index + len(chunk.token_ids)]
-        self.num_mismatches += sum(ours != theirs for ours, theirs in zip(known, chunk.token_ids, strict=False))
+        num_others = sum(ours != theirs for ours, theirs in zip(known, chunk.token_ids, strict=False))
+        if self.may_redraw:
+            self.num_redrawn += num_others
+        else:
+            self.num_mismatches += num_others
 
     def _hold_back(self, state: _ChoiceOutput, chunk: TokenChunk) -> None:
         if sum(len(early.token_ids) for early in state.early) + len(chunk.token_ids) > MAX_EARLY_TOKENS:

@@ -19,7 +19,7 @@ from router.lifecycle.decode_session import DecodeSession, WorkerLost
 from router.lifecycle.request import Assignment, Dispatch, PrefillTarget, Request
 from router.routing import worker_reports
 from router.routing.decisions import Decision, cached_of
-from router.routing.filters import NoPlacement, Placement, RoutingRequest, blocks_for, compatible, has_room
+from router.routing.filters import NoPlacement, Placement, RoutingRequest, blocks_for, can_hand_over, compatible, has_room
 from router.routing.routing_request import NO_WORKERS, routing_request_of
 from router.routing.worker_snapshot import Mode, WorkerKey, WorkerSnapshot
 from router.telemetry import timings
@@ -56,6 +56,7 @@ class PlaceStage:
             if not self._core.capacity_queue.is_empty(dispatch.queue_key):
                 await self._wait_for_turn(dispatch)
         while (nothing := self._choose(dispatch)) is not None:
+            self._check_fit(dispatch)
             if search.waiter is not None:
                 await self._wait_for_change(dispatch, nothing)
             await self._wait_for_turn(dispatch)
@@ -76,7 +77,8 @@ class PlaceStage:
         if isinstance(choice, NoPlacement) or not has_room(choice.decode, routing_request):
             raise NoRoomElsewhere("no other worker has room")
         source = worker_reports.snapshot_of(leaving.incarnation.described, leaving.incarnation.load, decode=False)
-        if routing_request.mode is not Mode.LOCAL and compatible(source, choice.decode):
+        able = can_hand_over(source, routing_request) and can_hand_over(choice.decode, routing_request)
+        if routing_request.mode is not Mode.LOCAL and able and compatible(source, choice.decode):
             choice = Placement(choice.decode, source, f"it leaves {source.worker_id}, which holds its KV")
         dispatch.placement, dispatch.routing_request = choice, routing_request
 
@@ -100,7 +102,7 @@ class PlaceStage:
         if not search.takes_ejected:
             ejected_decode = self._core.health_recorder.ejected(fleet_snapshot, Role.DECODE)
             ejected_prefill = self._core.health_recorder.ejected(fleet_snapshot, Role.PREFILL)
-        decode = search.avoid | search.refused | ejected_decode
+        decode = search.avoid | search.refused | search.unfit | ejected_decode
         routing_request = routing_request_for(self._core, dispatch, decode=decode, prefill=ejected_prefill)
         began_ns = timings.now_ns()
         choice = self._core.policy.choose(fleet_snapshot, routing_request, time.monotonic())
@@ -126,6 +128,17 @@ class PlaceStage:
         )
         dispatch.request.decision = decision
         self._core.decisions.record(decision)
+
+    def _check_fit(self, dispatch: Dispatch) -> None:
+        """Raise the reason why no worker can serve the request, if all that decode its model have said that they never can."""
+        search, model = dispatch.search, dispatch.request.prepared.model.name
+        if search.unfit_error is None:
+            return
+        decoding = (view.key for view in self._core.fleet.views() if view.decode and view.model == model)
+        if search.unfit.issuperset(decoding):
+            if dispatch.started:  # asked anew, it can be served
+                raise Unavailable(f"{search.unfit_error.message}, and the worker that it ran on is lost")
+            raise search.unfit_error
 
     async def _wait_for_turn(self, dispatch: Dispatch) -> None:
         """Wait in the capacity queue until the request may try. Raises ResourceExhausted when the queue does not move."""
@@ -162,8 +175,10 @@ class PlaceStage:
 
     def _check_limit(self, nothing: NoPlacement, dispatch: Dispatch, waited_s: float) -> None:
         config = self._core.config
+        if nothing.field:
+            raise InvalidArgument(nothing.field, f"{nothing.field}: {nothing.reason}; {nothing.remedy}")
         if nothing.never:
-            raise ResourceExhausted(f"{nothing.reason}; send a shorter prompt or start larger workers")
+            raise ResourceExhausted(f"{nothing.reason}; {nothing.remedy}")
         if nothing.full and waited_s > config.room_timeout_s:
             raise ResourceExhausted(f"{nothing.reason}; no room for {waited_s:.0f} s", retry_delay_s=ROOM_RETRY_DELAY_S)
         limit_s = config.resubmit_timeout_s if dispatch.started else config.place_timeout_s
@@ -202,6 +217,7 @@ class ReserveStage:
             give_up(prefill)
             return Unavailable("the worker has just been lost")
         worker, incarnation = decode
+        request.tracker.may_redraw |= not all(view.is_reproducible for view in choice.workers)
         session = DecodeSession(self._core, worker, incarnation, request.prepared, request, dispatch.timings)
         sent = Dispatched(
             routing_request.num_choices,

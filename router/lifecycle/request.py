@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from pdmesh.runtime.errors import MeshError, Unavailable
+from pdmesh.runtime.errors import OTHER_ENGINE, MeshError, Unavailable
 from pdmesh.v1 import common_pb2, mesh_pb2
 from router.fleet.worker import Dispatched, Incarnation, Worker
 from router.flow_control.slo_admission import Ticket
@@ -228,12 +228,15 @@ class WorkerSearch:
     """Hold the state of a search for a decode worker that takes the request: tries, and waits in the capacity queue between them.
 
     A try excludes the workers to `avoid`, those that have refused it (`refused`, with their `errors`) and, in its first round,
-    ejected ones. When no other worker takes the request, a second round includes them (`takes_ejected`).
+    ejected ones. When no other worker takes the request, a second round includes them (`takes_ejected`). Every try excludes the
+    `unfit`, whose engines cannot serve it, as `unfit_error` says.
     """
 
     avoid: frozenset[WorkerKey]
     refused: frozenset[WorkerKey] = frozenset()
     errors: list[MeshError] = field(default_factory=list)
+    unfit: frozenset[WorkerKey] = frozenset()
+    unfit_error: MeshError | None = None
     takes_ejected: bool = False
     has_begun: bool = False
     waiter: Waiter | None = None  # the place in the capacity queue
@@ -254,6 +257,9 @@ class WorkerSearch:
         """Record that the worker has answered with `error`."""
         self.refused |= {key}
         self.errors.append(error)
+        if error.reason == OTHER_ENGINE:
+            self.unfit |= {key}
+            self.unfit_error = error
 
 
 @dataclass(eq=False)

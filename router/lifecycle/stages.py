@@ -193,6 +193,7 @@ class AccountStage:
             self._core.flow_control.leave(request.ticket, _used_tokens(request, error))
             request.ticket = None
             self._core.num_token_mismatches += request.tracker.num_mismatches
+            self._core.num_redrawn_tokens += request.tracker.num_redrawn
             self._core.fleet.openings.fire()
 
     def _report(self, request: Request, error: BaseException | None) -> None:
@@ -349,7 +350,7 @@ DISPATCH: Sequence[Stage[DispatchStage]] = (
         lambda parts: DecodeStage(parts.core, tuple(parts.dispatch)),
         ("migrate",),
         ("decode_queue",),
-        (_HANDOFF_PART, "pdmesh.request.resubmissions", "pdmesh.migrations", "pdmesh.token.mismatches"),
+        (_HANDOFF_PART, "pdmesh.request.resubmissions", "pdmesh.migrations", "pdmesh.token.mismatches", "pdmesh.token.redrawn"),
     ),
 )
 # In the client's task again, beside the dispatch.

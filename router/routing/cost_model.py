@@ -5,7 +5,8 @@ A worker computes prompts in order of arrival, in chunks that share its steps wi
     steps for t tokens = t / chunk, chunk = token budget of a step less one token for each decoding sequence
     time for t tokens  = their work + steps · (a step in which only those sequences get their token)
 
-A TPOT objective sets a pace (PACE_TARGET of it): once the slack of a worker's sequences is used up, its steps last no longer:
+A TPOT objective sets a pace (PACE_TARGET of it): once the slack of a worker's sequences is used up, its steps last no longer,
+where its engine keeps paces:
 
     time for t tokens >= (their work - slack · share) / (1 - share), share = a step of those sequences alone / their pace
 
@@ -92,7 +93,7 @@ class OutputSide(NamedTuple):
     loses with each of its tokens.
 
     `missing`: the share of the prompt whose KV has to be transferred. `alone_s`: for each of its tokens, the time of steps that
-    run only for this request. `is_paced`: the other sequences keep their pace."""
+    run only for this request. `is_paced`: the other sequences keep their pace; `keeps_pace`: with an objective this one will."""
 
     tpot_s: float
     row_s: float
@@ -101,6 +102,7 @@ class OutputSide(NamedTuple):
     missing: float = 1.0
     alone_s: float = 0.0
     is_paced: bool = False
+    keeps_pace: bool = True
 
 
 class WorkerEstimate:
@@ -200,7 +202,8 @@ class WorkerEstimate:
         # If all sequences were alike and at random points of their output, it would run alone for this share of its steps.
         alone_s = model.fixed_s / (self.rows_soon + 1) / tokens
         tpot_s, queue_s, is_paced = (self.others_s + row_s) / tokens, self.ahead_s(now), self.view.pace_s > 0
-        return _new(OutputSide, (tpot_s, row_s / tokens, self.rows_soon, queue_s, missing, alone_s, is_paced))
+        keeps_pace = self.view.keeps_pace
+        return _new(OutputSide, (tpot_s, row_s / tokens, self.rows_soon, queue_s, missing, alone_s, is_paced, keeps_pace))
 
 
 def _most(step_s: float, pace_s: float) -> float:
@@ -231,12 +234,12 @@ def local(prompt: PromptSide, output: OutputSide, over: Overhead, expected: floa
     ttft_s = prompt.compute_s + over.before_s
     steps_tpot_s = output.tpot_s + over.after_s / max(1.0, expected - 1)
     delay_s = lost_s(prompt) + slowed_s(output, expected)
-    misses = miss(ttft_s, goals.ttft_s) + miss(output.tpot_s, goals.tpot_s)
+    tpot_s = _stretched(steps_tpot_s, output, over.stretch, goals.tpot_s)
+    misses = miss(ttft_s, goals.ttft_s) + miss(output.tpot_s if output.keeps_pace else tpot_s, goals.tpot_s)
     if goals.running_tpot_s is not None:
         more_s = 0.0 if prompt.is_paced else prompt.own_s / max(1.0, expected)
         misses += output.rows * miss(output.tpot_s + more_s, goals.running_tpot_s)
     work_s = prompt.own_s + prompt.fixed_s + expected * (output.row_s + output.alone_s)
-    tpot_s = _stretched(steps_tpot_s, output.tpot_s, over.stretch, goals.tpot_s)
     return Prediction(ttft_s, tpot_s, delay_s, work_s, prompt.ahead_s, misses, steps_tpot_s, _spares(prompt))
 
 
@@ -247,8 +250,9 @@ def remote(prompt: PromptSide, output: OutputSide, over: Overhead, expected: flo
     gaps = max(1.0, expected - 1)
     steps_tpot_s = output.tpot_s + (after_s + max(0.0, output.queue_s - prompt.own_s)) / gaps
     delay_s = lost_s(prompt) + slowed_s(output, expected)
-    tpot_s = _stretched(steps_tpot_s, output.tpot_s, over.stretch, goals.tpot_s)
-    misses = miss(ttft_s, goals.ttft_s) + miss(min(tpot_s, steps_tpot_s), goals.tpot_s)
+    tpot_s = _stretched(steps_tpot_s, output, over.stretch, goals.tpot_s)
+    own_s = min(tpot_s, steps_tpot_s) if output.keeps_pace else tpot_s
+    misses = miss(ttft_s, goals.ttft_s) + miss(own_s, goals.tpot_s)
     if goals.running_tpot_s is not None:
         elsewhere_s = prompt.tpot_s + (0.0 if prompt.is_paced else prompt.own_s / max(1.0, expected))
         misses += prompt.rows * miss(elsewhere_s, goals.running_tpot_s)
@@ -271,11 +275,13 @@ def _spares(prompt: PromptSide) -> bool:
     return prompt.is_paced or not prompt.rows
 
 
-def _stretched(tpot_s: float, least_s: float, stretch: float, goal_s: float | None) -> float:
-    """Return TPOT with the prompts that will share the steps; with an objective the engine admits no more of them than keep the
-    pace. `least_s`: TPOT of steps without prompts."""
+def _stretched(tpot_s: float, output: OutputSide, stretch: float, goal_s: float | None) -> float:
+    """Return TPOT with the prompts that will share the steps. With an objective an engine that keeps a pace admits no more of
+    them than keep it."""
     stretched_s = tpot_s * stretch
-    return stretched_s if goal_s is None else min(stretched_s, max(least_s, PACE_TARGET * goal_s))
+    if goal_s is None or not output.keeps_pace:
+        return stretched_s
+    return min(stretched_s, max(output.tpot_s, PACE_TARGET * goal_s))
 
 
 class Goals(NamedTuple):

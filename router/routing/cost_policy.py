@@ -10,6 +10,7 @@ a large fleet they are the best few by the rankings of `router/routing/fleet_sna
 prefix. `docs/routing.md` says more.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
@@ -32,6 +33,7 @@ from router.routing.filters import (
     NoPlacement,
     Placement,
     RoutingRequest,
+    can_hand_over,
     can_prefill,
     compatible,
     explain_no_candidate,
@@ -65,7 +67,8 @@ class PromptPart(NamedTuple):
 
 class OutputPart(NamedTuple):
     """Hold the part of a prediction that depends only on the decode worker. `own_s`: the request's share of its steps;
-    `own_misses`: of the request's TPOT objective; `misses`: of the `rows` sequences that run there."""
+    `own_misses`: of the request's TPOT objective; `misses`: of the `rows` sequences that run there. `keeps_pace`: its engine
+    bounds the request's TPOT by `tpot_bound_s`, whatever shares its steps."""
 
     tpot_s: float
     queue_s: float
@@ -76,6 +79,7 @@ class OutputPart(NamedTuple):
     own_misses: float
     misses: float
     tpot_bound_s: float
+    keeps_pace: bool
 
 
 def prompt_part(prompt: PromptSide, expected: float, goals: Goals) -> PromptPart:
@@ -89,14 +93,15 @@ def prompt_part(prompt: PromptSide, expected: float, goals: Goals) -> PromptPart
 
 def output_part(output: OutputSide, expected: float, goals: Goals) -> OutputPart:
     """Return the part of the decode worker."""
-    tpot_s, row_s, rows, queue_s, missing, alone_s, is_paced = output
+    tpot_s, row_s, rows, queue_s, missing, alone_s, is_paced, keeps_pace = output
     goal_s, bound_s = goals.tpot_s, 0.0
     misses = rows * miss(tpot_s, goals.running_tpot_s) if rows else 0.0
     if goal_s is not None:
-        bound_s = max(tpot_s, PACE_TARGET * goal_s)
+        bound_s = max(tpot_s, PACE_TARGET * goal_s) if keeps_pace else math.inf
     slowed = rows * expected * row_s * (SPARED if is_paced else 1.0)
     own_s = expected * (row_s + alone_s)
-    return _new(OutputPart, (tpot_s, queue_s, missing, own_s, slowed, rows, miss(tpot_s, goal_s), misses, bound_s))
+    own_misses = miss(tpot_s, goal_s)
+    return _new(OutputPart, (tpot_s, queue_s, missing, own_s, slowed, rows, own_misses, misses, bound_s, keeps_pace))
 
 
 def local_prediction(prompt: PromptPart, output: OutputPart, over: Overhead, gaps: float, goals: Goals) -> Prediction:
@@ -106,7 +111,7 @@ def local_prediction(prompt: PromptPart, output: OutputPart, over: Overhead, gap
     tpot_s = steps_tpot_s * stretch
     if goals.tpot_s is not None and tpot_s > output.tpot_bound_s:
         tpot_s = output.tpot_bound_s
-    misses = miss(ttft_s, goals.ttft_s) + output.own_misses
+    misses = miss(ttft_s, goals.ttft_s) + (output.own_misses if output.keeps_pace else miss(tpot_s, goals.tpot_s))
     if output.rows:
         misses += output.rows * miss(output.tpot_s + prompt.more_s, goals.running_tpot_s)
     delay_s, work_s = prompt.lost_s + output.slowed_s, prompt.work_s + output.own_s
@@ -122,7 +127,8 @@ def remote_prediction(prompt: PromptPart, output: OutputPart, over: Overhead, ga
     tpot_s = steps_tpot_s * stretch
     if goals.tpot_s is not None and tpot_s > output.tpot_bound_s:
         tpot_s = output.tpot_bound_s
-    misses = miss(ttft_s, goals.ttft_s) + miss(tpot_s if tpot_s < steps_tpot_s else steps_tpot_s, goals.tpot_s)
+    own_s = steps_tpot_s if output.keeps_pace and steps_tpot_s < tpot_s else tpot_s
+    misses = miss(ttft_s, goals.ttft_s) + miss(own_s, goals.tpot_s)
     misses = misses + prompt.misses + output.misses
     work_s = prompt.work_s + output.own_s + before_s + after_s
     delay_s = prompt.lost_s + output.slowed_s
@@ -162,7 +168,8 @@ class PredictPolicy:
         if not decodes:
             return explain_no_candidate(fleet_snapshot.views(), routing_request)
         if not candidates:
-            return self._search_all(fleet_snapshot, routing_request, now) or no_partner(decode.view for decode in decodes)
+            searched = self._search_all(fleet_snapshot, routing_request, now)
+            return searched or no_partner([decode.view for decode in decodes], fleet_snapshot.views(), routing_request)
         best = _least(candidates)
         return Placement(best.decode, best.prefill, "", candidates)
 
@@ -284,7 +291,8 @@ class _CandidateSearch:
         """Return REMOTE candidates: pairs of the workers that are best alone, as a pair costs little more than the sum.
 
         KV of another element type than the decode worker's changes the tokens: it is the last resort."""
-        prompts, outputs = sorted(prefills, key=self._prompt_order), sorted(decodes, key=self._output_order)
+        able = [decode for decode in decodes if can_hand_over(decode.view, self._routing_request)]
+        prompts, outputs = sorted(prefills, key=self._prompt_order), sorted(able, key=self._output_order)
         found, goals, gaps, parts = list[Candidate](), self._goals, self._gaps, self._prompts
         expected, pressure, between = self._expected, self._pressure, self._overheads.between
         for decode in outputs[: self._count]:

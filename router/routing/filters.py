@@ -55,6 +55,11 @@ class Candidate(NamedTuple):
     prediction: Prediction | None = None
 
     @property
+    def workers(self) -> tuple[WorkerSnapshot, ...]:
+        """Return the workers that take part."""
+        return (self.decode,) if self.prefill is None else (self.decode, self.prefill)
+
+    @property
     def order(self) -> tuple[bool, float, bool, str, str]:
         """Return the sort key; the least wins: candidates with room first, then by cost, ties in a fixed order."""
         prefill = self.prefill
@@ -77,6 +82,11 @@ class Placement:
     candidates: Sequence[Candidate] = ()
 
     @property
+    def workers(self) -> tuple[WorkerSnapshot, ...]:
+        """Return the workers that take part."""
+        return (self.decode,) if self.prefill is None else (self.decode, self.prefill)
+
+    @property
     def mode(self) -> Mode:
         """Return LOCAL without a prefill worker, else REMOTE."""
         return Mode.LOCAL if self.prefill is None else Mode.REMOTE
@@ -93,11 +103,14 @@ class Placement:
 
 @dataclass(frozen=True)
 class NoPlacement:
-    """Report that no worker can take the request now. `full`: some worker fits but has no room. `never`: all are too small."""
+    """Report that no worker can take the request now. `full`: some worker fits but has no room. `never`: none of them ever will;
+    `remedy` says what to do then, and `field` names the field of the request that rules all of them out."""
 
     reason: str
     full: bool = False
     never: bool = False
+    remedy: str = ""
+    field: str = ""
 
 
 def same_kind(worker: WorkerSnapshot, routing_request: RoutingRequest) -> bool:
@@ -119,7 +132,12 @@ def can_decode(worker: WorkerSnapshot, routing_request: RoutingRequest) -> bool:
 def can_prefill(worker: WorkerSnapshot, routing_request: RoutingRequest) -> bool:
     """Return True if `worker` may compute the prompt for a decode worker that it reaches."""
     is_candidate = worker.prefill and worker.key not in routing_request.excluded_prefill
-    return is_candidate and has_adapter(worker, routing_request)
+    return is_candidate and has_adapter(worker, routing_request) and can_hand_over(worker, routing_request)
+
+
+def can_hand_over(worker: WorkerSnapshot, routing_request: RoutingRequest) -> bool:
+    """Return True if `worker` may be either end of the request's hand-off, as far as its engine goes."""
+    return routing_request.num_choices == 1 or worker.hands_over_choices
 
 
 def can_ever_hold(worker: WorkerSnapshot, routing_request: RoutingRequest) -> bool:
@@ -174,15 +192,33 @@ def explain_no_candidate(workers: Iterable[WorkerSnapshot], routing_request: Rou
     large_enough = [worker for worker in decodes if can_ever_hold(worker, routing_request)]
     if not large_enough:
         return NoPlacement(
-            f"{routing_request.num_tokens} tokens exceed the KV pool or context of every decode worker", never=True
+            f"{routing_request.num_tokens} tokens exceed the KV pool or context of every decode worker",
+            never=True,
+            remedy="send a shorter prompt or start larger workers",
         )
     return NoPlacement(f"all {len(large_enough)} decode workers of model {routing_request.model!r} refused or were lost")
 
 
-def no_partner(decode: Iterable[WorkerSnapshot]) -> NoPlacement:
-    """Return that REMOTE was asked for and cannot be done."""
-    names = ", ".join(worker.worker_id for worker in decode)
-    return NoPlacement(f"REMOTE was asked for and no prefill worker fits {names}")
+def no_partner(
+    decodes: Iterable[WorkerSnapshot], workers: Iterable[WorkerSnapshot], routing_request: RoutingRequest
+) -> NoPlacement:
+    """Return that REMOTE was asked for and cannot be done by any of `decodes` with any of `workers`."""
+    decodes, workers = list(decodes), list(workers)
+    lacking = {decode.worker_id: _lacking(decode, workers, routing_request) for decode in decodes}
+    if all(lacking.values()):
+        engines = ", ".join(sorted({engine or "unnamed" for engines in lacking.values() for engine in engines}))
+        count, names = routing_request.num_choices, ", ".join(lacking)
+        why = f"REMOTE was asked for with n = {count}, and the engine ({engines}) of {names} hands over one choice only"
+        return NoPlacement(why, never=True, remedy="ask for n = 1, or leave the mode to the router", field="options.mode")
+    return NoPlacement(f"REMOTE was asked for and no prefill worker fits {', '.join(lacking)}")
+
+
+def _lacking(decode: WorkerSnapshot, workers: Iterable[WorkerSnapshot], routing_request: RoutingRequest) -> list[str]:
+    """Return the engines that alone stand in the way of a hand-off to `decode`."""
+    if not can_hand_over(decode, routing_request):
+        return [decode.engine]
+    partners = [worker for worker in workers if worker.prefill and compatible(worker, decode)]
+    return [] if any(can_hand_over(each, routing_request) for each in partners) else [each.engine for each in partners]
 
 
 def first(estimates: Iterable[WorkerEstimate], routing_request: RoutingRequest, count: int) -> list[WorkerEstimate]:

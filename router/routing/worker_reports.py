@@ -23,8 +23,11 @@ def identity_of(identity: common_pb2.Identity) -> tuple[object, ...]:
     return tuple(getattr(identity, field.name) for field in identity.DESCRIPTOR.fields)
 
 
-def kind_of(info: worker_pb2.WorkerInfo) -> tuple[object, ...]:
-    """Return the `WorkerSnapshot.kind` of a decode worker."""
+def kind_of(info: worker_pb2.WorkerInfo) -> tuple[object, ...] | None:
+    """Return the `WorkerSnapshot.kind` that a request has to stay with once it has tokens of this decode worker; None: no kind,
+    because the worker's weights are not known, as with a stock engine. Then only the model's name counts."""
+    if not info.identity.weights_hash:
+        return None
     return (identity_of(info.identity), info.layout.kv_dtype)
 
 
@@ -43,6 +46,10 @@ class Described(NamedTuple):
     max_num_seqs: int
     num_blocks: int
     max_num_batched_tokens: int
+    engine: str = ""
+    hands_over_choices: bool = True
+    keeps_pace: bool = True
+    is_reproducible: bool = True
 
 
 class Counted(NamedTuple):
@@ -73,6 +80,10 @@ def describe(info: worker_pb2.WorkerInfo) -> Described:
         max_num_seqs=info.max_num_seqs,
         num_blocks=info.num_blocks,
         max_num_batched_tokens=info.max_num_batched_tokens,
+        engine=info.engine,
+        hands_over_choices=worker_pb2.ENGINE_LACK_CHOICES_HANDOFF not in info.lacks,
+        keeps_pace=worker_pb2.ENGINE_LACK_PACES not in info.lacks,
+        is_reproducible=worker_pb2.ENGINE_LACK_REPRODUCIBLE not in info.lacks,
     )
 
 
@@ -107,7 +118,7 @@ def snapshot_of(
         num_starting=load.num_reserved + (num_prefilling if latency is not None else 0),
         max_num_batched_tokens=described.max_num_batched_tokens,
         latency=latency,
-        pace_s=load.pace_s if 0 < load.pace_s <= MAX_PACE_S else 0.0,
+        pace_s=load.pace_s if described.keeps_pace and 0 < load.pace_s <= MAX_PACE_S else 0.0,
         slack_s=load.slack_s if abs(load.slack_s) <= MAX_SLACK_S else 0.0,
         tokens_per_row=per_row[0],
         computed_per_row=per_row[1],
@@ -118,6 +129,10 @@ def snapshot_of(
         dispatched_decodes=sent.decodes,
         dispatched_context=sent.context,
         adapters=adapters_of(load),
+        engine=described.engine,
+        hands_over_choices=described.hands_over_choices,
+        keeps_pace=described.keeps_pace,
+        is_reproducible=described.is_reproducible,
     )
 
 

@@ -30,6 +30,9 @@ class WorkerSnapshot:
     `pace_s`: TPOT to which the worker limits its steps with prompts, 0: none; `slack_s`: time its sequences are ahead of that.
     `tokens_per_row`: tokens that a sequence gets from a step lately, `computed_per_row` those computed for it, drafted tokens
     included.
+    `engine`: its name, for people. `hands_over_choices`: it may be one end of the hand-off of a request with several choices;
+    `keeps_pace`: its steps hold prompts back so that running sequences keep their TPOT objectives; `is_reproducible`: a request
+    that it computes again draws the same tokens.
     `penalty_s`: estimated seconds by which a placement there costs more than the numbers say.
     """
 
@@ -68,6 +71,10 @@ class WorkerSnapshot:
     dispatched_decodes: int = 0
     dispatched_context: int = 0
     adapters: frozenset[AdapterId] = frozenset()
+    engine: str = ""
+    hands_over_choices: bool = True
+    keeps_pace: bool = True
+    is_reproducible: bool = True
 
     @property
     def key(self) -> WorkerKey:

@@ -43,6 +43,7 @@ class StatusReader:
         readings.put(metrics.MIGRATIONS, core.num_migrations)
         readings.put(metrics.HEDGES, core.num_hedges)
         readings.put(metrics.MISMATCHES, core.num_token_mismatches)
+        readings.put(metrics.REDRAWN, core.num_redrawn_tokens)
         readings.put(metrics.PREFIX_BLOCKS, len(core.prefixes.told))
         readings.put(metrics.REGISTRY, self._registry_connected())
 

@@ -80,6 +80,7 @@ DECISIONS = counter("pdmesh.policy.decisions", "Placement decisions", ("policy",
 MIGRATIONS = counter("pdmesh.migrations", "Requests that moved to another decode worker while they ran")
 HEDGES = counter("pdmesh.hedges", "Prompts that were given to another worker because the first was late")
 MISMATCHES = counter("pdmesh.token.mismatches", "Repeated tokens that differed: a bug if there are any")
+REDRAWN = counter("pdmesh.token.redrawn", "Repeated tokens that differed where an engine may draw others: no fault")
 ARRIVALS = counter("pdmesh.arrivals", "Valid requests that came, each once however often it was tried", (MODEL,))
 ADMITTED = counter("pdmesh.admission.admitted", "Requests that were admitted", ("tenant", "priority"))
 WAITED = counter("pdmesh.admission.waited", "Requests that waited in the request queue", ("tenant", "priority"))
@@ -104,8 +105,9 @@ PER_REQUEST = (
     PREDICTION_MISS, DECISION_TIME,
 )  # fmt: skip
 AT_SCRAPE = (
-    DECISIONS, MIGRATIONS, HEDGES, MISMATCHES, ARRIVALS, ADMITTED, WAITED, REFUSED, INFLIGHT, QUEUED, MAX_INFLIGHT, MAX_QUEUED,
-    UNPLACED, UNPLACED_AGE, OBJECTIVE, OBJECTIVE_SHARE, WORKERS, REPORT_AGE, BREAKER_OPEN, EJECTIONS, REGISTRY, PREFIX_BLOCKS,
+    DECISIONS, MIGRATIONS, HEDGES, MISMATCHES, REDRAWN, ARRIVALS, ADMITTED, WAITED, REFUSED, INFLIGHT, QUEUED, MAX_INFLIGHT,
+    MAX_QUEUED, UNPLACED, UNPLACED_AGE, OBJECTIVE, OBJECTIVE_SHARE, WORKERS, REPORT_AGE, BREAKER_OPEN, EJECTIONS, REGISTRY,
+    PREFIX_BLOCKS,
 )  # fmt: skip
 ALL = (*PER_REQUEST, *AT_SCRAPE)
 

@@ -34,7 +34,8 @@ def worker(
 ) -> mesh_pb2.WorkerStatus:
     info = worker_pb2.WorkerInfo(
         worker_id=name, epoch=epoch, address=f"{name}:1", roles=roles, home_roles=roles if home is None else home,
-        identity=common_pb2.Identity(model=model), layout=common_pb2.KVLayout(block_size=16), max_num_seqs=8, num_blocks=100,
+        identity=common_pb2.Identity(model=model, weights_hash="w"),
+        layout=common_pb2.KVLayout(block_size=16), max_num_seqs=8, num_blocks=100,
         max_num_batched_tokens=512,
     )  # fmt: skip
     load = worker_pb2.LoadReport(

@@ -15,7 +15,7 @@ from pdmesh.autoscaler.collect.workers import Pools, Starts, idlest, typical, wo
 from pdmesh.autoscaler.platform import Asked
 from pdmesh.autoscaler.views import PoolName, Traffic
 from pdmesh.planning.capacity_load import RELATIVE_ERROR, class_of
-from pdmesh.v1 import mesh_pb2
+from pdmesh.v1 import mesh_pb2, worker_pb2
 from tests.autoscaler.collected import D, P, counts, status, worker
 
 PREFILL, DECODE, BOTH = PoolName.PREFILL, PoolName.DECODE, PoolName.BOTH
@@ -189,6 +189,21 @@ def test_a_worker_is_what_the_freshest_report_says() -> None:
     found = workers_of([(10.0, status(old)), (10.0, status(new))], "m")
     assert [(each.pool, each.home, each.num_busy) for each in found] == [(PREFILL, DECODE, 0)]
     assert workers_of([(10.0, status(worker("d0", (D,), alive=False), worker("x", (D,), model="other")))], "m") == []
+
+
+def test_a_pool_keeps_a_pace_if_all_of_its_workers_do() -> None:
+    lacking = worker("d1", (D,))
+    lacking.info.lacks.append(worker_pb2.ENGINE_LACK_PACES)
+    for some, keeps_pace in (([worker("d0", (D,))], True), ([worker("d0", (D,)), lacking], False)):
+        [_, view] = pools(*some, prefill=0, decode=len(some)).views(starts(), 10.0, 10.0)
+        assert view.worker is not None and view.worker.keeps_pace is keeps_pace
+
+
+def test_a_stock_engine_is_nobodys_to_scale() -> None:
+    engine = worker("engine-a:1", (D,))
+    assert len(workers_of([(10.0, status(engine))], "m")) == 1
+    engine.info.identity.weights_hash = ""
+    assert workers_of([(10.0, status(engine))], "m") == []
 
 
 def test_the_typical_worker_is_the_one_in_the_middle() -> None:

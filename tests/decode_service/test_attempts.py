@@ -33,7 +33,7 @@ async def test_submit_is_idempotent(decoder: Peer, router: MiniRouter) -> None:
     assert first == await router.submit(decoder, "r1", REQUEST)
     both = await asyncio.gather(*(router.submit(decoder, "r2", REQUEST) for _ in range(4)))
     assert all(reservation == both[0] for reservation in both)
-    assert decoder.worker.engine.stats().num_reserved == 2
+    assert decoder.engine.stats().num_reserved == 2
     assert await cancel(decoder, "r1")
     assert await cancel(decoder, "r2")
 
@@ -177,9 +177,9 @@ async def test_only_what_the_router_names_is_kept(model: Model) -> None:
         for name in ("kept", "lost"):
             await router.submit(decoder, name, REQUEST)
         router.waiting.discard("lost")
-        await eventually(lambda: decoder.worker.engine.stats().num_reserved == 1)
+        await eventually(lambda: decoder.engine.stats().num_reserved == 1)
         await asyncio.sleep(0.9)
-        assert decoder.worker.engine.stats().num_reserved == 1
+        assert decoder.engine.stats().num_reserved == 1
         assert await cancel(decoder, "kept")
         await router.detach()
 

@@ -32,7 +32,7 @@ async def test_heartbeats_carry_progress_and_load(decoder: Peer, router: MiniRou
     num_frames, began = len(router.frames), time.monotonic()
     await eventually(lambda: len(router.frames) >= num_frames + 5)
     assert time.monotonic() - began > 0.3
-    assert router.frames[-1].num_steps == decoder.worker.engine.stats().num_steps
+    assert router.frames[-1].num_steps == decoder.engine.stats().num_steps
     assert router.frames[-1].epoch == decoder.info.epoch
     await eventually(lambda: any(frame.HasField("load") for frame in router.frames[num_frames:]))
     loads = [frame.load for frame in router.frames if frame.HasField("load")]
@@ -77,7 +77,7 @@ async def test_output_that_ended_meanwhile_is_kept(model: Model, decoder: Peer, 
     await router.detach()
     await router.submit(decoder, "r1", request, mode=LOCAL)
     await decoder.until_whole()
-    await eventually(lambda: decoder.worker.engine.stats().num_generated_tokens >= 12)
+    await eventually(lambda: decoder.engine.stats().num_generated_tokens >= 12)
     await router.attach(decoder, [("r1", 0, 0)])
     await router.until_finished("r1")
     assert router.of("r1").output() == reference(model, request)[0]
@@ -128,7 +128,7 @@ async def test_silent_router_has_a_broken_stream(decoder: Peer, router: MiniRout
     await eventually(lambda: router.ended)
     assert router.ended == [grpc.StatusCode.UNAVAILABLE]
     assert 0.3 < time.monotonic() - began < 5
-    assert decoder.worker.engine.stats().num_reserved == 1  # for the grace period
+    assert decoder.engine.stats().num_reserved == 1  # for the grace period
     await decoder.until_whole()
 
 
@@ -150,7 +150,7 @@ async def test_frames_of_a_slow_router_are_merged(model: Model, decoder: Peer) -
         await router.attach(replace(decoder, channel=channel))
         router.paused.clear()
         await router.submit(decoder, "r1", request, mode=LOCAL)
-        await eventually(lambda: decoder.worker.engine.stats().num_generated_tokens >= 500, timeout_s=60)
+        await eventually(lambda: decoder.engine.stats().num_generated_tokens >= 500, timeout_s=60)
         router.paused.set()
         await router.until_finished("r1")
         await router.detach()

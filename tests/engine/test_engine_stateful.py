@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pdmesh.engine.errors import RequestTooLarge
+from pdmesh.engine.interface import ReservedBlocks
 from pdmesh.engine.request import EngineRequest
-from pdmesh.engine.scheduler.requests import ReservedBlocks
 from pdmesh.sampling_params import SamplingParams
 from tests.support.ahead_model import AheadMock
 from tests.support.guesser import Guesser

@@ -135,7 +135,7 @@ def test_who_is_read_is_not_preempted() -> None:
     blocks: set[tuple[int, ...]] = set()
     while (result := engine.step()) is not None:
         collector.take(result)
-        blocks |= {ready.block_ids for ready in result.ready}
+        blocks |= {tuple(ready.block_ids) for ready in result.ready}
     assert len(blocks) == 1
     assert engine.stats().num_preemptions > 0
     assert engine.held_blocks("p") in blocks

@@ -55,7 +55,7 @@ class Client:
 
 
 @asynccontextmanager
-async def running(engine: Engine) -> AsyncIterator[tuple[EngineLoop, Client]]:
+async def running(engine: Engine) -> AsyncIterator[tuple[EngineLoop[Engine], Client]]:
     client = Client()
     loop = EngineLoop(engine, client.on_step, client.failures.append)
     loop.start(asyncio.get_running_loop())

@@ -12,7 +12,8 @@ from tests.k8s.kustomize import FOLDER, Manifest, containers_of, pod_of, render
 BESIDE = ("components/service-monitor", "loadtest")
 MESHES = {
     **{
-        f"overlays/{name}": (f"overlays/{name}", *BESIDE) for name in ("cpu", "gpu", "gpu-image", "gpu-several", "tls", "tracing")
+        f"overlays/{name}": (f"overlays/{name}", *BESIDE)
+        for name in ("cpu", "gpu", "gpu-image", "gpu-several", "gpu-vllm", "tls", "tracing")
     },
     "overlays/cpu/green": ("overlays/cpu", "overlays/cpu/green", *BESIDE),
 }

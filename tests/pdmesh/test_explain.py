@@ -31,6 +31,7 @@ async def test_a_request_and_a_dry_run(tmp_path: Path, capsys: pytest.CaptureFix
         assert await asyncio.to_thread(run, ["status", address]) == 0
         assert "prediction error, median of 1 requests" in capsys.readouterr().out
     assert "request mine · 50 tokens" in shown and "LOCAL on d0" in shown and "observed: TTFT" in shown
+    assert "engine pdmesh (reproducible): d0 and 1 more" in shown
     assert "d0 ←" in shown and "(local)" in shown and "p0" in shown
     (decision,) = dry["decisions"]
     assert [c["chosen"] for c in decision["candidates"]] == [True, False] and "secret" not in str(dry)
@@ -53,9 +54,10 @@ def test_wrong_flags(flags: list[str], field: str, capsys: pytest.CaptureFixture
 
 
 def test_lines_of_one_that_predicts_nothing() -> None:
-    candidate = mesh_pb2.Candidate(decode_worker_id="d0", prefill_worker_id="p0", chosen=True)
+    candidate = mesh_pb2.Candidate(decode_worker_id="d0", prefill_worker_id="p0", chosen=True, engine="other", may_redraw=True)
     lines = plain(*decision_lines(mesh_pb2.Decision(request_id="r", reason="because", candidates=[candidate])))
     assert lines[1] == "because" and "d0 ←" in lines[3] and "ms" not in lines[3]
+    assert lines[4] == "engine other (a repeat may draw other tokens): d0 and 1 more"
 
 
 def test_status_without_predictions_says_nothing_of_them() -> None:

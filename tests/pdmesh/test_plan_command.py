@@ -84,6 +84,29 @@ def test_an_overlay_of_what_runs(model: str, tmp_path: Path, capsys: pytest.Capt
     assert "value: /models/llama3-8b" in (tmp_path / "made/workers.yaml").read_text().replace('"', "")
 
 
+def test_an_overlay_with_vllm(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--device", "l40s", "--engine", "vllm", "--max-num-seqs", "64", "--overlay", str(tmp_path / "made")]
+    assert cli.run(["plan", model, *flags, *LOAD, "--slo-ttft", "300ms", "--slo-tpot", "50ms"]) == 0
+    assert "separated" not in capsys.readouterr().out
+    assert "gpu-vllm\n" in (tmp_path / "made/kustomization.yaml").read_text()
+    assert "name: PDMESH_ENGINE" in (tmp_path / "made/workers.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("flags", "flag"),
+    [
+        (["--measure"], "--measure"),
+        (["--device", "l40s", "--quantization", "int8"], "--quantization"),
+        (["--device", "l40s", "--kv-dtype", "fp8"], "--kv-dtype"),
+        (["--device", "l40s", "--override", "rope_theta=1"], "--override"),
+    ],
+)
+def test_what_cannot_be_planned_for_vllm_is_named(flags: list[str], flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.run(["plan", "--engine", "vllm", *flags, *LOAD, *PROMISE])
+    assert capsys.readouterr().err.startswith(f"pdmesh plan: {flag}: ")
+
+
 def test_what_does_not_run_is_said(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--device", "l40s", "--mesh", "separated", "--tensor-parallel", "1", "--max-num-seqs", "64"]
     assert cli.run(["plan", model, *flags, *LOAD, "--slo-ttft", "300ms", "--slo-tpot", "50ms"]) == 0
@@ -112,6 +135,7 @@ def test_what_does_not_run_is_said(model: str, capsys: pytest.CaptureFixture[str
             "kv_dtype: fp8 is for GPUs, epyc-2-cores is none; give int8",
         ),
         (["--device", "l40s", "--kv-dtype", "int8", *LOAD], 2, "kv_dtype: int8 is for CPUs, l40s is none; give fp8 or auto"),
+        (["--device", "epyc-2-cores", "--engine", "vllm", "--overlay", "x", *LOAD], 2, "no overlay has vllm on a CPU"),
         (["--device", "epyc-2-cores", "--overlay", "x", *LOAD], 2, "k8s/overlays/cpu serves smollm2 from an image"),
         (["--device", "epyc-2-cores", *LOAD], 1, "no number of workers keeps TTFT 400 ms and TPOT 20 ms for 95 %"),
         (["--device", "l40s", "--trace", "azure-conv=/no/such/file"], 2, "/no/such/file: no such file"),

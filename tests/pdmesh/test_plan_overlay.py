@@ -24,6 +24,7 @@ from pdmesh.planning.devices import DEVICES
 from pdmesh.planning.roofline import Decoder, Roofline
 from pdmesh.runtime.rpc.tls import TlsConfig
 from pdmesh.worker.config import WorkerConfig
+from pdmesh.worker.engines.vllm_settings import engine_args
 from router.config import RouterConfig
 from tests.k8s.kustomize import FOLDER, Manifest, name_of, render
 from tests.k8s.meshes import Workload
@@ -94,6 +95,18 @@ def test_on_gpus(tmp_path: Path, on_gpus: tuple[Plan, Subject]) -> None:
     assert isinstance(router, RouterConfig)
     assert router.model_folders() == {"llama3-8b": "/models/llama3-8b"}
     assert router.max_inflight >= point.num_seats
+
+
+def test_with_vllm_on_gpus(tmp_path: Path, on_gpus: tuple[Plan, Subject]) -> None:
+    found = _written(tmp_path, on_gpus, "gpu-vllm", Served("llama3-8b", 0, 0.85, engine="vllm"))
+    workload, worker = _configs(found, "pdmesh-decode", tmp_path)
+    assert isinstance(worker, WorkerConfig)
+    kind = on_gpus[0].chosen.point.shape.decode
+    assert (worker.engine_name, worker.engine.max_num_seqs, worker.engine.max_num_batched_tokens) == ("vllm", 64, 2048)
+    args = engine_args(worker)
+    assert args["kv_cache_memory_bytes"] == pytest.approx(kind.kv_tokens * kind.spec.kv_bytes_per_token, abs=2**20)
+    assert "gpu_memory_utilization" not in args
+    assert {each["image"] for each in workload.containers if each["name"] == "decode"} == {"pdmesh-worker-vllm:0.1.0"}
 
 
 def test_on_cpus(tmp_path: Path, on_cpus: tuple[Plan, Subject]) -> None:
@@ -214,6 +227,9 @@ def test_what_does_not_run_is_not_written(on_gpus: tuple[Plan, Subject], on_cpus
 
 def test_bases_and_names() -> None:
     assert overlay.base_of("", is_gpu=True).samefile(FOLDER / "overlays/gpu")
+    assert overlay.base_of("", is_gpu=True, engine="vllm").samefile(FOLDER / "overlays/gpu-vllm")
+    with pytest.raises(OverlayError, match=r"overlay_base: no overlay has vllm on a CPU; give one"):
+        overlay.base_of("", is_gpu=False, engine="vllm")
     with pytest.raises(OverlayError, match=r"overlay_base: nowhere holds no kustomization.yaml"):
         overlay.base_of("nowhere", is_gpu=False)
     assert overlay.served_name("", "smollm2-135m-instruct", is_gpu=False, has_base=False) == "smollm2"

@@ -146,6 +146,8 @@ def test_status_says_what_guessing_brings() -> None:
 def test_status_fits_a_hundred_columns() -> None:
     roles = [worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_DECODE]
     info = worker_pb2.WorkerInfo(worker_id="worker-of-a-long-name-0", epoch=(1 << 64) - 1, address="127.0.0.1:40123", roles=roles)
+    info.engine, info.identity.model = "vllm", "a model of a long name"
+    info.lacks.append(worker_pb2.ENGINE_LACK_REPRODUCIBLE)
     load = worker_pb2.LoadReport(num_running=64, num_total_blocks=20000, num_free_blocks=12, num_generated_tokens=123456)
     why = "left out for 60.0 s: 100% of its last requests failed, the last one so: " + 100 * "x"
     breakers = [
@@ -165,6 +167,7 @@ def test_status_fits_a_hundred_columns() -> None:
         workers=[mesh_pb2.WorkerStatus(info=info, load=load, alive=True, breakers=breakers), mesh_pb2.WorkerStatus(info=info)],
         objectives=[mesh_pb2.Objective(model="m", ttft_ms=300, tpot_ms=50, quantile=0.95)],
         num_token_mismatches=1,
+        num_redrawn_tokens=7,
         admission=[
             mesh_pb2.AdmissionStatus(priority=common_pb2.PRIORITY_STANDARD, num_inflight=3, num_admitted=123456),
             mesh_pb2.AdmissionStatus(
@@ -181,6 +184,8 @@ def test_status_fits_a_hundred_columns() -> None:
     text = "\n".join(lines)
     assert all(len(line) <= 100 for line in lines)
     assert "prefill,decode" in text and "19988/20000" in text and "ffffffff" in text and "lost" in text and "95 %" in text
+    assert "vllm ≈" in text and "≈: a request that is computed again there may draw other tokens" in text
+    assert "7 repeated indexes had another token where" in text and "1 repeated indexes had another token: this is a bug" in text
     assert "(default)" in text and "interactive" in text and "12457: 12345 queue_full, 100 rate" in text
     assert "60.0s" in text and "1234" in text and "left out for 60.0 s: 100% of" in text and "half-open" in text
     assert "BREAKER" not in "\n".join(

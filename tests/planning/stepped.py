@@ -46,7 +46,7 @@ class Stepping:
         model, context = self.worker.model, sum(row.num_tokens + row.num_out for row in self.rows)
         decode_s = model.decode_s(len(self.rows), context)
         budget = self.worker.limits.max_num_batched_tokens - len(self.rows)
-        if self.rows and self.goals.tpot_s is not None:
+        if self.rows and self.goals.tpot_s is not None and self.worker.keeps_pace:
             pace_s = PACE_TARGET * self.goals.tpot_s
             least_s = min(decode_s * (1 - MAX_SHARE) / MAX_SHARE, max(0.0, self.goals.tpot_s - decode_s))
             budget = min(budget, max(8, int(max(least_s, pace_s - decode_s) / model.per_prefill_token_s)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pdmesh.planning.capacity import DecodePool, Pool, PrefillPool, SharedPool, fewest
@@ -50,10 +52,11 @@ def test_decode_workers(rate: float) -> None:
     check(pool, load, {num: kept(run(WORKER, GOALS, load, MANY, num, NUM), None, GOALS.tpot_s) for num in (number - 1, number)})
 
 
-@pytest.mark.parametrize("rate", [15.0, 50.0])
-def test_workers_with_both_roles(rate: float) -> None:
-    pool, load = SharedPool(WORKER, GOALS), Load(rate, LENGTHS)
+@pytest.mark.parametrize(("rate", "keeps_pace"), [(15.0, True), (50.0, True), (50.0, False)])
+def test_workers_with_both_roles(rate: float, keeps_pace: bool) -> None:
+    worker, load = replace(WORKER, keeps_pace=keeps_pace), Load(rate, LENGTHS)
+    pool = SharedPool(worker, GOALS)
     number = fewest(pool, load, 99)
     assert number is not None and number > 1
-    stepped = {num: kept(run(WORKER, GOALS, load, 0, num, NUM), GOALS.ttft_s, GOALS.tpot_s) for num in (number - 1, number)}
+    stepped = {num: kept(run(worker, GOALS, load, 0, num, NUM), GOALS.ttft_s, GOALS.tpot_s) for num in (number - 1, number)}
     check(pool, load, stepped)

@@ -71,7 +71,7 @@ async def test_refused_by_name(prefiller: Peer, decoder: Peer, router: MiniRoute
 
 async def test_full_queue_is_refused_with_a_delay(model: Model, decoder: Peer, router: MiniRouter) -> None:
     async with running_worker(model, engine={"max_num_seqs": 1, "max_num_batched_tokens": 16}) as prefiller:
-        engine = prefiller.worker.engine
+        engine = prefiller.engine
         step = engine.step
 
         def slow_step() -> StepResult | None:
@@ -102,7 +102,7 @@ async def test_a_prompt_whose_blocks_are_reserved_gives_way(model: Model, decode
             await _events(both, await submitted(decoder, router))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "reservations" in (caught.value.details() or "")
-        assert both.worker.engine.stats().num_waiting == 0
+        assert both.engine.stats().num_waiting == 0
         await cancel(both, "held")
         await cancel(decoder)
 
@@ -180,7 +180,7 @@ async def test_what_passes_while_the_engine_takes_the_prompt_is_queue(
     prefiller: Peer, decoder: Peer, router: MiniRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its thread may lose the interpreter there, for the five milliseconds after which Python takes it from another."""
-    engine = prefiller.worker.engine
+    engine = prefiller.engine
     monkeypatch.setattr(engine, "add", slowly(engine.add, 0.05))
     [first, _] = await _events(prefiller, await submitted(decoder, router))
     timings = first.first_tokens.timings

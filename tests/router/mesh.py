@@ -143,10 +143,18 @@ async def running_mesh(folder: Path, *, prefill: int = 1, decode: int = 1, **set
     """Stub workers p0, p1, …, d0, d1, … and a router that has found all of them."""
     workers = [StubWorker(f"p{number}", (PREFILL,)) for number in range(prefill)]
     workers += [StubWorker(f"d{number}", (DECODE,)) for number in range(decode)]
+    async with mesh_of(folder, workers, **settings) as mesh:
+        yield mesh
+
+
+@asynccontextmanager
+async def mesh_of(folder: Path, workers: Sequence[StubWorker], **settings: object) -> AsyncIterator[Mesh]:
+    """These stub workers, and a router that has found all of them."""
+    decode = sum(DECODE in worker.roles for worker in workers)
     for worker in workers:
         await worker.start()
     async with running_router(config_for(folder, workers, **settings)) as (router, stub):
-        await eventually(lambda: len(router.core.fleet.views()) == prefill + decode)
+        await eventually(lambda: len(router.core.fleet.views()) == len(workers))
         await eventually(lambda: sum(view.decode for view in router.core.fleet.views()) == decode)
         yield Mesh(router, stub, {worker.name: worker for worker in workers})
     for worker in workers:

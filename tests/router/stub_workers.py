@@ -48,6 +48,8 @@ class StubWorker(StubPrefill, decode_pb2_grpc.DecodeServiceServicer, worker_pb2_
     roles: tuple[worker_pb2.Role.ValueType, ...]
     port: int = 0
     max_num_seqs: int = 64
+    engine: str = "pdmesh"
+    lacks: tuple[worker_pb2.EngineLack.ValueType, ...] = ()
     epoch: int = field(default_factory=lambda: secrets.randbits(63) or 1)
     # What goes wrong, and when.
     pause_at: int | None = None  # decode stops before the token with this index until `resume`
@@ -121,6 +123,8 @@ class StubWorker(StubPrefill, decode_pb2_grpc.DecodeServiceServicer, worker_pb2_
             max_context=stub_model.MAX_CONTEXT,
             max_num_seqs=self.max_num_seqs,
             num_blocks=1000,
+            engine=self.engine,
+            lacks=self.lacks,
         )
 
     def load(self) -> worker_pb2.LoadReport:

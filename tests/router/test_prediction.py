@@ -1,6 +1,7 @@
 """What is predicted of a worker whose sequences were promised a pace, and what is learned from what came."""
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -13,8 +14,11 @@ from router.routing.cost_model import (
     MAX_STRETCH,
     SPARED,
     Goals,
+    OutputSide,
     Overhead,
     Overheads,
+    Prediction,
+    PromptSide,
     WorkerEstimate,
     local,
     remote,
@@ -98,6 +102,26 @@ def test_a_tpot_is_stretched_as_far_as_its_objective_allows(goal_s: float | None
     assert predicted.tpot_s == pytest.approx(tpot_s)
 
 
+def test_without_a_pace_a_tpot_is_what_shared_steps_make_of_it() -> None:
+    """The engine holds no prompt back: 24 ms where prompts double the steps, whatever the objective, and that may miss it."""
+    over, goals = Overhead(0.0, 0.0, stretch=2.0), Goals(None, 0.02, None)
+    for predict in (local, remote):
+        kept, free = (_predicted(predict, over, goals, keeps_pace=keeps_pace) for keeps_pace in (True, False))
+        assert [kept.tpot_s, free.tpot_s] == pytest.approx([PACE_TARGET * 0.02, 0.024])
+        assert [kept.misses, free.misses] == pytest.approx([0.0, 1.0])
+
+
+def _predicted(
+    predict: Callable[[PromptSide, OutputSide, Overhead, float, Goals], Prediction],
+    over: Overhead,
+    goals: Goals,
+    *,
+    keeps_pace: bool,
+) -> Prediction:
+    at = engine(running("pd0", ROWS, keeps_pace=keeps_pace))
+    return predict(at.prompt_side(400, 0, 0.0), at.output_side(400, 0, 1, 64.0, 0.0), over, 64.0, goals)
+
+
 def test_the_stretch_follows_the_middle_by_host() -> None:
     overheads, here, there = Overheads(), worker("d0"), worker("d1", host_id="there")
     assert overheads.between(None, here).stretch == 1.0
@@ -177,9 +201,9 @@ def test_pairs_are_predicted_bit_for_bit_as_one_by_one() -> None:
         rows = draw.randrange(30)
         pace_s = draw.choice([0.0, 0.02, 0.1])
         prefill = engine(running("p0", rows, num_waiting_tokens=draw.randrange(3000), num_prefilling=2, pace_s=pace_s))
-        decode = engine(
-            running("d0", draw.randrange(30), num_waiting_tokens=draw.randrange(900), num_prefilling=1, pace_s=pace_s)
-        )
+        waiting, keeps_pace = draw.randrange(900), draw.random() < 0.7
+        rows = draw.randrange(30)
+        decode = engine(running("d0", rows, num_waiting_tokens=waiting, num_prefilling=1, pace_s=pace_s, keeps_pace=keeps_pace))
         goals = Goals(draw.choice([None, 0.5]), draw.choice([None, 0.03]), draw.choice([None, 0.03]))
         expected, over = draw.uniform(1.0, 300.0), Overhead(draw.random() / 50, draw.random() / 50, draw.uniform(0.8, 2.0))
         prompt = prefill.prompt_side(900, draw.randrange(900), 0.3)

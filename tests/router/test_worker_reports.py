@@ -47,6 +47,17 @@ def test_a_worker_of_an_older_version_pairs() -> None:
     assert not compatible(old, snapshot(narrow))
 
 
+def test_what_an_engine_lacks_is_read_and_later_versions_may_name_more() -> None:
+    told = info(NEAR)
+    told.engine = "other"
+    told.lacks.extend([worker_pb2.ENGINE_LACK_PACES, worker_pb2.ENGINE_LACK_REPRODUCIBLE, 99])  # type: ignore[list-item]
+    seen = snapshot_of(describe(told), worker_pb2.LoadReport(pace_s=0.02), decode=True)
+    assert (seen.engine, seen.hands_over_choices, seen.keeps_pace, seen.is_reproducible) == ("other", True, False, False)
+    assert seen.pace_s == 0.0  # whatever it reports
+    whole = snapshot_of(describe(info(NEAR)), worker_pb2.LoadReport(pace_s=0.02), decode=True)
+    assert (whole.hands_over_choices, whole.keeps_pace, whole.is_reproducible, whole.pace_s) == (True, True, True, 0.02)
+
+
 def test_a_scope_of_a_later_version_is_not_used() -> None:
     later = worker_pb2.TransportReach(transport="near", scope=9)  # type: ignore[arg-type]
     assert describe(info(later, FAR)).transports == Transports.of({"far": EVERYWHERE})

@@ -136,7 +136,7 @@ def test_a_router_tells_the_same_of_a_worker() -> None:
     )
     info = worker_pb2.WorkerInfo(
         worker_id=watched.worker, address=watched.worker, epoch=EPOCH, home_roles=[ROLE_DECODE], num_blocks=SMALL.num_blocks,
-        identity=common_pb2.Identity(model=MODEL), layout=common_pb2.KVLayout(block_size=SMALL.block_size),
+        identity=common_pb2.Identity(model=MODEL, weights_hash="w"), layout=common_pb2.KVLayout(block_size=SMALL.block_size),
         max_num_seqs=SMALL.max_num_seqs, max_num_batched_tokens=SMALL.max_num_batched_tokens,
     )  # fmt: skip
     told = mesh_pb2.GetStatusResponse(workers=[mesh_pb2.WorkerStatus(info=info, load=load, alive=True)])

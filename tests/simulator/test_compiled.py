@@ -17,7 +17,8 @@ SOURCES = {
     "halves": "def half(number: int) -> float:\n    return number / 2\n",
     "settings": "LEAST = 1\n",
     "waits": "import asyncio\n\nnap = asyncio.sleep\n",
-    "main": "from sums import halves, settings, waits\n\n\ndef least() -> float:\n    return halves.half(settings.LEAST)\n",
+    "main": "import extra\nfrom sums import halves, settings, waits\n\n\n"
+    "def least() -> float:\n    return extra.ONE * halves.half(settings.LEAST)\n",
     "unasked": "",
 }
 SHOWN = "import os.path; from sums import halves, main, settings, waits; print(main.least()); " + "; ".join(
@@ -36,11 +37,12 @@ def build(tmp_path: Path) -> Build:
     (tmp_path / "sources" / "sums").mkdir(parents=True)
     for name, text in SOURCES.items():
         (tmp_path / "sources" / "sums" / f"{name}.py").write_text(text)
+    (tmp_path / "sources" / "extra.py").write_text("ONE = 1.0\n")  # a file beside the package
     return _build(tmp_path / "sources")
 
 
 def _build(root: Path) -> Build:
-    return Build(root, ("sums",), ("sums.main",), left=("sums.settings",), needs_no_speed=("asyncio",))
+    return Build(root, ("sums",), ("sums.main",), ("extra.py",), left=("sums.settings",), needs_no_speed=("asyncio",))
 
 
 def _shown(build: Build, before: str = "pass") -> list[str]:

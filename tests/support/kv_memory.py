@@ -5,6 +5,7 @@ import mmap
 import os
 import random
 
+from kvtransfer.layout import num_planes
 from kvtransfer.manifest import bytes_per_layer_block
 from pdmesh.v1 import common_pb2
 
@@ -16,11 +17,19 @@ class FakeKVMemory:
     """Satisfies kvtransfer.manifest.KVMemory. `seals` 0 leaves the memfd unsealed; `shared` False gives no descriptor."""
 
     def __init__(
-        self, num_layers: int, num_blocks: int, bytes_per_layer_block: int, *, seals: int = SEALS, shared: bool = True
+        self,
+        num_layers: int,
+        num_blocks: int,
+        bytes_per_layer_block: int,
+        *,
+        seals: int = SEALS,
+        shared: bool = True,
+        num_planes: int = 2,
     ) -> None:
         self.num_layers = num_layers
         self.num_blocks = num_blocks
         self.bytes_per_layer_block = bytes_per_layer_block
+        self.num_planes = num_planes
         self.num_bytes = num_layers * 2 * num_blocks * bytes_per_layer_block
         self.fd: int | None = os.memfd_create("pdmesh-test-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, self.num_bytes)
@@ -34,9 +43,10 @@ class FakeKVMemory:
     def memory(self) -> memoryview:
         return memoryview(self._map)
 
-    def block_view(self, layer: int, kv: int, block_id: int) -> memoryview:
-        start = ((layer * 2 + kv) * self.num_blocks + block_id) * self.bytes_per_layer_block
-        return self.memory()[start : start + self.bytes_per_layer_block]
+    def block_view(self, layer: int, plane: int, block_id: int) -> memoryview:
+        size = 2 * self.bytes_per_layer_block // self.num_planes
+        start = ((layer * self.num_planes + plane) * self.num_blocks + block_id) * size
+        return self.memory()[start : start + size]
 
     def fill(self, seed: int) -> None:
         """Random bytes everywhere."""
@@ -44,7 +54,8 @@ class FakeKVMemory:
 
     def block_bytes(self, block_id: int) -> bytes:
         """A block's keys and values of all layers."""
-        return b"".join(self.block_view(layer, kv, block_id) for layer in range(self.num_layers) for kv in (0, 1))
+        planes = range(self.num_planes)
+        return b"".join(self.block_view(layer, plane, block_id) for layer in range(self.num_layers) for plane in planes)
 
     def close(self) -> None:
         self._map.close()
@@ -75,4 +86,5 @@ def make_identity(num_layers: int = 3, num_kv_heads: int = 2, head_dim: int = 8)
 
 def make_memory(identity: common_pb2.Identity, layout: common_pb2.KVLayout, num_blocks: int) -> FakeKVMemory:
     """A pool that fits identity and layout."""
-    return FakeKVMemory(identity.num_layers, num_blocks, bytes_per_layer_block(identity, layout))
+    planes = num_planes(layout.arrangement)
+    return FakeKVMemory(identity.num_layers, num_blocks, bytes_per_layer_block(identity, layout), num_planes=planes)

@@ -21,6 +21,7 @@ from pdmesh.text.block_hash import hash_block
 from pdmesh.v1 import common_pb2, decode_pb2_grpc, mesh_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 from pdmesh.worker.assembly import Worker
 from pdmesh.worker.config import WorkerConfig
+from pdmesh.worker.engines.builtin import BuiltinEngine
 from pdmesh.worker.token_request import TokenRequestTranslator
 from tests.support.waiting import eventually
 
@@ -67,18 +68,25 @@ class Peer:
         self.control: worker_pb2_grpc.WorkerControlAsyncStub = worker_pb2_grpc.WorkerControlStub(self.channel)
 
     @property
+    def engine(self) -> Engine:
+        """The engine itself, behind what the worker sees of it."""
+        engine = self.worker.engine
+        assert isinstance(engine, BuiltinEngine)
+        return engine.engine
+
+    @property
     def info(self) -> worker_pb2.WorkerInfo:
         return self.worker.info()
 
     def is_whole(self) -> bool:
         """Nothing is held, all blocks are free."""
-        stats = self.worker.engine.stats()
+        stats = self.engine.stats()
         busy = stats.num_running + stats.num_waiting + stats.num_reserved + stats.num_held
         return busy == 0 and stats.num_free_blocks == stats.num_total_blocks
 
     async def until_whole(self) -> None:
         await eventually(self.is_whole)
-        self.worker.engine.check_integrity()
+        self.engine.check_integrity()
 
 
 @asynccontextmanager
@@ -96,13 +104,8 @@ async def running_worker(
     config.validate()
     failures: list[BaseException] = []
     own = model.engine(**(engine or {}))
-    worker = Worker(
-        config,
-        own,
-        worker_id=config.worker_id or "w",
-        on_failure=failures.append,
-        staged=stage(own) if stage is not None else None,
-    )
+    composed = BuiltinEngine(own, stage(own) if stage is not None else None)
+    worker = Worker(config, composed, worker_id=config.worker_id or "w", on_failure=failures.append)
     description = await worker.start()
     channel = connect(description.address)
     peer = Peer(worker, channel, failures)

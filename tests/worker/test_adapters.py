@@ -155,7 +155,7 @@ async def test_unloading_lets_running_requests_end(pair: Pair, scene: Scene) -> 
         await pair.router.submit(pair.decode, "r2", asked("a"), mode=LOCAL)
     await pair.router.until_finished("r1")
     assert pair.router.of("r1").output()[:NUM_TOKENS] == scene.answers["a"]
-    await eventually(lambda: not pair.decode.worker.engine.adapters.slots)
+    await eventually(lambda: not pair.decode.engine.adapters.slots)
 
 
 REFUSED: dict[str, tuple[Callable[[Scene], worker_pb2.LoadAdapterRequest], grpc.StatusCode, str]] = {

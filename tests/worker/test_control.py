@@ -39,6 +39,7 @@ async def test_info_is_complete(decoder: Peer) -> None:
     assert (info.num_blocks, info.max_num_seqs, info.max_context) == (128, 16, 2048)
     assert info.epoch
     assert info.host_id
+    assert (info.engine, list(info.lacks)) == ("pdmesh", [])
     assert list(info.eos_token_ids)
 
 
@@ -46,6 +47,11 @@ async def test_context_is_what_the_pool_holds(model: Model) -> None:
     """Otherwise routers would fill up a request to the model's context, and this worker would refuse each of them."""
     async with running_worker(model, engine={"num_blocks": 10}) as peer:
         assert peer.info.max_context == 10 * 16
+
+
+async def test_what_the_engine_lacks_is_registered(model: Model) -> None:
+    async with running_worker(model, engine={"keep_pace": False}) as peer:
+        assert (peer.info.engine, list(peer.info.lacks)) == ("pdmesh", [worker_pb2.ENGINE_LACK_PACES])
 
 
 async def test_workers_of_one_model_have_one_identity(prefiller: Peer, decoder: Peer) -> None:
@@ -176,14 +182,14 @@ async def test_failed_engine_is_reported(model: Model) -> None:
     with pytest.raises(AssertionError):  # the peer's own check: this worker cannot be whole any more
         async with running_worker(model) as peer:
             router = MiniRouter()
-            peer.worker.engine.step = lambda: 1 / 0  # type: ignore[assignment, method-assign, return-value]
+            peer.engine.step = lambda: 1 / 0  # type: ignore[assignment, method-assign, return-value]
             with pytest.raises(grpc.aio.AioRpcError):
                 for attempt in range(100):
                     await router.submit(peer, f"r{attempt}", LONG, mode=LOCAL)
             failures = peer.failures
             await eventually(lambda: failures)
             for record in list(peer.worker.decode.reservations.active):
-                peer.worker.engine.release(record.engine_id)
+                peer.engine.release(record.engine_id)
     assert isinstance(failures[0], ZeroDivisionError)
 
 

@@ -86,7 +86,7 @@ async def test_a_workers_page_shows_them(tmp_path: Path) -> None:
         await router.submit(peer, "r", token_request(list(range(10, 40))), mode=LOCAL)
         await router.until_finished("r", 1)
         page = await asyncio.to_thread(scrape, peer.worker.metrics.url)
-        engine: Engine = peer.worker.engine
+        engine: Engine = peer.engine
         found = engine.expert_counts()
         assert found is not None and page.value("pdmesh_experts_tokens_total") == int(found.sum()) > 0
         assert page.value("pdmesh_experts_imbalance_ratio", layers="max") >= page.value(

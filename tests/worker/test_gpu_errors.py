@@ -13,6 +13,7 @@ from pdmesh.runtime.config import ConfigError
 from pdmesh.runtime.process import Lifecycle
 from pdmesh.worker import main
 from pdmesh.worker.config import WorkerConfig
+from pdmesh.worker.engines import builtin
 
 OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB.\nMore about it."
 
@@ -21,7 +22,7 @@ def refusal(monkeypatch: pytest.MonkeyPatch, device: str, said: Exception) -> st
     def refuse(*_: object) -> None:
         raise said
 
-    monkeypatch.setattr(main, "load_model", refuse)
+    monkeypatch.setattr(builtin, "load_model", refuse)
     with pytest.raises((ConfigError, RuntimeError)) as refused:
         asyncio.run(main._load_engine(Lifecycle(), WorkerConfig(engine=EngineConfig(model=str(Path.cwd()), device=device))))
     assert isinstance(refused.value, ConfigError) == (device == "cuda")

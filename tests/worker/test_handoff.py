@@ -62,7 +62,7 @@ async def test_local_tokens_equal_one_engine(model: Model, decoder: Peer, router
 async def test_what_passes_while_the_engine_takes_a_local_prompt_is_reserve(
     decoder: Peer, router: MiniRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = decoder.worker.engine
+    engine = decoder.engine
     monkeypatch.setattr(engine, "run_local", slowly(engine.run_local, 0.05))
     await router.submit(decoder, "r1", token_request(PROMPT), mode=LOCAL)
     await router.until_finished("r1", 1)
@@ -90,7 +90,7 @@ async def test_prefix_hits_on_either_side(model: Model, prefiller: Peer, decoder
     assert outcome.kv_bytes == pushed
     assert seen.started is not None
     assert seen.started.num_cached_tokens == 32
-    assert prefiller.worker.engine.stats().num_prefix_hit_tokens > 0
+    assert prefiller.engine.stats().num_prefix_hit_tokens > 0
     assert seen.output() == reference(model, token_request([*PROMPT[:40], *range(120, 140)]))[0]
 
 

@@ -15,11 +15,11 @@ from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.hardware import MachineLimits, cost_of, measure_limits
 from pdmesh.engine.loader.loader import load_model
-from pdmesh.engine.loop import EngineLoop
 from pdmesh.engine.outputs import StepResult, StepWork
 from pdmesh.planning.latency_model import LatencyModel, Work
 from pdmesh.v1 import worker_pb2
-from pdmesh.worker.load import LoadReporter, StepWatch, latency_message, prior_for
+from pdmesh.worker.engines.builtin import BuiltinEngine, prior_for
+from pdmesh.worker.load import LoadReporter, StepWatch, latency_message
 from pdmesh.worker.roles import RoleGate, roles_of
 from tests.support.mini_router import MiniRouter
 from tests.support.tiny_families import make_tiny_family
@@ -37,10 +37,9 @@ def result(step: int, seconds: float) -> StepResult:
 def reporter(engine: Engine, now_ns: list[int]) -> LoadReporter:
     watch = StepWatch(clock=lambda: now_ns[0] / 1e9)
     watch.start_from(PRIOR)
-    loop = EngineLoop(engine, lambda _: None)
     gate = RoleGate(roles_of(("decode",)))
     return LoadReporter(
-        loop,
+        BuiltinEngine(engine),
         gate,
         replace(engine.stats(), taken_ns=0),
         watch,

@@ -101,7 +101,7 @@ async def test_cancelled_while_a_rank_is_in_a_copy_and_killed_in_the_next(model:
     """Blocks go back when every rank is through. A rank that dies ends the worker, which says which."""
     async with workers(model, in_small_pieces, p1=1, d2=2) as peers:
         router, decoder = MiniRouter(), peers["d2"]
-        ranks = decoder.worker.engine.ranks_with_pools
+        ranks = decoder.engine.ranks_with_pools
         assert ranks is not None
         [pid] = ranks.ranks.pids
         await router.attach(decoder)
@@ -129,8 +129,8 @@ async def paused_in_a_scatter(router: MiniRouter, peers: dict[str, Peer], name: 
     reservation = only_transport(await router.submit(peers["d2"], name, request), "tcp")
     os.kill(pid, signal.SIGSTOP)
     push = asyncio.create_task(router.prefill(peers["p1"], peers["d2"], name, request, reservation))
-    staged = peers["d2"].worker._staged
-    assert staged is not None
+    staged = peers["d2"].worker.engine.memory
+    assert isinstance(staged, StagedMemory)
     await eventually(lambda: staged._arrivals.staging.num_free == 0)
     yield
     _, outcome = await push

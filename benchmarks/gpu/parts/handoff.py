@@ -229,7 +229,7 @@ class SendingEnd:
 
     def _on_ready(self, told: tuple[KVReady, ...]) -> None:
         for ready in told:
-            self._block_ids = ready.block_ids
+            self._block_ids = tuple(ready.block_ids)
             self._feed.advance(Ready(ready.num_tokens // BLOCK_SIZE, ready.num_step_tokens // BLOCK_SIZE, ready.num_layers))
             self._began.set()
         if self._feed.group:

@@ -271,7 +271,7 @@ class Pull:
 def wire_order(target: Rectangle) -> Rectangle:
     """Return the blocks of a part in a pool that holds nothing else: its bytes are contiguous, in wire order."""
     num_layers, num_blocks = len(target.layers), len(target.block_ids)
-    shape = PoolShape(num_layers, num_blocks, target.shape.bytes_per_layer_block)
+    shape = PoolShape(num_layers, num_blocks, target.shape.bytes_per_layer_block, target.shape.num_planes)
     return Rectangle(shape, range(num_layers), range(num_blocks))
 
 

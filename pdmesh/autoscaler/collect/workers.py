@@ -27,7 +27,7 @@ _POOL_OF_ROLES = {
 class SeenWorker:
     """Describe one live worker. `pool` follows its roles now, `home` the roles that it was started with. `num_busy` counts its
     sequences in any state. `reported_s`: when its figures were true, on the loop's clock. `latency` and `limits` are None where
-    it does not report them."""
+    it does not report them. `keeps_pace`: see `Worker` of pdmesh/planning/capacity_load.py."""
 
     worker_id: str
     address: str
@@ -41,6 +41,7 @@ class SeenWorker:
     reported_s: float
     latency: LatencyModel | None
     limits: Limits | None
+    keeps_pace: bool = True
 
     @property
     def key(self) -> WorkerKey:
@@ -83,8 +84,10 @@ def kv_occupancy(workers: Collection[SeenWorker]) -> float:
 
 
 def _seen(told: mesh_pb2.WorkerStatus, heard_s: float) -> SeenWorker | None:
-    """Return the worker; None if its roles are invalid."""
+    """Return the worker; None if its roles are invalid, and for a stock engine, which is started and stopped elsewhere."""
     info, load = told.info, told.load
+    if not info.identity.weights_hash:
+        return None
     pool = _POOL_OF_ROLES.get(frozenset(load.roles or info.roles))
     home = _POOL_OF_ROLES.get(frozenset(info.home_roles)) if info.home_roles else pool
     if pool is None or home is None:
@@ -102,6 +105,7 @@ def _seen(told: mesh_pb2.WorkerStatus, heard_s: float) -> SeenWorker | None:
         reported_s=heard_s - told.report_age_ms / 1000,
         latency=_latency(load),
         limits=_limits(info),
+        keeps_pace=worker_pb2.ENGINE_LACK_PACES not in info.lacks,
     )
 
 
@@ -291,6 +295,7 @@ class Pools:
             num_borrowed=self.num_borrowed(name),
             age_s=max(0.0, now_s - reported_s),
             hold=self.asked[name].hold,
+            keeps_pace=all(worker.keeps_pace for worker in here),
         )
 
     def follow(self, starts: Mapping[PoolName, Starts], now_s: float) -> None:

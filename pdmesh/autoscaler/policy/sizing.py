@@ -3,7 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median_low
 from typing import TypeVar
 
@@ -345,4 +345,4 @@ class Speed:
         if not self._told:
             return None
         latency = typical_speed([worker.model for _, worker in self._told])
-        return None if latency is None else Worker(latency, self._told[-1][1].limits)
+        return None if latency is None else replace(self._told[-1][1], model=latency)

@@ -22,12 +22,15 @@ function workerNode(worker) {
     id: worker.id, kind, name: worker.id, state: worker.state, share: worker.max_seqs ? worker.running / worker.max_seqs : 0,
     line: worker.state === "lost" ? "lost" : leftOut.length ? "left out" : `${worker.running} running · ${worker.waiting} waiting`,
     tip: [
-      `${worker.id} · ${worker.roles.join(" and ")} · ${worker.state}`, `${worker.address} · ${worker.model}`,
+      `${worker.id} · ${worker.roles.join(" and ")} · ${worker.state}`, `${worker.address} · ${worker.model}`, engineLine(worker),
       `${worker.running} running, ${worker.waiting} waiting, ${worker.reserved} reserved, at most ${worker.max_seqs}`,
       ...leftOut.map((breaker) => `left out as ${breaker.role}: ${breaker.reason}`),
-    ].join("\n"),
+    ].filter(Boolean).join("\n"),
   };
 }
+
+const engineLine = ({ engine, reproducible }) =>
+  engine && `engine ${engine} · ${reproducible ? "reproducible tokens" : "a repeat may draw other tokens"}`;
 
 function layers(state) {
   const nodes = [...state.routers.map(routerNode), ...state.workers.map(workerNode)];

@@ -75,23 +75,33 @@ class KVEvents:
 
     def begin(self, plan: SchedulerOutput) -> LayerReadiness | None:
         """Begin a step; return the signal for its model, or None when no reader needs its layers."""
-        running = tuple(
-            KVReady(
-                request_id=piece.sequence.group.request.request_id,
-                block_ids=tuple(piece.sequence.block_ids),
-                num_tokens=piece.sequence.num_computed,
-                num_step_tokens=piece.sequence.num_computed + piece.num_tokens,
-                num_layers=0,
+        return self.begin_with(
+            tuple(
+                KVReady(
+                    request_id=piece.sequence.group.request.request_id,
+                    block_ids=tuple(piece.sequence.block_ids),
+                    num_tokens=piece.sequence.num_computed,
+                    num_step_tokens=piece.sequence.num_computed + piece.num_tokens,
+                    num_layers=0,
+                )
+                for piece in plan.pieces
+                if piece.sequence.group.request.prefill_only
             )
-            for piece in plan.pieces
-            if piece.sequence.group.request.prefill_only
         )
+
+    def begin_with(self, running: tuple[KVReady, ...]) -> LayerReadiness | None:
+        """Begin a step that computes KV of these requests, none of its layers yet; return as `begin` does."""
         self._running = ()
         self.signal.reset()
         if running and self.signal.marks is not None:
             self.signal.marks.begin()
         self._running = running
         return self.signal if running else None
+
+    @property
+    def is_announcing(self) -> bool:
+        """Return whether a reader needs the layers of the running step."""
+        return bool(self._running)
 
     def end(self) -> tuple[KVReady, ...]:
         """End the step; return what it computed, which is final in all layers."""

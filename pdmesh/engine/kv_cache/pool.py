@@ -206,6 +206,10 @@ class KVPool:
         return self.shape.num_blocks
 
     @property
+    def num_planes(self) -> int:
+        return 2
+
+    @property
     def bytes_per_layer_block(self) -> int:
         return self.shape.bytes_per_layer_block
 
@@ -215,13 +219,17 @@ class KVPool:
             raise ValueError("the KV pool is closed or not in CPU memory; its bytes cannot be viewed")
         return memoryview(self._map)
 
-    def block_view(self, layer: int, kv: int, block_id: int) -> memoryview:
-        """Return writable bytes of one block's keys (kv=0) or values (kv=1) in one layer. Raises IndexError outside the pool."""
-        for name, value, limit in (("layer", layer, self.num_layers), ("kv", kv, 2), ("block_id", block_id, self.num_blocks)):
+    def block_view(self, layer: int, plane: int, block_id: int) -> memoryview:
+        """Return writable bytes of one block's keys (plane 0) or values (1) in one layer. Raises IndexError outside the pool."""
+        for name, value, limit in (
+            ("layer", layer, self.num_layers),
+            ("plane", plane, 2),
+            ("block_id", block_id, self.num_blocks),
+        ):
             if not 0 <= value < limit:
                 raise IndexError(f"{name} {value} is not in [0, {limit})")
         size = self.bytes_per_layer_block
-        start = ((layer * 2 + kv) * self.num_blocks + block_id) * size
+        start = ((layer * 2 + plane) * self.num_blocks + block_id) * size
         with self.memory() as whole:
             return whole[start : start + size]
 

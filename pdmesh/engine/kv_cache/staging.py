@@ -40,17 +40,18 @@ class Staging:
 
     def __init__(
         self,
-        pool: Tensor,
+        pool: Tensor | int,
         streams: Streams,
         sizes: StagingSizes,
         block_copies: BlockCopies | None = None,
         copies: Copies | None = None,
     ) -> None:
         """pool: `KVPool.tensor`. `copies` fills the pieces, where other processes take part
-        (pdmesh/engine/parallel/staging.py). Raises ValueError for pieces too small for one block of a layer."""
+        (pdmesh/engine/parallel/staging.py), or where the pool is another's, of which `pool` is then the number of blocks. Raises
+        ValueError for pieces too small for one block of a layer."""
         self.sizes = sizes
-        self._copies = PieceCopies(pool, streams, sizes.piece_bytes, block_copies) if copies is None else copies
-        self._num_blocks = pool.shape[2]
+        self._copies = copies or _copies_of(pool, streams, sizes, block_copies)
+        self._num_blocks = pool if isinstance(pool, int) else pool.shape[2]
         self._free = [self._copies.new_piece(index) for index in range(sizes.num_pieces)]
         self._taken: set[Piece] = set()
 
@@ -124,6 +125,12 @@ class Staging:
         if not 0 <= min(block_ids) <= max(block_ids) < self._num_blocks:
             raise ValueError(f"block_ids: {min(block_ids)} to {max(block_ids)}; the pool has 0 to {self._num_blocks - 1}")
         piece.block_ids[: len(block_ids)] = torch.tensor(block_ids, dtype=torch.int32)
+
+
+def _copies_of(pool: Tensor | int, streams: Streams, sizes: StagingSizes, block_copies: BlockCopies | None) -> Copies:
+    if isinstance(pool, int):
+        raise ValueError("pool: a number of blocks goes with copies; give the tensor")
+    return PieceCopies(pool, streams, sizes.piece_bytes, block_copies)
 
 
 @dataclass(frozen=True)

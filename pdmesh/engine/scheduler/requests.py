@@ -15,6 +15,7 @@ from functools import partial
 
 from pdmesh.adapter_id import AdapterId
 from pdmesh.engine.errors import DuplicateRequest, InvalidRequest, InvalidState, UnknownAdapter, UnknownRequest
+from pdmesh.engine.interface import ReservedBlocks
 from pdmesh.engine.kv_cache.block_manager import BlockManager
 from pdmesh.engine.outputs import FinishReason, StartClock
 from pdmesh.engine.request import EngineRequest
@@ -196,16 +197,6 @@ class RequestTable:
 #
 # Another worker may write a reservation's blocks (a prefill worker's KV arrives in them). Until start() no token in them counts
 # as computed, so none is published; only the prefix that was cached before is known to be valid, and it is pinned.
-
-
-@dataclass(frozen=True)
-class ReservedBlocks:
-    """Hold the blocks that reserve() grants."""
-
-    request: EngineRequest
-    block_ids: tuple[int, ...]  # of the whole request, the cached prefix first
-    num_cached_tokens: int  # whole blocks, fewer than num_tokens
-    num_tokens: int  # tokens whose KV must be there before start()
 
 
 class Reservations:

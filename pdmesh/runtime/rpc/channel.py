@@ -56,10 +56,17 @@ class Channels:
         self._tls = tls
         self._max_message_bytes = max_message_bytes
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._given: dict[str, grpc.aio.Channel] = {}
         self._opened_with: dict[str, int] = {}  # the version of the certificates, as Tls counts them
+
+    def put(self, address: str, channel: grpc.aio.Channel) -> None:
+        """Have `channel` lead to `address` from now on. It stays until `close`, which closes it."""
+        self._given[address] = channel
 
     def get(self, address: str) -> grpc.aio.Channel:
         """Return the channel to `address`; owned by this cache."""
+        if address in self._given:
+            return self._given[address]
         if address not in self._channels:
             self._opened_with[address] = self._num_changes()
             self._channels[address] = connect(address, max_message_bytes=self._max_message_bytes, tls=self._tls)
@@ -84,5 +91,6 @@ class Channels:
 
     async def close(self) -> None:
         """Close all channels."""
-        channels, self._channels = self._channels, {}
-        await asyncio.gather(*(channel.close() for channel in channels.values()))
+        channels = (*self._channels.values(), *self._given.values())
+        self._channels, self._given = {}, {}
+        await asyncio.gather(*(channel.close() for channel in channels))

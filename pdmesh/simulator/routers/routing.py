@@ -143,6 +143,7 @@ class Ledger:
             dispatched_tokens=sent.tokens,
             dispatched_decodes=sent.decodes,
             dispatched_context=sent.context,
+            keeps_pace=spec.keeps_pace,
         )
 
 

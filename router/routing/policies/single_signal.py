@@ -13,6 +13,7 @@ from router.routing.filters import (
     Placement,
     RoutingRequest,
     can_decode,
+    can_hand_over,
     can_prefill,
     compatible,
     explain_no_candidate,
@@ -53,6 +54,8 @@ class SingleSignalPolicy:
         decodes = [worker for worker in kind if can_decode(worker, routing_request)]
         if not decodes:
             return explain_no_candidate(kind, routing_request)
+        if routing_request.mode is Mode.REMOTE:
+            decodes = [worker for worker in decodes if can_hand_over(worker, routing_request)] or decodes
         candidates = [
             Candidate(w, None, self._signal.decode_cost(w, routing_request), has_room(w, routing_request)) for w in decodes
         ]
@@ -84,12 +87,14 @@ class SingleSignalPolicy:
             reason = f"REMOTE: {uncached} tokens for {decode.worker_id}, {ahead} ahead on {prefill.worker_id}"
             return Placement(decode, prefill, reason)
         if routing_request.mode is Mode.REMOTE:
-            return no_partner([decode])
+            return no_partner([decode], kind, routing_request)
         return Placement(decode, None, f"LOCAL: no prefill worker fits {decode.worker_id}")
 
     def _prefill(
         self, decode: WorkerSnapshot, workers: Sequence[WorkerSnapshot], routing_request: RoutingRequest
     ) -> WorkerSnapshot | None:
+        if not can_hand_over(decode, routing_request):
+            return None
         candidates = [worker for worker in workers if can_prefill(worker, routing_request) and compatible(worker, decode)]
 
         def cost(worker: WorkerSnapshot) -> tuple[bool, float, str]:

@@ -2,7 +2,7 @@
 
 import argparse
 
-from vllm.entrypoints.cli.benchmark.serve import BenchmarkServingSubcommand  # type: ignore[import-not-found]
+from vllm.entrypoints.cli.benchmark.serve import BenchmarkServingSubcommand
 
 
 def main() -> None:

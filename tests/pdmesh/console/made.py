@@ -289,6 +289,8 @@ def _worker(name: str, roles: Sequence[worker_pb2.Role.ValueType], script: Scrip
     info = worker_pb2.WorkerInfo(
         worker_id=name, address=f"127.0.0.1:4000{number}", roles=roles, identity=common_pb2.Identity(model=MODEL), max_num_seqs=16
     )
+    info.engine, redraws = ("pdmesh", ()) if number < 3 else ("other", (worker_pb2.ENGINE_LACK_REPRODUCIBLE,))
+    info.lacks.extend(redraws)
     return mesh_pb2.WorkerStatus(info=info, load=load, alive=True, report_age_ms=120)
 
 

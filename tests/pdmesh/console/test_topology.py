@@ -55,6 +55,7 @@ async def test_a_router_that_goes_away_is_said_to_and_its_workers_stay_as_it_kne
     async with made_router(script) as router, asking(router) as until:
         seen = await until(lambda seen: seen["policy"])
         assert seen["routers"][0]["problem"] == "" and len(seen["workers"]) == 4
+        assert {(each["engine"], each["reproducible"]) for each in seen["workers"]} == {("pdmesh", True), ("other", False)}
         assert time.time() - 15 < seen["policy"][0]["at_s"] < time.time() - 0.7 and seen["policy"][0]["candidates"][0]["chosen"]
         script.problem = grpc.StatusCode.UNAVAILABLE
         seen = await until(lambda seen: seen["routers"][0]["problem"])

@@ -123,7 +123,7 @@ async def test_tokens_equal_one_engine(folder: Path, launched: list[str]) -> Non
     expected = reference(loaded(folder, "torch"), request)[0]
     async with two_workers(folder, "triton") as (prefiller, decoder, router):
         launched.clear()  # what was warmed up
-        assert isinstance(prefiller.worker.engine._runner._model, TritonModel)
+        assert isinstance(prefiller.engine._runner._model, TritonModel)
         _, outcome = await router.generate(prefiller, decoder, "r1", request)
         await router.until_finished("r1")
         assert outcome.transport == "tcp"
@@ -209,7 +209,7 @@ async def test_keys_and_values_in_fp8(tmp_path: Path, kv_dtypes: tuple[str, str]
         _, outcome = await router.generate(prefiller, decoder, "r1", request)
         await router.until_finished("r1")
         assert outcome.status == prefill_pb2.HANDOFF_STATUS_COMMITTED, outcome
-        sent, arrived = (whole_blocks(peer.worker.engine.kv.tensor, 37) for peer in (prefiller, decoder))
+        sent, arrived = (whole_blocks(peer.engine.kv.tensor, 37) for peer in (prefiller, decoder))
         names = ["float8_e4m3fn" if each == "fp8" else "float32" for each in kv_dtypes]
         assert [peer.info.layout.kv_dtype for peer in (prefiller, decoder)] == names
     assert set(arrived) == {_converted(block, kv_dtypes[1]) for block in sent.values()}

@@ -1,0 +1,98 @@
+"""What the services of a worker need of an engine, whichever computes: ours (pdmesh/engine/engine.py), or vLLM (pdmesh_vllm/).
+
+Everything here is called on the event loop and waits for no step. Results of steps come through sinks, in their order.
+
+    reserve ──► reserved ──start (its KV has arrived) / run_local (it is computed here)──► runs ──► ends by itself
+    add ─────────────────────────────────────────────────────────────────────────────────► runs, or is held (prefill_only)
+
+`release` ends a request in any state, and frees what it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Protocol
+
+from pdmesh.engine.outputs import EngineStats, KVReady, RequestStarted, SequenceUpdate
+from pdmesh.engine.request import EngineRequest
+
+NO_STATES: Mapping[int, bytes] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class ReservedBlocks:
+    """Hold the blocks that reserve() grants."""
+
+    request: EngineRequest
+    block_ids: tuple[int, ...]  # of the whole request, the cached prefix first
+    num_cached_tokens: int  # whole blocks, fewer than num_tokens
+    num_tokens: int  # tokens whose KV must be there before start()
+
+
+class ServingEngine(Protocol):
+    """Reserve, fill, start, run and release requests. Any call may raise EngineStopped."""
+
+    async def reserve(self, request: EngineRequest) -> ReservedBlocks | None:
+        """Hold blocks for prompt and history, cached prefix first and pinned; None: no room now, and nothing is held.
+
+        Cancelling the wait may leave the request reserved: the caller releases it. Raises InvalidRequest, RequestTooLarge (it
+        never fits), UnknownAdapter or DuplicateRequest.
+        """
+
+    async def restate(self, request_id: str, request: EngineRequest) -> ReservedBlocks | None:
+        """Reserve for the same request with more history, in the same blocks or others; None: no room, release it. Nobody
+        writes into the blocks meanwhile.
+
+        Raises UnknownRequest, InvalidState (not reserved any more) or InvalidRequest (not the tokens that were reserved for).
+        """
+
+    async def start(
+        self, request_id: str, first_tokens: Mapping[int, int], draft_states: Mapping[int, bytes] = NO_STATES
+    ) -> None:
+        """Continue by decoding: the reservation's KV has arrived, and these tokens (choice → token id) were emitted elsewhere.
+        They are not reported again.
+
+        Raises UnknownRequest, InvalidState or InvalidRequest; the reservation is then unchanged.
+        """
+
+    async def run_local(self, request_id: str, request: EngineRequest) -> int:
+        """Compute here what the reservation lacks, as no push comes. `request` restates it, perhaps with more history.
+
+        Returns the monotonic nanoseconds at which the engine took it, its PrefillTiming's `opened_ns`.
+        Raises UnknownRequest, InvalidState, InvalidRequest or RequestTooLarge; the reservation is then unchanged.
+        """
+
+    async def reserve_local(self, request: EngineRequest) -> tuple[ReservedBlocks, int] | None:
+        """Do `reserve` and `run_local` in one turn; return what both do. None: no room now."""
+
+    async def add(self, request: EngineRequest) -> bool:
+        """Queue a request to be computed here; it gets blocks when its turn comes. False: the engine is full.
+
+        Raises InvalidRequest (also for prefill_only with several choices, where the engine cannot hand them over),
+        RequestTooLarge, UnknownAdapter or DuplicateRequest.
+        """
+
+    async def release(self, request_id: str) -> bool:
+        """End a request in any state and free everything it has. False: it is not here (any more)."""
+
+    async def stats(self) -> EngineStats:
+        """Return counts of now and since start."""
+
+
+class Sink(Protocol):
+    """Receive the events of one engine request, on the event loop and in order: the updates of each step, and once, after the
+    updates of its first step, `on_started`."""
+
+    def on_update(self, update: SequenceUpdate) -> None: ...
+
+    def on_started(self, started: RequestStarted, ended_ns: int) -> None: ...
+
+
+class Sinks(Protocol):
+    """Route the engine's results by engine request id (`pdmesh.worker.step_dispatcher.StepDispatcher`)."""
+
+    def add(self, engine_id: str, sink: Sink, on_ready: Callable[[KVReady], None] | None = None) -> None: ...
+
+    def remove(self, engine_id: str) -> None: ...

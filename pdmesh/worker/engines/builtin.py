@@ -1,0 +1,250 @@
+"""Our own engine (pdmesh/engine/) behind the interface that a worker composes: calls run on its thread, between two steps."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from kvtransfer.conversion import FP8Scales
+from kvtransfer.manifest import KVMemory
+from kvtransfer.staging import StagedMemory
+from pdmesh.engine.config import EngineConfig
+from pdmesh.engine.engine import Engine
+from pdmesh.engine.hardware import MachineLimits, measure_limits
+from pdmesh.engine.interface import NO_STATES, ReservedBlocks
+from pdmesh.engine.kv_cache.block_pool import BlockChanges
+from pdmesh.engine.loader.builder import Progress
+from pdmesh.engine.loader.loader import load_model
+from pdmesh.engine.loop import EngineLoop
+from pdmesh.engine.lora.folder import load_adapter
+from pdmesh.engine.memory import effective_max_context
+from pdmesh.engine.outputs import EngineStats
+from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.scheduler.scheduler import StepCost, TpotLimiter
+from pdmesh.engine.speculation.setup import check_speculation, names_for
+from pdmesh.planning.latency_model import USUAL_CONTEXT, Hardware, LatencyModel, prior_of
+from pdmesh.planning.roofline import ALL_REDUCE_S
+from pdmesh.text.block_hash import hash_block
+from pdmesh.worker.config import WorkerConfig, bind, bound
+from pdmesh.worker.engines.base import EngineEvents, EngineFacts, Lack, Loaded, shape_of
+from pdmesh.worker.kv_memory import staged_memory
+
+_GLOO_SUM_S = 2e-4  # to sum a row over two processes; 0.3 to 0.5 ms were measured on two busy cores
+
+
+class BuiltinEngine:
+    """Satisfy `WorkerEngine` with an Engine. It has one thread, which `open` starts."""
+
+    def __init__(self, engine: Engine, staged: StagedMemory | None = None) -> None:
+        """`staged`: the memory that transports use for the engine's pool; None: the default for its device."""
+        self.engine = engine
+        self.facts = facts_of(engine)
+        self._staged = staged or staged_memory(engine)
+        self.memory: KVMemory = self._staged or engine.kv
+        self.fp8_scales: FP8Scales = engine.kv_scales
+        self.pacer = Pacer(engine.pacer) if engine.config.keep_pace else None
+        self._loop: EngineLoop[Engine] | None = None
+        self._limits: MachineLimits | None = None
+        self.adapters = BuiltinAdapters(self)
+
+    # What the services call.
+
+    async def reserve(self, request: EngineRequest) -> ReservedBlocks | None:
+        return await self.calls.call(lambda engine: engine.reserve(request))
+
+    async def restate(self, request_id: str, request: EngineRequest) -> ReservedBlocks | None:
+        return await self.calls.call(lambda engine: engine.restate(request_id, request))
+
+    async def start(
+        self, request_id: str, first_tokens: Mapping[int, int], draft_states: Mapping[int, bytes] = NO_STATES
+    ) -> None:
+        await self.calls.call(lambda engine: engine.start(request_id, first_tokens, draft_states=draft_states))
+
+    async def run_local(self, request_id: str, request: EngineRequest) -> int:
+        return await self.calls.call(lambda engine: engine.run_local(request_id, request))
+
+    async def reserve_local(self, request: EngineRequest) -> tuple[ReservedBlocks, int] | None:
+        def fill(engine: Engine) -> tuple[ReservedBlocks, int] | None:
+            blocks = engine.reserve(request)
+            return None if blocks is None else (blocks, engine.run_local(request.request_id, request))
+
+        return await self.calls.call(fill)
+
+    async def add(self, request: EngineRequest) -> bool:
+        return await self.calls.call(lambda engine: engine.add(request))
+
+    async def release(self, request_id: str) -> bool:
+        return await self.calls.call(lambda engine: engine.release(request_id))
+
+    async def stats(self) -> EngineStats:
+        return await self.calls.call(Engine.stats)
+
+    # What the worker calls.
+
+    @property
+    def calls(self) -> EngineLoop[Engine]:
+        """Return the thread's queue. Call it only after `open`."""
+        assert self._loop is not None, "the engine has not been opened"
+        return self._loop
+
+    def prefix_cache(self, max_changes: int) -> BuiltinPrefixCache:
+        return BuiltinPrefixCache(self, max_changes)
+
+    def first_stats(self) -> EngineStats:
+        return self.engine.stats()
+
+    async def open(self, events: EngineEvents, cpus: Sequence[int]) -> LatencyModel:
+        loop = asyncio.get_running_loop()
+        self._loop = EngineLoop(self.engine, events.on_step, events.on_failure, events.on_ready)
+        self._loop.start(loop)
+        self.engine.watch_ranks(lambda error: loop.call_soon_threadsafe(events.on_failure, error))
+        await self._loop.call(lambda _engine: bind(cpus))
+        prior, self._limits = await self._loop.call(lambda engine: (prior_for(engine), limits_for(engine)))
+        return prior
+
+    def limits(self) -> MachineLimits | None:
+        return self._limits
+
+    def notify_every(self, num_layers: int) -> None:
+        self.engine.exports.signal.notify_every(num_layers)
+
+    def expert_counts(self) -> Tensor | None:
+        return self.engine.expert_counts()
+
+    async def stop(self) -> None:
+        if self._loop is not None:
+            await self._loop.stop()
+
+    def close(self) -> None:
+        if self._staged is not None:
+            self._staged.close()
+        self.engine.close()
+
+
+def load_engine(config: WorkerConfig, progress: Progress) -> BuiltinEngine:
+    """Load the engine, on a thread of its own; the kernels' threads start here. Raises ValueError, OSError or MemoryError."""
+    check_speculation(config.engine_config)
+    with bound(config.cpus):
+        loaded = load_model(config.engine_config, progress)
+        if names_for(config.engine_config, loaded):
+            progress(0.0, "measuring steps: how many drafted tokens pay off")
+        return BuiltinEngine(Engine(config.engine_config, hash_block=hash_block, loaded=loaded))
+
+
+def facts_of(engine: Engine) -> EngineFacts:
+    """Return the facts about an engine."""
+    config, shape = engine.config, engine.kv.shape
+    return EngineFacts(
+        name="pdmesh",
+        model=config.model,
+        weights_hash=engine.weights_hash,
+        numeric_mode=engine.numeric_mode,
+        num_layers=shape.num_layers,
+        num_kv_heads=engine.model_config.pool_heads,
+        head_dim=engine.model_config.pool_dim,
+        block_size=shape.block_size,
+        kv_dtype=str(shape.dtype).removeprefix("torch."),
+        arrangement=engine.kv_arrangement,
+        num_blocks=shape.num_blocks,
+        vocab_size=engine.model_config.vocab_size,
+        # The engine refuses a request whose prompt and max_tokens would not fit into an empty pool.
+        max_context=min(effective_max_context(config, engine.model_config), shape.num_blocks * shape.block_size),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        eos_token_ids=engine.eos_token_ids,
+        cost=engine.cost,
+        lacks=frozenset() if config.keep_pace else frozenset({Lack.PACES}),
+    )
+
+
+class Pacer:
+    """Give the engine the fitted cost of its steps."""
+
+    def __init__(self, limiter: TpotLimiter) -> None:
+        self._limiter = limiter
+
+    def set_cost(self, model: LatencyModel) -> None:
+        cost = StepCost(
+            model.fixed_s,
+            model.per_prefill_token_s,
+            model.per_prefill_context_s,
+            model.per_sequence_s,
+            model.per_context_token_s,
+        )
+        if all(map(math.isfinite, cost)):
+            self._limiter.cost = cost
+
+
+class BuiltinPrefixCache:
+    """Satisfy `PrefixCache` with the engine's log of its block pool."""
+
+    def __init__(self, engine: BuiltinEngine, max_changes: int) -> None:
+        self._engine = engine
+        self._log = engine.engine.watch_blocks(max_changes) if max_changes else None
+
+    @property
+    def has_changes(self) -> bool:
+        return self._log is not None and bool(self._log.pending)
+
+    async def take_changes(self) -> BlockChanges | None:
+        return await self._engine.calls.call(Engine.take_block_changes)
+
+    async def blocks(self) -> tuple[int, tuple[bytes, ...]]:
+        return await self._engine.calls.call(Engine.published_blocks)
+
+
+class BuiltinAdapters:
+    """Satisfy `EngineAdapters`: files are read and checked in a thread; the engine's thread puts the weights into place."""
+
+    def __init__(self, engine: BuiltinEngine) -> None:
+        self._engine = engine
+        self.max_adapters = engine.engine.config.num_adapter_slots if engine.engine.adapters.can_load else 0
+        self.at_start = _loaded(engine.engine)
+
+    async def load(self, name: str, folder: Path) -> Loaded:
+        adapter = await asyncio.to_thread(load_adapter, name, folder, self._engine.engine.model_config)
+
+        def put(engine: Engine) -> Loaded:
+            engine.adapters.load(adapter)
+            return _loaded(engine)
+
+        return await self._engine.calls.call(put)
+
+    async def unload(self, name: str) -> int:
+        return await self._engine.calls.call(lambda engine: engine.adapters.unload(name)) or 0
+
+
+def _loaded(engine: Engine) -> Loaded:
+    return [(each, engine.adapters.rank_of(each)) for each in engine.adapters.loaded]
+
+
+# What the machine can do for this engine, before its first step.
+
+
+def limits_for(engine: Engine) -> MachineLimits:
+    """Return the machine's limits. Call it on the engine thread, whose cores are measured; it takes some 50 ms, once per
+    process."""
+    cost, config = engine.cost, engine.config
+    return measure_limits(cost.backend, cost.numbers, config.device, config.num_threads, config.tensor_parallel)
+
+
+def prior_for(engine: Engine) -> LatencyModel:
+    """Return the latency model before the first step. Call it on the engine thread."""
+    config, measured = engine.config, limits_for(engine)
+    return prior_of(
+        Hardware(measured.operations_per_s, measured.bytes_per_s, _sum_s(config)),
+        shape_of(engine.cost),
+        chunk=config.max_num_batched_tokens,
+        batch=config.max_num_seqs,
+        context=min(USUAL_CONTEXT, effective_max_context(config, engine.model_config)),
+    )
+
+
+def _sum_s(config: EngineConfig) -> float:
+    if config.tensor_parallel == 1:
+        return 0.0
+    return ALL_REDUCE_S if config.device == "cuda" else _GLOO_SUM_S

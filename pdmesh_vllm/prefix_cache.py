@@ -1,0 +1,86 @@
+"""Which blocks vLLM's prefix cache holds, in the names that pdmesh's routers know: vLLM's KV events, translated.
+
+vLLM names a block by a hash of its own; the mesh by a chain of hashes over the token ids, which begins with identity and tenant
+(pdmesh/text/block_hash.py). That beginning is a request's cache salt in vLLM, so that tenants share no block there either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+
+from pdmesh.engine.kv_cache.block_pool import BlockChanges, BlockLog
+from pdmesh.text.block_hash import hash_block
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVEventBatch
+
+_SALT = "pdmesh:"
+
+
+def salt_of(root: bytes) -> str | None:
+    """Return the cache salt for requests whose block hashes begin with `root`; None for an empty one."""
+    return f"{_SALT}{root.hex()}" if root else None
+
+
+def _root(extra_keys: Iterable[Any]) -> bytes:
+    """Return the root that stands among the keys of a chain's first block."""
+    salts = (key for key in extra_keys if isinstance(key, str) and key.startswith(_SALT))
+    return bytes.fromhex(next(salts, _SALT).removeprefix(_SALT))
+
+
+class PrefixIndex:
+    """Hold the blocks of vLLM's prefix cache by both names. vLLM takes it for its event publisher."""
+
+    def __init__(self) -> None:
+        self._names: dict[object, bytes] = {}  # by vLLM's hash
+        self.log: BlockLog | None = None
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def publish(self, events: KVEventBatch) -> None:
+        """Take the events of a step."""
+        for event in events.events:
+            if isinstance(event, BlockStored):
+                self._store(event)
+            elif isinstance(event, BlockRemoved):
+                for block_hash in event.block_hashes:
+                    self._note(self._names.pop(block_hash, None), stored=False)
+            elif isinstance(event, AllBlocksCleared):
+                for name in self._names.values():
+                    self._note(name, stored=False)
+                self._names.clear()
+
+    def shutdown(self) -> None:
+        """Do nothing: nothing is open."""
+
+    def get_publisher_config(self) -> None:
+        """Return None: others do not subscribe here."""
+
+    def take(self) -> BlockChanges | None:
+        """Return what has changed since the last call."""
+        return None if self.log is None else self.log.take()
+
+    def blocks(self) -> tuple[int, tuple[bytes, ...]]:
+        """Return all names, and the number of the last changes that they contain."""
+        return 0 if self.log is None else self.log.sequence, tuple(self._names.values())
+
+    def _store(self, event: BlockStored) -> None:
+        keys = event.extra_keys or [None]
+        if event.parent_block_hash is None:
+            parent: bytes | None = _root(keys[0] or ())
+        else:
+            parent = self._names.get(event.parent_block_hash)
+        for index, block_hash in enumerate(event.block_hashes):
+            if parent is None:  # its beginning is not cached any more, so no prompt finds it
+                return
+            tokens = event.token_ids[index * event.block_size : (index + 1) * event.block_size]
+            parent = self._names[block_hash] = hash_block(parent, tokens)
+            self._note(parent, stored=True)
+
+    def _note(self, name: bytes | None, *, stored: bool) -> None:
+        if name is not None and self.log is not None:
+            self.log.note(name, stored=stored)

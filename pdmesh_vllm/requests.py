@@ -1,0 +1,134 @@
+"""The requests of one engine: a request of pdmesh, and the requests in vLLM that compute its choices.
+
+    RESERVING ──granted──► RESERVED ──start──► ACTIVE ──► gone when its last choice ends
+                                    add / run_local ──► ACTIVE ──first token, prefill_only──► HELD ──► gone by release
+
+A choice is one request in vLLM, under a name of its own: a choice that begins anew (more history, computed here after all) gets
+another name, because vLLM may hold blocks of the old one for another step.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from pdmesh.engine.interface import ReservedBlocks
+from pdmesh.engine.outputs import RequestStarted, StartClock, TokenLogprobs
+from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.request_validation import Limits
+from pdmesh.engine.sampling.grammar import Matcher
+from pdmesh.engine.sampling.sampler import SampleRow
+
+
+class State(enum.Enum):
+    RESERVING = "waiting for blocks"
+    RESERVED = "reserved"
+    ACTIVE = "active"
+    HELD = "held"
+
+
+@dataclass
+class Pending:
+    """Hold the answer to a reserve() that vLLM has not decided on; None: no room. `until`: monotonic seconds."""
+
+    answer: Future[ReservedBlocks | None]
+    until: float
+    was_asked: bool = False  # vLLM has looked for blocks
+
+
+@dataclass(eq=False)
+class Choice:
+    """Hold one choice of a request, and what vLLM knows of it."""
+
+    name: str  # of its request in vLLM
+    group: Group
+    index: int
+    output: list[int]  # history, then drawn tokens
+    num_in_prompt: int  # of `output` that are part of vLLM's prompt
+    known: list[int] = field(default_factory=list)  # what comes next was drawn elsewhere, and is not reported
+    logprobs: TokenLogprobs | None = None  # of the token that was drawn last
+    is_not_finite: bool = False
+    blocks: list[int] = field(default_factory=list)  # only ever grows while the KV is announced
+    num_computed: int = 0  # before the running step
+    num_cached: int = 0
+    is_reported: bool = False  # its end as a receiver was told to vLLM
+    has_run: bool = False
+    _matcher: Matcher | None = None
+    _num_taken: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the tokens of prompt and output."""
+        return len(self.group.request.prompt) + len(self.output)
+
+    @property
+    def vllm_prompt(self) -> list[int]:
+        """Return the prompt as vLLM gets it: with the history."""
+        return [*self.group.request.prompt, *self.output[: self.num_in_prompt]]
+
+    @property
+    def matcher(self) -> Matcher | None:
+        """Return the grammar's matcher after the present output; None without a grammar."""
+        request = self.group.request
+        if request.grammar is None:
+            return None
+        if self._matcher is None:
+            ready = request.matchers[self.index] if request.matchers else None
+            self._matcher = request.grammar.matcher() if ready is None else ready.copy()
+            self._num_taken = 0 if ready is None else len(_history(request, self.index))
+        for token_id in self.output[self._num_taken :]:
+            self._matcher.take(token_id)
+        self._num_taken = len(self.output)
+        return self._matcher
+
+    @property
+    def has_lost_grammar(self) -> bool:
+        """Return whether the output ends because its grammar could not be followed any further."""
+        return self._matcher is not None and self._matcher.failed
+
+    def sample_row(self, limits: Limits) -> SampleRow:
+        """Return what the sampler has to know to draw the next token."""
+        matcher, request = self.matcher, self.group.request
+        return SampleRow(
+            params=request.sampling,
+            choice=self.index,
+            index=len(self.output),
+            prompt=request.prompt,
+            output=self.output,
+            eos_token_ids=frozenset(limits.eos_token_ids),
+            allowed=None if matcher is None else matcher.allowed(),
+            owner=self,
+        )
+
+
+@dataclass(eq=False)
+class Group:
+    """Hold a request and its unfinished choices."""
+
+    request: EngineRequest
+    state: State
+    choices: list[Choice] = field(default_factory=list)
+    clock: StartClock | None = None
+    pending: Pending | None = None
+    started: RequestStarted | None = None
+    has_told_start: bool = False
+
+    @property
+    def num_seats(self) -> int:
+        return len(self.choices)
+
+
+def _history(request: EngineRequest, choice: int) -> tuple[int, ...]:
+    return request.emitted[choice] if request.emitted else ()
+
+
+def open_group(request: EngineRequest, state: State, names: Sequence[str]) -> Group:
+    """Return a group with a choice for each that is unfinished, named by `names` in turn."""
+    group = Group(request, state)
+    unfinished = [index for index in range(request.sampling.n) if not (request.finished and request.finished[index])]
+    for name, index in zip(names, unfinished, strict=False):
+        history = list(_history(request, index))
+        group.choices.append(Choice(name, group, index, history, len(history)))
+    return group

@@ -1,0 +1,1 @@
+"""What only vLLM has as the engine of a worker."""
