@@ -30,7 +30,7 @@ from pdmesh_vllm.link import Link
 from pdmesh_vllm.prefix_cache import PrefixIndex, salt_of
 from pdmesh_vllm.requests import Choice, Group, Pending, State, open_group
 from pdmesh_vllm.sampling import REQUEST
-from pdmesh_vllm.stats import NO_WORK, Counters, stats_of, work_of
+from pdmesh_vllm.stats import NO_WORK, Counters, decodes, stats_of, work_of
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -129,7 +129,7 @@ class VllmCore:
         if self._limits.finish_reason(group.request, [*choice.output, token]) is not None:
             self.release(request_id)
             return
-        choice.known = [token]
+        self._take_over(choice, token)
 
     def run_local(self, request_id: str, request: EngineRequest) -> int:
         """Compute here what was to come from elsewhere; return the time of entry. Raises what ServingEngine.run_local raises."""
@@ -221,16 +221,13 @@ class VllmCore:
         )
 
     def draw(self, logits: Tensor, names: Sequence[str | None]) -> Sequence[int]:
-        """Return a token for each row: drawn, known, or 0 where a prompt goes on (vLLM drops those)."""
+        """Return a token for each row: drawn, or 0 where a prompt goes on (vLLM drops those)."""
         tokens, drawing = [0] * len(names), []
         for row, name in enumerate(names):
             choice = self._choices.get(name) if name is not None else None
             if choice is None or not self._ends_prompt(choice):
                 continue
-            if choice.known:
-                tokens[row] = choice.known[0]
-            else:
-                drawing.append((row, choice))
+            drawing.append((row, choice))
         if drawing:
             picked = logits if len(drawing) == len(names) else logits[[row for row, _ in drawing]]
             sampled = self._sample(picked.contiguous(), [choice.sample_row(self._limits) for _, choice in drawing])
@@ -327,7 +324,7 @@ class VllmCore:
             choice = self._choices[name]
             group = choice.group
             groups[id(group)] = (group, groups.get(id(group), (group, 0))[1] + count)
-            if num_computed < len(choice.vllm_prompt) and not choice.known:
+            if not decodes(choice, num_computed, count):
                 self.counters.num_prefilled_tokens += count
         for group, count in groups.values():
             if group.clock is not None:
@@ -352,9 +349,6 @@ class VllmCore:
         """Yield the update for a choice's new token, and close the choice if it has ended."""
         choice = self._choices.get(output.request_id)
         if choice is None:
-            return
-        if choice.known and output.new_token_ids:
-            choice.output.append(choice.known.pop(0))
             return
         if choice.is_not_finite or not output.new_token_ids:
             self._zero(choice.blocks)
@@ -451,6 +445,22 @@ class VllmCore:
             cache_salt=salt_of(request.block_root),
             data_parallel_rank=None,
         )
+
+    def _take_over(self, choice: Choice, token: int) -> None:
+        """Continue with a token that was drawn elsewhere, behind KV that is complete.
+
+        vLLM has not sent the request to its model yet. With the token as the last of its prompt, its next step computes that one
+        alone; without, it would compute the prompt's last token again, in another shape than prefill did, and draw once more.
+        """
+        request = self._scheduler.requests[choice.name]
+        request.prompt_token_ids.append(token)
+        request._all_token_ids.append(token)
+        request.num_prompt_tokens += 1
+        request.max_tokens = max(1, request.max_tokens - 1)
+        request.update_block_hashes()
+        choice.output.append(token)
+        choice.num_in_prompt += 1
+        choice.is_taken_over = True
 
     def _report(self, choice: Choice, *, failed: bool) -> None:
         """Tell vLLM, once, that nobody writes into a reservation's blocks any more."""

@@ -47,13 +47,13 @@ class Choice:
     index: int
     output: list[int]  # history, then drawn tokens
     num_in_prompt: int  # of `output` that are part of vLLM's prompt
-    known: list[int] = field(default_factory=list)  # what comes next was drawn elsewhere, and is not reported
     logprobs: TokenLogprobs | None = None  # of the token that was drawn last
     is_not_finite: bool = False
     blocks: list[int] = field(default_factory=list)  # only ever grows while the KV is announced
     num_computed: int = 0  # before the running step
     num_cached: int = 0
     is_reported: bool = False  # its end as a receiver was told to vLLM
+    is_taken_over: bool = False  # its KV and its first token came from elsewhere
     has_run: bool = False
     _matcher: Matcher | None = None
     _num_taken: int = 0

@@ -27,17 +27,17 @@ class Counters:
     num_preemptions: int = 0
 
 
-def decodes(choice: Choice, num_computed: int) -> bool:
-    """Return whether a choice with so many computed tokens is beyond its prompt. The last token of a prompt whose KV came from
-    elsewhere counts as decoding: it is computed again to draw the next one."""
-    return bool(choice.known) or num_computed >= len(choice.group.request.prompt) + choice.num_in_prompt
+def decodes(choice: Choice, num_computed: int, count: int = 1) -> bool:
+    """Return whether `count` tokens of a choice behind so many computed ones are decoding: beyond its prompt and history, or the
+    first token that came with its KV."""
+    return (choice.is_taken_over and count == 1) or num_computed >= len(choice.group.request.prompt) + choice.num_in_prompt
 
 
 def work_of(rows: Sequence[tuple[Choice, int, int]]) -> StepWork:
     """Return what a step computes; `rows`: choice, tokens computed before, tokens in the step."""
     prefill_tokens = prefill_context = num_decoding = decode_context = 0
     for choice, before, count in rows:
-        if decodes(choice, before):
+        if decodes(choice, before, count):
             num_decoding += count
             decode_context += before + count
         else:
@@ -87,7 +87,7 @@ def _computed(scheduler: Scheduler, choice: Choice) -> int:
 
 def _count(num: dict[str, int], choice: Choice, *, is_running: bool, done: int) -> None:
     num["running" if is_running else "waiting"] += 1
-    if choice.is_reported or decodes(choice, done):
+    if decodes(choice, done):
         num["decoding"] += is_running
         num["context"] += choice.num_tokens if is_running else 0
     else:
