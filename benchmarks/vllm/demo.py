@@ -53,7 +53,7 @@ def long_prompts(count: int) -> list[str]:
 async def measure(options: Options) -> list[Figure]:
     """Ask for France's capital twice, and long prompts, then the same long ones again."""
     long = long_prompts(int(options.pick(NUM_REQUESTS, 6)) // 2 - 1)
-    config = Settings(options.model, "auto").mesh()
+    config = Settings(options.model, "auto", vllm_args=()).mesh()  # compiled, as `pdmesh up` starts it
     async with LocalMesh(config, on_event=say) as mesh, AsyncClient(mesh.router_addresses) as client:
         answers = [await _ask(client, prompt) for prompt in (QUESTION, QUESTION, *long)]
         again = [await _ask(client, prompt) for prompt in long]

@@ -277,7 +277,7 @@ def test_more_load_makes_nobody_more_attractive(
 @given(fleets(max_size=24), demands)
 def test_a_shortlist_costs_little(workers: list[WorkerSnapshot], routing_request: RoutingRequest) -> None:
     """Workers up to twice as fast as others, requests up to eight times as long as those that they are ranked for. Objectives
-    make a cliff of the cost: without them, it is at most 1.6 times that of the best of all, and in 99 of 100 random fleets the
+    make a cliff of the cost: without them, it is at most 1.8 times that of the best of all, and in 99 of 100 random fleets the
     same."""
     routing_request = replace(routing_request, ttft_goal_s=None, tpot_goal_s=None, running_tpot_goal_s=None)
     short, thorough = (policy.choose(FleetSnapshot(workers), routing_request, 0.0) for policy in (POLICY, BRUTE_FORCE))
@@ -286,7 +286,7 @@ def test_a_shortlist_costs_little(workers: list[WorkerSnapshot], routing_request
         return
     assert isinstance(short, Placement)
     assert best(short).has_room == best(thorough).has_room
-    assert best(short).cost <= 1.6 * best(thorough).cost
+    assert best(short).cost <= 1.8 * best(thorough).cost
     if len(workers) <= 4:
         assert names(short) == names(thorough)
 
