@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvtransfer.manifest import PoolShape
 from kvtransfer.staging import StagedMemory
-from pdmesh.engine.kv_cache.copies import Piece, PieceSize
+from pdmesh.engine.kv_cache.copies import DevicePieces, Piece, PieceSize
 from pdmesh.engine.kv_cache.staging import Marks, Staging, StagingSizes
 from pdmesh.engine.kv_cache.streams import Mark, Streams
 
@@ -42,24 +42,15 @@ def raw_blocks(caches: Mapping[str, Tensor]) -> list[Tensor]:
     return found
 
 
-class LayerCopies:
+class LayerCopies(DevicePieces):
     """Copy pieces of one direction. Satisfies `pdmesh.engine.kv_cache.copies.Copies`."""
 
     def __init__(self, blocks: Sequence[Tensor], streams: Streams, piece_bytes: int) -> None:
         """`blocks`: see `raw_blocks`. Raises ValueError for a piece too small for one block of a layer."""
-        self._blocks = blocks
         self.block_bytes = blocks[0].shape[1] // 2
-        self._size = PieceSize.of(piece_bytes, self.block_bytes)
-        self._streams, self._lane = streams, streams.lane()
+        super().__init__(streams, PieceSize.of(piece_bytes, self.block_bytes), blocks[0].device)
+        self._blocks = blocks
         self._room = torch.empty(piece_bytes, dtype=torch.uint8, device=blocks[0].device)
-        self._room_ids = torch.empty(self._size.max_blocks, dtype=torch.int32, device=blocks[0].device)
-
-    def mark(self) -> Mark:
-        return self._streams.mark()
-
-    def new_piece(self, index: int) -> Piece:
-        host_room = self._streams.host_room
-        return Piece(index, host_room(self._size.num_bytes), host_room(4 * self._size.max_blocks).view(torch.int32))
 
     def fetch(self, piece: Piece, layers: range, num_blocks: int, after: Mark) -> Future[None]:
         room, host = self._rows(piece, layers, num_blocks)
@@ -82,14 +73,6 @@ class LayerCopies:
                 self._blocks[layer].index_copy_(0, ids, rows)
 
         return self._lane.run(work, after)
-
-    def close(self) -> None:
-        self._lane.close()
-
-    def _ids(self, piece: Piece, num_blocks: int) -> Tensor:
-        ids = self._room_ids[:num_blocks]
-        ids.copy_(piece.block_ids[:num_blocks], non_blocking=True)
-        return ids
 
     def _rows(self, piece: Piece, layers: range, num_blocks: int) -> tuple[Tensor, Tensor]:
         """Return the room on the device and the piece, as [layers, blocks, bytes]."""

@@ -11,6 +11,7 @@ from pdmesh.engine.interface import ServingEngine
 from pdmesh.engine.outputs import EngineStats, StepResult
 from pdmesh.engine.speculation.stats import ProposerStats, SpeculationStats
 from pdmesh.planning.latency_fit import LatencyFit
+from pdmesh.planning.latency_message import latency_message
 from pdmesh.planning.latency_model import LatencyModel, Work
 from pdmesh.v1 import common_pb2, worker_pb2
 from pdmesh.worker.engines.base import StepPacer
@@ -107,20 +108,6 @@ class StepWatch:
         if self._pacer is None or model is None:
             return
         self._pacer.set_cost(model)
-
-
-def latency_message(model: LatencyModel) -> worker_pb2.LatencyModel:
-    """Return the latency model as a message for routers."""
-    return worker_pb2.LatencyModel(
-        fixed_s=model.fixed_s,
-        per_prefill_token_s=model.per_prefill_token_s,
-        per_prefill_context_s=model.per_prefill_context_s,
-        per_sequence_s=model.per_sequence_s,
-        per_context_token_s=model.per_context_token_s,
-        num_steps=model.num_steps,
-        prefill_error=model.prefill_error,
-        decode_error=model.decode_error,
-    )
 
 
 REFRESH_S = 0.1

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import grpc.aio
 
 from pdmesh.planning.latency_fit import LatencyFit
+from pdmesh.planning.latency_message import latency_message
 from pdmesh.planning.latency_model import Work, prefill_context
 from pdmesh.runtime.config import ConfigError
 from pdmesh.runtime.errors import Aborted, FailedPrecondition, ResourceExhausted, Unavailable, Unimplemented
@@ -71,18 +72,7 @@ class EngineSpeed:
     def message(self) -> worker_pb2.LatencyModel | None:
         """Return the model for a load report; None before the first measurement."""
         model = self._fit.model(time.monotonic())
-        if not model.num_steps:
-            return None
-        return worker_pb2.LatencyModel(
-            fixed_s=model.fixed_s,
-            per_prefill_token_s=model.per_prefill_token_s,
-            per_prefill_context_s=model.per_prefill_context_s,
-            per_sequence_s=model.per_sequence_s,
-            per_context_token_s=model.per_context_token_s,
-            num_steps=model.num_steps,
-            prefill_error=model.prefill_error,
-            decode_error=model.decode_error,
-        )
+        return latency_message(model) if model.num_steps else None
 
 
 class EngineBridge(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerControlServicer):

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from kvtransfer.layout import Layout, Reach, Transports
 from pdmesh.adapter_id import AdapterId
+from pdmesh.planning.latency_message import reported_latency
 from pdmesh.planning.latency_model import LatencyModel
 from pdmesh.v1 import common_pb2, worker_pb2
 from router.routing.fleet_snapshot import is_usable
@@ -138,20 +139,8 @@ def snapshot_of(
 
 def latency_of(load: worker_pb2.LoadReport) -> LatencyModel | None:
     """Return the speed that the worker reports; None without one, or when its numbers are unusable."""
-    if not load.HasField("latency_model"):
-        return None
-    said = load.latency_model
-    model = LatencyModel(
-        said.fixed_s,
-        said.per_prefill_token_s,
-        said.per_prefill_context_s,
-        said.per_sequence_s,
-        said.per_context_token_s,
-        said.num_steps,
-        said.prefill_error,
-        said.decode_error,
-    )
-    return model if is_usable(model) else None
+    model = reported_latency(load)
+    return model if model is not None and is_usable(model) else None
 
 
 def adapters_of(load: worker_pb2.LoadReport) -> frozenset[AdapterId]:

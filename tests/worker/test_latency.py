@@ -16,10 +16,11 @@ from pdmesh.engine.engine import Engine
 from pdmesh.engine.hardware import MachineLimits, cost_of, measure_limits
 from pdmesh.engine.loader.loader import load_model
 from pdmesh.engine.outputs import StepResult, StepWork
+from pdmesh.planning.latency_message import latency_message, reported_latency
 from pdmesh.planning.latency_model import LatencyModel, Work
 from pdmesh.v1 import worker_pb2
 from pdmesh.worker.engines.builtin import BuiltinEngine, prior_for
-from pdmesh.worker.load import LoadReporter, StepWatch, latency_message
+from pdmesh.worker.load import LoadReporter, StepWatch
 from pdmesh.worker.roles import RoleGate, roles_of
 from tests.support.mini_router import MiniRouter
 from tests.support.tiny_families import make_tiny_family
@@ -71,6 +72,8 @@ def test_every_number_of_the_model_travels() -> None:
     model = LatencyModel(1.0, 2.0, 3.0, 4.0, 5.0, 6, 7.0, 8.0)
     message = latency_message(model)
     assert tuple(getattr(message, field.name) for field in worker_pb2.LatencyModel.DESCRIPTOR.fields) == astuple(model)
+    assert reported_latency(worker_pb2.LoadReport(latency_model=message)) == model
+    assert reported_latency(worker_pb2.LoadReport()) is None
 
 
 def test_a_report_is_as_old_as_it_says(model: Model) -> None:

@@ -3,13 +3,14 @@
 import math
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import TypeAlias
 
 from pdmesh.autoscaler.platform import Asked
 from pdmesh.autoscaler.policy.sizing import middle, typical_speed
 from pdmesh.autoscaler.views import PoolName, PoolView
 from pdmesh.planning.capacity_load import Limits
+from pdmesh.planning.latency_message import reported_latency
 from pdmesh.planning.latency_model import LatencyModel
 from pdmesh.v1 import mesh_pb2, worker_pb2
 
@@ -110,22 +111,8 @@ def _seen(told: mesh_pb2.WorkerStatus, heard_s: float) -> SeenWorker | None:
 
 
 def _latency(load: worker_pb2.LoadReport) -> LatencyModel | None:
-    if not load.HasField("latency_model"):
-        return None
-    told = load.latency_model
-    prices_s = (told.fixed_s, told.per_prefill_token_s, told.per_prefill_context_s, told.per_sequence_s, told.per_context_token_s)
-    if not all(math.isfinite(price_s) and price_s >= 0 for price_s in prices_s):
-        return None
-    return LatencyModel(
-        fixed_s=told.fixed_s,
-        per_prefill_token_s=told.per_prefill_token_s,
-        per_prefill_context_s=told.per_prefill_context_s,
-        per_sequence_s=told.per_sequence_s,
-        per_context_token_s=told.per_context_token_s,
-        num_steps=told.num_steps,
-        prefill_error=told.prefill_error,
-        decode_error=told.decode_error,
-    )
+    told = reported_latency(load)
+    return told if told is not None and all(math.isfinite(price_s) and price_s >= 0 for price_s in astuple(told)[:5]) else None
 
 
 def _limits(info: worker_pb2.WorkerInfo) -> Limits | None:

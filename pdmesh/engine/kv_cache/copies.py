@@ -199,7 +199,31 @@ class PieceSize:
         return cls(piece_bytes, max_blocks)
 
 
-class PieceCopies:
+class DevicePieces:
+    """Hold what copies of pieces need on a device, whatever the pool there looks like: a lane, and room for the blocks' ids."""
+
+    def __init__(self, streams: Streams, size: PieceSize, device: torch.device) -> None:
+        self._size, self._streams, self._lane = size, streams, streams.lane()
+        self._room_ids = torch.empty(size.max_blocks, dtype=torch.int32, device=device)
+
+    def mark(self) -> Mark:
+        return self._streams.mark()
+
+    def new_piece(self, index: int) -> Piece:
+        host_room = self._streams.host_room
+        return Piece(index, host_room(self._size.num_bytes), host_room(4 * self._size.max_blocks).view(torch.int32))
+
+    def close(self) -> None:
+        self._lane.close()
+
+    def _ids(self, piece: Piece, num_blocks: int) -> Tensor:
+        """Return the ids on the device, within the lane's work."""
+        ids = self._room_ids[:num_blocks]
+        ids.copy_(piece.block_ids[:num_blocks], non_blocking=True)
+        return ids
+
+
+class PieceCopies(DevicePieces):
     """Copy pieces of one pool. Satisfies Copies."""
 
     def __init__(
@@ -213,20 +237,11 @@ class PieceCopies:
         """pool: `KVPool.tensor`. Raises ValueError, see PieceSize."""
         self._columns = Columns.of(pool) if columns is None else columns
         self.block_bytes = pool.shape[3] * self._columns.row_bytes
-        self._size = PieceSize.of(piece_bytes, self.block_bytes)
+        super().__init__(streams, PieceSize.of(piece_bytes, self.block_bytes), pool.device)
         self._pool = pool
         self._copies = block_copies_for(pool.device) if copies is None else copies
-        self._streams, self._lane = streams, streams.lane()
         rows = piece_bytes // self._columns.row_bytes
         self._room = torch.empty((rows, self._columns.num_bytes), dtype=torch.uint8, device=pool.device)
-        self._room_ids = torch.empty(self._size.max_blocks, dtype=torch.int32, device=pool.device)
-
-    def mark(self) -> Mark:
-        return self._streams.mark()
-
-    def new_piece(self, index: int) -> Piece:
-        host_room = self._streams.host_room
-        return Piece(index, host_room(self._size.num_bytes), host_room(4 * self._size.max_blocks).view(torch.int32))
 
     def fetch(self, piece: Piece, layers: range, num_blocks: int, after: Mark) -> Future[None]:
         room, host = self._rows(piece, layers, num_blocks)
@@ -246,9 +261,6 @@ class PieceCopies:
 
         return self._lane.run(work, after)
 
-    def close(self) -> None:
-        self._lane.close()
-
     def _rows(self, piece: Piece, layers: range, num_blocks: int) -> tuple[Tensor, Tensor]:
         """Return both as [rows, our bytes]: the room, and the piece."""
         columns = self._columns
@@ -258,7 +270,6 @@ class PieceCopies:
 
     def _move(self, piece: Piece, layers: range, num_blocks: int, room: Tensor) -> Move:
         """Return the move, within the lane's work: the ids are copied first."""
-        ids = self._room_ids[:num_blocks]
-        ids.copy_(piece.block_ids[:num_blocks], non_blocking=True)
+        ids = self._ids(piece, num_blocks)
         shaped = room.view(-1).view(self._pool.dtype).view(len(layers), 2, -1, *self._pool.shape[4:])
         return Move(self._pool, layers, ids, shaped)

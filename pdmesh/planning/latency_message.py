@@ -1,0 +1,37 @@
+"""The latency model on the wire: what workers report, and what routers and autoscalers make of it."""
+
+from __future__ import annotations
+
+from pdmesh.planning.latency_model import LatencyModel
+from pdmesh.v1 import worker_pb2
+
+
+def latency_message(model: LatencyModel) -> worker_pb2.LatencyModel:
+    """Return the message that reports `model`."""
+    return worker_pb2.LatencyModel(
+        fixed_s=model.fixed_s,
+        per_prefill_token_s=model.per_prefill_token_s,
+        per_prefill_context_s=model.per_prefill_context_s,
+        per_sequence_s=model.per_sequence_s,
+        per_context_token_s=model.per_context_token_s,
+        num_steps=model.num_steps,
+        prefill_error=model.prefill_error,
+        decode_error=model.decode_error,
+    )
+
+
+def reported_latency(load: worker_pb2.LoadReport) -> LatencyModel | None:
+    """Return the latency model in a report as it stands there, unchecked; None without one."""
+    if not load.HasField("latency_model"):
+        return None
+    told = load.latency_model
+    return LatencyModel(
+        told.fixed_s,
+        told.per_prefill_token_s,
+        told.per_prefill_context_s,
+        told.per_sequence_s,
+        told.per_context_token_s,
+        told.num_steps,
+        told.prefill_error,
+        told.decode_error,
+    )
