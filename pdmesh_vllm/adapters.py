@@ -32,13 +32,14 @@ class AdapterTable:
         self._serial = itertools.count(1)
 
     def of(self, request: EngineRequest) -> LoRARequest | None:
-        """Return a request's adapter as vLLM takes it. Raises UnknownAdapter."""
-        if request.adapter is None:
-            return None
-        known = self._known.get(request.adapter)
-        if known is None:
-            raise UnknownAdapter(f"adapter: {request.adapter.name!r} is not loaded here (any more)")
-        return known[0]
+        """Return a request's adapter as vLLM takes it."""
+        return None if request.adapter is None else self._known[request.adapter][0]
+
+    def admit(self, request: EngineRequest) -> None:
+        """Raise UnknownAdapter unless a new request may have the adapter that it names."""
+        adapter = request.adapter
+        if adapter is not None and (adapter not in self._known or adapter in self._leaving):
+            raise UnknownAdapter(f"adapter: {adapter.name!r} is not loaded here (any more)")
 
     def loaded(self) -> Loaded:
         """Return those that requests may ask for, with their ranks."""

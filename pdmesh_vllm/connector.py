@@ -5,8 +5,8 @@ Life of a request that is filled from elsewhere (names from vLLM 0.32, v1/core/s
 
     get_num_new_matched_tokens   all tokens that the prefix cache lacks come from outside, later
     update_state_after_alloc     its blocks are granted: pdmesh's reservation. vLLM holds it in WAITING_FOR_REMOTE_KVS
-    get_transfer_results         once: received (complete and checked), failed (compute the rest here), or received after an
-                                 abort, without which vLLM would keep the blocks for ever
+    get_transfer_results         once: received, complete and checked; or after an abort, without which vLLM would keep the
+                                 blocks for ever. An attempt that failed is aborted, and computed here under another name
 """
 
 from __future__ import annotations
@@ -101,9 +101,7 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         outcomes = self._link.take_outcomes()
-        return KVConnectorTransferResults(
-            finished_sending=outcomes.sent, finished_recving=outcomes.received, failed_recving=outcomes.failed
-        )
+        return KVConnectorTransferResults(finished_sending=outcomes.sent, finished_recving=outcomes.received)
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -15,21 +15,18 @@ from concurrent.futures import Future, InvalidStateError
 from typing import TYPE_CHECKING
 
 from torch import Tensor
-from vllm import SamplingParams
-from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import RequestStatus
 
 from pdmesh.engine.errors import DuplicateRequest, EngineStopped, IntegrityError, InvalidRequest, InvalidState, UnknownRequest
 from pdmesh.engine.interface import ReservedBlocks
 from pdmesh.engine.kv_cache.events import KVEvents
 from pdmesh.engine.outputs import EngineStats, FinishReason, KVReady, RequestStarted, SequenceUpdate, StartClock, StepResult
-from pdmesh.engine.request import EngineRequest, end_tokens
+from pdmesh.engine.request import EngineRequest
 from pdmesh.engine.request_validation import Limits, check_request
 from pdmesh.engine.sampling.sampler import NO_TOKEN, SampledToken, SampleRow
 from pdmesh_vllm.link import Link
-from pdmesh_vllm.prefix_cache import PrefixIndex, salt_of
-from pdmesh_vllm.requests import Choice, Group, Pending, State, open_group
-from pdmesh_vllm.sampling import REQUEST
+from pdmesh_vllm.prefix_cache import PrefixIndex
+from pdmesh_vllm.requests import Choice, Group, Pending, State, as_vllm, open_group, take_over
 from pdmesh_vllm.stats import NO_WORK, Counters, decodes, stats_of, work_of
 
 if TYPE_CHECKING:
@@ -43,6 +40,7 @@ RESERVE_WAIT_S = 1.0
 """How long a reserve() waits for a step in which vLLM looks for blocks: a step may be full of prompts."""
 
 LoraOf = Callable[[EngineRequest], "LoRARequest | None"]
+AdmitLora = Callable[[EngineRequest], None]
 Sample = Callable[[Tensor, Sequence[SampleRow]], list[SampledToken]]
 
 
@@ -57,11 +55,13 @@ class VllmCore:
         *,
         sample: Sample,
         lora_of: LoraOf,
+        admit_lora: AdmitLora,
         index: PrefixIndex,
         zero: Callable[[Sequence[int]], None],
     ) -> None:
-        """`sample` draws from logits (pdmesh/engine/sampling/); `lora_of` returns a request's adapter as vLLM takes it, and
-        raises UnknownAdapter; `index` gets vLLM's KV events; `zero` clears blocks that may hold garbage."""
+        """`sample` draws from logits (pdmesh/engine/sampling/); `lora_of` returns a request's adapter as vLLM takes it;
+        `admit_lora` raises UnknownAdapter for a new request whose adapter is not offered; `index` gets vLLM's KV events;
+        `zero` clears blocks that may hold garbage."""
         self.core = core
         self.index = index
         self.exports = KVEvents(len(link.caches))
@@ -70,6 +70,7 @@ class VllmCore:
         self._limits = limits
         self._sample = sample
         self._lora_of = lora_of
+        self._admit_lora = admit_lora
         self._zero = zero
         self._groups: dict[str, Group] = {}
         self._choices: dict[str, Choice] = {}  # by their names in vLLM
@@ -91,6 +92,10 @@ class VllmCore:
         """
         if request.sampling.n > 1:
             raise InvalidRequest(f"sampling.n: {request.sampling.n} choices cannot be handed off to vLLM; have it computed here")
+        self._admit_lora(request)
+        return self._reserved(request)
+
+    def _reserved(self, request: EngineRequest) -> Future[ReservedBlocks | None]:
         group = self._opened(request, State.RESERVING)
         answer: Future[ReservedBlocks | None] = Future()
         if group is None:
@@ -104,7 +109,7 @@ class VllmCore:
         """Reserve for the same request with more history. Raises UnknownRequest, InvalidState or InvalidRequest."""
         self._check_restated(request_id, request)
         self.release(request_id)
-        return self.reserve(request)
+        return self._reserved(request)
 
     def reserve_local(self, request: EngineRequest) -> tuple[ReservedBlocks, int] | None:
         """Queue a request to be computed here, if there is room for its prompt now; return its time of entry as well."""
@@ -125,28 +130,32 @@ class VllmCore:
         if token is None or not 0 <= token < self._limits.vocab_size:
             raise InvalidRequest(f"first_tokens: {dict(first_tokens)}; give one of the vocabulary for choice {choice.index}")
         group.state, group.clock = State.ACTIVE, StartClock(time.monotonic_ns(), remote=True)
-        self._report(choice, failed=False)
+        self._report(choice)
         if self._limits.finish_reason(group.request, [*choice.output, token]) is not None:
             self.release(request_id)
             return
-        self._take_over(choice, token)
+        take_over(choice, self._scheduler.requests[choice.name], token)
 
     def run_local(self, request_id: str, request: EngineRequest) -> int:
         """Compute here what was to come from elsewhere; return the time of entry. Raises what ServingEngine.run_local raises."""
         self._check_restated(request_id, request)
         now_ns = time.monotonic_ns()
         self.release(request_id)
-        self.add(request, now_ns)
+        self._added(request, now_ns)
         return now_ns
 
     def add(self, request: EngineRequest, now_ns: int | None = None) -> bool:
         """Queue a request to be computed here. False: all seats are taken. Raises what ServingEngine.add raises."""
+        self._admit_lora(request)
+        return self._added(request, now_ns or time.monotonic_ns())
+
+    def _added(self, request: EngineRequest, now_ns: int) -> bool:
         if request.prefill_only and request.sampling.n > 1:
             raise InvalidRequest(f"sampling.n: vLLM hands off one choice, not {request.sampling.n}; have it computed on decode")
         group = self._opened(request, State.ACTIVE)
         if group is None:
             return False
-        group.clock = StartClock(now_ns or time.monotonic_ns(), remote=False)
+        group.clock = StartClock(now_ns, remote=False)
         self._submit(group, waits_for_kv=False)
         return True
 
@@ -404,7 +413,6 @@ class VllmCore:
     def _opened(self, request: EngineRequest, state: State) -> Group | None:
         """Return a group for a valid new request; None: all seats are taken."""
         check_request(request, self._limits)
-        self._lora_of(request)
         if request.request_id in self._groups:
             raise DuplicateRequest(f"request_id: {request.request_id!r} is in the engine already; release it first")
         names = [f"{request.request_id}#{next(self._serial)}" for _ in range(request.sampling.n)]
@@ -422,55 +430,16 @@ class VllmCore:
                 self._link.waits_for_kv.add(choice.name)
             if request.prefill_only:
                 self._link.holds_blocks.add(choice.name)
-            self.core.add_request(*self.core.preprocess_add_request(self._as_vllm(choice)))
+            asked = as_vllm(choice, self._limits, self._lora_of(request))
+            self.core.add_request(*self.core.preprocess_add_request(asked))
 
-    def _as_vllm(self, choice: Choice) -> EngineCoreRequest:
-        request, params = choice.group.request, choice.group.request.sampling
-        left = 1 if request.prefill_only else max(1, params.max_tokens - len(choice.output))
-        return EngineCoreRequest(
-            request_id=choice.name,
-            prompt_token_ids=choice.vllm_prompt,
-            mm_features=None,
-            sampling_params=SamplingParams(
-                temperature=0.0,
-                max_tokens=left,
-                ignore_eos=True,
-                stop_token_ids=sorted(end_tokens(params, frozenset(self._limits.eos_token_ids))),
-                detokenize=False,
-                extra_args={REQUEST: choice.name},
-            ),
-            pooling_params=None,
-            arrival_time=time.time(),
-            lora_request=self._lora_of(request),
-            cache_salt=salt_of(request.block_root),
-            data_parallel_rank=None,
-        )
-
-    def _take_over(self, choice: Choice, token: int) -> None:
-        """Continue with a token that was drawn elsewhere, behind KV that is complete.
-
-        vLLM has not sent the request to its model yet. With the token as the last of its prompt, its next step computes that one
-        alone; without, it would compute the prompt's last token again, in another shape than prefill did, and draw once more.
-        """
-        request = self._scheduler.requests[choice.name]
-        request.prompt_token_ids.append(token)
-        request._all_token_ids.append(token)
-        request.num_prompt_tokens += 1
-        request.max_tokens = max(1, request.max_tokens - 1)
-        request.update_block_hashes()
-        choice.output.append(token)
-        choice.num_in_prompt += 1
-        choice.is_taken_over = True
-
-    def _report(self, choice: Choice, *, failed: bool) -> None:
-        """Tell vLLM, once, that nobody writes into a reservation's blocks any more."""
+    def _report(self, choice: Choice) -> None:
+        """Tell vLLM, once, that nothing writes into a reservation's blocks any more."""
         if choice.is_reported:
             return
         choice.is_reported = True
         self._link.waits_for_kv.discard(choice.name)
         self._link.outcomes.received.add(choice.name)
-        if failed:
-            self._link.outcomes.failed.add(choice.name)
 
     def _drop(self, choice: Choice, group: Group) -> None:
         """End a choice in vLLM, whatever it does there. Blocks that were perhaps filled in part, or with garbage, are cleared:
@@ -486,7 +455,7 @@ class VllmCore:
             waits = held.status == RequestStatus.WAITING_FOR_REMOTE_KVS
             self.core.abort_requests([choice.name])
             if waits and choice.name in self._scheduler.requests:
-                self._report(choice, failed=False)
+                self._report(choice)
         self._forget(choice)
 
     def _forget(self, choice: Choice) -> None:

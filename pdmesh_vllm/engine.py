@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -37,10 +38,11 @@ from pdmesh_vllm.adapters import AdapterTable, VllmAdapters, load_all
 from pdmesh_vllm.calibration import OUTPUT_TOKENS, PROMPT_TOKENS, measured_steps, slowdown
 from pdmesh_vllm.core import Sample, VllmCore
 from pdmesh_vllm.kv_pool import JoinedPool, adopt
-from pdmesh_vllm.loading import LoadedCore, check_version, cost_of, dtype_name, hash_of, layout_name, load_core, numeric_mode
+from pdmesh_vllm.loading import LoadedCore, cost_of, dtype_name, hash_of, layout_name, load_core, numeric_mode
 from pdmesh_vllm.prefix_cache import PrefixIndex
 from pdmesh_vllm.staging import raw_blocks, stage, zero
 
+logger = logging.getLogger(__name__)
 LACKS = frozenset({Lack.CHOICES_HANDOFF, Lack.DRAFT_STATES, Lack.PACES, Lack.REPRODUCIBLE})
 
 
@@ -73,6 +75,7 @@ class VllmEngine:
             limits,
             sample=sampler(self.device, num_threads, self.facts.max_num_seqs),
             lora_of=self.table.of,
+            admit_lora=self.table.admit,
             index=self.index,
             zero=clear,
         )
@@ -200,7 +203,8 @@ def sampler(device: torch.device, num_threads: int, num_seqs: int) -> Sample:
         return DeviceSampler(num_seqs=num_seqs).sample
     try:
         return NativeSampler(library.shared_library(), num_threads or 1).sample
-    except (OSError, RuntimeError, ValueError):
+    except (OSError, RuntimeError, ValueError) as error:
+        logger.warning("tokens are drawn by torch's operators, which is slower: %s", error)
         return Sampler().sample
 
 
@@ -215,7 +219,7 @@ def facts_of(loaded: LoadedCore) -> EngineFacts:
         name="vllm",
         model=model.model,
         weights_hash=hash_of(config),
-        numeric_mode=numeric_mode(config, loaded.version),
+        numeric_mode=numeric_mode(config),
         num_layers=len(caches),
         num_kv_heads=num_kv_heads,
         head_dim=twice_dim // 2,
@@ -248,12 +252,11 @@ def limits_of(facts: EngineFacts) -> Limits:
 def load_engine(config: WorkerConfig, progress: Progress) -> VllmEngine:
     """Load vLLM for a worker, on a thread of its own. Raises ValueError ("field: what is wrong") or OSError."""
     progress(0.0, "loading vLLM: compiling takes up to a minute or two")
-    check_version()
+    settings = config.engine_config
     os.environ.update(environment(config))
     from vllm.engine.arg_utils import EngineArgs  # imports vLLM, which reads its variables then
 
     loaded = load_core(engine_args(config, {field.name for field in fields(EngineArgs)}))
-    settings = config.engine_config
     engine = VllmEngine(
         loaded, num_threads=settings.num_threads, max_adapters=settings.num_adapter_slots, shared=settings.kv_shared
     )

@@ -1,12 +1,12 @@
 """What the halves of the plugin share within one process: the connector's halves, the draw, and the engine around EngineCore.
 
 vLLM makes the connector and the logits processor itself, from names in its configuration; they find their engine here. Only the
-engine's thread uses a link, but for `ready`, which any thread may read.
+engine's thread uses a link.
 
-    schedule()     ── asks ──► num_external, granted, plan          (scheduler half)
-    the forward    ── tells ─► layer_done                           (worker half)
-    the sampler    ── asks ──► rows of the step, tells the draws    (logits processor)
-    the step's end ── asks ──► outcomes: received, failed, sent     (worker half)
+    schedule()     ── asks ──► waits_for_kv; tells asked, granted, plan    (scheduler half)
+    the forward    ── tells ─► layer_done                                  (worker half)
+    the sampler    ── asks ──► the draws of the step's rows                (logits processor)
+    the step's end ── asks ──► outcomes: received, sent                    (worker half)
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ class Outcomes:
     """Hold what the connector reports at the end of the next step, each once: vLLM keeps a request's blocks until then."""
 
     received: set[str] = field(default_factory=set)
-    failed: set[str] = field(default_factory=set)  # of `received`: compute what is missing
     sent: set[str] = field(default_factory=set)
 
     def __bool__(self) -> bool:
@@ -49,7 +48,6 @@ class Link:
     def __init__(self) -> None:
         self.caches: Mapping[str, Tensor] = {}  # vLLM's KV tensors, by layer, in its order
         self.outcomes = Outcomes()
-        self.plan: SchedulerOutput | None = None  # of the running step
         self.waits_for_kv: set[str] = set()  # requests whose prompt is filled by a transfer
         self.holds_blocks: set[str] = set()  # requests whose blocks stay after their end, until they are in outcomes.sent
         self.on_granted: Callable[[str, Sequence[int], int], None] = lambda name, blocks, num_external: None

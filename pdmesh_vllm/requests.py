@@ -10,16 +10,27 @@ another name, because vLLM may hold blocks of the old one for another step.
 from __future__ import annotations
 
 import enum
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from vllm import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
 
 from pdmesh.engine.interface import ReservedBlocks
 from pdmesh.engine.outputs import RequestStarted, StartClock, TokenLogprobs
-from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.request import EngineRequest, end_tokens
 from pdmesh.engine.request_validation import Limits
 from pdmesh.engine.sampling.grammar import Matcher
 from pdmesh.engine.sampling.sampler import SampleRow
+from pdmesh_vllm.prefix_cache import salt_of
+from pdmesh_vllm.sampling import REQUEST
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.request import Request
 
 
 class State(enum.Enum):
@@ -50,7 +61,6 @@ class Choice:
     logprobs: TokenLogprobs | None = None  # of the token that was drawn last
     is_not_finite: bool = False
     blocks: list[int] = field(default_factory=list)  # only ever grows while the KV is announced
-    num_computed: int = 0  # before the running step
     num_cached: int = 0
     is_reported: bool = False  # its end as a receiver was told to vLLM
     is_taken_over: bool = False  # its KV and its first token came from elsewhere
@@ -132,3 +142,46 @@ def open_group(request: EngineRequest, state: State, names: Sequence[str]) -> Gr
         history = list(_history(request, index))
         group.choices.append(Choice(name, group, index, history, len(history)))
     return group
+
+
+# A choice as vLLM knows it.
+
+
+def as_vllm(choice: Choice, limits: Limits, lora: LoRARequest | None) -> EngineCoreRequest:
+    """Return a choice as vLLM takes it: greedy, because the draw decides its tokens, and with all tokens that end it."""
+    request, params = choice.group.request, choice.group.request.sampling
+    left = 1 if request.prefill_only else max(1, params.max_tokens - len(choice.output))
+    return EngineCoreRequest(
+        request_id=choice.name,
+        prompt_token_ids=choice.vllm_prompt,
+        mm_features=None,
+        sampling_params=SamplingParams(
+            temperature=0.0,
+            max_tokens=left,
+            ignore_eos=True,
+            stop_token_ids=sorted(end_tokens(params, frozenset(limits.eos_token_ids))),
+            detokenize=False,
+            extra_args={REQUEST: choice.name},
+        ),
+        pooling_params=None,
+        arrival_time=time.time(),
+        lora_request=lora,
+        cache_salt=salt_of(request.block_root),
+        data_parallel_rank=None,
+    )
+
+
+def take_over(choice: Choice, request: Request, token: int) -> None:
+    """Continue `request`, which is the choice in vLLM, with a token that was drawn elsewhere, behind KV that is complete.
+
+    vLLM has not sent the request to its model yet. With the token as the last of its prompt, its next step computes that one
+    alone; without, it would compute the prompt's last token again, in another shape than prefill did, and draw once more.
+    """
+    request.prompt_token_ids.append(token)
+    request._all_token_ids.append(token)
+    request.num_prompt_tokens += 1
+    request.max_tokens = max(1, request.max_tokens - 1)
+    request.update_block_hashes()
+    choice.output.append(token)
+    choice.num_in_prompt += 1
+    choice.is_taken_over = True

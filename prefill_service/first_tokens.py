@@ -79,6 +79,9 @@ class FirstTokensSink:
         self._done: asyncio.Future[FirstTokens] = asyncio.get_running_loop().create_future()
 
     def on_update(self, update: SequenceUpdate) -> None:
+        if update.finish_reason is FinishReason.PREEMPTED and not self._done.done():
+            gone = "this worker gave the prompt's blocks to other sequences"
+            self._done.set_exception(ResourceExhausted(gone, retry_delay_s=RETRY_DELAY_S))
         self._updates.append(update)
 
     def on_started(self, started: RequestStarted, ended_ns: int) -> None:
@@ -87,9 +90,6 @@ class FirstTokensSink:
             return
         if any(update.finish_reason is FinishReason.ERROR for update in self._updates):
             self._done.set_exception(DataLoss.of_logits())
-        elif any(update.finish_reason is FinishReason.PREEMPTED for update in self._updates):
-            gone = "this worker gave the prompt's blocks to other sequences"
-            self._done.set_exception(ResourceExhausted(gone, retry_delay_s=RETRY_DELAY_S))
         else:
             self._done.set_result(FirstTokens(tuple(self._updates), started.timing, ended_ns))
 

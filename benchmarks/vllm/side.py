@@ -232,7 +232,7 @@ def ratio_figures(cells: Mapping[str, Mapping[Mix, Cell]], mixes: Sequence[Mix])
 def _over(mix: Mix, ours: float, theirs: Sequence[float], peer: str, goal: float) -> Figure:
     value = ratio(ours, theirs)
     return Figure(
-        f"{mix.name}: pdmesh over {peer}", "nobody was in time" if value is None else value, "times", "higher", goal, peer=peer
+        f"{mix.name}: pdmesh over {peer}", "no answer was in time" if value is None else value, "times", "higher", goal, peer=peer
     )
 
 

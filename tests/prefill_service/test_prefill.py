@@ -10,10 +10,11 @@ from contextlib import AsyncExitStack
 import grpc
 import pytest
 
-from pdmesh.engine.outputs import StepResult
+from pdmesh.engine.outputs import FinishReason, SequenceUpdate, StepResult
 from pdmesh.runtime import failpoints
-from pdmesh.runtime.errors import error_from_rpc
+from pdmesh.runtime.errors import ResourceExhausted, error_from_rpc
 from pdmesh.v1 import decode_pb2, prefill_pb2
+from prefill_service.first_tokens import FirstTokensSink
 from tests.support.mini_router import MiniRouter
 from tests.support.waiting import eventually, slowly
 from tests.support.worker_mesh import Model, Peer, history, running_worker, token_request
@@ -187,3 +188,11 @@ async def test_what_passes_while_the_engine_takes_the_prompt_is_queue(
     assert timings.prefill_queue_ns > 50e6
     assert timings.service_ns == timings.prefill_queue_ns + timings.prefill_compute_ns + timings.return_ns
     await cancel(decoder)
+
+
+async def test_a_prompt_that_lost_its_blocks_is_refused_at_once() -> None:
+    """No first token follows, so nothing else would end the wait before the deadline."""
+    sink = FirstTokensSink()
+    sink.on_update(SequenceUpdate("r", 0, 0, (), (), FinishReason.PREEMPTED))
+    with pytest.raises(ResourceExhausted, match="blocks"):
+        await sink.wait(10.0)

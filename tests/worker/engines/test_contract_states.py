@@ -312,7 +312,13 @@ async def test_adapters_come_and_go_while_it_runs(kind: Kind, tmp_path: Path) ->
         adapted = await _adapted(it, "a1", first)
         assert adapted.output != plain.output and (await _adapted(it, "a2", first)).output == adapted.output
         assert (await it.run(request("plain again", 60))).output == plain.output  # KV of the one is not the other's
-        assert await engine.adapters.unload("a") == 0
+        running = it.follow("running")
+        assert await engine.add(replace(request("running", 60, LONG), adapter=first))
+        assert await engine.adapters.unload("a") == 1
+        with pytest.raises(UnknownAdapter):
+            await engine.reserve(replace(request("meanwhile"), adapter=first))
+        await it.finished(running)
+        assert running.output[:8] == adapted.output
         with pytest.raises(UnknownAdapter):
             await engine.add(replace(request("late"), adapter=first))
         [(second, _)] = await engine.adapters.load("b", folders["b"])
