@@ -16,7 +16,7 @@ CODE := pdmesh pdmesh_vllm router prefill_service decode_service kvtransfer tool
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-vllm model kernels demo test lint types contracts stubs-fresh unit mesh test-thorough test-vllm test-k8s equality
-.PHONY: chaos bench-mesh bench-cpu bench-models bench-handoff bench-loadtest bench-profile bench-latency bench-clients bench-constrained bench-soak bench-capacity bench-router bench-autoscale bench-spec bench-sparsity bench-lora bench-observability bench-vllm bench-gpu train-heads stubs format clean
+.PHONY: chaos chaos-vllm bench-mesh bench-cpu bench-models bench-handoff bench-loadtest bench-profile bench-latency bench-clients bench-constrained bench-soak bench-capacity bench-router bench-autoscale bench-spec bench-sparsity bench-lora bench-observability bench-vllm bench-gpu train-heads stubs format clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -112,6 +112,9 @@ equality: $(READY) model kernels  ## all prompts, every way through the mesh, ag
 
 chaos: $(READY) model kernels  ## some 2 600 faults at every state of the hand-off, under load (an hour; resumes where it was stopped)
 	$(BIN)/python -m tests.chaos
+
+chaos-vllm: $(VLLM_READY) model kernels  ## 550 faults of the same kinds in meshes of vLLM workers (some 40 minutes; resumes)
+	$(BIN)/python -m tests.chaos --engine vllm $(ARGS)
 
 bench-mesh: $(READY) model kernels  ## engine and mesh, in int8 and float32, with the machine
 	$(BIN)/python -m benchmarks.mesh

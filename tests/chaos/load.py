@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
 
 from pdmesh.client.client import AsyncClient, Completed, Delta
 from pdmesh.client.stream import AsyncStream
 from pdmesh.client.types import GenerateOptions
+from pdmesh.engine.sampling.counter_rng import gumbel
 from pdmesh.errors import MeshError
 from pdmesh.sampling_params import SamplingParams
 from tests.chaos.record import Answer, Tally
 from tests.mesh import oracle
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Requests whose answers are known: drawn with a seed, answered once by an engine that nothing is separated from.
 
@@ -44,12 +53,17 @@ class Job:
     expected: tuple[tuple[int, ...], ...] = ()
 
 
-def make_jobs(folder: Path, sizes: Sizes, seed: int, count: int) -> list[Job]:
-    """`count` jobs for the model in `folder`; greedy ones, sampled ones, and some of two choices."""
-    rng = random.Random(seed)
-    jobs = [_draw(rng, sizes) for _ in range(count)]
-    answers = [answer for start in range(0, count, _BATCH) for answer in _answers(folder, jobs[start : start + _BATCH])]
-    return [replace(job, expected=tuple(map(tuple, answer))) for job, answer in zip(jobs, answers, strict=True)]
+def make_jobs(folder: Path, sizes: Sizes, seed: int, count: int, *, min_lead: float = 0.0) -> list[Job]:
+    """`count` jobs for the model in `folder`; greedy ones, sampled ones, and some of two choices. With `min_lead` (nats), answers
+    are those of float32, and only of jobs whose every token led the next candidate by so much: every engine gives them."""
+    rng, weights = random.Random(seed), oracle.FLOAT32 if min_lead else oracle.DEFAULT
+    jobs: list[Job] = []
+    while len(jobs) < count:
+        drawn = [_draw(rng, sizes) for _ in range(_BATCH)]
+        answered = zip(drawn, _answers(folder, drawn, weights), strict=True)
+        found = [replace(job, expected=tuple(map(tuple, answer))) for job, answer in answered]
+        jobs += [job for job in found if not min_lead or lead(folder, job) >= min_lead]
+    return jobs[:count]
 
 
 def _draw(rng: random.Random, sizes: Sizes) -> Job:
@@ -64,8 +78,34 @@ def _draw(rng: random.Random, sizes: Sizes) -> Job:
     return Job(prompt, sampling)
 
 
-def _answers(folder: Path, jobs: Sequence[Job]) -> list[list[list[int]]]:
-    return oracle.answers(folder, [(job.prompt, job.sampling) for job in jobs])
+def _answers(folder: Path, jobs: Sequence[Job], weights: tuple[str, str]) -> list[list[list[int]]]:
+    return oracle.answers(folder, [(job.prompt, job.sampling) for job in jobs], weights)
+
+
+@lru_cache(maxsize=1)
+def _reference(folder: Path) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model
+
+
+def lead(folder: Path, job: Job) -> float:
+    """The least by which a token of the job's answer led the next candidate, in nats of transformers' float32 distribution, each
+    candidate with the noise that it got; negative where another token should have been drawn."""
+    return min(_lead(_reference(folder), job, choice, answer) for choice, answer in enumerate(job.expected))
+
+
+@torch.inference_mode()
+def _lead(model: PreTrainedModel, job: Job, choice: int, answer: Sequence[int]) -> float:
+    logits = model(torch.tensor([[*job.prompt, *answer]])).logits[0, len(job.prompt) - 1 : -1]
+    candidates, least = torch.arange(logits.shape[1]), math.inf
+    for index, (token, scores) in enumerate(zip(answer, logits, strict=True)):
+        if temperature := job.sampling.temperature:
+            scores = scores + temperature * gumbel(job.sampling.seed, choice, index, candidates)
+        others = scores[candidates != token]
+        least = min(least, float(scores[token] - others.max()))
+    return least
 
 
 REQUEST_TIMEOUT_S = 90.0
@@ -77,13 +117,17 @@ _PAUSE_S = 0.02  # between two requests of a client
 
 
 class Load:
-    """`num_clients` clients, each with one request at a time. `tally` counts since the last `take_tally`."""
+    """`num_clients` clients, each with one request at a time. `tally` counts since the last `take_tally`. Without
+    `choices_handed_over`, how a request of several choices is computed is left to the router."""
 
-    def __init__(self, routers: Sequence[str], jobs: Sequence[Job], *, seed: int, num_clients: int) -> None:
+    def __init__(
+        self, routers: Sequence[str], jobs: Sequence[Job], *, seed: int, num_clients: int, choices_handed_over: bool = True
+    ) -> None:
         self._routers = routers
         self._jobs = jobs
         self._rng = random.Random(seed)
         self._num_clients = num_clients
+        self._choices_handed_over = choices_handed_over
         self._tally = Tally()
 
     def take_tally(self) -> Tally:
@@ -151,6 +195,7 @@ class Load:
         )
         if self._rng.random() >= _SHARES_CACHE:
             options["cache_salt"] = secrets.token_hex(8)
-        if mode := self._rng.choice(_MODES):
+        mode = self._rng.choice(_MODES)
+        if mode and (sampling.n == 1 or self._choices_handed_over):
             options["mode"] = mode
         return options

@@ -19,9 +19,10 @@ from redis.asyncio import Redis
 from pdmesh.client.client import AsyncClient
 from pdmesh.launcher.member import Member
 from pdmesh.launcher.mesh import LocalMesh
-from pdmesh.launcher.plan import LocalMeshConfig, ProcessPlan
+from pdmesh.launcher.plan import LocalMeshConfig, ProcessPlan, engine_python
 from pdmesh.runtime.registry.redis_server import EmbeddedRedis
 from pdmesh.v1 import mesh_pb2
+from pdmesh.worker.engines.registry import DEFAULT_ENGINE, start_timeout_s
 from tests.chaos.arming import Arming
 from tests.chaos.links import Link, Links
 from tests.chaos.plan import LinkName
@@ -131,12 +132,14 @@ _DECODE_TRANSPORTS = {"decode-0": "shm,tcp", "decode-1": "tcp", "decode-2": "grp
 
 @dataclass(frozen=True)
 class MeshSize:
-    """The model and the workers that serve it; one thread each."""
+    """The model and the workers that serve it; one thread each. `engine`: of each, by name; `engine_flags`: what it is told."""
 
     model: Path
     num_prefill: int
     num_decode: int
     kv_memory_mb: int
+    engine: str = DEFAULT_ENGINE
+    engine_flags: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -206,6 +209,9 @@ class ChaosMesh:
         self._links.start()
         config = LocalMeshConfig(
             model=str(self._size.model),
+            engine=self._size.engine,
+            worker_python=engine_python(self._size.engine, "cpu"),
+            start_timeout_s=start_timeout_s(self._size.engine),
             num_prefill=self._size.num_prefill,
             num_decode=self._size.num_decode,
             port=0,
@@ -213,7 +219,7 @@ class ChaosMesh:
             num_threads=1,
             restart=False,
             log_dir=str(self._folder / "logs"),
-            worker_args=("--kv-memory-mb", str(self._size.kv_memory_mb)),
+            worker_args=("--kv-memory-mb", str(self._size.kv_memory_mb), *self._size.engine_flags),
             adjust=self._adjust,
         )
         self.mesh = LocalMesh(config, on_event=self._on_event)

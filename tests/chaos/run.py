@@ -1,8 +1,10 @@
 """`make chaos`: thousands of faults in a mesh of a tiny model, some hundreds in one of SmolLM2; goes on where it was stopped.
 
     python -m tests.chaos --seconds 600 --kinds kill,stop --seed 7
+    python -m tests.chaos --engine vllm
 
-Writes `benchmarks/results/chaos.json`; exits 1 if a token was wrong, lost or repeated, a client saw an error or something leaked.
+Writes `benchmarks/results/chaos.json` (`chaos_vllm.json`); exits 1 if a token was wrong, lost or repeated, a client saw an error
+or something leaked.
 """
 
 from __future__ import annotations
@@ -13,14 +15,17 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks.handoff.protection import cost_figures
 from benchmarks.harness import say, write
+from benchmarks.vllm.answers import EAGER
 from pdmesh.models.catalogue import cache_folder
 from pdmesh.models.registry import ensure_model
+from pdmesh.worker.engines.registry import DEFAULT_ENGINE
 from tests.chaos import report
 from tests.chaos.campaign import Campaign
 from tests.chaos.load import Load, Sizes, make_jobs
@@ -30,8 +35,11 @@ from tests.chaos.record import Progress, Round, Tally
 from tests.support.tiny_models import make_tiny_model
 
 TINY_FAULTS, REAL_FAULTS = 2420, 220  # 20 and some of each kind at each state
+VLLM_TINY_FAULTS, VLLM_REAL_FAULTS = 440, 110  # a worker takes some 20 s to come back
 ROUND_FAULTS = 55
 NUM_JOBS = 64
+MIN_LEAD = 1e-3
+"""Nats: far above what two engines that compute in float32 differ by."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,8 @@ class Stage:
     num_clients: int
     plan: Sequence[PlannedFault]
     one_at_a_time: bool = False
+    min_lead: float = 0.0
+    choices_handed_over: bool = True
 
     @property
     def rounds(self) -> list[Sequence[PlannedFault]]:
@@ -64,6 +74,43 @@ def real_stage(model: Path, plan: Sequence[PlannedFault]) -> Stage:
     return Stage(report.REAL_MODEL, size, sizes, num_clients=4, plan=plan, one_at_a_time=True)
 
 
+def on_vllm(stage: Stage) -> Stage:
+    """The stage with vLLM in its workers, in float32, and two of each kind, which is what the memory of a laptop holds. Their
+    logits are not bit for bit the reference's, so what is asked has answers that do not hang on bits."""
+    flags = ("--dtype", "float32", "--vllm-arg", EAGER)
+    size = replace(stage.size, num_prefill=2, num_decode=2, engine="vllm", engine_flags=flags)
+    return replace(stage, size=size, num_clients=4, min_lead=MIN_LEAD, choices_handed_over=False)
+
+
+@dataclass(frozen=True)
+class EngineCampaigns:
+    """What differs by the engine of the workers."""
+
+    results: str
+    tiny_faults: int
+    real_faults: int
+    goals: report.Goals
+    tiny_model: str = "tiny"
+    tiny_fields: Mapping[str, Any] = field(default_factory=dict)
+    prefix: str = ""  # of the file of rounds
+    adapted: Callable[[Stage], Stage] = lambda stage: stage
+
+
+CAMPAIGNS: Mapping[str, EngineCampaigns] = {
+    DEFAULT_ENGINE: EngineCampaigns("chaos", TINY_FAULTS, REAL_FAULTS, report.OWN_GOALS),
+    "vllm": EngineCampaigns(
+        results="chaos_vllm",
+        tiny_faults=VLLM_TINY_FAULTS,
+        real_faults=VLLM_REAL_FAULTS,
+        goals=report.VLLM_GOALS,
+        tiny_model="tiny-vllm",
+        tiny_fields={"head_dim": 32},  # a multiple of 32: what vLLM's kernels for CPUs ask for
+        prefix="vllm-",
+        adapted=on_vllm,
+    ),
+}
+
+
 async def run_stage(stage: Stage, progress: Progress, *, seed: int, until: float) -> None:
     """The rounds that are not done yet, as far as they begin before `until` (monotonic seconds)."""
     missing = [number for number in range(len(stage.rounds)) if progress.find(stage.name, number) is None]
@@ -72,11 +119,17 @@ async def run_stage(stage: Stage, progress: Progress, *, seed: int, until: float
     say(
         f"{stage.name}: {len(stage.plan)} faults, {len(missing)} of {len(stage.rounds)} rounds to do; answers of one engine first"
     )
-    jobs = make_jobs(stage.size.model, stage.sizes, seed, NUM_JOBS)
+    jobs = make_jobs(stage.size.model, stage.sizes, seed, NUM_JOBS, min_lead=stage.min_lead)
     folder = Path(tempfile.mkdtemp(prefix="pdmesh-chaos-"))
     mesh = ChaosMesh(stage.size, folder)
     async with mesh:
-        load = Load(mesh.routers, jobs, seed=seed + missing[0], num_clients=stage.num_clients)
+        load = Load(
+            mesh.routers,
+            jobs,
+            seed=seed + missing[0],
+            num_clients=stage.num_clients,
+            choices_handed_over=stage.choices_handed_over,
+        )
         campaign = Campaign(stage.name, mesh, load, one_at_a_time=stage.one_at_a_time)
         for number in missing:
             if time.monotonic() > until:
@@ -108,37 +161,44 @@ def _line(done: Round, num_rounds: int) -> str:
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--seed", type=int, default=1, help="of the plan; another one is another campaign (default: 1)")
-    parser.add_argument("--faults", type=int, default=TINY_FAULTS, help=f"on the tiny model (default: {TINY_FAULTS})")
-    parser.add_argument("--real-faults", type=int, default=REAL_FAULTS, help=f"on SmolLM2 (default: {REAL_FAULTS})")
+    parser.add_argument("--engine", choices=tuple(CAMPAIGNS), default=DEFAULT_ENGINE, help="of the workers (default: our own)")
+    parser.add_argument("--faults", type=int, help=f"on the tiny model (default: {TINY_FAULTS}; vllm: {VLLM_TINY_FAULTS})")
+    parser.add_argument("--real-faults", type=int, help=f"on SmolLM2 (default: {REAL_FAULTS}; vllm: {VLLM_REAL_FAULTS})")
     parser.add_argument("--kinds", default="", help=f"comma separated, of: {', '.join(Kind)} (default: all)")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no round later; the next run goes on")
     parser.add_argument("--fresh", action="store_true", help="forget the rounds that former runs have done")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    numbers = CAMPAIGNS[arguments.engine]
+    arguments.faults = numbers.tiny_faults if arguments.faults is None else arguments.faults
+    arguments.real_faults = numbers.real_faults if arguments.real_faults is None else arguments.real_faults
+    return arguments
 
 
 def _is_whole(arguments: argparse.Namespace) -> bool:
     """Is it the plan of `make chaos`? Then its results, however far it came, are the ones that documents may name."""
-    return (arguments.faults, arguments.real_faults, arguments.kinds) == (TINY_FAULTS, REAL_FAULTS, "")
+    numbers = CAMPAIGNS[arguments.engine]
+    return (arguments.faults, arguments.real_faults, arguments.kinds) == (numbers.tiny_faults, numbers.real_faults, "")
 
 
 async def _run(arguments: argparse.Namespace, kinds: Sequence[Kind], progress: Progress) -> None:
-    until = time.monotonic() + arguments.seconds
+    until, numbers = time.monotonic() + arguments.seconds, CAMPAIGNS[arguments.engine]
     if arguments.faults:
-        tiny = make_tiny_model(cache_folder() / "chaos" / "tiny")
+        tiny = make_tiny_model(cache_folder() / "chaos" / numbers.tiny_model, **numbers.tiny_fields)
         plan = make_plan(arguments.seed, arguments.faults, kinds)
-        await run_stage(tiny_stage(tiny, plan), progress, seed=arguments.seed, until=until)
+        await run_stage(numbers.adapted(tiny_stage(tiny, plan)), progress, seed=arguments.seed, until=until)
     if arguments.real_faults:
         real = ensure_model("smollm2-135m-instruct", say)
         plan = make_plan(arguments.seed + 1, arguments.real_faults, kinds)
-        await run_stage(real_stage(real, plan), progress, seed=arguments.seed, until=until)
+        await run_stage(numbers.adapted(real_stage(real, plan)), progress, seed=arguments.seed, until=until)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code: 1 if something was wrong."""
     arguments = _arguments(argv)
+    numbers = CAMPAIGNS[arguments.engine]
     kinds = [Kind(name.strip()) for name in arguments.kinds.split(",")] if arguments.kinds else list(Kind)
     name = f"{arguments.seed}-{arguments.faults}-{arguments.real_faults}-{'-'.join(kind.name.lower() for kind in kinds)}"
-    progress = Progress(name[:120], fresh=arguments.fresh)
+    progress = Progress(f"{numbers.prefix}{name}"[:120], fresh=arguments.fresh)
     try:
         asyncio.run(_run(arguments, kinds, progress))
     except KeyboardInterrupt:
@@ -146,10 +206,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for line in report.lines(progress.rounds):
         say(line)
     if _is_whole(arguments):
-        figures = report.figures(progress.rounds)
-        if arguments.seconds == float("inf"):
+        figures = report.figures(progress.rounds, goals=numbers.goals)
+        if arguments.engine == DEFAULT_ENGINE and arguments.seconds == float("inf"):
             figures += cost_figures(ensure_model("smollm2-135m-instruct", say))
-        write("chaos", figures, seed=arguments.seed, report=report.tables(progress.rounds))
+        write(numbers.results, figures, seed=arguments.seed, report=report.tables(progress.rounds))
     return 1 if report.failures(progress.rounds) else 0
 
 

@@ -13,10 +13,15 @@ from pdmesh.sampling_params import SamplingParams
 _ids = count()  # of requests: one that a failed test has left behind is in no other's way
 
 
+DEFAULT, FLOAT32 = ("auto", "auto"), ("float32", "none")
+"""(dtype, quantization) of the weights: as workers choose by themselves, and as they were trained."""
+
+
 @lru_cache(maxsize=2)
-def _engine(folder: Path) -> Engine:
+def _engine(folder: Path, dtype: str, quantization: str) -> Engine:
     """One thread: several would wait for each other in spins while a mesh has the cores."""
-    return make_engine(folder, kv_memory_mb=256, speculation="none", num_threads=1)
+    fields = {"dtype": dtype, "quantization": quantization, "speculation": "none", "num_threads": 1}
+    return make_engine(folder, kv_memory_mb=256, **fields)
 
 
 def answer(folder: Path, prompt: Sequence[int], params: SamplingParams) -> list[list[int]]:
@@ -24,9 +29,11 @@ def answer(folder: Path, prompt: Sequence[int], params: SamplingParams) -> list[
     return answers(folder, [(prompt, params)])[0]
 
 
-def answers(folder: Path, jobs: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[list[list[int]]]:
+def answers(
+    folder: Path, jobs: Sequence[tuple[Sequence[int], SamplingParams]], weights: tuple[str, str] = DEFAULT
+) -> list[list[list[int]]]:
     """The same for several requests, batched (that a batch changes nothing is shown in tests/engine)."""
-    engine = _engine(folder)
+    engine = _engine(folder, *weights)
     outputs: list[list[list[int]]] = [[[] for _ in range(params.n)] for _, params in jobs]
     numbers = {str(next(_ids)): number for number in range(len(jobs))}
     for request_id, number in numbers.items():

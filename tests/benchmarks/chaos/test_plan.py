@@ -3,7 +3,8 @@
 from collections import Counter
 
 from tests.chaos.plan import ANY_MOMENT, ROLES, STATES, Kind, make_plan, role_of
-from tests.chaos.run import REAL_FAULTS, TINY_FAULTS
+from tests.chaos.report import VLLM_GOALS
+from tests.chaos.run import REAL_FAULTS, TINY_FAULTS, VLLM_REAL_FAULTS, VLLM_TINY_FAULTS
 
 
 def test_the_same_seed_gives_the_same_plan() -> None:
@@ -23,6 +24,12 @@ def test_the_default_plan_meets_the_quotas() -> None:
     assert set(cells) == {(kind, state) for kind in Kind for state in STATES}
     assert min(cells.values()) >= 20
     assert min(Counter(fault.kind for fault in plan).values()) >= 100
+
+
+def test_the_plan_for_vllm_meets_its_quotas() -> None:
+    cells = Counter((fault.kind, fault.state) for fault in make_plan(1, VLLM_TINY_FAULTS))
+    assert VLLM_GOALS.faults <= VLLM_TINY_FAULTS + VLLM_REAL_FAULTS and VLLM_GOALS.on_real_model <= VLLM_REAL_FAULTS
+    assert min(cells.values()) >= VLLM_GOALS.of_cell
 
 
 def test_every_part_is_balanced() -> None:
