@@ -81,6 +81,7 @@ class VllmCore:
         self._has_changed = False  # something may be scheduled that could not be before
         link.on_granted, link.on_plan, link.layer_done = self._granted, self._planned, self._layer_done
         link.on_asked = self._asked
+        link.is_awaited = lambda: self.exports.is_announcing
         link.draws = self
 
     # Requests.

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from kvtransfer.conversion import FP8Scales
 from kvtransfer.manifest import KVMemory
 from kvtransfer.staging import StagedMemory
 from pdmesh.adapter_id import named_folder
+from pdmesh.engine.errors import EngineStopped
 from pdmesh.engine.hardware import MachineLimits, measure_limits
 from pdmesh.engine.interface import NO_STATES, ReservedBlocks
 from pdmesh.engine.kernels.cpu import library
@@ -57,7 +59,7 @@ class VllmEngine:
         self.device = next(iter(loaded.link.caches.values())).device
         self.memory: KVMemory
         if self.device.type == "cpu":
-            self.memory = pool = adopt(loaded.link.caches, shared=shared)
+            self.memory = pool = loaded.ranks.pool if loaded.ranks is not None else adopt(loaded.link.caches, shared=shared)
             clear = pool.zero
         else:
             blocks = raw_blocks(loaded.link.caches)
@@ -141,6 +143,7 @@ class VllmEngine:
 
         self._loop = self.adapters.calls = EngineLoop(self.core, events.on_step, on_failure, events.on_ready)
         self._loop.start(asyncio.get_running_loop())
+        self._watch_ranks(on_failure)
         await self._loop.call(lambda _core: bind(cpus))
         self._limits = await self._loop.call(lambda _core: self._measured())
         prior = prior_of(
@@ -151,6 +154,14 @@ class VllmEngine:
             context=min(USUAL_CONTEXT, self.facts.max_context),
         )
         return slowdown(self._first_steps, prior).applied(prior)
+
+    def _watch_ranks(self, on_failure: Callable[[BaseException], None]) -> None:
+        """Report a rank that ends while no step runs: a step fails by itself."""
+        if self.loaded.ranks is None:
+            return
+        loop, died = asyncio.get_running_loop(), EngineStopped("a rank of vLLM has ended")
+        executor: Any = self.loaded.core.model_executor
+        executor.register_failure_callback(lambda: loop.call_soon_threadsafe(on_failure, died))
 
     def limits(self) -> MachineLimits | None:
         return self._limits

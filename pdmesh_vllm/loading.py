@@ -6,20 +6,25 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvtransfer.layout import JOINED
 from pdmesh.engine.hardware import ModelCost
 from pdmesh.engine.loader.hash import weights_hash
 from pdmesh.worker.engines.registry import PACKAGES
-from pdmesh_vllm.link import LINK, Link, close_link, open_link
+from pdmesh_vllm.link import LINK, RANKS, Link, close_link, open_link
+from pdmesh_vllm.rank_server import RankServer
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.engine.core import EngineCore
+
+
+_RANKS_READY_S = 60.0
+"""How long ranks may take to map the pool once vLLM has started: they have by then."""
 
 
 @dataclass(frozen=True)
@@ -30,18 +35,33 @@ class LoadedCore:
     config: VllmConfig
     link: Link
     link_name: str
+    ranks: RankServer | None = None  # where vLLM's workers are processes of their own
 
-    @property
-    def model(self) -> nn.Module:
-        """Return the model, which lies in this process."""
-        worker: Any = self.core.model_executor.driver_worker
-        model: nn.Module = worker.worker.model_runner.get_model()
-        return model
+    def weights(self) -> list[Weight]:
+        """Return the weights of all ranks; what each of them has whole is there as often."""
+        found: list[list[Weight]] = self.core.model_executor.collective_rpc(weights_of)
+        return [weight for each in found for weight in each]
 
     def close(self) -> None:
         """Free everything; idempotent."""
         close_link(self.link_name)
         self.core.shutdown()
+        if self.ranks is not None:
+            self.ranks.close()
+
+
+class Weight(NamedTuple):
+    """Describe a parameter of the model in one rank."""
+
+    name: str
+    count: int
+    num_bytes: int
+
+
+def weights_of(worker: Any) -> list[Weight]:
+    """Return the weights of one of vLLM's workers, in whose process this is called."""
+    parameters = worker.worker.model_runner.get_model().named_parameters()
+    return [Weight(name, each.numel(), each.numel() * each.element_size()) for name, each in parameters]
 
 
 def permit_amx() -> bool:
@@ -62,12 +82,14 @@ def load_core(arguments: Mapping[str, object]) -> LoadedCore:
     from vllm.v1.executor import Executor
 
     link_name = f"{os.getpid()}-{id(arguments):x}"
+    link = open_link(link_name)
+    ranks = RankServer(link, num_ranks) if (num_ranks := int(str(arguments.get("tensor_parallel_size", 1)))) > 1 else None
     transfer = KVTransferConfig(
         kv_connector="PdmeshConnector",
         kv_connector_module_path="pdmesh_vllm.connector",
         kv_role="kv_both",
         kv_load_failure_policy="recompute",
-        kv_connector_extra_config={LINK: link_name},
+        kv_connector_extra_config={LINK: link_name, **({RANKS: ranks.address} if ranks is not None else {})},
     )
     args = EngineArgs(
         **dict(arguments),
@@ -77,14 +99,27 @@ def load_core(arguments: Mapping[str, object]) -> LoadedCore:
         async_scheduling=False,  # the draw needs the token before
         disable_log_stats=True,
     )
-    config = args.create_engine_config()
-    link = open_link(link_name)
     try:
+        config = args.create_engine_config()
+        _check_split(config)
         core = EngineCore(config, Executor.get_class(config), log_stats=False)
+        if ranks is not None:
+            ranks.wait_ready(_RANKS_READY_S)
     except BaseException:
         close_link(link_name)
+        if ranks is not None:
+            ranks.close()
+            ranks.check()
         raise
-    return LoadedCore(core, config, link, link_name)
+    return LoadedCore(core, config, link, link_name, ranks)
+
+
+def _check_split(config: VllmConfig) -> None:
+    """Raise ValueError for a model whose KV heads the ranks do not divide: vLLM would keep some of them twice."""
+    num_ranks, num_heads = config.parallel_config.tensor_parallel_size, config.model_config.get_total_num_kv_heads()
+    if num_heads % num_ranks:
+        whole = [each for each in range(1, num_heads + 1) if num_heads % each == 0]
+        raise ValueError(f"tensor_parallel: {num_ranks} ranks do not divide the model's {num_heads} KV heads; give one of {whole}")
 
 
 # What the model is.
@@ -125,7 +160,7 @@ def cost_of(loaded: LoadedCore) -> ModelCost:
     """Return what steps cost, from the sizes of the model's weights and caches."""
     model, config = loaded.config.model_config, loaded.config
     text = model.hf_text_config
-    sizes = [(name, weight.numel(), weight.numel() * weight.element_size()) for name, weight in loaded.model.named_parameters()]
+    sizes = loaded.weights()
     num_experts = int(getattr(text, "num_experts", 0) or getattr(text, "num_local_experts", 0) or 0)
     expert_bytes = sum(size for name, _, size in sizes if num_experts and ".experts." in name)
     head = model.get_vocab_size() * model.get_hidden_size()

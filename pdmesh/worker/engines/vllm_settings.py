@@ -38,11 +38,12 @@ TAKEN: Mapping[str, str] = {
     "max_loras": "max_loras",
     "max_lora_rank": "max_lora_rank",
     "num_threads": "",  # see `environment`
+    "tensor_parallel": "tensor_parallel_size",
 }
 """The fields that vLLM's engine takes, with the argument that each sets."""
 
 _ITS_OWN = "vLLM has kernels of its own; leave it out"
-_ONE_PROCESS = "it runs in the worker's own process, on one device; leave it out"
+_RANKS = "vLLM runs its ranks by itself; leave it out"
 _NO_DRAFTS = "drafts of vLLM's are not handed over; leave it out"
 REFUSED: Mapping[str, str] = {
     "override": "give --vllm-arg 'hf_overrides={...}' instead",
@@ -57,9 +58,8 @@ REFUSED: Mapping[str, str] = {
     "self_draft_layers": _NO_DRAFTS,
     "max_draft_tokens": _NO_DRAFTS,
     "draft_length": _NO_DRAFTS,
-    "tensor_parallel": _ONE_PROCESS,
-    "expert_parallel": _ONE_PROCESS,
-    "tensor_parallel_timeout_s": _ONE_PROCESS,
+    "expert_parallel": "its experts are split as its layers are; leave it out",
+    "tensor_parallel_timeout_s": _RANKS,
 }
 """The fields that it cannot be told, with what to do. Their defaults are accepted."""
 
@@ -81,7 +81,6 @@ _OWN_ARGUMENTS = {
     "disable_log_stats": "",
     "async_scheduling": "",
     "logits_processors": "",
-    "tensor_parallel_size": "",
     "pipeline_parallel_size": "",
     "data_parallel_size": "",
     "runner": "",
@@ -131,6 +130,11 @@ def check_engine(engine: EngineConfig) -> None:
 
 
 def _check_sizes(engine: EngineConfig) -> None:
+    if engine.tensor_parallel > 1 and engine.device != "cpu":
+        raise ValueError(
+            f"tensor_parallel: {engine.tensor_parallel} ranks of vLLM on {engine.device} cannot hand off KV yet; give 1, or a worker "
+            "for each device"
+        )
     block_size = _given_block_size(engine)
     if block_size is not None and engine.device == "cpu" and block_size % _CPU_BLOCK:
         raise ValueError(
@@ -220,6 +224,7 @@ def engine_args(
         "generation_config": "vllm",  # defaults of sampling are the router's
         **{name: value for name, value in given.items() if value is not None},
         **_memory(engine, free_memory),
+        **_ranks(engine),
         **_lora(engine),
         **more,
     }
@@ -229,11 +234,19 @@ def _memory(engine: EngineConfig, free_memory: Callable[[str], int] | None) -> d
     """Return the size of the KV pool. On a GPU the share is, as vLLM means it, of the whole memory, with weights and steps. On a
     CPU vLLM would take nearly all memory: there it is a share of what the weights leave, as for our engine."""
     if engine.kv_memory_mb:
-        return {"kv_cache_memory_bytes": engine.kv_memory_mb << 20}
+        return {"kv_cache_memory_bytes": (engine.kv_memory_mb << 20) // engine.tensor_parallel}
     if engine.device == "cuda":
         return {"gpu_memory_utilization": engine.kv_memory_share} if engine.kv_memory_share else {}
     left = max(0, (free_memory or _free_memory)(engine.device) - _weight_bytes(Path(engine.model)))
-    return {"kv_cache_memory_bytes": int(left * (engine.kv_memory_share or default_kv_share(engine.device)))}
+    share = engine.kv_memory_share or default_kv_share(engine.device)
+    return {"kv_cache_memory_bytes": int(left * share) // engine.tensor_parallel}
+
+
+def _ranks(engine: EngineConfig) -> dict[str, object]:
+    """Return how the model is split. A single rank is in the engine's process."""
+    if engine.tensor_parallel == 1:
+        return {}
+    return {"tensor_parallel_size": engine.tensor_parallel, "distributed_executor_backend": "mp"}
 
 
 def _free_memory(device: str) -> int:
@@ -292,5 +305,7 @@ def environment(config: Settings) -> dict[str, str]:
     if config.engine.device == "cpu":
         num_threads = config.engine.num_threads or len(config.cpus)
         found |= {"VLLM_USE_AOT_COMPILE": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        found |= {"OMP_NUM_THREADS": str(num_threads)} if num_threads else {}
+        found |= {"OMP_NUM_THREADS": str(max(1, num_threads // config.engine.tensor_parallel))} if num_threads else {}
+    if config.engine.tensor_parallel > 1:  # ranks are new processes, which a copy of this one with its threads could not be
+        found |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_HOST_IP": "127.0.0.1"}
     return found
