@@ -413,7 +413,8 @@ class VllmCore:
             pending = group.pending
             if pending is None:
                 continue
-            found_no_room = pending.was_asked and not self._has_changed  # else blocks became free behind that look
+            is_behind = not self._plan  # another waits for blocks before it, and nothing runs that could free some
+            found_no_room = (pending.was_asked or is_behind) and not self._has_changed  # else blocks became free in this step
             pending.was_asked = False
             if found_no_room or now > pending.until or pending.answer.cancelled():
                 self.release(group.request.request_id)

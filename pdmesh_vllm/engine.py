@@ -38,7 +38,7 @@ from pdmesh_vllm.adapters import AdapterTable, VllmAdapters, load_all
 from pdmesh_vllm.calibration import OUTPUT_TOKENS, PROMPT_TOKENS, measured_steps, slowdown
 from pdmesh_vllm.core import Sample, VllmCore
 from pdmesh_vllm.kv_pool import JoinedPool, adopt
-from pdmesh_vllm.loading import LoadedCore, cost_of, dtype_name, eos_of, hash_of, layout_name, load_core, numeric_mode
+from pdmesh_vllm.loading import LoadedCore, cost_of, dtype_name, eos_of, hash_of, kv_shape, layout_name, load_core, numeric_mode
 from pdmesh_vllm.prefix_cache import PrefixIndex
 from pdmesh_vllm.staging import raw_blocks, stage, zero
 
@@ -212,7 +212,7 @@ def facts_of(loaded: LoadedCore) -> EngineFacts:
     """Return the facts about a loaded EngineCore."""
     config, caches = loaded.config, loaded.link.caches
     first, model = next(iter(caches.values())), config.model_config
-    num_blocks, num_kv_heads, block_size, twice_dim = first.shape
+    num_blocks, num_kv_heads, block_size, twice_dim = kv_shape(caches)
     return EngineFacts(
         name="vllm",
         model=model.model,

@@ -167,6 +167,17 @@ def cost_of(loaded: LoadedCore) -> ModelCost:
     )
 
 
+def kv_shape(caches: Mapping[str, Tensor]) -> tuple[int, int, int, int]:
+    """Return blocks, heads, tokens of a block, and twice the head dimension. Raises ValueError for KV of another kind."""
+    name, first = next(iter(caches.items()))
+    if first.dim() != 4:
+        raise ValueError(
+            f"model: vLLM keeps the KV of {name} as {tuple(first.shape)}, without heads; it cannot be handed off yet"
+        )
+    num_blocks, num_heads, block_size, twice_dim = first.shape
+    return num_blocks, num_heads, block_size, twice_dim
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a KV dtype on the wire."""
     return str(dtype).removeprefix("torch.")

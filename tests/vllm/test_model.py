@@ -20,7 +20,7 @@ def test_ids_that_end_an_answer_are_those_of_the_generation_config(generation: A
 
     said = {} if generation is None else {"eos_token_id": generation}
     model = SimpleNamespace(try_get_generation_config=lambda: said, hf_text_config=SimpleNamespace(eos_token_id=config))
-    assert eos_of(SimpleNamespace(model_config=model)) == expected  # type: ignore[arg-type]
+    assert eos_of(SimpleNamespace(model_config=model)) == expected
 
 
 def test_a_model_without_hashed_weights_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
@@ -35,13 +35,22 @@ def test_a_model_without_hashed_weights_is_refused_before_it_is_loaded(tmp_path:
             load_core({"model": model})
 
 
+def test_kv_without_heads_is_refused() -> None:
+    torch = pytest.importorskip("torch")
+    from pdmesh_vllm.loading import kv_shape
+
+    assert kv_shape({"layer": torch.empty(9, 2, 32, 64)}) == (9, 2, 32, 64)
+    with pytest.raises(ValueError, match=r"model: vLLM keeps the KV of layer as \(9, 32, 576\), without heads"):
+        kv_shape({"layer": torch.empty(9, 32, 576)})
+
+
 def test_models_with_other_overrides_do_not_pair() -> None:
     pytest.importorskip("torch")
     from pdmesh_vllm.loading import numeric_mode
 
     def mode(overrides: dict[str, object]) -> str:
         model = SimpleNamespace(dtype="torch.float32", quantization=None, hf_overrides=overrides)
-        return numeric_mode(SimpleNamespace(model_config=model))  # type: ignore[arg-type]
+        return numeric_mode(SimpleNamespace(model_config=model))
 
     assert mode({}) == "vllm-0.32-float32"
     assert len({mode({}), mode({"rope_theta": 1}), mode({"rope_theta": 2})}) == 3

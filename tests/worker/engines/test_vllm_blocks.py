@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
+from unittest.mock import Mock
 
 import pytest
 
@@ -127,4 +128,23 @@ def test_a_reservation_is_restated_in_a_pool_that_has_room_for_it_once(engine: V
     assert again.result(0) is not None
     for number in range(4):
         core.release(f"x{number}")
+    assert is_whole(core)
+
+
+def test_a_reservation_behind_a_prompt_that_has_no_room_is_refused_at_once(
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps that compute nothing would keep the engine's thread from the calls that free blocks."""
+    core = engine.core
+    answers = [core.reserve(request(f"x{number}", 480, salt=number)) for number in range(4)]
+    outputs(core)
+    assert all(answer.result(0) for answer in answers) and core.num_free_blocks == 4
+    assert core.add(request("large", 200))
+    late = core.reserve(request("late", 40, salt=9))
+    step = Mock(wraps=core.core.step)
+    monkeypatch.setattr(core.core, "step", step)
+    outputs(core)
+    assert late.result(0) is None and step.call_count < 5
+    for name in ("x0", "x1", "x2", "x3", "large"):
+        core.release(name)
     assert is_whole(core)
