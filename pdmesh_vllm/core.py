@@ -212,6 +212,7 @@ class VllmCore:
         ended_ns = time.monotonic_ns()
         ready = self.exports.end()
         self._refuse_those_without_room()
+        self._give_way()
         took_part = self._took_part(started_ns, ended_ns)
         updates = [update for each in outputs.values() for output in each.outputs for update in self._taken(output)]
         updates += [self._gave_up(choice) for choice in self._lost]
@@ -361,8 +362,8 @@ class VllmCore:
         if choice is None:
             return
         if choice.is_not_finite or not output.new_token_ids:
-            self._zero(choice.blocks)
-            self._close(choice, has_ended=output.finish_reason is not None)
+            self._withdraw(choice)
+            self._close(choice)
             yield self._update(choice, (), FinishReason.ERROR)
             return
         [token] = output.new_token_ids
@@ -373,7 +374,7 @@ class VllmCore:
             choice.group.state = State.HELD
         elif reason is not None or output.finish_reason is not None:
             reason = reason or FinishReason.LENGTH
-            self._close(choice, has_ended=output.finish_reason is not None)
+            self._close(choice)
         yield self._update(choice, (token,), reason)
 
     def _reason(self, choice: Choice) -> FinishReason | None:
@@ -392,12 +393,17 @@ class VllmCore:
         self.release(choice.group.request.request_id)
         return self._update(choice, (), FinishReason.PREEMPTED)
 
-    def _close(self, choice: Choice, *, has_ended: bool) -> None:
-        """Take an ended choice out of its group; `has_ended` in vLLM as well."""
+    def _withdraw(self, choice: Choice) -> None:
+        """Let no other prompt find the blocks of a choice whose logits are not finite, and clear those that no other has."""
+        pool = self._scheduler.kv_cache_manager.block_pool
+        pool.evict_blocks(set(choice.blocks))
+        num_own = int(choice.name in self._scheduler.requests)
+        self._zero([block for block in choice.blocks if pool.blocks[block].ref_cnt <= num_own])
+
+    def _close(self, choice: Choice) -> None:
+        """Take an ended choice out of its group, and out of vLLM, if that still has it or its blocks."""
         group = choice.group
-        if not has_ended:
-            self._drop(choice, group)
-        self._forget(choice)
+        self._drop(choice, group)
         group.choices.remove(choice)
         if not group.choices:
             self._groups.pop(group.request.request_id, None)
@@ -406,8 +412,29 @@ class VllmCore:
         now = time.monotonic()
         for group in list(self._groups.values()):
             pending = group.pending
-            if pending is not None and (pending.was_asked or now > pending.until or pending.answer.cancelled()):
+            if pending is None:
+                continue
+            is_behind = not self._plan  # another waits for blocks before it, and nothing runs that could free some
+            found_no_room = (pending.was_asked or is_behind) and not self._has_changed  # else blocks became free in this step
+            pending.was_asked = False
+            if found_no_room or now > pending.until or pending.answer.cancelled():
                 self.release(group.request.request_id)
+
+    def _give_way(self) -> None:
+        """Begin one choice anew that waits for a block behind its KV, where nothing runs that could free one.
+
+        vLLM preempts running requests alone. Several whose KV has filled the pool would wait for each other for ever.
+        """
+        scheduler = self._scheduler
+        waiting = [each.request_id for each in scheduler.kv_holding_waiting if each.status == RequestStatus.WAITING]
+        if scheduler.running or self._has_changed or not (names := [name for name in waiting if name in self._choices]):
+            return
+        choice = self._choices[names[-1]]
+        self._drop(choice, choice.group)
+        self.counters.num_preemptions += 1
+        choice.name, choice.blocks = f"{choice.group.request.request_id}#{next(self._serial)}", []
+        choice.num_in_prompt, choice.is_taken_over = len(choice.output), False
+        self._enqueue(choice)
 
     # Requests in vLLM.
 
@@ -426,13 +453,16 @@ class VllmCore:
         self._groups[request.request_id] = group
         self._has_changed = True
         for choice in group.choices:
-            self._choices[choice.name] = choice
             if waits_for_kv:
                 self._link.waits_for_kv.add(choice.name)
             if request.prefill_only:
                 self._link.holds_blocks.add(choice.name)
-            asked = as_vllm(choice, self._limits, self._lora_of(request))
-            self.core.add_request(*self.core.preprocess_add_request(asked))
+            self._enqueue(choice)
+
+    def _enqueue(self, choice: Choice) -> None:
+        self._choices[choice.name] = choice
+        asked = as_vllm(choice, self._limits, self._lora_of(choice.group.request))
+        self.core.add_request(*self.core.preprocess_add_request(asked))
 
     def _report(self, choice: Choice) -> None:
         """Tell vLLM, once, that nothing writes into a reservation's blocks any more."""

@@ -40,7 +40,7 @@ from pdmesh_vllm.adapters import AdapterTable, VllmAdapters, load_all
 from pdmesh_vllm.calibration import OUTPUT_TOKENS, PROMPT_TOKENS, measured_steps, slowdown
 from pdmesh_vllm.core import Sample, VllmCore
 from pdmesh_vllm.kv_pool import JoinedPool, adopt
-from pdmesh_vllm.loading import LoadedCore, cost_of, dtype_name, hash_of, layout_name, load_core, numeric_mode
+from pdmesh_vllm.loading import LoadedCore, cost_of, dtype_name, eos_of, hash_of, kv_shape, layout_name, load_core, numeric_mode
 from pdmesh_vllm.prefix_cache import PrefixIndex
 from pdmesh_vllm.staging import raw_blocks, stage, zero
 
@@ -223,9 +223,7 @@ def facts_of(loaded: LoadedCore) -> EngineFacts:
     """Return the facts about a loaded EngineCore."""
     config, caches = loaded.config, loaded.link.caches
     first, model = next(iter(caches.values())), config.model_config
-    num_blocks, num_kv_heads, block_size, twice_dim = first.shape
-    text = model.hf_text_config
-    eos = text.eos_token_id if isinstance(text.eos_token_id, (list, tuple)) else [text.eos_token_id]
+    num_blocks, num_kv_heads, block_size, twice_dim = kv_shape(caches)
     return EngineFacts(
         name="vllm",
         model=model.model,
@@ -242,7 +240,7 @@ def facts_of(loaded: LoadedCore) -> EngineFacts:
         max_context=min(model.max_model_len, (num_blocks - 1) * block_size),
         max_num_seqs=config.scheduler_config.max_num_seqs,
         max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
-        eos_token_ids=frozenset(token for token in eos if token is not None),
+        eos_token_ids=eos_of(config),
         cost=cost_of(loaded),
         lacks=LACKS,
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,6 +16,7 @@ from torch import Tensor
 from kvtransfer.layout import JOINED
 from pdmesh.engine.hardware import ModelCost
 from pdmesh.engine.loader.hash import weights_hash
+from pdmesh.engine.models.config import token_ids
 from pdmesh.worker.engines.registry import PACKAGES
 from pdmesh_vllm.link import LINK, RANKS, Link, close_link, open_link
 from pdmesh_vllm.rank_server import RankServer
@@ -75,6 +78,7 @@ def permit_amx() -> bool:
 
 def load_core(arguments: Mapping[str, object]) -> LoadedCore:
     """Load vLLM with these EngineArgs. Raises ValueError for settings that vLLM refuses."""
+    weight_files(Path(str(arguments["model"])))
     permit_amx()
     from vllm.config import KVEventsConfig, KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
@@ -128,8 +132,15 @@ def _check_split(config: VllmConfig) -> None:
 def hash_of(config: VllmConfig) -> str:
     """Return the hash of the model folder's weights, the one that our own engine has of the same folder."""
     folder = Path(config.model_config.model)
-    files = sorted([folder / "config.json", *folder.glob("*.safetensors")])
-    return weights_hash([file for file in files if file.is_file()])
+    return weights_hash(sorted([folder / "config.json", *weight_files(folder)]))
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files with the weights. Raises ValueError where there are none: their hash is how workers know one model."""
+    files = list(folder.glob("*.safetensors"))
+    if not files or not (folder / "config.json").is_file():
+        raise ValueError(f"model: {folder} is no folder with config.json and safetensors; get the model, and give its folder")
+    return files
 
 
 def numeric_mode(config: VllmConfig) -> str:
@@ -139,6 +150,8 @@ def numeric_mode(config: VllmConfig) -> str:
     parts = [f"vllm-{PACKAGES['vllm'].series}", dtype]
     if model.quantization:
         parts.append(str(model.quantization))
+    if model.hf_overrides:  # it computes otherwise, so it is another model to the mesh
+        parts.append(sha256(json.dumps(model.hf_overrides, sort_keys=True, default=str).encode()).hexdigest()[:12])
     return "-".join(parts)
 
 
@@ -154,6 +167,12 @@ def layout_name(config: VllmConfig, caches: Mapping[str, Tensor]) -> str:
     _, _, block_size, twice_dim = first.shape
     isa = _get_attn_isa(first.dtype, block_size, twice_dim // 2, config.cache_config.cache_dtype)
     return f"{layout}-{isa}"
+
+
+def eos_of(config: VllmConfig) -> frozenset[int]:
+    """Return the end-of-sequence ids: generation_config.json's where it has them, else config.json's, as our own engine does."""
+    model = config.model_config
+    return token_ids(model.try_get_generation_config().get("eos_token_id")) or token_ids(model.hf_text_config.eos_token_id)
 
 
 def cost_of(loaded: LoadedCore) -> ModelCost:
@@ -181,6 +200,17 @@ def cost_of(loaded: LoadedCore) -> ModelCost:
         num_experts=num_experts,
         top_k=int(getattr(text, "num_experts_per_tok", 0) or 0) if num_experts else 0,
     )
+
+
+def kv_shape(caches: Mapping[str, Tensor]) -> tuple[int, int, int, int]:
+    """Return blocks, heads, tokens of a block, and twice the head dimension. Raises ValueError for KV of another kind."""
+    name, first = next(iter(caches.items()))
+    if first.dim() != 4:
+        raise ValueError(
+            f"model: vLLM keeps the KV of {name} as {tuple(first.shape)}, without heads; it cannot be handed off yet"
+        )
+    num_blocks, num_heads, block_size, twice_dim = first.shape
+    return num_blocks, num_heads, block_size, twice_dim
 
 
 def dtype_name(dtype: torch.dtype) -> str:

