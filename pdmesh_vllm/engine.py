@@ -40,12 +40,23 @@ from pdmesh_vllm.adapters import AdapterTable, VllmAdapters, load_all
 from pdmesh_vllm.calibration import OUTPUT_TOKENS, PROMPT_TOKENS, measured_steps, slowdown
 from pdmesh_vllm.core import Sample, VllmCore
 from pdmesh_vllm.kv_pool import JoinedPool, adopt
-from pdmesh_vllm.loading import LoadedCore, cost_of, dtype_name, eos_of, hash_of, kv_shape, layout_name, load_core, numeric_mode
+from pdmesh_vllm.loading import (
+    LoadedCore,
+    cost_of,
+    dtype_name,
+    eos_of,
+    hash_of,
+    is_batch_invariant,
+    kv_shape,
+    layout_name,
+    load_core,
+    numeric_mode,
+)
 from pdmesh_vllm.prefix_cache import PrefixIndex
 from pdmesh_vllm.staging import raw_blocks, stage, zero
 
 logger = logging.getLogger(__name__)
-LACKS = frozenset({Lack.CHOICES_HANDOFF, Lack.DRAFT_STATES, Lack.PACES, Lack.REPRODUCIBLE})
+LACKS = frozenset({Lack.CHOICES_HANDOFF, Lack.DRAFT_STATES, Lack.PACES})
 
 
 class VllmEngine:
@@ -242,7 +253,7 @@ def facts_of(loaded: LoadedCore) -> EngineFacts:
         max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
         eos_token_ids=eos_of(config),
         cost=cost_of(loaded),
-        lacks=LACKS,
+        lacks=LACKS if is_batch_invariant(first.device.type) else LACKS | {Lack.REPRODUCIBLE},
     )
 
 

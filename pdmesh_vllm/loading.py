@@ -18,6 +18,7 @@ from pdmesh.engine.hardware import ModelCost
 from pdmesh.engine.loader.hash import weights_hash
 from pdmesh.engine.models.config import token_ids
 from pdmesh.worker.engines.registry import PACKAGES
+from pdmesh_vllm.amx import permit_amx
 from pdmesh_vllm.link import LINK, RANKS, Link, close_link, open_link
 from pdmesh_vllm.rank_server import RankServer
 
@@ -57,7 +58,7 @@ class Weight(NamedTuple):
     """Describe a parameter of the model in one rank."""
 
     name: str
-    count: int
+    num_numbers: int
     num_bytes: int
 
 
@@ -65,15 +66,6 @@ def weights_of(worker: Any) -> list[Weight]:
     """Return the weights of one of vLLM's workers, in whose process this is called."""
     parameters = worker.worker.model_runner.get_model().named_parameters()
     return [Weight(name, each.numel(), each.numel() * each.element_size()) for name, each in parameters]
-
-
-def permit_amx() -> bool:
-    """Ask the system for the use of AMX tiles, for this process; return whether it has it.
-
-    vLLM 0.32's CPU kernels for quantized weights execute AMX instructions without asking, and Linux ends a process that does with
-    SIGILL. In bfloat16 oneDNN asks before its first product."""
-    ask = getattr(torch.cpu, "_init_amx", None)
-    return bool(ask is not None and ask())
 
 
 def load_core(arguments: Mapping[str, object]) -> LoadedCore:
@@ -123,7 +115,7 @@ def _check_split(config: VllmConfig) -> None:
     num_ranks, num_heads = config.parallel_config.tensor_parallel_size, config.model_config.get_total_num_kv_heads()
     if num_heads % num_ranks:
         whole = [each for each in range(1, num_heads + 1) if num_heads % each == 0]
-        raise ValueError(f"tensor_parallel: {num_ranks} ranks do not divide the model's {num_heads} KV heads; give one of {whole}")
+        raise ValueError(f"tensor_parallel: {num_ranks} does not divide the model's {num_heads} KV heads; give one of {whole}")
 
 
 # What the model is.
@@ -150,9 +142,16 @@ def numeric_mode(config: VllmConfig) -> str:
     parts = [f"vllm-{PACKAGES['vllm'].series}", dtype]
     if model.quantization:
         parts.append(str(model.quantization))
+    if is_batch_invariant(config.device_config.device_type):
+        parts.append("batch-invariant")
     if model.hf_overrides:  # it computes otherwise, so it is another model to the mesh
         parts.append(sha256(json.dumps(model.hf_overrides, sort_keys=True, default=str).encode()).hexdigest()[:12])
     return "-".join(parts)
+
+
+def is_batch_invariant(device: str) -> bool:
+    """Return whether vLLM promises logits that do not depend on the batch: if it is asked to, and has such kernels."""
+    return device == "cuda" and os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0")
 
 
 def layout_name(config: VllmConfig, caches: Mapping[str, Tensor]) -> str:

@@ -38,7 +38,7 @@ class LayerDone(NamedTuple):
     """Tell that a layer's KV of this rank is in the pool."""
 
     step: int
-    index: int
+    layer: int
 
 
 class Drawing(NamedTuple):
@@ -106,7 +106,7 @@ def connect(address: str) -> RankLink:
     """Connect a rank with its engine. Call it once vLLM has made its groups."""
     from vllm.distributed import get_tensor_model_parallel_rank
 
-    from pdmesh_vllm.loading import permit_amx
+    from pdmesh_vllm.amx import permit_amx
 
     permit_amx()
     return RankLink(Client(address, family="AF_UNIX"), get_tensor_model_parallel_rank())
@@ -137,5 +137,3 @@ def move(caches: Mapping[str, Tensor], path: str, num_heads: int, first_head: in
     pool = torch.frombuffer(mapping, dtype=first.dtype).view(len(caches), num_blocks, num_heads, *head)
     for index, cache in enumerate(caches.values()):
         cache.set_(pool[index, :, first_head : first_head + own_heads])  # type: ignore[call-overload]  # typed for storages alone
-
-

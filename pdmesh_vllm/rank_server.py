@@ -125,7 +125,7 @@ class RankServer:
 
 
 def check_ranks(hellos: Sequence[Hello]) -> tuple[Hello, int]:
-    """Return what the ranks' KV tensors have in common, and the heads of all of them. Raises ValueError where they differ. Pure."""
+    """Return what the ranks' KV tensors have in common, and the heads of all. Raises ValueError where they differ. Pure."""
     first = hellos[0]
     if len(first.shape) != 4:
         raise ValueError(f"model: vLLM's KV tensors are {first.shape}, without heads to split; give tensor_parallel 1")
@@ -154,7 +154,7 @@ class RankLayers:
             if message.step != self._step:
                 self._step, self._done = message.step, [0] * len(self._done)
             before = min(self._done)
-            self._done[rank] = message.index + 1
+            self._done[rank] = message.layer + 1
             for index in range(before, min(self._done)):
                 self._link.layer_done(index)
 
@@ -183,8 +183,8 @@ class RankDraws:
         draws = self._link.draws
         if draws is None:
             return "the engine is not ready"
-        rows = torch.frombuffer(bytearray(logits), dtype=torch.float32).view(message.shape)
         try:
+            rows = torch.frombuffer(bytearray(logits), dtype=torch.float32).view(message.shape)
             return list(draws.draw(rows, message.names))
         except Exception as error:  # noqa: BLE001  the step fails with it, in the ranks and then here
             return repr(error)

@@ -50,11 +50,29 @@ def test_models_with_other_overrides_do_not_pair() -> None:
 
     def mode(overrides: dict[str, object]) -> str:
         model = SimpleNamespace(dtype="torch.float32", quantization=None, hf_overrides=overrides)
-        return numeric_mode(SimpleNamespace(model_config=model))
+        return numeric_mode(SimpleNamespace(model_config=model, device_config=SimpleNamespace(device_type="cpu")))
 
     assert mode({}) == "vllm-0.32-float32"
     assert len({mode({}), mode({"rope_theta": 1}), mode({"rope_theta": 2})}) == 3
     assert mode({"a": 1, "b": 2}) == mode({"b": 2, "a": 1})
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "promised"), [("cuda", "1", True), ("cuda", "0", False), ("cuda", None, False), ("cpu", "1", False)]
+)
+def test_logits_are_those_of_any_batch_where_vllm_promises_it(
+    monkeypatch: pytest.MonkeyPatch, device: str, asked: str | None, promised: bool
+) -> None:
+    pytest.importorskip("torch")
+    from pdmesh_vllm.loading import is_batch_invariant, numeric_mode
+
+    monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", asked)
+    model = SimpleNamespace(dtype="torch.bfloat16", quantization=None, hf_overrides={})
+    config = SimpleNamespace(model_config=model, device_config=SimpleNamespace(device_type=device))
+    assert is_batch_invariant(device) is promised
+    assert numeric_mode(config) == "vllm-0.32-bfloat16" + ("-batch-invariant" if promised else "")
 
 
 def test_an_adapter_may_be_called_like_a_salt() -> None:

@@ -83,6 +83,10 @@ _OWN_ARGUMENTS = {
     "logits_processors": "",
     "pipeline_parallel_size": "",
     "data_parallel_size": "",
+    "decode_context_parallel_size": "",
+    "prefill_context_parallel_size": "",
+    "kv_offloading_size": "",
+    "load_format": "",
     "runner": "",
     "worker_cls": "",
     "scheduler_cls": "",
@@ -132,8 +136,8 @@ def check_engine(engine: EngineConfig) -> None:
 def _check_sizes(engine: EngineConfig) -> None:
     if engine.tensor_parallel > 1 and engine.device != "cpu":
         raise ValueError(
-            f"tensor_parallel: {engine.tensor_parallel} ranks of vLLM on {engine.device} cannot hand off KV yet; give 1, or a worker "
-            "for each device"
+            f"tensor_parallel: {engine.tensor_parallel} ranks of vLLM on {engine.device} cannot hand off KV yet; give 1, and a "
+            "worker for each device"
         )
     block_size = _given_block_size(engine)
     if block_size is not None and engine.device == "cpu" and block_size % _CPU_BLOCK:
