@@ -7,11 +7,10 @@ tokens the draw decides (sampling.py), with all end tokens, so both agree on its
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -20,14 +19,14 @@ from vllm.v1.request import RequestStatus
 from pdmesh.engine.errors import DuplicateRequest, EngineStopped, IntegrityError, InvalidRequest, InvalidState, UnknownRequest
 from pdmesh.engine.interface import ReservedBlocks
 from pdmesh.engine.kv_cache.events import KVEvents
-from pdmesh.engine.outputs import EngineStats, FinishReason, KVReady, RequestStarted, SequenceUpdate, StartClock, StepResult
+from pdmesh.engine.outputs import EngineStats, FinishReason, KVReady, SequenceUpdate, StartClock, StepResult
 from pdmesh.engine.request import EngineRequest
 from pdmesh.engine.request_validation import Limits, check_request
 from pdmesh.engine.sampling.sampler import NO_TOKEN, SampledToken, SampleRow
 from pdmesh_vllm.link import Link
 from pdmesh_vllm.prefix_cache import PrefixIndex
-from pdmesh_vllm.requests import Choice, Group, Pending, State, as_vllm, open_group, take_over
-from pdmesh_vllm.stats import NO_WORK, Counters, decodes, stats_of, work_of
+from pdmesh_vllm.requests import Choice, Group, Pending, State, answer, as_vllm, open_group, refuse, take_over
+from pdmesh_vllm.stats import NO_WORK, Counters, started_of, stats_of, took_part, work_of
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -81,6 +80,7 @@ class VllmCore:
         self._has_changed = False  # something may be scheduled that could not be before
         link.on_granted, link.on_plan, link.layer_done = self._granted, self._planned, self._layer_done
         link.on_asked = self._asked
+        link.is_awaited = lambda: self.exports.is_announcing
         link.draws = self
 
     # Requests.
@@ -114,7 +114,7 @@ class VllmCore:
     def reserve_local(self, request: EngineRequest) -> tuple[ReservedBlocks, int] | None:
         """Queue a request to be computed here, if there is room for its prompt now; return its time of entry as well."""
         num_tokens = len(request.prompt) + max(map(len, request.emitted), default=0)
-        if self._num_blocks(num_tokens) > self.num_free_blocks:
+        if self._num_blocks(num_tokens) > self.num_free_blocks - self._num_blocks_due():
             check_request(request, self._limits)
             return None
         now_ns = time.monotonic_ns()
@@ -174,8 +174,7 @@ class VllmCore:
         """Fail the reservations that wait for blocks, once the thread has ended: no step will answer them."""
         for group in self._groups.values():
             if group.pending is not None:
-                with contextlib.suppress(InvalidStateError):
-                    group.pending.answer.set_exception(EngineStopped(reason))
+                refuse(group.pending.answer, EngineStopped(reason))
 
     def uses(self, adapter: object) -> int:
         """Return how many requests have this adapter."""
@@ -211,7 +210,9 @@ class VllmCore:
         ended_ns = time.monotonic_ns()
         ready = self.exports.end()
         self._refuse_those_without_room()
-        took_part = self._took_part(started_ns, ended_ns)
+        self._give_way()
+        rows = [(self._choices[name], *counts) for name, counts in self._plan.items()]
+        groups = took_part(rows, self.counters, started_ns, ended_ns)
         updates = [update for each in outputs.values() for output in each.outputs for update in self._taken(output)]
         updates += [self._gave_up(choice) for choice in self._lost]
         if not has_computed and not updates:
@@ -224,7 +225,7 @@ class VllmCore:
             num_tokens=sum(count for _, count in self._plan.values()),
             work=self._work,
             updates=tuple(updates),
-            started=self._started(took_part, updates),
+            started=started_of(groups, updates),
             ready=ready,
             stats=self.stats(),
         )
@@ -327,41 +328,14 @@ class VllmCore:
 
     # What a step's end changes.
 
-    def _took_part(self, started_ns: int, ended_ns: int) -> list[Group]:
-        groups: dict[int, tuple[Group, int]] = {}
-        for name, (num_computed, count) in self._plan.items():
-            choice = self._choices[name]
-            group = choice.group
-            groups[id(group)] = (group, groups.get(id(group), (group, 0))[1] + count)
-            if not decodes(choice, num_computed, count):
-                self.counters.num_prefilled_tokens += count
-        for group, count in groups.values():
-            if group.clock is not None:
-                cached = group.choices[0].num_cached
-                group.clock.took_part(started_ns, ended_ns, num_tokens=count, num_cached_tokens=cached)
-        return [group for group, _ in groups.values()]
-
-    def _started(self, groups: Sequence[Group], updates: Sequence[SequenceUpdate]) -> tuple[RequestStarted, ...]:
-        """Return the news of requests that have started, each once, beside their first update."""
-        drew = {update.request_id for update in updates}
-        news = []
-        for group in groups:
-            has_drawn = group.request.request_id in drew
-            if group.clock is not None and group.started is None:
-                group.started = group.clock.try_stop(group.request.request_id, drew_token=has_drawn)
-            if has_drawn and group.started is not None and not group.has_told_start:
-                group.has_told_start = True
-                news.append(group.started)
-        return tuple(news)
-
     def _taken(self, output: EngineCoreOutput) -> Iterator[SequenceUpdate]:
         """Yield the update for a choice's new token, and close the choice if it has ended."""
         choice = self._choices.get(output.request_id)
         if choice is None:
             return
         if choice.is_not_finite or not output.new_token_ids:
-            self._zero(choice.blocks)
-            self._close(choice, has_ended=output.finish_reason is not None)
+            self._withdraw(choice)
+            self._close(choice)
             yield self._update(choice, (), FinishReason.ERROR)
             return
         [token] = output.new_token_ids
@@ -372,7 +346,7 @@ class VllmCore:
             choice.group.state = State.HELD
         elif reason is not None or output.finish_reason is not None:
             reason = reason or FinishReason.LENGTH
-            self._close(choice, has_ended=output.finish_reason is not None)
+            self._close(choice)
         yield self._update(choice, (token,), reason)
 
     def _reason(self, choice: Choice) -> FinishReason | None:
@@ -391,12 +365,17 @@ class VllmCore:
         self.release(choice.group.request.request_id)
         return self._update(choice, (), FinishReason.PREEMPTED)
 
-    def _close(self, choice: Choice, *, has_ended: bool) -> None:
-        """Take an ended choice out of its group; `has_ended` in vLLM as well."""
+    def _withdraw(self, choice: Choice) -> None:
+        """Let no other prompt find the blocks of a choice whose logits are not finite, and clear those that no other has."""
+        pool = self._scheduler.kv_cache_manager.block_pool
+        pool.evict_blocks(set(choice.blocks))
+        num_own = int(choice.name in self._scheduler.requests)
+        self._zero([block for block in choice.blocks if pool.blocks[block].ref_cnt <= num_own])
+
+    def _close(self, choice: Choice) -> None:
+        """Take an ended choice out of its group, and out of vLLM, if that still has it or its blocks."""
         group = choice.group
-        if not has_ended:
-            self._drop(choice, group)
-        self._forget(choice)
+        self._drop(choice, group)
         group.choices.remove(choice)
         if not group.choices:
             self._groups.pop(group.request.request_id, None)
@@ -405,8 +384,29 @@ class VllmCore:
         now = time.monotonic()
         for group in list(self._groups.values()):
             pending = group.pending
-            if pending is not None and (pending.was_asked or now > pending.until or pending.answer.cancelled()):
+            if pending is None:
+                continue
+            is_behind = not self._plan  # another waits for blocks before it, and nothing runs that could free some
+            has_no_room = (pending.was_asked or is_behind) and not self._has_changed  # else blocks became free in this step
+            pending.was_asked = False
+            if has_no_room or now > pending.until or pending.answer.cancelled():
                 self.release(group.request.request_id)
+
+    def _give_way(self) -> None:
+        """Begin one choice anew that waits for a block behind its KV, where nothing runs that could free one.
+
+        vLLM preempts running requests alone. Several whose KV has filled the pool would wait for each other for ever.
+        """
+        scheduler = self._scheduler
+        waiting = [each.request_id for each in scheduler.kv_holding_waiting if each.status == RequestStatus.WAITING]
+        if scheduler.running or self._has_changed or not (names := [name for name in waiting if name in self._choices]):
+            return
+        choice = self._choices[names[-1]]
+        self._drop(choice, choice.group)
+        self.counters.num_preemptions += 1
+        choice.name, choice.blocks = f"{choice.group.request.request_id}#{next(self._serial)}", []
+        choice.num_in_prompt, choice.is_taken_over = len(choice.output), False
+        self._enqueue(choice)
 
     # Requests in vLLM.
 
@@ -424,14 +424,21 @@ class VllmCore:
         request = group.request
         self._groups[request.request_id] = group
         self._has_changed = True
-        for choice in group.choices:
-            self._choices[choice.name] = choice
-            if waits_for_kv:
-                self._link.waits_for_kv.add(choice.name)
-            if request.prefill_only:
-                self._link.holds_blocks.add(choice.name)
-            asked = as_vllm(choice, self._limits, self._lora_of(request))
-            self.core.add_request(*self.core.preprocess_add_request(asked))
+        try:
+            for choice in group.choices:
+                if waits_for_kv:
+                    self._link.waits_for_kv.add(choice.name)
+                if request.prefill_only:
+                    self._link.holds_blocks.add(choice.name)
+                self._enqueue(choice)
+        except BaseException:
+            self.release(request.request_id)
+            raise
+
+    def _enqueue(self, choice: Choice) -> None:
+        self._choices[choice.name] = choice
+        asked = as_vllm(choice, self._limits, self._lora_of(choice.group.request))
+        self.core.add_request(*self.core.preprocess_add_request(asked))
 
     def _report(self, choice: Choice) -> None:
         """Tell vLLM, once, that nothing writes into a reservation's blocks any more."""
@@ -482,15 +489,14 @@ class VllmCore:
         if request.prompt != before.prompt or list(history[: len(choice.output)]) != choice.output:
             raise InvalidRequest("prompt, emitted: do not begin with the tokens that were reserved for")
 
+    def _num_blocks_due(self) -> int:
+        """Return how many blocks the prompts take that are queued and have none yet."""
+        active = [group for group in self._groups.values() if group.state is State.ACTIVE]
+        return sum(self._num_blocks(each.num_tokens) for group in active for each in group.choices if not each.blocks)
+
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._limits.block_size)
 
     @property
     def _scheduler(self) -> Scheduler:
         return self.core.scheduler
-
-
-def answer(future: Future[ReservedBlocks | None], value: ReservedBlocks | None) -> None:
-    """Set a result, unless the caller has gone."""
-    with contextlib.suppress(InvalidStateError):
-        future.set_result(value)

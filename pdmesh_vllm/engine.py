@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from kvtransfer.conversion import FP8Scales
 from kvtransfer.manifest import KVMemory
 from kvtransfer.staging import StagedMemory
 from pdmesh.adapter_id import named_folder
+from pdmesh.engine.errors import EngineStopped
 from pdmesh.engine.hardware import MachineLimits, measure_limits
 from pdmesh.engine.interface import NO_STATES, ReservedBlocks
 from pdmesh.engine.kernels.cpu import library
@@ -38,12 +40,23 @@ from pdmesh_vllm.adapters import AdapterTable, VllmAdapters, load_all
 from pdmesh_vllm.calibration import OUTPUT_TOKENS, PROMPT_TOKENS, measured_steps, slowdown
 from pdmesh_vllm.core import Sample, VllmCore
 from pdmesh_vllm.kv_pool import JoinedPool, adopt
-from pdmesh_vllm.loading import LoadedCore, cost_of, dtype_name, hash_of, layout_name, load_core, numeric_mode
+from pdmesh_vllm.loading import (
+    LoadedCore,
+    cost_of,
+    dtype_name,
+    eos_of,
+    hash_of,
+    is_batch_invariant,
+    kv_shape,
+    layout_name,
+    load_core,
+    numeric_mode,
+)
 from pdmesh_vllm.prefix_cache import PrefixIndex
 from pdmesh_vllm.staging import raw_blocks, stage, zero
 
 logger = logging.getLogger(__name__)
-LACKS = frozenset({Lack.CHOICES_HANDOFF, Lack.DRAFT_STATES, Lack.PACES, Lack.REPRODUCIBLE})
+LACKS = frozenset({Lack.CHOICES_HANDOFF, Lack.DRAFT_STATES, Lack.PACES})
 
 
 class VllmEngine:
@@ -57,7 +70,7 @@ class VllmEngine:
         self.device = next(iter(loaded.link.caches.values())).device
         self.memory: KVMemory
         if self.device.type == "cpu":
-            self.memory = pool = adopt(loaded.link.caches, shared=shared)
+            self.memory = pool = loaded.ranks.pool if loaded.ranks is not None else adopt(loaded.link.caches, shared=shared)
             clear = pool.zero
         else:
             blocks = raw_blocks(loaded.link.caches)
@@ -141,6 +154,7 @@ class VllmEngine:
 
         self._loop = self.adapters.calls = EngineLoop(self.core, events.on_step, on_failure, events.on_ready)
         self._loop.start(asyncio.get_running_loop())
+        self._watch_ranks(on_failure)
         await self._loop.call(lambda _core: bind(cpus))
         self._limits = await self._loop.call(lambda _core: self._measured())
         prior = prior_of(
@@ -151,6 +165,14 @@ class VllmEngine:
             context=min(USUAL_CONTEXT, self.facts.max_context),
         )
         return slowdown(self._first_steps, prior).applied(prior)
+
+    def _watch_ranks(self, on_failure: Callable[[BaseException], None]) -> None:
+        """Report a rank that ends while no step runs: a step fails by itself."""
+        if self.loaded.ranks is None:
+            return
+        loop, died = asyncio.get_running_loop(), EngineStopped("a rank of vLLM has ended")
+        executor: Any = self.loaded.core.model_executor
+        executor.register_failure_callback(lambda: loop.call_soon_threadsafe(on_failure, died))
 
     def limits(self) -> MachineLimits | None:
         return self._limits
@@ -212,9 +234,7 @@ def facts_of(loaded: LoadedCore) -> EngineFacts:
     """Return the facts about a loaded EngineCore."""
     config, caches = loaded.config, loaded.link.caches
     first, model = next(iter(caches.values())), config.model_config
-    num_blocks, num_kv_heads, block_size, twice_dim = first.shape
-    text = model.hf_text_config
-    eos = text.eos_token_id if isinstance(text.eos_token_id, (list, tuple)) else [text.eos_token_id]
+    num_blocks, num_kv_heads, block_size, twice_dim = kv_shape(caches)
     return EngineFacts(
         name="vllm",
         model=model.model,
@@ -231,9 +251,9 @@ def facts_of(loaded: LoadedCore) -> EngineFacts:
         max_context=min(model.max_model_len, (num_blocks - 1) * block_size),
         max_num_seqs=config.scheduler_config.max_num_seqs,
         max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
-        eos_token_ids=frozenset(token for token in eos if token is not None),
+        eos_token_ids=eos_of(config),
         cost=cost_of(loaded),
-        lacks=LACKS,
+        lacks=LACKS if is_batch_invariant(first.device.type) else LACKS | {Lack.REPRODUCIBLE},
     )
 
 

@@ -11,12 +11,13 @@ import contextlib
 import mmap
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from pdmesh.engine.kv_cache.pool import private_memory, sealed_memory
+from pdmesh_vllm.rank_link import check_alike
 
 
 class JoinedPool:
@@ -24,14 +25,23 @@ class JoinedPool:
 
     num_planes = 1
 
-    def __init__(self, num_layers: int, num_blocks: int, block_bytes: int, *, shared: bool) -> None:
-        """`block_bytes`: of one block's keys and values in one layer. `shared`: other processes may map it."""
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_bytes: int,
+        *,
+        shared: bool,
+        before_seal: Callable[[int], None] | None = None,
+    ) -> None:
+        """`block_bytes`: of one block's keys and values in one layer. `shared`: other processes may map it, to read; those that
+        write get its descriptor by `before_seal`."""
         self.num_layers, self.num_blocks = num_layers, num_blocks
         self.bytes_per_layer_block = block_bytes // 2
         num_bytes = num_layers * num_blocks * block_bytes
         self.fd: int | None = None
         if shared and sys.platform == "linux":
-            self._map, self.fd = sealed_memory("pdmesh-vllm-kv", num_bytes)
+            self._map, self.fd = sealed_memory("pdmesh-vllm-kv", num_bytes, before_seal)
         else:
             self._map = private_memory(num_bytes)
 
@@ -77,13 +87,7 @@ class JoinedPool:
 
 def adopt(caches: Mapping[str, Tensor], *, shared: bool) -> JoinedPool:
     """Move vLLM's KV tensors into a pool. Raises ValueError for tensors that are not alike, contiguous and on the CPU."""
-    first, *others = caches.values()
-    for each in (first, *others):
-        if each.device.type != "cpu" or each.shape != first.shape or each.dtype != first.dtype or not each.is_contiguous():
-            raise ValueError(
-                f"model: vLLM's KV tensors are not alike ({each.device.type} {tuple(each.shape)} {each.dtype}, the first "
-                f"{tuple(first.shape)} {first.dtype}); such KV cannot be handed off yet"
-            )
+    first = check_alike(caches)
     num_blocks = first.shape[0]
     pool = JoinedPool(len(caches), num_blocks, first.numel() * first.element_size() // num_blocks, shared=shared)
     for index, cache in enumerate(caches.values()):

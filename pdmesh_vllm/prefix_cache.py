@@ -26,8 +26,8 @@ def salt_of(root: bytes) -> str | None:
 
 
 def _root(extra_keys: Iterable[Any]) -> bytes:
-    """Return the root that stands among the keys of a chain's first block."""
-    salts = (key for key in extra_keys if isinstance(key, str) and key.startswith(_SALT))
+    """Return the root among the keys of a chain's first block. An adapter's name, which may begin alike, stands before it."""
+    salts = (key for key in reversed(tuple(extra_keys)) if isinstance(key, str) and key.startswith(_SALT))
     return bytes.fromhex(next(salts, _SALT).removeprefix(_SALT))
 
 

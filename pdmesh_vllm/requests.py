@@ -9,10 +9,11 @@ another name, because vLLM may hold blocks of the old one for another step.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -185,3 +186,15 @@ def take_over(choice: Choice, request: Request, token: int) -> None:
     choice.output.append(token)
     choice.num_in_prompt += 1
     choice.is_taken_over = True
+
+
+def answer(future: Future[ReservedBlocks | None], value: ReservedBlocks | None) -> None:
+    """Set a result, unless the caller has gone."""
+    with contextlib.suppress(InvalidStateError):
+        future.set_result(value)
+
+
+def refuse(future: Future[ReservedBlocks | None], error: Exception) -> None:
+    """Set an error, unless the caller has gone."""
+    with contextlib.suppress(InvalidStateError):
+        future.set_exception(error)

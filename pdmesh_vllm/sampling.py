@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
-from pdmesh_vllm.link import link_of
+from pdmesh_vllm.link import worker_link_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -50,7 +50,7 @@ class PdmeshDraw(LogitsProcessor):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         transfer = vllm_config.kv_transfer_config
-        self._link = link_of(transfer.kv_connector_extra_config if transfer is not None else {})
+        self._link = worker_link_of(transfer.kv_connector_extra_config if transfer is not None else {})
         self._slots = Slots()
 
     def is_argmax_invariant(self) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pdmesh.engine.outputs import EngineStats, StepWork
+from pdmesh.engine.outputs import EngineStats, RequestStarted, SequenceUpdate, StepWork
 from pdmesh_vllm.requests import Choice, Group, State
 
 if TYPE_CHECKING:
@@ -93,3 +93,32 @@ def _count(num: dict[str, int], choice: Choice, *, is_running: bool, done: int) 
     else:
         num["prefilling"] += 1
         num["waiting_tokens"] += max(0, choice.num_tokens - done)
+
+
+def took_part(rows: Sequence[tuple[Choice, int, int]], counters: Counters, started_ns: int, ended_ns: int) -> list[Group]:
+    """Return the groups of a step's choices, whose clocks and prefilled tokens are counted; `rows` as for `work_of`."""
+    groups: dict[int, tuple[Group, int]] = {}
+    for choice, num_computed, count in rows:
+        group = choice.group
+        groups[id(group)] = (group, groups.get(id(group), (group, 0))[1] + count)
+        if not decodes(choice, num_computed, count):
+            counters.num_prefilled_tokens += count
+    for group, count in groups.values():
+        if group.clock is not None:
+            cached = group.choices[0].num_cached
+            group.clock.took_part(started_ns, ended_ns, num_tokens=count, num_cached_tokens=cached)
+    return [group for group, _ in groups.values()]
+
+
+def started_of(groups: Sequence[Group], updates: Sequence[SequenceUpdate]) -> tuple[RequestStarted, ...]:
+    """Return the news of requests that have started, each once, beside their first update."""
+    drew = {update.request_id for update in updates}
+    news = []
+    for group in groups:
+        has_drawn = group.request.request_id in drew
+        if group.clock is not None and group.started is None:
+            group.started = group.clock.try_stop(group.request.request_id, drew_token=has_drawn)
+        if has_drawn and group.started is not None and not group.has_told_start:
+            group.has_told_start = True
+            news.append(group.started)
+    return tuple(news)

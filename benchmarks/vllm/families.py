@@ -1,13 +1,13 @@
 """Adapters, a mixture of experts and quantized checkpoints on vLLM: the tokens of tiny random models through separation, beside
 those of vLLM alone. Where vLLM's CPU backend does not run one, the figure has its reason. Stock vLLM, too, may use AMX
-from the start, as it does not see to that itself (`pdmesh_vllm.loading.permit_amx`)."""
+from the start, as it does not see to that itself (`pdmesh_vllm.amx.permit_amx`)."""
 
 from __future__ import annotations
 
 import asyncio
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from benchmarks.vllm.answers import STOCK, Answer, Answers, Settings, absent, al
 from pdmesh.client.client import AsyncClient
 from pdmesh.errors import MeshError
 from pdmesh.launcher.mesh import LocalMesh
+from pdmesh.launcher.plan import ProcessPlan
 from pdmesh.runtime.child import StartFailed
 from tests.support.adapters import make_adapter
 from tests.support.quantized_checkpoints import FORMATS, Format, compressed, packed_fp8, packed_int8, scheme, write_quantized
@@ -53,18 +54,25 @@ Found = Mapping[str, Answers]
 
 @dataclass(frozen=True)
 class Case:
-    """A model to make in a folder. `dtype` computes it."""
+    """A model to make in a folder. `dtype` computes it, in so many ranks where prompts are prefilled and decoded."""
 
     name: str
     make: Callable[[Path], Path]
     dtype: str = "float32"
     num_adapters: int = 0
+    prefill_ranks: int = 1
+    decode_ranks: int = 1
 
     def settings(self, folder: Path) -> Settings:
         """Make the model and its adapters."""
         model = self.make(folder)
         adapters = {f"adapter-{number}": _adapter(model, folder, number) for number in range(self.num_adapters)}
         return Settings(model, self.dtype, kv_memory_mb=64, adapters=adapters)
+
+    def adjust(self, plan: ProcessPlan) -> ProcessPlan:
+        """Return a worker's plan with its number of ranks."""
+        ranks = {"prefill-0": self.prefill_ranks, "decode-0": self.decode_ranks}.get(plan.name, 1)
+        return replace(plan, argv=(*plan.argv, "--tensor-parallel", str(ranks))) if ranks > 1 else plan
 
 
 def _adapter(model: Path, folder: Path, number: int) -> Path:
@@ -92,6 +100,9 @@ def _quantized(form: Format) -> Callable[[Path], Path]:
 
 CASES = (
     Case("LoRA, two adapters", _dense, num_adapters=2),
+    Case("two ranks prefill, two decode", _dense, prefill_ranks=2, decode_ranks=2),
+    Case("one rank prefills, two decode", _dense, decode_ranks=2),
+    Case("two ranks prefill, one decodes", _dense, prefill_ranks=2),
     Case("Mixtral", _family("mixtral")),
     Case("Qwen3-MoE", _family("qwen3_moe", mlp_only_layers=[])),
     Case("fp8, compressed-tensors", _quantized(FORMATS["compressed fp8 by output"]), dtype="bfloat16"),
@@ -117,9 +128,9 @@ def by_stock(settings: Settings) -> Found:
         return {name: one.ask(prompts(), NUM_TOKENS, adapter=name) for name in _names(settings)}
 
 
-async def by_mesh(settings: Settings) -> Found:
+async def by_mesh(case: Case, settings: Settings) -> Found:
     """Return the answers of a prefill and a decode worker. Raises StartFailed or MeshError; RuntimeError without a hand-off."""
-    config = settings.mesh()
+    config = settings.mesh(adjust=case.adjust)
     async with LocalMesh(config, on_event=say) as mesh, AsyncClient(mesh.router_addresses) as client:
         return {name: await _asked(client, name or config.name_of_model) for name in _names(settings)}
 
@@ -175,7 +186,7 @@ async def _measure(case: Case) -> list[Figure]:
             say(f"{case.name}: vLLM alone does not serve it: {error}")
             return [absent(f"{case.name}: answers equal", str(error))]
         try:
-            found = await by_mesh(settings)
+            found = await by_mesh(case, settings)
         except (StartFailed, MeshError, RuntimeError) as error:
             say(f"{case.name}: vLLM serves it, and the mesh does not: {error}")
             return [Figure(f"{case.name}: answers equal", 0.0, f"failed: {error}", "higher", goal=1.0, peer=STOCK)]

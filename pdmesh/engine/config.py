@@ -159,8 +159,6 @@ class EngineConfig:
             raise ValueError(f"max_loras: {self.max_loras} is more than {MAX_LORAS}; give at most that")
         if self.max_lora_rank > MAX_RANK:
             raise ValueError(f"max_lora_rank: {self.max_lora_rank} is more than {MAX_RANK}; give at most that")
-        if self.num_adapter_slots and self.tensor_parallel > 1:
-            raise ValueError("lora, max_loras: adapters do not go with tensor_parallel for now; give tensor_parallel=1")
 
     def _check_drafts(self) -> None:
         named_proposers(self.speculation)
@@ -175,6 +173,9 @@ class EngineConfig:
     def _check_ranks(self) -> None:
         if not 0 < self.tensor_parallel_timeout_s < math.inf:
             raise ValueError(f"tensor_parallel_timeout_s: {self.tensor_parallel_timeout_s} is no time to wait; give seconds")
+
+    def check_own_ranks(self) -> None:
+        """Raise ValueError, as `validate` does, for settings that our own engine cannot split over ranks; another may."""
         if self.tensor_parallel == 1:
             return
         asked = f"tensor_parallel: {self.tensor_parallel}"
@@ -184,6 +185,8 @@ class EngineConfig:
             raise ValueError(f"{asked} does not go with speculation={', '.join(sorted(named))} for now; give other proposers")
         if self.draft_model or self.self_draft_layers:
             raise ValueError(f"{asked} does not go with draft_model and self_draft_layers for now; leave them out")
+        if self.num_adapter_slots:
+            raise ValueError("lora, max_loras: adapters do not go with tensor_parallel for now; give tensor_parallel=1")
 
 
 def named_proposers(speculation: str) -> tuple[str, ...]:

@@ -79,6 +79,7 @@ class Engine:
         Raises ValueError for impossible settings, and what the loader and the KV pool raise.
         """
         config.validate()
+        config.check_own_ranks()
         if loaded is None:
             if proposers is None:
                 check_speculation(config)

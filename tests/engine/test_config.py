@@ -42,8 +42,10 @@ from pdmesh.engine.speculation.registry import PROPOSERS
     ],
 )
 def test_settings_that_cannot_be(settings: dict[str, object], message: str) -> None:
+    config = EngineConfig("model", **settings)  # type: ignore[arg-type]
     with pytest.raises(ValueError) as raised:
-        EngineConfig("model", **settings).validate()  # type: ignore[arg-type]
+        config.validate()
+        config.check_own_ranks()
     assert str(raised.value).startswith(message)
 
 
@@ -54,9 +56,9 @@ def test_settings_that_can(speculation: str) -> None:
 
 
 def test_ranks_compute_with_torch() -> None:
-    EngineConfig("model", tensor_parallel=2, backend="torch", speculation="prompt_lookup").validate()
-    EngineConfig("model", tensor_parallel=8, device="cuda").validate()
-    EngineConfig("model", tensor_parallel=2, backend="triton").validate()
+    EngineConfig("model", tensor_parallel=2, backend="torch", speculation="prompt_lookup").check_own_ranks()
+    EngineConfig("model", tensor_parallel=8, device="cuda").check_own_ranks()
+    EngineConfig("model", tensor_parallel=2, backend="triton").check_own_ranks()
 
 
 def test_each_name_counts_once() -> None:

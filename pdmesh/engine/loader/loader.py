@@ -112,6 +112,7 @@ def load_model(config: EngineConfig, progress: Progress = lambda _share, _text: 
     not fit (DoesNotFit), or its device does not exist.
     """
     config.validate()
+    config.check_own_ranks()
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     _check_device(config.device)

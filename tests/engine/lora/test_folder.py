@@ -174,8 +174,10 @@ def test_targets_are_pefts() -> None:
     ],
 )
 def test_bad_settings(fields: dict[str, Any], message: str) -> None:
+    config = EngineConfig(model="m", **fields)
     with pytest.raises(ValueError, match=message):
-        EngineConfig(model="m", **fields).validate()
+        config.validate()
+        config.check_own_ranks()
 
 
 def test_a_fused_map_gives_each_part_its_rows(tmp_path: Path) -> None:

@@ -72,7 +72,9 @@ class Builtin:
 
 
 class Vllm:
-    """vLLM: one for all tests, because a process can have but one with a KV connector."""
+    """vLLM: one for all tests, because a process can have but one with the worker half of a KV connector."""
+
+    num_ranks = 1
 
     def __init__(self, folder: Path) -> None:
         if importlib.util.find_spec("vllm") is None:
@@ -90,13 +92,14 @@ class Vllm:
         pool = {"block_size": 32, "num_gpu_blocks_override": 65}
         lora = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": 8}
         fast = {"enforce_eager": True, "skip_tokenizer_init": True}
-        return {"model": str(self.folder), "dtype": "float32", **sizes, **pool, **lora, **fast}
+        ranks = {"tensor_parallel_size": self.num_ranks, "distributed_executor_backend": "mp"} if self.num_ranks > 1 else {}
+        return {"model": str(self.folder), "dtype": "float32", **sizes, **pool, **lora, **fast, **ranks}
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[Opened]:
         async with opened(self.engine) as it:
             yield it
-            self.engine.core.check_integrity()
+        self.engine.core.check_integrity()  # no step runs any more
 
     @asynccontextmanager
     async def open_two(self) -> AsyncIterator[tuple[Opened, Opened]]:
@@ -110,10 +113,20 @@ class Vllm:
         self.engine.close()
 
 
+class VllmInTwo(Vllm):
+    """vLLM with a process for each half of the model's heads."""
+
+    num_ranks = 2
+
+
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
-ENGINES: Mapping[str, Callable[[Path], Kind]] = {"pdmesh": Builtin, "vllm": Vllm}
+ENGINES: Mapping[str, Callable[[Path], Kind]] = {"pdmesh": Builtin, "vllm": Vllm, "vllm-two-ranks": VllmInTwo}

@@ -79,6 +79,15 @@ def test_weights_come_out_of_the_memory_that_the_share_is_of(tmp_path: Path) -> 
     assert args["kv_cache_memory_bytes"] == 2048
 
 
+def test_ranks_share_the_memory_and_the_threads() -> None:
+    two = config("--model", "m", "--tensor-parallel", "2", "--kv-memory-mb", "64", "--num-threads", "4")
+    args = engine_args(two)
+    assert (args["tensor_parallel_size"], args["kv_cache_memory_bytes"]) == (2, 32 << 20)
+    assert args["distributed_executor_backend"] == "mp"
+    assert environment(two)["OMP_NUM_THREADS"] == "2" and environment(two)["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+    assert "tensor_parallel_size" not in engine_args(config("--model", "m", "--kv-memory-mb", "64"))
+
+
 @pytest.mark.parametrize(
     ("flags", "flag"),
     [
@@ -155,6 +164,7 @@ def test_the_environment(tmp_path: Path) -> None:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
     }
 
 

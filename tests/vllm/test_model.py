@@ -1,0 +1,96 @@
+"""What the plugin reads of a model and of vLLM's events: end-of-sequence ids, and the roots of block hashes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pdmesh.text.block_hash import hash_block
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "expected"), [([2, 7], 2, {2, 7}), (None, 2, {2}), (None, [2, 3], {2, 3}), (None, None, set())]
+)
+def test_ids_that_end_an_answer_are_those_of_the_generation_config(generation: Any, config: Any, expected: set[int]) -> None:
+    pytest.importorskip("torch")
+    from pdmesh_vllm.loading import eos_of
+
+    said = {} if generation is None else {"eos_token_id": generation}
+    model = SimpleNamespace(try_get_generation_config=lambda: said, hf_text_config=SimpleNamespace(eos_token_id=config))
+    assert eos_of(SimpleNamespace(model_config=model)) == expected
+
+
+def test_a_model_without_hashed_weights_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
+    """Two of them would have one hash, and exchange KV."""
+    pytest.importorskip("torch")
+    from pdmesh_vllm.loading import load_core
+
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"weights")
+    for model in (str(tmp_path), "Qwen/Qwen3-8B"):
+        with pytest.raises(ValueError, match=r"model: .* is no folder with config\.json and safetensors"):
+            load_core({"model": model})
+
+
+def test_kv_without_heads_is_refused() -> None:
+    torch = pytest.importorskip("torch")
+    from pdmesh_vllm.loading import kv_shape
+
+    assert kv_shape({"layer": torch.empty(9, 2, 32, 64)}) == (9, 2, 32, 64)
+    with pytest.raises(ValueError, match=r"model: vLLM keeps the KV of layer as \(9, 32, 576\), without heads"):
+        kv_shape({"layer": torch.empty(9, 32, 576)})
+
+
+def test_models_with_other_overrides_do_not_pair() -> None:
+    pytest.importorskip("torch")
+    from pdmesh_vllm.loading import numeric_mode
+
+    def mode(overrides: dict[str, object]) -> str:
+        model = SimpleNamespace(dtype="torch.float32", quantization=None, hf_overrides=overrides)
+        return numeric_mode(SimpleNamespace(model_config=model, device_config=SimpleNamespace(device_type="cpu")))
+
+    assert mode({}) == "vllm-0.32-float32"
+    assert len({mode({}), mode({"rope_theta": 1}), mode({"rope_theta": 2})}) == 3
+    assert mode({"a": 1, "b": 2}) == mode({"b": 2, "a": 1})
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "promised"), [("cuda", "1", True), ("cuda", "0", False), ("cuda", None, False), ("cpu", "1", False)]
+)
+def test_logits_are_those_of_any_batch_where_vllm_promises_it(
+    monkeypatch: pytest.MonkeyPatch, device: str, asked: str | None, promised: bool
+) -> None:
+    pytest.importorskip("torch")
+    from pdmesh_vllm.loading import is_batch_invariant, numeric_mode
+
+    monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", asked)
+    model = SimpleNamespace(dtype="torch.bfloat16", quantization=None, hf_overrides={})
+    config = SimpleNamespace(model_config=model, device_config=SimpleNamespace(device_type=device))
+    assert is_batch_invariant(device) is promised
+    assert numeric_mode(config) == "vllm-0.32-bfloat16" + ("-batch-invariant" if promised else "")
+
+
+def test_an_adapter_may_be_called_like_a_salt() -> None:
+    pytest.importorskip("vllm")
+    from vllm.distributed.kv_events import BlockStored, KVEventBatch
+
+    from pdmesh_vllm.prefix_cache import PrefixIndex, salt_of
+
+    index, root = PrefixIndex(), b"root"
+    stored = BlockStored(
+        block_hashes=[b"1"],
+        parent_block_hash=None,
+        token_ids=[1, 2],
+        block_size=2,
+        lora_id=1,
+        medium=None,
+        lora_name="pdmesh:x",
+        extra_keys=[("pdmesh:x", salt_of(root))],
+    )
+    index.publish(KVEventBatch(ts=0.0, events=[stored]))
+    assert index.blocks() == (0, (hash_block(root, [1, 2]),))
