@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pdmesh.engine.kv_cache.pool import private_memory, sealed_memory
-from pdmesh_vllm.rank_link import check_alike
+from pdmesh_vllm.ranks.link import check_alike
 
 
 class JoinedPool:

@@ -1,7 +1,7 @@
 """What the halves of the plugin share within one process: the connector's halves, the draw, and the engine around EngineCore.
 
 vLLM makes the connector and the logits processor itself, from names in its configuration; they find their engine here. Only the
-engine's thread uses a link, and, while that waits for a step of several ranks, the threads of these (rank_server.py).
+engine's thread uses a link, and, while that waits for a step of several ranks, the threads of these (ranks/server.py).
 
     schedule()     ── asks ──► waits_for_kv, outcomes; tells asked, granted, plan    (scheduler half)
     the forward    ── tells ─► announce                                            (worker half)
@@ -131,7 +131,7 @@ def worker_link_of(extra_config: Mapping[str, object]) -> WorkerLink:
     address = extra_config.get(RANKS)
     if address is None:
         return link_of(extra_config)
-    from pdmesh_vllm.rank_link import connect
+    from pdmesh_vllm.ranks.link import connect
 
     return _WORKER_LINKS.get(str(address)) or _WORKER_LINKS.setdefault(str(address), connect(str(address)))
 

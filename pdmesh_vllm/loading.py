@@ -20,7 +20,7 @@ from pdmesh.engine.models.config import token_ids
 from pdmesh.worker.engines.registry import PACKAGES
 from pdmesh_vllm.amx import permit_amx
 from pdmesh_vllm.link import LINK, RANKS, Link, close_link, open_link
-from pdmesh_vllm.rank_server import RankServer
+from pdmesh_vllm.ranks.server import RankServer
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

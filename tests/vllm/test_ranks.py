@@ -22,8 +22,8 @@ pytest.importorskip("vllm")
 
 from pdmesh_vllm.link import Link  # noqa: E402  needs vLLM's environment
 from pdmesh_vllm.loading import load_core  # noqa: E402
-from pdmesh_vllm.rank_link import Drawing, Hello, LayerDone, Waiting  # noqa: E402
-from pdmesh_vllm.rank_server import RankDraws, RankLayers, check_ranks  # noqa: E402
+from pdmesh_vllm.ranks.link import Drawing, Hello, LayerDone, Waiting  # noqa: E402
+from pdmesh_vllm.ranks.server import RankDraws, RankLayers, check_ranks  # noqa: E402
 
 
 class Highest:

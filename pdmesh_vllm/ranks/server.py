@@ -19,7 +19,7 @@ import torch
 
 from pdmesh_vllm.kv_pool import JoinedPool
 from pdmesh_vllm.link import Link
-from pdmesh_vllm.rank_link import MAPPED, Drawing, Hello, LayerDone, Message, Tokens, Waiting
+from pdmesh_vllm.ranks.link import MAPPED, Drawing, Hello, LayerDone, Message, Tokens, Waiting
 
 _CLOSE_S = 5.0
 

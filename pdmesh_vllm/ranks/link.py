@@ -1,6 +1,6 @@
 """The link in the process of a rank, where vLLM's worker is not in the process of its EngineCore (`--tensor-parallel`).
 
-Every rank has a connection to the engine (rank_server.py), over which it says, in this order:
+Every rank has a connection to the engine (ranks/server.py), over which it says, in this order:
 
     Hello               its KV tensors ◄── the name of the pool with the heads of all ranks
     MAPPED              they lie in the pool now

@@ -1,0 +1,1 @@
+"""Several ranks of one model, each in a process of its own."""
