@@ -99,8 +99,8 @@ test-thorough: $(READY) $(TRITON) model kernels  ## takes minutes: every variant
 	$(BIN)/python -m pytest -m thorough tests
 
 # With the same tests as our own engine, where both must do the same.
-test-vllm: $(VLLM_READY) model  ## the contract of engines, and what only vLLM has, on a real vLLM
-	$(VLLM_VENV)/bin/python -m pytest tests/worker/engines $(wildcard tests/vllm)
+test-vllm: $(READY) $(VLLM_READY) model  ## the contract of engines, and what only vLLM has, on a real vLLM
+	$(BIN)/python -m tests.vllm.run $(VLLM_VENV)/bin/python
 
 test-k8s: $(READY) model kernels  ## the manifests and the autoscaler on a real API server, built once into the cache (not part of `make test`)
 	$(BIN)/python -m tests.cluster.manifests --cache $${XDG_CACHE_HOME:-$$HOME/.cache}/pdmesh/manifests

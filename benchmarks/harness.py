@@ -112,10 +112,11 @@ def show(figures: Sequence[Figure]) -> None:
         print(json.dumps(asdict(figure)), flush=True)
 
 
-def write(name: str, figures: list[Figure], **extra: object) -> Path:
-    """Write `benchmarks/results/NAME.json` and print each figure as a line of JSON."""
+def write(name: str, figures: list[Figure], *, target: str = "", **extra: object) -> Path:
+    """Write `benchmarks/results/NAME.json` and print each figure as a line of JSON. `target`: of make, where it is not the
+    usual one."""
     show(figures)
-    command = f"make bench-{name}" if not name.startswith(("equality", "chaos")) else f"make {name}"
+    command = f"make {target or (name if name.startswith(('equality', 'chaos')) else f'bench-{name}')}"
     document = {"machine": asdict(this_machine()), "command": command, "figures": [asdict(figure) for figure in figures], **extra}
     return write_document(RESULTS / f"{name}.json", document)
 
