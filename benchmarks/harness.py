@@ -112,11 +112,14 @@ def show(figures: Sequence[Figure]) -> None:
         print(json.dumps(asdict(figure)), flush=True)
 
 
-def write(name: str, figures: list[Figure], *, target: str = "", **extra: object) -> Path:
-    """Write `benchmarks/results/NAME.json` and print each figure as a line of JSON. `target`: of make, where it is not the
-    usual one."""
+TARGETS = {"equality": "equality", "chaos": "chaos", "chaos_vllm": "chaos-vllm", "vllm_contract": "test-vllm"}
+"""The targets of make that write a file of results and are not called bench-NAME."""
+
+
+def write(name: str, figures: list[Figure], **extra: object) -> Path:
+    """Write `benchmarks/results/NAME.json` and print each figure as a line of JSON."""
     show(figures)
-    command = f"make {target or (name if name.startswith(('equality', 'chaos')) else f'bench-{name}')}"
+    command = f"make {TARGETS.get(name, f'bench-{name}')}"
     document = {"machine": asdict(this_machine()), "command": command, "figures": [asdict(figure) for figure in figures], **extra}
     return write_document(RESULTS / f"{name}.json", document)
 

@@ -209,8 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         figures = report.figures(progress.rounds, goals=numbers.goals)
         if arguments.engine == DEFAULT_ENGINE and arguments.seconds == float("inf"):
             figures += cost_figures(ensure_model("smollm2-135m-instruct", say))
-        tables = report.tables(progress.rounds)
-        write(numbers.results, figures, target=numbers.results.replace("_", "-"), seed=arguments.seed, report=tables)
+        write(numbers.results, figures, seed=arguments.seed, report=report.tables(progress.rounds))
     return 1 if report.failures(progress.rounds) else 0
 
 

@@ -26,7 +26,7 @@ def main(python: str) -> int:
         report = Path(folder) / "report.xml"
         code = subprocess.run([python, "-m", "pytest", *TESTS, f"--junitxml={report}"], check=False).returncode
         if code in HAS_RUN:
-            write("vllm_contract", figures(outcomes(report)), target="test-vllm")
+            write("vllm_contract", figures(outcomes(report)))
     return code
 
 
