@@ -1,0 +1,104 @@
+"""Calls as JSON objects: `{"name": …, "arguments": {…}}`, as most formats have them, one or a list."""
+
+from __future__ import annotations
+
+import json
+
+from pdmesh.text.parsers.json_text import NotJson, expect, text_of, text_of_string, value
+from pdmesh.text.parsers.reader import Reader, Step
+
+NAMES = ("name", "function", "tool", "tool_name", "function_name")
+ARGUMENTS = ("arguments", "parameters", "args", "input")
+IDS = ("id", "call_id", "tool_call_id")
+_OTHERS = ("type", "index")
+NO_ARGUMENTS = "{}"
+
+
+def call(reader: Reader) -> Step[None]:
+    """Read one call. Raises NotJson."""
+    yield from _call(reader)
+    reader.close_call()
+
+
+def _call(reader: Reader) -> Step[None]:
+    yield from expect(reader, "{")
+    name, call_id, held, is_open, has_arguments = "", "", "", False, False
+    while True:
+        key = yield from text_of_string(reader)
+        yield from expect(reader, ":")
+        if key in NAMES and not name:
+            if (yield from reader.skip_space()) == "{":  # OpenAI's own: {"function": {"name": …, "arguments": …}}
+                yield from _call(reader)
+                is_open = has_arguments = True
+                name = key
+            else:
+                name = yield from text_of_string(reader)
+        elif key in ARGUMENTS and not has_arguments:
+            has_arguments = True
+            if name:
+                reader.open_call(name, call_id)
+                is_open = True
+                yield from arguments(reader)
+            else:
+                held = yield from _held_arguments(reader)
+        elif key in IDS and not is_open:
+            call_id = yield from _text_or_value(reader)
+        elif is_open or key in _OTHERS:
+            yield from text_of(reader)
+        else:
+            raise NotJson(f"{key[:40]!r} is no part of a call")
+        if (yield from reader.skip_space()) == "}":
+            reader.at += 1
+            break
+        yield from expect(reader, ",")
+    if not name:
+        raise NotJson("a call has no name")
+    if not is_open:
+        reader.open_call(name, call_id)
+        reader.arguments(held or NO_ARGUMENTS)
+
+
+def arguments(reader: Reader) -> Step[None]:
+    """Read the arguments of the call that is open: an object, or a string that holds one. Raises NotJson."""
+    character = yield from reader.skip_space()
+    if character == "{":
+        yield from value(reader, reader.arguments)
+    else:
+        reader.arguments((yield from _held_arguments(reader)))
+
+
+def _held_arguments(reader: Reader) -> Step[str]:
+    character = yield from reader.skip_space()
+    if character == '"':
+        text = (yield from text_of_string(reader)).strip() or NO_ARGUMENTS
+    else:
+        text = yield from text_of(reader)
+    if text == "null":
+        return NO_ARGUMENTS
+    try:
+        is_object = isinstance(json.loads(text, strict=False), dict)
+    except ValueError:
+        is_object = False
+    if not is_object:
+        raise NotJson("arguments are no object")
+    return text
+
+
+def _text_or_value(reader: Reader) -> Step[str]:
+    if (yield from reader.skip_space()) == '"':
+        return (yield from text_of_string(reader))
+    return (yield from text_of(reader))
+
+
+def calls(reader: Reader) -> Step[None]:
+    """Read one call, or a list of calls. Raises NotJson."""
+    if (yield from reader.skip_space()) != "[":
+        yield from call(reader)
+        return
+    reader.at += 1
+    while True:
+        yield from call(reader)
+        if (yield from reader.skip_space()) == "]":
+            reader.at += 1
+            return
+        yield from expect(reader, ",")

@@ -1,0 +1,33 @@
+"""DeepSeek V3, R1 and V3.1: calls between marks of their own. V3 and R1 have `function`, a mark, the name, and the arguments in a
+block of code; V3.1 has the name, the mark and the arguments."""
+
+from __future__ import annotations
+
+from pdmesh.text.parsers.calls import arguments
+from pdmesh.text.parsers.machine import Marks, Parse, Schemas, closed, expect_mark, marked, name_until
+from pdmesh.text.parsers.reader import Reader, Step
+
+MARKS = Marks(("<｜tool▁calls▁begin｜>",))
+_END = "<｜tool▁calls▁end｜>"
+_CALL, _SEPARATOR, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+_FENCE = "```"
+
+
+def parse(schemas: Schemas) -> Parse:
+    """Return the program of the format."""
+    return marked(MARKS, _calls)
+
+
+def _calls(reader: Reader, mark: str) -> Step[None]:
+    while (yield from expect_mark(reader, _CALL, _END)) == _CALL:
+        name, _ = yield from name_until(reader, _SEPARATOR)
+        if name == "function":
+            name, behind = yield from name_until(reader, "\n", _FENCE)
+            if behind == _FENCE:
+                reader.at -= len(_FENCE)
+            yield from closed(reader, (_FENCE + "json", _FENCE))
+        reader.open_call(name)
+        yield from arguments(reader)
+        yield from closed(reader, (_FENCE,))
+        reader.close_call()
+        yield from expect_mark(reader, _CALL_END)

@@ -1,0 +1,25 @@
+"""GLM 4.5 and later: `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`."""
+
+from __future__ import annotations
+
+from pdmesh.text.parsers.machine import Marks, Parse, Schemas, marked, name_until
+from pdmesh.text.parsers.reader import Reader, Step
+from pdmesh.text.parsers.tagged import Tags, arguments, parameters
+
+_END = "</tool_call>"
+MARKS = Marks(("<tool_call>",))
+_TAGS = Tags("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+
+
+def parse(schemas: Schemas) -> Parse:
+    """Return the program of the format."""
+
+    def body(reader: Reader, mark: str) -> Step[None]:
+        yield from reader.skip_space()
+        name, behind = yield from name_until(reader, "\n", _TAGS.key, _END)
+        if behind != "\n":
+            reader.at -= len(behind)
+        reader.open_call(name)
+        yield from arguments(reader, _TAGS, parameters(schemas, name), _END)
+
+    return marked(MARKS, body)

@@ -1,0 +1,13 @@
+"""Granite 3 and 4: a list of calls in JSON behind `<|tool_call|>` or `<tool_call>`."""
+
+from __future__ import annotations
+
+from pdmesh.text.parsers.calls import calls
+from pdmesh.text.parsers.machine import Marks, Parse, Schemas, marked
+
+MARKS = Marks(("<|tool_call|>", "<tool_call>"), ("</tool_call>",))
+
+
+def parse(schemas: Schemas) -> Parse:
+    """Return the program of the format."""
+    return marked(MARKS, lambda reader, mark: calls(reader))

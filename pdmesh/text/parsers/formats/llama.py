@@ -1,0 +1,34 @@
+"""Llama 3: `{"name": …, "parameters": {…}}` as the whole answer, or behind `<|python_tag|>`; several with `;` between them."""
+
+from __future__ import annotations
+
+from pdmesh.text.parsers.calls import call, calls
+from pdmesh.text.parsers.machine import Marks, Parse, Schemas, attempt, marked
+from pdmesh.text.parsers.reader import Reader, Step
+
+MARKS = Marks(("<|python_tag|>",), ("<|eom_id|>", "<|eot_id|>"))
+
+
+def parse(schemas: Schemas) -> Parse:
+    """Return the program of the format."""
+    then = marked(MARKS, lambda reader, mark: several(reader))
+
+    def program(reader: Reader) -> Step[None]:
+        reader.mark()
+        character = yield from reader.skip_space()
+        before = reader.since_mark()
+        if character in ("{", "["):
+            yield from attempt(reader, before, lambda reader, mark: several(reader), MARKS.close, is_guess=True)
+        else:
+            reader.content(before)
+        yield from then(reader)
+
+    return program
+
+
+def several(reader: Reader) -> Step[None]:
+    """Read calls with semicolons between them. Raises NotJson."""
+    yield from calls(reader)
+    while (yield from reader.skip_space()) == ";":
+        reader.at += 1
+        yield from call(reader)

@@ -1,0 +1,25 @@
+"""MiniMax M2: `<minimax:tool_call>` around `<invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>`."""
+
+from __future__ import annotations
+
+from pdmesh.text.parsers.machine import Marks, Parse, Schemas, expect_mark, marked, name_until
+from pdmesh.text.parsers.reader import Reader, Step
+from pdmesh.text.parsers.tagged import Tags, arguments, parameters
+
+_END = "</minimax:tool_call>"
+MARKS = Marks(("<minimax:tool_call>",))
+_INVOKE = "<invoke name="
+_TAGS = Tags("<parameter name=", ">", "", "</parameter>")
+
+
+def parse(schemas: Schemas) -> Parse:
+    """Return the program of the format."""
+
+    def body(reader: Reader, mark: str) -> Step[None]:
+        while (yield from expect_mark(reader, _INVOKE, _END)) == _INVOKE:
+            quoted, _ = yield from name_until(reader, ">")
+            name = quoted.strip("\"'")
+            reader.open_call(name)
+            yield from arguments(reader, _TAGS, parameters(schemas, name), "</invoke>")
+
+    return marked(MARKS, body)

@@ -1,0 +1,30 @@
+"""Mistral: `[TOOL_CALLS]` before a list of calls in JSON, or, since tokenizer v11, before each `NAME[ARGS]{…}`."""
+
+from __future__ import annotations
+
+from pdmesh.text.parsers.calls import arguments, calls
+from pdmesh.text.parsers.machine import Marks, Parse, Schemas, marked, name_until
+from pdmesh.text.parsers.reader import Reader, Step
+
+MARKS = Marks(("[TOOL_CALLS]",))
+_ARGUMENTS, _ID = "[ARGS]", "[CALL_ID]"
+
+
+def parse(schemas: Schemas) -> Parse:
+    """Return the program of the format."""
+    return marked(MARKS, _calls)
+
+
+def _calls(reader: Reader, mark: str) -> Step[None]:
+    if (yield from reader.skip_space()) in ("[", "{"):
+        yield from calls(reader)
+        return
+    name, behind = yield from name_until(reader, _ARGUMENTS, _ID, "{")
+    call_id = ""
+    if behind == _ID:
+        call_id, _ = yield from name_until(reader, _ARGUMENTS)
+    elif behind == "{":
+        reader.at -= 1
+    reader.open_call(name, call_id)
+    yield from arguments(reader)
+    reader.close_call()

@@ -1,0 +1,21 @@
+"""Phi-4: a list of calls in JSON behind `functools`, or between `<|tool_call|>` and `<|/tool_call|>`."""
+
+from __future__ import annotations
+
+from pdmesh.text.parsers.calls import calls
+from pdmesh.text.parsers.json_text import NotJson
+from pdmesh.text.parsers.machine import Marks, Parse, Schemas, marked
+from pdmesh.text.parsers.reader import Reader, Step
+
+MARKS = Marks(("functools", "<|tool_call|>"), ("<|/tool_call|>",))
+
+
+def parse(schemas: Schemas) -> Parse:
+    """Return the program of the format."""
+    return marked(MARKS, _calls)
+
+
+def _calls(reader: Reader, mark: str) -> Step[None]:
+    if mark == "functools" and (yield from reader.peek()) != "[":
+        raise NotJson("the word functools, and no list behind it")
+    yield from calls(reader)

@@ -1,0 +1,76 @@
+"""Calls in the words of Python: `f(a=1, b=["x", None])`. Arguments are literals, which become JSON."""
+
+from __future__ import annotations
+
+import ast
+import json
+
+from pdmesh.text.parsers.json_text import MAX_DEPTH, NotJson
+from pdmesh.text.parsers.machine import name_until
+from pdmesh.text.parsers.reader import Reader, Step
+
+_CONSTANTS = {"true": True, "false": False, "null": None}
+_OPEN, _CLOSE = "([{", ")]}"
+MAX_SOURCE = 1 << 20
+"""Characters of one argument."""
+
+
+def call(reader: Reader) -> Step[None]:
+    """Read one call. Raises NotJson."""
+    name, _ = yield from name_until(reader, "(")
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise NotJson(f"{name[:40]!r} is no name of a function")
+    reader.open_call(name)
+    separator = "{"
+    while (yield from reader.skip_space()) != ")":
+        key, _ = yield from name_until(reader, "=")
+        if not key.isidentifier():
+            raise NotJson(f"{key[:40]!r} is no name of an argument")
+        text = as_json((yield from source(reader)))
+        reader.arguments(f"{separator}{json.dumps(key)}: {text}")
+        separator = ", "
+        if (yield from reader.peek()) == ",":
+            reader.at += 1
+    reader.at += 1
+    reader.arguments("{}" if separator == "{" else "}")
+    reader.close_call()
+
+
+def source(reader: Reader) -> Step[str]:
+    """Read the source of one argument, up to the comma or bracket that ends it. Raises NotJson."""
+    read, depth, quote, begun = "", 0, "", 0
+    while character := (yield from reader.peek()):
+        if len(read) > MAX_SOURCE or depth > MAX_DEPTH:
+            raise NotJson("an argument is too long, or nested too deep")
+        if not quote and not depth and character in ",)":
+            return read
+        reader.at += 1
+        read += character
+        if quote:
+            if character == "\\":
+                read += yield from reader.take()
+            elif len(read) - begun >= len(quote) and read.endswith(quote):
+                quote = ""
+        elif character in "\"'":
+            two_more = yield from reader.accept(character * 2)
+            read += two_more
+            quote, begun = character + two_more, len(read)
+        else:
+            depth += (character in _OPEN) - (character in _CLOSE)
+    raise NotJson("an argument has no end")
+
+
+def as_json(text: str) -> str:
+    """Return the JSON of a literal. Raises NotJson. Pure."""
+    try:
+        tree = _Constants().visit(ast.parse(text.strip(), mode="eval"))
+        return json.dumps(ast.literal_eval(tree), ensure_ascii=False, allow_nan=False)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        raise NotJson(f"{text.strip()[:40]!r} is no literal") from None
+
+
+class _Constants(ast.NodeTransformer):
+    """JSON's names of constants, which models mix in."""
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        return ast.Constant(_CONSTANTS[node.id]) if node.id in _CONSTANTS else node

@@ -1,0 +1,97 @@
+"""The formats by name, and which of them a model writes: its chat template has their marks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from pdmesh.text.parsers.formats import (
+    deepseek,
+    gemma,
+    generic,
+    glm,
+    granite,
+    harmony,
+    hermes,
+    kimi,
+    llama,
+    minimax,
+    mistral,
+    phi,
+    pythonic,
+    qwen_coder,
+)
+from pdmesh.text.parsers.machine import OutputParser, Parse, Schemas
+from pdmesh.text.parsers.reasoning import ThinkMarks, plain, thinking
+
+NONE, AUTO = "none", "auto"
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """A format of calls. `signs`: a template that has all of one of these groups writes it. `has_thoughts`: the format itself has
+    them, so a reasoning format has no effect."""
+
+    parse: Callable[[Schemas], Parse]
+    signs: tuple[tuple[str, ...], ...]
+    has_thoughts: bool = False
+
+
+TOOL_FORMATS: Mapping[str, ToolFormat] = {
+    "harmony": ToolFormat(harmony.parse, (("<|channel|>", "<|message|>"),), has_thoughts=True),
+    "kimi": ToolFormat(kimi.parse, (("<|tool_calls_section_begin|>",),)),
+    "deepseek": ToolFormat(deepseek.parse, (("<｜tool▁calls▁begin｜>",),)),
+    "minimax": ToolFormat(minimax.parse, (("<minimax:tool_call>",), ("minimax:tool_call", "<invoke name="))),
+    "glm": ToolFormat(glm.parse, (("<arg_key>",),)),
+    "qwen_coder": ToolFormat(qwen_coder.parse, (("<function=",),)),
+    "mistral": ToolFormat(mistral.parse, (("[TOOL_CALLS]",),)),
+    "gemma": ToolFormat(gemma.parse, (("<start_function_call>",), ("tool_code",))),
+    "phi": ToolFormat(phi.parse, (("functools",), ("<|/tool_call|>",), ("<|tool|>", "<|/tool|>"))),
+    "granite": ToolFormat(granite.parse, (("<|tool_call|>",), ("<|start_of_role|>", "<tool_call>"))),
+    "hermes": ToolFormat(hermes.parse, (("<tool_call>",),)),
+    "pythonic": ToolFormat(pythonic.parse, (("<|python_start|>",), ("[func_name1(",), ("func_name1(params_name1",))),
+    "llama": ToolFormat(llama.parse, (("<|python_tag|>",), ("<|start_header_id|>ipython",), ('"parameters": dictionary',))),
+    "json": ToolFormat(generic.parse, ()),
+}
+"""In the order in which a template is asked: those whose marks others have as well come later."""
+
+REASONING_FORMATS: Mapping[str, ThinkMarks] = {
+    "think": ThinkMarks("<think>", "</think>"),
+    "mistral": ThinkMarks("[THINK]", "[/THINK]"),
+    "kimi": ThinkMarks("◁think▷", "◁/think▷"),
+    "seed": ThinkMarks("<seed:think>", "</seed:think>"),
+    "granite": ThinkMarks("Here is my thought process:", "Here is my response:"),
+}
+
+UNKNOWN_TEMPLATE = "hermes"
+"""The format that a model is asked for whose template knows none."""
+
+
+def tool_format_of(template: str) -> str:
+    """Return the name of the format that a template's model writes; `none` for a template without tools. Pure."""
+    for name, form in TOOL_FORMATS.items():
+        if any(all(sign in template for sign in group) for group in form.signs):
+            return name
+    return NONE
+
+
+def reasoning_format_of(template: str) -> str:
+    """Return the name of the format of thoughts in a template; `none` for one without. Pure."""
+    for name, marks in REASONING_FORMATS.items():
+        if marks.close in template or marks.open in template:
+            return name
+    return NONE
+
+
+def begins_inside(prompt: str, reasoning: str) -> bool:
+    """Return whether a rendered prompt ends with the opening mark of thoughts. Pure."""
+    return reasoning != NONE and prompt.rstrip().endswith(REASONING_FORMATS[reasoning].open)
+
+
+def make_parser(tools: str, reasoning: str, schemas: Schemas, *, has_begun: bool = False) -> OutputParser:
+    """Return a parser for one output. `tools`, `reasoning`: names of formats, or `none`; `has_begun`: see `begins_inside`."""
+    form = TOOL_FORMATS.get(tools)
+    parse = form.parse(schemas) if form is not None else plain
+    if reasoning != NONE and (form is None or not form.has_thoughts):
+        parse = thinking(REASONING_FORMATS[reasoning], parse, has_begun=has_begun)
+    return OutputParser(parse)
