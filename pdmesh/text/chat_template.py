@@ -2,21 +2,21 @@
 
 The conventions are those of transformers' `apply_chat_template`: blocks trimmed, loop controls, `raise_exception`,
 `strftime_now`, a `tojson` that leaves non-ASCII characters alone, `{% generation %}` transparent. A template comes with the model
-and is not trusted: it runs in Jinja's immutable sandbox. Not covered: tools and documents (always none).
+and is not trusted: it runs in Jinja's immutable sandbox. Not covered: documents (always none).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -26,11 +26,56 @@ _RENDER_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, Attr
 
 
 @dataclass(frozen=True)
+class ToolCall:
+    """A call that an assistant made: `arguments` by name."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    call_id: str = ""
+
+    def as_template(self) -> dict[str, Any]:
+        """Return what templates see: OpenAI's form, with arguments as a mapping."""
+        said: dict[str, Any] = {"type": "function", "function": {"name": self.name, "arguments": dict(self.arguments)}}
+        return said | ({"id": self.call_id} if self.call_id else {})
+
+
+@dataclass(frozen=True)
 class Message:
-    """Hold one turn of a conversation: `role` is "system", "user", "assistant" or another that the template knows."""
+    """Hold one turn of a conversation: `role` is "system", "user", "assistant", "tool" or another that the template knows.
+
+    `tool_calls`, `thoughts`: of an assistant. `call_id`, `name`: of a tool's answer, the call and the tool that it belongs to."""
 
     role: str
     content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    thoughts: str = ""
+    call_id: str = ""
+    name: str = ""
+
+    def as_template(self) -> dict[str, Any]:
+        """Return what templates see: what the turn has, under the names that transformers gives it."""
+        more: dict[str, Any] = {
+            "tool_calls": [call.as_template() for call in self.tool_calls],
+            "reasoning_content": self.thoughts,
+            "tool_call_id": self.call_id,
+            "name": self.name,
+        }
+        return {"role": self.role, "content": self.content, **{name: value for name, value in more.items() if value}}
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """How a conversation is rendered. `tools`: as OpenAI describes them. `variables`: more that a template may ask for, such as
+    enable_thinking. `continues`: the last message goes on, and no new one begins."""
+
+    tools: tuple[Mapping[str, Any], ...] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continues: bool = False
+
+
+PLAIN = Rendering()
+_OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
 class ChatTemplate:
@@ -40,28 +85,53 @@ class ChatTemplate:
         self.source = source
         self.special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+    def render(self, messages: Sequence[Message], how: Rendering = PLAIN) -> str:
         """Return the conversation as text. Raises ValueError with what the template rejected."""
         if not messages:
             raise ValueError("messages: a conversation needs at least one message")
+        if own := _OWN_VARIABLES & how.variables.keys():
+            raise ValueError(f"chat_template_kwargs: {', '.join(sorted(own))} is set by the request itself; leave it out")
         try:
-            return self._template.render(
-                messages=[asdict(message) for message in messages],
-                tools=None,
+            text = self._template.render(
+                **{**self.special_tokens, **how.variables},
+                messages=[message.as_template() for message in messages],
+                tools=list(how.tools) or None,
                 documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self.special_tokens,
+                add_generation_prompt=how.add_generation_prompt and not how.continues,
             )
         except _RENDER_ERRORS as error:
+            raise ValueError(f"messages: the model's chat template refused them: {error}") from error
+        return _unfinished(text, messages[-1]) if how.continues else text
+
+    @cached_property
+    def knows_tools(self) -> bool:
+        """Return whether the template shows tools: it names the variable. Raises ValueError for a template that cannot be read."""
+        try:
+            return "tools" in meta.find_undeclared_variables(self._environment.parse(self.source))
+        except jinja2.TemplateError as error:
             raise ValueError(f"messages: the model's chat template refused them: {error}") from error
 
     @cached_property
     def _template(self) -> jinja2.Template:
+        return self._environment.from_string(self.source)
+
+    @cached_property
+    def _environment(self) -> jinja2.Environment:
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
-        return environment.from_string(self.source)
+        return environment
+
+
+def _unfinished(text: str, last: Message) -> str:
+    """Return a rendered conversation up to the end of its last message, which goes on. Raises ValueError."""
+    for content in (last.content, last.content.strip()):  # many templates trim it
+        if content.strip() and (place := text.rfind(content)) >= 0:
+            return text[: place + len(content)]
+    raise ValueError(
+        "continue_final_message: the model's chat template does not show the last message as it is; let a new one begin"
+    )
 
 
 class _Generation(Extension):
