@@ -105,7 +105,7 @@ class ChatTemplate:
 
     @cached_property
     def knows_tools(self) -> bool:
-        """Return whether the template shows tools: it names the variable. Raises ValueError for a template that cannot be read."""
+        """Return whether the template shows tools: it names the variable. Raises ValueError for one that cannot be read."""
         try:
             return "tools" in meta.find_undeclared_variables(self._environment.parse(self.source))
         except jinja2.TemplateError as error:

@@ -49,6 +49,7 @@ REGISTERED_FOLDERS = {
     "pdmesh/engine/models/families/latent",
     "pdmesh/engine/models/families/layernorm",
     "pdmesh/engine/speculation/proposers",
+    "pdmesh/text/parsers/formats",
     "router/routing/policies",
 }
 """Folders with one file for each entry of a registry, whether they exist yet or not. The recipes of docs/structure.md ask for one

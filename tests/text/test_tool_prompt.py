@@ -25,7 +25,8 @@ SOURCE = (
     "{%- if tools %}TOOLS\n{%- for tool in tools %}\n{{ tool | tojson }}{%- endfor %}\n{% endif %}"
     "{%- for m in messages %}<{{ m.role }}>{{ m.content }}"
     "{%- if m.reasoning_content %}[{{ m.reasoning_content }}]{% endif %}"
-    "{%- for call in m.tool_calls or [] %}<call>{{ call.function.name }} {{ call.function.arguments | tojson }}</call>{% endfor %}"
+    "{%- for call in m.tool_calls or [] %}<call>{{ call.function.name }} "
+    "{{ call.function.arguments | tojson }}</call>{% endfor %}"
     "{%- if m.tool_call_id %}({{ m.tool_call_id }}, {{ m.name }}){% endif %}</end>\n{% endfor %}"
     "{%- if add_generation_prompt %}<assistant>{% if enable_thinking is defined and not enable_thinking %}-{% endif %}{% endif %}"
 )
