@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from pdmesh.text.parsers.forcing import Form
 from pdmesh.text.parsers.formats import (
     deepseek,
     gemma,
@@ -29,29 +30,31 @@ NONE, AUTO = "none", "auto"
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """A format of calls. `signs`: a template that has all of one of these groups writes it. `has_thoughts`: the format itself has
-    them, so a reasoning format has no effect."""
+    """A format of calls: how it is read, and how it is written. `signs`: a template that has all of one of these groups writes
+    it. `has_thoughts`: the format itself has them, so a reasoning format has no effect."""
 
     parse: Callable[[Schemas], Parse]
+    form: Form
     signs: tuple[tuple[str, ...], ...]
     has_thoughts: bool = False
 
 
+_LLAMA_WORDS = ('"parameters": dictionary',)
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
-    "harmony": ToolFormat(harmony.parse, (("<|channel|>", "<|message|>"),), has_thoughts=True),
-    "kimi": ToolFormat(kimi.parse, (("<|tool_calls_section_begin|>",),)),
-    "deepseek": ToolFormat(deepseek.parse, (("<｜tool▁calls▁begin｜>",),)),
-    "minimax": ToolFormat(minimax.parse, (("<minimax:tool_call>",), ("minimax:tool_call", "<invoke name="))),
-    "glm": ToolFormat(glm.parse, (("<arg_key>",),)),
-    "qwen_coder": ToolFormat(qwen_coder.parse, (("<function=",),)),
-    "mistral": ToolFormat(mistral.parse, (("[TOOL_CALLS]",),)),
-    "gemma": ToolFormat(gemma.parse, (("<start_function_call>",), ("tool_code",))),
-    "phi": ToolFormat(phi.parse, (("functools",), ("<|/tool_call|>",), ("<|tool|>", "<|/tool|>"))),
-    "granite": ToolFormat(granite.parse, (("<|tool_call|>",), ("<|start_of_role|>", "<tool_call>"))),
-    "hermes": ToolFormat(hermes.parse, (("<tool_call>",),)),
-    "pythonic": ToolFormat(pythonic.parse, (("<|python_start|>",), ("[func_name1(",), ("func_name1(params_name1",))),
-    "llama": ToolFormat(llama.parse, (("<|python_tag|>",), ("<|start_header_id|>ipython",), ('"parameters": dictionary',))),
-    "json": ToolFormat(generic.parse, ()),
+    "harmony": ToolFormat(harmony.parse, harmony.FORM, (("<|channel|>", "<|message|>"),), has_thoughts=True),
+    "kimi": ToolFormat(kimi.parse, kimi.FORM, (("<|tool_calls_section_begin|>",),)),
+    "deepseek": ToolFormat(deepseek.parse, deepseek.FORM, (("<｜tool▁calls▁begin｜>",),)),
+    "minimax": ToolFormat(minimax.parse, minimax.FORM, (("<minimax:tool_call>",), ("minimax:tool_call", "<invoke name="))),
+    "glm": ToolFormat(glm.parse, glm.FORM, (("<arg_key>",),)),
+    "qwen_coder": ToolFormat(qwen_coder.parse, qwen_coder.FORM, (("<function=",),)),
+    "mistral": ToolFormat(mistral.parse, mistral.FORM, (("[TOOL_CALLS]",),)),
+    "gemma": ToolFormat(gemma.parse, gemma.FORM, (("<start_function_call>",), ("tool_code",))),
+    "phi": ToolFormat(phi.parse, phi.FORM, (("functools",), ("<|/tool_call|>",), ("<|tool|>", "<|/tool|>"))),
+    "granite": ToolFormat(granite.parse, granite.FORM, (("<|tool_call|>",), ("<|start_of_role|>", "<tool_call>"))),
+    "hermes": ToolFormat(hermes.parse, hermes.FORM, (("<tool_call>",),)),
+    "pythonic": ToolFormat(pythonic.parse, pythonic.FORM, (("<|python_start|>",), ("func_name1(params_name1",))),
+    "llama": ToolFormat(llama.parse, llama.FORM, (("<|python_tag|>",), ("<|start_header_id|>ipython",), _LLAMA_WORDS)),
+    "json": ToolFormat(generic.parse, generic.FORM, ()),
 }
 """In the order in which a template is asked: those whose marks others have as well come later."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from pdmesh.text.parsers.json_text import NotJson
 from pdmesh.text.parsers.machine import Schemas, expect_mark, name_until
@@ -70,13 +70,16 @@ def _text(reader: Reader, tags: Tags, give: Callable[[str], None]) -> Step[None]
 def as_json(text: str, schema: Mapping[str, Any]) -> str:
     """Return JSON: the text itself if it is any that the schema may mean, else a string of it. Pure."""
     try:
-        found = json.loads(text)
-        written = json.dumps(found, ensure_ascii=False, allow_nan=False)
+        found = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
         lowered = {"True": "true", "False": "false", "None": "null"}.get(text.strip())
         return lowered or json.dumps(text, ensure_ascii=False)
     is_told = "type" in schema or "anyOf" in schema or "$ref" in schema
-    return json.dumps(text, ensure_ascii=False) if isinstance(found, str) and not is_told else written
+    return json.dumps(text, ensure_ascii=False) if isinstance(found, str) and not is_told else text.strip()
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(constant)  # NaN and the infinities are no JSON
 
 
 class _Lines:

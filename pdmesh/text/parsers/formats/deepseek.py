@@ -4,6 +4,7 @@ block of code; V3.1 has the name, the mark and the arguments."""
 from __future__ import annotations
 
 from pdmesh.text.parsers.calls import arguments
+from pdmesh.text.parsers.forcing import NAME, Form
 from pdmesh.text.parsers.machine import Marks, Parse, Schemas, closed, expect_mark, marked, name_until
 from pdmesh.text.parsers.reader import Reader, Step
 
@@ -11,6 +12,7 @@ MARKS = Marks(("<｜tool▁calls▁begin｜>",))
 _END = "<｜tool▁calls▁end｜>"
 _CALL, _SEPARATOR, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 _FENCE = "```"
+FORM = Form(MARKS.open[0], f"{_CALL}function{_SEPARATOR}{NAME}\n{_FENCE}json\n", f"\n{_FENCE}{_CALL_END}", "\n", _END)
 
 
 def parse(schemas: Schemas) -> Parse:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 
+from pdmesh.text.parsers.forcing import NAME, Form
 from pdmesh.text.parsers.json_text import MAX_DEPTH, NotJson, expect, value
 from pdmesh.text.parsers.machine import Marks, Parse, Schemas, expect_mark, marked, name_until
 from pdmesh.text.parsers.python_text import call
@@ -12,6 +13,7 @@ from pdmesh.text.parsers.reader import Reader, Step
 
 _CODE, _CODE_END, _ESCAPE = "```tool_code", "```", "<escape>"
 MARKS = Marks(("<start_function_call>", _CODE), ("<end_function_call>",))
+FORM = Form(f"{_CODE}\n", f"{NAME}(", ")", "\n", f"\n{_CODE_END}", is_python=True)
 
 
 def parse(schemas: Schemas) -> Parse:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pdmesh.text.parsers.calls import calls
+from pdmesh.text.parsers.forcing import NAME, Form
 from pdmesh.text.parsers.machine import Parse, Schemas, Trimmed, attempt, closed
 from pdmesh.text.parsers.reader import Reader, Step
 
 _FENCES = ("```json", "```")
+FORM = Form("[", f'{{"name": "{NAME}", "arguments": ', "}", ", ", "]")
 
 
 def parse(schemas: Schemas) -> Parse:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pdmesh.text.parsers.forcing import NAME, Form
 from pdmesh.text.parsers.machine import Marks, Parse, Schemas, marked, name_until
 from pdmesh.text.parsers.reader import Reader, Step
 from pdmesh.text.parsers.tagged import Tags, arguments, parameters
@@ -9,6 +10,8 @@ from pdmesh.text.parsers.tagged import Tags, arguments, parameters
 _END = "</tool_call>"
 MARKS = Marks(("<tool_call>",))
 _TAGS = Tags("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+_WRITTEN_TAGS = Tags("<arg_key>", "</arg_key>\n", "<arg_value>", "</arg_value>\n")
+FORM = Form("", f"<tool_call>{NAME}\n", _END, "\n", "", tags=_WRITTEN_TAGS)
 
 
 def parse(schemas: Schemas) -> Parse:

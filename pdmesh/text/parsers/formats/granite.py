@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pdmesh.text.parsers.calls import calls
+from pdmesh.text.parsers.forcing import NAME, Form
 from pdmesh.text.parsers.machine import Marks, Parse, Schemas, marked
 
 MARKS = Marks(("<|tool_call|>", "<tool_call>"), ("</tool_call>",))
+FORM = Form("<|tool_call|>[", f'{{"name": "{NAME}", "arguments": ', "}", ", ", "]")
 
 
 def parse(schemas: Schemas) -> Parse:

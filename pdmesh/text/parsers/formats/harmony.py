@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 
 from pdmesh.text.parsers.calls import arguments
+from pdmesh.text.parsers.forcing import NAME, Form
 from pdmesh.text.parsers.machine import Parse, Schemas, attempt
 from pdmesh.text.parsers.reader import Reader, Step
 
@@ -17,6 +18,13 @@ ENDS = ("<|end|>", "<|return|>", "<|call|>")
 _RECIPIENT = re.compile(r"to=([^\s<]+)")
 _FUNCTIONS = "functions."
 _THOUGHTS = "analysis"
+FORM = Form(
+    "",
+    f"{CHANNEL}commentary to={_FUNCTIONS}{NAME} <|constrain|>json{MESSAGE}",
+    ENDS[-1],
+    f"{START}assistant",
+    "",
+)
 
 
 def parse(schemas: Schemas) -> Parse:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pdmesh.text.parsers.forcing import NAME, Form
 from pdmesh.text.parsers.machine import Marks, Parse, Schemas, expect_mark, marked, name_until
 from pdmesh.text.parsers.reader import Reader, Step
 from pdmesh.text.parsers.tagged import Tags, arguments, parameters
@@ -10,6 +11,8 @@ _END = "</minimax:tool_call>"
 MARKS = Marks(("<minimax:tool_call>",))
 _INVOKE = "<invoke name="
 _TAGS = Tags("<parameter name=", ">", "", "</parameter>")
+_WRITTEN_TAGS = Tags('<parameter name="', '">', "", "</parameter>\n")
+FORM = Form("<minimax:tool_call>\n", f'{_INVOKE}"{NAME}">\n', "</invoke>\n", "", _END, tags=_WRITTEN_TAGS)
 
 
 def parse(schemas: Schemas) -> Parse:

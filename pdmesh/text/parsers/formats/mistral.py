@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pdmesh.text.parsers.calls import arguments, calls
+from pdmesh.text.parsers.forcing import NAME, Form
 from pdmesh.text.parsers.machine import Marks, Parse, Schemas, marked, name_until
 from pdmesh.text.parsers.reader import Reader, Step
 
 MARKS = Marks(("[TOOL_CALLS]",))
 _ARGUMENTS, _ID = "[ARGS]", "[CALL_ID]"
+FORM = Form("[TOOL_CALLS][", f'{{"name": "{NAME}", "arguments": ', "}", ", ", "]")
 
 
 def parse(schemas: Schemas) -> Parse:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pdmesh.text.parsers.forcing import NAME, Form
 from pdmesh.text.parsers.json_text import expect
 from pdmesh.text.parsers.machine import Marks, Parse, Schemas, attempt, marked
 from pdmesh.text.parsers.python_text import call
 from pdmesh.text.parsers.reader import Reader, Step
 
 MARKS = Marks(("<|python_start|>",), ("<|python_end|>", "<|eom|>"))
+FORM = Form("[", f"{NAME}(", ")", ", ", "]", is_python=True)
 
 
 def parse(schemas: Schemas) -> Parse:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pdmesh.text.parsers.calls import calls
+from pdmesh.text.parsers.forcing import NAME, Form
 from pdmesh.text.parsers.json_text import NotJson
 from pdmesh.text.parsers.machine import Marks, Parse, Schemas, expect_mark, marked, name_until
 from pdmesh.text.parsers.reader import Reader, Step
@@ -11,6 +12,7 @@ from pdmesh.text.parsers.tagged import Tags, arguments, parameters
 _FUNCTION = "<function="
 MARKS = Marks(("<tool_call>", _FUNCTION), ("</tool_call>",))
 _TAGS = Tags("<parameter=", ">", "", "</parameter>", has_breaks=True)
+FORM = Form("", f"<tool_call>\n<function={NAME}>\n", "</function>\n</tool_call>", "\n", "", tags=_TAGS)
 
 
 def parse(schemas: Schemas) -> Parse:

@@ -1,0 +1,143 @@
+"""Grammars that force calls: the name and the arguments by their schema, in the format that a model was trained to write.
+
+What a format writes around names and arguments is its `Form`. A mark that is a token of its own in the model's vocabulary is
+forced as that token, because no other tokens spell it for the model.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from pdmesh.text.parsers.machine import Schemas
+from pdmesh.text.parsers.tagged import Tags, schema_of
+
+NAME = "NAME"
+"""Stands in a form for the name of the tool."""
+MAX_CALLS = 16
+BEHIND_THOUGHTS = "\n\n"
+_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+
+
+class Form(NamedTuple):
+    """What stands around calls: before the first one, before the arguments of each (with NAME), behind them, between two calls,
+    and behind the last. `tags`: arguments stand between tags; `is_python`: they are arguments in Python; else they are JSON."""
+
+    begin: str
+    before: str
+    behind: str
+    between: str
+    end: str
+    tags: Tags | None = None
+    is_python: bool = False
+
+
+class Choice(NamedTuple):
+    """What a request asks for. `names`: the tools that may be called. `thinks_until`: the mark that ends thoughts, which come
+    first; "" for none. `is_parallel`: there may be several calls."""
+
+    names: Sequence[str]
+    is_parallel: bool = True
+    thinks_until: str = ""
+
+
+def grammar(form: Form, schemas: Schemas, choice: Choice, tokens: Mapping[str, int]) -> str:
+    """Return the Lark grammar of an output that is nothing but calls. `tokens`: ids of the marks that are tokens of their own.
+
+    Raises ValueError for a tool that is not described."""
+    unknown = [name for name in choice.names if name not in schemas]
+    if unknown or not choice.names:
+        raise ValueError(f"tool_choice: {', '.join(unknown) or 'nothing'} is none of the tools; name one of {', '.join(schemas)}")
+    writer = _Writer(tokens)
+    calls = [writer.rule(writer.call(form, name, schemas[name])) for name in choice.names]
+    one = writer.rule(" | ".join(calls))
+    more = f" ({writer.text(form.between)} {one}){{0,{MAX_CALLS - 1}}}" if choice.is_parallel else ""
+    body = f"{writer.text(form.begin)} {one}{more} {writer.text(form.end)}"
+    thoughts = f"{writer.any_until(choice.thinks_until)} {writer.text(BEHIND_THOUGHTS)}" if choice.thinks_until else ""
+    return "\n".join([f"start: {thoughts} {body}", *writer.rules])
+
+
+class _Writer:
+    """Write rules, each once."""
+
+    def __init__(self, tokens: Mapping[str, int]) -> None:
+        self._tokens = tokens
+        self._marks = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True)))) if tokens else None
+        self.rules: list[str] = []
+
+    def rule(self, body: str, attributes: str = "") -> str:
+        """Add a rule, and return its name."""
+        name = f"r{len(self.rules)}"
+        self.rules.append(f"{name}{attributes}: {body}")
+        return name
+
+    def text(self, text: str) -> str:
+        """Return literals of a text, and of the marks in it."""
+        if self._marks is None:
+            return _literal(text)
+        pieces, at = [], 0
+        for found in self._marks.finditer(text):
+            pieces += [_literal(text[at : found.start()]), f"<[{self._tokens[found[0]]}]>"]
+            at = found.end()
+        return " ".join(filter(None, [*pieces, _literal(text[at:])])) or '""'
+
+    def any_until(self, mark: str) -> str:
+        """Return any text up to a mark, and the mark."""
+        token = next((each for each in self._tokens if each in mark), None)
+        if token is None:
+            return self.rule("/(?s:.*)/", f"[suffix={_literal(mark)}]")
+        return f"{self.rule('/(?s:.*)/')} {self.text(mark)}"
+
+    def call(self, form: Form, name: str, schema: Mapping[str, Any]) -> str:
+        """Return one call of a tool."""
+        before, behind = self.text(form.before.replace(NAME, name)), self.text(form.behind)
+        return f"{before} {self._arguments(form, schema or ANY_OBJECT)} {behind}"
+
+    def _arguments(self, form: Form, schema: Mapping[str, Any]) -> str:
+        if form.tags is None and not form.is_python:
+            return self._json({"type": "object", **schema})
+        properties = schema.get("properties") or {}
+        required = set(schema.get("required") or ())
+        members = [self._member(form, schema, key) for key in properties]
+        if form.tags is not None:
+            each = [member if key in required else f"({member})?" for key, member in zip(properties, members, strict=True)]
+            return " ".join(each)
+        return self._separated([(member, key in required) for key, member in zip(properties, members, strict=True)])
+
+    def _member(self, form: Form, schema: Mapping[str, Any], key: str) -> str:
+        described = _with_definitions(schema_of(schema, key), schema)
+        if form.tags is None:
+            return self.rule(f"{_literal(f'{key}=')} {self._json(described)}")
+        tags, line = form.tags, "\n" if form.tags.has_breaks else ""
+        before = f"{tags.key}{key}{tags.key_end}{tags.value}{line}"
+        if described.get("type") == "string" and "enum" not in described:
+            return self.rule(f"{self.text(before)} {self.any_until(line + tags.value_end)} {_literal(line)}")
+        written = self._plain(described) if described.get("type") == "string" else self._json(described)
+        return self.rule(f"{self.text(before)} {written} {self.text(line + tags.value_end + line)}")
+
+    def _plain(self, described: Mapping[str, Any]) -> str:
+        return "(" + " | ".join(_literal(str(each)) for each in described["enum"]) + ")"
+
+    def _separated(self, members: Sequence[tuple[str, bool]]) -> str:
+        """Return members with commas between those that are there: a chain of rules, from the last member back."""
+        first, rest = '""', '""'  # what may follow where no member was written yet, and where one was
+        for member, is_required in reversed(members):
+            here, there = f"{member} {rest}", f'", " {member} {rest}'
+            first = self.rule(here if is_required else f"{here} | {first}")
+            rest = self.rule(there if is_required else f"{there} | {rest}")
+        return first
+
+    def _json(self, schema: Mapping[str, Any]) -> str:
+        return self.rule("%json " + json.dumps({**schema, "x-guidance": _JSON_STYLE}, ensure_ascii=False))
+
+
+def _with_definitions(described: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a property's schema with the definitions that it may refer to. Pure."""
+    return {**{name: schema[name] for name in ("$defs", "definitions") if name in schema}, **described}
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f") if text else ""

@@ -1,0 +1,123 @@
+"""Forced calls: whatever tokens a model would take within the grammar, the parser reads calls that their schemas accept."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from pdmesh.text.grammar import GrammarCompiler
+from pdmesh.text.parsers.forcing import Choice, grammar
+from pdmesh.text.parsers.registry import REASONING_FORMATS, TOOL_FORMATS
+from pdmesh.text.tokenizer import Tokenizer
+from tests.support.tiny_models import IM_END, VOCAB_SIZE, write_byte_tokenizer
+from tests.text.parsers.test_formats import message
+
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "weather": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+    "set": {
+        "type": "object",
+        "properties": {
+            "mode": {"type": "string", "enum": ["on", "off"]},
+            "levels": {"type": "array", "items": {"type": "number"}, "maxItems": 3},
+            "deep": {"$ref": "#/$defs/deep"},
+        },
+        "required": ["mode", "levels"],
+        "additionalProperties": False,
+        "$defs": {
+            "deep": {"type": "object", "properties": {"x": {"type": "boolean"}}, "required": ["x"], "additionalProperties": False}
+        },
+    },
+    "stop": {"type": "object", "properties": {}, "additionalProperties": False},
+}
+LONGEST = 1500
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("bytes")
+    write_byte_tokenizer(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    return Tokenizer.load(folder)
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer.to_json(), VOCAB_SIZE, [IM_END])
+
+
+def drawn(compiler: GrammarCompiler, tokenizer: Tokenizer, source: str, rng: random.Random) -> str:
+    """An output of random tokens that the grammar allows; what can end a text is likelier, so that it ends."""
+    matcher = compiler.compile("grammar", source).matcher()
+    taken: list[int] = []
+    while len(taken) < LONGEST:
+        allowed = np.flatnonzero(np.unpackbits(matcher.allowed().view(np.uint8), bitorder="little"))
+        if IM_END in allowed and (len(allowed) == 1 or rng.random() < 0.5):
+            return tokenizer.decode(taken)
+        endings = [token for token in allowed if token in ENDINGS]
+        taken.append(int(rng.choice(endings if endings and rng.random() < 0.5 else list(allowed))))
+        matcher.take(taken[-1])
+        assert not matcher.failed
+    return ""
+
+
+ENDINGS = {*b'"}]),<\n'}
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_every_output_within_the_grammar_is_calls_that_validate(
+    name: str, compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    rng, num_ended = random.Random(name), 0
+    for names, is_parallel in ((list(SCHEMAS), True), (["weather"], False), (["set"], False), (["stop"], False)) * 3:
+        source = grammar(TOOL_FORMATS[name].form, SCHEMAS, Choice(names, is_parallel), {})
+        text = drawn(compiler, tokenizer, source, rng)
+        if not text:
+            continue
+        num_ended += 1
+        found = make_calls(name, text)
+        assert found, text
+        assert is_parallel or len(found) == 1, text
+        for tool, arguments in found:
+            assert tool in names
+            jsonschema.validate(arguments, SCHEMAS[tool])
+    assert num_ended >= 6
+
+
+def make_calls(name: str, text: str) -> list[tuple[str, Any]]:
+    said = message(name, [text])
+    assert said.warnings == [] and said.content.strip() == "" and all(call.is_whole for call in said.calls), text
+    return [(call.name, json.loads(call.arguments)) for call in said.calls]
+
+
+def test_thoughts_end_before_a_forced_call(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    choice = Choice(["stop"], is_parallel=False, thinks_until=REASONING_FORMATS["think"].close)
+    matcher = compiler.compile("grammar", grammar(TOOL_FORMATS["hermes"].form, SCHEMAS, choice, {})).matcher()
+    output = tokenizer.encode("Let me see, <b>.</think>", add_special_tokens=False)
+    for token in output:
+        matcher.take(token)
+    while matcher.forced not in (None, IM_END):
+        output.append(matcher.forced or 0)
+        matcher.take(output[-1])
+    found = message("hermes", [tokenizer.decode(output)], "think", has_begun=True)
+    assert found.thoughts == "Let me see, <b>." and [call.name for call in found.calls] == ["stop"]
+
+
+def test_a_mark_that_is_a_token_is_forced_as_that_token(compiler: GrammarCompiler) -> None:
+    source = grammar(TOOL_FORMATS["mistral"].form, SCHEMAS, Choice(["stop"]), {"[TOOL_CALLS]": VOCAB_SIZE - 1})
+    assert f"<[{VOCAB_SIZE - 1}]>" in source
+    assert "[TOOL_CALLS]" not in source
+
+
+def test_a_tool_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ValueError, match="tool_choice: fly is none of the tools; name one of weather, set, stop"):
+        grammar(TOOL_FORMATS["hermes"].form, SCHEMAS, Choice(["fly"]), {})
