@@ -1,5 +1,8 @@
 """Grammars that force calls: the name and the arguments by their schema, in the format that a model was trained to write.
 
+    grammar         the output is nothing but calls, perhaps behind thoughts
+    opened_grammar  the output is free, until the model opens a call: then it is one
+
 What a format writes around names and arguments is its `Form`. A mark that is a token of its own in the model's vocabulary is
 forced as that token, because no other tokens spell it for the model.
 """
@@ -48,16 +51,34 @@ def grammar(form: Form, schemas: Schemas, choice: Choice, tokens: Mapping[str, i
     """Return the Lark grammar of an output that is nothing but calls. `tokens`: ids of the marks that are tokens of their own.
 
     Raises ValueError for a tool that is not described."""
+    writer = _Writer(tokens)
+    thoughts = f"{writer.any_until(choice.thinks_until)} {writer.text(BEHIND_THOUGHTS)}" if choice.thinks_until else ""
+    return writer.grammar(f"{thoughts} {_calls(writer, form, schemas, choice)}")
+
+
+def opened_grammar(form: Form, opening: str, schemas: Schemas, choice: Choice, tokens: Mapping[str, int]) -> str:
+    """Return the Lark grammar of any output in which a call follows each `opening`, a mark that the form begins with.
+
+    Raises ValueError for a tool that is not described, and for a form that begins with something else: there a call cannot be
+    told from text before it is written."""
+    writer = _Writer(tokens)
+    if form.begin.startswith(opening) and opening:
+        behind = form._replace(begin=form.begin[len(opening) :])
+    elif form.before.startswith(opening) and opening and not form.begin:
+        behind, choice = form._replace(before=form.before[len(opening) :]), choice._replace(is_parallel=False)
+    else:
+        raise ValueError(f"this format has no mark {opening!r} before its calls")
+    piece = writer.rule(f"{writer.any_until(opening)} {_calls(writer, behind, schemas, choice)}")
+    return writer.grammar(f"{piece}{{0,{MAX_CALLS}}} {writer.any_without(opening)}")
+
+
+def _calls(writer: _Writer, form: Form, schemas: Schemas, choice: Choice) -> str:
     unknown = [name for name in choice.names if name not in schemas]
     if unknown or not choice.names:
         raise ValueError(f"tool_choice: {', '.join(unknown) or 'nothing'} is none of the tools; name one of {', '.join(schemas)}")
-    writer = _Writer(tokens)
-    calls = [writer.rule(writer.call(form, name, schemas[name])) for name in choice.names]
-    one = writer.rule(" | ".join(calls))
+    one = writer.rule(" | ".join(writer.rule(writer.call(form, name, schemas[name])) for name in choice.names))
     more = f" ({writer.text(form.between)} {one}){{0,{MAX_CALLS - 1}}}" if choice.is_parallel else ""
-    body = f"{writer.text(form.begin)} {one}{more} {writer.text(form.end)}"
-    thoughts = f"{writer.any_until(choice.thinks_until)} {writer.text(BEHIND_THOUGHTS)}" if choice.thinks_until else ""
-    return "\n".join([f"start: {thoughts} {body}", *writer.rules])
+    return f"{writer.text(form.begin)} {one}{more} {writer.text(form.end)}"
 
 
 class _Writer:
@@ -73,6 +94,10 @@ class _Writer:
         name = f"r{len(self.rules)}"
         self.rules.append(f"{name}{attributes}: {body}")
         return name
+
+    def grammar(self, start: str) -> str:
+        """Return all of it."""
+        return "\n".join([f"start: {start}", *self.rules])
 
     def text(self, text: str) -> str:
         """Return literals of a text, and of the marks in it."""
@@ -90,6 +115,14 @@ class _Writer:
         if token is None:
             return self.rule("/(?s:.*)/", f"[suffix={_literal(mark)}]")
         return f"{self.rule('/(?s:.*)/')} {self.text(mark)}"
+
+    def any_without(self, mark: str) -> str:
+        """Return any text in which a mark does not occur; one that is a token of its own is in no text."""
+        if mark in self._tokens:
+            return self.rule("/(?s:.*)/")
+        name = f"WITHOUT{len(self.rules)}"
+        self.rules.append(f"{name}: /(?s:.*)/ & ~/(?s:.*){_pattern(mark)}(?s:.*)/")
+        return self.rule(name)
 
     def call(self, form: Form, name: str, schema: Mapping[str, Any]) -> str:
         """Return one call of a tool."""
@@ -137,6 +170,11 @@ class _Writer:
 def _with_definitions(described: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a property's schema with the definitions that it may refer to. Pure."""
     return {**{name: schema[name] for name in ("$defs", "definitions") if name in schema}, **described}
+
+
+def _pattern(text: str) -> str:
+    """Return a regular expression of a text, within slashes."""
+    return re.escape(text).replace("/", r"\/")
 
 
 def _literal(text: str) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pdmesh.text.grammar import GrammarCompiler
-from pdmesh.text.parsers.forcing import Choice, grammar
+from pdmesh.text.parsers.forcing import Choice, grammar, opened_grammar
 from pdmesh.text.parsers.registry import REASONING_FORMATS, TOOL_FORMATS
 from pdmesh.text.tokenizer import Tokenizer
 from tests.support.tiny_models import IM_END, VOCAB_SIZE, write_byte_tokenizer
@@ -121,3 +121,48 @@ def test_a_mark_that_is_a_token_is_forced_as_that_token(compiler: GrammarCompile
 def test_a_tool_that_is_not_there_is_refused() -> None:
     with pytest.raises(ValueError, match="tool_choice: fly is none of the tools; name one of weather, set, stop"):
         grammar(TOOL_FORMATS["hermes"].form, SCHEMAS, Choice(["fly"]), {})
+
+
+OPENINGS = {
+    "hermes": "<tool_call>",
+    "mistral": "[TOOL_CALLS]",
+    "deepseek": "<｜tool▁calls▁begin｜>",
+    "qwen_coder": "<tool_call>",
+    "glm": "<tool_call>",
+    "kimi": "<|tool_calls_section_begin|>",
+    "granite": "<|tool_call|>",
+    "phi": "functools",
+    "gemma": "```tool_code",
+    "minimax": "<minimax:tool_call>",
+}
+
+
+@pytest.mark.parametrize("name", OPENINGS)
+def test_a_call_that_the_model_opens_is_one(name: str, compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    form, opening = TOOL_FORMATS[name].form, OPENINGS[name]
+    source = opened_grammar(form, opening, SCHEMAS, Choice(["stop"]), {})
+    for before in ("", f"Text, {opening[:-1]} and more. "):
+        matcher = compiler.compile("grammar", source).matcher()
+        output = tokenizer.encode(before + opening, add_special_tokens=False)
+        for token in output:
+            matcher.take(token)
+        while matcher.forced not in (None, IM_END):
+            output.append(matcher.forced or 0)
+            matcher.take(output[-1])
+        assert not matcher.failed
+        text = tokenizer.decode(output)
+        assert '"' in text[len(before + opening) :] or "stop" in text[len(before + opening) :], text
+
+
+@pytest.mark.parametrize("name", OPENINGS)
+def test_text_without_calls_stays_free(name: str, compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    source = opened_grammar(TOOL_FORMATS[name].form, OPENINGS[name], SCHEMAS, Choice(list(SCHEMAS)), {})
+    matcher = compiler.compile("grammar", source).matcher()
+    for token in tokenizer.encode('Anything: {"a": [1]}, <b>, `code`, é 東.', add_special_tokens=False):
+        matcher.take(token)
+    assert not matcher.failed and matcher.allowed()[IM_END // 32] >> IM_END % 32 & 1
+
+
+def test_a_format_without_a_mark_is_not_forced_in_the_middle() -> None:
+    with pytest.raises(ValueError, match="no mark"):
+        opened_grammar(TOOL_FORMATS["llama"].form, "", SCHEMAS, Choice(["stop"]), {})
