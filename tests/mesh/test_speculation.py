@@ -226,7 +226,7 @@ async def test_the_report_says_what_it_does(half: LocalMesh) -> None:
 @pytest.mark.parametrize(("victim", "mode"), [(GUESSING, "remote"), (PLAIN, "local")])
 async def test_a_killed_worker_costs_no_token(half: LocalMesh, looping: Path, victim: str, mode: str) -> None:
     """What one has guessed goes on where nobody does, and the other way round."""
-    numbers, params = range(8), {"max_tokens": 300, "ignore_eos": True, **DRAWS["cool"]}
+    numbers, params = range(8), {"max_tokens": 1500, "ignore_eos": True, **DRAWS["cool"]}  # it has to last
     wanted = oracle.answers(looping, [(prompt_of(number), SamplingParams(**params)) for number in numbers])  # type: ignore[arg-type]
     async with AsyncClient(half.router_addresses) as client:
         for _ in range(MAX_TRIES):
