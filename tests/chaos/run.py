@@ -78,7 +78,8 @@ def on_vllm(stage: Stage) -> Stage:
     """The stage with vLLM in its workers, in float32, and two of each kind, which is what the memory of a laptop holds. Their
     logits are not bit for bit the reference's, so what is asked has answers that do not hang on bits."""
     flags = ("--dtype", "float32", "--vllm-arg", EAGER)
-    size = replace(stage.size, num_prefill=2, num_decode=2, engine="vllm", engine_flags=flags)
+    kv_memory_mb = 2 * stage.size.kv_memory_mb  # float32 takes twice as much
+    size = replace(stage.size, num_prefill=2, num_decode=2, kv_memory_mb=kv_memory_mb, engine="vllm", engine_flags=flags)
     return replace(stage, size=size, num_clients=4, min_lead=MIN_LEAD, choices_handed_over=False)
 
 
