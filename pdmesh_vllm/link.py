@@ -68,7 +68,7 @@ class Link:
         self.on_asked: Callable[[str], None] = lambda name: None
         self.on_plan: Callable[[SchedulerOutput], None] = lambda plan: None
         self.layer_done: Callable[[int], None] = lambda index: None
-        self.is_awaited: Callable[[], bool] = lambda: False  # whether anybody reads the layers of the planned step
+        self.is_awaited: Callable[[], bool] = lambda: False  # whether the layers of the planned step are read
         self.draws: Draws | None = None
         self._layers: dict[str, int] = {}
         self._step = 0

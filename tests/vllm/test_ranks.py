@@ -81,7 +81,7 @@ def test_a_draw_that_fails_fails_in_every_rank() -> None:
     assert isinstance(error, str) and draws.wait(Waiting(0)) == error
 
 
-def test_nobody_waits_for_an_engine_that_was_closed() -> None:
+def test_no_rank_waits_for_an_engine_that_was_closed() -> None:
     draws = RankDraws(Link(), num_others=1)
     draws.close()
     assert draws.wait(Waiting(0)) == "the engine was closed"

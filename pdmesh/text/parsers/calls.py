@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from pdmesh.text.parsers.json_text import NotJson, expect, text_of, text_of_string, value
+from pdmesh.text.parsers.machine import listed
 from pdmesh.text.parsers.reader import Reader, Step
 
 NAMES = ("name", "function", "tool", "tool_name", "function_name")
@@ -20,15 +21,15 @@ def call(reader: Reader) -> Step[None]:
     reader.close_call()
 
 
-def _call(reader: Reader) -> Step[None]:
+def _call(reader: Reader, call_id: str = "", *, is_within: bool = False) -> Step[None]:
     yield from expect(reader, "{")
-    name, call_id, held, is_open, has_arguments = "", "", "", False, False
+    name, held, is_open, has_arguments = "", "", False, False
     while True:
         key = yield from text_of_string(reader)
         yield from expect(reader, ":")
         if key in NAMES and not name:
-            if (yield from reader.skip_space()) == "{":  # OpenAI's own: {"function": {"name": …, "arguments": …}}
-                yield from _call(reader)
+            if not is_within and (yield from reader.skip_space()) == "{":  # OpenAI's: {"function": {"name": …, "arguments": …}}
+                yield from _call(reader, call_id, is_within=True)
                 is_open = has_arguments = True
                 name = key
             else:
@@ -77,7 +78,7 @@ def _held_arguments(reader: Reader) -> Step[str]:
         return NO_ARGUMENTS
     try:
         is_object = isinstance(json.loads(text, strict=False), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         is_object = False
     if not is_object:
         raise NotJson("arguments are no object")
@@ -92,13 +93,7 @@ def _text_or_value(reader: Reader) -> Step[str]:
 
 def calls(reader: Reader) -> Step[None]:
     """Read one call, or a list of calls. Raises NotJson."""
-    if (yield from reader.skip_space()) != "[":
+    if (yield from reader.skip_space()) == "[":
+        yield from listed(reader, call)
+    else:
         yield from call(reader)
-        return
-    reader.at += 1
-    while True:
-        yield from call(reader)
-        if (yield from reader.skip_space()) == "]":
-            reader.at += 1
-            return
-        yield from expect(reader, ",")

@@ -57,6 +57,7 @@ def decoded(text: str) -> str:
     """Return what the text of a JSON string says. Raises NotJson. Pure."""
     try:
         found = json.loads(text, strict=False)
+        found.encode()  # half of a surrogate pair is no text
     except ValueError as error:
         raise NotJson(f"a string is wrong: {error}") from None
     return str(found)

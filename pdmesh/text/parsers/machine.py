@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pdmesh.text.parsers.events import Event, Message
-from pdmesh.text.parsers.json_text import NotJson
+from pdmesh.text.parsers.json_text import NotJson, expect
 from pdmesh.text.parsers.reader import SPACE, Reader, Step
 
 Schemas = Mapping[str, Mapping[str, Any]]
@@ -108,6 +108,34 @@ def marked(marks: Marks, body: Callable[[Reader, str], Step[None]]) -> Parse:
         out.end()
 
     return parse
+
+
+def guessed(begins: str, body: Callable[[Reader], Step[None]], then: Parse, close: Sequence[str] = ()) -> Parse:
+    """Return the program of a format whose calls may be the whole answer: one that begins with one of some characters is tried as
+    calls. What stands behind them, and any other answer, is left to `then`."""
+
+    def parse(reader: Reader) -> Step[None]:
+        reader.mark()
+        character = yield from reader.skip_space()
+        before = reader.since_mark()
+        if character and character in begins:
+            yield from attempt(reader, before, lambda reader, mark: body(reader), close, is_guess=True)
+        else:
+            reader.content(before)
+        yield from then(reader)
+
+    return parse
+
+
+def listed(reader: Reader, one: Callable[[Reader], Step[None]]) -> Step[None]:
+    """Read a list with commas, in brackets, of what `one` reads; it has at least one item. Raises NotJson."""
+    yield from expect(reader, "[")
+    while True:
+        yield from one(reader)
+        if (yield from reader.skip_space()) == "]":
+            reader.at += 1
+            return
+        yield from expect(reader, ",")
 
 
 def attempt(

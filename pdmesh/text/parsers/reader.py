@@ -169,9 +169,9 @@ class Reader:
 def _first(text: str, start: int, markers: Sequence[str], *, has_ended: bool) -> tuple[int, str]:
     """Return place and marker of the one that begins first, the longest of several there; "" while none is certain. Pure."""
     found = [(place, -len(marker), marker) for marker in markers if (place := text.find(marker, start)) >= 0]
-    place, _, marker = min(found, default=(-1, 0, ""))
+    place, _, marker = min(found, default=(len(text), 0, ""))
     if marker and not has_ended and any(other.startswith(text[place:]) and len(other) > len(marker) for other in markers):
-        return -1, ""  # a longer one may still come
+        return len(text), ""  # a longer one may still come
     return place, marker
 
 

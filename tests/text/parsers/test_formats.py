@@ -265,3 +265,24 @@ def test_nonsense_raises_nothing_and_loses_no_text(name: str) -> None:
         for call in whole.calls:
             if call.is_whole:
                 assert isinstance(json.loads(call.arguments), dict), text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>" + '{"name": ' * 5000,
+        '<tool_call>{"name": "f", "arguments": ' + "[" * 5000,
+        '<tool_call>{"name": "f", "arguments": "' + "[" * 100_000 + '"}',
+        '<tool_call>{"name": "\\ud83d", "arguments": {}}',
+    ],
+    ids=["names in names", "deep arguments", "deep arguments in a text", "half a character"],
+)
+def test_what_is_nested_without_end_is_content(text: str) -> None:
+    found = message("hermes", [text])
+    assert not any(call.is_whole for call in found.calls) and found.warnings
+    assert found.calls or found.content == text
+
+
+def test_an_id_beside_a_function_is_the_call_s() -> None:
+    text = '<tool_call>{"id": "c1", "type": "function", "function": {"name": "stop", "arguments": {}}}</tool_call>'
+    assert [(call.name, call.call_id) for call in message("hermes", [text]).calls] == [("stop", "c1")]

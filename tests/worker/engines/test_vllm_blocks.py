@@ -1,4 +1,4 @@
-"""Blocks of vLLM's that nobody may keep, find or wait for: full pools, logits that are not finite, restated reservations."""
+"""Blocks of vLLM's that must not be kept, found or waited for: full pools, logits that are not finite, restated reservations."""
 
 from __future__ import annotations
 

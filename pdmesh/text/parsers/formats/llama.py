@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pdmesh.text.parsers.calls import call, calls
 from pdmesh.text.parsers.forcing import NAME, Form
-from pdmesh.text.parsers.machine import Marks, Parse, Schemas, attempt, marked
+from pdmesh.text.parsers.machine import Marks, Parse, Schemas, guessed, marked
 from pdmesh.text.parsers.reader import Reader, Step
 
 MARKS = Marks(("<|python_tag|>",), ("<|eom_id|>", "<|eot_id|>"))
@@ -14,18 +14,7 @@ FORM = Form("", f'{{"name": "{NAME}", "parameters": ', "}", "; ", "")
 def parse(schemas: Schemas) -> Parse:
     """Return the program of the format."""
     then = marked(MARKS, lambda reader, mark: several(reader))
-
-    def program(reader: Reader) -> Step[None]:
-        reader.mark()
-        character = yield from reader.skip_space()
-        before = reader.since_mark()
-        if character in ("{", "["):
-            yield from attempt(reader, before, lambda reader, mark: several(reader), MARKS.close, is_guess=True)
-        else:
-            reader.content(before)
-        yield from then(reader)
-
-    return program
+    return guessed("{[", several, then, MARKS.close)
 
 
 def several(reader: Reader) -> Step[None]:
