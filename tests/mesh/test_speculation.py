@@ -28,6 +28,8 @@ FLAGS = ("--speculation", "prompt_lookup", "--draft-length", "4")
 NUM_TOKENS = 160
 MAX_TRIES = 10
 """Times that requests are sent until a worker is seen with them."""
+NUM_GIVEN = 60
+"""Tokens that a worker gives to them before it is killed: the router has heard of most."""
 GREEDY: dict[str, object] = {"temperature": 0.0}
 DRAWS: dict[str, dict[str, object]] = {
     "greedy": GREEDY,
@@ -230,30 +232,43 @@ async def test_a_killed_worker_costs_no_token(half: LocalMesh, looping: Path, vi
     wanted = oracle.answers(looping, [(prompt_of(number), SamplingParams(**params)) for number in numbers])  # type: ignore[arg-type]
     async with AsyncClient(half.router_addresses) as client:
         for _ in range(MAX_TRIES):
+            before = await load_of(client, victim)
             asked = [
                 asyncio.create_task(client.generate(prompt_of(number), mode=mode, timeout=60, **params))  # type: ignore[arg-type]
                 for number in numbers
             ]
-            if await is_decoding(client, victim, asked):
+            if await is_well_into_them(client, before, asked):
                 break
         half.kill(victim)
         answers = await asyncio.gather(*asked)
     assert [tokens(answer) for answer in answers] == wanted
     moved = [answer for answer in answers if answer.timings.num_resubmissions]
-    assert moved and any(answer.usage.drafted_tokens for answer in moved)
+    assert moved, f"{victim} had none of them when it was killed"
+    assert any(answer.usage.drafted_tokens for answer in moved)
     await half.wait_ready(90)
     await assert_whole(half, timeout_s=30)
 
 
-async def is_decoding(client: AsyncClient, worker_id: str, asked: Sequence[asyncio.Task[Generation]]) -> bool:
-    """Whether it says that sequences get tokens there, before all that was asked has ended: guessed right, they are short."""
+async def is_well_into_them(
+    client: AsyncClient, before: worker_pb2.LoadReport, asked: Sequence[asyncio.Task[Generation]]
+) -> bool:
+    """Whether this worker has given them tokens since `before`, drafted ones where it guesses, and several wait for more; False
+    once all that was asked has ended."""
     while not all(task.done() for task in asked):
-        views = (await client.status()).workers
-        if any(_decodes(view.load) for view in views if view.info.worker_id == worker_id):
+        load = await load_of(client, before.worker_id)
+        num_given = load.num_generated_tokens - before.num_generated_tokens
+        num_kept = _num_kept(load) - _num_kept(before)
+        if load.num_decoding > 1 and num_given >= NUM_GIVEN and (num_kept or not load.HasField("speculation")):
             return True
         await asyncio.sleep(0.01)
     return False
 
 
-def _decodes(load: worker_pb2.LoadReport) -> bool:
-    return load.num_decoding > 1
+async def load_of(client: AsyncClient, worker_id: str) -> worker_pb2.LoadReport:
+    [view] = [view for view in (await client.status()).workers if view.info.worker_id == worker_id]
+    return view.load
+
+
+def _num_kept(load: worker_pb2.LoadReport) -> int:
+    """Drafted tokens that were accepted."""
+    return sum(sum(proposer.kept) for proposer in load.speculation.proposers)
