@@ -10,6 +10,7 @@ mean nothing. Only a run of all parts on a GPU writes `benchmarks/results/gpu.js
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 import sys
 from dataclasses import asdict, dataclass
 
@@ -29,6 +30,7 @@ class Gpu:
     memory_gib: float
     multiprocessors: int
     capability: str
+    driver: str
     cuda: str
     triton: str
     transformers: str
@@ -65,9 +67,18 @@ def describe_gpu() -> dict[str, object]:
     import triton
 
     found = torch.cuda.get_device_properties(0)
-    versions = (str(torch.version.cuda), str(triton.__version__), str(transformers.__version__))
+    versions = (_driver(), str(torch.version.cuda), str(triton.__version__), str(transformers.__version__))
     capability = f"{found.major}.{found.minor}"
     return asdict(Gpu(found.name, round(found.total_memory / 2**30, 1), found.multi_processor_count, capability, *versions))
+
+
+def _driver() -> str:
+    """Empty where nothing says it."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def main() -> int:

@@ -28,11 +28,17 @@ from benchmarks.harness import RESULTS, Figure, reached, say, this_machine, writ
 
 @dataclass
 class Gathered:
-    """What parts wrote."""
+    """What one part wrote, and what became of it."""
 
+    became: str = ""
     figures: list[Figure] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, kept: Mapping[str, Any], figures: Mapping[str, Figure]) -> Gathered:
+        """Of a document's part, with its figures by name."""
+        return cls(kept["became"], [figures[name] for name in kept["figures"]], list(kept["notes"]), list(kept["failures"]))
 
     def read(self, sink: Path) -> None:
         """All whole lines of a part's file; the last one of a part that was killed may be half a line."""
@@ -42,9 +48,18 @@ class Gathered:
             self.notes += [str(line["note"])] if "note" in line else []
             self.failures += [str(line["failure"])] if "failure" in line else []
 
-    def value_of(self, name: str) -> float | None:
-        found = next((figure.value for figure in self.figures if figure.name == name), None)
-        return found if isinstance(found, float) else None
+    def as_part(self) -> dict[str, object]:
+        """For the document, whose figures are in a list of their own."""
+        return {**asdict(self), "figures": [figure.name for figure in self.figures]}
+
+
+def figures_of(parts: Mapping[str, Gathered]) -> list[Figure]:
+    return [figure for part in parts.values() for figure in part.figures]
+
+
+def value_of(parts: Mapping[str, Gathered], name: str) -> float | None:
+    found = next((figure.value for figure in figures_of(parts) if figure.name == name), None)
+    return found if isinstance(found, float) else None
 
 
 def _whole_lines(sink: Path) -> Iterator[dict[str, Any]]:
@@ -90,15 +105,18 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
+DONE = "done"
+
+
 def _words(status: int) -> str:
     if status == 0:
-        return "done"
+        return DONE
     if status < 0:
         return f"ended by signal {-status}"
     return "something was not equal" if status == NOT_EQUAL else f"failed with status {status}; its output says why"
 
 
-# The table at the end, and the file: `{machine, command, figures}` like every benchmark's, with GPU, parts and notes.
+# The table at the end, and the file: `{machine, command, figures}` like all, with the GPU, and what each part found.
 
 
 def table(figures: Sequence[Figure]) -> str:
@@ -111,17 +129,27 @@ def misses(figure: Figure) -> bool:
     return figure.goal is not None and not reached(figure)
 
 
-def write(path: Path, gathered: Gathered, parts: Mapping[str, str], gpu: Mapping[str, object]) -> None:
+def write(path: Path, parts: Mapping[str, Gathered], gpu: Mapping[str, object]) -> None:
     """What is known so far."""
     document = {
         "machine": {**asdict(this_machine()), "gpu": dict(gpu)},
         "command": "benchmarks/gpu/run.sh",
-        "figures": [asdict(figure) for figure in gathered.figures],
-        "parts": dict(parts),
-        "failures": gathered.failures,
-        "notes": gathered.notes,
+        "figures": [asdict(figure) for figure in figures_of(parts)],
+        "parts": {name: part.as_part() for name, part in parts.items()},
     }
     write_document(path, document)
+
+
+def kept_parts(path: Path, gpu: Mapping[str, object]) -> dict[str, Gathered]:
+    """What was done before, of a file that another run wrote on such a GPU with the same packages; else nothing."""
+    if not path.is_file():
+        return {}
+    document = json.loads(path.read_text())
+    if document.get("machine", {}).get("gpu") != dict(gpu):
+        say(f"{path.name} is of another GPU or of other packages: nothing of it is kept")
+        return {}
+    figures = {each["name"]: Figure(**each) for each in document["figures"]}
+    return {name: Gathered.of(part, figures) for name, part in document["parts"].items() if part["became"] == DONE}
 
 
 class CutOff(Exception):
@@ -153,14 +181,15 @@ class Run:
 
     args: argparse.Namespace
     scratch: Path
-    gathered: Gathered = field(default_factory=Gathered)
-    became: dict[str, str] = field(default_factory=dict)
+    parts: dict[str, Gathered] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         used_s = max(0.0, time.time() - self.args.started) if self.args.started else 0.0
         self._end = time.monotonic() + self.args.limit - used_s
         self._gpu: dict[str, object] = describe_gpu() if self.args.device == "cuda" else {"name": "none: Triton's interpreter"}
         say(f"on {self._gpu['name']}")
+        if self.args.resume and self.output is not None:
+            self.parts = kept_parts(self.output, self._gpu)
 
     @property
     def output(self) -> Path | None:
@@ -170,15 +199,15 @@ class Run:
 
     @property
     def status(self) -> int:
-        has_broken = any(words != "done" for words in self.became.values())
-        return 1 if self.gathered.failures or has_broken or len(self.became) < len(self.args.parts) else 0
+        has_broken = any(part.became != DONE or part.failures for part in self.parts.values())
+        return 1 if has_broken or any(part.name not in self.parts for part in self.args.parts) else 0
 
     def all_parts(self) -> None:
-        parts: Sequence[Part] = self.args.parts
+        parts: Sequence[Part] = [part for part in self.args.parts if part.name not in self.parts]
         for index, part in enumerate(parts):
             seconds = allotment_s(part, parts[index + 1 :], self._end - time.monotonic())
             if seconds is None:
-                self.became[part.name] = "left out: no time"
+                self.parts[part.name] = Gathered("left out: no time")
                 continue
             self._part(part, seconds)
             self._write()
@@ -186,30 +215,31 @@ class Run:
     def _part(self, part: Part, seconds: float) -> None:
         say(f"{part.name} ({part.does}; at most {seconds:.0f} s)")
         sink, began = self.scratch / f"{part.name}.jsonl", time.monotonic()
-        self.became[part.name] = "cut off"
+        argv = self._argv(part, sink, seconds)
+        gathered = self.parts[part.name] = Gathered("cut off")
         try:
-            self.became[part.name] = PartProcess(self._argv(part, sink, seconds)).run(seconds)
+            gathered.became = PartProcess(argv).run(seconds)
         finally:
-            self.gathered.read(sink)
-            say(f"{part.name}: {self.became[part.name]} ({time.monotonic() - began:.1f} s)")
+            gathered.read(sink)
+            say(f"{part.name}: {gathered.became} ({time.monotonic() - began:.1f} s)")
 
     def _argv(self, part: Part, sink: Path, seconds: float) -> list[str]:
         argv = [sys.executable, "-m", "benchmarks.gpu.part", part.name, "--sink", str(sink), "--seconds", f"{seconds:.1f}"]
         argv += ["--device", self.args.device, *(["--tiny"] if self.args.tiny else [])]
         argv += [] if "capability" not in self._gpu else ["--capability", str(self._gpu["capability"]).replace(".", "")]
-        copy, product = self.gathered.value_of(COPY), self.gathered.value_of(PRODUCT)
+        copy, product = value_of(self.parts, COPY), value_of(self.parts, PRODUCT)
         return argv if copy is None or product is None else [*argv, "--bandwidth", f"{copy}", "--peak", f"{product}"]
 
     def _write(self) -> None:
         if self.output is not None:
-            write(self.output, self.gathered, self.became, self._gpu)
+            write(self.output, self.parts, self._gpu)
 
     def report(self) -> None:
         self._write()
-        print(table(self.gathered.figures))
-        for text in self.gathered.failures:
+        print(table(figures_of(self.parts)))
+        for text in (text for part in self.parts.values() for text in part.failures):
             print(f"NOT EQUAL: {text}")
-        for name, words in self.became.items():
-            print(f"part {name}: {words}")
+        for name, part in self.parts.items():
+            print(f"part {name}: {part.became}")
         if self.output is not None:
             say(f"wrote {self.output}")

@@ -1,6 +1,6 @@
 """Which parts there are, in which order, and how long each may take. Pure: seconds in, a decision out.
 
-    | machine | compile | kernels | greedy | decode | attention | prefill | handoff | batching | generate | mesh |     480 s
+    | machine | compile | kernels | greedy | decode | attention | rows | prefill | handoff | batching | generate | mesh |   480 s
       what it can         correctness          the most important figures                 peers
 
 Each part is a process of its own (`part.py`), so that one that fails, hangs or leaves the GPU in a bad state costs its own
@@ -34,11 +34,12 @@ class Part:
 
 PARTS = (
     Part("machine", 18, "copy bandwidth and the peak of products"),
-    Part("compile", 52, "every kernel of the others, by all cores"),
-    Part("kernels", 28, "every kernel against the reference"),
+    Part("compile", 44, "every kernel of the others, by all cores"),
+    Part("kernels", 20, "every kernel against the reference"),
     Part("greedy", 32, "greedy tokens of graphs, of single launches, and of steps ahead"),
     Part("decode", 90, "decode steps: 1B in bf16, 8B in bf16, int8, int4 and fp8; KV in fp8; how busy the GPU is"),
     Part("attention", 26, "split and unsplit attention over a long context, prefill attention; torch and FlashInfer beside"),
+    Part("rows", 16, "a row's bits in batches of 1 to 256, and what that costs beside cuBLAS"),
     Part("prefill", 26, "a long prompt against the peak of products"),
     Part("handoff", 35, "1 GB of keys and values to another process on this GPU, alone and beside its prefill"),
     Part("batching", 70, "8B, many sequences, beside transformers' continuous batching"),
@@ -76,6 +77,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", default="", metavar="PART[,PART]", help=f"of {names} (default: all)")
     parser.add_argument(
         "--output", type=Path, help="JSON file (default: benchmarks/results/gpu.json for a whole run on a GPU, else none)"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="keep what the file has of parts that were done on such a GPU, and run the others"
     )
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of the whole run (default: %(default)g)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

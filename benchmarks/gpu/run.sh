@@ -1,7 +1,7 @@
 #!/bin/sh
 # Correctness and speed on one GPU, in 8 minutes, on a machine from which nothing can be fetched:
 #
-#     benchmarks/gpu/run.sh [--only PART[,PART]] [--output FILE] [--limit SECONDS]
+#     benchmarks/gpu/run.sh [--only PART[,PART]] [--output FILE] [--resume] [--limit SECONDS]
 #
 # Needed there: Python 3.12 (PYTHON=, by default python3) with torch, Triton and transformers. The rest comes from the wheels that
 # `make bench-gpu` put into benchmarks/gpu/wheels/ elsewhere; they go to a folder of their own, and away at the end. Triton wants a

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu.command import Gathered, PartProcess, misses, table, write
+from benchmarks.gpu.command import Gathered, PartProcess, figures_of, kept_parts, misses, table, value_of, write
 from benchmarks.gpu.context import MOST_REPEATS, ROUNDS, Deadline, covered_share, repeats_for
 from benchmarks.gpu.parts.mesh import last_line
 from benchmarks.gpu.peers import affordable_output, window_of
@@ -231,13 +231,21 @@ def test_the_table_marks_goals_that_are_missed() -> None:
 
 def test_the_file_has_the_format_of_the_others(tmp_path: Path) -> None:
     path = tmp_path / "new" / "gpu.json"
-    write(path, Gathered(FIGURES, ["a note"], []), {"machine": "done"}, {"name": "a GPU"})
+    parts = {
+        "machine": Gathered("done", FIGURES[:1], ["a note"]),
+        "decode": Gathered("cut off", FIGURES[1:], [], ["another token"]),
+    }
+    write(path, parts, {"name": "a GPU"})
     document = json.loads(path.read_text())
     others = json.loads((ROOT / "benchmarks/results/profile.json").read_text())
     assert document["figures"][0].keys() == others["figures"][0].keys()
     assert others["machine"].keys() < document["machine"].keys()
     assert document["machine"]["gpu"] == {"name": "a GPU"}
     assert [path.name for path in path.parent.iterdir()] == ["gpu.json"]
+    assert [figure.name for figure in figures_of(parts)] == [figure.name for figure in FIGURES]
+    assert kept_parts(path, {"name": "a GPU"}) == {"machine": parts["machine"]}, "what was cut off is measured again"
+    assert kept_parts(path, {"name": "another GPU"}) == {}
+    assert kept_parts(tmp_path / "none.json", {"name": "a GPU"}) == {}
 
 
 def test_whole_lines_of_a_part_that_was_killed_are_kept(tmp_path: Path) -> None:
@@ -247,7 +255,7 @@ def test_whole_lines_of_a_part_that_was_killed_are_kept(tmp_path: Path) -> None:
     gathered.read(sink)
     gathered.read(tmp_path / "of a part that never began")
     assert (gathered.figures, gathered.notes, gathered.failures) == ([FIGURES[0]], ["n"], ["f"])
-    assert (gathered.value_of("reached"), gathered.value_of("another")) == (80.0, None)
+    assert (value_of({"a": gathered}, "reached"), value_of({"a": gathered}, "another")) == (80.0, None)
 
 
 def test_what_becomes_of_a_part() -> None:

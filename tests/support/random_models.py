@@ -12,7 +12,7 @@ from torch import Tensor
 from pdmesh.engine.backend_selection import Numerics
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.engine import Engine
-from pdmesh.engine.kernels.triton.cuda_graphs import DecodeSizes, make_recorder
+from pdmesh.engine.kernels.triton.cuda_graphs import DecodeSizes, fewest_rows, make_recorder
 from pdmesh.engine.kernels.triton.linear.linear import make_triton_linear
 from pdmesh.engine.kernels.triton.model import TritonModel
 from pdmesh.engine.kernels.triton.piecewise_graphs import token_buckets
@@ -120,7 +120,8 @@ def launched_model(decoder: DecoderModel, config: EngineConfig) -> TritonModel:
 
 
 def _sizes(decoder: DecoderModel, config: EngineConfig) -> DecodeSizes:
-    return DecodeSizes(config.max_num_seqs, effective_max_context(config, decoder.config), config.block_size)
+    max_context = effective_max_context(config, decoder.config)
+    return DecodeSizes(config.max_num_seqs, max_context, config.block_size, fewest_rows(decoder.device))
 
 
 def _token_buckets(decoder: DecoderModel, config: EngineConfig) -> tuple[int, ...]:

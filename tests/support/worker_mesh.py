@@ -153,7 +153,8 @@ def token_request(
 
 def reference(model: Model, request: common_pb2.TokenRequest) -> list[list[int]]:
     """The tokens of one engine alone, by choice, without what was emitted before."""
-    engine = model.engine()
+    device = getattr(model.loaded.model, "device", torch.device("cpu")).type
+    engine = model.engine(device=device, kv_shared=device == "cpu")
     translated = _at_once(TokenRequestTranslator(MODEL, lambda tenant, salt: b"")(request))
     tokens: list[list[int]] = [[] for _ in range(translated.sampling.n)]
     assert engine.add(replace(translated, request_id="r"))

@@ -27,7 +27,7 @@ from benchmarks.gpu.shapes import BLOCK_SIZE
 from benchmarks.harness import Figure
 from pdmesh.engine.kernels.triton.attention import TritonAttention
 from pdmesh.engine.kernels.triton.blocks import TritonSums
-from pdmesh.engine.kernels.triton.cuda_graphs import DecodeGraphs, DecodeSizes
+from pdmesh.engine.kernels.triton.cuda_graphs import DecodeGraphs, DecodeSizes, fewest_rows
 from pdmesh.engine.kernels.triton.model import warm, warm_moves
 from pdmesh.engine.kernels.triton.sampling.sampler import DeviceSampler
 from pdmesh.engine.kernels.triton.step import TritonStep
@@ -228,7 +228,8 @@ def _model(context: Context, values: Mapping[str, object], weights: str, kv_dtyp
     kv = torch.empty((2, 2, 64, *heads), device=META, dtype=torch.float8_e4m3fn if is_fp8 else context.dtype)
     warm(step, kv)
     for width in TABLE_WIDTHS:
-        DecodeGraphs(step, kv, DecodeSizes(config.max_num_seqs, width * BLOCK_SIZE, BLOCK_SIZE), None).prepare()
+        sizes = DecodeSizes(config.max_num_seqs, width * BLOCK_SIZE, BLOCK_SIZE, fewest_rows(decoder.device))
+        DecodeGraphs(step, kv, sizes, None).prepare()
 
 
 class _Drawer(DeviceSampler):

@@ -16,7 +16,7 @@ from benchmarks.gpu.steady import Pace, started, steady_pace
 from benchmarks.harness import Figure
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.kernels.triton.attention import TritonAttention
-from pdmesh.engine.kernels.triton.cuda_graphs import DecodeGraphs, DecodeSizes, Recording, Work, make_recorder
+from pdmesh.engine.kernels.triton.cuda_graphs import DecodeGraphs, DecodeSizes, Recording, Work, fewest_rows, make_recorder
 from pdmesh.engine.kernels.triton.sampling.sampler import GreedyScratch, greedy
 from pdmesh.engine.kernels.triton.step import TritonStep
 from tests.support.random_models import Subject, make_subject
@@ -72,7 +72,7 @@ def graph_step_s(subject: Subject, device: str, contexts: list[int]) -> float:
     engine, model = subject.engine, subject.model
     kept, config = Kept(model.device), engine.config
     step = TritonStep(model.decoder, TritonAttention(model.config, device, kv_scales=model.kv_scales, splits=model.splits))
-    sizes = DecodeSizes(len(contexts), config.max_context, config.block_size)
+    sizes = DecodeSizes(len(contexts), config.max_context, config.block_size, fewest_rows(model.device))
     graphs = DecodeGraphs(step, engine.kv.tensor, sizes, kept)  # owns the buffers that a replay reads
     graphs.run(decode_batch(contexts, config.block_size))
     assert kept.last is not None

@@ -153,9 +153,11 @@ class TorchBuilder:
         parts = [query, (f"{attention}.kv_a_proj", latent.width)]
         biases = None
         if config.qkv_bias:  # queries without a bottleneck have none
-            own = self._tensor(f"{query[0]}.bias", query[1]) if latent.query_rank else torch.zeros(query[1], dtype=self.dtype)
+            none = torch.zeros(query[1], dtype=self.dtype, device=self.device)
+            own = self._tensor(f"{query[0]}.bias", query[1]) if latent.query_rank else none
             biases = joined((own, self._tensor(f"{parts[1][0]}.bias", latent.width)))
-        return make_linear(joined([self._tensor(f"{name}.weight", rows, config.hidden_size) for name, rows in parts]), biases)
+        weights = [self._tensor(f"{name}.weight", rows, config.hidden_size) for name, rows in parts]
+        return make_linear(joined(weights), biases)
 
     def _latent(self, attention: str, latent: LatentConfig) -> LatentMaps:
         heads, rank, nope = self.config.num_heads, latent.kv_rank, latent.nope_dim

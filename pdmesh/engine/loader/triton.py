@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pdmesh.engine.backend_selection import Numerics
 from pdmesh.engine.config import EngineConfig
-from pdmesh.engine.kernels.triton.cuda_graphs import DecodeSizes, make_recorder
+from pdmesh.engine.kernels.triton.cuda_graphs import DecodeSizes, fewest_rows, make_recorder
 from pdmesh.engine.kernels.triton.linear.linear import make_triton_linear
 from pdmesh.engine.kernels.triton.model import KERNEL_REVISION, TritonModel, bounds_of
 from pdmesh.engine.kernels.triton.piecewise_graphs import token_buckets
@@ -72,7 +72,7 @@ def triton_model(
     buckets = token_buckets(config.max_num_batched_tokens, decoder.config.layer_weights)
     model = TritonModel(
         decoder,
-        DecodeSizes(config.max_num_seqs, max_context, config.block_size),
+        DecodeSizes(config.max_num_seqs, max_context, config.block_size, fewest_rows(decoder.device)),
         token_buckets=buckets,
         recorder=make_recorder(decoder.device),
         kv_scales=torch.tensor(kv_scales, dtype=torch.float32, device=decoder.device) if kv_scales else None,

@@ -156,7 +156,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Linear(Protocol):
-    """A linear map: [M, in] -> [M, out] of the same dtype. M is a multiple of 4."""
+    """A linear map: [M, in] -> [M, out] of the same dtype. On a CPU M is a multiple of 4."""
 
     kind: str  # names the kernel: part of the numeric mode
 

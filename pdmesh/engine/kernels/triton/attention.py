@@ -11,9 +11,9 @@ Bits: a query's result depends on its own keys alone. Where its keys are split f
 keys lie at multiples of their size; what a query may not see changes no bit; splits are folded in order. The grid,
 the batch and the place of blocks decide only which program computes what. Both kernels are written with the same operations in
 the same order. So prefill, chunks, verification and decode of a token agree where the matrix product of a tile adds up alike for
-either's number of rows. Tests show it in the interpreter alone (float32 and float16, one shape of heads, splits of 64 keys). Of a
-GPU it is not known: tests marked gpu check it and have not run on one. `invariant=True` gives both kernels the rows and warps of
-the split kernel, should a processor differ, at the cost of half the reuse of keys in prefill.
+either's number of rows. Tests show it in the interpreter (float32 and float16, one shape of heads, splits of 64 keys), and on a
+Hopper (float16 and bfloat16, heads of 64, 128 and 256). `invariant=True` gives both kernels the rows and warps of the split
+kernel, should a processor differ, at the cost of half the reuse of keys in prefill.
 
 Limits: a decode step reads context * num_kv_heads * head_dim * 2 * itemsize bytes of each sequence and layer, and reads and
 writes parts of num_heads * (head_dim + 2) * 4 bytes for each split: at 64 k tokens with 8 key/value heads of 128 and 32 query
@@ -35,6 +35,7 @@ from torch import Tensor
 from pdmesh.engine.kernels.triton.attention_kernels import merge_kernel, split_kernel, walk_kernel
 from pdmesh.engine.kernels.triton.kv import check_kv, store_kv
 from pdmesh.engine.kernels.triton.latent.attention import LatentCall
+from pdmesh.engine.kernels.triton.launch_overlap import overlap
 from pdmesh.engine.kernels.triton.metadata import Capacity, StepMetadata
 from pdmesh.engine.kernels.triton.split_kv import SPLITS, SplitBounds, Splits
 from pdmesh.engine.kernels.triton.tiles import Tiles, choose_tiles, padded_dim, shared_bytes
@@ -156,7 +157,7 @@ class AttentionCall:
             self.out, meta.query_starts, meta.split_starts, meta.context_lens, self.out.stride(0), self.out.stride(1),
             num_heads, self._num_parts, self.window or 0, meta.num_seqs, meta.max_split_len, int(has_more),
         )  # fmt: skip
-        switches = {name: self._switches[name] for name in _MERGE_SWITCHES}
+        switches = {name: self._switches[name] for name in _MERGE_SWITCHES} | overlap()
         options = {"UNROLL": MERGE_UNROLL, **switches, "num_warps": 1}
         return _Launch(merge_kernel[(meta.num_seqs + has_more * meta.num_split_tokens, num_heads)], behind, options)
 
@@ -215,6 +216,7 @@ class AttentionCall:
             "HAS_SCALES": self.has_scales,
             "HAS_CAP": self.scores.softcap != 0.0,
             "HAS_SINKS": self.scores.has_sinks,
+            **overlap(),
         }
 
 

@@ -22,6 +22,7 @@ import triton.language as tl
 
 from pdmesh.engine.kernels.triton import split_kv
 from pdmesh.engine.kernels.triton.kernel_cache_keys import settle_keys
+from pdmesh.engine.kernels.triton.launch_overlap import behind_last
 
 DOUBLINGS = tl.constexpr(split_kv.DOUBLINGS)
 # Below every score, yet finite: exp2(masked - LOWEST) and exp2(LOWEST - score) are 0, never NaN.
@@ -146,10 +147,11 @@ def split_kernel(
     num_heads, num_parts, window, scale, cap, num_seqs, max_queries, has_tiles, num_programs,
     MIN_KEYS: tl.constexpr, MOST: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_TAILS: tl.constexpr,
-    HAS_SCALES: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_SCALES: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence and tile of rows, key/value head, z): splits z, z + num_programs, ... of the sequence's keys. For
     sequences with at most `max_queries` queries; 0 in `has_tiles`: each is one tile. Padding has one, that stores its zeros."""
+    behind_last(OVERLAPS)
     sequence = tl.program_id(0)
     tile = sequence * 0
     if has_tiles > 0:
@@ -233,9 +235,11 @@ def merge_kernel(
     num_heads, num_parts, window, num_seqs, max_queries, has_more,
     MIN_KEYS: tl.constexpr, MOST: tl.constexpr, UNROLL: tl.constexpr, DIM: tl.constexpr,
     DIM_PAD: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_SINKS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Program (query of a sequence, head): folds the parts of its splits, in order. Does nothing where there is one split. 0 in
     `has_more`: no sequence has more than one query."""
+    behind_last(OVERLAPS)
     sequence, head = tl.program_id(0), tl.program_id(1)
     index = sequence * 0
     if has_more > 0:
@@ -288,10 +292,11 @@ def walk_kernel(
     num_seqs, max_queries, window, scale, cap,
     MIN_KEYS: tl.constexpr, MOST: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_TAILS: tl.constexpr,
-    HAS_SCALES: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_SCALES: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of rows, key/value head), for sequences with more than `max_queries` queries: all splits, in order. Padding
     gets its zeros here whatever its length, as split_kernel does not run where there is nothing to split."""
+    behind_last(OVERLAPS)
     kv_head = tl.program_id(1)
     sequence = _sequence_of(tl.program_id(0), query_starts, num_seqs, GROUP, BLOCK_M)
     start = tl.load(query_starts + sequence)

@@ -51,6 +51,7 @@ class CudaGraphs:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._side = torch.cuda.Stream()
+        self._anchor: torch.cuda.CUDAGraph | None = None
 
     def record(self, work: Work) -> Recording:
         """Record the work. Its first run compiles kernels and lets libraries make their plans, which a capture may not
@@ -60,12 +61,22 @@ class CudaGraphs:
         with torch.cuda.stream(side):
             work()
         torch.cuda.current_stream().wait_stream(side)
+        if self._anchor is None:
+            self._anchor = self._anchored()
         graph = torch.cuda.CUDAGraph()
         # Copies of a hand-off go on meanwhile on other threads, which query events: the capture must allow that.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = work()
         graph.replay()  # a capture computes nothing
         return Recording(output, graph.replay)
+
+    def _anchored(self) -> torch.cuda.CUDAGraph:
+        """Return a graph of one small kernel that stays. torch gives a pool up with its last graph, and refuses to record into it
+        again: as when all graphs of one KV pool are dropped, and those of another are recorded."""
+        anchor = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(anchor, pool=self._pool, capture_error_mode="thread_local"):
+            torch.zeros(1, device="cuda")
+        return anchor
 
 
 class Repeats:
@@ -340,23 +351,29 @@ def _queued(tensor: Tensor, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class DecodeSizes:
-    """Hold the limits of a decode step: sequences, and tokens of a sequence."""
+    """Hold the limits of a decode step: sequences, and tokens of a sequence; and the rows of the least bucket."""
 
     max_num_seqs: int
     max_context: int
     block_size: int
+    fewest: int = ROW_MULTIPLE
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_context", "block_size"):
+        for name in ("max_num_seqs", "max_context", "block_size", "fewest"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} is less than 1")
 
     @property
     def buckets(self) -> tuple[int, ...]:
-        """Return the rows of each bucket, ascending: powers of two from 4 on, the least of products; the last holds all."""
-        most = self.max_num_seqs + -self.max_num_seqs % ROW_MULTIPLE
-        powers = [ROW_MULTIPLE << shift for shift in range(most.bit_length()) if ROW_MULTIPLE << shift < most]
+        """Return the rows of each bucket, ascending: powers of two from `fewest` on; the last holds all."""
+        most = self.max_num_seqs + -self.max_num_seqs % min(self.fewest, ROW_MULTIPLE)
+        powers = [self.fewest << shift for shift in range(most.bit_length()) if self.fewest << shift < most]
         return (*powers, most)
+
+
+def fewest_rows(device: torch.device) -> int:
+    """Return the rows of the least bucket: on a CPU 4, as products there have other bits below."""
+    return ROW_MULTIPLE if device.type == "cpu" else 1
 
 
 class DecodeGraphs:

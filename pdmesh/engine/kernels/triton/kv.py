@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pdmesh.engine.kernels.triton.kernel_cache_keys import settle_keys
+from pdmesh.engine.kernels.triton.launch_overlap import behind_last, overlap
 from pdmesh.engine.kernels.triton.tiles import padded_dim
 from pdmesh.engine.models.layers import RotaryTable
 
@@ -62,10 +63,11 @@ def rope_store_kernel(
     qkv, norm, cos, sin, positions, slots, query, keys, values, scales,
     num_rows, qkv_stride, query_token_stride, query_head_stride, slot_stride, head_stride, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, ROTARY: tl.constexpr,
-    ROWS: tl.constexpr, HAS_NORM: tl.constexpr, KIND: tl.constexpr, HAS_SCALES: tl.constexpr,
+    ROWS: tl.constexpr, HAS_NORM: tl.constexpr, KIND: tl.constexpr, HAS_SCALES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Program: ROWS rows. KIND of the norm: as in norms.py; ROTARY 0: nothing is rotated. Each result is rounded to the dtype
     where torch's code rounds it."""
+    behind_last(OVERLAPS)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     token, head = rows // (HEADS + 2 * KV_HEADS), (rows % (HEADS + 2 * KV_HEADS)).to(tl.int32)
     columns = tl.arange(0, DIM_PAD)
@@ -185,6 +187,8 @@ def rope_and_store(
             num_rows, qkv.stride(0), out.stride(0), out.stride(1), kv.stride(2), kv.stride(3), eps,
             HEADS=num_heads, KV_HEADS=num_kv_heads, DIM=dim, DIM_PAD=padded, ROTARY=rotary_dim, ROWS=rows,
             HAS_NORM=norm is not None, KIND=norm_kind, HAS_SCALES=kv_scales is not None, num_warps=4,
+            **overlap(),
+            enable_fp_fusion=False,  # a product and a sum in one step would skip the product's rounding, which torch has
         )  # fmt: skip
     return out
 

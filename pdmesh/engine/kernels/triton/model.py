@@ -14,7 +14,7 @@ from torch import Tensor
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.kernels.triton.attention import TritonAttention
 from pdmesh.engine.kernels.triton.blocks import TritonBlocks
-from pdmesh.engine.kernels.triton.cuda_graphs import DecodeGraphs, DecodeSizes, Recorder
+from pdmesh.engine.kernels.triton.cuda_graphs import DecodeGraphs, DecodeSizes, Recorder, fewest_rows
 from pdmesh.engine.kernels.triton.experts.experts import GroupedExperts
 from pdmesh.engine.kernels.triton.linear.linear import Fp8Linear, WordLinear
 from pdmesh.engine.kernels.triton.linear.mlps import MLPStep
@@ -49,7 +49,7 @@ from pdmesh.engine.runner.batch import StepBatch
 def warm(step: TritonStep, kv: Tensor, max_logits: int = TILE_ROWS_MAX + ROW_MULTIPLE) -> None:
     """Launch the kernels of all kinds of steps. kv is the pool, which is not changed. `max_logits`: the most rows of logits of a
     step. Takes the memory of a step of 132 tokens."""
-    for capacity in padding_steps(step.attention.splits, max_logits):
+    for capacity in padding_steps(step.attention.splits, max_logits, fewest_rows(kv.device)):
         step.run(StepMetadata.of(_nothing(), kv.device, capacity), kv)
     if True in step.kinds:  # whose kernels are the same for all steps
         step.run(StepMetadata.of(_nothing(), kv.device, capacity), kv, adapted=True)
@@ -67,9 +67,9 @@ def warm_moves(kv: Tensor) -> None:
     copies.scatter(move)
 
 
-def padding_steps(splits: Splits, max_logits: int) -> Iterator[Capacity]:
+def padding_steps(splits: Splits, max_logits: int, fewest: int = ROW_MULTIPLE) -> Iterator[Capacity]:
     """Yield one step for each kind, each with one sequence without context. `splits` are attention's."""
-    kinds = [(rows, 0) for rows in _rows()] + [(ROW_MULTIPLE, 1), (2 * ROW_MULTIPLE, 1)]
+    kinds = [(rows, 0) for rows in _rows(fewest)] + [(ROW_MULTIPLE, 1), (2 * ROW_MULTIPLE, 1)]
     for rows, tail_width in kinds:
         yield Capacity(
             num_tokens=rows,
@@ -84,8 +84,8 @@ def padding_steps(splits: Splits, max_logits: int) -> Iterator[Capacity]:
         )
 
 
-def _rows() -> list[int]:
-    powers = [ROW_MULTIPLE]
+def _rows(fewest: int) -> list[int]:
+    powers = [fewest]
     while powers[-1] < TILE_ROWS_MAX:
         powers.append(2 * powers[-1])
     return [*powers, TILE_ROWS_MAX + ROW_MULTIPLE]
@@ -117,7 +117,7 @@ OTHERS_BYTES = 256 << 20
 LAUNCHES_PER_LAYER = 11
 ADAPTER_LAUNCHES = 8  # of a layer: two around each of four products
 EXPANDED_FROM = 129  # rows: above TILE_ROWS_MAX of weight_product.py
-WIDE_EXPANDED_FROM = 5  # rows of float32, which tiles do not take: above the least of VECTOR_ROWS there
+WIDE_EXPANDED_FROM = 2  # rows of float32, which tiles do not take: above VECTOR_ROWS there
 _SCRATCH_BYTES = 12  # of the sampler for a row and token of the vocabulary
 _LOGIT_BYTES = 4
 _SELECTED_BYTES = 28  # of a row with log-probabilities: those, logits once more, keys of 8 bytes, temporaries
@@ -249,7 +249,7 @@ def bounds_of(config: EngineConfig, max_context: int) -> StepBounds:
 
 # Part of the numeric mode: raise it with every change of the kernels, or of the quantization of weights, that changes bits of a
 # logit.
-KERNEL_REVISION = 3
+KERNEL_REVISION = 4
 
 logger = logging.getLogger(__name__)
 

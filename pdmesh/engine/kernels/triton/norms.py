@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pdmesh.engine.kernels.triton.kernel_cache_keys import settle_keys
+from pdmesh.engine.kernels.triton.launch_overlap import behind_last, overlap
 from pdmesh.engine.models.layers import Norm
 
 
@@ -30,8 +31,10 @@ def _norm_kernel(
     width: tl.tensor, eps: tl.tensor, factor: tl.tensor,
     stride_x: tl.tensor, stride_residual: tl.tensor, stride_out: tl.tensor, stride_residual_out: tl.tensor,
     ADDS: tl.constexpr, HAS_FACTOR: tl.constexpr, KIND: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program: a row. KIND: rms, wide (whose weight multiplies before the result is rounded) or layer."""
+    behind_last(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < width
@@ -105,7 +108,7 @@ def _launch(x: Tensor, residual: Tensor | None, norm: Norm, factor: float, out: 
         x, other, weight, bias, out, residual_out, width, norm.eps, factor,
         x.stride(0), other.stride(0), out.stride(0), residual_out.stride(0),
         ADDS=residual is not None, HAS_FACTOR=factor != 1.0, KIND=kind_of(norm),
-        HAS_BIAS=norm.bias is not None, BLOCK=block, num_warps=4 if block <= 4096 else 8,
+        HAS_BIAS=norm.bias is not None, BLOCK=block, num_warps=4 if block <= 4096 else 8, **overlap(),
     )  # fmt: skip
 
 
@@ -171,8 +174,9 @@ def gated(gate: tl.tensor, up: tl.tensor, limit: tl.tensor, dtype: tl.constexpr,
 @triton.jit
 def _gate_kernel(
     gate_up: tl.tensor, out: tl.tensor, width: tl.tensor, stride_in: tl.tensor, stride_out: tl.tensor, KIND: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
+    behind_last(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
@@ -184,8 +188,9 @@ def _gate_kernel(
 @triton.jit
 def _activation_kernel(
     x: tl.tensor, out: tl.tensor, width: tl.tensor, stride_in: tl.tensor, stride_out: tl.tensor, KIND: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
+    behind_last(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
@@ -211,7 +216,9 @@ def gate_mul(gate_up: Tensor, activation: str, out: Tensor | None = None) -> Ten
         raise ValueError(f"out: shape {tuple(out.shape)} of {out.dtype}, not {(num_rows, width)} of {gate_up.dtype}")
     if num_rows:
         grid = (num_rows, triton.cdiv(width, _BLOCK))
-        _gate_kernel[grid](gate_up, out, width, gate_up.stride(0), out.stride(0), KIND=activation, BLOCK=_BLOCK, num_warps=4)
+        _gate_kernel[grid](
+            gate_up, out, width, gate_up.stride(0), out.stride(0), KIND=activation, BLOCK=_BLOCK, num_warps=4, **overlap()
+        )  # fmt: skip
     return out
 
 
@@ -221,5 +228,7 @@ def activate(x: Tensor, activation: str) -> Tensor:
         raise ValueError(f"x: shape {tuple(x.shape)}, strides {x.stride()}; give [M, I] with contiguous rows")
     if len(x):
         grid = (len(x), triton.cdiv(x.shape[1], _BLOCK))
-        _activation_kernel[grid](x, x, x.shape[1], x.stride(0), x.stride(0), KIND=activation, BLOCK=_BLOCK, num_warps=4)
+        _activation_kernel[grid](
+            x, x, x.shape[1], x.stride(0), x.stride(0), KIND=activation, BLOCK=_BLOCK, num_warps=4, **overlap()
+        )  # fmt: skip
     return x

@@ -41,8 +41,8 @@ class StepOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class Rows:
-    """Hold a step's tokens, and what is passed from piece to piece and through attention. T is a multiple of 4
-    (pdmesh.engine.models.layers.Linear)."""
+    """Hold a step's tokens, and what is passed from piece to piece and through attention. On a CPU T is a
+    multiple of 4 (pdmesh.engine.models.layers.Linear)."""
 
     token_ids: Tensor  # [T] int32
     positions: Tensor  # [T] int32
@@ -94,8 +94,8 @@ class TritonStep:
         """Write keys and values of the tokens that have a slot; return outputs of `meta.logits_rows`. kv: the pool
         (`KVPool.tensor`). `adapted`: some rows have LoRA adapters.
 
-        T and R of the metadata are multiples of 4 (pdmesh.engine.models.layers.Linear). The contents of rows of padding are not
-        defined.
+        On a CPU T and R of the metadata are multiples of 4 (pdmesh.engine.models.layers.Linear). The contents of rows of padding
+        are not defined.
         """
         groups = self.groups_of(meta.adapter_slots) if adapted else None
         rows = Rows.of(meta.token_ids, meta.positions, meta.slots, self.decoder, groups)

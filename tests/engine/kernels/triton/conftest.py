@@ -21,7 +21,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-if HAS_TRITON:
+if HAS_TRITON and "TRITON_INTERPRET" in os.environ:  # it changes how kernels are compiled, which a GPU must not see
     mend()
 
 

@@ -14,6 +14,7 @@ from pdmesh.engine.kernels.triton.experts.experts import GroupedExperts
 from pdmesh.engine.kernels.triton.kv import rope_and_store, store_kv
 from pdmesh.engine.kernels.triton.latent.attention import LatentCall
 from pdmesh.engine.kernels.triton.latent.maps import store_latents
+from pdmesh.engine.kernels.triton.linear.dense import TritonDense
 from pdmesh.engine.kernels.triton.linear.linear import make_triton_linear, rounded_rows
 from pdmesh.engine.kernels.triton.lora import AdapterRows, AdapterWeights
 from pdmesh.engine.kernels.triton.norms import (
@@ -57,6 +58,9 @@ def products() -> None:
         for num_rows in (1, 3, 8, 17, 100, 131):
             linear(torch.zeros(num_rows, width, dtype=BF16))
     make_triton_linear(quantize_int8(wide), None, True)(torch.zeros(1, 1024, dtype=BF16))
+    dense = TritonDense(wide.to(BF16), torch.zeros(640, dtype=BF16))
+    for num_rows in (1, 17, 131):
+        dense(torch.zeros(num_rows, 1024, dtype=BF16))
 
 
 def rows() -> None:

@@ -14,6 +14,7 @@ import pytest
 import triton
 
 from pdmesh.engine.kernels.triton.experts.product import Tile
+from pdmesh.engine.kernels.triton.linear import dense
 from pdmesh.engine.kernels.triton.linear.weight_product import TileShape
 from pdmesh.engine.kernels.triton.tiles import LatentTiles, shared_bound
 from tests.engine.kernels.triton.arrivals import lacking
@@ -25,13 +26,13 @@ HAS_TOOLS = all(os.access(TOOLS / tool, os.X_OK) for tool in ("ptxas", "cuobjdum
 needs_tools = pytest.mark.skipif(not HAS_TOOLS, reason="Triton came without an assembler that can be run")
 # Bytes of a thread's stack; what lies there is stored and loaded outside of innermost loops. Others: none.
 STACKS = {("split_kernel", 64): 128, ("split_kernel", 96): 400, ("split_kernel", 128): 400, ("split_kernel", 256): 1100}
-STACKS |= {("split_kernel", 0): 32, ("walk_kernel", 0): 32, ("vector_kernel", 0): 32}  # float32; few rows
+STACKS |= {("split_kernel", 0): 32, ("walk_kernel", 0): 32}  # float32
 STACKS |= {("walk_kernel", 64): 64, ("walk_kernel", 96): 64, ("walk_kernel", 128): 64, ("walk_kernel", 256): 640}
 STACKS |= {("capped split_kernel", 128): 400, ("capped split_kernel", 256): 1100}  # with a softcap
 STACKS |= {("capped walk_kernel", 128): 96, ("capped walk_kernel", 256): 640}
 STACKS |= {("latent_kernel", 0): 400}
-# Instructions in its one loop, of some 400 (one row) or 1000 (four), that the assembler chose to spill for.
-INNER = {"vector_kernel": 5, "capped split_kernel": 1}
+# Instructions in a loop that the assembler chose to spill for.
+INNER = {"capped split_kernel": 1}
 
 
 def spoken(module: str, *arguments: str) -> list[dict[str, Any]]:
@@ -111,9 +112,11 @@ def test_what_is_stored_in_float8_is_divided_as_ieee_says(one_of_each: list[dict
 def test_the_last_program_reads_what_the_others_wrote(one_of_each: list[dict[str, Any]]) -> None:
     """And a thread what other threads of its program wrote, between the two halves of limits_kernel."""
     arriving = {
-        each["kernel"]: each for each in one_of_each if each["kernel"] in ("greedy_kernel", "vector_kernel", "tile_kernel")
+        each["kernel"]: each
+        for each in one_of_each
+        if each["kernel"] in ("greedy_kernel", "vector_kernel", "tile_kernel", "dense_tile_kernel")
     }
-    assert len(arriving) == 3 and all(each.get("SPLITS", 2) > 1 for each in arriving.values())
+    assert len(arriving) == 4 and all(each.get("SPLITS", 2) > 1 for each in arriving.values())
     assert {name: each["lacking"] for name, each in arriving.items() if each["lacking"]} == {}
     [limits] = [each for each in one_of_each if each["kernel"] == "limits_kernel"]
     assert limits["barriers"] == 1
@@ -133,6 +136,8 @@ def bound(kernel: dict[str, Any]) -> int:
     """What the launchers count with when they choose tiles."""
     if kernel["kernel"] == "tile_kernel":
         return TileShape(kernel["BLOCK_M"], kernel["num_stages"]).shared_bound(kernel["BITS"])
+    if kernel["kernel"] == "dense_tile_kernel":
+        return dense.shared_bound(kernel["BLOCK_N"], kernel["BLOCK_M"], kernel["num_stages"])
     if kernel["kernel"] in ("gate_up_kernel", "down_kernel"):
         return Tile(kernel["BLOCK_M"], kernel["COLUMNS"], kernel["num_stages"]).shared_bound(kernel["BITS"])
     if kernel["kernel"] == "latent_kernel":

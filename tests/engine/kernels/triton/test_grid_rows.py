@@ -78,6 +78,6 @@ def test_products(row: dict[str, Any]) -> None:
     bias = activations(1, row["num_outputs"], dtype, 2)[0] if row["bias"] else None
     result = make_triton_linear(weight, bias, invariant)(x)
     # WordLinear's table: what is rounded before it is multiplied.
-    is_vector = not invariant and row["num_rows"] <= VECTOR_ROWS[row["format"].split("-")[0]]
+    is_vector = not invariant and row["num_rows"] <= VECTOR_ROWS
     is_tile = invariant or (row["num_rows"] <= TILE_ROWS_MAX and dtype != torch.float32)
     assert_within_bound(result, x, dense, bias, 1 if is_vector or (is_tile and not is_int4) else 2)

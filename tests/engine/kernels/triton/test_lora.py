@@ -72,7 +72,9 @@ def added(weights: AdapterWeights, x: Tensor, slots: Sequence[int]) -> Tensor:
 def exact(x: Tensor, number: int) -> Tensor:
     parts = zip(maps_of(number), PARTS, strict=True)
     wide = x.double()
-    return 1 + torch.cat([torch.zeros(out) if m is None else m[1].double() @ (m[0].double() @ wide) for m, out in parts])
+    return 1 + torch.cat(
+        [torch.zeros(out, device=DEVICE) if m is None else m[1].double() @ (m[0].double() @ wide) for m, out in parts]
+    )
 
 
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 2.0**-19), (torch.bfloat16, 2.0**-7)])
@@ -83,7 +85,7 @@ def test_a_row_gets_its_own_adapters_product(dtype: torch.dtype, error: float) -
     got = added(weights_of({0: 0, 1: 1, 3: 2, 4: 3}, dtype=dtype), x, slots)
     numbers = {0: 0, 1: 1, 3: 2, 4: 3}
     for row, slot in enumerate(slots):
-        expected = exact(x[row], numbers[slot]) if slot >= 0 else torch.ones(sum(PARTS), dtype=torch.float64)
+        expected = exact(x[row], numbers[slot]) if slot >= 0 else torch.ones(sum(PARTS), dtype=torch.float64, device=DEVICE)
         most = error * float(expected.abs().max()) if slot >= 0 else 0.0
         torch.testing.assert_close(got[row].double().cpu(), expected.cpu(), atol=most, rtol=0)
 

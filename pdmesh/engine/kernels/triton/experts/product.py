@@ -29,7 +29,7 @@ from torch import Tensor
 from pdmesh.engine.kernels.triton.experts.routing import Routed
 from pdmesh.engine.kernels.triton.experts.weights import ExpertWeights
 from pdmesh.engine.kernels.triton.kernel_cache_keys import settle_keys
-from pdmesh.engine.kernels.triton.linear.weight_product import TILE_ROWS_MAX, _pair, _plane, _shrink
+from pdmesh.engine.kernels.triton.linear.weight_product import EXPONENT, TILE_ROWS_MAX, _pair, _plane, _shrink
 from pdmesh.engine.kernels.triton.linear.weight_words import TILE_ROWS, TILE_WORDS
 from pdmesh.engine.kernels.triton.norms import gated
 
@@ -80,7 +80,7 @@ def _product(
             for plane in tl.static_range(PLANES):
                 k = tile * (32 * PLANES) + first_k + plane * RUN
                 here = tl.load(rows[None, :] + k[:, None], mask=alive[None, :] & (k < K)[:, None], other=0.0)
-                w = _plane(word, plane, BITS, FP8)
+                w = _plane(word, plane, EXPONENT, BITS, FP8)
                 if BITS == 4:
                     w = w * (scale * _shrink(plane, BITS, FP8)) + minimum
                 else:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pdmesh.engine.kernels.triton.attention_kernels import merge_kernel
 from pdmesh.engine.kernels.triton.latent.kernels import latent_kernel
+from pdmesh.engine.kernels.triton.launch_overlap import overlap
 from pdmesh.engine.kernels.triton.metadata import StepMetadata
 from pdmesh.engine.kernels.triton.split_kv import Splits
 from pdmesh.engine.kernels.triton.tiles import LatentTiles, shared_bytes
@@ -76,5 +77,5 @@ class LatentCall:
             self.acc, self.stats, out, out, out, meta.query_starts, meta.split_starts, meta.context_lens, out.stride(0),
             out.stride(1), out.shape[1], self.acc.shape[2], 0, meta.num_seqs, meta.max_split_len, int(has_more),
             MIN_KEYS=self.splits.min_keys, MOST=self.splits.most, UNROLL=MERGE_UNROLL, DIM=rank,
-            DIM_PAD=triton.next_power_of_2(rank), HAS_WINDOW=False, HAS_SCALES=False, HAS_SINKS=False, num_warps=4,
+            DIM_PAD=triton.next_power_of_2(rank), HAS_WINDOW=False, HAS_SCALES=False, HAS_SINKS=False, num_warps=4, **overlap(),
         )  # fmt: skip

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pdmesh.engine.kernels.triton.kernel_cache_keys import settle_keys
 from pdmesh.engine.kernels.triton.kv import FLOAT8_MAX, FLOAT8_MIN_NORMAL, FLOAT8_SUBNORMAL
+from pdmesh.engine.kernels.triton.linear.dense import TritonDense
 from pdmesh.engine.kernels.triton.linear.weight_product import (
     HALVES,
     INVARIANT_BLOCK,
@@ -30,28 +31,24 @@ class WordLinear:
 
     | rows | kernel | numbers |
     | --- | --- | --- |
-    | up to 8 (int4: 4) | vector | float32 weights, products and sums |
+    | 1 | vector | float32 weights, products and sums |
     | up to 128 | tile | int4 rounded to x's dtype, int8 and fp8 exact; float32 sums on the tensor cores |
     | more | expand, `F.linear` | weights rounded to x's dtype; the library's sums (activations in fp8: linear.py) |
 
-    A row's bits depend on nothing beside it within a kernel, but the three differ from each other, and the first two between
-    powers of two that M rounds up to. `invariant` takes the tile kernel with tiles of 16 rows for every M: slower for a prompt
+    A row's bits depend on nothing beside it within a kernel, but the three differ from each other, and tiles between powers of
+    two that M rounds up to. `invariant` takes the tile kernel with tiles of 16 rows for every M: slower for a prompt
     (each 16 rows read the weights again, from the L2 cache), the same bits for a row wherever it stands.
 
     Error of the sum of K products, u = 2^-24 and d = x's unit roundoff (2^-8 bfloat16, 2^-11 float16), S = sum |x| |w|:
     at most (K u + d) S by the vector kernel, int8 and fp8 tiles; (K u + 2 d) S otherwise; plus d |result| by the last rounding.
-    float32 inputs: vector up to 8 rows, else expand and `F.linear`; not with `invariant`, which refuses them.
+    float32 inputs: vector for one row, else expand and `F.linear`; not with `invariant`, which refuses them.
     """
 
     def __init__(self, weight: WeightWords, bias: Tensor | None, invariant: bool) -> None:
         self.weight, self.bias, self.invariant = weight, bias, invariant
         self.product = WordProduct(weight, bias)
-        kernels = f"tile{INVARIANT_BLOCK}" if invariant else f"vector{self._vector_rows}-tile{TILE_ROWS_MAX}-{self._many}"
+        kernels = f"tile{INVARIANT_BLOCK}" if invariant else f"vector-tile{TILE_ROWS_MAX}-{self._many}"
         self.kind = f"triton-{weight.encoding}-{kernels}"
-
-    @property
-    def _vector_rows(self) -> int:
-        return VECTOR_ROWS[self.weight.encoding]
 
     @property
     def _many(self) -> str:
@@ -61,7 +58,7 @@ class WordLinear:
     def __call__(self, x: Tensor) -> Tensor:
         if self.invariant:
             return self._invariant(x)
-        if x.shape[0] <= self._vector_rows:
+        if x.shape[0] <= VECTOR_ROWS:
             return self.product.vector(x)
         if x.shape[0] <= TILE_ROWS_MAX and x.dtype in HALVES:
             return self.product.tile(x)
@@ -237,13 +234,11 @@ def make_triton_linear(
     rounds_activations: bool = False,
 ) -> Linear:
     """Return a map on the device of the weight. Unquantized weights take torch's product, whose bits depend on the number of
-    rows: with `invariant` they raise ValueError. `rounds_activations` is for fp8 weights, see Fp8Linear."""
+    rows; with `invariant` TritonDense. `rounds_activations` is for fp8 weights, see Fp8Linear."""
     if isinstance(weight, Int8Weight):
         return int8_linear(weight, bias, invariant)
     if isinstance(weight, Int4Weight):
         return int4_linear(weight, bias, invariant)
     if isinstance(weight, Fp8Weight):
         return fp8_linear(weight, bias, invariant, rounds_activations)
-    if invariant:
-        raise ValueError("invariant: torch's product is not; give quantized weights, or leave it")
-    return make_linear(weight, bias)
+    return TritonDense(weight, bias) if invariant else make_linear(weight, bias)

@@ -5,13 +5,12 @@ N K bits / 8 bytes of weights (int4: and 4 bytes a group, half a bit a weight mo
 and does 2 M N K operations. Bandwidth allows 36 bytes a nanosecond and multiprocessor, at 1.8 GHz 20 bytes a clock: 20 int8 or 40
 int4 weights a clock. A clock also has 128 float32 operations, 64 integer ones and 2048 fused tensor-core ones.
 
-- `vector_kernel`: M + 1 float32 operations and 1.1 integer ones a weight. int8 keeps up with memory to M = 5 and has
-  70 % of it at 8; int4 to M = 2, 64 % at 4 and 40 % at 8.
-- `tile_kernel`: about 2.5 float32 and 1.6 integer operations a weight, whatever M: within memory's time for int8, about it for
-  int4. Its tensor-core work passes the memory time at M of about 80 (int8) or 40 (int4).
+- `vector_kernel`, for one row: some four operations a weight, so int8 keeps up with memory and int4 reaches half of it.
+- `tile_kernel`: as many, and the tensor cores' work behind them, for up to 16 rows at once. That passes the memory's time at
+  some 80 rows (int8) or 40 (int4).
 - Expanding costs one more write and read of 2 bytes a weight, and then runs at the library's speed.
 
-So int4 changes from vectors to tiles at a lower M than int8. These are counts, not measurements: nothing here has been timed.
+Measured (H200, 4.2 TB/s copied, 28672 x 4096): one row 37 us (int8; vector), 45 us (tile), 58 us (cuBLAS, bfloat16).
 
 Fixed configurations, by shape only (an autotuner would change the split, and with it the bits, from one start to the next):
 64 outputs a program (4 rows a thread share each activation), 4 warps, and so many shares of the inputs that about four programs
@@ -30,6 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pdmesh.engine.kernels.triton.kernel_cache_keys import settle_keys
+from pdmesh.engine.kernels.triton.launch_overlap import behind_last, overlap
 from pdmesh.engine.kernels.triton.linear.weight_words import TILE_ROWS, TILE_WORDS, WeightWords
 from pdmesh.engine.kernels.triton.tiles import shared_bytes
 
@@ -63,8 +63,18 @@ def _shrink(plane: int, bits: int, is_fp8: bool) -> float:
     return 1.0 if is_fp8 else 2.0 ** -_shift(plane, bits)
 
 
+EXPONENT = tl.constexpr(0x4B000000)  # of 2^23
+
+
 @triton.jit
-def _plane(word: tl.tensor, plane: tl.constexpr, BITS: tl.constexpr, FP8: tl.constexpr) -> tl.tensor:
+def exponent_in_register(M: tl.tensor) -> tl.tensor:
+    """Return EXPONENT, in a way that the compiler cannot know it: `word & mask | exponent` is one instruction with one number
+    written into it, and two with two. Not for the tensor cores' operands, which it would send through shared memory."""
+    return EXPONENT + tl.minimum(M, 0)
+
+
+@triton.jit
+def _plane(word: tl.tensor, plane: tl.constexpr, exponent: tl.tensor, BITS: tl.constexpr, FP8: tl.constexpr) -> tl.tensor:
     """Return the float32 values of one plane, times 2^_shift (fp8: the values)."""
     if FP8:
         # e4m3's exponent and mantissa at the place of float32's lack a factor 2^(127 - 7): subnormal numbers are right as
@@ -74,7 +84,7 @@ def _plane(word: tl.tensor, plane: tl.constexpr, BITS: tl.constexpr, FP8: tl.con
     shift: tl.constexpr = _shift(plane, BITS)
     down: tl.constexpr = 0 if plane < 23 // BITS else BITS * (23 // BITS)
     zero: tl.constexpr = 8388608.0 + (128 if BITS == 8 else 0) * 2.0**shift
-    return (((word >> down) & (((1 << BITS) - 1) << shift)) | 0x4B000000).to(tl.float32, bitcast=True) - zero
+    return (((word >> down) & (((1 << BITS) - 1) << shift)) | exponent).to(tl.float32, bitcast=True) - zero
 
 
 @triton.jit
@@ -121,50 +131,99 @@ def _finish(
 def vector_kernel(
     x: tl.tensor, words: tl.tensor, scales: tl.tensor, bias: tl.tensor, out: tl.tensor, partials: tl.tensor, arrivals: tl.tensor,
     M: tl.tensor, N: tl.tensor, K: tl.tensor, num_tiles: tl.tensor, stride_x: tl.tensor, stride_out: tl.tensor,
-    ROWS: tl.constexpr, BITS: tl.constexpr, SPAN: tl.constexpr, FP8: tl.constexpr,
-    SPLITS: tl.constexpr, TILES: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BITS: tl.constexpr, SPAN: tl.constexpr, FP8: tl.constexpr,
+    SPLITS: tl.constexpr, TILES: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Few rows: every weight is multiplied with each of ROWS activations in float32 as it comes by; nothing is shared or waited
-    for until the loop has ended. Grid (row tiles, SPLITS); TILES input tiles a split.
+    """One row: every weight is multiplied with its activation in float32 as it comes by; nothing is shared or waited for until
+    the loop has ended. Grid (row tiles, SPLITS); TILES input tiles a split.
 
-        words [64 outputs, 32] ---- thread: 4 neighbouring words of 4 outputs, whose activations it loads once for the four
+        words of a tile, as they lie:  | run 0: outputs 0 .. 15 | run 1: 16 .. 31 | run 2 | run 3 |     512 words each
+                                       thread: 4 neighbouring words of each run, whose activations it loads once for the four
+
+    All tensors of the loop lie alike over the threads, so none of them goes through shared memory, which would be a barrier for
+    each plane; the next tile's words are asked for before this one's are used.
     """
     row_tile = tl.program_id(0)
     split = tl.program_id(1)
     WORDS: tl.constexpr = 32
     PLANES: tl.constexpr = 32 // BITS
     RUN: tl.constexpr = SPAN // PLANES  # number of words of a span
-    r = tl.arange(0, 64)
-    c = tl.arange(0, WORDS)
-    m = tl.arange(0, ROWS)
-    first_k = (c // RUN) * SPAN + c % RUN
-    total = tl.zeros([ROWS, 64, WORDS], tl.float32)
+    at = tl.arange(0, 512)
+    c = at % WORDS
+    first_k = tl.max_contiguous(tl.multiple_of((c // RUN) * SPAN + c % RUN, 4), 4)
+    thread = tl.arange(0, 128)
+    group = thread // 8 * (WORDS // RUN) + thread % 8 * 4 // RUN
+    exponent = exponent_in_register(M)
+    first = row_tile.to(tl.int64) * num_tiles
+    total_0, total_1, total_2, total_3 = _zeros(128), _zeros(128), _zeros(128), _zeros(128)
+    from_here = words + (first + tl.minimum(split * TILES, num_tiles - 1)) * 2048 + at
+    word_0, word_1 = tl.load(from_here), tl.load(from_here + 512)
+    word_2, word_3 = tl.load(from_here + 1024), tl.load(from_here + 1536)
+    behind_last(OVERLAPS)
     for step in range(TILES):
         # Behind the last tile: its words once more, times activations that are masked off, for k >= K.
         tile = split * TILES + step
-        base = row_tile.to(tl.int64) * num_tiles + tl.minimum(tile, num_tiles - 1)
-        word = tl.load(words + (base * 64 + r[:, None]) * WORDS + c[None, :])
-        sums = tl.zeros([ROWS, 64, WORDS], tl.float32)
-        inputs = tl.zeros([ROWS, WORDS], tl.float32)
+        base = first + tl.minimum(tile, num_tiles - 1)
+        from_next = words + (first + tl.minimum(tile + 1, num_tiles - 1)) * 2048 + at
+        wanted = (at >= 0) & (step + 1 < TILES)
+        next_0, next_1 = tl.load(from_next, mask=wanted, other=0), tl.load(from_next + 512, mask=wanted, other=0)
+        next_2, next_3 = tl.load(from_next + 1024, mask=wanted, other=0), tl.load(from_next + 1536, mask=wanted, other=0)
+        sums_0, sums_1, sums_2, sums_3, inputs = _zeros(512), _zeros(512), _zeros(512), _zeros(512), _zeros(512)
         for plane in tl.static_range(PLANES):
             k = tile * (WORDS * PLANES) + first_k + plane * RUN
-            here = tl.load(x + m[:, None] * stride_x + k[None, :], mask=(m[:, None] < M) & (k[None, :] < K), other=0.0).to(
-                tl.float32
-            )
-            w = _plane(word, plane, BITS, FP8)
-            sums += w[None, :, :] * (here * _shrink(plane, BITS, FP8))[:, None, :]
+            here = tl.load(x + k, mask=(k < K) & (M > 0), other=0.0).to(tl.float32)
             if BITS == 4:
                 inputs += here
-        if BITS == 4:
-            scale, minimum = _pair(scales, (base * 64 + r[:, None]) * (WORDS // RUN) + (c // RUN)[None, :])
-            total += scale[None, :, :] * sums
-            total += minimum[None, :, :] * inputs[:, None, :]
-        else:
-            total += sums
+            here = here * _shrink(plane, BITS, FP8)
+            sums_0 += _plane(word_0, plane, exponent, BITS, FP8) * here
+            sums_1 += _plane(word_1, plane, exponent, BITS, FP8) * here
+            sums_2 += _plane(word_2, plane, exponent, BITS, FP8) * here
+            sums_3 += _plane(word_3, plane, exponent, BITS, FP8) * here
+        of_inputs = _of_threads(inputs)
+        groups = scales + base * (64 * (WORDS // RUN)) + group
+        total_0 = _grown(total_0, sums_0, of_inputs, groups, BITS)
+        total_1 = _grown(total_1, sums_1, of_inputs, groups + 16 * (WORDS // RUN), BITS)
+        total_2 = _grown(total_2, sums_2, of_inputs, groups + 32 * (WORDS // RUN), BITS)
+        total_3 = _grown(total_3, sums_3, of_inputs, groups + 48 * (WORDS // RUN), BITS)
+        word_0, word_1, word_2, word_3 = next_0, next_1, next_2, next_3
+    total = _joined(_joined(_of_run(total_0), _of_run(total_1)), _joined(_of_run(total_2), _of_run(total_3)))
+    m = tl.arange(0, 1)
     _finish(
-        tl.sum(total, axis=2), m[:, None], (row_tile * 64 + r)[None, :], scales, bias, out, partials, arrivals, row_tile, split,
-        M, N, tl.num_programs(0) * 64, stride_out, SPLITS, BITS == 8, HAS_BIAS,
+        total[None, :], m[:, None], (row_tile * 64 + tl.arange(0, 64))[None, :], scales, bias, out, partials, arrivals, row_tile,
+        split, M, N, tl.num_programs(0) * 64, stride_out, SPLITS, BITS == 8, HAS_BIAS,
     )  # fmt: skip
+
+
+@triton.jit
+def _zeros(width: tl.constexpr) -> tl.tensor:
+    return tl.zeros([width], tl.float32)
+
+
+@triton.jit
+def _of_threads(values: tl.tensor) -> tl.tensor:
+    """Return the sums of what each thread has of a run: [512] -> [128]."""
+    return tl.sum(values.reshape(128, 4), axis=1)
+
+
+@triton.jit
+def _grown(total: tl.tensor, sums: tl.tensor, inputs: tl.tensor, groups: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
+    """Return [128] with a tile's share added."""
+    if BITS == 4:
+        scale, minimum = _pair(groups, 0)
+        return total + scale * _of_threads(sums) + minimum * inputs
+    return total + _of_threads(sums)
+
+
+@triton.jit
+def _of_run(total: tl.tensor) -> tl.tensor:
+    """Return [16], a run's outputs: eight threads share the inputs of each."""
+    return tl.sum(total.reshape(16, 8), axis=1)
+
+
+@triton.jit
+def _joined(one: tl.tensor, other: tl.tensor) -> tl.tensor:
+    """Return both [n], one behind the other: [2 n]."""
+    return tl.permute(tl.join(one, other), (1, 0)).reshape(2 * one.shape[0])
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -172,7 +231,7 @@ def tile_kernel(
     x: tl.tensor, words: tl.tensor, scales: tl.tensor, bias: tl.tensor, out: tl.tensor, partials: tl.tensor, arrivals: tl.tensor,
     M: tl.tensor, N: tl.tensor, K: tl.tensor, num_tiles: tl.tensor, stride_x: tl.tensor, stride_out: tl.tensor,
     BLOCK_M: tl.constexpr, BITS: tl.constexpr, SPAN: tl.constexpr, FP8: tl.constexpr,
-    SPLITS: tl.constexpr, TILES: tl.constexpr, HAS_BIAS: tl.constexpr,
+    SPLITS: tl.constexpr, TILES: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     """More rows: weights become x's dtype in registers and go to the tensor cores as their left operand, which may stay there;
     activations, few, go through shared memory. Grid (row tiles, SPLITS, M / BLOCK_M).
@@ -191,6 +250,7 @@ def tile_kernel(
     c = tl.arange(0, WORDS)
     m = m_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     first_k = (c // RUN) * SPAN + c % RUN
+    behind_last(OVERLAPS)
     rows = x + m.to(tl.int64)[None, :] * stride_x
     total = tl.zeros([64, BLOCK_M], tl.float32)
     for step in range(TILES):
@@ -203,7 +263,7 @@ def tile_kernel(
         for plane in tl.static_range(PLANES):
             k = tile * (WORDS * PLANES) + first_k + plane * RUN
             here = tl.load(rows + k[:, None], mask=(m[None, :] < M) & (k[:, None] < K), other=0.0)
-            w = _plane(word, plane, BITS, FP8)
+            w = _plane(word, plane, EXPONENT, BITS, FP8)
             if BITS == 4:
                 w = w * (scale * _shrink(plane, BITS, FP8)) + minimum
             else:
@@ -242,7 +302,7 @@ def expand_kernel(
         if RAW:
             value = (word >> (BITS * plane)) & 0xFF
         else:
-            value = _plane(word, plane, BITS, FP8) * _shrink(plane, BITS, FP8) * scale
+            value = _plane(word, plane, EXPONENT, BITS, FP8) * _shrink(plane, BITS, FP8) * scale
             if BITS == 4:
                 value = value + minimum
         at = out + n.to(tl.int64)[:, None] * K + k[None, :]
@@ -252,7 +312,7 @@ def expand_kernel(
 settle_keys(globals())
 
 
-VECTOR_ROWS = {"int4": 4, "int8": 8, "fp8": 8}  # up to so many rows take the vector kernel
+VECTOR_ROWS = 1  # up to so many rows take the vector kernel
 TILE_ROWS_MAX = 128  # up to so many take the tile kernel; above, expand and torch.mm
 INVARIANT_BLOCK = 16  # rows of the one tile that `invariant` products use
 _PROGRAMS = 4 * 132
@@ -314,10 +374,10 @@ class WordProduct:
         self._arrivals = torch.zeros(slots, dtype=torch.int32, device=weight.words.device)
 
     def vector(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Multiply x [M, K], M <= 8. A row's bits do not depend on the rows beside it, as long as M rounds up to the same power
-        of two."""
-        rows = triton.next_power_of_2(max(1, x.shape[0]))
-        return self._launch(vector_kernel, x, out, 1, ROWS=rows)
+        """Multiply x [M, K], M <= 1."""
+        if x.shape[0] > VECTOR_ROWS:
+            raise ValueError(f"x: {x.shape[0]} rows; the vector kernel takes {VECTOR_ROWS}")
+        return self._launch(vector_kernel, x, out, 1)
 
     def tile(self, x: Tensor, out: Tensor | None = None, block: int | None = None) -> Tensor:
         """Multiply x [M, K] float16 or bfloat16, M <= 128; `block` rows a tile (by default M, rounded up to a power of two, 16 at
@@ -342,7 +402,7 @@ class WordProduct:
             x, weight.words, weight.scales, bias, out, partials, self._arrivals,
             num_rows, weight.num_outputs, weight.num_inputs, weight.num_tiles, x.stride(0), out.stride(0),
             BITS=weight.bits, SPAN=weight.span, FP8=weight.encoding == "fp8",
-            SPLITS=shares.splits, TILES=shares.tiles, HAS_BIAS=self.bias is not None, num_warps=4, **block,
+            SPLITS=shares.splits, TILES=shares.tiles, HAS_BIAS=self.bias is not None, num_warps=4, **block, **overlap(),
         )  # fmt: skip
         return out
 
