@@ -226,9 +226,13 @@ class Preprocessor:
 
     def _prepared(self, model: ServedModel, prompt: list[int], rest: _Rest) -> PreparedRequest:
         max_context = self._core.max_context(model)
-        validation.check_prompt_length(len(prompt), max_context)
+        validation.check_prompt_length(len(prompt), max_context, rest.sampling.max_tokens)
         limits = validation.Limits(
-            model.tokenizer.vocab_size, model.eos_token_ids, max_context - len(prompt), model.sampling_defaults
+            model.tokenizer.vocab_size,
+            model.eos_token_ids,
+            max_context - len(prompt),
+            model.sampling_defaults,
+            num_prompt=len(prompt),
         )
         params = validation.complete(rest.sampling, limits)
         emitted: tuple[common_pb2.EmittedChoice, ...] = ()
