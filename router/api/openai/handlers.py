@@ -259,7 +259,7 @@ class Handlers:
             self._frontend.refused(operation, as_told(error), request.scope[RECEIVED_NS], sent_headers)
             raise
         received_ns: int = request.scope[RECEIVED_NS]  # when its last byte arrived
-        answer = Answer(call, request_id_of(request.scope), int(time.time()), self._echo(call))
+        answer = Answer(call, request_id_of(request.scope), int(time.time()), self._echo(call), self._spelling_of)
         stream = merged([partial(self._open, wanted, time_left_s, received_ns, sent_headers) for wanted in call.requests])
         try:
             if call.streaming is None:
@@ -296,6 +296,9 @@ class Handlers:
             return wanted.text or self._frontend.model_of(model).tokenizer.decode(wanted.tokens.ids)
 
         return echo
+
+    def _spelling_of(self, model: str, token_id: int) -> bytes:
+        return self._frontend.model_of(model).tokenizer.single_token_bytes(token_id)
 
     def _models(self) -> Iterable[JsonObject]:
         for model in self._frontend.models().models:
