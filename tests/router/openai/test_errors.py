@@ -74,6 +74,8 @@ WRONG_TEXT: list[tuple[dict[str, object], str]] = [
     ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
     ({"guided_choice": ["a", 1]}, "guided_choice[1]"),
     ({"structured_outputs": {"json": [1]}}, "structured_outputs.json"),
+    ({"structured_outputs": {"json": {"const": 2**63}}}, "structured_outputs.json"),
+    ({"guided_json": '{"type": "integer", "minimum": -9223372036854775808}'}, "guided_json"),
 ]
 WRONG_CHAT: list[tuple[dict[str, object], str]] = [
     ({"messages": None}, "messages"),
