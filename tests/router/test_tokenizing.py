@@ -257,7 +257,7 @@ async def _asker(monkeypatch: pytest.MonkeyPatch, call: Callable[[Preprocessor],
     core = SimpleNamespace(models={"m": ServedModel("m", make_tokenizer("byte_level"), None)}, config=RouterConfig())  # type: ignore[arg-type]
     seen: list[tuple[Asker, bool]] = []
 
-    async def note(self: Prompts, model: object, text: object, asker: Asker, *, must_fit: bool = True) -> list[int]:
+    async def note(self: Prompts, model: object, text: object, asker: Asker, *, must_fit: bool = True, **_: bool) -> list[int]:
         seen.append((asker, must_fit))
         raise _Asked
 

@@ -208,15 +208,15 @@ def test_what_is_too_much_is_refused_before_it_is_looked_at(body: dict[str, Any]
 async def test_a_large_body_is_read_in_a_thread_as_a_small_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[threading.Thread] = []
 
-    def parse(body: dict[str, Any], options: mesh_pb2.RequestOptions) -> Call:
+    def parse(body: dict[str, Any]) -> Call:
         seen.append(threading.current_thread())
-        return openai_requests.parse_completion(body, options)
+        return openai_requests.parse_completion(body, OPTIONS)
 
     for size in (10, handlers.LARGE_BODY_BYTES):
-        call = await handlers.parsed(parse, json.dumps({"prompt": "a" * size}).encode(), OPTIONS)
+        call = await handlers.parsed(parse, json.dumps({"prompt": "a" * size}).encode())
         assert [len(request.text) for request in call.requests if isinstance(request, mesh_pb2.GenerateRequest)] == [size]
         with pytest.raises(HttpError):
-            await handlers.parsed(parse, b"[" * size, OPTIONS)
+            await handlers.parsed(parse, b"[" * size)
     assert [thread is threading.current_thread() for thread in seen] == [True, False]
 
 
