@@ -58,6 +58,10 @@ class RouterConfig:
     )
     http_max_body_bytes: int = field(default=4 << 20, metadata={"help": "bytes of an HTTP request"})
     http_max_connections: int = field(default=1024, metadata={"help": "open HTTP connections; more are refused"})
+    http_cors_origin: tuple[str, ...] = field(
+        default=(),
+        metadata={"help": "origins whose web pages may call the HTTP API, such as https://chat.example, comma separated; *: any"},
+    )
     models: tuple[str, ...] = field(
         default=(), metadata={"help": "models to serve, NAME=FOLDER with the tokenizer, comma separated"}
     )

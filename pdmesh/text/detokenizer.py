@@ -25,7 +25,7 @@ from pdmesh.text.stop_strings import StopChecker, StopResult
 
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_REPLACEMENT = "\ufffd"
+REPLACEMENT = "\ufffd"
 
 
 class Stage(Protocol):
@@ -77,7 +77,7 @@ class ByteFallback:
         try:
             return (run.decode(),)
         except UnicodeDecodeError:
-            return (_REPLACEMENT * len(run),)
+            return (REPLACEMENT * len(run),)
 
 
 class Replace:
@@ -248,6 +248,18 @@ def byte_level_text(token: str) -> tuple[str] | None:
         return (byte_level_bytes(token).decode(),)
     except UnicodeDecodeError:
         return None
+
+
+def piece_bytes(stages: Sequence[Stage], piece: str) -> bytes | None:
+    """Return the bytes that a vocabulary's `piece` stands for, where the decoder `stages` know pieces of bytes: also part of a
+    character. None for a piece of text."""
+    match = _BYTE_TOKEN.fullmatch(piece)
+    for stage in stages:
+        if isinstance(stage, ByteLevel):
+            return byte_level_bytes(piece)
+        if isinstance(stage, ByteFallback) and match is not None:
+            return bytes((int(match[1], 16),))
+    return None
 
 
 class DetokenizerSource(Protocol):

@@ -25,6 +25,8 @@ import llguidance
 import numpy as np
 from numpy.typing import NDArray
 
+from pdmesh.text.json_schema import prepared
+
 # The depth of a grammar's definitions. llguidance recurses along them, and a stack overflow ends the whole process: a few KB of
 # `$ref` after `$ref` would do. So a grammar that is too deep is rejected, and any other is compiled on a stack that surely
 # suffices (some 10 KB a level were measured).
@@ -397,7 +399,7 @@ def _checked_json(source: str) -> str:
     if not isinstance(schema, dict):
         raise ValueError('is no JSON object; a schema is one, such as {"type": "object"}')
     check_schema_depth(schema)
-    return source
+    return prepared(source, schema)
 
 
 def _readable(error: str) -> str:

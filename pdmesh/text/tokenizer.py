@@ -13,7 +13,7 @@ from typing import Any
 import tokenizers
 
 from pdmesh.text.chat_template import ChatTemplate, Message, read_template
-from pdmesh.text.detokenizer import PieceStream, Stage, StripStart, byte_spelling, parse_decoder
+from pdmesh.text.detokenizer import REPLACEMENT, PieceStream, Stage, StripStart, byte_spelling, parse_decoder, piece_bytes
 from pdmesh.text.generation_config import sampling_defaults
 from pdmesh.text.tokenizer_files import add_declared, named_tokens, read_backend
 
@@ -278,6 +278,14 @@ class Tokenizer:
         if text is None:
             text = self._token_texts[token_id] = self._read_token(token_id)
         return text
+
+    def single_token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of `token_text`, and where they are only part of a character, the token's own; empty for an id without
+        text. The bytes of an output's tokens, joined, are the UTF-8 of its text."""
+        text = self.token_text(token_id)
+        piece = self.piece(token_id)
+        own = piece_bytes(self.decoder_stages(), piece) if REPLACEMENT in text and piece is not None else None
+        return text.encode() if own is None else own
 
     def _read_token(self, token_id: int) -> str:
         token = self._backend.id_to_token(token_id)

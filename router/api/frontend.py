@@ -71,9 +71,12 @@ class Frontend:
         request.timings.routed(received_ns)
         self.pipeline.end(request, error)
 
-    async def tokenize(self, request: mesh_pb2.TokenizeRequest, time_left_s: float | None = None) -> mesh_pb2.TokenizeResponse:
-        """Return the token ids of a text or a chat. Raises MeshError."""
-        return await self._preprocessor.tokenize(request, time_left_s)
+    async def tokenize(
+        self, request: mesh_pb2.TokenizeRequest, time_left_s: float | None = None, *, add_special_tokens: bool = True
+    ) -> mesh_pb2.TokenizeResponse:
+        """Return the token ids of a text or a chat. `add_special_tokens`: those that the model wants around a text; a chat has
+        what its template writes. Raises MeshError."""
+        return await self._preprocessor.tokenize(request, time_left_s, add_special_tokens=add_special_tokens)
 
     def models(self) -> mesh_pb2.ListModelsResponse:
         """Return the models that this router serves, with their ready workers."""

@@ -26,7 +26,9 @@ def renamed(error: MeshError, names: Mapping[str, str]) -> MeshError:
     if theirs is None:
         return error
     problem = error.message.removeprefix(f"{error.field}: ")
-    return MeshError(f"{theirs}: {problem}", code=error.code, field=theirs, retry_delay_s=error.retry_delay_s)
+    return MeshError(
+        f"{theirs}: {problem}", code=error.code, field=theirs, retry_delay_s=error.retry_delay_s, reason=error.reason
+    )
 
 
 def their_name(field: str, names: Mapping[str, str]) -> str | None:

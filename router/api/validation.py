@@ -33,13 +33,47 @@ def refuse(field: str, problem: str) -> NoReturn:
     raise InvalidArgument(field, f"{field}: {problem}")
 
 
+CONTEXT_OVERFLOW = "context_length_exceeded"
+"""The `reason` of INVALID_ARGUMENT where a prompt, alone or with its output, is longer than the model or the router takes: agents
+then shorten it. OpenAI's `code` has the same name."""
+
+
+class ContextOverflow(InvalidArgument):
+    """Report a prompt that, with its output, is longer than the model's context, in the words that clients of OpenAI's API look
+    for. `num_output`: tokens that were asked for, 1 where the request leaves them open. `is_lower_bound`: the prompt has been
+    measured without tokenizing it, and has `num_prompt` tokens or more."""
+
+    def __init__(self, field: str, num_prompt: int, num_output: int, max_context: int, *, is_lower_bound: bool = False) -> None:
+        self._num_prompt = num_prompt
+        self._num_output = num_output
+        self._max_context = max_context
+        self._at_least = "at least " if is_lower_bound else ""
+        super().__init__(field, f"{field}: {self.words('prompt')}")
+        self.reason = CONTEXT_OVERFLOW
+
+    def words(self, prompt: str) -> str:
+        """Return the message without the field; `prompt` is what the client calls its prompt."""
+        total = f"{self._at_least}{self._num_prompt + self._num_output}"
+        return (
+            f"This model's maximum context length is {self._max_context} tokens. However, you requested {total} tokens "
+            f"({self._at_least}{self._num_prompt} in the {prompt}, {self._num_output} in the completion). "
+            f"Please reduce the length of the {prompt} or completion."
+        )
+
+
+def _refuse_size(field: str, problem: str) -> NoReturn:
+    error = InvalidArgument(field, f"{field}: {problem}")
+    error.reason = CONTEXT_OVERFLOW
+    raise error
+
+
 def check_prompt_text(text: str, max_bytes: int, *, field: str = "prompt") -> None:
     """Refuse a text prompt that is empty or larger than the router takes."""
     if not text:
         refuse(field, "the text is empty; send at least one character or token")
     size = len(text.encode())
     if size > max_bytes:
-        refuse(field, f"the text has {size} bytes, {max_bytes} are allowed (max_prompt_bytes)")
+        _refuse_size(field, f"the text has {size} bytes, {max_bytes} are allowed (max_prompt_bytes)")
 
 
 def check_messages(messages: Messages, max_bytes: int) -> None:
@@ -53,7 +87,7 @@ def check_messages(messages: Messages, max_bytes: int) -> None:
             refuse(f"messages[{number}].role", f'must have 1 to {MAX_ROLE_CHARS} characters, such as "user"')
     size = sum(len(message.content.encode()) for message in messages)
     if size > max_bytes:
-        refuse("messages", f"they have {size} bytes, {max_bytes} are allowed (max_prompt_bytes)")
+        _refuse_size("messages", f"they have {size} bytes, {max_bytes} are allowed (max_prompt_bytes)")
 
 
 def check_tokens(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
@@ -63,25 +97,19 @@ def check_tokens(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
         refuse(f"{field}[{number}]", f"token id {token_id} does not exist: the vocabulary has {vocab_size}")
 
 
-def check_prompt_length(num_tokens: int, max_context: int) -> None:
-    """Refuse a prompt that is empty or leaves no room for a token."""
+def check_prompt_length(num_tokens: int, max_context: int, max_tokens: int = 1) -> None:
+    """Refuse a prompt that is empty or leaves no room for a token. `max_tokens`: what the request asks for, 1 where it leaves it
+    open."""
     if num_tokens == 0:
         refuse("prompt", "it has no tokens; send at least one")
     if num_tokens >= max_context:
-        refuse(
-            "prompt",
-            f"its {num_tokens} tokens leave no room in the model's context of {max_context}; at most {max_context - 1} do",
-        )
+        raise ContextOverflow("prompt", num_tokens, max(1, max_tokens), max_context)
 
 
 def check_can_fit(fewest_tokens: int, max_context: int) -> None:
     """Refuse a text that has too many tokens under any tokenization, before it is tokenized."""
     if fewest_tokens >= max_context:
-        refuse(
-            "prompt",
-            f"its {fewest_tokens} tokens or more leave no room in the model's context of {max_context}; at most "
-            f"{max_context - 1} do",
-        )
+        raise ContextOverflow("prompt", fewest_tokens, 1, max_context, is_lower_bound=True)
 
 
 def check_options(options: mesh_pb2.RequestOptions) -> None:
@@ -145,12 +173,13 @@ _COUNTS = tuple(parameter for parameter in PARAMETERS if parameter.kind is Kind.
 @dataclass(frozen=True)
 class Limits:
     """Hold what the model allows. `room`: tokens of context that the prompt leaves, at least 1. `defaults`: what its publisher
-    set for parameters that a request leaves out."""
+    set for parameters that a request leaves out. `num_prompt`: tokens of the prompt."""
 
     vocab_size: int
     eos_token_ids: frozenset[int]
     room: int
     defaults: Mapping[str, float] = field(default_factory=dict)
+    num_prompt: int = 0
 
 
 def complete(sampling: common_pb2.SamplingParams, limits: Limits) -> common_pb2.SamplingParams:
@@ -193,7 +222,7 @@ def _check_lengths(sampling: common_pb2.SamplingParams, limits: Limits) -> None:
     if max_tokens < 1:
         refuse("sampling.max_tokens", "must be at least 1; leave it out for what is left of the context")
     if max_tokens > limits.room:
-        refuse("sampling.max_tokens", f"{max_tokens} is more than the {limits.room} tokens that the prompt leaves of the context")
+        raise ContextOverflow("sampling.max_tokens", limits.num_prompt, max_tokens, limits.num_prompt + limits.room)
     if sampling.min_tokens > max_tokens:
         refuse("sampling.min_tokens", f"{sampling.min_tokens} is more than max_tokens, {max_tokens}")
     for parameter in _COUNTS:

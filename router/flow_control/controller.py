@@ -12,7 +12,7 @@ decides by counts alone. `FlowController` runs it on the event loop.
 import asyncio
 import itertools
 
-from pdmesh.runtime.errors import MeshError, ResourceExhausted
+from pdmesh.runtime.errors import DeadlineExceeded, MeshError, ResourceExhausted
 from router.flow_control.capacity import AdmissionSettings, InflightLimiter, SameForAll, Tally, TenantBook, TenantLimits
 from router.flow_control.queue import DispatchOrder, Lane, RequestQueue
 from router.flow_control.retry_delay import retry_delay_s
@@ -235,7 +235,8 @@ class FlowController:
         self._next_look: asyncio.TimerHandle | None = None
 
     async def enter(self, item: FlowItem) -> Ticket:
-        """Return an admitted ticket, to be given back with `leave`. Raises ResourceExhausted with a retry delay."""
+        """Return an admitted ticket, to be given back with `leave`. Raises ResourceExhausted with a retry delay, and
+        DeadlineExceeded where not even an idle mesh would meet the deadline."""
         ticket = self.admission.ask(item, asyncio.get_running_loop().time())
         self._wake(self.admission.decided())
         if isinstance(ticket, Refusal):
@@ -292,6 +293,8 @@ class FlowController:
                 self._look_later()
 
 
-def _error(refusal: Refusal) -> ResourceExhausted:
+def _error(refusal: Refusal) -> ResourceExhausted | DeadlineExceeded:
     message = f"{refusal.reason}: {refusal.message}"
+    if refusal.retry_delay_s is None:
+        return DeadlineExceeded(message, reason=refusal.reason)
     return ResourceExhausted(message, retry_delay_s=refusal.retry_delay_s, reason=refusal.reason)

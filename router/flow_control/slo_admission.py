@@ -94,11 +94,12 @@ class TicketState(enum.Enum):
 @dataclass(frozen=True)
 class Refusal:
     """Hold why a request is refused. `reason` is for programs (`queue_full`, `share`, `priority`, `rate`, `objective`,
-    `deadline`), `message` for people; `retry_delay_s`: when a retry is likely to succeed."""
+    `deadline`), `message` for people; `retry_delay_s`: when a retry is likely to succeed; None: it would fail on an idle mesh as
+    well."""
 
     reason: str
     message: str
-    retry_delay_s: float
+    retry_delay_s: float | None
 
 
 @dataclass(eq=False)
@@ -242,13 +243,16 @@ class SloEstimate:
 
 
 def deadline_refusal(item: FlowItem, forecast: Forecast | None, wait_s: float | None, now: float) -> Refusal | None:
-    """Return a refusal if the first token would come after the deadline."""
+    """Return a refusal if the first token would come after the deadline. Where the prompt alone takes longer, the deadline itself
+    is the cause, and no retry helps."""
     if forecast is None or item.deadline is None:
         return None
     left_s, expected_s = item.deadline - now, expected_ttft_s(forecast, wait_s)
     if expected_s <= left_s:
         return None
     words = f"the first token is predicted in {_ms(expected_s)}, the deadline is in {_ms(left_s)}"
+    if alone_s(forecast) > left_s:
+        return Refusal("deadline", f"{words}: without other requests it would take {_ms(alone_s(forecast))}", None)
     return Refusal("deadline", words, retry_delay_s(expected_s - left_s))
 
 

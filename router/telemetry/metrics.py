@@ -7,7 +7,15 @@ import logging
 from typing import NamedTuple
 
 from pdmesh.planning.objectives import PRIORITIES
-from pdmesh.runtime.errors import Cancelled, InvalidArgument, MeshError, NotFound, ResourceExhausted, as_mesh_error
+from pdmesh.runtime.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InvalidArgument,
+    MeshError,
+    NotFound,
+    ResourceExhausted,
+    as_mesh_error,
+)
 from pdmesh.runtime.telemetry.metrics import OFF, Metrics, counter, gauge, histogram
 from pdmesh.v1 import mesh_pb2
 from router.flow_control.capacity import OTHERS
@@ -115,11 +123,14 @@ ALL = (*PER_REQUEST, *AT_SCRAPE)
 # SLO attainment: whether a request met its objectives. Metrics, traces and the console share this rule.
 #
 # A token that never came counts as missed, also where there was no room for the request, and where the client left when it was
-# already late: many clients leave because no token comes. A request whose client left earlier, that was invalid, or that exceeded
-# its tenant's rate is judged only by the tokens that came.
+# already late: many clients leave because no token comes. A request whose client left earlier, that was invalid, that exceeded
+# its tenant's rate, or whose deadline was impossible is judged only by the tokens that came.
 
 OVER_ITS_RATE = "rate"
 """The `Refusal.reason` of a tenant that has used its rate up, which does not depend on the speed of the mesh."""
+
+IMPOSSIBLE_DEADLINE = "deadline"
+"""The `Refusal.reason` of DEADLINE_EXCEEDED where not even an idle mesh would have met the deadline."""
 
 
 class Verdict(NamedTuple):
@@ -168,6 +179,8 @@ def _met(took_ns: int, goal_ms: int, problem: MeshError | None) -> bool | None:
 def _is_the_callers(problem: MeshError) -> bool:
     if isinstance(problem, ResourceExhausted):
         return problem.reason == OVER_ITS_RATE
+    if isinstance(problem, DeadlineExceeded):
+        return problem.reason == IMPOSSIBLE_DEADLINE
     return isinstance(problem, (Cancelled, InvalidArgument, NotFound))
 
 

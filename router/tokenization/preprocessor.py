@@ -44,16 +44,20 @@ class Prompts:
         for model in core.models.values():
             model.tokenizer.fewest_tokens("")  # reads the vocabulary now, not when the first long text comes
 
-    async def of_text(self, model: ServedModel, text: str, asker: Asker, *, must_fit: bool = True) -> list[int]:
-        """Return token ids. `must_fit`: refuse what cannot fit the context before any work on it.
+    async def of_text(
+        self, model: ServedModel, text: str, asker: Asker, *, must_fit: bool = True, add_special_tokens: bool = True
+    ) -> list[int]:
+        """Return token ids. `must_fit`: refuse what cannot fit the context before any work on it. `add_special_tokens`: with
+        those that the model wants around every text.
 
         Raises InvalidArgument, ResourceExhausted, DeadlineExceeded.
         """
         if len(text) <= LARGE_TEXT_CHARS:
-            return model.tokenizer.encode(text)
+            return model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         if must_fit:
             self._check_can_fit(model, text)
-        return await self._in_line(lambda: model.tokenizer.encode_detached(text), len(text.encode()), asker)
+        encode = partial(model.tokenizer.encode_detached, text, add_special_tokens=add_special_tokens)
+        return await self._in_line(encode, len(text.encode()), asker)
 
     async def of_chat(
         self, model: ServedModel, messages: validation.Messages, asker: Asker, *, must_fit: bool = True
@@ -160,7 +164,9 @@ class Preprocessor:
         prompt = await self._token_ids(validated)
         return await self._checked(validated.model, prompt, await _rest(validated))
 
-    async def tokenize(self, request: mesh_pb2.TokenizeRequest, time_left_s: float | None) -> mesh_pb2.TokenizeResponse:
+    async def tokenize(
+        self, request: mesh_pb2.TokenizeRequest, time_left_s: float | None, *, add_special_tokens: bool = True
+    ) -> mesh_pb2.TokenizeResponse:
         """Return token ids, also of texts that are longer than the context. Raises as `from_generate`."""
         asker = Asker(identity.tenant() or "", deadline_of(time_left_s))
         model, _ = self._find(request.model)
@@ -171,7 +177,9 @@ class Preprocessor:
             token_ids = await self._prompts.of_chat(model, request.messages, asker, must_fit=False)
         else:
             validation.check_prompt_text(request.text, self._core.config.max_prompt_bytes, field="text")
-            token_ids = await self._prompts.of_text(model, request.text, asker, must_fit=False)
+            token_ids = await self._prompts.of_text(
+                model, request.text, asker, must_fit=False, add_special_tokens=add_special_tokens
+            )
         return mesh_pb2.TokenizeResponse(token_ids=token_ids, max_context=self._core.max_context(model))
 
     def _find(self, name: str) -> tuple[ServedModel, AdapterId | None]:
@@ -226,9 +234,13 @@ class Preprocessor:
 
     def _prepared(self, model: ServedModel, prompt: list[int], rest: _Rest) -> PreparedRequest:
         max_context = self._core.max_context(model)
-        validation.check_prompt_length(len(prompt), max_context)
+        validation.check_prompt_length(len(prompt), max_context, rest.sampling.max_tokens)
         limits = validation.Limits(
-            model.tokenizer.vocab_size, model.eos_token_ids, max_context - len(prompt), model.sampling_defaults
+            model.tokenizer.vocab_size,
+            model.eos_token_ids,
+            max_context - len(prompt),
+            model.sampling_defaults,
+            num_prompt=len(prompt),
         )
         params = validation.complete(rest.sampling, limits)
         emitted: tuple[common_pb2.EmittedChoice, ...] = ()

@@ -58,7 +58,7 @@ def test_places_then_queue_then_refusal() -> None:
     states = [ask(admission, INTERACTIVE).state for _ in range(3)]
     assert states == [TicketState.ADMITTED, TicketState.ADMITTED, TicketState.WAITING]
     refused = refusal(admission, INTERACTIVE)
-    assert refused.reason == "queue_full" and refused.retry_delay_s > 0
+    assert refused.reason == "queue_full" and refused.retry_delay_s
     assert "max_inflight 2" in refused.message and "max_queued 1" in refused.message
 
 
@@ -128,7 +128,7 @@ def test_a_full_queue_pushes_batch_out_and_says_so() -> None:
     ask(admission, INTERACTIVE)
     assert admission.decided() == [batch[2]]  # the newest
     assert batch[2].state is TicketState.REFUSED and batch[2].refusal is not None
-    assert batch[2].refusal.reason == "priority" and batch[2].refusal.retry_delay_s > 0
+    assert batch[2].refusal.reason == "priority" and batch[2].refusal.retry_delay_s
     assert admission.release(batch[2], 0.0) == [] and admission.num_queued == 4
 
 
@@ -258,7 +258,7 @@ class AnyOrder(RuleBasedStateMachine):
         answer = self.admission.ask(item, self.now)
         if isinstance(answer, Refusal):
             self.num_refused += 1
-            assert answer.retry_delay_s > 0
+            assert answer.retry_delay_s is not None and answer.retry_delay_s > 0
         else:
             self.tickets.append(answer)
         self.check_decided(self.admission.decided())

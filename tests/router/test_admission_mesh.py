@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
+import httpx
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
@@ -60,6 +61,27 @@ async def busy(mesh: Mesh) -> asyncio.Task[object]:
     running = asyncio.create_task(mesh.generate(request(max_tokens=20)))
     await eventually(lambda: mesh["d0"].held)
     return running
+
+
+@pytest.mark.parametrize(("ahead_s", "status"), [(0.0, 504), (0.79, 429)], ids=["alone", "behind others"])
+async def test_a_deadline_that_cannot_be_met_is_tried_again_only_where_others_are_the_cause(
+    model_folder: Path, ahead_s: float, status: int
+) -> None:
+    async with running_mesh(model_folder, http_port=0) as mesh, httpx.AsyncClient() as http:
+        sky = mesh.router.core.forecaster = Sky(GOOD)
+        running = await busy(mesh)
+        sky.answer = Forecast(ttft_s=0.8, tpot_s=0.01, has_room=True, ahead_s=ahead_s)
+        assert mesh.router.http is not None
+        asked = {"prompt": "abc", "max_tokens": 2}
+        answer = await http.post(f"{mesh.router.http.url}/v1/completions", json=asked, headers={"X-Request-Timeout-Ms": "100"})
+        assert answer.status_code == status and "800 ms" in answer.json()["error"]["message"]
+        assert ("retry-after" in answer.headers) is (status == 429)
+        assert answer.headers.get("x-should-retry") == ("false" if status == 504 else None)
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await read_all(mesh.stub.Generate(request(), timeout=0.1))
+        assert raised.value.code().name == ("DEADLINE_EXCEEDED" if status == 504 else "RESOURCE_EXHAUSTED")
+        mesh["d0"].resume.set()
+        await running
 
 
 async def test_a_refusal_says_reason_numbers_and_delay(model_folder: Path) -> None:

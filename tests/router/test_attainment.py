@@ -6,14 +6,15 @@ import asyncio
 
 import pytest
 
-from pdmesh.runtime.errors import InvalidArgument, MeshError, NotFound, ResourceExhausted, Unavailable
+from pdmesh.runtime.errors import DeadlineExceeded, InvalidArgument, MeshError, NotFound, ResourceExhausted, Unavailable
 from pdmesh.v1 import mesh_pb2
-from router.telemetry.metrics import OVER_ITS_RATE, Verdict, mesh_error_of, verdict
+from router.telemetry.metrics import IMPOSSIBLE_DEADLINE, OVER_ITS_RATE, Verdict, mesh_error_of, verdict
 
 GOALS = (200, 20)
 MS = 1_000_000
 NO_ROOM = ResourceExhausted("queue_full: 64 requests wait", reason="queue_full")
 TOO_MUCH = ResourceExhausted("rate: used up", reason=OVER_ITS_RATE)
+TOO_SOON = DeadlineExceeded("deadline: too soon", reason=IMPOSSIBLE_DEADLINE)
 WRONG = InvalidArgument("sampling.top_p", "must be above 0")
 
 
@@ -34,7 +35,9 @@ def test_one_token_has_no_time_between_tokens() -> None:
     assert judged(100, 0, None) == Verdict(True, None, True)
 
 
-@pytest.mark.parametrize("problem", [NO_ROOM, Unavailable("no worker"), mesh_error_of(ZeroDivisionError())])
+@pytest.mark.parametrize(
+    "problem", [NO_ROOM, Unavailable("no worker"), DeadlineExceeded("passed"), mesh_error_of(ZeroDivisionError())]
+)
 def test_what_never_came_is_missed(problem: MeshError) -> None:
     assert judged(0, 0, problem) == Verdict(False, False, False)
     assert judged(100, 0, problem) == Verdict(True, False, False)
@@ -42,7 +45,7 @@ def test_what_never_came_is_missed(problem: MeshError) -> None:
 
 
 @pytest.mark.parametrize(
-    "problem", [WRONG, TOO_MUCH, NotFound("no such model", field="model"), mesh_error_of(asyncio.CancelledError())]
+    "problem", [WRONG, TOO_MUCH, TOO_SOON, NotFound("no such model", field="model"), mesh_error_of(asyncio.CancelledError())]
 )
 def test_the_callers_doing_is_not_judged_unless_it_was_late_before(problem: MeshError) -> None:
     assert judged(0, 0, problem) == Verdict(None, None, None)

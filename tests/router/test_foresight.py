@@ -117,6 +117,20 @@ def test_a_deadline_counts_always() -> None:
     assert isinstance(admission.ask(item(sky, deadline=101.0), 100.0), Ticket)
 
 
+@pytest.mark.parametrize(
+    ("forecast", "left_s", "is_final"),
+    [
+        (Forecast(ttft_s=0.9, tpot_s=0.02, has_room=True), 0.5, True),
+        (Forecast(ttft_s=0.9, tpot_s=0.02, has_room=True, ahead_s=0.3), 0.5, True),
+        (Forecast(ttft_s=0.9, tpot_s=0.02, has_room=True, ahead_s=0.5), 0.5, False),
+        (Forecast(ttft_s=0.9, tpot_s=0.02, has_room=False, ahead_s=0.9), 0.001, False),
+    ],
+)
+def test_a_deadline_that_no_idle_mesh_meets_is_not_to_be_tried_again(forecast: Forecast, left_s: float, is_final: bool) -> None:
+    answer = refused(busy_mesh(Sky()), item(Sky(forecast), ttft_s=None, deadline=left_s))
+    assert answer.reason == "deadline" and (answer.retry_delay_s is None) is is_final
+
+
 def test_without_a_forecast_nobody_is_refused_or_held() -> None:
     sky = Sky(None)
     admission = busy_mesh(sky, max_inflight=5)

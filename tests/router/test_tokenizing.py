@@ -215,7 +215,9 @@ def _prompts(monkeypatch: pytest.MonkeyPatch, max_context: int) -> tuple[Prompts
 
 async def test_a_text_that_cannot_fit_is_refused_without_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts, model, encoded = _prompts(monkeypatch, max_context=100)
-    with pytest.raises(InvalidArgument, match="leave no room") as refused:
+    with pytest.raises(
+        InvalidArgument, match=r"maximum context length is 100 tokens\. However, you requested at least"
+    ) as refused:
         await prompts.of_text(model, "x" * 20_000, ASKER)
     assert (refused.value.field, encoded) == ("prompt", [])
     assert len(await prompts.of_text(model, "x" * 20_000, ASKER, must_fit=False)) > 100
@@ -224,7 +226,7 @@ async def test_a_text_that_cannot_fit_is_refused_without_encoding(monkeypatch: p
 async def test_a_conversation_is_refused_by_what_the_template_makes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     huge = [mesh_pb2.ChatMessage(role="user", content="x" * 100_000)]
     prompts, model, encoded = _prompts(monkeypatch, max_context=100)
-    with pytest.raises(InvalidArgument, match="leave no room"):
+    with pytest.raises(InvalidArgument, match=r"maximum context length is 100 tokens\. However, you requested at least"):
         await prompts.of_chat(model, huge, ASKER)
     assert encoded == []
     prompts, model, encoded = _prompts(monkeypatch, max_context=9000)
@@ -255,7 +257,7 @@ async def _asker(monkeypatch: pytest.MonkeyPatch, call: Callable[[Preprocessor],
     core = SimpleNamespace(models={"m": ServedModel("m", make_tokenizer("byte_level"), None)}, config=RouterConfig())  # type: ignore[arg-type]
     seen: list[tuple[Asker, bool]] = []
 
-    async def note(self: Prompts, model: object, text: object, asker: Asker, *, must_fit: bool = True) -> list[int]:
+    async def note(self: Prompts, model: object, text: object, asker: Asker, *, must_fit: bool = True, **_: bool) -> list[int]:
         seen.append((asker, must_fit))
         raise _Asked
 

@@ -128,6 +128,18 @@ def test_prompt_length(num_tokens: int, right: bool) -> None:
     assert refused.value.field == "prompt"
 
 
+def test_what_exceeds_the_context_names_field_reason_and_numbers() -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        complete(_sampling(max_tokens=30), Limits(320, frozenset({258}), room=20, num_prompt=80))
+    assert (refused.value.field, refused.value.reason) == ("sampling.max_tokens", "context_length_exceeded")
+    assert refused.value.message == (
+        "sampling.max_tokens: This model's maximum context length is 100 tokens. However, you requested 110 tokens "
+        "(80 in the prompt, 30 in the completion). Please reduce the length of the prompt or completion."
+    )
+    with pytest.raises(InvalidArgument, match=r"requested 107 tokens \(100 in the prompt, 7 in the completion\)"):
+        validation.check_prompt_length(100, 100, max_tokens=7)
+
+
 def test_prompt_text() -> None:
     validation.check_prompt_text("äöü", 6)
     for wrong in ("", "äöüx"):

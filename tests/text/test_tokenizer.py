@@ -109,6 +109,18 @@ def test_text_of_single_tokens() -> None:
     assert make_tokenizer("metaspace").token_text(make_tokenizer("metaspace").encode("the")[0]) == " the"
 
 
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+@pytest.mark.parametrize("text", ["世界 你好", "ภาษาไทย", "日本語", "👩\u200d👩\u200d👧 and", "naïve �"])
+def test_the_bytes_of_single_tokens_join_to_the_text(kind: str, text: str) -> None:
+    tokenizer = make_tokenizer(kind)
+    ids = tokenizer.encode(text)
+    parts = [tokenizer.single_token_bytes(token_id) for token_id in ids]
+    assert b"".join(parts).decode().lstrip() == text and all(parts)
+    assert any("\ufffd" in tokenizer.token_text(token_id) for token_id in ids)
+    assert tokenizer.single_token_bytes(1) == tokenizer.token_text(1).encode()
+    assert tokenizer.single_token_bytes(10**6) == b""
+
+
 def test_half_a_surrogate_pair_is_refused() -> None:
     with pytest.raises(ValueError, match="Unicode"):
         make_tokenizer("byte_level").encode("\ud800")

@@ -11,6 +11,7 @@ import grpc
 
 from pdmesh.runtime.errors import DeadlineExceeded, InvalidArgument, MeshError
 from router.api.openai.fields import JsonObject, UnknownName
+from router.api.validation import CONTEXT_OVERFLOW, ContextOverflow
 
 Names = Mapping[str, str]
 """Maps a field of pdmesh.v1 to the name by which the client knows it; also for paths below the field."""
@@ -65,21 +66,26 @@ def answer_to(error: HttpError | MeshError) -> ErrorAnswer:
         return ErrorAnswer(error.status, body, {})
     status = _STATUS.get(error.code, 500)
     code = "model_not_found" if status == 404 and error.field == "model" else _CODES.get(status)
+    code = CONTEXT_OVERFLOW if error.reason == CONTEXT_OVERFLOW else code
     return ErrorAnswer(status, _body(status, error.message, error.field, code), _headers(status, error))
 
 
 def renamed(error: MeshError, names: Names) -> MeshError:
-    """Return `error` with its field, and the beginning of its message, as the client knows them."""
+    """Return `error` with its field, and the beginning of its message, as the client knows them. The words about a context that
+    is too short stand alone: clients compare their beginning."""
     field = error.field
     if field is None:
         return error
     known = [mesh for mesh in names if field == mesh or field.startswith((f"{mesh}[", f"{mesh}."))]
     longest = max(known, key=len, default="")
     param = names[longest] + field[len(longest) :] if known else field.removeprefix("sampling.")
-    if param == field:
+    if isinstance(error, ContextOverflow):
+        message = error.words("messages" if names.get("prompt") == "messages" else "prompt")
+    elif param == field:
         return error
-    message = f"{param}: {error.message.removeprefix(f'{field}: ')}"
-    return MeshError(message, code=error.code, field=param, retry_delay_s=error.retry_delay_s)
+    else:
+        message = f"{param}: {error.message.removeprefix(f'{field}: ')}"
+    return MeshError(message, code=error.code, field=param, retry_delay_s=error.retry_delay_s, reason=error.reason)
 
 
 def _body(status: int, message: str, param: str | None, code: str | None) -> JsonObject:

@@ -28,7 +28,7 @@ from router.api.openai.errors import HttpError, answer_to, as_told, renamed
 from router.api.openai.fields import JsonObject
 from router.api.openai.responses import Answer, Call, MeshRequest, Numbered, PromptError, merged
 from router.api.openai.sampling import set_parameters
-from router.api.validation import refuse
+from router.api.validation import check_tokens, refuse
 from router.auth import identity
 from router.auth.api_keys import KeyStore
 from router.telemetry.request_trace import CHAT, COMPLETION
@@ -225,6 +225,32 @@ class Handlers:
         """Handle POST /v1/completions."""
         return await self._answer(request, requests.parse_completion)
 
+    async def tokenize(self, request: Request) -> Response:
+        """Handle POST /tokenize, as vLLM has it."""
+        identity.authenticate(self._settings.keys, request.headers.get("authorization"))
+        wanted = await parsed(requests.parse_tokenize, await requests.read(request, self._settings.max_body_bytes))
+        try:
+            found = await self._frontend.tokenize(
+                wanted.message,
+                requested_time_left_s(request.headers),
+                add_special_tokens=wanted.add_special_tokens,
+            )
+        except MeshError as error:
+            raise renamed(error, {"text": "prompt"}) from error
+        tokens = list(found.token_ids)
+        spelling_of = self._frontend.model_of(wanted.message.model).tokenizer.token_text
+        spelled = [spelling_of(token_id) for token_id in tokens] if wanted.with_strings else None
+        return json_response({"count": len(tokens), "max_model_len": found.max_context, "tokens": tokens, "token_strs": spelled})
+
+    async def detokenize(self, request: Request) -> Response:
+        """Handle POST /detokenize, as vLLM has it: special tokens by name."""
+        identity.authenticate(self._settings.keys, request.headers.get("authorization"))
+        sent = await requests.read(request, self._settings.max_body_bytes)
+        name, tokens = await parsed(requests.parse_detokenize, sent)
+        tokenizer = self._frontend.model_of(name).tokenizer
+        check_tokens("tokens", tokens, tokenizer.vocab_size)
+        return json_response({"prompt": tokenizer.decode(tokens, skip_special_tokens=False)})
+
     async def list_models(self, request: Request) -> Response:
         """Handle GET /v1/models."""
         identity.authenticate(self._settings.keys, request.headers.get("authorization"))
@@ -259,7 +285,7 @@ class Handlers:
             self._frontend.refused(operation, as_told(error), request.scope[RECEIVED_NS], sent_headers)
             raise
         received_ns: int = request.scope[RECEIVED_NS]  # when its last byte arrived
-        answer = Answer(call, request_id_of(request.scope), int(time.time()), self._echo(call))
+        answer = Answer(call, request_id_of(request.scope), int(time.time()), self._echo(call), self._spelling_of)
         stream = merged([partial(self._open, wanted, time_left_s, received_ns, sent_headers) for wanted in call.requests])
         try:
             if call.streaming is None:
@@ -276,7 +302,7 @@ class Handlers:
         options, limit_s = options_of(request.headers, request_id_of(request.scope)), requested_time_left_s(request.headers)
         deadline = None if limit_s is None else loop.time() + limit_s
         sent = await requests.read(request, self._settings.max_body_bytes)
-        call = await parsed(parse, sent, options)
+        call = await parsed(lambda body: parse(body, options), sent)
         return call, None if deadline is None else deadline - loop.time()
 
     def _open(
@@ -296,6 +322,9 @@ class Handlers:
             return wanted.text or self._frontend.model_of(model).tokenizer.decode(wanted.tokens.ids)
 
         return echo
+
+    def _spelling_of(self, model: str, token_id: int) -> bytes:
+        return self._frontend.model_of(model).tokenizer.single_token_bytes(token_id)
 
     def _models(self) -> Iterable[JsonObject]:
         for model in self._frontend.models().models:
@@ -376,13 +405,13 @@ def _dumped(value: JsonObject) -> bytes:
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
 
-async def parsed(parse: Parse, sent: bytes, options: mesh_pb2.RequestOptions) -> Call:
-    """Return the call that a body asks for. Raises HttpError, InvalidArgument; ResourceExhausted when too many large bodies
+async def parsed(parse: Callable[[JsonObject], T], sent: bytes) -> T:
+    """Return what `parse` makes of a body. Raises HttpError, InvalidArgument; ResourceExhausted when too many large bodies
     wait."""
     if len(sent) <= LARGE_BODY_BYTES:
-        return parse(requests.parse(sent), options)
+        return parse(requests.parse(sent))
     try:
-        return await _threads.run(lambda: parse(requests.parse(sent), options))
+        return await _threads.run(lambda: parse(requests.parse(sent)))
     except TimeoutError:
         raise HttpError(408, f"the body took more than {PARSE_TIMEOUT_S:g} s to read; send less") from None
 

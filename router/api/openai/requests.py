@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from starlette.requests import ClientDisconnect, Request
 
@@ -247,3 +247,44 @@ def _token_ids(param: str, values: list[object]) -> list[int]:
     if len(numbers) == len(values) and (not numbers or (min(numbers) >= 0 and max(numbers) <= MAX_UINT32)):
         return numbers
     return [as_integer(f"{param}[{number}]", value) for number, value in enumerate(values)]  # errors name the list item
+
+
+# `POST /tokenize` and `POST /detokenize`, in vLLM's form.
+
+
+class Tokenize(NamedTuple):
+    """Hold a text or a conversation to tokenize. `with_strings`: the tokens as texts are wanted, too."""
+
+    message: mesh_pb2.TokenizeRequest
+    add_special_tokens: bool
+    with_strings: bool
+
+
+def parse_tokenize(body: JsonObject) -> Tokenize:
+    """Return what the body of a call to /tokenize asks for. Raises InvalidArgument that names the field."""
+    fields = Fields(body)
+    message = mesh_pb2.TokenizeRequest(model=fields.text("model") or "")
+    is_chat, with_strings = fields.has("messages"), fields.flag("return_token_strs")
+    if is_chat:
+        if fields.has("prompt"):
+            refuse("prompt", "excludes messages; send one of them")
+        message.messages.extend(_messages(fields))
+        fields.finish((), CHAT_HARMLESS)  # the template writes the special tokens
+        return Tokenize(message, False, with_strings)
+    text = fields.text("prompt")
+    if not text:
+        refuse("prompt", "is missing; send a text, or messages")
+    message.text = text
+    add_special_tokens = not fields.has("add_special_tokens") or fields.flag("add_special_tokens")
+    fields.finish((), {})
+    return Tokenize(message, add_special_tokens, with_strings)
+
+
+def parse_detokenize(body: JsonObject) -> tuple[str, list[int]]:
+    """Return the model's name and the token ids of a call to /detokenize. Raises InvalidArgument that names the field."""
+    fields = Fields(body)
+    name, tokens = fields.text("model") or "", fields.items("tokens")
+    if tokens is None:
+        refuse("tokens", "is missing; send token ids")
+    fields.finish((), {})
+    return name, _token_ids("tokens", tokens)

@@ -4,7 +4,8 @@ several prompts."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+import codecs
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -21,9 +22,12 @@ LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot express; OpenAI's own bound."""
 
 
+BytesOf = Callable[[common_pb2.TokenLogprob], bytes]
+"""Maps a token to the bytes that it stands for, which may be part of a character; empty for an id without text."""
+
+
 class Shape(Protocol):
-    """Form the choices of one kind of response. `text_offset`: characters of the choice's text before these entries, echo
-    included."""
+    """Form the choices of one kind of response."""
 
     @property
     def id_prefix(self) -> str:
@@ -43,8 +47,9 @@ class Shape(Protocol):
     def piece(self, text: str, logprobs: JsonObject | None, *, first: bool) -> JsonObject:
         """Return the fields of a streamed piece; `first`: it is the first piece of its choice."""
 
-    def logprobs(self, entries: Entries, text_offset: int) -> JsonObject:
-        """Return the log-probabilities of consecutive tokens."""
+    def logprobs(self, entries: Entries, offsets: Sequence[int], bytes_of: BytesOf) -> JsonObject:
+        """Return the log-probabilities of consecutive tokens. `offsets`: for each the characters of the choice's text before it,
+        echo included."""
 
 
 class ChatShape:
@@ -59,8 +64,11 @@ class ChatShape:
         delta = {"role": "assistant", "content": text} if first else {"content": text} if text else {}
         return {"delta": delta, "logprobs": logprobs}
 
-    def logprobs(self, entries: Entries, text_offset: int) -> JsonObject:
-        content = [{**_token(entry.chosen), "top_logprobs": [_token(top) for top in entry.top]} for entry in entries]
+    def logprobs(self, entries: Entries, offsets: Sequence[int], bytes_of: BytesOf) -> JsonObject:
+        def shown(token: common_pb2.TokenLogprob) -> JsonObject:
+            return {"token": token.text, "logprob": _value(token), "bytes": list(bytes_of(token)) or None}
+
+        content = [{**shown(entry.chosen), "top_logprobs": [shown(top) for top in entry.top]} for entry in entries]
         return {"content": content, "refusal": None}
 
 
@@ -75,25 +83,30 @@ class TextShape:
     def piece(self, text: str, logprobs: JsonObject | None, *, first: bool) -> JsonObject:
         return self.whole(text, logprobs)
 
-    def logprobs(self, entries: Entries, text_offset: int) -> JsonObject:
-        tokens = [entry.chosen.text for entry in entries]
-        offsets = [text_offset + sum(map(len, tokens[:number])) for number in range(len(tokens))]
-        tops = [_alternatives(entry) for entry in entries] if any(entry.top for entry in entries) else None
+    def logprobs(self, entries: Entries, offsets: Sequence[int], bytes_of: BytesOf) -> JsonObject:
+        tokens = [_spelled(bytes_of(entry.chosen)) for entry in entries]
+        tops = [_alternatives(entry, bytes_of) for entry in entries] if any(entry.top for entry in entries) else None
         values = [_value(entry.chosen) for entry in entries]
-        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": list(offsets)}
 
 
-def _token(token: common_pb2.TokenLogprob) -> JsonObject:
-    """Return one token. `bytes` is null where the token alone is not text: U+FFFD then stands for its bytes."""
-    encoded = None if "\ufffd" in token.text else list(token.text.encode())
-    return {"token": token.text, "logprob": _value(token), "bytes": encoded}
+def _spelled(data: bytes) -> str:
+    """Return a token as text, or as OpenAI's completions write bytes that are no text alone: `bytes:\\xf0\\x9f`."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(chr(byte) if 0x20 <= byte < 0x7F and byte != 0x5C else f"\\x{byte:02x}" for byte in data)
 
 
-def _alternatives(entry: common_pb2.Logprobs) -> dict[str, float]:
-    """Return the likeliest tokens with the chosen one among them, as OpenAI does. Of two tokens with the same text the likelier
-    stays."""
-    tokens: Iterable[common_pb2.TokenLogprob] = (entry.chosen, *reversed(entry.top))
-    return {token.text: _value(token) for token in tokens}
+def _alternatives(entry: common_pb2.Logprobs, bytes_of: BytesOf) -> dict[str, float]:
+    """Return the likeliest tokens with the chosen one among them, as OpenAI does. The chosen one has the name that `tokens`
+    shows; another one that reads like one before it is named by its id, as vLLM writes ids."""
+    named = {_spelled(bytes_of(entry.chosen)): _value(entry.chosen)}
+    for token in entry.top:
+        if token.token_id != entry.chosen.token_id:
+            name = _spelled(bytes_of(token))
+            named[f"token_id:{token.token_id}" if name in named else name] = _value(token)
+    return named
 
 
 def _value(token: common_pb2.TokenLogprob) -> float:
@@ -151,6 +164,9 @@ def read_streaming(fields: Fields) -> Streaming | None:
     return streaming
 
 
+SpellingOf = Callable[[str, int], bytes]
+"""Maps the name of a model and a token id to the bytes of that token."""
+
 Echo = Callable[[int, str], str]
 """Maps the number of a prompt and the name of its model to the text that goes before the output; empty for none."""
 
@@ -173,10 +189,12 @@ class _Prompt:
 
 @dataclass
 class _Choice:
-    """Hold the output of one choice so far. `text_offset`: characters of echo and of the tokens so far."""
+    """Hold the output of one choice so far. `text_offset`: characters of echo and of the tokens so far; `decoder` holds the bytes
+    of the character that the last token has begun."""
 
     began: bool = False
     text_offset: int = 0
+    decoder: codecs.IncrementalDecoder = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
     texts: list[str] = field(default_factory=list)
     entries: list[common_pb2.Logprobs] = field(default_factory=list)
     finish_reason: str | None = None
@@ -186,10 +204,11 @@ class _Choice:
 class Answer:
     """Build one HTTP response from the messages of its prompts."""
 
-    def __init__(self, call: Call, request_id: str, created: int, echo: Echo) -> None:
+    def __init__(self, call: Call, request_id: str, created: int, echo: Echo, spelling_of: SpellingOf) -> None:
         self._call = call
         self._head: JsonObject = {"id": call.shape.id_prefix + request_id, "object": "", "created": created, "model": ""}
         self._echo = echo
+        self._spelling_of = spelling_of
         self._prompts = [_Prompt() for _ in call.requests]
         self._choices = [_Choice() for _ in range(len(call.requests) * call.num_choices)]
 
@@ -280,9 +299,15 @@ class Answer:
     def _logprobs(self, choice: _Choice, entries: Sequence[common_pb2.Logprobs]) -> JsonObject | None:
         if not entries:
             return None
-        shown = self._call.shape.logprobs(entries, choice.text_offset)
-        choice.text_offset += sum(len(entry.chosen.text) for entry in entries)
-        return shown
+        offsets = []
+        for entry in entries:
+            offsets.append(choice.text_offset)
+            choice.text_offset += len(choice.decoder.decode(self._bytes_of(entry.chosen)))
+        return self._call.shape.logprobs(entries, offsets, self._bytes_of)
+
+    def _bytes_of(self, token: common_pb2.TokenLogprob) -> bytes:
+        """Return the bytes of a token: those of its text, unless U+FFFD stands for some of them."""
+        return self._spelling_of(str(self._head["model"]), token.token_id) if "\ufffd" in token.text else token.text.encode()
 
     def _whole(self, index: int, choice: _Choice) -> JsonObject:
         shown = self._call.shape.whole("".join(choice.texts), self._logprobs(choice, choice.entries))

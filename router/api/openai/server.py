@@ -17,6 +17,8 @@ import h11
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -300,6 +302,8 @@ def _abort(peer: object) -> None:
 # The ASGI application: its routes, and the responses to errors.
 
 Endpoint = Callable[[Request], Awaitable[Response]]
+_EXPOSED = (HEADER, "Retry-After", "Retry-After-Ms", "X-Should-Retry")
+"""Headers of responses that scripts of other origins may read."""
 
 
 def routes(frontend: Frontend, settings: HttpSettings) -> list[Route]:
@@ -308,6 +312,8 @@ def routes(frontend: Frontend, settings: HttpSettings) -> list[Route]:
     return [
         Route("/v1/chat/completions", _guarded(handlers.chat), methods=["POST"]),
         Route("/v1/completions", _guarded(handlers.complete), methods=["POST"]),
+        Route("/tokenize", _guarded(handlers.tokenize), methods=["POST"]),
+        Route("/detokenize", _guarded(handlers.detokenize), methods=["POST"]),
         Route("/v1/models", _guarded(handlers.list_models), methods=["GET"]),
         Route("/v1/models/{model:path}", _guarded(handlers.get_model), methods=["GET"]),
         Route("/health", _guarded(handlers.ready), methods=["GET"]),
@@ -316,8 +322,9 @@ def routes(frontend: Frontend, settings: HttpSettings) -> list[Route]:
     ]
 
 
-def build_app(routes: Sequence[Route]) -> Starlette:
-    """Return an application that answers on these routes, and says which there are on any other."""
+def build_app(routes: Sequence[Route], cors_origins: Sequence[str] = ()) -> Starlette:
+    """Return an application that answers on these routes, and says which there are on any other. `cors_origins`: whose web pages
+    may call it, "*" for any; browsers refuse those of all others."""
     paths = ", ".join(dict.fromkeys(route.path for route in routes))
 
     async def no_route(request: Request, error: Exception) -> Response:
@@ -329,7 +336,10 @@ def build_app(routes: Sequence[Route]) -> Starlette:
         response.headers.update(error.headers or {})
         return response
 
-    return Starlette(routes=list(routes), exception_handlers={HTTPException: no_route})
+    cors = Middleware(
+        CORSMiddleware, allow_origins=cors_origins, allow_methods=("GET", "POST"), allow_headers=("*",), expose_headers=_EXPOSED
+    )
+    return Starlette(routes=list(routes), exception_handlers={HTTPException: no_route}, middleware=[cors] if cors_origins else [])
 
 
 def _guarded(endpoint: Endpoint) -> Endpoint:
@@ -359,7 +369,7 @@ def open_gateway(
     settings = HttpSettings(config.http_max_body_bytes, keys)
     context = None if tls is None else tls.listening_context(require_client=config.tls_client_auth == "require")
     return HttpServer(
-        build_app(routes_with(settings)),
+        build_app(routes_with(settings), config.http_cors_origin),
         config.http_host or config.host,
         config.http_port,
         context,

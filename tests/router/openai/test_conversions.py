@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -108,37 +109,69 @@ def test_statuses(error: MeshError, status: int, retry: str | None) -> None:
     assert set(answer.body["error"]) == {"message", "type", "param", "code"}  # type: ignore[call-overload]
 
 
-def _entry(text: str, logprob: float, *top: tuple[str, float]) -> common_pb2.Logprobs:
-    tokens = [common_pb2.TokenLogprob(text=one, logprob=value) for one, value in ((text, logprob), *top)]
+def _entry(text: str, logprob: float, *top: tuple[str, float], token_ids: Sequence[int] = range(100)) -> common_pb2.Logprobs:
+    tokens = [
+        common_pb2.TokenLogprob(token_id=token_id, text=one, logprob=value)
+        for token_id, (one, value) in zip(token_ids, ((text, logprob), *top), strict=False)
+    ]
     return common_pb2.Logprobs(chosen=tokens[0], top=tokens[1:])
 
 
+PARTS = {7: b"\xf0\x9f", 8: b" \xf0\x9f", 9: b"\x98\x80"}
+"""Tokens that are only part of a character."""
+
+
+def _bytes_of(token: common_pb2.TokenLogprob) -> bytes:
+    return PARTS.get(token.token_id, token.text.encode())
+
+
 def test_logprobs_that_json_cannot_say_and_tokens_that_are_no_text() -> None:
-    shown: Any = ChatShape().logprobs([_entry("é", -0.5), _entry("\ufffd", -math.inf), _entry("a", math.nan)], 0)
-    assert [entry["logprob"] for entry in shown["content"]] == [-0.5, LOWEST_LOGPROB, LOWEST_LOGPROB]
-    assert [entry["bytes"] for entry in shown["content"]] == [[0xC3, 0xA9], None, [97]]
+    entries = [
+        _entry("é", -0.5, ("\ufffd", -1.0), token_ids=[1, 8]),
+        _entry("\ufffd", -math.inf, token_ids=[7]),
+        _entry("", math.nan, token_ids=[400]),
+    ]
+    shown: Any = ChatShape().logprobs(entries, [0, 1, 2], _bytes_of)["content"]
+    assert [entry["logprob"] for entry in shown] == [-0.5, LOWEST_LOGPROB, LOWEST_LOGPROB]
+    assert [entry["bytes"] for entry in shown] == [[0xC3, 0xA9], [0xF0, 0x9F], None]
+    assert shown[0]["top_logprobs"] == [{"token": "\ufffd", "logprob": -1.0, "bytes": [0x20, 0xF0, 0x9F]}]
 
 
-def test_alternatives_of_completions_hold_the_chosen_token_too() -> None:
-    shown = TextShape().logprobs([_entry("a", -3.0, ("b", -0.5), ("\ufffd", -1.0), ("\ufffd", -2.0))], 7)
-    assert shown["top_logprobs"] == [{"a": -3.0, "\ufffd": -1.0, "b": -0.5}] and shown["text_offset"] == [7]
-    assert TextShape().logprobs([_entry("a", -3.0)], 0)["top_logprobs"] is None
+def test_alternatives_of_completions_hold_the_chosen_token_too_each_under_a_name_of_its_own() -> None:
+    top = [("b", -0.5), ("\ufffd", -1.0), ("\ufffd", -2.0), ("a", -4.0), ("\ufffd", -5.0)]
+    entry = _entry("a", -3.0, *top, token_ids=[1, 2, 7, 8, 5, 6])
+    shown = TextShape().logprobs([entry], [7], _bytes_of)
+    assert shown["text_offset"] == [7] and shown["tokens"] == ["a"]
+    assert shown["top_logprobs"] == [
+        {"a": -3.0, "b": -0.5, r"bytes:\xf0\x9f": -1.0, r"bytes: \xf0\x9f": -2.0, "token_id:5": -4.0, "\ufffd": -5.0}
+    ]
+    chosen = TextShape().logprobs([_entry("\ufffd", -0.5, ("\ufffd", -0.5), token_ids=[7, 7])], [0], _bytes_of)
+    assert chosen["tokens"] == [r"bytes:\xf0\x9f"] and chosen["top_logprobs"] == [{r"bytes:\xf0\x9f": -0.5}]
+    assert TextShape().logprobs([_entry("a", -3.0)], [0], _bytes_of)["top_logprobs"] is None
+
+
+def _answer(call: Call, echo: str = "") -> Answer:
+    return Answer(call, "r", 1, lambda number, model: echo, lambda model, token_id: PARTS[token_id])
 
 
 def test_text_offsets_go_on_over_chunks_and_count_the_echo() -> None:
     call = openai_requests.parse_completion({"prompt": "xy", "stream": True}, OPTIONS)
-    answer = Answer(call, "r", 1, lambda number, model: "xy")
+    answer = _answer(call, echo="xy")
     offsets = []
-    for text in ("abc", "de"):
-        delta = mesh_pb2.Delta(text=text, token_ids=[1, 2], logprobs=[_entry(text[:1], -1.0), _entry(text[1:], -1.0)])
+    for text, entries in (
+        ("abc", [_entry("a", -1.0), _entry("bc", -1.0)]),
+        ("", [_entry("\ufffd", -1.0, token_ids=[7])]),
+        ("😀e", [_entry("\ufffd", -1.0, token_ids=[9]), _entry("e", -1.0)]),
+    ):
+        delta = mesh_pb2.Delta(text=text, token_ids=[1] * len(entries), logprobs=entries)
         chunk: Any = answer.chunk(0, mesh_pb2.GenerateResponse(delta=delta))
         offsets += chunk["choices"][0]["logprobs"]["text_offset"]
-    assert offsets == [2, 3, 5, 6]
+    assert offsets == [2, 3, 5, 5, 6]  # a token within a character is where the character is
 
 
 def test_ids_without_text_make_no_chunk_but_the_first() -> None:
     call = openai_requests.parse_chat({"messages": HELLO, "stream": True}, OPTIONS)
-    answer = Answer(call, "r", 1, lambda number, model: "")
+    answer = _answer(call)
     half = mesh_pb2.GenerateResponse(delta=mesh_pb2.Delta(token_ids=[1]))
     chunks: list[Any] = [answer.chunk(0, half), answer.chunk(0, half)]
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""} and chunks[1] is None
@@ -175,15 +208,15 @@ def test_what_is_too_much_is_refused_before_it_is_looked_at(body: dict[str, Any]
 async def test_a_large_body_is_read_in_a_thread_as_a_small_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[threading.Thread] = []
 
-    def parse(body: dict[str, Any], options: mesh_pb2.RequestOptions) -> Call:
+    def parse(body: dict[str, Any]) -> Call:
         seen.append(threading.current_thread())
-        return openai_requests.parse_completion(body, options)
+        return openai_requests.parse_completion(body, OPTIONS)
 
     for size in (10, handlers.LARGE_BODY_BYTES):
-        call = await handlers.parsed(parse, json.dumps({"prompt": "a" * size}).encode(), OPTIONS)
+        call = await handlers.parsed(parse, json.dumps({"prompt": "a" * size}).encode())
         assert [len(request.text) for request in call.requests if isinstance(request, mesh_pb2.GenerateRequest)] == [size]
         with pytest.raises(HttpError):
-            await handlers.parsed(parse, b"[" * size, OPTIONS)
+            await handlers.parsed(parse, b"[" * size)
     assert [thread is threading.current_thread() for thread in seen] == [True, False]
 
 

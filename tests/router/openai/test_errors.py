@@ -21,6 +21,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 HELLO = [{"role": "user", "content": "hello"}]
 TEXT = {"model": "tiny", "prompt": "abc", "max_tokens": 2}
 CHAT = {"model": "tiny", "messages": HELLO, "max_tokens": 2}
+OVERFLOW = "This model's maximum context length is"
 
 WRONG_TEXT: list[tuple[dict[str, object], str]] = [
     ({"prompt": None}, "prompt"),
@@ -73,6 +74,8 @@ WRONG_TEXT: list[tuple[dict[str, object], str]] = [
     ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
     ({"guided_choice": ["a", 1]}, "guided_choice[1]"),
     ({"structured_outputs": {"json": [1]}}, "structured_outputs.json"),
+    ({"structured_outputs": {"json": {"const": 2**63}}}, "structured_outputs.json"),
+    ({"guided_json": '{"type": "integer", "minimum": -9223372036854775808}'}, "guided_json"),
 ]
 WRONG_CHAT: list[tuple[dict[str, object], str]] = [
     ({"messages": None}, "messages"),
@@ -119,11 +122,54 @@ async def test_every_field_is_named(
             response = await http.post(url(served, f"/v1/{path}"), content=content, headers={"content-type": "application/json"})
             error = response.json()["error"]
             assert (response.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param), (wrong, error)
-            assert error["message"].startswith(f"{param}: ")
+            assert error["message"].startswith(OVERFLOW if error["code"] else f"{param}: ")
             # Of several prompts a good one may be on its way before a bad one is found; it is cancelled then.
             assert len(submits) == before or param.startswith("prompt[1]")
             before = len(submits)
     await served.until_whole()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "wrong", "param", "words"),
+    [
+        ("completions", {"prompt": [70] * 3000}, "prompt", "3002 tokens (3000 in the prompt, 2 in the completion)"),
+        ("completions", {"max_tokens": 2100}, "max_tokens", "2103 tokens (3 in the prompt, 2100 in the completion)"),
+        ("completions", {"prompt": ["a", [70] * 3000]}, "prompt[1]", "3002 tokens (3000 in the prompt, 2 in the completion)"),
+        ("completions", {"prompt": "é" * 40_000}, "prompt", "at least "),
+        (
+            "chat/completions",
+            {"max_completion_tokens": 2100},
+            "max_completion_tokens",
+            " in the messages, 2100 in the completion)",
+        ),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a" * 3000}]}, "messages", " in the messages, 2 in"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a" * 60_000}]}, "messages", "at least "),
+    ],
+)
+async def test_what_exceeds_the_context_is_said_as_clients_know_it(
+    served: Mesh, path: str, wrong: dict[str, object], param: str, words: str, stream: bool
+) -> None:
+    base = TEXT if path == "completions" else CHAT
+    async with httpx.AsyncClient() as http:
+        response = await http.post(url(served, f"/v1/{path}"), json={**base, "stream": stream, **wrong})
+    error = response.json()["error"]
+    assert (response.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param)
+    assert error["code"] == "context_length_exceeded"
+    assert error["message"].startswith(f"{OVERFLOW} 2048 tokens. However, you requested ") and words in error["message"]
+    assert error["message"].endswith(f"reduce the length of the {'prompt' if base is TEXT else 'messages'} or completion.")
+    await served.until_whole()
+
+
+async def test_text_beyond_what_the_router_takes_is_too_long_as_well(model_folder: Path) -> None:
+    async with running_mesh(model_folder, http_port=0, max_prompt_bytes=100) as mesh, httpx.AsyncClient() as http:
+        for path, body, param in (
+            ("completions", {**TEXT, "prompt": "a" * 101}, "prompt"),
+            ("chat/completions", {**CHAT, "messages": [{"role": "user", "content": "a" * 101}]}, "messages"),
+        ):
+            error = (await http.post(url(mesh, f"/v1/{path}"), json=body)).json()["error"]
+            assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+            assert "max_prompt_bytes" in error["message"]
 
 
 VALUES: list[Any] = [
