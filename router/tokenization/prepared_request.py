@@ -14,6 +14,7 @@ from pdmesh.text.grammar import GrammarCompiler
 from pdmesh.text.tokenizer import Tokenizer
 from pdmesh.v1 import common_pb2
 from router.routing.worker_snapshot import Mode
+from router.tokenization.output_format import OutputFormat
 
 # A model as the router knows it: its name, tokenizer and grammar compiler, without weights.
 
@@ -66,6 +67,7 @@ class PreparedRequest:
     `sampling` is what workers get: seed, max_tokens and n are set; stop strings stay in the router, in `stop`. `emitted` is
     empty, or holds one entry for each choice in order. `deadline` is monotonic seconds, None without one. `slo_ttft_ms` and
     `slo_tpot_ms` are the request's own objectives; 0: those of its model and priority. `attempt`: how often it was sent before.
+    `output_format`: how the output of a chat is read; None: all of it is text.
     """
 
     request_id: str
@@ -84,6 +86,7 @@ class PreparedRequest:
     attempt: int = 0
     is_chat: bool = False
     adapter: AdapterId | None = None  # LoRA adapter that the request asked for in place of the model
+    output_format: OutputFormat | None = None
     _names: dict[tuple[bytes, int], list[int]] = field(default_factory=dict, repr=False)
 
     @property
