@@ -8,7 +8,7 @@ from pdmesh.text.detokenizer import ChoiceText, DetokenizerSource, VisibleMarks
 from pdmesh.text.parsers.events import CallArguments, CallClosed, CallOpened, Content, Event, Thought, Unparsed
 from pdmesh.text.stop_strings import StopResult
 from pdmesh.v1 import mesh_pb2
-from router.tokenization.output_format import OutputFormat
+from router.tokenization.prepared_request import OutputFormat
 
 
 class ParsedText(ChoiceText):

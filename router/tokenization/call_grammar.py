@@ -13,8 +13,7 @@ from pdmesh.text.parsers.registry import NONE, REASONING_FORMATS, TOOL_FORMATS
 from pdmesh.v1 import common_pb2
 from router.api import validation
 from router.tokenization.chat_prompt import OfferedTools
-from router.tokenization.output_format import OutputFormat
-from router.tokenization.prepared_request import ServedModel
+from router.tokenization.prepared_request import OutputFormat, ServedModel
 
 
 def takes_grammar(sampling: common_pb2.SamplingParams) -> bool:

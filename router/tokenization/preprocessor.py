@@ -19,8 +19,14 @@ from router.context import RouterContext
 from router.tokenization import chat_prompt
 from router.tokenization.call_grammar import constrained
 from router.tokenization.chat_prompt import ChatPrompt
-from router.tokenization.output_format import FormatNames, OutputFormat, format_of
-from router.tokenization.prepared_request import PreparedRequest, ServedModel, scoped_salt
+from router.tokenization.prepared_request import (
+    FormatNames,
+    OutputFormat,
+    PreparedRequest,
+    ServedModel,
+    format_of,
+    scoped_salt,
+)
 from router.tokenization.queue import TokenizationPool
 
 # Text and conversations as tokens: short ones at once, long ones in the queue of `TokenizationPool`.
