@@ -12,6 +12,8 @@ import openai
 import pytest
 import pytest_asyncio
 
+from pdmesh.client import AsyncClient, Message, Tool
+from pdmesh.client.types import FinishReason
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.launcher.plan import LocalMeshConfig
 
@@ -107,6 +109,22 @@ async def test_a_history_with_calls_goes_on(client: Any) -> None:
     assert answer.usage.prompt_tokens > len("Sunny.")
     again = await client.chat.completions.create(**{**ASKED, "messages": messages, "tool_choice": "none", "max_tokens": 5})
     assert again.choices[0].message.tool_calls is None and again.usage.prompt_tokens < answer.usage.prompt_tokens
+
+
+async def test_the_client_library_calls_as_http_does(served: LocalMesh, client: Any) -> None:
+    answer = await client.chat.completions.create(**ASKED, tool_choice="required", n=2)
+    wanted = [tuple(map(tuple, choice["calls"])) for choice in whole(answer).values()]
+    options: Any = {
+        "tools": [Tool(name, f"It does {name}.", schema) for name, schema in SCHEMAS.items()],
+        "tool_choice": "required",
+    }
+    async with AsyncClient(served.router_addresses) as mesh:
+        said = await mesh.chat([("user", HELLO[0]["content"])], **options, max_tokens=1000, seed=7, n=2, timeout=60)
+        assert [tuple((call.id, call.name, call.arguments) for call in choice.tool_calls) for choice in said.choices] == wanted
+        assert {choice.finish_reason for choice in said.choices} == {FinishReason.TOOL_CALLS}
+        turns = [Message("user", "Hello"), said.choices[0].message]
+        turns += [Message("tool", "Sunny.", tool_call_id=call.id) for call in said.tool_calls]
+        assert (await mesh.chat(turns, **{**options, "tool_choice": "none"}, max_tokens=3, timeout=60)).token_ids
 
 
 async def test_a_call_that_is_cut_off_is_told(client: Any) -> None:
