@@ -209,8 +209,8 @@ class ChatRequest(_message.Message):
 
     @_builtins.property
     def tool_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """tool_names are the tools that may be called: names of tools. With required and one name the output is a call of that tool. Empty means
-        all.
+        """tool_names are the tools that may be called: names of tools. With required and one name the output is one call of that tool.
+        Empty means all.
         """
 
     def __init__(

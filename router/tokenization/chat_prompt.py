@@ -130,7 +130,8 @@ def _offered(request: mesh_pb2.ChatRequest) -> OfferedTools:
         return OfferedTools()
     strict = frozenset(tool.name for tool in request.tools if tool.strict)
     is_parallel = request.parallel_tool_calls if request.HasField("parallel_tool_calls") else True
-    return OfferedTools(schemas, strict, names, is_required, is_parallel)
+    is_named = is_required and len(request.tool_names) == 1
+    return OfferedTools(schemas, strict, names, is_required, is_parallel and not is_named)
 
 
 def _schemas(tools: Sequence[mesh_pb2.Tool]) -> dict[str, dict[str, Any]]:
