@@ -84,9 +84,10 @@ async def _opened(
         return sampling
     form, is_parallel = _ended(model, TOOL_FORMATS[wanted.tools].form, is_parallel=offered.is_parallel)
     tokens = _tokens(model, form, opening)
+    others = {*model.tokenizer.special_tokens.values()} - {*model.eos_token_ids, *tokens.values()}
     for schemas in _by_strength(offered):
         try:
-            source = opened_grammar(form, opening, schemas, Choice(offered.names, is_parallel), tokens)
+            source = opened_grammar(form, opening, schemas, Choice(offered.names, is_parallel), tokens, others)
             await _compiled(model, common_pb2.Constraint(grammar=source), "tools")
         except (InvalidArgument, ValueError):
             continue
@@ -119,7 +120,10 @@ def _by_strength(offered: OfferedTools) -> Iterator[Schemas]:
 def _loose(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "type": "object",
-        "properties": {name: {} for name in schema.get("properties", {})},
+        "properties": {
+            name: {"type": each["type"]} if isinstance(each, dict) and "type" in each else {}
+            for name, each in schema.get("properties", {}).items()
+        },
         "required": schema.get("required", []),
     }
 
