@@ -15,6 +15,12 @@ from router.api import validation
 from router.tokenization.chat_prompt import OfferedTools
 from router.tokenization.prepared_request import OutputFormat, ServedModel
 
+_MORE_MEMBERS = frozenset(
+    {"additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames", "minProperties"}
+    | {"anyOf", "oneOf", "allOf", "if", "not", "$ref", "dependentSchemas"}
+)
+"""Keywords by which a schema may want members that it does not name."""
+
 
 def takes_grammar(sampling: common_pb2.SamplingParams) -> bool:
     """Return whether a grammar that the client has not asked for may be added. Pure."""
@@ -112,9 +118,16 @@ def _with(sampling: common_pb2.SamplingParams, constraint: common_pb2.Constraint
 
 
 def _by_strength(offered: OfferedTools) -> Iterator[Schemas]:
-    """Yield the schemas as they are; then without what may be more than a grammar can hold, where no tool is strict about it."""
-    yield offered.schemas
-    yield {name: schema if name in offered.strict else _loose(schema) for name, schema in offered.schemas.items()}
+    """Yield the schemas as they are, without members that they do not name; then without what may be more than a grammar can
+    hold, where no tool is strict about it."""
+    yield {name: _closed(schema) for name, schema in offered.schemas.items()}
+    yield {name: _closed(schema) if name in offered.strict else _loose(schema) for name, schema in offered.schemas.items()}
+
+
+def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a schema that allows the members alone that it names, unless it says otherwise: small models add others. Pure."""
+    says_more = not _MORE_MEMBERS.isdisjoint(schema)
+    return schema if says_more or not schema.get("properties") else {**schema, "additionalProperties": False}
 
 
 def _loose(schema: Mapping[str, Any]) -> dict[str, Any]:

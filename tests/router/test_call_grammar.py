@@ -126,6 +126,15 @@ async def test_text_stays_free_until_then(model: ServedModel) -> None:
     assert (delta.reasoning, delta.text) == ('{"a" [b]', 'It is "so", <b>.')
 
 
+async def test_members_that_a_schema_does_not_name_are_not_forced(model: ServedModel) -> None:
+    open_schema = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 3}}}
+    for more, is_closed in (({}, True), ({"additionalProperties": True}, False), ({"patternProperties": {}}, False)):
+        offered = OfferedTools({"a": {**open_schema, **more}}, names=("a",), is_required=True)
+        output_format = wanted(model, "hermes", offered)
+        sampling = await constrained(model, common_pb2.SamplingParams(), offered, output_format, forces_opened=False)
+        assert ('"additionalProperties": false' in sampling.constraint.grammar) == is_closed
+
+
 async def test_engines_of_others_get_no_grammar_that_nobody_asked_for(model: ServedModel) -> None:
     plain = OfferedTools(SCHEMAS, names=tuple(SCHEMAS))
     strict = OfferedTools(SCHEMAS, frozenset({"set"}), tuple(SCHEMAS))
