@@ -198,7 +198,10 @@ class Preprocessor:
         if output_format is not None and sampling.HasField("constraint"):
             output_format = replace(output_format, has_begun=False)  # it holds from the first token on
         is_ours = not self._core.config.engine_address  # a stock engine may not read these grammars
-        sampling = await constrained(model, sampling, offered, output_format, forces_opened=is_ours)
+        held = await constrained(model, sampling, offered, output_format, forces_opened=is_ours)
+        rest = await _rest(validated, held, output_format)
+        if held is sampling or offered.is_required or await _follows(rest):
+            return rest
         return await _rest(validated, sampling, output_format)
 
     async def tokenize(self, request: mesh_pb2.TokenizeRequest, time_left_s: float | None) -> mesh_pb2.TokenizeResponse:
@@ -318,3 +321,15 @@ async def _rest(
     grammar = await validation.compile_constraint(validated.model.grammars, sampling)
     is_chat = isinstance(message, mesh_pb2.ChatRequest)
     return _Rest(sampling, message.options, resume, validated.deadline, grammar, is_chat, validated.adapter, output_format)
+
+
+async def _follows(rest: _Rest) -> bool:
+    """Return whether the output from which a client resumes follows a grammar that the client has not asked for: the router that
+    it comes from may have added none."""
+    if rest.grammar is None or rest.resume is None:
+        return True
+    try:
+        await validation.check_history(rest.grammar, rest.resume.emitted)
+    except InvalidArgument:
+        return False
+    return True

@@ -11,9 +11,9 @@ import openai
 import pytest
 import pytest_asyncio
 
-from pdmesh.v1 import common_pb2
+from pdmesh.v1 import common_pb2, mesh_pb2
 from tests.router import stub_model
-from tests.router.mesh import Mesh, running_mesh, write_model
+from tests.router.mesh import Answer, Mesh, running_mesh, write_model
 from tests.router.openai.conftest import client_of
 from tests.support.tiny_models import IM_END
 
@@ -237,3 +237,25 @@ async def test_the_last_message_goes_on(thinking: Mesh, thinker: Any, says: Say)
     messages = [*HELLO, {"role": "assistant", "content": "It is sunny"}]
     found = await answered(thinker, messages, size, extra_body={"continue_final_message": True})
     assert prompt_of(thinking).endswith("[assistant] It is sunny") and found["content"] == " and warm."
+
+
+async def test_a_stream_is_resumed_within_a_call_and_where_no_grammar_held_it(served: Mesh, says: Say) -> None:
+    encode = served.router.core.models["tiny"].tokenizer.encode
+    for text, at, is_held in ((CALL, CALL.index("city"), True), ("<tool_call> odd", 13, False)):
+        size = says(served, text)
+        request = mesh_pb2.ChatRequest(
+            messages=[mesh_pb2.ChatMessage(role="user", content="hello")],
+            tools=[mesh_pb2.Tool(name="weather", parameters=json.dumps(WEATHER))],
+            sampling=common_pb2.SamplingParams(max_tokens=size, seed=5),
+            resume=mesh_pb2.Resume(seed=5, emitted=[common_pb2.EmittedChoice(token_ids=encode(text)[:at])]),
+        )
+        answer = Answer()
+        async for message in served.stub.Chat(request, timeout=20):
+            answer.take(message)
+        assert bool(grammar_of(served)) == is_held
+        pieces = [piece for delta in answer.deltas for piece in delta.tool_calls]
+        if is_held:  # its name, and the beginning of its arguments, were sent before
+            assert "".join(piece.arguments for piece in pieces) == 'city": "Lyon"}' and not any(piece.id for piece in pieces)
+            assert answer.last().finish_reason == common_pb2.FINISH_REASON_TOOL_CALLS
+        else:
+            assert not pieces and answer.text() == "dd"
