@@ -7,6 +7,7 @@ from typing import Literal
 from pdmesh.runtime.rpc.tls import TlsConfig
 from pdmesh.runtime.telemetry.config import TelemetryConfig
 from pdmesh.text.generation_config import GenerationConfig
+from pdmesh.text.parsers.registry import NONE, REASONING_FORMATS, TOOL_FORMATS
 from router.engine_bridge.address import EngineAddress, parse_all
 from router.routing.policy import POLICIES
 
@@ -70,6 +71,20 @@ class RouterConfig:
         metadata={
             "help": "defaults of temperature, top_p and other sampling parameters: auto takes those of the model's "
             "generation_config.json, none ignores them"
+        },
+    )
+    tool_parser: str = field(
+        default="auto",
+        metadata={
+            "help": "format in which models write calls of tools: auto takes that of the chat template, none reads no calls",
+            "choices": ("auto", NONE, *TOOL_FORMATS),
+        },
+    )
+    reasoning_parser: str = field(
+        default="auto",
+        metadata={
+            "help": "format in which models write reasoning: auto takes that of the chat template, none leaves it in the text",
+            "choices": ("auto", NONE, *REASONING_FORMATS),
         },
     )
     redis: str = field(default="", metadata={"help": "URL of the registry; empty: only --workers are known", "secret": True})
@@ -240,6 +255,13 @@ class RouterConfig:
             _require(bool(_ADDRESS.fullmatch(address)), "workers", f"{address!r} is not host:port")
         _require(bool(self.models), "models", "name at least one, such as --models smollm2=/path/to/folder")
         _require(self.policy in POLICIES, "policy", f"{self.policy!r} is not known; give one of {', '.join(POLICIES)}")
+        tools, reasoning = ("auto", NONE, *TOOL_FORMATS), ("auto", NONE, *REASONING_FORMATS)
+        _require(self.tool_parser in tools, "tool_parser", f"{self.tool_parser!r} is not known; give one of {', '.join(tools)}")
+        _require(
+            self.reasoning_parser in reasoning,
+            "reasoning_parser",
+            f"{self.reasoning_parser!r} is not known; give one of {', '.join(reasoning)}",
+        )
         _require(self.processes <= MAX_PROCESSES, "processes", f"must be at most {MAX_PROCESSES}")
         self._check_metrics_ports()
         self._check_engines()

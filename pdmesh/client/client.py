@@ -23,7 +23,21 @@ import grpc.aio
 from pdmesh.client import wire
 from pdmesh.client.channel import DEFAULT_ADDRESS, Preference, addresses, checked_key, open_aio_channel, open_channel
 from pdmesh.client.stream import AsyncCall, AsyncStream, Request, Retrier, RetryPolicy, Stream, SyncCall, unasked
-from pdmesh.client.types import Completed, Delta, Event, GenerateOptions, Generation, Message, MessageLike, Model, Started, Tokens
+from pdmesh.client.types import (
+    ChatOptions,
+    Completed,
+    Delta,
+    Event,
+    GenerateOptions,
+    Generation,
+    Message,
+    MessageLike,
+    Model,
+    Started,
+    Tokens,
+    Tool,
+    ToolCall,
+)
 from pdmesh.errors import Cancelled, error_from_rpc
 from pdmesh.runtime.rpc.tls import ClientTlsConfig, TlsConfig, open_tls
 from pdmesh.runtime.telemetry.propagation import Metadata
@@ -44,6 +58,8 @@ __all__ = [
     "Message",
     "RetryPolicy",
     "Started",
+    "Tool",
+    "ToolCall",
 ]
 
 Q = TypeVar("Q", contravariant=True)
@@ -126,7 +142,7 @@ class Client(_Base):
         *,
         model: str = "",
         timeout: float | None = None,
-        **options: Unpack[GenerateOptions],
+        **options: Unpack[ChatOptions],
     ) -> Generation:
         """Return the next message of a conversation, oldest message first, under the model's own chat template."""
         with self.chat_stream(messages, model=model, timeout=timeout, **options) as stream:
@@ -138,7 +154,7 @@ class Client(_Base):
         *,
         model: str = "",
         timeout: float | None = None,
-        **options: Unpack[GenerateOptions],
+        **options: Unpack[ChatOptions],
     ) -> Stream:
         """Return an iterator like `chat`: Started, then Deltas, last Completed. Closing it cancels the request."""
         return self._stream(wire.chat_request(messages, model, options), timeout)
@@ -243,7 +259,7 @@ class AsyncClient(_Base):
         *,
         model: str = "",
         timeout: float | None = None,
-        **options: Unpack[GenerateOptions],
+        **options: Unpack[ChatOptions],
     ) -> Generation:
         """See Client.chat."""
         async with self.chat_stream(messages, model=model, timeout=timeout, **options) as stream:
@@ -255,7 +271,7 @@ class AsyncClient(_Base):
         *,
         model: str = "",
         timeout: float | None = None,
-        **options: Unpack[GenerateOptions],
+        **options: Unpack[ChatOptions],
     ) -> AsyncStream:
         """See Client.chat_stream."""
         return self._stream(wire.chat_request(messages, model, options), timeout)

@@ -14,6 +14,7 @@ class FinishReason(Enum):
 
     STOP = "stop"
     LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
 
 
 class PrefillMode(Enum):
@@ -21,6 +22,14 @@ class PrefillMode(Enum):
 
     LOCAL = "local"
     REMOTE = "remote"
+
+
+class ToolChoice(Enum):
+    """Name whether an output is calls of tools: as the model chooses, none, or at least one."""
+
+    AUTO = "auto"
+    NONE = "none"
+    REQUIRED = "required"
 
 
 class Priority(Enum):
@@ -32,15 +41,54 @@ class Priority(Enum):
 
 
 @dataclass(frozen=True)
+class Tool:
+    """Describe a function that the model may call. `parameters`: a JSON Schema of an object, or its text; None: any object.
+    `strict`: refuse a schema that calls cannot be held to."""
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, object] | str | None = None
+    strict: bool = False
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """Hold a call: `arguments` is a JSON object as text, unless the call was cut off."""
+
+    name: str
+    arguments: str = "{}"
+    id: str = ""
+
+
+@dataclass(frozen=True)
+class ToolCallDelta:
+    """Hold a piece of the call number `index` of a choice: `id` and `name` come with its first piece."""
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
 class Message:
-    """Hold one turn of a conversation. `role` is "system", "user", "assistant" or another that the model's template knows."""
+    """Hold one turn of a conversation. `role` is "system", "user", "assistant", "tool" or another that the template knows.
+
+    `tool_calls`, `reasoning`: of an assistant. `tool_call_id`, `name`: of a tool's answer, the call and the tool."""
 
     role: str
-    content: str
+    content: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
+    tool_call_id: str = ""
+    name: str = ""
 
 
-# One message, as `chat` accepts it: a Message, ("user", "text") or {"role": "user", "content": "text"}.
-MessageLike = Message | tuple[str, str] | Mapping[str, str]
+# One message, as `chat` accepts it: a Message, ("user", "text"), or a dictionary with the fields of a Message, such as
+# {"role": "user", "content": "text"}; calls may also have the form of OpenAI's.
+MessageLike = Message | tuple[str, str] | Mapping[str, object]
+# A tool, as `chat` accepts it: a Tool, or a dictionary with its fields, also within {"type": "function", "function": …}.
+ToolLike = Tool | Mapping[str, object]
 
 
 class GenerateOptions(SamplingOptions, total=False):
@@ -60,6 +108,20 @@ class GenerateOptions(SamplingOptions, total=False):
     mode: PrefillMode | str
     cache_salt: str
     attempt: int  # how often the caller has sent this request before; the client adds its own attempts
+
+
+class ChatOptions(GenerateOptions, total=False):
+    """Keyword arguments of chat: those of generate, and what only a conversation has (see ChatRequest in protos/pdmesh/v1)."""
+
+    tools: Sequence[ToolLike]
+    tool_choice: ToolChoice | str
+    tool_names: Sequence[str]  # the tools that may be called; with tool_choice "required" and one name: that one
+    parallel_tool_calls: bool
+    chat_template_kwargs: str | Mapping[str, object]
+    enable_thinking: bool  # one of chat_template_kwargs
+    reasoning_effort: str  # as well
+    add_generation_prompt: bool
+    continue_final_message: bool
 
 
 @dataclass(frozen=True)
@@ -152,7 +214,10 @@ class Started:
 
 @dataclass(frozen=True)
 class Delta:
-    """Hold new output of one choice. `token_ids[0]` has output index `first_index`; text may lag behind the ids."""
+    """Hold new output of one choice. `token_ids[0]` has output index `first_index`; text may lag behind the ids.
+
+    Of chats: `reasoning` and `tool_calls`, which are no part of the text; `warning`: the model wrote something like a call that
+    is none, and it is in the text."""
 
     choice: int
     first_index: int
@@ -161,6 +226,9 @@ class Delta:
     logprobs: tuple[Logprobs, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+    warning: str = ""
 
 
 @dataclass(frozen=True)
@@ -185,6 +253,14 @@ class Choice:
     finish_reason: FinishReason | None
     stop_reason: str
     logprobs: tuple[Logprobs, ...]
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def message(self) -> Message:
+        """Return the output of a chat as the next turn of its conversation."""
+        return Message("assistant", self.text, self.tool_calls, self.reasoning)
 
 
 @dataclass(frozen=True)
@@ -203,6 +279,11 @@ class Generation:
     def text(self) -> str:
         """Return the text of the first choice."""
         return self.choices[0].text
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """Return the calls of the first choice."""
+        return self.choices[0].tool_calls
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 from pdmesh.client.types import (
+    ChatOptions,
     Choice,
     Completed,
     Delta,
@@ -25,6 +26,11 @@ from pdmesh.client.types import (
     Timings,
     TokenLogprob,
     Tokens,
+    Tool,
+    ToolCall,
+    ToolCallDelta,
+    ToolChoice,
+    ToolLike,
     Usage,
 )
 from pdmesh.errors import InvalidArgument
@@ -68,9 +74,26 @@ _OPTIONS = frozenset(field.name for field in mesh_pb2.RequestOptions.DESCRIPTOR.
 _FINISH_REASONS = {
     common_pb2.FINISH_REASON_STOP: FinishReason.STOP,
     common_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+    common_pb2.FINISH_REASON_TOOL_CALLS: FinishReason.TOOL_CALLS,
 }
 _MODES = {mesh_pb2.PREFILL_MODE_LOCAL: PrefillMode.LOCAL, mesh_pb2.PREFILL_MODE_REMOTE: PrefillMode.REMOTE}
 _WIRE_MODES = {mode: wire for wire, mode in _MODES.items()}
+_WIRE_TOOL_CHOICES = {
+    ToolChoice.AUTO: mesh_pb2.TOOL_CHOICE_AUTO,
+    ToolChoice.NONE: mesh_pb2.TOOL_CHOICE_NONE,
+    ToolChoice.REQUIRED: mesh_pb2.TOOL_CHOICE_REQUIRED,
+}
+_TEMPLATE_VARIABLES = ("enable_thinking", "reasoning_effort")
+CHAT_OPTIONS = (
+    "tools",
+    "tool_choice",
+    "tool_names",
+    "parallel_tool_calls",
+    "chat_template_kwargs",
+    *_TEMPLATE_VARIABLES,
+    "add_generation_prompt",
+    "continue_final_message",
+)
 _WIRE_PRIORITIES = {
     Priority.INTERACTIVE: common_pb2.PRIORITY_INTERACTIVE,
     Priority.STANDARD: common_pb2.PRIORITY_STANDARD,
@@ -91,16 +114,58 @@ def generate_request(prompt: str | Sequence[int], model: str, options: GenerateO
     return request
 
 
-def chat_request(messages: Iterable[MessageLike], model: str, options: GenerateOptions) -> mesh_pb2.ChatRequest:
+def chat_request(messages: Iterable[MessageLike], model: str, options: ChatOptions) -> mesh_pb2.ChatRequest:
     """Return the request for the next message of a conversation. Raises InvalidArgument for what no message can hold."""
-    sampling, request_options = _split(options)
-    return mesh_pb2.ChatRequest(model=model, messages=chat_messages(messages), sampling=sampling, options=request_options)
+    plain: dict[str, object] = dict(options)
+    own = {name: value for name in CHAT_OPTIONS if (value := plain.pop(name, None)) is not None}
+    sampling, request_options = _split(cast(GenerateOptions, plain))
+    request = mesh_pb2.ChatRequest(model=model, messages=chat_messages(messages), sampling=sampling, options=request_options)
+    variables = {name: own.pop(name) for name in _TEMPLATE_VARIABLES if name in own}
+    if variables or "chat_template_kwargs" in own:
+        request.chat_template_kwargs = _template_kwargs(own.pop("chat_template_kwargs", {}), variables)
+    for name, value in own.items():
+        with _FieldErrors(name):
+            if name == "tools":
+                request.tools.extend(map(_tool, cast(Iterable[ToolLike], value)))
+            elif name == "tool_choice":
+                request.tool_choice = _WIRE_TOOL_CHOICES[_member(ToolChoice, name, value)]
+            elif name == "tool_names":
+                request.tool_names.extend(_strings(value))
+            else:
+                setattr(request, name, value)
+    return request
+
+
+def _template_kwargs(given: object, variables: Mapping[str, object]) -> str:
+    with _FieldErrors("chat_template_kwargs"):
+        known = json.loads(given) if isinstance(given, str) else given
+        return json.dumps({**variables, **_mapping(known)})
+
+
+def _tool(tool: ToolLike) -> mesh_pb2.Tool:
+    if not isinstance(tool, Tool):
+        tool = Tool(**cast(Mapping[str, Any], tool.get("function", tool)))
+    parameters = tool.parameters
+    text = parameters if isinstance(parameters, str) else "" if parameters is None else json.dumps(_mapping(parameters))
+    return mesh_pb2.Tool(name=tool.name, description=tool.description, parameters=text, strict=tool.strict)
 
 
 def chat_messages(messages: Iterable[MessageLike]) -> list[mesh_pb2.ChatMessage]:
     """Return messages of any accepted shape as protobufs."""
     with _FieldErrors("messages"):
-        return [mesh_pb2.ChatMessage(role=m.role, content=m.content) for m in map(_message, messages)]
+        return [_wire_message(message) for message in map(_message, messages)]
+
+
+def _wire_message(message: Message) -> mesh_pb2.ChatMessage:
+    calls = [mesh_pb2.ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in message.tool_calls]
+    return mesh_pb2.ChatMessage(
+        role=message.role,
+        content=message.content,
+        tool_calls=calls,
+        reasoning=message.reasoning,
+        tool_call_id=message.tool_call_id,
+        name=message.name,
+    )
 
 
 def tokenize_request(text: str | Iterable[MessageLike], model: str) -> mesh_pb2.TokenizeRequest:
@@ -115,7 +180,25 @@ def _message(message: MessageLike) -> Message:
         return message
     if isinstance(message, tuple):
         return Message(*message)
-    return Message(message["role"], message["content"])
+    fields = cast(Mapping[str, Any], message)
+    return Message(
+        fields["role"],
+        fields.get("content") or ("" if fields.get("tool_calls") else fields["content"]),
+        tuple(map(_call, fields.get("tool_calls") or ())),
+        fields.get("reasoning") or fields.get("reasoning_content") or "",
+        fields.get("tool_call_id") or "",
+        fields.get("name") or "",
+    )
+
+
+def _call(call: ToolCall | Mapping[str, Any]) -> ToolCall:
+    if isinstance(call, ToolCall):
+        return call
+    function = call.get("function", call)
+    arguments = function.get("arguments") or "{}"
+    return ToolCall(
+        function["name"], arguments if isinstance(arguments, str) else json.dumps(_mapping(arguments)), call.get("id") or ""
+    )
 
 
 def _split(options: GenerateOptions) -> tuple[common_pb2.SamplingParams, mesh_pb2.RequestOptions]:
@@ -130,8 +213,10 @@ def _split(options: GenerateOptions) -> tuple[common_pb2.SamplingParams, mesh_pb
                 set_constraint(sampling.constraint, name, value)
         elif name in _OPTIONS:
             _set(request_options, name, _enum_value(name, value))
+        elif name in CHAT_OPTIONS:
+            raise InvalidArgument(name, f"{name} is a parameter of chat, not of generate")
         else:
-            known = ", ".join(sorted(_SAMPLING | CONSTRAINTS | _OPTIONS))
+            known = ", ".join(sorted({*_SAMPLING, *CONSTRAINTS, *_OPTIONS, *CHAT_OPTIONS}))
             raise InvalidArgument(name, f"{name} is not a parameter of a request; there are: {known}")
     return sampling, request_options
 
@@ -196,6 +281,9 @@ def _delta(delta: mesh_pb2.Delta) -> Delta:
         logprobs=tuple(_logprobs(entry) for entry in delta.logprobs),
         finish_reason=_FINISH_REASONS.get(delta.finish_reason),
         stop_reason=delta.stop_reason,
+        reasoning=delta.reasoning,
+        tool_calls=tuple(ToolCallDelta(piece.index, piece.id, piece.name, piece.arguments) for piece in delta.tool_calls),
+        warning=delta.warning,
     )
 
 
@@ -220,6 +308,7 @@ def timings(wire: mesh_pb2.Timings) -> Timings:
 def emitted_choice(index: int, token_ids: Sequence[int], finish_reason: FinishReason | None) -> common_pb2.EmittedChoice:
     """Return what the caller has received of a choice, for a Resume."""
     wire = {reason: value for value, reason in _FINISH_REASONS.items()}
+    wire[FinishReason.TOOL_CALLS] = common_pb2.FINISH_REASON_STOP  # to the mesh it is the same
     reason = common_pb2.FINISH_REASON_UNSPECIFIED if finish_reason is None else wire[finish_reason]
     return common_pb2.EmittedChoice(index=index, token_ids=token_ids, finish_reason=reason)
 
@@ -257,6 +346,18 @@ def _choice(index: int, deltas: Sequence[Delta]) -> Choice:
         finish_reason=deltas[-1].finish_reason if deltas else None,
         stop_reason=deltas[-1].stop_reason if deltas else "",
         logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
+        reasoning="".join(delta.reasoning for delta in deltas),
+        tool_calls=_calls(deltas),
+        warnings=tuple(delta.warning for delta in deltas if delta.warning),
+    )
+
+
+def _calls(deltas: Sequence[Delta]) -> tuple[ToolCall, ...]:
+    pieces: dict[int, list[ToolCallDelta]] = {}
+    for piece in (each for delta in deltas for each in delta.tool_calls):
+        pieces.setdefault(piece.index, []).append(piece)
+    return tuple(
+        ToolCall(parts[0].name, "".join(part.arguments for part in parts), parts[0].id) for _, parts in sorted(pieces.items())
     )
 
 

@@ -13,15 +13,19 @@ from pdmesh.errors import MeshError
 
 
 def show_text(events: Iterable[Event]) -> Generation:
-    """Write the text of the first choice to stdout as it comes, those of the others when they are complete."""
+    """Write the first choice to stdout as it comes, its reasoning before its text; those of the others when they are complete."""
     seen: list[Event] = []
-    last_text = ""
+    last_text, reasons = "", False
     try:
         for event in events:
             seen.append(event)
-            if isinstance(event, Delta) and event.choice == 0 and event.text:
-                last_text = event.text
-                print(event.text, end="", flush=True)
+            if isinstance(event, Delta) and event.choice == 0 and (event.text or event.reasoning):
+                reasons = reasons or bool(event.reasoning)
+                last_text = event.reasoning
+                if event.text:
+                    last_text += ("\n\n" if reasons else "") + event.text
+                    reasons = False
+                print(last_text, end="", flush=True)
     except MeshError:
         # The error message begins on a new line.
         print(end="\n" if last_text and not last_text.endswith("\n") else "", flush=True)

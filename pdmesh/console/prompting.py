@@ -106,7 +106,7 @@ async def answer(mesh: Mesh, prompt: Prompt) -> AsyncGenerator[str]:
             async with stream:
                 async for event in stream:
                     if isinstance(event, Delta):
-                        yield _line({"text": event.text})
+                        yield _line({"text": event.reasoning + event.text})
                     elif isinstance(event, Completed):
                         yield _line({"done": _figures(event)})
     except MeshError as error:

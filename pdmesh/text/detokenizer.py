@@ -272,6 +272,21 @@ class DetokenizerSource(Protocol):
         """Return the vocabulary's spelling of a token; None if it has no text: special or unknown."""
 
 
+class VisibleMarks:
+    """Show some special tokens of a tokenizer as text: marks that a parser of the output has to see."""
+
+    def __init__(self, tokenizer: DetokenizerSource, marks: Mapping[int, str]) -> None:
+        """`marks`: texts by token id."""
+        self._tokenizer = tokenizer
+        self._marks = marks
+
+    def decoder_stages(self) -> list[Stage]:
+        return self._tokenizer.decoder_stages()
+
+    def piece(self, token_id: int) -> str | None:
+        return self._marks.get(token_id) or self._tokenizer.piece(token_id)
+
+
 class PieceStream:
     """Pass pieces of a vocabulary through a decoder's stages; `push` and `flush` return the final text."""
 

@@ -12,10 +12,12 @@ from typing import Any
 
 import tokenizers
 
-from pdmesh.text.chat_template import ChatTemplate, Message, read_template
+from pdmesh.text.chat_template import PLAIN, ChatTemplate, Message, Rendering, read_template
 from pdmesh.text.detokenizer import REPLACEMENT, PieceStream, Stage, StripStart, byte_spelling, parse_decoder, piece_bytes
 from pdmesh.text.generation_config import sampling_defaults
+from pdmesh.text.parsers.registry import NONE, OTHER, PROMPTED, reasoning_format_of, tool_format_of
 from pdmesh.text.tokenizer_files import add_declared, named_tokens, read_backend
+from pdmesh.text.tool_prompt import with_tools
 
 # A model folder's tokenizer settings besides tokenizer.json.
 
@@ -298,18 +300,42 @@ class Tokenizer:
         stream = PieceStream(stages)
         return stream.push(token) + stream.flush()
 
-    def apply_chat_template(self, messages: Sequence[Message]) -> list[int]:
+    def apply_chat_template(self, messages: Sequence[Message], how: Rendering = PLAIN) -> list[int]:
         """Return the token ids of a conversation, up to where the assistant's next message begins. Raises ValueError without a
         template, or if it rejects the messages."""
-        return self.encode(self.render_chat(messages), add_special_tokens=False)
+        return self.encode(self.render_chat(messages, how), add_special_tokens=False)
 
-    def render_chat(self, messages: Sequence[Message]) -> str:
-        """Return the text that `apply_chat_template` encodes."""
+    def render_chat(self, messages: Sequence[Message], how: Rendering = PLAIN) -> str:
+        """Return the text that `apply_chat_template` encodes. A template that knows no tools gets them, and turns with calls, as
+        plain turns (pdmesh/text/tool_prompt.py)."""
         if self._template is None:
             names = ", ".join(self.settings.template_names)
             which = f"it has the chat templates {names} and none named default" if names else "it has no chat template"
             raise ValueError(f"model: {which}; send a prompt to Generate instead")
-        return self._template.render(messages)
+        if not self._template.knows_tools:
+            messages = with_tools(messages, how.tools)
+        return self._template.render(messages, how)
+
+    @cached_property
+    def tool_format(self) -> str:
+        """Return the name of the format in which the model is expected to write calls, by its chat template."""
+        if self._template is None:
+            return NONE
+        if not self._template.knows_tools:
+            return PROMPTED
+        known = tool_format_of(self._template.source)
+        return OTHER if known == NONE else known
+
+    @cached_property
+    def reasoning_format(self) -> str:
+        """Return the name of the format in which the model is expected to write thoughts, by its chat template; or "none"."""
+        return NONE if self._template is None else reasoning_format_of(self._template.source)
+
+    @cached_property
+    def special_tokens(self) -> Mapping[str, int]:
+        """Return the ids of the special tokens by their texts."""
+        texts = {token_id: self._backend.id_to_token(token_id) for token_id in sorted(self._special_ids)}
+        return {text: token_id for token_id, text in texts.items() if text}
 
     def to_json(self) -> str:
         """Return it all as one tokenizer.json, with the special tokens that other files declare."""

@@ -31,6 +31,8 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """FINISH_REASON_STOP: an end-of-sequence token, a stop token or a stop string."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """FINISH_REASON_LENGTH: max_tokens or the model's context is used up."""
+    FINISH_REASON_TOOL_CALLS: _FinishReason.ValueType  # 3
+    """FINISH_REASON_TOOL_CALLS: as STOP, and the model has called tools. Only from a router to clients of Chat."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """FinishReason says why a choice ended."""
@@ -41,6 +43,8 @@ FINISH_REASON_STOP: FinishReason.ValueType  # 1
 """FINISH_REASON_STOP: an end-of-sequence token, a stop token or a stop string."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """FINISH_REASON_LENGTH: max_tokens or the model's context is used up."""
+FINISH_REASON_TOOL_CALLS: FinishReason.ValueType  # 3
+"""FINISH_REASON_TOOL_CALLS: as STOP, and the model has called tools. Only from a router to clients of Chat."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 class _Priority:

@@ -21,6 +21,34 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _ToolChoice:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ToolChoiceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ToolChoice.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TOOL_CHOICE_UNSPECIFIED: _ToolChoice.ValueType  # 0
+    """TOOL_CHOICE_UNSPECIFIED means auto."""
+    TOOL_CHOICE_AUTO: _ToolChoice.ValueType  # 1
+    """TOOL_CHOICE_AUTO: the model chooses between text and calls."""
+    TOOL_CHOICE_NONE: _ToolChoice.ValueType  # 2
+    """TOOL_CHOICE_NONE: no calls; the tools are not shown to the model."""
+    TOOL_CHOICE_REQUIRED: _ToolChoice.ValueType  # 3
+    """TOOL_CHOICE_REQUIRED: at least one call; its arguments follow the schema."""
+
+class ToolChoice(_ToolChoice, metaclass=_ToolChoiceEnumTypeWrapper):
+    """ToolChoice says whether an output is calls of tools."""
+
+TOOL_CHOICE_UNSPECIFIED: ToolChoice.ValueType  # 0
+"""TOOL_CHOICE_UNSPECIFIED means auto."""
+TOOL_CHOICE_AUTO: ToolChoice.ValueType  # 1
+"""TOOL_CHOICE_AUTO: the model chooses between text and calls."""
+TOOL_CHOICE_NONE: ToolChoice.ValueType  # 2
+"""TOOL_CHOICE_NONE: no calls; the tools are not shown to the model."""
+TOOL_CHOICE_REQUIRED: ToolChoice.ValueType  # 3
+"""TOOL_CHOICE_REQUIRED: at least one call; its arguments follow the schema."""
+Global___ToolChoice: _TypeAlias = ToolChoice  # noqa: Y015
+
 class _PrefillMode:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -136,8 +164,27 @@ class ChatRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
+    TOOL_CHOICE_FIELD_NUMBER: _builtins.int
+    TOOL_NAMES_FIELD_NUMBER: _builtins.int
+    PARALLEL_TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    CHAT_TEMPLATE_KWARGS_FIELD_NUMBER: _builtins.int
+    ADD_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
+    CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """model to use. Empty is allowed while the mesh serves exactly one."""
+    tool_choice: Global___ToolChoice.ValueType
+    """tool_choice says whether the output is calls. Unspecified means auto."""
+    parallel_tool_calls: _builtins.bool
+    """parallel_tool_calls: false allows at most one call in each choice. Absent means true."""
+    chat_template_kwargs: _builtins.str
+    """chat_template_kwargs is a JSON object as text: variables that the model's chat template may read, such as enable_thinking and
+    reasoning_effort. Empty means none.
+    """
+    add_generation_prompt: _builtins.bool
+    """add_generation_prompt begins a new message of the assistant behind the last one. Absent means true."""
+    continue_final_message: _builtins.bool
+    """continue_final_message: the output goes on with the last message, and no new one begins."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """messages, oldest first; at least one."""
@@ -154,6 +201,18 @@ class ChatRequest(_message.Message):
     def resume(self) -> Global___Resume:
         """resume continues a stream that broke: what was received of it."""
 
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:
+        """tools that the model may call, at most 1024. They are shown to it in the form of its own chat template, or in the system message
+        where that has none for tools. Empty means none.
+        """
+
+    @_builtins.property
+    def tool_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """tool_names are the tools that may be called: names of tools. With required and one name the output is one call of that tool.
+        Empty means all.
+        """
+
     def __init__(
         self,
         *,
@@ -162,12 +221,26 @@ class ChatRequest(_message.Message):
         sampling: _common_pb2.SamplingParams | None = ...,
         options: Global___RequestOptions | None = ...,
         resume: Global___Resume | None = ...,
+        tools: _abc.Iterable[Global___Tool] | None = ...,
+        tool_choice: Global___ToolChoice.ValueType = ...,
+        tool_names: _abc.Iterable[_builtins.str] | None = ...,
+        parallel_tool_calls: _builtins.bool | None = ...,
+        chat_template_kwargs: _builtins.str = ...,
+        add_generation_prompt: _builtins.bool | None = ...,
+        continue_final_message: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["options", b"options", "resume", b"resume", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_parallel_tool_calls", b"_parallel_tool_calls", "add_generation_prompt", b"add_generation_prompt", "options", b"options", "parallel_tool_calls", b"parallel_tool_calls", "resume", b"resume", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "model", b"model", "options", b"options", "resume", b"resume", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_parallel_tool_calls", b"_parallel_tool_calls", "add_generation_prompt", b"add_generation_prompt", "chat_template_kwargs", b"chat_template_kwargs", "continue_final_message", b"continue_final_message", "messages", b"messages", "model", b"model", "options", b"options", "parallel_tool_calls", b"parallel_tool_calls", "resume", b"resume", "sampling", b"sampling", "tool_choice", b"tool_choice", "tool_names", b"tool_names", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__add_generation_prompt: _TypeAlias = _typing.Literal["add_generation_prompt"]  # noqa: Y015
+    _WhichOneofArgType__add_generation_prompt: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]  # noqa: Y015
+    _WhichOneofReturnType__parallel_tool_calls: _TypeAlias = _typing.Literal["parallel_tool_calls"]  # noqa: Y015
+    _WhichOneofArgType__parallel_tool_calls: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__add_generation_prompt) -> _WhichOneofReturnType__add_generation_prompt | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parallel_tool_calls) -> _WhichOneofReturnType__parallel_tool_calls | None: ...
 
 Global___ChatRequest: _TypeAlias = ChatRequest  # noqa: Y015
 
@@ -179,23 +252,105 @@ class ChatMessage(_message.Message):
 
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """role is "system", "user", "assistant" or another that the model's template knows."""
+    """role is "system", "user", "assistant", "tool" or another that the model's template knows."""
     content: _builtins.str
     """content is plain text."""
+    reasoning: _builtins.str
+    """reasoning of an assistant: what it wrote before its answer. Many templates leave out that of earlier turns."""
+    tool_call_id: _builtins.str
+    """tool_call_id is the call that a message of the role "tool" answers."""
+    name: _builtins.str
+    """name of the tool that answers. Empty means that of the call."""
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
+        """tool_calls of an assistant, oldest first."""
+
     def __init__(
         self,
         *,
         role: _builtins.str = ...,
         content: _builtins.str = ...,
+        tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
+        reasoning: _builtins.str = ...,
+        tool_call_id: _builtins.str = ...,
+        name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "name", b"name", "reasoning", b"reasoning", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
+
+@_typing.final
+class Tool(_message.Message):
+    """Tool is a function that the model may call."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DESCRIPTION_FIELD_NUMBER: _builtins.int
+    PARAMETERS_FIELD_NUMBER: _builtins.int
+    STRICT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """name is 1 to 128 of [A-Za-z0-9_.:/-]; no two tools have the same."""
+    description: _builtins.str
+    """description for the model. Empty means none."""
+    parameters: _builtins.str
+    """parameters is a JSON Schema of an object, as JSON text. Empty means an object of any kind."""
+    strict: _builtins.bool
+    """strict refuses a schema that calls cannot be held to. Without it such a schema is a description alone."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        description: _builtins.str = ...,
+        parameters: _builtins.str = ...,
+        strict: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "name", b"name", "parameters", b"parameters", "strict", b"strict"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Tool: _TypeAlias = Tool  # noqa: Y015
+
+@_typing.final
+class ToolCall(_message.Message):
+    """ToolCall is a call that an assistant made."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """id by which the tool's answer names the call."""
+    name: _builtins.str
+    """name of the tool."""
+    arguments: _builtins.str
+    """arguments is a JSON object as text. Empty means none."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
 
 @_typing.final
 class TokenIds(_message.Message):
@@ -388,6 +543,9 @@ class Delta(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     STOP_REASON_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    WARNING_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
     """choice index, from 0."""
     first_index: _builtins.int
@@ -398,6 +556,10 @@ class Delta(_message.Message):
     """finish_reason is set on the last delta of a choice."""
     stop_reason: _builtins.str
     """stop_reason is the stop string or token that ended the choice. Empty otherwise."""
+    reasoning: _builtins.str
+    """reasoning new with this message: what the model writes before its answer. Only of Chat; it is no part of text."""
+    warning: _builtins.str
+    """warning says, for people, that the model wrote something like a call that is none; what it wrote is in text. Empty otherwise."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """token_ids new with this message; may be empty when only text or the finish reason follows."""
@@ -405,6 +567,10 @@ class Delta(_message.Message):
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Logprobs]:
         """logprobs, one for each of token_ids, when asked for."""
+
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCallDelta]:
+        """tool_calls: pieces of calls that are new with this message. Only of Chat; they are no part of text."""
 
     def __init__(
         self,
@@ -416,14 +582,51 @@ class Delta(_message.Message):
         logprobs: _abc.Iterable[_common_pb2.Logprobs] | None = ...,
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
         stop_reason: _builtins.str = ...,
+        reasoning: _builtins.str = ...,
+        tool_calls: _abc.Iterable[Global___ToolCallDelta] | None = ...,
+        warning: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "finish_reason", b"finish_reason", "first_index", b"first_index", "logprobs", b"logprobs", "stop_reason", b"stop_reason", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "finish_reason", b"finish_reason", "first_index", b"first_index", "logprobs", b"logprobs", "reasoning", b"reasoning", "stop_reason", b"stop_reason", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "warning", b"warning"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Delta: _TypeAlias = Delta  # noqa: Y015
+
+@_typing.final
+class ToolCallDelta(_message.Message):
+    """ToolCallDelta is a piece of a call."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """index of the call within its choice, from 0."""
+    id: _builtins.str
+    """id of the call, with its first piece. Empty in later ones."""
+    name: _builtins.str
+    """name of the tool, with the first piece. Empty in later ones."""
+    arguments: _builtins.str
+    """arguments new with this piece: all of them joined are a JSON object as text, unless the call was cut off or a warning follows."""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "index", b"index", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCallDelta: _TypeAlias = ToolCallDelta  # noqa: Y015
 
 @_typing.final
 class Completed(_message.Message):

@@ -144,7 +144,9 @@ def check_resume(
         if emitted.index in seen:
             refuse(f"resume.emitted[{number}].index", f"choice {emitted.index} is named twice")
         seen.add(emitted.index)
-        choices[emitted.index] = emitted
+        choices[emitted.index].CopyFrom(emitted)
+        if emitted.finish_reason == common_pb2.FINISH_REASON_TOOL_CALLS:  # a client's name of it, which workers do not know
+            choices[emitted.index].finish_reason = common_pb2.FINISH_REASON_STOP
     return tuple(choices)
 
 

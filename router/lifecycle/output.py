@@ -3,11 +3,13 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Generic, TypeVar
 
 from pdmesh.runtime.errors import MeshError, ResourceExhausted
 from pdmesh.text.detokenizer import ChoiceText
 from pdmesh.v1 import common_pb2, mesh_pb2
+from router.lifecycle.parsed_text import ParsedText
 from router.tokenization.prepared_request import PreparedRequest
 
 # The output tracker accepts each index of a request's output once and in order, however often and from wherever it arrives.
@@ -177,10 +179,22 @@ class Output:
         self._tracker = tracker
         self._tokenizer = prepared.model.tokenizer
         self._ending = prepared.ending_token_ids
-        self._texts = [ChoiceText(self._tokenizer, prepared.stop, self._ending) for _ in range(prepared.num_choices)]
+        self._parsed = self._parsed_texts(prepared)  # of a chat whose output is more than text
+        self._texts: Sequence[ChoiceText] = self._parsed or [
+            ChoiceText(self._tokenizer, prepared.stop, self._ending) for _ in range(prepared.num_choices)
+        ]
         self._counts = [0] * prepared.num_choices
         self._finished = [False] * prepared.num_choices
         self._num_unfinished = prepared.num_choices
+
+    def _parsed_texts(self, prepared: PreparedRequest) -> list[ParsedText]:
+        output_format, seed = prepared.output_format, prepared.sampling.seed
+        if output_format is None:
+            return []
+        return [
+            ParsedText(self._tokenizer, output_format, partial(output_format.call_id, seed, choice), prepared.stop, self._ending)
+            for choice in range(prepared.num_choices)
+        ]
 
     @property
     def done(self) -> bool:
@@ -220,6 +234,8 @@ class Output:
             self._end(delta, chunk.finish_reason, chunk.token_ids[-1] if chunk.token_ids else None)
         if chunk.logprobs:
             self._add_logprobs(delta, chunk.logprobs[:num_pushed])
+        if self._parsed:
+            self._parsed[choice].fill(delta)
         return response
 
     def _push(self, choice: int, token_ids: Sequence[int]) -> tuple[str, int, str | None]:
@@ -242,16 +258,21 @@ class Output:
         if text.matched is not None:
             self._end_by_string(delta, text.matched)
             return
-        delta.finish_reason = reason
+        delta.finish_reason = self._told(delta.choice, reason)
         if reason == common_pb2.FINISH_REASON_STOP and last in self._ending and last is not None:
             delta.stop_reason = self._tokenizer.token_text(last)
         self._finish(delta.choice)
 
     def _end_by_string(self, delta: mesh_pb2.Delta, matched: str) -> None:
-        delta.finish_reason = common_pb2.FINISH_REASON_STOP
+        delta.finish_reason = self._told(delta.choice, common_pb2.FINISH_REASON_STOP)
         delta.stop_reason = matched
         self._finish(delta.choice)
         self._tracker.stop(delta.choice, self._counts[delta.choice])
+
+    def _told(self, choice: int, reason: common_pb2.FinishReason.ValueType) -> common_pb2.FinishReason.ValueType:
+        """Return the reason as a client is told it."""
+        has_called = bool(self._parsed) and self._parsed[choice].has_called
+        return common_pb2.FINISH_REASON_TOOL_CALLS if has_called and reason == common_pb2.FINISH_REASON_STOP else reason
 
     def _finish(self, choice: int) -> None:
         self._num_unfinished -= not self._finished[choice]
@@ -268,6 +289,8 @@ class Output:
     def _replay_choice(self, emitted: common_pb2.EmittedChoice) -> mesh_pb2.Delta | None:
         choice, tokens = emitted.index, emitted.token_ids
         _, num_pushed, matched = self._push(choice, tokens)
+        if self._parsed:
+            self._parsed[choice].fill(mesh_pb2.Delta())  # the client has it
         ends_at = next((number for number, token in enumerate(tokens, start=1) if self._ends(token, number)), None)
         if num_pushed < len(tokens) or (ends_at is not None and ends_at < len(tokens)):
             raise ResumeMismatch(
@@ -289,6 +312,8 @@ class Output:
         if not reason:
             return None
         self._end(delta, reason, tokens[-1] if tokens else None)
+        if self._parsed:
+            self._parsed[choice].fill(delta)
         self._tracker.accept(TokenChunk(choice, len(tokens), [], (), reason))
         return delta
 

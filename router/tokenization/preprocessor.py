@@ -6,18 +6,27 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from pdmesh.adapter_id import AdapterId
 from pdmesh.runtime.errors import DeadlineExceeded, InvalidArgument, NotFound
-from pdmesh.text.chat_template import Message
 from pdmesh.text.grammar import CompiledGrammar
 from pdmesh.v1 import common_pb2, mesh_pb2
 from router.api import validation
 from router.auth import identity
 from router.context import RouterContext
-from router.tokenization.prepared_request import PreparedRequest, ServedModel, scoped_salt
+from router.tokenization import chat_prompt
+from router.tokenization.call_grammar import constrained
+from router.tokenization.chat_prompt import ChatPrompt
+from router.tokenization.prepared_request import (
+    FormatNames,
+    OutputFormat,
+    PreparedRequest,
+    ServedModel,
+    format_of,
+    scoped_salt,
+)
 from router.tokenization.queue import TokenizationPool
 
 # Text and conversations as tokens: short ones at once, long ones in the queue of `TokenizationPool`.
@@ -33,6 +42,14 @@ class Asker:
 
     tenant: str
     deadline: float | None
+
+
+@dataclass(frozen=True)
+class RenderedChat:
+    """Hold a conversation as tokens, and the text that they are."""
+
+    token_ids: list[int]
+    text: str
 
 
 class Prompts:
@@ -59,17 +76,15 @@ class Prompts:
         encode = partial(model.tokenizer.encode_detached, text, add_special_tokens=add_special_tokens)
         return await self._in_line(encode, len(text.encode()), asker)
 
-    async def of_chat(
-        self, model: ServedModel, messages: validation.Messages, asker: Asker, *, must_fit: bool = True
-    ) -> list[int]:
+    async def of_chat(self, model: ServedModel, chat: ChatPrompt, asker: Asker, *, must_fit: bool = True) -> RenderedChat:
         """As `of_text`, of messages that have been checked. A template may leave out much of them: what cannot fit is refused
         once it is rendered."""
-        turns = [Message(message.role, message.content) for message in messages]
-        if sum(len(turn.content) for turn in turns) <= LARGE_TEXT_CHARS:
-            return _of_turns(model, turns)
-        num_bytes = sum(len(turn.content.encode()) for turn in turns)
+        if chat.num_bytes <= LARGE_TEXT_CHARS:
+            return _rendered(model, chat)
         check = partial(self._check_can_fit, model) if must_fit else None
-        return await self._in_line(lambda: _of_long_turns(model, turns, check), num_bytes, asker)
+        texts: list[str] = []
+        token_ids = await self._in_line(lambda: _long_tokens(model, chat, check, texts.append), chat.num_bytes, asker)
+        return RenderedChat(token_ids, texts[0])
 
     async def _in_line(self, work: Callable[[], list[int]], num_bytes: int, asker: Asker) -> list[int]:
         return await self._tokenizing.run(work, tenant=asker.tenant, num_bytes=num_bytes, deadline=asker.deadline)
@@ -78,22 +93,30 @@ class Prompts:
         validation.check_can_fit(model.tokenizer.fewest_tokens(text), self._core.max_context(model))
 
 
-def _of_turns(model: ServedModel, turns: list[Message]) -> list[int]:
-    try:
-        return model.tokenizer.apply_chat_template(turns)
-    except ValueError as error:
-        raise InvalidArgument("messages", f"messages: {error}") from error
+def _rendered(model: ServedModel, chat: ChatPrompt) -> RenderedChat:
+    text = _render(model, chat)
+    return RenderedChat(model.tokenizer.encode(text, add_special_tokens=False), text)
 
 
-def _of_long_turns(model: ServedModel, turns: list[Message], check: Callable[[str], None] | None) -> list[int]:
-    """Rendered, checked, encoded; in a thread."""
+def _long_tokens(
+    model: ServedModel, chat: ChatPrompt, check: Callable[[str], None] | None, on_text: Callable[[str], None]
+) -> list[int]:
+    """Rendered, checked, encoded; in a thread. `on_text` gets what was rendered."""
+    text = _render(model, chat)
+    on_text(text)
+    if check is not None:
+        check(text)
+    return model.tokenizer.encode_detached(text, add_special_tokens=False)
+
+
+def _render(model: ServedModel, chat: ChatPrompt) -> str:
     try:
-        text = model.tokenizer.render_chat(turns)
-        if check is not None:
-            check(text)
-        return model.tokenizer.encode_detached(text, add_special_tokens=False)
+        return model.tokenizer.render_chat(chat.turns, chat.how)
     except ValueError as error:
-        raise InvalidArgument("messages", f"messages: {error}") from error
+        field, _, problem = str(error).partition(": ")
+        if field not in ("chat_template_kwargs", "continue_final_message"):
+            field, problem = "messages", str(error)
+        raise InvalidArgument(field, f"{field}: {problem}") from error
 
 
 FAR_AWAY_S = 10.0**8
@@ -113,6 +136,7 @@ class ValidatedRequest:
     model: ServedModel
     deadline: float | None
     adapter: AdapterId | None = None
+    chat: ChatPrompt | None = None  # of a ChatRequest
 
 
 @dataclass(frozen=True)
@@ -126,6 +150,7 @@ class _Rest:
     grammar: CompiledGrammar | None
     is_chat: bool
     adapter: AdapterId | None
+    output_format: OutputFormat | None
 
 
 class Preprocessor:
@@ -134,6 +159,7 @@ class Preprocessor:
     def __init__(self, core: RouterContext) -> None:
         self._core = core
         self._prompts = Prompts(core)
+        self._formats = FormatNames(core.config.tool_parser, core.config.reasoning_parser)
 
     async def from_generate(self, request: mesh_pb2.GenerateRequest, time_left_s: float | None) -> PreparedRequest:
         """Return the prepared request. Raises InvalidArgument naming the field, NotFound, DeadlineExceeded."""
@@ -152,17 +178,35 @@ class Preprocessor:
         validation.check_options(message.options)
         identity.claim(message.options)
         if isinstance(message, mesh_pb2.ChatRequest):
-            validation.check_messages(message.messages, self._core.config.max_prompt_bytes)
-        else:
-            self._check_prompt(model, message)
+            chat = chat_prompt.of_request(message, self._core.config.max_prompt_bytes)
+            return ValidatedRequest(message, model, deadline, adapter, chat)
+        self._check_prompt(model, message)
         return ValidatedRequest(message, model, deadline, adapter)
 
     async def prepare(self, validated: ValidatedRequest) -> PreparedRequest:
         """Return the request with its token ids, and every parameter set.
 
         Raises InvalidArgument naming the field, ResourceExhausted, DeadlineExceeded."""
-        prompt = await self._token_ids(validated)
-        return await self._checked(validated.model, prompt, await _rest(validated))
+        if validated.chat is None:
+            return await self._checked(validated.model, await self._token_ids(validated), await _rest(validated))
+        asker = Asker(validated.message.options.tenant, validated.deadline)
+        rendered = await self._prompts.of_chat(validated.model, validated.chat, asker)
+        rest = await self._chat_rest(validated, validated.chat, rendered.text)
+        return await self._checked(validated.model, rendered.token_ids, rest)
+
+    async def _chat_rest(self, validated: ValidatedRequest, chat: ChatPrompt, prompt: str) -> _Rest:
+        """As `_rest`, of a chat: with how its output is read, and with the grammar of its calls."""
+        model, sampling, offered = validated.model, validated.message.sampling, chat.tools
+        max_calls = None if offered.is_parallel else 1
+        output_format = format_of(model.tokenizer, self._formats, offered.schemas, prompt, max_calls=max_calls)
+        if output_format is not None and sampling.HasField("constraint"):
+            output_format = replace(output_format, has_begun=False)  # it holds from the first token on
+        is_ours = not self._core.config.engine_address  # a stock engine may not read these grammars
+        held = await constrained(model, sampling, offered, output_format, forces_opened=is_ours)
+        rest = await _rest(validated, held, output_format)
+        if held is sampling or offered.is_required or await _follows(rest):
+            return rest
+        return await _rest(validated, sampling, output_format)
 
     async def tokenize(
         self, request: mesh_pb2.TokenizeRequest, time_left_s: float | None, *, add_special_tokens: bool = True
@@ -173,8 +217,8 @@ class Preprocessor:
         if request.text and request.messages:
             validation.refuse("text", "exclusive with messages; send one of them")
         if request.messages:
-            validation.check_messages(request.messages, self._core.config.max_prompt_bytes)
-            token_ids = await self._prompts.of_chat(model, request.messages, asker, must_fit=False)
+            chat = chat_prompt.of_messages(request.messages, self._core.config.max_prompt_bytes)
+            token_ids = (await self._prompts.of_chat(model, chat, asker, must_fit=False)).token_ids
         else:
             validation.check_prompt_text(request.text, self._core.config.max_prompt_bytes, field="text")
             token_ids = await self._prompts.of_text(
@@ -212,9 +256,8 @@ class Preprocessor:
 
     async def _token_ids(self, validated: ValidatedRequest) -> list[int]:
         message, model = validated.message, validated.model
+        assert isinstance(message, mesh_pb2.GenerateRequest), "a chat is rendered"
         asker = Asker(message.options.tenant, validated.deadline)
-        if isinstance(message, mesh_pb2.ChatRequest):
-            return await self._prompts.of_chat(model, message.messages, asker)
         if message.WhichOneof("prompt") == "text":
             return await self._prompts.of_text(model, message.text, asker)
         return list(message.tokens.ids)
@@ -267,6 +310,7 @@ class Preprocessor:
             attempt=options.attempt,
             is_chat=rest.is_chat,
             adapter=rest.adapter,
+            output_format=rest.output_format,
         )
 
 
@@ -279,9 +323,25 @@ def deadline_of(time_left_s: float | None) -> float | None:
     return asyncio.get_running_loop().time() + time_left_s
 
 
-async def _rest(validated: ValidatedRequest) -> _Rest:
+async def _rest(
+    validated: ValidatedRequest, sampling: common_pb2.SamplingParams | None = None, output_format: OutputFormat | None = None
+) -> _Rest:
+    """Return the rest of a message. `sampling`: in place of the message's."""
     message = validated.message
+    sampling = message.sampling if sampling is None else sampling
     resume = message.resume if message.HasField("resume") else None
-    grammar = await validation.compile_constraint(validated.model.grammars, message.sampling)
+    grammar = await validation.compile_constraint(validated.model.grammars, sampling)
     is_chat = isinstance(message, mesh_pb2.ChatRequest)
-    return _Rest(message.sampling, message.options, resume, validated.deadline, grammar, is_chat, validated.adapter)
+    return _Rest(sampling, message.options, resume, validated.deadline, grammar, is_chat, validated.adapter, output_format)
+
+
+async def _follows(rest: _Rest) -> bool:
+    """Return whether the output from which a client resumes follows a grammar that the client has not asked for: the router that
+    it comes from may have added none."""
+    if rest.grammar is None or rest.resume is None:
+        return True
+    try:
+        await validation.check_history(rest.grammar, rest.resume.emitted)
+    except InvalidArgument:
+        return False
+    return True

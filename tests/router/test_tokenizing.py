@@ -14,6 +14,7 @@ from pdmesh.runtime.errors import DeadlineExceeded, InvalidArgument, ResourceExh
 from pdmesh.v1 import mesh_pb2
 from router.config import RouterConfig
 from router.context import RouterContext
+from router.tokenization import chat_prompt
 from router.tokenization.prepared_request import ServedModel
 from router.tokenization.preprocessor import LARGE_TEXT_CHARS, Asker, Preprocessor, Prompts
 from router.tokenization.queue import (
@@ -224,7 +225,7 @@ async def test_a_text_that_cannot_fit_is_refused_without_encoding(monkeypatch: p
 
 
 async def test_a_conversation_is_refused_by_what_the_template_makes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    huge = [mesh_pb2.ChatMessage(role="user", content="x" * 100_000)]
+    huge = chat_prompt.of_messages([mesh_pb2.ChatMessage(role="user", content="x" * 100_000)], 1 << 21)
     prompts, model, encoded = _prompts(monkeypatch, max_context=100)
     with pytest.raises(InvalidArgument, match=r"maximum context length is 100 tokens\. However, you requested at least"):
         await prompts.of_chat(model, huge, ASKER)
@@ -245,7 +246,8 @@ async def test_short_texts_do_not_wait_in_line(monkeypatch: pytest.MonkeyPatch) 
     prompts, model, _ = _prompts(monkeypatch, max_context=10**6)
     monkeypatch.setattr(prompts, "_in_line", None)
     assert await prompts.of_text(model, "x" * LARGE_TEXT_CHARS, ASKER)
-    assert await prompts.of_chat(model, [mesh_pb2.ChatMessage(role="user", content="x" * LARGE_TEXT_CHARS)], ASKER)
+    short = chat_prompt.of_messages([mesh_pb2.ChatMessage(role="user", content="x" * LARGE_TEXT_CHARS)], 1 << 21)
+    assert (await prompts.of_chat(model, short, ASKER)).token_ids
 
 
 class _Asked(Exception):

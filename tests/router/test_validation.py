@@ -183,3 +183,9 @@ def test_resume_names_every_choice_in_order() -> None:
         (1, [], 0),
         (2, [7, 8], 0),
     ]
+
+
+def test_a_choice_that_ended_with_calls_has_stopped_for_workers() -> None:
+    resume = mesh_pb2.Resume(seed=1, emitted=[_emitted(0, 1, finish=common_pb2.FINISH_REASON_TOOL_CALLS)])
+    (choice,) = validation.check_resume(resume, common_pb2.SamplingParams(n=1, max_tokens=9), vocab_size=9)
+    assert choice.finish_reason == common_pb2.FINISH_REASON_STOP and list(choice.token_ids) == [1]

@@ -8,7 +8,7 @@ import pytest
 
 from pdmesh.text.chat_template import ChatTemplate, Message, Rendering, ToolCall
 from pdmesh.text.parsers.machine import parsed
-from pdmesh.text.parsers.registry import TOOL_FORMATS, UNKNOWN_TEMPLATE, begins_inside, reasoning_format_of, tool_format_of
+from pdmesh.text.parsers.registry import PROMPTED, TOOL_FORMATS, begins_inside, reasoning_format_of, tool_format_of
 from pdmesh.text.tool_prompt import with_tools
 
 WEATHER: dict[str, Any] = {
@@ -88,7 +88,7 @@ def test_tools_for_a_template_that_knows_none() -> None:
     assert [turn.role for turn in turns] == ["system", "user", "assistant", "user"]
     assert turns[0].content.startswith("Be brief.\n\nYou may call functions.") and '"name": "weather"' in turns[0].content
     assert "rain" in turns[3].content and all(not turn.tool_calls and not turn.call_id for turn in turns)
-    said = parsed(TOOL_FORMATS[UNKNOWN_TEMPLATE].parse({}), [turns[2].content])
+    said = parsed(TOOL_FORMATS[PROMPTED].parse({}), [turns[2].content])
     assert [(call.name, call.arguments) for call in said.calls] == [("weather", '{"city": "Köln"}')]
     assert with_tools(HISTORY[:1], [WEATHER])[0].role == "system"
     assert with_tools(HISTORY[:1], []) == HISTORY[:1]

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pdmesh.text.parsers.machine import Schemas
-from pdmesh.text.parsers.tagged import Tags, schema_of
+from pdmesh.text.parsers.tagged import Tags, is_told, options_of, schema_of
 
 NAME = "NAME"
 """Stands in a form for the name of the tool."""
@@ -56,8 +56,11 @@ def grammar(form: Form, schemas: Schemas, choice: Choice, tokens: Mapping[str, i
     return writer.grammar(f"{thoughts} {_calls(writer, form, schemas, choice)}")
 
 
-def opened_grammar(form: Form, opening: str, schemas: Schemas, choice: Choice, tokens: Mapping[str, int]) -> str:
-    """Return the Lark grammar of any output in which a call follows each `opening`, a mark that the form begins with.
+def opened_grammar(
+    form: Form, opening: str, schemas: Schemas, choice: Choice, tokens: Mapping[str, int], others: Collection[int] = ()
+) -> str:
+    """Return the Lark grammar of any output in which a call follows each `opening`, a mark that the form begins with. `others`:
+    ids of special tokens that may stand in text, such as the marks of thoughts; no text spells them.
 
     Raises ValueError for a tool that is not described, and for a form that begins with something else: there a call cannot be
     told from text before it is written."""
@@ -68,8 +71,9 @@ def opened_grammar(form: Form, opening: str, schemas: Schemas, choice: Choice, t
         behind, choice = form._replace(before=form.before[len(opening) :]), choice._replace(is_parallel=False)
     else:
         raise ValueError(f"this format has no mark {opening!r} before its calls")
-    piece = writer.rule(f"{writer.any_until(opening)} {_calls(writer, behind, schemas, choice)}")
-    return writer.grammar(f"{piece}{{0,{MAX_CALLS}}} {writer.any_without(opening)}")
+    before = f"({writer.any_without(opening)} <[{','.join(map(str, sorted(others)))}]>)*" if others else ""
+    piece = writer.rule(f"{before} {writer.any_until(opening)} {_calls(writer, behind, schemas, choice)}")
+    return writer.grammar(f"{piece}{{0,{MAX_CALLS}}} {before} {writer.any_without(opening)}")
 
 
 def _calls(writer: _Writer, form: Form, schemas: Schemas, choice: Choice) -> str:
@@ -146,13 +150,15 @@ class _Writer:
             return self.rule(f"{_literal(f'{key}=')} {self._json(described)}")
         tags, line = form.tags, "\n" if form.tags.has_breaks else ""
         before = f"{tags.key}{key}{tags.key_end}{tags.value}{line}"
-        if described.get("type") == "string" and "enum" not in described:
+        options = options_of(described)
+        if options is None and (described.get("type") == "string" or not is_told(described)):
             return self.rule(f"{self.text(before)} {self.any_until(line + tags.value_end)} {_literal(line)}")
-        written = self._plain(described) if described.get("type") == "string" else self._json(described)
+        is_text = options is not None and all(isinstance(option, str) for option in options)
+        written = self._plain(options) if options and is_text else self._json(described)
         return self.rule(f"{self.text(before)} {written} {self.text(line + tags.value_end + line)}")
 
-    def _plain(self, described: Mapping[str, Any]) -> str:
-        return "(" + " | ".join(_literal(str(each)) for each in described["enum"]) + ")"
+    def _plain(self, options: Sequence[Any]) -> str:
+        return "(" + " | ".join(_literal(str(each)) or '""' for each in options) + ")"
 
     def _separated(self, members: Sequence[tuple[str, bool]]) -> str:
         """Return members with commas between those that are there: a chain of rules, from the last member back."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from pdmesh.text.parsers.json_text import NotJson
@@ -69,13 +69,26 @@ def _text(reader: Reader, tags: Tags, give: Callable[[str], None]) -> Step[None]
 
 def as_json(text: str, schema: Mapping[str, Any]) -> str:
     """Return JSON: the text itself if it is any that the schema may mean, else a string of it. Pure."""
+    if text in (options_of(schema) or ()):
+        return json.dumps(text, ensure_ascii=False)
     try:
         found = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
         lowered = {"True": "true", "False": "false", "None": "null"}.get(text.strip())
         return lowered or json.dumps(text, ensure_ascii=False)
-    is_told = "type" in schema or "anyOf" in schema or "$ref" in schema
-    return json.dumps(text, ensure_ascii=False) if isinstance(found, str) and not is_told else text.strip()
+    return json.dumps(text, ensure_ascii=False) if isinstance(found, str) and not is_told(schema) else text.strip()
+
+
+def options_of(schema: Mapping[str, Any]) -> Sequence[Any] | None:
+    """Return the values that a schema allows by name; None where it names none. Pure."""
+    if "const" in schema:
+        return [schema["const"]]
+    return schema["enum"] if isinstance(schema.get("enum"), list) else None
+
+
+def is_told(schema: Mapping[str, Any]) -> bool:
+    """Return whether a schema may say which type a value has. Pure."""
+    return not {"type", "anyOf", "oneOf", "allOf", "$ref"}.isdisjoint(schema)
 
 
 def _refuse(constant: str) -> NoReturn:

@@ -9,7 +9,7 @@ from typing import NamedTuple, NoReturn
 from starlette.requests import ClientDisconnect, Request
 
 from pdmesh.v1 import common_pb2, mesh_pb2
-from router.api.openai import sampling
+from router.api.openai import sampling, tools
 from router.api.openai.errors import HttpError
 from router.api.openai.fields import MAX_UINT32, Fields, JsonObject, as_fields, as_integer, as_text
 from router.api.openai.responses import IGNORED, Call, ChatShape, TextShape, read_streaming
@@ -81,16 +81,15 @@ def _refuse_constant(name: str) -> NoReturn:
 
 # Fields that are not supported, with the values that ask for nothing and are accepted.
 CHAT_HARMLESS: dict[str, tuple[object, ...]] = {
-    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
+    "functions": ([],), "function_call": ("none", "auto"),
     "modalities": (["text"],), "audio": (), "web_search_options": (), "moderation": (), "logit_bias": ({},),
-    "reasoning_effort": ("none",), "verbosity": ("medium",), "echo": (False,), "add_generation_prompt": (True,),
-    "continue_final_message": (False,), "chat_template": (), "chat_template_kwargs": ({},), "documents": ([],),
+    "verbosity": ("medium",), "echo": (False,), "chat_template": (), "documents": ([],),
     "add_special_tokens": (False,), "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,),
     "include_stop_str_in_output": (False,), "use_beam_search": (False,), "best_of": (1,), "length_penalty": (1, 1.0),
     "prompt_logprobs": (), "truncate_prompt_tokens": (), "logits_processors": ([],), "return_token_ids": (False,),
 }  # fmt: skip
-MESSAGE_HARMLESS: dict[str, tuple[object, ...]] = {"tool_calls": ([],), "function_call": (), "audio": (), "refusal": ("",)}
-MESSAGE_IGNORED = frozenset({"name", "annotations", "reasoning", "reasoning_content"})
+MESSAGE_HARMLESS: dict[str, tuple[object, ...]] = {"function_call": (), "audio": (), "refusal": ("",)}
+MESSAGE_IGNORED = frozenset({"name", "annotations"})
 
 
 def parse_chat(body: JsonObject, options: mesh_pb2.RequestOptions) -> Call:
@@ -104,6 +103,8 @@ def parse_chat(body: JsonObject, options: mesh_pb2.RequestOptions) -> Call:
         params.max_tokens = limit  # max_tokens is the older name
         names["sampling.max_tokens"] = "max_completion_tokens"
     _read_logprobs(fields, params)
+    names |= tools.read_tools(fields, request)
+    tools.read_template(fields, request)
     request.sampling.CopyFrom(params)
     streaming = read_streaming(fields)
     fields.finish(IGNORED, CHAT_HARMLESS)
@@ -132,17 +133,24 @@ def _message(fields: Fields) -> mesh_pb2.ChatMessage:
     role = fields.text("role")
     if role is None:
         refuse(fields.param("role"), 'is missing; give one such as "user"')
-    if role in ("tool", "function"):
-        refuse(fields.param("role"), "tools are not supported")
-    content = _content(fields)
-    fields.finish(MESSAGE_IGNORED, MESSAGE_HARMLESS)
+    if role == "function":
+        refuse(fields.param("role"), 'is an older form that is not supported; send "tool", with tool_call_id')
     # "developer" is OpenAI's newer name; models are trained with the older one.
-    return mesh_pb2.ChatMessage(role="system" if role == "developer" else role, content=content)
+    message = mesh_pb2.ChatMessage(role="system" if role == "developer" else role)
+    if role == "assistant":
+        tools.read_calls(fields, message)
+    elif role == "tool":
+        tools.read_answer(fields, message)
+    message.content = _content(fields, may_miss=bool(message.tool_calls))
+    fields.finish(MESSAGE_IGNORED, {**MESSAGE_HARMLESS, "tool_calls": ([],), "reasoning": ("",), "reasoning_content": ("",)})
+    return message
 
 
-def _content(fields: Fields) -> str:
-    """Return a string; text parts are joined as lines."""
+def _content(fields: Fields, *, may_miss: bool) -> str:
+    """Return a string; text parts are joined as lines. Beside calls it `may_miss`."""
     value, param = fields.value("content"), fields.param("content")
+    if value is None and may_miss:
+        return ""
     if value is None:
         refuse(param, "is missing; send a string")
     if isinstance(value, list):

@@ -26,6 +26,48 @@ BytesOf = Callable[[common_pb2.TokenLogprob], bytes]
 """Maps a token to the bytes that it stands for, which may be part of a character; empty for an id without text."""
 
 
+@dataclass
+class Said:
+    """Hold what a choice says, or what is new of it. `calls`: pieces of calls, or whole ones."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: list[mesh_pb2.ToolCallDelta] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, delta: mesh_pb2.Delta, before: str) -> Said:
+        """Return what a delta says. `before`: text that goes before it."""
+        return cls(before + delta.text, delta.reasoning, list(delta.tool_calls), [delta.warning] if delta.warning else [])
+
+    @classmethod
+    def joined(cls, pieces: Sequence[Said]) -> Said:
+        """Return all that was said; pieces of a call become one."""
+        calls: dict[int, mesh_pb2.ToolCallDelta] = {}
+        arguments: dict[int, list[str]] = {}
+        for piece in (each for said in pieces for each in said.calls):
+            calls.setdefault(piece.index, piece)
+            arguments.setdefault(piece.index, []).append(piece.arguments)
+        for index, call in calls.items():
+            call.arguments = "".join(arguments[index])
+        warnings = [warning for said in pieces for warning in said.warnings]
+        text, reasoning = "".join(said.text for said in pieces), "".join(said.reasoning for said in pieces)
+        return cls(text, reasoning, list(calls.values()), warnings)
+
+    def shown(self) -> JsonObject:
+        """Return the fields of a message besides role and content: what there is of them."""
+        reasoning: JsonObject = {"reasoning_content": self.reasoning, "reasoning": self.reasoning} if self.reasoning else {}
+        return reasoning | ({"tool_calls": [_call(call) for call in self.calls]} if self.calls else {})
+
+
+def _call(piece: mesh_pb2.ToolCallDelta) -> JsonObject:
+    """Return a call, or a piece of one: id, type and name come with the first."""
+    if not piece.name:
+        return {"index": piece.index, "function": {"arguments": piece.arguments}}
+    function = {"name": piece.name, "arguments": piece.arguments}
+    return {"index": piece.index, "id": piece.id, "type": "function", "function": function}
+
+
 class Shape(Protocol):
     """Form the choices of one kind of response."""
 
@@ -41,10 +83,10 @@ class Shape(Protocol):
     def chunk_name(self) -> str:
         """Return the `object` of a streamed chunk."""
 
-    def whole(self, text: str, logprobs: JsonObject | None) -> JsonObject:
+    def whole(self, said: Said, logprobs: JsonObject | None) -> JsonObject:
         """Return the fields of a complete choice besides index and finish reason."""
 
-    def piece(self, text: str, logprobs: JsonObject | None, *, first: bool) -> JsonObject:
+    def piece(self, said: Said, logprobs: JsonObject | None, *, first: bool) -> JsonObject:
         """Return the fields of a streamed piece; `first`: it is the first piece of its choice."""
 
     def logprobs(self, entries: Entries, offsets: Sequence[int], bytes_of: BytesOf) -> JsonObject:
@@ -57,12 +99,17 @@ class ChatShape:
 
     id_prefix, object_name, chunk_name = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
-    def whole(self, text: str, logprobs: JsonObject | None) -> JsonObject:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}, "logprobs": logprobs}
+    def whole(self, said: Said, logprobs: JsonObject | None) -> JsonObject:
+        content = None if said.calls and not said.text else said.text
+        message: JsonObject = {"role": "assistant", "content": content, "refusal": None, **said.shown()}
+        return {"message": message, "logprobs": logprobs}
 
-    def piece(self, text: str, logprobs: JsonObject | None, *, first: bool) -> JsonObject:
-        delta = {"role": "assistant", "content": text} if first else {"content": text} if text else {}
-        return {"delta": delta, "logprobs": logprobs}
+    def piece(self, said: Said, logprobs: JsonObject | None, *, first: bool) -> JsonObject:
+        shown = said.shown()
+        delta: JsonObject = {"role": "assistant"} if first else {}
+        if said.text or (first and not shown):
+            delta["content"] = said.text
+        return {"delta": delta | shown, "logprobs": logprobs}
 
     def logprobs(self, entries: Entries, offsets: Sequence[int], bytes_of: BytesOf) -> JsonObject:
         def shown(token: common_pb2.TokenLogprob) -> JsonObject:
@@ -77,11 +124,11 @@ class TextShape:
 
     id_prefix, object_name, chunk_name = "cmpl-", "text_completion", "text_completion"
 
-    def whole(self, text: str, logprobs: JsonObject | None) -> JsonObject:
-        return {"text": text, "logprobs": logprobs}
+    def whole(self, said: Said, logprobs: JsonObject | None) -> JsonObject:
+        return {"text": said.text, "logprobs": logprobs}
 
-    def piece(self, text: str, logprobs: JsonObject | None, *, first: bool) -> JsonObject:
-        return self.whole(text, logprobs)
+    def piece(self, said: Said, logprobs: JsonObject | None, *, first: bool) -> JsonObject:
+        return self.whole(said, logprobs)
 
     def logprobs(self, entries: Entries, offsets: Sequence[int], bytes_of: BytesOf) -> JsonObject:
         tokens = [_spelled(bytes_of(entry.chosen)) for entry in entries]
@@ -174,6 +221,7 @@ _FINISH = {
     common_pb2.FINISH_REASON_UNSPECIFIED: None,
     common_pb2.FINISH_REASON_STOP: "stop",
     common_pb2.FINISH_REASON_LENGTH: "length",
+    common_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
 }
 _MODES = {mesh_pb2.PREFILL_MODE_LOCAL: "local", mesh_pb2.PREFILL_MODE_REMOTE: "remote"}
 
@@ -195,7 +243,7 @@ class _Choice:
     began: bool = False
     text_offset: int = 0
     decoder: codecs.IncrementalDecoder = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
-    texts: list[str] = field(default_factory=list)
+    said: list[Said] = field(default_factory=list)
     entries: list[common_pb2.Logprobs] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | None = None
@@ -217,7 +265,7 @@ class Answer:
         if not self._note(number, response):
             return
         delta, (_, choice) = response.delta, self._choice_of(number, response.delta)
-        choice.texts.append(self._begin(number, choice) + delta.text)
+        choice.said.append(Said.of(delta, self._begin(number, choice)))
         choice.entries.extend(delta.logprobs)
         choice.finish_reason, choice.stop_reason = _FINISH[delta.finish_reason], delta.stop_reason or None
 
@@ -233,11 +281,13 @@ class Answer:
             return None
         delta, (index, choice) = response.delta, self._choice_of(number, response.delta)
         first = not choice.began
-        text, logprobs = self._begin(number, choice) + delta.text, self._logprobs(choice, delta.logprobs)
-        if not (text or logprobs or delta.finish_reason or first):
+        said, logprobs = Said.of(delta, self._begin(number, choice)), self._logprobs(choice, delta.logprobs)
+        if not (said != Said() or logprobs or delta.finish_reason or first):
             return None
-        piece = self._call.shape.piece(text, logprobs, first=first)
+        piece = self._call.shape.piece(said, logprobs, first=first)
         shown: JsonObject = {"index": index, **piece, "finish_reason": _FINISH[delta.finish_reason]}
+        if said.warnings:
+            shown["warnings"] = said.warnings
         if delta.stop_reason:
             shown["stop_reason"] = delta.stop_reason
         return self._chunk([shown])
@@ -310,7 +360,10 @@ class Answer:
         return self._spelling_of(str(self._head["model"]), token.token_id) if "\ufffd" in token.text else token.text.encode()
 
     def _whole(self, index: int, choice: _Choice) -> JsonObject:
-        shown = self._call.shape.whole("".join(choice.texts), self._logprobs(choice, choice.entries))
+        said = Said.joined(choice.said)
+        shown = self._call.shape.whole(said, self._logprobs(choice, choice.entries))
+        if said.warnings:
+            shown["warnings"] = said.warnings
         return {"index": index, **shown, "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
 
     def _chunk(self, choices: list[JsonObject]) -> JsonObject:

@@ -29,10 +29,19 @@ KNOWN = st.sampled_from(
         "stream", "stream_options", "logprobs", "top_logprobs", "response_format", "structured_outputs", "guided_json",
         "guided_choice",
         "echo", "best_of", "tools", "logit_bias", "stop_token_ids", "cache_salt", "role", "content", "type", "text",
-        "json_schema", "schema", "include_usage",
+        "json_schema", "schema", "include_usage", "function", "name", "parameters", "tool_choice", "tool_calls", "tool_call_id",
+        "arguments", "chat_template_kwargs", "reasoning_effort", "parallel_tool_calls", "strict",
     ]
 )  # fmt: skip
-LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just("\ud800") | st.just("text")
+LEAVES = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.just("\ud800")
+    | st.sampled_from(["text", "function", "tool", "assistant", "{}"])
+)
 VALUES = st.recursive(
     LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KNOWN, inner, max_size=4), max_leaves=12
 )

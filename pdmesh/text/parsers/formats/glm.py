@@ -9,7 +9,7 @@ from pdmesh.text.parsers.tagged import Tags, arguments, parameters
 
 _END = "</tool_call>"
 MARKS = Marks(("<tool_call>",))
-_TAGS = Tags("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+TAGS = Tags("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 _WRITTEN_TAGS = Tags("<arg_key>", "</arg_key>\n", "<arg_value>", "</arg_value>\n")
 FORM = Form("", f"<tool_call>{NAME}\n", _END, "\n", "", tags=_WRITTEN_TAGS)
 
@@ -19,10 +19,10 @@ def parse(schemas: Schemas) -> Parse:
 
     def body(reader: Reader, mark: str) -> Step[None]:
         yield from reader.skip_space()
-        name, behind = yield from name_until(reader, "\n", _TAGS.key, _END)
+        name, behind = yield from name_until(reader, "\n", TAGS.key, _END)
         if behind != "\n":
             reader.at -= len(behind)
         reader.open_call(name)
-        yield from arguments(reader, _TAGS, parameters(schemas, name), _END)
+        yield from arguments(reader, TAGS, parameters(schemas, name), _END)
 
     return marked(MARKS, body)

@@ -1,0 +1,105 @@
+"""The output of one choice of a chat as what it says: text, reasoning, and calls of tools."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from pdmesh.text.detokenizer import ChoiceText, DetokenizerSource, VisibleMarks
+from pdmesh.text.parsers.events import CallArguments, CallClosed, CallOpened, Content, Event, Thought, Unparsed
+from pdmesh.text.stop_strings import StopResult
+from pdmesh.v1 import mesh_pb2
+from router.tokenization.prepared_request import OutputFormat
+
+
+class ParsedText(ChoiceText):
+    """Turn a choice's tokens into text that may be sent, as its base does, and collect the rest of the message for `fill`.
+
+    The parser gets the text token by token, so what it finds is a function of the tokens alone, however they were grouped. Stop
+    strings are looked for in all that the model writes, reasoning and calls included."""
+
+    def __init__(
+        self,
+        tokenizer: DetokenizerSource,
+        output_format: OutputFormat,
+        call_id: Callable[[int], str],
+        stop: Sequence[str] = (),
+        silent_token_ids: Collection[int] = (),
+    ) -> None:
+        """`call_id` returns the id of a call by its index."""
+        super().__init__(VisibleMarks(tokenizer, output_format.marks), stop, silent_token_ids)
+        self._parser = output_format.parser()
+        self._marks = tuple(output_format.marks.values())
+        self._call_id = call_id
+        self._max_calls = output_format.max_calls
+        self._ids: set[str] = set()
+        self._num_whole = 0
+        self._pending = mesh_pb2.Delta()
+
+    @property
+    def has_called(self) -> bool:
+        """Return whether the choice has a call that is complete."""
+        return bool(self._num_whole)
+
+    def push(self, token_id: int) -> StopResult:
+        piece, matched = super().push(token_id)
+        text = self._text_of(self._parser.feed(piece)) if piece else ""
+        if matched is not None:
+            text += self._text_of(self._parser.finish())
+        return StopResult(text, matched)
+
+    def finish(self) -> str:
+        piece = super().finish()
+        return self._text_of(self._parser.feed(piece)) + self._text_of(self._parser.finish())
+
+    def fill(self, delta: mesh_pb2.Delta) -> None:
+        """Add to a delta what has come besides text since the last one."""
+        delta.MergeFrom(self._pending)
+        self._pending.Clear()
+
+    def _text_of(self, events: Iterable[Event]) -> str:
+        """Return the text in events; collect the rest."""
+        return "".join([self._take(event) for event in events])
+
+    def _take(self, event: Event) -> str:
+        match event:
+            case Content(text):
+                return self._without_marks(text)
+            case Thought(text):
+                self._pending.reasoning += self._without_marks(text)
+            case CallOpened(index, name, call_id):
+                self._open(index, name, call_id)
+            case CallArguments(index, text) if self._takes(index):
+                self._add_arguments(index, text)
+            case CallClosed(index, is_whole) if self._takes(index):
+                self._num_whole += is_whole
+            case Unparsed(text, why):
+                self._warn(why)
+                return self._without_marks(text)
+        return ""
+
+    def _open(self, index: int, name: str, call_id: str) -> None:
+        if not self._takes(index):
+            self._warn(f"parallel_tool_calls is false: a further call, of {name[:80]}, was left out")
+            return
+        if not call_id or call_id in self._ids:
+            call_id = self._call_id(index)
+        self._ids.add(call_id)
+        self._pending.tool_calls.add(index=index, id=call_id, name=name)
+
+    def _add_arguments(self, index: int, text: str) -> None:
+        pieces = self._pending.tool_calls
+        if not pieces or pieces[-1].index != index:
+            pieces.add(index=index)
+        pieces[-1].arguments += text
+
+    def _takes(self, index: int) -> bool:
+        return self._max_calls is None or index < self._max_calls
+
+    def _warn(self, why: str) -> None:
+        self._pending.warning = f"{self._pending.warning}; {why}" if self._pending.warning else why
+
+    def _without_marks(self, text: str) -> str:
+        """Return text without the marks that are special tokens: those are no text to anybody else."""
+        for mark in self._marks:
+            text = text.replace(mark, "")
+        return text
