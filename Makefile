@@ -140,7 +140,7 @@ bench-latency: $(READY) model kernels  ## how well the latency model predicts an
 bench-clients: $(READY) model kernels  ## third parties' clients, gateways and load generators against a real mesh, beside pdmesh's own
 	$(BIN)/python -m tests.interop
 
-bench-constrained: $(READY) model kernels  ## 500 requests with a JSON schema each, beside as many unconstrained tokens
+bench-constrained: $(READY) model kernels  ## 500 requests with a JSON schema each and 500 that have to call a tool, beside as many unconstrained tokens
 	$(BIN)/python -m benchmarks.constrained
 
 bench-soak: $(READY) model kernels  ## an hour of mixed traffic over all protocols, with cancellations and rejections: memory stays constant (slow)

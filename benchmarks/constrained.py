@@ -2,7 +2,8 @@
 
 Each of 500 requests has a schema of its own; every answer has to parse and to validate. Round after round three kinds of
 requests take turns: with schemas; unconstrained, with the same prompts and as many tokens; and with a constraint that forces
-nothing, which shows what following a grammar costs where it saves no step of the model.
+nothing, which shows what following a grammar costs where it saves no step of the model. Then 500 requests over HTTP that have to
+call a tool (forced_calls.py).
 """
 
 import asyncio
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 
 import jsonschema
 
+from benchmarks import forced_calls
 from benchmarks.harness import PLAIN_FLAGS, Figure, parser_of, say, write
 from pdmesh.client.client import AsyncClient
 from pdmesh.client.types import FinishReason, Generation
@@ -225,12 +227,14 @@ def figures(samples: Samples) -> list[Figure]:
 
 async def main() -> None:
     folder = ensure_model("smollm2-135m-instruct", say)
-    config = LocalMeshConfig(model=str(folder), port=0, worker_args=PLAIN_FLAGS)
+    config = LocalMeshConfig(model=str(folder), port=0, http_port=0, worker_args=PLAIN_FLAGS)
     async with LocalMesh(config) as mesh, AsyncClient(mesh.router_addresses) as client:
         samples = await measure(client, NUM_REQUESTS, ROUNDS)
-    write("constrained", figures(samples), streams=STREAMS, wrong=samples.wrong)
-    if samples.wrong:
-        raise SystemExit(f"{len(samples.wrong)} answers are no documents of their schemas, such as {samples.wrong[0]}")
+        calls = await forced_calls.measure(mesh.http_urls[0], folder.name)
+    wrong = samples.wrong + calls.wrong
+    write("constrained", figures(samples) + forced_calls.figures(calls), streams=STREAMS, wrong=wrong, differing=calls.differing)
+    if wrong or calls.differing:
+        raise SystemExit(f"{len(wrong)} answers are no documents of their schemas, such as {(wrong or calls.differing)[0]}")
 
 
 if __name__ == "__main__":

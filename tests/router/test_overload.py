@@ -64,7 +64,8 @@ class World:
         answer = self.admission.ask(
             FlowItem(tenant=tenant, ttft_s=self.objective_s, prompt_tokens=100, foresee=self._forecast), self.now
         )
-        assert not isinstance(answer, Refusal) or 0 < answer.retry_delay_s <= MAX_RETRY_DELAY_S
+        if isinstance(answer, Refusal):
+            assert answer.retry_delay_s is not None and 0 < answer.retry_delay_s <= MAX_RETRY_DELAY_S
         self._start(self.admission.decided())
         if isinstance(answer, Ticket):
             self._start([answer])

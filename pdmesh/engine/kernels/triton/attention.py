@@ -35,7 +35,7 @@ from torch import Tensor
 from pdmesh.engine.kernels.triton.attention_kernels import merge_kernel, split_kernel, walk_kernel
 from pdmesh.engine.kernels.triton.kv import check_kv, store_kv
 from pdmesh.engine.kernels.triton.latent.attention import LatentCall
-from pdmesh.engine.kernels.triton.launch_overlap import overlap
+from pdmesh.engine.kernels.triton.launching import overlap
 from pdmesh.engine.kernels.triton.metadata import Capacity, StepMetadata
 from pdmesh.engine.kernels.triton.split_kv import SPLITS, SplitBounds, Splits
 from pdmesh.engine.kernels.triton.tiles import Tiles, choose_tiles, padded_dim, shared_bytes

@@ -21,8 +21,7 @@ import triton
 import triton.language as tl
 
 from pdmesh.engine.kernels.triton import split_kv
-from pdmesh.engine.kernels.triton.kernel_cache_keys import settle_keys
-from pdmesh.engine.kernels.triton.launch_overlap import behind_last
+from pdmesh.engine.kernels.triton.launching import behind_last, settle_keys
 
 DOUBLINGS = tl.constexpr(split_kv.DOUBLINGS)
 # Below every score, yet finite: exp2(masked - LOWEST) and exp2(LOWEST - score) are 0, never NaN.

@@ -17,8 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdmesh.engine.kernels.triton.kernel_cache_keys import settle_keys
-from pdmesh.engine.kernels.triton.launch_overlap import behind_last, overlap
+from pdmesh.engine.kernels.triton.launching import behind_last, overlap, settle_keys
 from pdmesh.engine.kernels.triton.tiles import padded_dim
 from pdmesh.engine.models.layers import RotaryTable
 

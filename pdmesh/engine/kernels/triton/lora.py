@@ -30,7 +30,7 @@ from torch import Tensor
 
 from pdmesh.engine.kernels.triton.experts.product import _tile_of
 from pdmesh.engine.kernels.triton.experts.routing import SORTED, sort_kernel
-from pdmesh.engine.kernels.triton.kernel_cache_keys import settle_keys
+from pdmesh.engine.kernels.triton.launching import settle_keys
 
 RANK_MULTIPLE = 16  # ranks that a product takes at a time
 TILE = 16  # rows of a program

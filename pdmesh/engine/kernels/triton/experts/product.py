@@ -28,7 +28,7 @@ from torch import Tensor
 
 from pdmesh.engine.kernels.triton.experts.routing import Routed
 from pdmesh.engine.kernels.triton.experts.weights import ExpertWeights
-from pdmesh.engine.kernels.triton.kernel_cache_keys import settle_keys
+from pdmesh.engine.kernels.triton.launching import settle_keys
 from pdmesh.engine.kernels.triton.linear.weight_product import EXPONENT, TILE_ROWS_MAX, _pair, _plane, _shrink
 from pdmesh.engine.kernels.triton.linear.weight_words import TILE_ROWS, TILE_WORDS
 from pdmesh.engine.kernels.triton.norms import gated

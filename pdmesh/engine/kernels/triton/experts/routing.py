@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdmesh.engine.kernels.triton.kernel_cache_keys import settle_keys
+from pdmesh.engine.kernels.triton.launching import settle_keys
 from pdmesh.engine.models.config import ExpertsConfig
 
 _ROWS, _OUTPUTS, _COLUMNS = 4, 8, 128  # of a program of the router: 32 sums a thread

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pdmesh.engine.kernels.triton.attention_kernels import merge_kernel
 from pdmesh.engine.kernels.triton.latent.kernels import latent_kernel
-from pdmesh.engine.kernels.triton.launch_overlap import overlap
+from pdmesh.engine.kernels.triton.launching import overlap
 from pdmesh.engine.kernels.triton.metadata import StepMetadata
 from pdmesh.engine.kernels.triton.split_kv import Splits
 from pdmesh.engine.kernels.triton.tiles import LatentTiles, shared_bytes

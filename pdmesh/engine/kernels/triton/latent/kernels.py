@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 
 from pdmesh.engine.kernels.triton.attention_kernels import LOWEST, _fold, _rows, _sequence_of, _slots, split_len_of
-from pdmesh.engine.kernels.triton.kernel_cache_keys import settle_keys
 from pdmesh.engine.kernels.triton.kv import _product, _store
+from pdmesh.engine.kernels.triton.launching import settle_keys
 
 
 @triton.jit

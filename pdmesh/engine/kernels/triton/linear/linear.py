@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdmesh.engine.kernels.triton.kernel_cache_keys import settle_keys
 from pdmesh.engine.kernels.triton.kv import FLOAT8_MAX, FLOAT8_MIN_NORMAL, FLOAT8_SUBNORMAL
+from pdmesh.engine.kernels.triton.launching import settle_keys
 from pdmesh.engine.kernels.triton.linear.dense import TritonDense
 from pdmesh.engine.kernels.triton.linear.weight_product import (
     HALVES,

@@ -21,7 +21,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdmesh.engine.kernels.triton.kernel_cache_keys import settle_keys
+from pdmesh.engine.kernels.triton.launching import settle_keys
 from pdmesh.engine.sampling.sampler import SampleRow, Unseen, record_of, record_type
 from pdmesh.sampling_params import SamplingParams
 

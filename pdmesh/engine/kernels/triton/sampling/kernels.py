@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pdmesh.engine.kernels.triton.kernel_cache_keys import settle_keys
+from pdmesh.engine.kernels.triton.launching import settle_keys
 from pdmesh.engine.kernels.triton.sampling.batch import (
     CHOICE,
     COUNT_ROW,
