@@ -70,6 +70,7 @@ def request(number: int) -> dict[str, Any]:
         "messages": messages,
         "tools": described,
         "tool_choice": "required",
+        "parallel_tool_calls": False,  # so small a model goes on calling until its tokens are used up
         "max_tokens": MAX_TOKENS,
         "temperature": 0.8,
         "seed": number,
