@@ -22,7 +22,7 @@ from pdmesh.runtime.telemetry.tracing import open_tracing
 from router import processes
 from router.api import protocols
 from router.api.frontend import Frontend
-from router.api.openai.server import open_gateway
+from router.api.http.server import open_gateway
 from router.auth import api_keys
 from router.auth.identity import KeyInterceptor
 from router.auth.tenants import Tenants

@@ -13,9 +13,9 @@ from starlette.routing import Route
 from pdmesh.runtime.rpc.server import GrpcServer
 from router.api import service as api_service
 from router.api.frontend import Frontend
+from router.api.http.body import HttpSettings
 from router.api.kserve import service as kserve_service
-from router.api.openai import server as openai_server
-from router.api.openai.handlers import HttpSettings
+from router.api.openai import handlers as openai_handlers
 from router.api.vllm import service as vllm_service
 
 
@@ -29,7 +29,7 @@ class ClientProtocol:
 
 PROTOCOLS: dict[str, ClientProtocol] = {
     "mesh": ClientProtocol(add_services=api_service.add_services),
-    "openai": ClientProtocol(routes=openai_server.routes),
+    "openai": ClientProtocol(routes=openai_handlers.routes),
     "kserve": ClientProtocol(add_services=kserve_service.add_services),
     "vllm": ClientProtocol(add_services=vllm_service.add_services),
 }

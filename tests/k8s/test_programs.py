@@ -20,7 +20,7 @@ from pdmesh.runtime.rpc.tls import TlsConfig
 from pdmesh.v1 import decode_pb2, mesh_pb2, prefill_pb2
 from pdmesh.worker.config import DecodeConfig, PrefillConfig, WorkerConfig
 from router import processes
-from router.api.openai import server
+from router.api.openai import handlers
 from router.auth import tenants
 from router.config import RouterConfig
 from tests.k8s.kustomize import Manifest
@@ -165,7 +165,7 @@ def test_probes_ask_what_the_program_answers(mesh: str, workload: Workload, cont
             assert not config.tls.is_set  # the kubelet would not get through
             assert probe["grpc"].get("service", "pdmesh.v1.Mesh") in GRPC_SERVICES
         if way == "httpGet":
-            assert f'"{probe[way]["path"]}"' in inspect.getsource(server.routes)
+            assert f'"{probe[way]["path"]}"' in inspect.getsource(handlers.routes)
             assert (probe[way].get("scheme") == "HTTPS") == config.tls.is_set
             assert not config.tls.is_set or config.tls_client_auth == "none"  # the kubelet shows no certificate
     assert isinstance(config, WorkerConfig) or "grpc" not in container["livenessProbe"]  # not ready is not dead

@@ -1,23 +1,24 @@
-"""From responses of `pdmesh.v1` to OpenAI's bodies and chunks. The module is pure, except that `merged` runs the streams of
-several prompts."""
+"""From responses of `pdmesh.v1` to OpenAI's bodies and chunks."""
 
 from __future__ import annotations
 
-import asyncio
 import codecs
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from pdmesh.runtime.errors import MeshError
 from pdmesh.v1 import common_pb2, mesh_pb2
-from router.api.openai.errors import Names
-from router.api.openai.fields import Fields, JsonObject
+from router.api.http.body import from_json
+from router.api.http.errors import Names, answer_to
+from router.api.http.exchange import MeshRequest
+from router.api.http.fields import Fields, JsonObject
 from router.api.validation import refuse
 
 # The two forms of a choice: chat completions and (text) completions.
 
 Entries = Sequence[common_pb2.Logprobs]
+DONE = b"data: [DONE]\n\n"
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot express; OpenAI's own bound."""
 
@@ -162,8 +163,6 @@ def _value(token: common_pb2.TokenLogprob) -> float:
 
 # A checked HTTP request: its messages of `pdmesh.v1`, and the form of the response.
 
-MeshRequest = mesh_pb2.GenerateRequest | mesh_pb2.ChatRequest
-
 # Hints and accounting fields of OpenAI and of other servers, which do not change the output.
 IGNORED = frozenset(
     {
@@ -191,6 +190,11 @@ class Call:
     streaming: Streaming | None
     names: Names = field(default_factory=dict)
     echo: bool = False
+
+    @property
+    def is_streamed(self) -> bool:
+        """Return whether the output is wanted as chunks."""
+        return self.streaming is not None
 
     def names_of(self, number: int) -> Names:
         """Return the names for errors about the prompt `number`."""
@@ -274,6 +278,18 @@ class Answer:
         choices = [self._whole(index, choice) for index, choice in enumerate(self._choices)]
         head = {**self._head, "object": self._call.shape.object_name}
         return {**head, "choices": choices, "usage": self.usage(), "pdmesh": self.reports()}
+
+    def events(self, number: int, response: mesh_pb2.GenerateResponse) -> Iterable[bytes]:
+        """Return the event that shows `response`, for a stream; none where there is nothing to show."""
+        return _event(self.chunk(number, response))
+
+    def last_events(self) -> Iterable[bytes]:
+        """Return the events that end a stream."""
+        return (*_event(self.last_chunk()), DONE)
+
+    def error_event(self, error: MeshError) -> bytes:
+        """Return the event that ends a stream with an error."""
+        return from_json(answer_to(error).body)
 
     def chunk(self, number: int, response: mesh_pb2.GenerateResponse) -> JsonObject | None:
         """Return the chunk that shows `response`, for a stream; None where there is nothing to show."""
@@ -386,67 +402,5 @@ def _timings(timings: mesh_pb2.Timings) -> JsonObject:
     return {**shown, "mode": _MODES.get(timings.mode, "")}
 
 
-# The streams of several prompts as one. Nothing is buffered here: when a client does not read, the router's own buffers fill.
-
-Open = Callable[[], AsyncGenerator[mesh_pb2.GenerateResponse, None]]
-"""Begins the stream of a prompt."""
-
-Numbered = tuple[int, mesh_pb2.GenerateResponse]
-
-
-class PromptError(Exception):
-    """Report an error of the stream of prompt `number`; `__cause__` is that error."""
-
-    def __init__(self, number: int, cause: Exception) -> None:
-        super().__init__(str(cause))
-        self.number = number
-        self.__cause__ = cause
-
-
-async def merged(prompts: Sequence[Open]) -> AsyncGenerator[Numbered, None]:
-    """Yield each response with the number of its prompt. Raises PromptError. Every stream is closed at the end, also after an
-    error."""
-    source = _alone(prompts[0]) if len(prompts) == 1 else _together(prompts)
-    async with aclosing(source):
-        async for item in source:
-            yield item
-
-
-async def _alone(prompt: Open) -> AsyncGenerator[Numbered, None]:
-    async with aclosing(prompt()) as stream:
-        try:
-            async for response in stream:
-                yield 0, response
-        except Exception as error:
-            raise PromptError(0, error) from error
-
-
-async def _together(prompts: Sequence[Open]) -> AsyncGenerator[Numbered, None]:
-    queue: asyncio.Queue[Numbered | PromptError | None] = asyncio.Queue(maxsize=1)
-    pumps = [asyncio.create_task(_pump(number, prompt, queue)) for number, prompt in enumerate(prompts)]
-    num_running = len(pumps)
-    try:
-        while num_running:
-            item = await queue.get()
-            if item is None:
-                num_running -= 1
-            elif isinstance(item, PromptError):
-                raise item
-            else:
-                yield item
-    finally:
-        for pump in pumps:
-            pump.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
-
-
-async def _pump(number: int, prompt: Open, queue: asyncio.Queue[Numbered | PromptError | None]) -> None:
-    """Put the responses of one prompt into `queue`, then None or the stream's error."""
-    end: PromptError | None = None
-    async with aclosing(prompt()) as stream:
-        try:
-            async for response in stream:
-                await queue.put((number, response))
-        except Exception as error:  # noqa: BLE001 - the reader raises it
-            end = PromptError(number, error)
-    await queue.put(end)
+def _event(chunk: JsonObject | None) -> tuple[bytes, ...]:
+    return () if chunk is None else (from_json(chunk),)

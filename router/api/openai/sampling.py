@@ -9,7 +9,7 @@ from typing import NamedTuple
 from pdmesh.sampling_params import MAX_CHOICES, MIN_TEMPERATURE, NUMBERS, PARAMETERS, Kind
 from pdmesh.text.grammar import MAX_BYTES
 from pdmesh.v1 import common_pb2
-from router.api.openai.fields import MAX_UINT32, Fields, JsonObject, as_integer, as_text
+from router.api.http.fields import MAX_UINT32, Fields, JsonObject, as_integer, as_text
 from router.api.validation import MAX_STOP_STRINGS, MAX_STOP_TOKENS, refuse
 
 # Constraints on the output: OpenAI's `response_format`, and vLLM's `structured_outputs` and older `guided_*`.

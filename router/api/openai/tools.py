@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from pdmesh.v1 import mesh_pb2
-from router.api.openai.fields import Fields, as_fields
+from router.api.http.fields import Fields, as_fields
 from router.api.validation import refuse
 
 _CHOICES = {

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 
 from pdmesh.runtime.errors import InvalidArgument, MeshError, ResourceExhausted, Unavailable
 from pdmesh.v1 import common_pb2, mesh_pb2
-from router.api.openai import handlers
+from router.api.http.body import LARGE_BODY_BYTES, parse_json, parsed
+from router.api.http.errors import HttpError, answer_to, renamed
 from router.api.openai import requests as openai_requests
-from router.api.openai.errors import HttpError, answer_to, renamed
-from router.api.openai.requests import parse as parse_body
 from router.api.openai.responses import LOWEST_LOGPROB, Answer, Call, ChatShape, TextShape
 
 OPTIONS = mesh_pb2.RequestOptions(request_id="r")
@@ -65,7 +64,7 @@ def test_any_json_is_a_call_or_names_a_field(body: dict[str, Any], chat: bool) -
 @given(st.binary(max_size=40) | st.text(alphabet='{}[]",:0123456789aeE.-\\u', max_size=40).map(str.encode))
 def test_any_bytes_are_an_object_or_a_400(content: bytes) -> None:
     try:
-        assert isinstance(parse_body(content), dict)
+        assert isinstance(parse_json(content), dict)
     except HttpError as error:
         assert error.status == 400 and "body" in error.message
 
@@ -221,11 +220,11 @@ async def test_a_large_body_is_read_in_a_thread_as_a_small_one_is(monkeypatch: p
         seen.append(threading.current_thread())
         return openai_requests.parse_completion(body, OPTIONS)
 
-    for size in (10, handlers.LARGE_BODY_BYTES):
-        call = await handlers.parsed(parse, json.dumps({"prompt": "a" * size}).encode())
+    for size in (10, LARGE_BODY_BYTES):
+        call = await parsed(parse, json.dumps({"prompt": "a" * size}).encode())
         assert [len(request.text) for request in call.requests if isinstance(request, mesh_pb2.GenerateRequest)] == [size]
         with pytest.raises(HttpError):
-            await handlers.parsed(parse, b"[" * size)
+            await parsed(parse, b"[" * size)
     assert [thread is threading.current_thread() for thread in seen] == [True, False]
 
 

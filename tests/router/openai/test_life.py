@@ -20,8 +20,8 @@ import pytest
 from pdmesh.launcher.certificates import make_certificates
 from pdmesh.runtime.config import ConfigError
 from pdmesh.runtime.rpc.tls import TlsConfig
-from router.api.openai import handlers
-from router.api.openai.server import HttpServer
+from router.api.http import connection
+from router.api.http.server import HttpServer
 from router.config import RouterConfig
 from router.main import Router
 from tests.router import stub_model
@@ -106,7 +106,7 @@ async def test_a_slow_reader_is_bounded_by_the_routers_buffer(model_folder: Path
 
 
 async def test_who_reads_nothing_is_cut_off(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handlers, "STALLED_S", 0.3)
+    monkeypatch.setattr(connection, "STALLED_S", 0.3)
     async with running_mesh(model_folder, http_port=0) as mesh:
         _, writer = await _post(mesh, LARGE, window=4096)
         await eventually(lambda: mesh["d0"].submits)
@@ -122,7 +122,7 @@ def _connections(mesh: Mesh) -> list[Any]:
 
 
 async def test_a_whole_answer_that_nobody_takes_is_dropped(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handlers, "STALLED_S", 0.5)
+    monkeypatch.setattr(connection, "STALLED_S", 0.5)
     async with running_mesh(model_folder, http_port=0) as mesh:
         _, writer = await _post(mesh, {**LARGE, "stream": False, "max_tokens": 1000}, window=4096)
         await eventually(lambda: any(one.transport.get_write_buffer_size() for one in _connections(mesh)))

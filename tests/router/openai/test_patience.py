@@ -12,7 +12,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from router.api.openai import requests, server
+from router.api.http import body, server
 from tests.router.mesh import Mesh, running_mesh
 from tests.router.openai.conftest import url
 from tests.support.waiting import eventually
@@ -23,7 +23,7 @@ DEADLINE_S = 0.4
 
 @pytest_asyncio.fixture
 async def mesh(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Mesh]:
-    for owner, name in ((server, "HEAD_S"), (server, "REST_S"), (requests, "READ_TIMEOUT_S")):
+    for owner, name in ((server, "HEAD_S"), (server, "REST_S"), (body, "READ_TIMEOUT_S")):
         monkeypatch.setattr(owner, name, DEADLINE_S)
     async with running_mesh(model_folder, http_port=0, http_max_connections=6) as mesh:
         yield mesh

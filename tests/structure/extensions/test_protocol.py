@@ -16,7 +16,7 @@ from pdmesh.runtime.rpc.channel import connect
 from pdmesh.runtime.rpc.server import GrpcServer
 from pdmesh.v1 import common_pb2, mesh_pb2
 from router.api.frontend import Frontend
-from router.api.openai.handlers import HttpSettings
+from router.api.http.body import HttpSettings
 from router.api.protocols import PROTOCOLS, ClientProtocol
 from tests.router import stub_model
 from tests.router.mesh import expected, running_mesh, write_model

@@ -9,7 +9,7 @@ import logging
 import os
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any, ClassVar, cast
 
@@ -27,19 +27,19 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pdmesh.runtime import ports
 from pdmesh.runtime.config import ConfigError
-from pdmesh.runtime.errors import as_mesh_error
 from pdmesh.runtime.rpc.tls import Tls
-from router.api.frontend import Frontend
-from router.api.openai import handlers as openai_handlers
-from router.api.openai.errors import HttpError
-from router.api.openai.handlers import HEADER, Handlers, HttpSettings, WithRequestId, error_response, new_id
+from router.api.http import connection
+from router.api.http.body import HttpSettings, error_response
+from router.api.http.connection import ABORT, RECEIVED_NS
+from router.api.http.errors import HttpError
+from router.api.http.headers import HEADER, WithRequestId, new_id
 from router.auth.api_keys import KeyStore
 from router.config import RouterConfig
 from router.telemetry.timings import now_ns
 
 # Limits for slow clients: uvicorn's protocol with a limit of connections, and with deadlines for what a client sends.
 #
-#     connected, or a first byte ──HEAD_S──► a whole head ──► the handler (body: `requests.READ_TIMEOUT_S`) ──► answered
+#     connected, or a first byte ──HEAD_S──► a whole head ──► the handler (body: `body.READ_TIMEOUT_S`) ──► answered
 #                                                             └── what the handler left of the body: REST_S
 #
 # Between requests the server's keep-alive timeout applies. A late client gets 408, and its connection is closed.
@@ -208,9 +208,9 @@ class HttpServer:
             raise ConfigError("--http-port", problem, "choose another --http-port, or 0 for any free one") from None
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope[openai_handlers.ABORT] = partial(self._abort_scope, scope)
+        scope[ABORT] = partial(self._abort_scope, scope)
         # A pipelined request has no time yet: it waited for the end of the one before it.
-        scope.setdefault(openai_handlers.RECEIVED_NS, now_ns())
+        scope.setdefault(RECEIVED_NS, now_ns())
         await self._app(scope, receive, send)
 
     def _abort_scope(self, scope: Scope) -> None:
@@ -227,7 +227,7 @@ class _Protocol(PatientProtocol):
         received_ns = now_ns()
         super().data_received(data)
         if self.scope is not None:
-            cast("dict[str, object]", self.scope)[openai_handlers.RECEIVED_NS] = received_ns
+            cast("dict[str, object]", self.scope)[RECEIVED_NS] = received_ns
 
 
 class _Server(uvicorn.Server):
@@ -287,7 +287,7 @@ def _watch_peers(listening: socket.socket) -> None:
     for name, value in (
         ("TCP_KEEPIDLE", KEEP_ALIVE_PROBE_S),
         ("TCP_KEEPINTVL", KEEP_ALIVE_PROBE_S),
-        ("TCP_USER_TIMEOUT", round(openai_handlers.STALLED_S * 1000)),
+        ("TCP_USER_TIMEOUT", round(connection.STALLED_S * 1000)),
     ):
         if hasattr(socket, name):
             listening.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
@@ -301,25 +301,8 @@ def _abort(peer: object) -> None:
 
 # The ASGI application: its routes, and the responses to errors.
 
-Endpoint = Callable[[Request], Awaitable[Response]]
 _EXPOSED = (HEADER, "Retry-After", "Retry-After-Ms", "X-Should-Retry")
 """Headers of responses that scripts of other origins may read."""
-
-
-def routes(frontend: Frontend, settings: HttpSettings) -> list[Route]:
-    """Return the endpoints of OpenAI's API, and those by which balancers ask after the router's health."""
-    handlers = Handlers(frontend, settings)
-    return [
-        Route("/v1/chat/completions", _guarded(handlers.chat), methods=["POST"]),
-        Route("/v1/completions", _guarded(handlers.complete), methods=["POST"]),
-        Route("/tokenize", _guarded(handlers.tokenize), methods=["POST"]),
-        Route("/detokenize", _guarded(handlers.detokenize), methods=["POST"]),
-        Route("/v1/models", _guarded(handlers.list_models), methods=["GET"]),
-        Route("/v1/models/{model:path}", _guarded(handlers.get_model), methods=["GET"]),
-        Route("/health", _guarded(handlers.ready), methods=["GET"]),
-        Route("/health/ready", _guarded(handlers.ready), methods=["GET"]),
-        Route("/health/live", _guarded(handlers.live), methods=["GET"]),
-    ]
 
 
 def build_app(routes: Sequence[Route], cors_origins: Sequence[str] = ()) -> Starlette:
@@ -340,20 +323,6 @@ def build_app(routes: Sequence[Route], cors_origins: Sequence[str] = ()) -> Star
         CORSMiddleware, allow_origins=cors_origins, allow_methods=("GET", "POST"), allow_headers=("*",), expose_headers=_EXPOSED
     )
     return Starlette(routes=list(routes), exception_handlers={HTTPException: no_route}, middleware=[cors] if cors_origins else [])
-
-
-def _guarded(endpoint: Endpoint) -> Endpoint:
-    """Wrap an endpoint so that every error becomes a response. A bug is logged, and the client learns only its id."""
-
-    async def call(request: Request) -> Response:
-        try:
-            return await endpoint(request)
-        except HttpError as error:
-            return error_response(error)
-        except Exception as error:  # noqa: BLE001 - the boundary
-            return error_response(as_mesh_error(error))
-
-    return call
 
 
 # The gateway of one router: the endpoints of its protocols, on a port of their own.

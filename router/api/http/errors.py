@@ -10,7 +10,7 @@ from http import HTTPStatus
 import grpc
 
 from pdmesh.runtime.errors import DeadlineExceeded, InvalidArgument, MeshError
-from router.api.openai.fields import JsonObject, UnknownName
+from router.api.http.fields import JsonObject, UnknownName
 from router.api.validation import CONTEXT_OVERFLOW, ContextOverflow
 
 Names = Mapping[str, str]
