@@ -84,10 +84,10 @@ def _path(values: object, error: ErrorDetails) -> Path:
     """Return where the error lies in what was sent: pydantic's own path also names the alternatives of unions."""
     path: list[int | str] = []
     for step in error["loc"]:
-        if (isinstance(values, dict) and step in values) or (
-            isinstance(values, list) and isinstance(step, int) and step < len(values)
-        ):
+        if isinstance(values, dict) and step in values:
             values = values[step]
+        elif isinstance(values, list) and step in range(len(values)):
+            values = values[int(step)]
         elif error["type"] != "missing" or step != error["loc"][-1]:
             continue
         path.append(step)
