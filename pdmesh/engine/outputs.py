@@ -113,6 +113,7 @@ class EngineStats:
     num_preemptions: int
     pace_s: float = 0.0  # TPOT objective of the sequence that leaves prompts least room (scheduler.py); 0: none has one
     slack_s: float = 0.0  # slack of that sequence
+    num_oldest_tokens: int = 0  # not yet computed of the prompt that arrived first
     speculation: SpeculationStats | None = None  # None: there is no draft proposer
 
 

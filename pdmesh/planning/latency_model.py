@@ -80,6 +80,10 @@ LEAST_TOKENS = 8
 """Prompt tokens in a step, whatever the objectives."""
 FORGIVEN = 32
 """Paces that a sequence can be behind."""
+OLDEST_SHARE = 0.5
+"""The least part of a step's prompt tokens for the oldest prompt; the rest is for prompts much shorter than it."""
+MUCH_SHORTER = 0.5
+"""The part of the oldest prompt's tokens up to which another one shares its steps."""
 
 
 # The prior of a step's time: operations over operations a second, bytes over bytes a second.

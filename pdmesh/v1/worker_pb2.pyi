@@ -62,6 +62,8 @@ class _EngineLackEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EngineLack
     """ENGINE_LACK_REPRODUCIBLE: logits may depend on what else is in the batch, so a request that is computed again may draw
     other tokens. What was emitted stays; a repeated token that differs is no fault.
     """
+    ENGINE_LACK_PROMPT_SHARES: _EngineLack.ValueType  # 5
+    """ENGINE_LACK_PROMPT_SHARES: prompts are computed strictly in order of arrival; a short one waits for a long one to end."""
 
 class EngineLack(_EngineLack, metaclass=_EngineLackEnumTypeWrapper):
     """EngineLack names what the engine of a worker cannot do. Routers plan around it, and ignore a value that they do not know."""
@@ -78,6 +80,8 @@ ENGINE_LACK_REPRODUCIBLE: EngineLack.ValueType  # 4
 """ENGINE_LACK_REPRODUCIBLE: logits may depend on what else is in the batch, so a request that is computed again may draw
 other tokens. What was emitted stays; a repeated token that differs is no fault.
 """
+ENGINE_LACK_PROMPT_SHARES: EngineLack.ValueType  # 5
+"""ENGINE_LACK_PROMPT_SHARES: prompts are computed strictly in order of arrival; a short one waits for a long one to end."""
 Global___EngineLack: _TypeAlias = EngineLack  # noqa: Y015
 
 class _ReachScope:
@@ -356,6 +360,7 @@ class LoadReport(_message.Message):
     SLACK_S_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
+    OLDEST_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """worker_id of the reporter."""
     epoch: _builtins.int
@@ -406,6 +411,10 @@ class LoadReport(_message.Message):
     """
     slack_s: _builtins.float
     """slack_s by which that sequence is ahead of its budget, or behind it (negative). 0 while none decodes."""
+    oldest_prompt_tokens: _builtins.int
+    """oldest_prompt_tokens not yet computed of the prompt that arrived first. Prompts with at most half as many share its steps, the
+    shortest first (see ENGINE_LACK_PROMPT_SHARES). 0 means that no prompt is here.
+    """
     @_builtins.property
     def roles(self) -> _containers.RepeatedScalarFieldContainer[Global___Role.ValueType]:
         """roles it has now."""
@@ -453,10 +462,11 @@ class LoadReport(_message.Message):
         slack_s: _builtins.float = ...,
         speculation: Global___SpeculationReport | None = ...,
         adapters: _abc.Iterable[_common_pb2.AdapterInfo] | None = ...,
+        oldest_prompt_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["latency_model", b"latency_model", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "age_ms", b"age_ms", "decode_context", b"decode_context", "draining", b"draining", "epoch", b"epoch", "latency_model", b"latency_model", "max_num_seqs", b"max_num_seqs", "num_cached_blocks", b"num_cached_blocks", "num_decoding", b"num_decoding", "num_free_blocks", b"num_free_blocks", "num_generated_tokens", b"num_generated_tokens", "num_handoff_failures", b"num_handoff_failures", "num_held", b"num_held", "num_preemptions", b"num_preemptions", "num_prefilled_tokens", b"num_prefilled_tokens", "num_prefilling", b"num_prefilling", "num_prefix_hit_tokens", b"num_prefix_hit_tokens", "num_reserved", b"num_reserved", "num_running", b"num_running", "num_steps", b"num_steps", "num_total_blocks", b"num_total_blocks", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "pace_s", b"pace_s", "roles", b"roles", "slack_s", b"slack_s", "speculation", b"speculation", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "age_ms", b"age_ms", "decode_context", b"decode_context", "draining", b"draining", "epoch", b"epoch", "latency_model", b"latency_model", "max_num_seqs", b"max_num_seqs", "num_cached_blocks", b"num_cached_blocks", "num_decoding", b"num_decoding", "num_free_blocks", b"num_free_blocks", "num_generated_tokens", b"num_generated_tokens", "num_handoff_failures", b"num_handoff_failures", "num_held", b"num_held", "num_preemptions", b"num_preemptions", "num_prefilled_tokens", b"num_prefilled_tokens", "num_prefilling", b"num_prefilling", "num_prefix_hit_tokens", b"num_prefix_hit_tokens", "num_reserved", b"num_reserved", "num_running", b"num_running", "num_steps", b"num_steps", "num_total_blocks", b"num_total_blocks", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "oldest_prompt_tokens", b"oldest_prompt_tokens", "pace_s", b"pace_s", "roles", b"roles", "slack_s", b"slack_s", "speculation", b"speculation", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -73,15 +73,16 @@ class Dispatched:
 
 
 def counted(dispatched: Iterable[Dispatched]) -> worker_reports.Counted:
-    """Return the sum of all entries."""
-    seqs = blocks = tokens = decodes = context = 0
+    """Return the sum of all entries, and the longest prompt."""
+    seqs = blocks = tokens = decodes = context = longest = 0
     for sent in dispatched:
         seqs += sent.seqs
         blocks += sent.blocks
         tokens += sent.tokens
         decodes += sent.decodes
         context += sent.context
-    return worker_reports.Counted(seqs, blocks, tokens, decodes, context)
+        longest = max(longest, sent.tokens)
+    return worker_reports.Counted(seqs, blocks, tokens, decodes, context, longest)
 
 
 def _nothing(*_: object) -> None:

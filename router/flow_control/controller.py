@@ -139,6 +139,10 @@ class Admission:
                 return refusal
             if self._dispatch_order.way(lane, item, forecast, now) is Verdict.OPEN or not self.max_queued:
                 return self._admit(lane, item, limits, forecast, tally, now)
+        elif not self.limiter.is_full and self._dispatch_order.may_overtake(lane, item):
+            forecast = item.foresee()
+            if self._dispatch_order.overtakes(lane, item, forecast, now):
+                return self._admit(lane, item, limits, forecast, tally, now)
         refusal = self._hopeless(lane, item, limits, now)
         if refusal is not None:
             return refusal

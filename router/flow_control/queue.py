@@ -10,6 +10,7 @@ import heapq
 from collections import deque
 from collections.abc import Hashable
 
+from pdmesh.planning.latency_model import MUCH_SHORTER
 from router.flow_control.capacity import AdmissionSettings, BusyClock, DrainRate, InflightLimiter
 from router.flow_control.fairness import FairQueue, FairShare
 from router.flow_control.retry_delay import retry_delay_s
@@ -107,6 +108,21 @@ class Lane:
         self.patience = Patience(now)
         self.num_before_aged = 0
         self.served_at = 0
+        self._by_length: list[tuple[int, int, Ticket]] = []
+
+    def push(self, ticket: Ticket, weight: float) -> None:
+        """Append a ticket to its tenant's."""
+        self.shares.push(ticket, weight)
+        heapq.heappush(self._by_length, (ticket.item.prompt_tokens, ticket.number, ticket))
+        if len(self._by_length) > 2 * self.num_waiting + 64:
+            self._by_length = [entry for entry in self._by_length if entry[2].state is TicketState.WAITING]
+            heapq.heapify(self._by_length)
+
+    def shortest(self) -> Ticket | None:
+        """Return the waiting ticket with the shortest prompt, the oldest of equal ones."""
+        while self._by_length and self._by_length[0][2].state is not TicketState.WAITING:
+            heapq.heappop(self._by_length)
+        return self._by_length[0][2] if self._by_length else None
 
     @property
     def queues(self) -> dict[int, FairQueue]:
@@ -186,7 +202,7 @@ class RequestQueue:
         lane = self.lane(ticket.item.lane, now)
         if not lane.num_waiting:
             lane.patience.progress(now)
-        lane.shares.push(ticket, weight)
+        lane.push(ticket, weight)
         self._count(ticket, 1)
 
     def serve(self, ticket: Ticket) -> None:
@@ -245,8 +261,9 @@ class RequestQueue:
 
 # The order of dispatch: fair between tenants, by rank, when the forecast is good.
 #
-# A request that waits because of its own objective, its tenant's limit or its rank (batch) is passed over; one that waits because
-# the mesh is saturated is not, or large prompts would starve behind small ones.
+# A request that waits because of its own objective, its tenant's limit or its rank (batch) is passed over. One that waits because
+# the mesh is saturated is overtaken only by requests with much shorter prompts, which share the steps of the long ones that
+# workers compute, and only by as many tokens as its own prompt has: a long prompt waits at most twice as long.
 
 AGED_TURN = 4
 """Of this many admissions, one goes to a standard request that has waited too long behind interactive ones."""
@@ -366,12 +383,48 @@ class DispatchOrder:
                 lane.transit.enter(ticket.number, 0.0 if forecast is None else alone_s(forecast), now)
                 return ticket
             if its_way is Verdict.SATURATED:
-                return None
+                return self._overtaking(lane, ticket, now)
             self._pass(queue, ticket, forecast, waited_s)
             num_passed[rank] += 1
             if num_passed[rank] > MAX_PASSED:
                 ranks.remove(rank)
         return None
+
+    def may_overtake(self, lane: Lane, item: FlowItem) -> bool:
+        """Return whether a new item is short enough to go before all that wait."""
+        queue = lane.shares.first(RANKS)
+        head = None if queue is None else queue.head()
+        return head is not None and self._is_much_shorter(item, head)
+
+    def overtakes(self, lane: Lane, item: FlowItem, forecast: Forecast | None, now: float) -> bool:
+        """Return whether a new item that may overtake does so by its forecast; then the first that waits is charged."""
+        if self.way(lane, item, forecast, now) is not Verdict.OPEN or self.too_late(lane, item, forecast, None, now) is not None:
+            return False
+        queue = lane.shares.first(RANKS)
+        head = None if queue is None else queue.head()
+        assert head is not None, "it was asked before"
+        head.overtaken_tokens += item.prompt_tokens
+        return True
+
+    def _overtaking(self, lane: Lane, head: Ticket, now: float) -> Ticket | None:
+        """Return the ticket that goes before `head`, for which the mesh is saturated; None: there is none."""
+        ticket = lane.shortest()
+        if ticket is None or not self._is_much_shorter(ticket.item, head):
+            return None
+        forecast = ticket.item.foresee()
+        if self.way(lane, ticket.item, forecast, now) is not Verdict.OPEN:
+            return None
+        if self.too_late(lane, ticket.item, forecast, None, now, now - ticket.arrived) is not None:
+            return None  # it is refused in its turn
+        head.overtaken_tokens += ticket.item.prompt_tokens
+        lane.transit.enter(ticket.number, 0.0 if forecast is None else alone_s(forecast), now)
+        return ticket
+
+    def _is_much_shorter(self, item: FlowItem, head: Ticket) -> bool:
+        tokens, most = item.prompt_tokens, head.item.prompt_tokens
+        if tokens > MUCH_SHORTER * most or head.overtaken_tokens + tokens > most:
+            return False
+        return item.rank <= head.item.rank and self._limiter.within_limit(item.tenant)
 
     def _pass(self, queue: FairQueue, ticket: Ticket, forecast: Forecast | None, waited_s: float) -> None:
         """Pass over a ticket that waits because of its own limits. For its objective it waits a bounded time, and its tenant's

@@ -114,6 +114,7 @@ class Ticket:
     refusal: Refusal | None = None
     expected_s: float | None = None  # predicted time to first token, on arrival
     charged: float = field(default=0.0, repr=False)  # tokens taken from the tenant's bucket
+    overtaken_tokens: int = 0  # prompt tokens of shorter requests that were admitted while it was first
 
 
 # Accuracy of TTFT forecasts, from the requests that were admitted by them.

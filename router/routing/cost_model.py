@@ -1,6 +1,7 @@
 """The predicted effect of a placement on the request's TTFT and TPOT, and on running sequences. Pure; all in seconds.
 
-A worker computes prompts in order of arrival, in chunks that share its steps with the sequences that decode there:
+A worker computes prompts in chunks that share its steps with the sequences that decode there; in order of arrival, but for
+prompts much shorter than the oldest one, which have a part of its steps (pdmesh/engine/scheduler/scheduler.py):
 
     steps for t tokens = t / chunk, chunk = token budget of a step less one token for each decoding sequence
     time for t tokens  = their work + steps · (a step in which only those sequences get their token)
@@ -16,10 +17,11 @@ a step divided by the latter, and a step may last that many paces.
 Prompts in the queue come first; what the worker has done of them since its report is estimated from the report's age.
 """
 
+import math
 from collections import OrderedDict
 from typing import NamedTuple
 
-from pdmesh.planning.latency_model import MAX_SHARE, PACE_TARGET, LatencyModel, prefill_context
+from pdmesh.planning.latency_model import MAX_SHARE, MUCH_SHORTER, OLDEST_SHARE, PACE_TARGET, LatencyModel, prefill_context
 from router.routing.worker_snapshot import WorkerSnapshot
 
 DEFAULT_CHUNK = 512
@@ -114,13 +116,14 @@ class WorkerEstimate:
     `rows` sequences are in every step now, `rows_soon` includes those about to decode; each gets `tokens` from a step and makes
     it longer by `row_s`, besides its context. `step_s` is a step of the former alone, `others_s` one of the latter, `chunk` the
     prompt tokens that fit beside the former. `free_tokens` and `free_seqs` are free room, `largest` the longest request that fits
-    when the worker is empty. `sent_ahead_s`: time until a new prompt's turn, without the reported queue. `busy`: it has work.
+    when the worker is empty. `longest`: tokens of the oldest prompt, or of a longer one that was sent there; 0: prompts are
+    computed strictly in order. `sent_ahead_s`: time until a new prompt's turn, without the reported queue. `busy`: it has work.
     """
 
     __slots__ = (
-        "busy", "chunk", "context_soon", "dispatched_s", "free_seqs", "free_tokens", "key", "largest", "model", "others_s",
-        "queued_s", "queued_tokens", "reported_s", "row_s", "rows", "rows_soon", "sent_ahead_s", "share", "share_soon",
-        "slack_s", "step_s", "tokens", "view",
+        "busy", "chunk", "context_soon", "dispatched_s", "free_seqs", "free_tokens", "key", "largest", "longest", "model",
+        "others_s", "queued_s", "queued_tokens", "reported_s", "row_s", "rows", "rows_soon", "sent_ahead_s", "share",
+        "share_soon", "slack_s", "step_s", "tokens", "view",
     )  # fmt: skip
 
     def __init__(self, view: WorkerSnapshot, model: LatencyModel) -> None:
@@ -146,6 +149,7 @@ class WorkerEstimate:
         reported_s = self._work_s(waiting, view.num_prefilling) if waiting else 0.0
         self.queued_s = reported_s + (self._work_s(sent, view.dispatched_seqs) if sent else 0.0)
         self.queued_tokens = waiting + sent
+        self.longest = max(view.num_oldest_tokens, view.dispatched_longest) if waiting + sent and view.shares_prompts else 0
         self.reported_s = self._lasts_s(reported_s, waiting) if waiting else 0.0
         self.dispatched_s = self._lasts_s(self.queued_s, self.queued_tokens) - self.reported_s if sent else 0.0
         self.sent_ahead_s = self.dispatched_s + self.step_s / 2 if self.rows else self.dispatched_s
@@ -177,6 +181,19 @@ class WorkerEstimate:
         left_s = self.reported_s - age_s if age_s > 0 else self.reported_s
         return ahead_s + left_s if left_s > 0 else ahead_s
 
+    def _share_ahead_s(self, num_tokens: int, now: float) -> float:
+        """Return the seconds that other prompts take of one of `num_tokens` that overtakes the oldest one: the rest of the
+        running step, then their part of its own steps. All others but the oldest one are taken to be shorter."""
+        chunk = min(self.chunk, self._paced_chunk()) if self.share else self.chunk
+        num_before = max(0, self.queued_tokens - self.longest) + num_tokens
+        num_steps = math.ceil(num_before / max(1.0, chunk * (1 - OLDEST_SHARE)))
+        part = (chunk * (num_steps + 0.5) - num_tokens) / self.queued_tokens
+        return self.ahead_s(now) * min(1.0, part)
+
+    def _paced_chunk(self) -> float:
+        """Return how many of the queued tokens fit into a step beside sequences that keep their pace."""
+        return self.step_s * (1 / self.share - 1) * self.queued_tokens / self.queued_s if self.queued_s else self.chunk
+
     def prompt_side(self, num_tokens: int, num_cached: int, now: float) -> PromptSide:
         """Return the effect of computing a prompt of which `num_cached` tokens are cached."""
         model, first = self.model, num_cached if num_cached < num_tokens else num_tokens - 1
@@ -184,7 +201,7 @@ class WorkerEstimate:
         own_s = own * model.per_prefill_token_s + prefill_context(first, num_tokens) * model.per_prefill_context_s
         num_steps = -(-own // self.chunk)
         # Without decoding sequences, step_s is the fixed time of a step.
-        ahead_s = self.ahead_s(now)
+        ahead_s = self.ahead_s(now) if own > MUCH_SHORTER * self.longest else self._share_ahead_s(own, now)
         lasts_s = own_s + num_steps * self.step_s
         if self.share_soon:
             paced_s = own_s / (1 - self.share_soon) if self.queued_tokens else self._paced_s(own_s, self.share_soon)

@@ -51,6 +51,7 @@ class Described(NamedTuple):
     hands_over_choices: bool = True
     keeps_pace: bool = True
     is_reproducible: bool = True
+    shares_prompts: bool = True
 
 
 class Counted(NamedTuple):
@@ -61,6 +62,7 @@ class Counted(NamedTuple):
     tokens: int = 0
     decodes: int = 0
     context: int = 0
+    longest: int = 0
 
 
 NOTHING = Counted()
@@ -85,6 +87,7 @@ def describe(info: worker_pb2.WorkerInfo) -> Described:
         hands_over_choices=worker_pb2.ENGINE_LACK_CHOICES_HANDOFF not in info.lacks,
         keeps_pace=worker_pb2.ENGINE_LACK_PACES not in info.lacks,
         is_reproducible=worker_pb2.ENGINE_LACK_REPRODUCIBLE not in info.lacks,
+        shares_prompts=worker_pb2.ENGINE_LACK_PROMPT_SHARES not in info.lacks,
     )
 
 
@@ -114,6 +117,7 @@ def snapshot_of(
         num_seqs=num_running + load.num_waiting + load.num_reserved + load.num_held,
         num_waiting_tokens=load.num_waiting_tokens,
         num_prefilling=num_prefilling,
+        num_oldest_tokens=load.oldest_prompt_tokens,
         num_decoding=load.num_decoding if latency is not None else num_running,
         decode_context=load.decode_context if latency is not None else _used_tokens(described, load),
         num_starting=load.num_reserved + (num_prefilling if latency is not None else 0),
@@ -129,11 +133,13 @@ def snapshot_of(
         dispatched_tokens=sent.tokens,
         dispatched_decodes=sent.decodes,
         dispatched_context=sent.context,
+        dispatched_longest=sent.longest,
         adapters=adapters_of(load),
         engine=described.engine,
         hands_over_choices=described.hands_over_choices,
         keeps_pace=described.keeps_pace,
         is_reproducible=described.is_reproducible,
+        shares_prompts=described.shares_prompts,
     )
 
 

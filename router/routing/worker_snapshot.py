@@ -27,12 +27,14 @@ class WorkerSnapshot:
     `figures_at`: monotonic seconds at which its numbers were true; `dispatched_*` is what this router sent there since.
     `num_decoding` sequences attend to `decode_context` tokens in every step; `num_starting` are prefilled or reserved and will
     decode. `latency` is None while the worker does not report its speed; `max_num_batched_tokens` 0: not reported.
+    `num_oldest_tokens` are those that the oldest prompt lacks, `dispatched_longest` those of the longest
+    prompt sent.
     `pace_s`: TPOT to which the worker limits its steps with prompts, 0: none; `slack_s`: time its sequences are ahead of that.
     `tokens_per_row`: tokens that a sequence gets from a step lately, `computed_per_row` those computed for it, drafted tokens
     included.
     `engine`: its name, for people. `hands_over_choices`: it may be one end of the hand-off of a request with several choices;
     `keeps_pace`: its steps hold prompts back so that running sequences keep their TPOT objectives; `is_reproducible`: a request
-    that it computes again draws the same tokens.
+    that it computes again draws the same tokens; `shares_prompts`: a prompt much shorter than the oldest one shares its steps.
     `penalty_s`: estimated seconds by which a placement there costs more than the numbers say.
     """
 
@@ -54,6 +56,7 @@ class WorkerSnapshot:
     num_seqs: int
     num_waiting_tokens: int
     num_prefilling: int = 0
+    num_oldest_tokens: int = 0
     num_decoding: int = 0
     decode_context: int = 0
     num_starting: int = 0
@@ -70,11 +73,13 @@ class WorkerSnapshot:
     dispatched_tokens: int = 0
     dispatched_decodes: int = 0
     dispatched_context: int = 0
+    dispatched_longest: int = 0
     adapters: frozenset[AdapterId] = frozenset()
     engine: str = ""
     hands_over_choices: bool = True
     keeps_pace: bool = True
     is_reproducible: bool = True
+    shares_prompts: bool = True
 
     @property
     def key(self) -> WorkerKey:

@@ -62,14 +62,14 @@ def test_what_a_preempted_sequence_computes_again_is_prefill() -> None:
 def test_counts_come_with_the_step_that_changes_them() -> None:
     engine = make_engine(max_num_batched_tokens=6)
     engine.add(request("a", max_tokens=2))
-    engine.add(request("b", (1, 2, 3), max_tokens=5))
+    engine.add(request("b", (1, 2, 3, 4, 5, 6, 7), max_tokens=5))
     first = stats_of(step(engine))
     assert (first.num_running, first.num_waiting, first.num_decoding, first.num_prefilling) == (1, 1, 0, 2)
     step(engine)
     third = step(engine)
     last = stats_of(third)
     assert (last.num_running, last.num_waiting, last.num_prefilling) == (1, 0, 0)
-    assert (last.num_decoding, last.decode_context) == (1, 4)
+    assert (last.num_decoding, last.decode_context) == (1, 8)
     assert last.taken_ns == third.ended_ns
     assert last == replace(engine.stats(), taken_ns=last.taken_ns)
 

@@ -7,7 +7,18 @@ import pytest
 from pdmesh.engine.kv_cache.block_manager import BlockManager
 from pdmesh.engine.kv_cache.block_pool import BlockPool
 from pdmesh.engine.request import EngineRequest
-from pdmesh.engine.scheduler.scheduler import FORGIVEN, LEAST_TOKENS, MAX_SHARE, SPREAD, TARGET, Scheduler, StepCost, TpotLimiter
+from pdmesh.engine.scheduler.scheduler import (
+    FORGIVEN,
+    LEAST_TOKENS,
+    MAX_SHARE,
+    MUCH_SHORTER,
+    OLDEST_SHARE,
+    SPREAD,
+    TARGET,
+    Scheduler,
+    StepCost,
+    TpotLimiter,
+)
 from pdmesh.engine.scheduler.sequence import Phase, Sequence, SequenceGroup
 from pdmesh.engine.speculation.draft import Draft
 from pdmesh.planning import latency_model
@@ -202,8 +213,10 @@ def test_router_autoscaler_and_simulator_think_of_the_same_pace() -> None:
         latency_model.MAX_SHARE,
         latency_model.LEAST_TOKENS,
         latency_model.FORGIVEN,
+        latency_model.OLDEST_SHARE,
+        latency_model.MUCH_SHORTER,
     )
-    assert copies == (TARGET, SPREAD, MAX_SHARE, LEAST_TOKENS, FORGIVEN)
+    assert copies == (TARGET, SPREAD, MAX_SHARE, LEAST_TOKENS, FORGIVEN, OLDEST_SHARE, MUCH_SHORTER)
 
 
 def guessed(goal_s: float, tokens_per_step: int, *others: float) -> tuple[Machine, Sequence]:

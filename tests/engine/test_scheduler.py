@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pdmesh.engine.kv_cache.block_manager import BlockCopy, BlockManager
 from pdmesh.engine.kv_cache.block_pool import BlockPool
@@ -77,6 +79,64 @@ def test_decode_rows_come_before_chunks_and_chunks_in_order_of_arrival() -> None
     assert list(bench.step().items()) == [(a, 1), (b, 5)]
     assert list(bench.step().items()) == [(a, 1), (b, 1), (c, 4)]
     assert list(bench.step().items()) == [(a, 1), (b, 1), (c, 1)]
+
+
+def test_a_much_shorter_prompt_shares_the_steps_of_the_oldest_one() -> None:
+    bench = Bench(budget=8, num_blocks=64)
+    long = bench.add(range(100, 200))
+    assert bench.step() == {long: 8}
+    short, middle = bench.add(range(2)), bench.add(range(20, 60))
+    assert bench.step() == {short: 2, middle: 2, long: 4}, "half of the step is the oldest one's, the shortest other comes first"
+    assert bench.step() == {short: 1, middle: 3, long: 4}
+
+
+def test_prompts_of_like_lengths_are_computed_one_after_the_other() -> None:
+    bench = Bench(budget=8, num_blocks=64)
+    first, second = bench.add(range(100, 140)), bench.add(range(200, 230))
+    steps = [bench.step() for _ in range(5)]
+    assert steps == [{first: 8}] * 5
+    assert bench.step() == {first: 1, second: 7}
+
+
+def test_a_short_prompt_leaves_the_blocks_that_the_head_of_the_queue_needs() -> None:
+    bench = Bench(num_blocks=12, budget=4)
+    running = bench.add(range(8))
+    assert [bench.step(), bench.step()] == [{running: 4}, {running: 4}]
+    head, short = bench.add(range(20, 52)), bench.add(range(60, 62))
+    assert bench.step() == {running: 1, head: 3}, "a block for the short one would leave too few for the head"
+    assert bench.scheduler.waiting == [short]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 12), st.integers(1, 60)), min_size=1, max_size=12),
+    st.integers(2, 16),
+    st.integers(16, 200),
+)
+def test_prompts_share_steps_fairly(arrivals: list[tuple[int, int]], budget: int, num_blocks: int) -> None:
+    """No token of a step is left over, the oldest prompt has its half, and each prompt ends."""
+    bench, coming, seen = Bench(budget=budget, num_blocks=num_blocks), sorted(arrivals), 0
+    open_prompts: list[Sequence] = []
+    for now in range(10_000):
+        while coming and coming[0][0] <= now:
+            seen += 100
+            open_prompts.append(bench.add(range(seen, seen + coming.pop(0)[1])))
+        oldest = open_prompts[0] if open_prompts else None
+        lacks = oldest.num_remaining if oldest else 0
+        planned = bench.step()
+        bench.check()
+        assert sum(planned.values()) <= budget
+        if oldest is not None:
+            assert planned[oldest] >= min(lacks, -(-budget // 2))
+        if sum(planned.values()) < budget and bench.scheduler.waiting:
+            head = bench.scheduler.waiting[0]
+            assert bench.allocator.num_blocks_for(head.num_tokens) + bench.scheduler.num_spare_blocks(0) > bench.pool.num_free
+        for prompt in [prompt for prompt in open_prompts if prompt.output]:
+            open_prompts.remove(prompt)
+            bench.scheduler.discard(prompt)
+            bench.allocator.release(prompt)
+        if not coming and not open_prompts:
+            return
+    raise AssertionError("a prompt never ended")
 
 
 def test_a_waiting_sequence_gets_all_its_blocks_when_its_turn_comes() -> None:

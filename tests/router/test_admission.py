@@ -239,6 +239,54 @@ def test_lanes_do_not_wait_for_each_other() -> None:
     assert ask(admission, lane="y").state is TicketState.ADMITTED
 
 
+def long_behind_others(admission: Admission, **more: object) -> Ticket:
+    """A long prompt for which the mesh is saturated."""
+    saturated = lambda: Forecast(9.0, 0.01, has_room=True, ahead_s=8.0)  # noqa: E731
+    assert ask(admission).state is TicketState.ADMITTED
+    first = ask(admission, prompt_tokens=1000, foresee=saturated, **more)
+    assert first.state is TicketState.WAITING
+    return first
+
+
+def free() -> Forecast:
+    return Forecast(0.05, 0.01, has_room=True)
+
+
+def test_much_shorter_prompts_overtake_one_for_which_the_mesh_is_saturated_by_as_many_tokens_as_it_has() -> None:
+    admission = admission_of(20, 20)
+    first = long_behind_others(admission)
+    states = [ask(admission, prompt_tokens=300, foresee=free).state for _ in range(4)]
+    assert states == [TicketState.ADMITTED] * 3 + [TicketState.WAITING]
+    assert first.overtaken_tokens == 900
+    assert ask(admission, prompt_tokens=100, foresee=free).state is TicketState.ADMITTED
+    assert ask(admission, prompt_tokens=1, foresee=free).state is TicketState.WAITING
+
+
+def test_a_prompt_that_is_not_much_shorter_or_of_lower_rank_does_not_overtake() -> None:
+    admission = admission_of(20, 20)
+    first = long_behind_others(admission)
+    assert ask(admission, prompt_tokens=501, foresee=free).state is TicketState.WAITING
+    assert ask(admission, BATCH, prompt_tokens=5, foresee=free).state is TicketState.WAITING
+    assert first.overtaken_tokens == 0
+
+
+def test_one_that_waits_overtakes_when_the_mesh_can_take_it() -> None:
+    admission, can_take = admission_of(20, 20), [False]
+    first = long_behind_others(admission)
+    short = ask(admission, prompt_tokens=5, foresee=lambda: free() if can_take[0] else Forecast(9.0, 0.01, has_room=False))
+    assert short.state is TicketState.WAITING
+    can_take[0] = True
+    assert admission.look(0.1) == [short]
+    assert (short.state, first.state, first.overtaken_tokens) == (TicketState.ADMITTED, TicketState.WAITING, 5)
+
+
+def test_a_tenant_at_its_limit_does_not_overtake() -> None:
+    admission = Admission(AdmissionSettings(20, 20), Book({"a": TenantLimits(max_inflight=1)}))
+    long_behind_others(admission)
+    assert ask(admission, prompt_tokens=5, tenant="a", foresee=free).state is TicketState.ADMITTED
+    assert ask(admission, prompt_tokens=5, tenant="a", foresee=free).state is TicketState.WAITING
+
+
 class AnyOrder(RuleBasedStateMachine):
     """Whatever comes: bounds hold, nobody is lost, nobody waits beside a free place, tokens are conserved."""
 

@@ -94,7 +94,10 @@ class NaiveWorker:
         first = next(iter(self.prompts or self.waiting), None)
         if first is not None:
             budget = min(budget, self._paced(first, decode_s, now, budget))
-        for row in self.prompts:
+        if not has_preempted:
+            budget -= self._short(budget)
+        planned = [row for row, _ in self.pieces]
+        for row in [row for row in self.prompts if row not in planned]:
             budget = self._piece(row, budget)
         if not (has_preempted and (self.decoding or self.prompts)):
             while budget > 0 and self.waiting and self._blocks(self.waiting[0].num_tokens) + self._spare() <= self.num_free:
@@ -109,6 +112,28 @@ class NaiveWorker:
         tokens = sum(num for _, num in self.pieces)
         context = sum(prefill_context(row.num_computed, row.num_computed + num) for row, num in self.pieces)
         return self.spec.speed.step_s(Work(tokens, context, len(self.decoding), sum(row.num_tokens for row in self.decoding)))
+
+    def _short(self, budget: int) -> int:
+        """Plans prompts that need at most half of the oldest one's tokens, in what it leaves of the step; it has half of it."""
+        prompts = sorted([*self.prompts, *self.waiting], key=lambda row: row.turn)
+        if not prompts:
+            return 0
+        lacks = {row.turn: row.num_tokens - row.num_computed for row in prompts}
+        left = share = budget - min(lacks[prompts[0].turn], -(-budget // 2))
+        for row in sorted(prompts, key=lambda row: (lacks[row.turn], row.turn)):
+            if left == 0 or lacks[row.turn] > lacks[prompts[0].turn] / 2:
+                break
+            if row in self.waiting:
+                kept = 0 if row is self.waiting[0] else self._blocks(self.waiting[0].num_tokens)
+                if self._blocks(row.num_tokens) + self._spare() + kept > self.num_free:
+                    break
+                self.waiting.remove(row)
+                row.num_blocks = self._blocks(row.num_tokens)
+                self.num_free -= row.num_blocks
+                self.prompts.append(row)
+                self.prompts.sort(key=lambda row: row.turn)
+            left = self._piece(row, left)
+        return share - left
 
     def _piece(self, row: Row, budget: int) -> int:
         num = min(budget, row.num_tokens - row.num_computed)

@@ -12,7 +12,7 @@ from pdmesh.simulator.workers.worker import Figures
 from router.fleet.worker import Dispatched
 from tests.simulator.specs import LARGE
 
-IDLE = Figures(0.0, 0, 0, 0, 0, 8192, 8192, 0, 0, 0, 0, 0.0, 0.0, 0, 0, 0, 0, 0, prefill=True, decode=True)
+IDLE = Figures(0.0, 0, 0, 0, 0, 8192, 8192, 0, 0, 0, 0, 0.0, 0.0, 0, 0, 0, 0, 0, 0, prefill=True, decode=True)
 
 
 def test_spare_blocks_are_those_of_the_engine() -> None:

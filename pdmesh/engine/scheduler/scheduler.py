@@ -7,6 +7,7 @@ the known ones, where they take neither budget nor blocks from another sequence.
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Sequence_
@@ -161,6 +162,19 @@ def _tokens_per_step(sequence: Sequence) -> float:
     return max(1.0, (PRIOR_STEPS + num_tokens) / (PRIOR_STEPS + num_steps))
 
 
+# Prompts share a step's tokens: the oldest prompt has at least half of them, the other half goes to prompts that are much shorter
+# than it, the shortest first; what these leave goes to all prompts in order of arrival.
+#
+#     oldest  8190 ████████████░░  ← a prompt of 4 tokens that arrives behind it is computed in the next step
+#
+# So a short prompt waits for a few steps, not for a long prompt to end; a long one takes at most twice its time alone; prompts of
+# like lengths are computed one after the other, which ends the first of them sooner. Shortest remaining time first is best for
+# the mean (Schrage 1968); the share of the oldest keeps it from starving.
+OLDEST_SHARE = 0.5
+"""The least part of a step's prompt tokens that the oldest prompt gets, while it needs them."""
+MUCH_SHORTER = 0.5
+"""A prompt overtakes the oldest one if it needs at most this part of its tokens."""
+
 # One block in this many is kept free for growth when a request is admitted beside running sequences.
 BLOCKS_PER_SPARE = 64
 # In a step with prompts, draft tokens get at most this part of the budget: one token in so many.
@@ -248,7 +262,8 @@ class Scheduler:
                 queue.remove(sequence)
 
     def schedule(self, now_ns: int = 0, drafts: Mapping[Sequence, Draft] | None = None) -> SchedulerOutput:
-        """Schedule decode rows first, then chunks of running sequences, then waiting ones, each in order of arrival.
+        """Schedule decode rows first, then chunks of prompts: of those much shorter than the oldest one (a part of the step),
+        then of running sequences and of waiting ones, in order of arrival.
 
         `drafts`: drafts of running sequences. An empty plan means that no sequence can advance until blocks are released.
         """
@@ -258,7 +273,8 @@ class Scheduler:
         self._plan_all(decoding, plan)
         self._plan_drafts(drafts or {}, plan, beside_prompts=bool(prompts or self.waiting))
         self._limit_prompts(plan, decoding, prompts or self.waiting, now_ns)
-        self._plan_all(prompts, plan)
+        self._plan_short_prompts(prompts, plan)
+        self._plan_all([prompt for prompt in prompts if plan.piece_of(prompt) is None], plan)
         if not plan.preempted or not plan.pieces:  # a sequence that was just preempted must not preempt the next one
             self._plan_waiting(plan)
         return plan
@@ -297,8 +313,34 @@ class Scheduler:
             most = self._pacer.prompt_tokens(decoding, prompts[0], now_ns, num_guessed)
             plan.budget = plan.budget if most is None else min(plan.budget, most)
 
-    def _plan_running(self, sequence: Sequence, plan: SchedulerOutput) -> None:
-        num_tokens = min(sequence.num_remaining, plan.budget)
+    def _plan_short_prompts(self, prompts: list[Sequence], plan: SchedulerOutput) -> None:
+        """Plan prompts that are much shorter than the oldest one within the part of the step that it leaves to them."""
+        oldest = min((*prompts[:1], *self.waiting[:1]), key=_turn, default=None)
+        if oldest is None or plan.preempted:
+            return
+        share = plan.budget - min(oldest.num_remaining, math.ceil(OLDEST_SHARE * plan.budget))
+        most = MUCH_SHORTER * oldest.num_remaining
+        for sequence in sorted((each for each in (*prompts, *self.waiting) if each.num_remaining <= most), key=_shortest):
+            if share <= 0 or plan.preempted or not self._overtake(sequence, plan):
+                return
+            before = plan.budget
+            self._plan_running(sequence, plan, share)
+            share -= before - plan.budget
+
+    def _overtake(self, sequence: Sequence, plan: SchedulerOutput) -> bool:
+        """Return whether a sequence has blocks, or gets them now: a waiting one leaves those that the head of the queue needs."""
+        head = self.waiting[0] if self.waiting else sequence
+        if sequence not in self.waiting:
+            return True
+        num_needed = 0 if sequence is head else self._allocator.num_blocks_for(head.num_tokens)
+        if not self._admit(sequence, plan, keep_free=num_needed):
+            return False
+        self.waiting.remove(sequence)
+        self.run(sequence)
+        return True
+
+    def _plan_running(self, sequence: Sequence, plan: SchedulerOutput, most: int | None = None) -> None:
+        num_tokens = min(sequence.num_remaining, plan.budget if most is None else most)
         if num_tokens and self._make_room(sequence, num_tokens, plan):
             plan.add(ScheduledSequence(sequence, num_tokens, self._allocator.extend(sequence, num_tokens)))
 
@@ -345,15 +387,19 @@ class Scheduler:
             plan.add(ScheduledSequence(sequence, min(sequence.num_remaining, plan.budget)))
 
     def _admit_waiting(self, plan: SchedulerOutput) -> Iterator[Sequence]:
-        # Strictly in order, so that small requests do not overtake a large one for ever.
+        # Strictly in order: none overtakes a request that lacks blocks, else small ones would keep a large one out for ever.
         while self.waiting and plan.budget and self._admit(self.waiting[0], plan):
             sequence = self.waiting.pop(0)
             self.run(sequence)
             yield sequence
 
-    def _admit(self, sequence: Sequence, plan: SchedulerOutput) -> bool:
-        admit = partial(self._allocator.admit, sequence, keep_free=self.num_spare_blocks(0))
+    def _admit(self, sequence: Sequence, plan: SchedulerOutput, keep_free: int = 0) -> bool:
+        admit = partial(self._allocator.admit, sequence, keep_free=self.num_spare_blocks(0) + keep_free)
         return admit() or (self.trim(plan) and admit())
+
+
+def _shortest(sequence: Sequence) -> tuple[int, int, int]:
+    return sequence.num_remaining, *sequence.turn
 
 
 def _turn(sequence: Sequence) -> tuple[int, int]:

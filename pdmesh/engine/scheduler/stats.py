@@ -86,6 +86,7 @@ class EngineStatsCollector:
             num_prefilled_tokens=self._counters.num_prefilled_tokens,
             num_prefix_hit_tokens=self._allocator.num_prefix_hit_tokens,
             num_preemptions=self._scheduler.num_preemptions,
+            num_oldest_tokens=_oldest(running, waiting),
             speculation=None if self._tally is None else self._tally.stats(),
         )
 
@@ -103,6 +104,13 @@ def _num_choices(sequences: list[Sequence]) -> int:
 def _num_to_prefill(sequences: list[Sequence]) -> int:
     # The property's arithmetic, without calling it for each sequence.
     return sum([max(0, sequence.num_to_restore - sequence.num_computed) for sequence in sequences])
+
+
+def _oldest(running: list[Sequence], waiting: list[Sequence]) -> int:
+    """Return the tokens that the oldest prompt lacks; both lists are in order of arrival."""
+    heads = [next((each for each in queue if each.num_to_prefill), None) for queue in (running, waiting)]
+    prompts = [each for each in heads if each is not None]
+    return min(prompts, key=lambda each: each.turn).num_to_prefill if prompts else 0
 
 
 # Postprocessing of a step: sequences advance, choices take their tokens, and updates for the caller are made.

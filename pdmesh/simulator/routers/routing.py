@@ -130,6 +130,7 @@ class Ledger:
             num_seqs=figures.num_running + figures.num_waiting + figures.num_reserved + figures.num_held,
             num_waiting_tokens=figures.num_waiting_tokens,
             num_prefilling=figures.num_prefilling,
+            num_oldest_tokens=figures.num_oldest_tokens,
             num_decoding=figures.num_decoding,
             decode_context=figures.decode_context,
             num_starting=figures.num_reserved + figures.num_prefilling,
@@ -143,6 +144,7 @@ class Ledger:
             dispatched_tokens=sent.tokens,
             dispatched_decodes=sent.decodes,
             dispatched_context=sent.context,
+            dispatched_longest=sent.longest,
             keeps_pace=spec.keeps_pace,
         )
 

@@ -2,20 +2,21 @@
 
   command ─► waits for the end of the step ─► reserve, run_local, start, prefill, let_go ─► the next step
 
-A step holds one token of every decoding row and, in order of arrival, chunks of prompts under the token budget, as much of them
-as the rows' TPOT budgets leave. Without a prompt only contexts change: then all steps before the next row's end are one event,
-which a new command cuts short at the end of its current step.
+A step holds one token of every decoding row and chunks of prompts under the token budget, as much of them as the rows' TPOT
+budgets leave: in order of arrival, but prompts much shorter than the oldest one share its steps. Without a prompt only contexts
+change: then all steps before the next row's end are one event, which a new command cuts short at the end of its current step.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
 
-from pdmesh.planning.latency_model import PACE_TARGET
+from pdmesh.planning.latency_model import MUCH_SHORTER, OLDEST_SHARE, PACE_TARGET
 from pdmesh.simulator.events import EventQueue
 from pdmesh.simulator.workers.batch import Paces, Rows, StepsUnderWay, StepTimes, prompts_s
 from pdmesh.simulator.workers.kv_room import KvRoom, Sequence
@@ -45,6 +46,7 @@ class Census(NamedTuple):
     num_free_blocks: int
     num_waiting_tokens: int
     decode_context: int
+    num_oldest_tokens: int
 
 
 class Figures(NamedTuple):
@@ -69,6 +71,7 @@ class Figures(NamedTuple):
     num_generated_tokens: int
     num_prefix_hit_tokens: int
     num_preemptions: int
+    num_oldest_tokens: int
     prefill: bool = False
     decode: bool = False
     draining: bool = False
@@ -86,6 +89,7 @@ def census_of(worker: ModelledWorker) -> Census:
         worker.room.num_free,
         worker.num_to_prefill,
         rows.context,
+        worker.num_oldest_tokens,
     )
 
 
@@ -121,6 +125,7 @@ def figures_of(
         counters.num_generated + num_steps * census.num_decoding,
         worker.room.num_hit_tokens,
         counters.num_preemptions,
+        census.num_oldest_tokens,
         prefill,
         decode,
         draining,
@@ -145,6 +150,7 @@ BLOCKS_PER_SPARE = 64
 
 Command = Callable[[float], None]
 _turn: Callable[[Sequence], int] = attrgetter("turn")
+_shortest: Callable[[Sequence], tuple[int, int]] = attrgetter("num_remaining", "turn")
 
 
 class ModelledWorker:
@@ -334,7 +340,7 @@ class ModelledWorker:
         has_preempted = self._make_room()
         num_rows = len(rows.members)
         decode_s = speed.fixed_s + speed.per_sequence_s * num_rows + speed.per_context_token_s * rows.context
-        pieces = self._plan_prompts(decode_s, now, admit=not (has_preempted and (num_rows or self.prompts)))
+        pieces = self._plan_prompts(decode_s, now, has_preempted=has_preempted)
         if pieces:
             return StepsUnderWay(now, 1, decode_s + prompts_s(speed, pieces), pieces=pieces)
         if not num_rows:
@@ -372,8 +378,9 @@ class ModelledWorker:
         self.num_to_prefill += victim.num_tokens
         insort(self.waiting, victim, key=_turn)
 
-    def _plan_prompts(self, decode_s: float, now: float, *, admit: bool) -> list[tuple[Sequence, int]]:
-        """Return chunks for the next step, in order of arrival; waiting sequences get blocks in their turn, if `admit`."""
+    def _plan_prompts(self, decode_s: float, now: float, *, has_preempted: bool) -> list[tuple[Sequence, int]]:
+        """Return chunks for the next step: of prompts much shorter than the oldest one, then of all in order of arrival. Waiting
+        sequences get blocks in their turn, unless one that was just preempted would get them."""
         first = self.prompts[0] if self.prompts else self.waiting[0] if self.waiting else None
         if first is None:
             return []
@@ -382,13 +389,56 @@ class ModelledWorker:
         if rows.members and spec.keeps_pace:
             most = self.paces.prompt_tokens(first, spec.speed, decode_s, rows.step, now)
             budget = budget if most is None else min(budget, most)
+        if not has_preempted:
+            pieces = self._short_pieces(budget)
+        budget -= sum([num_tokens for _, num_tokens in pieces])
+        planned = {sequence for sequence, _ in pieces}
+        admit = not (has_preempted and bool(rows.members or self.prompts))
         for sequence in self._in_turn(admit=admit):
+            if sequence in planned:
+                continue
             num_tokens = min(sequence.num_remaining, budget)
             pieces.append((sequence, num_tokens))
             budget -= num_tokens
             if budget <= 0:
                 break
         return pieces
+
+    def _short_pieces(self, budget: int) -> list[tuple[Sequence, int]]:
+        """Return chunks of prompts that are much shorter than the oldest one, within the part of the step that it leaves them."""
+        oldest, pieces = self._oldest(), list[tuple[Sequence, int]]()
+        if oldest is None:
+            return pieces
+        share = budget - min(oldest.num_remaining, math.ceil(OLDEST_SHARE * budget))
+        most = MUCH_SHORTER * oldest.num_remaining
+        for sequence in sorted([each for each in (*self.prompts, *self.waiting) if each.num_remaining <= most], key=_shortest):
+            if share <= 0 or not self._overtake(sequence):
+                break
+            pieces.append((sequence, min(sequence.num_remaining, share)))
+            share -= pieces[-1][1]
+        return pieces
+
+    def _overtake(self, sequence: Sequence) -> bool:
+        """Return whether it has blocks, or gets them now: a waiting one leaves those that the head of the queue needs."""
+        if sequence not in self.waiting:
+            return True
+        head = self.waiting[0]
+        num_needed = 0 if sequence is head else self.room.blocks_for(head.num_tokens)
+        if not self.room.admit(sequence, self._spare(0) + num_needed):
+            return False
+        self.waiting.remove(sequence)
+        insort(self.prompts, sequence, key=_turn)
+        self.num_to_prefill -= sequence.num_cached
+        return True
+
+    def _oldest(self) -> Sequence | None:
+        return min((*self.prompts[:1], *self.waiting[:1]), key=_turn, default=None)
+
+    @property
+    def num_oldest_tokens(self) -> int:
+        """Return the tokens that the oldest prompt lacks; 0 without one."""
+        oldest = self._oldest()
+        return 0 if oldest is None else oldest.num_remaining
 
     def _in_turn(self, *, admit: bool) -> Iterator[Sequence]:
         """Yield those that have blocks, then those that get some now."""

@@ -32,6 +32,7 @@ class Lack(enum.Enum):
     DRAFT_STATES = worker_pb2.ENGINE_LACK_DRAFT_STATES  # hidden states for draft proposers travel with the first token
     PACES = worker_pb2.ENGINE_LACK_PACES  # steps hold back prompts so that running sequences keep their TPOT objective
     REPRODUCIBLE = worker_pb2.ENGINE_LACK_REPRODUCIBLE  # equal logits for equal input, whatever else is in the batch
+    PROMPT_SHARES = worker_pb2.ENGINE_LACK_PROMPT_SHARES  # a prompt much shorter than the oldest one shares its steps
 
 
 @dataclass(frozen=True)
