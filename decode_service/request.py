@@ -185,6 +185,7 @@ class ChoiceOutput:
     first_index: int
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[common_pb2.Logprobs] = field(default_factory=list)  # one per token, or none at all
+    prompt_logprobs: list[common_pb2.Logprobs] = field(default_factory=list)  # sent with its first token
     finish_reason: common_pb2.FinishReason.ValueType = common_pb2.FINISH_REASON_UNSPECIFIED
     num_sent: int = 0
     finish_sent: bool = False
@@ -203,6 +204,8 @@ class ChoiceOutput:
         self.token_ids.extend(update.token_ids)
         if update.logprobs:
             self.logprobs.extend(map(wire_logprobs, update.logprobs))
+        if update.prompt_logprobs:
+            self.prompt_logprobs.extend(map(wire_logprobs, update.prompt_logprobs))
         if update.num_drafted:
             self.num_drafted += update.num_drafted
             self.num_accepted += update.num_accepted
@@ -232,6 +235,7 @@ class ChoiceOutput:
             finish_reason=self.finish_reason,
             num_drafted=self.num_drafted,
             num_accepted=self.num_accepted,
+            prompt_logprobs=() if start else self.prompt_logprobs,
         )
 
     def rewind(self, next_index: int) -> None:

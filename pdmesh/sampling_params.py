@@ -85,7 +85,7 @@ class SamplingParams:
     """Hold the sampling parameters of one request. The defaults change nothing; temperature 0 is greedy.
 
     `seed` is an unsigned 64-bit number; with the choice and the index of a token it fixes the token's noise. `logprobs` None:
-    none; k: those of the drawn token and of the k likeliest ones.
+    none; k: those of the drawn token and of the k likeliest ones. `prompt_logprobs`: the same of the tokens of the prompt.
     """
 
     temperature: float = field(
@@ -135,6 +135,7 @@ class SamplingParams:
     ignore_eos: bool = field(default=False, metadata=_as(Rules()))
     stop_token_ids: tuple[int, ...] = field(default=(), metadata=_as(Rules(computed=Range(0), meaning="token ids, at least 0")))
     logprobs: int | None = field(default=None, metadata=_as(Rules(computed=Range(0), served=Range(0, MAX_LOGPROBS))))
+    prompt_logprobs: int | None = field(default=None, metadata=_as(Rules(computed=Range(0), served=Range(0, MAX_LOGPROBS))))
     n: int = field(default=1, metadata=_as(Rules(computed=Range(1), served=Range(0, MAX_CHOICES))))
 
     @property
@@ -179,6 +180,7 @@ class SamplingOptions(TypedDict, total=False):
     ignore_eos: bool
     stop_token_ids: Sequence[int]
     logprobs: int
+    prompt_logprobs: int
     n: int
 
 

@@ -413,6 +413,8 @@ class VllmCore:
     def _opened(self, request: EngineRequest, state: State) -> Group | None:
         """Return a group for a valid new request; None: all seats are taken."""
         check_request(request, self._limits)
+        if request.sampling.prompt_logprobs is not None:
+            raise InvalidRequest("sampling.prompt_logprobs: workers with vLLM do not give those of prompts; leave it out")
         if request.request_id in self._groups:
             raise DuplicateRequest(f"request_id: {request.request_id!r} is in the engine already; release it first")
         names = [f"{request.request_id}#{next(self._serial)}" for _ in range(request.sampling.n)]

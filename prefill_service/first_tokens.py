@@ -108,6 +108,7 @@ def _first_token(update: SequenceUpdate) -> prefill_pb2.FirstToken:
     )
     if update.logprobs:
         token.logprobs.CopyFrom(_wire_logprobs(update.logprobs[0]))
+    token.prompt_logprobs.extend(map(_wire_logprobs, update.prompt_logprobs))
     return token
 
 

@@ -217,7 +217,8 @@ class Delta:
     """Hold new output of one choice. `token_ids[0]` has output index `first_index`; text may lag behind the ids.
 
     Of chats: `reasoning` and `tool_calls`, which are no part of the text; `warning`: the model wrote something like a call that
-    is none, and it is in the text."""
+    is none, and it is in the text. `prompt_logprobs`: of the prompt's tokens but the first, where they were asked for; the first
+    delta of one choice has them."""
 
     choice: int
     first_index: int
@@ -229,6 +230,7 @@ class Delta:
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
     warning: str = ""
+    prompt_logprobs: tuple[Logprobs, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -265,7 +267,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class Generation:
-    """Hold the complete answer to a request."""
+    """Hold the complete answer to a request. `prompt_logprobs`: of the prompt's tokens but the first, where they were asked
+    for."""
 
     request_id: str
     model: str
@@ -274,6 +277,7 @@ class Generation:
     usage: Usage
     timings: Timings
     num_resumes: int
+    prompt_logprobs: tuple[Logprobs, ...] = ()
 
     @property
     def text(self) -> str:

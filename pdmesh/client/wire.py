@@ -284,6 +284,7 @@ def _delta(delta: mesh_pb2.Delta) -> Delta:
         reasoning=delta.reasoning,
         tool_calls=tuple(ToolCallDelta(piece.index, piece.id, piece.name, piece.arguments) for piece in delta.tool_calls),
         warning=delta.warning,
+        prompt_logprobs=tuple(_logprobs(entry) for entry in delta.prompt_logprobs),
     )
 
 
@@ -335,6 +336,7 @@ def generation(events: Iterable[Event]) -> Generation:
         usage=completed.usage,
         timings=completed.timings,
         num_resumes=completed.num_resumes,
+        prompt_logprobs=tuple(entry for delta in deltas for entry in delta.prompt_logprobs),
     )
 
 

@@ -118,7 +118,7 @@ class Engine:
             adapter_slots=self.adapters.slots,
         )
         self.pacer = TpotLimiter(is_on=config.keep_pace)
-        self._scheduler = Scheduler(self._allocator, config.max_num_batched_tokens, self.pacer)
+        self._scheduler = Scheduler(self._allocator, config.max_num_batched_tokens, self.pacer, config.max_num_seqs)
         # Drafts are made from tokens that the host has read: with a proposer no step is launched ahead.
         self._overlap = (
             None

@@ -37,6 +37,7 @@ class SequenceUpdate:
     finish_reason: FinishReason | None
     num_drafted: int = 0  # draft tokens that were verified with the first of these
     num_accepted: int = 0  # how many of them were accepted and are among these tokens
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt's tokens but the first, with the first tokens of one choice
     draft_state: bytes = b""  # prefill_only: for the draft proposer of the decode worker (speculation/handover.py)
 
 

@@ -308,6 +308,7 @@ class SequenceOutput(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     NUM_DRAFTED_FIELD_NUMBER: _builtins.int
     NUM_ACCEPTED_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """request_id of the request."""
     choice: _builtins.int
@@ -330,6 +331,10 @@ class SequenceOutput(_message.Message):
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Logprobs]:
         """logprobs, one for each token, when asked for."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Logprobs]:
+        """prompt_logprobs of all tokens of the prompt but the first, when asked for: with the first output of one choice."""
+
     def __init__(
         self,
         *,
@@ -341,10 +346,11 @@ class SequenceOutput(_message.Message):
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
         num_drafted: _builtins.int = ...,
         num_accepted: _builtins.int = ...,
+        prompt_logprobs: _abc.Iterable[_common_pb2.Logprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "finish_reason", b"finish_reason", "first_index", b"first_index", "logprobs", b"logprobs", "num_accepted", b"num_accepted", "num_drafted", b"num_drafted", "request_id", b"request_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "finish_reason", b"finish_reason", "first_index", b"first_index", "logprobs", b"logprobs", "num_accepted", b"num_accepted", "num_drafted", b"num_drafted", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

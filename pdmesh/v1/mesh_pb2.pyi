@@ -546,6 +546,7 @@ class Delta(_message.Message):
     REASONING_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     WARNING_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
     """choice index, from 0."""
     first_index: _builtins.int
@@ -572,6 +573,12 @@ class Delta(_message.Message):
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCallDelta]:
         """tool_calls: pieces of calls that are new with this message. Only of Chat; they are no part of text."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Logprobs]:
+        """prompt_logprobs of all tokens of the prompt but the first, when asked for: with the first delta of one choice. A stream that is
+        resumed with emitted tokens has none.
+        """
+
     def __init__(
         self,
         *,
@@ -585,10 +592,11 @@ class Delta(_message.Message):
         reasoning: _builtins.str = ...,
         tool_calls: _abc.Iterable[Global___ToolCallDelta] | None = ...,
         warning: _builtins.str = ...,
+        prompt_logprobs: _abc.Iterable[_common_pb2.Logprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "finish_reason", b"finish_reason", "first_index", b"first_index", "logprobs", b"logprobs", "reasoning", b"reasoning", "stop_reason", b"stop_reason", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "warning", b"warning"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "finish_reason", b"finish_reason", "first_index", b"first_index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "stop_reason", b"stop_reason", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "warning", b"warning"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -171,6 +171,7 @@ class FirstToken(_message.Message):
     TOKEN_ID_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
     """choice index."""
     index: _builtins.int
@@ -183,6 +184,10 @@ class FirstToken(_message.Message):
     def logprobs(self) -> _common_pb2.Logprobs:
         """logprobs when asked for."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Logprobs]:
+        """prompt_logprobs of all tokens of the prompt but the first, when asked for: of one choice of the request."""
+
     def __init__(
         self,
         *,
@@ -191,10 +196,11 @@ class FirstToken(_message.Message):
         token_id: _builtins.int = ...,
         logprobs: _common_pb2.Logprobs | None = ...,
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
+        prompt_logprobs: _abc.Iterable[_common_pb2.Logprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

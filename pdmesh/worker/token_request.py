@@ -126,6 +126,8 @@ def _sampling(wire: common_pb2.SamplingParams) -> SamplingParams:
         raise InvalidArgument("request.sampling.n", f"{wire.n} choices; at most {MAX_CHOICES}")
     if wire.logprobs > MAX_LOGPROBS:
         raise InvalidArgument("request.sampling.logprobs", f"{wire.logprobs} alternatives; at most {MAX_LOGPROBS}")
+    if wire.prompt_logprobs > MAX_LOGPROBS:
+        raise InvalidArgument("request.sampling.prompt_logprobs", f"{wire.prompt_logprobs} alternatives; at most {MAX_LOGPROBS}")
     params = SamplingParams(**{parameter.name: _value(wire, parameter) for parameter in PARAMETERS})
     _check_ranges(params)
     return params

@@ -167,6 +167,8 @@ def _check_emitted(field: str, emitted: common_pb2.EmittedChoice, sampling: comm
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1000
 MAX_STOP_TOKENS = 256
+MAX_PROMPT_LOGPROBS = 1 << 18
+"""Bounds the log-probabilities of a prompt's tokens and of their alternatives: they come in one message."""
 
 _FIELDS = common_pb2.SamplingParams.DESCRIPTOR.fields_by_name
 _COUNTS = tuple(parameter for parameter in PARAMETERS if parameter.kind is Kind.COUNT)
@@ -229,6 +231,10 @@ def _check_lengths(sampling: common_pb2.SamplingParams, limits: Limits) -> None:
         refuse("sampling.min_tokens", f"{sampling.min_tokens} is more than max_tokens, {max_tokens}")
     for parameter in _COUNTS:
         _check_range(parameter, sampling)
+    num_logprobs = limits.num_prompt * (sampling.prompt_logprobs + 1) if sampling.HasField("prompt_logprobs") else 0
+    if num_logprobs > MAX_PROMPT_LOGPROBS:
+        most = f"at most {MAX_PROMPT_LOGPROBS} are given; ask for fewer alternatives, or in parts"
+        refuse("sampling.prompt_logprobs", f"{limits.num_prompt} tokens with {sampling.prompt_logprobs} alternatives: {most}")
 
 
 def _check_stops(sampling: common_pb2.SamplingParams, limits: Limits) -> None:

@@ -23,7 +23,8 @@ NUM_SEEDS = 2**31 - MAX_CHOICES
 _COPIED = tuple(
     each
     for each in PARAMETERS
-    if each.name in pb.SamplingParams.DESCRIPTOR.fields_by_name and each.name not in ("seed", "n", "logprobs", "max_tokens")
+    if each.name in pb.SamplingParams.DESCRIPTOR.fields_by_name
+    and each.name not in ("seed", "n", "logprobs", "prompt_logprobs", "max_tokens")
 )
 _SIMPLE_CONSTRAINTS = ("json_schema", "regex", "grammar")
 _FINISH_REASONS = {"stop": common_pb2.FINISH_REASON_STOP, "length": common_pb2.FINISH_REASON_LENGTH}
@@ -51,6 +52,8 @@ def check(request: common_pb2.TokenRequest, *, shares_cache: bool) -> None:
         _refuse("options.cache_salt", "has no cache salt: the engine's prefix cache is shared by all of its requests")
     if request.tenant and not shares_cache:
         _refuse("options.tenant", "keeps no tenants apart in the engine's prefix cache; --engine-tenants share accepts that")
+    if request.sampling.HasField("prompt_logprobs"):
+        _refuse("sampling.prompt_logprobs", "is not read for log-probabilities of prompts")
     if request.sampling.HasField("constraint") and any(choice.token_ids for choice in request.emitted):
         _refuse("sampling.constraint", "cannot continue a constrained output that has begun")
 

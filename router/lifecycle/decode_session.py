@@ -183,6 +183,8 @@ class DecodeSession:
         self.started = True
         logprobs = output.logprobs if self._wants_logprobs else ()
         chunk = TokenChunk(output.choice, output.first_index, output.token_ids[:], logprobs, output.finish_reason)
+        if output.prompt_logprobs:
+            chunk.prompt_logprobs = output.prompt_logprobs[:]
         if self._waits_for_first:
             self._hold_back(chunk)
         else:

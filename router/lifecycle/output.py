@@ -27,13 +27,15 @@ UNFINISHED = common_pb2.FINISH_REASON_UNSPECIFIED
 
 @dataclass(slots=True)
 class TokenChunk:
-    """Hold new output of one choice: consecutive tokens from `first_index` on; `logprobs` is empty or one for each token."""
+    """Hold new output of one choice: consecutive tokens from `first_index` on; `logprobs` is empty or one for each token.
+    `prompt_logprobs`: of the prompt's tokens but the first, with the first tokens of one choice."""
 
     choice: int
     first_index: int
     token_ids: list[int]
     logprobs: Sequence[common_pb2.Logprobs] = ()
     finish_reason: common_pb2.FinishReason.ValueType = UNFINISHED
+    prompt_logprobs: Sequence[common_pb2.Logprobs] = ()
 
 
 @dataclass(slots=True)
@@ -233,7 +235,9 @@ class Output:
         elif chunk.finish_reason:
             self._end(delta, chunk.finish_reason, chunk.token_ids[-1] if chunk.token_ids else None)
         if chunk.logprobs:
-            self._add_logprobs(delta, chunk.logprobs[:num_pushed])
+            delta.logprobs.extend(self._with_texts(chunk.logprobs[:num_pushed]))
+        if chunk.prompt_logprobs:
+            delta.prompt_logprobs.extend(self._with_texts(chunk.prompt_logprobs))
         if self._parsed:
             self._parsed[choice].fill(delta)
         return response
@@ -278,13 +282,13 @@ class Output:
         self._num_unfinished -= not self._finished[choice]
         self._finished[choice] = True
 
-    def _add_logprobs(self, delta: mesh_pb2.Delta, logprobs: Sequence[common_pb2.Logprobs]) -> None:
+    def _with_texts(self, logprobs: Sequence[common_pb2.Logprobs]) -> Sequence[common_pb2.Logprobs]:
         token_text = self._tokenizer.token_text
         for entry in logprobs:
             entry.chosen.text = token_text(entry.chosen.token_id)
             for candidate in entry.top:
                 candidate.text = token_text(candidate.token_id)
-        delta.logprobs.extend(logprobs)
+        return logprobs
 
     def _replay_choice(self, emitted: common_pb2.EmittedChoice) -> mesh_pb2.Delta | None:
         choice, tokens = emitted.index, emitted.token_ids

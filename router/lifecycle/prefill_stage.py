@@ -254,14 +254,7 @@ class PrefillCall:
             self._core.hedging.times.record(prefill.sent.tokens, seconds)
         self._timings.prefilled(first.timings)
         wants_logprobs = self._request.prepared.sampling.HasField("logprobs")
-        self._session.deliver_first(
-            [
-                TokenChunk(
-                    token.choice, token.index, [token.token_id], (token.logprobs,) if wants_logprobs else (), token.finish_reason
-                )
-                for token in first.tokens
-            ]
-        )
+        self._session.deliver_first([_chunk_of(token, wants_logprobs=wants_logprobs) for token in first.tokens])
 
     def _slowness(self, seconds: float) -> float:
         """Return observed ÷ expected seconds. Times below the least bound of a hedge are harmless and count as that bound."""
@@ -309,3 +302,8 @@ def _moved(end: PrefillEnd) -> Attributes:
     if outcome is None:
         return {}
     return {"pdmesh.kv.bytes": outcome.kv_bytes, "pdmesh.kv.transport": outcome.transport}
+
+
+def _chunk_of(token: prefill_pb2.FirstToken, *, wants_logprobs: bool) -> TokenChunk:
+    logprobs = (token.logprobs,) if wants_logprobs else ()
+    return TokenChunk(token.choice, token.index, [token.token_id], logprobs, token.finish_reason, token.prompt_logprobs[:])

@@ -7,6 +7,7 @@ import pytest
 
 from pdmesh.client.client import AsyncClient, Client, Completed, Delta, Started
 from pdmesh.client.types import FinishReason
+from pdmesh.errors import InvalidArgument
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.sampling_params import SamplingParams
 from pdmesh.text.tokenizer import Tokenizer
@@ -37,6 +38,24 @@ async def test_choices_penalties_and_logprobs(mesh: LocalMesh, tiny: Path, mode:
         assert choice.finish_reason is FinishReason.LENGTH
     assert result.usage.prompt_tokens == 45
     assert result.usage.completion_tokens == 72
+    await assert_whole(mesh)
+
+
+async def test_logprobs_of_the_prompt_are_the_same_whoever_computes_it(mesh: LocalMesh) -> None:
+    prompt = oracle.prompt_of(11, 90)
+    async with AsyncClient(mesh.router_addresses) as client:
+        remote, local, cached = [
+            await client.generate(prompt, seed=3, max_tokens=4, n=2, prompt_logprobs=2, mode=mode, ignore_eos=True, timeout=60)
+            for mode in ("remote", "local", "local")
+        ]
+        plain = await client.generate(prompt, seed=3, max_tokens=4, n=2, mode="local", ignore_eos=True, timeout=60)
+        with pytest.raises(InvalidArgument) as refused:
+            await client.generate(prompt, max_tokens=4, prompt_logprobs=21, timeout=60)
+    assert refused.value.field == "sampling.prompt_logprobs"
+    assert remote.prompt_logprobs == local.prompt_logprobs == cached.prompt_logprobs and not plain.prompt_logprobs
+    assert [entry.chosen.token_id for entry in remote.prompt_logprobs] == prompt[1:]
+    assert all(len(entry.top) == 2 and entry.chosen.text for entry in remote.prompt_logprobs)
+    assert len({tuple(choice.token_ids for choice in each.choices) for each in (remote, local, cached, plain)}) == 1
     await assert_whole(mesh)
 
 

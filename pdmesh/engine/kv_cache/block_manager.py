@@ -106,6 +106,8 @@ class BlockManager:
         sequence.num_published = 0
 
     def _find_prefix(self, sequence: Sequence) -> list[int]:
+        if sequence.scores_prompt:
+            return []
         # Never the last token: its logits have to be computed.
         num_blocks = (sequence.num_tokens - 1) // self._block_size if self._prefix_caching else 0
         return self.pool.find(self._hashes(sequence, num_blocks))

@@ -23,6 +23,7 @@ from pdmesh.engine.kv_cache.events import LayerReadiness
 from pdmesh.engine.kv_cache.moves import copy_blocks, indices_for, move_slots
 from pdmesh.engine.runner.batch import StepBatch, Tail
 from pdmesh.engine.sampling.grammar import Bits
+from pdmesh.engine.sampling.logprobs import logprobs_of
 from pdmesh.engine.sampling.sampler import SampledToken, SampleRow
 from pdmesh.engine.scheduler.scheduler import ScheduledSequence, SchedulerOutput
 from pdmesh.engine.scheduler.sequence import Sequence
@@ -134,6 +135,8 @@ class ModelRunner:
     ) -> dict[Sequence, list[SampledOutput]]:
         """Draw from `logits` [R, vocab], `hidden` [R, hidden_size]: each scheduled sequence that draws has a row behind its last
         known token, then one behind each token of its draft; the choices of a trunk draw from the same row."""
+        if any(_num_scored(piece) for piece in pieces):
+            logits, hidden = _take_scores(pieces, logits, hidden)
         drawing = [piece for piece in pieces if _draws(piece)]
         if not drawing:
             return {}
@@ -250,7 +253,7 @@ class _Part(NamedTuple):
     slots: list[int]
     context_len: int
     blocks: list[int]
-    num_draws: int  # how many of its last tokens draw
+    num_rows: int  # how many of its last tokens need logits
     tail: Tail | None = None
 
 
@@ -266,7 +269,7 @@ def _parts(piece: ScheduledSequence, block_size: int) -> Iterator[_Part]:
         [slot(p) for p in range(start, last)],
         last,
         sequence.block_ids[: num_blocks_for(last, block_size)],
-        1 + len(first) if _draws(piece) else 0,
+        _num_scored(piece) + (1 + len(first) if _draws(piece) else 0),
     )
     for branch in branches[1:]:
         path = draft.branch(branch[-1])
@@ -286,8 +289,36 @@ def _slot(block_ids: list[int], block_size: int, position: int) -> int:
 
 
 def _logits_rows(parts: list[_Part], query_starts: list[int]) -> list[int]:
-    return [row for part, end in zip(parts, query_starts[1:], strict=True) for row in range(end - part.num_draws, end)]
+    return [row for part, end in zip(parts, query_starts[1:], strict=True) for row in range(end - part.num_rows, end)]
 
 
 def _draws(piece: ScheduledSequence) -> bool:
     return piece.reaches_end and bool(piece.sequence.choices_to_draw)
+
+
+def _num_scored(piece: ScheduledSequence) -> int:
+    """Return how many of the piece's tokens have logits for the prompt's next token: all that are not scored yet, but its last
+    known token, which draws."""
+    sequence = piece.sequence
+    if sequence.output or not sequence.scores_prompt:
+        return 0
+    end = sequence.num_computed + piece.num_tokens - piece.reaches_end
+    return max(0, end - max(sequence.num_computed, len(sequence.prompt_logprobs)))
+
+
+def _take_scores(pieces: list[ScheduledSequence], logits: Tensor, hidden: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Append the log-probabilities of prompts' tokens to their sequences; return the rows of `logits` and `hidden` that draw."""
+    rows: list[int] = []
+    row = 0
+    for piece in pieces:
+        num_scored, sequence = _num_scored(piece), piece.sequence
+        if num_scored:
+            first, most = len(sequence.prompt_logprobs) + 1, sequence.group.request.sampling.prompt_logprobs or 0
+            tokens = sequence.group.request.prompt[first : first + num_scored]
+            sequence.prompt_logprobs += logprobs_of(logits[row : row + num_scored], tokens, most)
+        row += num_scored
+        num_draws = 1 + len(piece.draft) if _draws(piece) else 0
+        rows += range(row, row + num_draws)
+        row += num_draws
+    kept = indices_for(logits, rows)
+    return logits[kept], None if hidden is None else hidden[kept]

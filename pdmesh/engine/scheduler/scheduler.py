@@ -204,8 +204,10 @@ class ScheduledSequence:
 class SchedulerOutput:
     """Hold one step's work, in the order in which it was planned."""
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, num_scorable: int = 1) -> None:
+        """`num_scorable`: prompt tokens whose log-probabilities the step may compute, which takes a row of logits each."""
         self.budget = budget
+        self.num_scorable = num_scorable
         self.preempted: set[Sequence] = set()
         self._pieces: dict[Sequence, ScheduledSequence] = {}
 
@@ -217,9 +219,16 @@ class SchedulerOutput:
     def num_tokens(self) -> int:
         return sum(piece.num_rows for piece in self._pieces.values())
 
+    def chunk(self, sequence: Sequence, most: int) -> int:
+        """Return how many of the sequence's tokens the step can take, `most` at most."""
+        num_tokens = min(sequence.num_remaining, most)
+        return min(num_tokens, self.num_scorable) if sequence.scores_prompt else num_tokens
+
     def add(self, piece: ScheduledSequence) -> None:
         self._pieces[piece.sequence] = piece
         self.budget -= piece.num_rows
+        if piece.sequence.scores_prompt:
+            self.num_scorable -= piece.num_tokens
 
     def piece_of(self, sequence: Sequence) -> ScheduledSequence | None:
         return self._pieces.get(sequence)
@@ -239,13 +248,17 @@ class SchedulerOutput:
 class Scheduler:
     """Keep two lists in order of arrival: running sequences have blocks, waiting sequences have none."""
 
-    def __init__(self, allocator: BlockManager, max_num_batched_tokens: int, pacer: TpotLimiter | None = None) -> None:
+    def __init__(
+        self, allocator: BlockManager, max_num_batched_tokens: int, pacer: TpotLimiter | None = None, max_num_seqs: int = 256
+    ) -> None:
+        """`max_num_seqs`: rows of logits that a step has room for."""
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.num_preemptions = 0
         self._allocator = allocator
         self._pacer = pacer or TpotLimiter()
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_num_seqs = max_num_seqs
 
     def run(self, sequence: Sequence) -> None:
         """Add a sequence that has its blocks to the running ones."""
@@ -267,8 +280,8 @@ class Scheduler:
 
         `drafts`: drafts of running sequences. An empty plan means that no sequence can advance until blocks are released.
         """
-        plan = SchedulerOutput(self._max_num_batched_tokens)
         decoding = [sequence for sequence in self.running if sequence.is_going_on]
+        plan = SchedulerOutput(self._max_num_batched_tokens, max(1, self._max_num_seqs - len(decoding)))
         prompts = [sequence for sequence in self.running if not sequence.is_going_on]
         self._plan_all(decoding, plan)
         self._plan_drafts(drafts or {}, plan, beside_prompts=bool(prompts or self.waiting))
@@ -340,7 +353,7 @@ class Scheduler:
         return True
 
     def _plan_running(self, sequence: Sequence, plan: SchedulerOutput, most: int | None = None) -> None:
-        num_tokens = min(sequence.num_remaining, plan.budget if most is None else most)
+        num_tokens = plan.chunk(sequence, plan.budget if most is None else most)
         if num_tokens and self._make_room(sequence, num_tokens, plan):
             plan.add(ScheduledSequence(sequence, num_tokens, self._allocator.extend(sequence, num_tokens)))
 
@@ -384,11 +397,11 @@ class Scheduler:
 
     def _plan_waiting(self, plan: SchedulerOutput) -> None:
         for sequence in self._admit_waiting(plan):
-            plan.add(ScheduledSequence(sequence, min(sequence.num_remaining, plan.budget)))
+            plan.add(ScheduledSequence(sequence, plan.chunk(sequence, plan.budget)))
 
     def _admit_waiting(self, plan: SchedulerOutput) -> Iterator[Sequence]:
         # Strictly in order: none overtakes a request that lacks blocks, else small ones would keep a large one out for ever.
-        while self.waiting and plan.budget and self._admit(self.waiting[0], plan):
+        while self.waiting and plan.chunk(self.waiting[0], plan.budget) and self._admit(self.waiting[0], plan):
             sequence = self.waiting.pop(0)
             self.run(sequence)
             yield sequence

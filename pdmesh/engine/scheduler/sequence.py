@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 
-from pdmesh.engine.outputs import StartClock
+from pdmesh.engine.outputs import StartClock, TokenLogprobs
 from pdmesh.engine.request import EngineRequest
 from pdmesh.engine.sampling.grammar import Grammar, Matcher, MatcherTree
 
@@ -39,6 +39,7 @@ class Sequence:
         "output",
         "paced_from_ns",
         "paced_from_token",
+        "prompt_logprobs",
         "was_preempted",
     )  # fmt: skip
 
@@ -57,6 +58,7 @@ class Sequence:
         self.paced_from_ns = 0  # start of its TPOT schedule (scheduler.py), 0: none yet; and its output tokens then
         self.paced_from_token = 0
         self.num_paced_steps = 0  # steps since then, including the step that is being planned
+        self.prompt_logprobs: list[TokenLogprobs] = []  # of the prompt's second token and those after it, as far as computed
         self._matchers: MatcherTree | None = None  # created on demand; it has taken the first `_num_taken` output tokens
         self._num_taken = 0
 
@@ -88,6 +90,12 @@ class Sequence:
     def is_going_on(self) -> bool:
         """Return whether only new output is not computed: the token drawn last, and tokens that a grammar forced after it."""
         return bool(self.output) and not self.num_to_prefill
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Return whether the log-probabilities of its prompt are still to be computed. Those of a prefix with cached KV could not
+        be, so its prompt is computed as a whole."""
+        return self.group.request.sampling.prompt_logprobs is not None and not self.output
 
     @property
     def choices_to_draw(self) -> tuple[int, ...]:

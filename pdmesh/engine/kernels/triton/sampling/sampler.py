@@ -41,6 +41,7 @@ from pdmesh.engine.kernels.triton.sampling.kernels import (
     scores_kernel,
 )
 from pdmesh.engine.outputs import TokenLogprobs
+from pdmesh.engine.sampling.logprobs import in_order
 from pdmesh.engine.sampling.sampler import NO_TOKEN, SampledToken, SampleRow, Unseen
 from pdmesh.sampling_params import SamplingParams
 
@@ -315,18 +316,9 @@ def _likeliest(logits: Tensor, tokens: Tensor, asked: Tensor, most: int) -> Tens
     (the lowest first among equals), the bits of their log-probabilities."""
     logprobs = logits.index_select(0, asked).float().log_softmax(-1)
     drawn = tokens.index_select(0, asked).long().clamp_(min=0)  # of NO_TOKEN nothing is reported
-    ids = _keys(logprobs).topk(most).indices
+    ids = in_order(logprobs).topk(most).indices
     chosen, values = logprobs.gather(1, drawn[:, None]), logprobs.gather(1, ids)
     return torch.cat((chosen.view(torch.int32), ids.int(), values.view(torch.int32)), 1)
-
-
-def _keys(values: Tensor) -> Tensor:
-    """values [A, V] float32 -> int64 that differ and are in order: the larger value, of equal ones the lower id, has the larger.
-    topk alone leaves the order of equals open, and a stable sort of a whole vocabulary takes far longer than to select a few."""
-    bits = (values + 0.0).view(torch.int32)  # -0.0 becomes 0.0, which it equals
-    order = bits.bitwise_right_shift(31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits)
-    num_ids = values.shape[1]
-    return order.long().mul_(num_ids).sub_(torch.arange(num_ids, device=values.device))
 
 
 def _listed(line: Tensor, token: int, count: int) -> TokenLogprobs:
