@@ -68,7 +68,13 @@ export function invalidArgument(field: string, message: string, cause?: unknown)
 
 /** Return the error that a call ended with, with the details that came behind its status. */
 export function errorFromStatus(ended: Pick<StatusObject, "code" | "details"> & { metadata?: Metadata | undefined }): MeshError {
-  return meshError(ended.code, ended.details || status[ended.code] || "", detailsOf(ended.metadata));
+  const code = isBrokenConnection(ended) ? status.UNAVAILABLE : ended.code;
+  return meshError(code, ended.details || status[code] || "", detailsOf(ended.metadata));
+}
+
+/** Return whether a connection broke where grpc-js says INTERNAL: while it wrote (EPIPE). No status of a router reads so. */
+function isBrokenConnection(ended: Pick<StatusObject, "code" | "details">): boolean {
+  return ended.code === status.INTERNAL && ended.details.includes("triggered by internal client error");
 }
 
 // grpc-js delivers google.rpc.Status as bytes. Its messages are read by the numbers of their fields, which do not change: of them

@@ -6,6 +6,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import { Client, DeadlineExceeded, InvalidArgument, NotFound, type Tool } from "../src/index.js";
+import { generation } from "../src/wire.js";
 
 const ROUTERS = process.env["PDMESH_ROUTERS"] ?? "";
 const skip = ROUTERS === "" ? "PDMESH_ROUTERS is not set: run it by `make test-clients`" : false;
@@ -140,13 +141,16 @@ test(
   async () => {
     const seeds = [1, 2, 3, 4, 5, 6, 7, 8];
     const options = { ...OPTIONS, maxTokens: 1800 };
-    const undisturbed = await using((client) => Promise.all(seeds.map((seed) => client.generate(PROMPT, { ...options, seed }))));
+    const messages = [{ role: "user", content: PROMPT }];
+    const stream = (client: Client, seed: number) =>
+      seed % 2 === 0 ? client.generateStream(PROMPT, { ...options, seed }) : client.chatStream(messages, { ...options, seed });
+    const undisturbed = await using((client) => Promise.all(seeds.map((seed) => generation(stream(client, seed)))));
 
     await using(async (client) => {
       const answers = seeds.map(() => ({ tokens: [] as number[], text: "", numResumes: -1 }));
       const reading = seeds.map(async (seed, number) => {
         const answer = answers[number] as (typeof answers)[number];
-        for await (const event of client.generateStream(PROMPT, { ...options, seed })) {
+        for await (const event of stream(client, seed)) {
           if (event.type === "completed") answer.numResumes = event.numResumes;
           if (event.type !== "delta") continue;
           if (event.tokenIds.length > 0) assert.equal(event.firstIndex, answer.tokens.length);

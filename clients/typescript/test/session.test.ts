@@ -2,9 +2,10 @@
 
 import assert from "node:assert/strict";
 import { test } from "node:test";
+import { status } from "@grpc/grpc-js";
 import { FinishReason } from "../src/gen/pdmesh/v1/common.js";
 import { Completed, Delta, GenerateResponse, Started } from "../src/gen/pdmesh/v1/mesh.js";
-import { Internal, InvalidArgument } from "../src/errors.js";
+import { errorFromStatus, Internal, InvalidArgument, Unavailable } from "../src/errors.js";
 import { StreamSession } from "../src/session.js";
 import type { GenerateOptions } from "../src/types.js";
 import { chatRequest, eventOf, generateRequest, generation } from "../src/wire.js";
@@ -73,6 +74,12 @@ test("a gap, another token and another seed are bugs of the router", () => {
     one.accept(delta(0, [1, 2]));
     assert.throws(() => one.accept(wrong), Internal);
   }
+});
+
+test("a connection that breaks while it is written to is a lost router, an error of the router is not", () => {
+  const details = "Received RST_STREAM with code 2 triggered by internal client error: write EPIPE";
+  assert.ok(errorFromStatus({ code: status.INTERNAL, details }) instanceof Unavailable);
+  assert.ok(errorFromStatus({ code: status.INTERNAL, details: "internal error 1f" }) instanceof Internal);
 });
 
 test("an event of a newer router is passed over", () => {
