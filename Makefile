@@ -208,3 +208,4 @@ format: $(READY)
 
 clean:  ## remove the virtual environment and caches of tools (not the models)
 	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf clients/go/build clients/java/build clients/typescript/node_modules clients/typescript/dist clients/typescript/src/gen

@@ -63,6 +63,10 @@ async def built(language: Language) -> bool:
         packages = " ".join(dict.fromkeys(missing.values()))
         say(f"LEFT OUT  {language.name}: missing {', '.join(missing)}; with Debian: apt-get install {packages}")
         return False
+    too_old = language.too_old()
+    if too_old:
+        say(f"LEFT OUT  {language.name}: too old: {too_old}")
+        return False
     for command in language.build():
         await run(command, language, {})
     say(f"built     {language.name}")

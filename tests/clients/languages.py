@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ NETTY = (
     "buffer", "codec", "codec-http", "codec-http2", "codec-socks", "common", "handler", "handler-proxy", "resolver", "transport",
     "transport-native-unix-common",
 )  # fmt: skip
+OLDEST_NODE = (20, 3)
 
 Command = tuple[str, ...]
 
@@ -36,7 +38,8 @@ class Question:
 
 @dataclass(frozen=True)
 class Language:
-    """Describe the client of a language. `needs`: what has to be there, and the Debian package that brings it."""
+    """Describe the client of a language. `needs`: what has to be there, and the Debian package that brings it. `too_old`: says
+    what is there in a version that will not do."""
 
     name: str
     folder: Path
@@ -45,6 +48,7 @@ class Language:
     example: Callable[[Question], Command]
     tests: Command = ()
     env: Mapping[str, str] = field(default_factory=dict)
+    too_old: Callable[[], str] = str
 
     @property
     def missing(self) -> dict[str, str]:
@@ -66,7 +70,13 @@ def _typescript() -> Language:
         return "node", "dist/examples/generate.js", *_arguments(question)
 
     tests = ("node", "--test", *(f"dist/test/{name}.test.js" for name in ("retrier", "session", "client", "mesh")))
-    return Language("TypeScript", folder, {"node": "nodejs (20.3 or newer)", "npm": "npm"}, build, example, tests)
+
+    def too_old() -> str:
+        shown = subprocess.run(["node", "--version"], capture_output=True, text=True, check=True).stdout.strip()
+        version = tuple(int(number) for number in shown.removeprefix("v").split(".")[:2])
+        return "" if version >= OLDEST_NODE else f"node {shown}, and {'.'.join(map(str, OLDEST_NODE))} is needed"
+
+    return Language("TypeScript", folder, {"node": "nodejs", "npm": "npm"}, build, example, tests, too_old=too_old)
 
 
 def _go() -> Language:
