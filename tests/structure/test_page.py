@@ -6,7 +6,7 @@ from tests.structure.measure import ROOT
 
 PAGE = ROOT / "docs/structure.md"
 _CODE = re.compile(r"`([^`\n]+)`")
-_TOPS = "pdmesh|router|kvtransfer|decode_service|prefill_service|protos|tests|tools|benchmarks|k8s|examples"
+_TOPS = "clients|pdmesh|router|kvtransfer|decode_service|prefill_service|protos|tests|tools|benchmarks|k8s|examples"
 _PATH = re.compile(rf"^({_TOPS})/[\w./-]*$")
 
 
