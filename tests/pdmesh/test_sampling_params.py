@@ -10,8 +10,9 @@ from google.protobuf.descriptor import FieldDescriptor
 from pdmesh.client.types import GenerateOptions
 from pdmesh.sampling_params import PARAMETERS, Kind, Parameter, SamplingOptions, SamplingParams
 from pdmesh.v1 import common_pb2
+from router.api.http.types import checked
 from router.api.kserve import requests
-from router.api.http.fields import Fields
+from router.api.openai.bodies import CompletionRequest
 from router.api.openai.sampling import read_sampling
 from router.api.validation import Limits, complete
 
@@ -47,7 +48,7 @@ def test_every_protocol_reads_a_parameter_to_its_field(parameter: Parameter) -> 
     assert complete(wanted, LIMITS) is not None
     assert parameter.name in requests.NAMES
     if parameter.name != "logprobs":  # asked for in another way
-        sampling, _ = read_sampling(Fields({parameter.name: value}))
+        sampling, _ = read_sampling(checked(CompletionRequest, {"prompt": "a", parameter.name: value}))
         assert sampling == wanted
 
 

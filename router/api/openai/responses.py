@@ -12,8 +12,7 @@ from pdmesh.v1 import common_pb2, mesh_pb2
 from router.api.http.body import from_json
 from router.api.http.errors import Names, answer_to
 from router.api.http.exchange import MeshRequest
-from router.api.http.fields import Fields, JsonObject
-from router.api.validation import refuse
+from router.api.http.fields import JsonObject
 
 # The two forms of a choice: chat completions and (text) completions.
 
@@ -163,14 +162,6 @@ def _value(token: common_pb2.TokenLogprob) -> float:
 
 # A checked HTTP request: its messages of `pdmesh.v1`, and the form of the response.
 
-# Hints and accounting fields of OpenAI and of other servers, which do not change the output.
-IGNORED = frozenset(
-    {
-        "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-        "prompt_cache_options", "prediction", "parallel_tool_calls", "request_id", "priority",
-    }
-)  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Streaming:
@@ -201,18 +192,6 @@ class Call:
         if len(self.requests) == 1:
             return self.names
         return {**self.names, "prompt": f"prompt[{number}]", "tokens.ids": f"prompt[{number}]"}
-
-
-def read_streaming(fields: Fields) -> Streaming | None:
-    """Read `stream` and `stream_options`. Raises InvalidArgument."""
-    stream, options = fields.flag("stream"), fields.inner("stream_options")
-    if options is None:
-        return Streaming() if stream else None
-    if not stream:
-        refuse("stream_options", "needs stream: true")
-    streaming = Streaming(options.flag("include_usage"), options.flag("continuous_usage_stats"))
-    options.finish({"include_obfuscation"}, {})
-    return streaming
 
 
 SpellingOf = Callable[[str, int], bytes]
