@@ -228,7 +228,7 @@ def _role(role: str) -> str:
 class Message(_WithoutCalls):
     """What somebody else says: "user", "system", "developer" (which models know as "system"), or another role of the template."""
 
-    role: Annotated[Text, AfterValidator(_role)]
+    role: Annotated[Text, AfterValidator(_role), Field(json_schema_extra={"not": {"enum": ["assistant", "tool", "function"]}})]
     content: Content
     """A text, or parts of one, which become lines."""
 
