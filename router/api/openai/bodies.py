@@ -108,31 +108,43 @@ class Sampling(Body):
     temperature: float | None = None
     """0 is greedy. Left out, this and the following ones are what the model's generation_config.json says, or change nothing."""
     top_p: float | None = None
+    """Of the likeliest tokens so many stay that their probabilities add up to this; 0 leaves the likeliest one."""
     top_k: Annotated[int, Field(ge=-1, le=MAX_UINT32)] | None = None
     """The number of likeliest tokens that stay; 0 and -1 are all."""
     min_p: float | None = None
     """Tokens stay that have this share of the likeliest one's probability."""
     repetition_penalty: float | None = None
+    """Logits of tokens of prompt and output are divided by it, where they are negative multiplied; 1 is none."""
     presence_penalty: float | None = None
+    """Goes off the logits of tokens that the output contains."""
     frequency_penalty: float | None = None
+    """Goes off the logit of a token as many times as the output contains it."""
     seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
     """The same seed gives the same tokens. Left out, it is drawn, and the answer names it."""
     max_tokens: Annotated[int, Field(ge=1, le=MAX_UINT32)] | None = None
+    """At most so many tokens; left out: chat what is left of the context, completions 16."""
     min_tokens: Count | None = None
+    """No end of sequence and no stop token before so many tokens."""
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     """The number of choices for each prompt."""
     ignore_eos: bool = False
     """The output goes on behind an end of sequence."""
     stop_token_ids: Annotated[Ids, at_most(MAX_STOP_TOKENS, "tokens")] | None = None
+    """Tokens that end the output."""
     stop: Text | Annotated[list[Text], FIRST_ERROR, at_most(MAX_STOP_STRINGS, "strings")] | None = None
     """A string that ends the output, or several."""
     response_format: ResponseFormat | None = None
+    """A constraint on the output; there is one at most, of this and the following fields."""
     structured_outputs: StructuredOutputs | None = None
+    """A constraint as vLLM has it."""
     guided_json: Schema | None = None
+    """As structured_outputs.json: a JSON Schema."""
     guided_regex: Text | None = None
+    """As structured_outputs.regex."""
     guided_choice: Choices | None = None
+    """As structured_outputs.choice: one of these texts."""
     guided_grammar: Text | None = None
-    """In Lark's syntax."""
+    """As structured_outputs.grammar: a grammar in Lark's syntax."""
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
@@ -172,6 +184,7 @@ class Generation(Sampling, _Foreign):
     stream: bool = False
     """The answer comes as server-sent events."""
     stream_options: StreamOptions | None = None
+    """Whether chunks have the usage."""
     user: Annotated[Any, Hint("accounting")] = None
     metadata: Annotated[Any, Hint("accounting")] = None
     store: Annotated[Any, Hint("nothing is stored")] = None
@@ -218,14 +231,17 @@ class ChatCompletionRequest(Generation, _ChatPrompt):
     messages: Messages
     """Oldest first."""
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_UINT32)] | None = None
-    """At most so many tokens, reasoning included; left out: what is left of the context. max_tokens is the older name."""
+    """As max_tokens, which is the older name; reasoning counts."""
     logprobs: bool = False
     """The log-probabilities of the output's tokens are wanted."""
     top_logprobs: Annotated[Count | None, Field(json_schema_extra={"maximum": MAX_LOGPROBS})] = None
     """And those of so many of the likeliest ones."""
     tools: Annotated[list[Tool], FIRST_ERROR] = Field(default_factory=list)
+    """Functions that the model may call."""
     tool_choice: Choice | None = None
+    """Whether it calls them, and which: "auto", "none", "required", one tool, or some of them."""
     parallel_tool_calls: bool | None = None
+    """false: one call at most."""
     reasoning_effort: Text | None = None
     """A variable of the chat template. "none" is enable_thinking: false, and thinking: false."""
     enable_thinking: bool | None = None
@@ -296,7 +312,7 @@ class CompletionRequest(Generation):
     prompt: Prompt
     """A text, texts, token ids, or lists of them. Choice c of prompt p has the index p * n + c."""
     logprobs: Annotated[Count | None, Field(json_schema_extra={"maximum": MAX_LOGPROBS})] = None
-    """Log-probabilities of the output's tokens are wanted, and of so many of the likeliest ones."""
+    """The log-probabilities of the output's tokens are wanted, and those of so many of the likeliest ones."""
     echo: bool = False
     """The prompt goes before each choice."""
     best_of: Annotated[int, Field(ge=1)] | None = None
@@ -352,3 +368,4 @@ class DetokenizeRequest(Body):
     model: Text = ""
     """May be left out while the mesh serves one."""
     tokens: Annotated[Ids, at_most(MAX_TOKEN_IDS, "token ids")]
+    """Token ids."""

@@ -192,8 +192,9 @@ class AssistantMessage(_AnyMessage):
 
     role: Literal["assistant"]
     tool_calls: Annotated[list[ToolCall], FIRST_ERROR] = Field(default_factory=list)
+    """Of an assistant: what it called."""
     reasoning_content: Text = ""
-    """What it wrote before its answer."""
+    """Of an assistant: what it wrote before its answer."""
     reasoning: Text = ""
     """As reasoning_content."""
     content: Annotated[Content | None, Field(validate_default=True)] = None
@@ -212,9 +213,9 @@ class ToolMessage(_WithoutCalls):
 
     role: Literal["tool"]
     tool_call_id: Name
-    """The call that this message answers."""
+    """Of a tool: the call that this message answers."""
     name: Text = ""
-    """The tool that answers; that of the call where it is left out."""
+    """Of a tool: its name; where it is left out, that of the call. Of others it is ignored."""
     content: Content
     """A text, or parts of one."""
 
@@ -229,6 +230,7 @@ class Message(_WithoutCalls):
     """What somebody else says: "user", "system", "developer" (which models know as "system"), or another role of the template."""
 
     role: Annotated[Text, AfterValidator(_role), Field(json_schema_extra={"not": {"enum": ["assistant", "tool", "function"]}})]
+    """Who says it."""
     content: Content
     """A text, or parts of one, which become lines."""
 
