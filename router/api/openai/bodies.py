@@ -313,12 +313,13 @@ class CompletionRequest(Generation):
     """A text, texts, token ids, or lists of them. Choice c of prompt p has the index p * n + c."""
     logprobs: Annotated[Count | None, Field(json_schema_extra={"maximum": MAX_LOGPROBS})] = None
     """The log-probabilities of the output's tokens are wanted, and those of so many of the likeliest ones."""
+    suffix: Text = ""
+    """The output goes between prompt and suffix. Refused where the model has no tokens for that (fill-in-the-middle)."""
     echo: bool = False
     """The prompt goes before each choice."""
-    best_of: Annotated[int, Field(ge=1)] | None = None
-    """As many as n."""
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    """So many choices are made, of which the n with the highest log-probability per token are the answer; all count in usage."""
     parallel_tool_calls: Annotated[Any, Hint("of chat completions")] = None
-    suffix: Annotated[Any, Unsupported("", why="no text is put between others")] = None
     add_special_tokens: Annotated[Any, Unsupported(True, why="a text gets the tokens that the model wants")] = None
     prompt_embeds: Annotated[Any, Unsupported(why="prompts are texts or token ids")] = None
 
@@ -327,13 +328,20 @@ class CompletionRequest(Generation):
     def _without_logprobs(cls, echo: bool, info: ValidationInfo) -> bool:
         if echo and info.data.get("logprobs") is not None:
             raise ValueError("excludes logprobs: those of a prompt are not computed")
+        if echo and info.data.get("suffix"):
+            raise ValueError("excludes suffix: what goes around an output is no beginning of it")
         return echo
 
     @field_validator("best_of")
     @classmethod
-    def _as_many_as_n(cls, number: int | None, info: ValidationInfo) -> int | None:
-        if "n" in info.data and number not in (None, info.data["n"] or 1):
-            raise ValueError("is not supported; leave it out, or give the value of n")
+    def _of_whole_answers(cls, number: int | None, info: ValidationInfo) -> int | None:
+        if number is None or "n" not in info.data or "stream" not in info.data:
+            return number
+        wanted = info.data["n"] or 1
+        if number < wanted:
+            raise ValueError(f"{number} is less than n, {wanted}")
+        if number > wanted and info.data["stream"]:
+            raise ValueError("excludes stream: the best ones are known at the end")
         return number
 
 

@@ -17,7 +17,7 @@ from router.api.openai.bodies import (
     TokenizeTextRequest,
 )
 from router.api.openai.messages import AnyMessage, AssistantMessage, Content, ToolMessage
-from router.api.openai.responses import Call, ChatShape, Streaming, TextShape
+from router.api.openai.responses import Best, Call, ChatShape, Streaming, TextShape
 from router.api.openai.sampling import read_sampling
 
 # `POST /v1/chat/completions`: from JSON to a ChatRequest.
@@ -84,10 +84,16 @@ def parse_completion(body: JsonObject, options: mesh_pb2.RequestOptions) -> Call
         params.max_tokens = DEFAULT_MAX_TOKENS
     if wanted.logprobs is not None:
         params.logprobs = wanted.logprobs
-    base = mesh_pb2.GenerateRequest(model=wanted.model, sampling=params, options=options)
+    num_choices = params.n or 1
+    best = None if wanted.best_of in (None, num_choices) else Best(num_choices, shows_logprobs=wanted.logprobs is not None)
+    if best is not None and wanted.best_of is not None:
+        params.n = num_choices = wanted.best_of
+        params.logprobs = wanted.logprobs or 0
+    base = mesh_pb2.GenerateRequest(model=wanted.model, sampling=params, options=options, suffix=wanted.suffix)
     base.options.cache_salt = wanted.cache_salt
     names["tokens.ids"] = "prompt"
-    return Call(_numbered(base, _prompts(wanted)), params.n or 1, TextShape(), _streaming(wanted), names, wanted.echo)
+    requests = _numbered(base, _prompts(wanted))
+    return Call(requests, num_choices, TextShape(), _streaming(wanted), names, wanted.echo, best)
 
 
 def _prompts(wanted: CompletionRequest) -> list[str | list[int]]:

@@ -172,6 +172,14 @@ class Streaming:
 
 
 @dataclass(frozen=True)
+class Best:
+    """Say that of each prompt's choices the `num_kept` likeliest are the answer. `shows_logprobs`: the client asked for them."""
+
+    num_kept: int
+    shows_logprobs: bool
+
+
+@dataclass(frozen=True)
 class Call:
     """Hold one HTTP request. With several prompts, choice c of prompt p has the index p * num_choices + c."""
 
@@ -181,6 +189,7 @@ class Call:
     streaming: Streaming | None
     names: Names = field(default_factory=dict)
     echo: bool = False
+    best: Best | None = None
 
     @property
     def is_streamed(self) -> bool:
@@ -254,9 +263,18 @@ class Answer:
 
     def body(self) -> JsonObject:
         """Return the whole body, after every stream has ended."""
-        choices = [self._whole(index, choice) for index, choice in enumerate(self._choices)]
+        choices = [self._whole(index, choice) for index, choice in enumerate(self._kept())]
         head = {**self._head, "object": self._call.shape.object_name}
         return {**head, "choices": choices, "usage": self.usage(), "pdmesh": self.reports()}
+
+    def _kept(self) -> list[_Choice]:
+        """Return the choices of the answer: all, or of each prompt the best, the likeliest first."""
+        best, num_choices = self._call.best, self._call.num_choices
+        if best is None:
+            return self._choices
+        starts = range(0, len(self._choices), num_choices)
+        ranked = [sorted(self._choices[start : start + num_choices], key=_likelihood, reverse=True) for start in starts]
+        return [choice for choices in ranked for choice in choices[: best.num_kept]]
 
     def events(self, number: int, response: mesh_pb2.GenerateResponse) -> Iterable[bytes]:
         """Return the event that shows `response`, for a stream; none where there is nothing to show."""
@@ -356,7 +374,8 @@ class Answer:
 
     def _whole(self, index: int, choice: _Choice) -> JsonObject:
         said = Said.joined(choice.said)
-        shown = self._call.shape.whole(said, self._logprobs(choice, choice.entries))
+        is_shown = self._call.best is None or self._call.best.shows_logprobs
+        shown = self._call.shape.whole(said, self._logprobs(choice, choice.entries) if is_shown else None)
         if said.warnings:
             shown["warnings"] = said.warnings
         return {"index": index, **shown, "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
@@ -367,6 +386,12 @@ class Answer:
         if streaming is not None and streaming.usage:
             chunk["usage"] = self.usage() if streaming.continuous_usage else None
         return chunk
+
+
+def _likelihood(choice: _Choice) -> float:
+    """Return the mean log-probability of a choice's tokens, by which OpenAI's completions rank what `best_of` made."""
+    values = [_value(entry.chosen) for entry in choice.entries]
+    return sum(values) / len(values) if values else LOWEST_LOGPROB
 
 
 def _report(prompt: _Prompt) -> JsonObject:

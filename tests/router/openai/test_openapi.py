@@ -134,7 +134,7 @@ BODIES: list[tuple[type[Body], dict[str, Any], str | None]] = [
     (CompletionRequest, {"prompt": ["a", [1]], "temperature": 0, "top_k": -1, "seed": -5, "stop": ["a"], "suffix": ""}, None),
     (CompletionRequest, {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, None),
     (CompletionRequest, {"prompt": [1, "a"]}, "prompt[1]"),
-    (CompletionRequest, {"prompt": "a", "suffix": "b"}, "suffix"),
+    (CompletionRequest, {"prompt": "a", "use_beam_search": True}, "use_beam_search"),
     (CompletionRequest, {"prompt": "a", "response_format": {"type": "xml"}}, "response_format.type"),
     (CompletionRequest, {"prompt": "a", "response_format": {}}, "response_format.type"),
     (CompletionRequest, {"prompt": "a", "response_format": 3}, "response_format"),
