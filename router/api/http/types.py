@@ -131,10 +131,10 @@ def missing(advice: str) -> PydanticCustomError:
 
 
 def at_most(high: int, what: str = "entries") -> BeforeValidator:
-    """Return a check of an array's length that comes before any of its entries is looked at."""
+    """Return a check of the length of an array or object that comes before any of its entries is looked at."""
 
     def check(values: object) -> object:
-        if isinstance(values, list) and len(values) > high:
+        if isinstance(values, list | dict) and len(values) > high:
             raise ValueError(f"{len(values)} {what} are more than {high}")
         return values
 

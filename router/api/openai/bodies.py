@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -21,7 +22,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from pdmesh.sampling_params import MAX_CHOICES, MAX_LOGPROBS, PARAMETERS, Kind
+from pdmesh.sampling_params import MAX_BIASES, MAX_CHOICES, MAX_LOGPROBS, PARAMETERS, Kind
 from router.api.http.fields import MAX_UINT32
 from router.api.http.types import FIRST_ERROR, Body, Count, Hint, Ids, Text, Unsupported, at_most, valid_unicode
 from router.api.openai.messages import Choice, Messages, Tool
@@ -102,6 +103,22 @@ class StreamOptions(Body):
     include_obfuscation: Annotated[Any, Hint("chunks are not padded")] = None
 
 
+def _token_id(name: str) -> str:
+    if not _TOKEN_ID.fullmatch(name) or int(name) > MAX_UINT32:
+        raise ValueError("is no token id")
+    return name
+
+
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
+TokenId = Annotated[str, AfterValidator(_token_id)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+LogitBias = Annotated[
+    dict[TokenId, Bias],
+    at_most(MAX_BIASES, "tokens"),
+    Field(json_schema_extra={"propertyNames": {"pattern": f"^({_TOKEN_ID.pattern})$"}, "maxProperties": MAX_BIASES}),
+]
+
+
 class Sampling(Body):
     """How tokens are drawn. The ranges are those of pdmesh/sampling_params.py."""
 
@@ -131,6 +148,8 @@ class Sampling(Body):
     """The output goes on behind an end of sequence."""
     stop_token_ids: Annotated[Ids, at_most(MAX_STOP_TOKENS, "tokens")] | None = None
     """Tokens that end the output."""
+    logit_bias: LogitBias | None = None
+    """What is added to the logits of tokens, by token id, before penalties."""
     stop: Text | Annotated[list[Text], FIRST_ERROR, at_most(MAX_STOP_STRINGS, "strings")] | None = None
     """A string that ends the output, or several."""
     response_format: ResponseFormat | None = None
@@ -171,7 +190,6 @@ class _Foreign(Body):
     truncate_prompt_tokens: Annotated[Any, Unsupported(why="a prompt that is too long is refused")] = None
     logits_processors: Annotated[Any, Unsupported([], why="requests bring no code")] = None
     return_token_ids: Annotated[Any, Unsupported(False, why="/tokenize gives token ids")] = None
-    logit_bias: Annotated[Any, Unsupported({}, why="workers do not know it")] = None
 
 
 class Generation(Sampling, _Foreign):

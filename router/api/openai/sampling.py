@@ -85,6 +85,8 @@ def read_sampling(asked: Sampling) -> tuple[common_pb2.SamplingParams, dict[str,
     if sampling.HasField("top_p") and sampling.top_p == 0:
         sampling.top_p = LEAST_TOP_P  # the likeliest token always stays
     _set_counts(asked, sampling)
+    for token_id, bias in (asked.logit_bias or {}).items():
+        sampling.logit_bias.add(token_id=int(token_id), bias=bias)
     names = _read_stop(asked, sampling)
     wanted = read_constraint(asked)
     if wanted is not None:
