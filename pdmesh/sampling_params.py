@@ -7,6 +7,7 @@
     router/api/validation.py            the values that a client may request, and the errors for others
     pdmesh/text/generation_config.py    the parameters that a model's folder may set for requests that leave them out
     router/api/openai, kserve, vllm     the parameter under its name in each protocol that has it
+    router/api/openai/bodies.py         the same for OpenAI's bodies, whose fields a test compares with these
     pdmesh/worker/token_request.py      from the wire to SamplingParams
     pdmesh/engine/sampling/sampler.py   the record that the samplers in C++ and in Triton get (`DRAWN`)
 
