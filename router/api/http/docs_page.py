@@ -91,8 +91,12 @@ def _values(schema: Mapping[str, Any]) -> list[object]:
 def _bounds(schema: Mapping[str, Any]) -> str:
     low, high = schema.get("minimum"), schema.get("maximum")
     if high is not None:
-        return f", {low or 0:g} to {high:g}"
-    return "" if low is None else f", at least {low:g}"
+        return f", {_shown(low or 0)} to {_shown(high)}"
+    return "" if low is None else f", at least {_shown(low)}"
+
+
+def _shown(number: float) -> str:
+    return str(number) if isinstance(number, int) else f"{number:g}"
 
 
 # The page.

@@ -131,11 +131,11 @@ class Sampling(Body):
     min_p: float | None = None
     """Tokens stay that have this share of the likeliest one's probability."""
     repetition_penalty: float | None = None
-    """Logits of tokens of prompt and output are divided by it, where they are negative multiplied; 1 is none."""
+    """Divides positive logits of the tokens of prompt and output, and multiplies negative ones; 1 is none."""
     presence_penalty: float | None = None
-    """Goes off the logits of tokens that the output contains."""
+    """Is subtracted from the logits of tokens that the output contains."""
     frequency_penalty: float | None = None
-    """Goes off the logit of a token as many times as the output contains it."""
+    """Is subtracted from the logit of a token as many times as the output contains it."""
     seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
     """The same seed gives the same tokens. Left out, it is drawn, and the answer names it."""
     max_tokens: Annotated[int, Field(ge=1, le=MAX_UINT32)] | None = None
