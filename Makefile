@@ -80,6 +80,7 @@ stubs-fresh: $(READY)
 	$(BIN)/python -m tools.protos.stable --check
 	$(BIN)/python -m tools.protos.reference --check
 	$(BIN)/python -m tools.sampling_params --check
+	$(BIN)/python -m tools.openai_fields --check
 	$(BIN)/python -m tools.structure --check
 	$(BIN)/python -m tools.families --check
 
@@ -193,12 +194,13 @@ bench-capacity: $(READY) model kernels  ## the rate that mesh, one engine, vLLM 
 bench-vllm: $(VLLM_READY) model kernels  ## vLLM as the engine: equal tokens whatever dies, a request's figures, LoRA, MoE, quantized, plain vLLM and SMG beside it (an hour; resumes)
 	$(BIN)/python -m benchmarks.vllm $(ARGS)
 
-stubs: $(READY)  ## regenerate what follows from other files: stubs, docs/api.md, the stable client API, sampling parameters, the tables of packages and of families
+stubs: $(READY)  ## regenerate what follows from other files: stubs, docs/api.md, the stable client API, sampling parameters, the tables of fields, of packages and of families
 	$(BIN)/python -m tools.protos.generate
 	$(BIN)/python -m tools.protos.stable
 	$(BIN)/python -m tools.protos.buf --record
 	$(BIN)/python -m tools.protos.reference
 	$(BIN)/python -m tools.sampling_params
+	$(BIN)/python -m tools.openai_fields
 	$(BIN)/python -m tools.structure
 	$(BIN)/python -m tools.families
 

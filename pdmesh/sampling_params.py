@@ -7,6 +7,7 @@
     router/api/validation.py            the values that a client may request, and the errors for others
     pdmesh/text/generation_config.py    the parameters that a model's folder may set for requests that leave them out
     router/api/openai, kserve, vllm     the parameter under its name in each protocol that has it
+    router/api/openai/bodies.py         the same for OpenAI's bodies, whose fields a test compares with these
     pdmesh/worker/token_request.py      from the wire to SamplingParams
     pdmesh/engine/sampling/sampler.py   the record that the samplers in C++ and in Triton get (`DRAWN`)
 
@@ -24,6 +25,7 @@ from typing import Any, TypedDict, get_type_hints
 
 MAX_CHOICES = 16
 MAX_LOGPROBS = 20
+MAX_BIASES = 1024
 # Between zero and this, logits / temperature leaves the range of float32.
 MIN_TEMPERATURE = 1e-4
 
@@ -35,6 +37,7 @@ class Kind(Enum):
     COUNT = "count"  # an unsigned integer
     FLAG = "flag"
     TOKENS = "tokens"  # a list of token ids
+    BIASES = "biases"  # token ids, each with a number (a message TokenBias on the wire)
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,9 @@ class SamplingParams:
     min_tokens: int = field(default=0, metadata=_as(Rules()))
     ignore_eos: bool = field(default=False, metadata=_as(Rules()))
     stop_token_ids: tuple[int, ...] = field(default=(), metadata=_as(Rules(computed=Range(0), meaning="token ids, at least 0")))
+    logit_bias: tuple[tuple[int, float], ...] = field(  # by token id, each once
+        default=(), metadata=_as(Rules(computed=Range(-100, 100), meaning="different token ids with numbers in [-100, 100]"))
+    )
     logprobs: int | None = field(default=None, metadata=_as(Rules(computed=Range(0), served=Range(0, MAX_LOGPROBS))))
     prompt_logprobs: int | None = field(default=None, metadata=_as(Rules(computed=Range(0), served=Range(0, MAX_LOGPROBS))))
     n: int = field(default=1, metadata=_as(Rules(computed=Range(1), served=Range(0, MAX_CHOICES))))
@@ -179,6 +185,7 @@ class SamplingOptions(TypedDict, total=False):
     min_tokens: int
     ignore_eos: bool
     stop_token_ids: Sequence[int]
+    logit_bias: Mapping[int, float]
     logprobs: int
     prompt_logprobs: int
     n: int
@@ -199,6 +206,9 @@ class Parameter:
         computed = self.rules.computed
         if computed is None or (value is None and self.default is None):
             return True
+        if self.kind is Kind.BIASES:
+            are_different = len({token for token, _ in value}) == len(value)
+            return are_different and all(token >= 0 and bias in computed for token, bias in value)
         return all(token in computed for token in value) if self.kind is Kind.TOKENS else value in computed
 
     def refusal(self, value: float) -> str | None:
@@ -221,6 +231,7 @@ def _require(allowed: bool, parameter: Parameter, params: SamplingParams) -> Non
 
 _KINDS: dict[Any, Kind] = {
     float: Kind.NUMBER, int: Kind.COUNT, int | None: Kind.COUNT, bool: Kind.FLAG, tuple[int, ...]: Kind.TOKENS,
+    tuple[tuple[int, float], ...]: Kind.BIASES,
 }  # fmt: skip
 _TYPES = get_type_hints(SamplingParams)
 PARAMETERS = tuple(

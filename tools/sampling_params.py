@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 HEADER = "pdmesh/engine/kernels/cpu/sampling_params.h"
 BEGIN, END = "<!-- made by make stubs -->", "<!-- end -->"
 # They have rows of their own.
-OF_OPENAI = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "max_tokens", "logprobs", "n")
+OF_OPENAI = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "max_tokens", "logit_bias", "logprobs", "n")
 
 
 def header() -> str:

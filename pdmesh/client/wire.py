@@ -221,9 +221,18 @@ def _split(options: GenerateOptions) -> tuple[common_pb2.SamplingParams, mesh_pb
     return sampling, request_options
 
 
+def _biases(value: object) -> Mapping[Any, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError("a dictionary with a number for each token id is needed")
+    return value
+
+
 def _set(message: common_pb2.SamplingParams | mesh_pb2.RequestOptions, name: str, value: object) -> None:
     with _FieldErrors(name):
-        if isinstance(value, (list, tuple, set, frozenset)):
+        if name == "logit_bias":
+            biases = (common_pb2.TokenBias(token_id=token_id, bias=bias) for token_id, bias in _biases(value).items())
+            getattr(message, name).extend(biases)
+        elif isinstance(value, (list, tuple, set, frozenset)):
             getattr(message, name).extend(value)
         else:
             setattr(message, name, value)

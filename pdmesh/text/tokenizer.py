@@ -337,6 +337,10 @@ class Tokenizer:
         texts = {token_id: self._backend.id_to_token(token_id) for token_id in sorted(self._special_ids)}
         return {text: token_id for token_id, text in texts.items() if text}
 
+    def token_id(self, text: str) -> int | None:
+        """Return the id of the token that the vocabulary spells like this, special or not; None without one."""
+        return self._backend.token_to_id(text)
+
     def to_json(self) -> str:
         """Return it all as one tokenizer.json, with the special tokens that other files declare."""
         return self._backend.to_str()

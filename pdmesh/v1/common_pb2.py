@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16pdmesh/v1/common.proto\x12\tpdmesh.v1\"\xd4\x04\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x07\x88\x01\x01\x12\x17\n\nmax_tokens\x18\t \x01(\rH\x08\x88\x01\x01\x12\x12\n\nmin_tokens\x18\n \x01(\r\x12\x12\n\nignore_eos\x18\x0b \x01(\x08\x12\x0c\n\x04stop\x18\x0c \x03(\t\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\x12\x15\n\x08logprobs\x18\x0e \x01(\rH\t\x88\x01\x01\x12\t\n\x01n\x18\x0f \x01(\r\x12)\n\nconstraint\x18\x10 \x01(\x0b\x32\x15.pdmesh.v1.Constraint\x12\x1c\n\x0fprompt_logprobs\x18\x12 \x01(\rH\n\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\r\n\x0b_max_tokensB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"z\n\nConstraint\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12)\n\x06\x63hoice\x18\x03 \x01(\x0b\x32\x17.pdmesh.v1.AlternativesH\x00\x12\x11\n\x07grammar\x18\x04 \x01(\tH\x00\x42\x06\n\x04kind\"\x1e\n\x0c\x41lternatives\x12\x0e\n\x06values\x18\x01 \x03(\t\"?\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04text\x18\x03 \x01(\t\"Y\n\x08Logprobs\x12\'\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x17.pdmesh.v1.TokenLogprob\x12$\n\x03top\x18\x02 \x03(\x0b\x32\x17.pdmesh.v1.TokenLogprob\"\x9b\x01\n\x08Identity\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0cweights_hash\x18\x02 \x01(\t\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\x14\n\x0cnumeric_mode\x18\x06 \x01(\t\x12\x18\n\x10protocol_version\x18\x07 \x01(\r\"\x81\x01\n\x08KVLayout\x12\x12\n\nblock_size\x18\x01 \x01(\r\x12\x10\n\x08kv_dtype\x18\x02 \x01(\t\x12\x1c\n\x14tensor_parallel_size\x18\x03 \x01(\r\x12\x1c\n\x14tensor_parallel_rank\x18\x04 \x01(\r\x12\x13\n\x0b\x61rrangement\x18\x05 \x01(\t\"T\n\x10TransferEndpoint\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0f\n\x07host_id\x18\x03 \x01(\t\x12\x0b\n\x03tls\x18\x04 \x01(\x08\"\xff\x01\n\x0bReservation\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x10\n\x08lease_ms\x18\x04 \x01(\r\x12\r\n\x05token\x18\x05 \x01(\x0c\x12.\n\tendpoints\x18\x06 \x03(\x0b\x32\x1b.pdmesh.v1.TransferEndpoint\x12\x19\n\x11num_cached_tokens\x18\x07 \x01(\r\x12#\n\x06layout\x18\x08 \x01(\x0b\x32\x13.pdmesh.v1.KVLayout\x12\x0f\n\x07\x61\x64\x61pter\x18\t \x01(\t\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\n \x01(\t\"a\n\rEmittedChoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12.\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x17.pdmesh.v1.FinishReason\"\x87\x02\n\x0cTokenRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x1c\n\x10prompt_token_ids\x18\x02 \x03(\rB\x02\x10\x01\x12+\n\x08sampling\x18\x03 \x01(\x0b\x32\x19.pdmesh.v1.SamplingParams\x12)\n\x07\x65mitted\x18\x04 \x03(\x0b\x32\x18.pdmesh.v1.EmittedChoice\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x0e\n\x06tenant\x18\x06 \x01(\t\x12%\n\x08priority\x18\x07 \x01(\x0e\x32\x13.pdmesh.v1.Priority\x12\x0f\n\x07\x61\x64\x61pter\x18\x08 \x01(\t\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\t \x01(\t\"9\n\x0b\x41\x64\x61pterInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\"\xcc\x01\n\x0ePrefillTimings\x12\x18\n\x10prefill_queue_ns\x18\x01 \x01(\x04\x12\x1a\n\x12prefill_compute_ns\x18\x02 \x01(\x04\x12\x11\n\treturn_ns\x18\x03 \x01(\x04\x12\x12\n\nservice_ns\x18\x04 \x01(\x04\x12\x19\n\x11num_cached_tokens\x18\x05 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x06 \x01(\r\x12\x11\n\tnum_steps\x18\x07 \x01(\r\x12\x12\n\nreserve_ns\x18\x08 \x01(\x04*}\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1c\n\x18\x46INISH_REASON_TOOL_CALLS\x10\x03*i\n\x08Priority\x12\x18\n\x14PRIORITY_UNSPECIFIED\x10\x00\x12\x18\n\x14PRIORITY_INTERACTIVE\x10\x01\x12\x15\n\x11PRIORITY_STANDARD\x10\x02\x12\x12\n\x0ePRIORITY_BATCH\x10\x03\x42}\n\x13io.github.pdmesh.v1B\x0b\x43ommonProtoP\x01Z2github.com/pdmesh/pdmesh/gen/go/pdmesh/v1;pdmeshv1\xaa\x02\tPdmesh.V1\xca\x02\tPdmesh\\V1\xea\x02\nPdmesh::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16pdmesh/v1/common.proto\x12\tpdmesh.v1\"\xfe\x04\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x07\x88\x01\x01\x12\x17\n\nmax_tokens\x18\t \x01(\rH\x08\x88\x01\x01\x12\x12\n\nmin_tokens\x18\n \x01(\r\x12\x12\n\nignore_eos\x18\x0b \x01(\x08\x12\x0c\n\x04stop\x18\x0c \x03(\t\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\x12\x15\n\x08logprobs\x18\x0e \x01(\rH\t\x88\x01\x01\x12\t\n\x01n\x18\x0f \x01(\r\x12)\n\nconstraint\x18\x10 \x01(\x0b\x32\x15.pdmesh.v1.Constraint\x12(\n\nlogit_bias\x18\x11 \x03(\x0b\x32\x14.pdmesh.v1.TokenBias\x12\x1c\n\x0fprompt_logprobs\x18\x12 \x01(\rH\n\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\r\n\x0b_max_tokensB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"+\n\tTokenBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x02\"z\n\nConstraint\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12)\n\x06\x63hoice\x18\x03 \x01(\x0b\x32\x17.pdmesh.v1.AlternativesH\x00\x12\x11\n\x07grammar\x18\x04 \x01(\tH\x00\x42\x06\n\x04kind\"\x1e\n\x0c\x41lternatives\x12\x0e\n\x06values\x18\x01 \x03(\t\"?\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04text\x18\x03 \x01(\t\"Y\n\x08Logprobs\x12\'\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x17.pdmesh.v1.TokenLogprob\x12$\n\x03top\x18\x02 \x03(\x0b\x32\x17.pdmesh.v1.TokenLogprob\"\x9b\x01\n\x08Identity\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0cweights_hash\x18\x02 \x01(\t\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\x14\n\x0cnumeric_mode\x18\x06 \x01(\t\x12\x18\n\x10protocol_version\x18\x07 \x01(\r\"\x81\x01\n\x08KVLayout\x12\x12\n\nblock_size\x18\x01 \x01(\r\x12\x10\n\x08kv_dtype\x18\x02 \x01(\t\x12\x1c\n\x14tensor_parallel_size\x18\x03 \x01(\r\x12\x1c\n\x14tensor_parallel_rank\x18\x04 \x01(\r\x12\x13\n\x0b\x61rrangement\x18\x05 \x01(\t\"T\n\x10TransferEndpoint\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0f\n\x07host_id\x18\x03 \x01(\t\x12\x0b\n\x03tls\x18\x04 \x01(\x08\"\xff\x01\n\x0bReservation\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x10\n\x08lease_ms\x18\x04 \x01(\r\x12\r\n\x05token\x18\x05 \x01(\x0c\x12.\n\tendpoints\x18\x06 \x03(\x0b\x32\x1b.pdmesh.v1.TransferEndpoint\x12\x19\n\x11num_cached_tokens\x18\x07 \x01(\r\x12#\n\x06layout\x18\x08 \x01(\x0b\x32\x13.pdmesh.v1.KVLayout\x12\x0f\n\x07\x61\x64\x61pter\x18\t \x01(\t\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\n \x01(\t\"a\n\rEmittedChoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12.\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x17.pdmesh.v1.FinishReason\"\x87\x02\n\x0cTokenRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x1c\n\x10prompt_token_ids\x18\x02 \x03(\rB\x02\x10\x01\x12+\n\x08sampling\x18\x03 \x01(\x0b\x32\x19.pdmesh.v1.SamplingParams\x12)\n\x07\x65mitted\x18\x04 \x03(\x0b\x32\x18.pdmesh.v1.EmittedChoice\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x0e\n\x06tenant\x18\x06 \x01(\t\x12%\n\x08priority\x18\x07 \x01(\x0e\x32\x13.pdmesh.v1.Priority\x12\x0f\n\x07\x61\x64\x61pter\x18\x08 \x01(\t\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\t \x01(\t\"9\n\x0b\x41\x64\x61pterInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\"\xcc\x01\n\x0ePrefillTimings\x12\x18\n\x10prefill_queue_ns\x18\x01 \x01(\x04\x12\x1a\n\x12prefill_compute_ns\x18\x02 \x01(\x04\x12\x11\n\treturn_ns\x18\x03 \x01(\x04\x12\x12\n\nservice_ns\x18\x04 \x01(\x04\x12\x19\n\x11num_cached_tokens\x18\x05 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x06 \x01(\r\x12\x11\n\tnum_steps\x18\x07 \x01(\r\x12\x12\n\nreserve_ns\x18\x08 \x01(\x04*}\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1c\n\x18\x46INISH_REASON_TOOL_CALLS\x10\x03*i\n\x08Priority\x12\x18\n\x14PRIORITY_UNSPECIFIED\x10\x00\x12\x18\n\x14PRIORITY_INTERACTIVE\x10\x01\x12\x15\n\x11PRIORITY_STANDARD\x10\x02\x12\x12\n\x0ePRIORITY_BATCH\x10\x03\x42}\n\x13io.github.pdmesh.v1B\x0b\x43ommonProtoP\x01Z2github.com/pdmesh/pdmesh/gen/go/pdmesh/v1;pdmeshv1\xaa\x02\tPdmesh.V1\xca\x02\tPdmesh\\V1\xea\x02\nPdmesh::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,34 +34,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._serialized_options = b'\n\023io.github.pdmesh.v1B\013CommonProtoP\001Z2github.com/pdmesh/pdmesh/gen/go/pdmesh/v1;pdmeshv1\252\002\tPdmesh.V1\312\002\tPdmesh\\V1\352\002\nPdmesh::V1'
   _globals['_TOKENREQUEST'].fields_by_name['prompt_token_ids']._loaded_options = None
   _globals['_TOKENREQUEST'].fields_by_name['prompt_token_ids']._serialized_options = b'\020\001'
-  _globals['_FINISHREASON']._serialized_start=2213
-  _globals['_FINISHREASON']._serialized_end=2338
-  _globals['_PRIORITY']._serialized_start=2340
-  _globals['_PRIORITY']._serialized_end=2445
+  _globals['_FINISHREASON']._serialized_start=2300
+  _globals['_FINISHREASON']._serialized_end=2425
+  _globals['_PRIORITY']._serialized_start=2427
+  _globals['_PRIORITY']._serialized_end=2532
   _globals['_SAMPLINGPARAMS']._serialized_start=38
-  _globals['_SAMPLINGPARAMS']._serialized_end=634
-  _globals['_CONSTRAINT']._serialized_start=636
-  _globals['_CONSTRAINT']._serialized_end=758
-  _globals['_ALTERNATIVES']._serialized_start=760
-  _globals['_ALTERNATIVES']._serialized_end=790
-  _globals['_TOKENLOGPROB']._serialized_start=792
-  _globals['_TOKENLOGPROB']._serialized_end=855
-  _globals['_LOGPROBS']._serialized_start=857
-  _globals['_LOGPROBS']._serialized_end=946
-  _globals['_IDENTITY']._serialized_start=949
-  _globals['_IDENTITY']._serialized_end=1104
-  _globals['_KVLAYOUT']._serialized_start=1107
-  _globals['_KVLAYOUT']._serialized_end=1236
-  _globals['_TRANSFERENDPOINT']._serialized_start=1238
-  _globals['_TRANSFERENDPOINT']._serialized_end=1322
-  _globals['_RESERVATION']._serialized_start=1325
-  _globals['_RESERVATION']._serialized_end=1580
-  _globals['_EMITTEDCHOICE']._serialized_start=1582
-  _globals['_EMITTEDCHOICE']._serialized_end=1679
-  _globals['_TOKENREQUEST']._serialized_start=1682
-  _globals['_TOKENREQUEST']._serialized_end=1945
-  _globals['_ADAPTERINFO']._serialized_start=1947
-  _globals['_ADAPTERINFO']._serialized_end=2004
-  _globals['_PREFILLTIMINGS']._serialized_start=2007
-  _globals['_PREFILLTIMINGS']._serialized_end=2211
+  _globals['_SAMPLINGPARAMS']._serialized_end=676
+  _globals['_TOKENBIAS']._serialized_start=678
+  _globals['_TOKENBIAS']._serialized_end=721
+  _globals['_CONSTRAINT']._serialized_start=723
+  _globals['_CONSTRAINT']._serialized_end=845
+  _globals['_ALTERNATIVES']._serialized_start=847
+  _globals['_ALTERNATIVES']._serialized_end=877
+  _globals['_TOKENLOGPROB']._serialized_start=879
+  _globals['_TOKENLOGPROB']._serialized_end=942
+  _globals['_LOGPROBS']._serialized_start=944
+  _globals['_LOGPROBS']._serialized_end=1033
+  _globals['_IDENTITY']._serialized_start=1036
+  _globals['_IDENTITY']._serialized_end=1191
+  _globals['_KVLAYOUT']._serialized_start=1194
+  _globals['_KVLAYOUT']._serialized_end=1323
+  _globals['_TRANSFERENDPOINT']._serialized_start=1325
+  _globals['_TRANSFERENDPOINT']._serialized_end=1409
+  _globals['_RESERVATION']._serialized_start=1412
+  _globals['_RESERVATION']._serialized_end=1667
+  _globals['_EMITTEDCHOICE']._serialized_start=1669
+  _globals['_EMITTEDCHOICE']._serialized_end=1766
+  _globals['_TOKENREQUEST']._serialized_start=1769
+  _globals['_TOKENREQUEST']._serialized_end=2032
+  _globals['_ADAPTERINFO']._serialized_start=2034
+  _globals['_ADAPTERINFO']._serialized_end=2091
+  _globals['_PREFILLTIMINGS']._serialized_start=2094
+  _globals['_PREFILLTIMINGS']._serialized_end=2298
 # @@protoc_insertion_point(module_scope)

@@ -113,10 +113,15 @@ class GenerateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
+    SUFFIX_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """model to use. Empty is allowed while the mesh serves exactly one."""
     text: _builtins.str
     """text is tokenized with the model's special tokens (such as a beginning-of-sequence token)."""
+    suffix: _builtins.str
+    """suffix follows the output, which fills the gap between prompt and suffix. INVALID_ARGUMENT where the model has no tokens for that
+    (fill-in-the-middle). Empty means none.
+    """
     @_builtins.property
     def tokens(self) -> Global___TokenIds:
         """tokens are used as they are."""
@@ -142,10 +147,11 @@ class GenerateRequest(_message.Message):
         sampling: _common_pb2.SamplingParams | None = ...,
         options: Global___RequestOptions | None = ...,
         resume: Global___Resume | None = ...,
+        suffix: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["options", b"options", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "options", b"options", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "options", b"options", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "suffix", b"suffix", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "tokens"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015

@@ -17,7 +17,7 @@ from pdmesh.engine.sampling.grammar import Grammar, Matcher
 from pdmesh.runtime.errors import FailedPrecondition, InvalidArgument
 from pdmesh.runtime.files import cache_root_of
 from pdmesh.runtime.work_threads import WorkThreads
-from pdmesh.sampling_params import MAX_CHOICES, MAX_LOGPROBS, PARAMETERS, Kind, Parameter, SamplingParams
+from pdmesh.sampling_params import MAX_BIASES, MAX_CHOICES, MAX_LOGPROBS, PARAMETERS, Kind, Parameter, SamplingParams
 from pdmesh.text.grammar import CompiledGrammar, GrammarCompiler
 from pdmesh.text.tokenizer import Tokenizer
 from pdmesh.v1 import common_pb2
@@ -128,6 +128,8 @@ def _sampling(wire: common_pb2.SamplingParams) -> SamplingParams:
         raise InvalidArgument("request.sampling.logprobs", f"{wire.logprobs} alternatives; at most {MAX_LOGPROBS}")
     if wire.prompt_logprobs > MAX_LOGPROBS:
         raise InvalidArgument("request.sampling.prompt_logprobs", f"{wire.prompt_logprobs} alternatives; at most {MAX_LOGPROBS}")
+    if len(wire.logit_bias) > MAX_BIASES:
+        raise InvalidArgument("request.sampling.logit_bias", f"{len(wire.logit_bias)} tokens; at most {MAX_BIASES}")
     params = SamplingParams(**{parameter.name: _value(wire, parameter) for parameter in PARAMETERS})
     _check_ranges(params)
     return params
@@ -138,6 +140,8 @@ def _value(wire: common_pb2.SamplingParams, parameter: Parameter) -> Any:
     value = getattr(wire, parameter.name)
     if parameter.kind is Kind.TOKENS:
         return tuple(value)
+    if parameter.kind is Kind.BIASES:
+        return tuple((each.token_id, each.bias) for each in value)
     is_given = wire.HasField(parameter.name) if _FIELDS[parameter.name].has_presence else value  # type: ignore[arg-type]
     return value if is_given else parameter.default
 

@@ -14,6 +14,7 @@ from pdmesh.runtime.rpc.server import GrpcServer
 from router.api import service as api_service
 from router.api.frontend import Frontend
 from router.api.http.body import HttpSettings
+from router.api.http.openapi import with_description
 from router.api.kserve import service as kserve_service
 from router.api.openai import handlers as openai_handlers
 from router.api.vllm import service as vllm_service
@@ -43,6 +44,6 @@ def add_services(server: GrpcServer, frontend: Frontend) -> None:
 
 
 def routes(frontend: Frontend, settings: HttpSettings) -> list[Route]:
-    """Return the routes of all protocols."""
+    """Return the routes of all protocols, and those that describe them."""
     listed = [protocol.routes for protocol in PROTOCOLS.values() if protocol.routes is not None]
-    return [route for routes_of in listed for route in routes_of(frontend, settings)]
+    return with_description([route for routes_of in listed for route in routes_of(frontend, settings)])

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from pdmesh.runtime.errors import InvalidArgument
 from pdmesh.runtime.work_threads import WorkThreads
-from pdmesh.sampling_params import NUMBERS, PARAMETERS, Kind, Parameter
+from pdmesh.sampling_params import MAX_BIASES, NUMBERS, PARAMETERS, Kind, Parameter
 from pdmesh.text.grammar import CompiledGrammar, GrammarCompiler
 from pdmesh.v1 import common_pb2, mesh_pb2
 from router.routing.worker_snapshot import Mode
@@ -172,6 +172,7 @@ MAX_PROMPT_LOGPROBS = 1 << 18
 
 _FIELDS = common_pb2.SamplingParams.DESCRIPTOR.fields_by_name
 _COUNTS = tuple(parameter for parameter in PARAMETERS if parameter.kind is Kind.COUNT)
+_BIAS = next(parameter for parameter in PARAMETERS if parameter.kind is Kind.BIASES)
 
 
 @dataclass(frozen=True)
@@ -192,6 +193,7 @@ def complete(sampling: common_pb2.SamplingParams, limits: Limits) -> common_pb2.
     _check_numbers(sampling)
     _check_lengths(sampling, limits)
     _check_stops(sampling, limits)
+    _check_biases(sampling.logit_bias, limits)
     checked = common_pb2.SamplingParams()
     checked.CopyFrom(sampling)
     checked.ClearField("stop")
@@ -251,6 +253,22 @@ def _check_stops(sampling: common_pb2.SamplingParams, limits: Limits) -> None:
         refuse(
             "sampling.stop_token_ids", f"{min(contradiction)} ends every sequence, which ignore_eos forbids; drop one of the two"
         )
+
+
+def _check_biases(biases: Sequence[common_pb2.TokenBias], limits: Limits) -> None:
+    """The errors name the token: clients send a map by token ids."""
+    field, allowed = "sampling.logit_bias", _BIAS.rules.computed
+    if len(biases) > MAX_BIASES:
+        refuse(field, f"{len(biases)} tokens are more than {MAX_BIASES}")
+    seen: set[int] = set()
+    for each in biases:
+        if each.token_id in seen:
+            refuse(field, f"token {each.token_id} is named twice")
+        if each.token_id >= limits.vocab_size:
+            refuse(field, f"token id {each.token_id} does not exist: the vocabulary has {limits.vocab_size}")
+        if allowed is not None and each.bias not in allowed:
+            refuse(field, f"{each.bias:g} of token {each.token_id} is not {allowed}")
+        seen.add(each.token_id)
 
 
 # A client's constraint on its output, compiled before any worker sees the request.

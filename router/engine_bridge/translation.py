@@ -9,8 +9,9 @@ What the protocol cannot say is refused by name, so that another worker takes th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from pdmesh.runtime.errors import OTHER_ENGINE, FailedPrecondition
 from pdmesh.sampling_params import MAX_CHOICES, MAX_LOGPROBS, PARAMETERS, Kind
@@ -113,6 +114,8 @@ def _copied(sampling: common_pb2.SamplingParams) -> pb.SamplingParams:
 def _set(params: pb.SamplingParams, name: str, kind: Kind, value: object) -> None:
     if kind is Kind.TOKENS:
         getattr(params, name).extend(value)
+    elif kind is Kind.BIASES:
+        getattr(params, name).update({each.token_id: each.bias for each in cast("Iterable[common_pb2.TokenBias]", value)})
     else:
         setattr(params, name, value)
 

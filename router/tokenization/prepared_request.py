@@ -4,12 +4,13 @@ import contextlib
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 
 from pdmesh.adapter_id import AdapterId
 from pdmesh.runtime.config import ConfigError
 from pdmesh.runtime.files import cache_root_of
 from pdmesh.text.block_hash import hash_prompt, short_name
+from pdmesh.text.fill_in_middle import Gap, gap_of
 from pdmesh.text.generation_config import GenerationConfig
 from pdmesh.text.grammar import GrammarCompiler
 from pdmesh.text.parsers.machine import OutputParser, Schemas
@@ -29,6 +30,11 @@ class ServedModel:
     tokenizer: Tokenizer
     grammars: GrammarCompiler
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)  # of requests that leave parameters out
+
+    @cached_property
+    def gap(self) -> Gap | None:
+        """Return how the model is asked to fill a gap; None where it has no tokens for that."""
+        return gap_of(self.tokenizer)
 
     @property
     def max_context(self) -> int:

@@ -188,7 +188,8 @@ class Preprocessor:
 
         Raises InvalidArgument naming the field, ResourceExhausted, DeadlineExceeded."""
         if validated.chat is None:
-            return await self._checked(validated.model, await self._token_ids(validated), await _rest(validated))
+            rest = await _rest(validated, _with_ends_of_gap(validated))
+            return await self._checked(validated.model, await self._token_ids(validated), rest)
         asker = Asker(validated.message.options.tenant, validated.deadline)
         rendered = await self._prompts.of_chat(validated.model, validated.chat, asker)
         rest = await self._chat_rest(validated, validated.chat, rendered.text)
@@ -247,8 +248,13 @@ class Preprocessor:
 
     def _check_prompt(self, model: ServedModel, request: mesh_pb2.GenerateRequest) -> None:
         kind = request.WhichOneof("prompt")
+        if request.suffix:
+            validation.check_prompt_text(request.suffix, self._core.config.max_prompt_bytes, field="suffix")
+            if model.gap is None:
+                validation.refuse("suffix", f"{model.name} has no tokens for a gap (fill-in-the-middle); leave it out")
         if kind == "text":
-            validation.check_prompt_text(request.text, self._core.config.max_prompt_bytes)
+            if request.text or not request.suffix:  # nothing may stand before a gap
+                validation.check_prompt_text(request.text, self._core.config.max_prompt_bytes)
         elif kind == "tokens":
             validation.check_tokens("tokens.ids", request.tokens.ids, model.tokenizer.vocab_size)
         else:
@@ -258,9 +264,21 @@ class Preprocessor:
         message, model = validated.message, validated.model
         assert isinstance(message, mesh_pb2.GenerateRequest), "a chat is rendered"
         asker = Asker(message.options.tenant, validated.deadline)
+        if message.suffix:
+            return await self._around_gap(model, message, asker)
         if message.WhichOneof("prompt") == "text":
             return await self._prompts.of_text(model, message.text, asker)
         return list(message.tokens.ids)
+
+    async def _around_gap(self, model: ServedModel, message: mesh_pb2.GenerateRequest, asker: Asker) -> list[int]:
+        """Return the prompt whose output goes between prompt and suffix."""
+        assert model.gap is not None, "it has been checked"
+        if message.WhichOneof("prompt") == "text":
+            before = await self._prompts.of_text(model, message.text, asker, add_special_tokens=False)
+        else:
+            before = list(message.tokens.ids)
+        after = await self._prompts.of_text(model, message.suffix, asker, add_special_tokens=False)
+        return model.gap.prompt(before, after)
 
     async def _checked(self, model: ServedModel, prompt: list[int], rest: _Rest) -> PreparedRequest:
         prepared = self._prepared(model, prompt, rest)
@@ -333,6 +351,18 @@ async def _rest(
     grammar = await validation.compile_constraint(validated.model.grammars, sampling)
     is_chat = isinstance(message, mesh_pb2.ChatRequest)
     return _Rest(sampling, message.options, resume, validated.deadline, grammar, is_chat, validated.adapter, output_format)
+
+
+def _with_ends_of_gap(validated: ValidatedRequest) -> common_pb2.SamplingParams:
+    """Return the sampling parameters, where a gap is filled with the tokens that end its text."""
+    sampling, gap = validated.message.sampling, validated.model.gap if getattr(validated.message, "suffix", "") else None
+    if gap is None:
+        return sampling
+    completed = common_pb2.SamplingParams()
+    completed.CopyFrom(sampling)
+    known = {*sampling.stop_token_ids, *validated.model.eos_token_ids}
+    completed.stop_token_ids.extend(token_id for token_id in gap.stops if token_id not in known)
+    return completed
 
 
 async def _follows(rest: _Rest) -> bool:

@@ -74,6 +74,25 @@ def test_filtered_draws_have_the_renormalized_distribution() -> None:
     assert chi_square_p_value(counts, kept.softmax(-1), 10_000) > 1e-3
 
 
+def test_a_bias_is_added_before_penalties_and_not_to_log_probabilities() -> None:
+    logits = random_logits(40)
+    bias = ((3, 2.5), (7, -100.0), (99, 1.0))  # 99 is outside the vocabulary
+    counts = draws(logits, 10_000, seed=4, logit_bias=bias)
+    biased = logits.clone()
+    biased[3] += 2.5
+    biased[7] -= 100.0
+    assert chi_square_p_value(counts, biased.softmax(-1), 10_000) > 1e-3 and not counts[7]
+    likeliest = int(logits.argmax())
+    plain, banned = row(temperature=0.0), row(temperature=0.0, logit_bias=((likeliest, -100.0),), logprobs=1)
+    [first, second] = Sampler().sample(logits.expand(2, -1), [plain, banned])
+    assert first.token_id == likeliest and second.token_id == int(logits.topk(2).indices[1])
+    assert second.logprobs is not None and second.logprobs.top[0][0] == likeliest
+    assert second.logprobs.top[0][1] == pytest.approx(float(logits.log_softmax(-1).max()))
+    # A repetition penalty multiplies what the bias made of the logit: -1 of 4 becomes -2, which -1.5 is above.
+    penalized = torch.tensor([4.0, -1.5])
+    assert draw(penalized, row(prompt=(0,), temperature=0.0, repetition_penalty=2.0, logit_bias=((0, -5.0),))) == 1
+
+
 def test_successive_draws_are_not_correlated() -> None:
     logits = torch.zeros(4)
     tokens = [draw(logits, row(seed=11, index=index)) for index in range(4000)]

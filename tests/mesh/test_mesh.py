@@ -1,6 +1,7 @@
 """The mesh gives what one engine gives, whatever is asked of it."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,26 @@ async def test_logprobs_of_the_prompt_are_the_same_whoever_computes_it(mesh: Loc
     assert [entry.chosen.token_id for entry in remote.prompt_logprobs] == prompt[1:]
     assert all(len(entry.top) == 2 and entry.chosen.text for entry in remote.prompt_logprobs)
     assert len({tuple(choice.token_ids for choice in each.choices) for each in (remote, local, cached, plain)}) == 1
+    await assert_whole(mesh)
+
+
+@pytest.mark.parametrize("mode", ["remote", "local"])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+async def test_biases(mesh: LocalMesh, tiny: Path, mode: str, temperature: float) -> None:
+    prompt = oracle.prompt_of(11, 45)
+    plain = SamplingParams(temperature=temperature, seed=7, max_tokens=12, n=2, ignore_eos=True)
+    banned = {token for output in oracle.answer(tiny, prompt, plain) for token in output}
+    biases = {**dict.fromkeys(banned, -100.0), 65: 1.5}
+    params = replace(plain, logit_bias=tuple(biases.items()))
+    async with AsyncClient(mesh.router_addresses) as client:
+        result = await client.generate(
+            prompt, temperature=temperature, seed=7, max_tokens=12, n=2, ignore_eos=True, logit_bias=biases, mode=mode, timeout=60
+        )
+        forced = await client.generate(prompt, max_tokens=5, seed=1, logit_bias={66: 100}, ignore_eos=True, mode=mode, timeout=60)
+    outputs = [list(choice.token_ids) for choice in result.choices]
+    assert outputs == oracle.answer(tiny, prompt, params)
+    assert not banned.intersection(token for output in outputs for token in output)
+    assert list(forced.token_ids) == [66] * 5
     await assert_whole(mesh)
 
 

@@ -10,8 +10,9 @@ from google.protobuf.descriptor import FieldDescriptor
 from pdmesh.client.types import GenerateOptions
 from pdmesh.sampling_params import PARAMETERS, Kind, Parameter, SamplingOptions, SamplingParams
 from pdmesh.v1 import common_pb2
+from router.api.http.types import checked
 from router.api.kserve import requests
-from router.api.http.fields import Fields
+from router.api.openai.bodies import CompletionRequest
 from router.api.openai.sampling import read_sampling
 from router.api.validation import Limits, complete
 
@@ -21,6 +22,11 @@ OF_THE_ROUTER = {"stop", "constraint"}  # the engine gets neither
 WIRE_TYPES = {
     Kind.NUMBER: {FieldDescriptor.TYPE_DOUBLE}, Kind.COUNT: {FieldDescriptor.TYPE_UINT32, FieldDescriptor.TYPE_UINT64},
     Kind.FLAG: {FieldDescriptor.TYPE_BOOL}, Kind.TOKENS: {FieldDescriptor.TYPE_UINT32},
+    Kind.BIASES: {FieldDescriptor.TYPE_MESSAGE},
+}  # fmt: skip
+VALUES = {
+    Kind.NUMBER: 0.5, Kind.COUNT: 3, Kind.FLAG: True, Kind.TOKENS: [3],
+    Kind.BIASES: [common_pb2.TokenBias(token_id=3, bias=-1.5)],
 }  # fmt: skip
 
 
@@ -34,7 +40,7 @@ def test_wire_and_client_have_the_same_parameters() -> None:
 def test_the_wire_can_hold_a_parameter(parameter: Parameter) -> None:
     field = WIRE[parameter.name]
     assert field.type in WIRE_TYPES[parameter.kind]
-    assert field.is_repeated == (parameter.kind is Kind.TOKENS)
+    assert field.is_repeated == (parameter.kind in (Kind.TOKENS, Kind.BIASES))
     assert parameter.rules.bits == (64 if field.type == FieldDescriptor.TYPE_UINT64 else 32)
     # What a worker makes of a 0 that cannot be told from absence is the default, which has to mean the same.
     assert field.has_presence or not parameter.default or parameter.name == "n"
@@ -42,12 +48,13 @@ def test_the_wire_can_hold_a_parameter(parameter: Parameter) -> None:
 
 @pytest.mark.parametrize("parameter", PARAMETERS, ids=lambda parameter: parameter.name)
 def test_every_protocol_reads_a_parameter_to_its_field(parameter: Parameter) -> None:
-    value = {Kind.NUMBER: 0.5, Kind.COUNT: 3, Kind.FLAG: True, Kind.TOKENS: [3]}[parameter.kind]
-    wanted = common_pb2.SamplingParams(**{parameter.name: value})  # type: ignore[arg-type]
+    value: Any = VALUES[parameter.kind]
+    wanted = common_pb2.SamplingParams(**{parameter.name: value})
     assert complete(wanted, LIMITS) is not None
     assert parameter.name in requests.NAMES
     if parameter.name != "logprobs":  # asked for in another way
-        sampling, _ = read_sampling(Fields({parameter.name: value}))
+        sent = {str(each.token_id): each.bias for each in value} if parameter.kind is Kind.BIASES else value
+        sampling, _ = read_sampling(checked(CompletionRequest, {"prompt": "a", parameter.name: sent}))
         assert sampling == wanted
 
 
@@ -67,6 +74,9 @@ def test_every_protocol_reads_a_parameter_to_its_field(parameter: Parameter) -> 
         ("seed", 2**64, None, "an unsigned 64-bit number"),
         ("stop_token_ids", (3, -1), None, "token ids, at least 0"),
         ("min_tokens", 6, None, "in [0, max_tokens=5]"),
+        ("logit_bias", ((3, 101.0),), None, "different token ids with numbers in [-100, 100]"),
+        ("logit_bias", ((3, 1.0), (3, 2.0)), None, "different token ids with numbers in [-100, 100]"),
+        ("logit_bias", ((3, float("nan")),), None, "different token ids with numbers in [-100, 100]"),
     ],
 )
 def test_what_is_said_of_a_wrong_value(name: str, value: Any, served: str | None, computed: str | None) -> None:

@@ -239,11 +239,11 @@ def test_lanes_do_not_wait_for_each_other() -> None:
     assert ask(admission, lane="y").state is TicketState.ADMITTED
 
 
-def long_behind_others(admission: Admission, **more: object) -> Ticket:
+def long_behind_others(admission: Admission) -> Ticket:
     """A long prompt for which the mesh is saturated."""
     saturated = lambda: Forecast(9.0, 0.01, has_room=True, ahead_s=8.0)  # noqa: E731
     assert ask(admission).state is TicketState.ADMITTED
-    first = ask(admission, prompt_tokens=1000, foresee=saturated, **more)
+    first = ask(admission, prompt_tokens=1000, foresee=saturated)
     assert first.state is TicketState.WAITING
     return first
 

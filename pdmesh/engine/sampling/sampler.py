@@ -23,7 +23,7 @@ from pdmesh.engine.sampling.grammar import Bits
 from pdmesh.sampling_params import DRAWN, Kind, SamplingParams
 
 # Functions that change a row of logits before a token is drawn, in this order:
-# grammar, penalties, minimum length, temperature, top-k, top-p, min-p.
+# grammar, bias, penalties, minimum length, temperature, top-k, top-p, min-p.
 #
 # Each function takes and returns one row [V] float32 and sees nothing else, so a row's result cannot depend on other rows.
 
@@ -37,6 +37,13 @@ def keep_allowed(row: Tensor, allowed: Bits) -> Tensor:
     """Mask the tokens whose bit is not set."""
     bits = np.unpackbits(allowed.view(np.uint8), count=row.shape[0], bitorder="little")
     return row.masked_fill(torch.from_numpy(bits).to(row.device) == 0, HIDDEN)
+
+
+def add_bias(row: Tensor, bias: Sequence[tuple[int, float]]) -> Tensor:
+    """Add numbers to the logits of tokens (OpenAI's logit_bias); ids outside the vocabulary are ignored."""
+    known = [(token, number) for token, number in bias if token < row.shape[0]]
+    ids = torch.tensor([token for token, _ in known], dtype=torch.int64, device=row.device)
+    return row.index_add(0, ids, torch.tensor([number for _, number in known], dtype=row.dtype, device=row.device))
 
 
 def penalize(row: Tensor, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]) -> Tensor:
@@ -142,7 +149,8 @@ class SampleRow:
         """Return whether the row is greedy from the raw logits: one argmax."""
         params = self.params
         is_penalized = params.penalizes_prompt or params.penalizes_output
-        return params.greedy and not is_penalized and not self.forbidden and self.allowed is None
+        is_changed = is_penalized or params.logit_bias or self.forbidden or self.allowed is not None
+        return params.greedy and not is_changed
 
 
 class Unseen(NamedTuple):
@@ -176,6 +184,8 @@ def _draw(logits: Tensor, row: SampleRow) -> int:
     params = row.params
     if row.allowed is not None:
         logits = keep_allowed(logits, row.allowed)
+    if params.logit_bias:
+        logits = add_bias(logits, params.logit_bias)
     logits = penalize(logits, params, row.prompt, row.output)
     if row.forbidden:
         logits = forbid(logits, row.forbidden)

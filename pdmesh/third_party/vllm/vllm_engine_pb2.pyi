@@ -132,7 +132,7 @@ class SamplingParams(_message.Message):
 
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
-        """logit_bias is refused."""
+        """logit_bias is added to the logits of tokens."""
 
     @_builtins.property
     def choice(self) -> Global___ChoiceConstraint:

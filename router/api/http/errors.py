@@ -11,6 +11,7 @@ import grpc
 
 from pdmesh.runtime.errors import DeadlineExceeded, InvalidArgument, MeshError
 from router.api.http.fields import JsonObject, UnknownName
+from router.api.http.types import AnswerBody
 from router.api.validation import CONTEXT_OVERFLOW, ContextOverflow
 
 Names = Mapping[str, str]
@@ -86,6 +87,22 @@ def renamed(error: MeshError, names: Names) -> MeshError:
     else:
         message = f"{param}: {error.message.removeprefix(f'{field}: ')}"
     return MeshError(message, code=error.code, field=param, retry_delay_s=error.retry_delay_s, reason=error.reason)
+
+
+class ErrorDetails(AnswerBody):
+    """What is wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    """The field, as the client wrote it."""
+    code: str | None
+
+
+class ErrorBody(AnswerBody):
+    """An error."""
+
+    error: ErrorDetails
 
 
 def _body(status: int, message: str, param: str | None, code: str | None) -> JsonObject:

@@ -1,29 +1,148 @@
-"""Bodies of HTTP requests as types: pydantic checks them, and every error names the field as the client wrote it.
+"""Bodies of HTTP requests and answers as types: pydantic checks them, and every error names the field as the client wrote it.
 
-A body is a subclass of `Body`. A field that is not declared is refused. A field may also be declared `Ignored` (a hint that
-changes no output) or `unsupported` (refused, except with a value that asks for nothing); OpenAPI and the tables of docs/ show
-all three.
+A request's body is a subclass of `Body`. A field that is not declared is refused. A field may also be declared `Ignored` (a hint
+that changes no output) or `Unsupported` (refused, except with a value that asks for nothing); OpenAPI (`openapi.py`) and the
+tables of docs/ show all three. A body of an answer is a subclass of `AnswerBody`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Annotated, Any, NoReturn, TypeVar, cast
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
-from pydantic_core import ErrorDetails
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    JsonValue,
+    ValidationError,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
 
-from router.api.http.fields import MAX_SHOWN_CHARS, JsonObject, UnknownName, shown
+from router.api.http.fields import MAX_SHOWN_CHARS, MAX_UINT32, JsonObject, UnknownName, shown
 from router.api.validation import refuse
 
 MARK = "x-pdmesh"
 """Key of a field's JSON schema: "ignored" or "unsupported"."""
 
-Ignored = Annotated[Any, Field(json_schema_extra={MARK: "ignored"})]
+
+class Body(BaseModel):
+    """A JSON object of a request. Null is as good as absent for every field that may be absent."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, values: object) -> object:
+        if not isinstance(values, dict):
+            return values
+        if None in values.values():
+            values = {name: value for name, value in values.items() if value is not None}
+        return values if len(values) <= len(cls.__pydantic_fields__) else _few(cls, values)
+
+
+def _few(kind: type[Body], given: dict[Any, object]) -> dict[Any, object]:
+    """Return the fields that are known and one that is not: each unknown one would become an error, of which one is shown."""
+    known = {field.alias or name for name, field in kind.__pydantic_fields__.items()}
+    unknown = next(name for name in given if name not in known)
+    return {name: value for name, value in given.items() if name in known or name is unknown}
+
+
+class AnswerBody(BaseModel):
+    """A JSON object of an answer."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+# What fields are made of.
+
+
+@dataclass(frozen=True)
+class Hint:
+    """Mark a field that is accepted with any value and changes nothing. `why`: what it is, for documents."""
+
+    why: str = ""
+
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {**handler(core), MARK: "ignored", **({"description": self.why} if self.why else {})}
+
+
+Ignored = Annotated[Any, Hint()]
 """Type of a field that is accepted with any value and changes nothing."""
 
 
-def _unicode(text: str) -> str:
+class Unsupported:
+    """Mark a field that is refused, except with null or a value of `harmless`, which ask for nothing. `words`: what the error
+    says; `why`: the reason, for documents."""
+
+    def __init__(self, *harmless: object, words: str = "is not supported; leave it out", why: str = "") -> None:
+        self._harmless = harmless
+        self._words = words
+        self._why = why
+
+    def __get_pydantic_core_schema__(self, source: type[Any], handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        values = cast("list[JsonValue]", [None, *self._harmless])
+        return {**handler(core), MARK: "unsupported", "enum": values, **({"description": self._why} if self._why else {})}
+
+    def _check(self, value: object) -> object:
+        if value is not None and not any(type(value) is type(good) and value == good for good in self._harmless):
+            raise ValueError(self._words)
+        return value
+
+
+def unsupported(*harmless: object) -> Any:
+    """Return the type of a field that is refused, except with null or a value of `harmless`, which ask for nothing."""
+    return Annotated[Any, Unsupported(*harmless)]
+
+
+class Only:
+    """Mark a string that can have these values alone; `why`: the reason, which follows in errors."""
+
+    def __init__(self, *values: str, why: str = "") -> None:
+        self._values = values
+        named = ", ".join(f'"{value}"' for value in values)
+        self._words = f"only {named} is supported: {why}" if why else f"only {named} is supported"
+
+    def __get_pydantic_core_schema__(self, source: type[Any], handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {**handler(core), "enum": list(self._values)}
+
+    def _check(self, value: str | None) -> str | None:
+        if value is not None and value not in self._values:
+            raise ValueError(self._words)
+        return value
+
+
+def missing(advice: str) -> PydanticCustomError:
+    """Return the error of a field that some other field makes necessary, for a validator of that field to raise."""
+    return PydanticCustomError("missing", "is missing; {advice}", {"advice": advice})
+
+
+def at_most(high: int, what: str = "entries") -> BeforeValidator:
+    """Return a check of the length of an array or object that comes before any of its entries is looked at."""
+
+    def check(values: object) -> object:
+        if isinstance(values, list | dict) and len(values) > high:
+            raise ValueError(f"{len(values)} {what} are more than {high}")
+        return values
+
+    return BeforeValidator(check)
+
+
+def valid_unicode(text: str) -> str:
+    """Return the text. Raises ValueError where it cannot be encoded."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -31,36 +150,20 @@ def _unicode(text: str) -> str:
     return text
 
 
-Text = Annotated[str, AfterValidator(_unicode)]
+Text = Annotated[str, AfterValidator(valid_unicode)]
 """Type of a string that is valid Unicode: JSON can hold half of a surrogate pair."""
+Count = Annotated[int, Field(ge=0, le=MAX_UINT32)]
+"""Type of an unsigned number of 32 bits."""
+FIRST_ERROR = Field(fail_fast=True)
+"""Metadata of an array: its first wrong entry is the only one of which an error is made."""
+Ids = Annotated[list[Count], FIRST_ERROR]
+"""Type of a list of token ids."""
 
-Path = tuple[int | str, ...]
 
-
-class Body(BaseModel):
-    """A JSON object of a request. Null is as good as absent for every field that may be absent."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, values: object) -> object:
-        return {name: value for name, value in values.items() if value is not None} if isinstance(values, dict) else values
-
+# From a body to an object of its type, or to an error that names the field.
 
 B = TypeVar("B", bound=Body)
-
-
-def unsupported(*harmless: object) -> Any:
-    """Return the type of a field that is refused, except with null or a value of `harmless`, which ask for nothing."""
-
-    def check(value: object) -> object:
-        if value is not None and not any(type(value) is type(good) and value == good for good in harmless):
-            raise ValueError("is not supported; leave it out")
-        return value
-
-    values = cast("list[JsonValue]", [None, *harmless])
-    return Annotated[Any, AfterValidator(check), Field(json_schema_extra={MARK: "unsupported", "enum": values})]
+Path = tuple[int | str, ...]
 
 
 def checked(kind: type[B], values: JsonObject) -> B:
@@ -75,7 +178,7 @@ def _refuse(values: JsonObject, errors: Iterable[ErrorDetails]) -> NoReturn:
     """Refuse the field of the error that lies deepest: of the forms that a value may have, that is the one that was meant."""
     path, error = max(((_path(values, each), each) for each in errors), key=lambda found: len(found[0]))
     param = _spelled(path)
-    if error["type"] == "extra_forbidden":
+    if error["type"] in ("extra_forbidden", "string_unicode"):  # the latter: a name that is not valid Unicode
         raise UnknownName(param, f"{param}: is not known here; leave it out")
     refuse(param, _words(error))
 
@@ -83,15 +186,27 @@ def _refuse(values: JsonObject, errors: Iterable[ErrorDetails]) -> NoReturn:
 def _path(values: object, error: ErrorDetails) -> Path:
     """Return where the error lies in what was sent: pydantic's own path also names the alternatives of unions."""
     path: list[int | str] = []
-    for step in error["loc"]:
+    steps = [*error["loc"], *_further_steps(error)]
+    for number, step in enumerate(steps):
         if isinstance(values, dict) and step in values:
             values = values[step]
         elif isinstance(values, list) and step in range(len(values)):
             values = values[int(step)]
-        elif error["type"] != "missing" or step != error["loc"][-1]:
+        elif error["type"] not in _OF_ABSENT or number < len(steps) - 1:
             continue
         path.append(step)
     return tuple(path)
+
+
+_TAGS = ("union_tag_invalid", "union_tag_not_found")
+_OF_ABSENT = ("missing", "string_unicode", *_TAGS)
+
+
+def _further_steps(error: ErrorDetails) -> list[str]:
+    """Return what pydantic leaves out of a path: the field that tells alternatives apart, or the name that cannot be read."""
+    if error["type"] in _TAGS:
+        return [error["ctx"]["discriminator"].strip("'")]
+    return [str(error["input"])] if error["type"] == "string_unicode" else []
 
 
 def _spelled(path: Path) -> str:
@@ -112,18 +227,36 @@ def _bound(relation: str, key: str) -> Callable[[object, dict[str, Any]], str]:
     return lambda value, context: f"{shown(value)} is not {relation} {context[key]}"
 
 
+def _number(value: object, _: dict[str, Any]) -> str:
+    is_huge = isinstance(value, int) and not isinstance(value, bool)
+    return "is not a finite number" if is_huge else _kind("a number")(value, _)
+
+
+def _tag(value: object, context: dict[str, Any]) -> str:
+    name = context["discriminator"].strip("'")
+    tag = value.get(name) if isinstance(value, dict) else None
+    return "is missing" if tag is None else f"{shown(tag)} is none of {context.get('expected_tags', 'the known ones')}"
+
+
 _WORDS: dict[str, Callable[[object, dict[str, Any]], str]] = {
-    "missing": lambda _, __: "is missing",
+    "missing": lambda _, context: f"is missing; {context['advice']}" if "advice" in context else "is missing",
     "string_type": _kind("a string"),
+    "string_too_short": lambda _, __: "is empty; send at least one character",
+    "string_too_long": lambda value, context: f"has {len(str(value))} characters; {context['max_length']} are allowed",
+    "too_short": lambda _, __: "there are none; send at least one",
+    "too_long": lambda _, context: f"has more than {context['max_length']} entries",
     "int_type": _kind("an integer"),
     "int_from_float": _kind("an integer"),
-    "float_type": _kind("a number"),
+    "float_type": _number,
     "finite_number": lambda _, __: "is not a finite number",
     "bool_type": lambda value, _: f"{shown(value)} is neither true nor false",
     "list_type": _kind("an array"),
     "dict_type": _kind("an object"),
     "model_type": _kind("an object"),
+    "model_attributes_type": _kind("an object"),
     "literal_error": lambda value, context: f"{shown(value)} is none of {context['expected']}",
+    "union_tag_invalid": _tag,
+    "union_tag_not_found": _tag,
     "greater_than_equal": _bound("at least", "ge"),
     "greater_than": _bound("more than", "gt"),
     "less_than_equal": _bound("at most", "le"),

@@ -2,8 +2,10 @@
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from pdmesh.runtime.errors import InvalidArgument, NotFound
 from pdmesh.sampling_params import PARAMETERS, Kind, Parameter
@@ -107,6 +109,19 @@ def _read_counts(field: str, value: Value) -> list[int]:
     return [_read_count(f"{field}[{position}]", item) for position, item in enumerate(value)]
 
 
+def _read_biases(field: str, value: Value) -> list[common_pb2.TokenBias]:
+    """Return biases from an object with a number for each token id, or such an object as JSON text."""
+    value = _from_json(value, "{") if isinstance(value, str) else value
+    if not isinstance(value, dict):
+        refuse(field, f"{str(value)[:100]} is no object with a number for each token id")
+    return [_read_bias(field, name, number) for name, number in value.items()]
+
+
+def _read_bias(field: str, name: str, number: Value) -> common_pb2.TokenBias:
+    token_id = int(name) if _TOKEN_ID.fullmatch(name) else refuse(field, f"{name[:100]!r} is no token id")
+    return common_pb2.TokenBias(token_id=_read_count(field, token_id), bias=_read_number(f"{field}.{name}", number))
+
+
 def _read_schema(field: str, value: Value) -> str:
     """Return a JSON Schema as text, from text or from the object itself."""
     if isinstance(value, str):
@@ -142,10 +157,12 @@ def _reader_of(parameter: Parameter) -> Read:
 
 # Parameters of a request, from `parameters` and from the JSON in the tensor `sampling_parameters`, to our messages.
 
-_SAMPLING: dict[str, Read] = {each.name: _reader_of(each) for each in PARAMETERS if each.kind is not Kind.TOKENS}
-_LISTS: dict[str, Callable[[str, Value], list[str] | list[int]]] = {
+_SAMPLING: dict[str, Read] = {each.name: _reader_of(each) for each in PARAMETERS if each.kind not in (Kind.TOKENS, Kind.BIASES)}
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
+_LISTS: dict[str, Callable[[str, Value], list[Any]]] = {
     "stop": _read_texts,
     **{each.name: _read_counts for each in PARAMETERS if each.kind is Kind.TOKENS},
+    **{each.name: _read_biases for each in PARAMETERS if each.kind is Kind.BIASES},
 }
 _CONSTRAINTS: dict[str, Read] = {
     "json_schema": _read_schema,

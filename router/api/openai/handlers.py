@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -12,12 +13,13 @@ from starlette.routing import Route
 from pdmesh.runtime.errors import MeshError, NotFound
 from pdmesh.v1 import mesh_pb2
 from router.api.frontend import Frontend
-from router.api.http.body import HttpSettings, guarded, json_response, parsed, read_body
-from router.api.http.errors import renamed
+from router.api.http.body import HttpSettings, json_response, parsed, read_body
+from router.api.http.errors import ErrorBody, renamed
 from router.api.http.exchange import Exchange, Parse
 from router.api.http.fields import JsonObject
 from router.api.http.headers import requested_time_left_s
-from router.api.openai import requests
+from router.api.http.openapi import Endpoint
+from router.api.openai import answers, bodies, requests
 from router.api.openai.responses import Answer, Call
 from router.api.openai.sampling import set_parameters
 from router.api.validation import check_tokens
@@ -126,14 +128,26 @@ class Handlers:
 def routes(frontend: Frontend, settings: HttpSettings) -> list[Route]:
     """Return the endpoints of OpenAI's API, and those by which balancers ask after the router's health."""
     handlers = Handlers(frontend, settings)
+    health = partial(Endpoint, method="GET", answer=answers.Health, error=None, needs_key=False)
     return [
-        Route("/v1/chat/completions", guarded(handlers.chat), methods=["POST"]),
-        Route("/v1/completions", guarded(handlers.complete), methods=["POST"]),
-        Route("/tokenize", guarded(handlers.tokenize), methods=["POST"]),
-        Route("/detokenize", guarded(handlers.detokenize), methods=["POST"]),
-        Route("/v1/models", guarded(handlers.list_models), methods=["GET"]),
-        Route("/v1/models/{model:path}", guarded(handlers.get_model), methods=["GET"]),
-        Route("/health", guarded(handlers.ready), methods=["GET"]),
-        Route("/health/ready", guarded(handlers.ready), methods=["GET"]),
-        Route("/health/live", guarded(handlers.live), methods=["GET"]),
-    ]
+        Endpoint(
+            "/v1/chat/completions", handlers.chat, "The next message of a conversation", has_options=True,
+            body=bodies.ChatCompletionRequest, answer=answers.ChatCompletion, event=answers.ChatCompletionChunk | ErrorBody,
+        ),
+        Endpoint(
+            "/v1/completions", handlers.complete, "Continuations of prompts", has_options=True,
+            body=bodies.CompletionRequest, answer=answers.Completion, event=answers.CompletionChunk | ErrorBody,
+        ),
+        Endpoint(
+            "/tokenize", handlers.tokenize, "The tokens of a text or a conversation",
+            body=bodies.TokenizeTextRequest | bodies.TokenizeChatRequest, answer=answers.Tokenized,
+        ),
+        Endpoint(
+            "/detokenize", handlers.detokenize, "The text of tokens", body=bodies.DetokenizeRequest, answer=answers.Detokenized
+        ),
+        Endpoint("/v1/models", handlers.list_models, "The models that are served", method="GET", answer=answers.ModelList),
+        Endpoint("/v1/models/{model:path}", handlers.get_model, "One of them", method="GET", answer=answers.Model),
+        health("/health", handlers.ready, "As /health/ready"),
+        health("/health/ready", handlers.ready, "200 while a decode worker can take requests, else 503"),
+        health("/health/live", handlers.live, "200 while the process answers"),
+    ]  # fmt: skip

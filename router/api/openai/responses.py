@@ -12,8 +12,7 @@ from pdmesh.v1 import common_pb2, mesh_pb2
 from router.api.http.body import from_json
 from router.api.http.errors import Names, answer_to
 from router.api.http.exchange import MeshRequest
-from router.api.http.fields import Fields, JsonObject
-from router.api.validation import refuse
+from router.api.http.fields import JsonObject
 
 # The two forms of a choice: chat completions and (text) completions.
 
@@ -163,14 +162,6 @@ def _value(token: common_pb2.TokenLogprob) -> float:
 
 # A checked HTTP request: its messages of `pdmesh.v1`, and the form of the response.
 
-# Hints and accounting fields of OpenAI and of other servers, which do not change the output.
-IGNORED = frozenset(
-    {
-        "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-        "prompt_cache_options", "prediction", "parallel_tool_calls", "request_id", "priority",
-    }
-)  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Streaming:
@@ -178,6 +169,14 @@ class Streaming:
 
     usage: bool = False  # the last chunk has the usage
     continuous_usage: bool = False  # every chunk has the usage so far
+
+
+@dataclass(frozen=True)
+class Best:
+    """Say that of each prompt's choices the `num_kept` likeliest are the answer. `shows_logprobs`: the client asked for them."""
+
+    num_kept: int
+    shows_logprobs: bool
 
 
 @dataclass(frozen=True)
@@ -190,6 +189,7 @@ class Call:
     streaming: Streaming | None
     names: Names = field(default_factory=dict)
     echo: bool = False
+    best: Best | None = None
 
     @property
     def is_streamed(self) -> bool:
@@ -201,18 +201,6 @@ class Call:
         if len(self.requests) == 1:
             return self.names
         return {**self.names, "prompt": f"prompt[{number}]", "tokens.ids": f"prompt[{number}]"}
-
-
-def read_streaming(fields: Fields) -> Streaming | None:
-    """Read `stream` and `stream_options`. Raises InvalidArgument."""
-    stream, options = fields.flag("stream"), fields.inner("stream_options")
-    if options is None:
-        return Streaming() if stream else None
-    if not stream:
-        refuse("stream_options", "needs stream: true")
-    streaming = Streaming(options.flag("include_usage"), options.flag("continuous_usage_stats"))
-    options.finish({"include_obfuscation"}, {})
-    return streaming
 
 
 SpellingOf = Callable[[str, int], bytes]
@@ -275,9 +263,18 @@ class Answer:
 
     def body(self) -> JsonObject:
         """Return the whole body, after every stream has ended."""
-        choices = [self._whole(index, choice) for index, choice in enumerate(self._choices)]
+        choices = [self._whole(index, choice) for index, choice in enumerate(self._kept())]
         head = {**self._head, "object": self._call.shape.object_name}
         return {**head, "choices": choices, "usage": self.usage(), "pdmesh": self.reports()}
+
+    def _kept(self) -> list[_Choice]:
+        """Return the choices of the answer: all, or of each prompt the best, the likeliest first."""
+        best, num_choices = self._call.best, self._call.num_choices
+        if best is None:
+            return self._choices
+        starts = range(0, len(self._choices), num_choices)
+        ranked = [sorted(self._choices[start : start + num_choices], key=_likelihood, reverse=True) for start in starts]
+        return [choice for choices in ranked for choice in choices[: best.num_kept]]
 
     def events(self, number: int, response: mesh_pb2.GenerateResponse) -> Iterable[bytes]:
         """Return the event that shows `response`, for a stream; none where there is nothing to show."""
@@ -377,7 +374,8 @@ class Answer:
 
     def _whole(self, index: int, choice: _Choice) -> JsonObject:
         said = Said.joined(choice.said)
-        shown = self._call.shape.whole(said, self._logprobs(choice, choice.entries))
+        is_shown = self._call.best is None or self._call.best.shows_logprobs
+        shown = self._call.shape.whole(said, self._logprobs(choice, choice.entries) if is_shown else None)
         if said.warnings:
             shown["warnings"] = said.warnings
         return {"index": index, **shown, "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
@@ -388,6 +386,12 @@ class Answer:
         if streaming is not None and streaming.usage:
             chunk["usage"] = self.usage() if streaming.continuous_usage else None
         return chunk
+
+
+def _likelihood(choice: _Choice) -> float:
+    """Return the mean log-probability of a choice's tokens, by which OpenAI's completions rank what `best_of` made."""
+    values = [_value(entry.chosen) for entry in choice.entries]
+    return sum(values) / len(values) if values else LOWEST_LOGPROB
 
 
 def _report(prompt: _Prompt) -> JsonObject:

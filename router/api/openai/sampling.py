@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from pdmesh.sampling_params import MAX_CHOICES, MIN_TEMPERATURE, NUMBERS, PARAMETERS, Kind
+from pdmesh.sampling_params import MIN_TEMPERATURE, NUMBERS, PARAMETERS, Kind
 from pdmesh.text.grammar import MAX_BYTES
 from pdmesh.v1 import common_pb2
-from router.api.http.fields import MAX_UINT32, Fields, JsonObject, as_integer, as_text
-from router.api.validation import MAX_STOP_STRINGS, MAX_STOP_TOKENS, refuse
+from router.api.http.fields import JsonObject
+from router.api.openai.bodies import JsonObjectFormat, JsonSchemaFormat, ResponseFormat, Sampling, StructuredOutputs
+from router.api.validation import refuse
 
 # Constraints on the output: OpenAI's `response_format`, and vLLM's `structured_outputs` and older `guided_*`.
 
@@ -24,12 +24,9 @@ class Wanted(NamedTuple):
     constraint: common_pb2.Constraint
 
 
-Reader = Callable[[Fields, str], common_pb2.Constraint]
-
-
-def read_constraint(fields: Fields) -> Wanted | None:
+def read_constraint(asked: Sampling) -> Wanted | None:
     """Return the constraint of a request; None without one. Raises InvalidArgument, also for two."""
-    wanted = [*_response_format(fields), *_structured_outputs(fields), *_guided(fields)]
+    wanted = [*_response_format(asked.response_format), *_structured_outputs(asked.structured_outputs), *_guided(asked)]
     if len(wanted) > 1:
         refuse(wanted[1].param, f"excludes {wanted[0].param}; give one of them")
     if wanted and (size := wanted[0].constraint.ByteSize()) > 2 * MAX_BYTES:  # before it is copied for each prompt
@@ -37,104 +34,61 @@ def read_constraint(fields: Fields) -> Wanted | None:
     return wanted[0] if wanted else None
 
 
-def _response_format(fields: Fields) -> Iterator[Wanted]:
-    wanted = fields.inner("response_format")
-    if wanted is None:
-        return
-    kind = wanted.text("type")
-    if kind == "json_object":
+def _response_format(asked: ResponseFormat | None) -> Iterator[Wanted]:
+    if isinstance(asked, JsonObjectFormat):
         yield Wanted("response_format", common_pb2.Constraint(json_schema=JSON_OBJECT))
-    elif kind == "json_schema":
-        named = wanted.inner("json_schema")
-        if named is None:
-            refuse("response_format.json_schema", "is missing")
-        named.text("name")
-        named.text("description")
-        named.flag("strict")  # the output follows the schema in any case
-        schema = named.inner("schema")
-        text = "{}" if schema is None else _as_json(named, "schema")
-        named.finish((), {})
-        yield Wanted("response_format.json_schema.schema", common_pb2.Constraint(json_schema=text))
-    elif kind != "text":
-        refuse("response_format.type", 'is none of "text", "json_object", "json_schema"')
-    wanted.finish((), {})
+    elif isinstance(asked, JsonSchemaFormat):
+        schema = asked.json_schema.json_schema
+        yield Wanted("response_format.json_schema.schema", common_pb2.Constraint(json_schema=schema))
 
 
-def _structured_outputs(fields: Fields) -> Iterator[Wanted]:
-    wanted = fields.inner("structured_outputs")
-    if wanted is None:
+def _structured_outputs(asked: StructuredOutputs | None) -> Iterator[Wanted]:
+    if asked is None:
         return
-    for name, reader in _READERS.items():
-        if wanted.has(name):
-            yield Wanted(wanted.param(name), reader(wanted, name))
-    if wanted.flag("json_object"):
-        yield Wanted(wanted.param("json_object"), common_pb2.Constraint(json_schema=JSON_OBJECT))
-    wanted.finish({"disable_fallback"}, {"disable_any_whitespace": (False,), "disable_additional_properties": (False,)})
+    yield from _constraints("structured_outputs.", asked.json_text, asked.regex, asked.choice, asked.grammar)
+    if asked.json_object:
+        yield Wanted("structured_outputs.json_object", common_pb2.Constraint(json_schema=JSON_OBJECT))
 
 
-def _guided(fields: Fields) -> Iterator[Wanted]:
-    for name, reader in _READERS.items():
-        if fields.has(f"guided_{name}"):
-            yield Wanted(f"guided_{name}", reader(fields, f"guided_{name}"))
+def _guided(asked: Sampling) -> Iterator[Wanted]:
+    return _constraints("guided_", asked.guided_json, asked.guided_regex, asked.guided_choice, asked.guided_grammar)
 
 
-def _json(fields: Fields, name: str) -> common_pb2.Constraint:
-    """Read a schema as an object, or as its text."""
-    return common_pb2.Constraint(json_schema=_as_json(fields, name))
-
-
-def _as_json(fields: Fields, name: str) -> str:
-    value = fields.value(name)
-    if isinstance(value, str):
-        return as_text(fields.param(name), value)
-    if not isinstance(value, dict | bool):
-        refuse(fields.param(name), "is not a JSON Schema")
-    return json.dumps(value, separators=(",", ":"))
-
-
-def _regex(fields: Fields, name: str) -> common_pb2.Constraint:
-    return common_pb2.Constraint(regex=as_text(fields.param(name), fields.value(name)))
-
-
-def _grammar(fields: Fields, name: str) -> common_pb2.Constraint:
-    return common_pb2.Constraint(grammar=as_text(fields.param(name), fields.value(name)))
-
-
-def _choice(fields: Fields, name: str) -> common_pb2.Constraint:
-    param = fields.param(name)
-    values = [as_text(f"{param}[{number}]", value) for number, value in enumerate(fields.items(name) or [])]
-    return common_pb2.Constraint(choice=common_pb2.Alternatives(values=values))
-
-
-_READERS: dict[str, Reader] = {"json": _json, "regex": _regex, "choice": _choice, "grammar": _grammar}
+def _constraints(
+    prefix: str, schema: str | None, regex: str | None, choice: list[str] | None, grammar: str | None
+) -> Iterator[Wanted]:
+    if schema is not None:
+        yield Wanted(f"{prefix}json", common_pb2.Constraint(json_schema=schema))
+    if regex is not None:
+        yield Wanted(f"{prefix}regex", common_pb2.Constraint(regex=regex))
+    if choice is not None:
+        yield Wanted(f"{prefix}choice", common_pb2.Constraint(choice=common_pb2.Alternatives(values=choice)))
+    if grammar is not None:
+        yield Wanted(f"{prefix}grammar", common_pb2.Constraint(grammar=grammar))
 
 
 LEAST_TOP_P = 1e-6
 # Each endpoint has a way of its own to ask for log-probabilities.
 _COUNTS = tuple(parameter for parameter in PARAMETERS if parameter.kind is Kind.COUNT and parameter.name != "logprobs")
-# What differs from an unsigned number of 32 bits. What is made for each choice is made before the router looks at the request.
-_LIMITS = {"n": (1, MAX_CHOICES), "max_tokens": (1, MAX_UINT32), "seed": (-(2**63), 2**64 - 1)}
 
 
-def read_sampling(fields: Fields) -> tuple[common_pb2.SamplingParams, dict[str, str]]:
+def read_sampling(asked: Sampling) -> tuple[common_pb2.SamplingParams, dict[str, str]]:
     """Return the parameters that both endpoints have in common, and names for `errors.renamed`. The router checks ranges; a value
-    that does not fit the wire is refused here. Raises InvalidArgument."""
-    sampling = common_pb2.SamplingParams(ignore_eos=fields.flag("ignore_eos"))
+    that does not fit the wire has been refused. Raises InvalidArgument."""
+    sampling = common_pb2.SamplingParams(ignore_eos=asked.ignore_eos, stop_token_ids=asked.stop_token_ids or ())
     for parameter in NUMBERS:
-        number = fields.number(parameter.name)
+        number = getattr(asked, parameter.name)
         if number is not None:
             setattr(sampling, parameter.name, number)
     if 0 < sampling.temperature < MIN_TEMPERATURE:
         sampling.temperature = 0  # OpenAI's range has no gap between greedy and the lowest temperature that can be computed
     if sampling.HasField("top_p") and sampling.top_p == 0:
         sampling.top_p = LEAST_TOP_P  # the likeliest token always stays
-    _read_counts(fields, sampling)
-    stop_token_ids = fields.items("stop_token_ids") or []
-    if len(stop_token_ids) > MAX_STOP_TOKENS:
-        refuse("stop_token_ids", f"{len(stop_token_ids)} tokens are more than {MAX_STOP_TOKENS}")
-    sampling.stop_token_ids.extend(as_integer(f"stop_token_ids[{at}]", value) for at, value in enumerate(stop_token_ids))
-    names = _read_stop(fields, sampling)
-    wanted = read_constraint(fields)
+    _set_counts(asked, sampling)
+    for token_id, bias in (asked.logit_bias or {}).items():
+        sampling.logit_bias.add(token_id=int(token_id), bias=bias)
+    names = _read_stop(asked, sampling)
+    wanted = read_constraint(asked)
     if wanted is not None:
         sampling.constraint.CopyFrom(wanted.constraint)
         kind = wanted.constraint.WhichOneof("kind")
@@ -147,23 +101,16 @@ def set_parameters(sampling: common_pb2.SamplingParams) -> JsonObject:
     return {descriptor.name: value for descriptor, value in sampling.ListFields()}
 
 
-def _read_counts(fields: Fields, sampling: common_pb2.SamplingParams) -> None:
+def _set_counts(asked: Sampling, sampling: common_pb2.SamplingParams) -> None:
     for parameter in _COUNTS:
-        name, is_minus_one_all = parameter.name, parameter.rules.is_minus_one_all
-        low, high = _LIMITS.get(name, (-1 if is_minus_one_all else 0, MAX_UINT32))
-        integer = fields.integer(name, low, high)
+        rules, integer = parameter.rules, getattr(asked, parameter.name)
         if integer is not None:
-            setattr(sampling, name, max(0, integer) if is_minus_one_all else integer % 2**parameter.rules.bits)
+            setattr(sampling, parameter.name, max(0, integer) if rules.is_minus_one_all else integer % 2**rules.bits)
 
 
-def _read_stop(fields: Fields, sampling: common_pb2.SamplingParams) -> dict[str, str]:
-    value = fields.value("stop")
-    if isinstance(value, str):
-        sampling.stop.append(as_text("stop", value))
+def _read_stop(asked: Sampling, sampling: common_pb2.SamplingParams) -> dict[str, str]:
+    if isinstance(asked.stop, str):
+        sampling.stop.append(asked.stop)
         return {"sampling.stop[0]": "stop"}
-    if value is not None and not isinstance(value, list):
-        refuse("stop", "is neither a string nor an array of strings")
-    if value is not None and len(value) > MAX_STOP_STRINGS:
-        refuse("stop", f"{len(value)} strings are more than {MAX_STOP_STRINGS}")
-    sampling.stop.extend(as_text(f"stop[{number}]", text) for number, text in enumerate(value or []))
+    sampling.stop.extend(asked.stop or ())
     return {}

@@ -1,6 +1,7 @@
 """From an engine's GenerateRequest to the frontend's. Every error names the field of the caller's message."""
 
 import math
+from collections.abc import Iterator
 
 from pdmesh.sampling_params import PARAMETERS, Kind, Parameter
 from pdmesh.third_party.vllm import vllm_engine_pb2 as pb
@@ -19,7 +20,6 @@ _REFUSED = {
 }
 _REFUSED_SAMPLING = {
     "prompt_logprobs": "log-probabilities of the prompt are not supported",
-    "logit_bias": "is not supported",
     "truncate_prompt_tokens": "is not supported; send the prompt as it is to be used",
     "structural_tag": "is not supported; send json_schema, regex, grammar or choice",
 }
@@ -70,10 +70,19 @@ def _sampling(params: pb.SamplingParams) -> common_pb2.SamplingParams:
             continue
         if parameter.kind is Kind.TOKENS:
             getattr(sampling, name).extend(getattr(params, name))
+        elif parameter.kind is Kind.BIASES:
+            sampling.logit_bias.extend(_biases(params))
         else:
             setattr(sampling, name, _value(parameter, getattr(params, name)))
     _constrain(sampling, params)
     return sampling
+
+
+def _biases(params: pb.SamplingParams) -> Iterator[common_pb2.TokenBias]:
+    for token_id, bias in params.logit_bias.items():
+        if token_id < 0:
+            refuse("sampling_params.logit_bias", f"token id {token_id} is negative")
+        yield common_pb2.TokenBias(token_id=token_id, bias=bias)
 
 
 def _value(parameter: Parameter, value: float) -> float:

@@ -9,7 +9,7 @@ import pytest
 from pdmesh.engine.engine import Engine
 from tests.support.engine_requests import PROMPT, assert_answers, assert_whole, behind, push, request
 from tests.support.guesser import Guesser
-from tests.support.mock_engine import make_engine, run_to_end
+from tests.support.mock_engine import answer, make_engine, run_to_end
 
 LENGTH = 5
 
@@ -45,6 +45,20 @@ class TestTokens:
     def test_same_tokens(self, guesser: Guesser, temperature: float, budget: int) -> None:
         engine = engine_with(guesser, max_num_batched_tokens=budget)
         requests = [request(str(i), PROMPT[: 3 + i], max_tokens=11, temperature=temperature) for i in range(4)]
+        assert all(map(engine.add, requests))
+        assert_answers(run_to_end(engine), *requests)
+        assert_whole(engine)
+
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    def test_same_tokens_with_biases(self, guesser: Guesser, temperature: float) -> None:
+        """A draft is accepted where the model draws it with its bias."""
+        engine = engine_with(guesser)
+        plain = [request(str(i), PROMPT[: 3 + i], max_tokens=11, temperature=temperature) for i in range(3)]
+        liked = [(), ((answer(plain[1], 0).token_ids[1], -100.0),), ((20, 100.0), (21, 99.5))]
+        requests = [
+            replace(each, sampling=replace(each.sampling, logit_bias=bias)) for each, bias in zip(plain, liked, strict=True)
+        ]
+        assert answer(requests[1], 0) != answer(plain[1], 0) and set(answer(requests[2], 0).token_ids) <= {20, 21}
         assert all(map(engine.add, requests))
         assert_answers(run_to_end(engine), *requests)
         assert_whole(engine)

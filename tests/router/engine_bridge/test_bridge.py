@@ -56,6 +56,7 @@ async def test_parameters_reach_the_engine_and_the_parts_of_ttft_add_up(model_fo
     sampling: dict[str, Any] = {
         "temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1, "presence_penalty": 0.5,
         "frequency_penalty": -0.3, "min_tokens": 2, "ignore_eos": True, "stop_token_ids": [70], "n": 2, "max_tokens": 4,
+        "logit_bias": [common_pb2.TokenBias(token_id=70, bias=-1.5)],
     }  # fmt: skip
     async with bridged(model_folder) as mesh:
         answer = await mesh.front.generate(request(**sampling))

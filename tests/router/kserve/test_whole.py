@@ -59,6 +59,7 @@ async def test_every_parameter_reaches_the_workers(model_folder: Path) -> None:
         "min_tokens": 2,
         "ignore_eos": True,
         "stop_token_ids": [70],
+        "logit_bias": {"70": -1.5},
         "logprobs": 3,
         "n": 2,
         "tenant": "t",
@@ -73,6 +74,7 @@ async def test_every_parameter_reaches_the_workers(model_folder: Path) -> None:
         assert sampling == common_pb2.SamplingParams(
             temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.1, presence_penalty=0.5,
             frequency_penalty=-0.5, seed=2**63, max_tokens=4, min_tokens=2, ignore_eos=True, stop_token_ids=[70], logprobs=3, n=2,
+            logit_bias=[common_pb2.TokenBias(token_id=70, bias=-1.5)],
         )  # fmt: skip
         assert worker_request.tenant == "t" and worker_request.cache_salt == "1:t:s"
         assert worker_request.priority == common_pb2.PRIORITY_INTERACTIVE

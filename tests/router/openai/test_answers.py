@@ -215,6 +215,17 @@ async def test_headers_reach_the_workers(served: Mesh, client: Any) -> None:
     assert not sampling.HasField("temperature")  # absent is 1, as with OpenAI
 
 
+@pytest.mark.parametrize("chat", [False, True])
+async def test_biases_reach_the_workers(served: Mesh, client: Any, chat: bool) -> None:
+    asked: Any = {"model": "tiny", "max_tokens": 2, "logit_bias": {"70": -100, "71": 2.5}}
+    if chat:
+        await client.chat.completions.create(messages=HELLO, **asked)
+    else:
+        await client.completions.create(prompt=PROMPT, **asked)
+    biases = [(each.token_id, each.bias) for each in served["d0"].submits[-1].request.sampling.logit_bias]
+    assert biases == [(70, -100.0), (71, 2.5)]
+
+
 async def test_a_schema_reaches_the_workers(served: Mesh, client: Any) -> None:
     schema = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}}
     wanted = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema, "strict": True}}

@@ -18,6 +18,7 @@ from pdmesh.v1 import common_pb2, mesh_pb2
 from router.api.http.body import LARGE_BODY_BYTES, parse_json, parsed
 from router.api.http.errors import HttpError, answer_to, renamed
 from router.api.openai import requests as openai_requests
+from router.api.openai.bodies import MAX_TOKEN_IDS
 from router.api.openai.responses import LOWEST_LOGPROB, Answer, Call, ChatShape, TextShape
 
 OPTIONS = mesh_pb2.RequestOptions(request_id="r")
@@ -196,7 +197,7 @@ def test_request_ids_of_many_prompts_stay_within_their_length() -> None:
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"prompt": [1] * (openai_requests.MAX_TOKEN_IDS + 1)}, "prompt"),
+        ({"prompt": [1] * (MAX_TOKEN_IDS + 1)}, "prompt"),
         ({"prompt": [[1] * 9000] * 128}, "prompt"),
         ({"prompt": ["a" * 20_000] * 128}, "prompt"),
         ({"prompt": [1, 2, "3"]}, "prompt[2]"),

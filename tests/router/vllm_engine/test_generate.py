@@ -106,9 +106,12 @@ async def test_every_parameter_reaches_the_workers(model_folder: Path) -> None:
             "temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1, "presence_penalty": 0.5,
             "frequency_penalty": -0.3, "min_tokens": 2, "ignore_eos": True, "stop_token_ids": [70], "logprobs": 3, "n": 2,
         }  # fmt: skip
-        await Answer().read(stub.Generate(request(max_tokens=4, **sampling)))
+        await Answer().read(stub.Generate(request(max_tokens=4, logit_bias={70: -1.5}, **sampling)))
         # Floats of 32 bits on their wire, doubles on ours: 0.7 stays 0.7.
-        assert mesh["d0"].submits[0].request.sampling == common_pb2.SamplingParams(seed=5, max_tokens=4, **sampling)
+        biases = [common_pb2.TokenBias(token_id=70, bias=-1.5)]
+        assert mesh["d0"].submits[0].request.sampling == common_pb2.SamplingParams(
+            seed=5, max_tokens=4, logit_bias=biases, **sampling
+        )
         text = pb.GenerateRequest(text="Hallo", sampling_params=pb.SamplingParams(max_tokens=1, seed=-1))
         await Answer().read(stub.Generate(text))
         submitted = mesh["d0"].submits[1].request
@@ -220,7 +223,9 @@ async def test_refusals_name_their_field(model_folder: Path) -> None:
         (changed(media_refs=pb.MediaRefs()), "media_refs"),
         (changed(data_parallel_rank=1), "data_parallel_rank"),
         (request(prompt_logprobs=0), "sampling_params.prompt_logprobs"),
-        (request(logit_bias={1: 0.5}), "sampling_params.logit_bias"),
+        (request(logit_bias={-1: 0.5}), "sampling_params.logit_bias"),
+        (request(logit_bias={999: 0.5}), "sampling_params.logit_bias"),
+        (request(logit_bias={1: 101}), "sampling_params.logit_bias"),
         (request(truncate_prompt_tokens=-1), "sampling_params.truncate_prompt_tokens"),
         (request(structural_tag="x"), "sampling_params.structural_tag"),
         (request(logprobs=-1), "sampling_params.logprobs"),

@@ -1,4 +1,4 @@
-// One row: grammar, penalties and forbidden tokens in a scratch row, then greedy, or candidates and noise, or (without top-k, top-p and
+// One row: grammar, bias, penalties and forbidden tokens in a scratch row, then greedy, or candidates and noise, or (without top-k, top-p and
 // min-p) one fused pass of noise over the vocabulary. All rows of a step: shared out over the team.
 #include "sampling.h"
 
@@ -90,13 +90,20 @@ void keep_allowed(float* x, int64_t vocab, const uint32_t* allowed) {
     }
 }
 
+void add_bias(float* x, int64_t vocab, const PdmeshSampleRow& row) {
+    for (int64_t i = 0; i < row.num_biased; i++) {
+        if (row.biased[i] >= 0 && row.biased[i] < vocab) x[row.biased[i]] += row.bias[i];
+    }
+}
+
 // The row itself where nothing changes it.
 const float* adjusted(const float* x, int64_t vocab, const PdmeshSampleRow& row, Scratch& own) {
     const bool is_repetition = row.params.repetition_penalty != 1.0;
     const bool is_output = row.num_output > 0 && (row.params.presence_penalty != 0.0 || row.params.frequency_penalty != 0.0);
-    if (!is_repetition && !is_output && row.num_forbidden == 0 && !row.allowed) return x;
+    if (!is_repetition && !is_output && row.num_forbidden == 0 && row.num_biased == 0 && !row.allowed) return x;
     own.logits.assign(x, x + vocab);
     if (row.allowed) keep_allowed(own.logits.data(), vocab, row.allowed);
+    add_bias(own.logits.data(), vocab, row);
     if (is_repetition || is_output) own.counts.resize(std::max(own.counts.size(), static_cast<size_t>(vocab)));
     if (is_repetition) penalize_repetition(own.logits.data(), vocab, row, own.counts.data());
     if (is_output) penalize_output(own.logits.data(), vocab, row, own.counts.data());

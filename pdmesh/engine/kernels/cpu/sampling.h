@@ -17,7 +17,9 @@ struct PdmeshSampleRow {
     const int64_t* output;     // [num_output], for all penalties
     const int64_t* forbidden;  // [num_forbidden]: tokens that cannot be drawn now
     const uint32_t* allowed;   // [ceil(V / 32)], a bit for each token: no other can be drawn; null: all can
-    int64_t num_prompt, num_output, num_forbidden;
+    const int64_t* biased;     // [num_biased]: different tokens
+    const float* bias;         // [num_biased]: what is added to their logits
+    int64_t num_prompt, num_output, num_forbidden, num_biased;
     int32_t num_logprobs;  // how many of the likeliest tokens are reported beside the chosen one
     int32_t wants_logprobs;
 };

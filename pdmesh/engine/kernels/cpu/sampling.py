@@ -29,7 +29,8 @@ ROW = np.dtype(
     [
         ("params", PARAMS), ("choice", np.int64), ("index", np.int64),
         ("prompt", np.uintp), ("output", np.uintp), ("forbidden", np.uintp), ("allowed", np.uintp),
-        ("num_prompt", np.int64), ("num_output", np.int64), ("num_forbidden", np.int64),
+        ("biased", np.uintp), ("bias", np.uintp),
+        ("num_prompt", np.int64), ("num_output", np.int64), ("num_forbidden", np.int64), ("num_biased", np.int64),
         ("num_logprobs", np.int32), ("wants_logprobs", np.int32),
     ],
     align=True,
@@ -55,7 +56,18 @@ class _Output(ctypes.Structure):
 class _Plan:
     """Hold what of a row depends on its parameters only."""
 
-    __slots__ = ("has_ends", "has_penalty", "has_repetition", "is_plain", "packed", "params", "points", "wants_logprobs")
+    __slots__ = (
+        "bias",
+        "biased",
+        "has_ends",
+        "has_penalty",
+        "has_repetition",
+        "is_plain",
+        "packed",
+        "params",
+        "points",
+        "wants_logprobs",
+    )
 
     def __init__(self, params: SamplingParams) -> None:
         self.params = params  # also keeps their id() from being another's
@@ -64,8 +76,20 @@ class _Plan:
         self.has_ends = params.min_tokens > 0
         self.points = self.has_penalty or self.has_ends
         self.wants_logprobs = params.logprobs is not None
-        self.is_plain = params.greedy and not self.points and not self.wants_logprobs
-        self.packed = _packed(params)
+        self.is_plain = params.greedy and not self.points and not self.wants_logprobs and not params.logit_bias
+        self.biased = _array([token for token, _ in params.logit_bias])
+        self.bias = np.array([number for _, number in params.logit_bias], np.float32)
+        self.packed = self._packed()
+
+    def _packed(self) -> bytes:
+        """Return a packed row without what changes from token to token; it points to arrays of this plan."""
+        row, params = np.zeros(1, ROW), self.params
+        row["params"] = record_of(params, PARAMS)
+        row["wants_logprobs"], row["num_logprobs"] = self.wants_logprobs, min(params.logprobs or 0, _MOST)
+        if len(self.biased):
+            row["biased"], row["bias"] = self.biased.ctypes.data, self.bias.ctypes.data
+            row["num_biased"] = len(self.biased)
+        return row.tobytes()
 
     def point(self, packed: Any, row: SampleRow, prompts: _Prompts, alive: list[Int64s]) -> None:
         """Set what one packed row points to, and append the arrays to `alive`."""
@@ -198,14 +222,6 @@ class NativeSampler:
             if allowed is not None:
                 packed[i]["allowed"] = allowed.ctypes.data  # the row keeps it alive
         return packed, alive
-
-
-def _packed(params: SamplingParams) -> bytes:
-    """Return a packed row without what changes from token to token."""
-    row = np.zeros(1, ROW)
-    row["params"] = record_of(params, PARAMS)
-    row["wants_logprobs"], row["num_logprobs"] = params.logprobs is not None, min(params.logprobs or 0, _MOST)
-    return row.tobytes()
 
 
 def _array(token_ids: Sequence[int]) -> Int64s:

@@ -26,6 +26,7 @@ from pdmesh.engine.sampling.sampler import (
     SampledToken,
     Sampler,
     SampleRow,
+    add_bias,
     apply_temperature,
     forbid,
     keep_allowed,
@@ -96,6 +97,7 @@ def random_row(chance: random.Random, vocab: int, **fixed: Any) -> SampleRow:
         "stop_token_ids": chance.choice([(), (1, 2, vocab + 5)]),
         "ignore_eos": chance.random() < 0.3,
         "logprobs": chance.choice([None, None, 0, 4]),
+        "logit_bias": chance.choice([(), (), ((tokens[0], 3.3), (vocab + 5, 1.0)), tuple((each, -7.7) for each in {*tokens})]),
     }
     params |= {name: chance.choice(values) for name, values in other_values(params).items()}
     index = chance.randrange(20)
@@ -117,6 +119,7 @@ def reference(logits: Tensor, r: SampleRow) -> tuple[Tensor, Tensor]:
     """Of the torch functions, for one row [V] with a temperature: logits of what can be drawn, and scores."""
     if r.allowed is not None:
         logits = keep_allowed(logits, r.allowed)
+    logits = add_bias(logits, r.params.logit_bias)
     logits = forbid(penalize(logits, r.params, r.prompt, r.output), r.forbidden)
     logits = apply_temperature(logits, r.params.temperature)
     kept = keep_likely(logits, r.params)

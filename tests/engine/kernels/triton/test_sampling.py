@@ -84,6 +84,9 @@ def sample_rows(draw_: st.DrawFn, vocab: int) -> SampleRow:
         "logprobs": draw_(st.sampled_from([None, 0, 3])),
         "stop_token_ids": draw_(st.sampled_from([(), (1, 2, 99999)])),
         "ignore_eos": draw_(st.booleans()),
+        "logit_bias": draw_(
+            st.sampled_from([(), ((0, 3.3), (7, -7.7), (99999, 1.0)), tuple((each, 100.0) for each in range(6))])
+        ),
     }
     params |= {name: draw_(st.sampled_from(values)) for name, values in other_values(params).items()}
     return row(choice=draw_(st.integers(0, 3)), index=len(output), prompt=draw_(tokens), output=output, allowed=allowed, **params)
@@ -127,6 +130,21 @@ def test_equals_at_the_bound_of_top_p_are_taken_by_their_ids(top_p: float) -> No
     logits = torch.zeros((6, 45))
     logits[:, 7] = 1.0
     assert_same(logits, [row(seed=3, index=i, top_p=top_p) for i in range(6)])
+
+
+def test_biases_that_decide() -> None:
+    logits = logits_of(4, 70, 3)
+    most = tuple((token, -100.0) for token in range(69))
+    rows = [
+        row(temperature=0.0, logit_bias=((41, 100.0),), logprobs=2),
+        row(temperature=0.0, logit_bias=most),
+        row(
+            temperature=1.0, logit_bias=((3, 5.5), (60, 5.5)), repetition_penalty=1.7, prompt=(3,), output=(60,), index=1, seed=9
+        ),
+        row(temperature=0.0),
+    ]
+    assert_same(logits, rows)
+    assert [token.token_id for token in Sampler().sample(logits, rows)][:2] == [41, 69]
 
 
 def test_penalties_that_decide() -> None:

@@ -1,7 +1,7 @@
 """A step's sampling batch: token counts of sequences, a record for each row, and the message that sends them to the device.
 
-    message [words] int32    records of the rows │ masks │ forbidden tokens │ draft tokens │ places to count
-                                                  ─────────── records say where ──────────
+    message [words] int32    records of the rows │ masks │ biases │ forbidden tokens │ draft tokens │ places to count
+                                                  ──────────────── records say where ──────────────
 
 A step whose rows differ from the last step's only in their index needs no message: it reads the last one's, `ahead` tokens on.
 """
@@ -191,7 +191,8 @@ COUNT_ROW = tl.constexpr(_PARAM_WORDS + 3)  # of the counts, -1: none
 MASK = tl.constexpr(_PARAM_WORDS + 4)  # where in the message the words of its mask begin, -1: none
 FORBIDDEN = tl.constexpr(_PARAM_WORDS + 5)  # where in the message its forbidden tokens begin; the next word: where they end
 GUESSED = tl.constexpr(_PARAM_WORDS + 7)  # the same of drafted tokens before this one, which no count holds
-WORDS = tl.constexpr(_PARAM_WORDS + 9)
+BIASED = tl.constexpr(_PARAM_WORDS + 9)  # the same of its biased tokens, each followed by the bits of what is added
+WORDS = tl.constexpr(_PARAM_WORDS + 11)
 
 
 @triton.jit
@@ -225,7 +226,7 @@ settle_keys(globals())
 
 _MAX_REMEMBERED = 4096
 _CHOICE, _INDEX, _COUNT_ROW = column(CHOICE), column(INDEX), column(COUNT_ROW)
-_MASK, _FORBIDDEN, _GUESSED = column(MASK), column(FORBIDDEN), column(GUESSED)
+_MASK, _FORBIDDEN, _GUESSED, _BIASED = column(MASK), column(FORBIDDEN), column(GUESSED), column(BIASED)
 
 
 @dataclass(frozen=True)
@@ -252,11 +253,12 @@ class Plan:
         self.is_random = not params.greedy
         self.has_repetition = params.penalizes_prompt
         self.has_penalty = self.has_repetition or params.penalizes_output
+        self.biased = _biased(params)
         self.record = packed(params, vocab_size).tobytes()
 
     def is_free(self, row: SampleRow) -> bool:
         """Return whether temperature and filters are all that the row needs."""
-        return not self.has_penalty and row.allowed is None and row.index >= self.min_tokens
+        return not self.has_penalty and not len(self.biased) and row.allowed is None and row.index >= self.min_tokens
 
     def is_counted(self, row: SampleRow) -> bool:
         return self.has_repetition or (self.has_penalty and len(row.output) > 0)
@@ -302,7 +304,8 @@ class BatchMaker:
         table[:, _CHOICE] = [row.choice for row in rows]
         table[:, _INDEX] = [row.index for row in rows]
         table[counted, _COUNT_ROW] = count_rows
-        parts = _with_lists(table, rows, set(counted), self.vocab_size, _NONE if unseen is None else _ROOM)
+        biased = [plan.biased for plan in plans]
+        parts = _with_lists(table, rows, biased, set(counted), self.vocab_size, _NONE if unseen is None else _ROOM)
         first_place = sum(map(len, parts))
         message = np.concatenate([*parts, *update.prompts, *update.outputs])
         self.num_messages += 1
@@ -332,12 +335,18 @@ def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def _with_lists(table: Ints, rows: Sequence[SampleRow], counted: set[int], vocab_size: int, room: Ints) -> list[Ints]:
+def _with_lists(
+    table: Ints, rows: Sequence[SampleRow], biased: Sequence[Ints], counted: set[int], vocab_size: int, room: Ints
+) -> list[Ints]:
     """Return the table's records, with the places of the lists behind it, and those lists. `room` is behind the draft tokens of
     counted rows."""
     parts, end, mask_of = [table.reshape(-1)], table.size, dict[int, int]()
     for place, row in enumerate(rows):
-        lists = {_FORBIDDEN: _forbidden(row), _GUESSED: np.concatenate([_guessed(row), room]) if place in counted else _NONE}
+        lists = {
+            _BIASED: biased[place],
+            _FORBIDDEN: _forbidden(row),
+            _GUESSED: np.concatenate([_guessed(row), room]) if place in counted else _NONE,
+        }
         for word, tokens in lists.items():
             if len(tokens):
                 table[place, word : word + 2] = end, end + len(tokens)
@@ -355,6 +364,14 @@ def _with_lists(table: Ints, rows: Sequence[SampleRow], counted: set[int], vocab
 
 _NONE = np.zeros(0, np.int32)
 _ROOM = np.zeros(1, np.int32)  # room for a token that the host has not read
+
+
+def _biased(params: SamplingParams) -> Ints:
+    """Return token ids, each followed by the bits of what is added to its logit."""
+    pairs = np.zeros((len(params.logit_bias), 2), np.int32)
+    for place, (token, number) in enumerate(params.logit_bias):
+        pairs[place] = min(token, 2**31 - 1), np.float32(number).view(np.int32)
+    return pairs.reshape(-1)
 
 
 def _forbidden(row: SampleRow) -> Ints:

@@ -2,7 +2,7 @@
 
     greedy  (row, chunk of the vocabulary)   rows that are greedy only: the highest logit, and no other launch
     count   (places)                         new tokens since the last draw, into the counts of their sequences
-    adjust  (row, chunk)                     mask, penalties, forbidden tokens -> adjusted logits; each chunk's best and its id
+    adjust  (row, chunk)                     mask, bias, penalties, forbidden tokens -> adjusted logits; each chunk's best, its id
     limits  (row)                            the bounds of top-k and top-p, the sums of the softmaxes, if the row needs any
     scores  (row, chunk)                     noise for what is kept; each chunk's best and its id
     pick    (row)                            the best of the chunks'; greedy rows: of adjust's
@@ -18,6 +18,7 @@ import triton.language as tl
 
 from pdmesh.engine.kernels.triton.launching import settle_keys
 from pdmesh.engine.kernels.triton.sampling.batch import (
+    BIASED,
     CHOICE,
     COUNT_ROW,
     FLOOR,
@@ -184,6 +185,12 @@ def adjust_kernel(
     if mask >= 0:
         word = tl.load(message + mask + ids // 32, mask=inside, other=0)
         value = tl.where(((word >> (ids % 32)) & 1) == 0, float("-inf"), value)
+    # At run time: the client chooses how many there are, and a constant would be a kernel of its own for each number.
+    place = tl.load(record + BIASED)
+    while place < tl.load(record + BIASED + 1):
+        bias = tl.load(message + place + 1).to(tl.float32, bitcast=True)
+        value = tl.where(ids == tl.load(message + place), value + bias, value)
+        place += 2
     count_row = tl.load(record + COUNT_ROW).to(tl.int64)
     if count_row >= 0:
         seen = tl.load(counts + count_row * VOCAB + ids, mask=inside, other=0)
@@ -197,7 +204,6 @@ def adjust_kernel(
         drawn = seen & 0x3FFFFFFF
         lower = value - float_at(record, FREQUENCY) * drawn.to(tl.float32) - float_at(record, PRESENCE)
         value = tl.where(drawn != 0, lower, value)
-    # At run time: the client chooses how many there are, and a constant would be a kernel of its own for each number.
     place = tl.load(record + FORBIDDEN)
     while place < tl.load(record + FORBIDDEN + 1):
         value = tl.where(ids == tl.load(message + place), float("-inf"), value)

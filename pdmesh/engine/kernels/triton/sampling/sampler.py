@@ -277,7 +277,7 @@ def _rows_of_all_kinds(vocab_size: int) -> list[SampleRow]:
     plain = SamplingParams(temperature=0.0, max_tokens=1)
     everything = SamplingParams(
         temperature=1.0, top_k=2, top_p=0.9, min_p=0.1, repetition_penalty=1.1, presence_penalty=0.1, frequency_penalty=0.1,
-        min_tokens=2, max_tokens=2, stop_token_ids=(1,), logprobs=1, seed=1,
+        min_tokens=2, max_tokens=2, stop_token_ids=(1,), logit_bias=((0, 1.0),), logprobs=1, seed=1,
     )  # fmt: skip
     allowed = np.full(-(-vocab_size // 32), 2**32 - 1, np.uint32)
     return [

@@ -1,0 +1,184 @@
+"""The description of all HTTP endpoints, made from the types of their bodies: `GET /openapi.json` (OpenAPI 3.1) and a page of it.
+
+An API adds an endpoint as one `Endpoint` among its routes; a route without a description is listed without bodies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any, cast
+
+from pydantic import TypeAdapter
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from router.api.http import docs_page
+from router.api.http.body import Endpoint as Handler
+from router.api.http.body import guarded, json_response
+from router.api.http.errors import ErrorBody
+from router.api.http.headers import MODE, PRIORITY, REQUEST_ID, TENANT, TIMEOUT
+
+Form = Any
+"""A type of bodies, or a union of such types."""
+
+VERSION = "3.1.0"
+OPTION_HEADERS = {
+    REQUEST_ID: "The id of the request; the answer has it, too.",
+    TENANT: "The tenant; prefix caches are shared within one.",
+    PRIORITY: "interactive, standard or batch.",
+    TIMEOUT: "The deadline in milliseconds.",
+    MODE: "local or remote: where the prompt is computed, for tests.",
+}
+
+
+@dataclass(frozen=True)
+class Operation:
+    """Describe an endpoint: what it is for, and the types of its request's body, of its answer, of an event's data where it
+    streams, and of errors. `needs_key`: API keys are checked, where there are some. `has_options`: `OPTION_HEADERS` count."""
+
+    summary: str
+    body: Form = None
+    answer: Form = None
+    event: Form = None
+    error: Form = ErrorBody
+    needs_key: bool = True
+    has_options: bool = False
+
+
+class Endpoint(Route):
+    """A route with its description. Errors of `handler` become responses."""
+
+    def __init__(
+        self,
+        path: str,
+        handler: Handler,
+        summary: str,
+        *,
+        method: str = "POST",
+        body: Form = None,
+        answer: Form = None,
+        event: Form = None,
+        error: Form = ErrorBody,
+        needs_key: bool = True,
+        has_options: bool = False,
+    ) -> None:
+        super().__init__(path, guarded(handler), methods=[method])
+        self.operation = Operation(summary, body, answer, event, error, needs_key, has_options)
+
+
+def document(routes: Sequence[Route]) -> dict[str, Any]:
+    """Return the OpenAPI document of these routes."""
+    forms = {id(form): form for route in routes for form in _forms(_operation(route))}
+    refs, schemas = _schemas(forms)
+    paths: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        path = re.sub(r"{(\w+):\w+}", r"{\1}", route.path)
+        for method in sorted((route.methods or set()) - {"HEAD"}):
+            paths.setdefault(path, {})[method.lower()] = _described(route, path, method, refs)
+    info = {"title": "pdmesh", "version": _version(), "summary": "LLMs over HTTP; prefill and decode are separated."}
+    bearer = {"type": "http", "scheme": "bearer", "description": "Needed where the router has API keys (--api-keys)."}
+    components = {"schemas": schemas, "securitySchemes": {"key": bearer}}
+    return {"openapi": VERSION, "info": info, "paths": paths, "components": components}
+
+
+def _operation(route: Route) -> Operation:
+    return route.operation if isinstance(route, Endpoint) else Operation(route.name, error=None)
+
+
+def _forms(operation: Operation) -> Iterator[Form]:
+    return (form for form in (operation.body, operation.answer, operation.event, operation.error) if form is not None)
+
+
+def _schemas(forms: dict[int, Form]) -> tuple[dict[int, dict[str, Any]], dict[str, Any]]:
+    """Return the schema of each form, mostly a reference, and the definitions."""
+    inputs = [(str(key), "validation", TypeAdapter(form)) for key, form in forms.items()]
+    made, definitions = TypeAdapter.json_schemas(cast("Any", inputs), ref_template="#/components/schemas/{model}")
+    refs = {int(key): dict(schema) for (key, _), schema in cast("dict[Any, Any]", made).items()}
+    return refs, definitions.get("$defs", {})
+
+
+def _described(route: Route, path: str, method: str, refs: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    operation = _operation(route)
+    made: dict[str, Any] = {
+        "operationId": re.sub(r"\W+", "_", f"{method.lower()}{path}").strip("_"),
+        "summary": operation.summary,
+        "parameters": [*_path_parameters(path), *(_option_headers() if operation.has_options else ())],
+        "responses": {"200": _answered(operation, refs)},
+    }
+    if operation.body is not None:
+        made["requestBody"] = {"required": True, "content": _json(refs[id(operation.body)])}
+    if operation.error is not None:
+        made["responses"]["default"] = {"description": "An error", "content": _json(refs[id(operation.error)])}
+    if operation.needs_key and isinstance(route, Endpoint):
+        made["security"] = [{}, {"key": []}]
+    return made
+
+
+def _answered(operation: Operation, refs: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    content = {} if operation.answer is None else _json(refs[id(operation.answer)])
+    if operation.event is not None:
+        content["text/event-stream"] = {"schema": refs[id(operation.event)]}
+    return {"description": "The answer", **({"content": content} if content else {})}
+
+
+def _json(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}
+
+
+def _path_parameters(path: str) -> list[dict[str, Any]]:
+    names = re.findall(r"{(\w+)}", path)
+    return [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
+
+
+def _option_headers() -> Iterable[dict[str, Any]]:
+    for name, what in OPTION_HEADERS.items():
+        yield {"name": name, "in": "header", "description": what, "schema": {"type": "string"}}
+
+
+def _version() -> str:
+    try:
+        return metadata.version("pdmesh")
+    except metadata.PackageNotFoundError:
+        return "0"
+
+
+class _Description:
+    """Serve the document and its page; both are made once, when they are first asked for, beside the event loop."""
+
+    def __init__(self, routes: Sequence[Route]) -> None:
+        self._routes = routes
+        self._made: asyncio.Future[tuple[dict[str, Any], str]] | None = None
+
+    async def json(self, request: Request) -> Response:
+        """Handle GET /openapi.json."""
+        return json_response((await self._both())[0])
+
+    async def page(self, request: Request) -> Response:
+        """Handle GET /docs."""
+        headers = {"content-security-policy": docs_page.POLICY}
+        return Response((await self._both())[1], media_type="text/html", headers=headers)
+
+    async def _both(self) -> tuple[dict[str, Any], str]:
+        if self._made is None:
+            self._made = asyncio.ensure_future(asyncio.to_thread(self._make))
+        return await asyncio.shield(self._made)
+
+    def _make(self) -> tuple[dict[str, Any], str]:
+        made = document(self._routes)
+        return made, docs_page.page(made)
+
+
+def with_description(routes: Sequence[Route]) -> list[Route]:
+    """Return the routes and two more, which describe them all."""
+    described: list[Route] = [*routes]
+    description = _Description(described)
+    described += [
+        Endpoint("/openapi.json", description.json, "This description", method="GET", answer=dict[str, Any], needs_key=False),
+        Endpoint("/docs", description.page, "A page of this description", method="GET", error=None, needs_key=False),
+    ]
+    return described
