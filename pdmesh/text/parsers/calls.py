@@ -11,7 +11,8 @@ from pdmesh.text.parsers.reader import Reader, Step
 NAMES = ("name", "function", "tool", "tool_name", "function_name")
 ARGUMENTS = ("arguments", "parameters", "args", "input")
 IDS = ("id", "call_id", "tool_call_id")
-_OTHERS = ("type", "index")
+_KINDS = ("function", "tool_call", "tool_use", "call")
+"""Values of the member `type`, which say nothing else."""
 NO_ARGUMENTS = "{}"
 
 
@@ -42,12 +43,12 @@ def _call(reader: Reader, call_id: str = "", *, is_within: bool = False) -> Step
                 yield from arguments(reader)
             else:
                 held = yield from _held_arguments(reader)
-        elif key in IDS and not is_open:
+        elif key in IDS and not is_open and not call_id:
             call_id = yield from _text_or_value(reader)
-        elif is_open or key in _OTHERS:
-            yield from text_of(reader)
         else:
-            raise NotJson(f"{key[:40]!r} is no part of a call")
+            said = yield from text_of(reader)
+            if not _says_nothing(key, said):
+                _refuse_member(reader, key, said, is_open=is_open)
         if (yield from reader.skip_space()) == "}":
             reader.at += 1
             break
@@ -57,6 +58,18 @@ def _call(reader: Reader, call_id: str = "", *, is_within: bool = False) -> Step
     if not is_open:
         reader.open_call(name, call_id)
         reader.arguments(held or NO_ARGUMENTS)
+
+
+def _says_nothing(key: str, said: str) -> bool:
+    return (key == "type" and said.strip('"') in _KINDS) or (key == "index" and said.isdigit())
+
+
+def _refuse_member(reader: Reader, key: str, said: str, *, is_open: bool) -> None:
+    """What is no part of a call is text: it stands behind the call, if that is open already. Raises NotJson if it is not."""
+    why = f"{key[:40]!r} is no part of a call"
+    if not is_open:
+        raise NotJson(why)
+    reader.unparsed(f"{json.dumps(key, ensure_ascii=False)}: {said}", why)
 
 
 def arguments(reader: Reader) -> Step[None]:

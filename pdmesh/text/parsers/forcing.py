@@ -15,12 +15,12 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pdmesh.text.parsers.machine import Schemas
+from pdmesh.text.parsers.reasoning import ThinkMarks
 from pdmesh.text.parsers.tagged import Tags, is_told, options_of, schema_of
 
 NAME = "NAME"
 """Stands in a form for the name of the tool."""
 MAX_CALLS = 16
-BEHIND_THOUGHTS = "\n\n"
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
@@ -39,12 +39,13 @@ class Form(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What a request asks for. `names`: the tools that may be called. `thinks_until`: the mark that ends thoughts, which come
-    first; "" for none. `is_parallel`: there may be several calls."""
+    """What a request asks for. `names`: the tools that may be called. `thoughts`: their marks, where the model may think first.
+    `has_begun`: it does, and the prompt ends within thoughts. `is_parallel`: there may be several calls."""
 
     names: Sequence[str]
     is_parallel: bool = True
-    thinks_until: str = ""
+    thoughts: ThinkMarks | None = None
+    has_begun: bool = False
 
 
 def grammar(form: Form, schemas: Schemas, choice: Choice, tokens: Mapping[str, int]) -> str:
@@ -52,8 +53,7 @@ def grammar(form: Form, schemas: Schemas, choice: Choice, tokens: Mapping[str, i
 
     Raises ValueError for a tool that is not described."""
     writer = _Writer(tokens)
-    thoughts = f"{writer.any_until(choice.thinks_until)} {writer.text(BEHIND_THOUGHTS)}" if choice.thinks_until else ""
-    return writer.grammar(f"{thoughts} {_calls(writer, form, schemas, choice)}")
+    return writer.grammar(f"{_thoughts(writer, choice)} {_calls(writer, form, schemas, choice)}")
 
 
 def opened_grammar(
@@ -64,7 +64,7 @@ def opened_grammar(
 
     Raises ValueError for a tool that is not described, and for a form that begins with something else: there a call cannot be
     told from text before it is written."""
-    writer = _Writer(tokens)
+    writer, most = _Writer(tokens), MAX_CALLS if choice.is_parallel else 1
     if form.begin.startswith(opening) and opening:
         behind = form._replace(begin=form.begin[len(opening) :])
     elif form.before.startswith(opening) and opening and not form.begin:
@@ -73,7 +73,14 @@ def opened_grammar(
         raise ValueError(f"this format has no mark {opening!r} before its calls")
     before = f"({writer.any_without(opening)} <[{','.join(map(str, sorted(others)))}]>)*" if others else ""
     piece = writer.rule(f"{before} {writer.any_until(opening)} {_calls(writer, behind, schemas, choice)}")
-    return writer.grammar(f"{piece}{{0,{MAX_CALLS}}} {before} {writer.any_without(opening)}")
+    return writer.grammar(f"{piece}{{0,{most}}} {before} {writer.any_without(opening)}")
+
+
+def _thoughts(writer: _Writer, choice: Choice) -> str:
+    if choice.thoughts is None:
+        return ""
+    rest = f"{writer.any_until(choice.thoughts.close)} {writer.text(choice.thoughts.behind)}"
+    return rest if choice.has_begun else f"({writer.text(choice.thoughts.open)} {rest})?"
 
 
 def _calls(writer: _Writer, form: Form, schemas: Schemas, choice: Choice) -> str:

@@ -100,7 +100,7 @@ def make_calls(name: str, text: str) -> list[tuple[str, Any]]:
 
 
 def test_thoughts_end_before_a_forced_call(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
-    choice = Choice(["stop"], is_parallel=False, thinks_until=REASONING_FORMATS["think"].close)
+    choice = Choice(["stop"], is_parallel=False, thoughts=REASONING_FORMATS["think"], has_begun=True)
     matcher = compiler.compile("grammar", grammar(TOOL_FORMATS["hermes"].form, SCHEMAS, choice, {})).matcher()
     output = tokenizer.encode("Let me see, <b>.</think>", add_special_tokens=False)
     for token in output:

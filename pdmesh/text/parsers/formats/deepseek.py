@@ -7,6 +7,7 @@ from pdmesh.text.parsers.calls import arguments
 from pdmesh.text.parsers.forcing import NAME, Form
 from pdmesh.text.parsers.machine import Marks, Parse, Schemas, closed, expect_mark, marked, name_until
 from pdmesh.text.parsers.reader import Reader, Step
+from pdmesh.text.parsers.tool_format import ToolFormat
 
 MARKS = Marks(("<｜tool▁calls▁begin｜>",))
 _END = "<｜tool▁calls▁end｜>"
@@ -33,3 +34,6 @@ def _calls(reader: Reader, mark: str) -> Step[None]:
         yield from closed(reader, (_FENCE,))
         reader.close_call()
         yield from expect_mark(reader, _CALL_END)
+
+
+FORMAT = ToolFormat(parse, FORM, signs=(MARKS.open,), opening=MARKS.open[0])

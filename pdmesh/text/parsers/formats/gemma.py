@@ -10,6 +10,7 @@ from pdmesh.text.parsers.json_text import MAX_DEPTH, NotJson, expect, value
 from pdmesh.text.parsers.machine import Marks, Parse, Schemas, expect_mark, marked, name_until
 from pdmesh.text.parsers.python_text import call
 from pdmesh.text.parsers.reader import Reader, Step
+from pdmesh.text.parsers.tool_format import ToolFormat
 
 _CODE, _CODE_END, _ESCAPE = "```tool_code", "```", "<escape>"
 MARKS = Marks(("<start_function_call>", _CODE), ("<end_function_call>",))
@@ -74,7 +75,17 @@ def _members(reader: Reader, begin: str, end: str, depth: int) -> Step[None]:
         is_first = False
         if begin == "{":
             key, _ = yield from name_until(reader, ":")
-            reader.arguments(json.dumps(key.removeprefix(_ESCAPE).removesuffix(_ESCAPE).strip('"')) + ": ")
+            key = key.removeprefix(_ESCAPE).removesuffix(_ESCAPE).strip('"')
+            reader.arguments(json.dumps(key, ensure_ascii=False) + ": ")
         yield from _value(reader, depth + 1)
     reader.at += 1
     reader.arguments(end)
+
+
+FORMAT = ToolFormat(
+    parse,
+    FORM,
+    signs=(("<start_function_call>",), ("tool_code",)),
+    opening=_CODE,
+    more_marks=("<start_function_call>", "<end_function_call>", _ESCAPE),
+)

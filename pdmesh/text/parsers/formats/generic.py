@@ -6,6 +6,7 @@ from pdmesh.text.parsers.calls import calls
 from pdmesh.text.parsers.forcing import NAME, Form
 from pdmesh.text.parsers.machine import Parse, Schemas, Trimmed, attempt, closed
 from pdmesh.text.parsers.reader import Reader, Step
+from pdmesh.text.parsers.tool_format import ToolFormat
 
 _FENCES = ("```json", "```")
 FORM = Form("[", f'{{"name": "{NAME}", "arguments": ', "}", ", ", "]")
@@ -29,5 +30,8 @@ def _program(reader: Reader) -> Step[None]:
         if fence and reader.num_calls:
             yield from closed(reader, ("```",))
     out = Trimmed(reader.content, has_begun=not reader.num_calls)
-    yield from reader.until((), out)
+    yield from reader.text_until((), out)
     out.end()
+
+
+FORMAT = ToolFormat(parse, FORM, signs=())

@@ -6,6 +6,7 @@ from pdmesh.text.parsers.calls import arguments
 from pdmesh.text.parsers.forcing import NAME, Form
 from pdmesh.text.parsers.machine import Marks, Parse, Schemas, expect_mark, marked, name_until
 from pdmesh.text.parsers.reader import Reader, Step
+from pdmesh.text.parsers.tool_format import ToolFormat
 
 MARKS = Marks(("<|tool_calls_section_begin|>",))
 _END = "<|tool_calls_section_end|>"
@@ -31,3 +32,6 @@ def name_of(call_id: str) -> str:
     """Return the name in an id such as functions.get_weather:0. Pure."""
     name, colon, index = call_id.rpartition(":")
     return (name if colon and index.isdigit() else call_id).removeprefix("functions.")
+
+
+FORMAT = ToolFormat(parse, FORM, signs=(MARKS.open,), opening=MARKS.open[0])

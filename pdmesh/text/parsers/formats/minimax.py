@@ -6,6 +6,7 @@ from pdmesh.text.parsers.forcing import NAME, Form
 from pdmesh.text.parsers.machine import Marks, Parse, Schemas, expect_mark, marked, name_until
 from pdmesh.text.parsers.reader import Reader, Step
 from pdmesh.text.parsers.tagged import Tags, arguments, parameters
+from pdmesh.text.parsers.tool_format import ToolFormat
 
 _END = "</minimax:tool_call>"
 MARKS = Marks(("<minimax:tool_call>",))
@@ -26,3 +27,12 @@ def parse(schemas: Schemas) -> Parse:
             yield from arguments(reader, _TAGS, parameters(schemas, name), "</invoke>")
 
     return marked(MARKS, body)
+
+
+FORMAT = ToolFormat(
+    parse,
+    FORM,
+    signs=(("<minimax:tool_call>",), ("minimax:tool_call", "<invoke name=")),
+    opening="<minimax:tool_call>",
+    more_marks=("</minimax:tool_call>",),
+)

@@ -6,6 +6,7 @@ from pdmesh.text.parsers.calls import arguments, calls
 from pdmesh.text.parsers.forcing import NAME, Form
 from pdmesh.text.parsers.machine import Marks, Parse, Schemas, marked, name_until
 from pdmesh.text.parsers.reader import Reader, Step
+from pdmesh.text.parsers.tool_format import ToolFormat
 
 MARKS = Marks(("[TOOL_CALLS]",))
 _ARGUMENTS, _ID = "[ARGS]", "[CALL_ID]"
@@ -30,3 +31,6 @@ def _calls(reader: Reader, mark: str) -> Step[None]:
     reader.open_call(name, call_id)
     yield from arguments(reader)
     reader.close_call()
+
+
+FORMAT = ToolFormat(parse, FORM, signs=(MARKS.open,), opening=MARKS.open[0], more_marks=(_ARGUMENTS, _ID))

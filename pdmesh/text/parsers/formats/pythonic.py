@@ -6,6 +6,7 @@ from pdmesh.text.parsers.forcing import NAME, Form
 from pdmesh.text.parsers.machine import Marks, Parse, Schemas, guessed, listed, marked
 from pdmesh.text.parsers.python_text import call
 from pdmesh.text.parsers.reader import Reader, Step
+from pdmesh.text.parsers.tool_format import ToolFormat
 
 MARKS = Marks(("<|python_start|>",), ("<|python_end|>", "<|eom|>"))
 FORM = Form("[", f"{NAME}(", ")", ", ", "]", is_python=True)
@@ -19,3 +20,8 @@ def parse(schemas: Schemas) -> Parse:
 def calls(reader: Reader) -> Step[None]:
     """Read a list of calls. Raises NotJson."""
     yield from listed(reader, call)
+
+
+FORMAT = ToolFormat(
+    parse, FORM, signs=(("<|python_start|>",), ("func_name1(params_name1",)), more_marks=(*MARKS.open, *MARKS.close)
+)

@@ -8,6 +8,7 @@ from pdmesh.text.parsers.json_text import NotJson
 from pdmesh.text.parsers.machine import Marks, Parse, Schemas, expect_mark, marked, name_until
 from pdmesh.text.parsers.reader import Reader, Step
 from pdmesh.text.parsers.tagged import Tags, arguments, parameters
+from pdmesh.text.parsers.tool_format import ToolFormat
 
 _FUNCTION = "<function="
 MARKS = Marks(("<tool_call>", _FUNCTION), ("</tool_call>",))
@@ -31,3 +32,6 @@ def parse(schemas: Schemas) -> Parse:
         yield from arguments(reader, _TAGS, parameters(schemas, name), "</function>")
 
     return marked(MARKS, body)
+
+
+FORMAT = ToolFormat(parse, FORM, signs=((_FUNCTION,),), opening="<tool_call>", more_marks=MARKS.close)
