@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 from pdmesh.text.parsers.json_text import NotJson, expect, text_of, text_of_string, value
 from pdmesh.text.parsers.machine import listed
@@ -13,6 +14,8 @@ ARGUMENTS = ("arguments", "parameters", "args", "input")
 IDS = ("id", "call_id", "tool_call_id")
 _KINDS = ("function", "tool_call", "tool_use", "call")
 """Values of the member `type`, which say nothing else."""
+_ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
+"""An id behind the arguments comes too late: the call has ours by then."""
 NO_ARGUMENTS = "{}"
 
 
@@ -49,8 +52,12 @@ def _call(reader: Reader, call_id: str = "", *, is_within: bool = False) -> Step
             said = yield from text_of(reader)
             if not _says_nothing(key, said):
                 _refuse_member(reader, key, said, is_open=is_open)
-        if (yield from reader.skip_space()) == "}":
+        behind = yield from reader.skip_space()
+        if behind == "}":
             reader.at += 1
+            break
+        if behind != "," and is_open:  # the arguments are there: small models forget one brace of two
+            reader.unparsed("", "'}' is missing behind the arguments")
             break
         yield from expect(reader, ",")
     if not name:
@@ -61,7 +68,8 @@ def _call(reader: Reader, call_id: str = "", *, is_within: bool = False) -> Step
 
 
 def _says_nothing(key: str, said: str) -> bool:
-    return (key == "type" and said.strip('"') in _KINDS) or (key == "index" and said.isdigit())
+    text = said.strip('"')
+    return (key == "type" and text in _KINDS) or (key == "index" and text.isdigit()) or (key in IDS and bool(_ID.fullmatch(text)))
 
 
 def _refuse_member(reader: Reader, key: str, said: str, *, is_open: bool) -> None:
@@ -70,6 +78,7 @@ def _refuse_member(reader: Reader, key: str, said: str, *, is_open: bool) -> Non
     if not is_open:
         raise NotJson(why)
     reader.unparsed(f"{json.dumps(key, ensure_ascii=False)}: {said}", why)
+    reader.settle()
 
 
 def arguments(reader: Reader) -> Step[None]:

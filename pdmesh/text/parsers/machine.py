@@ -106,7 +106,7 @@ def marked(marks: Marks, body: Callable[[Reader, str], Step[None]]) -> Parse:
     opening mark, which it gets; it raises NotJson."""
 
     def parse(reader: Reader) -> Step[None]:
-        out = Trimmed(reader.content, has_begun=True)
+        out = Trimmed(reader.content, has_begun=not reader.num_calls)
         while mark := (yield from reader.text_until(marks.open, out)):
             yield from attempt(reader, mark, body, marks.close, space=out.take_space())
             out = Trimmed(reader.content, has_begun=not reader.num_calls)
@@ -197,6 +197,21 @@ def expect_mark(reader: Reader, *marks: str) -> Step[str]:
     if not found:
         raise NotJson(f"{marks[0]} is missing")
     return found
+
+
+def another(reader: Reader, mark: str, end: str) -> Step[bool]:
+    """Read the mark before a further call, or that behind the last one, which may be missing at the end of the output; return
+    whether a call follows. Raises NotJson."""
+    if not (yield from reader.skip_space()):
+        return False
+    return (yield from expect_mark(reader, mark, end)) == mark
+
+
+def ended(reader: Reader, mark: str) -> Step[None]:
+    """Read the mark behind a call, which may be missing at the end of the output. Raises NotJson."""
+    if (yield from reader.skip_space()):
+        yield from expect_mark(reader, mark)
+    reader.settle()
 
 
 def closed(reader: Reader, marks: Sequence[str]) -> Step[bool]:

@@ -133,7 +133,8 @@ class Reader:
         read, self._mark = self.text[self._mark : self.at], None
         return read
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
+        """What was read since the mark is a part of calls, and will not be read again."""
         if self._mark is not None:
             self._mark = self.at
 
@@ -158,20 +159,20 @@ class Reader:
         """A call begins; what was read of it will not be read again."""
         self._events.append(CallOpened(self.num_calls, name, call_id))
         self.num_calls += 1
-        self._settle()
+        self.settle()
 
     def arguments(self, text: str) -> None:
         """The text read since the last piece is this piece of the open call's arguments."""
         if text:
             self._events.append(CallArguments(self.num_calls - 1, text))
-        self._settle()
+        self.settle()
 
     def close_call(self, *, is_whole: bool = True) -> None:
         """The open call ends. If it is not whole, what was read since the last piece is still to be given."""
         self._events.append(CallClosed(self.num_calls - 1, is_whole))
         self.num_closed += 1
         if is_whole:
-            self._settle()
+            self.settle()
 
     def unparsed(self, text: str, why: str) -> None:
         self._events.append(Unparsed(text, why))

@@ -7,7 +7,7 @@ import json
 
 from pdmesh.text.parsers.forcing import NAME, Form
 from pdmesh.text.parsers.json_text import MAX_DEPTH, NotJson, expect, value
-from pdmesh.text.parsers.machine import Marks, Parse, Schemas, expect_mark, marked, name_until
+from pdmesh.text.parsers.machine import Marks, Parse, Schemas, ended, expect_mark, marked, name_until
 from pdmesh.text.parsers.python_text import call
 from pdmesh.text.parsers.reader import Reader, Step
 from pdmesh.text.parsers.tool_format import ToolFormat
@@ -42,8 +42,8 @@ def _code(reader: Reader) -> Step[None]:
         character = yield from reader.skip_space()
         if character == "," or (is_list and character == "]"):
             reader.at += 1
-        if (yield from reader.skip_space()) == "`":
-            yield from expect_mark(reader, _CODE_END)
+        if (yield from reader.skip_space()) in ("`", ""):
+            yield from ended(reader, _CODE_END)
             return
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pdmesh.text.parsers.calls import arguments
 from pdmesh.text.parsers.forcing import NAME, Form
-from pdmesh.text.parsers.machine import Marks, Parse, Schemas, expect_mark, marked, name_until
+from pdmesh.text.parsers.machine import Marks, Parse, Schemas, another, ended, marked, name_until
 from pdmesh.text.parsers.reader import Reader, Step
 from pdmesh.text.parsers.tool_format import ToolFormat
 
@@ -20,12 +20,12 @@ def parse(schemas: Schemas) -> Parse:
 
 
 def _calls(reader: Reader, mark: str) -> Step[None]:
-    while (yield from expect_mark(reader, _CALL, _END)) == _CALL:
+    while (yield from another(reader, _CALL, _END)):
         call_id, _ = yield from name_until(reader, _ARGUMENTS)
         reader.open_call(name_of(call_id), call_id)
         yield from arguments(reader)
         reader.close_call()
-        yield from expect_mark(reader, _CALL_END)
+        yield from ended(reader, _CALL_END)
 
 
 def name_of(call_id: str) -> str:

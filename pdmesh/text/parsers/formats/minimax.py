@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pdmesh.text.parsers.forcing import NAME, Form
-from pdmesh.text.parsers.machine import Marks, Parse, Schemas, expect_mark, marked, name_until
+from pdmesh.text.parsers.machine import Marks, Parse, Schemas, another, marked, name_until
 from pdmesh.text.parsers.reader import Reader, Step
 from pdmesh.text.parsers.tagged import Tags, arguments, parameters
 from pdmesh.text.parsers.tool_format import ToolFormat
@@ -20,7 +20,7 @@ def parse(schemas: Schemas) -> Parse:
     """Return the program of the format."""
 
     def body(reader: Reader, mark: str) -> Step[None]:
-        while (yield from expect_mark(reader, _INVOKE, _END)) == _INVOKE:
+        while (yield from another(reader, _INVOKE, _END)):
             quoted, _ = yield from name_until(reader, ">")
             name = quoted.strip("\"'")
             reader.open_call(name)
