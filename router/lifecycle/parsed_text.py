@@ -33,6 +33,7 @@ class ParsedText(ChoiceText):
         self._max_calls = output_format.max_calls
         self._ids: set[str] = set()
         self._num_whole = 0
+        self.num_reasoning_tokens = 0
         self._pending = mesh_pb2.Delta()
 
     @property
@@ -42,7 +43,10 @@ class ParsedText(ChoiceText):
 
     def push(self, token_id: int) -> StopResult:
         piece, matched = super().push(token_id)
+        was_thinking, num_thought = self._parser.is_thinking, len(self._pending.reasoning)
         text = self._text_of(self._parser.feed(piece)) if piece else ""
+        is_thought = was_thinking or self._parser.is_thinking or len(self._pending.reasoning) > num_thought
+        self.num_reasoning_tokens += is_thought
         if matched is not None:
             text += self._text_of(self._parser.finish())
         return StopResult(text, matched)

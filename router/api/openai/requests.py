@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping
 from typing import NamedTuple, NoReturn
 
 from starlette.requests import ClientDisconnect, Request
@@ -261,11 +262,13 @@ def _token_ids(param: str, values: list[object]) -> list[int]:
 
 
 class Tokenize(NamedTuple):
-    """Hold a text or a conversation to tokenize. `with_strings`: the tokens as texts are wanted, too."""
+    """Hold a text or a conversation to tokenize. `with_strings`: the tokens as texts are wanted, too. `names`: fields as the
+    client calls them, by their names in the message."""
 
     message: mesh_pb2.TokenizeRequest
     add_special_tokens: bool
     with_strings: bool
+    names: Mapping[str, str] = {}
 
 
 def parse_tokenize(body: JsonObject) -> Tokenize:
@@ -277,8 +280,9 @@ def parse_tokenize(body: JsonObject) -> Tokenize:
         if fields.has("prompt"):
             refuse("prompt", "excludes messages; send one of them")
         message.messages.extend(_messages(fields))
+        names = tools.read_shown(fields, message)
         fields.finish((), CHAT_HARMLESS)  # the template writes the special tokens
-        return Tokenize(message, False, with_strings)
+        return Tokenize(message, False, with_strings, names)
     text = fields.text("prompt")
     if not text:
         refuse("prompt", "is missing; send a text, or messages")

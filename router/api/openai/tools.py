@@ -55,6 +55,21 @@ def read_template(fields: Fields, request: mesh_pb2.ChatRequest) -> None:
     request.continue_final_message = fields.flag("continue_final_message")
 
 
+def read_shown(fields: Fields, message: mesh_pb2.TokenizeRequest) -> dict[str, str]:
+    """Read what a chat with the messages to tokenize would show besides; return names as `read_tools` does.
+
+    Raises InvalidArgument naming the field."""
+    chat = mesh_pb2.ChatRequest()
+    names = read_tools(fields, chat)
+    read_template(fields, chat)
+    if chat.tool_choice != mesh_pb2.TOOL_CHOICE_NONE:
+        message.tools.extend(chat.tools)
+    message.chat_template_kwargs, message.continue_final_message = chat.chat_template_kwargs, chat.continue_final_message
+    if chat.HasField("add_generation_prompt"):
+        message.add_generation_prompt = chat.add_generation_prompt
+    return names
+
+
 def read_calls(fields: Fields, message: mesh_pb2.ChatMessage) -> None:
     """Read an assistant's calls and reasoning into a message. Raises InvalidArgument naming the field."""
     reasoning = fields.text("reasoning_content"), fields.text("reasoning")
