@@ -3,18 +3,19 @@
     grammar         the output is nothing but calls, perhaps behind thoughts
     opened_grammar  the output is free, until the model opens a call: then it is one
 
-What a format writes around names and arguments is its `Form`. A mark that is a token of its own in the model's vocabulary is
-forced as that token, because no other tokens spell it for the model.
+What a format writes around names and arguments is its `Form`, which with how it is read is a `ToolFormat`. A mark that is a token
+of its own in the model's vocabulary is forced as that token, because no other tokens spell it for the model.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from pdmesh.text.parsers.machine import Schemas
+from pdmesh.text.parsers.machine import Parse, Schemas
 from pdmesh.text.parsers.reasoning import ThinkMarks
 from pdmesh.text.parsers.tagged import Tags, is_told, options_of, schema_of
 
@@ -36,6 +37,34 @@ class Form(NamedTuple):
     end: str
     tags: Tags | None = None
     is_python: bool = False
+
+
+_MARK = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """A format of calls: how it is read, and how it is written. `signs`: a template that has all of one of these groups writes
+    it. `opening`: the mark behind which a call can be forced; "" where text before it cannot be told from it. `more_marks`: those
+    that may be special tokens of a tokenizer, `opening` and what `form` writes aside. `thoughts`: the format itself has them, so
+    a reasoning format has no effect."""
+
+    parse: Callable[[Schemas], Parse]
+    form: Form
+    signs: tuple[tuple[str, ...], ...]
+    opening: str = ""
+    more_marks: tuple[str, ...] = ()
+    thoughts: ThinkMarks | None = None
+
+    def is_shown_by(self, template: str) -> bool:
+        """Return whether a chat template has the marks of this format. Pure."""
+        return any(all(sign in template for sign in group) for group in self.signs)
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Return the marks of the format, which a parser has to see also where they are special tokens."""
+        written = _MARK.findall(" ".join((*self.form[:5], self.opening)))
+        return (*(mark for mark in written if mark not in self.more_marks), *self.more_marks)
 
 
 class Choice(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pdmesh.text.parsers.forcing import ToolFormat
 from pdmesh.text.parsers.formats import (
     deepseek,
     gemma,
@@ -20,7 +21,6 @@ from pdmesh.text.parsers.formats import (
 )
 from pdmesh.text.parsers.machine import OutputParser, Schemas
 from pdmesh.text.parsers.reasoning import ThinkMarks, plain, thinking
-from pdmesh.text.parsers.tool_format import ToolFormat
 
 NONE, AUTO = "none", "auto"
 

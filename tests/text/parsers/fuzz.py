@@ -1,7 +1,7 @@
 """Random outputs for the parsers, and what must hold of each: nothing is raised, no text is lost, and tokens are as good as a
 whole.
 
-    python -m tests.text.parsers.fuzz --streams 100000 [--seed 1]     the whole (`make fuzz-parsers`)
+    python -m tests.text.parsers.fuzz --streams 100000 [--seed 1] [--tools hermes]     the whole (`make fuzz-parsers`)
 
 An output is a list of tokens: marks, parts of marks, pieces of calls, text in several scripts, single bytes of characters. Every
 Greek letter, Chinese character, emoji and replacement character of it is *payload*: no mark and no syntax has any, so each one
@@ -98,9 +98,9 @@ _HEADERS = {
 """What else belongs to marks: it is taken out of what came and of what was sent, before both are compared."""
 
 
-def drawn(rng: random.Random) -> Stream:
-    """Draw an output: of loose tokens, or of calls that were written right and then spoiled."""
-    tools, reasoning = rng.choice([NONE, *TOOL_FORMATS]), rng.choice([NONE, *REASONING_FORMATS])
+def drawn(rng: random.Random, names: Sequence[str] = (NONE, *TOOL_FORMATS)) -> Stream:
+    """Draw an output in one of some formats: of loose tokens, or of calls that were written right and then spoiled."""
+    tools, reasoning = rng.choice(names), rng.choice([NONE, *REASONING_FORMATS])
     marks = sorted(all_marks(tools, reasoning))
     text = _spoiled(rng, tools, reasoning) if rng.random() < 0.7 and tools != NONE else []
     text += [_token(rng, tools, marks) for _ in range(rng.randint(0, 12 if text else 30))]
@@ -227,14 +227,18 @@ def main(arguments: Sequence[str]) -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--streams", type=int, default=100_000)
     options.add_argument("--seed", type=int, default=1)
+    options.add_argument(
+        "--tools", choices=(NONE, *TOOL_FORMATS), action="append", help="one format of calls alone; may be repeated"
+    )
     asked = options.parse_args(arguments)
     rng, began, num_tokens, num_calls = random.Random(asked.seed), time.monotonic(), 0, 0
+    names = asked.tools or [NONE, *TOOL_FORMATS]
     for _ in range(asked.streams):
-        stream = drawn(rng)
+        stream = drawn(rng, names)
         check(stream)
         num_tokens += len(stream.tokens)
         num_calls += sum(isinstance(event, CallOpened) for event in events_of(stream, stream.pieces))
-    figures = {"streams": asked.streams, "seed": asked.seed, "tokens": num_tokens, "calls": num_calls}
+    figures = {"streams": asked.streams, "seed": asked.seed, "tools": names, "tokens": num_tokens, "calls": num_calls}
     print(json.dumps({**figures, "seconds": round(time.monotonic() - began, 1)}))  # what the command is for
     return 0
 

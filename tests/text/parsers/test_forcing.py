@@ -112,6 +112,28 @@ def test_thoughts_end_before_a_forced_call(compiler: GrammarCompiler, tokenizer:
     assert found.thoughts == "Let me see, <b>." and [call.name for call in found.calls] == ["stop"]
 
 
+@pytest.mark.parametrize(
+    ("name", "reasoning"), [("hermes", "think"), ("mistral", "mistral"), ("glm", "granite"), ("harmony", "none")]
+)
+@pytest.mark.parametrize("thought", ["", "Let me see: [1], <b>."])
+def test_a_model_may_think_first(
+    name: str, reasoning: str, thought: str, compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    marks = TOOL_FORMATS[name].thoughts or REASONING_FORMATS[reasoning]
+    choice = Choice(["stop"], is_parallel=False, thoughts=marks)
+    matcher = compiler.compile("grammar", grammar(TOOL_FORMATS[name].form, SCHEMAS, choice, {})).matcher()
+    begin = f"{marks.open}{thought}{marks.close}" if thought else TOOL_FORMATS[name].form.before.split("NAME")[0][:12]
+    output = tokenizer.encode(TOOL_FORMATS[name].form.begin + begin if not thought else begin, add_special_tokens=False)
+    for token in output:
+        matcher.take(token)
+    while matcher.forced not in (None, IM_END):
+        output.append(matcher.forced or 0)
+        matcher.take(output[-1])
+    assert not matcher.failed
+    found = message(name, [tokenizer.decode(output)], reasoning)
+    assert found.thoughts == thought and [call.name for call in found.calls] == ["stop"] and not found.content.strip()
+
+
 def test_a_mark_that_is_a_token_is_forced_as_that_token(compiler: GrammarCompiler) -> None:
     source = grammar(TOOL_FORMATS["mistral"].form, SCHEMAS, Choice(["stop"]), {"[TOOL_CALLS]": VOCAB_SIZE - 1})
     assert f"<[{VOCAB_SIZE - 1}]>" in source

@@ -4,10 +4,9 @@ block of code; V3.1 has the name, the mark and the arguments."""
 from __future__ import annotations
 
 from pdmesh.text.parsers.calls import arguments
-from pdmesh.text.parsers.forcing import NAME, Form
+from pdmesh.text.parsers.forcing import NAME, Form, ToolFormat
 from pdmesh.text.parsers.machine import Marks, Parse, Schemas, another, closed, ended, marked, name_until
 from pdmesh.text.parsers.reader import Reader, Step
-from pdmesh.text.parsers.tool_format import ToolFormat
 
 MARKS = Marks(("<｜tool▁calls▁begin｜>",))
 _END = "<｜tool▁calls▁end｜>"

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import json
 
-from pdmesh.text.parsers.forcing import NAME, Form
+from pdmesh.text.parsers.forcing import NAME, Form, ToolFormat
 from pdmesh.text.parsers.json_text import MAX_DEPTH, NotJson, expect, value
 from pdmesh.text.parsers.machine import Marks, Parse, Schemas, ended, expect_mark, marked, name_until
 from pdmesh.text.parsers.python_text import call
 from pdmesh.text.parsers.reader import Reader, Step
-from pdmesh.text.parsers.tool_format import ToolFormat
 
 _CODE, _CODE_END, _ESCAPE = "```tool_code", "```", "<escape>"
 MARKS = Marks(("<start_function_call>", _CODE), ("<end_function_call>",))

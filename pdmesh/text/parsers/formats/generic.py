@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from pdmesh.text.parsers.calls import calls
-from pdmesh.text.parsers.forcing import NAME, Form
+from pdmesh.text.parsers.forcing import NAME, Form, ToolFormat
 from pdmesh.text.parsers.machine import Parse, Schemas, Trimmed, attempt, closed
 from pdmesh.text.parsers.reader import Reader, Step
-from pdmesh.text.parsers.tool_format import ToolFormat
 
 _FENCES = ("```json", "```")
 FORM = Form("[", f'{{"name": "{NAME}", "arguments": ', "}", ", ", "]")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pdmesh.text.parsers.forcing import NAME, Form
+from pdmesh.text.parsers.forcing import NAME, Form, ToolFormat
 from pdmesh.text.parsers.machine import Marks, Parse, Schemas, marked, name_until
 from pdmesh.text.parsers.reader import Reader, Step
 from pdmesh.text.parsers.tagged import Tags, arguments, parameters
-from pdmesh.text.parsers.tool_format import ToolFormat
 
 _END = "</tool_call>"
 MARKS = Marks(("<tool_call>",))

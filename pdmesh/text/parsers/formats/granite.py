@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from pdmesh.text.parsers.calls import calls
-from pdmesh.text.parsers.forcing import NAME, Form
+from pdmesh.text.parsers.forcing import NAME, Form, ToolFormat
 from pdmesh.text.parsers.machine import Marks, Parse, Schemas, marked
-from pdmesh.text.parsers.tool_format import ToolFormat
 
 MARKS = Marks(("<|tool_call|>", "<tool_call>"), ("</tool_call>",))
 FORM = Form("<|tool_call|>[", f'{{"name": "{NAME}", "arguments": ', "}", ", ", "]")

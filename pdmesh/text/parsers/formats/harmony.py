@@ -9,11 +9,10 @@ from __future__ import annotations
 import re
 
 from pdmesh.text.parsers.calls import arguments
-from pdmesh.text.parsers.forcing import NAME, Form
+from pdmesh.text.parsers.forcing import NAME, Form, ToolFormat
 from pdmesh.text.parsers.machine import Parse, Schemas, attempt
 from pdmesh.text.parsers.reader import Reader, Step
 from pdmesh.text.parsers.reasoning import ThinkMarks
-from pdmesh.text.parsers.tool_format import ToolFormat
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from pdmesh.text.parsers.calls import arguments
-from pdmesh.text.parsers.forcing import NAME, Form
+from pdmesh.text.parsers.forcing import NAME, Form, ToolFormat
 from pdmesh.text.parsers.machine import Marks, Parse, Schemas, another, ended, marked, name_until
 from pdmesh.text.parsers.reader import Reader, Step
-from pdmesh.text.parsers.tool_format import ToolFormat
 
 MARKS = Marks(("<|tool_calls_section_begin|>",))
 _END = "<|tool_calls_section_end|>"

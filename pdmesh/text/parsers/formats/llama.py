@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from pdmesh.text.parsers.calls import call, calls
-from pdmesh.text.parsers.forcing import NAME, Form
+from pdmesh.text.parsers.forcing import NAME, Form, ToolFormat
 from pdmesh.text.parsers.machine import Marks, Parse, Schemas, guessed, marked
 from pdmesh.text.parsers.reader import Reader, Step
-from pdmesh.text.parsers.tool_format import ToolFormat
 
 MARKS = Marks(("<|python_tag|>",), ("<|eom_id|>", "<|eot_id|>"))
 FORM = Form("", f'{{"name": "{NAME}", "parameters": ', "}", "; ", "")

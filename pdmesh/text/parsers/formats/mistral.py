@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from pdmesh.text.parsers.calls import arguments, calls
-from pdmesh.text.parsers.forcing import NAME, Form
+from pdmesh.text.parsers.forcing import NAME, Form, ToolFormat
 from pdmesh.text.parsers.machine import Marks, Parse, Schemas, marked, name_until
 from pdmesh.text.parsers.reader import Reader, Step
-from pdmesh.text.parsers.tool_format import ToolFormat
 
 MARKS = Marks(("[TOOL_CALLS]",))
 _ARGUMENTS, _ID = "[ARGS]", "[CALL_ID]"

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from pdmesh.text.parsers.calls import calls
-from pdmesh.text.parsers.forcing import NAME, Form
+from pdmesh.text.parsers.forcing import NAME, Form, ToolFormat
 from pdmesh.text.parsers.json_text import NotJson
 from pdmesh.text.parsers.machine import Marks, Parse, Schemas, marked
 from pdmesh.text.parsers.reader import Reader, Step
-from pdmesh.text.parsers.tool_format import ToolFormat
 
 MARKS = Marks(("functools", "<|tool_call|>"), ("<|/tool_call|>",))
 FORM = Form("functools[", f'{{"name": "{NAME}", "arguments": ', "}", ", ", "]")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pdmesh.text.parsers.forcing import NAME, Form
+from pdmesh.text.parsers.forcing import NAME, Form, ToolFormat
 from pdmesh.text.parsers.machine import Marks, Parse, Schemas, guessed, listed, marked
 from pdmesh.text.parsers.python_text import call
 from pdmesh.text.parsers.reader import Reader, Step
-from pdmesh.text.parsers.tool_format import ToolFormat
 
 MARKS = Marks(("<|python_start|>",), ("<|python_end|>", "<|eom|>"))
 FORM = Form("[", f"{NAME}(", ")", ", ", "]", is_python=True)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pdmesh.text.parsers.calls import calls
-from pdmesh.text.parsers.forcing import NAME, Form
+from pdmesh.text.parsers.forcing import NAME, Form, ToolFormat
 from pdmesh.text.parsers.json_text import NotJson
 from pdmesh.text.parsers.machine import Marks, Parse, Schemas, expect_mark, marked, name_until
 from pdmesh.text.parsers.reader import Reader, Step
 from pdmesh.text.parsers.tagged import Tags, arguments, parameters
-from pdmesh.text.parsers.tool_format import ToolFormat
 
 _FUNCTION = "<function="
 MARKS = Marks(("<tool_call>", _FUNCTION), ("</tool_call>",))
