@@ -91,9 +91,13 @@ async def _opened(
     form, is_parallel = _ended(model, TOOL_FORMATS[wanted.tools].form, is_parallel=offered.is_parallel)
     tokens = _tokens(model, form, opening)
     others = {*model.tokenizer.special_tokens.values()} - {*model.eos_token_ids, *tokens.values()}
+    choice = Choice(offered.names, is_parallel)
+    if wanted.has_begun and wanted.thoughts and not TOOL_FORMATS[wanted.tools].ends_thoughts:
+        choice = choice._replace(thoughts=wanted.thoughts, has_begun=True)
+        tokens |= _tokens(model, form, wanted.thoughts.close)
     for schemas in _by_strength(offered):
         try:
-            source = opened_grammar(form, opening, schemas, Choice(offered.names, is_parallel), tokens, others)
+            source = opened_grammar(form, opening, schemas, choice, tokens, others)
             await _compiled(model, common_pb2.Constraint(grammar=source), "tools")
         except (InvalidArgument, ValueError):
             continue

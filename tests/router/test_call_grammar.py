@@ -125,14 +125,17 @@ async def test_a_model_may_think_before_a_required_call(model: ServedModel, tool
         check(delta, most=1)
 
 
-def completed(model: ServedModel, source: str, begins: str) -> list[int]:
-    """An output that begins so, with what the grammar forces behind it."""
+def completed(model: ServedModel, source: str, begins: str, *, ends: bool = False) -> list[int]:
+    """An output that begins so, with what the grammar forces behind it. `ends`: where nothing more is forced, it may end."""
     matcher, tokens = model.grammars.compile("grammar", source).matcher(), model.tokenizer.encode(begins)
     for token in tokens:
         matcher.take(token)
-    while matcher.forced is not None and tokens[-1] not in model.eos_token_ids:
+    while tokens and matcher.forced is not None and tokens[-1] not in model.eos_token_ids:
         tokens.append(matcher.forced)
         matcher.take(tokens[-1])
+    if ends and (not tokens or tokens[-1] not in model.eos_token_ids):
+        assert matcher.allowed()[IM_END // 32] >> IM_END % 32 & 1
+        tokens.append(IM_END)
     assert not matcher.failed
     return tokens
 
@@ -167,6 +170,20 @@ async def test_a_call_that_the_model_opens_follows_its_schema(model: ServedModel
     for seed in range(5):
         begins = model.tokenizer.encode(f"<think>\n</think>\n{opening}")
         check(read(model, output_format, drawn(model, sampling, begins, random.Random(seed))), most=100)
+
+
+async def test_thoughts_that_have_begun_stay_free_and_a_call_behind_them_is_forced(model: ServedModel) -> None:
+    offered = OfferedTools(SCHEMAS, names=("stop",), is_parallel=False)
+    output_format = wanted(model, "hermes", offered, "<think>")
+    sampling = await constrained(model, common_pb2.SamplingParams(), offered, output_format, forces_opened=True)
+    thought = "I could write <tool_call>no call</tool_call>."
+    delta = read(
+        model, output_format, completed(model, sampling.constraint.grammar, f"{thought}</think>Now:<tool_call>", ends=True)
+    )
+    assert (delta.reasoning, delta.text) == ("I could write no call.", "Now:")
+    check(delta, most=1)
+    for unended in ("", thought, "a < b", "a</think>b", "a</think>b</think>c"):
+        completed(model, sampling.constraint.grammar, unended, ends=True)
 
 
 async def test_text_stays_free_until_then(model: ServedModel) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,13 +12,14 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
+from pdmesh.text.detokenizer import ChoiceText, VisibleMarks
 from pdmesh.text.parsers.registry import TOOL_FORMATS
 from pdmesh.v1 import common_pb2, mesh_pb2
 from router.lifecycle.output import UNFINISHED, TokenChunk
 from router.tokenization.prepared_request import FormatNames, OutputFormat, PreparedRequest, ServedModel, format_of, load
 from tests.router.mesh import write_model
 from tests.router.test_output import Client
-from tests.text.parsers import recorded
+from tests.text.parsers import fuzz, recorded
 from tests.text.samples import byte_level_backend
 
 STOP, CALLS = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_TOOL_CALLS
@@ -178,3 +181,33 @@ def without_marks(text: str, output_format: OutputFormat) -> str:
     for mark in output_format.marks.values():
         text = text.replace(mark, "")
     return text
+
+
+@pytest.mark.parametrize("tools", TOOL_FORMATS)
+def test_random_tokens_are_the_same_in_every_grouping_and_none_is_lost(bpe_model: ServedModel, tools: str) -> None:
+    """Tokens are marks, words, and parts of characters."""
+    rng, params = random.Random(tools), common_pb2.SamplingParams(n=1, max_tokens=2000, seed=1)
+    marks = [
+        bpe_model.tokenizer.special_tokens[mark]
+        for mark in TOOL_FORMATS[tools].marks
+        if mark in bpe_model.tokenizer.special_tokens
+    ]
+    for _ in range(60):
+        output_format = format_of(bpe_model.tokenizer, FormatNames(tools, rng.choice(["none", "think"])), recorded.SCHEMAS, "")
+        assert output_format is not None
+        request = PreparedRequest("id", bpe_model, (1, 2), params, (), output_format=output_format)
+        stream = fuzz.drawn(rng, [tools])
+        tokens = bpe_model.tokenizer.encode("".join(stream.pieces))
+        for _ in range(rng.randint(0, 5)):
+            tokens.insert(rng.randint(0, len(tokens)), rng.choice([*marks, rng.randrange(3, 390)]))
+        if not tokens:
+            continue
+        whole = said(request, tokens, [])
+        cut = said(request, tokens, [rng.randrange(len(tokens)) for _ in range(9)])
+        assert cut | {"warnings": "; ".join(cut["warnings"])} == whole | {"warnings": "; ".join(whole["warnings"])}
+        shown = VisibleMarks(bpe_model.tokenizer, output_format.marks)
+        text = ChoiceText(shown, (), bpe_model.eos_token_ids)
+        wanted = "".join([text.push(token).text for token in tokens]) + text.finish()
+        ids = (call[0] for call in whole["calls"] if tools in ("mistral", "json", "llama"))
+        found = whole["text"] + whole["reasoning"] + "".join(f"{call[1]}{call[2]}" for call in whole["calls"]) + "".join(ids)
+        assert not Counter(filter(str.isalpha, filter(fuzz.PAYLOAD.__contains__, wanted))) - Counter(found), wanted

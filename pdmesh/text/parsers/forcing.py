@@ -47,7 +47,8 @@ class ToolFormat:
     """A format of calls: how it is read, and how it is written. `signs`: a template that has all of one of these groups writes
     it. `opening`: the mark behind which a call can be forced; "" where text before it cannot be told from it. `more_marks`: those
     that may be special tokens of a tokenizer, `opening` and what `form` writes aside. `thoughts`: the format itself has them, so
-    a reasoning format has no effect."""
+    a reasoning format has no effect. `ends_thoughts`: no thought has `opening`, a token that a
+    model writes for a call alone, so it ends thoughts where the closing mark is missing."""
 
     parse: Callable[[Schemas], Parse]
     form: Form
@@ -55,6 +56,7 @@ class ToolFormat:
     opening: str = ""
     more_marks: tuple[str, ...] = ()
     thoughts: ThinkMarks | None = None
+    ends_thoughts: bool = False
 
     def is_shown_by(self, template: str) -> bool:
         """Return whether a chat template has the marks of this format. Pure."""
@@ -89,7 +91,8 @@ def opened_grammar(
     form: Form, opening: str, schemas: Schemas, choice: Choice, tokens: Mapping[str, int], others: Collection[int] = ()
 ) -> str:
     """Return the Lark grammar of any output in which a call follows each `opening`, a mark that the form begins with. `others`:
-    ids of special tokens that may stand in text, such as the marks of thoughts; no text spells them.
+    ids of special tokens that may stand in text, such as the marks of thoughts; no text spells them. Where thoughts have begun
+    they are free to their end: what looks like a call there is none.
 
     Raises ValueError for a tool that is not described, and for a form that begins with something else: there a call cannot be
     told from text before it is written."""
@@ -100,9 +103,15 @@ def opened_grammar(
         behind, choice = form._replace(before=form.before[len(opening) :]), choice._replace(is_parallel=False)
     else:
         raise ValueError(f"this format has no mark {opening!r} before its calls")
-    before = f"({writer.any_without(opening)} <[{','.join(map(str, sorted(others)))}]>)*" if others else ""
+    before = writer.free(opening, others)
     piece = writer.rule(f"{before} {writer.any_until(opening)} {_calls(writer, behind, schemas, choice)}")
-    return writer.grammar(f"{piece}{{0,{most}}} {before} {writer.any_without(opening)}")
+    rest = f"{piece}{{0,{most}}} {before} {writer.any_without(opening)}"
+    if choice.thoughts is None or not choice.has_begun:
+        return writer.grammar(rest)
+    close = choice.thoughts.close
+    within = writer.free(close, {*others, *tokens.values()} - {tokens.get(close)})
+    ended = writer.rule(f"{within} {writer.any_until(close)} {rest}")
+    return writer.grammar(f"{ended} | {within} {writer.any_without(close)}")
 
 
 def _thoughts(writer: _Writer, choice: Choice) -> str:
@@ -155,6 +164,10 @@ class _Writer:
         if token is None:
             return self.rule("/(?s:.*)/", f"[suffix={_literal(mark)}]")
         return f"{self.rule('/(?s:.*)/')} {self.text(mark)}"
+
+    def free(self, mark: str, others: Collection[int]) -> str:
+        """Return any text in which a mark does not occur, up to the last of some special tokens in it."""
+        return f"({self.any_without(mark)} <[{','.join(map(str, sorted(others)))}]>)*" if others else ""
 
     def any_without(self, mark: str) -> str:
         """Return any text in which a mark does not occur; one that is a token of its own is in no text."""

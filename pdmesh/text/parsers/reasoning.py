@@ -29,8 +29,9 @@ class ThinkMarks(NamedTuple):
         return self.open[0].isalpha()
 
 
-def thinking(marks: ThinkMarks, then: Parse, *, has_begun: bool) -> Parse:
-    """Return a program that reads thoughts, and goes on with `then`. `has_begun`: the prompt ends with the opening mark."""
+def thinking(marks: ThinkMarks, then: Parse, *, has_begun: bool, ends: tuple[str, ...] = ()) -> Parse:
+    """Return a program that reads thoughts, and goes on with `then`. `has_begun`: the prompt ends with the opening mark. `ends`:
+    marks of calls that end thoughts as well, for models that leave out the closing mark."""
 
     def program(reader: Reader) -> Step[None]:
         reader.mark()
@@ -40,7 +41,7 @@ def thinking(marks: ThinkMarks, then: Parse, *, has_begun: bool) -> Parse:
             reader.at -= len(reader.since_mark())
         if is_open or has_begun:
             reader.unmark()
-            yield from _thoughts(reader, marks)
+            yield from _thoughts(reader, (marks.close, *ends))
         elif not marks.is_text:
             reader.strays[marks.close] = _NOT_BEGUN
         yield from then(reader)
@@ -51,11 +52,13 @@ def thinking(marks: ThinkMarks, then: Parse, *, has_begun: bool) -> Parse:
 _NOT_BEGUN = "thoughts end that had not begun; with --reasoning-parser deepseek_r1 an output begins with thoughts"
 
 
-def _thoughts(reader: Reader, marks: ThinkMarks) -> Step[None]:
+def _thoughts(reader: Reader, marks: tuple[str, ...]) -> Step[None]:
     out = Trimmed(reader.thought)
     reader.is_thinking = True
-    mark = yield from reader.until((marks.close,), out)
+    mark = yield from reader.until(marks, out)
     reader.is_thinking = False
+    if mark in marks[1:]:
+        reader.at -= len(mark)
     if mark:
         out.take_space()
         yield from reader.skip_space()

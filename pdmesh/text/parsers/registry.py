@@ -93,5 +93,6 @@ def make_parser(tools: str, reasoning: str, schemas: Schemas, *, has_begun: bool
     tool_format = TOOL_FORMATS.get(tools)
     parse = tool_format.parse(schemas) if tool_format is not None else plain
     if reasoning != NONE and (tool_format is None or tool_format.thoughts is None):
-        parse = thinking(REASONING_FORMATS[reasoning], parse, has_begun=has_begun)
+        ends = (tool_format.opening,) if tool_format is not None and tool_format.ends_thoughts else ()
+        parse = thinking(REASONING_FORMATS[reasoning], parse, has_begun=has_begun, ends=ends)
     return OutputParser(parse)

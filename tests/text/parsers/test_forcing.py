@@ -185,6 +185,23 @@ def test_text_without_calls_stays_free(name: str, compiler: GrammarCompiler, tok
     assert not matcher.failed and matcher.allowed()[IM_END // 32] >> IM_END % 32 & 1
 
 
+def test_thoughts_that_have_begun_are_free_where_marks_are_text(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    choice = Choice(["stop"], thoughts=REASONING_FORMATS["think"], has_begun=True)
+    source = opened_grammar(TOOL_FORMATS["hermes"].form, "<tool_call>", SCHEMAS, choice, {})
+    for text, is_forced in (
+        ("a < b </thin <tool_call>x", False),
+        ("<tool_call>x</think>y", False),
+        ("x</think>y <tool_call>", True),
+        ("</think>", False),
+        ("", False),
+    ):
+        matcher = compiler.compile("grammar", source).matcher()
+        for token in tokenizer.encode(text, add_special_tokens=False):
+            matcher.take(token)
+        assert not matcher.failed and (matcher.forced is not None) == is_forced, text
+        assert bool(matcher.allowed()[IM_END // 32] >> IM_END % 32 & 1) != is_forced
+
+
 def test_a_format_without_a_mark_is_not_forced_in_the_middle() -> None:
     with pytest.raises(ValueError, match="no mark"):
         opened_grammar(TOOL_FORMATS["llama"].form, "", SCHEMAS, Choice(["stop"]), {})

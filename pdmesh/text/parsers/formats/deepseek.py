@@ -35,4 +35,4 @@ def _calls(reader: Reader, mark: str) -> Step[None]:
         yield from ended(reader, _CALL_END)
 
 
-FORMAT = ToolFormat(parse, FORM, signs=(MARKS.open,), opening=MARKS.open[0])
+FORMAT = ToolFormat(parse, FORM, signs=(MARKS.open,), opening=MARKS.open[0], ends_thoughts=True)

@@ -33,4 +33,4 @@ def name_of(call_id: str) -> str:
     return (name if colon and index.isdigit() else call_id).removeprefix("functions.")
 
 
-FORMAT = ToolFormat(parse, FORM, signs=(MARKS.open,), opening=MARKS.open[0])
+FORMAT = ToolFormat(parse, FORM, signs=(MARKS.open,), opening=MARKS.open[0], ends_thoughts=True)

@@ -32,4 +32,4 @@ def _calls(reader: Reader, mark: str) -> Step[None]:
     reader.close_call()
 
 
-FORMAT = ToolFormat(parse, FORM, signs=(MARKS.open,), opening=MARKS.open[0], more_marks=(_ARGUMENTS, _ID))
+FORMAT = ToolFormat(parse, FORM, signs=(MARKS.open,), opening=MARKS.open[0], more_marks=(_ARGUMENTS, _ID), ends_thoughts=True)
