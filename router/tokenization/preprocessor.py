@@ -12,6 +12,7 @@ from functools import partial
 from pdmesh.adapter_id import AdapterId
 from pdmesh.runtime.errors import DeadlineExceeded, InvalidArgument, NotFound
 from pdmesh.text.grammar import CompiledGrammar
+from pdmesh.text.parsers.registry import NONE
 from pdmesh.v1 import common_pb2, mesh_pb2
 from router.api import validation
 from router.auth import identity
@@ -198,9 +199,10 @@ class Preprocessor:
         """As `_rest`, of a chat: with how its output is read, and with the grammar of its calls."""
         model, sampling, offered = validated.model, validated.message.sampling, chat.tools
         max_calls = None if offered.is_parallel else 1
-        output_format = format_of(model.tokenizer, self._formats[model.name], offered.schemas, prompt, max_calls=max_calls)
-        if output_format is not None and sampling.HasField("constraint"):
-            output_format = replace(output_format, has_begun=False)  # it holds from the first token on
+        names = self._formats[model.name]
+        if sampling.HasField("constraint"):
+            names = replace(names, reasoning=NONE)  # it holds from the first token on
+        output_format = format_of(model.tokenizer, names, offered.schemas, prompt, max_calls=max_calls)
         is_ours = not self._core.config.engine_address  # a stock engine may not read these grammars
         held = await constrained(model, sampling, offered, output_format, forces_opened=is_ours)
         rest = await _rest(validated, held, output_format)
