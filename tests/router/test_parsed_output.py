@@ -106,6 +106,13 @@ def test_what_is_no_call_is_text_without_the_mark_and_with_a_warning(model: Serv
     assert found["warnings"] == ["'nom' is no part of a call"]
 
 
+def test_a_mark_that_other_tokens_spell_is_text(model: ServedModel) -> None:
+    mark = model.tokenizer.encode("[TOOL_CALLS]")
+    spelled = [token for character in '{"not [ARGS]": <think>' for token in model.tokenizer.encode(character)]
+    found = said(prepared(model), [*mark, *spelled], [])
+    assert found["text"] == '{"not [ARGS]": <think>' and found["calls"] == [] and found["warnings"]
+
+
 def test_a_call_that_is_cut_off_keeps_the_reason_of_its_end(model: ServedModel) -> None:
     tokens = model.tokenizer.encode('[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Kö')
     found = said(prepared(model), tokens, [], LENGTH)
