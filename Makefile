@@ -16,7 +16,7 @@ CODE := pdmesh pdmesh_vllm router prefill_service decode_service kvtransfer tool
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-vllm model kernels demo test lint types contracts stubs-fresh protos-lint unit mesh test-thorough test-vllm test-k8s test-clients equality
-.PHONY: chaos chaos-vllm bench-mesh bench-cpu bench-models bench-handoff bench-loadtest bench-profile bench-latency bench-clients bench-constrained bench-soak bench-capacity bench-router bench-autoscale bench-spec bench-sparsity bench-lora bench-observability bench-vllm bench-gpu train-heads stubs format clean
+.PHONY: fuzz-parsers chaos chaos-vllm bench-mesh bench-cpu bench-models bench-handoff bench-loadtest bench-profile bench-latency bench-clients bench-constrained bench-soak bench-capacity bench-router bench-autoscale bench-spec bench-sparsity bench-lora bench-observability bench-vllm bench-gpu train-heads stubs format clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -102,6 +102,9 @@ mesh: $(READY) model kernels
 
 test-thorough: $(READY) $(TRITON) model kernels  ## takes minutes: every variant of every GPU kernel compiled
 	$(BIN)/python -m pytest -m thorough tests
+
+fuzz-parsers: $(READY)  ## 100 000 random outputs, in all formats of calls and reasoning: no text is lost (two minutes)
+	$(BIN)/python -m tests.text.parsers.fuzz $(ARGS)
 
 # With the same tests as our own engine, where both must do the same.
 test-vllm: $(READY) $(VLLM_READY) model  ## the contract of engines, and what only vLLM has, on a real vLLM

@@ -1,13 +1,14 @@
 """Configuration of a router process: flags, environment and `--help` come from this dataclass."""
 
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from pdmesh.runtime.rpc.tls import TlsConfig
 from pdmesh.runtime.telemetry.config import TelemetryConfig
 from pdmesh.text.generation_config import GenerationConfig
-from pdmesh.text.parsers.registry import NONE, REASONING_FORMATS, TOOL_FORMATS
+from pdmesh.text.parsers.registry import AUTO, NONE, REASONING_FORMATS, TOOL_FORMATS
 from router.engine_bridge.address import EngineAddress, parse_all
 from router.routing.policy import POLICIES
 
@@ -73,18 +74,18 @@ class RouterConfig:
             "generation_config.json, none ignores them"
         },
     )
-    tool_parser: str = field(
-        default="auto",
+    tool_parser: tuple[str, ...] = field(
+        default=("auto",),
         metadata={
-            "help": "format in which models write calls of tools: auto takes that of the chat template, none reads no calls",
-            "choices": ("auto", NONE, *TOOL_FORMATS),
+            "help": "format in which models write calls of tools, or MODEL=FORMAT, comma separated: auto takes that of the chat "
+            f"template, none reads no calls; {', '.join(TOOL_FORMATS)}",
         },
     )
-    reasoning_parser: str = field(
-        default="auto",
+    reasoning_parser: tuple[str, ...] = field(
+        default=("auto",),
         metadata={
-            "help": "format in which models write reasoning: auto takes that of the chat template, none leaves it in the text",
-            "choices": ("auto", NONE, *REASONING_FORMATS),
+            "help": "format in which models write reasoning, or MODEL=FORMAT, comma separated: auto takes that of the chat "
+            f"template, none leaves it in the text; {', '.join(REASONING_FORMATS)}",
         },
     )
     redis: str = field(default="", metadata={"help": "URL of the registry; empty: only --workers are known", "secret": True})
@@ -255,16 +256,26 @@ class RouterConfig:
             _require(bool(_ADDRESS.fullmatch(address)), "workers", f"{address!r} is not host:port")
         _require(bool(self.models), "models", "name at least one, such as --models smollm2=/path/to/folder")
         _require(self.policy in POLICIES, "policy", f"{self.policy!r} is not known; give one of {', '.join(POLICIES)}")
-        tools, reasoning = ("auto", NONE, *TOOL_FORMATS), ("auto", NONE, *REASONING_FORMATS)
-        _require(self.tool_parser in tools, "tool_parser", f"{self.tool_parser!r} is not known; give one of {', '.join(tools)}")
-        _require(
-            self.reasoning_parser in reasoning,
-            "reasoning_parser",
-            f"{self.reasoning_parser!r} is not known; give one of {', '.join(reasoning)}",
-        )
+        self._check_parsers("tool_parser", self.tool_parser, TOOL_FORMATS)
+        self._check_parsers("reasoning_parser", self.reasoning_parser, REASONING_FORMATS)
         _require(self.processes <= MAX_PROCESSES, "processes", f"must be at most {MAX_PROCESSES}")
         self._check_metrics_ports()
         self._check_engines()
+
+    def _check_parsers(self, field: str, entries: Sequence[str], formats: Iterable[str]) -> None:
+        """Check the entries of a parser flag: formats by name, one for all models and one for each model at most."""
+        names, models, said = (AUTO, NONE, *formats), self.model_folders(), set[str]()
+        for entry in entries:
+            model, name = _model_and_format(entry)
+            _require(name in names, field, f"{name!r} is not known; give one of {', '.join(names)}")
+            _require(not model or model in models, field, f"{model!r} is none of --models ({', '.join(models)})")
+            _require(model not in said, field, f"two formats for {model or 'all models'}; give one, or MODEL=FORMAT")
+            said.add(model)
+
+    def parsers_of(self, model: str) -> tuple[str, str]:
+        """Return the names of the formats of calls and of reasoning that a model was given, "auto" where none."""
+        tools, reasoning = (dict(map(_model_and_format, entries)) for entries in (self.tool_parser, self.reasoning_parser))
+        return tools.get(model, tools.get("", AUTO)), reasoning.get(model, reasoning.get("", AUTO))
 
     def _check_metrics_ports(self) -> None:
         """Check the metrics ports, which are consecutive, one for each process."""
@@ -307,3 +318,9 @@ class RouterConfig:
 def _require(condition: bool, name: str, what: str) -> None:
     if not condition:
         raise ValueError(f"{name}: {what}")
+
+
+def _model_and_format(entry: str) -> tuple[str, str]:
+    """Return the model, "" for all, and the format of an entry of a parser flag. Pure."""
+    model, _, name = entry.rpartition("=")
+    return model.strip(), name.strip()

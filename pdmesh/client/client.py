@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, TypeVar, Unpack
 
@@ -37,6 +37,7 @@ from pdmesh.client.types import (
     Tokens,
     Tool,
     ToolCall,
+    ToolLike,
 )
 from pdmesh.errors import Cancelled, error_from_rpc
 from pdmesh.runtime.rpc.tls import ClientTlsConfig, TlsConfig, open_tls
@@ -159,9 +160,18 @@ class Client(_Base):
         """Return an iterator like `chat`: Started, then Deltas, last Completed. Closing it cancels the request."""
         return self._stream(wire.chat_request(messages, model, options), timeout)
 
-    def tokenize(self, text: str | Iterable[MessageLike], *, model: str = "", timeout: float | None = None) -> Tokens:
-        """Return the token ids of a text, or of messages rendered with the chat template."""
-        return wire.tokens(self._unary(lambda stub: stub.Tokenize, wire.tokenize_request(text, model), timeout))
+    def tokenize(
+        self,
+        text: str | Iterable[MessageLike],
+        *,
+        model: str = "",
+        tools: Iterable[ToolLike] = (),
+        chat_template_kwargs: Mapping[str, object] | str | None = None,
+        timeout: float | None = None,
+    ) -> Tokens:
+        """Return the token ids of a text, or of messages rendered with the chat template, with tools as a chat shows them."""
+        request = wire.tokenize_request(text, model, tools, chat_template_kwargs)
+        return wire.tokens(self._unary(lambda stub: stub.Tokenize, request, timeout))
 
     def list_models(self, *, timeout: float | None = None) -> tuple[Model, ...]:
         """Return the models that the mesh serves."""
@@ -276,9 +286,18 @@ class AsyncClient(_Base):
         """See Client.chat_stream."""
         return self._stream(wire.chat_request(messages, model, options), timeout)
 
-    async def tokenize(self, text: str | Iterable[MessageLike], *, model: str = "", timeout: float | None = None) -> Tokens:
+    async def tokenize(
+        self,
+        text: str | Iterable[MessageLike],
+        *,
+        model: str = "",
+        tools: Iterable[ToolLike] = (),
+        chat_template_kwargs: Mapping[str, object] | str | None = None,
+        timeout: float | None = None,
+    ) -> Tokens:
         """See Client.tokenize."""
-        return wire.tokens(await self._unary(lambda stub: stub.Tokenize, wire.tokenize_request(text, model), timeout))
+        request = wire.tokenize_request(text, model, tools, chat_template_kwargs)
+        return wire.tokens(await self._unary(lambda stub: stub.Tokenize, request, timeout))
 
     async def list_models(self, *, timeout: float | None = None) -> tuple[Model, ...]:
         """See Client.list_models."""

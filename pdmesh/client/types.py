@@ -145,14 +145,15 @@ class Logprobs:
 class Usage:
     """Count tokens over all choices; tokens after a stop string do not count.
 
-    Workers drafted `drafted_tokens`, of which `accepted_tokens` were accepted; after a resumed stream, those of its last
-    attempt."""
+    The model thought with `reasoning_tokens` of the completion. Workers drafted `drafted_tokens`, of which `accepted_tokens` were
+    accepted; after a resumed stream, those of its last attempt."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -168,11 +168,20 @@ def _wire_message(message: Message) -> mesh_pb2.ChatMessage:
     )
 
 
-def tokenize_request(text: str | Iterable[MessageLike], model: str) -> mesh_pb2.TokenizeRequest:
-    """Return the request for the token ids of a text, or of messages."""
+def tokenize_request(
+    text: str | Iterable[MessageLike], model: str, tools: Iterable[ToolLike] = (), chat_template_kwargs: object = None
+) -> mesh_pb2.TokenizeRequest:
+    """Return the request for the token ids of a text, or of messages. Raises InvalidArgument for what no message can hold."""
+    request = mesh_pb2.TokenizeRequest(model=model)
     if isinstance(text, str):
-        return mesh_pb2.TokenizeRequest(model=model, text=text)
-    return mesh_pb2.TokenizeRequest(model=model, messages=chat_messages(text))
+        request.text = text
+    else:
+        request.messages.extend(chat_messages(text))
+    with _FieldErrors("tools"):
+        request.tools.extend(map(_tool, tools))
+    if chat_template_kwargs:
+        request.chat_template_kwargs = _template_kwargs(chat_template_kwargs, {})
+    return request
 
 
 def _message(message: MessageLike) -> Message:
@@ -306,7 +315,14 @@ def _token_logprob(token: common_pb2.TokenLogprob) -> TokenLogprob:
 
 
 def _usage(usage: mesh_pb2.Usage) -> Usage:
-    return Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, usage.drafted_tokens, usage.accepted_tokens)
+    return Usage(
+        usage.prompt_tokens,
+        usage.completion_tokens,
+        usage.cached_tokens,
+        usage.drafted_tokens,
+        usage.accepted_tokens,
+        usage.reasoning_tokens,
+    )
 
 
 def timings(wire: mesh_pb2.Timings) -> Timings:

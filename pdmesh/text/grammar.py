@@ -25,7 +25,7 @@ import llguidance
 import numpy as np
 from numpy.typing import NDArray
 
-from pdmesh.text.json_schema import prepared
+from pdmesh.text.json_schema import number_of, prepared, with_schemas
 
 # The depth of a grammar's definitions. llguidance recurses along them, and a stack overflow ends the whole process: a few KB of
 # `$ref` after `$ref` would do. So a grammar that is too deep is rejected, and any other is compiled on a stack that surely
@@ -375,7 +375,7 @@ def _grammar_text(kind: str, source: str | Sequence[str]) -> str:
         return llguidance.LLMatcher.grammar_from_regex(source)
     if kind == "grammar":
         check_lark_depth(source)
-        return llguidance.LLMatcher.grammar_from_lark(source)
+        return llguidance.LLMatcher.grammar_from_lark(with_schemas(source, _checked_json))
     raise ValueError(f"{kind!r} is none of {', '.join(KINDS)}")
 
 
@@ -391,7 +391,7 @@ def _of_choices(values: Sequence[str]) -> str:
 
 def _checked_json(source: str) -> str:
     try:
-        schema = json.loads(source)
+        schema = json.loads(source, parse_float=number_of)
     except RecursionError:
         raise ValueError("is nested too deeply") from None
     except ValueError as error:

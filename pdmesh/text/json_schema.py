@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from decimal import Decimal
 from typing import NoReturn
 
@@ -19,12 +19,36 @@ MAX_MULTIPLE, MAX_ROUND_MULTIPLE, MAX_ROUND_DIGITS = 100_000, 10**8, 1000
 """Bound multipleOf, whose remainders are compiled one by one (half a second for a prime number of this size): any number up to
 the first; up to the second one with at most so many as its digits before zeros at the end."""
 
+MAX_DIGITS = 17
+"""Of a number with a fraction: so many say which double is meant, more say a number that no double is."""
+
 _VALUES = ("const", "enum")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _NOT_READ = ("default", "examples", "title", "description")
 _MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
 Object = dict[str, object]
+
+
+_DIGITS = re.compile(r"[^0-9]")
+
+
+class LongNumber(float):
+    """A number of a schema that is written with more digits than a double keeps; `text`: as it is written."""
+
+    text: str
+
+
+def number_of(text: str) -> float:
+    """Return a number with a fraction or an exponent, for `json.loads`: a LongNumber where a double is another number. Pure."""
+    if len(text) <= MAX_DIGITS and "e-" not in text.lower():
+        return float(text)
+    number, digits = float(text), _DIGITS.sub("", text.lower().partition("e")[0]).strip("0")
+    if len(digits) <= MAX_DIGITS and bool(number) == bool(digits):
+        return number
+    found = LongNumber(number)
+    found.text = text
+    return found
 
 
 def prepared(source: str, schema: Object) -> str:
@@ -58,12 +82,12 @@ def _schemas(root: Object) -> Iterator[Object]:
 def _check_numbers(schema: Object) -> None:
     for keyword in _VALUES:
         for number in _numbers(schema.get(keyword)):
-            if abs(number) > MAX_EXACT:
+            if abs(number) > MAX_EXACT or isinstance(number, LongNumber):
                 _refuse(keyword, number)
     for keyword in _BOUNDS:
         for number in _numbers(schema.get(keyword), deep=False):
             is_int64 = keyword == "maximum" and number == MAX_INT64 and schema.get("type") == "integer"
-            if abs(number) > MAX_EXACT and not is_int64:
+            if (abs(number) > MAX_EXACT and not is_int64) or isinstance(number, LongNumber):
                 _refuse(keyword, number)
     for number in _numbers(schema.get("multipleOf"), deep=False):
         if not _is_cheap_multiple(number):
@@ -91,17 +115,22 @@ def _numbers(value: object, *, deep: bool = True) -> Iterator[int | float]:
 
 
 def _refuse(keyword: str, number: int | float) -> NoReturn:
+    if isinstance(number, LongNumber):
+        raise ValueError(
+            f"{keyword}: {number.text[:40]} cannot be kept exactly; a number with a fraction has {MAX_DIGITS} digits at most"
+        )
     shown = repr(number) if abs(number) < 10**40 else "a number of many digits"
     raise ValueError(f"{keyword}: {shown} cannot be kept exactly; numbers in a schema are at most 2^53 ({MAX_EXACT}) in size")
 
 
 # Classes of characters. In a JSON string control characters, quote and backslash are escaped. llguidance writes a class that has
 # all control characters (or all but line feed) as "any escape", which allows \" and \\ even where the class excludes them, as
-# [^"\\] does. Without U+0000 it spells each escape out, so such a class loses this one character. Not covered: alternatives of
-# single characters that are such a class together.
+# [^"\\] does. Without U+0000 it spells each escape out, so such a class loses this one character. So do all classes of a pattern
+# with alternatives that have all control characters together: it takes alternatives of single characters as one class.
 
 _CONTROLS = [chr(code) for code in range(32) if chr(code) != "\n"]
 _PROPERTY = re.compile(r"\\[pP](?:\{[^}]*\}|.)")
+_CODE = re.compile(r"\\x[0-9A-Fa-f]{2}|\\u[0-9A-Fa-f]{4}|\\U[0-9A-Fa-f]{8}|\\[xuU]\{[^}]*\}")
 
 
 def _rewrite_patterns(schema: Object) -> bool:
@@ -118,19 +147,29 @@ def _rewrite_patterns(schema: Object) -> bool:
 
 def exact_classes(pattern: str) -> str:
     """Return a regular expression whose classes llguidance keeps within JSON strings."""
-    parts, start = [], 0
+    items, start = list[str](), 0
     while start < len(pattern):
         end = _end_of_item(pattern, start)
-        item = pattern[start:end]
-        parts.append(rf"[{item}&&[^\x00]]" if _is_loose(item) else item)
+        items.append(pattern[start:end])
         start = end
-    return "".join(parts)
+    are_loose = "|" in items and _are_loose_together(items)
+    return "".join(rf"[{item}&&[^\x00]]" if _is_loose(item) or (are_loose and _has_nul(item)) else item for item in items)
+
+
+def _are_loose_together(items: Iterable[str]) -> bool:
+    tests = [has for item in items if len(item) > 1 and (has := _membership(item)) and not (has('"') and has("\\"))]
+    return all(any(has(control) for has in tests) for control in _CONTROLS)
+
+
+def _has_nul(item: str) -> bool:
+    has = _membership(item) if len(item) > 1 else None
+    return has is not None and bool(has("\0")) and not (has('"') and has("\\"))
 
 
 def _end_of_item(pattern: str, start: int) -> int:
     """Return where the escape, class or character ends that begins at `start`."""
     if pattern[start] == "\\":
-        match = _PROPERTY.match(pattern, start)
+        match = _PROPERTY.match(pattern, start) or _CODE.match(pattern, start)
         return match.end() if match else start + 2
     if pattern[start] != "[":
         return start + 1
@@ -172,3 +211,28 @@ def _dumped(schema: Object) -> str:
         return json.dumps(schema)
     except RecursionError:
         raise ValueError("is nested too deeply") from None
+
+
+# Schemas within Lark grammars: `%json {…}` outside of texts, regular expressions and comments.
+
+_LARK = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|%json\b\s*', re.DOTALL)
+
+
+def with_schemas(source: str, prepare: Callable[[str], str]) -> str:
+    """Return a Lark grammar with each JSON schema in it as `prepare` returns it. Raises ValueError, as `prepare` does."""
+    parts, at = list[str](), 0
+    while found := _LARK.search(source, at):
+        parts.append(source[at : found.end()])
+        at = found.end()
+        if found[0].startswith("%json") and (end := _end_of_object(source, at)):
+            parts.append(prepare(source[at:end]))
+            at = end
+    return "".join(parts) + source[at:]
+
+
+def _end_of_object(source: str, start: int) -> int | None:
+    """Return where a JSON object ends; None for what is none, which the compiler refuses."""
+    try:
+        return json.JSONDecoder().raw_decode(source, start)[1]
+    except (ValueError, RecursionError):
+        return None

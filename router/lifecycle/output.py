@@ -208,6 +208,11 @@ class Output:
         """Return the number of tokens of all choices, history included, without those after a stop string."""
         return sum(self._counts)
 
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Return the number of those with which the model thought."""
+        return sum(text.num_reasoning_tokens for text in self._parsed)
+
     def replay(self, emitted: Sequence[common_pb2.EmittedChoice]) -> list[mesh_pb2.GenerateResponse]:
         """Take in the history of a resumed stream. Return messages only for choices whose end the client was not sent.
 

@@ -28,11 +28,13 @@ class ParsedText(ChoiceText):
         """`call_id` returns the id of a call by its index."""
         super().__init__(VisibleMarks(tokenizer, output_format.marks), stop, silent_token_ids)
         self._parser = output_format.parser()
-        self._marks = tuple(output_format.marks.values())
+        self._marks = output_format.marks
+        self._seen: set[str] = set()
         self._call_id = call_id
         self._max_calls = output_format.max_calls
         self._ids: set[str] = set()
         self._num_whole = 0
+        self.num_reasoning_tokens = 0
         self._pending = mesh_pb2.Delta()
 
     @property
@@ -41,8 +43,13 @@ class ParsedText(ChoiceText):
         return bool(self._num_whole)
 
     def push(self, token_id: int) -> StopResult:
+        if token_id in self._marks:
+            self._seen.add(self._marks[token_id])
         piece, matched = super().push(token_id)
+        was_thinking, num_thought = self._parser.is_thinking, len(self._pending.reasoning)
         text = self._text_of(self._parser.feed(piece)) if piece else ""
+        is_thought = was_thinking or self._parser.is_thinking or len(self._pending.reasoning) > num_thought
+        self.num_reasoning_tokens += is_thought
         if matched is not None:
             text += self._text_of(self._parser.finish())
         return StopResult(text, matched)
@@ -99,7 +106,7 @@ class ParsedText(ChoiceText):
         self._pending.warning = f"{self._pending.warning}; {why}" if self._pending.warning else why
 
     def _without_marks(self, text: str) -> str:
-        """Return text without the marks that are special tokens: those are no text to anybody else."""
-        for mark in self._marks:
+        """Return text without marks that came as special tokens, which are no text to anybody else; a spelled one stays."""
+        for mark in self._seen:
             text = text.replace(mark, "")
         return text

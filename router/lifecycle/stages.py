@@ -150,6 +150,7 @@ def _completed(request: Request) -> mesh_pb2.GenerateResponse:
         cached_tokens=min(timings.prefill_cached_tokens, num_prompt_tokens),
         drafted_tokens=request.drafts.num_drafted,
         accepted_tokens=request.drafts.num_accepted,
+        reasoning_tokens=request.output.num_reasoning_tokens,
     )
     return mesh_pb2.GenerateResponse(completed=mesh_pb2.Completed(usage=usage, timings=timings))
 

@@ -9,7 +9,7 @@ from typing import Any
 from pdmesh.runtime.errors import InvalidArgument
 from pdmesh.text.parsers.forcing import Choice, Form, grammar, opened_grammar
 from pdmesh.text.parsers.machine import Schemas
-from pdmesh.text.parsers.registry import NONE, REASONING_FORMATS, TOOL_FORMATS
+from pdmesh.text.parsers.registry import NONE, TOOL_FORMATS
 from pdmesh.v1 import common_pb2
 from router.api import validation
 from router.tokenization.chat_prompt import OfferedTools
@@ -65,10 +65,10 @@ async def _required(
         validation.refuse("tool_choice", "requires calls, which excludes another constraint on the output; drop one of the two")
     if wanted.tools == NONE:
         validation.refuse("tool_choice", "requires calls, which are not read here (--tool-parser none)")
-    until = REASONING_FORMATS[wanted.reasoning].close if wanted.has_begun else ""
     form, is_parallel = _ended(model, TOOL_FORMATS[wanted.tools].form, is_parallel=offered.is_parallel)
-    choice = Choice(offered.names, is_parallel, until)
-    tokens = _tokens(model, form, until)
+    thoughts = wanted.thoughts
+    choice = Choice(offered.names, is_parallel, thoughts, wanted.has_begun)
+    tokens = _tokens(model, form, *((thoughts.open, thoughts.close, thoughts.behind) if thoughts else ()))
     error: InvalidArgument | None = None
     for schemas in _by_strength(offered):
         constraint = common_pb2.Constraint(grammar=grammar(form, schemas, choice, tokens))
@@ -91,9 +91,13 @@ async def _opened(
     form, is_parallel = _ended(model, TOOL_FORMATS[wanted.tools].form, is_parallel=offered.is_parallel)
     tokens = _tokens(model, form, opening)
     others = {*model.tokenizer.special_tokens.values()} - {*model.eos_token_ids, *tokens.values()}
+    choice = Choice(offered.names, is_parallel)
+    if wanted.has_begun and wanted.thoughts and not TOOL_FORMATS[wanted.tools].ends_thoughts:
+        choice = choice._replace(thoughts=wanted.thoughts, has_begun=True)
+        tokens |= _tokens(model, form, wanted.thoughts.close)
     for schemas in _by_strength(offered):
         try:
-            source = opened_grammar(form, opening, schemas, Choice(offered.names, is_parallel), tokens, others)
+            source = opened_grammar(form, opening, schemas, choice, tokens, others)
             await _compiled(model, common_pb2.Constraint(grammar=source), "tools")
         except (InvalidArgument, ValueError):
             continue

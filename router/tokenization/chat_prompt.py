@@ -67,6 +67,19 @@ def of_request(request: mesh_pb2.ChatRequest, max_bytes: int) -> ChatPrompt:
     return ChatPrompt(plain.turns, num_bytes, how, offered)
 
 
+def of_tokenize(request: mesh_pb2.TokenizeRequest, max_bytes: int) -> ChatPrompt:
+    """As `of_request`, of messages whose tokens alone are wanted."""
+    chat = mesh_pb2.ChatRequest(
+        messages=request.messages,
+        tools=request.tools,
+        chat_template_kwargs=request.chat_template_kwargs,
+        continue_final_message=request.continue_final_message,
+    )
+    if request.HasField("add_generation_prompt"):
+        chat.add_generation_prompt = request.add_generation_prompt
+    return of_request(chat, max_bytes)
+
+
 def json_object(field: str, text: str) -> dict[str, Any]:
     """Return a JSON object that a field holds as text; empty for no text. Raises InvalidArgument."""
     if not text:

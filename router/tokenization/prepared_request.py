@@ -14,7 +14,8 @@ from pdmesh.text.fill_in_middle import Gap, gap_of
 from pdmesh.text.generation_config import GenerationConfig
 from pdmesh.text.grammar import GrammarCompiler
 from pdmesh.text.parsers.machine import OutputParser, Schemas
-from pdmesh.text.parsers.registry import NONE, TOOL_FORMATS, begins_inside, make_parser, marks_of
+from pdmesh.text.parsers.reasoning import ThinkMarks
+from pdmesh.text.parsers.registry import NONE, REASONING_FORMATS, TOOL_FORMATS, begins_inside, make_parser, marks_of, may_think
 from pdmesh.text.tokenizer import Tokenizer
 from pdmesh.v1 import common_pb2
 from router.routing.worker_snapshot import Mode
@@ -79,13 +80,15 @@ SHORT_ID_CHARS = 9
 @dataclass(frozen=True)
 class OutputFormat:
     """Hold how an output is read. `tools`, `reasoning`: names of formats, or "none". `has_begun`: the prompt ends within
-    thoughts. `marks`: texts of the special tokens that the parser has to see, by id. `max_calls`: None for any number. `origin`:
-    what determines the output, for ids of calls."""
+    thoughts. `thoughts`: the marks of those that may come first; None where there are none, or the prompt has ended them.
+    `marks`: texts of the special tokens that the parser has to see, by id. `max_calls`: None for any number. `origin`: what
+    determines the output, for ids of calls."""
 
     tools: str
     reasoning: str
     schemas: Schemas = field(default_factory=dict)
     has_begun: bool = False
+    thoughts: ThinkMarks | None = None
     marks: Mapping[int, str] = field(default_factory=dict)
     max_calls: int | None = None
     origin: bytes = b""
@@ -114,8 +117,8 @@ def format_of(
     """Return how an output to a rendered `prompt` is read; None: all of it is text. `schemas` of the tools that may be called."""
     tools = tokenizer.tool_format if names.tools == AUTO else names.tools
     reasoning = tokenizer.reasoning_format if names.reasoning == AUTO else names.reasoning
-    has_own_thoughts = tools != NONE and TOOL_FORMATS[tools].has_thoughts
-    if has_own_thoughts:
+    own_thoughts = TOOL_FORMATS[tools].thoughts if tools != NONE else None
+    if own_thoughts is not None:
         reasoning = NONE
     elif not schemas:
         tools = NONE
@@ -127,7 +130,8 @@ def format_of(
         reasoning,
         schemas,
         begins_inside(prompt, reasoning),
-        {token_id: text for text, token_id in tokenizer.special_tokens.items() if text in marks},
+        marks={token_id: text for text, token_id in tokenizer.special_tokens.items() if text in marks},
+        thoughts=REASONING_FORMATS[reasoning] if may_think(prompt, reasoning) else own_thoughts,
         max_calls=max_calls,
         origin=hashlib.sha256(prompt.encode()).digest(),
     )

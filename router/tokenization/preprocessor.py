@@ -12,6 +12,7 @@ from functools import partial
 from pdmesh.adapter_id import AdapterId
 from pdmesh.runtime.errors import DeadlineExceeded, InvalidArgument, NotFound
 from pdmesh.text.grammar import CompiledGrammar
+from pdmesh.text.parsers.registry import NONE
 from pdmesh.v1 import common_pb2, mesh_pb2
 from router.api import validation
 from router.auth import identity
@@ -159,7 +160,7 @@ class Preprocessor:
     def __init__(self, core: RouterContext) -> None:
         self._core = core
         self._prompts = Prompts(core)
-        self._formats = FormatNames(core.config.tool_parser, core.config.reasoning_parser)
+        self._formats = {name: FormatNames(*core.config.parsers_of(name)) for name in core.models}
 
     async def from_generate(self, request: mesh_pb2.GenerateRequest, time_left_s: float | None) -> PreparedRequest:
         """Return the prepared request. Raises InvalidArgument naming the field, NotFound, DeadlineExceeded."""
@@ -199,9 +200,10 @@ class Preprocessor:
         """As `_rest`, of a chat: with how its output is read, and with the grammar of its calls."""
         model, sampling, offered = validated.model, validated.message.sampling, chat.tools
         max_calls = None if offered.is_parallel else 1
-        output_format = format_of(model.tokenizer, self._formats, offered.schemas, prompt, max_calls=max_calls)
-        if output_format is not None and sampling.HasField("constraint"):
-            output_format = replace(output_format, has_begun=False)  # it holds from the first token on
+        names = self._formats[model.name]
+        if sampling.HasField("constraint"):
+            names = replace(names, reasoning=NONE)  # it holds from the first token on
+        output_format = format_of(model.tokenizer, names, offered.schemas, prompt, max_calls=max_calls)
         is_ours = not self._core.config.engine_address  # a stock engine may not read these grammars
         held = await constrained(model, sampling, offered, output_format, forces_opened=is_ours)
         rest = await _rest(validated, held, output_format)
@@ -218,9 +220,11 @@ class Preprocessor:
         if request.text and request.messages:
             validation.refuse("text", "exclusive with messages; send one of them")
         if request.messages:
-            chat = chat_prompt.of_messages(request.messages, self._core.config.max_prompt_bytes)
+            chat = chat_prompt.of_tokenize(request, self._core.config.max_prompt_bytes)
             token_ids = (await self._prompts.of_chat(model, chat, asker, must_fit=False)).token_ids
         else:
+            if request.tools or request.chat_template_kwargs:
+                validation.refuse("text", "excludes tools and chat_template_kwargs, which go with messages")
             validation.check_prompt_text(request.text, self._core.config.max_prompt_bytes, field="text")
             token_ids = await self._prompts.of_text(
                 model, request.text, asker, must_fit=False, add_special_tokens=add_special_tokens

@@ -23,7 +23,8 @@ from tests.router.mesh import write_model
 from tests.router.test_output import Client
 from tests.support.tiny_models import IM_END
 
-MARKS = ("[TOOL_CALLS]", "<tool_call>", "</tool_call>", "<think>", "</think>", "<|channel|>", "<|message|>", "<|call|>")
+MARKS = [f"<{name}>" for name in ("tool_call", "/tool_call", "think", "/think")]
+MARKS += ["[TOOL_CALLS]", *(f"<|{name}|>" for name in ("start", "channel", "message", "call", "end"))]
 SCHEMAS: dict[str, dict[str, Any]] = {
     "set": {
         "type": "object",
@@ -107,14 +108,82 @@ async def test_required_calls_come_behind_thoughts_that_have_begun(model: Served
     check(delta, most=1)
 
 
+@pytest.mark.parametrize(
+    ("tools", "thought", "opening"),
+    [
+        ("hermes", "<think>I stop.</think>", "<tool_call>"),
+        ("harmony", "<|channel|>analysis<|message|>I stop.<|end|>", "<|channel|>commentary"),
+    ],
+)
+async def test_a_model_may_think_before_a_required_call(model: ServedModel, tools: str, thought: str, opening: str) -> None:
+    offered = OfferedTools(SCHEMAS, names=("stop",), is_required=True, is_parallel=False)
+    output_format = wanted(model, tools, offered)
+    sampling = await constrained(model, common_pb2.SamplingParams(), offered, output_format, forces_opened=False)
+    for begins, reasoning in ((thought, "I stop."), (opening, "")):
+        delta = read(model, output_format, completed(model, sampling.constraint.grammar, begins))
+        assert delta.reasoning == reasoning
+        check(delta, most=1)
+
+
+def completed(model: ServedModel, source: str, begins: str, *, ends: bool = False) -> list[int]:
+    """An output that begins so, with what the grammar forces behind it. `ends`: where nothing more is forced, it may end."""
+    matcher, tokens = model.grammars.compile("grammar", source).matcher(), model.tokenizer.encode(begins)
+    for token in tokens:
+        matcher.take(token)
+    while tokens and matcher.forced is not None and tokens[-1] not in model.eos_token_ids:
+        tokens.append(matcher.forced)
+        matcher.take(tokens[-1])
+    if ends and (not tokens or tokens[-1] not in model.eos_token_ids):
+        assert matcher.allowed()[IM_END // 32] >> IM_END % 32 & 1
+        tokens.append(IM_END)
+    assert not matcher.failed
+    return tokens
+
+
+async def test_no_thoughts_come_where_the_prompt_has_ended_them(model: ServedModel) -> None:
+    offered = OfferedTools(SCHEMAS, names=("stop",), is_required=True, is_parallel=False)
+    output_format = wanted(model, "hermes", offered, "<think>\n\n</think>\n\n")
+    assert output_format.thoughts is None and not output_format.has_begun
+    sampling = await constrained(model, common_pb2.SamplingParams(), offered, output_format, forces_opened=False)
+    matcher = model.grammars.compile("grammar", sampling.constraint.grammar).matcher()
+    assert matcher.forced == model.tokenizer.special_tokens["<tool_call>"]
+
+
+async def test_one_call_alone_may_be_opened_where_calls_are_not_parallel(model: ServedModel) -> None:
+    opening = model.tokenizer.special_tokens["<tool_call>"]
+    for is_parallel in (True, False):
+        offered = OfferedTools(SCHEMAS, names=("stop",), is_parallel=is_parallel)
+        output_format = wanted(model, "hermes", offered)
+        sampling = await constrained(model, common_pb2.SamplingParams(), offered, output_format, forces_opened=True)
+        matcher = model.grammars.compile("grammar", sampling.constraint.grammar).matcher()
+        matcher.take(opening)
+        while matcher.forced is not None:
+            matcher.take(matcher.forced)
+        assert bool(matcher.allowed()[opening // 32] >> opening % 32 & 1) == is_parallel
+
+
 @pytest.mark.parametrize(("tools", "opening"), [("hermes", "<tool_call>"), ("mistral", "[TOOL_CALLS]")])
 async def test_a_call_that_the_model_opens_follows_its_schema(model: ServedModel, tools: str, opening: str) -> None:
     offered = OfferedTools(SCHEMAS, names=tuple(SCHEMAS))
     output_format = wanted(model, tools, offered)
     sampling = await constrained(model, common_pb2.SamplingParams(), offered, output_format, forces_opened=True)
     for seed in range(5):
-        begins = model.tokenizer.encode(f" \n{opening}")
+        begins = model.tokenizer.encode(f"<think>\n</think>\n{opening}")
         check(read(model, output_format, drawn(model, sampling, begins, random.Random(seed))), most=100)
+
+
+async def test_thoughts_that_have_begun_stay_free_and_a_call_behind_them_is_forced(model: ServedModel) -> None:
+    offered = OfferedTools(SCHEMAS, names=("stop",), is_parallel=False)
+    output_format = wanted(model, "hermes", offered, "<think>")
+    sampling = await constrained(model, common_pb2.SamplingParams(), offered, output_format, forces_opened=True)
+    thought = "I could write <tool_call>no call</tool_call>."
+    delta = read(
+        model, output_format, completed(model, sampling.constraint.grammar, f"{thought}</think>Now:<tool_call>", ends=True)
+    )
+    assert (delta.reasoning, delta.text) == ("I could write no call.", "Now:")
+    check(delta, most=1)
+    for unended in ("", thought, "a < b", "a</think>b", "a</think>b</think>c"):
+        completed(model, sampling.constraint.grammar, unended, ends=True)
 
 
 async def test_text_stays_free_until_then(model: ServedModel) -> None:

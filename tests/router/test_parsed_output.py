@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +12,15 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
+from pdmesh.text.detokenizer import ChoiceText, VisibleMarks
+from pdmesh.text.parsers.registry import TOOL_FORMATS
 from pdmesh.v1 import common_pb2, mesh_pb2
 from router.lifecycle.output import UNFINISHED, TokenChunk
-from router.tokenization.prepared_request import FormatNames, PreparedRequest, ServedModel, format_of, load
+from router.tokenization.prepared_request import FormatNames, OutputFormat, PreparedRequest, ServedModel, format_of, load
 from tests.router.mesh import write_model
 from tests.router.test_output import Client
+from tests.text.parsers import fuzz, recorded
+from tests.text.samples import byte_level_backend
 
 STOP, CALLS = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_TOOL_CALLS
 LENGTH = common_pb2.FINISH_REASON_LENGTH
@@ -100,6 +106,13 @@ def test_what_is_no_call_is_text_without_the_mark_and_with_a_warning(model: Serv
     assert found["warnings"] == ["'nom' is no part of a call"]
 
 
+def test_a_mark_that_other_tokens_spell_is_text(model: ServedModel) -> None:
+    mark = model.tokenizer.encode("[TOOL_CALLS]")
+    spelled = [token for character in '{"not [ARGS]": <think>' for token in model.tokenizer.encode(character)]
+    found = said(prepared(model), [*mark, *spelled], [])
+    assert found["text"] == '{"not [ARGS]": <think>' and found["calls"] == [] and found["warnings"]
+
+
 def test_a_call_that_is_cut_off_keeps_the_reason_of_its_end(model: ServedModel) -> None:
     tokens = model.tokenizer.encode('[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Kö')
     found = said(prepared(model), tokens, [], LENGTH)
@@ -136,3 +149,72 @@ def test_a_model_without_formats_has_text_alone(model_folder: Path) -> None:
     assert format_of(tokenizer, FormatNames(), {}, "") is None
     found = format_of(tokenizer, FormatNames(), SCHEMAS, "")
     assert found is not None and (found.tools, found.reasoning) == ("hermes", "none")
+
+
+@pytest.fixture(scope="module")
+def bpe_model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
+    """Tokens of several characters, and of parts of characters; the marks of all formats are special tokens."""
+    folder = write_model(tmp_path_factory.mktemp("bpe"))
+    backend = byte_level_backend()
+    shown = {mark for form in TOOL_FORMATS.values() for mark in form.marks} - {"functools["}
+    backend.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in sorted(shown)])
+    backend.save(str(folder / "tokenizer.json"))
+    config = json.loads((folder / "config.json").read_text()) | {"eos_token_id": backend.token_to_id("<|im_end|>")}
+    (folder / "config.json").write_text(json.dumps(config))
+    return load({"tiny": str(folder)})["tiny"]
+
+
+@pytest.mark.parametrize("name", recorded.names())
+def test_recorded_outputs_are_the_same_in_every_cut_of_their_tokens(bpe_model: ServedModel, name: str) -> None:
+    params = common_pb2.SamplingParams(n=1, max_tokens=2000, seed=1)
+    for shape in recorded.shapes(name):
+        output_format = format_of(bpe_model.tokenizer, FormatNames(shape.tools, shape.reasoning), recorded.SCHEMAS, "")
+        assert output_format is not None
+        output_format = replace(output_format, has_begun=shape.has_begun)
+        request = PreparedRequest("id", bpe_model, (1, 2), params, (), output_format=output_format)
+        tokens = bpe_model.tokenizer.encode(shape.output)
+        whole, wanted = said(request, tokens, []), shape.message
+        assert [(call[1], call[2]) for call in whole["calls"]] == [(call.name, call.arguments) for call in wanted.calls]
+        assert [without_marks(whole[key], output_format) for key in ("text", "reasoning")] == [
+            without_marks(text, output_format) for text in (wanted.content, wanted.thoughts)
+        ]
+        assert "; ".join(whole["warnings"]) == "; ".join(wanted.warnings)
+        for cuts in (range(len(tokens)), *([place] for place in range(1, len(tokens)))):
+            cut = said(request, tokens, [*cuts])
+            assert cut | {"warnings": "; ".join(cut["warnings"])} == whole | {"warnings": "; ".join(whole["warnings"])}
+
+
+def without_marks(text: str, output_format: OutputFormat) -> str:
+    for mark in output_format.marks.values():
+        text = text.replace(mark, "")
+    return text
+
+
+@pytest.mark.parametrize("tools", TOOL_FORMATS)
+def test_random_tokens_are_the_same_in_every_grouping_and_none_is_lost(bpe_model: ServedModel, tools: str) -> None:
+    """Tokens are marks, words, and parts of characters."""
+    rng, params = random.Random(tools), common_pb2.SamplingParams(n=1, max_tokens=2000, seed=1)
+    marks = [
+        bpe_model.tokenizer.special_tokens[mark]
+        for mark in TOOL_FORMATS[tools].marks
+        if mark in bpe_model.tokenizer.special_tokens
+    ]
+    for _ in range(60):
+        output_format = format_of(bpe_model.tokenizer, FormatNames(tools, rng.choice(["none", "think"])), recorded.SCHEMAS, "")
+        assert output_format is not None
+        request = PreparedRequest("id", bpe_model, (1, 2), params, (), output_format=output_format)
+        stream = fuzz.drawn(rng, [tools])
+        tokens = bpe_model.tokenizer.encode("".join(stream.pieces))
+        for _ in range(rng.randint(0, 5)):
+            tokens.insert(rng.randint(0, len(tokens)), rng.choice([*marks, rng.randrange(3, 390)]))
+        if not tokens:
+            continue
+        whole = said(request, tokens, [])
+        cut = said(request, tokens, [rng.randrange(len(tokens)) for _ in range(9)])
+        assert cut | {"warnings": "; ".join(cut["warnings"])} == whole | {"warnings": "; ".join(whole["warnings"])}
+        shown = VisibleMarks(bpe_model.tokenizer, output_format.marks)
+        text = ChoiceText(shown, (), bpe_model.eos_token_ids)
+        wanted = "".join([text.push(token).text for token in tokens]) + text.finish()
+        ids = (call[0] for call in whole["calls"] if tools in ("mistral", "json", "llama"))
+        found = whole["text"] + whole["reasoning"] + "".join(f"{call[1]}{call[2]}" for call in whole["calls"]) + "".join(ids)
+        assert not Counter(filter(str.isalpha, filter(fuzz.PAYLOAD.__contains__, wanted))) - Counter(found), wanted

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -344,3 +345,25 @@ async def test_outbox_goes_on_waiting_when_a_span_needs_no_message() -> None:
     client_stream.put(TokenChunk(0, 1, [2]))
     client_stream.put(TokenChunk(0, 2, [3]))
     assert [span.first_index for span in await taking] == [1, 2]
+
+
+def test_each_model_may_have_its_own_parsers() -> None:
+    flags = ["--models", "x=a,y=b", "--tool-parser", "hermes,y=none", "--reasoning-parser", "x=deepseek_r1"]
+    config = parse(RouterConfig, flags, {}, prog="router")
+    assert (config.parsers_of("x"), config.parsers_of("y")) == (("hermes", "deepseek_r1"), ("none", "auto"))
+    assert RouterConfig().parsers_of("x") == ("auto", "auto")
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("hermis", "--tool-parser: 'hermis' is not known; give one of auto, none, harmony"),
+        ("x=hermis", "--tool-parser: 'hermis' is not known"),
+        ("z=hermes", "--tool-parser: 'z' is none of --models (x, y)"),
+        ("hermes,llama", "--tool-parser: two formats for all models"),
+        ("x=hermes,x=llama", "--tool-parser: two formats for x"),
+    ],
+)
+def test_a_wrong_parser_is_named(text: str, wrong: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(wrong)):
+        parse(RouterConfig, ["--models", "x=a,y=b", "--tool-parser", text], {}, prog="router")

@@ -51,6 +51,36 @@ def test_numbers_that_are_kept(compiler: GrammarCompiler) -> None:
     assert _allows(compiler, {"type": "integer", "default": LARGE, "examples": [LARGE]}, str(LARGE))
 
 
+@pytest.mark.parametrize(
+    "text", ["0.1234567890123456789", "-123456.12345678901234", "1e-400", "1" * 20 + "e-9999999999999999999"]
+)
+@pytest.mark.parametrize("keyword", ["const", "enum", "minimum", "multipleOf"])
+def test_digits_that_would_not_be_kept_are_refused_by_keyword(compiler: GrammarCompiler, keyword: str, text: str) -> None:
+    value = f"[{text}]" if keyword == "enum" else text
+    with pytest.raises(ValueError, match=rf"^{keyword}: {re.escape(text)[:30]}.* 17 digits"):
+        compiler.compile("json_schema", f'{{"type": "number", "{keyword}": {value}}}')
+
+
+@pytest.mark.parametrize(("text", "written"), [("0.10000000000000001", "0.1"), ("1.50000000000000000000", "1.5"), ("0e-5", "0")])
+def test_digits_that_say_which_double_is_meant_are_kept(compiler: GrammarCompiler, text: str, written: str) -> None:
+    matcher = compiler.compile("json_schema", f'{{"const": {text}}}').matcher()
+    tokens = TOKENIZER.encode(written)
+    assert matcher.num_possible(tokens) == len(tokens)
+
+
+def test_schemas_within_lark_grammars_are_read_rightly(compiler: GrammarCompiler) -> None:
+    with pytest.raises(ValueError, match=r"^const: .*2\^53"):
+        compiler.compile("grammar", f'start: "a" %json {{"const": {LARGE}}}')
+    pattern = json.dumps({"type": "string", "pattern": r'^[^"\\]{2}$'})
+    said = json.dumps({"const": LARGE})
+    source = f"start: {json.dumps('%json ' + said)} inner // %json {said}\ninner: /%json x/ %json {pattern}"
+    matcher = compiler.compile("grammar", source).matcher()
+    tokens = TOKENIZER.encode(f'%json {said}%json x"ab"')
+    assert matcher.num_possible(tokens) == len(tokens)
+    wrong = TOKENIZER.encode(f"%json {said}%json x" + r'"\\\""')
+    assert matcher.num_possible(wrong) < len(wrong)
+
+
 @pytest.mark.parametrize("number", [2**31, 999_983, 0.999983, 10**9, 65536 * 1000])
 def test_a_multiple_that_would_be_compiled_for_minutes_is_refused(compiler: GrammarCompiler, number: float) -> None:
     with pytest.raises(ValueError, match=r"^multipleOf: .* takes too long"):
@@ -85,6 +115,17 @@ def test_a_class_allows_its_own_characters_and_no_others(compiler: GrammarCompil
         expected = re.fullmatch(pattern, character) is not None
         assert _allows(compiler, schema, json.dumps(character * 2, ensure_ascii=False)) is expected, character
         assert not _allows(compiler, schema, f'"{character}{character}"') or character not in '"\\\n\t\x01\x1f'
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [r"[\x00-\x0f]|[\x10-\x1f]", r"\x00|[\x01-\x1f]", r"[\x00-\x10]|q|[\x0b-\x1f]", r"[\x00-\x0f]|[\x10-\x21]", r"[a-z]|[^a]|\n"],
+)
+def test_alternatives_allow_their_own_characters_and_no_others(compiler: GrammarCompiler, pattern: str) -> None:
+    for character in '"\\\n\t\x01\x1faqé!':
+        schema = {"type": "string", "pattern": f"^({pattern})$"}
+        expected = re.fullmatch(pattern, character) is not None
+        assert _allows(compiler, schema, json.dumps(character, ensure_ascii=False)) is expected, character
 
 
 def test_two_control_characters_are_escaped(compiler: GrammarCompiler) -> None:

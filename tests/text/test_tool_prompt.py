@@ -8,7 +8,7 @@ import pytest
 
 from pdmesh.text.chat_template import ChatTemplate, Message, Rendering, ToolCall
 from pdmesh.text.parsers.machine import parsed
-from pdmesh.text.parsers.registry import PROMPTED, TOOL_FORMATS, begins_inside, reasoning_format_of, tool_format_of
+from pdmesh.text.parsers.registry import PROMPTED, TOOL_FORMATS, begins_inside, may_think, reasoning_format_of, tool_format_of
 from pdmesh.text.tool_prompt import with_tools
 
 WEATHER: dict[str, Any] = {
@@ -119,5 +119,8 @@ def test_a_template_shows_its_format(part: str, name: str) -> None:
 def test_a_template_shows_its_thoughts() -> None:
     assert reasoning_format_of("{{ '<think>\\n' }}") == "think" and reasoning_format_of("[THINK]") == "mistral"
     assert reasoning_format_of("plain") == "none"
+    assert reasoning_format_of("{{ content.split('</think>')[-1] }}") == "deepseek_r1"
     assert begins_inside("<assistant><think>\n", "think") and not begins_inside("<assistant>", "think")
     assert not begins_inside("<think>", "none")
+    assert begins_inside("<assistant>", "deepseek_r1") and not begins_inside("<think></think>\n", "deepseek_r1")
+    assert may_think("<assistant>", "think") and not may_think("<think></think>\n", "think") and not may_think("", "none")

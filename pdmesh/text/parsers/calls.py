@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 from pdmesh.text.parsers.json_text import NotJson, expect, text_of, text_of_string, value
 from pdmesh.text.parsers.machine import listed
@@ -11,7 +12,10 @@ from pdmesh.text.parsers.reader import Reader, Step
 NAMES = ("name", "function", "tool", "tool_name", "function_name")
 ARGUMENTS = ("arguments", "parameters", "args", "input")
 IDS = ("id", "call_id", "tool_call_id")
-_OTHERS = ("type", "index")
+_KINDS = ("function", "tool_call", "tool_use", "call")
+"""Values of the member `type`, which say nothing else."""
+_ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
+"""An id behind the arguments comes too late: the call has ours by then."""
 NO_ARGUMENTS = "{}"
 
 
@@ -42,14 +46,18 @@ def _call(reader: Reader, call_id: str = "", *, is_within: bool = False) -> Step
                 yield from arguments(reader)
             else:
                 held = yield from _held_arguments(reader)
-        elif key in IDS and not is_open:
+        elif key in IDS and not is_open and not call_id:
             call_id = yield from _text_or_value(reader)
-        elif is_open or key in _OTHERS:
-            yield from text_of(reader)
         else:
-            raise NotJson(f"{key[:40]!r} is no part of a call")
-        if (yield from reader.skip_space()) == "}":
+            said = yield from text_of(reader)
+            if not _says_nothing(key, said):
+                _refuse_member(reader, key, said, is_open=is_open)
+        behind = yield from reader.skip_space()
+        if behind == "}":
             reader.at += 1
+            break
+        if behind != "," and is_open:  # the arguments are there: small models forget one brace of two
+            reader.unparsed("", "'}' is missing behind the arguments")
             break
         yield from expect(reader, ",")
     if not name:
@@ -57,6 +65,20 @@ def _call(reader: Reader, call_id: str = "", *, is_within: bool = False) -> Step
     if not is_open:
         reader.open_call(name, call_id)
         reader.arguments(held or NO_ARGUMENTS)
+
+
+def _says_nothing(key: str, said: str) -> bool:
+    text = said.strip('"')
+    return (key == "type" and text in _KINDS) or (key == "index" and text.isdigit()) or (key in IDS and bool(_ID.fullmatch(text)))
+
+
+def _refuse_member(reader: Reader, key: str, said: str, *, is_open: bool) -> None:
+    """What is no part of a call is text: it stands behind the call, if that is open already. Raises NotJson if it is not."""
+    why = f"{key[:40]!r} is no part of a call"
+    if not is_open:
+        raise NotJson(why)
+    reader.unparsed(f"{json.dumps(key, ensure_ascii=False)}: {said}", why)
+    reader.settle()
 
 
 def arguments(reader: Reader) -> Step[None]:

@@ -3,24 +3,25 @@
     grammar         the output is nothing but calls, perhaps behind thoughts
     opened_grammar  the output is free, until the model opens a call: then it is one
 
-What a format writes around names and arguments is its `Form`. A mark that is a token of its own in the model's vocabulary is
-forced as that token, because no other tokens spell it for the model.
+What a format writes around names and arguments is its `Form`, which with how it is read is a `ToolFormat`. A mark that is a token
+of its own in the model's vocabulary is forced as that token, because no other tokens spell it for the model.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from pdmesh.text.parsers.machine import Schemas
+from pdmesh.text.parsers.machine import Parse, Schemas
+from pdmesh.text.parsers.reasoning import ThinkMarks
 from pdmesh.text.parsers.tagged import Tags, is_told, options_of, schema_of
 
 NAME = "NAME"
 """Stands in a form for the name of the tool."""
 MAX_CALLS = 16
-BEHIND_THOUGHTS = "\n\n"
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
@@ -38,13 +39,44 @@ class Form(NamedTuple):
     is_python: bool = False
 
 
+_MARK = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """A format of calls: how it is read, and how it is written. `signs`: a template that has all of one of these groups writes
+    it. `opening`: the mark behind which a call can be forced; "" where text before it cannot be told from it. `more_marks`: those
+    that may be special tokens of a tokenizer, `opening` and what `form` writes aside. `thoughts`: the format itself has them, so
+    a reasoning format has no effect. `ends_thoughts`: no thought has `opening`, a token that a
+    model writes for a call alone, so it ends thoughts where the closing mark is missing."""
+
+    parse: Callable[[Schemas], Parse]
+    form: Form
+    signs: tuple[tuple[str, ...], ...]
+    opening: str = ""
+    more_marks: tuple[str, ...] = ()
+    thoughts: ThinkMarks | None = None
+    ends_thoughts: bool = False
+
+    def is_shown_by(self, template: str) -> bool:
+        """Return whether a chat template has the marks of this format. Pure."""
+        return any(all(sign in template for sign in group) for group in self.signs)
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Return the marks of the format, which a parser has to see also where they are special tokens."""
+        written = _MARK.findall(" ".join((*self.form[:5], self.opening)))
+        return (*(mark for mark in written if mark not in self.more_marks), *self.more_marks)
+
+
 class Choice(NamedTuple):
-    """What a request asks for. `names`: the tools that may be called. `thinks_until`: the mark that ends thoughts, which come
-    first; "" for none. `is_parallel`: there may be several calls."""
+    """What a request asks for. `names`: the tools that may be called. `thoughts`: their marks, where the model may think first.
+    `has_begun`: it does, and the prompt ends within thoughts. `is_parallel`: there may be several calls."""
 
     names: Sequence[str]
     is_parallel: bool = True
-    thinks_until: str = ""
+    thoughts: ThinkMarks | None = None
+    has_begun: bool = False
 
 
 def grammar(form: Form, schemas: Schemas, choice: Choice, tokens: Mapping[str, int]) -> str:
@@ -52,28 +84,41 @@ def grammar(form: Form, schemas: Schemas, choice: Choice, tokens: Mapping[str, i
 
     Raises ValueError for a tool that is not described."""
     writer = _Writer(tokens)
-    thoughts = f"{writer.any_until(choice.thinks_until)} {writer.text(BEHIND_THOUGHTS)}" if choice.thinks_until else ""
-    return writer.grammar(f"{thoughts} {_calls(writer, form, schemas, choice)}")
+    return writer.grammar(f"{_thoughts(writer, choice)} {_calls(writer, form, schemas, choice)}")
 
 
 def opened_grammar(
     form: Form, opening: str, schemas: Schemas, choice: Choice, tokens: Mapping[str, int], others: Collection[int] = ()
 ) -> str:
     """Return the Lark grammar of any output in which a call follows each `opening`, a mark that the form begins with. `others`:
-    ids of special tokens that may stand in text, such as the marks of thoughts; no text spells them.
+    ids of special tokens that may stand in text, such as the marks of thoughts; no text spells them. Where thoughts have begun
+    they are free to their end: what looks like a call there is none.
 
     Raises ValueError for a tool that is not described, and for a form that begins with something else: there a call cannot be
     told from text before it is written."""
-    writer = _Writer(tokens)
+    writer, most = _Writer(tokens), MAX_CALLS if choice.is_parallel else 1
     if form.begin.startswith(opening) and opening:
         behind = form._replace(begin=form.begin[len(opening) :])
     elif form.before.startswith(opening) and opening and not form.begin:
         behind, choice = form._replace(before=form.before[len(opening) :]), choice._replace(is_parallel=False)
     else:
         raise ValueError(f"this format has no mark {opening!r} before its calls")
-    before = f"({writer.any_without(opening)} <[{','.join(map(str, sorted(others)))}]>)*" if others else ""
+    before = writer.free(opening, others)
     piece = writer.rule(f"{before} {writer.any_until(opening)} {_calls(writer, behind, schemas, choice)}")
-    return writer.grammar(f"{piece}{{0,{MAX_CALLS}}} {before} {writer.any_without(opening)}")
+    rest = f"{piece}{{0,{most}}} {before} {writer.any_without(opening)}"
+    if choice.thoughts is None or not choice.has_begun:
+        return writer.grammar(rest)
+    close = choice.thoughts.close
+    within = writer.free(close, {*others, *tokens.values()} - {tokens.get(close)})
+    ended = writer.rule(f"{within} {writer.any_until(close)} {rest}")
+    return writer.grammar(f"{ended} | {within} {writer.any_without(close)}")
+
+
+def _thoughts(writer: _Writer, choice: Choice) -> str:
+    if choice.thoughts is None:
+        return ""
+    rest = f"{writer.any_until(choice.thoughts.close)} {writer.text(choice.thoughts.behind)}"
+    return rest if choice.has_begun else f"({writer.text(choice.thoughts.open)} {rest})?"
 
 
 def _calls(writer: _Writer, form: Form, schemas: Schemas, choice: Choice) -> str:
@@ -119,6 +164,10 @@ class _Writer:
         if token is None:
             return self.rule("/(?s:.*)/", f"[suffix={_literal(mark)}]")
         return f"{self.rule('/(?s:.*)/')} {self.text(mark)}"
+
+    def free(self, mark: str, others: Collection[int]) -> str:
+        """Return any text in which a mark does not occur, up to the last of some special tokens in it."""
+        return f"({self.any_without(mark)} <[{','.join(map(str, sorted(others)))}]>)*" if others else ""
 
     def any_without(self, mark: str) -> str:
         """Return any text in which a mark does not occur; one that is a token of its own is in no text."""

@@ -25,6 +25,11 @@ class OutputParser:
         self._reader = Reader()
         self._program: Step[None] | None = parse(self._reader)
 
+    @property
+    def is_thinking(self) -> bool:
+        """Return whether the output so far ends within thoughts."""
+        return self._reader.is_thinking
+
     def feed(self, text: str) -> list[Event]:
         """Return what the output so far has beyond what was returned before."""
         self._reader.feed(text)
@@ -92,8 +97,8 @@ class Trimmed:
 class Marks(NamedTuple):
     """What stands around calls. `open`: any of them begins some. `close`: may stand behind, and is dropped."""
 
-    open: Sequence[str]
-    close: Sequence[str] = ()
+    open: tuple[str, ...]
+    close: tuple[str, ...] = ()
 
 
 def marked(marks: Marks, body: Callable[[Reader, str], Step[None]]) -> Parse:
@@ -101,8 +106,8 @@ def marked(marks: Marks, body: Callable[[Reader, str], Step[None]]) -> Parse:
     opening mark, which it gets; it raises NotJson."""
 
     def parse(reader: Reader) -> Step[None]:
-        out = Trimmed(reader.content, has_begun=True)
-        while mark := (yield from reader.until(marks.open, out)):
+        out = Trimmed(reader.content, has_begun=not reader.num_calls)
+        while mark := (yield from reader.text_until(marks.open, out)):
             yield from attempt(reader, mark, body, marks.close, space=out.take_space())
             out = Trimmed(reader.content, has_begun=not reader.num_calls)
         out.end()
@@ -171,10 +176,14 @@ def attempt(
         yield from closed(reader, close)
 
 
+MAX_NAME = 256
+"""Characters of a name: so much of what looks like a call is held back until it is clear that it is none."""
+
+
 def name_until(reader: Reader, *marks: str) -> Step[tuple[str, str]]:
     """Read a name up to one of some marks; return both. Raises NotJson."""
     pieces: list[str] = []
-    mark = yield from reader.until(marks, pieces.append)
+    mark = yield from reader.until(marks, pieces.append, MAX_NAME)
     name = "".join(pieces).strip()
     if not mark or not name:
         raise NotJson(f"{marks[0]} is missing" if not mark else f"a name is missing before {mark}")
@@ -188,6 +197,21 @@ def expect_mark(reader: Reader, *marks: str) -> Step[str]:
     if not found:
         raise NotJson(f"{marks[0]} is missing")
     return found
+
+
+def another(reader: Reader, mark: str, end: str) -> Step[bool]:
+    """Read the mark before a further call, or that behind the last one, which may be missing at the end of the output; return
+    whether a call follows. Raises NotJson."""
+    if not (yield from reader.skip_space()):
+        return False
+    return (yield from expect_mark(reader, mark, end)) == mark
+
+
+def ended(reader: Reader, mark: str) -> Step[None]:
+    """Read the mark behind a call, which may be missing at the end of the output. Raises NotJson."""
+    if (yield from reader.skip_space()):
+        yield from expect_mark(reader, mark)
+    reader.settle()
 
 
 def closed(reader: Reader, marks: Sequence[str]) -> Step[bool]:

@@ -27,7 +27,7 @@ def call(reader: Reader) -> Step[None]:
         if not key.isidentifier():
             raise NotJson(f"{key[:40]!r} is no name of an argument")
         text = as_json((yield from source(reader)))
-        reader.arguments(f"{separator}{json.dumps(key)}: {text}")
+        reader.arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: {text}")
         separator = ", "
         if (yield from reader.peek()) == ",":
             reader.at += 1
@@ -44,6 +44,8 @@ def source(reader: Reader) -> Step[str]:
             raise NotJson("an argument is too long, or nested too deep")
         if not quote and not depth and character in ",)":
             return read
+        if not quote and character == "#":
+            raise NotJson("a comment is no argument")
         reader.at += 1
         read += character
         if quote:
@@ -63,14 +65,25 @@ def source(reader: Reader) -> Step[str]:
 def as_json(text: str) -> str:
     """Return the JSON of a literal. Raises NotJson. Pure."""
     try:
-        tree = _Constants().visit(ast.parse(text.strip(), mode="eval"))
-        return json.dumps(ast.literal_eval(tree), ensure_ascii=False, allow_nan=False)
+        return _json_of(ast.parse(text.strip(), mode="eval").body)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         raise NotJson(f"{text.strip()[:40]!r} is no literal") from None
 
 
-class _Constants(ast.NodeTransformer):
-    """JSON's names of constants, which models mix in."""
+def _json_of(node: ast.expr | None) -> str:
+    """Return the JSON of a literal, every member of a dict included, whatever its key. Raises ValueError, TypeError."""
+    match node:
+        case ast.Name(name) if name in _CONSTANTS:
+            return json.dumps(_CONSTANTS[name])
+        case ast.List(items) | ast.Tuple(items):
+            return "[" + ", ".join(map(_json_of, items)) + "]"
+        case ast.Dict(keys, values):
+            return "{" + ", ".join(f"{_key_of(key)}: {_json_of(each)}" for key, each in zip(keys, values, strict=True)) + "}"
+        case ast.expr():
+            return json.dumps(ast.literal_eval(node), ensure_ascii=False, allow_nan=False)
+    raise ValueError("a dict is unpacked")
 
-    def visit_Name(self, node: ast.Name) -> ast.AST:
-        return ast.Constant(_CONSTANTS[node.id]) if node.id in _CONSTANTS else node
+
+def _key_of(node: ast.expr | None) -> str:
+    text = _json_of(node)
+    return text if text.startswith('"') else json.dumps(text)

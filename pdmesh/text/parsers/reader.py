@@ -21,7 +21,8 @@ SPACE = " \t\r\n"
 
 
 class Reader:
-    """Text that has come and is not read yet, the place in it, and the events so far."""
+    """Text that has come and is not read yet, the place in it, and the events so far. `is_thinking`: thoughts are read.
+    `strays`: marks that are no text, each with the reason for a warning: the first of each that stands in text is left out."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -29,6 +30,8 @@ class Reader:
         self.has_ended = False
         self.num_calls = 0
         self.num_closed = 0
+        self.is_thinking = False
+        self.strays: dict[str, str] = {}
         self._events: list[Event] = []
 
     def feed(self, text: str) -> None:
@@ -77,20 +80,28 @@ class Reader:
         self.at += len(found)
         return found
 
-    def until(self, markers: Sequence[str], on_text: Callable[[str], None]) -> Step[str]:
-        """Read text up to the first of some markers, giving it away as it comes; return the marker, read, or "" at the end."""
+    def until(self, markers: Sequence[str], on_text: Callable[[str], None], most: int | None = None) -> Step[str]:
+        """Read text up to the first of some markers, giving it away as it comes; return the marker, read, or "" at the end, or
+        behind `most` characters without one."""
         while True:
             place, marker = _first(self.text, self.at, markers, has_ended=self.has_ended)
-            if marker:
-                self._give(place, on_text)
+            end = place if marker or self.has_ended else len(self.text) - _begun(self.text[self.at :], markers)
+            if most is not None and end - self.at > most:
+                self._give(self.at + most, on_text)
+                return ""
+            most = None if most is None else most - max(0, end - self.at)
+            self._give(end, on_text)
+            if marker or self.has_ended:
                 self.at += len(marker)
                 return marker
-            if self.has_ended:
-                self._give(len(self.text), on_text)
-                return ""
-            self._give(len(self.text) - _begun(self.text[self.at :], markers), on_text)
             self._forget()
             yield
+
+    def text_until(self, markers: Sequence[str], on_text: Callable[[str], None]) -> Step[str]:
+        """As `until`, of text for the reader: stray marks are left out."""
+        while (mark := (yield from self.until((*markers, *self.strays), on_text))) in self.strays:
+            self.unparsed("", self.strays.pop(mark))
+        return mark
 
     def _give(self, end: int, on_text: Callable[[str], None]) -> None:
         if end > self.at:
@@ -122,7 +133,8 @@ class Reader:
         read, self._mark = self.text[self._mark : self.at], None
         return read
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
+        """What was read since the mark is a part of calls, and will not be read again."""
         if self._mark is not None:
             self._mark = self.at
 
@@ -147,20 +159,20 @@ class Reader:
         """A call begins; what was read of it will not be read again."""
         self._events.append(CallOpened(self.num_calls, name, call_id))
         self.num_calls += 1
-        self._settle()
+        self.settle()
 
     def arguments(self, text: str) -> None:
         """The text read since the last piece is this piece of the open call's arguments."""
         if text:
             self._events.append(CallArguments(self.num_calls - 1, text))
-        self._settle()
+        self.settle()
 
     def close_call(self, *, is_whole: bool = True) -> None:
         """The open call ends. If it is not whole, what was read since the last piece is still to be given."""
         self._events.append(CallClosed(self.num_calls - 1, is_whole))
         self.num_closed += 1
         if is_whole:
-            self._settle()
+            self.settle()
 
     def unparsed(self, text: str, why: str) -> None:
         self._events.append(Unparsed(text, why))

@@ -9,14 +9,29 @@ from pdmesh.text.parsers.reader import Reader, Step
 
 
 class ThinkMarks(NamedTuple):
-    """What stands before and behind thoughts."""
+    """What stands before and behind thoughts. `always_begun`: an output begins within thoughts whether or not the mark stands
+    before it. `behind`: what stands between thoughts and calls."""
 
     open: str
     close: str
+    always_begun: bool = False
+    behind: str = "\n\n"
+
+    def are_in(self, template: str) -> bool:
+        """Return whether a chat template has these marks. A model whose template has only the closing one, which it cuts the
+        thoughts of earlier turns off with, may leave out the opening one."""
+        has_open, has_close = self.open in template, self.close in template
+        return has_close and not has_open if self.always_begun else has_close or has_open
+
+    @property
+    def is_text(self) -> bool:
+        """Return whether the marks are words that may stand in any text."""
+        return self.open[0].isalpha()
 
 
-def thinking(marks: ThinkMarks, then: Parse, *, has_begun: bool) -> Parse:
-    """Return a program that reads thoughts, and goes on with `then`. `has_begun`: the prompt ends with the opening mark."""
+def thinking(marks: ThinkMarks, then: Parse, *, has_begun: bool, ends: tuple[str, ...] = ()) -> Parse:
+    """Return a program that reads thoughts, and goes on with `then`. `has_begun`: the prompt ends with the opening mark. `ends`:
+    marks of calls that end thoughts as well, for models that leave out the closing mark."""
 
     def program(reader: Reader) -> Step[None]:
         reader.mark()
@@ -26,15 +41,25 @@ def thinking(marks: ThinkMarks, then: Parse, *, has_begun: bool) -> Parse:
             reader.at -= len(reader.since_mark())
         if is_open or has_begun:
             reader.unmark()
-            yield from _thoughts(reader, marks)
+            yield from _thoughts(reader, (marks.close, *ends))
+        elif not marks.is_text:
+            reader.strays[marks.close] = _NOT_BEGUN
         yield from then(reader)
 
     return program
 
 
-def _thoughts(reader: Reader, marks: ThinkMarks) -> Step[None]:
+_NOT_BEGUN = "thoughts end that had not begun; with --reasoning-parser deepseek_r1 an output begins with thoughts"
+
+
+def _thoughts(reader: Reader, marks: tuple[str, ...]) -> Step[None]:
     out = Trimmed(reader.thought)
-    if (yield from reader.until((marks.close,), out)):
+    reader.is_thinking = True
+    mark = yield from reader.until(marks, out)
+    reader.is_thinking = False
+    if mark in marks[1:]:
+        reader.at -= len(mark)
+    if mark:
         out.take_space()
         yield from reader.skip_space()
     else:
@@ -43,4 +68,4 @@ def _thoughts(reader: Reader, marks: ThinkMarks) -> Step[None]:
 
 def plain(reader: Reader) -> Step[None]:
     """Read an output without calls: all of it is content."""
-    yield from reader.until((), reader.content)
+    yield from reader.text_until((), reader.content)

@@ -30,7 +30,7 @@ def arguments(reader: Reader, tags: Tags, schema: Mapping[str, Any], *ends: str)
         key = key.strip("\"'")
         if tags.value:
             yield from expect_mark(reader, tags.value)
-        reader.arguments(f"{separator}{json.dumps(key)}: ")
+        reader.arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
         separator = ", "
         yield from _value(reader, tags, schema_of(schema, key))
     reader.arguments("{}" if separator == "{" else "}")

@@ -226,34 +226,9 @@ class Generation(Sampling, _Foreign):
 # `POST /v1/chat/completions`.
 
 
-class _ChatPrompt(Body):
-    """What chat completions do not support, and /tokenize takes beside messages, too."""
+class ChatPrompt(Body):
+    """What chat completions and /tokenize take beside messages: what the chat template shows; and what they do not support."""
 
-    functions: Annotated[Any, Unsupported([], why="the older form of tools")] = None
-    function_call: Annotated[Any, Unsupported("none", "auto", why="the older form of tool_choice")] = None
-    modalities: Annotated[Any, Unsupported(["text"], why="the models write text")] = None
-    audio: Annotated[Any, Unsupported(why="the models write text")] = None
-    web_search_options: Annotated[Any, Unsupported(why="the mesh has no tools of its own")] = None
-    moderation: Annotated[Any, Unsupported(why="the mesh has no moderation")] = None
-    verbosity: Annotated[Any, Unsupported("medium", why="templates do not read it")] = None
-    echo: Annotated[Any, Unsupported(False, why="of completions")] = None
-    best_of: Annotated[Any, Unsupported(1, why="of completions")] = None
-    chat_template: Annotated[Any, Unsupported(why="the model's own is used")] = None
-    documents: Annotated[Any, Unsupported([], why="put them into messages")] = None
-    add_special_tokens: Annotated[Any, Unsupported(False, why="the template writes them")] = None
-
-
-class ChatCompletionRequest(Generation, _ChatPrompt):
-    """A conversation, whose next message is wanted."""
-
-    messages: Messages
-    """Oldest first."""
-    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_UINT32)] | None = None
-    """As max_tokens, which is the older name; reasoning counts."""
-    logprobs: bool = False
-    """The log-probabilities of the output's tokens are wanted."""
-    top_logprobs: Annotated[Count | None, Field(json_schema_extra={"maximum": MAX_LOGPROBS})] = None
-    """And those of so many of the likeliest ones."""
     tools: Annotated[list[Tool], FIRST_ERROR] = Field(default_factory=list)
     """Functions that the model may call."""
     tool_choice: Choice | None = None
@@ -270,6 +245,32 @@ class ChatCompletionRequest(Generation, _ChatPrompt):
     """Whether a new message of the assistant begins behind the last one: the default."""
     continue_final_message: bool = False
     """Whether the output goes on with the last message."""
+
+    functions: Annotated[Any, Unsupported([], why="the older form of tools")] = None
+    function_call: Annotated[Any, Unsupported("none", "auto", why="the older form of tool_choice")] = None
+    modalities: Annotated[Any, Unsupported(["text"], why="the models write text")] = None
+    audio: Annotated[Any, Unsupported(why="the models write text")] = None
+    web_search_options: Annotated[Any, Unsupported(why="the mesh has no tools of its own")] = None
+    moderation: Annotated[Any, Unsupported(why="the mesh has no moderation")] = None
+    verbosity: Annotated[Any, Unsupported("medium", why="templates do not read it")] = None
+    echo: Annotated[Any, Unsupported(False, why="of completions")] = None
+    best_of: Annotated[Any, Unsupported(1, why="of completions")] = None
+    chat_template: Annotated[Any, Unsupported(why="the model's own is used")] = None
+    documents: Annotated[Any, Unsupported([], why="put them into messages")] = None
+    add_special_tokens: Annotated[Any, Unsupported(False, why="the template writes them")] = None
+
+
+class ChatCompletionRequest(Generation, ChatPrompt):
+    """A conversation, whose next message is wanted."""
+
+    messages: Messages
+    """Oldest first."""
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_UINT32)] | None = None
+    """As max_tokens, which is the older name; reasoning counts."""
+    logprobs: bool = False
+    """The log-probabilities of the output's tokens are wanted."""
+    top_logprobs: Annotated[Count | None, Field(json_schema_extra={"maximum": MAX_LOGPROBS})] = None
+    """And those of so many of the likeliest ones."""
 
     @field_validator("top_logprobs")
     @classmethod
@@ -381,7 +382,7 @@ class TokenizeTextRequest(_Tokenize):
     """Whether the special tokens count that the model wants around a text."""
 
 
-class TokenizeChatRequest(_Tokenize, _ChatPrompt, _Foreign):
+class TokenizeChatRequest(_Tokenize, ChatPrompt, _Foreign):
     """A conversation whose tokens are wanted, as the chat template renders it."""
 
     messages: Messages

@@ -55,7 +55,7 @@ class Handlers:
                 add_special_tokens=wanted.add_special_tokens,
             )
         except MeshError as error:
-            raise renamed(error, {"text": "prompt"}) from error
+            raise renamed(error, {"text": "prompt", **wanted.names}) from error
         tokens = list(found.token_ids)
         spelling_of = self._frontend.model_of(wanted.message.model).tokenizer.token_text
         spelled = [spelling_of(token_id) for token_id in tokens] if wanted.with_strings else None

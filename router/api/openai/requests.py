@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from pdmesh.v1 import mesh_pb2
@@ -123,11 +124,13 @@ def _numbered(base: mesh_pb2.GenerateRequest, prompts: list[str | list[int]]) ->
 
 
 class Tokenize(NamedTuple):
-    """Hold a text or a conversation to tokenize. `with_strings`: the tokens as texts are wanted, too."""
+    """Hold a text or a conversation to tokenize. `with_strings`: the tokens as texts are wanted, too. `names`: fields as the
+    client calls them, by their names in the message."""
 
     message: mesh_pb2.TokenizeRequest
     add_special_tokens: bool
     with_strings: bool
+    names: Mapping[str, str] = {}
 
 
 def parse_tokenize(body: JsonObject) -> Tokenize:
@@ -138,7 +141,8 @@ def parse_tokenize(body: JsonObject) -> Tokenize:
         return Tokenize(message, text.add_special_tokens, text.return_token_strs)
     chat = checked(TokenizeChatRequest, body)
     message = mesh_pb2.TokenizeRequest(model=chat.model, messages=_messages(chat.messages))
-    return Tokenize(message, False, chat.return_token_strs)  # the template writes the special tokens
+    names = tools.read_shown(chat, message)
+    return Tokenize(message, False, chat.return_token_strs, names)  # the template writes the special tokens
 
 
 def parse_detokenize(body: JsonObject) -> tuple[str, list[int]]:

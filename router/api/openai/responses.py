@@ -324,6 +324,7 @@ class Answer:
             "total_tokens": num_prompt + num_output,
             "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in completed)},
             "completion_tokens_details": {
+                "reasoning_tokens": sum(usage.reasoning_tokens for usage in completed),
                 "accepted_prediction_tokens": num_accepted,
                 "rejected_prediction_tokens": num_rejected,
             },

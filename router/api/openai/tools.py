@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pdmesh.v1 import mesh_pb2
-from router.api.openai.bodies import ChatCompletionRequest
+from router.api.openai.bodies import ChatPrompt
 from router.api.openai.messages import AllowedChoice, Choice, Function, dumped
 from router.api.validation import refuse
 
@@ -16,7 +16,7 @@ _NO_THOUGHTS = {"enable_thinking": False, "thinking": False}
 """What templates of several families ask for."""
 
 
-def read_tools(wanted: ChatCompletionRequest, request: mesh_pb2.ChatRequest) -> dict[str, str]:
+def read_tools(wanted: ChatPrompt, request: mesh_pb2.ChatRequest) -> dict[str, str]:
     """Put `tools`, `tool_choice` and `parallel_tool_calls` into a request; return names for `errors.renamed`."""
     request.tools.extend(_tool(tool.function) for tool in wanted.tools)
     if wanted.tool_choice is not None:
@@ -26,7 +26,7 @@ def read_tools(wanted: ChatCompletionRequest, request: mesh_pb2.ChatRequest) -> 
     return {f"tools[{number}]": f"tools[{number}].function" for number in range(len(wanted.tools))}
 
 
-def read_template(wanted: ChatCompletionRequest, request: mesh_pb2.ChatRequest) -> None:
+def read_template(wanted: ChatPrompt, request: mesh_pb2.ChatRequest) -> None:
     """Put what the chat template gets into a request: its variables, and how the prompt ends.
 
     Raises InvalidArgument naming the field."""
@@ -42,6 +42,21 @@ def read_template(wanted: ChatCompletionRequest, request: mesh_pb2.ChatRequest) 
     if wanted.add_generation_prompt is not None:
         request.add_generation_prompt = wanted.add_generation_prompt
     request.continue_final_message = wanted.continue_final_message
+
+
+def read_shown(wanted: ChatPrompt, message: mesh_pb2.TokenizeRequest) -> dict[str, str]:
+    """Put what a chat with the messages to tokenize would show besides into `message`; return names as `read_tools` does.
+
+    Raises InvalidArgument naming the field."""
+    chat = mesh_pb2.ChatRequest()
+    names = read_tools(wanted, chat)
+    read_template(wanted, chat)
+    if chat.tool_choice != mesh_pb2.TOOL_CHOICE_NONE:
+        message.tools.extend(chat.tools)
+    message.chat_template_kwargs, message.continue_final_message = chat.chat_template_kwargs, chat.continue_final_message
+    if chat.HasField("add_generation_prompt"):
+        message.add_generation_prompt = chat.add_generation_prompt
+    return names
 
 
 def _text_of(variables: dict[str, object]) -> str:

@@ -7,14 +7,17 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 import pytest_asyncio
 
+from pdmesh.client import AsyncClient, Tool
+from pdmesh.errors import InvalidArgument
 from pdmesh.v1 import common_pb2, mesh_pb2
 from tests.router import stub_model
 from tests.router.mesh import Answer, Mesh, running_mesh, write_model
-from tests.router.openai.conftest import client_of
+from tests.router.openai.conftest import client_of, url
 from tests.support.tiny_models import IM_END
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -217,6 +220,57 @@ async def test_reasoning_then_a_call(thinking: Mesh, thinker: Any, says: Say) ->
     assert [call[1] for call in found["calls"]] == ["weather"]
 
 
+async def test_tokens_of_reasoning_are_counted(thinking: Mesh, thinker: Any, says: Say) -> None:
+    """Those of the closing mark included, each a character; the opening one stands in the prompt. Without an end all are."""
+    for text, wanted in (("I call.\n</think>\n\nYes.", len("I call.\n</think>")), ("On and on", len("On and on") + 1)):
+        asked = {"model": "tiny", "messages": HELLO, "max_tokens": says(thinking, text), "seed": 5}
+        answer = await thinker.chat.completions.create(**asked)
+        assert answer.usage.completion_tokens_details.reasoning_tokens == wanted
+        stream = await thinker.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+        usages = [chunk.usage async for chunk in stream if chunk.usage]
+        assert [usage.completion_tokens_details.reasoning_tokens for usage in usages] == [wanted]
+    off: Any = {**asked, "extra_body": {"enable_thinking": False}}
+    assert (await thinker.chat.completions.create(**off)).usage.completion_tokens_details.reasoning_tokens == 0
+
+
+async def tokenized(mesh: Mesh, body: dict[str, Any]) -> tuple[int, Any]:
+    async with httpx.AsyncClient() as http:
+        answer = await http.post(url(mesh, "/tokenize"), json=body)
+        return answer.status_code, answer.json()
+
+
+@pytest.mark.parametrize("more", [{}, {"chat_template_kwargs": {"enable_thinking": False}}, {"add_generation_prompt": False}])
+async def test_tokenize_counts_what_a_chat_shows(thinking: Mesh, thinker: Any, says: Say, more: dict[str, Any]) -> None:
+    size = says(thinking, "Yes.")
+    for tools in ({}, {"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "none"}):
+        asked = {"model": "tiny", "messages": HELLO, **tools, **more}
+        _, counted = await tokenized(thinking, asked)
+        extra: Any = {"max_tokens": size, "extra_body": more}
+        answer = await thinker.chat.completions.create(model="tiny", messages=HELLO, **tools, **extra)
+        assert counted["count"] == answer.usage.prompt_tokens
+        assert counted["tokens"] == thinking["d0"].submits[-1].request.prompt_token_ids
+
+
+async def test_tokenize_names_what_is_wrong_with_tools(thinking: Mesh) -> None:
+    function = {"name": "weather", "parameters": {"type": "array"}}
+    for tool, param in (({"function": function}, "tools[0].function.parameters"), ({"function": {}}, "tools[0].function.name")):
+        status, told = await tokenized(thinking, {"messages": HELLO, "tools": [tool]})
+        assert (status, told["error"]["param"]) == (400, param)
+
+
+async def test_the_client_library_tokenizes_with_tools(thinking: Mesh) -> None:
+    tool = Tool("weather", "Tells the weather.", WEATHER)
+    async with AsyncClient(thinking.router.server.address) as client:
+        plain, shown = [
+            await client.tokenize([("user", "hello")], tools=tools, chat_template_kwargs={"enable_thinking": False})
+            for tools in ((), (tool,))
+        ]
+        text = thinking.router.core.models["tiny"].tokenizer.decode(shown.token_ids, skip_special_tokens=False)
+        assert text.startswith("TOOLS [") and text.endswith("</think>\n\n") and len(plain.token_ids) < len(shown.token_ids)
+        with pytest.raises(InvalidArgument, match="excludes tools"):
+            await client.tokenize("hello", tools=[tool])
+
+
 @pytest.mark.parametrize("off", [{"enable_thinking": False}, {"chat_template_kwargs": {"enable_thinking": False}}])
 async def test_a_model_that_is_not_to_think_answers(thinking: Mesh, thinker: Any, says: Say, off: dict[str, Any]) -> None:
     size = says(thinking, "Yes.")
@@ -227,9 +281,10 @@ async def test_a_model_that_is_not_to_think_answers(thinking: Mesh, thinker: Any
 
 
 async def test_a_constraint_is_the_answer_from_its_first_token(thinking: Mesh, thinker: Any, says: Say) -> None:
-    size = says(thinking, '{"a": 1}')
-    found = await answered(thinker, HELLO, size, response_format={"type": "json_object"})
-    assert (found["reasoning_content"], found["content"]) == ("", '{"a": 1}')
+    for text in ('{"a": 1}', '{"a": "</think> b"}'):
+        size = says(thinking, text)
+        found = await answered(thinker, HELLO, size, response_format={"type": "json_object"})
+        assert (found["reasoning_content"], found["content"], found["warnings"]) == ("", text, [])
 
 
 async def test_the_last_message_goes_on(thinking: Mesh, thinker: Any, says: Say) -> None:

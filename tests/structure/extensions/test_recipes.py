@@ -75,6 +75,18 @@ RECIPES = {
         ("router.api.kserve.service", "router.api.vllm.service", "router.api.service"),
         "tests/structure/extensions/test_protocol.py",
     ),
+    "A format of calls": Recipe(
+        "pdmesh/text/parsers/formats/NAME.py",
+        "pdmesh/text/parsers/registry.py",
+        "TOOL_FORMATS",
+        (
+            "pdmesh.text.parsers.formats.hermes",
+            "pdmesh.text.parsers.formats.glm",
+            "pdmesh.text.parsers.formats.kimi",
+            "pdmesh.text.parsers.formats.harmony",
+        ),
+        "tests/structure/extensions/test_call_format.py",
+    ),
     "A model family": Recipe(
         "pdmesh/engine/models/families/dense/NAME.py",
         "pdmesh/engine/models/registry.py",

@@ -100,7 +100,7 @@ def make_calls(name: str, text: str) -> list[tuple[str, Any]]:
 
 
 def test_thoughts_end_before_a_forced_call(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
-    choice = Choice(["stop"], is_parallel=False, thinks_until=REASONING_FORMATS["think"].close)
+    choice = Choice(["stop"], is_parallel=False, thoughts=REASONING_FORMATS["think"], has_begun=True)
     matcher = compiler.compile("grammar", grammar(TOOL_FORMATS["hermes"].form, SCHEMAS, choice, {})).matcher()
     output = tokenizer.encode("Let me see, <b>.</think>", add_special_tokens=False)
     for token in output:
@@ -110,6 +110,28 @@ def test_thoughts_end_before_a_forced_call(compiler: GrammarCompiler, tokenizer:
         matcher.take(output[-1])
     found = message("hermes", [tokenizer.decode(output)], "think", has_begun=True)
     assert found.thoughts == "Let me see, <b>." and [call.name for call in found.calls] == ["stop"]
+
+
+@pytest.mark.parametrize(
+    ("name", "reasoning"), [("hermes", "think"), ("mistral", "mistral"), ("glm", "granite"), ("harmony", "none")]
+)
+@pytest.mark.parametrize("thought", ["", "Let me see: [1], <b>."])
+def test_a_model_may_think_first(
+    name: str, reasoning: str, thought: str, compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    marks = TOOL_FORMATS[name].thoughts or REASONING_FORMATS[reasoning]
+    choice = Choice(["stop"], is_parallel=False, thoughts=marks)
+    matcher = compiler.compile("grammar", grammar(TOOL_FORMATS[name].form, SCHEMAS, choice, {})).matcher()
+    begin = f"{marks.open}{thought}{marks.close}" if thought else TOOL_FORMATS[name].form.before.split("NAME")[0][:12]
+    output = tokenizer.encode(TOOL_FORMATS[name].form.begin + begin if not thought else begin, add_special_tokens=False)
+    for token in output:
+        matcher.take(token)
+    while matcher.forced not in (None, IM_END):
+        output.append(matcher.forced or 0)
+        matcher.take(output[-1])
+    assert not matcher.failed
+    found = message(name, [tokenizer.decode(output)], reasoning)
+    assert found.thoughts == thought and [call.name for call in found.calls] == ["stop"] and not found.content.strip()
 
 
 def test_a_mark_that_is_a_token_is_forced_as_that_token(compiler: GrammarCompiler) -> None:
@@ -161,6 +183,23 @@ def test_text_without_calls_stays_free(name: str, compiler: GrammarCompiler, tok
     for token in tokenizer.encode('Anything: {"a": [1]}, <b>, `code`, é 東.', add_special_tokens=False):
         matcher.take(token)
     assert not matcher.failed and matcher.allowed()[IM_END // 32] >> IM_END % 32 & 1
+
+
+def test_thoughts_that_have_begun_are_free_where_marks_are_text(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    choice = Choice(["stop"], thoughts=REASONING_FORMATS["think"], has_begun=True)
+    source = opened_grammar(TOOL_FORMATS["hermes"].form, "<tool_call>", SCHEMAS, choice, {})
+    for text, is_forced in (
+        ("a < b </thin <tool_call>x", False),
+        ("<tool_call>x</think>y", False),
+        ("x</think>y <tool_call>", True),
+        ("</think>", False),
+        ("", False),
+    ):
+        matcher = compiler.compile("grammar", source).matcher()
+        for token in tokenizer.encode(text, add_special_tokens=False):
+            matcher.take(token)
+        assert not matcher.failed and (matcher.forced is not None) == is_forced, text
+        assert bool(matcher.allowed()[IM_END // 32] >> IM_END % 32 & 1) != is_forced
 
 
 def test_a_format_without_a_mark_is_not_forced_in_the_middle() -> None:

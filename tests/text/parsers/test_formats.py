@@ -150,6 +150,18 @@ def test_thoughts_stand_before_content_and_calls(reasoning: str, name: str, has_
         assert message(name, pieces, reasoning, has_begun=has_begun) == found
 
 
+@pytest.mark.parametrize(("name", "reasoning"), [("kimi", "think"), ("deepseek", "deepseek_r1"), ("mistral", "mistral")])
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_call_ends_thoughts_that_the_model_does_not_end(name: str, reasoning: str, has_begun: bool) -> None:
+    for writer in WRITERS[name]:
+        text = ("" if has_begun else REASONING_FORMATS[reasoning].open) + f"I call it. {writer.calls(CASES['two calls'])}"
+        found = message(name, [text], reasoning, has_begun=has_begun)
+        assert (found.thoughts, found.content.strip(), found.warnings) == ("I call it.", "", [])
+        assert said(found) == said(message(name, [writer.calls(CASES["two calls"])]))
+        for pieces in cuts(text):
+            assert message(name, pieces, reasoning, has_begun=has_begun) == found
+
+
 def test_thoughts_without_an_end_are_thoughts() -> None:
     assert message("hermes", ["<think>on and on"], "think").thoughts == "on and on"
     assert message("hermes", ["on and on"], "think", has_begun=True).thoughts == "on and on"

@@ -4,8 +4,8 @@ block of code; V3.1 has the name, the mark and the arguments."""
 from __future__ import annotations
 
 from pdmesh.text.parsers.calls import arguments
-from pdmesh.text.parsers.forcing import NAME, Form
-from pdmesh.text.parsers.machine import Marks, Parse, Schemas, closed, expect_mark, marked, name_until
+from pdmesh.text.parsers.forcing import NAME, Form, ToolFormat
+from pdmesh.text.parsers.machine import Marks, Parse, Schemas, another, closed, ended, marked, name_until
 from pdmesh.text.parsers.reader import Reader, Step
 
 MARKS = Marks(("<｜tool▁calls▁begin｜>",))
@@ -21,7 +21,7 @@ def parse(schemas: Schemas) -> Parse:
 
 
 def _calls(reader: Reader, mark: str) -> Step[None]:
-    while (yield from expect_mark(reader, _CALL, _END)) == _CALL:
+    while (yield from another(reader, _CALL, _END)):
         name, _ = yield from name_until(reader, _SEPARATOR)
         if name == "function":
             name, behind = yield from name_until(reader, "\n", _FENCE)
@@ -32,4 +32,7 @@ def _calls(reader: Reader, mark: str) -> Step[None]:
         yield from arguments(reader)
         yield from closed(reader, (_FENCE,))
         reader.close_call()
-        yield from expect_mark(reader, _CALL_END)
+        yield from ended(reader, _CALL_END)
+
+
+FORMAT = ToolFormat(parse, FORM, signs=(MARKS.open,), opening=MARKS.open[0], ends_thoughts=True)

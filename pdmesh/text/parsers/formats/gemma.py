@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import json
 
-from pdmesh.text.parsers.forcing import NAME, Form
+from pdmesh.text.parsers.forcing import NAME, Form, ToolFormat
 from pdmesh.text.parsers.json_text import MAX_DEPTH, NotJson, expect, value
-from pdmesh.text.parsers.machine import Marks, Parse, Schemas, expect_mark, marked, name_until
+from pdmesh.text.parsers.machine import Marks, Parse, Schemas, ended, expect_mark, marked, name_until
 from pdmesh.text.parsers.python_text import call
 from pdmesh.text.parsers.reader import Reader, Step
 
@@ -41,8 +41,8 @@ def _code(reader: Reader) -> Step[None]:
         character = yield from reader.skip_space()
         if character == "," or (is_list and character == "]"):
             reader.at += 1
-        if (yield from reader.skip_space()) == "`":
-            yield from expect_mark(reader, _CODE_END)
+        if (yield from reader.skip_space()) in ("`", ""):
+            yield from ended(reader, _CODE_END)
             return
 
 
@@ -74,7 +74,17 @@ def _members(reader: Reader, begin: str, end: str, depth: int) -> Step[None]:
         is_first = False
         if begin == "{":
             key, _ = yield from name_until(reader, ":")
-            reader.arguments(json.dumps(key.removeprefix(_ESCAPE).removesuffix(_ESCAPE).strip('"')) + ": ")
+            key = key.removeprefix(_ESCAPE).removesuffix(_ESCAPE).strip('"')
+            reader.arguments(json.dumps(key, ensure_ascii=False) + ": ")
         yield from _value(reader, depth + 1)
     reader.at += 1
     reader.arguments(end)
+
+
+FORMAT = ToolFormat(
+    parse,
+    FORM,
+    signs=(("<start_function_call>",), ("tool_code",)),
+    opening=_CODE,
+    more_marks=("<start_function_call>", "<end_function_call>", _ESCAPE),
+)

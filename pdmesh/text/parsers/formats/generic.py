@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pdmesh.text.parsers.calls import calls
-from pdmesh.text.parsers.forcing import NAME, Form
+from pdmesh.text.parsers.forcing import NAME, Form, ToolFormat
 from pdmesh.text.parsers.machine import Parse, Schemas, Trimmed, attempt, closed
 from pdmesh.text.parsers.reader import Reader, Step
 
@@ -29,5 +29,8 @@ def _program(reader: Reader) -> Step[None]:
         if fence and reader.num_calls:
             yield from closed(reader, ("```",))
     out = Trimmed(reader.content, has_begun=not reader.num_calls)
-    yield from reader.until((), out)
+    yield from reader.text_until((), out)
     out.end()
+
+
+FORMAT = ToolFormat(parse, FORM, signs=())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdmesh.text.parsers.forcing import NAME, Form
+from pdmesh.text.parsers.forcing import NAME, Form, ToolFormat
 from pdmesh.text.parsers.machine import Marks, Parse, Schemas, marked, name_until
 from pdmesh.text.parsers.reader import Reader, Step
 from pdmesh.text.parsers.tagged import Tags, arguments, parameters
@@ -26,3 +26,6 @@ def parse(schemas: Schemas) -> Parse:
         yield from arguments(reader, TAGS, parameters(schemas, name), _END)
 
     return marked(MARKS, body)
+
+
+FORMAT = ToolFormat(parse, FORM, signs=(("<arg_key>",),), opening="<tool_call>", more_marks=(_END, *TAGS[:4]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pdmesh.text.parsers.calls import calls
-from pdmesh.text.parsers.forcing import NAME, Form
+from pdmesh.text.parsers.forcing import NAME, Form, ToolFormat
 from pdmesh.text.parsers.machine import Marks, Parse, Schemas, marked
 
 MARKS = Marks(("<|tool_call|>", "<tool_call>"), ("</tool_call>",))
@@ -13,3 +13,12 @@ FORM = Form("<|tool_call|>[", f'{{"name": "{NAME}", "arguments": ', "}", ", ", "
 def parse(schemas: Schemas) -> Parse:
     """Return the program of the format."""
     return marked(MARKS, lambda reader, mark: calls(reader))
+
+
+FORMAT = ToolFormat(
+    parse,
+    FORM,
+    signs=(("<|tool_call|>",), ("<|start_of_role|>", "<tool_call>")),
+    opening="<|tool_call|>",
+    more_marks=("<tool_call>", "</tool_call>"),
+)

@@ -9,15 +9,24 @@ from __future__ import annotations
 import re
 
 from pdmesh.text.parsers.calls import arguments
-from pdmesh.text.parsers.forcing import NAME, Form
+from pdmesh.text.parsers.forcing import NAME, Form, ToolFormat
 from pdmesh.text.parsers.machine import Parse, Schemas, attempt
 from pdmesh.text.parsers.reader import Reader, Step
+from pdmesh.text.parsers.reasoning import ThinkMarks
 
-START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>")
-_RECIPIENT = re.compile(r"to=([^\s<]+)")
 _FUNCTIONS = "functions."
+_TO = r"(?:\s*to=(?P<{}>[^\s<]+))?"
+_HEADER = re.compile(
+    rf"(?:{re.escape(START)}\s*assistant{_TO.format('first')}\s*)?"
+    rf"(?:{re.escape(CHANNEL)}\s*(?P<channel>analysis|commentary|final){_TO.format('second')}\s*)?"
+    rf"(?:(?:{re.escape(CONSTRAIN)})?\s*(?:json|code)\s*)?{re.escape(MESSAGE)}"
+)
+"""A header, whole. A model may leave out the mark before `json`."""
 _THOUGHTS = "analysis"
+MAX_HEADER = 512
+"""Characters: so much is held back until it is clear that it is none."""
 FORM = Form(
     "",
     f"{CHANNEL}commentary to={_FUNCTIONS}{NAME} <|constrain|>json{MESSAGE}",
@@ -37,27 +46,34 @@ def _program(reader: Reader) -> Step[None]:
         if mark in ENDS:
             continue
         reader.mark(len(mark))
-        pieces: list[str] = []
-        while mark and mark != MESSAGE:
-            mark = yield from reader.until((START, CHANNEL, MESSAGE), pieces.append)
-            pieces.append(" ")
-        if not mark:
-            reader.unparsed(reader.since_mark(), f"{MESSAGE} is missing")
-            return
+        header = _HEADER.fullmatch((yield from _header(reader, mark)))
+        if header is None:
+            reader.unparsed(reader.since_mark(), "a header of a message is wrong")
+        else:
+            yield from _message(reader, header["first"] or header["second"] or "", header["channel"] or "")
+
+
+def _header(reader: Reader, mark: str) -> Step[str]:
+    """Return a header that a mark begins; what is none is read up to where the next one may begin."""
+    pieces = [mark]
+    while mark not in (MESSAGE, *ENDS, ""):
+        mark = yield from reader.until((START, CHANNEL, MESSAGE, *ENDS), pieces.append, MAX_HEADER)
+        if mark == START or (mark == CHANNEL and CHANNEL in pieces):
+            reader.at -= len(mark)
+            break
+        pieces.append(mark)
+    return "".join(pieces)
+
+
+def _message(reader: Reader, recipient: str, channel: str) -> Step[None]:
+    if recipient.startswith(_FUNCTIONS):
         reader.unmark()
-        yield from _message(reader, "".join(pieces))
-
-
-def _message(reader: Reader, header: str) -> Step[None]:
-    recipient = _RECIPIENT.search(header)
-    if recipient is not None and recipient[1].startswith(_FUNCTIONS):
-        yield from attempt(reader, "", lambda reader, mark: _call(reader, recipient[1].removeprefix(_FUNCTIONS)))
-        yield from _rest(reader, is_thought=False)
-    elif recipient is not None:
-        reader.unparsed("", f"a message to {recipient[1]}, which is no function")
-        yield from _rest(reader, is_thought=False)
+        yield from attempt(reader, "", lambda reader, mark: _call(reader, recipient.removeprefix(_FUNCTIONS)))
+    elif recipient:
+        reader.unparsed(reader.since_mark(), f"a message to {recipient[:80]}, which is no function")
     else:
-        yield from _rest(reader, is_thought=_THOUGHTS in header)
+        reader.unmark()
+    yield from _rest(reader, is_thought=not recipient and channel == _THOUGHTS)
 
 
 def _call(reader: Reader, name: str) -> Step[None]:
@@ -68,6 +84,17 @@ def _call(reader: Reader, name: str) -> Step[None]:
 
 
 def _rest(reader: Reader, *, is_thought: bool) -> Step[None]:
+    reader.is_thinking = is_thought
     mark = yield from reader.until((START, *ENDS), reader.thought if is_thought else reader.content)
+    reader.is_thinking = False
     if mark == START:
         reader.at -= len(mark)
+
+
+FORMAT = ToolFormat(
+    parse,
+    FORM,
+    signs=(("<|channel|>", "<|message|>"),),
+    more_marks=(START, CHANNEL, MESSAGE, *ENDS, CONSTRAIN),
+    thoughts=ThinkMarks(f"{CHANNEL}{_THOUGHTS}{MESSAGE}", ENDS[0], behind=f"{START}assistant"),
+)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pdmesh.text.parsers.calls import arguments
-from pdmesh.text.parsers.forcing import NAME, Form
-from pdmesh.text.parsers.machine import Marks, Parse, Schemas, expect_mark, marked, name_until
+from pdmesh.text.parsers.forcing import NAME, Form, ToolFormat
+from pdmesh.text.parsers.machine import Marks, Parse, Schemas, another, ended, marked, name_until
 from pdmesh.text.parsers.reader import Reader, Step
 
 MARKS = Marks(("<|tool_calls_section_begin|>",))
@@ -19,15 +19,18 @@ def parse(schemas: Schemas) -> Parse:
 
 
 def _calls(reader: Reader, mark: str) -> Step[None]:
-    while (yield from expect_mark(reader, _CALL, _END)) == _CALL:
+    while (yield from another(reader, _CALL, _END)):
         call_id, _ = yield from name_until(reader, _ARGUMENTS)
         reader.open_call(name_of(call_id), call_id)
         yield from arguments(reader)
         reader.close_call()
-        yield from expect_mark(reader, _CALL_END)
+        yield from ended(reader, _CALL_END)
 
 
 def name_of(call_id: str) -> str:
     """Return the name in an id such as functions.get_weather:0. Pure."""
     name, colon, index = call_id.rpartition(":")
     return (name if colon and index.isdigit() else call_id).removeprefix("functions.")
+
+
+FORMAT = ToolFormat(parse, FORM, signs=(MARKS.open,), opening=MARKS.open[0], ends_thoughts=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pdmesh.text.parsers.calls import call, calls
-from pdmesh.text.parsers.forcing import NAME, Form
+from pdmesh.text.parsers.forcing import NAME, Form, ToolFormat
 from pdmesh.text.parsers.machine import Marks, Parse, Schemas, guessed, marked
 from pdmesh.text.parsers.reader import Reader, Step
 
@@ -23,3 +23,11 @@ def several(reader: Reader) -> Step[None]:
     while (yield from reader.skip_space()) == ";":
         reader.at += 1
         yield from call(reader)
+
+
+FORMAT = ToolFormat(
+    parse,
+    FORM,
+    signs=(("<|python_tag|>",), ("<|start_header_id|>ipython",), ('"parameters": dictionary',)),
+    more_marks=(*MARKS.open, *MARKS.close),
+)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pdmesh.text.parsers.forcing import NAME, Form
-from pdmesh.text.parsers.machine import Marks, Parse, Schemas, expect_mark, marked, name_until
+from pdmesh.text.parsers.forcing import NAME, Form, ToolFormat
+from pdmesh.text.parsers.machine import Marks, Parse, Schemas, another, marked, name_until
 from pdmesh.text.parsers.reader import Reader, Step
 from pdmesh.text.parsers.tagged import Tags, arguments, parameters
 
@@ -19,10 +19,19 @@ def parse(schemas: Schemas) -> Parse:
     """Return the program of the format."""
 
     def body(reader: Reader, mark: str) -> Step[None]:
-        while (yield from expect_mark(reader, _INVOKE, _END)) == _INVOKE:
+        while (yield from another(reader, _INVOKE, _END)):
             quoted, _ = yield from name_until(reader, ">")
             name = quoted.strip("\"'")
             reader.open_call(name)
             yield from arguments(reader, _TAGS, parameters(schemas, name), "</invoke>")
 
     return marked(MARKS, body)
+
+
+FORMAT = ToolFormat(
+    parse,
+    FORM,
+    signs=(("<minimax:tool_call>",), ("minimax:tool_call", "<invoke name=")),
+    opening="<minimax:tool_call>",
+    more_marks=("</minimax:tool_call>",),
+)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pdmesh.text.parsers.calls import arguments, calls
-from pdmesh.text.parsers.forcing import NAME, Form
+from pdmesh.text.parsers.forcing import NAME, Form, ToolFormat
 from pdmesh.text.parsers.machine import Marks, Parse, Schemas, marked, name_until
 from pdmesh.text.parsers.reader import Reader, Step
 
@@ -30,3 +30,6 @@ def _calls(reader: Reader, mark: str) -> Step[None]:
     reader.open_call(name, call_id)
     yield from arguments(reader)
     reader.close_call()
+
+
+FORMAT = ToolFormat(parse, FORM, signs=(MARKS.open,), opening=MARKS.open[0], more_marks=(_ARGUMENTS, _ID), ends_thoughts=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pdmesh.text.parsers.calls import calls
-from pdmesh.text.parsers.forcing import NAME, Form
+from pdmesh.text.parsers.forcing import NAME, Form, ToolFormat
 from pdmesh.text.parsers.json_text import NotJson
 from pdmesh.text.parsers.machine import Marks, Parse, Schemas, marked
 from pdmesh.text.parsers.reader import Reader, Step
@@ -21,3 +21,12 @@ def _calls(reader: Reader, mark: str) -> Step[None]:
     if mark == "functools" and (yield from reader.peek()) != "[":
         raise NotJson("the word functools, and no list behind it")
     yield from calls(reader)
+
+
+FORMAT = ToolFormat(
+    parse,
+    FORM,
+    signs=(("functools",), ("<|/tool_call|>",), ("<|tool|>", "<|/tool|>")),
+    opening="functools[",
+    more_marks=("<|tool_call|>", "<|/tool_call|>"),
+)

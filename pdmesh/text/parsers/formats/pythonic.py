@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdmesh.text.parsers.forcing import NAME, Form
+from pdmesh.text.parsers.forcing import NAME, Form, ToolFormat
 from pdmesh.text.parsers.machine import Marks, Parse, Schemas, guessed, listed, marked
 from pdmesh.text.parsers.python_text import call
 from pdmesh.text.parsers.reader import Reader, Step
@@ -19,3 +19,8 @@ def parse(schemas: Schemas) -> Parse:
 def calls(reader: Reader) -> Step[None]:
     """Read a list of calls. Raises NotJson."""
     yield from listed(reader, call)
+
+
+FORMAT = ToolFormat(
+    parse, FORM, signs=(("<|python_start|>",), ("func_name1(params_name1",)), more_marks=(*MARKS.open, *MARKS.close)
+)

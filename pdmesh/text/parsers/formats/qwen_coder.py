@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pdmesh.text.parsers.calls import calls
-from pdmesh.text.parsers.forcing import NAME, Form
+from pdmesh.text.parsers.forcing import NAME, Form, ToolFormat
 from pdmesh.text.parsers.json_text import NotJson
 from pdmesh.text.parsers.machine import Marks, Parse, Schemas, expect_mark, marked, name_until
 from pdmesh.text.parsers.reader import Reader, Step
@@ -31,3 +31,6 @@ def parse(schemas: Schemas) -> Parse:
         yield from arguments(reader, _TAGS, parameters(schemas, name), "</function>")
 
     return marked(MARKS, body)
+
+
+FORMAT = ToolFormat(parse, FORM, signs=((_FUNCTION,),), opening="<tool_call>", more_marks=MARKS.close)
