@@ -10,8 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any, NoReturn, TypeVar, cast
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
-from pydantic_core import ErrorDetails
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    JsonValue,
+    ValidationError,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, ErrorDetails, core_schema
 
 from router.api.http.fields import MAX_SHOWN_CHARS, JsonObject, UnknownName, shown
 from router.api.validation import refuse
@@ -51,16 +62,31 @@ class Body(BaseModel):
 B = TypeVar("B", bound=Body)
 
 
-def unsupported(*harmless: object) -> Any:
-    """Return the type of a field that is refused, except with null or a value of `harmless`, which ask for nothing."""
+class Unsupported:
+    """Mark a field that is refused, except with null or a value of `harmless`, which ask for nothing. `words`: what the error
+    says; `why`: the reason, for documents."""
 
-    def check(value: object) -> object:
-        if value is not None and not any(type(value) is type(good) and value == good for good in harmless):
-            raise ValueError("is not supported; leave it out")
+    def __init__(self, *harmless: object, words: str = "is not supported; leave it out", why: str = "") -> None:
+        self._harmless = harmless
+        self._words = words
+        self._why = why
+
+    def __get_pydantic_core_schema__(self, source: type[Any], handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        values = cast("list[JsonValue]", [None, *self._harmless])
+        return {**handler(core), MARK: "unsupported", "enum": values, **({"description": self._why} if self._why else {})}
+
+    def _check(self, value: object) -> object:
+        if value is not None and not any(type(value) is type(good) and value == good for good in self._harmless):
+            raise ValueError(self._words)
         return value
 
-    values = cast("list[JsonValue]", [None, *harmless])
-    return Annotated[Any, AfterValidator(check), Field(json_schema_extra={MARK: "unsupported", "enum": values})]
+
+def unsupported(*harmless: object) -> Any:
+    """Return the type of a field that is refused, except with null or a value of `harmless`, which ask for nothing."""
+    return Annotated[Any, Unsupported(*harmless)]
 
 
 def checked(kind: type[B], values: JsonObject) -> B:
