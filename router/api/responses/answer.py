@@ -86,7 +86,7 @@ class Answer:
             "store": self.is_kept,
             **_echoed(self._body, {**DEFAULTS, **self._models.defaults_of(self._started.model)}),
             **({"pdmesh": [report(self._started, self._completed)]} if is_over else {}),
-            **({"warnings": self._warnings} if self._warnings else {}),
+            **({"warnings": "; ".join(self._warnings).split("; ")} if self._warnings else {}),  # a merged delta has several
         }
 
     def events(self, number: int, response: mesh_pb2.GenerateResponse) -> Iterable[bytes]:

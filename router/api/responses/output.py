@@ -153,7 +153,8 @@ class Output:
             yield from events
             yield self._of(reasoning, reasoning.add(delta.reasoning))
         if delta.logprobs and not self._num_calls:
-            self._logprobs += self._show_logprobs(delta.logprobs[delta.num_reasoning_tokens :])
+            self._logprobs += self._show_logprobs(delta.logprobs)
+            del self._logprobs[: delta.num_reasoning_tokens]
         at = 0
         for piece in delta.tool_calls:
             yield from self._take_text(delta.text[at : piece.text_offset])
