@@ -222,7 +222,7 @@ class RouterConfig:
         metadata={"help": "with TLS, whether clients show a certificate of the CA: require, or none to serve any client"},
     )
     log_requests: bool = field(
-        default=False, metadata={"help": "write the text of prompts into the log; otherwise nothing that a client says is kept"}
+        default=False, metadata={"help": "write the text of prompts into the log; otherwise nothing that a client says is logged"}
     )
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig, metadata={"flatten": True})
     heartbeat_on_stdout: bool = field(

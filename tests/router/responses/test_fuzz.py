@@ -1,7 +1,8 @@
-"""Any JSON object is a request, or is refused by the name of a field."""
+"""Any JSON object is a request, or is refused by the name of a field; all fields are on the page."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from hypothesis import given, settings
@@ -27,3 +28,8 @@ def test_any_body_is_parsed_or_refused_by_name(values: dict[str, Any]) -> None:
         parse(values, mesh_pb2.RequestOptions())
     except InvalidArgument as error:
         assert error.field and error.message.startswith(f"{error.field}: ")
+
+
+def test_the_page_has_every_field() -> None:
+    page = (Path(__file__).parents[3] / "docs/responses.md").read_text(encoding="utf-8")
+    assert [name for name in CreateResponse.model_fields if f"`{name}" not in page] == []
