@@ -38,8 +38,8 @@ class Identity:
 
 
 @dataclass(frozen=True)
-class Model:
-    """Knows the models of a router. `defaults_of`: the sampling parameters that a model's publisher set, by its name."""
+class ServedModels:
+    """Look up the models of a router. `defaults_of`: the sampling parameters that a model's publisher set, by its name."""
 
     defaults_of: Callable[[str], Mapping[str, float]]
     spelling_of: SpellingOf
@@ -48,7 +48,7 @@ class Model:
 class Answer:
     """Builds one response. `is_kept`: it is, or is to be, kept for the next turn."""
 
-    def __init__(self, call: Call, identity: Identity, models: Model, now: Callable[[], float], *, is_kept: bool) -> None:
+    def __init__(self, call: Call, identity: Identity, models: ServedModels, now: Callable[[], float], *, is_kept: bool) -> None:
         self._body = call.body
         self._identity = identity
         self._models = models
@@ -58,6 +58,7 @@ class Answer:
         self._started = mesh_pb2.Started()
         self._completed: mesh_pb2.Completed | None = None
         self._status = IN_PROGRESS
+        self._completed_at: int | None = None
         self._error: JsonObject | None = None
         self._num_tokens = self._num_reasoning = self._num_events = 0
         self._warnings: list[str] = []
@@ -75,7 +76,7 @@ class Answer:
             "id": self._identity.response_id,
             "object": "response",
             "created_at": self._identity.created,
-            "completed_at": int(self._now()) if self._status == COMPLETED else None,
+            "completed_at": self._completed_at,
             "status": self._status,
             "background": False,
             "error": self._error,
@@ -103,7 +104,7 @@ class Answer:
         shown = told.body["error"]
         assert isinstance(shown, dict)
         message, code = shown["message"], shown["code"]
-        self._status = FAILED
+        self._status, self._completed_at = FAILED, None
         self.is_kept = False
         self._error = {"code": _ERROR_CODES.get(told.status, "server_error"), "message": message}
         error_event: Event = {"type": "error", "code": code or self._error["code"], "message": message, "param": shown["param"]}
@@ -129,6 +130,7 @@ class Answer:
         yield from self._output.take(delta)
         if delta.finish_reason:
             self._status = INCOMPLETE if delta.finish_reason == common_pb2.FINISH_REASON_LENGTH else COMPLETED
+            self._completed_at = int(self._now()) if self._status == COMPLETED else None
             yield from self._output.end(is_complete=self._status == COMPLETED)
 
     def _usage(self) -> JsonObject:

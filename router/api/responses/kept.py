@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NoReturn, cast
 
@@ -30,6 +30,7 @@ from router.api.responses.items import Item, Located
 from router.api.responses.requests import Call, Kept
 from router.api.validation import refuse
 
+MAX_NAMED_RESPONSES = 64
 HINT = "send the whole conversation as input"
 _RESPONSE_ID = re.compile(r"resp_[0-9a-f]{24}")
 _ITEM_ID = re.compile(r"(?:rs|msg|fc)_([0-9a-f]{24})_[0-9]{1,4}")
@@ -109,9 +110,9 @@ class KeptResponse:
     response: JsonObject
     items: tuple[tuple[JsonObject, Located], ...]
 
-    def named(self, item_id: str) -> tuple[JsonObject, Located] | None:
-        """Return the item of this id; None: there is none."""
-        return next((item for item in self.items if item[0].get("id") == item_id), None)
+    def by_id(self) -> dict[str, tuple[JsonObject, Located]]:
+        """Return the items that have ids."""
+        return {item_id: item for item in self.items if isinstance(item_id := item[0].get("id"), str)}
 
 
 class KeptResponses:
@@ -202,7 +203,7 @@ async def completed(call: Call, tenant: str, store: KeptResponses | None) -> Cal
     if store is None:
         _refuse_kept("previous_response_id" if previous_id is not None else call.named[0][0])
     before = None if previous_id is None else await _previous(store, tenant, previous_id)
-    named = {item_id: await _named(store, tenant, before, path, item_id) for path, item_id in call.named}
+    named = await _named(store, tenant, before, call.named)
     return call.with_kept(Kept(before.items if before else (), named))
 
 
@@ -220,14 +221,20 @@ async def _previous(store: KeptResponses, tenant: str, response_id: str) -> Kept
 
 
 async def _named(
-    store: KeptResponses, tenant: str, before: KeptResponse | None, path: str, item_id: str
-) -> tuple[JsonObject, Located]:
-    """Return the item that the request names at `path`."""
-    found = before.named(item_id) if before is not None else None
-    match = _ITEM_ID.fullmatch(item_id)
-    if found is None and match is not None:
-        kept = await store.get(tenant, f"resp_{match[1]}")
-        found = kept.named(item_id) if kept is not None else None
-    if found is None:
-        raise HttpError(404, f"{path}: there is no item {item_id[:80]!r}, or none any more; send the item itself", param=path)
+    store: KeptResponses, tenant: str, before: KeptResponse | None, wanted: Sequence[tuple[str, str]]
+) -> dict[str, tuple[JsonObject, Located]]:
+    """Return the items that a request names, by id; `wanted` also says where. The response of the latest holds its whole
+    conversation, and so most often all of them."""
+    found = before.by_id() if before is not None else {}
+    num_read = 0
+    for path, item_id in reversed(wanted):
+        match = _ITEM_ID.fullmatch(item_id)
+        if item_id not in found and match is not None:
+            num_read += 1
+            if num_read > MAX_NAMED_RESPONSES:
+                refuse(path, f"names an item of yet another response; those of {MAX_NAMED_RESPONSES} are allowed, so {HINT}")
+            kept = await store.get(tenant, f"resp_{match[1]}")
+            found = {**(kept.by_id() if kept is not None else {}), **found}
+        if item_id not in found:
+            raise HttpError(404, f"{path}: there is no item {item_id[:80]!r}, or none any more; send the item itself", param=path)
     return found

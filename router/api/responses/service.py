@@ -17,7 +17,7 @@ from router.api.http.body import HttpSettings, guarded, json_response
 from router.api.http.errors import HttpError
 from router.api.http.exchange import Exchange
 from router.api.http.headers import options_of, request_id_of
-from router.api.responses.answer import Answer, Identity, Model
+from router.api.responses.answer import Answer, Identity, ServedModels
 from router.api.responses.kept import KeepSettings, KeptResponses, completed
 from router.api.responses.requests import Call, parse
 from router.auth import identity
@@ -37,7 +37,7 @@ class Handlers:
         self._settings = settings
         self._store = store
         self._exchange = Exchange(frontend, settings)
-        self._models = Model(self._defaults_of, self._spelling_of)
+        self._models = ServedModels(self._defaults_of, self._spelling_of)
 
     async def create(self, request: Request) -> Response:
         """Handle POST /v1/responses."""

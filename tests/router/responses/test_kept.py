@@ -100,6 +100,17 @@ async def test_items_are_named_by_reference(keeping: Keeping, says: Say) -> None
         with pytest.raises(openai.NotFoundError) as refused:
             await keeping.here.responses.create(**ASKED, input=[{"type": "item_reference", "id": unknown}])
         assert refused.value.param == "input[0].id"
+    many: Any = [{"type": "item_reference", "id": item.id} for _ in range(35) for item in first.output]
+    await keeping.here.responses.create(**ASKED, input=many)  # one response, read once
+
+
+async def test_items_of_many_responses_are_read_for_no_request(keeping: Keeping) -> None:
+    found = [await keeping.here.responses.create(model="tiny", input="a", max_output_tokens=1) for _ in range(65)]
+    named: Any = [{"type": "item_reference", "id": each.output[0].id} for each in found]
+    await keeping.here.responses.create(model="tiny", input=named[1:], max_output_tokens=1)
+    with pytest.raises(openai.BadRequestError) as refused:
+        await keeping.here.responses.create(model="tiny", input=named, max_output_tokens=1)
+    assert refused.value.param == "input[0].id"
 
 
 async def test_tenants_do_not_see_each_other(keeping: Keeping) -> None:

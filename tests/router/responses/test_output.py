@@ -12,7 +12,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from pdmesh.v1 import common_pb2, mesh_pb2
-from router.api.responses.answer import Answer, Identity, Model
+from router.api.responses.answer import Answer, Identity, ServedModels
 from router.api.responses.requests import parse
 from router.lifecycle.output import UNFINISHED, TokenChunk
 from router.tokenization.prepared_request import FormatNames, PreparedRequest, ServedModel, format_of, load
@@ -61,7 +61,7 @@ def deltas_of(
 
 def answer_of(model: ServedModel, **asked: Any) -> Answer:
     call = parse({"model": "tiny", "input": "hello", "stream": True, **asked}, mesh_pb2.RequestOptions())
-    models = Model(lambda name: {}, lambda name, token_id: model.tokenizer.single_token_bytes(token_id))
+    models = ServedModels(lambda name: {}, lambda name, token_id: model.tokenizer.single_token_bytes(token_id))
     return Answer(call, Identity("0" * 24, 1), models, lambda: 2.0, is_kept=False)
 
 
