@@ -12,17 +12,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal, NoReturn, cast
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 from redis.asyncio import Redis
 
 from pdmesh.runtime.errors import MeshError, Unavailable
 from pdmesh.runtime.registry import records
 from pdmesh.runtime.registry.redis_link import RedisLink
+from router.api.http.body import parsed
 from router.api.http.errors import HttpError
 from router.api.http.fields import JsonObject
 from router.api.http.types import Body
@@ -34,6 +37,8 @@ MAX_NAMED_RESPONSES = 64
 HINT = "send the whole conversation as input"
 _RESPONSE_ID = re.compile(r"resp_[0-9a-f]{24}")
 _ITEM_ID = re.compile(r"(?:rs|msg|fc)_([0-9a-f]{24})_[0-9]{1,4}")
+
+logger = logging.getLogger(__name__)
 
 _NOW = """
 local time = redis.call('TIME')
@@ -132,6 +137,7 @@ class KeptResponses:
         """Keep a response. False: Redis did not take it, or it is larger than all that a tenant may have."""
         value = json.dumps({"version": 1, "response": response, "input": conversation}, separators=(",", ":"))
         if len(value) > self._settings.max_bytes:
+            logger.warning("a response of %d bytes is not kept (http_keep_responses_bytes)", len(value))
             return False
         limits = self._settings
         wanted = (str(response["id"]), value, limits.ttl_s * 1000, limits.max_responses, limits.max_bytes)
@@ -141,8 +147,13 @@ class KeptResponses:
         """Return a response of this tenant; None: there is none. Raises Unavailable; MeshError for one that cannot be read."""
         if not _RESPONSE_ID.fullmatch(response_id):
             return None
-        value = await self._answered(_GET, tenant, response_id)
-        return _read(response_id, cast("bytes", value)) if value else None
+        value = cast("bytes", await self._answered(_GET, tenant, response_id))
+        if not value:
+            return None
+        try:
+            return await parsed(partial(_read, response_id), value)  # a large one in a thread, as bodies of requests
+        except (HttpError, ValueError, RecursionError) as error:
+            raise _unreadable(response_id, error) from error
 
     async def delete(self, tenant: str, response_id: str) -> bool:
         """Delete a response of this tenant. False: there is none. Raises Unavailable."""
@@ -176,23 +187,21 @@ def _silent(field: str) -> Unavailable:
     return error
 
 
-def _read(response_id: str, value: bytes) -> KeptResponse:
-    """Return what a value holds. Raises MeshError that names what to do about one that no router wrote."""
-    try:
-        sent = json.loads(value)
-        record = _Record.model_validate(sent)
-        if record.response.id != response_id:
-            raise ValueError(f"it is of {record.response.id[:80]!r}")
-    except (ValidationError, ValueError, RecursionError) as error:
-        problem, path = str(error).partition("\n")[0], f"/v1/responses/{response_id}"
-        raise MeshError(
-            f"the kept response {response_id} cannot be read ({problem}); delete it (DELETE {path}), and {HINT}",
-            field="previous_response_id",
-        ) from error
-    shown = [*sent["input"], *sent["response"]["output"]]
-    items = [*record.input, *record.response.output]
-    located = [Located("previous_response_id", item) for item in items]
-    return KeptResponse(sent["response"], tuple(zip(shown, located, strict=True)))
+def _read(response_id: str, sent: JsonObject) -> KeptResponse:
+    """Return what a value holds. Raises ValueError for one that no router wrote."""
+    record = _Record.model_validate(sent)
+    if record.response.id != response_id:
+        raise ValueError(f"it is of {record.response.id[:80]!r}")
+    response = cast("JsonObject", sent["response"])
+    shown = [*cast("list[JsonObject]", sent["input"]), *cast("list[JsonObject]", response["output"])]
+    located = [Located("previous_response_id", item) for item in (*record.input, *record.response.output)]
+    return KeptResponse(response, tuple(zip(shown, located, strict=True)))
+
+
+def _unreadable(response_id: str, error: Exception) -> MeshError:
+    problem, path = str(error).partition("\n")[0], f"/v1/responses/{response_id}"
+    message = f"the kept response {response_id} cannot be read ({problem}); delete it (DELETE {path}), and {HINT}"
+    return MeshError(message, field="previous_response_id")
 
 
 async def completed(call: Call, tenant: str, store: KeptResponses | None) -> Call:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 import time
 from collections.abc import Mapping
@@ -20,13 +19,12 @@ from router.api.http.headers import options_of, request_id_of
 from router.api.responses.answer import Answer, Identity, ServedModels
 from router.api.responses.kept import KeepSettings, KeptResponses, completed
 from router.api.responses.requests import Call, parse
+from router.api.validation import refuse
 from router.auth import identity
 from router.config import RouterConfig
 from router.telemetry.request_trace import CHAT
 
 ID_BYTES = 12
-
-logger = logging.getLogger(__name__)
 
 
 class Handlers:
@@ -51,6 +49,8 @@ class Handlers:
     async def get(self, request: Request) -> Response:
         """Handle GET /v1/responses/{response_id}."""
         store, tenant, response_id = self._asked(request)
+        if request.query_params.get("stream", "false") != "false":
+            refuse("stream", "only a new response is streamed; leave it out")
         found = await store.get(tenant, response_id)
         if found is None:
             raise _absent(response_id)
@@ -75,8 +75,6 @@ class Handlers:
             return
         tenant = _tenant_of(call.request.options)
         answer.is_kept = await self._store.put(tenant, answer.body(), list(call.conversation))
-        if not answer.is_kept:
-            logger.warning("a response was not kept: Redis did not take it, or it is larger than http_keep_responses_bytes")
 
     def _asked(self, request: Request) -> tuple[KeptResponses, str, str]:
         """Return the store, the tenant and the response's id. Raises HttpError, MeshError."""

@@ -71,6 +71,8 @@ async def test_a_response_is_read_and_deleted(keeping: Keeping, says: Say) -> No
     found = await keeping.here.responses.create(**ASKED, input="hello", metadata={"a": "b"})
     again = await keeping.there.responses.retrieve(found.id)
     assert again.model_dump() == found.model_dump()
+    with pytest.raises(openai.BadRequestError, match="stream: "):
+        await keeping.here.responses.retrieve(found.id, stream=True)
     await keeping.there.responses.delete(found.id)
     with pytest.raises(openai.NotFoundError):
         await keeping.here.responses.retrieve(found.id)
