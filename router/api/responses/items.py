@@ -33,15 +33,24 @@ def _no_item(value: object) -> object:
 
 
 def tagged(known: Sequence[str], default: str | None = None) -> Discriminator:
-    """Return how the form of an object is told: by its `type`, or "other" for one that is none of `known`."""
+    """Return how the form of an object is told: by its `type`, or "<other>" for one that is none of `known`. No tag is the name of
+    a field, so that none is taken for a part of an error's path."""
 
     def tag(value: object) -> str:
-        kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-        if kind is None and default is not None:
-            return f"<{default}>"
-        return f"<{kind}>" if isinstance(kind, str) and kind in known else "<other>"
+        kind = _kind_of(value) or default
+        return f"<{kind}>" if kind in known else "<other>"
 
     return Discriminator(tag)
+
+
+def _kind_of(value: object) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return kind if isinstance(kind, str) else "" if kind is None else "<other>"
+
+
+def _form_of(part: object) -> str:
+    kind = _kind_of(part)
+    return "<text>" if kind in TEXT_PARTS else "<refusal>" if kind == "refusal" else "<other>"
 
 
 class TextPart(Body):
@@ -76,17 +85,9 @@ class OtherPart(Body):
 
 Part = Annotated[
     Annotated[TextPart, Tag("<text>")] | Annotated[Refusal, Tag("<refusal>")] | Annotated[OtherPart, Tag("<other>")],
-    Discriminator(
-        lambda part: "<text>" if (kind := _kind_of(part)) in TEXT_PARTS else "<refusal>" if kind == "refusal" else "<other>"
-    ),
+    Discriminator(_form_of),
 ]
 """Any part of a content."""
-
-
-def _kind_of(value: object) -> str:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return kind if isinstance(kind, str) else ""
-
 
 Content = Text | list[Part]
 """A text, or its parts, which become lines."""
