@@ -33,8 +33,8 @@ def _no_item(value: object) -> object:
 
 
 def tagged(known: Sequence[str], default: str | None = None) -> Discriminator:
-    """Return how the form of an object is told: by its `type`, or "<other>" for one that is none of `known`. No tag is the name of
-    a field, so that none is taken for a part of an error's path."""
+    """Return how the form of an object is told: by its `type`, or "<other>" for one that is none of `known`. No tag is the name
+    of a field, so that none is taken for a part of an error's path."""
 
     def tag(value: object) -> str:
         kind = _kind_of(value) or default
