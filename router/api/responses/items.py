@@ -184,6 +184,10 @@ class Located(NamedTuple):
     path: str
     item: MessageItem | FunctionCall | FunctionCallOutput | ReasoningItem | ItemReference | OtherItem
 
+    def param(self, name: str) -> str:
+        """Return where a field of the item stands. A kept item is no part of the request, but what named it is."""
+        return f"{self.path}.{name}" if self.path.startswith("input") else self.path
+
 
 class Conversation:
     """Builds the messages of a chat. `origins` holds for each of them where its first item stands."""
@@ -204,7 +208,7 @@ class Conversation:
             case FunctionCall():
                 self._call_ids.add(item.call_id)
                 calls = self._turn(path).tool_calls
-                calls.add(id=item.call_id, name=item.name, arguments=_arguments(f"{path}.arguments", item.arguments))
+                calls.add(id=item.call_id, name=item.name, arguments=_arguments(located.param("arguments"), item.arguments))
             case FunctionCallOutput():
                 self._add_output(path, item)
             case ReasoningItem():
@@ -254,5 +258,5 @@ def _arguments(path: str, text: str) -> str:
     except (ValueError, RecursionError):
         is_object = False
     if not is_object:
-        refuse(path, "is no JSON object as text")
+        refuse(path, "is no JSON object as text; leave out a call that was cut off")
     return text.strip()

@@ -10,6 +10,7 @@ events.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -116,7 +117,10 @@ class _CallItem:
         self._pieces: list[str] = []
 
     def shown(self, status: str) -> JsonObject:
-        said: JsonObject = {"call_id": self._call_id, "name": self._name, "arguments": "".join(self._pieces)}
+        arguments = "".join(self._pieces)
+        said: JsonObject = {"call_id": self._call_id, "name": self._name, "arguments": arguments}
+        if status == COMPLETED and not _is_json(arguments):  # cut off, or not written as a call: text follows
+            status = INCOMPLETE
         return {"id": self.id, "type": "function_call", **said, "status": status}
 
     def opened(self) -> Iterator[Event]:
@@ -129,6 +133,14 @@ class _CallItem:
     def closed(self) -> Iterator[Event]:
         arguments = "".join(self._pieces)
         yield {"type": "response.function_call_arguments.done", "name": self._name, "arguments": arguments}
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 class Output:

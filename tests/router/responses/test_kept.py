@@ -83,6 +83,16 @@ async def test_a_response_is_read_and_deleted(keeping: Keeping, says: Say) -> No
     assert (refused.value.param, refused.value.code) == ("previous_response_id", "previous_response_not_found")
 
 
+async def test_a_call_that_was_cut_off_is_not_continued(keeping: Keeping, says: Say) -> None:
+    says(keeping.mesh, f"Hm.</think>{CALL}")
+    first = await keeping.here.responses.create(model="tiny", max_output_tokens=66, input="hello", tools=TOOLS)
+    (call,) = [item for item in first.output if item.type == "function_call"]
+    assert call.status == first.status == "incomplete" and CALL.startswith(first.output_text)
+    with pytest.raises(openai.BadRequestError, match="cut off") as refused:
+        await keeping.here.responses.create(**ASKED, input="go on", previous_response_id=first.id)
+    assert refused.value.param == "previous_response_id"
+
+
 async def test_store_false_keeps_nothing(keeping: Keeping) -> None:
     found = await keeping.here.responses.create(model="tiny", input="hello", store=False, max_output_tokens=1)
     assert found.model_extra["store"] is False
