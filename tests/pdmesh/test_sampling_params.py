@@ -10,8 +10,8 @@ from google.protobuf.descriptor import FieldDescriptor
 from pdmesh.client.types import GenerateOptions
 from pdmesh.sampling_params import PARAMETERS, Kind, Parameter, SamplingOptions, SamplingParams
 from pdmesh.v1 import common_pb2
-from router.api.kserve import requests
 from router.api.http.fields import Fields
+from router.api.kserve import requests
 from router.api.openai.sampling import read_sampling
 from router.api.validation import Limits, complete
 
