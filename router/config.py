@@ -23,6 +23,8 @@ _AT_LEAST_ONE = (
     "prefix_index_blocks",
     "http_max_body_bytes",
     "http_max_connections",
+    "http_keep_responses_max",
+    "http_keep_responses_bytes",
     "max_streams",
     "max_streams_per_connection",
     "processes",
@@ -63,6 +65,18 @@ class RouterConfig:
     http_cors_origin: tuple[str, ...] = field(
         default=(),
         metadata={"help": "origins whose web pages may call the HTTP API, such as https://chat.example, comma separated; *: any"},
+    )
+    http_keep_responses_s: int = field(
+        default=0,
+        metadata={
+            "help": "how long answers of /v1/responses are kept in --redis for the next turn (previous_response_id); 0: not"
+        },
+    )
+    http_keep_responses_max: int = field(
+        default=1000, metadata={"help": "responses of each tenant that are kept; more drop the oldest"}
+    )
+    http_keep_responses_bytes: int = field(
+        default=64 << 20, metadata={"help": "bytes of all kept responses of each tenant; more drop the oldest"}
     )
     models: tuple[str, ...] = field(
         default=(), metadata={"help": "models to serve, NAME=FOLDER with the tokenizer, comma separated"}
@@ -209,7 +223,7 @@ class RouterConfig:
         metadata={"help": "with TLS, whether clients show a certificate of the CA: require, or none to serve any client"},
     )
     log_requests: bool = field(
-        default=False, metadata={"help": "write the text of prompts into the log; otherwise nothing that a client says is kept"}
+        default=False, metadata={"help": "write the text of prompts into the log; otherwise nothing that a client says is logged"}
     )
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig, metadata={"flatten": True})
     heartbeat_on_stdout: bool = field(
@@ -228,6 +242,7 @@ class RouterConfig:
             _require(getattr(self, name) >= 1, name, "must be at least 1")
         for name in (
             "max_queued",
+            "http_keep_responses_s",
             "aging_s",
             "local_prefill_tokens",
             "max_resubmissions",
@@ -243,6 +258,7 @@ class RouterConfig:
         _require(0 < self.tenants_share <= 1, "tenants_share", "must be more than 0 and at most 1")
         _require(0 <= self.port <= 65535, "port", "must be between 0 and 65535")
         _require(self.http_port is None or 0 <= self.http_port <= 65535, "http_port", "must be between 0 and 65535")
+        _require(not self.http_keep_responses_s or bool(self.redis), "http_keep_responses_s", "needs --redis, which keeps them")
         same_host = self.http_host in ("", self.host)
         _require(not (same_host and self.http_port and self.http_port == self.port), "http_port", "is that of gRPC (port)")
         _require(20 <= self.report_period_ms <= 10_000, "report_period_ms", "must be between 20 and 10000")

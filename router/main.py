@@ -127,6 +127,7 @@ class Router:
         await self.server.drain(0.5)
         if self.http is not None:
             await self.http.stop()
+        await self.frontend.close()
         if self.keys is not None:
             await self.keys.stop()
         if self.shared is not None:

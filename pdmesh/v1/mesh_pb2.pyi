@@ -553,6 +553,7 @@ class Delta(_message.Message):
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     WARNING_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    NUM_REASONING_TOKENS_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
     """choice index, from 0."""
     first_index: _builtins.int
@@ -567,6 +568,8 @@ class Delta(_message.Message):
     """reasoning new with this message: what the model writes before its answer. Only of Chat; it is no part of text."""
     warning: _builtins.str
     """warning says, for people, that the model wrote something like a call that is none; what it wrote is in text. Empty otherwise."""
+    num_reasoning_tokens: _builtins.int
+    """num_reasoning_tokens of token_ids are reasoning, marks included. Tokens whose text has not come yet count with that text."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """token_ids new with this message; may be empty when only text or the finish reason follows."""
@@ -599,10 +602,11 @@ class Delta(_message.Message):
         tool_calls: _abc.Iterable[Global___ToolCallDelta] | None = ...,
         warning: _builtins.str = ...,
         prompt_logprobs: _abc.Iterable[_common_pb2.Logprobs] | None = ...,
+        num_reasoning_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "finish_reason", b"finish_reason", "first_index", b"first_index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "stop_reason", b"stop_reason", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "warning", b"warning"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "finish_reason", b"finish_reason", "first_index", b"first_index", "logprobs", b"logprobs", "num_reasoning_tokens", b"num_reasoning_tokens", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "stop_reason", b"stop_reason", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "warning", b"warning"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -618,6 +622,7 @@ class ToolCallDelta(_message.Message):
     ID_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     ARGUMENTS_FIELD_NUMBER: _builtins.int
+    TEXT_OFFSET_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """index of the call within its choice, from 0."""
     id: _builtins.str
@@ -626,6 +631,8 @@ class ToolCallDelta(_message.Message):
     """name of the tool, with the first piece. Empty in later ones."""
     arguments: _builtins.str
     """arguments new with this piece: all of them joined are a JSON object as text, unless the call was cut off or a warning follows."""
+    text_offset: _builtins.int
+    """text_offset is the number of characters (Unicode code points) of its delta's text that the model wrote before this piece."""
     def __init__(
         self,
         *,
@@ -633,10 +640,11 @@ class ToolCallDelta(_message.Message):
         id: _builtins.str = ...,
         name: _builtins.str = ...,
         arguments: _builtins.str = ...,
+        text_offset: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "index", b"index", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "index", b"index", "name", b"name", "text_offset", b"text_offset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 
 from pdmesh.planning.objectives import ModelObjective
 from pdmesh.runtime.errors import InvalidArgument, Unavailable
@@ -42,6 +42,7 @@ class Frontend:
         self._registry_connected = registry_connected
         self.open_requests = OpenRequests()
         self.pipeline = Pipeline(core, self._preprocessor, self.open_requests)
+        self.closing: list[Callable[[], Awaitable[None]]] = []  # what protocols hold open until the router ends
 
     def generate(
         self,
@@ -132,6 +133,11 @@ class Frontend:
                 return
             except TimeoutError:
                 self.open_requests.fail(Unavailable("this router is going; resume on another one"))
+
+    async def close(self) -> None:
+        """Release what protocols hold open, once nothing is served any more."""
+        for close in self.closing:
+            await close()
 
     def _request(
         self,

@@ -17,6 +17,7 @@ from router.api.http.body import HttpSettings
 from router.api.http.openapi import with_description
 from router.api.kserve import service as kserve_service
 from router.api.openai import handlers as openai_handlers
+from router.api.responses import service as responses_service
 from router.api.vllm import service as vllm_service
 
 
@@ -31,6 +32,7 @@ class ClientProtocol:
 PROTOCOLS: dict[str, ClientProtocol] = {
     "mesh": ClientProtocol(add_services=api_service.add_services),
     "openai": ClientProtocol(routes=openai_handlers.routes),
+    "responses": ClientProtocol(routes=responses_service.routes),
     "kserve": ClientProtocol(add_services=kserve_service.add_services),
     "vllm": ClientProtocol(add_services=vllm_service.add_services),
 }

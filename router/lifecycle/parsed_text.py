@@ -36,6 +36,8 @@ class ParsedText(ChoiceText):
         self._num_whole = 0
         self.num_reasoning_tokens = 0
         self._pending = mesh_pb2.Delta()
+        self._num_text = 0  # characters of text since `fill`
+        self._num_unread = 0  # tokens since the last event
 
     @property
     def has_called(self) -> bool:
@@ -45,6 +47,7 @@ class ParsedText(ChoiceText):
     def push(self, token_id: int) -> StopResult:
         if token_id in self._marks:
             self._seen.add(self._marks[token_id])
+        self._num_unread += 1
         piece, matched = super().push(token_id)
         was_thinking, num_thought = self._parser.is_thinking, len(self._pending.reasoning)
         text = self._text_of(self._parser.feed(piece)) if piece else ""
@@ -62,10 +65,18 @@ class ParsedText(ChoiceText):
         """Add to a delta what has come besides text since the last one."""
         delta.MergeFrom(self._pending)
         self._pending.Clear()
+        self._num_text = 0
 
     def _text_of(self, events: Iterable[Event]) -> str:
         """Return the text in events; collect the rest."""
-        return "".join([self._take(event) for event in events])
+        pieces = []
+        for event in events:
+            pieces.append(piece := self._take(event))
+            self._num_text += len(piece)
+            if isinstance(event, Thought):
+                self._pending.num_reasoning_tokens += self._num_unread
+            self._num_unread = 0
+        return "".join(pieces)
 
     def _take(self, event: Event) -> str:
         match event:
@@ -91,12 +102,12 @@ class ParsedText(ChoiceText):
         if not call_id or call_id in self._ids:
             call_id = self._call_id(index)
         self._ids.add(call_id)
-        self._pending.tool_calls.add(index=index, id=call_id, name=name)
+        self._pending.tool_calls.add(index=index, id=call_id, name=name, text_offset=self._num_text)
 
     def _add_arguments(self, index: int, text: str) -> None:
         pieces = self._pending.tool_calls
         if not pieces or pieces[-1].index != index:
-            pieces.add(index=index)
+            pieces.add(index=index, text_offset=self._num_text)
         pieces[-1].arguments += text
 
     def _takes(self, index: int) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Protocol, TypeVar
@@ -64,6 +64,7 @@ class Answer(Protocol):
 
 
 C = TypeVar("C", bound=Call)
+A = TypeVar("A", bound=Answer)
 Parse = Callable[[JsonObject, mesh_pb2.RequestOptions], C]
 """Maps a body and the options of its headers to a call. Raises InvalidArgument that names the field as the client does."""
 
@@ -75,27 +76,44 @@ class Exchange:
         self._frontend = frontend
         self._settings = settings
 
-    async def run(self, request: Request, parse: Parse[C], make: Callable[[C, str], Answer], operation: str) -> Response:
+    async def run(
+        self,
+        request: Request,
+        parse: Parse[C],
+        make: Callable[[C, str], A],
+        operation: str,
+        *,
+        complete: Callable[[C], Awaitable[C]] | None = None,
+        at_end: Callable[[C, A], Awaitable[None]] | None = None,
+    ) -> Response:
         """Return the response. `make` gets the call and the request's id; `operation`: what traces and metrics call the request.
+        `complete` adds to a call what has to be looked up; `at_end` is awaited when all output is there, before the client is
+        told that it is.
 
         Raises HttpError, MeshError: before any output."""
         identity.authenticate(self._settings.keys, request.headers.get("authorization"))
         sent_headers = request.headers.items()
         try:
             call, time_left_s = await self._read(request, parse)
+            call = call if complete is None else await complete(call)
         except (HttpError, MeshError) as error:
             self._frontend.refused(operation, as_told(error), request.scope[RECEIVED_NS], sent_headers)
             raise
         received_ns: int = request.scope[RECEIVED_NS]  # when its last byte arrived
         answer = make(call, request_id_of(request.scope))
         stream = merged([partial(self._open, wanted, time_left_s, received_ns, sent_headers) for wanted in call.requests])
+
+        async def end() -> None:
+            if at_end is not None:
+                await at_end(call, answer)
+
         try:
             if not call.is_streamed:
-                return json_response(await while_connected(request.receive, _whole(answer, stream)))
+                return json_response(await while_connected(request.receive, _whole(answer, stream, end)))
             begun = await while_connected(request.receive, _begin(call, stream))
         except PromptError as error:
             raise _as_client_knows(call, error) from error
-        return EventStream(_events(call, answer, begun, stream))
+        return EventStream(_events(call, answer, begun, stream, end))
 
     async def _read(self, request: Request, parse: Parse[C]) -> tuple[C, float | None]:
         """Return the call, and how many seconds are left for it; None: no limit. Raises HttpError, MeshError."""
@@ -116,10 +134,11 @@ class Exchange:
         return self._frontend.generate(wanted, time_left_s, received_ns, sent_headers)
 
 
-async def _whole(answer: Answer, stream: AsyncGenerator[Numbered, None]) -> JsonObject:
+async def _whole(answer: Answer, stream: AsyncGenerator[Numbered, None], end: Callable[[], Awaitable[None]]) -> JsonObject:
     async with aclosing(stream):
         async for number, response in stream:
             answer.add(number, response)
+    await end()
     return answer.body()
 
 
@@ -139,7 +158,11 @@ async def _begin(call: Call, stream: AsyncGenerator[Numbered, None]) -> list[Num
 
 
 async def _events(
-    call: Call, answer: Answer, begun: list[Numbered], stream: AsyncGenerator[Numbered, None]
+    call: Call,
+    answer: Answer,
+    begun: list[Numbered],
+    stream: AsyncGenerator[Numbered, None],
+    end: Callable[[], Awaitable[None]],
 ) -> AsyncGenerator[bytes, None]:
     """Yield the events of an answer; an error is the last of them."""
     async with aclosing(stream):
@@ -153,6 +176,7 @@ async def _events(
         except PromptError as error:
             yield answer.error_event(_as_client_knows(call, error))
             return
+    await end()
     for event in answer.last_events():
         yield event
 

@@ -13,17 +13,12 @@ from router.api.http.body import from_json
 from router.api.http.errors import Names, answer_to
 from router.api.http.exchange import MeshRequest
 from router.api.http.fields import JsonObject
+from router.api.http.reports import LOWEST_LOGPROB, BytesOf, SpellingOf, bytes_of, logprob_of, report
 
 # The two forms of a choice: chat completions and (text) completions.
 
 Entries = Sequence[common_pb2.Logprobs]
 DONE = b"data: [DONE]\n\n"
-LOWEST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON cannot express; OpenAI's own bound."""
-
-
-BytesOf = Callable[[common_pb2.TokenLogprob], bytes]
-"""Maps a token to the bytes that it stands for, which may be part of a character; empty for an id without text."""
 
 
 @dataclass
@@ -113,7 +108,7 @@ class ChatShape:
 
     def logprobs(self, entries: Entries, offsets: Sequence[int], bytes_of: BytesOf) -> JsonObject:
         def shown(token: common_pb2.TokenLogprob) -> JsonObject:
-            return {"token": token.text, "logprob": _value(token), "bytes": list(bytes_of(token)) or None}
+            return {"token": token.text, "logprob": logprob_of(token), "bytes": list(bytes_of(token)) or None}
 
         content = [{**shown(entry.chosen), "top_logprobs": [shown(top) for top in entry.top]} for entry in entries]
         return {"content": content, "refusal": None}
@@ -133,7 +128,7 @@ class TextShape:
     def logprobs(self, entries: Entries, offsets: Sequence[int], bytes_of: BytesOf) -> JsonObject:
         tokens = [_spelled(bytes_of(entry.chosen)) for entry in entries]
         tops = [_alternatives(entry, bytes_of) for entry in entries] if any(entry.top for entry in entries) else None
-        values = [_value(entry.chosen) for entry in entries]
+        values = [logprob_of(entry.chosen) for entry in entries]
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": list(offsets)}
 
 
@@ -148,16 +143,12 @@ def _spelled(data: bytes) -> str:
 def _alternatives(entry: common_pb2.Logprobs, bytes_of: BytesOf) -> dict[str, float]:
     """Return the likeliest tokens with the chosen one among them, as OpenAI does. The chosen one has the name that `tokens`
     shows; another one that reads like one before it is named by its id, as vLLM writes ids."""
-    named = {_spelled(bytes_of(entry.chosen)): _value(entry.chosen)}
+    named = {_spelled(bytes_of(entry.chosen)): logprob_of(entry.chosen)}
     for token in entry.top:
         if token.token_id != entry.chosen.token_id:
             name = _spelled(bytes_of(token))
-            named[f"token_id:{token.token_id}" if name in named else name] = _value(token)
+            named[f"token_id:{token.token_id}" if name in named else name] = logprob_of(token)
     return named
-
-
-def _value(token: common_pb2.TokenLogprob) -> float:
-    return token.logprob if token.logprob >= LOWEST_LOGPROB else LOWEST_LOGPROB
 
 
 # A checked HTTP request: its messages of `pdmesh.v1`, and the form of the response.
@@ -203,9 +194,6 @@ class Call:
         return {**self.names, "prompt": f"prompt[{number}]", "tokens.ids": f"prompt[{number}]"}
 
 
-SpellingOf = Callable[[str, int], bytes]
-"""Maps the name of a model and a token id to the bytes of that token."""
-
 Echo = Callable[[int, str], str]
 """Maps the number of a prompt and the name of its model to the text that goes before the output; empty for none."""
 
@@ -215,7 +203,6 @@ _FINISH = {
     common_pb2.FINISH_REASON_LENGTH: "length",
     common_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
 }
-_MODES = {mesh_pb2.PREFILL_MODE_LOCAL: "local", mesh_pb2.PREFILL_MODE_REMOTE: "remote"}
 
 
 @dataclass
@@ -332,7 +319,7 @@ class Answer:
 
     def reports(self) -> list[JsonObject]:
         """Return pdmesh's own addition: for each prompt the id of its request, the seed, and the timings."""
-        return [_report(prompt) for prompt in self._prompts if prompt.started]
+        return [report(prompt.started, prompt.completed) for prompt in self._prompts if prompt.started]
 
     def _note(self, number: int, response: mesh_pb2.GenerateResponse) -> bool:
         """Return whether the response is a delta; else record it."""
@@ -370,8 +357,7 @@ class Answer:
         return self._call.shape.logprobs(entries, offsets, self._bytes_of)
 
     def _bytes_of(self, token: common_pb2.TokenLogprob) -> bytes:
-        """Return the bytes of a token: those of its text, unless U+FFFD stands for some of them."""
-        return self._spelling_of(str(self._head["model"]), token.token_id) if "\ufffd" in token.text else token.text.encode()
+        return bytes_of(token, str(self._head["model"]), self._spelling_of)
 
     def _whole(self, index: int, choice: _Choice) -> JsonObject:
         said = Said.joined(choice.said)
@@ -391,20 +377,8 @@ class Answer:
 
 def _likelihood(choice: _Choice) -> float:
     """Return the mean log-probability of a choice's tokens, by which OpenAI's completions rank what `best_of` made."""
-    values = [_value(entry.chosen) for entry in choice.entries]
+    values = [logprob_of(entry.chosen) for entry in choice.entries]
     return sum(values) / len(values) if values else LOWEST_LOGPROB
-
-
-def _report(prompt: _Prompt) -> JsonObject:
-    started = prompt.started or mesh_pb2.Started()
-    timings = None if prompt.completed is None else _timings(prompt.completed.timings)
-    return {"request_id": started.request_id, "seed": started.seed, "timings": timings}
-
-
-def _timings(timings: mesh_pb2.Timings) -> JsonObject:
-    """Return the fields of Timings in protos/pdmesh/v1/mesh.proto: durations in nanoseconds."""
-    shown: JsonObject = {name.name: getattr(timings, name.name) for name in timings.DESCRIPTOR.fields}
-    return {**shown, "mode": _MODES.get(timings.mode, "")}
 
 
 def _event(chunk: JsonObject | None) -> tuple[bytes, ...]:

@@ -17,9 +17,10 @@ from pdmesh.runtime.errors import InvalidArgument, MeshError, ResourceExhausted,
 from pdmesh.v1 import common_pb2, mesh_pb2
 from router.api.http.body import LARGE_BODY_BYTES, parse_json, parsed
 from router.api.http.errors import HttpError, answer_to, renamed
+from router.api.http.reports import LOWEST_LOGPROB
 from router.api.openai import requests as openai_requests
 from router.api.openai.bodies import MAX_TOKEN_IDS
-from router.api.openai.responses import LOWEST_LOGPROB, Answer, Call, ChatShape, TextShape
+from router.api.openai.responses import Answer, Call, ChatShape, TextShape
 
 OPTIONS = mesh_pb2.RequestOptions(request_id="r")
 HELLO: Any = [{"role": "user", "content": "hello"}]

@@ -1,0 +1,1 @@
+"""Tests of the Responses API over HTTP, with OpenAI's own client."""
