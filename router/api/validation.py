@@ -44,19 +44,26 @@ class ContextOverflow(InvalidArgument):
     measured without tokenizing it, and has `num_prompt` tokens or more."""
 
     def __init__(self, field: str, num_prompt: int, num_output: int, max_context: int, *, is_lower_bound: bool = False) -> None:
-        self._num_prompt = num_prompt
-        self._num_output = num_output
-        self._max_context = max_context
-        self._at_least = "at least " if is_lower_bound else ""
+        self.num_prompt = num_prompt
+        self.num_output = num_output
+        self.max_context = max_context
+        self.is_lower_bound = is_lower_bound
         super().__init__(field, f"{field}: {self.words('prompt')}")
         self.reason = CONTEXT_OVERFLOW
 
+    def told(self, field: str, prompt: str) -> "ContextOverflow":
+        """Return the same error about a client's `field`, as `words` says it."""
+        told = ContextOverflow(field, self.num_prompt, self.num_output, self.max_context, is_lower_bound=self.is_lower_bound)
+        told.message = self.words(prompt)
+        return told
+
     def words(self, prompt: str) -> str:
         """Return the message without the field; `prompt` is what the client calls its prompt."""
-        total = f"{self._at_least}{self._num_prompt + self._num_output}"
+        at_least = "at least " if self.is_lower_bound else ""
         return (
-            f"This model's maximum context length is {self._max_context} tokens. However, you requested {total} tokens "
-            f"({self._at_least}{self._num_prompt} in the {prompt}, {self._num_output} in the completion). "
+            f"This model's maximum context length is {self.max_context} tokens. However, you requested "
+            f"{at_least}{self.num_prompt + self.num_output} tokens "
+            f"({at_least}{self.num_prompt} in the {prompt}, {self.num_output} in the completion). "
             f"Please reduce the length of the {prompt} or completion."
         )
 

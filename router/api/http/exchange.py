@@ -23,7 +23,7 @@ from router.api.http.body import HttpSettings, json_response, parsed, read_body
 from router.api.http.connection import RECEIVED_NS, EventStream, while_connected
 from router.api.http.errors import HttpError, Names, as_told, renamed
 from router.api.http.fields import JsonObject
-from router.api.http.headers import HEADER_NAMES, options_of, request_id_of, requested_time_left_s
+from router.api.http.headers import HEADER_NAMES, authorization_of, options_of, request_id_of, requested_time_left_s
 from router.auth import identity
 
 MeshRequest = mesh_pb2.GenerateRequest | mesh_pb2.ChatRequest
@@ -79,7 +79,7 @@ class Exchange:
         """Return the response. `make` gets the call and the request's id; `operation`: what traces and metrics call the request.
 
         Raises HttpError, MeshError: before any output."""
-        identity.authenticate(self._settings.keys, request.headers.get("authorization"))
+        identity.authenticate(self._settings.keys, authorization_of(request.headers))
         sent_headers = request.headers.items()
         try:
             call, time_left_s = await self._read(request, parse)
