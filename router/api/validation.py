@@ -182,13 +182,21 @@ _COUNTS = tuple(parameter for parameter in PARAMETERS if parameter.kind is Kind.
 @dataclass(frozen=True)
 class Limits:
     """Hold what the model allows. `room`: tokens of context that the prompt leaves, at least 1. `defaults`: what its publisher
-    set for parameters that a request leaves out. `num_prompt`: tokens of the prompt."""
+    set for parameters that a request leaves out. `num_prompt`: tokens of the prompt. `clips`: more max_tokens than there is room
+    for mean the room."""
 
     vocab_size: int
     eos_token_ids: frozenset[int]
     room: int
     defaults: Mapping[str, float] = field(default_factory=dict)
     num_prompt: int = 0
+    clips: bool = False
+
+    def max_tokens(self, sampling: common_pb2.SamplingParams) -> int:
+        """Return what a request asks for; without a wish, or where it is clipped, the room."""
+        if not sampling.HasField("max_tokens"):
+            return self.room
+        return min(sampling.max_tokens, self.room) if self.clips else sampling.max_tokens
 
 
 def complete(sampling: common_pb2.SamplingParams, limits: Limits) -> common_pb2.SamplingParams:
@@ -204,7 +212,7 @@ def complete(sampling: common_pb2.SamplingParams, limits: Limits) -> common_pb2.
     for name, value in limits.defaults.items():
         if not sampling.HasField(name):  # type: ignore[arg-type]
             setattr(checked, name, value)
-    checked.max_tokens = sampling.max_tokens if sampling.HasField("max_tokens") else limits.room
+    checked.max_tokens = limits.max_tokens(sampling)
     return checked
 
 
@@ -227,7 +235,7 @@ def _check_range(parameter: Parameter, sampling: common_pb2.SamplingParams) -> N
 
 
 def _check_lengths(sampling: common_pb2.SamplingParams, limits: Limits) -> None:
-    max_tokens = sampling.max_tokens if sampling.HasField("max_tokens") else limits.room
+    max_tokens = limits.max_tokens(sampling)
     if max_tokens < 1:
         refuse("sampling.max_tokens", "must be at least 1; leave it out for what is left of the context")
     if max_tokens > limits.room:

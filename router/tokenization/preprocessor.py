@@ -293,6 +293,7 @@ class Preprocessor:
             max_context - len(prompt),
             model.sampling_defaults,
             num_prompt=len(prompt),
+            clips=rest.options.clip_max_tokens,
         )
         params = validation.complete(rest.sampling, limits)
         emitted: tuple[common_pb2.EmittedChoice, ...] = ()

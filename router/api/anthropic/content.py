@@ -41,8 +41,7 @@ _DELTAS = {
 class Content:
     """Collect the blocks of one answer. Whole answers and events are made of the same blocks, so both hold the same.
 
-    Blocks follow each other: one ends when another begins. In a delta the rest of the call that is open comes first, then
-    thoughts, text, and further calls.
+    Blocks follow each other: one ends when another begins.
     """
 
     def __init__(self, *, hides_thoughts: bool) -> None:
@@ -50,7 +49,6 @@ class Content:
         self._hides_thoughts = hides_thoughts
         self._blocks: list[_Block] = []
         self._open: _Block | None = None
-        self._call = -1
 
     def blocks(self) -> list[JsonObject]:
         """Return the blocks, each whole."""
@@ -58,19 +56,13 @@ class Content:
 
     def add(self, delta: mesh_pb2.Delta) -> Iterator[JsonObject]:
         """Take in a delta while its events are read."""
-        calls = list(delta.tool_calls)
-        while calls and not calls[0].name and self._is_open("input") and calls[0].index == self._call:
-            yield from self._grow(calls.pop(0).arguments)
-        if delta.reasoning:
-            if not self._is_open("thinking"):
-                yield from self._begin(_Block({"type": "thinking", "thinking": "", "signature": ""}, "thinking"))
-            yield from self._grow("" if self._hides_thoughts else delta.reasoning)
-        if delta.text:
-            if not self._is_open("text"):
-                yield from self._begin(_Block({"type": "text", "text": ""}, "text"))
-            yield from self._grow(delta.text)
-        for piece in calls:
-            yield from self._add_call(piece)
+        text, reasoning, calls = 0, 0, 0
+        for part in delta.parts or (_everything(delta),):
+            yield from self._think(delta.reasoning[reasoning : reasoning + part.reasoning_chars])
+            yield from self._say(delta.text[text : text + part.text_chars])
+            for piece in delta.tool_calls[calls : calls + part.num_tool_calls]:
+                yield from self._add_call(piece)
+            text, reasoning, calls = text + part.text_chars, reasoning + part.reasoning_chars, calls + part.num_tool_calls
 
     def end(self) -> Iterator[JsonObject]:
         """Yield the events that end the open block, if there is one."""
@@ -80,6 +72,16 @@ class Content:
         if block.grows == "thinking":
             yield self._event("content_block_delta", delta={"type": "signature_delta", "signature": ""})
         yield self._event("content_block_stop")
+
+    def _think(self, piece: str) -> Iterator[JsonObject]:
+        if piece and not self._is_open("thinking"):
+            yield from self._begin(_Block({"type": "thinking", "thinking": "", "signature": ""}, "thinking"))
+        yield from self._grow("" if self._hides_thoughts else piece)
+
+    def _say(self, piece: str) -> Iterator[JsonObject]:
+        if piece and not self._is_open("text"):
+            yield from self._begin(_Block({"type": "text", "text": ""}, "text"))
+        yield from self._grow(piece)
 
     def _is_open(self, grows: str) -> bool:
         return self._open is not None and self._open.grows == grows
@@ -99,13 +101,19 @@ class Content:
 
     def _add_call(self, piece: mesh_pb2.ToolCallDelta) -> Iterator[JsonObject]:
         if piece.name:
-            self._call = piece.index
             head: JsonObject = {"type": "tool_use", "id": _OUR_ID.sub(r"toolu_\1", piece.id), "name": piece.name, "input": {}}
             yield from self._begin(_Block(head, "input"))
         yield from self._grow(piece.arguments)
 
     def _event(self, kind: str, **more: object) -> JsonObject:
         return {"type": kind, "index": len(self._blocks) - 1, **more}
+
+
+def _everything(delta: mesh_pb2.Delta) -> mesh_pb2.DeltaPart:
+    """Return a delta as one part, because it has one kind of things."""
+    return mesh_pb2.DeltaPart(
+        text_chars=len(delta.text), reasoning_chars=len(delta.reasoning), num_tool_calls=len(delta.tool_calls)
+    )
 
 
 def input_of(text: str) -> object:

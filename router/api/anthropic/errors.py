@@ -62,15 +62,8 @@ def error_response(error: HttpError | MeshError, request: Request) -> Response:
 def _words(error: HttpError | MeshError) -> str:
     """Return the message; agents look for Anthropic's own words about a context that is too short, and shorten what they send."""
     if isinstance(error, ContextOverflow):
-        return _overflow(error)
+        at_least = "at least " if error.is_lower_bound else ""
+        return f"prompt is too long: {at_least}{error.num_prompt} tokens > {error.max_context - 1} maximum"
     if isinstance(error, MeshError) and error.reason == CONTEXT_OVERFLOW:
         return f"prompt is too long: {error.message}"
     return error.message
-
-
-def _overflow(error: ContextOverflow) -> str:
-    if error.num_prompt >= error.max_context:
-        at_least = "at least " if error.is_lower_bound else ""
-        return f"prompt is too long: {at_least}{error.num_prompt} tokens > {error.max_context - 1} maximum"
-    total = f"{error.num_prompt} + {error.num_output} > {error.max_context}"
-    return f"input length and `max_tokens` exceed context limit: {total}, decrease input length or `max_tokens` and try again"

@@ -76,6 +76,7 @@ def parse_message(body: JsonObject, options: mesh_pb2.RequestOptions) -> Call:
     message = checked(MessageBody, body)
     request, origins = _prompt(message, options)
     request.sampling.CopyFrom(_sampling(message))
+    request.options.clip_max_tokens = True  # agents ask for what Anthropic's models could write, whatever the context
     hides_thoughts = message.thinking is not None and message.thinking.display == "omitted"
     return Call(request, origins, message.stream, tuple(message.stop_sequences), hides_thoughts)
 

@@ -17,6 +17,7 @@ _STOP_REASONS = {
     common_pb2.FINISH_REASON_LENGTH: "max_tokens",
     common_pb2.FINISH_REASON_TOOL_CALLS: "tool_use",
 }
+_NO_ROOM = "model_context_window_exceeded"
 
 
 class Answer:
@@ -70,12 +71,15 @@ class Answer:
                 self._usage = response.completed.usage
 
     def _note_end(self, delta: mesh_pb2.Delta) -> None:
-        """Note why the output has ended. A stop string counts unless the message has calls to make."""
+        """Note why the output has ended. A stop string counts unless the message has calls to make; an output that is shorter
+        than it might be has filled the context."""
         if not delta.finish_reason:
             return
         self._stop_reason = _STOP_REASONS[delta.finish_reason]
         if self._stop_reason == "end_turn" and delta.stop_reason in self._call.stop_sequences:
             self._stop_reason, self._stop_sequence = "stop_sequence", delta.stop_reason
+        if self._stop_reason == "max_tokens" and self._num_tokens < self._call.request.sampling.max_tokens:
+            self._stop_reason = _NO_ROOM
 
     def _head(self) -> JsonObject:
         return {"id": f"msg_{self._request_id}", "type": "message", "role": "assistant", "model": self._started.model}
