@@ -117,8 +117,8 @@ def _everything(delta: mesh_pb2.Delta) -> mesh_pb2.DeltaPart:
 
 
 def input_of(text: str) -> object:
-    """Return the arguments of a call as an object. Of a call that was cut off these are the members that had come, without a string
-    that had not ended: what Anthropic's own clients make of the same pieces."""
+    """Return the arguments of a call as an object. Of a call that was cut off these are the members that had come, without a
+    string that had not ended: what Anthropic's own clients make of the same pieces."""
     try:
         value = from_json(text, allow_partial=True) if text else {}
     except ValueError:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pdmesh.runtime.errors import MeshError
+from pdmesh.runtime.errors import InvalidArgument, MeshError
 from router.api.http.body import json_response
 from router.api.http.errors import HttpError, answer_to
 from router.api.http.fields import JsonObject
@@ -25,6 +25,9 @@ _TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 409: "conflict_error", 413: "request_too_large",
     429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error", OVERLOADED: "overloaded_error",
 }  # fmt: skip
+
+_DETAILS = {"thread": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}}
+"""Details that tell clients how to go on, by field. Routers keep no conversations: without threads a client sends all of it."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,10 @@ def told(error: HttpError | MeshError, request_id: str) -> ErrorAnswer:
         elif error.reason not in _OWN_LIMITS:
             status = OVERLOADED
     kind = _TYPES.get(status) or ("invalid_request_error" if status < 500 else "api_error")
-    body: JsonObject = {"type": "error", "error": {"type": kind, "message": _words(error)}, "request_id": request_id}
+    problem: JsonObject = {"type": kind, "message": _words(error)}
+    if isinstance(error, InvalidArgument) and error.field in _DETAILS:
+        problem["details"] = _DETAILS[error.field]
+    body: JsonObject = {"type": "error", "error": problem, "request_id": request_id}
     return ErrorAnswer(status, body, {**headers, REQUEST_ID: request_id})
 
 

@@ -108,7 +108,7 @@ def check_order(shown: list[dict[str, Any]]) -> None:
 
 
 def weather(**arguments: Any) -> str:
-    return f'<tool_call>\n{json.dumps({"name": "weather", "arguments": arguments}, ensure_ascii=False)}\n</tool_call>'
+    return f"<tool_call>\n{json.dumps({'name': 'weather', 'arguments': arguments}, ensure_ascii=False)}\n</tool_call>"
 
 
 OUTPUTS = [
