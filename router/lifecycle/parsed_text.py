@@ -38,7 +38,7 @@ class ParsedText(ChoiceText):
         self._ids: set[str] = set()
         self._num_whole = 0
         self._pending = mesh_pb2.Delta()
-        self._parts: list[mesh_pb2.DeltaPart] = []
+        self._parts: list[tuple[PartKind, int]] = []  # kinds alternate
 
     @property
     def has_called(self) -> bool:
@@ -59,7 +59,7 @@ class ParsedText(ChoiceText):
     def fill(self, delta: mesh_pb2.Delta) -> None:
         """Add to a delta what has come besides text since the last one, and in which order where that is not clear."""
         if len(self._parts) > 1:
-            self._pending.parts.extend(self._parts)
+            self._pending.parts.extend(mesh_pb2.DeltaPart(**{kind: size}) for kind, size in self._parts)
         delta.MergeFrom(self._pending)
         self._pending.Clear()
         self._parts.clear()
@@ -93,11 +93,11 @@ class ParsedText(ChoiceText):
         return text
 
     def _note(self, kind: PartKind, size: int) -> None:
-        """Note that so much of a kind comes next."""
-        if self._parts and getattr(self._parts[-1], kind):
-            size += getattr(self._parts.pop(), kind)
+        """Note that so much of a kind comes next. Per-token path."""
+        if self._parts and self._parts[-1][0] == kind:
+            size += self._parts.pop()[1]
         if size:
-            self._parts.append(mesh_pb2.DeltaPart(**{kind: size}))
+            self._parts.append((kind, size))
 
     def _open(self, index: int, name: str, call_id: str) -> None:
         if not self._takes(index):
