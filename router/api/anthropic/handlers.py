@@ -13,7 +13,7 @@ from starlette.types import Scope
 from pdmesh.runtime.errors import MeshError, NotFound
 from router.api.anthropic.errors import REQUEST_ID, error_response
 from router.api.anthropic.requests import Call, parse_count, parse_message
-from router.api.anthropic.responses import Answer
+from router.api.anthropic.responses import PING, Answer
 from router.api.frontend import Frontend
 from router.api.http.body import Endpoint, HttpSettings, guarded, json_response, parsed, read_body
 from router.api.http.errors import renamed
@@ -33,7 +33,7 @@ class Handlers:
     def __init__(self, frontend: Frontend, settings: HttpSettings) -> None:
         self._frontend = frontend
         self._settings = settings
-        self._exchange = Exchange(frontend, settings)
+        self._exchange = Exchange(frontend, settings, PING)
         self._created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
     async def create(self, request: Request) -> Response:

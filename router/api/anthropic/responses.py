@@ -17,6 +17,7 @@ _STOP_REASONS = {
     common_pb2.FINISH_REASON_LENGTH: "max_tokens",
     common_pb2.FINISH_REASON_TOOL_CALLS: "tool_use",
 }
+PING = from_json({"type": "ping"}, "ping")
 _NO_ROOM = "model_context_window_exceeded"
 
 

@@ -71,9 +71,11 @@ Parse = Callable[[JsonObject, mesh_pb2.RequestOptions], C]
 class Exchange:
     """Answer HTTP requests by running them through the router's frontend."""
 
-    def __init__(self, frontend: Frontend, settings: HttpSettings) -> None:
+    def __init__(self, frontend: Frontend, settings: HttpSettings, ping: bytes = b"") -> None:
+        """Create the exchange of one API. `ping`: its event for silences in streams; empty for none."""
         self._frontend = frontend
         self._settings = settings
+        self._ping = ping
 
     async def run(self, request: Request, parse: Parse[C], make: Callable[[C, str], Answer], operation: str) -> Response:
         """Return the response. `make` gets the call and the request's id; `operation`: what traces and metrics call the request.
@@ -95,7 +97,7 @@ class Exchange:
             begun = await while_connected(request.receive, _begin(call, stream))
         except PromptError as error:
             raise _as_client_knows(call, error) from error
-        return EventStream(_events(call, answer, begun, stream))
+        return EventStream(_events(call, answer, begun, stream), self._ping)
 
     async def _read(self, request: Request, parse: Parse[C]) -> tuple[C, float | None]:
         """Return the call, and how many seconds are left for it; None: no limit. Raises HttpError, MeshError."""

@@ -12,6 +12,7 @@ import pydantic
 import pytest
 
 from pdmesh.v1 import common_pb2
+from router.api.http import connection
 from tests.router.anthropic.conftest import Say, both, prompt_of, sampling_of, url
 from tests.router.mesh import Mesh
 
@@ -343,6 +344,23 @@ async def test_the_usage_of_a_stream(served: Mesh, client: Any) -> None:
     first, last = events[0].message.usage, events[-2].usage
     assert (first.input_tokens, first.output_tokens) == (num_prompt, 0)
     assert (last.input_tokens, last.cache_read_input_tokens, last.output_tokens) == (num_prompt - 16, 16, 3)
+
+
+async def test_silences_are_filled_with_pings(served: Mesh, client: Any, says: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "PING_S", 0.05)
+    body = {"model": "tiny", "messages": HELLO, "max_tokens": says(served, "One two three"), "stream": True}
+    served["d0"].pause_at = 5
+    shown = b""
+    async with httpx.AsyncClient() as http, http.stream("POST", url(served, "/v1/messages"), json=body) as answer:
+        async for piece in answer.aiter_bytes():
+            shown += piece
+            if shown.count(b'event: ping\ndata: {"type":"ping"}\n\n') >= 3:
+                served["d0"].pause_at = None
+                served["d0"].resume.set()
+    served["d0"].resume.clear()
+    events = [json.loads(line.removeprefix("data: ")) for line in shown.decode().split("\n") if line.startswith("data: ")]
+    assert "".join(event["delta"]["text"] for event in events if event["type"] == "content_block_delta") == "One two three"
+    assert events[-1] == {"type": "message_stop"}
 
 
 async def test_models_are_anthropics_for_its_clients_alone(served: Mesh, client: Any) -> None:
