@@ -205,7 +205,9 @@ class PromptBody(Body):
     output_format: OutputFormat | None = None
     cache_control: Ignored = None
     context_management: Ignored = None
+    billing_policy: Ignored = None
     speed: Ignored = None
+    compaction: unsupported() = None  # type: ignore[valid-type]
     mcp_servers: unsupported([]) = None  # type: ignore[valid-type]
 
 
@@ -223,9 +225,7 @@ class MessageBody(PromptBody):
     service_tier: Ignored = None
     diagnostics: Ignored = None
     inference_geo: Ignored = None
-    billing_policy: Ignored = None
     fallbacks: Ignored = None
     fallback_credit_token: Ignored = None
     container: unsupported() = None  # type: ignore[valid-type]
-    compaction: unsupported() = None  # type: ignore[valid-type]
     thread: unsupported() = None  # type: ignore[valid-type]

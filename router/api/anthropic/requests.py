@@ -147,7 +147,8 @@ def _said(role: str, blocks: Iterable[_Located]) -> Iterator[_Sourced]:
             yield from (_Sourced(_result(each.block), each.param) for each in located if isinstance(each.block, ToolResultBlock))
         else:
             texts = [_text_of(each, role) for each in located]
-            yield _Sourced(mesh_pb2.ChatMessage(role=role, content=_joined(_without_billing(texts))), origin)
+            said = _joined(_without_billing(texts) if role == "system" else texts)
+            yield _Sourced(mesh_pb2.ChatMessage(role=role, content=said), origin)
 
 
 def _text_of(located: _Located, role: str) -> str:

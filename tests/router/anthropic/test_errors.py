@@ -197,6 +197,11 @@ async def test_keys(limited: Mesh) -> None:
             assert refused.value.type == "authentication_error"
 
 
+def refusals(mesh: Mesh) -> int:
+    """How often requests were refused so far."""
+    return sum(refused.count for each in mesh.router.frontend.status().admission for refused in each.refused)
+
+
 async def test_overload_is_529_with_a_delay(model_folder: Path) -> None:
     async with running_mesh(model_folder, http_port=0, max_inflight=1, max_queued=0) as mesh, client_of(mesh) as client:
         mesh["d0"].pause_at = 1
@@ -206,9 +211,11 @@ async def test_overload_is_529_with_a_delay(model_folder: Path) -> None:
             await client.messages.create(**BODY)
         assert (refused.value.status_code, refused.value.type) == (529, "overloaded_error")
         assert int(refused.value.response.headers["retry-after"]) >= 1
+        patient = asyncio.create_task(client.with_options(max_retries=5).messages.create(**BODY))
+        await eventually(lambda: refusals(mesh) == 2)
         mesh["d0"].pause_at = None
         mesh["d0"].resume.set()
-        assert (await first).stop_reason == "max_tokens"
+        assert (await first).stop_reason == (await patient).stop_reason == "max_tokens"  # the client has tried again by itself
         await mesh.until_whole()
 
 
