@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from pdmesh.sampling_params import MIN_TEMPERATURE
+from pdmesh.sampling_params import LEAST_TOP_P, MIN_TEMPERATURE
 from pdmesh.v1 import common_pb2, mesh_pb2
 from router.api.anthropic.bodies import (
     Block,
@@ -28,11 +28,10 @@ from router.api.anthropic.bodies import (
     ToolUseBlock,
 )
 from router.api.http.errors import Names
-from router.api.http.fields import JsonObject
+from router.api.http.fields import JsonObject, json_text
 from router.api.http.types import checked
 from router.api.validation import refuse
 
-LEAST_TOP_P = 1e-6
 BILLING = "x-anthropic-billing-header:"
 """Begins a line that coding agents put before their system prompt: accounting, which differs in every request. It would keep the
 prefix cache from finding anything."""
@@ -162,7 +161,7 @@ def _assistant(blocks: Sequence[_Located]) -> Iterator[_Sourced]:
     message = mesh_pb2.ChatMessage(role="assistant")
     for block, param in blocks:
         if isinstance(block, ToolUseBlock):
-            message.tool_calls.add(id=block.id, name=block.name, arguments=_dumped(f"{param}.input", block.input))
+            message.tool_calls.add(id=block.id, name=block.name, arguments=json_text(f"{param}.input", block.input))
         elif isinstance(block, ToolResultBlock):
             refuse(f"{param}.type", "'tool_result' is no block of a message whose role is 'assistant'; send it as the user's")
     message.content = _joined(block.text for block, _ in blocks if isinstance(block, TextBlock))
@@ -219,9 +218,9 @@ def _message_of(param: str) -> str:
 def _tool(number: int, tool: CustomTool) -> mesh_pb2.Tool:
     description = tool.description
     if tool.input_examples:
-        examples = "\n".join(_dumped(f"tools[{number}].input_examples", example) for example in tool.input_examples)
+        examples = "\n".join(json_text(f"tools[{number}].input_examples", example) for example in tool.input_examples)
         description = f"{description}\n\nExamples of its input:\n{examples}".strip()
-    parameters = _dumped(f"tools[{number}].input_schema", tool.input_schema)
+    parameters = json_text(f"tools[{number}].input_schema", tool.input_schema)
     return mesh_pb2.Tool(name=tool.name, description=description, parameters=parameters, strict=tool.strict)
 
 
@@ -275,7 +274,7 @@ def _sampling(body: MessageBody) -> common_pb2.SamplingParams:
         sampling.seed = body.seed % 2**64
     wanted = _format(body)
     if wanted is not None:
-        sampling.constraint.json_schema = _dumped("output_config.format.schema", wanted.json_schema)
+        sampling.constraint.json_schema = json_text("output_config.format.schema", wanted.json_schema)
     return sampling
 
 
@@ -284,12 +283,3 @@ def _format(body: PromptBody) -> OutputFormat | None:
     if newer and body.output_format:
         refuse("output_format", "excludes output_config.format, its newer name; give one of them")
     return newer or body.output_format
-
-
-def _dumped(param: str, value: object) -> str:
-    try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        text.encode()
-    except (ValueError, RecursionError):
-        refuse(param, "is not valid Unicode, not a JSON number, or nested too deeply")
-    return text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Collection, Mapping
 
@@ -123,6 +124,16 @@ def as_integer(param: str, value: object, low: int = 0, high: int = MAX_UINT32) 
     if not low <= value <= high:
         refuse(param, f"{shown(value)} is not from {low} to {high}")
     return value
+
+
+def json_text(param: str, value: object) -> str:
+    """Return `value` as JSON text. Raises InvalidArgument."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except (ValueError, RecursionError):
+        refuse(param, "is not valid Unicode, not a JSON number, or nested too deeply")
+    return text
 
 
 def shown(value: object) -> str:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from pdmesh.sampling_params import MAX_CHOICES, MIN_TEMPERATURE, NUMBERS, PARAMETERS, Kind
+from pdmesh.sampling_params import LEAST_TOP_P, MAX_CHOICES, MIN_TEMPERATURE, NUMBERS, PARAMETERS, Kind
 from pdmesh.text.grammar import MAX_BYTES
 from pdmesh.v1 import common_pb2
 from router.api.http.fields import MAX_UINT32, Fields, JsonObject, as_integer, as_text
@@ -109,7 +109,6 @@ def _choice(fields: Fields, name: str) -> common_pb2.Constraint:
 _READERS: dict[str, Reader] = {"json": _json, "regex": _regex, "choice": _choice, "grammar": _grammar}
 
 
-LEAST_TOP_P = 1e-6
 # Each endpoint has a way of its own to ask for log-probabilities.
 _COUNTS = tuple(parameter for parameter in PARAMETERS if parameter.kind is Kind.COUNT and parameter.name != "logprobs")
 # What differs from an unsigned number of 32 bits. What is made for each choice is made before the router looks at the request.

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from pdmesh.v1 import mesh_pb2
-from router.api.http.fields import Fields, as_fields
+from router.api.http.fields import Fields, as_fields, json_text
 from router.api.validation import refuse
 
 _CHOICES = {
@@ -49,7 +49,7 @@ def read_template(fields: Fields, request: mesh_pb2.ChatRequest) -> None:
     if fields.inner("chat_template_kwargs") is not None and isinstance(given, dict):
         variables |= given
     if variables:
-        request.chat_template_kwargs = _dumped("chat_template_kwargs", variables)
+        request.chat_template_kwargs = json_text("chat_template_kwargs", variables)
     if fields.has("add_generation_prompt"):
         request.add_generation_prompt = fields.flag("add_generation_prompt")
     request.continue_final_message = fields.flag("continue_final_message")
@@ -137,7 +137,7 @@ def _tool(fields: Fields) -> mesh_pb2.Tool:
     tool = mesh_pb2.Tool(name=_name(fields), description=fields.text("description") or "", strict=fields.flag("strict"))
     parameters = fields.value("parameters")
     if fields.inner("parameters") is not None:
-        tool.parameters = _dumped(fields.param("parameters"), parameters)
+        tool.parameters = json_text(fields.param("parameters"), parameters)
     fields.finish((), {})
     return tool
 
@@ -146,7 +146,7 @@ def _arguments(fields: Fields) -> str:
     """Return JSON text of an object; some programs send the object itself."""
     value, param = fields.value("arguments"), fields.param("arguments")
     if isinstance(value, dict):
-        return _dumped(param, value)
+        return json_text(param, value)
     text = fields.text("arguments") or ""
     try:
         is_object = not text.strip() or isinstance(json.loads(text), dict)
@@ -155,12 +155,3 @@ def _arguments(fields: Fields) -> str:
     if not is_object:
         refuse(param, "is no JSON object as text")
     return text.strip()
-
-
-def _dumped(param: str, value: object) -> str:
-    try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        text.encode()
-    except (ValueError, RecursionError):
-        refuse(param, "is not valid Unicode, not a JSON number, or nested too deeply")
-    return text
