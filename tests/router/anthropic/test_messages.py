@@ -15,6 +15,7 @@ from pdmesh.v1 import common_pb2
 from router.api.http import connection
 from tests.router.anthropic.conftest import Say, both, prompt_of, sampling_of, url
 from tests.router.mesh import Mesh
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -361,6 +362,19 @@ async def test_silences_are_filled_with_pings(served: Mesh, client: Any, says: S
     events = [json.loads(line.removeprefix("data: ")) for line in shown.decode().split("\n") if line.startswith("data: ")]
     assert "".join(event["delta"]["text"] for event in events if event["type"] == "content_block_delta") == "One two three"
     assert events[-1] == {"type": "message_stop"}
+
+
+async def test_a_client_that_leaves_frees_its_workers(served: Mesh, client: Any, says: Say) -> None:
+    size, before = says(served, "One two three"), len(served["d0"].cancels)
+    served["d0"].pause_at = 5
+    stream = await client.messages.create(**ASKED, max_tokens=size, stream=True)
+    async for event in stream:
+        if event.type == "content_block_delta":
+            break
+    await stream.close()
+    await eventually(lambda: len(served["d0"].cancels) > before)
+    served["d0"].pause_at = None
+    await served.until_whole()
 
 
 async def test_models_are_anthropics_for_its_clients_alone(served: Mesh, client: Any) -> None:
