@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from pydantic_core import from_json
 from pdmesh.v1 import mesh_pb2
 from router.api.http.fields import JsonObject
 
-_OUR_ID = re.compile(r"call_([0-9a-f]{24})")
+_OUR_ID = re.compile(r"\Acall_([0-9a-f]{24})\Z")
 """An id that the router made, in OpenAI's form; one that the model wrote is kept, because its template may need it."""
 
 
@@ -122,8 +123,16 @@ def input_of(text: str) -> object:
     try:
         value = from_json(text, allow_partial=True) if text else {}
     except ValueError:
-        return {}
+        value = _lenient(text)
     return _finite(value) if isinstance(value, dict) else {}
+
+
+def _lenient(text: str) -> object:
+    """Return JSON that holds half of a surrogate pair, which Python alone reads; None for text that is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _finite(value: object) -> object:
