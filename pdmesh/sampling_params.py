@@ -28,6 +28,8 @@ MAX_LOGPROBS = 20
 MAX_BIASES = 1024
 # Between zero and this, logits / temperature leaves the range of float32.
 MIN_TEMPERATURE = 1e-4
+# For protocols that allow 0: the likeliest token always stays.
+LEAST_TOP_P = 1e-6
 
 
 class Kind(Enum):

@@ -396,6 +396,7 @@ class RequestOptions(_message.Message):
     MODE_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
+    CLIP_MAX_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """request_id for logs and traces; 1 to 64 of [A-Za-z0-9_-]. Empty means that the router makes one."""
     tenant: _builtins.str
@@ -414,6 +415,8 @@ class RequestOptions(_message.Message):
     """attempt says how often this request was sent before, for instance until it was admitted: a retry is no new
     demand. 0 means that it is new, or that gRPC's own count of its retries holds.
     """
+    clip_max_tokens: _builtins.bool
+    """clip_max_tokens: more max_tokens than the context has room for mean all that is left of it. False: such a request is refused."""
     def __init__(
         self,
         *,
@@ -425,10 +428,11 @@ class RequestOptions(_message.Message):
         mode: Global___PrefillMode.ValueType = ...,
         cache_salt: _builtins.str = ...,
         attempt: _builtins.int = ...,
+        clip_max_tokens: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "mode", b"mode", "priority", b"priority", "request_id", b"request_id", "slo_tpot_ms", b"slo_tpot_ms", "slo_ttft_ms", b"slo_ttft_ms", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "clip_max_tokens", b"clip_max_tokens", "mode", b"mode", "priority", b"priority", "request_id", b"request_id", "slo_tpot_ms", b"slo_tpot_ms", "slo_ttft_ms", b"slo_ttft_ms", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -554,6 +558,7 @@ class Delta(_message.Message):
     WARNING_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     NUM_REASONING_TOKENS_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
     """choice index, from 0."""
     first_index: _builtins.int
@@ -588,6 +593,12 @@ class Delta(_message.Message):
         resumed with emitted tokens has none.
         """
 
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeltaPart]:
+        """parts are the order of what is new with this message, where that is more than one of text, reasoning and tool_calls. Empty
+        otherwise.
+        """
+
     def __init__(
         self,
         *,
@@ -603,14 +614,45 @@ class Delta(_message.Message):
         warning: _builtins.str = ...,
         prompt_logprobs: _abc.Iterable[_common_pb2.Logprobs] | None = ...,
         num_reasoning_tokens: _builtins.int = ...,
+        parts: _abc.Iterable[Global___DeltaPart] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "finish_reason", b"finish_reason", "first_index", b"first_index", "logprobs", b"logprobs", "num_reasoning_tokens", b"num_reasoning_tokens", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "stop_reason", b"stop_reason", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "warning", b"warning"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "finish_reason", b"finish_reason", "first_index", b"first_index", "logprobs", b"logprobs", "num_reasoning_tokens", b"num_reasoning_tokens", "parts", b"parts", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "stop_reason", b"stop_reason", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "warning", b"warning"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Delta: _TypeAlias = Delta  # noqa: Y015
+
+@_typing.final
+class DeltaPart(_message.Message):
+    """DeltaPart is the next part of a delta in the order in which the model wrote it; one of its fields is set."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_CHARS_FIELD_NUMBER: _builtins.int
+    REASONING_CHARS_FIELD_NUMBER: _builtins.int
+    NUM_TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    text_chars: _builtins.int
+    """text_chars that come next: Unicode characters of the delta's text."""
+    reasoning_chars: _builtins.int
+    """reasoning_chars that come next: Unicode characters of the delta's reasoning."""
+    num_tool_calls: _builtins.int
+    """num_tool_calls that come next: of the delta's pieces of calls."""
+    def __init__(
+        self,
+        *,
+        text_chars: _builtins.int = ...,
+        reasoning_chars: _builtins.int = ...,
+        num_tool_calls: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_tool_calls", b"num_tool_calls", "reasoning_chars", b"reasoning_chars", "text_chars", b"text_chars"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeltaPart: _TypeAlias = DeltaPart  # noqa: Y015
 
 @_typing.final
 class ToolCallDelta(_message.Message):

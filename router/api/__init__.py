@@ -1,1 +1,1 @@
-"""The protocols of clients: pdmesh.v1, OpenAI, KServe and vLLM's engine protocol, all on one frontend."""
+"""The protocols of clients: pdmesh.v1, OpenAI, Anthropic, KServe and vLLM's engine protocol, all on one frontend."""

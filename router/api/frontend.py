@@ -2,7 +2,7 @@
 responses.
 
 pdmesh.v1.Mesh (service.py) ─┐
-OpenAI over HTTP             ├─► Frontend ─► the stages of a request (router/lifecycle/stages.py) ─► responses
+OpenAI, Anthropic over HTTP  ├─► Frontend ─► the stages of a request (router/lifecycle/stages.py) ─► responses
 KServe v2, vLLM's engine     ┘
 """
 
@@ -78,6 +78,11 @@ class Frontend:
         """Return the token ids of a text or a chat. `add_special_tokens`: those that the model wants around a text; a chat has
         what its template writes. Raises MeshError."""
         return await self._preprocessor.tokenize(request, time_left_s, add_special_tokens=add_special_tokens)
+
+    async def count_chat(self, request: mesh_pb2.ChatRequest, time_left_s: float | None = None) -> int:
+        """Return the number of tokens of the prompt that `chat` makes of the same request, also of one that is longer than the
+        context. Raises MeshError."""
+        return await self._preprocessor.count_chat(request, time_left_s)
 
     def models(self) -> mesh_pb2.ListModelsResponse:
         """Return the models that this router serves, with their ready workers."""

@@ -12,6 +12,7 @@ from starlette.routing import Route
 
 from pdmesh.runtime.rpc.server import GrpcServer
 from router.api import service as api_service
+from router.api.anthropic import handlers as anthropic_handlers
 from router.api.frontend import Frontend
 from router.api.http.body import HttpSettings
 from router.api.http.openapi import with_description
@@ -31,6 +32,7 @@ class ClientProtocol:
 
 PROTOCOLS: dict[str, ClientProtocol] = {
     "mesh": ClientProtocol(add_services=api_service.add_services),
+    "anthropic": ClientProtocol(routes=anthropic_handlers.routes),  # before OpenAI: both have /v1/models
     "openai": ClientProtocol(routes=openai_handlers.routes),
     "responses": ClientProtocol(routes=responses_service.routes),
     "kserve": ClientProtocol(add_services=kserve_service.add_services),

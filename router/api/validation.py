@@ -44,19 +44,26 @@ class ContextOverflow(InvalidArgument):
     measured without tokenizing it, and has `num_prompt` tokens or more."""
 
     def __init__(self, field: str, num_prompt: int, num_output: int, max_context: int, *, is_lower_bound: bool = False) -> None:
-        self._num_prompt = num_prompt
-        self._num_output = num_output
-        self._max_context = max_context
-        self._at_least = "at least " if is_lower_bound else ""
+        self.num_prompt = num_prompt
+        self.num_output = num_output
+        self.max_context = max_context
+        self.is_lower_bound = is_lower_bound
         super().__init__(field, f"{field}: {self.words('prompt')}")
         self.reason = CONTEXT_OVERFLOW
 
+    def told(self, field: str, prompt: str) -> "ContextOverflow":
+        """Return the same error about a client's `field`, as `words` says it."""
+        told = ContextOverflow(field, self.num_prompt, self.num_output, self.max_context, is_lower_bound=self.is_lower_bound)
+        told.message = self.words(prompt)
+        return told
+
     def words(self, prompt: str) -> str:
         """Return the message without the field; `prompt` is what the client calls its prompt."""
-        total = f"{self._at_least}{self._num_prompt + self._num_output}"
+        at_least = "at least " if self.is_lower_bound else ""
         return (
-            f"This model's maximum context length is {self._max_context} tokens. However, you requested {total} tokens "
-            f"({self._at_least}{self._num_prompt} in the {prompt}, {self._num_output} in the completion). "
+            f"This model's maximum context length is {self.max_context} tokens. However, you requested "
+            f"{at_least}{self.num_prompt + self.num_output} tokens "
+            f"({at_least}{self.num_prompt} in the {prompt}, {self.num_output} in the completion). "
             f"Please reduce the length of the {prompt} or completion."
         )
 
@@ -178,13 +185,21 @@ _BIAS = next(parameter for parameter in PARAMETERS if parameter.kind is Kind.BIA
 @dataclass(frozen=True)
 class Limits:
     """Hold what the model allows. `room`: tokens of context that the prompt leaves, at least 1. `defaults`: what its publisher
-    set for parameters that a request leaves out. `num_prompt`: tokens of the prompt."""
+    set for parameters that a request leaves out. `num_prompt`: tokens of the prompt. `clips`: more max_tokens than there is room
+    for mean the room."""
 
     vocab_size: int
     eos_token_ids: frozenset[int]
     room: int
     defaults: Mapping[str, float] = field(default_factory=dict)
     num_prompt: int = 0
+    clips: bool = False
+
+    def max_tokens(self, sampling: common_pb2.SamplingParams) -> int:
+        """Return what a request asks for; without a wish, or where it is clipped, the room."""
+        if not sampling.HasField("max_tokens"):
+            return self.room
+        return min(sampling.max_tokens, self.room) if self.clips else sampling.max_tokens
 
 
 def complete(sampling: common_pb2.SamplingParams, limits: Limits) -> common_pb2.SamplingParams:
@@ -201,7 +216,7 @@ def complete(sampling: common_pb2.SamplingParams, limits: Limits) -> common_pb2.
     for name, value in limits.defaults.items():
         if not sampling.HasField(name):  # type: ignore[arg-type]
             setattr(checked, name, value)
-    checked.max_tokens = sampling.max_tokens if sampling.HasField("max_tokens") else limits.room
+    checked.max_tokens = limits.max_tokens(sampling)
     return checked
 
 
@@ -224,7 +239,7 @@ def _check_range(parameter: Parameter, sampling: common_pb2.SamplingParams) -> N
 
 
 def _check_lengths(sampling: common_pb2.SamplingParams, limits: Limits) -> None:
-    max_tokens = sampling.max_tokens if sampling.HasField("max_tokens") else limits.room
+    max_tokens = limits.max_tokens(sampling)
     if max_tokens < 1:
         refuse("sampling.max_tokens", "must be at least 1; leave it out for what is left of the context")
     if max_tokens > limits.room:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Literal
 
 from pdmesh.text.detokenizer import ChoiceText, DetokenizerSource, VisibleMarks
 from pdmesh.text.parsers.events import CallArguments, CallClosed, CallOpened, Content, Event, Thought, Unparsed
 from pdmesh.text.stop_strings import StopResult
 from pdmesh.v1 import mesh_pb2
 from router.tokenization.prepared_request import OutputFormat
+
+PartKind = Literal["text_chars", "reasoning_chars", "num_tool_calls"]
+"""Fields of DeltaPart."""
 
 
 class ParsedText(ChoiceText):
@@ -38,6 +42,7 @@ class ParsedText(ChoiceText):
         self._pending = mesh_pb2.Delta()
         self._num_text = 0  # characters of text since `fill`
         self._num_unread = 0  # tokens since the last event
+        self._parts: list[tuple[PartKind, int]] = []  # kinds alternate
 
     @property
     def has_called(self) -> bool:
@@ -62,10 +67,13 @@ class ParsedText(ChoiceText):
         return self._text_of(self._parser.feed(piece)) + self._text_of(self._parser.finish())
 
     def fill(self, delta: mesh_pb2.Delta) -> None:
-        """Add to a delta what has come besides text since the last one."""
+        """Add to a delta what has come besides text since the last one, and in which order where that is not clear."""
+        if len(self._parts) > 1:
+            self._pending.parts.extend(mesh_pb2.DeltaPart(**{kind: size}) for kind, size in self._parts)
         delta.MergeFrom(self._pending)
         self._pending.Clear()
         self._num_text = 0
+        self._parts.clear()
 
     def _text_of(self, events: Iterable[Event]) -> str:
         """Return the text in events; collect the rest."""
@@ -81,9 +89,11 @@ class ParsedText(ChoiceText):
     def _take(self, event: Event) -> str:
         match event:
             case Content(text):
-                return self._without_marks(text)
+                return self._shown(text)
             case Thought(text):
-                self._pending.reasoning += self._without_marks(text)
+                thought = self._without_marks(text)
+                self._pending.reasoning += thought
+                self._note("reasoning_chars", len(thought))
             case CallOpened(index, name, call_id):
                 self._open(index, name, call_id)
             case CallArguments(index, text) if self._takes(index):
@@ -92,8 +102,20 @@ class ParsedText(ChoiceText):
                 self._num_whole += is_whole
             case Unparsed(text, why):
                 self._warn(why)
-                return self._without_marks(text)
+                return self._shown(text)
         return ""
+
+    def _shown(self, text: str) -> str:
+        text = self._without_marks(text)
+        self._note("text_chars", len(text))
+        return text
+
+    def _note(self, kind: PartKind, size: int) -> None:
+        """Note that so much of a kind comes next. Per-token path."""
+        if self._parts and self._parts[-1][0] == kind:
+            size += self._parts.pop()[1]
+        if size:
+            self._parts.append((kind, size))
 
     def _open(self, index: int, name: str, call_id: str) -> None:
         if not self._takes(index):
@@ -103,11 +125,13 @@ class ParsedText(ChoiceText):
             call_id = self._call_id(index)
         self._ids.add(call_id)
         self._pending.tool_calls.add(index=index, id=call_id, name=name, text_offset=self._num_text)
+        self._note("num_tool_calls", 1)
 
     def _add_arguments(self, index: int, text: str) -> None:
         pieces = self._pending.tool_calls
         if not pieces or pieces[-1].index != index:
             pieces.add(index=index, text_offset=self._num_text)
+            self._note("num_tool_calls", 1)
         pieces[-1].arguments += text
 
     def _takes(self, index: int) -> bool:

@@ -231,6 +231,15 @@ class Preprocessor:
             )
         return mesh_pb2.TokenizeResponse(token_ids=token_ids, max_context=self._core.max_context(model))
 
+    async def count_chat(self, request: mesh_pb2.ChatRequest, time_left_s: float | None) -> int:
+        """Return the number of tokens of a chat's prompt: tools, template variables and its end are those of `from_chat`.
+
+        Raises as `from_chat`, except that the prompt may be longer than the context."""
+        validated = self.validate(request, time_left_s)
+        assert validated.chat is not None, "a ChatRequest has a chat"
+        asker = Asker(request.options.tenant, validated.deadline)
+        return len((await self._prompts.of_chat(validated.model, validated.chat, asker, must_fit=False)).token_ids)
+
     def _find(self, name: str) -> tuple[ServedModel, AdapterId | None]:
         """Return the model of this name, or the adapter of this name with its model."""
         models = self._core.models
@@ -306,6 +315,7 @@ class Preprocessor:
             max_context - len(prompt),
             model.sampling_defaults,
             num_prompt=len(prompt),
+            clips=rest.options.clip_max_tokens,
         )
         params = validation.complete(rest.sampling, limits)
         emitted: tuple[common_pb2.EmittedChoice, ...] = ()

@@ -88,6 +88,33 @@ def test_pieces_are_the_same_in_every_grouping(model: ServedModel) -> None:
         assert said(prepared(model), tokens, list(range(0, len(tokens), step))) == wanted
 
 
+def in_order(delta: mesh_pb2.Delta) -> list[str]:
+    """What a delta brings, part by part: text, reasoning in brackets, names of calls that begin in angle brackets."""
+    text, reasoning, calls = delta.text, delta.reasoning, [f"<{piece.name}>" if piece.name else "" for piece in delta.tool_calls]
+    if not delta.parts:
+        return [each for each in (text, reasoning and f"({reasoning})", *calls) if each]
+    found = []
+    for part in delta.parts:
+        assert len(part.ListFields()) == 1
+        found += [text[: part.text_chars], f"({reasoning[: part.reasoning_chars]})", *calls[: part.num_tool_calls]]
+        text, reasoning = text[part.text_chars :], reasoning[part.reasoning_chars :]
+        calls = calls[part.num_tool_calls :]
+    assert not (text or reasoning or calls)
+    return [each for each in found if each not in ("", "()")]
+
+
+def test_parts_say_in_which_order_the_model_wrote(model: ServedModel) -> None:
+    tokens = model.tokenizer.encode(f"{THOUGHT_AND_CALLS} And so. ")
+    for step in (1, 2, 5, 30, 1000):
+        client = Client(prepared(model))
+        for start in range(0, len(tokens), step):
+            piece = tokens[start : start + step]
+            client.feed(TokenChunk(0, start, piece, finish_reason=STOP if start + step >= len(tokens) else UNFINISHED))
+        found = "".join(each for delta in client.deltas for each in in_order(delta)).replace(")(", "")
+        assert found == "(Let me  see.)Well.<weather><weather>And so. ", step
+        assert all(len(delta.parts) != 1 for delta in client.deltas)
+
+
 def test_a_resumed_stream_goes_on_with_the_same_pieces(model: ServedModel) -> None:
     tokens = model.tokenizer.encode(THOUGHT_AND_CALLS)
     wanted = said(prepared(model), tokens, [])

@@ -34,6 +34,12 @@ async def _chat(mesh: Mesh) -> None:
         await client.chat.completions.create(model="tiny", messages=messages, max_tokens=4, extra_headers=HEADERS)  # type: ignore[arg-type]
 
 
+async def _messages(mesh: Mesh) -> None:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+    async with httpx.AsyncClient(trust_env=False) as http:
+        assert (await http.post(url(mesh, "/v1/messages"), json=body, headers=HEADERS)).status_code == 200
+
+
 async def _stream(mesh: Mesh) -> None:
     async with client_of(mesh) as client:
         stream = await client.completions.create(model="tiny", prompt="hi", max_tokens=4, stream=True, extra_headers=HEADERS)
@@ -61,7 +67,7 @@ async def _vllm(mesh: Mesh) -> None:
     await channel.close()
 
 
-@pytest.mark.parametrize("ask", [_chat, _stream, _infer, _infer_stream, _vllm])
+@pytest.mark.parametrize("ask", [_chat, _messages, _stream, _infer, _infer_stream, _vllm])
 async def test_a_trace_goes_on(model_folder: Path, ask: Callable[[Mesh], Awaitable[None]]) -> None:
     async with running(model_folder, http_port=0) as mesh:
         client_stream = Collected()
@@ -75,7 +81,7 @@ async def test_a_trace_goes_on(model_folder: Path, ask: Callable[[Mesh], Awaitab
         (root,) = roots()
         assert (root.context.trace_id, root.parent_id, root.context.state) == (0xABC, 0xDEF, "vendor=1")
         assert "error.type" not in root.attributes
-        is_chat = ask is _chat
+        is_chat = ask in (_chat, _messages)
         assert root.attributes["gen_ai.operation.name"] == ("chat" if is_chat else "text_completion")
         await mesh.until_whole()
 

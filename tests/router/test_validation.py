@@ -128,6 +128,14 @@ def test_prompt_length(num_tokens: int, right: bool) -> None:
     assert refused.value.field == "prompt"
 
 
+def test_max_tokens_beyond_the_context_are_clipped_where_that_is_wanted() -> None:
+    limits = Limits(320, frozenset({258}), room=20, num_prompt=80, clips=True)
+    assert complete(_sampling(max_tokens=30), limits).max_tokens == complete(_sampling(), limits).max_tokens == 20
+    assert complete(_sampling(max_tokens=7), limits).max_tokens == 7
+    with pytest.raises(InvalidArgument, match="min_tokens"):
+        complete(_sampling(max_tokens=30, min_tokens=25), limits)
+
+
 def test_what_exceeds_the_context_names_field_reason_and_numbers() -> None:
     with pytest.raises(InvalidArgument) as refused:
         complete(_sampling(max_tokens=30), Limits(320, frozenset({258}), room=20, num_prompt=80))

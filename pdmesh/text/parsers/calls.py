@@ -99,12 +99,21 @@ def _held_arguments(reader: Reader) -> Step[str]:
     if text == "null":
         return NO_ARGUMENTS
     try:
-        is_object = isinstance(json.loads(text, strict=False), dict)
+        held = json.loads(text, strict=False)
     except (ValueError, RecursionError):
-        is_object = False
-    if not is_object:
+        held = None
+    if not isinstance(held, dict):
         raise NotJson("arguments are no object")
-    return text
+    return text if _is_strict(text) else json.dumps(held, ensure_ascii=False)
+
+
+def _is_strict(text: str) -> bool:
+    """Return whether JSON text has no line end or other control character within its strings, which clients do not read. Pure."""
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _text_or_value(reader: Reader) -> Step[str]:

@@ -19,6 +19,8 @@ from router.auth.api_keys import KeyStore
 
 T = TypeVar("T")
 Endpoint = Callable[[Request], Awaitable[Response]]
+Respond = Callable[[HttpError | MeshError, Request], Response]
+"""Forms the response that reports an error of a request."""
 
 
 @dataclass(frozen=True)
@@ -107,9 +109,11 @@ async def parsed(parse: Callable[[JsonObject], T], sent: bytes) -> T:
         raise HttpError(408, f"the body took more than {PARSE_TIMEOUT_S:g} s to read; send less") from None
 
 
-def from_json(value: JsonObject) -> bytes:
-    """Return one event. It is ASCII only, because some clients split events at Unicode's other line ends."""
-    return b"data: %b\n\n" % _dumped(value)
+def from_json(value: JsonObject, name: str = "") -> bytes:
+    """Return one event; `name`: its kind, in APIs that name it outside the data. It is ASCII only, because some clients split
+    events at Unicode's other line ends."""
+    head = b"event: %b\n" % name.encode() if name else b""
+    return b"%bdata: %b\n\n" % (head, _dumped(value))
 
 
 def json_response(value: JsonObject, status: int = 200, *, headers: dict[str, str] | None = None) -> Response:
@@ -127,15 +131,19 @@ def _dumped(value: JsonObject) -> bytes:
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
 
-def guarded(endpoint: Endpoint) -> Endpoint:
-    """Wrap an endpoint so that every error becomes a response. A bug is logged, and the client learns only its id."""
+def guarded(endpoint: Endpoint, respond: Respond | None = None) -> Endpoint:
+    """Wrap an endpoint so that every error becomes a response. A bug is logged, and the client learns only its id. `respond`
+    forms the response of an API that has a form of its own for errors; without it, it is `error_response`."""
+
+    def answer(error: HttpError | MeshError, request: Request) -> Response:
+        return error_response(error) if respond is None else respond(error, request)
 
     async def call(request: Request) -> Response:
         try:
             return await endpoint(request)
         except HttpError as error:
-            return error_response(error)
+            return answer(error, request)
         except Exception as error:  # noqa: BLE001 - the boundary
-            return error_response(as_mesh_error(error))
+            return answer(as_mesh_error(error), request)
 
     return call

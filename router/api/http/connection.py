@@ -23,6 +23,9 @@ RECEIVED_NS = "pdmesh.received_ns"
 STALLED_S = 30.0
 """A client that has made no room for the next event for this long counts as gone, whatever the state of its socket."""
 
+PING_S = 15.0
+"""After a silence of this long a stream sends a ping, in APIs that have one: proxies and clients close what seems dead."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -47,16 +50,18 @@ async def _left(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Send server-sent events: each item of `events` is one complete event. `events` is closed at the end, or when the client
-    leaves."""
+    """Send server-sent events: each item of `events` is one complete event, and so is `ping`, which fills silences unless it is
+    empty. `events` is closed at the end, or when the client leaves."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], ping: bytes = b"") -> None:
         # The last header tells proxies (nginx) to forward each event at once.
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         self.raw_headers = [header for header in self.raw_headers if header[0] != b"content-length"]
         self._events = events
+        self._ping = ping
+        self._sent_s = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all events. Raises nothing when the client has left."""
@@ -71,9 +76,30 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for event in self._events:
-            await _in_time(send({"type": "http.response.body", "body": event, "more_body": True}))
+        pings = asyncio.create_task(self._fill_silences(send)) if self._ping else None
+        try:
+            async for event in self._events:
+                await self._send(send, event)
+        finally:
+            if pings is not None:
+                pings.cancel()
+                await asyncio.gather(pings, return_exceptions=True)
         await _in_time(send({"type": "http.response.body", "body": b"", "more_body": False}))
+
+    async def _send(self, send: Send, event: bytes) -> None:
+        self._sent_s = asyncio.get_running_loop().time()
+        await _in_time(send({"type": "http.response.body", "body": event, "more_body": True}))
+
+    async def _fill_silences(self, send: Send) -> None:
+        """Send a ping whenever nothing was sent for PING_S. Events and pings do not mix: each is written at once."""
+        loop = asyncio.get_running_loop()
+        self._sent_s = loop.time()
+        while True:
+            silent_s = loop.time() - self._sent_s
+            if silent_s >= PING_S:
+                await self._send(send, self._ping)
+            else:
+                await asyncio.sleep(PING_S - silent_s)
 
 
 async def _in_time(sending: Awaitable[None]) -> None:

@@ -81,11 +81,10 @@ def renamed(error: MeshError, names: Names) -> MeshError:
     longest = max(known, key=len, default="")
     param = names[longest] + field[len(longest) :] if known else field.removeprefix("sampling.")
     if isinstance(error, ContextOverflow):
-        message = error.words("messages" if names.get("prompt") == "messages" else "prompt")
-    elif param == field:
+        return error.told(param, "messages" if names.get("prompt") == "messages" else "prompt")
+    if param == field:
         return error
-    else:
-        message = f"{param}: {error.message.removeprefix(f'{field}: ')}"
+    message = f"{param}: {error.message.removeprefix(f'{field}: ')}"
     return MeshError(message, code=error.code, field=param, retry_delay_s=error.retry_delay_s, reason=error.reason)
 
 

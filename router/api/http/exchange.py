@@ -23,7 +23,7 @@ from router.api.http.body import HttpSettings, json_response, parsed, read_body
 from router.api.http.connection import RECEIVED_NS, EventStream, while_connected
 from router.api.http.errors import HttpError, Names, as_told, renamed
 from router.api.http.fields import JsonObject
-from router.api.http.headers import HEADER_NAMES, options_of, request_id_of, requested_time_left_s
+from router.api.http.headers import HEADER_NAMES, authorization_of, options_of, request_id_of, requested_time_left_s
 from router.auth import identity
 
 MeshRequest = mesh_pb2.GenerateRequest | mesh_pb2.ChatRequest
@@ -72,9 +72,11 @@ Parse = Callable[[JsonObject, mesh_pb2.RequestOptions], C]
 class Exchange:
     """Answer HTTP requests by running them through the router's frontend."""
 
-    def __init__(self, frontend: Frontend, settings: HttpSettings) -> None:
+    def __init__(self, frontend: Frontend, settings: HttpSettings, ping: bytes = b"") -> None:
+        """Create the exchange of one API. `ping`: its event for silences in streams; empty for none."""
         self._frontend = frontend
         self._settings = settings
+        self._ping = ping
 
     async def run(
         self,
@@ -91,7 +93,7 @@ class Exchange:
         told that it is.
 
         Raises HttpError, MeshError: before any output."""
-        identity.authenticate(self._settings.keys, request.headers.get("authorization"))
+        identity.authenticate(self._settings.keys, authorization_of(request.headers))
         sent_headers = request.headers.items()
         try:
             call, time_left_s = await self._read(request, parse)
@@ -113,7 +115,7 @@ class Exchange:
             begun = await while_connected(request.receive, _begin(call, stream))
         except PromptError as error:
             raise _as_client_knows(call, error) from error
-        return EventStream(_events(call, answer, begun, stream, end))
+        return EventStream(_events(call, answer, begun, stream, end), self._ping)
 
     async def _read(self, request: Request, parse: Parse[C]) -> tuple[C, float | None]:
         """Return the call, and how many seconds are left for it; None: no limit. Raises HttpError, MeshError."""

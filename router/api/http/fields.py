@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+
 from pdmesh.runtime.errors import InvalidArgument
+from router.api.validation import refuse
 
 JsonObject = dict[str, object]
 MAX_UINT32 = 2**32 - 1
@@ -11,6 +14,24 @@ MAX_SHOWN_CHARS = 60
 
 class UnknownName(InvalidArgument):
     """Report an unknown field, whose name is the caller's own text."""
+
+
+def dumped(value: object) -> str:
+    """Return a value as JSON text. Raises ValueError where it cannot be sent as such."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except (ValueError, RecursionError):
+        raise ValueError("is not valid Unicode, not a JSON number, or nested too deeply") from None
+    return text
+
+
+def json_text(param: str, value: object) -> str:
+    """Return `value` as JSON text. Raises InvalidArgument."""
+    try:
+        return dumped(value)
+    except ValueError as error:
+        refuse(param, str(error))
 
 
 def shown(value: object) -> str:

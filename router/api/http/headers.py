@@ -53,6 +53,18 @@ class WithRequestId:
         await self._app(scope, receive, send_with_id)
 
 
+# API keys: in the header that HTTP has for them, or in the one that Anthropic's clients send.
+
+API_KEY = "X-Api-Key"
+
+
+def authorization_of(headers: Mapping[str, str]) -> str | None:
+    """Return the credentials of a request in the form of `Authorization`; None without any. A bearer's go before `X-Api-Key`."""
+    sent, key = headers.get("authorization"), headers.get(API_KEY)
+    is_bearer = sent is not None and sent.partition(" ")[0].lower() == "bearer"
+    return sent if key is None or is_bearer else f"Bearer {key}"
+
+
 # Request options in HTTP headers: tenant, priority, mode, time limit.
 
 REQUEST_ID, TENANT, PRIORITY, MODE, TIMEOUT = HEADER, "X-Tenant", "X-Priority", "X-Prefill-Mode", "X-Request-Timeout-Ms"

@@ -301,7 +301,7 @@ def _abort(peer: object) -> None:
 
 # The ASGI application: its routes, and the responses to errors.
 
-_EXPOSED = (HEADER, "Retry-After", "Retry-After-Ms", "X-Should-Retry")
+_EXPOSED = (HEADER, "Request-Id", "Retry-After", "Retry-After-Ms", "X-Should-Retry")
 """Headers of responses that scripts of other origins may read."""
 
 

@@ -17,7 +17,7 @@ from router.api.http.body import HttpSettings, json_response, parsed, read_body
 from router.api.http.errors import ErrorBody, renamed
 from router.api.http.exchange import Exchange, Parse
 from router.api.http.fields import JsonObject
-from router.api.http.headers import requested_time_left_s
+from router.api.http.headers import authorization_of, requested_time_left_s
 from router.api.http.openapi import Endpoint
 from router.api.openai import answers, bodies, requests
 from router.api.openai.responses import Answer, Call
@@ -46,7 +46,7 @@ class Handlers:
 
     async def tokenize(self, request: Request) -> Response:
         """Handle POST /tokenize, as vLLM has it."""
-        identity.authenticate(self._settings.keys, request.headers.get("authorization"))
+        identity.authenticate(self._settings.keys, authorization_of(request.headers))
         wanted = await parsed(requests.parse_tokenize, await read_body(request, self._settings.max_body_bytes))
         try:
             found = await self._frontend.tokenize(
@@ -63,7 +63,7 @@ class Handlers:
 
     async def detokenize(self, request: Request) -> Response:
         """Handle POST /detokenize, as vLLM has it: special tokens by name."""
-        identity.authenticate(self._settings.keys, request.headers.get("authorization"))
+        identity.authenticate(self._settings.keys, authorization_of(request.headers))
         sent = await read_body(request, self._settings.max_body_bytes)
         name, tokens = await parsed(requests.parse_detokenize, sent)
         tokenizer = self._frontend.model_of(name).tokenizer
@@ -72,12 +72,12 @@ class Handlers:
 
     async def list_models(self, request: Request) -> Response:
         """Handle GET /v1/models."""
-        identity.authenticate(self._settings.keys, request.headers.get("authorization"))
+        identity.authenticate(self._settings.keys, authorization_of(request.headers))
         return json_response({"object": "list", "data": list(self._models())})
 
     async def get_model(self, request: Request) -> Response:
         """Handle GET /v1/models/{model}."""
-        identity.authenticate(self._settings.keys, request.headers.get("authorization"))
+        identity.authenticate(self._settings.keys, authorization_of(request.headers))
         name = request.path_params["model"]
         for model in self._models():
             if model["id"] == name:

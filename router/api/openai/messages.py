@@ -16,7 +16,7 @@ from pydantic import (
     field_validator,
 )
 
-from router.api.http.fields import shown
+from router.api.http.fields import dumped, shown
 from router.api.http.types import FIRST_ERROR, Body, Hint, Only, Text, Unsupported, at_most, missing
 from router.api.validation import MAX_MESSAGES
 
@@ -37,16 +37,6 @@ def _arguments(value: object) -> str:
     if not is_object:
         raise ValueError("is no JSON object as text")
     return value.strip()
-
-
-def dumped(value: object) -> str:
-    """Return a value as JSON text. Raises ValueError where it cannot be sent as such."""
-    try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        text.encode()
-    except (ValueError, RecursionError):
-        raise ValueError("is not valid Unicode, not a JSON number, or nested too deeply") from None
-    return text
 
 
 def _dumped_object(value: object) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from pdmesh.sampling_params import MIN_TEMPERATURE, NUMBERS, PARAMETERS, Kind
+from pdmesh.sampling_params import LEAST_TOP_P, MIN_TEMPERATURE, NUMBERS, PARAMETERS, Kind
 from pdmesh.text.grammar import MAX_BYTES
 from pdmesh.v1 import common_pb2
 from router.api.http.fields import JsonObject
@@ -67,7 +67,6 @@ def _constraints(
         yield Wanted(f"{prefix}grammar", common_pb2.Constraint(grammar=grammar))
 
 
-LEAST_TOP_P = 1e-6
 # Each endpoint has a way of its own to ask for log-probabilities.
 _COUNTS = tuple(parameter for parameter in PARAMETERS if parameter.kind is Kind.COUNT and parameter.name != "logprobs")
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pdmesh.v1 import mesh_pb2
+from router.api.http.fields import json_text
 from router.api.openai.bodies import ChatPrompt
-from router.api.openai.messages import AllowedChoice, Choice, Function, dumped
-from router.api.validation import refuse
+from router.api.openai.messages import AllowedChoice, Choice, Function
 
 _CHOICES = {
     "auto": mesh_pb2.TOOL_CHOICE_AUTO,
@@ -38,7 +38,7 @@ def read_template(wanted: ChatPrompt, request: mesh_pb2.ChatRequest) -> None:
         variables["enable_thinking"] = wanted.enable_thinking
     variables |= wanted.chat_template_kwargs or {}
     if variables:
-        request.chat_template_kwargs = _text_of(variables)
+        request.chat_template_kwargs = json_text("chat_template_kwargs", variables)
     if wanted.add_generation_prompt is not None:
         request.add_generation_prompt = wanted.add_generation_prompt
     request.continue_final_message = wanted.continue_final_message
@@ -57,13 +57,6 @@ def read_shown(wanted: ChatPrompt, message: mesh_pb2.TokenizeRequest) -> dict[st
     if chat.HasField("add_generation_prompt"):
         message.add_generation_prompt = chat.add_generation_prompt
     return names
-
-
-def _text_of(variables: dict[str, object]) -> str:
-    try:
-        return dumped(variables)
-    except ValueError as error:
-        refuse("chat_template_kwargs", str(error))
 
 
 def _tool(function: Function) -> mesh_pb2.Tool:

@@ -298,3 +298,9 @@ def test_what_is_nested_without_end_is_content(text: str) -> None:
 def test_an_id_beside_a_function_is_the_call_s() -> None:
     text = '<tool_call>{"id": "c1", "type": "function", "function": {"name": "stop", "arguments": {}}}</tool_call>'
     assert [(call.name, call.call_id) for call in message("hermes", [text]).calls] == [("stop", "c1")]
+
+
+def test_arguments_in_a_string_are_json_whatever_stands_in_their_texts() -> None:
+    arguments = json.dumps('{"text": "a\nb"}')  # the inner text has a line end where JSON wants an escape
+    for pieces in cuts(f'<tool_call>\n{{"name": "note", "arguments": {arguments}}}\n</tool_call>'):
+        assert said(message("hermes", pieces)) == [("note", {"text": "a\nb"})]
