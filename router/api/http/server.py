@@ -320,7 +320,11 @@ def build_app(routes: Sequence[Route], cors_origins: Sequence[str] = ()) -> Star
         return response
 
     cors = Middleware(
-        CORSMiddleware, allow_origins=cors_origins, allow_methods=("GET", "POST"), allow_headers=("*",), expose_headers=_EXPOSED
+        CORSMiddleware,
+        allow_origins=cors_origins,
+        allow_methods=("GET", "POST", "DELETE"),
+        allow_headers=("*",),
+        expose_headers=_EXPOSED,
     )
     return Starlette(routes=list(routes), exception_handlers={HTTPException: no_route}, middleware=[cors] if cors_origins else [])
 
