@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from pdmesh.runtime.rpc.server import GrpcServer
 from router.api import service as api_service
-from router.api.batches import handlers as batch_handlers
+from router.api.batches import handlers as batches_handlers
 from router.api.batches.runner import BatchKeys, LineRunner
 from router.api.batches.service import Batches
 from router.api.frontend import Frontend
@@ -67,4 +67,4 @@ def open_batches(config: RouterConfig, frontend: Frontend) -> Batches | None:
 
 def routes_with_batches(frontend: Frontend, batches: Batches | None, settings: HttpSettings) -> list[Route]:
     """Return the routes of all protocols, and those of batch files if there are any."""
-    return [*routes(frontend, settings), *(batch_handlers.routes(batches, settings) if batches is not None else ())]
+    return [*routes(frontend, settings), *(batches_handlers.routes(batches, settings) if batches is not None else ())]
