@@ -38,6 +38,7 @@ class SequenceUpdate:
     num_drafted: int = 0  # draft tokens that were verified with the first of these
     num_accepted: int = 0  # how many of them were accepted and are among these tokens
     draft_state: bytes = b""  # prefill_only: for the draft proposer of the decode worker (speculation/handover.py)
+    pooled: tuple[float, ...] = ()  # [hidden_size] of a request with pooling
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
 from pdmesh.engine.kv_cache.block_pool import BlockPool, num_blocks_for
+from pdmesh.engine.request import Pooling
 from pdmesh.engine.scheduler.sequence import Sequence
 
 HashBlock = Callable[[bytes, Tokens[int]], bytes]
@@ -106,8 +107,9 @@ class BlockManager:
         sequence.num_published = 0
 
     def _find_prefix(self, sequence: Sequence) -> list[int]:
-        # Never the last token: its logits have to be computed.
-        num_blocks = (sequence.num_tokens - 1) // self._block_size if self._prefix_caching else 0
+        # Never the last token: its logits have to be computed. For a mean of states all of them have to be.
+        may_find = self._prefix_caching and sequence.group.request.pooling is not Pooling.MEAN
+        num_blocks = (sequence.num_tokens - 1) // self._block_size if may_find else 0
         return self.pool.find(self._hashes(sequence, num_blocks))
 
     def _hashes(self, sequence: Sequence, num_blocks: int) -> list[bytes]:

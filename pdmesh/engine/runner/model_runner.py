@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Sequence as Sequence_
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from types import MappingProxyType
@@ -21,7 +21,9 @@ from pdmesh.adapter_id import AdapterId
 from pdmesh.engine.kv_cache.block_pool import num_blocks_for
 from pdmesh.engine.kv_cache.events import LayerReadiness
 from pdmesh.engine.kv_cache.moves import copy_blocks, indices_for, move_slots
+from pdmesh.engine.models.config import ModelConfig
 from pdmesh.engine.runner.batch import StepBatch, Tail
+from pdmesh.engine.runner.pooling import Pooler, num_state_rows, pools
 from pdmesh.engine.sampling.grammar import Bits
 from pdmesh.engine.sampling.sampler import SampledToken, SampleRow
 from pdmesh.engine.scheduler.scheduler import ScheduledSequence, SchedulerOutput
@@ -33,7 +35,10 @@ _HOST = torch.device("cpu")
 
 
 class ForwardModel(Protocol):
-    """The methods of a model that the runner needs."""
+    """What the runner needs of a model."""
+
+    @property
+    def config(self) -> ModelConfig: ...
 
     def forward(self, batch: StepBatch, kv: Tensor, signal: LayerReadiness | None = None, hidden: Tensor | None = None) -> Tensor:
         """Write the KV of the batch's T tokens into `kv`, notifying `signal` of each layer; return logits [R, vocab] float32.
@@ -64,6 +69,7 @@ class SampledOutput:
     tokens: tuple[SampledToken, ...]
     verified: Verified | None = None  # None where several choices draw from one row
     hidden: Tensor | None = None  # [hidden_size] float32, behind the last token; None unless the runner keeps hidden states
+    pooled: tuple[float, ...] = ()  # the prompt's embedding, if it is wanted
 
 
 class ModelRunner:
@@ -80,10 +86,12 @@ class ModelRunner:
         arrangement: str = "plain",
         others: OtherPools | None = None,
         adapter_slots: Mapping[AdapterId, int] = MappingProxyType({}),
+        pooler: Pooler | None = None,
     ) -> None:
         """`hidden_size` of the hidden states that each draw returns; None: they are not needed. `arrangement` of the
         pool, see kvtransfer/conversion.py. `others`: pools that have to follow this one. `adapter_slots`: where
-        adapters are loaded now, which may change between steps."""
+        adapters are loaded now, which may change between steps. `pooler`: what makes embeddings; None: no request has pooling."""
+        self._pooler = pooler
         self._adapter_slots = adapter_slots
         self._others = others
         self._arrangement = arrangement
@@ -102,10 +110,23 @@ class ModelRunner:
         pieces = plan.pieces
         self.copy_blocks(pieces)
         batch = self.batch_of(pieces)
+        if self._pooler is not None and pools(pieces):
+            return self._run_pooling(pieces, batch, signal, self._pooler)
         if self._hidden_size is None or not keep_hidden:
             return self._draw(pieces, self._model.forward(batch, self._kv, signal), None)
         hidden = torch.empty((len(batch.logits_rows), self._hidden_size), dtype=torch.float32, device=self._kv.device)
         return self._draw(pieces, self._model.forward(batch, self._kv, signal, hidden), hidden)
+
+    def _run_pooling(
+        self, pieces: list[ScheduledSequence], batch: StepBatch, signal: LayerReadiness | None, pooler: Pooler
+    ) -> dict[Sequence, list[SampledOutput]]:
+        hidden = torch.empty((len(batch.logits_rows), self._model.config.hidden_size), dtype=torch.float32)
+        logits = self._model.forward(batch, self._kv, signal, hidden)
+        pooled = pooler.take(pieces, hidden)
+        draws = self._draw(pieces, logits, None if self._hidden_size is None else hidden, has_states=True)
+        for sequence, embedding in pooled.items():
+            draws[sequence] = [replace(draw, pooled=embedding) for draw in draws[sequence]]
+        return draws
 
     @property
     def kv(self) -> Tensor:
@@ -130,15 +151,15 @@ class ModelRunner:
                 self._others.copy_blocks(sources, targets)
 
     def _draw(
-        self, pieces: list[ScheduledSequence], logits: Tensor, hidden: Tensor | None
+        self, pieces: list[ScheduledSequence], logits: Tensor, hidden: Tensor | None, *, has_states: bool = False
     ) -> dict[Sequence, list[SampledOutput]]:
         """Draw from `logits` [R, vocab], `hidden` [R, hidden_size]: each scheduled sequence that draws has a row behind its last
-        known token, then one behind each token of its draft; the choices of a trunk draw from the same row."""
-        drawing = [piece for piece in pieces if _draws(piece)]
-        if not drawing:
+        known token, then one behind each token of its draft; the choices of a trunk draw from the same row.
+        `has_states`: some rows do not draw, see `num_state_rows`."""
+        owners = list(_owners(pieces))
+        if not owners:
             return {}
-        owners = list(_owners(drawing))
-        if len(owners) > len(logits):
+        if len(owners) > len(logits) or has_states:
             logits = logits[indices_for(logits, [owner.row for owner in owners])]
         tokens = self._sampler.sample(logits, [self._sample_row(owner) for owner in owners])
         states = None if hidden is None else hidden.unbind()
@@ -197,11 +218,14 @@ class _Owner(NamedTuple):
     allowed: Bits | None
 
 
-def _owners(drawing: list[ScheduledSequence]) -> Iterator[_Owner]:
-    """Yield the owners of rows; those of a choice are consecutive, the root first. The tokens that a grammar allows are found
-    here: on an accelerator the forward pass, which was only launched, still runs meanwhile."""
+def _owners(pieces: list[ScheduledSequence]) -> Iterator[_Owner]:
+    """Yield the owners of the rows that draw; those of a choice are consecutive, the root first. The tokens that a
+    grammar allows are found here: on an accelerator the forward pass, which was only launched, still runs meanwhile."""
     row = 0
-    for piece in drawing:
+    for piece in pieces:
+        row += num_state_rows(piece)
+        if not _draws(piece):
+            continue
         allowed = allowed_on_tree(piece.sequence, piece.draft)
         for choice in piece.sequence.choices_to_draw:  # choices that still share a sequence share what is allowed
             for node in range(ROOT, len(piece.draft)):
@@ -250,7 +274,7 @@ class _Part(NamedTuple):
     slots: list[int]
     context_len: int
     blocks: list[int]
-    num_draws: int  # how many of its last tokens draw
+    num_rows: int  # how many of its last tokens have rows: those that draw, and those whose states are pooled
     tail: Tail | None = None
 
 
@@ -266,7 +290,7 @@ def _parts(piece: ScheduledSequence, block_size: int) -> Iterator[_Part]:
         [slot(p) for p in range(start, last)],
         last,
         sequence.block_ids[: num_blocks_for(last, block_size)],
-        1 + len(first) if _draws(piece) else 0,
+        num_state_rows(piece) + (1 + len(first) if _draws(piece) else 0),
     )
     for branch in branches[1:]:
         path = draft.branch(branch[-1])
@@ -286,7 +310,7 @@ def _slot(block_ids: list[int], block_size: int, position: int) -> int:
 
 
 def _logits_rows(parts: list[_Part], query_starts: list[int]) -> list[int]:
-    return [row for part, end in zip(parts, query_starts[1:], strict=True) for row in range(end - part.num_draws, end)]
+    return [row for part, end in zip(parts, query_starts[1:], strict=True) for row in range(end - part.num_rows, end)]
 
 
 def _draws(piece: ScheduledSequence) -> bool:

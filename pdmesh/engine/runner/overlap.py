@@ -256,7 +256,13 @@ class OverlapScheduler:
 def _is_simple(piece: ScheduledSequence) -> bool:
     """Return whether the next token needs nothing of the host: no grammar, no reader of the blocks, one choice."""
     sequence, request = piece.sequence, piece.sequence.group.request
-    return len(sequence.choices) == 1 and request.grammar is None and not request.prefill_only and _is_penalized_alike(sequence)
+    return (
+        len(sequence.choices) == 1
+        and request.grammar is None
+        and not request.prefill_only
+        and not request.pooling
+        and _is_penalized_alike(sequence)
+    )
 
 
 def _is_penalized_alike(sequence: Sequence) -> bool:

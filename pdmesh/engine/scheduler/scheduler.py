@@ -15,6 +15,7 @@ from functools import partial
 from typing import NamedTuple
 
 from pdmesh.engine.kv_cache.block_manager import BlockCopy, BlockManager
+from pdmesh.engine.request import Pooling
 from pdmesh.engine.scheduler.sequence import Sequence
 from pdmesh.engine.speculation.draft import NOTHING, Draft
 
@@ -163,6 +164,8 @@ def _tokens_per_step(sequence: Sequence) -> float:
 
 # One block in this many is kept free for growth when a request is admitted beside running sequences.
 BLOCKS_PER_SPARE = 64
+# Most tokens of a step whose states are pooled into means: each has a row of logits as well, which take memory.
+MAX_POOLED_TOKENS = 256
 # In a step with prompts, draft tokens get at most this part of the budget: one token in so many.
 PROMPTS_PER_DRAFT = 8
 
@@ -206,6 +209,14 @@ class SchedulerOutput:
     def add(self, piece: ScheduledSequence) -> None:
         self._pieces[piece.sequence] = piece
         self.budget -= piece.num_rows
+
+    def fitting(self, sequence: Sequence) -> int:
+        """Return how many of its tokens the step may compute: all, the rest of the budget, or of that of pooled states."""
+        num_tokens = min(sequence.num_remaining, self.budget)
+        if sequence.group.request.pooling is not Pooling.MEAN:
+            return num_tokens
+        num_pooled = sum(p.num_tokens for p in self._pieces.values() if p.sequence.group.request.pooling is Pooling.MEAN)
+        return max(0, min(num_tokens, MAX_POOLED_TOKENS - num_pooled))
 
     def piece_of(self, sequence: Sequence) -> ScheduledSequence | None:
         return self._pieces.get(sequence)
@@ -298,7 +309,7 @@ class Scheduler:
             plan.budget = plan.budget if most is None else min(plan.budget, most)
 
     def _plan_running(self, sequence: Sequence, plan: SchedulerOutput) -> None:
-        num_tokens = min(sequence.num_remaining, plan.budget)
+        num_tokens = plan.fitting(sequence)
         if num_tokens and self._make_room(sequence, num_tokens, plan):
             plan.add(ScheduledSequence(sequence, num_tokens, self._allocator.extend(sequence, num_tokens)))
 
@@ -342,7 +353,8 @@ class Scheduler:
 
     def _plan_waiting(self, plan: SchedulerOutput) -> None:
         for sequence in self._admit_waiting(plan):
-            plan.add(ScheduledSequence(sequence, min(sequence.num_remaining, plan.budget)))
+            if num_tokens := plan.fitting(sequence):
+                plan.add(ScheduledSequence(sequence, num_tokens))
 
     def _admit_waiting(self, plan: SchedulerOutput) -> Iterator[Sequence]:
         # Strictly in order, so that small requests do not overtake a large one for ever.

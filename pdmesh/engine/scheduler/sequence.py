@@ -10,6 +10,7 @@ A request with one unfinished choice has no trunk: its only sequence is the bran
 from __future__ import annotations
 
 import enum
+from typing import Any
 
 from pdmesh.engine.outputs import StartClock
 from pdmesh.engine.request import EngineRequest
@@ -39,6 +40,7 @@ class Sequence:
         "output",
         "paced_from_ns",
         "paced_from_token",
+        "state_sum",
         "was_preempted",
     )  # fmt: skip
 
@@ -57,6 +59,7 @@ class Sequence:
         self.paced_from_ns = 0  # start of its TPOT schedule (scheduler.py), 0: none yet; and its output tokens then
         self.paced_from_token = 0
         self.num_paced_steps = 0  # steps since then, including the step that is being planned
+        self.state_sum: Any = 0.0  # pooling: sum of the hidden states of what is computed, a tensor (runner/pooling.py)
         self._matchers: MatcherTree | None = None  # created on demand; it has taken the first `_num_taken` output tokens
         self._num_taken = 0
 

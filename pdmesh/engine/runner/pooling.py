@@ -1,0 +1,76 @@
+"""Embeddings: the hidden states of a prompt behind the model's final norm, their mean or the last of them.
+
+The model computes a prompt as always, in chunks; each step adds the states of its tokens to a sum in float64. The mean needs the
+states of all tokens, so that its prompts take nothing from the prefix cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from torch import Tensor, float64
+
+from pdmesh.engine.kernels.cpu.model import NativeModel, PackedNorm
+from pdmesh.engine.models.decoder import DecoderModel
+from pdmesh.engine.models.layers import Norm
+from pdmesh.engine.request import Pooling
+from pdmesh.engine.scheduler.scheduler import ScheduledSequence
+from pdmesh.engine.scheduler.sequence import Sequence
+
+FinalNorm = Callable[[Tensor], Tensor]
+
+
+def final_norm(model: object) -> FinalNorm | None:
+    """Return the norm before a model's head, [R, hidden_size] -> the same shape; None for models whose states are not read:
+    those of CUDA's kernels, and models that several ranks share."""
+    if isinstance(model, NativeModel):
+        return _unpacked(model.weights.norm, model.config.hidden_size)
+    return model.norm if type(model) is DecoderModel else None
+
+
+def _unpacked(norm: PackedNorm, hidden_size: int) -> Norm:
+    bias = None if norm.bias is None else norm.bias[:hidden_size]
+    return Norm(norm.weight[:hidden_size], norm.eps, norm.kind, bias)
+
+
+def pools(pieces: list[ScheduledSequence]) -> bool:
+    """Return whether the hidden states of a step are wanted for an embedding."""
+    return any(piece.sequence.group.request.pooling is not None for piece in pieces)
+
+
+def num_state_rows(piece: ScheduledSequence) -> int:
+    """Return how many of a scheduled sequence's last tokens need a row besides those that draw: for the mean all but the last."""
+    if piece.sequence.group.request.pooling is not Pooling.MEAN:
+        return 0
+    return piece.num_tokens - piece.reaches_end
+
+
+class Pooler:
+    """Pool the hidden states of steps."""
+
+    def __init__(self, norm: FinalNorm) -> None:
+        self._norm = norm
+
+    def take(self, pieces: list[ScheduledSequence], states: Tensor) -> dict[Sequence, tuple[float, ...]]:
+        """Take in a step's states [R, hidden_size], before the final norm; return the embeddings of the prompts that it ends."""
+        pooled: dict[Sequence, tuple[float, ...]] = {}
+        for piece, rows in _rows_of(pieces):
+            sequence, pooling = piece.sequence, piece.sequence.group.request.pooling
+            if pooling is None or not rows:
+                continue
+            normed = self._norm(states[rows.start : rows.stop]).to(float64)
+            if pooling is Pooling.MEAN:
+                sequence.state_sum = normed.sum(0) if sequence.num_computed == 0 else sequence.state_sum + normed.sum(0)
+            if piece.reaches_end:
+                whole = sequence.state_sum / sequence.num_tokens if pooling is Pooling.MEAN else normed[-1]
+                pooled[sequence] = tuple(whole.tolist())
+        return pooled
+
+
+def _rows_of(pieces: list[ScheduledSequence]) -> Iterator[tuple[ScheduledSequence, range]]:
+    row = 0
+    for piece in pieces:
+        draws = piece.reaches_end and bool(piece.sequence.choices_to_draw)
+        end = row + num_state_rows(piece) + (1 + len(piece.draft) if draws else 0)
+        yield piece, range(row, end)
+        row = end
