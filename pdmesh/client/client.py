@@ -27,12 +27,14 @@ from pdmesh.client.types import (
     ChatOptions,
     Completed,
     Delta,
+    Embedding,
     Event,
     GenerateOptions,
     Generation,
     Message,
     MessageLike,
     Model,
+    Pooling,
     Started,
     Tokens,
     Tool,
@@ -163,6 +165,21 @@ class Client(_Base):
         """Return the token ids of a text, or of messages rendered with the chat template."""
         return wire.tokens(self._unary(lambda stub: stub.Tokenize, wire.tokenize_request(text, model), timeout))
 
+    def embed(
+        self,
+        inputs: Iterable[str | Sequence[int]],
+        *,
+        model: str = "",
+        pooling: Pooling = Pooling.MEAN,
+        dimensions: int = 0,
+        normalize: bool = True,
+        timeout: float | None = None,
+    ) -> tuple[Embedding, ...]:
+        """Return the embeddings of texts, or of token ids. `dimensions`: only so many of the first values; 0: all. `normalize`:
+        each has the length 1."""
+        request = wire.embed_request(inputs, model, pooling, dimensions, normalize=normalize)
+        return wire.embeddings(self._unary(lambda stub: stub.Embed, request, timeout))
+
     def list_models(self, *, timeout: float | None = None) -> tuple[Model, ...]:
         """Return the models that the mesh serves."""
         return wire.models(self._unary(lambda stub: stub.ListModels, mesh_pb2.ListModelsRequest(), timeout))
@@ -279,6 +296,20 @@ class AsyncClient(_Base):
     async def tokenize(self, text: str | Iterable[MessageLike], *, model: str = "", timeout: float | None = None) -> Tokens:
         """See Client.tokenize."""
         return wire.tokens(await self._unary(lambda stub: stub.Tokenize, wire.tokenize_request(text, model), timeout))
+
+    async def embed(
+        self,
+        inputs: Iterable[str | Sequence[int]],
+        *,
+        model: str = "",
+        pooling: Pooling = Pooling.MEAN,
+        dimensions: int = 0,
+        normalize: bool = True,
+        timeout: float | None = None,
+    ) -> tuple[Embedding, ...]:
+        """See Client.embed."""
+        request = wire.embed_request(inputs, model, pooling, dimensions, normalize=normalize)
+        return wire.embeddings(await self._unary(lambda stub: stub.Embed, request, timeout))
 
     async def list_models(self, *, timeout: float | None = None) -> tuple[Model, ...]:
         """See Client.list_models."""

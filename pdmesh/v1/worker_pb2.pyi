@@ -62,6 +62,8 @@ class _EngineLackEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EngineLack
     """ENGINE_LACK_REPRODUCIBLE: logits may depend on what else is in the batch, so a request that is computed again may draw
     other tokens. What was emitted stays; a repeated token that differs is no fault.
     """
+    ENGINE_LACK_EMBEDDINGS: _EngineLack.ValueType  # 5
+    """ENGINE_LACK_EMBEDDINGS: PrefillService.Embed is refused."""
 
 class EngineLack(_EngineLack, metaclass=_EngineLackEnumTypeWrapper):
     """EngineLack names what the engine of a worker cannot do. Routers plan around it, and ignore a value that they do not know."""
@@ -78,6 +80,8 @@ ENGINE_LACK_REPRODUCIBLE: EngineLack.ValueType  # 4
 """ENGINE_LACK_REPRODUCIBLE: logits may depend on what else is in the batch, so a request that is computed again may draw
 other tokens. What was emitted stays; a repeated token that differs is no fault.
 """
+ENGINE_LACK_EMBEDDINGS: EngineLack.ValueType  # 5
+"""ENGINE_LACK_EMBEDDINGS: PrefillService.Embed is refused."""
 Global___EngineLack: _TypeAlias = EngineLack  # noqa: Y015
 
 class _ReachScope:

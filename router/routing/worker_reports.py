@@ -51,6 +51,7 @@ class Described(NamedTuple):
     hands_over_choices: bool = True
     keeps_pace: bool = True
     is_reproducible: bool = True
+    can_embed: bool = True
 
 
 class Counted(NamedTuple):
@@ -85,6 +86,7 @@ def describe(info: worker_pb2.WorkerInfo) -> Described:
         hands_over_choices=worker_pb2.ENGINE_LACK_CHOICES_HANDOFF not in info.lacks,
         keeps_pace=worker_pb2.ENGINE_LACK_PACES not in info.lacks,
         is_reproducible=worker_pb2.ENGINE_LACK_REPRODUCIBLE not in info.lacks,
+        can_embed=worker_pb2.ENGINE_LACK_EMBEDDINGS not in info.lacks,
     )
 
 
@@ -134,6 +136,7 @@ def snapshot_of(
         hands_over_choices=described.hands_over_choices,
         keeps_pace=described.keeps_pace,
         is_reproducible=described.is_reproducible,
+        can_embed=described.can_embed,
     )
 
 

@@ -32,7 +32,7 @@ class WorkerSnapshot:
     included.
     `engine`: its name, for people. `hands_over_choices`: it may be one end of the hand-off of a request with several choices;
     `keeps_pace`: its steps hold prompts back so that running sequences keep their TPOT objectives; `is_reproducible`: a request
-    that it computes again draws the same tokens.
+    that it computes again draws the same tokens; `can_embed`: it computes embeddings.
     `penalty_s`: estimated seconds by which a placement there costs more than the numbers say.
     """
 
@@ -75,6 +75,7 @@ class WorkerSnapshot:
     hands_over_choices: bool = True
     keeps_pace: bool = True
     is_reproducible: bool = True
+    can_embed: bool = True
 
     @property
     def key(self) -> WorkerKey:

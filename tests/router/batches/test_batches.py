@@ -62,6 +62,15 @@ async def test_chat_lines_run_too(served: Served) -> None:
     assert results["a"]["response"]["body"]["object"] == "chat.completion"
 
 
+async def test_embeddings_run_too(served: Served) -> None:
+    _, client = served
+    lines = [{"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": {"model": "tiny", "input": "hello"}}]
+    done = await ended(client, (await begin(client, lines, endpoint="/v1/embeddings")).id)
+    results = await lines_of(client, done.output_file_id)
+    assert len(results["a"]["response"]["body"]["data"][0]["embedding"]) == 4
+    assert done.usage is not None and (done.usage.input_tokens, done.usage.output_tokens) == (5, 0)
+
+
 async def test_lines_that_fail_are_in_the_error_file(served: Served) -> None:
     _, client = served
     done = await ended(client, (await begin(client, [line(0), line(1, top_p=7), line(2, model="other")])).id)
