@@ -70,7 +70,7 @@ def _check_pooling(request: EngineRequest, limits: Limits) -> None:
             "pooling: this engine's backend gives no hidden states; the native and the torch backend on one rank do"
         )
     if request.sampling.n > 1 or request.sampling.max_tokens > 1 or request.emitted or request.prefill_only or request.grammar:
-        raise InvalidRequest("pooling: needs n=1, max_tokens=1, no history, no grammar and no hand-off")
+        raise InvalidRequest("sampling: pooling needs n=1, max_tokens=1, no history, no grammar and no hand-off")
 
 
 def _check_tokens(request: EngineRequest, limits: Limits) -> None:

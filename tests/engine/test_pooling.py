@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +17,11 @@ from pdmesh.engine.errors import InvalidRequest
 from pdmesh.engine.loader.loader import LoadedModel, load_model
 from pdmesh.engine.outputs import SequenceUpdate
 from pdmesh.engine.request import EngineRequest, Pooling
+from pdmesh.models.registry import ensure_model
 from pdmesh.sampling_params import SamplingParams
+from tests.engine.model_kinds import KINDS
 from tests.engine.test_engine_model import prompts
+from tests.engine.test_model_transformers import reference
 from tests.support.mock_engine import open_engine
 from tests.support.tiny_models import make_tiny_model
 
@@ -147,6 +151,42 @@ def test_what_goes_with_no_pooling_is_refused(
     loaded: LoadedModel, known: tuple[Path, list[Tensor]], changes: dict[str, object]
 ) -> None:
     engine = engine_of(loaded, known[0])
-    with pytest.raises(InvalidRequest, match="pooling: needs"):
+    with pytest.raises(InvalidRequest, match="sampling: pooling needs"):
         engine.add(replace(embed(0, Pooling.MEAN), **changes))  # type: ignore[arg-type]
+    engine.close()
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_every_kind_of_final_norm(tmp_path: Path, kind: str) -> None:
+    name, overrides = KINDS[kind]
+    folder = make_tiny_model(tmp_path, name, **overrides)
+    prompt = tuple(random.Random(3).choices(range(256), k=40))
+    with torch.inference_mode():
+        states = reference(folder, dtype=torch.float32)(torch.tensor([prompt]), output_hidden_states=True).hidden_states[-1][0]
+    for backend in BACKENDS:
+        loaded = load_model(EngineConfig(model=str(folder), backend=backend, dtype="float32"))
+        engine = engine_of(loaded, folder)
+        for pooling in Pooling:
+            assert engine.add(EngineRequest(pooling.value, prompt, ONE_TOKEN, pooling=pooling))
+        updates = run(engine)
+        for pooling in Pooling:
+            check(updates[pooling.value][0], states, pooling)
+        engine.close()
+
+
+@pytest.mark.real_model
+def test_the_real_model_in_float32() -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = ensure_model("smollm2-135m-instruct", print)
+    prompt = tuple(transformers.AutoTokenizer.from_pretrained(folder)("The capital of France is Paris. " * 60)["input_ids"])
+    model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        states = model(torch.tensor([prompt])).last_hidden_state[0]
+    loaded = load_model(EngineConfig(model=str(folder), dtype="float32", quantization="none", num_threads=1))
+    engine = engine_of(loaded, folder, max_num_batched_tokens=512)
+    for pooling in Pooling:
+        assert engine.add(EngineRequest(pooling.value, prompt, ONE_TOKEN, pooling=pooling))
+    updates = run(engine)
+    for pooling in Pooling:
+        torch.testing.assert_close(torch.tensor(updates[pooling.value][0].pooled), wanted(states, pooling), rtol=1e-4, atol=1e-4)
     engine.close()
