@@ -22,10 +22,11 @@ GOALS = {
     "up_arrows": 0,
 }
 """What is wanted."""
-REACHED = {"remote_files": 112, "tcp_push_files": 16, "modules_not_registered": 497}
+REACHED = {"remote_files": 112, "tcp_push_files": 16, "modules_not_registered": 502}
 """What is allowed where a goal is not reached. The files of a request may shrink only; modules grow with what is built (adapters,
 headers, distillation, GGUF's architectures, a step's memory, engines behind an interface, stock engines, parsers of calls, what
-APIs over HTTP share, batch files came after 420)."""
+APIs over HTTP share, batch files,
+embeddings came after 420)."""
 
 SEEN_BY_A_REQUEST = {"router", "prefill_service", "decode_service", "kvtransfer", "engine", "worker", "text"}
 

@@ -23,7 +23,7 @@ from pdmesh.engine.kv_cache.events import LayerReadiness
 from pdmesh.engine.kv_cache.moves import copy_blocks, indices_for, move_slots
 from pdmesh.engine.models.config import ModelConfig
 from pdmesh.engine.runner.batch import StepBatch, Tail
-from pdmesh.engine.runner.pooling import Pooler, num_state_rows, pools
+from pdmesh.engine.runner.pooling import Pooler
 from pdmesh.engine.sampling.grammar import Bits
 from pdmesh.engine.sampling.sampler import SampledToken, SampleRow
 from pdmesh.engine.scheduler.scheduler import ScheduledSequence, SchedulerOutput
@@ -110,7 +110,7 @@ class ModelRunner:
         pieces = plan.pieces
         self.copy_blocks(pieces)
         batch = self.batch_of(pieces)
-        if self._pooler is not None and pools(pieces):
+        if self._pooler is not None and any(piece.sequence.group.request.pooling for piece in pieces):
             return self._run_pooling(pieces, batch, signal, self._pooler)
         if self._hidden_size is None or not keep_hidden:
             return self._draw(pieces, self._model.forward(batch, self._kv, signal), None)
@@ -155,7 +155,7 @@ class ModelRunner:
     ) -> dict[Sequence, list[SampledOutput]]:
         """Draw from `logits` [R, vocab], `hidden` [R, hidden_size]: each scheduled sequence that draws has a row behind its last
         known token, then one behind each token of its draft; the choices of a trunk draw from the same row.
-        `has_states`: some rows do not draw, see `num_state_rows`."""
+        `has_states`: some rows do not draw, see `ScheduledSequence.num_state_rows`."""
         owners = list(_owners(pieces))
         if not owners:
             return {}
@@ -223,7 +223,7 @@ def _owners(pieces: list[ScheduledSequence]) -> Iterator[_Owner]:
     grammar allows are found here: on an accelerator the forward pass, which was only launched, still runs meanwhile."""
     row = 0
     for piece in pieces:
-        row += num_state_rows(piece)
+        row += piece.num_state_rows
         if not _draws(piece):
             continue
         allowed = allowed_on_tree(piece.sequence, piece.draft)
@@ -290,7 +290,7 @@ def _parts(piece: ScheduledSequence, block_size: int) -> Iterator[_Part]:
         [slot(p) for p in range(start, last)],
         last,
         sequence.block_ids[: num_blocks_for(last, block_size)],
-        num_state_rows(piece) + (1 + len(first) if _draws(piece) else 0),
+        piece.num_state_rows + (1 + len(first) if _draws(piece) else 0),
     )
     for branch in branches[1:]:
         path = draft.branch(branch[-1])

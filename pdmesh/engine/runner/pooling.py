@@ -33,18 +33,6 @@ def _unpacked(norm: PackedNorm, hidden_size: int) -> Norm:
     return Norm(norm.weight[:hidden_size], norm.eps, norm.kind, bias)
 
 
-def pools(pieces: list[ScheduledSequence]) -> bool:
-    """Return whether the hidden states of a step are wanted for an embedding."""
-    return any(piece.sequence.group.request.pooling is not None for piece in pieces)
-
-
-def num_state_rows(piece: ScheduledSequence) -> int:
-    """Return how many of a scheduled sequence's last tokens need a row besides those that draw: for the mean all but the last."""
-    if piece.sequence.group.request.pooling is not Pooling.MEAN:
-        return 0
-    return piece.num_tokens - piece.reaches_end
-
-
 class Pooler:
     """Pool the hidden states of steps."""
 
@@ -71,6 +59,6 @@ def _rows_of(pieces: list[ScheduledSequence]) -> Iterator[tuple[ScheduledSequenc
     row = 0
     for piece in pieces:
         draws = piece.reaches_end and bool(piece.sequence.choices_to_draw)
-        end = row + num_state_rows(piece) + (1 + len(piece.draft) if draws else 0)
+        end = row + piece.num_state_rows + (1 + len(piece.draft) if draws else 0)
         yield piece, range(row, end)
         row = end

@@ -189,6 +189,14 @@ class ScheduledSequence:
         """Return whether the step computes all known tokens. Call it before the step's tokens count as computed."""
         return self.sequence.num_remaining == self.num_tokens
 
+    @property
+    def num_state_rows(self) -> int:
+        """Return how many of its tokens need a row of the model's output besides those that draw: those whose states are pooled
+        into a mean."""
+        if self.sequence.group.request.pooling is not Pooling.MEAN:
+            return 0
+        return self.num_tokens - self.reaches_end
+
 
 class SchedulerOutput:
     """Hold one step's work, in the order in which it was planned."""
