@@ -56,7 +56,7 @@ from pdmesh_vllm.prefix_cache import PrefixIndex
 from pdmesh_vllm.staging import raw_blocks, stage, zero
 
 logger = logging.getLogger(__name__)
-LACKS = frozenset({Lack.CHOICES_HANDOFF, Lack.DRAFT_STATES, Lack.PACES, Lack.PROMPT_SHARES})
+LACKS = frozenset({Lack.CHOICES_HANDOFF, Lack.DRAFT_STATES, Lack.EMBEDDINGS, Lack.PACES, Lack.PROMPT_SHARES})
 
 
 class VllmEngine:

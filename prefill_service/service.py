@@ -1,4 +1,4 @@
-"""PrefillService on the wire: checks of its requests, and the hand-offs that run."""
+"""PrefillService on the wire: checks of its requests, and the hand-offs and embeddings that run."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from pdmesh.runtime.telemetry.spans import StepLog
 from pdmesh.runtime.telemetry.tracing import OFF, Tracing
 from pdmesh.v1 import common_pb2, prefill_pb2
 from pdmesh.v1.prefill_pb2_grpc import PrefillServiceServicer
+from prefill_service.embedding import embed, embedding_request
 from prefill_service.first_tokens import Spans, open_spans
 from prefill_service.handoff import Assignment, Handoff, HandoffTools, named
 
@@ -108,7 +109,7 @@ def _num_kv_tokens(request: EngineRequest) -> int:
 
 
 class PrefillServicer(PrefillServiceServicer):
-    """Serve Prefill. A worker can wait for the running hand-offs, or abandon them."""
+    """Serve Prefill and Embed. A worker can wait for what runs, or abandon it."""
 
     def __init__(
         self,
@@ -131,6 +132,7 @@ class PrefillServicer(PrefillServiceServicer):
         self._steps = steps or StepLog()
         self._serial = itertools.count(1)
         self._running: set[Handoff] = set()
+        self._embedding: set[asyncio.Task[object]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self.num_handoff_failures = 0
@@ -160,6 +162,19 @@ class PrefillServicer(PrefillServiceServicer):
         finally:
             spans.end(error, handoff.problem if handoff is not None else None)
 
+    async def Embed(self, request: prefill_pb2.EmbedPromptRequest, context: _ServicerContext) -> prefill_pb2.EmbedPromptResponse:
+        received_ns, task = time.monotonic_ns(), asyncio.current_task()
+        assert task is not None
+        self._check_new_work()
+        self._embedding.add(task)
+        self._idle.clear()
+        try:
+            wanted = await embedding_request(request, self._validator.translate, f"e:{request.request_id}:{next(self._serial)}")
+            return await embed(self._tools.engine, self._tools.sinks, wanted, received_ns, request.time_left_ms)
+        finally:
+            self._embedding.discard(task)
+            self._settle()
+
     async def _accept(self, request: prefill_pb2.PrefillRequest, received_ns: int, spans: Spans) -> Handoff:
         """Validate a request and return its hand-off, which runs. Raises MeshError."""
         self._check(request)
@@ -173,13 +188,15 @@ class PrefillServicer(PrefillServiceServicer):
             self._check_new_work()
 
     async def wait_idle(self) -> None:
-        """Wait until no hand-off runs."""
+        """Wait until no hand-off runs, and no embedding."""
         await self._idle.wait()
 
     async def abandon(self) -> None:
-        """Cancel all hand-offs, and wait until their blocks are released."""
+        """Cancel all hand-offs and embeddings, and wait until their blocks are released."""
         for handoff in list(self._running):
             handoff.cancel()
+        for embedding in list(self._embedding):
+            embedding.cancel()
         await self._idle.wait()
 
     def _begin(self, handoff: Handoff) -> Handoff:
@@ -191,7 +208,10 @@ class PrefillServicer(PrefillServiceServicer):
     def _ended(self, handoff: Handoff) -> None:
         self._running.discard(handoff)
         self.num_handoff_failures += handoff.failed
-        if not self._running:
+        self._settle()
+
+    def _settle(self) -> None:
+        if not self._running and not self._embedding:
             self._idle.set()
 
 

@@ -44,6 +44,32 @@ _POSITIVE = (
 
 
 @dataclass(frozen=True)
+class BatchConfig:
+    """Configure batch files. Without a folder there are none."""
+
+    http_batch_folder: str = field(
+        default="", metadata={"help": "folder of files and batches (/v1/files, /v1/batches); empty: there are no batches"}
+    )
+    http_batch_file_bytes: int = field(default=200 << 20, metadata={"help": "bytes of a file that clients upload for a batch"})
+    http_batch_lines: int = field(default=50_000, metadata={"help": "lines of a batch"})
+    http_batch_files: int = field(default=500, metadata={"help": "files that a tenant may have, those with results included"})
+    http_batch_unfinished: int = field(default=100, metadata={"help": "batches of a tenant that have not ended"})
+    http_batch_running: int = field(default=4, metadata={"help": "batches that this router works at the same time"})
+    http_batch_concurrency: int = field(default=8, metadata={"help": "lines of a batch that run at the same time"})
+    http_batch_retry_s: float = field(
+        default=3600.0, metadata={"help": "how long a line is tried again while the mesh refuses it for overload"}
+    )
+
+    def validate(self) -> None:
+        """Check all settings. Raises ValueError that names the field."""
+        for name in ("file_bytes", "lines", "files", "unfinished", "running", "concurrency"):
+            if getattr(self, f"http_batch_{name}") < 1:
+                raise ValueError(f"http_batch_{name}: must be at least 1")
+        if not self.http_batch_retry_s >= 0:
+            raise ValueError("http_batch_retry_s: must not be negative")
+
+
+@dataclass(frozen=True)
 class RouterConfig:
     """Configure a router. Durations are seconds of the monotonic clock unless the name says `_ms`."""
 
@@ -78,6 +104,7 @@ class RouterConfig:
     http_keep_responses_bytes: int = field(
         default=64 << 20, metadata={"help": "bytes of all kept responses of each tenant; more drop the oldest"}
     )
+    batches: BatchConfig = field(default_factory=BatchConfig, metadata={"flatten": True})
     models: tuple[str, ...] = field(
         default=(), metadata={"help": "models to serve, NAME=FOLDER with the tokenizer, comma separated"}
     )
@@ -275,6 +302,8 @@ class RouterConfig:
         self._check_parsers("tool_parser", self.tool_parser, TOOL_FORMATS)
         self._check_parsers("reasoning_parser", self.reasoning_parser, REASONING_FORMATS)
         _require(self.processes <= MAX_PROCESSES, "processes", f"must be at most {MAX_PROCESSES}")
+        has_http = self.http_port is not None
+        _require(has_http or not self.batches.http_batch_folder, "http_batch_folder", "needs HTTP; give --http-port, too")
         self._check_metrics_ports()
         self._check_engines()
 

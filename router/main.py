@@ -89,7 +89,8 @@ class Router:
             share_port=config.share_ports,
         )
         protocols.add_services(self.server, self.frontend)
-        self.http = open_gateway(config, partial(protocols.routes, self.frontend), tls, self.keys)
+        self.batches = protocols.open_batches(config, self.frontend)
+        self.http = open_gateway(config, partial(protocols.all_routes, self.frontend, self.batches), tls, self.keys)
         self._health: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
@@ -110,6 +111,8 @@ class Router:
             self.shared.start()
         self.tenants.start()
         self.core.adapters.start()
+        if self.batches is not None:
+            await self.batches.start()
         self._health = asyncio.create_task(self._follow_readiness(), name="health")
         return f"{self.config.host}:{port}"
 
@@ -121,7 +124,9 @@ class Router:
         await self.server.set_serving(False)
         # A call that meets the closing port ends with CANCELLED, which clients do not retry, so balancers must have stopped
         # sending by then.
-        await asyncio.gather(self.frontend.drain(self.config.drain_grace_s), asyncio.sleep(self.config.linger_s))
+        await asyncio.gather(
+            self.frontend.drain(self.config.drain_grace_s), self._stop_batches(), asyncio.sleep(self.config.linger_s)
+        )
         await self.mover.stop()
         await self.core.background.finish(BACKGROUND_GRACE_S)
         await self.server.drain(0.5)
@@ -142,6 +147,10 @@ class Router:
         await self.channels.close()
         await self.metrics.stop()
         await asyncio.to_thread(self.core.tracing.close)
+
+    async def _stop_batches(self) -> None:
+        if self.batches is not None:
+            await self.batches.stop(self.config.drain_grace_s)
 
     def _registry_connected(self) -> bool:
         return self.registry is not None and self.registry.connected

@@ -11,7 +11,7 @@ The public names are these; the modules beside this one are how they are made.
 
 from pdmesh.client.client import AsyncClient, Client
 from pdmesh.client.stream import RetryPolicy
-from pdmesh.client.types import Completed, Delta, Event, Generation, Message, Started, Tool, ToolCall
+from pdmesh.client.types import Completed, Delta, Embedding, Event, Generation, Message, Pooling, Started, Tool, ToolCall
 from pdmesh.runtime.rpc.tls import ClientTlsConfig
 
 __all__ = [
@@ -20,9 +20,11 @@ __all__ = [
     "ClientTlsConfig",
     "Completed",
     "Delta",
+    "Embedding",
     "Event",
     "Generation",
     "Message",
+    "Pooling",
     "RetryPolicy",
     "Started",
     "Tool",

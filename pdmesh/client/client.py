@@ -27,12 +27,14 @@ from pdmesh.client.types import (
     ChatOptions,
     Completed,
     Delta,
+    Embedding,
     Event,
     GenerateOptions,
     Generation,
     Message,
     MessageLike,
     Model,
+    Pooling,
     Started,
     Tokens,
     Tool,
@@ -173,6 +175,21 @@ class Client(_Base):
         request = wire.tokenize_request(text, model, tools, chat_template_kwargs)
         return wire.tokens(self._unary(lambda stub: stub.Tokenize, request, timeout))
 
+    def embed(
+        self,
+        inputs: Iterable[str | Sequence[int]],
+        *,
+        model: str = "",
+        pooling: Pooling = Pooling.MEAN,
+        dimensions: int = 0,
+        normalize: bool = True,
+        timeout: float | None = None,
+    ) -> tuple[Embedding, ...]:
+        """Return the embeddings of texts, or of token ids. `dimensions`: only so many of the first values; 0: all. `normalize`:
+        each has the length 1."""
+        request = wire.embed_request(inputs, model, pooling, dimensions, normalize=normalize)
+        return wire.embeddings(self._unary(lambda stub: stub.Embed, request, timeout))
+
     def list_models(self, *, timeout: float | None = None) -> tuple[Model, ...]:
         """Return the models that the mesh serves."""
         return wire.models(self._unary(lambda stub: stub.ListModels, mesh_pb2.ListModelsRequest(), timeout))
@@ -298,6 +315,20 @@ class AsyncClient(_Base):
         """See Client.tokenize."""
         request = wire.tokenize_request(text, model, tools, chat_template_kwargs)
         return wire.tokens(await self._unary(lambda stub: stub.Tokenize, request, timeout))
+
+    async def embed(
+        self,
+        inputs: Iterable[str | Sequence[int]],
+        *,
+        model: str = "",
+        pooling: Pooling = Pooling.MEAN,
+        dimensions: int = 0,
+        normalize: bool = True,
+        timeout: float | None = None,
+    ) -> tuple[Embedding, ...]:
+        """See Client.embed."""
+        request = wire.embed_request(inputs, model, pooling, dimensions, normalize=normalize)
+        return wire.embeddings(await self._unary(lambda stub: stub.Embed, request, timeout))
 
     async def list_models(self, *, timeout: float | None = None) -> tuple[Model, ...]:
         """See Client.list_models."""

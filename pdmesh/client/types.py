@@ -304,6 +304,21 @@ class Tokens:
     max_context: int
 
 
+class Pooling(Enum):
+    """Name how an embedding is made of the hidden states of a text's tokens."""
+
+    MEAN = "mean"
+    LAST = "last"
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """Hold the embedding of a text, and the number of its tokens."""
+
+    values: tuple[float, ...]
+    num_tokens: int
+
+
 @dataclass(frozen=True)
 class Model:
     """Describe a model that the mesh serves, and how many workers of each role are ready for it."""

@@ -12,6 +12,7 @@ from pdmesh.client.types import (
     Choice,
     Completed,
     Delta,
+    Embedding,
     Event,
     FinishReason,
     GenerateOptions,
@@ -20,6 +21,7 @@ from pdmesh.client.types import (
     Message,
     MessageLike,
     Model,
+    Pooling,
     PrefillMode,
     Priority,
     Started,
@@ -182,6 +184,27 @@ def tokenize_request(
     if chat_template_kwargs:
         request.chat_template_kwargs = _template_kwargs(chat_template_kwargs, {})
     return request
+
+
+_POOLINGS = {Pooling.MEAN: common_pb2.POOLING_MEAN, Pooling.LAST: common_pb2.POOLING_LAST}
+
+
+def embed_request(
+    inputs: Iterable[str | Sequence[int]], model: str, pooling: Pooling, dimensions: int, *, normalize: bool
+) -> mesh_pb2.EmbedRequest:
+    """Return the request for the embeddings of texts, or of token ids."""
+    wanted = [
+        mesh_pb2.EmbedInput(text=each) if isinstance(each, str) else mesh_pb2.EmbedInput(tokens=mesh_pb2.TokenIds(ids=each))
+        for each in inputs
+    ]
+    return mesh_pb2.EmbedRequest(
+        model=model, inputs=wanted, pooling=_POOLINGS[pooling], dimensions=dimensions, unnormalized=not normalize
+    )
+
+
+def embeddings(response: mesh_pb2.EmbedResponse) -> tuple[Embedding, ...]:
+    """Return the embeddings, in the order of the inputs."""
+    return tuple(Embedding(tuple(each.values), each.num_tokens) for each in response.embeddings)
 
 
 def _message(message: MessageLike) -> Message:

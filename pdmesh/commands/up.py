@@ -58,6 +58,9 @@ class Options:
     http_port: int | None = field(
         default=8000, metadata={"help": "port of OpenAI's API over HTTP on the (first) router; 0: any free one; empty: none"}
     )
+    http_batch_folder: str = field(
+        default="", metadata={"help": "folder of files and batches of OpenAI's API, for all routers; empty: there are no batches"}
+    )
     metrics_port: int | None = field(
         default=None,
         metadata={"help": "port of /metrics of the (first) router, the other processes follow; 0: any free ones; empty: none"},
@@ -120,6 +123,8 @@ class Options:
             raise ValueError("port: must be between 0 and 65535")
         if self.http_port is not None and not 0 <= self.http_port <= 65535:
             raise ValueError("http_port: must be between 0 and 65535")
+        if self.http_batch_folder and self.http_port is None:
+            raise ValueError("http_batch_folder: needs HTTP; give --http-port, too")
         check_adapters(self.lora, self.max_loras)
         self._check_engines()
         if self.speculation:
@@ -187,6 +192,7 @@ def _mesh_config(options: Options, folder: Path) -> LocalMeshConfig:
         host=options.host,
         port=options.port,
         http_port=options.http_port,
+        http_batch_folder=options.http_batch_folder,
         metrics_port=options.metrics_port,
         console_port=options.console_port if options.console else None,
         console_host=options.console_host,

@@ -34,6 +34,7 @@ from pdmesh.engine.request import EngineRequest
 from pdmesh.engine.request_validation import Limits
 from pdmesh.engine.runner.model_runner import ModelRunner, SampledOutput
 from pdmesh.engine.runner.overlap import overlap_scheduler
+from pdmesh.engine.runner.pooling import Pooler, final_norm
 from pdmesh.engine.scheduler.requests import RequestTable, Reservations
 from pdmesh.engine.scheduler.scheduler import Scheduler, SchedulerOutput, TpotLimiter
 from pdmesh.engine.scheduler.sequence import Phase, SequenceGroup
@@ -99,6 +100,7 @@ class Engine:
         self.cost = cost_of(loaded, self.kv.shape)
         self.sampler = sampler = loaded.sampler()
         self._pool = BlockPool(self.kv.shape.num_blocks)
+        self._final_norm = final_norm(loaded.model)
         limits = self._limits()
         self._allocator = BlockManager(self._pool, config.block_size, hash_block, prefix_caching=config.prefix_caching)
         if proposers is None:
@@ -116,6 +118,7 @@ class Engine:
             arrangement=self.kv_arrangement,
             others=self.ranks_with_pools,
             adapter_slots=self.adapters.slots,
+            pooler=None if self._final_norm is None else Pooler(self._final_norm, loaded.config.hidden_size),
         )
         self.pacer = TpotLimiter(is_on=config.keep_pace)
         self._scheduler = Scheduler(self._allocator, config.max_num_batched_tokens, self.pacer, config.max_num_seqs)
@@ -232,6 +235,11 @@ class Engine:
         """Return whether something runs or waits. If all wait for blocks that reservations hold, step() still returns None."""
         return bool(self._scheduler.running or self._scheduler.waiting)
 
+    @property
+    def can_pool(self) -> bool:
+        """Return whether requests may have pooling."""
+        return self._final_norm is not None
+
     def expert_counts(self) -> Tensor | None:
         """Return the tokens that each expert got since start, [layers with experts, num_experts] int64; None for a model without
         experts, or where its kernels do not count. It may be called on any thread: what a step adds meanwhile may be missing."""
@@ -338,6 +346,7 @@ class Engine:
             max_context=effective_max_context(self.config, self.model_config),
             vocab_size=self.model_config.vocab_size,
             eos_token_ids=self.eos_token_ids,
+            can_pool=self.can_pool,
         )
 
 

@@ -39,6 +39,7 @@ class SequenceUpdate:
     num_accepted: int = 0  # how many of them were accepted and are among these tokens
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt's tokens but the first, with the first tokens of one choice
     draft_state: bytes = b""  # prefill_only: for the draft proposer of the decode worker (speculation/handover.py)
+    pooled: tuple[float, ...] = ()  # [hidden_size] of a request with pooling
 
 
 @dataclass(frozen=True)

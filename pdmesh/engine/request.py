@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -9,6 +10,13 @@ from pdmesh.adapter_id import AdapterId
 from pdmesh.engine.outputs import FinishReason
 from pdmesh.engine.sampling.grammar import Grammar, Matcher
 from pdmesh.sampling_params import SamplingParams
+
+
+class Pooling(enum.Enum):
+    """Name how an embedding is made of the hidden states of a prompt's tokens, behind the final norm."""
+
+    MEAN = "mean"  # of all tokens
+    LAST = "last"  # that of the last token
 
 
 @dataclass(frozen=True)
@@ -24,6 +32,7 @@ class EngineRequest:
     adapter: AdapterId | None = None  # LoRA adapter that computes it beside the model; None: the model alone
     tpot_goal_s: float = 0.0  # TPOT objective: the longest average time between its tokens; 0: none
     prefill_only: bool = False  # stop after each choice's first new token and hold the blocks until release()
+    pooling: Pooling | None = None  # the prompt's embedding is wanted, beside one token
     grammar: Grammar | None = None  # each choice's output is one of its sentences, or the beginning of one
     # () or one per choice: matchers of the grammar, behind `emitted`, which follows it; None for a finished choice. A caller
     # that gives them has replayed the history off the engine's thread; else the engine does, and a long one delays its step.

@@ -22,6 +22,7 @@ class Limits:
     max_context: int  # prompt and output together
     vocab_size: int
     eos_token_ids: Collection[int]
+    can_pool: bool = False  # embeddings can be computed
 
     def finish_reason(self, request: EngineRequest, output: Sequence[int]) -> FinishReason | None:
         """Return why a choice of the request with this output has ended, or None."""
@@ -41,6 +42,7 @@ def check_request(request: EngineRequest, limits: Limits) -> None:
     except ValueError as error:
         raise InvalidRequest(f"sampling.{error}") from error
     _check_shape(request)
+    _check_pooling(request, limits)
     _check_tokens(request, limits)
     _check_history(request, limits)
     _check_grammar(request, limits)
@@ -58,6 +60,17 @@ def _check_shape(request: EngineRequest) -> None:
         raise InvalidRequest("finished: every choice is; there is nothing to generate")
     if request.prefill_only and len(unfinished_choices(request)) > 1 and any(request.emitted):
         raise InvalidRequest("emitted: several choices with history cannot be prefilled for another engine; run them there")
+
+
+def _check_pooling(request: EngineRequest, limits: Limits) -> None:
+    if request.pooling is None:
+        return
+    if not limits.can_pool:
+        raise InvalidRequest(
+            "pooling: this engine's backend gives no hidden states; the native and the torch backend on one rank do"
+        )
+    if request.sampling.n > 1 or request.sampling.max_tokens > 1 or request.emitted or request.prefill_only or request.grammar:
+        raise InvalidRequest("sampling: pooling needs n=1, max_tokens=1, no history, no grammar and no hand-off")
 
 
 def _check_tokens(request: EngineRequest, limits: Limits) -> None:

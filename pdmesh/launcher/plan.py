@@ -44,6 +44,7 @@ class LocalMeshConfig:
     host: str = "127.0.0.1"
     port: int = 8100  # of the first router, the others follow; 0: any free ones
     http_port: int | None = None  # OpenAI's API on the first router, the others follow; 0: any free ones; None: no HTTP
+    http_batch_folder: str = ""  # of files and batches, shared by all routers; empty: there are no batches
     metrics_port: int | None = (
         None  # /metrics of the first router, the others and the workers follow; 0: any free ones; None: no such
     )
@@ -212,6 +213,7 @@ def _router(config: LocalMeshConfig, index: int, redis_url: str) -> ProcessPlan:
         "--host": config.host,
         "--port": str(config.port + index if config.port else 0),
         "--http-port": "" if config.http_port is None else str(config.http_port + index if config.http_port else 0),
+        **({"--http-batch-folder": config.http_batch_folder} if config.http_batch_folder else {}),
         "--models": f"{config.name_of_model}={config.model}",
         "--mesh": config.mesh,
         "--drain-grace-s": str(config.stop_grace_s / 2),

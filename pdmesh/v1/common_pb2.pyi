@@ -75,6 +75,30 @@ PRIORITY_BATCH: Priority.ValueType  # 3
 """PRIORITY_BATCH uses the remaining capacity."""
 Global___Priority: _TypeAlias = Priority  # noqa: Y015
 
+class _Pooling:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PoolingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Pooling.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    POOLING_UNSPECIFIED: _Pooling.ValueType  # 0
+    """POOLING_UNSPECIFIED: the default, POOLING_MEAN."""
+    POOLING_MEAN: _Pooling.ValueType  # 1
+    """POOLING_MEAN of all tokens."""
+    POOLING_LAST: _Pooling.ValueType  # 2
+    """POOLING_LAST: that of the last token."""
+
+class Pooling(_Pooling, metaclass=_PoolingEnumTypeWrapper):
+    """Pooling says how an embedding is made of the hidden states of a text's tokens."""
+
+POOLING_UNSPECIFIED: Pooling.ValueType  # 0
+"""POOLING_UNSPECIFIED: the default, POOLING_MEAN."""
+POOLING_MEAN: Pooling.ValueType  # 1
+"""POOLING_MEAN of all tokens."""
+POOLING_LAST: Pooling.ValueType  # 2
+"""POOLING_LAST: that of the last token."""
+Global___Pooling: _TypeAlias = Pooling  # noqa: Y015
+
 @_typing.final
 class SamplingParams(_message.Message):
     """SamplingParams says how the next token is drawn from the model's logits. The order is: constraint, penalties, min_tokens mask,

@@ -875,6 +875,146 @@ class Timings(_message.Message):
 Global___Timings: _TypeAlias = Timings  # noqa: Y015
 
 @_typing.final
+class EmbedRequest(_message.Message):
+    """EmbedRequest asks for embeddings."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    INPUTS_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
+    DIMENSIONS_FIELD_NUMBER: _builtins.int
+    UNNORMALIZED_FIELD_NUMBER: _builtins.int
+    OPTIONS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """model that computes them. Empty is allowed while the mesh serves exactly one. An adapter's name: the model with it."""
+    pooling: _common_pb2.Pooling.ValueType
+    """pooling of the hidden states. POOLING_UNSPECIFIED means POOLING_MEAN."""
+    dimensions: _builtins.int
+    """dimensions: only so many of the first values, normalized anew. 0 means all."""
+    unnormalized: _builtins.bool
+    """unnormalized: the values as the model gives them; else each embedding has the length 1."""
+    @_builtins.property
+    def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___EmbedInput]:
+        """inputs, 1 to 128, each of which has an embedding of its own."""
+
+    @_builtins.property
+    def options(self) -> Global___RequestOptions:
+        """options of the request. The mode is not used."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        inputs: _abc.Iterable[Global___EmbedInput] | None = ...,
+        pooling: _common_pb2.Pooling.ValueType = ...,
+        dimensions: _builtins.int = ...,
+        unnormalized: _builtins.bool = ...,
+        options: Global___RequestOptions | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["options", b"options"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dimensions", b"dimensions", "inputs", b"inputs", "model", b"model", "options", b"options", "pooling", b"pooling", "unnormalized", b"unnormalized"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EmbedRequest: _TypeAlias = EmbedRequest  # noqa: Y015
+
+@_typing.final
+class EmbedInput(_message.Message):
+    """EmbedInput is one text."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """text, tokenized with the special tokens that the model wants around it."""
+    @_builtins.property
+    def tokens(self) -> Global___TokenIds:
+        """tokens as they are."""
+
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        tokens: Global___TokenIds | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["text", "tokens"]  # noqa: Y015
+    _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
+
+Global___EmbedInput: _TypeAlias = EmbedInput  # noqa: Y015
+
+@_typing.final
+class EmbedResponse(_message.Message):
+    """EmbedResponse holds one embedding for each input, in their order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    EMBEDDINGS_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """model that computed them."""
+    request_id: _builtins.str
+    """request_id as given, or as made by the router."""
+    @_builtins.property
+    def embeddings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Embedding]:
+        """embeddings, one for each input."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        embeddings: _abc.Iterable[Global___Embedding] | None = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embeddings", b"embeddings", "model", b"model", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EmbedResponse: _TypeAlias = EmbedResponse  # noqa: Y015
+
+@_typing.final
+class Embedding(_message.Message):
+    """Embedding of one input."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALUES_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    num_tokens: _builtins.int
+    """num_tokens of the input."""
+    num_cached_tokens: _builtins.int
+    """num_cached_tokens of them that a prefix cache had."""
+    @_builtins.property
+    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """values."""
+
+    def __init__(
+        self,
+        *,
+        values: _abc.Iterable[_builtins.float] | None = ...,
+        num_tokens: _builtins.int = ...,
+        num_cached_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_tokens", b"num_cached_tokens", "num_tokens", b"num_tokens", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Embedding: _TypeAlias = Embedding  # noqa: Y015
+
+@_typing.final
 class TokenizeRequest(_message.Message):
     """TokenizeRequest asks for token ids."""
 

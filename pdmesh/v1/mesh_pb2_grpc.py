@@ -51,6 +51,11 @@ class MeshStub:
                 request_serializer=pdmesh_dot_v1_dot_mesh__pb2.TokenizeRequest.SerializeToString,
                 response_deserializer=pdmesh_dot_v1_dot_mesh__pb2.TokenizeResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/pdmesh.v1.Mesh/Embed',
+                request_serializer=pdmesh_dot_v1_dot_mesh__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_mesh__pb2.EmbedResponse.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/pdmesh.v1.Mesh/ListModels',
                 request_serializer=pdmesh_dot_v1_dot_mesh__pb2.ListModelsRequest.SerializeToString,
@@ -105,6 +110,15 @@ class MeshServicer:
 
     def Tokenize(self, request, context):
         """Tokenize returns token ids of a text or of rendered messages. INVALID_ARGUMENT names the field; NOT_FOUND: unknown model.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Embed(self, request, context):
+        """Embed returns the embeddings of texts: pooled hidden states of the model that is served. INVALID_ARGUMENT names the field;
+        NOT_FOUND: unknown model; RESOURCE_EXHAUSTED with a retry delay: overload; UNIMPLEMENTED: no worker of the model can; UNAVAILABLE:
+        no worker; DEADLINE_EXCEEDED. Cancelling the call stops the workers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -173,6 +187,11 @@ def add_MeshServicer_to_server(servicer, server):
                     servicer.Tokenize,
                     request_deserializer=pdmesh_dot_v1_dot_mesh__pb2.TokenizeRequest.FromString,
                     response_serializer=pdmesh_dot_v1_dot_mesh__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=pdmesh_dot_v1_dot_mesh__pb2.EmbedRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_mesh__pb2.EmbedResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
@@ -287,6 +306,33 @@ class Mesh:
             '/pdmesh.v1.Mesh/Tokenize',
             pdmesh_dot_v1_dot_mesh__pb2.TokenizeRequest.SerializeToString,
             pdmesh_dot_v1_dot_mesh__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdmesh.v1.Mesh/Embed',
+            pdmesh_dot_v1_dot_mesh__pb2.EmbedRequest.SerializeToString,
+            pdmesh_dot_v1_dot_mesh__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -43,6 +43,11 @@ class MeshStub:
     """Chat renders messages with the model's own chat template, then generates. Its messages and statuses are those of Generate."""
     Tokenize: _grpc.UnaryUnaryMultiCallable[_mesh_pb2.TokenizeRequest, _mesh_pb2.TokenizeResponse]
     """Tokenize returns token ids of a text or of rendered messages. INVALID_ARGUMENT names the field; NOT_FOUND: unknown model."""
+    Embed: _grpc.UnaryUnaryMultiCallable[_mesh_pb2.EmbedRequest, _mesh_pb2.EmbedResponse]
+    """Embed returns the embeddings of texts: pooled hidden states of the model that is served. INVALID_ARGUMENT names the field;
+    NOT_FOUND: unknown model; RESOURCE_EXHAUSTED with a retry delay: overload; UNIMPLEMENTED: no worker of the model can; UNAVAILABLE:
+    no worker; DEADLINE_EXCEEDED. Cancelling the call stops the workers.
+    """
     ListModels: _grpc.UnaryUnaryMultiCallable[_mesh_pb2.ListModelsRequest, _mesh_pb2.ListModelsResponse]
     """ListModels returns the models that this router knows, with their number of workers."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_mesh_pb2.GetStatusRequest, _mesh_pb2.GetStatusResponse]
@@ -77,6 +82,11 @@ class MeshAsyncStub(MeshStub):
     """Chat renders messages with the model's own chat template, then generates. Its messages and statuses are those of Generate."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_mesh_pb2.TokenizeRequest, _mesh_pb2.TokenizeResponse]  # type: ignore[assignment]
     """Tokenize returns token ids of a text or of rendered messages. INVALID_ARGUMENT names the field; NOT_FOUND: unknown model."""
+    Embed: _aio.UnaryUnaryMultiCallable[_mesh_pb2.EmbedRequest, _mesh_pb2.EmbedResponse]  # type: ignore[assignment]
+    """Embed returns the embeddings of texts: pooled hidden states of the model that is served. INVALID_ARGUMENT names the field;
+    NOT_FOUND: unknown model; RESOURCE_EXHAUSTED with a retry delay: overload; UNIMPLEMENTED: no worker of the model can; UNAVAILABLE:
+    no worker; DEADLINE_EXCEEDED. Cancelling the call stops the workers.
+    """
     ListModels: _aio.UnaryUnaryMultiCallable[_mesh_pb2.ListModelsRequest, _mesh_pb2.ListModelsResponse]  # type: ignore[assignment]
     """ListModels returns the models that this router knows, with their number of workers."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_mesh_pb2.GetStatusRequest, _mesh_pb2.GetStatusResponse]  # type: ignore[assignment]
@@ -126,6 +136,17 @@ class MeshServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_mesh_pb2.TokenizeResponse, _abc.Awaitable[_mesh_pb2.TokenizeResponse]]:
         """Tokenize returns token ids of a text or of rendered messages. INVALID_ARGUMENT names the field; NOT_FOUND: unknown model."""
+
+    @_abc_1.abstractmethod
+    def Embed(
+        self,
+        request: _mesh_pb2.EmbedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_mesh_pb2.EmbedResponse, _abc.Awaitable[_mesh_pb2.EmbedResponse]]:
+        """Embed returns the embeddings of texts: pooled hidden states of the model that is served. INVALID_ARGUMENT names the field;
+        NOT_FOUND: unknown model; RESOURCE_EXHAUSTED with a retry delay: overload; UNIMPLEMENTED: no worker of the model can; UNAVAILABLE:
+        no worker; DEADLINE_EXCEEDED. Cancelling the call stops the workers.
+        """
 
     @_abc_1.abstractmethod
     def ListModels(

@@ -251,3 +251,71 @@ class HandoffOutcome(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HandoffOutcome: _TypeAlias = HandoffOutcome  # noqa: Y015
+
+@_typing.final
+class EmbedPromptRequest(_message.Message):
+    """EmbedPromptRequest names a prompt whose embedding is wanted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    REQUEST_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
+    TIME_LEFT_MS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """request_id is unique in the mesh."""
+    pooling: _common_pb2.Pooling.ValueType
+    """pooling of the hidden states."""
+    time_left_ms: _builtins.int
+    """time_left_ms until the client's deadline. 0 means none."""
+    @_builtins.property
+    def request(self) -> _common_pb2.TokenRequest:
+        """request in token ids, with one choice of one token, and without history or constraint."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        request: _common_pb2.TokenRequest | None = ...,
+        pooling: _common_pb2.Pooling.ValueType = ...,
+        time_left_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pooling", b"pooling", "request", b"request", "request_id", b"request_id", "time_left_ms", b"time_left_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EmbedPromptRequest: _TypeAlias = EmbedPromptRequest  # noqa: Y015
+
+@_typing.final
+class EmbedPromptResponse(_message.Message):
+    """EmbedPromptResponse holds an embedding."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALUES_FIELD_NUMBER: _builtins.int
+    TIMINGS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """values of the pooled hidden states behind the model's final norm, as many as the model's hidden size. Their length is not
+        normalized.
+        """
+
+    @_builtins.property
+    def timings(self) -> _common_pb2.PrefillTimings:
+        """timings of the computation."""
+
+    def __init__(
+        self,
+        *,
+        values: _abc.Iterable[_builtins.float] | None = ...,
+        timings: _common_pb2.PrefillTimings | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EmbedPromptResponse: _TypeAlias = EmbedPromptResponse  # noqa: Y015

@@ -40,6 +40,11 @@ class PrefillServiceStub:
                 request_serializer=pdmesh_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
                 response_deserializer=pdmesh_dot_v1_dot_prefill__pb2.PrefillEvent.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/pdmesh.v1.PrefillService/Embed',
+                request_serializer=pdmesh_dot_v1_dot_prefill__pb2.EmbedPromptRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_prefill__pb2.EmbedPromptResponse.FromString,
+                _registered_method=True)
 
 
 class PrefillServiceServicer:
@@ -54,6 +59,14 @@ class PrefillServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Embed(self, request, context):
+        """Embed computes the embedding of one prompt, and hands nothing over. Cancelling the call stops the computation.
+        RESOURCE_EXHAUSTED: the queue is full. FAILED_PRECONDITION: role or adapter does not fit, or the engine gives no hidden states.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PrefillServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -61,6 +74,11 @@ def add_PrefillServiceServicer_to_server(servicer, server):
                     servicer.Prefill,
                     request_deserializer=pdmesh_dot_v1_dot_prefill__pb2.PrefillRequest.FromString,
                     response_serializer=pdmesh_dot_v1_dot_prefill__pb2.PrefillEvent.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=pdmesh_dot_v1_dot_prefill__pb2.EmbedPromptRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_prefill__pb2.EmbedPromptResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -91,6 +109,33 @@ class PrefillService:
             '/pdmesh.v1.PrefillService/Prefill',
             pdmesh_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
             pdmesh_dot_v1_dot_prefill__pb2.PrefillEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdmesh.v1.PrefillService/Embed',
+            pdmesh_dot_v1_dot_prefill__pb2.EmbedPromptRequest.SerializeToString,
+            pdmesh_dot_v1_dot_prefill__pb2.EmbedPromptResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,6 +37,10 @@ class PrefillServiceStub:
     """Prefill streams back the first tokens as soon as they are drawn, then the outcome of the hand-off. Cancelling the call
     stops compute and push. RESOURCE_EXHAUSTED: the queue is full. FAILED_PRECONDITION: identity, layout or role does not fit.
     """
+    Embed: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.EmbedPromptRequest, _prefill_pb2.EmbedPromptResponse]
+    """Embed computes the embedding of one prompt, and hands nothing over. Cancelling the call stops the computation.
+    RESOURCE_EXHAUSTED: the queue is full. FAILED_PRECONDITION: role or adapter does not fit, or the engine gives no hidden states.
+    """
 
 @_typing.type_check_only
 class PrefillServiceAsyncStub(PrefillServiceStub):
@@ -46,6 +50,10 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     Prefill: _aio.UnaryStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillEvent]  # type: ignore[assignment]
     """Prefill streams back the first tokens as soon as they are drawn, then the outcome of the hand-off. Cancelling the call
     stops compute and push. RESOURCE_EXHAUSTED: the queue is full. FAILED_PRECONDITION: identity, layout or role does not fit.
+    """
+    Embed: _aio.UnaryUnaryMultiCallable[_prefill_pb2.EmbedPromptRequest, _prefill_pb2.EmbedPromptResponse]  # type: ignore[assignment]
+    """Embed computes the embedding of one prompt, and hands nothing over. Cancelling the call stops the computation.
+    RESOURCE_EXHAUSTED: the queue is full. FAILED_PRECONDITION: role or adapter does not fit, or the engine gives no hidden states.
     """
 
 class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -59,6 +67,16 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_prefill_pb2.PrefillEvent], _abc.AsyncIterator[_prefill_pb2.PrefillEvent]]:
         """Prefill streams back the first tokens as soon as they are drawn, then the outcome of the hand-off. Cancelling the call
         stops compute and push. RESOURCE_EXHAUSTED: the queue is full. FAILED_PRECONDITION: identity, layout or role does not fit.
+        """
+
+    @_abc_1.abstractmethod
+    def Embed(
+        self,
+        request: _prefill_pb2.EmbedPromptRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_prefill_pb2.EmbedPromptResponse, _abc.Awaitable[_prefill_pb2.EmbedPromptResponse]]:
+        """Embed computes the embedding of one prompt, and hands nothing over. Cancelling the call stops the computation.
+        RESOURCE_EXHAUSTED: the queue is full. FAILED_PRECONDITION: role or adapter does not fit, or the engine gives no hidden states.
         """
 
 def add_PrefillServiceServicer_to_server(servicer: PrefillServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -64,6 +64,8 @@ class _EngineLackEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EngineLack
     """
     ENGINE_LACK_PROMPT_SHARES: _EngineLack.ValueType  # 5
     """ENGINE_LACK_PROMPT_SHARES: prompts are computed strictly in order of arrival; a short one waits for a long one to end."""
+    ENGINE_LACK_EMBEDDINGS: _EngineLack.ValueType  # 6
+    """ENGINE_LACK_EMBEDDINGS: PrefillService.Embed is refused."""
 
 class EngineLack(_EngineLack, metaclass=_EngineLackEnumTypeWrapper):
     """EngineLack names what the engine of a worker cannot do. Routers plan around it, and ignore a value that they do not know."""
@@ -82,6 +84,8 @@ other tokens. What was emitted stays; a repeated token that differs is no fault.
 """
 ENGINE_LACK_PROMPT_SHARES: EngineLack.ValueType  # 5
 """ENGINE_LACK_PROMPT_SHARES: prompts are computed strictly in order of arrival; a short one waits for a long one to end."""
+ENGINE_LACK_EMBEDDINGS: EngineLack.ValueType  # 6
+"""ENGINE_LACK_EMBEDDINGS: PrefillService.Embed is refused."""
 Global___EngineLack: _TypeAlias = EngineLack  # noqa: Y015
 
 class _ReachScope:

@@ -15,15 +15,15 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from pdmesh.planning.objectives import ModelObjective
 from pdmesh.runtime.errors import InvalidArgument, Unavailable
 from pdmesh.v1 import common_pb2, mesh_pb2, worker_pb2
-from router.api import explain, status
+from router.api import embedding, explain, status
 from router.api.validation import refuse
 from router.context import RouterContext
 from router.lifecycle.request import OpenRequests, Request
 from router.lifecycle.stages import Pipeline
-from router.telemetry.request_trace import CHAT, COMPLETION, open_trace
+from router.telemetry.request_trace import CHAT, COMPLETION, EMBEDDINGS, open_trace
 from router.telemetry.timings import RequestTimings, now_ns
 from router.tokenization.prepared_request import ServedModel
-from router.tokenization.preprocessor import ClientMessage, Preprocessor
+from router.tokenization.preprocessor import ClientMessage, Preprocessor, deadline_of
 
 LAST_WORDS_S = 2.0
 RequestMetadata = Iterable[tuple[str, str | bytes]]
@@ -64,6 +64,24 @@ class Frontend:
     ) -> AsyncGenerator[mesh_pb2.GenerateResponse, None]:
         """As `generate`."""
         return self.pipeline.run(self._request(CHAT, request, time_left_s, received_ns, metadata))
+
+    async def embed(
+        self,
+        request: mesh_pb2.EmbedRequest,
+        time_left_s: float | None,
+        received_ns: int | None = None,
+        metadata: RequestMetadata | None = None,
+    ) -> mesh_pb2.EmbedResponse:
+        """Return the embeddings of all inputs. Arguments as of `generate`. Raises MeshError."""
+        deadline = deadline_of(time_left_s)
+
+        async def embed_one(message: mesh_pb2.GenerateRequest) -> mesh_pb2.Embedding:
+            left_s = None if deadline is None else deadline - asyncio.get_running_loop().time()
+            return await self.pipeline.embed(self._request(EMBEDDINGS, message, left_s, received_ns, metadata), request.pooling)
+
+        embeddings = await embedding.embed(request, embed_one)
+        name = request.model or self.model_of("").name
+        return mesh_pb2.EmbedResponse(model=name, embeddings=embeddings, request_id=request.options.request_id)
 
     def refused(self, operation: str, error: BaseException, received_ns: int, metadata: RequestMetadata | None = None) -> None:
         """Account for a request that ended before it was a message: it leaves a trace, and is counted, as those that are found

@@ -13,6 +13,9 @@ from starlette.routing import Route
 from pdmesh.runtime.rpc.server import GrpcServer
 from router.api import service as api_service
 from router.api.anthropic import handlers as anthropic_handlers
+from router.api.batches import handlers as batches_handlers
+from router.api.batches.runner import BatchKeys, LineRunner
+from router.api.batches.service import Batches
 from router.api.frontend import Frontend
 from router.api.http.body import HttpSettings
 from router.api.http.openapi import with_description
@@ -20,6 +23,7 @@ from router.api.kserve import service as kserve_service
 from router.api.openai import handlers as openai_handlers
 from router.api.responses import service as responses_service
 from router.api.vllm import service as vllm_service
+from router.config import RouterConfig
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,25 @@ def add_services(server: GrpcServer, frontend: Frontend) -> None:
 
 
 def routes(frontend: Frontend, settings: HttpSettings) -> list[Route]:
-    """Return the routes of all protocols, and those that describe them."""
+    """Return the routes of all protocols."""
     listed = [protocol.routes for protocol in PROTOCOLS.values() if protocol.routes is not None]
-    return with_description([route for routes_of in listed for route in routes_of(frontend, settings)])
+    return [route for routes_of in listed for route in routes_of(frontend, settings)]
+
+
+# Batch files, whose lines are requests of the protocols above.
+
+
+def open_batches(config: RouterConfig, frontend: Frontend) -> Batches | None:
+    """Return the batches of a router, which do nothing before their start; None where there is no folder for them. Their lines
+    may call the routes of every protocol that are among OpenAI's endpoints for batches."""
+    if not config.batches.http_batch_folder:
+        return None
+    keys = BatchKeys()
+    callable_routes = routes(frontend, HttpSettings(config.http_max_body_bytes, keys))
+    return Batches(config.batches, config.http_max_body_bytes, LineRunner(callable_routes, keys))
+
+
+def all_routes(frontend: Frontend, batches: Batches | None, settings: HttpSettings) -> list[Route]:
+    """Return the routes of all protocols, those of batch files if there are any, and those that describe them."""
+    of_batches = batches_handlers.routes(batches, settings) if batches is not None else ()
+    return with_description([*routes(frontend, settings), *of_batches])

@@ -42,6 +42,11 @@ class MeshService(MeshServicer):
     async def Tokenize(self, request: mesh_pb2.TokenizeRequest, context: _ServicerContext) -> mesh_pb2.TokenizeResponse:
         return await self._frontend.tokenize(request, context.time_remaining())
 
+    async def Embed(self, request: mesh_pb2.EmbedRequest, context: _ServicerContext) -> mesh_pb2.EmbedResponse:
+        metadata = context.invocation_metadata()
+        fill_options(request.options, metadata)
+        return await self._frontend.embed(request, context.time_remaining(), metadata=metadata)
+
     async def ListModels(self, request: mesh_pb2.ListModelsRequest, context: _ServicerContext) -> mesh_pb2.ListModelsResponse:
         return self._frontend.models()
 

@@ -39,7 +39,12 @@ RETRY_DELAY_S = 0.1
 LEASE_MS = 5000
 DEFAULT_PERIOD_S, DEFAULT_REPORT_PERIOD_S = 0.1, 0.2
 ROLES = (worker_pb2.ROLE_DECODE,)
-LACKS = (worker_pb2.ENGINE_LACK_PACES, worker_pb2.ENGINE_LACK_REPRODUCIBLE, worker_pb2.ENGINE_LACK_PROMPT_SHARES)
+LACKS = (
+    worker_pb2.ENGINE_LACK_PACES,
+    worker_pb2.ENGINE_LACK_REPRODUCIBLE,
+    worker_pb2.ENGINE_LACK_PROMPT_SHARES,
+    worker_pb2.ENGINE_LACK_EMBEDDINGS,
+)
 _STOCK = "a stock engine has its roles, its cache and its adapters to itself"
 
 

@@ -29,6 +29,7 @@ from router.fleet.circuit_breaker import Role
 from router.flow_control.ttft_predictor import flow_item_of, num_emitted
 from router.lifecycle.decode_session import DecodeSession, WorkerLost
 from router.lifecycle.decode_stage import DecodeStage
+from router.lifecycle.embed_stage import EmbedStage
 from router.lifecycle.output import ResumeMismatch
 from router.lifecycle.placement import PlaceStage, ReserveStage
 from router.lifecycle.prefill_stage import PrefillStage
@@ -390,6 +391,7 @@ class Pipeline:
         self._dispatch = tuple(parts.dispatch)
         self._stream = STREAM.make(parts)
         self._account = ACCOUNT.make(parts)
+        self._embed = EmbedStage(core)
 
     @property
     def stages(self) -> tuple[object, ...]:
@@ -411,6 +413,23 @@ class Pipeline:
             async with aclosing(self._stream.run(request)) as messages:
                 async for message in messages:
                     yield message
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            self.end(request, error)
+
+    async def embed(self, request: Request, pooling: common_pb2.Pooling.ValueType) -> mesh_pb2.Embedding:
+        """Return the embedding of the request's prompt: the stages before the dispatch, one worker, and account.
+
+        Raises MeshError."""
+        request.timings.routed(request.timings.received_ns)
+        error: BaseException | None = None
+        try:
+            self._open_requests.enter(request)
+            for stage in self._intake:
+                await stage.run(request)
+            return await self._embed.run(request, pooling)
         except BaseException as caught:
             error = caught
             raise

@@ -52,6 +52,7 @@ class Described(NamedTuple):
     keeps_pace: bool = True
     is_reproducible: bool = True
     shares_prompts: bool = True
+    can_embed: bool = True
 
 
 class Counted(NamedTuple):
@@ -88,6 +89,7 @@ def describe(info: worker_pb2.WorkerInfo) -> Described:
         keeps_pace=worker_pb2.ENGINE_LACK_PACES not in info.lacks,
         is_reproducible=worker_pb2.ENGINE_LACK_REPRODUCIBLE not in info.lacks,
         shares_prompts=worker_pb2.ENGINE_LACK_PROMPT_SHARES not in info.lacks,
+        can_embed=worker_pb2.ENGINE_LACK_EMBEDDINGS not in info.lacks,
     )
 
 
@@ -140,6 +142,7 @@ def snapshot_of(
         keeps_pace=described.keeps_pace,
         is_reproducible=described.is_reproducible,
         shares_prompts=described.shares_prompts,
+        can_embed=described.can_embed,
     )
 
 

@@ -34,7 +34,8 @@ class WorkerSnapshot:
     included.
     `engine`: its name, for people. `hands_over_choices`: it may be one end of the hand-off of a request with several choices;
     `keeps_pace`: its steps hold prompts back so that running sequences keep their TPOT objectives; `is_reproducible`: a request
-    that it computes again draws the same tokens; `shares_prompts`: a prompt much shorter than the oldest one shares its steps.
+    that it computes again draws the same tokens; `shares_prompts`: a prompt much shorter than the oldest one shares its steps;
+    `can_embed`: it computes embeddings.
     `penalty_s`: estimated seconds by which a placement there costs more than the numbers say.
     """
 
@@ -80,6 +81,7 @@ class WorkerSnapshot:
     keeps_pace: bool = True
     is_reproducible: bool = True
     shares_prompts: bool = True
+    can_embed: bool = True
 
     @property
     def key(self) -> WorkerKey:

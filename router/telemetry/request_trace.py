@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 PROVIDER = "pdmesh"
-CHAT, COMPLETION = "chat", "text_completion"
+CHAT, COMPLETION, EMBEDDINGS = "chat", "text_completion", "embeddings"
 _PRIORITIES = {
     common_pb2.PRIORITY_INTERACTIVE: "interactive",
     common_pb2.PRIORITY_STANDARD: "standard",

@@ -9,9 +9,10 @@ import httpx
 import openai
 import pytest
 import pytest_asyncio
+import torch
 
 from pdmesh.client.client import AsyncClient
-from pdmesh.client.types import Choice
+from pdmesh.client.types import Choice, Pooling
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.launcher.plan import LocalMeshConfig
 from pdmesh.models.registry import ensure_model
@@ -98,3 +99,25 @@ async def _ready(http: httpx.AsyncClient, url: str) -> bool:
         return (await http.get(f"{url}/health/ready")).status_code == 200
     except httpx.TransportError:
         return False
+
+
+async def test_embeddings_over_both_protocols_are_those_of_transformers(mesh: LocalMesh, client: Any) -> None:
+    """Workers pack the weights as they choose, so the direction is compared; tests/engine compares the values in float32."""
+    transformers = pytest.importorskip("transformers")
+    folder = ensure_model("smollm2-135m-instruct", print)
+    texts = ["The capital of France is Paris.", "A cat sat on the mat. " * 50]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    async with AsyncClient(mesh.router_addresses) as grpc:
+        for pooling in Pooling:
+            answer = await client.embeddings.create(model="smollm2", input=texts, extra_body={"pooling": pooling.value})
+            same = await grpc.embed(texts, pooling=pooling)
+            for text, ours, theirs in zip(texts, answer.data, same, strict=True):
+                with torch.inference_mode():
+                    states = model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0]
+                expected = states.mean(0) if pooling is Pooling.MEAN else states[-1]
+                found = torch.tensor(ours.embedding)
+                assert found.norm() == pytest.approx(1.0, abs=1e-5) and theirs.num_tokens == len(states)
+                torch.testing.assert_close(torch.tensor(theirs.values), found, atol=1e-5, rtol=1e-4)
+                assert torch.cosine_similarity(found, expected, dim=0) > 0.99
+    await assert_whole(mesh)

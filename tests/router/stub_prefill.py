@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Protocol
 
-from pdmesh.runtime.errors import Aborted, DataLoss, ResourceExhausted
+from pdmesh.runtime.errors import Aborted, DataLoss, ResourceExhausted, Unavailable
 from pdmesh.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from tests.router import stub_model
 from tests.support.waiting import eventually
@@ -39,6 +39,7 @@ class StubPrefill(prefill_pb2_grpc.PrefillServiceServicer):
     def __init__(self) -> None:
         self.prefill_plan: list[str] = []
         self.prefills: list[prefill_pb2.PrefillRequest] = []
+        self.embeds: list[prefill_pb2.EmbedPromptRequest] = []
         self.num_cancelled_prefills = 0
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: object) -> AsyncIterator[prefill_pb2.PrefillEvent]:
@@ -70,6 +71,25 @@ class StubPrefill(prefill_pb2_grpc.PrefillServiceServicer):
             self.num_cancelled_prefills += 1
             raise
 
+    async def Embed(self, request: prefill_pb2.EmbedPromptRequest, context: object) -> prefill_pb2.EmbedPromptResponse:
+        """The embedding is `stub_embedding`. Of the plan's words: reject, not_finite, mute, break."""
+        self.embeds.append(request)
+        plan = self.prefill_plan.pop(0) if self.prefill_plan else "ok"
+        try:
+            if plan == "reject":
+                raise ResourceExhausted("the queue is full")
+            if plan == "not_finite":
+                raise DataLoss.of_logits()
+            if plan == "mute":
+                await asyncio.Event().wait()
+            if plan == "break":
+                raise Unavailable("the stub is going")
+        except asyncio.CancelledError:
+            self.num_cancelled_prefills += 1
+            raise
+        values = stub_embedding(request.request.prompt_token_ids, request.pooling)
+        return prefill_pb2.EmbedPromptResponse(values=values, timings=TIMINGS)
+
     def _outcome(self, request: prefill_pb2.PrefillRequest, plan: str) -> prefill_pb2.HandoffOutcome:
         if plan in ("fail", "final"):
             status = prefill_pb2.HANDOFF_STATUS_FAILED
@@ -88,6 +108,11 @@ class StubPrefill(prefill_pb2_grpc.PrefillServiceServicer):
     def _push(self, request: prefill_pb2.PrefillRequest) -> None:
         decode, request_id = BY_TOKEN[request.reservation.token]
         decode.commit(request_id)
+
+
+def stub_embedding(prompt: Sequence[int], pooling: common_pb2.Pooling.ValueType) -> list[float]:
+    """What tells prompt and pooling; its length is not 1."""
+    return [float(len(prompt)), float(prompt[0]), float(prompt[-1]), float(pooling)]
 
 
 TIMINGS = common_pb2.PrefillTimings(

@@ -106,10 +106,9 @@ class BlockManager:
         sequence.num_published = 0
 
     def _find_prefix(self, sequence: Sequence) -> list[int]:
-        if sequence.scores_prompt:
-            return []
-        # Never the last token: its logits have to be computed.
-        num_blocks = (sequence.num_tokens - 1) // self._block_size if self._prefix_caching else 0
+        # Never the last token: its logits have to be computed. Where all tokens need a row of output, all are computed.
+        may_find = self._prefix_caching and not sequence.needs_prompt_rows
+        num_blocks = (sequence.num_tokens - 1) // self._block_size if may_find else 0
         return self.pool.find(self._hashes(sequence, num_blocks))
 
     def _hashes(self, sequence: Sequence, num_blocks: int) -> list[bytes]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Sequence as Sequence_
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from types import MappingProxyType
@@ -22,8 +22,9 @@ from pdmesh.engine.kv_cache.block_pool import num_blocks_for
 from pdmesh.engine.kv_cache.events import LayerReadiness
 from pdmesh.engine.kv_cache.moves import copy_blocks, indices_for, move_slots
 from pdmesh.engine.runner.batch import StepBatch, Tail
+from pdmesh.engine.runner.pooling import Pooler
+from pdmesh.engine.runner.prompt_scores import take_scores
 from pdmesh.engine.sampling.grammar import Bits
-from pdmesh.engine.sampling.logprobs import logprobs_of
 from pdmesh.engine.sampling.sampler import SampledToken, SampleRow
 from pdmesh.engine.scheduler.scheduler import ScheduledSequence, SchedulerOutput
 from pdmesh.engine.scheduler.sequence import Sequence
@@ -65,6 +66,7 @@ class SampledOutput:
     tokens: tuple[SampledToken, ...]
     verified: Verified | None = None  # None where several choices draw from one row
     hidden: Tensor | None = None  # [hidden_size] float32, behind the last token; None unless the runner keeps hidden states
+    pooled: tuple[float, ...] = ()  # the prompt's embedding, if it is wanted
 
 
 class ModelRunner:
@@ -81,10 +83,12 @@ class ModelRunner:
         arrangement: str = "plain",
         others: OtherPools | None = None,
         adapter_slots: Mapping[AdapterId, int] = MappingProxyType({}),
+        pooler: Pooler | None = None,
     ) -> None:
         """`hidden_size` of the hidden states that each draw returns; None: they are not needed. `arrangement` of the
         pool, see kvtransfer/conversion.py. `others`: pools that have to follow this one. `adapter_slots`: where
-        adapters are loaded now, which may change between steps."""
+        adapters are loaded now, which may change between steps. `pooler`: what makes embeddings; None: no request has pooling."""
+        self._pooler = pooler
         self._adapter_slots = adapter_slots
         self._others = others
         self._arrangement = arrangement
@@ -103,10 +107,23 @@ class ModelRunner:
         pieces = plan.pieces
         self.copy_blocks(pieces)
         batch = self.batch_of(pieces)
+        if self._pooler is not None and any(piece.sequence.group.request.pooling for piece in pieces):
+            return self._run_pooling(pieces, batch, signal, self._pooler)
         if self._hidden_size is None or not keep_hidden:
             return self._draw(pieces, self._model.forward(batch, self._kv, signal), None)
         hidden = torch.empty((len(batch.logits_rows), self._hidden_size), dtype=torch.float32, device=self._kv.device)
         return self._draw(pieces, self._model.forward(batch, self._kv, signal, hidden), hidden)
+
+    def _run_pooling(
+        self, pieces: list[ScheduledSequence], batch: StepBatch, signal: LayerReadiness | None, pooler: Pooler
+    ) -> dict[Sequence, list[SampledOutput]]:
+        hidden = torch.empty((len(batch.logits_rows), pooler.hidden_size), dtype=torch.float32)
+        logits = self._model.forward(batch, self._kv, signal, hidden)
+        pooled = pooler.take(pieces, hidden)
+        draws = self._draw(pieces, logits, None if self._hidden_size is None else hidden)
+        for sequence, embedding in pooled.items():
+            draws[sequence] = [replace(draw, pooled=embedding) for draw in draws[sequence]]
+        return draws
 
     @property
     def kv(self) -> Tensor:
@@ -134,14 +151,15 @@ class ModelRunner:
         self, pieces: list[ScheduledSequence], logits: Tensor, hidden: Tensor | None
     ) -> dict[Sequence, list[SampledOutput]]:
         """Draw from `logits` [R, vocab], `hidden` [R, hidden_size]: each scheduled sequence that draws has a row behind its last
-        known token, then one behind each token of its draft; the choices of a trunk draw from the same row."""
-        if any(_num_scored(piece) for piece in pieces):
-            logits, hidden = _take_scores(pieces, logits, hidden)
-        drawing = [piece for piece in pieces if _draws(piece)]
-        if not drawing:
+        known token, then one behind each token of its draft; the choices of a trunk draw from the same row. Rows that do not draw
+        (`ScheduledSequence.num_prompt_rows`) are for pooling and for log-probabilities of prompts."""
+        has_prompt_rows = any(piece.num_prompt_rows for piece in pieces)
+        if has_prompt_rows:
+            take_scores(pieces, logits)
+        owners = list(_owners(pieces))
+        if not owners:
             return {}
-        owners = list(_owners(drawing))
-        if len(owners) > len(logits):
+        if len(owners) > len(logits) or has_prompt_rows:
             logits = logits[indices_for(logits, [owner.row for owner in owners])]
         tokens = self._sampler.sample(logits, [self._sample_row(owner) for owner in owners])
         states = None if hidden is None else hidden.unbind()
@@ -200,11 +218,14 @@ class _Owner(NamedTuple):
     allowed: Bits | None
 
 
-def _owners(drawing: list[ScheduledSequence]) -> Iterator[_Owner]:
-    """Yield the owners of rows; those of a choice are consecutive, the root first. The tokens that a grammar allows are found
-    here: on an accelerator the forward pass, which was only launched, still runs meanwhile."""
+def _owners(pieces: list[ScheduledSequence]) -> Iterator[_Owner]:
+    """Yield the owners of the rows that draw; those of a choice are consecutive, the root first. The tokens that a
+    grammar allows are found here: on an accelerator the forward pass, which was only launched, still runs meanwhile."""
     row = 0
-    for piece in drawing:
+    for piece in pieces:
+        row += piece.num_prompt_rows
+        if not _draws(piece):
+            continue
         allowed = allowed_on_tree(piece.sequence, piece.draft)
         for choice in piece.sequence.choices_to_draw:  # choices that still share a sequence share what is allowed
             for node in range(ROOT, len(piece.draft)):
@@ -253,7 +274,7 @@ class _Part(NamedTuple):
     slots: list[int]
     context_len: int
     blocks: list[int]
-    num_rows: int  # how many of its last tokens need logits
+    num_rows: int  # how many of its last tokens have rows: those that draw, and those whose states are pooled
     tail: Tail | None = None
 
 
@@ -269,7 +290,7 @@ def _parts(piece: ScheduledSequence, block_size: int) -> Iterator[_Part]:
         [slot(p) for p in range(start, last)],
         last,
         sequence.block_ids[: num_blocks_for(last, block_size)],
-        _num_scored(piece) + (1 + len(first) if _draws(piece) else 0),
+        piece.num_prompt_rows + (1 + len(first) if _draws(piece) else 0),
     )
     for branch in branches[1:]:
         path = draft.branch(branch[-1])
@@ -294,31 +315,3 @@ def _logits_rows(parts: list[_Part], query_starts: list[int]) -> list[int]:
 
 def _draws(piece: ScheduledSequence) -> bool:
     return piece.reaches_end and bool(piece.sequence.choices_to_draw)
-
-
-def _num_scored(piece: ScheduledSequence) -> int:
-    """Return how many of the piece's tokens have logits for the prompt's next token: all that are not scored yet, but its last
-    known token, which draws."""
-    sequence = piece.sequence
-    if sequence.output or not sequence.scores_prompt:
-        return 0
-    end = sequence.num_computed + piece.num_tokens - piece.reaches_end
-    return max(0, end - max(sequence.num_computed, len(sequence.prompt_logprobs)))
-
-
-def _take_scores(pieces: list[ScheduledSequence], logits: Tensor, hidden: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Append the log-probabilities of prompts' tokens to their sequences; return the rows of `logits` and `hidden` that draw."""
-    rows: list[int] = []
-    row = 0
-    for piece in pieces:
-        num_scored, sequence = _num_scored(piece), piece.sequence
-        if num_scored:
-            first, most = len(sequence.prompt_logprobs) + 1, sequence.group.request.sampling.prompt_logprobs or 0
-            tokens = sequence.group.request.prompt[first : first + num_scored]
-            sequence.prompt_logprobs += logprobs_of(logits[row : row + num_scored], tokens, most)
-        row += num_scored
-        num_draws = 1 + len(piece.draft) if _draws(piece) else 0
-        rows += range(row, row + num_draws)
-        row += num_draws
-    kept = indices_for(logits, rows)
-    return logits[kept], None if hidden is None else hidden[kept]

@@ -257,8 +257,9 @@ def _is_simple(piece: ScheduledSequence) -> bool:
     """Return whether the next token needs nothing of the host: no grammar, no reader of the blocks, one choice, no
     log-probabilities of its prompt."""
     sequence, request = piece.sequence, piece.sequence.group.request
-    is_alone = len(sequence.choices) == 1 and not request.prefill_only and not sequence.scores_prompt
-    return is_alone and request.grammar is None and _is_penalized_alike(sequence)
+    is_alone = len(sequence.choices) == 1 and not request.prefill_only
+    needs_more = request.grammar is not None or request.pooling is not None or sequence.needs_prompt_rows
+    return is_alone and not needs_more and _is_penalized_alike(sequence)
 
 
 def _is_penalized_alike(sequence: Sequence) -> bool:

@@ -200,14 +200,20 @@ class ScheduledSequence:
         """Return whether the step computes all known tokens. Call it before the step's tokens count as computed."""
         return self.sequence.num_remaining == self.num_tokens
 
+    @property
+    def num_prompt_rows(self) -> int:
+        """Return how many of its tokens need a row of the model's output besides those that draw: those whose states are pooled
+        into a mean, or after which log-probabilities of the prompt are wanted."""
+        return self.num_tokens - self.reaches_end if self.sequence.needs_prompt_rows else 0
+
 
 class SchedulerOutput:
     """Hold one step's work, in the order in which it was planned."""
 
-    def __init__(self, budget: int, num_scorable: int = 1) -> None:
-        """`num_scorable`: prompt tokens whose log-probabilities the step may compute, which takes a row of logits each."""
+    def __init__(self, budget: int, num_prompt_rows_left: int = 1) -> None:
+        """`num_prompt_rows_left`: rows of logits that tokens of prompts may have which do not draw."""
         self.budget = budget
-        self.num_scorable = num_scorable
+        self.num_prompt_rows_left = num_prompt_rows_left
         self.preempted: set[Sequence] = set()
         self._pieces: dict[Sequence, ScheduledSequence] = {}
 
@@ -222,13 +228,13 @@ class SchedulerOutput:
     def chunk(self, sequence: Sequence, most: int) -> int:
         """Return how many of the sequence's tokens the step can take, `most` at most."""
         num_tokens = min(sequence.num_remaining, most)
-        return min(num_tokens, self.num_scorable) if sequence.scores_prompt else num_tokens
+        return min(num_tokens, self.num_prompt_rows_left) if sequence.needs_prompt_rows else num_tokens
 
     def add(self, piece: ScheduledSequence) -> None:
         self._pieces[piece.sequence] = piece
         self.budget -= piece.num_rows
-        if piece.sequence.scores_prompt:
-            self.num_scorable -= piece.num_tokens
+        if piece.sequence.needs_prompt_rows:
+            self.num_prompt_rows_left -= piece.num_tokens
 
     def piece_of(self, sequence: Sequence) -> ScheduledSequence | None:
         return self._pieces.get(sequence)
@@ -397,7 +403,8 @@ class Scheduler:
 
     def _plan_waiting(self, plan: SchedulerOutput) -> None:
         for sequence in self._admit_waiting(plan):
-            plan.add(ScheduledSequence(sequence, plan.chunk(sequence, plan.budget)))
+            if num_tokens := plan.chunk(sequence, plan.budget):
+                plan.add(ScheduledSequence(sequence, num_tokens))
 
     def _admit_waiting(self, plan: SchedulerOutput) -> Iterator[Sequence]:
         # Strictly in order: none overtakes a request that lacks blocks, else small ones would keep a large one out for ever.

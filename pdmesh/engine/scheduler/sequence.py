@@ -10,9 +10,10 @@ A request with one unfinished choice has no trunk: its only sequence is the bran
 from __future__ import annotations
 
 import enum
+from typing import Any
 
 from pdmesh.engine.outputs import StartClock, TokenLogprobs
-from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.request import EngineRequest, Pooling
 from pdmesh.engine.sampling.grammar import Grammar, Matcher, MatcherTree
 
 
@@ -24,6 +25,7 @@ class Sequence:
 
     __slots__ = (
         "__weakref__",
+        "_is_read",
         "_matchers",
         "_num_taken",
         "block_hashes",
@@ -40,6 +42,7 @@ class Sequence:
         "paced_from_ns",
         "paced_from_token",
         "prompt_logprobs",
+        "state_sum",
         "was_preempted",
     )  # fmt: skip
 
@@ -47,6 +50,8 @@ class Sequence:
         self.group = group
         self.choices = choices
         self.output = output
+        request = group.request
+        self._is_read = request.sampling.prompt_logprobs is not None or request.pooling is Pooling.MEAN
         self.block_ids: list[int] = []
         self.block_hashes: list[bytes] = []  # hashes of the first full blocks, computed on demand
         self.num_computed = 0
@@ -59,6 +64,7 @@ class Sequence:
         self.paced_from_token = 0
         self.num_paced_steps = 0  # steps since then, including the step that is being planned
         self.prompt_logprobs: list[TokenLogprobs] = []  # of the prompt's second token and those after it, as far as computed
+        self.state_sum: Any = 0.0  # pooling: sum of the hidden states of what is computed, a tensor (runner/pooling.py)
         self._matchers: MatcherTree | None = None  # created on demand; it has taken the first `_num_taken` output tokens
         self._num_taken = 0
 
@@ -92,10 +98,10 @@ class Sequence:
         return bool(self.output) and not self.num_to_prefill
 
     @property
-    def scores_prompt(self) -> bool:
-        """Return whether the log-probabilities of its prompt are still to be computed. Those of a prefix with cached KV could not
-        be, so its prompt is computed as a whole."""
-        return self.group.request.sampling.prompt_logprobs is not None and not self.output
+    def needs_prompt_rows(self) -> bool:
+        """Return whether all tokens of its prompt need a row of the model's output: for a mean of their states, or for the
+        prompt's log-probabilities. A prefix with cached KV has none, so such a prompt is computed as a whole."""
+        return self._is_read and not self.output
 
     @property
     def choices_to_draw(self) -> tuple[int, ...]:

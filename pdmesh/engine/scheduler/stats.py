@@ -175,6 +175,7 @@ def _update(piece: ScheduledSequence, index: int, draw: SampledOutput, new_token
         num_drafted=len(piece.draft),
         num_accepted=min(new_tokens.num_drawn, len(draw.tokens) - 1),  # the last drawn token is no draft token
         draft_state=_draft_state(piece.sequence, draw),
+        pooled=draw.pooled,
     )
 
 

@@ -31,6 +31,7 @@ class Lack(enum.Enum):
     CHOICES_HANDOFF = worker_pb2.ENGINE_LACK_CHOICES_HANDOFF  # several choices of a request in one hand-off
     DRAFT_STATES = worker_pb2.ENGINE_LACK_DRAFT_STATES  # hidden states for draft proposers travel with the first token
     PACES = worker_pb2.ENGINE_LACK_PACES  # steps hold back prompts so that running sequences keep their TPOT objective
+    EMBEDDINGS = worker_pb2.ENGINE_LACK_EMBEDDINGS  # pooled hidden states of a prompt
     REPRODUCIBLE = worker_pb2.ENGINE_LACK_REPRODUCIBLE  # equal logits for equal input, whatever else is in the batch
     PROMPT_SHARES = worker_pb2.ENGINE_LACK_PROMPT_SHARES  # a prompt much shorter than the oldest one shares its steps
 

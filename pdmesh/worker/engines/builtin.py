@@ -157,8 +157,13 @@ def facts_of(engine: Engine) -> EngineFacts:
         max_num_batched_tokens=config.max_num_batched_tokens,
         eos_token_ids=engine.eos_token_ids,
         cost=engine.cost,
-        lacks=frozenset() if config.keep_pace else frozenset({Lack.PACES}),
+        lacks=_lacks_of(engine),
     )
+
+
+def _lacks_of(engine: Engine) -> frozenset[Lack]:
+    can = {Lack.PACES: engine.config.keep_pace, Lack.EMBEDDINGS: engine.can_pool}
+    return frozenset(lack for lack, is_able in can.items() if not is_able)
 
 
 class Pacer:

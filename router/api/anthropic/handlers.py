@@ -11,15 +11,18 @@ from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from pdmesh.runtime.errors import MeshError, NotFound
+from router.api.anthropic.bodies import MessageBody, PromptBody
 from router.api.anthropic.errors import REQUEST_ID, error_response
 from router.api.anthropic.requests import Call, parse_count, parse_message
 from router.api.anthropic.responses import PING, Answer
 from router.api.frontend import Frontend
-from router.api.http.body import Endpoint, HttpSettings, guarded, json_response, parsed, read_body
+from router.api.http.body import Endpoint as Handler
+from router.api.http.body import HttpSettings, guarded, json_response, parsed, read_body
 from router.api.http.errors import renamed
 from router.api.http.exchange import Exchange
 from router.api.http.fields import JsonObject
 from router.api.http.headers import HEADER_NAMES, authorization_of, options_of, request_id_of, requested_time_left_s
+from router.api.http.openapi import Endpoint
 from router.auth import identity
 from router.telemetry.request_trace import CHAT
 
@@ -81,7 +84,7 @@ class Handlers:
             }
 
 
-class VersionedRoute(Route):
+class VersionedEndpoint(Endpoint):
     """A path that other APIs have, too: it is Anthropic's for requests with `anthropic-version`."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
@@ -94,14 +97,20 @@ def routes(frontend: Frontend, settings: HttpSettings) -> list[Route]:
     """Return the endpoints of Anthropic's API. Those of models go before OpenAI's."""
     handlers = Handlers(frontend, settings)
     return [
-        Route("/v1/messages", _answered(handlers.create), methods=["POST"]),
-        Route("/v1/messages/count_tokens", _answered(handlers.count_tokens), methods=["POST"]),
-        VersionedRoute("/v1/models", _answered(handlers.list_models), methods=["GET"]),
-        VersionedRoute("/v1/models/{model:path}", _answered(handlers.get_model), methods=["GET"]),
-    ]
+        Endpoint(
+            "/v1/messages", handlers.create, "The next message of a conversation, in Anthropic's form", body=MessageBody,
+            error=None, has_options=True, wrap=_answered,
+        ),
+        Endpoint(
+            "/v1/messages/count_tokens", handlers.count_tokens, "The tokens of a conversation", body=PromptBody, error=None,
+            wrap=_answered,
+        ),
+        VersionedEndpoint("/v1/models", handlers.list_models, "The models that are served", method="GET", wrap=_answered),
+        VersionedEndpoint("/v1/models/{model:path}", handlers.get_model, "One of them", method="GET", wrap=_answered),
+    ]  # fmt: skip
 
 
-def _answered(endpoint: Endpoint) -> Endpoint:
+def _answered(endpoint: Handler) -> Handler:
     """Wrap an endpoint: errors in Anthropic's form, and the request's id where its clients look for it."""
     call = guarded(endpoint, error_response)
 

@@ -40,21 +40,22 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     return await _read(request, max_bytes)
 
 
-def parse_json(body: bytes) -> JsonObject:
-    """Return the JSON object in the body. Raises HttpError with status 400 that says what is wrong and where."""
+def parse_json(body: bytes, what: str = "the body") -> JsonObject:
+    """Return the JSON object in the body. Raises HttpError with status 400 that says what is wrong and where. `what`: the name of
+    `body` in messages."""
     try:
         value = json.loads(body.decode(), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
-        raise HttpError(400, f"the body is not UTF-8 (at byte {error.start}); send JSON in UTF-8") from None
+        raise HttpError(400, f"{what} is not UTF-8 (at byte {error.start}); send JSON in UTF-8") from None
     except RecursionError:
-        raise HttpError(400, "the body's JSON is nested too deeply") from None
+        raise HttpError(400, f"{what}: the JSON is nested too deeply") from None
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
-        raise HttpError(400, f"the body is not JSON: {error.msg} ({where})") from None
+        raise HttpError(400, f"{what} is not JSON: {error.msg} ({where})") from None
     except ValueError:
-        raise HttpError(400, "the body is not JSON that can be read: it holds NaN, Infinity or a number of many digits") from None
+        raise HttpError(400, f"{what} is not JSON that can be read: it holds NaN, Infinity or a number of many digits") from None
     if not isinstance(value, dict):
-        raise HttpError(400, 'the body is not a JSON object; send one such as {"model": ...}')
+        raise HttpError(400, f'{what} is not a JSON object; send one such as {{"model": ...}}')
     return value
 
 

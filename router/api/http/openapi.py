@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, cast
@@ -66,8 +66,10 @@ class Endpoint(Route):
         error: Form = ErrorBody,
         needs_key: bool = True,
         has_options: bool = False,
+        wrap: Callable[[Handler], Handler] = guarded,
     ) -> None:
-        super().__init__(path, guarded(handler), methods=[method])
+        """`wrap` makes responses of errors, for an API that has a form of its own for them."""
+        super().__init__(path, wrap(handler), methods=[method])
         self.operation = Operation(summary, body, answer, event, error, needs_key, has_options)
 
 

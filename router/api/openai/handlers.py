@@ -14,17 +14,18 @@ from pdmesh.runtime.errors import MeshError, NotFound
 from pdmesh.v1 import mesh_pb2
 from router.api.frontend import Frontend
 from router.api.http.body import HttpSettings, json_response, parsed, read_body
-from router.api.http.errors import ErrorBody, renamed
+from router.api.http.connection import RECEIVED_NS, while_connected
+from router.api.http.errors import ErrorBody, HttpError, as_told, renamed
 from router.api.http.exchange import Exchange, Parse
 from router.api.http.fields import JsonObject
-from router.api.http.headers import authorization_of, requested_time_left_s
+from router.api.http.headers import HEADER_NAMES, authorization_of, options_of, request_id_of, requested_time_left_s
 from router.api.http.openapi import Endpoint
-from router.api.openai import answers, bodies, requests
+from router.api.openai import answers, bodies, embeddings, requests
 from router.api.openai.responses import Answer, Call
 from router.api.openai.sampling import set_parameters
 from router.api.validation import check_tokens
 from router.auth import identity
-from router.telemetry.request_trace import CHAT, COMPLETION
+from router.telemetry.request_trace import CHAT, COMPLETION, EMBEDDINGS
 
 
 class Handlers:
@@ -43,6 +44,24 @@ class Handlers:
     async def complete(self, request: Request) -> Response:
         """Handle POST /v1/completions."""
         return await self._answer(request, requests.parse_completion, COMPLETION)
+
+    async def embed(self, request: Request) -> Response:
+        """Handle POST /v1/embeddings."""
+        identity.authenticate(self._settings.keys, request.headers.get("authorization"))
+        sent_headers = request.headers.items()
+        options = options_of(request.headers, request_id_of(request.scope))
+        time_left_s = requested_time_left_s(request.headers)
+        try:
+            sent = await read_body(request, self._settings.max_body_bytes)
+            message, wanted = await parsed(lambda body: embeddings.parse(body, options), sent)
+        except (HttpError, MeshError) as error:
+            self._frontend.refused(EMBEDDINGS, as_told(error), request.scope[RECEIVED_NS], sent_headers)
+            raise
+        work = self._frontend.embed(message, time_left_s, request.scope[RECEIVED_NS], sent_headers)
+        try:
+            return json_response(embeddings.body_of(await while_connected(request.receive, work), wanted))
+        except MeshError as error:
+            raise renamed(error, {**HEADER_NAMES, **embeddings.NAMES}) from error
 
     async def tokenize(self, request: Request) -> Response:
         """Handle POST /tokenize, as vLLM has it."""
@@ -138,6 +157,7 @@ def routes(frontend: Frontend, settings: HttpSettings) -> list[Route]:
             "/v1/completions", handlers.complete, "Continuations of prompts", has_options=True,
             body=bodies.CompletionRequest, answer=answers.Completion, event=answers.CompletionChunk | ErrorBody,
         ),
+        Endpoint("/v1/embeddings", handlers.embed, "Embeddings of texts", has_options=True, body=embeddings.EmbeddingsBody),
         Endpoint(
             "/tokenize", handlers.tokenize, "The tokens of a text or a conversation",
             body=bodies.TokenizeTextRequest | bodies.TokenizeChatRequest, answer=answers.Tokenized,

@@ -12,13 +12,14 @@ from starlette.routing import Route
 
 from pdmesh.v1 import mesh_pb2
 from router.api.frontend import Frontend
-from router.api.http.body import HttpSettings, guarded, json_response
+from router.api.http.body import HttpSettings, json_response
 from router.api.http.errors import HttpError
 from router.api.http.exchange import Exchange
 from router.api.http.headers import options_of, request_id_of
+from router.api.http.openapi import Endpoint
 from router.api.responses.answer import Answer, Identity, ServedModels
 from router.api.responses.kept import KeepSettings, KeptResponses, completed
-from router.api.responses.requests import Call, parse
+from router.api.responses.requests import Call, CreateResponse, parse
 from router.api.validation import refuse
 from router.auth import identity
 from router.config import RouterConfig
@@ -115,7 +116,7 @@ def routes(frontend: Frontend, settings: HttpSettings) -> list[Route]:
         frontend.closing.append(store.close)
     handlers = Handlers(frontend, settings, store)
     return [
-        Route("/v1/responses", guarded(handlers.create), methods=["POST"]),
-        Route("/v1/responses/{response_id}", guarded(handlers.get), methods=["GET"]),
-        Route("/v1/responses/{response_id}", guarded(handlers.delete), methods=["DELETE"]),
+        Endpoint("/v1/responses", handlers.create, "A response to items of input", body=CreateResponse, has_options=True),
+        Endpoint("/v1/responses/{response_id}", handlers.get, "A response that is kept", method="GET"),
+        Endpoint("/v1/responses/{response_id}", handlers.delete, "Forget it", method="DELETE"),
     ]

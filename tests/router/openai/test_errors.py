@@ -290,7 +290,7 @@ async def _in_pieces(content: bytes) -> Any:
 
 async def test_paths_and_methods(limited: Mesh) -> None:
     async with httpx.AsyncClient() as http:
-        missing = await http.get(url(limited, "/v1/embeddings"))
+        missing = await http.get(url(limited, "/v1/images/generations"))
         assert missing.status_code == 404 and "/v1/chat/completions" in missing.json()["error"]["message"]
         wrong = await http.get(url(limited, "/v1/completions"))
         assert wrong.status_code == 405 and wrong.headers["allow"] == "POST" and wrong.json()["error"]["type"]
