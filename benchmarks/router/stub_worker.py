@@ -142,6 +142,7 @@ class StubDecode(decode_pb2_grpc.DecodeServiceServicer):
 class StubPrefill(prefill_pb2_grpc.PrefillServiceServicer):
     """The first token, then the news that the KV has arrived."""
 
+    Embed = None  # type: ignore[assignment]
     decode: StubDecode
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: object) -> AsyncIterator[prefill_pb2.PrefillEvent]:

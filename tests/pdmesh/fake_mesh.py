@@ -58,7 +58,7 @@ class Script:
 
 
 class FakeMesh(MeshServicer):
-    LoadAdapter = UnloadAdapter = ListAdapters = None  # type: ignore[assignment]
+    Embed = LoadAdapter = UnloadAdapter = ListAdapters = None  # type: ignore[assignment]
 
     def __init__(self, script: Script) -> None:
         self.script = script
