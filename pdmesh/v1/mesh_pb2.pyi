@@ -664,7 +664,6 @@ class ToolCallDelta(_message.Message):
     ID_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     ARGUMENTS_FIELD_NUMBER: _builtins.int
-    TEXT_OFFSET_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """index of the call within its choice, from 0."""
     id: _builtins.str
@@ -673,8 +672,6 @@ class ToolCallDelta(_message.Message):
     """name of the tool, with the first piece. Empty in later ones."""
     arguments: _builtins.str
     """arguments new with this piece: all of them joined are a JSON object as text, unless the call was cut off or a warning follows."""
-    text_offset: _builtins.int
-    """text_offset is the number of characters (Unicode code points) of its delta's text that the model wrote before this piece."""
     def __init__(
         self,
         *,
@@ -682,11 +679,10 @@ class ToolCallDelta(_message.Message):
         id: _builtins.str = ...,
         name: _builtins.str = ...,
         arguments: _builtins.str = ...,
-        text_offset: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "index", b"index", "name", b"name", "text_offset", b"text_offset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "index", b"index", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -40,7 +40,6 @@ class ParsedText(ChoiceText):
         self._num_whole = 0
         self.num_reasoning_tokens = 0
         self._pending = mesh_pb2.Delta()
-        self._num_text = 0  # characters of text since `fill`
         self._num_unread = 0  # tokens since the last event
         self._parts: list[tuple[PartKind, int]] = []  # kinds alternate
 
@@ -72,15 +71,13 @@ class ParsedText(ChoiceText):
             self._pending.parts.extend(mesh_pb2.DeltaPart(**{kind: size}) for kind, size in self._parts)
         delta.MergeFrom(self._pending)
         self._pending.Clear()
-        self._num_text = 0
         self._parts.clear()
 
     def _text_of(self, events: Iterable[Event]) -> str:
         """Return the text in events; collect the rest."""
         pieces = []
         for event in events:
-            pieces.append(piece := self._take(event))
-            self._num_text += len(piece)
+            pieces.append(self._take(event))
             if isinstance(event, Thought):
                 self._pending.num_reasoning_tokens += self._num_unread
             self._num_unread = 0
@@ -124,13 +121,13 @@ class ParsedText(ChoiceText):
         if not call_id or call_id in self._ids:
             call_id = self._call_id(index)
         self._ids.add(call_id)
-        self._pending.tool_calls.add(index=index, id=call_id, name=name, text_offset=self._num_text)
+        self._pending.tool_calls.add(index=index, id=call_id, name=name)
         self._note("num_tool_calls", 1)
 
     def _add_arguments(self, index: int, text: str) -> None:
         pieces = self._pending.tool_calls
         if not pieces or pieces[-1].index != index:
-            pieces.add(index=index, text_offset=self._num_text)
+            pieces.add(index=index)
             self._note("num_tool_calls", 1)
         pieces[-1].arguments += text
 

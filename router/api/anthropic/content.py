@@ -12,6 +12,7 @@ from pydantic_core import from_json
 
 from pdmesh.v1 import mesh_pb2
 from router.api.http.fields import JsonObject
+from router.api.http.reports import in_order
 
 _OUR_ID = re.compile(r"\Acall_([0-9a-f]{24})\Z")
 """An id that the router made, in OpenAI's form; one that the model wrote is kept, because its template may need it."""
@@ -57,13 +58,11 @@ class Content:
 
     def add(self, delta: mesh_pb2.Delta) -> Iterator[JsonObject]:
         """Take in a delta while its events are read."""
-        text, reasoning, calls = 0, 0, 0
-        for part in delta.parts or (_everything(delta),):
-            yield from self._think(delta.reasoning[reasoning : reasoning + part.reasoning_chars])
-            yield from self._say(delta.text[text : text + part.text_chars])
-            for piece in delta.tool_calls[calls : calls + part.num_tool_calls]:
+        for said in in_order(delta):
+            yield from self._think(said.reasoning)
+            yield from self._say(said.text)
+            for piece in said.calls:
                 yield from self._add_call(piece)
-            text, reasoning, calls = text + part.text_chars, reasoning + part.reasoning_chars, calls + part.num_tool_calls
 
     def end(self) -> Iterator[JsonObject]:
         """Yield the events that end the open block, if there is one."""
@@ -108,13 +107,6 @@ class Content:
 
     def _event(self, kind: str, **more: object) -> JsonObject:
         return {"type": kind, "index": len(self._blocks) - 1, **more}
-
-
-def _everything(delta: mesh_pb2.Delta) -> mesh_pb2.DeltaPart:
-    """Return a delta as one part, because it has one kind of things."""
-    return mesh_pb2.DeltaPart(
-        text_chars=len(delta.text), reasoning_chars=len(delta.reasoning), num_tool_calls=len(delta.tool_calls)
-    )
 
 
 def input_of(text: str) -> object:

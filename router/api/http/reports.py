@@ -1,8 +1,9 @@
-"""What answers of several APIs over HTTP tell about a request: seed, timings, log-probabilities of tokens."""
+"""What answers of several APIs over HTTP tell: the order of a delta, seed, timings, log-probabilities of tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from pdmesh.v1 import common_pb2, mesh_pb2
 from router.api.http.fields import JsonObject
@@ -17,6 +18,25 @@ SpellingOf = Callable[[str, int], bytes]
 """Maps the name of a model and a token id to the bytes of that token."""
 
 _MODES = {mesh_pb2.PREFILL_MODE_LOCAL: "local", mesh_pb2.PREFILL_MODE_REMOTE: "remote"}
+
+
+class Said(NamedTuple):
+    """Hold what comes next in a delta: reasoning, then text, then pieces of calls."""
+
+    reasoning: str
+    text: str
+    calls: Sequence[mesh_pb2.ToolCallDelta]
+
+
+def in_order(delta: mesh_pb2.Delta) -> Iterator[Said]:
+    """Yield what is new with a delta in the order in which the model wrote it."""
+    if not delta.parts:  # one kind alone
+        yield Said(delta.reasoning, delta.text, delta.tool_calls)
+    text = reasoning = call = 0
+    for part in delta.parts:
+        to_text, to_reasoning, to_call = text + part.text_chars, reasoning + part.reasoning_chars, call + part.num_tool_calls
+        yield Said(delta.reasoning[reasoning:to_reasoning], delta.text[text:to_text], delta.tool_calls[call:to_call])
+        text, reasoning, call = to_text, to_reasoning, to_call
 
 
 def report(started: mesh_pb2.Started | None, completed: mesh_pb2.Completed | None) -> JsonObject:

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from pdmesh.v1 import common_pb2, mesh_pb2
 from router.api.http.fields import JsonObject
+from router.api.http.reports import in_order
 
 Event = JsonObject
 """An event without its sequence number."""
@@ -160,19 +161,14 @@ class Output:
 
     def take(self, delta: mesh_pb2.Delta) -> Iterator[Event]:
         """Yield the events of a delta."""
-        if delta.reasoning:
-            reasoning, events = self._reasoning()
-            yield from events
-            yield self._of(reasoning, reasoning.add(delta.reasoning))
         if delta.logprobs and not self._num_calls:
             self._logprobs += self._show_logprobs(delta.logprobs)
             del self._logprobs[: delta.num_reasoning_tokens]
-        at = 0
-        for piece in delta.tool_calls:
-            yield from self._take_text(delta.text[at : piece.text_offset])
-            yield from self._take_call(piece)
-            at = piece.text_offset
-        yield from self._take_text(delta.text[at:])
+        for said in in_order(delta):
+            yield from self._take_reasoning(said.reasoning)
+            yield from self._take_text(said.text)
+            for piece in said.calls:
+                yield from self._take_call(piece)
 
     def end(self, *, is_complete: bool) -> Iterator[Event]:
         """Yield the events that end the output. It has a message, be it empty, unless it has calls or was cut off before one."""
@@ -182,6 +178,12 @@ class Output:
         if is_empty or (is_complete and not self._num_calls and isinstance(self._open, _ReasoningItem)):
             yield from self._message()[1]
         yield from self._close(COMPLETED if is_complete else INCOMPLETE)
+
+    def _take_reasoning(self, text: str) -> Iterator[Event]:
+        if text:
+            reasoning, events = self._reasoning()
+            yield from events
+            yield self._of(reasoning, reasoning.add(text))
 
     def _take_text(self, text: str) -> Iterator[Event]:
         if not text:
