@@ -218,8 +218,8 @@ class Delta:
     """Hold new output of one choice. `token_ids[0]` has output index `first_index`; text may lag behind the ids.
 
     Of chats: `reasoning` and `tool_calls`, which are no part of the text; `warning`: the model wrote something like a call that
-    is none, and it is in the text. `prompt_logprobs`: of the prompt's tokens but the first, where they were asked for; the first
-    delta of one choice has them."""
+    is none, and it is in the text. `prompt_logprobs`: of the prompt's tokens, where they were asked for (that of the first is
+    NaN); the first delta of one choice has them."""
 
     choice: int
     first_index: int
@@ -268,8 +268,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class Generation:
-    """Hold the complete answer to a request. `prompt_logprobs`: of the prompt's tokens but the first, where they were asked
-    for."""
+    """Hold the complete answer to a request. `prompt_logprobs`: of the prompt's tokens, where they were asked for; that of the
+    first is NaN."""
 
     request_id: str
     model: str

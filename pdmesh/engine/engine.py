@@ -62,6 +62,10 @@ def check_integrity(pool: BlockPool, groups: Iterable[SequenceGroup], scheduler:
         raise IntegrityError("a waiting sequence holds blocks")
 
 
+PROMPT_LOGITS_BYTES = 64 << 20
+"""Memory for logits of prompts' tokens in a step on a CPU, where prompts' log-probabilities or a mean of states are wanted."""
+
+
 class Engine:
     """Own a model, its KV pool and the requests on it."""
 
@@ -121,7 +125,7 @@ class Engine:
             pooler=None if self._final_norm is None else Pooler(self._final_norm, loaded.config.hidden_size),
         )
         self.pacer = TpotLimiter(is_on=config.keep_pace)
-        self._scheduler = Scheduler(self._allocator, config.max_num_batched_tokens, self.pacer, config.max_num_seqs)
+        self._scheduler = Scheduler(self._allocator, config.max_num_batched_tokens, self.pacer, self._num_logits_rows())
         # Drafts are made from tokens that the host has read: with a proposer no step is launched ahead.
         self._overlap = (
             None
@@ -234,6 +238,13 @@ class Engine:
     def has_work(self) -> bool:
         """Return whether something runs or waits. If all wait for blocks that reservations hold, step() still returns None."""
         return bool(self._scheduler.running or self._scheduler.waiting)
+
+    def _num_logits_rows(self) -> int:
+        """Return how many rows of logits a step may have: on a GPU those that its memory was planned for."""
+        num_seqs = self.config.max_num_seqs
+        return (
+            num_seqs if self.config.device == "cuda" else max(num_seqs, PROMPT_LOGITS_BYTES // (4 * self.model_config.vocab_size))
+        )
 
     @property
     def can_pool(self) -> bool:

@@ -589,8 +589,8 @@ class Delta(_message.Message):
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Logprobs]:
-        """prompt_logprobs of all tokens of the prompt but the first, when asked for: with the first delta of one choice. A stream that is
-        resumed with emitted tokens has none.
+        """prompt_logprobs of the tokens of the prompt, when asked for: with the first delta of one choice. That of the first token is NaN,
+        since nothing is before it. A stream that is resumed with emitted tokens has none.
         """
 
     @_builtins.property

@@ -1,6 +1,7 @@
 """Conversion of tokens to the client's messages: ids at once, text when it is safe, stop strings, logprobs as text, usage."""
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -185,6 +186,7 @@ class Output:
         self._texts: Sequence[ChoiceText] = self._parsed or [
             ChoiceText(self._tokenizer, prepared.stop, self._ending) for _ in range(prepared.num_choices)
         ]
+        self._owes_prompt_logprobs = prepared.sampling.HasField("prompt_logprobs")
         self._counts = [0] * prepared.num_choices
         self._finished = [False] * prepared.num_choices
         self._num_unfinished = prepared.num_choices
@@ -241,8 +243,8 @@ class Output:
             self._end(delta, chunk.finish_reason, chunk.token_ids[-1] if chunk.token_ids else None)
         if chunk.logprobs:
             delta.logprobs.extend(self._with_texts(chunk.logprobs[:num_pushed]))
-        if chunk.prompt_logprobs:
-            delta.prompt_logprobs.extend(self._with_texts(chunk.prompt_logprobs))
+        if self._owes_prompt_logprobs and not chunk.first_index:
+            self._add_prompt_logprobs(delta, chunk.prompt_logprobs)
         if self._parsed:
             self._parsed[choice].fill(delta)
         return response
@@ -286,6 +288,14 @@ class Output:
     def _finish(self, choice: int) -> None:
         self._num_unfinished -= not self._finished[choice]
         self._finished[choice] = True
+
+    def _add_prompt_logprobs(self, delta: mesh_pb2.Delta, logprobs: Sequence[common_pb2.Logprobs]) -> None:
+        """Add those of the prompt to the first delta of the choice that brings them; a prompt of one token has none to bring."""
+        prompt = self._prepared.prompt
+        if logprobs or len(prompt) == 1:
+            first = common_pb2.Logprobs(chosen=common_pb2.TokenLogprob(token_id=prompt[0], logprob=math.nan))
+            delta.prompt_logprobs.extend(self._with_texts([first, *logprobs]))
+            self._owes_prompt_logprobs = False
 
     def _with_texts(self, logprobs: Sequence[common_pb2.Logprobs]) -> Sequence[common_pb2.Logprobs]:
         token_text = self._tokenizer.token_text

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pdmesh.engine import engine as engine_module
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.loader.loader import LoadedModel, load_model
@@ -80,7 +81,10 @@ def check(updates: list[SequenceUpdate], expected: Tensor, prompt: tuple[int, ..
 
 
 @pytest.mark.parametrize(("budget", "seats"), [(64, 64), (16, 64), (64, 5), (7, 1)])
-def test_in_chunks_beside_others(loaded: LoadedModel, folder: Path, expected: Tensor, budget: int, seats: int) -> None:
+def test_in_chunks_beside_others(
+    loaded: LoadedModel, folder: Path, expected: Tensor, budget: int, seats: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "PROMPT_LOGITS_BYTES", 0)  # as many rows of logits as seats
     engine = engine_of(loaded, folder, max_num_batched_tokens=budget, max_num_seqs=seats)
     others = [EngineRequest(f"o{n}", PROMPT[n : n + 20], SamplingParams(temperature=0.0, max_tokens=9)) for n in range(seats > 4)]
     updates = updates_of(engine, *others, asked())
@@ -104,7 +108,7 @@ def test_several_choices_have_them_once(loaded: LoadedModel, folder: Path, expec
 
 def test_a_preempted_prompt_has_them_once(loaded: LoadedModel, folder: Path, expected: Tensor) -> None:
     """The one before it grows into its blocks while it is computed."""
-    engine = engine_of(loaded, folder, num_blocks=9, max_num_batched_tokens=8, max_num_seqs=2)
+    engine = engine_of(loaded, folder, num_blocks=9, max_num_batched_tokens=2, max_num_seqs=2)
     older = EngineRequest("older", PROMPT[5:36], SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
     updates = updates_of(engine, older, asked())
     assert engine.stats().num_preemptions

@@ -76,6 +76,29 @@ def _reason(choice: Choice) -> str:
     return "" if choice.finish_reason is None else choice.finish_reason.name.lower()
 
 
+@pytest.mark.parametrize("mode", ["remote", "local"])
+async def test_what_lm_eval_asks_is_what_transformers_answers(client: Any, mode: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = ensure_model("smollm2-135m-instruct", print)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    text = "The capital of France is Paris, and that of Italy is Rome."
+    ids = tokenizer(text)["input_ids"]
+    with torch.inference_mode():
+        expected = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    answer = await client.completions.create(
+        model="smollm2", prompt=text, echo=True, logprobs=1, max_tokens=0, temperature=0, extra_headers={"X-Prefill-Mode": mode}
+    )
+    shown = answer.choices[0].logprobs
+    assert (answer.choices[0].text, "".join(shown.tokens), answer.usage.completion_tokens) == (text, text, 0)
+    assert shown.token_logprobs[0] is None and shown.top_logprobs[0] is None
+    values = [float(row[token]) for row, token in zip(expected, ids[1:], strict=False)]
+    assert shown.token_logprobs[1:] == pytest.approx(values, abs=0.25)  # workers choose narrower weights
+    is_greedy = [max(top.values()) == value for top, value in zip(shown.top_logprobs[1:], shown.token_logprobs[1:], strict=True)]
+    agreed = sum(said == (int(row.argmax()) == token) for said, row, token in zip(is_greedy, expected, ids[1:], strict=False))
+    assert agreed >= len(ids) - 2
+
+
 async def test_a_stream_that_is_closed_frees_its_worker(mesh: LocalMesh, client: Any) -> None:
     stream = await client.completions.create(model="smollm2", prompt="Count:", max_tokens=4000, stream=True)
     await anext(aiter(stream))

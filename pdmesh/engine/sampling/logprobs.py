@@ -9,10 +9,19 @@ from torch import Tensor
 
 from pdmesh.engine.outputs import TokenLogprobs
 
+ROWS = 32
+"""Rows that are computed at once: what they need besides the logits is several times as large as these."""
+
 
 def logprobs_of(logits: Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
     """Return the log-probabilities of `tokens`, one for each row of logits [R, V] float32, and of the `count` likeliest tokens of
     the row, of equal ones the lowest id first. The logits are not changed."""
+    starts = range(0, len(tokens), ROWS)
+    parts = [_logprobs_of(logits[first : first + ROWS], tokens[first : first + ROWS], count) for first in starts]
+    return [entry for part in parts for entry in part]
+
+
+def _logprobs_of(logits: Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
     logprobs = logits.float().log_softmax(-1)
     chosen = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
     likeliest = in_order(logprobs).topk(min(count, logits.shape[1])).indices

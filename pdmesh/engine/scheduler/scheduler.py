@@ -255,16 +255,16 @@ class Scheduler:
     """Keep two lists in order of arrival: running sequences have blocks, waiting sequences have none."""
 
     def __init__(
-        self, allocator: BlockManager, max_num_batched_tokens: int, pacer: TpotLimiter | None = None, max_num_seqs: int = 256
+        self, allocator: BlockManager, max_num_batched_tokens: int, pacer: TpotLimiter | None = None, max_logits_rows: int = 256
     ) -> None:
-        """`max_num_seqs`: rows of logits that a step has room for."""
+        """`max_logits_rows`: rows of logits that a step has room for."""
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.num_preemptions = 0
         self._allocator = allocator
         self._pacer = pacer or TpotLimiter()
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._max_num_seqs = max_num_seqs
+        self._max_logits_rows = max_logits_rows
 
     def run(self, sequence: Sequence) -> None:
         """Add a sequence that has its blocks to the running ones."""
@@ -287,7 +287,7 @@ class Scheduler:
         `drafts`: drafts of running sequences. An empty plan means that no sequence can advance until blocks are released.
         """
         decoding = [sequence for sequence in self.running if sequence.is_going_on]
-        plan = SchedulerOutput(self._max_num_batched_tokens, max(1, self._max_num_seqs - len(decoding)))
+        plan = SchedulerOutput(self._max_num_batched_tokens, max(1, self._max_logits_rows - len(decoding)))
         prompts = [sequence for sequence in self.running if not sequence.is_going_on]
         self._plan_all(decoding, plan)
         self._plan_drafts(drafts or {}, plan, beside_prompts=bool(prompts or self.waiting))

@@ -418,7 +418,7 @@ def _outputs(request: pb.ModelInferRequest, inputs: Inputs, parameters: Paramete
     if request.outputs:
         return tuple(dict.fromkeys(tensor.name for tensor in request.outputs))
     usual = PIECE_OUTPUTS if streamed else WHOLE_OUTPUTS
-    logprobs = ("logprobs",) if parameters.sampling.HasField("logprobs") else ()
+    logprobs = tuple(name for name in ("logprobs", "prompt_logprobs") if parameters.sampling.HasField(name))
     flagged = [output for name, output in FLAGS.items() if inputs.flag(name)]
     return tuple(dict.fromkeys((*usual, *logprobs, *flagged)))
 

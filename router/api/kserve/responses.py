@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pdmesh.third_party.kserve import grpc_service_pb2 as pb
@@ -26,6 +26,7 @@ class Piece:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[common_pb2.Logprobs] = field(default_factory=list)
+    prompt_logprobs: list[common_pb2.Logprobs] = field(default_factory=list)  # of one choice
     finish_reason: common_pb2.FinishReason.ValueType = common_pb2.FINISH_REASON_UNSPECIFIED
     stop_reason: str = ""
 
@@ -34,6 +35,7 @@ class Piece:
         self.text += delta.text
         self.token_ids.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs)
+        self.prompt_logprobs.extend(delta.prompt_logprobs)
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
 
@@ -135,10 +137,11 @@ def failed(request: pb.ModelInferRequest, code: str, message: str) -> pb.ModelSt
     return response
 
 
-def _logprobs(piece: Piece) -> bytes:
+def _logprobs(entries_of_tokens: Iterable[common_pb2.Logprobs]) -> bytes:
     """Return JSON: for each token its id, text, log-probability, and the most likely tokens with theirs."""
     entries = [
-        {**_logprob(entry.chosen), "top_logprobs": [_logprob(candidate) for candidate in entry.top]} for entry in piece.logprobs
+        {**_logprob(entry.chosen), "top_logprobs": [_logprob(candidate) for candidate in entry.top]}
+        for entry in entries_of_tokens
     ]
     return json.dumps(entries, ensure_ascii=False, allow_nan=False).encode()
 
@@ -152,7 +155,8 @@ _OF_PIECES: dict[str, Callable[[Piece], Element]] = {
     "text_output": lambda piece: piece.text.encode(),
     "finish_reason": lambda piece: _REASONS[piece.finish_reason],
     "stop_reason": lambda piece: piece.stop_reason.encode(),
-    "logprobs": _logprobs,
+    "logprobs": lambda piece: _logprobs(piece.logprobs),
+    "prompt_logprobs": lambda piece: _logprobs(piece.prompt_logprobs),
     "cumulative_logprob": lambda piece: sum(entry.chosen.logprob for entry in piece.logprobs),
     "index": lambda piece: piece.choice,
     "num_output_tokens": lambda piece: len(piece.token_ids),

@@ -61,6 +61,7 @@ OUTPUTS = {
         Tensor("finish_reason", ("BYTES",), (-1,)),  # "stop", "length"; "" while the choice continues
         Tensor("stop_reason", ("BYTES",), (-1,)),
         Tensor("logprobs", ("BYTES",), (-1,)),  # JSON, one entry for each token
+        Tensor("prompt_logprobs", ("BYTES",), (-1,)),  # the same of the prompt, with the first piece of one choice
         Tensor("cumulative_logprob", ("FP32",), (-1,)),
         Tensor("index", ("UINT32",), (-1,)),  # of the choice
         Tensor("num_output_tokens", ("UINT32",), (-1,)),

@@ -176,11 +176,25 @@ class ChatChunkChoice(AnswerBody):
     warnings: list[str] = Field(default_factory=list)
 
 
+class PromptLogprob(AnswerBody):
+    """One of the likeliest tokens in the place of a prompt's token, or that token."""
+
+    logprob: float
+    rank: int | None
+    """1 for the likeliest; null for a token that is none of them."""
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
 class ChatCompletion(_Whole):
     """The answer of /v1/chat/completions."""
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
+    prompt_logprobs: PromptLogprobs | None = None
+    """By token id, null first; where they were asked for."""
 
 
 class ChatCompletionChunk(_Chunk):
@@ -197,8 +211,9 @@ class TextLogprobs(AnswerBody):
     """Log-probabilities of the output's tokens."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None
+    token_logprobs: list[float | None]
+    """null: of a prompt's first token."""
+    top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
 
 
@@ -211,6 +226,8 @@ class TextChoice(AnswerBody):
     finish_reason: FinishReason
     stop_reason: str | None
     """The string or token that ended the choice."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """By token id, null first; where they were asked for."""
 
 
 class TextChunkChoice(AnswerBody):

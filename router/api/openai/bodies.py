@@ -148,6 +148,9 @@ class Sampling(Body):
     """The output goes on behind an end of sequence."""
     stop_token_ids: Annotated[Ids, at_most(MAX_STOP_TOKENS, "tokens")] | None = None
     """Tokens that end the output."""
+    prompt_logprobs: Annotated[Count | None, Field(json_schema_extra={"maximum": MAX_LOGPROBS})] = None
+    """The log-probabilities of the prompt's tokens are wanted, and those of so many of the likeliest ones, in vLLM's form. Not
+    with stream."""
     logit_bias: LogitBias | None = None
     """What is added to the logits of tokens, by token id, before penalties."""
     stop: Text | Annotated[list[Text], FIRST_ERROR, at_most(MAX_STOP_STRINGS, "strings")] | None = None
@@ -186,7 +189,6 @@ class _Foreign(Body):
     include_stop_str_in_output: Annotated[Any, Unsupported(False, why="stop_reason names what ended a choice")] = None
     use_beam_search: Annotated[Any, Unsupported(False, why="outputs are drawn")] = None
     length_penalty: Annotated[Any, Unsupported(1, 1.0, why="of beam search")] = None
-    prompt_logprobs: Annotated[Any, Unsupported(why="log-probabilities of a prompt are not computed")] = None
     truncate_prompt_tokens: Annotated[Any, Unsupported(why="a prompt that is too long is refused")] = None
     logits_processors: Annotated[Any, Unsupported([], why="requests bring no code")] = None
     return_token_ids: Annotated[Any, Unsupported(False, why="/tokenize gives token ids")] = None
@@ -328,6 +330,8 @@ Prompt = Annotated[TextPrompt | IdsPrompt | Prompts, Discriminator(_prompt_tag),
 class CompletionRequest(Generation):
     """One or several prompts to continue."""
 
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_UINT32)] | None = None
+    """At most so many tokens, 16 if it is left out; 0, with echo or prompt_logprobs: the prompt alone."""
     prompt: Prompt
     """A text, texts, token ids, or lists of them. Choice c of prompt p has the index p * n + c."""
     logprobs: Annotated[Count | None, Field(json_schema_extra={"maximum": MAX_LOGPROBS})] = None
@@ -344,9 +348,7 @@ class CompletionRequest(Generation):
 
     @field_validator("echo")
     @classmethod
-    def _without_logprobs(cls, echo: bool, info: ValidationInfo) -> bool:
-        if echo and info.data.get("logprobs") is not None:
-            raise ValueError("excludes logprobs: those of a prompt are not computed")
+    def _without_suffix(cls, echo: bool, info: ValidationInfo) -> bool:
         if echo and info.data.get("suffix"):
             raise ValueError("excludes suffix: what goes around an output is no beginning of it")
         return echo

@@ -11,7 +11,7 @@ from pydantic import Field
 from pdmesh.v1 import common_pb2, mesh_pb2
 from router.api.embedding import MAX_INPUTS
 from router.api.http.fields import MAX_UINT32, JsonObject
-from router.api.http.types import Body, Ignored, Text, checked, unsupported
+from router.api.http.types import AnswerBody, Body, Ignored, Text, checked, unsupported
 from router.api.validation import refuse
 
 _POOLINGS = {"mean": common_pb2.POOLING_MEAN, "last": common_pb2.POOLING_LAST}
@@ -30,6 +30,31 @@ class EmbeddingsBody(Body):
     normalize: bool = True
     user: Ignored = None
     truncate_prompt_tokens: unsupported() = None  # type: ignore[valid-type]
+
+
+class Embedding(AnswerBody):
+    """The embedding of one input."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+    """Numbers, or as base64 float32 in little-endian order."""
+
+
+class EmbeddingsUsage(AnswerBody):
+    """Counts of tokens."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embeddings(AnswerBody):
+    """The answer: one embedding for each input, in their order."""
+
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingsUsage
 
 
 def parse(body: JsonObject, options: mesh_pb2.RequestOptions) -> tuple[mesh_pb2.EmbedRequest, EmbeddingsBody]:

@@ -157,7 +157,10 @@ def routes(frontend: Frontend, settings: HttpSettings) -> list[Route]:
             "/v1/completions", handlers.complete, "Continuations of prompts", has_options=True,
             body=bodies.CompletionRequest, answer=answers.Completion, event=answers.CompletionChunk | ErrorBody,
         ),
-        Endpoint("/v1/embeddings", handlers.embed, "Embeddings of texts", has_options=True, body=embeddings.EmbeddingsBody),
+        Endpoint(
+            "/v1/embeddings", handlers.embed, "Embeddings of texts", has_options=True,
+            body=embeddings.EmbeddingsBody, answer=embeddings.Embeddings,
+        ),
         Endpoint(
             "/tokenize", handlers.tokenize, "The tokens of a text or a conversation",
             body=bodies.TokenizeTextRequest | bodies.TokenizeChatRequest, answer=answers.Tokenized,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from pdmesh.v1 import mesh_pb2
+from pdmesh.v1 import common_pb2, mesh_pb2
 from router.api.http.fields import JsonObject
 from router.api.http.types import checked
 from router.api.openai import tools
@@ -18,8 +18,9 @@ from router.api.openai.bodies import (
     TokenizeTextRequest,
 )
 from router.api.openai.messages import AnyMessage, AssistantMessage, Content, ToolMessage
-from router.api.openai.responses import Best, Call, ChatShape, Streaming, TextShape
+from router.api.openai.responses import Best, Call, ChatShape, Scoring, Streaming, TextShape
 from router.api.openai.sampling import read_sampling
+from router.api.validation import refuse
 
 # `POST /v1/chat/completions`: from JSON to a ChatRequest.
 
@@ -39,7 +40,7 @@ def parse_chat(body: JsonObject, options: mesh_pb2.RequestOptions) -> Call:
     tools.read_template(wanted, request)
     request.sampling.CopyFrom(params)
     names |= {"sampling.logprobs": "top_logprobs", "prompt": "messages"}
-    return Call((request,), params.n or 1, ChatShape(), _streaming(wanted), names)
+    return Call((request,), params.n or 1, ChatShape(), _streaming(wanted), names, scoring=Scoring(_shown(wanted)))
 
 
 def _streaming(wanted: Generation) -> Streaming | None:
@@ -75,6 +76,8 @@ def _text_of(content: Content | None) -> str:
 
 DEFAULT_MAX_TOKENS = 16
 _REQUEST_ID_CHARS = 64
+_PROMPT_ALONE = 1
+"""Tokens of output that workers draw where none is wanted; they are not shown."""
 
 
 def parse_completion(body: JsonObject, options: mesh_pb2.RequestOptions) -> Call:
@@ -83,8 +86,11 @@ def parse_completion(body: JsonObject, options: mesh_pb2.RequestOptions) -> Call
     params, names = read_sampling(wanted)
     if wanted.max_tokens is None:
         params.max_tokens = DEFAULT_MAX_TOKENS
+    elif not wanted.max_tokens:
+        params.max_tokens = _PROMPT_ALONE
     if wanted.logprobs is not None:
         params.logprobs = wanted.logprobs
+    scoring = _scoring(wanted, params)
     num_choices = params.n or 1
     best = None if wanted.best_of in (None, num_choices) else Best(num_choices, shows_logprobs=wanted.logprobs is not None)
     if best is not None and wanted.best_of is not None:
@@ -94,7 +100,24 @@ def parse_completion(body: JsonObject, options: mesh_pb2.RequestOptions) -> Call
     base.options.cache_salt = wanted.cache_salt
     names["tokens.ids"] = "prompt"
     requests = _numbered(base, _prompts(wanted))
-    return Call(requests, num_choices, TextShape(), _streaming(wanted), names, wanted.echo, best)
+    return Call(requests, num_choices, TextShape(), _streaming(wanted), names, wanted.echo, best, scoring)
+
+
+def _scoring(wanted: CompletionRequest, params: common_pb2.SamplingParams) -> Scoring:
+    """Return what is shown of the prompt's log-probabilities; ask for them. Raises InvalidArgument."""
+    is_alone = wanted.max_tokens == 0
+    if is_alone and not wanted.echo and wanted.prompt_logprobs is None:
+        refuse("max_tokens", "0 needs echo: true, or prompt_logprobs; else there is nothing to answer")
+    echoes = wanted.echo and wanted.logprobs is not None
+    if echoes:
+        params.prompt_logprobs = max(wanted.logprobs or 0, wanted.prompt_logprobs or 0)
+    return Scoring(_shown(wanted), wanted.logprobs if echoes else None, is_alone)
+
+
+def _shown(wanted: Generation) -> int | None:
+    if wanted.prompt_logprobs is not None and wanted.stream:
+        refuse("prompt_logprobs", "excludes stream: leave one of them out")
+    return wanted.prompt_logprobs
 
 
 def _prompts(wanted: CompletionRequest) -> list[str | list[int]]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import codecs
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from pdmesh.runtime.errors import MeshError
 from pdmesh.v1 import common_pb2, mesh_pb2
@@ -78,6 +79,10 @@ class Shape(Protocol):
     def chunk_name(self) -> str:
         """Return the `object` of a streamed chunk."""
 
+    @property
+    def scores_in_choice(self) -> bool:
+        """Return whether the prompt's log-probabilities are a field of each choice; else of the whole."""
+
     def whole(self, said: Said, logprobs: JsonObject | None) -> JsonObject:
         """Return the fields of a complete choice besides index and finish reason."""
 
@@ -93,6 +98,7 @@ class ChatShape:
     """Form `chat.completion`: messages."""
 
     id_prefix, object_name, chunk_name = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+    scores_in_choice = False
 
     def whole(self, said: Said, logprobs: JsonObject | None) -> JsonObject:
         content = None if said.calls and not said.text else said.text
@@ -118,6 +124,7 @@ class TextShape:
     """Form `text_completion`: plain text."""
 
     id_prefix, object_name, chunk_name = "cmpl-", "text_completion", "text_completion"
+    scores_in_choice = True
 
     def whole(self, said: Said, logprobs: JsonObject | None) -> JsonObject:
         return {"text": said.text, "logprobs": logprobs}
@@ -127,9 +134,18 @@ class TextShape:
 
     def logprobs(self, entries: Entries, offsets: Sequence[int], bytes_of: BytesOf) -> JsonObject:
         tokens = [_spelled(bytes_of(entry.chosen)) for entry in entries]
-        tops = [_alternatives(entry, bytes_of) for entry in entries] if any(entry.top for entry in entries) else None
-        values = [logprob_of(entry.chosen) for entry in entries]
+        tops: list[JsonObject | None] | None = None
+        if any(entry.top for entry in entries):
+            tops = [dict(_alternatives(entry, bytes_of)) for entry in entries]
+        values = [_or_none(entry.chosen) for entry in entries]
+        if tops is not None:
+            tops = [None if value is None else top for value, top in zip(values, tops, strict=True)]
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": list(offsets)}
+
+
+def _or_none(token: common_pb2.TokenLogprob) -> float | None:
+    """Return the log-probability; None for a prompt's first token, which has none."""
+    return None if math.isnan(token.logprob) else logprob_of(token)
 
 
 def _spelled(data: bytes) -> str:
@@ -170,6 +186,18 @@ class Best:
     shows_logprobs: bool
 
 
+class Scoring(NamedTuple):
+    """Hold what is shown of the log-probabilities of prompts: `shown` alternatives in vLLM's form, `echoed` ones with the echo,
+    as OpenAI's completions have them; None: none. `is_alone`: no output is wanted."""
+
+    shown: int | None = None
+    echoed: int | None = None
+    is_alone: bool = False
+
+
+NOT_SCORED = Scoring()
+
+
 @dataclass(frozen=True)
 class Call:
     """Hold one HTTP request. With several prompts, choice c of prompt p has the index p * num_choices + c."""
@@ -181,6 +209,7 @@ class Call:
     names: Names = field(default_factory=dict)
     echo: bool = False
     best: Best | None = None
+    scoring: Scoring = NOT_SCORED
 
     @property
     def is_streamed(self) -> bool:
@@ -212,6 +241,7 @@ class _Prompt:
     started: mesh_pb2.Started | None = None
     completed: mesh_pb2.Completed | None = None
     num_tokens: int = 0
+    entries: Sequence[common_pb2.Logprobs] = ()  # of its tokens, where they are wanted
 
 
 @dataclass
@@ -244,15 +274,26 @@ class Answer:
         if not self._note(number, response):
             return
         delta, (_, choice) = response.delta, self._choice_of(number, response.delta)
-        choice.said.append(Said.of(delta, self._begin(number, choice)))
-        choice.entries.extend(delta.logprobs)
-        choice.finish_reason, choice.stop_reason = _FINISH[delta.finish_reason], delta.stop_reason or None
+        said, entries = self._new(number, choice, delta)
+        choice.said.append(said)
+        choice.entries.extend(entries)
+        choice.finish_reason, choice.stop_reason = self._finish(delta), delta.stop_reason or None
 
     def body(self) -> JsonObject:
         """Return the whole body, after every stream has ended."""
         choices = [self._whole(index, choice) for index, choice in enumerate(self._kept())]
         head = {**self._head, "object": self._call.shape.object_name}
+        if self._call.scoring.shown is not None and not self._call.shape.scores_in_choice:
+            head["prompt_logprobs"] = self._prompt_scores(self._prompts[0])
         return {**head, "choices": choices, "usage": self.usage(), "pdmesh": self.reports()}
+
+    @property
+    def _num_kept(self) -> int:
+        return self._call.num_choices if self._call.best is None else self._call.best.num_kept
+
+    def _prompt_scores(self, prompt: _Prompt) -> list[JsonObject | None]:
+        """Return the log-probabilities of a prompt's tokens in vLLM's form: null, then an object by token id for each."""
+        return [None, *(_scores(entry, self._call.scoring.shown or 0) for entry in prompt.entries[1:])]
 
     def _kept(self) -> list[_Choice]:
         """Return the choices of the answer: all, or of each prompt the best, the likeliest first."""
@@ -281,11 +322,12 @@ class Answer:
             return None
         delta, (index, choice) = response.delta, self._choice_of(number, response.delta)
         first = not choice.began
-        said, logprobs = Said.of(delta, self._begin(number, choice)), self._logprobs(choice, delta.logprobs)
+        said, entries = self._new(number, choice, delta)
+        logprobs = self._logprobs(choice, entries)
         if not (said != Said() or logprobs or delta.finish_reason or first):
             return None
         piece = self._call.shape.piece(said, logprobs, first=first)
-        shown: JsonObject = {"index": index, **piece, "finish_reason": _FINISH[delta.finish_reason]}
+        shown: JsonObject = {"index": index, **piece, "finish_reason": self._finish(delta)}
         if said.warnings:
             shown["warnings"] = said.warnings
         if delta.stop_reason:
@@ -330,9 +372,32 @@ class Answer:
             self._head["model"] = response.started.model
         elif kind == "completed":
             prompt.completed = response.completed
-            prompt.num_tokens = response.completed.usage.completion_tokens
-        prompt.num_tokens += len(response.delta.token_ids)
+            prompt.num_tokens = 0 if self._call.scoring.is_alone else response.completed.usage.completion_tokens
+        elif response.delta.prompt_logprobs:
+            prompt.entries = list(response.delta.prompt_logprobs)
+        if not self._call.scoring.is_alone:
+            prompt.num_tokens += len(response.delta.token_ids)
         return kind == "delta"
+
+    def _new(self, number: int, choice: _Choice, delta: mesh_pb2.Delta) -> tuple[Said, list[common_pb2.Logprobs]]:
+        """Return what a delta adds to a choice: its text, and log-probabilities of tokens, the echo first."""
+        scoring, begins = self._call.scoring, not choice.began
+        echo = self._begin(number, choice)
+        echoed = self._echoed(self._prompts[number].entries, echo, choice) if begins and scoring.echoed is not None else []
+        if scoring.is_alone:
+            return Said(echo), echoed
+        return Said.of(delta, echo), [*echoed, *delta.logprobs]
+
+    def _finish(self, delta: mesh_pb2.Delta) -> str | None:
+        reason = _FINISH[delta.finish_reason]
+        return "length" if reason and self._call.scoring.is_alone else reason
+
+    def _echoed(self, entries: Sequence[common_pb2.Logprobs], echo: str, choice: _Choice) -> list[common_pb2.Logprobs]:
+        """Return the entries of an echoed prompt with as many alternatives as the echo shows. Offsets of its tokens begin at 0,
+        or before it, for a special token that the tokenizer put in front."""
+        choice.text_offset = 0 if not entries or echo.startswith(entries[0].chosen.text) else -len(entries[0].chosen.text)
+        count = self._call.scoring.echoed or 0
+        return [common_pb2.Logprobs(chosen=entry.chosen, top=entry.top[:count]) for entry in entries]
 
     def _choice_of(self, number: int, delta: mesh_pb2.Delta) -> tuple[int, _Choice]:
         index = number * self._call.num_choices + delta.choice
@@ -352,7 +417,7 @@ class Answer:
             return None
         offsets = []
         for entry in entries:
-            offsets.append(choice.text_offset)
+            offsets.append(max(0, choice.text_offset))
             choice.text_offset += len(choice.decoder.decode(self._bytes_of(entry.chosen)))
         return self._call.shape.logprobs(entries, offsets, self._bytes_of)
 
@@ -365,6 +430,8 @@ class Answer:
         shown = self._call.shape.whole(said, self._logprobs(choice, choice.entries) if is_shown else None)
         if said.warnings:
             shown["warnings"] = said.warnings
+        if self._call.scoring.shown is not None and self._call.shape.scores_in_choice:
+            shown["prompt_logprobs"] = self._prompt_scores(self._prompts[index // self._num_kept])
         return {"index": index, **shown, "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
 
     def _chunk(self, choices: list[JsonObject]) -> JsonObject:
@@ -373,6 +440,16 @@ class Answer:
         if streaming is not None and streaming.usage:
             chunk["usage"] = self.usage() if streaming.continuous_usage else None
         return chunk
+
+
+def _scores(entry: common_pb2.Logprobs, count: int) -> JsonObject:
+    """Return the likeliest tokens and the one that is in the prompt, whose rank is null where it is none of them."""
+    ranked = {token.token_id: (rank, token) for rank, token in enumerate(entry.top[:count], start=1)}
+    own = {entry.chosen.token_id: ranked.get(entry.chosen.token_id, (None, entry.chosen))}
+    return {
+        str(token_id): {"logprob": logprob_of(token), "rank": rank, "decoded_token": token.text}
+        for token_id, (rank, token) in (own | ranked).items()
+    }
 
 
 def _likelihood(choice: _Choice) -> float:

@@ -22,6 +22,7 @@ from router.api.openai import requests as openai_requests
 from router.api.openai.bodies import MAX_TOKEN_IDS
 from router.api.openai.responses import Answer, Call, ChatShape, TextShape
 
+LENGTH = common_pb2.FINISH_REASON_LENGTH
 OPTIONS = mesh_pb2.RequestOptions(request_id="r")
 HELLO: Any = [{"role": "user", "content": "hello"}]
 KNOWN = st.sampled_from(
@@ -177,6 +178,72 @@ def test_text_offsets_go_on_over_chunks_and_count_the_echo() -> None:
         chunk: Any = answer.chunk(0, mesh_pb2.GenerateResponse(delta=delta))
         offsets += chunk["choices"][0]["logprobs"]["text_offset"]
     assert offsets == [2, 3, 5, 5, 6]  # a token within a character is where the character is
+
+
+PROMPT_ENTRIES = [_entry("x", math.nan), _entry("yz", -2.0, ("a", -0.25), ("b", -0.5))]
+
+
+def _first_delta(text: str = "c") -> mesh_pb2.GenerateResponse:
+    delta = mesh_pb2.Delta(
+        text=text, token_ids=[5], logprobs=[_entry(text, -1.0)], prompt_logprobs=PROMPT_ENTRIES, finish_reason=LENGTH
+    )
+    return mesh_pb2.GenerateResponse(delta=delta)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_an_echo_has_the_log_probabilities_of_the_prompt(streamed: bool, max_tokens: int) -> None:
+    asked = {"prompt": "xyz", "echo": True, "logprobs": 1, "max_tokens": max_tokens, "stream": streamed}
+    call = openai_requests.parse_completion(asked, OPTIONS)
+    assert [(request.sampling.prompt_logprobs, request.sampling.max_tokens) for request in call.requests] == [(1, 1)]
+    answer = _answer(call, echo="xyz")
+    if streamed:
+        chunk: Any = answer.chunk(0, _first_delta())
+        choice, usage = chunk["choices"][0], answer.usage()
+    else:
+        answer.add(0, _first_delta())
+        whole: Any = answer.body()
+        choice, usage = whole["choices"][0], whole["usage"]
+    shown = choice["logprobs"]
+    assert choice["text"] == "xyz" + "c" * max_tokens and choice["finish_reason"] == "length"
+    assert shown["tokens"] == ["x", "yz", *["c"] * max_tokens] and shown["text_offset"] == [0, 1, 3][: 2 + max_tokens]
+    assert shown["token_logprobs"] == [None, -2.0, -1.0][: 2 + max_tokens]
+    assert shown["top_logprobs"][:2] == [None, {"yz": -2.0, "a": -0.25}]
+    assert usage["completion_tokens"] == max_tokens
+
+
+def test_a_special_token_before_the_text_has_no_place_in_the_echo() -> None:
+    call = openai_requests.parse_completion({"prompt": "yz", "echo": True, "logprobs": 0}, OPTIONS)
+    answer = _answer(call, echo="yz")
+    answer.add(0, _first_delta())
+    whole: Any = answer.body()
+    assert whole["choices"][0]["logprobs"]["text_offset"] == [0, 0, 2]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_log_probabilities_of_a_prompt_have_vllms_form(chat: bool) -> None:
+    parse = openai_requests.parse_chat if chat else openai_requests.parse_completion
+    prompt: dict[str, Any] = {"messages": HELLO} if chat else {"prompt": "xyz"}
+    answer = _answer(parse({**prompt, "prompt_logprobs": 1}, OPTIONS))
+    answer.add(0, _first_delta())
+    whole: Any = answer.body()
+    expected = [
+        None,
+        {
+            "0": {"logprob": -2.0, "rank": None, "decoded_token": "yz"},
+            "1": {"logprob": -0.25, "rank": 1, "decoded_token": "a"},
+        },
+    ]
+    assert (whole if chat else whole["choices"][0])["prompt_logprobs"] == expected
+    with pytest.raises(InvalidArgument) as refused:
+        parse({**prompt, "prompt_logprobs": 1, "stream": True}, OPTIONS)
+    assert refused.value.field == "prompt_logprobs"
+
+
+def test_no_output_at_all_is_for_what_shows_the_prompt() -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        openai_requests.parse_completion({"prompt": "a", "max_tokens": 0}, OPTIONS)
+    assert refused.value.field == "max_tokens"
 
 
 def test_ids_without_text_make_no_chunk_but_the_first() -> None:
