@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,9 @@ def _alternatives(monkeypatch: pytest.MonkeyPatch) -> None:
     def logprobs(request: common_pb2.TokenRequest, token_id: int) -> list[common_pb2.Logprobs]:
         if not request.sampling.HasField("logprobs"):
             return []
-        top = [common_pb2.TokenLogprob(token_id=token_id + more, logprob=-0.5 - more) for more in range(request.sampling.logprobs)]
+        top = [
+            common_pb2.TokenLogprob(token_id=token_id + more, logprob=-0.5 - more) for more in range(request.sampling.logprobs)
+        ]
         return [common_pb2.Logprobs(chosen=common_pb2.TokenLogprob(token_id=token_id, logprob=-0.5), top=top)]
 
     monkeypatch.setattr(stub_model, "logprobs", logprobs)
@@ -58,23 +61,29 @@ def _say(mesh: Mesh, text: str, monkeypatch: pytest.MonkeyPatch) -> int:
     return len(tokens)
 
 
-async def _asked(mesh: Mesh, case: Case, body: dict[str, Any]) -> Seen:
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def http() -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient() as http:
+        yield http
+
+
+async def _asked(http: httpx.AsyncClient, mesh: Mesh, case: Case, body: dict[str, Any]) -> Seen:
     submits = mesh["d0"].submits
     before = len(submits)
-    async with httpx.AsyncClient() as http:
-        sent = {"json": body} if case.method == "POST" else {}
-        answer = await http.request(case.method, url(mesh, case.path), headers=case.headers, **sent)
+    content = json.dumps(body) if case.method == "POST" else None
+    headers = {"content-type": "application/json", **case.headers}
+    answer = await http.request(case.method, url(mesh, case.path), headers=headers, content=content)
     request = submits[-1].request if len(submits) > before else common_pb2.TokenRequest()
-    prompt = mesh.router.core.models["tiny"].tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
-    return Seen(answer.status_code, answer.headers, answer.text, prompt, request.sampling, len(submits) - before)
+    tokenizer = mesh.router.core.models["tiny"].tokenizer
+    return Seen(answer.status_code, answer.headers, answer.text, request, len(submits) - before, tokenizer)
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
-async def test_a_public_case_is_right(mesh: Mesh, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_public_case_is_right(http: httpx.AsyncClient, mesh: Mesh, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     body = {"model": "tiny", "seed": 5, **case.body}
     if case.says:
         body = {LIMITS[case.path]: _say(mesh, case.says, monkeypatch), **body}
-    seen = await _asked(mesh, case, body)
+    seen = await _asked(http, mesh, case, body)
     assert case.find(seen) == case.right, f"{case.about}: {seen.text[:2000]}"
     await mesh.until_whole()
 

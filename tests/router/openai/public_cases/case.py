@@ -7,7 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pdmesh.text.grammar import GrammarCompiler
+from pdmesh.text.tokenizer import Tokenizer
 from pdmesh.v1 import common_pb2
+from tests.support.tiny_models import IM_END, VOCAB_SIZE
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -22,9 +25,28 @@ class Seen:
     status: int
     headers: Mapping[str, str]
     text: str
-    prompt: str
-    sampling: common_pb2.SamplingParams
+    request: common_pb2.TokenRequest
     num_submits: int
+    tokenizer: Tokenizer
+
+    @property
+    def prompt(self) -> str:
+        return self.tokenizer.decode(self.request.prompt_token_ids, skip_special_tokens=False)
+
+    @property
+    def sampling(self) -> common_pb2.SamplingParams:
+        return self.request.sampling
+
+    def allows(self, text: str) -> bool:
+        """Whether a model that is held to the request's schema may write this and end."""
+        compiler = GrammarCompiler(self.tokenizer.to_json(), VOCAB_SIZE, {IM_END})
+        matcher = compiler.compile("json_schema", self.sampling.constraint.json_schema).matcher()
+        token_ids = self.tokenizer.encode(text, add_special_tokens=False)
+        if matcher.num_possible(token_ids) < len(token_ids):
+            return False
+        for token_id in token_ids:
+            matcher.take(token_id)
+        return bool(matcher.allowed()[IM_END // 32] >> IM_END % 32 & 1)
 
     @property
     def body(self) -> Any:
