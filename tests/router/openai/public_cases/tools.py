@@ -112,7 +112,7 @@ CASES = [
     Case(
         "stream-call-text",
         "Text before a streamed call is content and the marks of the call are not",
-        "vllm-project/vllm#9693",
+        "own: no thread found",
         STREAM,
         lambda seen: "".join(p["delta"].get("content") or "" for p in seen.pieces).strip(),
         "Let me see.",
@@ -166,7 +166,7 @@ CASES = [
     Case(
         "call-cut-off",
         "A call that max_tokens cuts off ends with length",
-        "vllm-project/vllm#48922",
+        "own: no thread found",
         {**ASK, "max_tokens": 30},
         lambda seen: seen.choice["finish_reason"],
         "length",
@@ -220,7 +220,7 @@ CASES = [
     Case(
         "two-calls",
         "Without parallel_tool_calls both calls come",
-        "vllm-project/vllm#11592",
+        "own: no thread found",
         ASK,
         lambda seen: [call["function"]["name"] for call in seen.message["tool_calls"]],
         ["weather", "stop"],
@@ -278,7 +278,7 @@ CASES = [
     Case(
         "history-tool-parts",
         "A tool's answer may be parts",
-        "sgl-project/sglang#37845",
+        "own: no thread found",
         history("{}", content=None)
         | {
             "messages": [
@@ -348,7 +348,7 @@ CASES = [
     Case(
         "choice-unknown",
         "A choice of a tool that was not offered is refused",
-        "vllm-project/vllm#53255",
+        "own: no thread found",
         {**ASK, "tool_choice": {"type": "function", "function": {"name": "fly"}}},
         refusal,
         refused("tool_choice"),
@@ -356,7 +356,7 @@ CASES = [
     Case(
         "choice-without-tools",
         "required without tools is refused",
-        "vllm-project/vllm#53256",
+        "own: no thread found",
         {"messages": HELLO, "tool_choice": "required"},
         refusal,
         refused("tool_choice"),
@@ -364,7 +364,7 @@ CASES = [
     Case(
         "name-unicode",
         "A name that OpenAI does not take is named",
-        "QwenLM/Qwen3#1092",
+        "own: no thread found",
         {**ASK, "tools": [{"type": "function", "function": {"name": "查天气"}}]},
         refusal,
         refused("tools[0].function.name"),
@@ -372,7 +372,7 @@ CASES = [
     Case(
         "choice-none",
         "With none a text that looks like a call is text",
-        "sgl-project/sglang#9696",
+        "vllm-project/vllm#55080",
         {**ASK, "tool_choice": "none"},
         lambda seen: (seen.message["content"], seen.choice["finish_reason"]),
         (CALL, "stop"),
