@@ -88,6 +88,6 @@ async def test_a_public_case_is_right(http: httpx.AsyncClient, mesh: Mesh, case:
     await mesh.until_whole()
 
 
-def test_the_list_is_one_of_reports() -> None:
+async def test_the_list_is_one_of_reports() -> None:
     assert len({case.name for case in CASES}) == len(CASES) >= 60
     assert all(case.about and ("#" in case.source or case.source.startswith("own: ")) for case in CASES)
