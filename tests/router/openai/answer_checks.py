@@ -71,7 +71,7 @@ def problems(answers: Iterable[Answer]) -> Iterator[str]:
 def _bodies(answer: Answer) -> Iterator[tuple[Any, bytes]]:
     """Yield each JSON object of an answer, with its type."""
     operation = answer.operation
-    if answer.kind == b"text/event-stream":
+    if answer.kind == b"text/event-stream" and operation.event is not None:
         whole = answer.sent.rpartition(b"\n\n")[0]  # a client may have left in the middle of an event
         for line in whole.split(b"\n"):
             if line.startswith(b"data: ") and line != b"data: [DONE]":
