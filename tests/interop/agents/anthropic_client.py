@@ -37,7 +37,8 @@ def streamed(place: Place) -> str:
 def counted(place: Place) -> str:
     history = [{"role": "user", "content": QUESTION}]
     counted = _messages(place).count_tokens(model=place.model, messages=history).input_tokens
-    used = _messages(place).create(model=place.model, messages=history, max_tokens=1).usage.input_tokens
+    usage = _messages(place).create(model=place.model, messages=history, max_tokens=1).usage
+    used = usage.input_tokens + (usage.cache_read_input_tokens or 0)
     require(counted == used, f"{counted} counted, {used} used")
     return f"{counted} tokens"
 

@@ -31,7 +31,9 @@ def chat_tools(place: Place) -> str:
 
 def chat_stream(place: Place) -> str:
     messages = [{"role": "user", "content": QUESTION}]
-    with _client(place).chat.completions.stream(model=place.model, messages=messages, max_tokens=40) as stream:
+    # With a schema the answer ends by itself: the helper raises for one that max_tokens cuts off.
+    options = {"model": place.model, "response_format": City, "max_tokens": 150}
+    with _client(place).chat.completions.stream(messages=messages, **options) as stream:
         num_events = sum(1 for _ in stream)
         text = stream.get_final_completion().choices[0].message.content
     require(text and num_events > 2, f"{num_events} events")
