@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
-from tests.interop.agents import checks
 from tests.interop.agents.checks import Asked, Place, require, serve
 from tests.interop.agents.running import Tried, figures_of
 
@@ -18,7 +18,7 @@ def test_a_program_tells_each_check_and_its_problem(monkeypatch: pytest.MonkeyPa
     def wrong(place: Place) -> None:
         require(place.url == "", "not this address")
 
-    monkeypatch.setattr(checks.sys, "argv", ["program", json.dumps({"url": "http://a:1", "model": "m"})])
+    monkeypatch.setattr(sys, "argv", ["program", json.dumps({"url": "http://a:1", "model": "m"})])
     serve({"one": right, "two": wrong})
     one, two = json.loads(capsys.readouterr().out)
     assert one == {"asked": "one", "got": "m", "problem": ""}
