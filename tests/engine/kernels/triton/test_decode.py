@@ -152,8 +152,8 @@ def test_greedy_tokens_of_the_graphs_are_those_of_the_launches(loaded: LoadedMod
     """Through an engine, with chunks, a cached prefix and a preemption; both are the reference's."""
     recorder = Counted()
     expected, _, _ = answers(loaded, tmp_path, num_blocks=64)
-    found, num_preemptions, num_hits = answers(replace(loaded, model=model_of(loaded, SIZES, recorder)), tmp_path, num_blocks=7)
-    launched, _, _ = answers(replace(loaded, model=model_of(loaded, None)), tmp_path, num_blocks=7)
+    found, num_preemptions, num_hits = answers(replace(loaded, model=model_of(loaded, SIZES, recorder)), tmp_path, num_blocks=6)
+    launched, _, _ = answers(replace(loaded, model=model_of(loaded, None)), tmp_path, num_blocks=6)
     assert found == launched == expected
     assert (num_preemptions > 0, num_hits > 0, recorder.num_replayed > 5) == (True, True, True)
 

@@ -152,7 +152,7 @@ def test_greedy_tokens_of_an_engine(loaded: LoadedModel, tmp_path: Path) -> None
     recorder = Counted()
     expected, _, _ = answers(loaded, tmp_path, num_blocks=64)
     model = model_of(loaded, (8, 16, 24), recorder, SIZES)
-    found, num_preemptions, num_hits = answers(replace(loaded, model=model), tmp_path, num_blocks=7)
+    found, num_preemptions, num_hits = answers(replace(loaded, model=model), tmp_path, num_blocks=6)
     assert found == expected
     assert (num_preemptions > 0, num_hits > 0, recorder.num_replayed > 20) == (True, True, True)
 
