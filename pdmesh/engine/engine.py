@@ -111,19 +111,8 @@ class Engine:
             parts = Parts(config, loaded, drafts, self.kv, self._allocator, sampler, lambda: len(self._scheduler.running))
             proposers = make_proposers(parts)
         self.speculator = self._make_speculator(proposers, loaded) if proposers else None
-        hidden_size = loaded.config.hidden_size if self.speculator and self.speculator.wants_hidden else None
         self.adapters = AdapterRegistry(config.num_adapter_slots, loaded.adapter_slots, self._adapters_in_use)
-        self._runner = ModelRunner(
-            loaded.model,
-            self.kv.tensor,
-            sampler,
-            self.eos_token_ids,
-            hidden_size=hidden_size,
-            arrangement=self.kv_arrangement,
-            others=self.ranks_with_pools,
-            adapter_slots=self.adapters.slots,
-            pooler=None if self._final_norm is None else Pooler(self._final_norm, loaded.config.hidden_size),
-        )
+        self._runner = self._make_runner(loaded)
         self.pacer = TpotLimiter(is_on=config.keep_pace)
         self._scheduler = Scheduler(self._allocator, config.max_num_batched_tokens, self.pacer, self._num_logits_rows())
         # Drafts are made from tokens that the host has read: with a proposer no step is launched ahead.
@@ -238,6 +227,20 @@ class Engine:
     def has_work(self) -> bool:
         """Return whether something runs or waits. If all wait for blocks that reservations hold, step() still returns None."""
         return bool(self._scheduler.running or self._scheduler.waiting)
+
+    def _make_runner(self, loaded: LoadedModel) -> ModelRunner:
+        hidden_size = loaded.config.hidden_size
+        return ModelRunner(
+            loaded.model,
+            self.kv.tensor,
+            self.sampler,
+            self.eos_token_ids,
+            hidden_size=hidden_size if self.speculator and self.speculator.wants_hidden else None,
+            arrangement=self.kv_arrangement,
+            others=self.ranks_with_pools,
+            adapter_slots=self.adapters.slots,
+            pooler=None if self._final_norm is None else Pooler(self._final_norm, hidden_size),
+        )
 
     def _num_logits_rows(self) -> int:
         """Return how many rows of logits a step may have: on a GPU those that its memory was planned for."""

@@ -73,7 +73,7 @@ test("a rejected request with a deadline waits for longer than a router is looke
   assert.throws(() => hasty.failed(FULL, 0), Overloaded);
 });
 
-test("a cancellation that nobody asked for is a router that goes", () => {
+test("a cancellation that the caller did not ask for is a router that goes", () => {
   assert.ok(unasked(meshError(status.CANCELLED, "gone")) instanceof Unavailable);
   assert.equal(unasked(FULL), FULL);
 });

@@ -172,7 +172,7 @@ class Store:
             logger.error("%s", error)
             return None
 
-    # What nobody needs any more.
+    # What is not needed any more.
 
     def sweep(self, now: float) -> None:
         """Delete files that have expired, records of batches that ended long ago, and what killed processes left. `now`: Unix

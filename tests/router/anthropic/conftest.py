@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,9 @@ import pytest
 import pytest_asyncio
 
 from pdmesh.v1 import common_pb2
-from tests.router import stub_model
 from tests.router.api_keys import add_key
-from tests.router.mesh import Mesh, running_mesh, write_model
-from tests.support.tiny_models import IM_END
+from tests.router.mesh import Mesh, running_mesh
+from tests.router.stub_texts import Say, model_with_template, sayer
 
 TEMPLATE = (
     "{% if tools %}TOOLS {{ tools | tojson }} <tool_call>\n{% endif %}"
@@ -41,10 +39,7 @@ def client_of(mesh: Mesh, *, api_key: str = "none", max_retries: int = 0) -> ant
 @pytest.fixture(scope="module")
 def thinking_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose template knows tools, and lets it think."""
-    folder = write_model(tmp_path_factory.mktemp("thinking"))
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TEMPLATE}))
-    return folder
+    return model_with_template(tmp_path_factory.mktemp("thinking"), TEMPLATE)
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -74,32 +69,10 @@ async def limited(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) 
         await mesh.until_whole()
 
 
-Say = Callable[[Mesh, str], int]
-
-
 @pytest.fixture
 def says(monkeypatch: pytest.MonkeyPatch) -> Say:
     """Sets what every output says; returns the number of its tokens."""
-
-    def say(mesh: Mesh, text: str) -> int:
-        tokens = [*mesh.router.core.models["tiny"].tokenizer.encode(text, add_special_tokens=False), IM_END]
-
-        def finish_reason(request: common_pb2.TokenRequest, index: int) -> common_pb2.FinishReason.ValueType:
-            if index + 1 >= len(tokens):
-                return common_pb2.FINISH_REASON_STOP
-            return stub_model.LENGTH if index + 1 >= request.sampling.max_tokens else stub_model.UNFINISHED
-
-        monkeypatch.setattr(stub_model, "token", lambda request, choice, index: tokens[min(index, len(tokens) - 1)])
-        monkeypatch.setattr(stub_model, "finish_reason", finish_reason)
-        return len(tokens)
-
-    return say
-
-
-def prompt_of(mesh: Mesh) -> str:
-    """What the latest request was rendered to."""
-    submit = mesh["d0"].submits[-1].request
-    return mesh.router.core.models["tiny"].tokenizer.decode(submit.prompt_token_ids, skip_special_tokens=False)
+    return sayer(monkeypatch)
 
 
 def sampling_of(mesh: Mesh) -> common_pb2.SamplingParams:

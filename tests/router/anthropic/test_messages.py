@@ -13,8 +13,9 @@ import pytest
 
 from pdmesh.v1 import common_pb2
 from router.api.http import connection
-from tests.router.anthropic.conftest import Say, both, prompt_of, sampling_of, url
+from tests.router.anthropic.conftest import both, sampling_of, url
 from tests.router.mesh import Mesh
+from tests.router.stub_texts import Say, prompt_of
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

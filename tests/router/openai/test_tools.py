@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,9 @@ import pytest_asyncio
 from pdmesh.client import AsyncClient, Tool
 from pdmesh.errors import InvalidArgument
 from pdmesh.v1 import common_pb2, mesh_pb2
-from tests.router import stub_model
-from tests.router.mesh import Answer, Mesh, running_mesh, write_model
+from tests.router.mesh import Answer, Mesh, running_mesh
 from tests.router.openai.conftest import client_of, url
-from tests.support.tiny_models import IM_END
+from tests.router.stub_texts import Say, model_with_template, prompt_of, sayer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -42,10 +41,7 @@ TEMPLATE = (
 @pytest.fixture(scope="module")
 def thinking_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose template knows tools, and lets it think."""
-    folder = write_model(tmp_path_factory.mktemp("thinking"))
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TEMPLATE}))
-    return folder
+    return model_with_template(tmp_path_factory.mktemp("thinking"), TEMPLATE)
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -61,30 +57,10 @@ async def thinker(thinking: Mesh) -> AsyncIterator[Any]:
         yield client
 
 
-Say = Callable[[Mesh, str], int]
-
-
 @pytest.fixture
 def says(monkeypatch: pytest.MonkeyPatch) -> Say:
     """Sets what every choice says; returns the number of its tokens, at which a stub has to be stopped."""
-
-    def say(mesh: Mesh, text: str) -> int:
-        tokens = [*mesh.router.core.models["tiny"].tokenizer.encode(text, add_special_tokens=False), IM_END]
-
-        def finish_reason(request: common_pb2.TokenRequest, index: int) -> common_pb2.FinishReason.ValueType:
-            return common_pb2.FINISH_REASON_STOP if index + 1 >= len(tokens) else stub_model.UNFINISHED
-
-        monkeypatch.setattr(stub_model, "token", lambda request, choice, index: tokens[min(index, len(tokens) - 1)])
-        monkeypatch.setattr(stub_model, "finish_reason", finish_reason)
-        return len(tokens)
-
-    return say
-
-
-def prompt_of(mesh: Mesh) -> str:
-    """What the latest request was rendered to."""
-    submit = mesh["d0"].submits[-1].request
-    return mesh.router.core.models["tiny"].tokenizer.decode(submit.prompt_token_ids, skip_special_tokens=False)
+    return sayer(monkeypatch)
 
 
 def grammar_of(mesh: Mesh) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,8 @@ import openai
 import pytest
 import pytest_asyncio
 
-from pdmesh.v1 import common_pb2
-from tests.router import stub_model
-from tests.router.mesh import Mesh, running_mesh, write_model
-from tests.support.tiny_models import IM_END
+from tests.router.mesh import Mesh, running_mesh
+from tests.router.stub_texts import Say, model_with_template, sayer
 
 TEMPLATE = (
     "{% if tools %}TOOLS {{ tools | tojson }} <tool_call>\n{% endif %}"
@@ -36,12 +33,6 @@ def client_of(mesh: Mesh, *, api_key: str = "none") -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=url(mesh, "/v1"), api_key=api_key, max_retries=0, timeout=20.0)
 
 
-def prompt_of(mesh: Mesh) -> str:
-    """What the latest request was rendered to."""
-    submit = mesh["d0"].submits[-1].request
-    return mesh.router.core.models["tiny"].tokenizer.decode(submit.prompt_token_ids, skip_special_tokens=False)
-
-
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def served(model_folder: Path) -> AsyncIterator[Mesh]:
     """One prefill stub, one decode stub, a router with HTTP that keeps nothing."""
@@ -59,10 +50,7 @@ async def client(served: Mesh) -> AsyncIterator[Any]:
 @pytest.fixture(scope="module")
 def thinking_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose template knows tools, and lets it think."""
-    folder = write_model(tmp_path_factory.mktemp("thinking"))
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TEMPLATE}))
-    return folder
+    return model_with_template(tmp_path_factory.mktemp("thinking"), TEMPLATE)
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -78,23 +66,7 @@ async def thinker(thinking: Mesh) -> AsyncIterator[Any]:
         yield client
 
 
-Say = Callable[[Mesh, str], int]
-
-
 @pytest.fixture
 def says(monkeypatch: pytest.MonkeyPatch) -> Say:
     """Sets what every answer says; returns the number of its tokens, at which a stub has to be stopped."""
-
-    def say(mesh: Mesh, text: str) -> int:
-        tokens = [*mesh.router.core.models["tiny"].tokenizer.encode(text, add_special_tokens=False), IM_END]
-
-        def finish_reason(request: common_pb2.TokenRequest, index: int) -> common_pb2.FinishReason.ValueType:
-            if index + 1 >= len(tokens):
-                return common_pb2.FINISH_REASON_STOP
-            return stub_model.LENGTH if index + 1 >= request.sampling.max_tokens else stub_model.UNFINISHED
-
-        monkeypatch.setattr(stub_model, "token", lambda request, choice, index: tokens[min(index, len(tokens) - 1)])
-        monkeypatch.setattr(stub_model, "finish_reason", finish_reason)
-        return len(tokens)
-
-    return say
+    return sayer(monkeypatch)

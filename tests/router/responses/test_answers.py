@@ -10,7 +10,8 @@ import pytest
 from pydantic import BaseModel
 
 from tests.router.mesh import Mesh
-from tests.router.responses.conftest import Say, prompt_of, url
+from tests.router.responses.conftest import url
+from tests.router.stub_texts import Say, prompt_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 WEATHER: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

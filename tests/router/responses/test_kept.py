@@ -20,7 +20,8 @@ from router.api.responses.kept import KeepSettings, KeptResponses
 from router.config import RouterConfig
 from tests.router.api_keys import add_key
 from tests.router.mesh import Mesh, running_mesh
-from tests.router.responses.conftest import Say, client_of, prompt_of
+from tests.router.responses.conftest import client_of
+from tests.router.stub_texts import Say, prompt_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 TOOLS: Any = [
