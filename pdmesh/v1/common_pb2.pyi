@@ -650,6 +650,9 @@ class TokenRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     ADAPTER_DIGEST_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    KV_RETENTION_S_FIELD_NUMBER: _builtins.int
+    SESSION_FINAL_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """model is the name that the worker must serve."""
     cache_salt: _builtins.str
@@ -662,6 +665,14 @@ class TokenRequest(_message.Message):
     """adapter that computes it beside the model: the name of a LoRA adapter that the worker has loaded. Empty means the model alone."""
     adapter_digest: _builtins.str
     """adapter_digest of what the router takes it for. A worker that has other weights of that name refuses. Empty means any."""
+    session_id: _builtins.str
+    """session_id of the conversation or agent that it is a part of, unique in its tenant. Empty means none."""
+    kv_retention_s: _builtins.int
+    """kv_retention_s says how long its KV is worth keeping after it has ended: until then, other blocks are evicted before. It is a
+    hint within the tenant's bound on this worker. 0 means no longer than any other.
+    """
+    session_final: _builtins.bool
+    """session_final: nothing of this session follows, so what is retained for it is released when the request has ended."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """prompt_token_ids holds at least one token."""
@@ -686,10 +697,13 @@ class TokenRequest(_message.Message):
         priority: Global___Priority.ValueType = ...,
         adapter: _builtins.str = ...,
         adapter_digest: _builtins.str = ...,
+        session_id: _builtins.str = ...,
+        kv_retention_s: _builtins.int = ...,
+        session_final: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "adapter_digest", b"adapter_digest", "cache_salt", b"cache_salt", "emitted", b"emitted", "model", b"model", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "adapter_digest", b"adapter_digest", "cache_salt", b"cache_salt", "emitted", b"emitted", "kv_retention_s", b"kv_retention_s", "model", b"model", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "session_final", b"session_final", "session_id", b"session_id", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -397,6 +397,10 @@ class RequestOptions(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     CLIP_MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    KV_RETENTION_S_FIELD_NUMBER: _builtins.int
+    SESSION_FINAL_FIELD_NUMBER: _builtins.int
+    PRIORITY_HINT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """request_id for logs and traces; 1 to 64 of [A-Za-z0-9_-]. Empty means that the router makes one."""
     tenant: _builtins.str
@@ -417,6 +421,19 @@ class RequestOptions(_message.Message):
     """
     clip_max_tokens: _builtins.bool
     """clip_max_tokens: more max_tokens than the context has room for mean all that is left of it. False: such a request is refused."""
+    session_id: _builtins.str
+    """session_id of the conversation or agent that the request is a part of, unique in its tenant: up to 256 printable ASCII
+    characters without spaces. Empty means none.
+    """
+    kv_retention_s: _builtins.int
+    """kv_retention_s says how long the KV of prompt and output is worth keeping after the request has ended: until then, workers evict
+    other blocks first, within a bound for each tenant. A hint; at most 86400. 0 means the router's default for sessions, and
+    without a session no longer than any other.
+    """
+    session_final: _builtins.bool
+    """session_final: no further request of this session follows, so what is retained for it is released when this one has ended."""
+    priority_hint: _builtins.int
+    """priority_hint orders the waiting requests of one tenant and one priority class: higher ones first. From -1000 to 1000."""
     def __init__(
         self,
         *,
@@ -429,10 +446,14 @@ class RequestOptions(_message.Message):
         cache_salt: _builtins.str = ...,
         attempt: _builtins.int = ...,
         clip_max_tokens: _builtins.bool = ...,
+        session_id: _builtins.str = ...,
+        kv_retention_s: _builtins.int = ...,
+        session_final: _builtins.bool = ...,
+        priority_hint: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "clip_max_tokens", b"clip_max_tokens", "mode", b"mode", "priority", b"priority", "request_id", b"request_id", "slo_tpot_ms", b"slo_tpot_ms", "slo_ttft_ms", b"slo_ttft_ms", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "clip_max_tokens", b"clip_max_tokens", "kv_retention_s", b"kv_retention_s", "mode", b"mode", "priority", b"priority", "priority_hint", b"priority_hint", "request_id", b"request_id", "session_final", b"session_final", "session_id", b"session_id", "slo_tpot_ms", b"slo_tpot_ms", "slo_ttft_ms", b"slo_ttft_ms", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1934,3 +1955,63 @@ class Candidate(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Candidate: _TypeAlias = Candidate  # noqa: Y015
+
+@_typing.final
+class ReleaseSessionRequest(_message.Message):
+    """ReleaseSessionRequest names a session."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """session_id as its requests had it."""
+    tenant: _builtins.str
+    """tenant of its requests. Empty means the default tenant, or that of the API key."""
+    model: _builtins.str
+    """model whose workers are asked. Empty means all."""
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "session_id", b"session_id", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseSessionRequest: _TypeAlias = ReleaseSessionRequest  # noqa: Y015
+
+@_typing.final
+class ReleaseSessionResponse(_message.Message):
+    """ReleaseSessionResponse says what was released."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_WORKERS_FIELD_NUMBER: _builtins.int
+    NUM_UNREACHABLE_FIELD_NUMBER: _builtins.int
+    num_blocks: _builtins.int
+    """num_blocks that workers retained for the session."""
+    num_workers: _builtins.int
+    """num_workers that retained some of them."""
+    num_unreachable: _builtins.int
+    """num_unreachable workers did not answer: what they retain is released when its time is over."""
+    def __init__(
+        self,
+        *,
+        num_blocks: _builtins.int = ...,
+        num_workers: _builtins.int = ...,
+        num_unreachable: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_blocks", b"num_blocks", "num_unreachable", b"num_unreachable", "num_workers", b"num_workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseSessionResponse: _TypeAlias = ReleaseSessionResponse  # noqa: Y015

@@ -86,6 +86,11 @@ class MeshStub:
                 request_serializer=pdmesh_dot_v1_dot_worker__pb2.ListAdaptersRequest.SerializeToString,
                 response_deserializer=pdmesh_dot_v1_dot_mesh__pb2.ListMeshAdaptersResponse.FromString,
                 _registered_method=True)
+        self.ReleaseSession = channel.unary_unary(
+                '/pdmesh.v1.Mesh/ReleaseSession',
+                request_serializer=pdmesh_dot_v1_dot_mesh__pb2.ReleaseSessionRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_mesh__pb2.ReleaseSessionResponse.FromString,
+                _registered_method=True)
 
 
 class MeshServicer:
@@ -170,6 +175,14 @@ class MeshServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReleaseSession(self, request, context):
+        """ReleaseSession gives up what workers retain for a session; requests of it that run go on, and its blocks stay in the prefix cache
+        as any other's. Idempotent: an unknown session has no blocks. INVALID_ARGUMENT names the field; NOT_FOUND: unknown model.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_MeshServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -222,6 +235,11 @@ def add_MeshServicer_to_server(servicer, server):
                     servicer.ListAdapters,
                     request_deserializer=pdmesh_dot_v1_dot_worker__pb2.ListAdaptersRequest.FromString,
                     response_serializer=pdmesh_dot_v1_dot_mesh__pb2.ListMeshAdaptersResponse.SerializeToString,
+            ),
+            'ReleaseSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseSession,
+                    request_deserializer=pdmesh_dot_v1_dot_mesh__pb2.ReleaseSessionRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_mesh__pb2.ReleaseSessionResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -495,6 +513,33 @@ class Mesh:
             '/pdmesh.v1.Mesh/ListAdapters',
             pdmesh_dot_v1_dot_worker__pb2.ListAdaptersRequest.SerializeToString,
             pdmesh_dot_v1_dot_mesh__pb2.ListMeshAdaptersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdmesh.v1.Mesh/ReleaseSession',
+            pdmesh_dot_v1_dot_mesh__pb2.ReleaseSessionRequest.SerializeToString,
+            pdmesh_dot_v1_dot_mesh__pb2.ReleaseSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -67,6 +67,10 @@ class MeshStub:
     """
     ListAdapters: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ListAdaptersRequest, _mesh_pb2.ListMeshAdaptersResponse]
     """ListAdapters returns the adapters of all models, with the workers that have them."""
+    ReleaseSession: _grpc.UnaryUnaryMultiCallable[_mesh_pb2.ReleaseSessionRequest, _mesh_pb2.ReleaseSessionResponse]
+    """ReleaseSession gives up what workers retain for a session; requests of it that run go on, and its blocks stay in the prefix cache
+    as any other's. Idempotent: an unknown session has no blocks. INVALID_ARGUMENT names the field; NOT_FOUND: unknown model.
+    """
 
 @_typing.type_check_only
 class MeshAsyncStub(MeshStub):
@@ -106,6 +110,10 @@ class MeshAsyncStub(MeshStub):
     """
     ListAdapters: _aio.UnaryUnaryMultiCallable[_worker_pb2.ListAdaptersRequest, _mesh_pb2.ListMeshAdaptersResponse]  # type: ignore[assignment]
     """ListAdapters returns the adapters of all models, with the workers that have them."""
+    ReleaseSession: _aio.UnaryUnaryMultiCallable[_mesh_pb2.ReleaseSessionRequest, _mesh_pb2.ReleaseSessionResponse]  # type: ignore[assignment]
+    """ReleaseSession gives up what workers retain for a session; requests of it that run go on, and its blocks stay in the prefix cache
+    as any other's. Idempotent: an unknown session has no blocks. INVALID_ARGUMENT names the field; NOT_FOUND: unknown model.
+    """
 
 class MeshServicer(metaclass=_abc_1.ABCMeta):
     """Mesh is the client API."""
@@ -202,5 +210,15 @@ class MeshServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_mesh_pb2.ListMeshAdaptersResponse, _abc.Awaitable[_mesh_pb2.ListMeshAdaptersResponse]]:
         """ListAdapters returns the adapters of all models, with the workers that have them."""
+
+    @_abc_1.abstractmethod
+    def ReleaseSession(
+        self,
+        request: _mesh_pb2.ReleaseSessionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_mesh_pb2.ReleaseSessionResponse, _abc.Awaitable[_mesh_pb2.ReleaseSessionResponse]]:
+        """ReleaseSession gives up what workers retain for a session; requests of it that run go on, and its blocks stay in the prefix cache
+        as any other's. Idempotent: an unknown session has no blocks. INVALID_ARGUMENT names the field; NOT_FOUND: unknown model.
+        """
 
 def add_MeshServicer_to_server(servicer: MeshServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pdmesh.v1 import common_pb2 as pdmesh_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16pdmesh/v1/worker.proto\x12\tpdmesh.v1\x1a\x16pdmesh/v1/common.proto\"\x10\n\x0eGetInfoRequest\"!\n\x0cWatchRequest\x12\x11\n\tperiod_ms\x18\x01 \x01(\r\"K\n\x0fSetRolesRequest\x12\x1e\n\x05roles\x18\x01 \x03(\x0e\x32\x0f.pdmesh.v1.Role\x12\x18\n\x10\x64rain_timeout_ms\x18\x02 \x01(\r\"\x95\x04\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x1e\n\x05roles\x18\x04 \x03(\x0e\x32\x0f.pdmesh.v1.Role\x12%\n\x08identity\x18\x05 \x01(\x0b\x32\x13.pdmesh.v1.Identity\x12#\n\x06layout\x18\x06 \x01(\x0b\x32\x13.pdmesh.v1.KVLayout\x12\x12\n\ntransports\x18\x07 \x03(\t\x12\x13\n\x0bmax_context\x18\x08 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\t \x01(\r\x12\x12\n\nnum_blocks\x18\n \x01(\r\x12\x15\n\reos_token_ids\x18\x0b \x03(\r\x12\x0f\n\x07host_id\x18\x0c \x01(\t\x12\x1e\n\x16max_num_batched_tokens\x18\r \x01(\r\x12#\n\nhome_roles\x18\x0e \x03(\x0e\x32\x0f.pdmesh.v1.Role\x12\x32\n\x0ftransport_reach\x18\x0f \x03(\x0b\x32\x19.pdmesh.v1.TransportReach\x12(\n\x08\x61\x64\x61pters\x18\x10 \x03(\x0b\x32\x16.pdmesh.v1.AdapterInfo\x12\x14\n\x0cmax_adapters\x18\x11 \x01(\r\x12\x0e\n\x06\x65ngine\x18\x12 \x01(\t\x12$\n\x05lacks\x18\x13 \x03(\x0e\x32\x15.pdmesh.v1.EngineLack\"^\n\x0eTransportReach\x12\x11\n\ttransport\x18\x01 \x01(\t\x12$\n\x05scope\x18\x02 \x01(\x0e\x32\x15.pdmesh.v1.ReachScope\x12\x13\n\x0bsame_layout\x18\x03 \x01(\x08\"\xf9\x05\n\nLoadReport\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x1e\n\x05roles\x18\x03 \x03(\x0e\x32\x0f.pdmesh.v1.Role\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\x12\x13\n\x0bnum_running\x18\x05 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x06 \x01(\r\x12\x14\n\x0cnum_reserved\x18\x07 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x08 \x01(\r\x12\x18\n\x10num_total_blocks\x18\t \x01(\r\x12\x19\n\x11num_cached_blocks\x18\n \x01(\r\x12\x1a\n\x12num_waiting_tokens\x18\x0b \x01(\r\x12\x11\n\tnum_steps\x18\x0c \x01(\x04\x12\x1c\n\x14num_generated_tokens\x18\r \x01(\x04\x12\x1c\n\x14num_prefilled_tokens\x18\x0e \x01(\x04\x12\x1d\n\x15num_prefix_hit_tokens\x18\x0f \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\x10 \x01(\x04\x12\x10\n\x08num_held\x18\x11 \x01(\r\x12\x1c\n\x14num_handoff_failures\x18\x12 \x01(\x04\x12\x14\n\x0cmax_num_seqs\x18\x13 \x01(\r\x12.\n\rlatency_model\x18\x14 \x01(\x0b\x32\x17.pdmesh.v1.LatencyModel\x12\x14\n\x0cnum_decoding\x18\x15 \x01(\r\x12\x16\n\x0e\x64\x65\x63ode_context\x18\x16 \x01(\x04\x12\x16\n\x0enum_prefilling\x18\x17 \x01(\r\x12\x0e\n\x06\x61ge_ms\x18\x18 \x01(\r\x12\x0e\n\x06pace_s\x18\x19 \x01(\x01\x12\x0f\n\x07slack_s\x18\x1a \x01(\x01\x12\x31\n\x0bspeculation\x18\x1b \x01(\x0b\x32\x1c.pdmesh.v1.SpeculationReport\x12(\n\x08\x61\x64\x61pters\x18\x1c \x03(\x0b\x32\x16.pdmesh.v1.AdapterInfo\x12\x1c\n\x14oldest_prompt_tokens\x18\x1d \x01(\r\"\xdb\x01\n\x11SpeculationReport\x12\x16\n\x0etokens_per_row\x18\x01 \x01(\x01\x12\x18\n\x10\x63omputed_per_row\x18\x02 \x01(\x01\x12\x10\n\x08num_rows\x18\x03 \x01(\x04\x12\x12\n\nnum_drafts\x18\x04 \x01(\x04\x12\x12\n\nnum_tokens\x18\x05 \x01(\x04\x12\x12\n\ndrafting_s\x18\x06 \x01(\x01\x12,\n\tproposers\x18\x07 \x03(\x0b\x32\x19.pdmesh.v1.ProposerReport\x12\x18\n\x10\x66\x61iled_proposers\x18\x08 \x03(\t\"F\n\x0eProposerReport\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x08verified\x18\x02 \x03(\x04\x42\x02\x10\x01\x12\x10\n\x04kept\x18\x03 \x03(\x04\x42\x02\x10\x01\"\xd0\x01\n\x0cLatencyModel\x12\x0f\n\x07\x66ixed_s\x18\x01 \x01(\x01\x12\x1b\n\x13per_prefill_token_s\x18\x02 \x01(\x01\x12\x1d\n\x15per_prefill_context_s\x18\x03 \x01(\x01\x12\x16\n\x0eper_sequence_s\x18\x04 \x01(\x01\x12\x1b\n\x13per_context_token_s\x18\x05 \x01(\x01\x12\x11\n\tnum_steps\x18\x06 \x01(\x04\x12\x15\n\rprefill_error\x18\x07 \x01(\x01\x12\x14\n\x0c\x64\x65\x63ode_error\x18\x08 \x01(\x01\"\x13\n\x11ListBlocksRequest\"M\n\tBlockList\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x03 \x03(\x06\x12\x0f\n\x07is_last\x18\x04 \x01(\x08\"O\n\x0b\x42lockChange\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x0e\n\x06stored\x18\x03 \x03(\x06\x12\x0f\n\x07\x65victed\x18\x04 \x03(\x06\"Q\n\x12LoadAdapterRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0e\n\x06\x66older\x18\x03 \x01(\t\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\"3\n\x14UnloadAdapterRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\",\n\x15UnloadAdapterResponse\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\"\x15\n\x13ListAdaptersRequest\"M\n\x0b\x41\x64\x61pterList\x12(\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x16.pdmesh.v1.AdapterInfo\x12\x14\n\x0cmax_adapters\x18\x02 \x01(\r\"&\n\x11KeepTracesRequest\x12\x11\n\ttrace_ids\x18\x01 \x03(\x0c\"\x14\n\x12KeepTracesResponse*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02*\xd8\x01\n\nEngineLack\x12\x1b\n\x17\x45NGINE_LACK_UNSPECIFIED\x10\x00\x12\x1f\n\x1b\x45NGINE_LACK_CHOICES_HANDOFF\x10\x01\x12\x1c\n\x18\x45NGINE_LACK_DRAFT_STATES\x10\x02\x12\x15\n\x11\x45NGINE_LACK_PACES\x10\x03\x12\x1c\n\x18\x45NGINE_LACK_REPRODUCIBLE\x10\x04\x12\x1d\n\x19\x45NGINE_LACK_PROMPT_SHARES\x10\x05\x12\x1a\n\x16\x45NGINE_LACK_EMBEDDINGS\x10\x06*t\n\nReachScope\x12\x1b\n\x17REACH_SCOPE_UNSPECIFIED\x10\x00\x12\x17\n\x13REACH_SCOPE_PROCESS\x10\x01\x12\x14\n\x10REACH_SCOPE_HOST\x10\x02\x12\x1a\n\x16REACH_SCOPE_EVERYWHERE\x10\x03\x32\xb7\x04\n\rWorkerControl\x12;\n\x07GetInfo\x12\x19.pdmesh.v1.GetInfoRequest\x1a\x15.pdmesh.v1.WorkerInfo\x12\x39\n\x05Watch\x12\x17.pdmesh.v1.WatchRequest\x1a\x15.pdmesh.v1.LoadReport0\x01\x12=\n\x08SetRoles\x12\x1a.pdmesh.v1.SetRolesRequest\x1a\x15.pdmesh.v1.WorkerInfo\x12\x42\n\nListBlocks\x12\x1c.pdmesh.v1.ListBlocksRequest\x1a\x14.pdmesh.v1.BlockList0\x01\x12I\n\nKeepTraces\x12\x1c.pdmesh.v1.KeepTracesRequest\x1a\x1d.pdmesh.v1.KeepTracesResponse\x12\x44\n\x0bLoadAdapter\x12\x1d.pdmesh.v1.LoadAdapterRequest\x1a\x16.pdmesh.v1.AdapterInfo\x12R\n\rUnloadAdapter\x12\x1f.pdmesh.v1.UnloadAdapterRequest\x1a .pdmesh.v1.UnloadAdapterResponse\x12\x46\n\x0cListAdapters\x12\x1e.pdmesh.v1.ListAdaptersRequest\x1a\x16.pdmesh.v1.AdapterListB}\n\x13io.github.pdmesh.v1B\x0bWorkerProtoP\x01Z2github.com/pdmesh/pdmesh/gen/go/pdmesh/v1;pdmeshv1\xaa\x02\tPdmesh.V1\xca\x02\tPdmesh\\V1\xea\x02\nPdmesh::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16pdmesh/v1/worker.proto\x12\tpdmesh.v1\x1a\x16pdmesh/v1/common.proto\"\x10\n\x0eGetInfoRequest\"!\n\x0cWatchRequest\x12\x11\n\tperiod_ms\x18\x01 \x01(\r\"K\n\x0fSetRolesRequest\x12\x1e\n\x05roles\x18\x01 \x03(\x0e\x32\x0f.pdmesh.v1.Role\x12\x18\n\x10\x64rain_timeout_ms\x18\x02 \x01(\r\"\x95\x04\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x1e\n\x05roles\x18\x04 \x03(\x0e\x32\x0f.pdmesh.v1.Role\x12%\n\x08identity\x18\x05 \x01(\x0b\x32\x13.pdmesh.v1.Identity\x12#\n\x06layout\x18\x06 \x01(\x0b\x32\x13.pdmesh.v1.KVLayout\x12\x12\n\ntransports\x18\x07 \x03(\t\x12\x13\n\x0bmax_context\x18\x08 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\t \x01(\r\x12\x12\n\nnum_blocks\x18\n \x01(\r\x12\x15\n\reos_token_ids\x18\x0b \x03(\r\x12\x0f\n\x07host_id\x18\x0c \x01(\t\x12\x1e\n\x16max_num_batched_tokens\x18\r \x01(\r\x12#\n\nhome_roles\x18\x0e \x03(\x0e\x32\x0f.pdmesh.v1.Role\x12\x32\n\x0ftransport_reach\x18\x0f \x03(\x0b\x32\x19.pdmesh.v1.TransportReach\x12(\n\x08\x61\x64\x61pters\x18\x10 \x03(\x0b\x32\x16.pdmesh.v1.AdapterInfo\x12\x14\n\x0cmax_adapters\x18\x11 \x01(\r\x12\x0e\n\x06\x65ngine\x18\x12 \x01(\t\x12$\n\x05lacks\x18\x13 \x03(\x0e\x32\x15.pdmesh.v1.EngineLack\"^\n\x0eTransportReach\x12\x11\n\ttransport\x18\x01 \x01(\t\x12$\n\x05scope\x18\x02 \x01(\x0e\x32\x15.pdmesh.v1.ReachScope\x12\x13\n\x0bsame_layout\x18\x03 \x01(\x08\"\x96\x06\n\nLoadReport\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x1e\n\x05roles\x18\x03 \x03(\x0e\x32\x0f.pdmesh.v1.Role\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\x12\x13\n\x0bnum_running\x18\x05 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x06 \x01(\r\x12\x14\n\x0cnum_reserved\x18\x07 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x08 \x01(\r\x12\x18\n\x10num_total_blocks\x18\t \x01(\r\x12\x19\n\x11num_cached_blocks\x18\n \x01(\r\x12\x1a\n\x12num_waiting_tokens\x18\x0b \x01(\r\x12\x11\n\tnum_steps\x18\x0c \x01(\x04\x12\x1c\n\x14num_generated_tokens\x18\r \x01(\x04\x12\x1c\n\x14num_prefilled_tokens\x18\x0e \x01(\x04\x12\x1d\n\x15num_prefix_hit_tokens\x18\x0f \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\x10 \x01(\x04\x12\x10\n\x08num_held\x18\x11 \x01(\r\x12\x1c\n\x14num_handoff_failures\x18\x12 \x01(\x04\x12\x14\n\x0cmax_num_seqs\x18\x13 \x01(\r\x12.\n\rlatency_model\x18\x14 \x01(\x0b\x32\x17.pdmesh.v1.LatencyModel\x12\x14\n\x0cnum_decoding\x18\x15 \x01(\r\x12\x16\n\x0e\x64\x65\x63ode_context\x18\x16 \x01(\x04\x12\x16\n\x0enum_prefilling\x18\x17 \x01(\r\x12\x0e\n\x06\x61ge_ms\x18\x18 \x01(\r\x12\x0e\n\x06pace_s\x18\x19 \x01(\x01\x12\x0f\n\x07slack_s\x18\x1a \x01(\x01\x12\x31\n\x0bspeculation\x18\x1b \x01(\x0b\x32\x1c.pdmesh.v1.SpeculationReport\x12(\n\x08\x61\x64\x61pters\x18\x1c \x03(\x0b\x32\x16.pdmesh.v1.AdapterInfo\x12\x1c\n\x14oldest_prompt_tokens\x18\x1d \x01(\r\x12\x1b\n\x13num_retained_blocks\x18\x1e \x01(\r\"\xdb\x01\n\x11SpeculationReport\x12\x16\n\x0etokens_per_row\x18\x01 \x01(\x01\x12\x18\n\x10\x63omputed_per_row\x18\x02 \x01(\x01\x12\x10\n\x08num_rows\x18\x03 \x01(\x04\x12\x12\n\nnum_drafts\x18\x04 \x01(\x04\x12\x12\n\nnum_tokens\x18\x05 \x01(\x04\x12\x12\n\ndrafting_s\x18\x06 \x01(\x01\x12,\n\tproposers\x18\x07 \x03(\x0b\x32\x19.pdmesh.v1.ProposerReport\x12\x18\n\x10\x66\x61iled_proposers\x18\x08 \x03(\t\"F\n\x0eProposerReport\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x08verified\x18\x02 \x03(\x04\x42\x02\x10\x01\x12\x10\n\x04kept\x18\x03 \x03(\x04\x42\x02\x10\x01\"\xd0\x01\n\x0cLatencyModel\x12\x0f\n\x07\x66ixed_s\x18\x01 \x01(\x01\x12\x1b\n\x13per_prefill_token_s\x18\x02 \x01(\x01\x12\x1d\n\x15per_prefill_context_s\x18\x03 \x01(\x01\x12\x16\n\x0eper_sequence_s\x18\x04 \x01(\x01\x12\x1b\n\x13per_context_token_s\x18\x05 \x01(\x01\x12\x11\n\tnum_steps\x18\x06 \x01(\x04\x12\x15\n\rprefill_error\x18\x07 \x01(\x01\x12\x14\n\x0c\x64\x65\x63ode_error\x18\x08 \x01(\x01\"\x13\n\x11ListBlocksRequest\"M\n\tBlockList\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x03 \x03(\x06\x12\x0f\n\x07is_last\x18\x04 \x01(\x08\"O\n\x0b\x42lockChange\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x0e\n\x06stored\x18\x03 \x03(\x06\x12\x0f\n\x07\x65victed\x18\x04 \x03(\x06\"Q\n\x12LoadAdapterRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0e\n\x06\x66older\x18\x03 \x01(\t\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\"3\n\x14UnloadAdapterRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\",\n\x15UnloadAdapterResponse\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\"\x15\n\x13ListAdaptersRequest\"M\n\x0b\x41\x64\x61pterList\x12(\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x16.pdmesh.v1.AdapterInfo\x12\x14\n\x0cmax_adapters\x18\x02 \x01(\r\"&\n\x11KeepTracesRequest\x12\x11\n\ttrace_ids\x18\x01 \x03(\x0c\"\x14\n\x12KeepTracesResponse\"<\n\x16ReleaseRetainedRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\"-\n\x17ReleaseRetainedResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02*\xf3\x01\n\nEngineLack\x12\x1b\n\x17\x45NGINE_LACK_UNSPECIFIED\x10\x00\x12\x1f\n\x1b\x45NGINE_LACK_CHOICES_HANDOFF\x10\x01\x12\x1c\n\x18\x45NGINE_LACK_DRAFT_STATES\x10\x02\x12\x15\n\x11\x45NGINE_LACK_PACES\x10\x03\x12\x1c\n\x18\x45NGINE_LACK_REPRODUCIBLE\x10\x04\x12\x1d\n\x19\x45NGINE_LACK_PROMPT_SHARES\x10\x05\x12\x1a\n\x16\x45NGINE_LACK_EMBEDDINGS\x10\x06\x12\x19\n\x15\x45NGINE_LACK_RETENTION\x10\x07*t\n\nReachScope\x12\x1b\n\x17REACH_SCOPE_UNSPECIFIED\x10\x00\x12\x17\n\x13REACH_SCOPE_PROCESS\x10\x01\x12\x14\n\x10REACH_SCOPE_HOST\x10\x02\x12\x1a\n\x16REACH_SCOPE_EVERYWHERE\x10\x03\x32\x91\x05\n\rWorkerControl\x12;\n\x07GetInfo\x12\x19.pdmesh.v1.GetInfoRequest\x1a\x15.pdmesh.v1.WorkerInfo\x12\x39\n\x05Watch\x12\x17.pdmesh.v1.WatchRequest\x1a\x15.pdmesh.v1.LoadReport0\x01\x12=\n\x08SetRoles\x12\x1a.pdmesh.v1.SetRolesRequest\x1a\x15.pdmesh.v1.WorkerInfo\x12\x42\n\nListBlocks\x12\x1c.pdmesh.v1.ListBlocksRequest\x1a\x14.pdmesh.v1.BlockList0\x01\x12I\n\nKeepTraces\x12\x1c.pdmesh.v1.KeepTracesRequest\x1a\x1d.pdmesh.v1.KeepTracesResponse\x12\x44\n\x0bLoadAdapter\x12\x1d.pdmesh.v1.LoadAdapterRequest\x1a\x16.pdmesh.v1.AdapterInfo\x12R\n\rUnloadAdapter\x12\x1f.pdmesh.v1.UnloadAdapterRequest\x1a .pdmesh.v1.UnloadAdapterResponse\x12\x46\n\x0cListAdapters\x12\x1e.pdmesh.v1.ListAdaptersRequest\x1a\x16.pdmesh.v1.AdapterList\x12X\n\x0fReleaseRetained\x12!.pdmesh.v1.ReleaseRetainedRequest\x1a\".pdmesh.v1.ReleaseRetainedResponseB}\n\x13io.github.pdmesh.v1B\x0bWorkerProtoP\x01Z2github.com/pdmesh/pdmesh/gen/go/pdmesh/v1;pdmeshv1\xaa\x02\tPdmesh.V1\xca\x02\tPdmesh\\V1\xea\x02\nPdmesh::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,12 +37,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PROPOSERREPORT'].fields_by_name['verified']._serialized_options = b'\020\001'
   _globals['_PROPOSERREPORT'].fields_by_name['kept']._loaded_options = None
   _globals['_PROPOSERREPORT'].fields_by_name['kept']._serialized_options = b'\020\001'
-  _globals['_ROLE']._serialized_start=2619
-  _globals['_ROLE']._serialized_end=2682
-  _globals['_ENGINELACK']._serialized_start=2685
-  _globals['_ENGINELACK']._serialized_end=2901
-  _globals['_REACHSCOPE']._serialized_start=2903
-  _globals['_REACHSCOPE']._serialized_end=3019
+  _globals['_ROLE']._serialized_start=2757
+  _globals['_ROLE']._serialized_end=2820
+  _globals['_ENGINELACK']._serialized_start=2823
+  _globals['_ENGINELACK']._serialized_end=3066
+  _globals['_REACHSCOPE']._serialized_start=3068
+  _globals['_REACHSCOPE']._serialized_end=3184
   _globals['_GETINFOREQUEST']._serialized_start=61
   _globals['_GETINFOREQUEST']._serialized_end=77
   _globals['_WATCHREQUEST']._serialized_start=79
@@ -54,33 +54,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TRANSPORTREACH']._serialized_start=727
   _globals['_TRANSPORTREACH']._serialized_end=821
   _globals['_LOADREPORT']._serialized_start=824
-  _globals['_LOADREPORT']._serialized_end=1585
-  _globals['_SPECULATIONREPORT']._serialized_start=1588
-  _globals['_SPECULATIONREPORT']._serialized_end=1807
-  _globals['_PROPOSERREPORT']._serialized_start=1809
-  _globals['_PROPOSERREPORT']._serialized_end=1879
-  _globals['_LATENCYMODEL']._serialized_start=1882
-  _globals['_LATENCYMODEL']._serialized_end=2090
-  _globals['_LISTBLOCKSREQUEST']._serialized_start=2092
-  _globals['_LISTBLOCKSREQUEST']._serialized_end=2111
-  _globals['_BLOCKLIST']._serialized_start=2113
-  _globals['_BLOCKLIST']._serialized_end=2190
-  _globals['_BLOCKCHANGE']._serialized_start=2192
-  _globals['_BLOCKCHANGE']._serialized_end=2271
-  _globals['_LOADADAPTERREQUEST']._serialized_start=2273
-  _globals['_LOADADAPTERREQUEST']._serialized_end=2354
-  _globals['_UNLOADADAPTERREQUEST']._serialized_start=2356
-  _globals['_UNLOADADAPTERREQUEST']._serialized_end=2407
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=2409
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=2453
-  _globals['_LISTADAPTERSREQUEST']._serialized_start=2455
-  _globals['_LISTADAPTERSREQUEST']._serialized_end=2476
-  _globals['_ADAPTERLIST']._serialized_start=2478
-  _globals['_ADAPTERLIST']._serialized_end=2555
-  _globals['_KEEPTRACESREQUEST']._serialized_start=2557
-  _globals['_KEEPTRACESREQUEST']._serialized_end=2595
-  _globals['_KEEPTRACESRESPONSE']._serialized_start=2597
-  _globals['_KEEPTRACESRESPONSE']._serialized_end=2617
-  _globals['_WORKERCONTROL']._serialized_start=3022
-  _globals['_WORKERCONTROL']._serialized_end=3589
+  _globals['_LOADREPORT']._serialized_end=1614
+  _globals['_SPECULATIONREPORT']._serialized_start=1617
+  _globals['_SPECULATIONREPORT']._serialized_end=1836
+  _globals['_PROPOSERREPORT']._serialized_start=1838
+  _globals['_PROPOSERREPORT']._serialized_end=1908
+  _globals['_LATENCYMODEL']._serialized_start=1911
+  _globals['_LATENCYMODEL']._serialized_end=2119
+  _globals['_LISTBLOCKSREQUEST']._serialized_start=2121
+  _globals['_LISTBLOCKSREQUEST']._serialized_end=2140
+  _globals['_BLOCKLIST']._serialized_start=2142
+  _globals['_BLOCKLIST']._serialized_end=2219
+  _globals['_BLOCKCHANGE']._serialized_start=2221
+  _globals['_BLOCKCHANGE']._serialized_end=2300
+  _globals['_LOADADAPTERREQUEST']._serialized_start=2302
+  _globals['_LOADADAPTERREQUEST']._serialized_end=2383
+  _globals['_UNLOADADAPTERREQUEST']._serialized_start=2385
+  _globals['_UNLOADADAPTERREQUEST']._serialized_end=2436
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=2438
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=2482
+  _globals['_LISTADAPTERSREQUEST']._serialized_start=2484
+  _globals['_LISTADAPTERSREQUEST']._serialized_end=2505
+  _globals['_ADAPTERLIST']._serialized_start=2507
+  _globals['_ADAPTERLIST']._serialized_end=2584
+  _globals['_KEEPTRACESREQUEST']._serialized_start=2586
+  _globals['_KEEPTRACESREQUEST']._serialized_end=2624
+  _globals['_KEEPTRACESRESPONSE']._serialized_start=2626
+  _globals['_KEEPTRACESRESPONSE']._serialized_end=2646
+  _globals['_RELEASERETAINEDREQUEST']._serialized_start=2648
+  _globals['_RELEASERETAINEDREQUEST']._serialized_end=2708
+  _globals['_RELEASERETAINEDRESPONSE']._serialized_start=2710
+  _globals['_RELEASERETAINEDRESPONSE']._serialized_end=2755
+  _globals['_WORKERCONTROL']._serialized_start=3187
+  _globals['_WORKERCONTROL']._serialized_end=3844
 # @@protoc_insertion_point(module_scope)

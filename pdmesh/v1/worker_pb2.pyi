@@ -66,6 +66,8 @@ class _EngineLackEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EngineLack
     """ENGINE_LACK_PROMPT_SHARES: prompts are computed strictly in order of arrival; a short one waits for a long one to end."""
     ENGINE_LACK_EMBEDDINGS: _EngineLack.ValueType  # 6
     """ENGINE_LACK_EMBEDDINGS: PrefillService.Embed is refused."""
+    ENGINE_LACK_RETENTION: _EngineLack.ValueType  # 7
+    """ENGINE_LACK_RETENTION: blocks are evicted in the order of their last use, whatever TokenRequest.kv_retention_s says."""
 
 class EngineLack(_EngineLack, metaclass=_EngineLackEnumTypeWrapper):
     """EngineLack names what the engine of a worker cannot do. Routers plan around it, and ignore a value that they do not know."""
@@ -86,6 +88,8 @@ ENGINE_LACK_PROMPT_SHARES: EngineLack.ValueType  # 5
 """ENGINE_LACK_PROMPT_SHARES: prompts are computed strictly in order of arrival; a short one waits for a long one to end."""
 ENGINE_LACK_EMBEDDINGS: EngineLack.ValueType  # 6
 """ENGINE_LACK_EMBEDDINGS: PrefillService.Embed is refused."""
+ENGINE_LACK_RETENTION: EngineLack.ValueType  # 7
+"""ENGINE_LACK_RETENTION: blocks are evicted in the order of their last use, whatever TokenRequest.kv_retention_s says."""
 Global___EngineLack: _TypeAlias = EngineLack  # noqa: Y015
 
 class _ReachScope:
@@ -365,6 +369,7 @@ class LoadReport(_message.Message):
     SPECULATION_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     OLDEST_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_RETAINED_BLOCKS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """worker_id of the reporter."""
     epoch: _builtins.int
@@ -419,6 +424,8 @@ class LoadReport(_message.Message):
     """oldest_prompt_tokens not yet computed of the prompt that arrived first. Prompts with at most half as many share its steps, the
     shortest first (see ENGINE_LACK_PROMPT_SHARES). 0 means that no prompt is here.
     """
+    num_retained_blocks: _builtins.int
+    """num_retained_blocks are cached blocks that are evicted after all others, since requests asked for it."""
     @_builtins.property
     def roles(self) -> _containers.RepeatedScalarFieldContainer[Global___Role.ValueType]:
         """roles it has now."""
@@ -467,10 +474,11 @@ class LoadReport(_message.Message):
         speculation: Global___SpeculationReport | None = ...,
         adapters: _abc.Iterable[_common_pb2.AdapterInfo] | None = ...,
         oldest_prompt_tokens: _builtins.int = ...,
+        num_retained_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["latency_model", b"latency_model", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "age_ms", b"age_ms", "decode_context", b"decode_context", "draining", b"draining", "epoch", b"epoch", "latency_model", b"latency_model", "max_num_seqs", b"max_num_seqs", "num_cached_blocks", b"num_cached_blocks", "num_decoding", b"num_decoding", "num_free_blocks", b"num_free_blocks", "num_generated_tokens", b"num_generated_tokens", "num_handoff_failures", b"num_handoff_failures", "num_held", b"num_held", "num_preemptions", b"num_preemptions", "num_prefilled_tokens", b"num_prefilled_tokens", "num_prefilling", b"num_prefilling", "num_prefix_hit_tokens", b"num_prefix_hit_tokens", "num_reserved", b"num_reserved", "num_running", b"num_running", "num_steps", b"num_steps", "num_total_blocks", b"num_total_blocks", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "oldest_prompt_tokens", b"oldest_prompt_tokens", "pace_s", b"pace_s", "roles", b"roles", "slack_s", b"slack_s", "speculation", b"speculation", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "age_ms", b"age_ms", "decode_context", b"decode_context", "draining", b"draining", "epoch", b"epoch", "latency_model", b"latency_model", "max_num_seqs", b"max_num_seqs", "num_cached_blocks", b"num_cached_blocks", "num_decoding", b"num_decoding", "num_free_blocks", b"num_free_blocks", "num_generated_tokens", b"num_generated_tokens", "num_handoff_failures", b"num_handoff_failures", "num_held", b"num_held", "num_preemptions", b"num_preemptions", "num_prefilled_tokens", b"num_prefilled_tokens", "num_prefilling", b"num_prefilling", "num_prefix_hit_tokens", b"num_prefix_hit_tokens", "num_reserved", b"num_reserved", "num_retained_blocks", b"num_retained_blocks", "num_running", b"num_running", "num_steps", b"num_steps", "num_total_blocks", b"num_total_blocks", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "oldest_prompt_tokens", b"oldest_prompt_tokens", "pace_s", b"pace_s", "roles", b"roles", "slack_s", b"slack_s", "speculation", b"speculation", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -880,3 +888,51 @@ class KeepTracesResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___KeepTracesResponse: _TypeAlias = KeepTracesResponse  # noqa: Y015
+
+@_typing.final
+class ReleaseRetainedRequest(_message.Message):
+    """ReleaseRetainedRequest names a session."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """tenant of its requests. Empty means the default tenant."""
+    session_id: _builtins.str
+    """session_id as its requests had it."""
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        session_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_id", b"session_id", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseRetainedRequest: _TypeAlias = ReleaseRetainedRequest  # noqa: Y015
+
+@_typing.final
+class ReleaseRetainedResponse(_message.Message):
+    """ReleaseRetainedResponse says what was released."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    num_blocks: _builtins.int
+    """num_blocks that were retained for the session."""
+    def __init__(
+        self,
+        *,
+        num_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_blocks", b"num_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseRetainedResponse: _TypeAlias = ReleaseRetainedResponse  # noqa: Y015

@@ -76,6 +76,11 @@ class WorkerControlStub:
                 request_serializer=pdmesh_dot_v1_dot_worker__pb2.ListAdaptersRequest.SerializeToString,
                 response_deserializer=pdmesh_dot_v1_dot_worker__pb2.AdapterList.FromString,
                 _registered_method=True)
+        self.ReleaseRetained = channel.unary_unary(
+                '/pdmesh.v1.WorkerControl/ReleaseRetained',
+                request_serializer=pdmesh_dot_v1_dot_worker__pb2.ReleaseRetainedRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_worker__pb2.ReleaseRetainedResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerControlServicer:
@@ -141,6 +146,13 @@ class WorkerControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReleaseRetained(self, request, context):
+        """ReleaseRetained gives up what is retained for a session; idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -183,6 +195,11 @@ def add_WorkerControlServicer_to_server(servicer, server):
                     servicer.ListAdapters,
                     request_deserializer=pdmesh_dot_v1_dot_worker__pb2.ListAdaptersRequest.FromString,
                     response_serializer=pdmesh_dot_v1_dot_worker__pb2.AdapterList.SerializeToString,
+            ),
+            'ReleaseRetained': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseRetained,
+                    request_deserializer=pdmesh_dot_v1_dot_worker__pb2.ReleaseRetainedRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_worker__pb2.ReleaseRetainedResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -402,6 +419,33 @@ class WorkerControl:
             '/pdmesh.v1.WorkerControl/ListAdapters',
             pdmesh_dot_v1_dot_worker__pb2.ListAdaptersRequest.SerializeToString,
             pdmesh_dot_v1_dot_worker__pb2.AdapterList.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseRetained(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdmesh.v1.WorkerControl/ReleaseRetained',
+            pdmesh_dot_v1_dot_worker__pb2.ReleaseRetainedRequest.SerializeToString,
+            pdmesh_dot_v1_dot_worker__pb2.ReleaseRetainedResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -56,6 +56,8 @@ class WorkerControlStub:
     """
     ListAdapters: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ListAdaptersRequest, _worker_pb2.AdapterList]
     """ListAdapters returns the adapters that requests may ask for."""
+    ReleaseRetained: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ReleaseRetainedRequest, _worker_pb2.ReleaseRetainedResponse]
+    """ReleaseRetained gives up what is retained for a session; idempotent."""
 
 @_typing.type_check_only
 class WorkerControlAsyncStub(WorkerControlStub):
@@ -84,6 +86,8 @@ class WorkerControlAsyncStub(WorkerControlStub):
     """
     ListAdapters: _aio.UnaryUnaryMultiCallable[_worker_pb2.ListAdaptersRequest, _worker_pb2.AdapterList]  # type: ignore[assignment]
     """ListAdapters returns the adapters that requests may ask for."""
+    ReleaseRetained: _aio.UnaryUnaryMultiCallable[_worker_pb2.ReleaseRetainedRequest, _worker_pb2.ReleaseRetainedResponse]  # type: ignore[assignment]
+    """ReleaseRetained gives up what is retained for a session; idempotent."""
 
 class WorkerControlServicer(metaclass=_abc_1.ABCMeta):
     """WorkerControl is served by every worker."""
@@ -157,5 +161,13 @@ class WorkerControlServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.AdapterList, _abc.Awaitable[_worker_pb2.AdapterList]]:
         """ListAdapters returns the adapters that requests may ask for."""
+
+    @_abc_1.abstractmethod
+    def ReleaseRetained(
+        self,
+        request: _worker_pb2.ReleaseRetainedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.ReleaseRetainedResponse, _abc.Awaitable[_worker_pb2.ReleaseRetainedResponse]]:
+        """ReleaseRetained gives up what is retained for a session; idempotent."""
 
 def add_WorkerControlServicer_to_server(servicer: WorkerControlServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
