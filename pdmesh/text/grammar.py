@@ -25,7 +25,8 @@ import llguidance
 import numpy as np
 from numpy.typing import NDArray
 
-from pdmesh.text.json_schema import number_of, prepared, with_schemas
+from pdmesh.text.exact_json import number_of
+from pdmesh.text.json_schema import prepared, with_schemas
 
 # The depth of a grammar's definitions. llguidance recurses along them, and a stack overflow ends the whole process: a few KB of
 # `$ref` after `$ref` would do. So a grammar that is too deep is rejected, and any other is compiled on a stack that surely

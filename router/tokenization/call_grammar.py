@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pdmesh.runtime.errors import InvalidArgument
+from pdmesh.text.exact_json import dumps
 from pdmesh.text.parsers.forcing import Choice, Form, grammar, opened_grammar
 from pdmesh.text.parsers.machine import Schemas
 from pdmesh.text.parsers.registry import NONE, TOOL_FORMATS
@@ -163,4 +163,4 @@ def _tokens(model: ServedModel, form: Form, *others: str) -> dict[str, int]:
 
 
 def _text(schema: Mapping[str, Any]) -> str:
-    return json.dumps(schema, ensure_ascii=False)
+    return dumps(schema, ensure_ascii=False)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from pdmesh.text.exact_json import dumps
 from pdmesh.text.parsers.machine import Parse, Schemas
 from pdmesh.text.parsers.reasoning import ThinkMarks
 from pdmesh.text.parsers.tagged import Tags, is_told, options_of, schema_of
@@ -219,7 +220,7 @@ class _Writer:
         return first
 
     def _json(self, schema: Mapping[str, Any]) -> str:
-        return self.rule("%json " + json.dumps({**schema, "x-guidance": _JSON_STYLE}, ensure_ascii=False))
+        return self.rule("%json " + dumps({**schema, "x-guidance": _JSON_STYLE}, ensure_ascii=False))
 
 
 def _with_definitions(described: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -3,7 +3,6 @@ and grammars are checked later, for all protocols (router/api/validation.py)."""
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from typing import Annotated, Any, Literal
@@ -23,6 +22,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from pdmesh.sampling_params import MAX_BIASES, MAX_CHOICES, MAX_LOGPROBS, PARAMETERS, Kind
+from pdmesh.text.exact_json import dumps
 from router.api.http.fields import MAX_UINT32
 from router.api.http.types import FIRST_ERROR, Body, Count, Hint, Ids, Text, Unsupported, at_most, valid_unicode
 from router.api.openai.messages import Choice, Messages, Tool
@@ -37,7 +37,7 @@ def _schema(value: object) -> str:
         return valid_unicode(value)
     if not isinstance(value, dict | bool):
         raise ValueError("is not a JSON Schema")
-    return json.dumps(value, separators=(",", ":"))
+    return dumps(value, separators=(",", ":"))
 
 
 Schema = Annotated[Any, AfterValidator(_schema), WithJsonSchema({"type": ["object", "boolean", "string"]})]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, Tag
 
+from pdmesh.text import exact_json
 from pdmesh.v1 import mesh_pb2
 from router.api.http.fields import JsonObject, shown
 from router.api.http.types import Body, Ignored, Text, Unsupported
@@ -124,7 +124,7 @@ def choose(request: mesh_pb2.ChatRequest, choice: str | ChosenFunction | Allowed
 def dumped(param: str, value: object) -> str:
     """Return JSON text. Raises InvalidArgument."""
     try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text = exact_json.dumps(value, ensure_ascii=False, allow_nan=False)
         text.encode()
     except (ValueError, RecursionError):
         refuse(param, "is not valid Unicode, not a JSON number, or nested too deeply")

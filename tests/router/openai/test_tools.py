@@ -20,6 +20,7 @@ from tests.router.openai.conftest import client_of, url
 from tests.router.stub_texts import Say, model_with_template, prompt_of, sayer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+JSON = {"content-type": "application/json"}
 HELLO: Any = [{"role": "user", "content": "hello"}]
 WEATHER: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS: Any = [
@@ -170,6 +171,28 @@ async def test_a_schema_beyond_grammars_is_held_to_its_names(served: Mesh, clien
     with pytest.raises(openai.BadRequestError) as refused:
         await client.chat.completions.create(**asked, tools=[{"type": "function", "function": {**function, "strict": True}}])
     assert refused.value.param == "tools[0].function.parameters"
+
+
+async def test_numbers_of_schemas_stay_as_they_are_written(served: Mesh, client: Any) -> None:
+    """Sent as text: Python's own client would round them. The grammar cannot keep this one, so it is refused where it must."""
+    number = "0.1234567890123456789"
+    body = {"model": "tiny", "messages": HELLO, "max_tokens": 1}
+    tool = '{"type": "function", "function": {"name": "odd", "strict": %s, "parameters": {"properties": {"a": {"const": %s}}}}}'
+
+    async def post(more: str) -> httpx.Response:
+        async with httpx.AsyncClient() as http:
+            return await http.post(
+                url(served, "/v1/chat/completions"), headers=JSON, content=f"{json.dumps(body)[:-1]}, {more}}}"
+            )
+
+    answer = await post(f'"temperature": {number}, "tools": [{tool % ("false", number)}]')
+    assert answer.status_code == 200 and f'"const": {number}' in prompt_of(served)
+    answer = await post(f'"tools": [{tool % ("true", number)}]')
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools[0].function.parameters"
+    assert f"const: {number} cannot be kept exactly" in answer.json()["error"]["message"]
+    schema = f'{{"name": "n", "schema": {{"const": {number}}}}}'
+    answer = await post(f'"response_format": {{"type": "json_schema", "json_schema": {schema}}}')
+    assert answer.status_code == 400 and f"const: {number} cannot be kept" in answer.json()["error"]["message"]
 
 
 async def test_a_history_is_rendered_with_its_calls(thinking: Mesh, thinker: Any, says: Say) -> None:
