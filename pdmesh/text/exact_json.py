@@ -10,6 +10,7 @@ compiler, which refuses what it cannot keep, would see a number that looks right
 from __future__ import annotations
 
 import json
+import math
 import re
 import secrets
 from typing import Any
@@ -30,11 +31,12 @@ class LongNumber(float):
 
 
 def number_of(text: str) -> float:
-    """Return a number with a fraction or an exponent, for `json.loads`: a LongNumber where a double is another number. Pure."""
+    """Return a number with a fraction or an exponent, for `json.loads`: a LongNumber where a double is another number, unless it
+    is beyond all doubles. Pure."""
     if len(text) <= MAX_DIGITS and "e-" not in text.lower():
         return float(text)
     number, digits = float(text), _DIGITS.sub("", text.lower().partition("e")[0]).strip("0")
-    if len(digits) <= MAX_DIGITS and bool(number) == bool(digits):
+    if math.isinf(number) or (len(digits) <= MAX_DIGITS and bool(number) == bool(digits)):
         return number
     found = LongNumber(number)
     found.text = text

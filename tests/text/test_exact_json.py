@@ -36,5 +36,7 @@ def test_what_a_double_keeps_is_written_as_ever(text: str) -> None:
 def test_what_cannot_be_written_is_an_error_as_ever() -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         dumps([float("nan"), _read(LONG[0])], allow_nan=False)
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        dumps(_read("1" * 20 + "e99999"), allow_nan=False)
     with pytest.raises(TypeError):
         dumps({"a": object(), "b": _read(LONG[0])})
