@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from pdmesh.planning.objectives import ModelObjective
 from pdmesh.runtime.errors import InvalidArgument, Unavailable
 from pdmesh.v1 import common_pb2, mesh_pb2, worker_pb2
-from router.api import embedding, explain, status
+from router.api import embedding, explain, sessions, status
 from router.api.validation import refuse
 from router.context import RouterContext
 from router.lifecycle.request import OpenRequests, Request
@@ -123,6 +123,11 @@ class Frontend:
     def adapters(self) -> mesh_pb2.ListMeshAdaptersResponse:
         """Return all adapters, with the workers that have them."""
         return self.core.adapters.listed(self.core.models)
+
+    async def release_session(self, request: mesh_pb2.ReleaseSessionRequest) -> mesh_pb2.ReleaseSessionResponse:
+        """Have all workers of a model, or all, give up what they retain for a session. Raises MeshError."""
+        model = self.model_of(request.model).name if request.model else ""
+        return await sessions.release(self.core, request, model)
 
     def status(self) -> mesh_pb2.GetStatusResponse:
         """Return this router's view of the mesh."""

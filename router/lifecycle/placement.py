@@ -160,7 +160,11 @@ class PlaceStage:
     def _enter_queue(self, dispatch: Dispatch) -> None:
         search, prepared = dispatch.search, dispatch.request.prepared
         search.waiter = self._core.capacity_queue.enter(
-            dispatch.queue_key, prepared.priority, prepared.tenant, interrupted=dispatch.interrupted
+            dispatch.queue_key,
+            prepared.priority,
+            prepared.tenant,
+            interrupted=dispatch.interrupted,
+            hint=prepared.priority_hint,
         )
         search.began_s, search.waiting_ns = asyncio.get_running_loop().time(), timings.now_ns()
 

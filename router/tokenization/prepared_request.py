@@ -144,7 +144,8 @@ class PreparedRequest:
     `sampling` is what workers get: seed, max_tokens and n are set; stop strings stay in the router, in `stop`. `emitted` is
     empty, or holds one entry for each choice in order. `deadline` is monotonic seconds, None without one. `slo_ttft_ms` and
     `slo_tpot_ms` are the request's own objectives; 0: those of its model and priority. `attempt`: how often it was sent before.
-    `output_format`: how the output of a chat is read; None: all of it is text.
+    `output_format`: how the output of a chat is read; None: all of it is text. `kv_retention_s`: with the router's default filled in;
+    0: its KV is kept no longer than any other.
     """
 
     request_id: str
@@ -161,6 +162,10 @@ class PreparedRequest:
     slo_ttft_ms: int = 0
     slo_tpot_ms: int = 0
     attempt: int = 0
+    session_id: str = ""
+    kv_retention_s: int = 0
+    session_final: bool = False
+    priority_hint: int = 0
     is_chat: bool = False
     adapter: AdapterId | None = None  # LoRA adapter that the request asked for in place of the model
     output_format: OutputFormat | None = None
@@ -204,6 +209,9 @@ class PreparedRequest:
             priority=self.priority,
             adapter=self.adapter.name if self.adapter else "",
             adapter_digest=self.adapter.digest if self.adapter else "",
+            session_id=self.session_id,
+            kv_retention_s=self.kv_retention_s,
+            session_final=self.session_final,
         )
 
 
