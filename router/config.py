@@ -288,7 +288,7 @@ class RouterConfig:
             _require(getattr(self, name) >= 0, name, "must not be negative")
         for name in _POSITIVE:
             _require(getattr(self, name) > 0, name, "must be positive")
-        _require(0 <= self.session_kv_retention_s <= 86_400, "session_kv_retention_s", "must be between 0 and 86400, which is a day")
+        _require(0 <= self.session_kv_retention_s <= 86_400, "session_kv_retention_s", "must be between 0 and 86400 (a day)")
         _require(0 <= self.hedge_share <= 1, "hedge_share", "must be between 0 and 1")
         _require(0 < self.tenants_share <= 1, "tenants_share", "must be more than 0 and at most 1")
         _require(0 <= self.port <= 65535, "port", "must be between 0 and 65535")

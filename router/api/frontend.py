@@ -16,7 +16,7 @@ from pdmesh.planning.objectives import ModelObjective
 from pdmesh.runtime.errors import InvalidArgument, Unavailable
 from pdmesh.v1 import common_pb2, mesh_pb2, worker_pb2
 from router.api import embedding, explain, sessions, status
-from router.api.validation import refuse
+from router.api.validation import MAX_PRIORITY_HINT, MAX_RETENTION_S, check_session_id, refuse
 from router.context import RouterContext
 from router.lifecycle.request import OpenRequests, Request
 from router.lifecycle.stages import Pipeline
@@ -187,6 +187,9 @@ RETRIES = ("grpc-previous-rpc-attempts", "x-stainless-retry-count")
 """Headers in which gRPC itself and OpenAI's clients give the number of earlier attempts."""
 
 PRIORITY, TENANT = "x-pdmesh-priority", "x-pdmesh-tenant"
+SESSION, RETENTION, SESSION_FINAL = "x-pdmesh-session-id", "x-pdmesh-kv-retention-s", "x-pdmesh-session-final"
+PRIORITY_HINT = "x-pdmesh-priority-hint"
+_SESSION_KEYS = (SESSION, RETENTION, SESSION_FINAL, PRIORITY_HINT)
 MAX_MS = MAX_ATTEMPT = 2**32 - 1
 
 _PRIORITIES = {
@@ -195,6 +198,8 @@ _PRIORITIES = {
     "batch": common_pb2.PRIORITY_BATCH,
 }
 _DIGITS = re.compile(r"[0-9]{1,10}")
+_NUMBER = re.compile(r"-?[0-9]{1,10}")
+_TRUTHS = {"true": True, "1": True, "false": False, "0": False}
 
 
 def fill_options(options: mesh_pb2.RequestOptions, metadata: Iterable[tuple[str, str | bytes]]) -> None:
@@ -214,6 +219,33 @@ def fill_options(options: mesh_pb2.RequestOptions, metadata: Iterable[tuple[str,
             options.tenant = options.tenant or value
         elif name in RETRIES:
             options.attempt = options.attempt or _attempt(name, value)
+        elif name in _SESSION_KEYS:
+            _fill_session(options, name, value)
+
+
+def _fill_session(options: mesh_pb2.RequestOptions, name: str, value: str) -> None:
+    if name == SESSION:
+        check_session_id(name, value)
+        options.session_id = options.session_id or value
+    elif name == RETENTION:
+        options.kv_retention_s = options.kv_retention_s or _number(name, value, 0, MAX_RETENTION_S)
+    elif name == PRIORITY_HINT:
+        options.priority_hint = options.priority_hint or _number(name, value, -MAX_PRIORITY_HINT, MAX_PRIORITY_HINT)
+    else:
+        options.session_final = truth(name, value) or options.session_final
+
+
+def truth(name: str, value: str) -> bool:
+    """Return what a header says that is true or false. Raises InvalidArgument."""
+    if value.lower() not in _TRUTHS:
+        refuse(name, f"{value[:40]!r} is neither true nor false")
+    return _TRUTHS[value.lower()]
+
+
+def _number(name: str, value: str, low: int, high: int) -> int:
+    if not _NUMBER.fullmatch(value) or not low <= int(value) <= high:
+        refuse(name, f"{value[:40]!r} is not a whole number from {low} to {high}")
+    return int(value)
 
 
 def _milliseconds(name: str, value: str) -> int:

@@ -1,7 +1,7 @@
 """The release of a session: every worker of a model, or of all, gives up what it retains for the session.
 
-A worker that is lost, or slow, is counted and never waited for: what it retains ends with its time. A worker without retention, such
-as a stock engine or one of an earlier version, retains nothing.
+A worker that is lost, or slow, is counted and never waited for: what it retains ends with its time. A worker without retention,
+such as a stock engine or one of an earlier version, retains nothing.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ async def release(core: RouterContext, request: mesh_pb2.ReleaseSessionRequest, 
     if len(request.tenant) > MAX_TENANT_CHARS:
         refuse("tenant", f"has {len(request.tenant)} characters, {MAX_TENANT_CHARS} are allowed")
     tenant = identity.claimed(request.tenant, "tenant")
+    core.sessions.forget(tenant, request.session_id)
     released = await asyncio.gather(*(_ask(worker, tenant, request.session_id) for worker in _workers(core, model)))
     answered = [num_blocks for num_blocks in released if num_blocks is not None]
     return mesh_pb2.ReleaseSessionResponse(

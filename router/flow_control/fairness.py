@@ -4,8 +4,8 @@ Every tenant has a virtual start: the tokens that it was given, divided by its w
 served next, so a tenant with a backlog gets its share, however many requests another tenant sends and whatever rank it gives
 them. A tenant that was idle starts at the present virtual time less a bounded saving (SAVED): two requests of a modest tenant
 that come together do not wait like those of a flood. Rank orders the requests of one tenant, and of tenants with equal starts,
-which includes all tenants below their share. Hints (priority_hint) order the requests of one tenant and one rank alone: whose turn
-it is, and which tenant loses a request, is decided before any hint is looked at.
+which includes all tenants below their share. Hints (priority_hint) order the requests of one tenant and one rank alone: whose
+turn it is, and which tenant loses a request, is decided before any hint is looked at.
 """
 
 import heapq
@@ -143,7 +143,7 @@ class Flow:
     resumed_is_next: bool = True
 
     def head(self) -> Ticket | None:
-        """Return the next ticket: that of the highest hint, the oldest of equals, alternating between resumed and other tickets."""
+        """Return the next ticket: that of the highest hint, the oldest of equals; resumed and other tickets take turns."""
         new, resumed = self.tickets.first(), self.resumed.first()
         if new is None or resumed is None:
             return new or resumed
@@ -179,9 +179,7 @@ class Flow:
         """Bound the number of stale tickets; `gone` is about to become one."""
         num_held = len(self.tickets) + len(self.resumed) + len(self.aside)
         if not self.num_waiting or num_held > 2 * self.num_waiting + 16:
-            self.tickets, self.resumed, self.aside = (
-                line.tidied(gone) for line in (self.tickets, self.resumed, self.aside)
-            )
+            self.tickets, self.resumed, self.aside = (line.tidied(gone) for line in (self.tickets, self.resumed, self.aside))
 
 
 class FairQueue:

@@ -3,8 +3,8 @@ dispatched. Pure.
 
 A lower rank cannot fill the queue: the last quarter is closed to batch, the last eighth to standard. In a full queue the tenant
 that holds most for its weight loses a request to one that holds less, whatever ranks they declare; among equal tenants, and
-within a tenant, lower ranks lose to higher ones, and lower hints of a rank to higher ones. Of the lowest rank, the request with the
-lowest hint is evicted, the newest among equals. Batch evicts only batch.
+within a tenant, lower ranks lose to higher ones, and lower hints of a rank to higher ones. Of the lowest rank, the request with
+the lowest hint is evicted, the newest among equals. Batch evicts only batch.
 """
 
 import heapq

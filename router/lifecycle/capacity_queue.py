@@ -19,8 +19,8 @@ MAX_TRYING = 64
 
 @dataclass(order=True)
 class Waiter:
-    """Hold a request in the queue. `lateness`: the negative hint. `may_try` is set while it is among the first, as many as may try
-    at once."""
+    """Hold a request in the queue. `lateness`: the negative hint. `may_try` is set while it is among the first, as many as may
+    try at once."""
 
     priority: int
     lateness: int

@@ -125,6 +125,7 @@ class PlaceStage:
             placement=choice,
             cached_tokens=cached_of(choice, routing_request),
             timings=dispatch.timings,
+            session_workers=routing_request.session_workers,
         )
         dispatch.request.decision = decision
         self._core.decisions.record(decision)
@@ -249,6 +250,7 @@ class ReserveStage:
         sent.arrived_at = time.monotonic()
         if prefill is None:
             self._core.prefixes.remember(request.prepared, (incarnation,))
+        self._core.sessions.note(request.prepared, tuple(view.key for view in choice.workers))
         logger.debug("%s attempt %d: %s", session.wire_id, session.attempt, choice.reason or choice.mode.name)
         return Assignment(session, sent, reservation, prefill, dispatch.emitted)
 

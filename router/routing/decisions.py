@@ -16,7 +16,8 @@ MAX_COMPARED = 512
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Decision:
-    """Hold one decision. `made_ns`: monotonic; `decision_ns`: its duration; `cached_tokens`: of the candidates only, by worker.
+    """Hold one decision. `made_ns`: monotonic; `decision_ns`: its duration; `cached_tokens`: of the candidates only, by worker;
+    `session_workers`: those on which the request's session was last.
 
     Observed times are read from the request's own `timings` on demand."""
 
@@ -29,6 +30,7 @@ class Decision:
     placement: Placement
     cached_tokens: Mapping[WorkerKey, int]
     timings: RequestTimings | None = None
+    session_workers: tuple[WorkerKey, ...] = ()
 
     @property
     def observed_ttft_s(self) -> float | None:
