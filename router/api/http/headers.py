@@ -69,7 +69,11 @@ def authorization_of(headers: Mapping[str, str]) -> str | None:
 
 REQUEST_ID, TENANT, PRIORITY, MODE, TIMEOUT = HEADER, "X-Tenant", "X-Priority", "X-Prefill-Mode", "X-Request-Timeout-Ms"
 MAX_TIMEOUT_MS = 10**9
-HEADER_NAMES = {"options.request_id": REQUEST_ID, "options.tenant": TENANT, "options.cache_salt": "cache_salt"}
+HEADER_NAMES = {
+    "options.request_id": REQUEST_ID, "options.tenant": TENANT, "options.cache_salt": "cache_salt",
+    "options.session_id": "session_id", "options.session_final": "session_final",
+    "options.kv_retention_s": "kv_retention_s", "options.priority_hint": "priority",
+}  # fmt: skip
 
 _PRIORITIES = {
     "": common_pb2.PRIORITY_UNSPECIFIED,
