@@ -26,10 +26,9 @@ from router.flow_control.capacity import AdmissionSettings, TenantBook
 from router.flow_control.controller import Admission, FlowController
 from router.flow_control.slo_admission import Forecaster
 from router.kv_index.index import PrefixIndex
-from router.kv_index.sessions import SessionMemory
 from router.lifecycle.capacity_queue import CapacityQueue
 from router.routing.cost_model import OutputLengths, Overheads
-from router.routing.decisions import Decisions
+from router.routing.decisions import Decisions, SessionMemory
 from router.routing.policy import Policy, make_policy
 from router.telemetry.metrics import RequestMetrics
 from router.telemetry.traffic import Traffic

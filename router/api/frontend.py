@@ -9,15 +9,22 @@ KServe v2, vLLM's engine     ┘
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
+
+import grpc
+import grpc.aio
 
 from pdmesh.planning.objectives import ModelObjective
 from pdmesh.runtime.errors import InvalidArgument, Unavailable
 from pdmesh.v1 import common_pb2, mesh_pb2, worker_pb2
-from router.api import embedding, explain, sessions, status
-from router.api.validation import MAX_PRIORITY_HINT, MAX_RETENTION_S, check_session_id, refuse
+from router.api import embedding, explain, status
+from router.api.validation import MAX_PRIORITY_HINT, MAX_RETENTION_S, MAX_TENANT_CHARS, check_session_id, refuse
+from router.auth import identity
 from router.context import RouterContext
+from router.fleet.heartbeat import being_cancelled
+from router.fleet.worker import Worker
 from router.lifecycle.request import OpenRequests, Request
 from router.lifecycle.stages import Pipeline
 from router.telemetry.request_trace import CHAT, COMPLETION, EMBEDDINGS, open_trace
@@ -127,7 +134,7 @@ class Frontend:
     async def release_session(self, request: mesh_pb2.ReleaseSessionRequest) -> mesh_pb2.ReleaseSessionResponse:
         """Have all workers of a model, or all, give up what they retain for a session. Raises MeshError."""
         model = self.model_of(request.model).name if request.model else ""
-        return await sessions.release(self.core, request, model)
+        return await _release(self.core, request, model)
 
     def status(self) -> mesh_pb2.GetStatusResponse:
         """Return this router's view of the mesh."""
@@ -178,6 +185,56 @@ class Frontend:
         received_ns = received_ns or now_ns()
         trace = open_trace(self.core, operation, self.core.tracing.extract(metadata), received_ns)
         return Request(message, time_left_s, RequestTimings(received_ns, spans=trace.spans), trace)
+
+
+# The release of a session: every worker of a model, or of all, gives up what it retains. A worker that is lost, or slow, is
+# counted and never waited for: what it retains ends with its time. One of an earlier version retains nothing.
+
+RELEASE_TIMEOUT_S = 2.0
+
+logger = logging.getLogger(__name__)
+
+
+async def _release(core: RouterContext, request: mesh_pb2.ReleaseSessionRequest, model: str) -> mesh_pb2.ReleaseSessionResponse:
+    """Return what the workers of `model` have released, empty for all models. Raises InvalidArgument, PermissionDenied."""
+    check_session_id("session_id", request.session_id)
+    if len(request.tenant) > MAX_TENANT_CHARS:
+        refuse("tenant", f"has {len(request.tenant)} characters, {MAX_TENANT_CHARS} are allowed")
+    tenant = identity.claimed(request.tenant, "tenant")
+    core.sessions.forget(tenant, request.session_id)
+    released = await asyncio.gather(*(_ask(worker, tenant, request.session_id) for worker in _workers(core, model)))
+    answered = [num_blocks for num_blocks in released if num_blocks is not None]
+    return mesh_pb2.ReleaseSessionResponse(
+        num_blocks=sum(answered),
+        num_workers=sum(num_blocks > 0 for num_blocks in answered),
+        num_unreachable=len(released) - len(answered),
+    )
+
+
+def _workers(core: RouterContext, model: str) -> Iterator[Worker]:
+    """Yield the workers that may retain something: those that have answered this router once, also if they are lost now."""
+    for worker in core.fleet.workers.values():
+        if worker.last is not None and model in ("", worker.last.info.identity.model):
+            yield worker
+
+
+async def _ask(worker: Worker, tenant: str, session_id: str) -> int | None:
+    """Return the number of blocks that a worker has released; None: it did not answer."""
+    if worker.current is None:
+        return None
+    try:
+        return await worker.release_retained(tenant, session_id, RELEASE_TIMEOUT_S)
+    except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+            return 0
+        logger.info("%s did not release a session: %s", worker.address, error.details())
+    except grpc.aio.UsageError:
+        logger.info("%s did not release a session: its channel was closed", worker.address)
+    except asyncio.CancelledError:
+        if being_cancelled():
+            raise
+        logger.info("%s did not release a session: its channel was closed meanwhile", worker.address)
+    return None
 
 
 # Request options in gRPC metadata or HTTP headers: for clients and proxies that cannot set the fields of the message.

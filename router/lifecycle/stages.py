@@ -27,9 +27,8 @@ from pdmesh.v1 import common_pb2, mesh_pb2
 from router.context import RouterContext
 from router.fleet.circuit_breaker import Role
 from router.flow_control.ttft_predictor import flow_item_of, num_emitted
-from router.kv_index.sessions import remember_turn
 from router.lifecycle.decode_session import DecodeSession, WorkerLost
-from router.lifecycle.decode_stage import DecodeStage
+from router.lifecycle.decode_stage import DecodeStage, remember_turn
 from router.lifecycle.embed_stage import EmbedStage
 from router.lifecycle.output import ResumeMismatch
 from router.lifecycle.placement import PlaceStage, ReserveStage
@@ -176,7 +175,7 @@ class AccountStage:
                 self._learn(request)
         finally:
             self._release(request, error)
-            remember_turn(self._core, request.prepared, request.tracker, request.ran_on)
+            remember_turn(self._core, request)
             self._report(request, error)
 
     def _learn(self, request: Request) -> None:

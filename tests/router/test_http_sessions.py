@@ -11,7 +11,8 @@ import pytest
 import pytest_asyncio
 
 from pdmesh.v1 import common_pb2
-from router.api.http import generation
+from router.api.http.headers import AGENT_HEADERS, DYNAMO_FINAL, DYNAMO_SESSION
+from router.api.http.sessions import SessionBody
 from tests.router.api_keys import add_key
 from tests.router.mesh import Mesh, running_mesh
 
@@ -323,5 +324,5 @@ async def test_the_description_has_the_release_and_the_fields(http: httpx.AsyncC
 
 async def test_the_page_names_every_field_and_header() -> None:
     page = (Path(__file__).parents[2] / "docs/sessions.md").read_text(encoding="utf-8").lower()
-    names = (*generation.SessionBody.model_fields, *generation.AGENT_HEADERS, generation.DYNAMO_SESSION, generation.DYNAMO_FINAL)
+    names = (*SessionBody.model_fields, *AGENT_HEADERS, DYNAMO_SESSION, DYNAMO_FINAL)
     assert [name for name in names if f"`{name.lower()}" not in page] == []

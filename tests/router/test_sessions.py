@@ -13,9 +13,9 @@ import pytest_asyncio
 
 from pdmesh.runtime.errors import Unavailable
 from pdmesh.v1 import common_pb2, mesh_pb2
-from router.api import sessions
+from router.api import frontend
 from router.config import RouterConfig
-from router.kv_index.sessions import KEEP_S, SessionMemory
+from router.routing.decisions import KEEP_S, SessionMemory
 from router.tokenization.prepared_request import PreparedRequest, ServedModel, load
 from tests.router.api_keys import add_key
 from tests.router.mesh import Mesh, mesh_of, request, running_mesh
@@ -287,7 +287,7 @@ async def test_all_workers_are_asked_and_what_they_released_is_summed(model_fold
 async def test_a_worker_that_is_lost_or_silent_is_counted_and_not_waited_for(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sessions, "RELEASE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(frontend, "RELEASE_TIMEOUT_S", 0.3)
     async with running_mesh(model_folder, prefill=0, decode=3) as mesh:
         mesh["d0"].retained, mesh["d1"].release_mute = {("", "s"): 2}, True
         await mesh["d2"].kill()

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag
 
 from router.api.http.fields import MAX_UINT32, shown
-from router.api.http.generation import CacheControl, SessionBody
+from router.api.http.sessions import CacheControl, SessionBody
 from router.api.http.types import Body, Ignored, Text, unsupported
 
 

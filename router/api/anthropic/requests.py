@@ -29,7 +29,7 @@ from router.api.anthropic.bodies import (
 )
 from router.api.http.errors import Names
 from router.api.http.fields import JsonObject, json_text
-from router.api.http.generation import NO_SESSION, SessionBody
+from router.api.http.sessions import NO_SESSION, SessionBody
 from router.api.http.types import checked
 from router.api.validation import refuse
 

@@ -23,8 +23,8 @@ from router.api.http.body import HttpSettings, json_response, parsed, read_body
 from router.api.http.connection import RECEIVED_NS, EventStream, while_connected
 from router.api.http.errors import HttpError, Names, as_told, renamed
 from router.api.http.fields import JsonObject
-from router.api.http.generation import SessionBody, settle
 from router.api.http.headers import HEADER_NAMES, authorization_of, options_of, request_id_of, requested_time_left_s
+from router.api.http.sessions import SessionBody, settle
 from router.auth import identity
 
 MeshRequest = mesh_pb2.GenerateRequest | mesh_pb2.ChatRequest

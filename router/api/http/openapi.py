@@ -21,8 +21,7 @@ from router.api.http import docs_page
 from router.api.http.body import Endpoint as Handler
 from router.api.http.body import guarded, json_response
 from router.api.http.errors import ErrorBody
-from router.api.http.generation import DYNAMO_FINAL, DYNAMO_SESSION
-from router.api.http.headers import MODE, PRIORITY, REQUEST_ID, TENANT, TIMEOUT
+from router.api.http.headers import DYNAMO_FINAL, DYNAMO_SESSION, MODE, PRIORITY, REQUEST_ID, TENANT, TIMEOUT
 
 Form = Any
 """A type of bodies, or a union of such types."""

@@ -20,8 +20,8 @@ from pydantic import (
 
 from pdmesh.sampling_params import MAX_BIASES, MAX_CHOICES, MAX_LOGPROBS
 from router.api.http.fields import MAX_UINT32
-from router.api.http.generation import DrawnBody, SessionBody
-from router.api.http.types import FIRST_ERROR, Body, Count, Hint, Ids, Text, Unsupported, at_most, valid_unicode
+from router.api.http.sessions import SessionBody
+from router.api.http.types import FIRST_ERROR, Body, Count, DrawnBody, Hint, Ids, Text, Unsupported, at_most, valid_unicode
 from router.api.openai.messages import Choice, Messages, Tool
 from router.api.validation import MAX_STOP_STRINGS, MAX_STOP_TOKENS
 

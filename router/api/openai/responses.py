@@ -14,8 +14,8 @@ from router.api.http.body import from_json
 from router.api.http.errors import Names, answer_to
 from router.api.http.exchange import MeshRequest
 from router.api.http.fields import JsonObject
-from router.api.http.generation import NO_SESSION, SessionBody
 from router.api.http.reports import LOWEST_LOGPROB, BytesOf, SpellingOf, bytes_of, logprob_of, report
+from router.api.http.sessions import NO_SESSION, SessionBody
 
 # The two forms of a choice: chat completions and (text) completions.
 

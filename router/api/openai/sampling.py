@@ -9,7 +9,7 @@ from pdmesh.sampling_params import PARAMETERS, Kind
 from pdmesh.text.grammar import MAX_BYTES
 from pdmesh.v1 import common_pb2
 from router.api.http.fields import JsonObject
-from router.api.http.generation import drawn
+from router.api.http.types import drawn
 from router.api.openai.bodies import JsonObjectFormat, JsonSchemaFormat, ResponseFormat, Sampling, StructuredOutputs
 from router.api.validation import refuse
 

@@ -12,8 +12,8 @@ from pdmesh.text.grammar import MAX_BYTES
 from pdmesh.v1 import common_pb2, mesh_pb2
 from router.api.http.errors import Names
 from router.api.http.fields import MAX_UINT32, JsonObject
-from router.api.http.generation import DrawnBody, SessionBody, drawn
-from router.api.http.types import Body, Ignored, Text, Unsupported, checked
+from router.api.http.sessions import SessionBody
+from router.api.http.types import Body, DrawnBody, Ignored, Text, Unsupported, checked, drawn
 from router.api.responses.items import Conversation, Item, ItemReference, Located, tagged
 from router.api.responses.tools import Tool, ToolChoice, choose, dumped, offer
 from router.api.validation import MAX_STOP_STRINGS, refuse

@@ -1,4 +1,4 @@
-"""What the bodies of all generating endpoints share: how tokens are drawn, the session of a request, and its place among others.
+"""Sessions over HTTP: what bodies and headers of all generating endpoints say of them, and `DELETE /v1/sessions/{session_id}`.
 
 Sessions, retention and priorities have many names: those of vLLM, OpenAI, Dynamo and of coding agents are read here, from bodies
 and headers, into `RequestOptions`. docs/sessions.md lists them with their sources.
@@ -6,73 +6,24 @@ and headers, into `RequestOptions`. docs/sessions.md lists them with their sourc
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, Field, GetJsonSchemaHandler, WithJsonSchema
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic import AfterValidator, Field, WithJsonSchema
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
-from pdmesh.sampling_params import LEAST_TOP_P, MIN_TEMPERATURE, NUMBERS, PARAMETERS, Kind
-from pdmesh.v1 import common_pb2, mesh_pb2
-from router.api.frontend import SESSION, SESSION_FINAL, truth
-from router.api.http.fields import MAX_UINT32, shown
-from router.api.http.types import Body, Hint, Text
+from pdmesh.v1 import mesh_pb2
+from router.api.frontend import SESSION, SESSION_FINAL, Frontend, truth
+from router.api.http.body import HttpSettings, json_response
+from router.api.http.fields import shown
+from router.api.http.headers import AGENT_HEADERS, DYNAMO_FINAL, DYNAMO_SESSION, authorization_of, options_of, request_id_of
+from router.api.http.openapi import Endpoint
+from router.api.http.types import AnswerBody, Body, Hint, Text
 from router.api.validation import MAX_PRIORITY_HINT, MAX_RETENTION_S, check_session_id, is_session_id, refuse
-
-
-class DrawnBody(Body):
-    """How tokens are drawn. The ranges are those of pdmesh/sampling_params.py."""
-
-    temperature: float | None = None
-    """0 is greedy. Left out, this and the following ones are what the model's generation_config.json says, or change nothing."""
-    top_p: float | None = None
-    """Of the likeliest tokens so many stay that their probabilities add up to this; 0 leaves the likeliest one."""
-    top_k: Annotated[int, Field(ge=-1, le=MAX_UINT32)] | None = None
-    """The number of likeliest tokens that stay; 0 and -1 are all."""
-    min_p: float | None = None
-    """Tokens stay that have this share of the likeliest one's probability."""
-    repetition_penalty: float | None = None
-    """Divides positive logits of the tokens of prompt and output, and multiplies negative ones; 1 is none."""
-    presence_penalty: float | None = None
-    """Is subtracted from the logits of tokens that the output contains."""
-    frequency_penalty: float | None = None
-    """Is subtracted from the logit of a token as many times as the output contains it."""
-    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
-    """The same seed gives the same tokens. Left out, it is drawn, and the answer names it."""
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Show the ranges that the router serves."""
-        made = handler.resolve_ref_schema(handler(core))
-        for parameter in PARAMETERS:
-            served = parameter.rules.served or parameter.rules.computed
-            field = made.get("properties", {}).get(parameter.name, {})
-            if served is not None and parameter.kind is Kind.NUMBER:
-                bounds = {"minimum": 0.0 if parameter.rules.zero else served.low, "maximum": served.high}
-                field |= {name: bound for name, bound in bounds.items() if math.isfinite(bound)}
-        return made
-
-
-def drawn(asked: DrawnBody) -> common_pb2.SamplingParams:
-    """Return these parameters. The router checks ranges; a value that does not fit the wire has been refused."""
-    sampling = common_pb2.SamplingParams()
-    for parameter in NUMBERS:
-        number = getattr(asked, parameter.name)
-        if number is not None:
-            setattr(sampling, parameter.name, number)
-    if 0 < sampling.temperature < MIN_TEMPERATURE:
-        sampling.temperature = 0  # OpenAI's range has no gap between greedy and the lowest temperature that can be computed
-    if sampling.HasField("top_p") and sampling.top_p == 0:
-        sampling.top_p = LEAST_TOP_P  # the likeliest token always stays
-    if asked.top_k is not None:
-        sampling.top_k = max(0, asked.top_k)
-    if asked.seed is not None:
-        sampling.seed = asked.seed % 2**64
-    return sampling
-
+from router.auth import identity
 
 # Sessions, retention and priorities, as bodies say them.
 
@@ -184,19 +135,6 @@ NO_SESSION = SessionBody()
 
 # From bodies and headers to options.
 
-DYNAMO_SESSION, DYNAMO_FINAL = "X-Dynamo-Session-ID", "X-Dynamo-Session-Final"
-AGENT_HEADERS = (
-    "x-claude-code-agent-id",  # of a subagent; the session id is that of the agent that started it
-    "x-claude-code-session-id",
-    "session-id",  # Codex
-    "session_id",  # Codex, earlier versions
-    "x-session-id",  # OpenCode
-    "x-session-affinity",  # OpenCode
-    "thread-id",  # Codex
-)
-"""Headers of coding agents; the first that is there counts. What cannot name a session is passed over: other programs send some
-of these names, too."""
-
 
 class _Named(NamedTuple):
     """Hold a session's id and the field or header that it comes from."""
@@ -266,3 +204,47 @@ def _hint_of(body: SessionBody) -> int | None:
     if theirs != -body.priority:
         refuse("nvext.agent_hints.priority", "contradicts priority, of which lower ones go first; give one of them")
     return theirs
+
+
+# `DELETE /v1/sessions/{session_id}`: the path is pdmesh's own.
+
+
+class ReleasedSession(AnswerBody):
+    """What was released."""
+
+    id: str
+    """The session."""
+    object: Literal["session.released"]
+    num_blocks: int
+    """Blocks that workers retained for it."""
+    num_workers: int
+    """Workers that retained some of them."""
+    num_unreachable: int
+    """Workers that did not answer: what they retain is released when its time is over."""
+
+
+class _Handlers:
+    def __init__(self, frontend: Frontend, settings: HttpSettings) -> None:
+        self._frontend = frontend
+        self._settings = settings
+
+    async def release(self, request: Request) -> Response:
+        """Handle DELETE: of all models, or of the one that the query names as `model`."""
+        identity.authenticate(self._settings.keys, authorization_of(request.headers))
+        options = options_of(request.headers, request_id_of(request.scope))
+        session_id, model = request.path_params["session_id"], request.query_params.get("model", "")
+        wanted = mesh_pb2.ReleaseSessionRequest(session_id=session_id, tenant=options.tenant, model=model)
+        released = await self._frontend.release_session(wanted)
+        counts = {field.name: getattr(released, field.name) for field in released.DESCRIPTOR.fields}
+        return json_response({"id": session_id, "object": "session.released", **counts})
+
+
+def routes(frontend: Frontend, settings: HttpSettings) -> list[Route]:
+    """Return the one route."""
+    handlers = _Handlers(frontend, settings)
+    what = "Release what is retained for a session; ?model= names the model, else it is all of them"
+    return [
+        Endpoint(
+            "/v1/sessions/{session_id:path}", handlers.release, what, method="DELETE", answer=ReleasedSession, has_options=True
+        )
+    ]
