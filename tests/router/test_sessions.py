@@ -266,7 +266,7 @@ async def test_an_output_is_hashed_in_slices_as_workers_hash_it_whole(model: Ser
 
 
 def release(session_id: str = "s", **fields: str) -> mesh_pb2.ReleaseSessionRequest:
-    return mesh_pb2.ReleaseSessionRequest(session_id=session_id, **fields)  # type: ignore[arg-type]
+    return mesh_pb2.ReleaseSessionRequest(session_id=session_id, **fields)
 
 
 async def test_all_workers_are_asked_and_what_they_released_is_summed(model_folder: Path) -> None:
