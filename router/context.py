@@ -28,7 +28,7 @@ from router.flow_control.slo_admission import Forecaster
 from router.kv_index.index import PrefixIndex
 from router.lifecycle.capacity_queue import CapacityQueue
 from router.routing.cost_model import OutputLengths, Overheads
-from router.routing.decisions import Decisions
+from router.routing.decisions import Decisions, SessionMemory
 from router.routing.policy import Policy, make_policy
 from router.telemetry.metrics import RequestMetrics
 from router.telemetry.traffic import Traffic
@@ -133,6 +133,7 @@ class RouterContext:
     output_lengths: OutputLengths = field(default_factory=OutputLengths)
     decisions: Decisions = field(default_factory=Decisions)
     forecaster: Forecaster | None = None
+    sessions: SessionMemory = field(default_factory=SessionMemory)
     capacity_queue: CapacityQueue = field(default_factory=CapacityQueue)
     background: Background = field(default_factory=Background)
     migratable: set[Migratable] = field(default_factory=set)

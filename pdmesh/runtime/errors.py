@@ -174,15 +174,21 @@ def _with_field(error: MeshError) -> str:
     return f"{_shortened(error.field, MAX_FIELD_BYTES)}: {error.message}"
 
 
+_OF_STUB = "Method not implemented!"
+"""What generated servicers raise in methods that their subclass leaves out."""
+
+
 def as_mesh_error(error: BaseException) -> MeshError:
-    """Return `error` as a MeshError. A timeout is DEADLINE_EXCEEDED, an RPC's error keeps its status, any other is INTERNAL with
-    an id."""
+    """Return `error` as a MeshError. A timeout is DEADLINE_EXCEEDED, a method that only the stub has UNIMPLEMENTED,
+    an RPC's error keeps its status, any other is INTERNAL with an id."""
     if isinstance(error, MeshError):
         return error
     if isinstance(error, grpc.aio.AioRpcError):
         return error_from_rpc(error)
     if isinstance(error, TimeoutError):
         return DeadlineExceeded(str(error) or "the time limit of an inner step has passed")
+    if isinstance(error, NotImplementedError) and str(error) == _OF_STUB:
+        return Unimplemented("this server does not have the method")
     error_id = secrets.token_hex(4)
     logger.error("internal error %s", error_id, exc_info=error)
     return Internal(f"internal error {error_id}; the server's log has the details under this id")

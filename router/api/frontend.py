@@ -9,15 +9,22 @@ KServe v2, vLLM's engine     ┘
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
+
+import grpc
+import grpc.aio
 
 from pdmesh.planning.objectives import ModelObjective
 from pdmesh.runtime.errors import InvalidArgument, Unavailable
 from pdmesh.v1 import common_pb2, mesh_pb2, worker_pb2
 from router.api import embedding, explain, status
-from router.api.validation import refuse
+from router.api.validation import MAX_PRIORITY_HINT, MAX_RETENTION_S, MAX_TENANT_CHARS, check_session_id, refuse
+from router.auth import identity
 from router.context import RouterContext
+from router.fleet.heartbeat import being_cancelled
+from router.fleet.worker import Worker
 from router.lifecycle.request import OpenRequests, Request
 from router.lifecycle.stages import Pipeline
 from router.telemetry.request_trace import CHAT, COMPLETION, EMBEDDINGS, open_trace
@@ -124,6 +131,11 @@ class Frontend:
         """Return all adapters, with the workers that have them."""
         return self.core.adapters.listed(self.core.models)
 
+    async def release_session(self, request: mesh_pb2.ReleaseSessionRequest) -> mesh_pb2.ReleaseSessionResponse:
+        """Have all workers of a model, or all, give up what they retain for a session. Raises MeshError."""
+        model = self.model_of(request.model).name if request.model else ""
+        return await _release(self.core, request, model)
+
     def status(self) -> mesh_pb2.GetStatusResponse:
         """Return this router's view of the mesh."""
         return status.status(self.core, self._objectives, registry_connected=self._registry_connected())
@@ -175,6 +187,56 @@ class Frontend:
         return Request(message, time_left_s, RequestTimings(received_ns, spans=trace.spans), trace)
 
 
+# The release of a session: every worker of a model, or of all, gives up what it retains. A worker that is lost, or slow, is
+# counted and never waited for: what it retains ends with its time. One of an earlier version retains nothing.
+
+RELEASE_TIMEOUT_S = 2.0
+
+logger = logging.getLogger(__name__)
+
+
+async def _release(core: RouterContext, request: mesh_pb2.ReleaseSessionRequest, model: str) -> mesh_pb2.ReleaseSessionResponse:
+    """Return what the workers of `model` have released, empty for all models. Raises InvalidArgument, PermissionDenied."""
+    check_session_id("session_id", request.session_id)
+    if len(request.tenant) > MAX_TENANT_CHARS:
+        refuse("tenant", f"has {len(request.tenant)} characters, {MAX_TENANT_CHARS} are allowed")
+    tenant = identity.claimed(request.tenant, "tenant")
+    core.sessions.forget(tenant, request.session_id)
+    released = await asyncio.gather(*(_ask(worker, tenant, request.session_id) for worker in _workers(core, model)))
+    answered = [num_blocks for num_blocks in released if num_blocks is not None]
+    return mesh_pb2.ReleaseSessionResponse(
+        num_blocks=sum(answered),
+        num_workers=sum(num_blocks > 0 for num_blocks in answered),
+        num_unreachable=len(released) - len(answered),
+    )
+
+
+def _workers(core: RouterContext, model: str) -> Iterator[Worker]:
+    """Yield the workers that may retain something: those that have answered this router once, also if they are lost now."""
+    for worker in core.fleet.workers.values():
+        if worker.last is not None and model in ("", worker.last.info.identity.model):
+            yield worker
+
+
+async def _ask(worker: Worker, tenant: str, session_id: str) -> int | None:
+    """Return the number of blocks that a worker has released; None: it did not answer."""
+    if worker.current is None:
+        return None
+    try:
+        return await worker.release_retained(tenant, session_id, RELEASE_TIMEOUT_S)
+    except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+            return 0
+        logger.info("%s did not release a session: %s", worker.address, error.details())
+    except grpc.aio.UsageError:
+        logger.info("%s did not release a session: its channel was closed", worker.address)
+    except asyncio.CancelledError:
+        if being_cancelled():
+            raise
+        logger.info("%s did not release a session: its channel was closed meanwhile", worker.address)
+    return None
+
+
 # Request options in gRPC metadata or HTTP headers: for clients and proxies that cannot set the fields of the message.
 
 SLO_TTFT, SLO_TPOT = "x-pdmesh-slo-ttft-ms", "x-pdmesh-slo-tpot-ms"
@@ -182,6 +244,9 @@ RETRIES = ("grpc-previous-rpc-attempts", "x-stainless-retry-count")
 """Headers in which gRPC itself and OpenAI's clients give the number of earlier attempts."""
 
 PRIORITY, TENANT = "x-pdmesh-priority", "x-pdmesh-tenant"
+SESSION, RETENTION, SESSION_FINAL = "x-pdmesh-session-id", "x-pdmesh-kv-retention-s", "x-pdmesh-session-final"
+PRIORITY_HINT = "x-pdmesh-priority-hint"
+_SESSION_KEYS = (SESSION, RETENTION, SESSION_FINAL, PRIORITY_HINT)
 MAX_MS = MAX_ATTEMPT = 2**32 - 1
 
 _PRIORITIES = {
@@ -190,6 +255,8 @@ _PRIORITIES = {
     "batch": common_pb2.PRIORITY_BATCH,
 }
 _DIGITS = re.compile(r"[0-9]{1,10}")
+_NUMBER = re.compile(r"-?[0-9]{1,10}")
+_TRUTHS = {"true": True, "1": True, "false": False, "0": False}
 
 
 def fill_options(options: mesh_pb2.RequestOptions, metadata: Iterable[tuple[str, str | bytes]]) -> None:
@@ -209,6 +276,33 @@ def fill_options(options: mesh_pb2.RequestOptions, metadata: Iterable[tuple[str,
             options.tenant = options.tenant or value
         elif name in RETRIES:
             options.attempt = options.attempt or _attempt(name, value)
+        elif name in _SESSION_KEYS:
+            _fill_session(options, name, value)
+
+
+def _fill_session(options: mesh_pb2.RequestOptions, name: str, value: str) -> None:
+    if name == SESSION:
+        check_session_id(name, value)
+        options.session_id = options.session_id or value
+    elif name == RETENTION:
+        options.kv_retention_s = options.kv_retention_s or _number(name, value, 0, MAX_RETENTION_S)
+    elif name == PRIORITY_HINT:
+        options.priority_hint = options.priority_hint or _number(name, value, -MAX_PRIORITY_HINT, MAX_PRIORITY_HINT)
+    else:
+        options.session_final = truth(name, value) or options.session_final
+
+
+def truth(name: str, value: str) -> bool:
+    """Return what a header says that is true or false. Raises InvalidArgument."""
+    if value.lower() not in _TRUTHS:
+        refuse(name, f"{value[:40]!r} is neither true nor false")
+    return _TRUTHS[value.lower()]
+
+
+def _number(name: str, value: str, low: int, high: int) -> int:
+    if not _NUMBER.fullmatch(value) or not low <= int(value) <= high:
+        refuse(name, f"{value[:40]!r} is not a whole number from {low} to {high}")
+    return int(value)
 
 
 def _milliseconds(name: str, value: str) -> int:

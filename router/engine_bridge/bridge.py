@@ -149,6 +149,11 @@ class EngineBridge(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.Worker
     async def ListAdapters(self, request: worker_pb2.ListAdaptersRequest, context: _ControlContext) -> worker_pb2.AdapterList:
         return worker_pb2.AdapterList()
 
+    async def ReleaseRetained(
+        self, request: worker_pb2.ReleaseRetainedRequest, context: _ControlContext
+    ) -> worker_pb2.ReleaseRetainedResponse:
+        return worker_pb2.ReleaseRetainedResponse()  # a stock engine evicts in its own order, and retains nothing
+
     # DecodeService
 
     async def Submit(self, request: decode_pb2.SubmitRequest, context: _ServicerContext) -> decode_pb2.SubmitResponse:

@@ -199,7 +199,7 @@ class Admission:
             victim = self._room.victim(item, limits.weight)
             if victim is None:
                 return False
-            for_rank = victim.item.rank > item.rank
+            for_rank = victim.item.rank > item.rank or victim.item.tenant == item.tenant
             favoured = "requests of higher priority" if for_rank else "tenants that hold less of it"
             message = f"the queue is full, and this request makes way for {favoured}; retry later"
             delay_s = self._full_delay_s(self._room.lanes[victim.item.lane])

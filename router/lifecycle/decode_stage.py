@@ -51,7 +51,7 @@ class DecodeStage:
 
     async def _is_over(self, request: Request, session: DecodeSession) -> bool:
         """Wait for the end of `session`; return False when the request was asked to move before. Raises WorkerLost, MeshError."""
-        request.session = session
+        request.session, request.ran_on = session, session.incarnation
         since_ns, since_steps = now_ns(), _num_steps(request, session)
         asked = request.move = asyncio.get_running_loop().create_future()
         await asyncio.wait((session.ended, asked), return_when=asyncio.FIRST_COMPLETED)
@@ -164,3 +164,23 @@ async def _arrival(arriving: asyncio.Task[Assignment], old: DecodeSession) -> As
         await asyncio.wait((arriving,))
         if taken is None and not arriving.cancelled() and arriving.exception() is None:
             arriving.result().session.leave("the request has ended meanwhile")
+
+
+# What the next turn of a conversation finds.
+
+CHEAP_OUTPUT_TOKENS = 512
+"""So many tokens of output are hashed in some 30 microseconds."""
+
+
+def remember_turn(core: RouterContext, request: Request) -> None:
+    """Remember where the KV of a request is that has ended: its prompt and the output of each choice, without the last token,
+    which has no KV. Those of chats without a session are remembered where that is cheap."""
+    prepared, tracker, worker = request.prepared, request.tracker, request.ran_on
+    if prepared.session_final:
+        core.sessions.forget(prepared.tenant, prepared.session_id)
+    is_wanted = bool(prepared.session_id) and not prepared.session_final
+    is_cheap = prepared.is_chat and tracker.num_tokens <= CHEAP_OUTPUT_TOKENS
+    if worker is not None and tracker.anything_emitted and (is_wanted or is_cheap):
+        outputs = [choice.token_ids[:-1] for choice in tracker.history()]
+        work = core.prefixes.remember_output(prepared, outputs, worker)
+        core.background.spawn(work, f"remember the output of {prepared.request_id}")

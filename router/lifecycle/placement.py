@@ -125,6 +125,7 @@ class PlaceStage:
             placement=choice,
             cached_tokens=cached_of(choice, routing_request),
             timings=dispatch.timings,
+            session_workers=routing_request.session_workers,
         )
         dispatch.request.decision = decision
         self._core.decisions.record(decision)
@@ -160,7 +161,11 @@ class PlaceStage:
     def _enter_queue(self, dispatch: Dispatch) -> None:
         search, prepared = dispatch.search, dispatch.request.prepared
         search.waiter = self._core.capacity_queue.enter(
-            dispatch.queue_key, prepared.priority, prepared.tenant, interrupted=dispatch.interrupted
+            dispatch.queue_key,
+            prepared.priority,
+            prepared.tenant,
+            interrupted=dispatch.interrupted,
+            hint=prepared.priority_hint,
         )
         search.began_s, search.waiting_ns = asyncio.get_running_loop().time(), timings.now_ns()
 
@@ -245,6 +250,7 @@ class ReserveStage:
         sent.arrived_at = time.monotonic()
         if prefill is None:
             self._core.prefixes.remember(request.prepared, (incarnation,))
+        self._core.sessions.note(request.prepared, tuple(view.key for view in choice.workers))
         logger.debug("%s attempt %d: %s", session.wire_id, session.attempt, choice.reason or choice.mode.name)
         return Assignment(session, sent, reservation, prefill, dispatch.emitted)
 

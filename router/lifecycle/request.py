@@ -54,6 +54,7 @@ class Request:
         self.decision: Decision | None = None  # place: the latest
         self.is_submitted = False  # reserve: a Submit was sent
         self.session: DecodeSession | None = None  # decode: the present session
+        self.ran_on: Incarnation | None = None  # decode: the latest worker
         self.move: asyncio.Future[str] | None = None  # decode: resolved with the reason to migrate; None while it cannot
         self.drafts = DraftTotals()  # of all decode sessions
         self.is_winding_up = False  # workers have finished every choice; the remaining work ends soon by itself

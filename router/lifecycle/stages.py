@@ -28,7 +28,7 @@ from router.context import RouterContext
 from router.fleet.circuit_breaker import Role
 from router.flow_control.ttft_predictor import flow_item_of, num_emitted
 from router.lifecycle.decode_session import DecodeSession, WorkerLost
-from router.lifecycle.decode_stage import DecodeStage
+from router.lifecycle.decode_stage import DecodeStage, remember_turn
 from router.lifecycle.embed_stage import EmbedStage
 from router.lifecycle.output import ResumeMismatch
 from router.lifecycle.placement import PlaceStage, ReserveStage
@@ -175,6 +175,7 @@ class AccountStage:
                 self._learn(request)
         finally:
             self._release(request, error)
+            remember_turn(self._core, request)
             self._report(request, error)
 
     def _learn(self, request: Request) -> None:

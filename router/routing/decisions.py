@@ -1,7 +1,9 @@
-"""The latest routing decisions of this router, with predicted and observed times. Bounded; only prompt lengths are kept."""
+"""What this router remembers of its placements: the latest decisions, with predicted and observed times, and the last workers of
+each session. Bounded; of prompts only the lengths are kept."""
 
-from collections import Counter, deque
-from collections.abc import Mapping
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
 
@@ -9,6 +11,7 @@ from pdmesh.v1 import mesh_pb2
 from router.routing.filters import Placement, RoutingRequest
 from router.routing.worker_snapshot import Mode, WorkerKey
 from router.telemetry.timings import RequestTimings
+from router.tokenization.prepared_request import PreparedRequest
 
 MAX_DECISIONS = 1024
 MAX_COMPARED = 512
@@ -16,7 +19,8 @@ MAX_COMPARED = 512
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Decision:
-    """Hold one decision. `made_ns`: monotonic; `decision_ns`: its duration; `cached_tokens`: of the candidates only, by worker.
+    """Hold one decision. `made_ns`: monotonic; `decision_ns`: its duration; `cached_tokens`: of the candidates only, by worker;
+    `session_workers`: those on which the request's session was last.
 
     Observed times are read from the request's own `timings` on demand."""
 
@@ -29,6 +33,7 @@ class Decision:
     placement: Placement
     cached_tokens: Mapping[WorkerKey, int]
     timings: RequestTimings | None = None
+    session_workers: tuple[WorkerKey, ...] = ()
 
     @property
     def observed_ttft_s(self) -> float | None:
@@ -103,3 +108,72 @@ def cached_of(placement: Placement, routing_request: RoutingRequest) -> dict[Wor
         views += candidate.decode, candidate.prefill
     keys = {view.key for view in views if view is not None}
     return {key: cached[key] for key in keys if key in cached}
+
+
+# The last workers of sessions: they decide between candidates that cost the same, so a wrong or missing entry costs little. Each
+# router has a memory of its own; where other routers have sent a session is known from KV events.
+
+MAX_SESSIONS = 100_000
+KEEP_S = 600.0
+"""A session is remembered for so long after its last request, or as long as its KV is to be kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    workers: tuple[WorkerKey, ...]
+    expires_at: float
+
+
+class SessionMemory:
+    """Remember the last workers of at most `max_sessions` sessions, for each model that a session uses. When it is full, the
+    tenant with most sessions loses the one that it has used least recently."""
+
+    def __init__(self, max_sessions: int = MAX_SESSIONS, clock: Callable[[], float] = time.monotonic) -> None:
+        self._max_sessions = max_sessions
+        self._clock = clock
+        self._num_sessions = 0
+        self._tenants: dict[str, OrderedDict[str, dict[str, _Entry]]] = {}  # by tenant, session and model
+
+    def __len__(self) -> int:
+        """Return the number of sessions, those included that have expired since."""
+        return self._num_sessions
+
+    def note(self, prepared: PreparedRequest, workers: tuple[WorkerKey, ...]) -> None:
+        """Record the workers of a request: the decode worker, then the prefill worker if there is one."""
+        if not prepared.session_id:
+            return
+        sessions, name = self._tenants.setdefault(prepared.tenant, OrderedDict()), prepared.session_id
+        self._num_sessions += name not in sessions
+        entry = _Entry(workers, self._clock() + max(KEEP_S, prepared.kv_retention_s))
+        sessions.setdefault(name, {})[prepared.model.name] = entry
+        sessions.move_to_end(name)
+        while self._num_sessions > self._max_sessions:
+            self._evict()
+
+    def workers_of(self, prepared: PreparedRequest, is_gone: Callable[[WorkerKey], bool]) -> tuple[WorkerKey, ...]:
+        """Return the last workers of the request's session, the decode worker first; empty if they are not known. A decode worker
+        that is gone is forgotten."""
+        sessions = self._tenants.get(prepared.tenant)
+        models = sessions.get(prepared.session_id) if sessions is not None else None
+        entry = models.get(prepared.model.name) if models is not None else None
+        if models is None or entry is None:
+            return ()
+        if entry.expires_at >= self._clock() and not is_gone(entry.workers[0]):
+            return entry.workers
+        del models[prepared.model.name]
+        if not models:
+            self.forget(prepared.tenant, prepared.session_id)
+        return ()
+
+    def forget(self, tenant: str, session_id: str) -> None:
+        """Forget a session that has ended; an unknown one is ignored."""
+        sessions = self._tenants.get(tenant)
+        if sessions is None or sessions.pop(session_id, None) is None:
+            return
+        self._num_sessions -= 1
+        if not sessions:
+            del self._tenants[tenant]
+
+    def _evict(self) -> None:
+        tenant = max(self._tenants, key=lambda name: len(self._tenants[name]))
+        self.forget(tenant, next(iter(self._tenants[tenant])))

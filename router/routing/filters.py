@@ -17,7 +17,8 @@ from router.routing.worker_snapshot import Mode, WorkerKey, WorkerSnapshot
 
 @dataclass(slots=True)
 class RoutingRequest:
-    """Hold what a request needs. `cached_tokens` by worker; `kind` pins the kind of worker that the request started on.
+    """Hold what a request needs. `cached_tokens` by worker; `kind` pins the kind of worker that the request started on;
+    `session_workers`: the last ones of its session, the decode worker first, which are taken among equals.
 
     It is never changed. It is not frozen, because each decision makes one and freezing takes three times as long.
 
@@ -39,10 +40,16 @@ class RoutingRequest:
     tpot_goal_s: float | None = None
     running_tpot_goal_s: float | None = None
     adapter: AdapterId | None = None
+    session_workers: tuple[WorkerKey, ...] = ()
 
     def uncached(self, worker: WorkerSnapshot) -> int:
         """Return the tokens that `worker` has to compute or receive: at least one, as the last is never served from cache."""
         return max(1, self.num_tokens - self.cached_tokens.get(worker.key, 0))
+
+
+def is_away(worker: WorkerSnapshot | None, routing_request: RoutingRequest) -> bool:
+    """Return whether `worker` is none of those on which the request's session was last."""
+    return worker is None or worker.key not in routing_request.session_workers
 
 
 class Candidate(NamedTuple):

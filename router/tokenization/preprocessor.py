@@ -340,10 +340,19 @@ class Preprocessor:
             slo_ttft_ms=options.slo_ttft_ms,
             slo_tpot_ms=options.slo_tpot_ms,
             attempt=options.attempt,
+            session_id=options.session_id,
+            kv_retention_s=self._retention_s(options),
+            session_final=options.session_final,
+            priority_hint=options.priority_hint,
             is_chat=rest.is_chat,
             adapter=rest.adapter,
             output_format=rest.output_format,
         )
+
+    def _retention_s(self, options: mesh_pb2.RequestOptions) -> int:
+        """Return how long the KV is to be kept. The last request of a session leaves nothing that is worth keeping."""
+        default_s = self._core.config.session_kv_retention_s if options.session_id else 0
+        return 0 if options.session_final else options.kv_retention_s or default_s
 
 
 def deadline_of(time_left_s: float | None) -> float | None:

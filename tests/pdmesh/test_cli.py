@@ -172,6 +172,22 @@ async def test_chat_keeps_its_history(monkeypatch: pytest.MonkeyPatch, capsys: p
     turns = [[message.content for message in request.messages] for request in router.script.requests]  # type: ignore[union-attr]
     assert turns == [["be brief", "first"], ["be brief", "first", ANSWER, "second"], ["be brief", "third"]]
     assert "/nonsense: unknown" in capsys.readouterr().err
+    sessions = [request.options.session_id for request in router.script.requests]
+    assert sessions[0] == sessions[1] != sessions[2] and all(sessions)
+    assert {request.options.kv_retention_s for request in router.script.requests} == {600}
+    assert [released.session_id for released in router.script.released] == [sessions[0], sessions[2]]
+    await router.stop()
+
+
+async def test_chat_ends_also_where_nothing_can_be_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    router = await start_router()
+    monkeypatch.setattr("sys.stdin", io.StringIO("/exit\n"))
+    assert await run("chat", "--router", router.address) == 0
+    assert not router.script.released  # nothing was said, so nothing is retained
+    router.script.release_failure = errors.InvalidArgument("session_id", "not here")
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    assert await run("chat", "--tenant", "t", "--router", router.address) == 0
+    assert [released.tenant for released in router.script.released] == ["t"]
     await router.stop()
 
 

@@ -69,7 +69,24 @@ def authorization_of(headers: Mapping[str, str]) -> str | None:
 
 REQUEST_ID, TENANT, PRIORITY, MODE, TIMEOUT = HEADER, "X-Tenant", "X-Priority", "X-Prefill-Mode", "X-Request-Timeout-Ms"
 MAX_TIMEOUT_MS = 10**9
-HEADER_NAMES = {"options.request_id": REQUEST_ID, "options.tenant": TENANT, "options.cache_salt": "cache_salt"}
+HEADER_NAMES = {
+    "options.request_id": REQUEST_ID, "options.tenant": TENANT, "options.cache_salt": "cache_salt",
+    "options.session_id": "session_id", "options.session_final": "session_final",
+    "options.kv_retention_s": "kv_retention_s", "options.priority_hint": "priority",
+}  # fmt: skip
+
+DYNAMO_SESSION, DYNAMO_FINAL = "X-Dynamo-Session-ID", "X-Dynamo-Session-Final"
+AGENT_HEADERS = (
+    "x-claude-code-agent-id",  # of a subagent; the session id is that of the agent that started it
+    "x-claude-code-session-id",
+    "session-id",  # Codex
+    "session_id",  # Codex, earlier versions
+    "x-session-id",  # OpenCode
+    "x-session-affinity",  # OpenCode
+    "thread-id",  # Codex
+)
+"""Headers of coding agents; the first that is there counts. What cannot name a session is passed over: other programs send some
+of these names, too."""
 
 _PRIORITIES = {
     "": common_pb2.PRIORITY_UNSPECIFIED,

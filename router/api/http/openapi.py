@@ -21,7 +21,7 @@ from router.api.http import docs_page
 from router.api.http.body import Endpoint as Handler
 from router.api.http.body import guarded, json_response
 from router.api.http.errors import ErrorBody
-from router.api.http.headers import MODE, PRIORITY, REQUEST_ID, TENANT, TIMEOUT
+from router.api.http.headers import DYNAMO_FINAL, DYNAMO_SESSION, MODE, PRIORITY, REQUEST_ID, TENANT, TIMEOUT
 
 Form = Any
 """A type of bodies, or a union of such types."""
@@ -32,6 +32,8 @@ OPTION_HEADERS = {
     TENANT: "The tenant; prefix caches are shared within one.",
     PRIORITY: "interactive, standard or batch.",
     TIMEOUT: "The deadline in milliseconds.",
+    DYNAMO_SESSION: "The session of the request, as session_id.",
+    DYNAMO_FINAL: "true: nothing of the session follows, as session_final.",
     MODE: "local or remote: where the prompt is computed, for tests.",
 }
 

@@ -14,7 +14,7 @@ from pdmesh.third_party.kserve import grpc_service_pb2 as pb
 from pdmesh.v1 import common_pb2, mesh_pb2
 from router.api.kserve.tensors import FLAGS, LATE_OUTPUTS, OUTPUTS, PIECE_OUTPUTS, VERSION, WHOLE_OUTPUTS, Inputs, input_name
 from router.api.protocol_errors import mesh_request_id
-from router.api.validation import MAX_MESSAGES, refuse
+from router.api.validation import MAX_MESSAGES, MAX_PRIORITY_HINT, refuse
 
 # Readers for the values of parameters, which come as JSON or as InferParameter, and often as text ("0.7"). Errors name the field.
 
@@ -177,6 +177,10 @@ _OPTIONS: dict[str, Read] = {
     "cache_salt": _read_text,
     "slo_ttft_ms": _read_count,
     "slo_tpot_ms": _read_count,
+    "session_id": _read_text,
+    "kv_retention_s": _read_count,
+    "session_final": _read_flag,
+    "priority_hint": _reader_between(-MAX_PRIORITY_HINT, MAX_PRIORITY_HINT + 1),
 }
 _MODES = {"local": mesh_pb2.PREFILL_MODE_LOCAL, "remote": mesh_pb2.PREFILL_MODE_REMOTE}
 # Triton's priorities: 0 is the default, 1 the highest.

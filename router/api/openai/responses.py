@@ -15,6 +15,7 @@ from router.api.http.errors import Names, answer_to
 from router.api.http.exchange import MeshRequest
 from router.api.http.fields import JsonObject
 from router.api.http.reports import LOWEST_LOGPROB, BytesOf, SpellingOf, bytes_of, logprob_of, report
+from router.api.http.sessions import NO_SESSION, SessionBody
 
 # The two forms of a choice: chat completions and (text) completions.
 
@@ -210,6 +211,7 @@ class Call:
     echo: bool = False
     best: Best | None = None
     scoring: Scoring = NOT_SCORED
+    session: SessionBody = NO_SESSION
 
     @property
     def is_streamed(self) -> bool:
