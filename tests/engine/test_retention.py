@@ -149,7 +149,7 @@ class RetentionMachine(RuleBasedStateMachine):
         assert (count <= self.pool.num_free) or self.pool.allocate(count) is None, "retained blocks count as free"
         if count > self.pool.num_free:
             return None
-        taken = []
+        taken: list[int] = []
         for _ in range(count):
             self.model.expire(self.clock.now)
             held = self.held_blocks() + Counter(taken)
@@ -267,5 +267,203 @@ class RetentionMachine(RuleBasedStateMachine):
             assert self.pool.retained.num_of(tenant) == len(self.model.blocks(tenant)) <= self.model.bounds.tenant
 
 
-RetentionMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+RetentionMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 TestRetention = RetentionMachine.TestCase
+
+
+# The same model against the retained blocks alone: denser, since nothing has to be computed first.
+
+CALLS = st.one_of(
+    st.tuples(
+        st.just("retain"), st.sampled_from(TENANTS), st.sampled_from(SESSIONS[:3]), TOKENS, st.sampled_from([5, 5, 20, 60])
+    ),
+    st.tuples(st.just("retain"), st.just("a"), st.sampled_from("xy"), TOKENS, st.sampled_from([5, 20])),
+    st.tuples(st.just("forget"), st.sampled_from(TENANTS), st.just(""), TOKENS, st.just(0)),
+    st.tuples(st.just("release"), st.sampled_from(TENANTS), st.sampled_from(SESSIONS[:3]), st.just([0]), st.just(0)),
+    st.tuples(st.just("wait"), st.just(""), st.just(""), st.just([0]), st.sampled_from([1, 5, 15])),
+)
+
+
+@settings(max_examples=600, deadline=None)
+@given(st.integers(1, 9), st.integers(0, 9), st.lists(CALLS, min_size=3, max_size=25))
+def test_retained_blocks_are_those_of_the_naive_model(
+    of_tenant: int, more: int, calls: list[tuple[str, str, str, list[int], int]]
+) -> None:
+    clock, lapsed = Clock(), list[bytes]()
+    bounds = RetentionBounds(of_tenant, of_tenant + more)
+    model, retained = Model(bounds), RetainedBlocks(bounds, lapsed.append, clock)
+    for name, tenant, session, tokens, seconds in calls:
+        before, chain = model.blocks(), hashes(tenant, tuple(tokens))
+        lapsed.clear()
+        model.expire(clock.now)
+        retained.expire()
+        if name == "retain":
+            retained.retain(Retention(tenant, session, seconds), chain)
+            model.retain(Held(tenant, session, chain, clock.now + seconds))
+        elif name == "forget":
+            retained.forget(chain[-1])
+            model.forget(chain[-1])
+        elif name == "release":
+            assert retained.release(tenant, session) == model.release(tenant, session)
+        else:
+            clock.now += seconds
+        after = model.blocks()
+        retained.check(after)
+        assert len(retained) == len(after)
+        assert all(each in retained for each in after)
+        assert len(lapsed) == len(set(lapsed))
+        assert before - after <= set(lapsed) <= before | set(chain)
+
+
+# By hand.
+
+
+def chain_of(pool: BlockPool, tenant: str, length: int) -> list[bytes]:
+    """A chain that was computed, published and given back."""
+    chain = hashes(tenant, tuple(range(length)))
+    blocks = pool.allocate(length)
+    assert blocks is not None
+    for block, name in zip(blocks, chain, strict=True):
+        pool.publish(block, name)
+    pool.release(blocks)
+    return chain
+
+
+def pool_of(num_blocks: int, share: float = 0.5) -> tuple[BlockPool, Clock]:
+    clock = Clock()
+    return BlockPool(num_blocks, RetentionBounds.of(num_blocks, share), clock), clock
+
+
+def test_retained_blocks_outlive_younger_ones_and_go_from_the_end() -> None:
+    pool, _ = pool_of(8)
+    kept = chain_of(pool, "a", 3)
+    pool.retain(Retention("a", "s", 60), kept)
+    chain_of(pool, "b", 5)
+    assert pool.num_free == 8, "retained blocks are free"
+    assert pool.allocate(5) == [7, 6, 5, 4, 3]
+    assert pool.find(kept) == [0, 1, 2]
+    assert pool.allocate(1) == [2]
+    assert pool.find(kept) == [0, 1]
+    assert pool.num_retained == 2
+
+
+@pytest.mark.parametrize("how", ["expired", "released"])
+def test_a_lapsed_block_keeps_its_place(how: str) -> None:
+    """It is evicted before what was used after it, whether its turn has come in the meantime or not."""
+    for is_set_aside in (False, True):
+        pool, clock = pool_of(6)
+        kept = chain_of(pool, "a", 2)
+        pool.retain(Retention("a", "s", 60), kept)
+        younger = chain_of(pool, "b", 4)
+        num_taken = 1 if is_set_aside else 0
+        assert pool.allocate(num_taken) == [5][:num_taken]
+        if how == "expired":
+            clock.now += 60
+        else:
+            assert pool.release_retained("a", "s") == 2
+        assert pool.find(kept) == [0, 1], "it stays in the prefix cache"
+        assert pool.num_retained == 0
+        assert pool.allocate(2) == [1, 0]
+        assert len(pool.find(younger)) == 4 - num_taken
+
+
+def test_a_block_is_retained_until_the_last_session_gives_it_up() -> None:
+    pool, clock = pool_of(20)
+    shared = chain_of(pool, "a", 4)
+    pool.retain(Retention("a", "x", 10), shared)
+    pool.retain(Retention("a", "y", 60), shared[:2])
+    clock.now += 10
+    assert pool.num_retained == 2
+    assert pool.release_retained("a", "x") == 0
+    assert pool.release_retained("a", "y") == 2
+    assert pool.num_retained == 0
+
+
+def test_a_later_request_renews_what_it_contains_and_nothing_else() -> None:
+    pool, clock = pool_of(40)
+    first = chain_of(pool, "a", 4)
+    other = hashes("a", (0, 1, 7, 7))
+    blocks = pool.allocate(2)
+    assert blocks is not None
+    pool.publish(blocks[0], other[2])
+    pool.publish(blocks[1], other[3])
+    pool.retain(Retention("a", "s", 10), first)
+    clock.now += 5
+    pool.retain(Retention("a", "s", 10), other)
+    assert pool.num_retained == 6
+    clock.now += 5
+    assert pool.num_retained == 4, "the first request's own blocks have kept their time"
+    assert all(name in pool.retained for name in other)
+    pool.retain(Retention("a", "s", 1), other)
+    clock.now += 4
+    assert pool.num_retained == 4, "a shorter time takes nothing away"
+
+
+def test_a_copy_that_is_used_makes_the_published_block_recent() -> None:
+    pool, _ = pool_of(4)
+    kept = chain_of(pool, "a", 1)
+    pool.retain(Retention("a", "s", 60), kept)
+    chain_of(pool, "b", 3)
+    held = pool.allocate(2)
+    pool.release_retained("a", "s")
+    pool.retain(Retention("a", "s", 60), kept)
+    pool.check(Counter(held))
+    assert pool.allocate(1) == [1]
+    assert pool.find(kept) == [0]
+
+
+def test_over_its_bound_a_tenant_gives_up_its_least_recently_used_chain_and_keeps_the_beginning_of_a_long_one() -> None:
+    pool, _ = pool_of(40, 0.1)
+    old, long = hashes("a", (9, 9)), hashes("a", tuple(range(10)))
+    for chain in (old, long):
+        for block, name in zip(pool.allocate(len(chain)) or [], chain, strict=True):
+            pool.publish(block, name)
+    pool.retain(Retention("a", "old", 60), old)
+    pool.retain(Retention("a", "new", 60), long[:3])
+    assert [name in pool.retained for name in (*old, *long[:4])] == [True, False, True, True, True, False]
+    pool.retain(Retention("a", "new", 60), long)
+    assert [name in pool.retained for name in (*old, *long[:5])] == [False, False, True, True, True, True, False]
+
+
+def test_a_tenant_within_an_equal_part_loses_nothing_to_others() -> None:
+    clock, bounds = Clock(), RetentionBounds(8, 10)
+    retained = RetainedBlocks(bounds, clock=clock)
+    for tenant, length in (("small", 2), ("large", 8), ("other", 8)):
+        retained.retain(Retention(tenant, "s", 60), hashes(tenant, tuple(range(length))))
+    assert [retained.num_of(tenant) for tenant in ("small", "large", "other")] == [2, 4, 4]
+    retained.retain(Retention("fourth", "s", 60), hashes("fourth", tuple(range(8))))
+    assert [retained.num_of(tenant) for tenant in ("small", "large", "other", "fourth")] == [2, 2, 3, 3]
+
+
+def test_many_sessions_at_one_block_cost_no_more_than_the_bound() -> None:
+    clock, bounds = Clock(), RetentionBounds(50, 100)
+    retained = RetainedBlocks(bounds, clock=clock)
+    for number in range(5000):
+        retained.retain(Retention("a", str(number), 3600), hashes("a", (1,)))
+        retained.retain(Retention("a", "same", 3600), hashes("a", (1, number)))
+        clock.now += 1
+    retained.check(set(hashes("a", (1,))) | {hashes("a", (1, number))[1] for number in range(5000)})
+    assert retained.num_of("a") <= 50
+    assert retained.num_records <= 50 + 64 + 3 * 50, "ends, and entries of the heap"
+
+
+def test_without_a_bound_nothing_is_retained() -> None:
+    pool, _ = pool_of(8, 0.0)
+    pool.retain(Retention("a", "s", 60), chain_of(pool, "a", 3))
+    assert pool.num_retained == 0
+
+
+def test_check_finds_what_is_retained_and_not_there() -> None:
+    retained = RetainedBlocks(RetentionBounds(4, 4), clock=Clock())
+    retained.retain(Retention("a", "s", 60), hashes("a", (1, 2)))
+    with pytest.raises(IntegrityError, match="not in the prefix cache"):
+        retained.check(set(hashes("a", (1,))))
+
+
+@given(st.lists(st.integers(1, 20), max_size=8), st.integers(0, 60))
+def test_the_fair_level_gives_out_all_and_no_more(sizes: list[int], total: int) -> None:
+    level, num_above = fair_level(sizes, total)
+    over = [size for size in sizes if size > level]
+    given_out = sum(min(size, level) for size in sizes) + num_above
+    assert given_out == min(total, sum(sizes))
+    assert num_above <= max(0, len(over) - 1)

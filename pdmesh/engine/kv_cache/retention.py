@@ -129,6 +129,11 @@ class RetainedBlocks:
     def __contains__(self, block_hash: bytes) -> bool:
         return block_hash in self._nodes
 
+    @property
+    def num_records(self) -> int:
+        """Return how many ends, and times of ends, are stored: the bounds limit them as well."""
+        return self._num_ends + len(self._times)
+
     def num_of(self, tenant: str) -> int:
         """Return how many blocks are retained for a tenant."""
         found = self._tenants.get(tenant)
