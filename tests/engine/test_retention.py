@@ -261,7 +261,7 @@ class RetentionMachine(RuleBasedStateMachine):
         self.pool.check(self.held_blocks())
         published = set(self.pool.published())
         assert published == set(self.hash_of.values())
-        assert {each for each in published if each in self.pool.retained} == self.model.blocks()
+        assert {each for each in published if each in self.pool.retained.hashes} == self.model.blocks()
         assert len(self.pool.retained) == len(self.model.blocks())
         for tenant in TENANTS:
             assert self.pool.retained.num_of(tenant) == len(self.model.blocks(tenant)) <= self.model.bounds.tenant
@@ -308,8 +308,7 @@ def test_retained_blocks_are_those_of_the_naive_model(
             retained.expire()
         after = model.blocks()
         retained.check(after)
-        assert len(retained) == len(after)
-        assert all(each in retained for each in after)
+        assert set(retained.hashes) == after
         assert len(lapsed) == len(set(lapsed))
         assert before - after <= set(lapsed) <= before | set(chain)
 
@@ -392,7 +391,7 @@ def test_a_later_request_renews_what_it_contains_and_nothing_else() -> None:
     assert pool.num_retained == 6
     clock.now += 5
     assert pool.num_retained == 4, "the first request's own blocks have kept their time"
-    assert all(name in pool.retained for name in other)
+    assert all(name in pool.retained.hashes for name in other)
     pool.retain(Retention("a", "s", 1), other)
     clock.now += 4
     assert pool.num_retained == 4, "a shorter time takes nothing away"
@@ -419,9 +418,9 @@ def test_over_its_bound_a_tenant_gives_up_its_least_recently_used_chain_and_keep
             pool.publish(block, name)
     pool.retain(Retention("a", "old", 60), old)
     pool.retain(Retention("a", "new", 60), long[:3])
-    assert [name in pool.retained for name in (*old, *long[:4])] == [True, False, True, True, True, False]
+    assert [name in pool.retained.hashes for name in (*old, *long[:4])] == [True, False, True, True, True, False]
     pool.retain(Retention("a", "new", 60), long)
-    assert [name in pool.retained for name in (*old, *long[:5])] == [False, False, True, True, True, True, False]
+    assert [name in pool.retained.hashes for name in (*old, *long[:5])] == [False, False, True, True, True, True, False]
 
 
 def test_a_tenant_within_an_equal_part_loses_nothing_to_others() -> None:

@@ -86,6 +86,7 @@ class BlockPool:
         """`retention`: how many blocks may be retained. `clock`: seconds, by which their times end."""
         self.num_total = num_blocks
         self.retained = RetainedBlocks(retention, self._lapse, clock)
+        self._retained_hashes = self.retained.hashes
         self.log: BlockLog | None = None  # logs what is published and evicted, if it is set
         self._refs = [0] * num_blocks
         self.highest_used = -1  # the highest block id that was ever used
@@ -201,9 +202,9 @@ class BlockPool:
         if self._hash_of != {block_id: block_hash for block_hash, block_id in self._block_of.items()}:
             raise IntegrityError("the prefix cache's two maps contradict each other")
         self.retained.check(self._block_of)
-        if any(self._hash_of.get(block_id, b"") not in self.retained for block_id in self._set_aside):
+        if any(self._hash_of.get(block_id, b"") not in self._retained_hashes for block_id in self._set_aside):
             raise IntegrityError("a block is set aside that is not retained")
-        if any(self._hash_of.get(block_id, b"") in self.retained for block_id in self._expendable):
+        if any(self._hash_of.get(block_id, b"") in self._retained_hashes for block_id in self._expendable):
             raise IntegrityError("a retained block is among those that are evicted first")
 
     def _take(self) -> int:
@@ -219,7 +220,7 @@ class BlockPool:
             return self._expendable.popitem(last=False)[0]
         while self._cached:
             block_id, _ = self._cached.popitem(last=False)
-            if self._hash_of[block_id] not in self.retained:
+            if self._hash_of[block_id] not in self._retained_hashes:
                 return block_id
             self._set_aside[block_id] = None
         return self._set_aside.popitem(last=False)[0]
@@ -239,6 +240,7 @@ class BlockPool:
         block_hash = self._hash_of.pop(block_id, None)
         if block_hash is not None:
             del self._block_of[block_hash]
-            self.retained.forget(block_hash)
+            if block_hash in self._retained_hashes:
+                self.retained.forget(block_hash)
             if self.log is not None:
                 self.log.note(block_hash, stored=False)

@@ -23,7 +23,7 @@ import heapq
 import itertools
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
 from pdmesh.engine.errors import IntegrityError
@@ -118,6 +118,7 @@ class RetainedBlocks:
         self._on_lapse = on_lapse
         self._clock = clock
         self._nodes: dict[bytes, _Node] = {}
+        self.hashes: Set[bytes] = self._nodes.keys()  # of what is retained, at any time
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()  # the least recently used first
         self._num_ends = 0
         self._times: list[tuple[float, int, _End]] = []  # a heap; some of its entries are overtaken
@@ -125,9 +126,6 @@ class RetainedBlocks:
 
     def __len__(self) -> int:
         return len(self._nodes)
-
-    def __contains__(self, block_hash: bytes) -> bool:
-        return block_hash in self._nodes
 
     @property
     def num_records(self) -> int:
