@@ -445,6 +445,23 @@ def test_many_sessions_at_one_block_cost_no_more_than_the_bound() -> None:
     assert retained.num_records <= 50 + 64 + 3 * 50, "ends, and entries of the heap"
 
 
+def test_ends_that_meet_keep_the_longer_time_and_the_later_use() -> None:
+    clock = Clock()
+    retained = RetainedBlocks(RetentionBounds(5, 10), clock=clock)
+    one, two, other = hashes("a", (1, 2, 3)), hashes("a", (1, 2, 4)), hashes("a", (9,))
+    retained.retain(Retention("a", "s", 60), one)
+    retained.retain(Retention("a", "other", 60), other)
+    retained.retain(Retention("a", "s", 10), two)
+    retained.forget(one[1])
+    assert set(retained.hashes) == {one[0], *other}
+    clock.now += 10
+    retained.expire()
+    assert set(retained.hashes) == {one[0], *other}
+    new = hashes("a", (7, 7, 7, 7))
+    retained.retain(Retention("a", "new", 60), new)
+    assert set(retained.hashes) == {one[0], *new}, "the other session's block was used before the second chain"
+
+
 def test_without_a_bound_nothing_is_retained() -> None:
     pool, _ = pool_of(8, 0.0)
     pool.retain(Retention("a", "s", 60), chain_of(pool, "a", 3))
