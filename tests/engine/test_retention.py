@@ -267,7 +267,7 @@ class RetentionMachine(RuleBasedStateMachine):
             assert self.pool.retained.num_of(tenant) == len(self.model.blocks(tenant)) <= self.model.bounds.tenant
 
 
-RetentionMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+RetentionMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
 TestRetention = RetentionMachine.TestCase
 
 
@@ -283,7 +283,7 @@ CALLS = st.tuples(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.integers(1, 9), st.integers(0, 9), st.lists(CALLS, min_size=12, max_size=40))
 def test_retained_blocks_are_those_of_the_naive_model(
     of_tenant: int, more: int, calls: list[tuple[str, str, str, tuple[int, ...], int, int]]
