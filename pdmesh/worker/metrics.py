@@ -54,7 +54,7 @@ LEASES_EXPIRED = counter("pdmesh.leases.expired", "Reservations that ended witho
 SEQUENCES = gauge("pdmesh.engine.sequences", "Sequences by state: running, waiting, reserved, held", ("state",))
 MAX_SEQUENCES = gauge("pdmesh.engine.max_sequences", "Most sequences at a time")
 WAITING_TOKENS = gauge("pdmesh.engine.waiting.tokens", "Prompt tokens that are still to be computed")
-BLOCKS = gauge("pdmesh.kv.blocks", "Blocks by state: free, of which some are cached, and used", ("state",))
+BLOCKS = gauge("pdmesh.kv.blocks", "Blocks by state: free or used; cached, of which some are retained", ("state",))
 BLOCKS_TOTAL = gauge("pdmesh.kv.blocks.capacity", "Blocks of the pool")
 STEPS = counter("pdmesh.engine.steps", "Steps")
 TOKENS = counter(
@@ -205,7 +205,12 @@ def _read_engine(readings: Readings, stats: EngineStats) -> None:
     for state in ("running", "waiting", "reserved", "held"):
         readings.put(SEQUENCES, getattr(stats, f"num_{state}"), state)
     used = stats.num_total_blocks - stats.num_free_blocks
-    for state, count in (("free", stats.num_free_blocks), ("cached", stats.num_cached_blocks), ("used", used)):
+    for state, count in (
+        ("free", stats.num_free_blocks),
+        ("cached", stats.num_cached_blocks),
+        ("used", used),
+        ("retained", stats.num_retained_blocks),
+    ):
         readings.put(BLOCKS, count, state)
     readings.put(BLOCKS_TOTAL, stats.num_total_blocks)
     readings.put(WAITING_TOKENS, stats.num_waiting_tokens)

@@ -44,6 +44,7 @@ LACKS = (
     worker_pb2.ENGINE_LACK_REPRODUCIBLE,
     worker_pb2.ENGINE_LACK_PROMPT_SHARES,
     worker_pb2.ENGINE_LACK_EMBEDDINGS,
+    worker_pb2.ENGINE_LACK_RETENTION,
 )
 _STOCK = "a stock engine has its roles, its cache and its adapters to itself"
 

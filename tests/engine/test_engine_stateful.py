@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from pdmesh.engine.errors import RequestTooLarge
 from pdmesh.engine.interface import ReservedBlocks
+from pdmesh.engine.kv_cache.retention import Retention
 from pdmesh.engine.request import EngineRequest
 from pdmesh.sampling_params import SamplingParams
 from tests.support.ahead_model import AheadMock
@@ -30,6 +31,14 @@ class Reserved:
     granted: ReservedBlocks
 
 
+SESSIONS = st.sampled_from(["x", "y"])
+
+
+def retentions(tenant: str) -> st.SearchStrategy[Retention | None]:
+    some = st.builds(Retention, st.just(tenant), SESSIONS, st.sampled_from([0, 5, 60]), st.sampled_from([False, False, True]))
+    return st.one_of(st.none(), some)
+
+
 @st.composite
 def requests(draw: st.DrawFn) -> EngineRequest:
     n = draw(st.sampled_from([1, 1, 1, 2, 3]))
@@ -45,7 +54,8 @@ def requests(draw: st.DrawFn) -> EngineRequest:
     )
     beginning = draw(st.sampled_from(BEGINNINGS))[: draw(st.integers(0, 12))]
     rest = draw(st.lists(st.integers(4, 7), min_size=1, max_size=4))
-    return EngineRequest("", (*beginning, *rest), sampling, cache_root=draw(st.sampled_from([b"", b"", b"tenant"])))
+    tenant = draw(st.sampled_from(["", "", "tenant"]))
+    return EngineRequest("", (*beginning, *rest), sampling, cache_root=tenant.encode(), retention=draw(retentions(tenant)))
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -59,6 +69,7 @@ class EngineMachine(RuleBasedStateMachine):
         right=st.sampled_from([None, 0.0, 0.5, 0.5, 1.0]),
         branches=st.booleans(),
         ahead=st.booleans(),
+        share=st.sampled_from([0.0, 0.25, 0.5]),
     )
     def open(
         self,
@@ -69,7 +80,10 @@ class EngineMachine(RuleBasedStateMachine):
         right: float | None,
         branches: bool,
         ahead: bool,
+        share: float,
     ) -> None:
+        self.now = 0.0
+        self.most_retained = int(share * num_blocks) if prefix_caching else 0
         self.engine = make_engine(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -80,6 +94,8 @@ class EngineMachine(RuleBasedStateMachine):
             proposers=[] if right is None else [Guesser(right, branches=branches)],
             draft_length=0 if branches else 4,
             model=AheadMock() if ahead else None,
+            max_retained_share=share,
+            clock=lambda: self.now,
         )
         self.collector = Collector()
         self.running: dict[str, EngineRequest] = {}  # whatever is to be answered, or was
@@ -201,11 +217,21 @@ class EngineMachine(RuleBasedStateMachine):
                 stuck = self.engine.has_work and not (stats.num_reserved or stats.num_held)
                 assert not stuck, f"it has work and all the room there is: {stats}"
 
+    @rule(tenant=st.sampled_from(["", "tenant"]), session=SESSIONS)
+    def release_retained(self, tenant: str, session: str) -> None:
+        assert 0 <= self.engine.release_retained(tenant, session) <= self.most_retained
+        assert not self.engine.release_retained(tenant, session)
+
+    @rule(seconds=st.sampled_from([1.0, 5.0, 60.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
     @invariant()
     def is_whole(self) -> None:
         if hasattr(self, "engine"):
             self.engine.check_integrity()
             stats = self.engine.stats()
+            assert stats.num_retained_blocks <= min(2 * self.most_retained, stats.num_cached_blocks)
             assert stats.num_running + stats.num_waiting + stats.num_reserved <= 6
 
     def teardown(self) -> None:
@@ -216,6 +242,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.finish()
         stats = self.engine.stats()
         assert stats.num_free_blocks == stats.num_total_blocks
+        self.now += 60
+        assert self.engine.stats().num_retained_blocks == 0
         assert (stats.num_running, stats.num_waiting, stats.num_reserved, stats.num_held) == (0, 0, 0, 0)
         self.engine.kv.close()
 

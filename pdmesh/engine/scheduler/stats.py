@@ -87,6 +87,7 @@ class EngineStatsCollector:
             num_prefix_hit_tokens=self._allocator.num_prefix_hit_tokens,
             num_preemptions=self._scheduler.num_preemptions,
             num_oldest_tokens=_oldest(running, waiting),
+            num_retained_blocks=pool.num_retained,
             speculation=None if self._tally is None else self._tally.stats(),
         )
 
