@@ -15,7 +15,7 @@ from router.api.http.fields import JsonObject
 from router.api.http.reports import SpellingOf, bytes_of, logprob_of, report
 from router.api.responses.output import COMPLETED, IN_PROGRESS, INCOMPLETE, Event, Output
 from router.api.responses.requests import Call, CreateResponse
-from router.api.responses.tools import FunctionTool
+from router.api.responses.tools import FunctionTool, NamespaceTool, left_out, namespaces_of
 
 FAILED = "failed"
 OBFUSCATION_CHARS = 32
@@ -54,14 +54,14 @@ class Answer:
         self._models = models
         self._now = now
         self.is_kept = is_kept
-        self._output = Output(identity.suffix, self._logprobs)
+        self._output = Output(identity.suffix, self._logprobs, namespaces_of(call.body.tools))
         self._started = mesh_pb2.Started()
         self._completed: mesh_pb2.Completed | None = None
         self._status = IN_PROGRESS
         self._completed_at: int | None = None
         self._error: JsonObject | None = None
         self._num_tokens = self._num_reasoning = self._num_events = 0
-        self._warnings: list[str] = []
+        self._warnings = left_out(call.body.tools)
 
     def add(self, number: int, response: mesh_pb2.GenerateResponse) -> None:
         """Take in a message, for a whole body."""
@@ -181,8 +181,8 @@ def _echoed(body: CreateResponse, sampling: Mapping[str, float]) -> JsonObject:
         "service_tier": "default",
         "temperature": sampling["temperature"] if body.temperature is None else body.temperature,
         "text": {"format": body.text.format.shown(), "verbosity": body.text.verbosity or "medium"},
-        "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
-        "tools": [tool.shown() for tool in body.tools if isinstance(tool, FunctionTool)],
+        "tool_choice": choice if isinstance(choice, str) else choice.model_dump(exclude_none=True),
+        "tools": [tool.shown() for tool in body.tools if isinstance(tool, FunctionTool | NamespaceTool)],
         "top_logprobs": body.top_logprobs,
         "top_p": sampling["top_p"] if body.top_p is None else body.top_p,
         "truncation": "disabled",

@@ -11,7 +11,7 @@ events.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 from pdmesh.v1 import common_pb2, mesh_pb2
@@ -111,15 +111,17 @@ class _MessageItem:
 
 
 class _CallItem:
-    def __init__(self, item_id: str, piece: mesh_pb2.ToolCallDelta) -> None:
+    def __init__(self, item_id: str, piece: mesh_pb2.ToolCallDelta, namespaced: tuple[str, str] | None) -> None:
+        """`namespaced`: namespace and name of the function, where it is in one."""
         self.id = item_id
         self._call_id = piece.id
-        self._name = piece.name
+        namespace, self._name = namespaced or ("", piece.name)
+        self._namespace: JsonObject = {"namespace": namespace} if namespace else {}
         self._pieces: list[str] = []
 
     def shown(self, status: str) -> JsonObject:
         arguments = "".join(self._pieces)
-        said: JsonObject = {"call_id": self._call_id, "name": self._name, "arguments": arguments}
+        said: JsonObject = {"call_id": self._call_id, "name": self._name, **self._namespace, "arguments": arguments}
         if status == COMPLETED and not _is_json(arguments):  # cut off, or not written as a call: text follows
             status = INCOMPLETE
         return {"id": self.id, "type": "function_call", **said, "status": status}
@@ -145,10 +147,12 @@ def _is_json(text: str) -> bool:
 
 
 class Output:
-    """Builds the output of one response. The ids of its items are made of `suffix`, so that a kept item is found by its id."""
+    """Builds the output of one response. The ids of its items are made of `suffix`, so that a kept item is found by its id.
+    `namespaces`: namespace and name of functions that are in one, by the names that the model writes."""
 
-    def __init__(self, suffix: str, show_logprobs: ShowLogprobs) -> None:
+    def __init__(self, suffix: str, show_logprobs: ShowLogprobs, namespaces: Mapping[str, tuple[str, str]]) -> None:
         self._suffix = suffix
+        self._namespaces = namespaces
         self._show_logprobs = show_logprobs
         self._done: list[JsonObject] = []
         self._open: _Item | None = None
@@ -195,7 +199,7 @@ class Output:
 
     def _take_call(self, piece: mesh_pb2.ToolCallDelta) -> Iterator[Event]:
         if piece.name:
-            call = _CallItem(f"fc_{self._next_suffix()}", piece)
+            call = _CallItem(f"fc_{self._next_suffix()}", piece, self._namespaces.get(piece.name))
             self._num_calls += 1
             self._logprobs = []
             yield from self._begin(call)

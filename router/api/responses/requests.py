@@ -154,6 +154,7 @@ class CreateResponse(DrawnBody, SessionBody):
     service_tier: Ignored = None
     prompt_cache_options: Ignored = None
     access_programs: Ignored = None
+    client_metadata: Ignored = None
     image: Ignored = None
     background: Annotated[Any, Unsupported(False, why="a response is computed while its client waits")] = None
     conversation: Annotated[Any, Unsupported(words="is not supported; send previous_response_id, or the items themselves")] = None
@@ -263,11 +264,11 @@ def parse(values: JsonObject, options: mesh_pb2.RequestOptions) -> Call:
         refuse("stream_options", "needs stream: true")
     request = mesh_pb2.ChatRequest(model=body.model or "", options=options, sampling=_sampling(body))
     request.options.cache_salt = body.cache_salt or ""
-    offer(request, body.tools)
+    names = offer(request, body.tools)
     choose(request, body.tool_choice)
     request.parallel_tool_calls = body.parallel_tool_calls
     _set_template(request, body)
-    names = _constrain(request, body.text)
+    names |= _constrain(request, body.text)
     if isinstance(body.stop, str):
         names["sampling.stop[0]"] = "stop"
     call = Call(body, request, _as_items(values["input"]), names=names)
