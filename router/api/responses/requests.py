@@ -13,7 +13,7 @@ from pdmesh.text.grammar import MAX_BYTES
 from pdmesh.v1 import common_pb2, mesh_pb2
 from router.api.http.errors import Names
 from router.api.http.fields import MAX_UINT32, JsonObject
-from router.api.http.types import Body, Ignored, Text, Unsupported, checked
+from router.api.http.types import Body, Ignored, Refused, Text, Unsupported, checked
 from router.api.responses.items import Conversation, Item, ItemReference, Located, tagged
 from router.api.responses.tools import Tool, ToolChoice, choose, dumped, offer
 from router.api.validation import MAX_STOP_STRINGS, refuse
@@ -76,7 +76,7 @@ class OtherFormat(Body):
     """`text.format` of no kind that is known."""
 
     model_config = Body.model_config | {"extra": "ignore"}
-    type: Annotated[Any, AfterValidator(_no_format)]
+    type: Annotated[Any, Refused(_no_format)]
 
     def shown(self) -> JsonObject:
         """Return nothing: it was refused."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, Tag
+from pydantic import ConfigDict, Field, Tag
 
 from pdmesh.v1 import mesh_pb2
 from router.api.http.fields import JsonObject, shown
-from router.api.http.types import Body, Ignored, Text, Unsupported
+from router.api.http.types import Body, Ignored, Refused, Text, Unsupported
 from router.api.responses.items import tagged
 from router.api.validation import refuse
 
@@ -48,7 +48,7 @@ class OtherTool(Body):
     """A tool that OpenAI's own servers run."""
 
     model_config = ConfigDict(extra="ignore")
-    type: Annotated[Any, AfterValidator(_no_such_tool)]
+    type: Annotated[Any, Refused(_no_such_tool)]
 
 
 Tool = Annotated[Annotated[FunctionTool, Tag("<function>")] | Annotated[OtherTool, Tag("<other>")], tagged(("function",))]
@@ -78,7 +78,7 @@ class OtherChoice(Body):
     """`tool_choice`: a tool that OpenAI's own servers run."""
 
     model_config = ConfigDict(extra="ignore")
-    type: Annotated[Any, AfterValidator(_no_such_tool)]
+    type: Annotated[Any, Refused(_no_such_tool)]
 
 
 Chosen = Annotated[
