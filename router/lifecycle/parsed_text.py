@@ -68,6 +68,7 @@ class ParsedText(ChoiceText):
         self._seen: set[str] = set()
         self._call_id = call_id
         self._max_calls = output_format.max_calls
+        self._keeps_text = output_format.is_constrained  # no mark stands in it but one that it spells
         self._ids: set[str] = set()
         self._num_whole = 0
         self._reasoning = ReasoningTokens(self._parser)
@@ -138,7 +139,7 @@ class ParsedText(ChoiceText):
         return ""
 
     def _shown(self, text: str) -> str:
-        text = self._without_marks(text)
+        text = text if self._keeps_text else self._without_marks(text)
         self._note("text_chars", len(text))
         return text
 

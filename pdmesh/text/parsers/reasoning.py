@@ -10,12 +10,14 @@ from pdmesh.text.parsers.reader import Reader, Step
 
 class ThinkMarks(NamedTuple):
     """What stands before and behind thoughts. `always_begun`: an output begins within thoughts whether or not the mark stands
-    before it. `behind`: what stands between thoughts and calls."""
+    before it. `behind`: what stands between thoughts and what follows them. `answer`: what stands before an answer that is no
+    call."""
 
     open: str
     close: str
     always_begun: bool = False
     behind: str = "\n\n"
+    answer: str = ""
 
     def are_in(self, template: str) -> bool:
         """Return whether a chat template has these marks. A model whose template has only the closing one, which it cuts the

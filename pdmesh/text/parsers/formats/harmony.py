@@ -25,7 +25,7 @@ _HEADER = re.compile(
     rf"(?:(?:{re.escape(CONSTRAIN)})?\s*(?:json|code)\s*)?{re.escape(MESSAGE)}"
 )
 """A header, whole. A model may leave out the mark before `json`."""
-_THOUGHTS = "analysis"
+_THOUGHTS, _FINAL = "analysis", "final"
 MAX_HEADER = 512
 """Characters: so much is held back until it is clear that it is none."""
 FORM = Form(
@@ -106,5 +106,7 @@ FORMAT = ToolFormat(
     FORM,
     signs=(("<|channel|>", "<|message|>"),),
     more_marks=(START, CHANNEL, MESSAGE, *ENDS, CONSTRAIN),
-    thoughts=ThinkMarks(f"{CHANNEL}{_THOUGHTS}{MESSAGE}", ENDS[0], behind=f"{START}assistant"),
+    thoughts=ThinkMarks(
+        f"{CHANNEL}{_THOUGHTS}{MESSAGE}", ENDS[0], behind=f"{START}assistant", answer=f"{CHANNEL}{_FINAL}{MESSAGE}"
+    ),
 )
