@@ -15,8 +15,16 @@ from pdmesh.runtime.errors import MeshError, NotFound
 from router.api.anthropic.bodies import MessageBody, PromptBody
 from router.api.anthropic.errors import REQUEST_ID, error_response
 from router.api.anthropic.requests import Call, parse_count, parse_message
-from router.api.anthropic.responses import PING, Answer
-from router.api.anthropic.schema import MessageAnswer, MessageError, MessageEvent, ModelInfo, ModelPage, TokenCount
+from router.api.anthropic.responses import (
+    PING,
+    Answer,
+    MessageAnswer,
+    MessageError,
+    MessageEvent,
+    ModelInfo,
+    ModelPage,
+    TokenCount,
+)
 from router.api.frontend import Frontend
 from router.api.http.body import Endpoint as Handler
 from router.api.http.body import HttpSettings, guarded, json_response, parsed, read_body

@@ -16,9 +16,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pdmesh.runtime.errors import MeshError, ResourceExhausted
-from router.api.batches import schema, upload
-from router.api.batches.records import FORMAT, BatchRecord, FileRecord, new_id
-from router.api.batches.schema import MAX_EXPIRE_S, MIN_EXPIRE_S
+from router.api.batches import records, upload
+from router.api.batches.records import FORMAT, MAX_EXPIRE_S, MIN_EXPIRE_S, BatchRecord, FileRecord, new_id
 from router.api.batches.service import Batches
 from router.api.batches.store import now_s
 from router.api.http.body import HttpSettings, json_response, parsed, read_body
@@ -333,13 +332,13 @@ def routes(batches: Batches, settings: HttpSettings) -> list[Route]:
     """Return the endpoints of files and batches."""
     handlers = Handlers(batches, settings)
     return [
-        Endpoint("/v1/files", handlers.create_file, "Send a file of requests", form=schema.FileForm, answer=schema.FileObject),
-        Endpoint("/v1/files", handlers.list_files, "The files that are here", method="GET", answer=schema.FilePage),
-        Endpoint("/v1/files/{file_id}", handlers.get_file, "One of them", method="GET", answer=schema.FileObject),
-        Endpoint("/v1/files/{file_id}", handlers.delete_file, "Delete it", method="DELETE", answer=schema.DeletedFile),
+        Endpoint("/v1/files", handlers.create_file, "Send a file of requests", form=records.FileForm, answer=records.FileObject),
+        Endpoint("/v1/files", handlers.list_files, "The files that are here", method="GET", answer=records.FilePage),
+        Endpoint("/v1/files/{file_id}", handlers.get_file, "One of them", method="GET", answer=records.FileObject),
+        Endpoint("/v1/files/{file_id}", handlers.delete_file, "Delete it", method="DELETE", answer=records.DeletedFile),
         Endpoint("/v1/files/{file_id}/content", handlers.get_content, "Its lines", method="GET", raw=_Content.media_type),
-        Endpoint("/v1/batches", handlers.create_batch, "Run the requests of a file", body=BatchBody, answer=schema.BatchObject),
-        Endpoint("/v1/batches", handlers.list_batches, "The batches that are here", method="GET", answer=schema.BatchPage),
-        Endpoint("/v1/batches/{batch_id}", handlers.get_batch, "One of them", method="GET", answer=schema.BatchObject),
-        Endpoint("/v1/batches/{batch_id}/cancel", handlers.cancel_batch, "Stop it", answer=schema.BatchObject),
+        Endpoint("/v1/batches", handlers.create_batch, "Run the requests of a file", body=BatchBody, answer=records.BatchObject),
+        Endpoint("/v1/batches", handlers.list_batches, "The batches that are here", method="GET", answer=records.BatchPage),
+        Endpoint("/v1/batches/{batch_id}", handlers.get_batch, "One of them", method="GET", answer=records.BatchObject),
+        Endpoint("/v1/batches/{batch_id}/cancel", handlers.cancel_batch, "Stop it", answer=records.BatchObject),
     ]

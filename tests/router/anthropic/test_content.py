@@ -16,8 +16,7 @@ from pdmesh.runtime.errors import InvalidArgument, ResourceExhausted
 from pdmesh.v1 import common_pb2, mesh_pb2
 from router.api.anthropic.content import input_of
 from router.api.anthropic.requests import Call, parse_message
-from router.api.anthropic.responses import PING, Answer
-from router.api.anthropic.schema import MessageEvent
+from router.api.anthropic.responses import PING, Answer, MessageEvent
 from router.lifecycle.output import UNFINISHED, TokenChunk
 from router.tokenization.prepared_request import FormatNames, OutputFormat, PreparedRequest, ServedModel, format_of, load
 from tests.router import exact_types
