@@ -69,7 +69,7 @@ def _check_pooling(request: EngineRequest, limits: Limits) -> None:
         return
     if not limits.can_pool:
         raise InvalidRequest(
-            "pooling: this engine's backend gives no hidden states; the native and the torch backend on one rank do"
+            "pooling: this engine's backend gives no hidden states; the native, the torch and the Triton backend do"
         )
     if request.sampling.n > 1 or request.sampling.max_tokens > 1 or request.emitted or request.prefill_only or request.grammar:
         raise InvalidRequest("sampling: pooling needs n=1, max_tokens=1, no history, no grammar and no hand-off")

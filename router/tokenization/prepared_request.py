@@ -83,7 +83,7 @@ class OutputFormat:
     """Hold how an output is read. `tools`, `reasoning`: names of formats, or "none". `has_begun`: the prompt ends within
     thoughts. `thoughts`: the marks of those that may come first; None where there are none, or the prompt has ended them.
     `marks`: texts of the special tokens that the parser has to see, by id. `max_calls`: None for any number. `origin`: what
-    determines the output, for ids of calls."""
+    determines the output, for ids of calls. `is_constrained`: the answer behind thoughts is held by a constraint."""
 
     tools: str
     reasoning: str
@@ -93,6 +93,7 @@ class OutputFormat:
     marks: Mapping[int, str] = field(default_factory=dict)
     max_calls: int | None = None
     origin: bytes = b""
+    is_constrained: bool = False
 
     def parser(self) -> OutputParser:
         """Return a parser of one choice."""

@@ -18,7 +18,7 @@ from router.api import validation
 from router.auth import identity
 from router.context import RouterContext
 from router.tokenization import chat_prompt
-from router.tokenization.call_grammar import constrained
+from router.tokenization.call_grammar import behind_thoughts, constrained
 from router.tokenization.chat_prompt import ChatPrompt
 from router.tokenization.prepared_request import (
     FormatNames,
@@ -202,14 +202,29 @@ class Preprocessor:
         max_calls = None if offered.is_parallel else 1
         names = self._formats[model.name]
         if sampling.HasField("constraint"):
-            names = replace(names, reasoning=NONE)  # it holds from the first token on
+            names = replace(names, reasoning=NONE)  # it holds from the first token on, unless the model thinks before
         output_format = format_of(model.tokenizer, names, offered.schemas, prompt, max_calls=max_calls)
         is_ours = not self._core.config.engine_address  # a stock engine may not read these grammars
         held = await constrained(model, sampling, offered, output_format, forces_opened=is_ours)
+        if sampling.HasField("constraint") and is_ours:
+            thinking = await self._thinking_rest(validated, chat, prompt)
+            if thinking is not None:
+                return thinking
         rest = await _rest(validated, held, output_format)
         if held is sampling or offered.is_required or await _follows(rest):
             return rest
         return await _rest(validated, sampling, output_format)
+
+    async def _thinking_rest(self, validated: ValidatedRequest, chat: ChatPrompt, prompt: str) -> _Rest | None:
+        """As `_chat_rest`, with a constraint that holds behind thoughts; None where it holds from the first token on."""
+        model, max_calls = validated.model, None if chat.tools.is_parallel else 1
+        names, schemas = self._formats[model.name], chat.tools.schemas
+        output_format = format_of(model.tokenizer, names, schemas, prompt, max_calls=max_calls)
+        held = await behind_thoughts(model, validated.message.sampling, output_format)
+        if held is None or output_format is None:
+            return None
+        rest = await _rest(validated, held, replace(output_format, is_constrained=True))
+        return rest if await _follows(rest) else None
 
     async def tokenize(
         self, request: mesh_pb2.TokenizeRequest, time_left_s: float | None, *, add_special_tokens: bool = True

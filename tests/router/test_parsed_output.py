@@ -180,15 +180,20 @@ def test_a_model_without_formats_has_text_alone(model_folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def bpe_model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
-    """Tokens of several characters, and of parts of characters; the marks of all formats are special tokens."""
-    folder = write_model(tmp_path_factory.mktemp("bpe"))
+    return load({"tiny": str(write_marked_model(tmp_path_factory.mktemp("bpe")))})["tiny"]
+
+
+def write_marked_model(at: Path) -> Path:
+    """Write a model with tokens of several characters, and of parts of characters; the marks of all formats of calls are special
+    tokens. Return its folder."""
+    folder = write_model(at)
     backend = byte_level_backend()
     shown = {mark for form in TOOL_FORMATS.values() for mark in form.marks} - {"functools["}
     backend.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in sorted(shown)])
     backend.save(str(folder / "tokenizer.json"))
     config = json.loads((folder / "config.json").read_text()) | {"eos_token_id": backend.token_to_id("<|im_end|>")}
     (folder / "config.json").write_text(json.dumps(config))
-    return load({"tiny": str(folder)})["tiny"]
+    return folder
 
 
 @pytest.mark.parametrize("name", recorded.names())

@@ -21,8 +21,8 @@ SPACE = " \t\r\n"
 
 
 class Reader:
-    """Text that has come and is not read yet, the place in it, and the events so far. `is_thinking`: thoughts are read.
-    `strays`: marks that are no text, each with the reason for a warning: the first of each that stands in text is left out."""
+    """Text that has come and is not read yet, the place in it, and the events so far. `strays`: marks that are no text, each with
+    the reason for a warning: the first of each that stands in text is left out."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -30,9 +30,10 @@ class Reader:
         self.has_ended = False
         self.num_calls = 0
         self.num_closed = 0
-        self.is_thinking = False
         self.strays: dict[str, str] = {}
         self._events: list[Event] = []
+        self._num_forgotten = 0
+        self._thoughts: list[list[int]] = []  # begin and end, in characters of the output; without an end: they go on
 
     def feed(self, text: str) -> None:
         """Take text."""
@@ -133,6 +134,11 @@ class Reader:
         read, self._mark = self.text[self._mark : self.at], None
         return read
 
+    def unread(self) -> None:
+        """Go back to the mark, which stays."""
+        assert self._mark is not None, "no place was marked"
+        self.at = self._mark
+
     def settle(self) -> None:
         """What was read since the mark is a part of calls, and will not be read again."""
         if self._mark is not None:
@@ -143,7 +149,30 @@ class Reader:
         keep = self.at if self._mark is None else self._mark
         self.text = self.text[keep:]
         self.at -= keep
+        self._num_forgotten += keep
         self._mark = None if self._mark is None else 0
+
+    # Where thoughts stand, in characters of the whole output.
+
+    @property
+    def num_settled(self) -> int:
+        """Return up to where it is certain what is thought: the place that was read, or the mark behind which it may change."""
+        return self._num_forgotten + (self.at if self._mark is None else self._mark)
+
+    def is_thought(self, begin: int, end: int) -> bool:
+        """Return whether any of the characters from `begin` up to `end` stands in thoughts or their marks. That is certain of
+        those before `num_settled`, and at the end of the output."""
+        return any(thought[0] < end and (len(thought) == 1 or begin < thought[1]) for thought in reversed(self._thoughts))
+
+    def open_thoughts(self) -> None:
+        """Thoughts begin at the mark, with what opens them; what was read since is no longer in question."""
+        assert self._mark is not None, "no place was marked"
+        self._thoughts.append([self._num_forgotten + self._mark])
+        self.unmark()
+
+    def close_thoughts(self) -> None:
+        """Thoughts end here, behind what closes them. Those that the end of the output cuts off are left open."""
+        self._thoughts[-1].append(self._num_forgotten + self.at)
 
     # Events.
 

@@ -10,12 +10,14 @@ from pdmesh.text.parsers.reader import Reader, Step
 
 class ThinkMarks(NamedTuple):
     """What stands before and behind thoughts. `always_begun`: an output begins within thoughts whether or not the mark stands
-    before it. `behind`: what stands between thoughts and calls."""
+    before it. `behind`: what stands between thoughts and what follows them. `answer`: what stands before an answer that is no
+    call."""
 
     open: str
     close: str
     always_begun: bool = False
     behind: str = "\n\n"
+    answer: str = ""
 
     def are_in(self, template: str) -> bool:
         """Return whether a chat template has these marks. A model whose template has only the closing one, which it cuts the
@@ -38,12 +40,14 @@ def thinking(marks: ThinkMarks, then: Parse, *, has_begun: bool, ends: tuple[str
         yield from reader.skip_space()
         is_open = bool((yield from reader.accept(marks.open)))
         if not is_open:
-            reader.at -= len(reader.since_mark())
+            reader.unread()
         if is_open or has_begun:
-            reader.unmark()
+            reader.open_thoughts()
             yield from _thoughts(reader, (marks.close, *ends))
-        elif not marks.is_text:
-            reader.strays[marks.close] = _NOT_BEGUN
+        else:
+            reader.unmark()
+            if not marks.is_text:
+                reader.strays[marks.close] = _NOT_BEGUN
         yield from then(reader)
 
     return program
@@ -54,12 +58,11 @@ _NOT_BEGUN = "thoughts end that had not begun; with --reasoning-parser deepseek_
 
 def _thoughts(reader: Reader, marks: tuple[str, ...]) -> Step[None]:
     out = Trimmed(reader.thought)
-    reader.is_thinking = True
     mark = yield from reader.until(marks, out)
-    reader.is_thinking = False
     if mark in marks[1:]:
         reader.at -= len(mark)
     if mark:
+        reader.close_thoughts()
         out.take_space()
         yield from reader.skip_space()
     else:

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag
 
 from router.api.http.fields import MAX_UINT32, shown
 from router.api.http.sessions import CacheControl, SessionBody
-from router.api.http.types import Body, Ignored, Text, unsupported
+from router.api.http.types import Body, Ignored, Refused, Text, unsupported
 
 
 def _filled(text: str) -> str:
@@ -70,7 +70,7 @@ class OtherBlock(Body):
     """A block of any other kind, which is refused."""
 
     model_config = ConfigDict(extra="allow")
-    type: Annotated[Text, AfterValidator(_refuse_block)]
+    type: Annotated[Text, Refused(_refuse_block)]
 
 
 def _type_of(value: object) -> object:
@@ -147,7 +147,7 @@ class OtherTool(Body):
     """A tool of any other type, which is refused."""
 
     model_config = ConfigDict(extra="allow")
-    type: Annotated[Text, AfterValidator(_refuse_tool)]
+    type: Annotated[Text, Refused(_refuse_tool)]
 
 
 def _tool_tag(value: object) -> str:

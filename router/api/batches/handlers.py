@@ -16,8 +16,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pdmesh.runtime.errors import MeshError, ResourceExhausted
-from router.api.batches import upload
-from router.api.batches.records import FORMAT, BatchRecord, FileRecord, new_id
+from router.api.batches import records, upload
+from router.api.batches.records import FORMAT, MAX_EXPIRE_S, MIN_EXPIRE_S, BatchRecord, FileRecord, new_id
 from router.api.batches.service import Batches
 from router.api.batches.store import now_s
 from router.api.http.body import HttpSettings, json_response, parsed, read_body
@@ -32,7 +32,6 @@ from router.auth import identity
 
 DAY_S = 24 * 3600
 FILES_EXPIRE_S = 30 * DAY_S
-MIN_EXPIRE_S, MAX_EXPIRE_S = 3600, 30 * DAY_S
 MAX_WINDOW_S = 30 * DAY_S
 MAX_FILENAME_CHARS = 255
 MAX_METADATA, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512
@@ -333,13 +332,13 @@ def routes(batches: Batches, settings: HttpSettings) -> list[Route]:
     """Return the endpoints of files and batches."""
     handlers = Handlers(batches, settings)
     return [
-        Endpoint("/v1/files", handlers.create_file, "Send a file of requests, as multipart/form-data"),
-        Endpoint("/v1/files", handlers.list_files, "The files that are here", method="GET"),
-        Endpoint("/v1/files/{file_id}", handlers.get_file, "One of them", method="GET"),
-        Endpoint("/v1/files/{file_id}", handlers.delete_file, "Delete it", method="DELETE"),
-        Endpoint("/v1/files/{file_id}/content", handlers.get_content, "Its lines", method="GET"),
-        Endpoint("/v1/batches", handlers.create_batch, "Run the requests of a file", body=BatchBody),
-        Endpoint("/v1/batches", handlers.list_batches, "The batches that are here", method="GET"),
-        Endpoint("/v1/batches/{batch_id}", handlers.get_batch, "One of them", method="GET"),
-        Endpoint("/v1/batches/{batch_id}/cancel", handlers.cancel_batch, "Stop it"),
+        Endpoint("/v1/files", handlers.create_file, "Send a file of requests", form=records.FileForm, answer=records.FileObject),
+        Endpoint("/v1/files", handlers.list_files, "The files that are here", method="GET", answer=records.FilePage),
+        Endpoint("/v1/files/{file_id}", handlers.get_file, "One of them", method="GET", answer=records.FileObject),
+        Endpoint("/v1/files/{file_id}", handlers.delete_file, "Delete it", method="DELETE", answer=records.DeletedFile),
+        Endpoint("/v1/files/{file_id}/content", handlers.get_content, "Its lines", method="GET", raw=_Content.media_type),
+        Endpoint("/v1/batches", handlers.create_batch, "Run the requests of a file", body=BatchBody, answer=records.BatchObject),
+        Endpoint("/v1/batches", handlers.list_batches, "The batches that are here", method="GET", answer=records.BatchPage),
+        Endpoint("/v1/batches/{batch_id}", handlers.get_batch, "One of them", method="GET", answer=records.BatchObject),
+        Endpoint("/v1/batches/{batch_id}/cancel", handlers.cancel_batch, "Stop it", answer=records.BatchObject),
     ]

@@ -120,12 +120,27 @@ class Only:
         return core_schema.no_info_after_validator_function(self._check, handler(source))
 
     def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        return {**handler(core), "enum": list(self._values)}
+        made = handler(core)
+        may_be_null = {"type": "null"} in made.get("anyOf", ())
+        return {**made, "enum": [*self._values, *([None] if may_be_null else [])]}
 
     def _check(self, value: str | None) -> str | None:
         if value is not None and value not in self._values:
             raise ValueError(self._words)
         return value
+
+
+class Refused:
+    """Mark a field of a form that nothing may have: one of what is no other form. `refuse` raises ValueError, which says why."""
+
+    def __init__(self, refuse: Callable[[Any], object]) -> None:
+        self._refuse = refuse
+
+    def __get_pydantic_core_schema__(self, source: type[Any], handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._refuse, handler(source))
+
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"not": {}}
 
 
 def missing(advice: str) -> PydanticCustomError:

@@ -10,11 +10,11 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from pdmesh.v1 import mesh_pb2
 from router.api.http.fields import shown
-from router.api.http.types import Body, Ignored, Text
+from router.api.http.types import Body, Ignored, Refused, Text
 from router.api.validation import refuse
 
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -80,7 +80,7 @@ class OtherPart(Body):
     """A part that is no text."""
 
     model_config = ConfigDict(extra="ignore")
-    type: Annotated[Any, AfterValidator(_no_text)]
+    type: Annotated[Any, Refused(_no_text)]
 
 
 Part = Annotated[
@@ -170,7 +170,7 @@ class OtherItem(Body):
     """An item of a tool that runs at OpenAI, or of none that is known."""
 
     model_config = ConfigDict(extra="ignore")
-    type: Annotated[Any, AfterValidator(_no_item)]
+    type: Annotated[Any, Refused(_no_item)]
 
 
 Item = Annotated[

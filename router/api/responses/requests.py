@@ -13,7 +13,7 @@ from pdmesh.v1 import common_pb2, mesh_pb2
 from router.api.http.errors import Names
 from router.api.http.fields import MAX_UINT32, JsonObject
 from router.api.http.sessions import SessionBody
-from router.api.http.types import Body, DrawnBody, Ignored, Text, Unsupported, checked, drawn
+from router.api.http.types import Body, DrawnBody, Ignored, Refused, Text, Unsupported, checked, drawn
 from router.api.responses.items import Conversation, Item, ItemReference, Located, tagged
 from router.api.responses.tools import Tool, ToolChoice, choose, dumped, offer
 from router.api.validation import MAX_STOP_STRINGS, refuse
@@ -75,7 +75,7 @@ class OtherFormat(Body):
     """`text.format` of no kind that is known."""
 
     model_config = Body.model_config | {"extra": "ignore"}
-    type: Annotated[Any, AfterValidator(_no_format)]
+    type: Annotated[Any, Refused(_no_format)]
 
     def shown(self) -> JsonObject:
         """Return nothing: it was refused."""

@@ -20,6 +20,7 @@ from router.api.http.openapi import Endpoint
 from router.api.responses.answer import Answer, Identity, ServedModels
 from router.api.responses.kept import KeepSettings, KeptResponses, completed
 from router.api.responses.requests import Call, CreateResponse, parse
+from router.api.responses.schema import DeletedResponse, ResponseEvent, ResponseObject
 from router.api.validation import refuse
 from router.auth import identity
 from router.config import RouterConfig
@@ -116,7 +117,10 @@ def routes(frontend: Frontend, settings: HttpSettings) -> list[Route]:
         frontend.closing.append(store.close)
     handlers = Handlers(frontend, settings, store)
     return [
-        Endpoint("/v1/responses", handlers.create, "A response to items of input", body=CreateResponse, has_options=True),
-        Endpoint("/v1/responses/{response_id}", handlers.get, "A response that is kept", method="GET"),
-        Endpoint("/v1/responses/{response_id}", handlers.delete, "Forget it", method="DELETE"),
-    ]
+        Endpoint(
+            "/v1/responses", handlers.create, "A response to items of input", has_options=True,
+            body=CreateResponse, answer=ResponseObject, event=ResponseEvent,
+        ),
+        Endpoint("/v1/responses/{response_id}", handlers.get, "A response that is kept", method="GET", answer=ResponseObject),
+        Endpoint("/v1/responses/{response_id}", handlers.delete, "Forget it", method="DELETE", answer=DeletedResponse),
+    ]  # fmt: skip

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, ConfigDict, Field, Tag
+from pydantic import ConfigDict, Field, Tag
 
 from pdmesh.text import exact_json
 from pdmesh.v1 import mesh_pb2
 from router.api.http.fields import JsonObject, shown
-from router.api.http.types import Body, Ignored, Text, Unsupported
+from router.api.http.types import Body, Ignored, Refused, Text, Unsupported
 from router.api.responses.items import model_name, tagged
 from router.api.validation import refuse
 
@@ -61,7 +61,7 @@ class OtherTool(Body):
     """A tool of any other type, which is refused."""
 
     model_config = ConfigDict(extra="ignore")
-    type: Annotated[Any, AfterValidator(_no_such_tool)]
+    type: Annotated[Any, Refused(_no_such_tool)]
 
 
 Member = Annotated[Annotated[FunctionTool, Tag("<function>")] | Annotated[OtherTool, Tag("<other>")], tagged(("function",))]
@@ -118,7 +118,7 @@ class OtherChoice(Body):
     """`tool_choice`: a tool that OpenAI's own servers run."""
 
     model_config = ConfigDict(extra="ignore")
-    type: Annotated[Any, AfterValidator(_no_such_tool)]
+    type: Annotated[Any, Refused(_no_such_tool)]
 
 
 Chosen = Annotated[

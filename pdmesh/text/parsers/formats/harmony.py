@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from pdmesh.text.parsers.calls import arguments
 from pdmesh.text.parsers.forcing import NAME, Form, ToolFormat
@@ -24,7 +25,7 @@ _HEADER = re.compile(
     rf"(?:(?:{re.escape(CONSTRAIN)})?\s*(?:json|code)\s*)?{re.escape(MESSAGE)}"
 )
 """A header, whole. A model may leave out the mark before `json`."""
-_THOUGHTS = "analysis"
+_THOUGHTS, _FINAL = "analysis", "final"
 MAX_HEADER = 512
 """Characters: so much is held back until it is clear that it is none."""
 FORM = Form(
@@ -71,9 +72,12 @@ def _message(reader: Reader, recipient: str, channel: str) -> Step[None]:
         yield from attempt(reader, "", lambda reader, mark: _call(reader, recipient.removeprefix(_FUNCTIONS)))
     elif recipient:
         reader.unparsed(reader.since_mark(), f"a message to {recipient[:80]}, which is no function")
+    elif channel == _THOUGHTS:
+        yield from _thoughts(reader)
+        return
     else:
         reader.unmark()
-    yield from _rest(reader, is_thought=not recipient and channel == _THOUGHTS)
+    yield from _rest(reader, reader.content)
 
 
 def _call(reader: Reader, name: str) -> Step[None]:
@@ -83,12 +87,18 @@ def _call(reader: Reader, name: str) -> Step[None]:
     yield from reader.skip_space()
 
 
-def _rest(reader: Reader, *, is_thought: bool) -> Step[None]:
-    reader.is_thinking = is_thought
-    mark = yield from reader.until((START, *ENDS), reader.thought if is_thought else reader.content)
-    reader.is_thinking = False
+def _thoughts(reader: Reader) -> Step[None]:
+    reader.open_thoughts()
+    if (yield from _rest(reader, reader.thought)):
+        reader.close_thoughts()
+
+
+def _rest(reader: Reader, on_text: Callable[[str], None]) -> Step[bool]:
+    """Read a message to its end; return whether that has come."""
+    mark = yield from reader.until((START, *ENDS), on_text)
     if mark == START:
         reader.at -= len(mark)
+    return bool(mark)
 
 
 FORMAT = ToolFormat(
@@ -96,5 +106,7 @@ FORMAT = ToolFormat(
     FORM,
     signs=(("<|channel|>", "<|message|>"),),
     more_marks=(START, CHANNEL, MESSAGE, *ENDS, CONSTRAIN),
-    thoughts=ThinkMarks(f"{CHANNEL}{_THOUGHTS}{MESSAGE}", ENDS[0], behind=f"{START}assistant"),
+    thoughts=ThinkMarks(
+        f"{CHANNEL}{_THOUGHTS}{MESSAGE}", ENDS[0], behind=f"{START}assistant", answer=f"{CHANNEL}{_FINAL}{MESSAGE}"
+    ),
 )
