@@ -106,7 +106,7 @@ def connect(address: str) -> RankLink:
     """Connect a rank with its engine. Call it once vLLM has made its groups."""
     from vllm.distributed import get_tensor_model_parallel_rank
 
-    from pdmesh_vllm.amx import permit_amx
+    from pdmesh_vllm.loading import permit_amx
 
     permit_amx()
     return RankLink(Client(address, family="AF_UNIX"), get_tensor_model_parallel_rank())

@@ -15,7 +15,6 @@ import itertools
 from pdmesh.runtime.errors import DeadlineExceeded, MeshError, ResourceExhausted
 from router.flow_control.capacity import AdmissionSettings, InflightLimiter, SameForAll, Tally, TenantBook, TenantLimits
 from router.flow_control.queue import DispatchOrder, Lane, RequestQueue
-from router.flow_control.retry_delay import retry_delay_s
 from router.flow_control.slo_admission import (
     FlowItem,
     Forecast,
@@ -25,6 +24,7 @@ from router.flow_control.slo_admission import (
     Verdict,
     alone_s,
     expected_ttft_s,
+    retry_delay_s,
 )
 
 

@@ -14,7 +14,6 @@ from collections.abc import Hashable
 from pdmesh.planning.latency_model import MUCH_SHORTER
 from router.flow_control.capacity import AdmissionSettings, BusyClock, DrainRate, InflightLimiter
 from router.flow_control.fairness import FairQueue, FairShare
-from router.flow_control.retry_delay import retry_delay_s
 from router.flow_control.slo_admission import (
     BATCH,
     INTERACTIVE,
@@ -32,6 +31,7 @@ from router.flow_control.slo_admission import (
     deadline_refusal,
     expired,
     never_fast_enough,
+    retry_delay_s,
     too_slow,
     verdict,
 )

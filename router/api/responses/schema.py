@@ -64,6 +64,8 @@ class OutputCall(AnswerBody):
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str = ""
+    """Of the function; absent where it is in none."""
     arguments: str
     """A JSON object as text; in an incomplete item what had come of it."""
     status: ItemStatus
@@ -154,11 +156,22 @@ class EchoedTool(AnswerBody):
     strict: bool | None
 
 
+class EchoedNamespace(AnswerBody):
+    """Functions of the request that share a namespace."""
+
+    type: Literal["namespace"]
+    name: str
+    description: str
+    tools: list[EchoedTool]
+
+
 class EchoedFunctionName(AnswerBody):
     """A function that `tool_choice` names."""
 
     type: Literal["function"]
     name: str
+    namespace: str = ""
+    """Of the function; absent where the request names none."""
 
 
 class EchoedAllowedTools(AnswerBody):
@@ -206,7 +219,7 @@ class ResponseObject(AnswerBody):
     """The one in force."""
     text: EchoedText
     tool_choice: Literal["auto", "none", "required"] | EchoedChoice
-    tools: list[EchoedTool]
+    tools: list[Annotated[EchoedTool | EchoedNamespace, Field(discriminator="type")]]
     top_logprobs: int
     top_p: float
     """The one in force."""
@@ -215,7 +228,7 @@ class ResponseObject(AnswerBody):
     pdmesh: list[Report] = Field(default_factory=list)
     """What pdmesh says of the request, once the response has ended: one entry."""
     warnings: list[str] = Field(default_factory=list)
-    """What was wrong with text that looked like a call."""
+    """What was wrong with text that looked like a call, and which tools were left out."""
 
 
 class DeletedResponse(AnswerBody):

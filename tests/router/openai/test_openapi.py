@@ -219,7 +219,7 @@ BODIES += [
         {"input": [{"type": "reasoning", "summary": []}, {"type": "message", "role": "user", "content": "a"}]},
         None,
     ),
-    (CreateResponse, {"input": "a", "tools": [{"type": "web_search"}]}, "tools[0].type"),
+    (CreateResponse, {"input": "a", "tools": [{"type": "code_interpreter"}]}, "tools[0].type"),
     (CreateResponse, {"input": "a", "text": {"format": {"type": "xml"}}}, "text.format.type"),
     (CreateResponse, {"input": [{"type": "web_search_call", "id": "w"}]}, "input[0].type"),
     (CreateResponse, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
