@@ -19,6 +19,7 @@ from pdmesh.engine.loader.hash import weights_hash
 from pdmesh.engine.models.config import token_ids
 from pdmesh.worker.engines.registry import PACKAGES
 from pdmesh_vllm.link import LINK, RANKS, Link, close_link, open_link
+from pdmesh_vllm.ranks.link import permit_amx
 from pdmesh_vllm.ranks.server import RankServer
 
 if TYPE_CHECKING:
@@ -214,15 +215,3 @@ def kv_shape(caches: Mapping[str, Tensor]) -> tuple[int, int, int, int]:
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a KV dtype on the wire."""
     return str(dtype).removeprefix("torch.")
-
-
-# Leave to use the AMX tiles of a CPU, which the system gives to processes that ask.
-
-
-def permit_amx() -> bool:
-    """Ask the system for the use of AMX tiles, for this process; return whether it has it.
-
-    vLLM 0.32's CPU kernels for quantized weights execute AMX instructions without asking, and Linux ends a process that does with
-    SIGILL. In bfloat16 oneDNN asks before its first product."""
-    ask = getattr(torch.cpu, "_init_amx", None)
-    return bool(ask is not None and ask())
