@@ -27,6 +27,7 @@ from router.flow_control.controller import Admission, FlowController
 from router.flow_control.slo_admission import Forecaster
 from router.kv_index.index import PrefixIndex
 from router.lifecycle.capacity_queue import CapacityQueue
+from router.lifecycle.session_release import SessionReleases
 from router.routing.cost_model import OutputLengths, Overheads
 from router.routing.decisions import Decisions, SessionMemory
 from router.routing.policy import Policy, make_policy
@@ -144,6 +145,7 @@ class RouterContext:
     traffic: Traffic = field(init=False)
     hedging: Hedging = field(init=False)
     trace_keeper: TraceKeeper = field(init=False)
+    releases: SessionReleases = field(init=False)
     num_token_mismatches: int = 0
     num_redrawn_tokens: int = 0
     num_hedges: int = 0
@@ -154,6 +156,7 @@ class RouterContext:
         self.traffic = Traffic(self.models, time.monotonic())
         self.hedging = Hedging(HedgeLimits(share=self.config.hedge_share))
         self.trace_keeper = TraceKeeper(self.background)
+        self.releases = SessionReleases(self.fleet, self.sessions, self.background)
 
     @classmethod
     def build(
