@@ -15,8 +15,8 @@ import pytest_asyncio
 
 from pdmesh.runtime.errors import ResourceExhausted, Unavailable
 from pdmesh.v1 import common_pb2, mesh_pb2, worker_pb2
+from router import context
 from router.config import RouterConfig
-from router.lifecycle import session_release
 from router.routing.decisions import KEEP_S, SessionMemory
 from router.tokenization.prepared_request import PreparedRequest, ServedModel, SessionState, load
 from tests.router.api_keys import add_key
@@ -365,7 +365,7 @@ async def test_all_workers_are_asked_and_what_they_released_is_summed(model_fold
 async def test_a_worker_that_is_lost_or_silent_is_counted_and_not_waited_for(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session_release, "RELEASE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(context, "RELEASE_TIMEOUT_S", 0.3)
     async with running_mesh(model_folder, prefill=0, decode=3) as mesh:
         mesh["d0"].retained, mesh["d1"].release_mute = {("", "s"): 2}, True
         await mesh["d2"].kill()
@@ -433,15 +433,15 @@ async def test_few_releases_ask_workers_at_a_time_and_few_of_one_tenant_wait(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running_mesh(model_folder, prefill=0) as mesh:
-        monkeypatch.setattr(session_release, "RELEASE_TIMEOUT_S", 30.0)
+        monkeypatch.setattr(context, "RELEASE_TIMEOUT_S", 30.0)
         worker, releases = mesh["d0"], mesh.router.core.releases
         worker.release_mute = True
         tenants = ["flood"] * 40 + ["calm"]
         tasks = [asyncio.ensure_future(mesh.stub.ReleaseSession(release(tenant=tenant))) for tenant in tenants]
-        places = session_release.MAX_AT_ONCE + session_release.MAX_WAITING_OF_TENANT
+        places = context.MAX_RELEASES + context.MAX_WAITING_OF_TENANT
         await eventually(lambda: sum(task.done() for task in tasks) == 40 - places)
-        assert releases._asked._num_waiting == session_release.MAX_WAITING_OF_TENANT + 1
-        assert worker.released == [("flood", "s")] * session_release.MAX_AT_ONCE
+        assert releases._asked._num_waiting == context.MAX_WAITING_OF_TENANT + 1
+        assert worker.released == [("flood", "s")] * context.MAX_RELEASES
         refusals = [task.exception() for task in tasks if task.done()]
         for task in tasks:
             task.cancel()
@@ -454,7 +454,7 @@ async def test_few_releases_ask_workers_at_a_time_and_few_of_one_tenant_wait(
 
 
 async def test_turns_are_bounded_over_all_tenants() -> None:
-    turns = session_release.Turns(3, 2)
+    turns = context.ReleaseTurns(3, 2)
     entered: list[str] = []
     leave = asyncio.Event()
 
@@ -463,11 +463,11 @@ async def test_turns_are_bounded_over_all_tenants() -> None:
             entered.append(tenant)
             await leave.wait()
 
-    names = ["a"] * (session_release.MAX_AT_ONCE + 2) + ["b", "c"]
+    names = ["a"] * (context.MAX_RELEASES + 2) + ["b", "c"]
     tasks = [asyncio.create_task(take(name)) for name in names]
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    assert entered == ["a"] * session_release.MAX_AT_ONCE
+    assert entered == ["a"] * context.MAX_RELEASES
     assert [task.done() for task in tasks[-2:]] == [False, True]  # two of a and one of b wait
     leave.set()
     done = await asyncio.gather(*tasks, return_exceptions=True)
@@ -542,11 +542,11 @@ async def test_an_ended_session_that_waits_is_released_once_and_others_are_bound
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running_mesh(model_folder, prefill=0) as mesh:
-        monkeypatch.setattr(session_release, "RELEASE_TIMEOUT_S", 30.0)
+        monkeypatch.setattr(context, "RELEASE_TIMEOUT_S", 30.0)
         releases, worker = mesh.router.core.releases, mesh["d0"]
-        releases._ended = session_release.Turns(2, 2)
+        releases._ended = context.ReleaseTurns(2, 2)
         worker.release_mute = True
-        names = [str(number) for number in range(session_release.MAX_AT_ONCE)]
+        names = [str(number) for number in range(context.MAX_RELEASES)]
         for name in names:
             releases.release_ended("", name, "tiny")
         await eventually(lambda: len(worker.released) == len(names))
