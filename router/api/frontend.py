@@ -9,12 +9,8 @@ KServe v2, vLLM's engine     ┘
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
-
-import grpc
-import grpc.aio
 
 from pdmesh.planning.objectives import ModelObjective
 from pdmesh.runtime.errors import InvalidArgument, Unavailable
@@ -23,8 +19,6 @@ from router.api import embedding, explain, status
 from router.api.validation import MAX_PRIORITY_HINT, MAX_RETENTION_S, MAX_TENANT_CHARS, check_session_id, refuse
 from router.auth import identity
 from router.context import RouterContext
-from router.fleet.heartbeat import being_cancelled
-from router.fleet.worker import Worker
 from router.lifecycle.request import OpenRequests, Request
 from router.lifecycle.stages import Pipeline
 from router.telemetry.request_trace import CHAT, COMPLETION, EMBEDDINGS, open_trace
@@ -134,7 +128,10 @@ class Frontend:
     async def release_session(self, request: mesh_pb2.ReleaseSessionRequest) -> mesh_pb2.ReleaseSessionResponse:
         """Have all workers of a model, or all, give up what they retain for a session. Raises MeshError."""
         model = self.model_of(request.model).name if request.model else ""
-        return await _release(self.core, request, model)
+        check_session_id("session_id", request.session_id)
+        if len(request.tenant) > MAX_TENANT_CHARS:
+            refuse("tenant", f"has {len(request.tenant)} characters, {MAX_TENANT_CHARS} are allowed")
+        return await self.core.releases.release(identity.claimed(request.tenant, "tenant"), request.session_id, model)
 
     def status(self) -> mesh_pb2.GetStatusResponse:
         """Return this router's view of the mesh."""
@@ -187,56 +184,6 @@ class Frontend:
         return Request(message, time_left_s, RequestTimings(received_ns, spans=trace.spans), trace)
 
 
-# The release of a session: every worker of a model, or of all, gives up what it retains. A worker that is lost, or slow, is
-# counted and never waited for: what it retains ends with its time. One of an earlier version retains nothing.
-
-RELEASE_TIMEOUT_S = 2.0
-
-logger = logging.getLogger(__name__)
-
-
-async def _release(core: RouterContext, request: mesh_pb2.ReleaseSessionRequest, model: str) -> mesh_pb2.ReleaseSessionResponse:
-    """Return what the workers of `model` have released, empty for all models. Raises InvalidArgument, PermissionDenied."""
-    check_session_id("session_id", request.session_id)
-    if len(request.tenant) > MAX_TENANT_CHARS:
-        refuse("tenant", f"has {len(request.tenant)} characters, {MAX_TENANT_CHARS} are allowed")
-    tenant = identity.claimed(request.tenant, "tenant")
-    core.sessions.forget(tenant, request.session_id)
-    released = await asyncio.gather(*(_ask(worker, tenant, request.session_id) for worker in _workers(core, model)))
-    answered = [num_blocks for num_blocks in released if num_blocks is not None]
-    return mesh_pb2.ReleaseSessionResponse(
-        num_blocks=sum(answered),
-        num_workers=sum(num_blocks > 0 for num_blocks in answered),
-        num_unreachable=len(released) - len(answered),
-    )
-
-
-def _workers(core: RouterContext, model: str) -> Iterator[Worker]:
-    """Yield the workers that may retain something: those that have answered this router once, also if they are lost now."""
-    for worker in core.fleet.workers.values():
-        if worker.last is not None and model in ("", worker.last.info.identity.model):
-            yield worker
-
-
-async def _ask(worker: Worker, tenant: str, session_id: str) -> int | None:
-    """Return the number of blocks that a worker has released; None: it did not answer."""
-    if worker.current is None:
-        return None
-    try:
-        return await worker.release_retained(tenant, session_id, RELEASE_TIMEOUT_S)
-    except grpc.aio.AioRpcError as error:
-        if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-            return 0
-        logger.info("%s did not release a session: %s", worker.address, error.details())
-    except grpc.aio.UsageError:
-        logger.info("%s did not release a session: its channel was closed", worker.address)
-    except asyncio.CancelledError:
-        if being_cancelled():
-            raise
-        logger.info("%s did not release a session: its channel was closed meanwhile", worker.address)
-    return None
-
-
 # Request options in gRPC metadata or HTTP headers: for clients and proxies that cannot set the fields of the message.
 
 SLO_TTFT, SLO_TPOT = "x-pdmesh-slo-ttft-ms", "x-pdmesh-slo-tpot-ms"
@@ -247,6 +194,9 @@ PRIORITY, TENANT = "x-pdmesh-priority", "x-pdmesh-tenant"
 SESSION, RETENTION, SESSION_FINAL = "x-pdmesh-session-id", "x-pdmesh-kv-retention-s", "x-pdmesh-session-final"
 PRIORITY_HINT = "x-pdmesh-priority-hint"
 _SESSION_KEYS = (SESSION, RETENTION, SESSION_FINAL, PRIORITY_HINT)
+_OF_OTHERS = LLM_D_TTFT, LLM_D_TPOT = "x-llm-d-slo-ttft-ms", "x-llm-d-slo-tpot-ms"
+"""What llm-d's clients send for the same objectives; those by pdmesh's own names go before."""
+_ONCE = frozenset((SLO_TTFT, SLO_TPOT, *_OF_OTHERS, PRIORITY, TENANT, *_SESSION_KEYS))
 MAX_MS = MAX_ATTEMPT = 2**32 - 1
 
 _PRIORITIES = {
@@ -262,13 +212,10 @@ _TRUTHS = {"true": True, "1": True, "false": False, "0": False}
 def fill_options(options: mesh_pb2.RequestOptions, metadata: Iterable[tuple[str, str | bytes]]) -> None:
     """Set the fields of `options` that are unset from `metadata`. Raises InvalidArgument that names the key, also for a key that
     a field overrides."""
-    for key, value in metadata:
-        name = key.lower()
-        if not isinstance(value, str):
-            continue
-        if name == SLO_TTFT:
+    for name, value in sorted(_known(metadata), key=lambda said: said[0] in _OF_OTHERS):
+        if name in (SLO_TTFT, LLM_D_TTFT):
             options.slo_ttft_ms = options.slo_ttft_ms or _milliseconds(name, value)
-        elif name == SLO_TPOT:
+        elif name in (SLO_TPOT, LLM_D_TPOT):
             options.slo_tpot_ms = options.slo_tpot_ms or _milliseconds(name, value)
         elif name == PRIORITY:
             options.priority = options.priority or _priority(value)
@@ -278,6 +225,18 @@ def fill_options(options: mesh_pb2.RequestOptions, metadata: Iterable[tuple[str,
             options.attempt = options.attempt or _attempt(name, value)
         elif name in _SESSION_KEYS:
             _fill_session(options, name, value)
+
+
+def _known(metadata: Iterable[tuple[str, str | bytes]]) -> Iterator[tuple[str, str]]:
+    """Yield the keys that say something here, in lower case. Refuses a key that is there twice, with two values."""
+    seen: dict[str, str] = {}
+    for key, value in metadata:
+        name = key.lower()
+        if not isinstance(value, str) or (name not in _ONCE and name not in RETRIES):
+            continue
+        if name in _ONCE and seen.setdefault(name, value) != value:
+            refuse(name, "is there twice, with different values; send it once")
+        yield name, value
 
 
 def _fill_session(options: mesh_pb2.RequestOptions, name: str, value: str) -> None:

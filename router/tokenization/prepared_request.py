@@ -146,6 +146,21 @@ class _Chain(NamedTuple):
     last: bytes
 
 
+@dataclass(eq=False)
+class SessionState:
+    """Tell whether the session of a request was released since the request came. All that is sent of the request looks it up."""
+
+    tenant: str
+    session_id: str
+    model: str
+    is_released: bool = False
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Return what names the session in the mesh."""
+        return self.tenant, self.session_id
+
+
 @dataclass(frozen=True, eq=False)
 class PreparedRequest:
     """Hold one request, ready for placement.
@@ -154,7 +169,7 @@ class PreparedRequest:
     empty, or holds one entry for each choice in order. `deadline` is monotonic seconds, None without one. `slo_ttft_ms` and
     `slo_tpot_ms` are the request's own objectives; 0: those of its model and priority. `attempt`: how often it was sent before.
     `output_format`: how the output of a chat is read; None: all of it is text. `kv_retention_s`: with the router's default filled
-    in; 0: its KV is kept no longer than any other.
+    in; 0: its KV is kept no longer than any other. `session_state`: of a request that is open in this router, with a session.
     """
 
     request_id: str
@@ -178,12 +193,18 @@ class PreparedRequest:
     is_chat: bool = False
     adapter: AdapterId | None = None  # LoRA adapter that the request asked for in place of the model
     output_format: OutputFormat | None = None
+    session_state: SessionState | None = None
     _chains: dict[tuple[bytes, int], _Chain] = field(default_factory=dict, repr=False)
 
     @property
     def served_name(self) -> str:
         """Return what the client asked for: the adapter's name, or the model's."""
         return self.model.name if self.adapter is None else self.adapter.name
+
+    @property
+    def is_released(self) -> bool:
+        """Return whether the request's session was released while it was open: it retains nothing any more."""
+        return self.session_state is not None and self.session_state.is_released
 
     @property
     def num_choices(self) -> int:
@@ -235,7 +256,7 @@ class PreparedRequest:
             adapter=self.adapter.name if self.adapter else "",
             adapter_digest=self.adapter.digest if self.adapter else "",
             session_id=self.session_id,
-            kv_retention_s=self.kv_retention_s,
+            kv_retention_s=0 if self.is_released else self.kv_retention_s,
             session_final=self.session_final,
         )
 

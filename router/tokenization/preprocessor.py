@@ -25,6 +25,7 @@ from router.tokenization.prepared_request import (
     OutputFormat,
     PreparedRequest,
     ServedModel,
+    SessionState,
     format_of,
     scoped_salt,
 )
@@ -138,6 +139,11 @@ class ValidatedRequest:
     deadline: float | None
     adapter: AdapterId | None = None
     chat: ChatPrompt | None = None  # of a ChatRequest
+
+    def session_state(self) -> SessionState | None:
+        """Return the state of the request's session, not released yet; None without a session."""
+        options = self.message.options
+        return SessionState(options.tenant, options.session_id, self.model.name) if options.session_id else None
 
 
 @dataclass(frozen=True)

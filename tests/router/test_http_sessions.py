@@ -108,6 +108,9 @@ async def test_each_endpoint_takes_the_fields_and_headers(told: Told, path: str)
         ({"prompt_cache_key": "two words"}, {}, ""),  # OpenAI takes it, and it cannot name a session
         ({"session_id": "s", "prompt_cache_key": "k"}, {}, "s"),
         ({"nvext": {"session_control": {"session_id": "n"}}, "session_id": "n"}, {}, "n"),
+        ({}, {"cookie": "a=b; llm-d-session=cookie"}, "cookie"),
+        ({"prompt_cache_key": "k"}, {"cookie": "llm-d-session=cookie"}, "k"),
+        ({}, {"cookie": 'llm-d-session="two words"'}, ""),
         ({}, {"x-session-token": "token", "x-gateway-inference-fairness-id": "f", "x-llm-d-inference-fairness-id": "f"}, ""),
     ],
 )
@@ -233,6 +236,35 @@ async def test_nonsense_and_contradictions_are_refused_by_their_name(
     error = await told.refusal(body, headers)
     assert error["param"] == param and error["message"].startswith(f"{param}: ")
     assert "two words" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["x-pdmesh-session-id", "X-Dynamo-Session-ID", "X-Dynamo-Session-Final", "x-pdmesh-session-final", "x-pdmesh-kv-retention-s"],
+)
+async def test_a_header_that_is_there_twice_has_to_agree_with_itself(http: httpx.AsyncClient, name: str) -> None:
+    body = {**ENDPOINTS["/v1/completions"], "session_id": "1"}
+    same = await http.post("/v1/completions", json=body, headers=[(name, "1"), (name, "1")])
+    assert same.status_code == 200
+    refused = await http.post("/v1/completions", json=body, headers=[(name, "1"), (name, "0")])
+    assert refused.status_code == 400
+    assert (refused.json()["error"]["param"], "twice" in refused.json()["error"]["message"]) == (name, True)
+
+
+async def test_objectives_by_the_names_of_llm_d(served: Mesh, told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    admitted, admit = [], served.router.frontend.open_requests.admit
+
+    def spy(request: Any) -> None:
+        admitted.append((request.prepared.slo_ttft_ms, request.prepared.slo_tpot_ms))
+        admit(request)
+
+    monkeypatch.setattr(served.router.frontend.open_requests, "admit", spy)
+    theirs = {"x-llm-d-slo-ttft-ms": "800", "x-llm-d-slo-tpot-ms": "50"}
+    await told.of("/v1/completions", {}, theirs)
+    await told.of("/v1/completions", {}, {"x-pdmesh-slo-ttft-ms": "900", "x-pdmesh-slo-tpot-ms": "60", **theirs})
+    await told.of("/v1/completions", {}, {**theirs, "x-pdmesh-slo-ttft-ms": "900"})
+    assert admitted == [(800, 50), (900, 60), (900, 50)]
+    assert (await told.refusal({}, {"x-llm-d-slo-ttft-ms": "soon"}))["param"] == "x-llm-d-slo-ttft-ms"
 
 
 EPHEMERAL, LONG = {"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import grpc
 import grpc.aio
 import pytest
 import pytest_asyncio
 
-from pdmesh.runtime.errors import Unavailable
-from pdmesh.v1 import common_pb2, mesh_pb2
-from router.api import frontend
+from pdmesh.runtime.errors import ResourceExhausted, Unavailable
+from pdmesh.v1 import common_pb2, mesh_pb2, worker_pb2
+from router import context
 from router.config import RouterConfig
 from router.routing.decisions import KEEP_S, SessionMemory
-from router.tokenization.prepared_request import PreparedRequest, ServedModel, load
+from router.tokenization.prepared_request import PreparedRequest, ServedModel, SessionState, load
 from tests.router.api_keys import add_key
 from tests.router.mesh import Mesh, mesh_of, request, running_mesh
 from tests.router.stub_workers import DECODE, PREFILL, StubWorker
@@ -251,6 +253,82 @@ def test_the_memory_is_bounded_and_a_flood_of_one_tenant_costs_itself(model: Ser
     assert kept == list(range(93, 100))
 
 
+class CountedTenant(str):
+    """A name that counts how often it is looked up."""
+
+    __slots__ = ()
+    num_lookups = 0
+
+    def __hash__(self) -> int:
+        CountedTenant.num_lookups += 1
+        return super().__hash__()
+
+    def __eq__(self, other: object) -> bool:
+        return super().__eq__(other)
+
+
+def test_a_new_session_in_a_full_memory_costs_the_same_with_few_tenants_and_many(model: ServedModel) -> None:
+    lookups = []
+    for num_tenants in (20, 2000):
+        memory = SessionMemory(max_sessions=num_tenants)
+        for number in range(num_tenants):
+            memory.note(turn(model, "s", CountedTenant(number)), (A,))
+        before = CountedTenant.num_lookups
+        for number in range(num_tenants, num_tenants + 20):
+            memory.note(turn(model, "s", CountedTenant(number)), (A,))
+        lookups.append(CountedTenant.num_lookups - before)
+        assert len(memory) == num_tenants
+        assert memory.workers_of(turn(model, "s", str(num_tenants + 19)), there) == (A,)
+    assert lookups[0] == lookups[1] < 20 * 20
+
+
+def test_sessions_that_have_expired_go_before_others(model: ServedModel) -> None:
+    clock = Clock()
+    memory = SessionMemory(max_sessions=4, clock=clock)
+    memory.note(turn(model, "long", retention_s=5 * int(KEEP_S)), (A,))
+    for number in range(3):
+        memory.note(turn(model, f"short-{number}"), (A,))
+    memory.note(turn(model, "short-2", retention_s=3 * int(KEEP_S)), (B,))  # it was used again
+    clock.now += 2 * KEEP_S
+    for number in range(2):
+        memory.note(turn(model, f"new-{number}"), (A,))
+    assert len(memory) == 4
+    kept = [name for name in ("long", "short-0", "short-1", "short-2") if memory.workers_of(turn(model, name), there)]
+    assert kept == ["long", "short-2"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_memory_finds_the_largest_tenant_after_any_changes(model: ServedModel, seed: int) -> None:
+    """Against the definition; and what is kept in order of expiry stays in proportion."""
+    random, clock = Random(seed), Clock()
+    memory = SessionMemory(max_sessions=30, clock=clock)
+    for _ in range(2000):
+        tenant, name = random.choice("aaabcd"), str(random.randrange(40))
+        if random.random() < 0.3:
+            memory.forget(tenant, name)
+        else:
+            memory.note(turn(model, name, tenant, random.choice((0, 5000))), (A,))
+        clock.now += random.choice((0.0, 1.0, 60.0))
+        sizes = {tenant: len(sessions) for tenant, sessions in memory._tenants.items()}
+        assert len(memory) == sum(sizes.values()) <= 30 and all(sizes.values())
+        assert not sizes or sizes[memory._sizes.largest] == max(sizes.values())
+        assert len(memory._expiries) <= 2 * len(memory) + 65
+
+
+def test_what_was_released_is_not_remembered_again_and_a_model_is_forgotten_alone(model: ServedModel) -> None:
+    memory, state = SessionMemory(), SessionState("", "s", "tiny")
+    prepared, other = replace(turn(model), session_state=state), replace(turn(model), model=replace(model, name="other"))
+    memory.note(prepared, (A,))
+    memory.note(other, (B,))
+    memory.forget("", "s", "tiny")
+    assert memory.workers_of(prepared, there) == () and memory.workers_of(other, there) == (B,)
+    state.is_released = True
+    memory.note(prepared, (A,))
+    assert memory.workers_of(prepared, there) == () and prepared.token_request([]).kv_retention_s == 0
+    memory.forget("", "s", "other")
+    assert len(memory) == 0
+
+
 @pytest.mark.parametrize("at_once", [1, 2, 1000])
 async def test_an_output_is_hashed_in_slices_as_workers_hash_it_whole(model: ServedModel, at_once: int) -> None:
     prepared, info, output = turn(model), info_of(A), list(range(100, 250))
@@ -287,7 +365,7 @@ async def test_all_workers_are_asked_and_what_they_released_is_summed(model_fold
 async def test_a_worker_that_is_lost_or_silent_is_counted_and_not_waited_for(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(frontend, "RELEASE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(context, "RELEASE_TIMEOUT_S", 0.3)
     async with running_mesh(model_folder, prefill=0, decode=3) as mesh:
         mesh["d0"].retained, mesh["d1"].release_mute = {("", "s"): 2}, True
         await mesh["d2"].kill()
@@ -327,3 +405,239 @@ async def test_a_key_releases_its_own_tenants_sessions_alone(model_folder: Path,
             await mesh.stub.ReleaseSession(release())
         assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
         assert mesh["d0"].retained == {("tenant-2", "s"): 1}
+
+
+async def test_a_worker_that_has_said_that_it_ends_is_asked_and_counted_no_more(model_folder: Path) -> None:
+    async with running_mesh(model_folder, prefill=0, decode=3) as mesh:
+        fleet = mesh.router.core.fleet
+        mesh["d0"].retained, mesh["d1"].draining = {("", "s"): 2}, True
+        await eventually(lambda: len(fleet.views()) == 2)
+        assert (await mesh.stub.ReleaseSession(release("another"))).num_unreachable == 0
+        assert len(mesh["d1"].released) == 1  # it ends soon, and has its blocks until then
+        for name in ("d1", "d2"):
+            await mesh[name].kill()
+        await eventually(lambda: sum(worker.current is not None for worker in fleet.workers.values()) == 1)
+        assert (await mesh.stub.ReleaseSession(release())).num_unreachable == 1  # d2 has said nothing: it may be out of reach
+        fleet.workers[mesh["d2"].address].static = False  # nor has the registry a worker there
+        assert (await mesh.stub.ReleaseSession(release())).num_unreachable == 0
+
+
+async def test_workers_that_cannot_retain_are_not_asked(model_folder: Path) -> None:
+    workers = [StubWorker("d0", (DECODE,)), StubWorker("d1", (DECODE,), lacks=(worker_pb2.ENGINE_LACK_RETENTION,))]
+    async with mesh_of(model_folder, workers) as mesh:
+        await mesh.stub.ReleaseSession(release())
+        assert [len(worker.released) for worker in workers] == [1, 0]
+
+
+async def test_few_releases_ask_workers_at_a_time_and_few_of_one_tenant_wait(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_mesh(model_folder, prefill=0) as mesh:
+        monkeypatch.setattr(context, "RELEASE_TIMEOUT_S", 30.0)
+        worker, releases = mesh["d0"], mesh.router.core.releases
+        worker.release_mute = True
+        tenants = ["flood"] * 40 + ["calm"]
+        tasks = [asyncio.ensure_future(mesh.stub.ReleaseSession(release(tenant=tenant))) for tenant in tenants]
+        places = context.MAX_RELEASES + context.MAX_WAITING_OF_TENANT
+        await eventually(lambda: sum(task.done() for task in tasks) == 40 - places)
+        assert releases._asked._num_waiting == context.MAX_WAITING_OF_TENANT + 1
+        assert worker.released == [("flood", "s")] * context.MAX_RELEASES
+        refusals = [task.exception() for task in tasks if task.done()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await eventually(lambda: not releases._asked._num_waiting and not releases._asked._places.locked())
+        worker.release_mute, worker.retained = False, {("flood", "s"): 1}
+        assert (await mesh.stub.ReleaseSession(release(tenant="flood"))).num_blocks == 1
+    codes = [refusal.code() for refusal in refusals if isinstance(refusal, grpc.aio.AioRpcError)]
+    assert codes == [grpc.StatusCode.RESOURCE_EXHAUSTED] * (40 - places)
+
+
+async def test_turns_are_bounded_over_all_tenants() -> None:
+    turns = context.ReleaseTurns(3, 2)
+    entered: list[str] = []
+    leave = asyncio.Event()
+
+    async def take(tenant: str) -> None:
+        async with turns.turn(tenant):
+            entered.append(tenant)
+            await leave.wait()
+
+    names = ["a"] * (context.MAX_RELEASES + 2) + ["b", "c"]
+    tasks = [asyncio.create_task(take(name)) for name in names]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert entered == ["a"] * context.MAX_RELEASES
+    assert [task.done() for task in tasks[-2:]] == [False, True]  # two of a and one of b wait
+    leave.set()
+    done = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(each) for each in done if each is not None] == [ResourceExhausted] and entered[-1] == "b"
+
+
+# The last request of a session: all workers release it.
+
+
+def three_workers() -> list[StubWorker]:
+    """The first two hold blocks of turns before, the last is no part of anything."""
+    workers = [StubWorker("p0", (PREFILL,)), StubWorker("d0", (DECODE,)), StubWorker("d1", (DECODE,))]
+    workers[0].retained, workers[1].retained, workers[2].retained = {("", "s"): 15}, {("", "s"): 3}, {}
+    return workers
+
+
+async def test_all_workers_release_a_session_when_its_last_request_has_ended(model_folder: Path) -> None:
+    workers = three_workers()
+    async with mesh_of(model_folder, workers) as mesh:
+        await mesh.generate(asked(mode=LOCAL, kv_retention_s=60))
+        await mesh.until_whole()
+        assert [worker.released for worker in workers] == [[], [], []]
+        await mesh.generate(asked(mode=LOCAL, session_final=True))
+        await mesh.until_whole()
+        assert [worker.released for worker in workers] == [[("", "s")]] * 3
+    assert [worker.retained for worker in workers] == [{}, {}, {}]
+
+
+async def test_a_last_request_that_is_cancelled_or_fails_releases_its_session(model_folder: Path) -> None:
+    workers = three_workers()
+    for worker in workers:
+        worker.pause_at = 2
+    async with mesh_of(model_folder, workers, max_resubmissions=0) as mesh:
+        call = mesh.stub.Generate(asked(mode=LOCAL, session_final=True))
+        await eventually(lambda: any(held.is_paused for worker in workers for held in worker.held.values()))
+        call.cancel()
+        await mesh.until_whole()
+        assert [worker.released for worker in workers] == [[("", "s")]] * 3
+        failing = asyncio.create_task(mesh.generate(asked("t", mode=LOCAL, session_final=True)))
+        await eventually(lambda: any(held.is_paused for worker in workers for held in worker.held.values()))
+        (busy,) = [worker for worker in workers if worker.held]
+        busy.fail(next(iter(busy.held)), grpc.StatusCode.UNAVAILABLE)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await failing
+        await mesh.until_whole()
+        assert [worker.released for worker in workers] == [[("", "s"), ("", "t")]] * 3
+        assert len(mesh.router.core.releases) == 0
+
+
+async def test_a_last_request_that_no_worker_had_releases_nothing_since_it_comes_again(model_folder: Path) -> None:
+    worker = StubWorker("d0", (DECODE,), pause_at=2, retained={("", "s"): 1})
+    async with mesh_of(model_folder, [worker], max_inflight=1, max_queued=0) as mesh:
+        running = asyncio.create_task(mesh.generate(request(mode=LOCAL)))
+        await eventually(lambda: any(held.is_paused for held in worker.held.values()))
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await mesh.generate(asked(mode=LOCAL, session_final=True))
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        worker.resume.set()
+        await running
+        await mesh.until_whole()
+        assert worker.released == []
+
+
+async def test_a_router_that_ends_releases_what_has_ended_before(model_folder: Path) -> None:
+    workers = three_workers()
+    async with mesh_of(model_folder, workers) as mesh:
+        await mesh.generate(asked(mode=LOCAL, session_final=True))
+    assert [worker.released for worker in workers] == [[("", "s")]] * 3
+
+
+async def test_an_ended_session_that_waits_is_released_once_and_others_are_bounded(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_mesh(model_folder, prefill=0) as mesh:
+        monkeypatch.setattr(context, "RELEASE_TIMEOUT_S", 30.0)
+        releases, worker = mesh.router.core.releases, mesh["d0"]
+        releases._ended = context.ReleaseTurns(2, 2)
+        worker.release_mute = True
+        names = [str(number) for number in range(context.MAX_RELEASES)]
+        for name in names:
+            releases.release_ended("", name, "tiny")
+        await eventually(lambda: len(worker.released) == len(names))
+        for name in ("x", "x", "y", "x", "z"):
+            releases.release_ended("", name, "tiny")
+        await eventually(lambda: len(mesh.router.core.background) == len(names) + 2)
+        assert releases._waiting == {("", "x", "tiny"), ("", "y", "tiny")}
+        assert (await asyncio.wait_for(asyncio.shield(_release_elsewhere(mesh)), 10)).num_unreachable == 0
+        await mesh.router.core.background.finish(0.0)
+    assert releases._waiting == set()
+
+
+async def _release_elsewhere(mesh: Mesh) -> mesh_pb2.ReleaseSessionResponse:
+    """A client's release has places of its own."""
+    mesh["d0"].release_mute = False
+    return await mesh.stub.ReleaseSession(release("asked"))
+
+
+# A release reaches the requests that the router still has.
+
+
+async def test_a_request_that_waits_retains_nothing_once_its_session_is_released(model_folder: Path) -> None:
+    worker = StubWorker("d0", (DECODE,), pause_at=2, retained={})
+    async with mesh_of(model_folder, [worker], max_inflight=1) as mesh:
+        core = mesh.router.core
+        running = asyncio.create_task(mesh.generate(request(mode=LOCAL)))
+        await eventually(lambda: any(held.is_paused for held in worker.held.values()))
+        ours = asyncio.create_task(mesh.generate(asked(mode=LOCAL, kv_retention_s=60)))
+        theirs = asyncio.create_task(mesh.generate(asked("t", mode=LOCAL, kv_retention_s=60)))
+        tenants = asyncio.create_task(mesh.generate(asked(mode=LOCAL, kv_retention_s=60, tenant="another")))
+        await eventually(lambda: core.flow_control.admission.num_queued == 3)
+        await mesh.stub.ReleaseSession(release())
+        worker.resume.set()
+        await asyncio.gather(running, ours, theirs, tenants)
+        assert sorted((each.tenant, each.session_id, each.kv_retention_s) for each in told_by(worker)) == [
+            ("", "", 0), ("", "s", 0), ("", "t", 60), ("another", "s", 60),
+        ]  # fmt: skip
+        await mesh.until_whole()
+        assert len(core.sessions) == 2 and len(core.releases) == 0
+        await mesh.generate(asked(mode=LOCAL, kv_retention_s=60))  # it goes on after all
+        assert told_by(worker)[-1].kv_retention_s == 60 and len(core.sessions) == 3
+
+
+def told_by(worker: StubWorker) -> list[common_pb2.TokenRequest]:
+    return [submit.request for submit in worker.submits]
+
+
+async def test_a_request_that_is_sent_again_retains_nothing_once_its_session_is_released(model_folder: Path) -> None:
+    async with running_mesh(model_folder, prefill=0, decode=2) as mesh:
+        workers = [mesh["d0"], mesh["d1"]]
+        for worker in workers:
+            worker.pause_at = 2
+        running = asyncio.create_task(mesh.generate(asked(mode=LOCAL, kv_retention_s=60)))
+        await eventually(lambda: any(held.is_paused for worker in workers for held in worker.held.values()))
+        (first,) = [worker for worker in workers if worker.held]
+        (second,) = [worker for worker in workers if worker is not first]
+        second.pause_at = None
+        await mesh.stub.ReleaseSession(release(model="tiny"))
+        first.fail(next(iter(first.held)), grpc.StatusCode.UNAVAILABLE)
+        assert (await running).timings.num_resubmissions == 1
+        assert [each.kv_retention_s for each in (*told_by(first), *told_by(second))] == [60, 0]
+        await mesh.until_whole()
+        assert len(mesh.router.core.sessions) == 0
+
+
+async def test_a_release_for_another_model_leaves_open_requests_alone(model_folder: Path) -> None:
+    async with running_mesh(model_folder, prefill=0) as mesh:
+        core, state = mesh.router.core, SessionState("", "s", "tiny")
+        core.releases.enter(state)
+        await core.releases.release("", "s", "other")
+        assert not state.is_released
+        await core.releases.release("", "s", "tiny")
+        assert state.is_released
+        core.releases.leave(state)
+        core.releases.leave(state)
+        assert len(core.releases) == 0
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "x-pdmesh-session-id", "x-pdmesh-kv-retention-s", "x-pdmesh-session-final", "x-pdmesh-priority-hint", "x-pdmesh-tenant",
+        "x-pdmesh-slo-ttft-ms", "x-llm-d-slo-tpot-ms",
+    ],
+)  # fmt: skip
+@pytest.mark.asyncio(loop_scope="module")
+async def test_two_values_of_one_key_are_refused_by_it(mesh: Mesh, key: str) -> None:
+    same = mesh.stub.Generate(request(mode=LOCAL), metadata=((key, "1"), (key, "1"), ("x-pdmesh-session-id", "1")))
+    assert [message async for message in same]
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        async for _ in mesh.stub.Generate(request(), metadata=((key, "1"), (key, "0"))):
+            pass
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert (refused.value.details() or "").startswith(f"{key}: is there twice")

@@ -81,7 +81,7 @@ AGENT_HEADERS = (
     "x-claude-code-session-id",
     "session-id",  # Codex
     "session_id",  # Codex, earlier versions
-    "x-session-id",  # OpenCode
+    "x-session-id",  # OpenCode, llm-d
     "x-session-affinity",  # OpenCode
     "thread-id",  # Codex
 )

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field, WithJsonSchema
-from starlette.requests import Request
+from starlette.datastructures import Headers
+from starlette.requests import Request, cookie_parser
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -32,6 +33,8 @@ _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}
 CACHE_CONTROL_S = 300
 """What `cache_control` means without a ttl: Anthropic's five minutes."""
 SESSION_TIMEOUT_S = 300
+SESSION_COOKIE = "llm-d-session"
+"""The cookie in which llm-d's session-id-producer finds a session, by the name that its documentation gives it."""
 
 
 def _session_id(text: str) -> str:
@@ -168,8 +171,20 @@ def _session_of(options: mesh_pb2.RequestOptions, body: SessionBody, headers: Ma
         first = first or named
     if first is not None:
         return first.session_id
-    ids = (*(headers.get(name, "") for name in AGENT_HEADERS), body.prompt_cache_key or "")
+    ids = (*(headers.get(name, "") for name in AGENT_HEADERS), body.prompt_cache_key or "", _cookie(headers))
     return next((text for text in ids if is_session_id(text)), "")
+
+
+def _cookie(headers: Mapping[str, str]) -> str:
+    return cookie_parser(headers.get("cookie", "")).get(SESSION_COOKIE, "")
+
+
+def _one(headers: Mapping[str, str], name: str) -> str | None:
+    """Return a header's value; None without it. Refuses two that differ."""
+    values = headers.getlist(name) if isinstance(headers, Headers) else [headers[name]] if name in headers else []
+    if len(set(values)) > 1:
+        refuse(name, "is there twice, with different values; send it once")
+    return values[0] if values else None
 
 
 def _explicit(options: mesh_pb2.RequestOptions, body: SessionBody, headers: Mapping[str, str]) -> Iterator[_Named]:
@@ -180,7 +195,7 @@ def _explicit(options: mesh_pb2.RequestOptions, body: SessionBody, headers: Mapp
         yield _Named("nvext.session_control.session_id", body.nvext.session_control.session_id)
     if options.session_id:
         yield _Named(SESSION, options.session_id)
-    if (text := headers.get(DYNAMO_SESSION)) is not None:
+    if (text := _one(headers, DYNAMO_SESSION)) is not None:
         check_session_id(DYNAMO_SESSION, text)
         yield _Named(DYNAMO_SESSION, text)
 
@@ -188,7 +203,8 @@ def _explicit(options: mesh_pb2.RequestOptions, body: SessionBody, headers: Mapp
 def _final_by(body: SessionBody, headers: Mapping[str, str]) -> str | None:
     """Return the field or header that says that the session ends; None: it goes on."""
     control = body.nvext.session_control if body.nvext is not None else None
-    by_header = next((name for name in (DYNAMO_FINAL, SESSION_FINAL) if name in headers and truth(name, headers[name])), None)
+    said = ((name, _one(headers, name)) for name in (DYNAMO_FINAL, SESSION_FINAL))
+    by_header = next((name for name, text in said if text is not None and truth(name, text)), None)
     final = "session_final" if body.session_final else by_header
     if control is not None and control.action == "open" and final is not None:
         refuse("nvext.session_control.action", f'"open" contradicts {final}; give one of them')
