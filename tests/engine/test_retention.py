@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -560,11 +561,12 @@ def crowded(num_tenants: int) -> RetainedBlocks:
 
 
 def cost_of_growth(num_tenants: int) -> float:
-    """Instructions of a call, on average, in which a tenant retains two blocks more and the pool takes two back; there are so many
-    calls that the heap is rebuilt. Then a newcomer's, which takes its four from others."""
+    """Instructions of a call, on average, in which a tenant retains two blocks more and gives up two; there are so many calls
+    that the heap is rebuilt. Then a newcomer's, which takes its four from others."""
     retained, times = crowded(num_tenants), 4 * num_tenants
     chains = [hashes("0", (time, 1)) for time in range(times)]
-    some = instructions(lambda: [retained.retain(Retention("0", "s", 60), chain) for chain in chains])
+    turns = [partial(retained.retain, Retention("0", "s", 60), chain) for chain in chains]
+    some = sum(instructions(turn) for turn in turns)
     assert retained.num_of("0") == 2
     some += instructions(lambda: retained.retain(Retention("new", "s", 60), hashes("new", (0,) * 4)))
     assert len(retained) == 2 * num_tenants

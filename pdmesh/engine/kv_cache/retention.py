@@ -40,7 +40,8 @@ _LEAST_HEAP = 64
 @dataclass(frozen=True)
 class Retention:
     """Say for whom, and for how long after a request has given its blocks back, they are worth keeping. `final`: nothing of the
-    session follows, so when the request ends, all that is retained for the session is released."""
+    session follows, so when the request ends, the session is released: what is retained for it, and what others of its requests
+    that run then would retain."""
 
     tenant: str
     session: str  # "": of no session, so only time and bounds release it
@@ -83,8 +84,8 @@ class _LargestFirst:
     """Find the largest tenant; of several the least recently used.
 
     A heap has an entry of each tenant, with a size that is never less than the tenant's: growth is noted at once, and an entry
-    whose tenant has become smaller is corrected when it comes to the top. So a tenant that gives blocks up costs nothing here, and
-    each entry that is corrected is paid for by a block or an end that was given up.
+    whose tenant has become smaller is corrected when it comes to the top. So each correction follows a block or an end that was
+    given up, and takes O(log n) for n tenants.
     """
 
     def __init__(self) -> None:
