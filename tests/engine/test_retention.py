@@ -145,6 +145,7 @@ class RetentionMachine(RuleBasedStateMachine):
         self.running: list[Running] = []
         self.others: list[int] = []
         self.last_used: dict[int, int] = {}
+        self.num_evicted = 0  # of retained ones
         self.hash_of: dict[int, bytes] = {}
         self.ever_retained: set[bytes] = set()
         self.num_uses = 0
@@ -179,6 +180,8 @@ class RetentionMachine(RuleBasedStateMachine):
             assert block not in never or rank[block] == min(rank[each] for each in never)
         else:
             assert rank[block] == min(rank.values()), "of retained blocks, the least recently used goes first"
+            self.num_evicted += 1
+        assert self.pool.num_retained_evicted == self.num_evicted
 
     def held_blocks(self) -> Counter[int]:
         return Counter(self.others) + Counter(block for each in self.running for block in each.blocks)
@@ -345,7 +348,9 @@ def test_retained_blocks_outlive_younger_ones_and_go_from_the_end() -> None:
     assert pool.num_free == 8, "retained blocks are free"
     assert pool.allocate(5) == [7, 6, 5, 4, 3]
     assert pool.find(kept) == [0, 1, 2]
+    assert pool.num_retained_evicted == 0
     assert pool.allocate(1) == [2]
+    assert pool.num_retained_evicted == 1
     assert pool.find(kept) == [0, 1]
     assert pool.num_retained == 2
 
@@ -367,6 +372,7 @@ def test_a_lapsed_block_keeps_its_place(how: str) -> None:
         assert pool.find(kept) == [0, 1], "it stays in the prefix cache"
         assert pool.num_retained == 0
         assert pool.allocate(2) == [1, 0]
+        assert pool.num_retained_evicted == 0, "its time was over"
         assert len(pool.find(younger)) == 4 - num_taken
 
 
