@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from unittest import mock
 
@@ -16,6 +17,9 @@ from pdmesh.engine.errors import RequestTooLarge
 from pdmesh.engine.interface import ReservedBlocks
 from pdmesh.engine.kv_cache.retention import Retention
 from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.runner.model_runner import SampledOutput
+from pdmesh.engine.scheduler.scheduler import SchedulerOutput
+from pdmesh.engine.scheduler.sequence import Sequence
 from pdmesh.sampling_params import SamplingParams
 from tests.support.ahead_model import AheadMock
 from tests.support.guesser import Guesser
@@ -68,7 +72,13 @@ def stop_clocks(engine: Engine) -> None:
     if speculator is not None:
         learn = speculator.learn
         speculator._clock_ns = lambda: 0
-        speculator.learn = lambda plan, draws, step_ns, num: learn(plan, draws, 1_000_000, num)  # type: ignore[method-assign]
+
+        def timeless(
+            plan: SchedulerOutput, draws: Mapping[Sequence, list[SampledOutput]], step_ns: int, num_prompt_tokens: int
+        ) -> None:
+            learn(plan, draws, 1_000_000, num_prompt_tokens)
+
+        speculator.learn = timeless  # type: ignore[method-assign]
 
 
 class EngineMachine(RuleBasedStateMachine):
