@@ -111,6 +111,15 @@ def test_the_time_begins_at_the_end_and_the_next_request_renews_it() -> None:
     assert engine.stats().num_retained_blocks == 0
 
 
+def test_what_is_evicted_before_its_time_is_counted() -> None:
+    engine = make_engine(num_blocks=16)
+    run(engine, of_session("r", max_tokens=2))
+    press(engine)
+    assert engine.stats().num_retained_evicted == 0, "there was room beside them"
+    run(engine, request("large", (20, *[22] * 57), max_tokens=1))
+    assert (engine.stats().num_retained_blocks, engine.stats().num_retained_evicted) == (1, 2)
+
+
 def test_zero_seconds_retain_nothing_and_take_nothing_away() -> None:
     engine = make_engine(num_blocks=16)
     run(engine, of_session("none", seconds=0))
