@@ -115,9 +115,10 @@ def _replay(grammar: CompiledGrammar, emitted: _Emitted, finished: tuple[bool, .
 
 
 def check_session(field: str, session_id: str) -> None:
-    """Raise InvalidArgument, naming the field, unless it may be the id of a session, or none."""
+    """Raise InvalidArgument, naming the field, unless it may be the id of a session, or none. The error does not repeat it: ids
+    of sessions are kept out of logs."""
     if len(session_id) > MAX_SESSION_ID or not all("!" <= character <= "~" for character in session_id):
-        problem = f"{session_id[:80]!r} is not up to {MAX_SESSION_ID} printable ASCII characters without spaces"
+        problem = f"its {len(session_id)} characters are not up to {MAX_SESSION_ID} printable ones of ASCII without spaces"
         raise InvalidArgument(field, problem)
 
 

@@ -111,6 +111,15 @@ def test_the_time_begins_at_the_end_and_the_next_request_renews_it() -> None:
     assert engine.stats().num_retained_blocks == 0
 
 
+def test_what_is_evicted_before_its_time_is_counted() -> None:
+    engine = make_engine(num_blocks=16)
+    run(engine, of_session("r", max_tokens=2))
+    press(engine)
+    assert engine.stats().num_retained_evicted == 0, "there was room beside them"
+    run(engine, request("large", (20, *[22] * 57), max_tokens=1))
+    assert (engine.stats().num_retained_blocks, engine.stats().num_retained_evicted) == (1, 2)
+
+
 def test_zero_seconds_retain_nothing_and_take_nothing_away() -> None:
     engine = make_engine(num_blocks=16)
     run(engine, of_session("none", seconds=0))
@@ -172,14 +181,20 @@ def test_the_last_choice_of_a_final_request_ends_its_session() -> None:
     assert engine.stats().num_retained_blocks == 0
 
 
-def test_a_session_that_is_released_while_it_runs_retains_nothing_until_its_next_request() -> None:
-    engine = make_engine(num_blocks=16)
+@pytest.mark.parametrize("how", ["released", "final", "cancelled final"])
+def test_a_session_that_is_released_while_it_runs_retains_nothing_until_its_next_request(how: str) -> None:
+    engine = make_engine(num_blocks=24)
     engine.add(of_session("runs"))
     engine.add(of_session("other", TWIN, session="o"))
     reserved = of_session("reserved")
     assert engine.reserve(reserved) is not None
-    engine.step()
-    assert engine.release_retained("t", "s") == 0
+    if how == "released":
+        engine.step()
+        assert engine.release_retained("t", "s") == 0
+    else:
+        engine.add(of_session("last", max_tokens=1 if how == "final" else 8, final=True))
+        engine.step()
+        assert engine.release("last") is (how == "cancelled final")
     engine.restate("reserved", replace(reserved, emitted=((7,),)))
     engine.release("reserved")
     run_to_end(engine)
@@ -187,6 +202,20 @@ def test_a_session_that_is_released_while_it_runs_retains_nothing_until_its_next
     assert engine.stats().num_retained_blocks > 0, "the other session's"
     run(engine, of_session("next"))
     assert engine.release_retained("t", "s") > 0
+
+
+def test_a_final_request_ends_its_session_although_that_was_released_in_the_meantime() -> None:
+    engine = make_engine(num_blocks=24)
+    engine.add(of_session("last", max_tokens=12, final=True))
+    engine.add(of_session("early", max_tokens=1, final=True))
+    engine.step()
+    assert engine.release_retained("t", "s") == 0
+    engine.add(of_session("next", TWIN, max_tokens=1))
+    engine.step()
+    assert engine.stats().num_retained_blocks == 3
+    run_to_end(engine)
+    assert engine.stats().num_retained_blocks == 0
+    assert_whole(engine)
 
 
 def test_a_preempted_request_finds_its_blocks_again() -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
+from types import FrameType
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from pdmesh.engine.errors import IntegrityError
 from pdmesh.engine.kv_cache.block_pool import BlockPool
-from pdmesh.engine.kv_cache.retention import RetainedBlocks, Retention, RetentionBounds, fair_level
+from pdmesh.engine.kv_cache.retention import RetainedBlocks, Retention, RetentionBounds
 
 
 class Clock:
@@ -140,6 +145,7 @@ class RetentionMachine(RuleBasedStateMachine):
         self.running: list[Running] = []
         self.others: list[int] = []
         self.last_used: dict[int, int] = {}
+        self.num_evicted = 0  # of retained ones
         self.hash_of: dict[int, bytes] = {}
         self.ever_retained: set[bytes] = set()
         self.num_uses = 0
@@ -174,6 +180,8 @@ class RetentionMachine(RuleBasedStateMachine):
             assert block not in never or rank[block] == min(rank[each] for each in never)
         else:
             assert rank[block] == min(rank.values()), "of retained blocks, the least recently used goes first"
+            self.num_evicted += 1
+        assert self.pool.num_retained_evicted == self.num_evicted
 
     def held_blocks(self) -> Counter[int]:
         return Counter(self.others) + Counter(block for each in self.running for block in each.blocks)
@@ -340,7 +348,9 @@ def test_retained_blocks_outlive_younger_ones_and_go_from_the_end() -> None:
     assert pool.num_free == 8, "retained blocks are free"
     assert pool.allocate(5) == [7, 6, 5, 4, 3]
     assert pool.find(kept) == [0, 1, 2]
+    assert pool.num_retained_evicted == 0
     assert pool.allocate(1) == [2]
+    assert pool.num_retained_evicted == 1
     assert pool.find(kept) == [0, 1]
     assert pool.num_retained == 2
 
@@ -362,6 +372,7 @@ def test_a_lapsed_block_keeps_its_place(how: str) -> None:
         assert pool.find(kept) == [0, 1], "it stays in the prefix cache"
         assert pool.num_retained == 0
         assert pool.allocate(2) == [1, 0]
+        assert pool.num_retained_evicted == 0, "its time was over"
         assert len(pool.find(younger)) == 4 - num_taken
 
 
@@ -442,7 +453,7 @@ def test_many_sessions_at_one_block_cost_no_more_than_the_bound() -> None:
         clock.now += 1
     retained.check(set(hashes("a", (1,))) | {hashes("a", (1, number))[1] for number in range(5000)})
     assert retained.num_of("a") <= 50
-    assert retained.num_records <= 50 + 64 + 3 * 50, "ends, and entries of the heap"
+    assert retained.num_records <= 50 + (64 + 3 * 50) + (64 + 3), "ends, and entries of the heaps of times and of tenants"
 
 
 def test_ends_that_meet_keep_the_longer_time_and_the_later_use() -> None:
@@ -475,10 +486,100 @@ def test_check_finds_what_is_retained_and_not_there() -> None:
         retained.check(set(hashes("a", (1,))))
 
 
+# Many tenants: what each is left with, and what that takes.
+
+
+def shared_out(sizes: dict[str, int], total: int) -> dict[str, int]:
+    """What tenants, the least recently used first, are left with: all sizes are sorted, and a common level is computed."""
+    left, ordered = total, sorted(sizes.values())
+    for place, size in enumerate(ordered):
+        level, num_above = divmod(left, len(ordered) - place)
+        if size > level:
+            break
+        left -= size
+    else:
+        return sizes
+    over = [tenant for tenant, size in sizes.items() if size > level]
+    above = over[len(over) - num_above :]
+    return {tenant: min(size, level + (tenant in above)) for tenant, size in sizes.items()}
+
+
 @given(st.lists(st.integers(1, 20), max_size=8), st.integers(0, 60))
-def test_the_fair_level_gives_out_all_and_no_more(sizes: list[int], total: int) -> None:
-    level, num_above = fair_level(sizes, total)
-    over = [size for size in sizes if size > level]
-    given_out = sum(min(size, level) for size in sizes) + num_above
-    assert given_out == min(total, sum(sizes))
-    assert num_above <= max(0, len(over) - 1)
+def test_shared_out_is_all_and_no_more(sizes: list[int], total: int) -> None:
+    assert sum(shared_out({str(place): size for place, size in enumerate(sizes)}, total).values()) == min(total, sum(sizes))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.integers(1, 20),
+    st.integers(0, 30),
+    st.lists(
+        st.tuples(st.sampled_from(["retain"] * 5 + ["release", "forget"]), st.integers(0, 24), st.integers(1, 20)), max_size=60
+    ),
+)
+def test_taking_from_the_largest_leaves_what_sorting_all_sizes_would(
+    of_tenant: int, more: int, calls: list[tuple[str, int, int]]
+) -> None:
+    """Each tenant has one chain, so its size is that of the chain."""
+    bounds, sizes = RetentionBounds(of_tenant, of_tenant + more), dict[str, int]()
+    retained = RetainedBlocks(bounds, clock=Clock())
+    for name, number, length in calls:
+        tenant, size = str(number), sizes.get(str(number), 0)
+        chain = hashes(tenant, (0,) * length)
+        if name == "release":
+            assert retained.release(tenant, "s") == sizes.pop(tenant, 0)
+        elif name == "forget":
+            retained.forget(chain[-1])
+            sizes |= {tenant: length - 1} if length <= size else {}
+        else:
+            retained.retain(Retention(tenant, "s", 60), chain)
+            others = {each: size for each, size in sizes.items() if each != tenant}
+            sizes = shared_out(others | {tenant: max(size, min(length, of_tenant))}, bounds.total)
+        sizes = {each: size for each, size in sizes.items() if size}
+        retained.check(set(retained.hashes))
+        assert {str(each): count for each in range(25) if (count := retained.num_of(str(each)))} == sizes
+
+
+def instructions(call: Callable[[], object]) -> int:
+    """How many instructions of Python a call executes."""
+    count, before = 0, sys.gettrace()
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        count += event == "opcode"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def crowded(num_tenants: int) -> RetainedBlocks:
+    """Tenants with two blocks each, and no room for more."""
+    retained = RetainedBlocks(RetentionBounds(num_tenants, 2 * num_tenants), clock=Clock())
+    for number in range(num_tenants):
+        retained.retain(Retention(str(number), "s", 60), hashes(str(number), (0, 0)))
+    return retained
+
+
+def cost_of_growth(num_tenants: int) -> float:
+    """Instructions of a call, on average, in which a tenant retains two blocks more and gives up two; there are so many calls
+    that the heap is rebuilt. Then a newcomer's, which takes its four from others."""
+    retained, times = crowded(num_tenants), 4 * num_tenants
+    chains = [hashes("0", (time, 1)) for time in range(times)]
+    turns = [partial(retained.retain, Retention("0", "s", 60), chain) for chain in chains]
+    some = sum(instructions(turn) for turn in turns)
+    assert retained.num_of("0") == 2
+    some += instructions(lambda: retained.retain(Retention("new", "s", 60), hashes("new", (0,) * 4)))
+    assert len(retained) == 2 * num_tenants
+    return some / times
+
+
+def test_what_one_tenant_retains_in_a_full_pool_costs_the_same_with_few_and_with_many_tenants() -> None:
+    few, many = cost_of_growth(30), cost_of_growth(300)
+    assert few > 100, "instructions are counted"
+    assert many < 1.5 * few

@@ -78,6 +78,7 @@ async def test_a_hand_off_is_seen_at_both_ends(prefiller: Peer, decoder: Peer, r
     assert receiver.value("pdmesh_engine_batch_sequences_count") == receiver.value("pdmesh_engine_steps_total")
     assert receiver.value("pdmesh_kv_blocks", state="free") == receiver.value("pdmesh_kv_blocks_capacity")
     assert receiver.value("pdmesh_kv_blocks", state="retained") == 4, "48 tokens of the prompt, and 16 of those behind it"
+    assert receiver.value("pdmesh_kv_retained_evicted_total") == 0
     assert receiver.value("pdmesh_worker_role", role="decode") == 1 and receiver.value("pdmesh_worker_role", role="prefill") == 0
 
 

@@ -90,6 +90,7 @@ class BlockPool:
         self.log: BlockLog | None = None  # logs what is published and evicted, if it is set
         self._refs = [0] * num_blocks
         self.highest_used = -1  # the highest block id that was ever used
+        self.num_retained_evicted = 0  # retained blocks that were evicted before their time, since no other was free
         # Free blocks, in the order in which they are allocated.
         self._expendable: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # uncached, then lapsed
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -223,6 +224,7 @@ class BlockPool:
             if self._hash_of[block_id] not in self._retained_hashes:
                 return block_id
             self._set_aside[block_id] = None
+        self.num_retained_evicted += 1
         return self._set_aside.popitem(last=False)[0]
 
     def _pop_free(self, block_id: int) -> None:

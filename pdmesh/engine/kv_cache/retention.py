@@ -11,8 +11,9 @@ begins with the one before, moves the session's end. Where it does not begin wit
 
 Bounds count blocks, in use or free, and ends where there are more of them. Over a tenant's bound its least recently used ends are
 moved towards the beginning of their chains, block by block, or dropped where that gives up nothing, since other ends hold the
-block. Over the bound of all tenants together, each tenant may have the same number of blocks, and gives up what exceeds it
-(max-min fairness): a tenant with no more than an equal part loses nothing to others.
+block. Over the bound of all tenants together, the tenant that has most gives up a block, until the bound is kept; of several
+that have most, the least recently used. So each tenant may have the same number of blocks and gives up what exceeds it (max-min
+fairness), and a tenant with no more than an equal part loses nothing to others.
 
 This module knows hashes and times. Which block has a hash, and in what order blocks are evicted, is the pool's concern.
 """
@@ -23,7 +24,7 @@ import heapq
 import itertools
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Container, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Container, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
 from pdmesh.engine.errors import IntegrityError
@@ -32,14 +33,15 @@ MAX_SECONDS = 86_400
 """The longest time that a request may ask for."""
 TOTAL_SHARE = 0.5
 """Share of the pool's blocks that all tenants together may retain: the other blocks serve requests without retention."""
-_STALE_PER_END = 2  # the heap of times is rebuilt when more of its entries than that, for each end, have been overtaken
+_STALE_PER_ENTRY = 2  # a heap is rebuilt when more of its entries than that, for each valid one, have been overtaken
 _LEAST_HEAP = 64
 
 
 @dataclass(frozen=True)
 class Retention:
     """Say for whom, and for how long after a request has given its blocks back, they are worth keeping. `final`: nothing of the
-    session follows, so when the request ends, all that is retained for the session is released."""
+    session follows, so when the request ends, the session is released: what is retained for it, and what others of its requests
+    that run then would retain."""
 
     tenant: str
     session: str  # "": of no session, so only time and bounds release it
@@ -67,18 +69,52 @@ NO_RETENTION = RetentionBounds(0, 0)
 class _Tenant:
     """Hold what one tenant retains: its ends, the least recently used first, and the same by session."""
 
-    __slots__ = ("ends", "name", "num_blocks", "sessions")
+    __slots__ = ("ends", "name", "num_blocks", "sessions", "size", "used")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.num_blocks = 0
+        self.size = 0  # what counts against bounds: blocks, or ends where there are more of them
+        self.used = 0  # a number that grows with each use of any tenant
         self.ends: OrderedDict[_End, None] = OrderedDict()
         self.sessions: dict[str, set[_End]] = {}
 
-    @property
-    def size(self) -> int:
-        """Return what counts against bounds."""
-        return max(self.num_blocks, len(self.ends))
+
+class _LargestFirst:
+    """Find the largest tenant; of several the least recently used.
+
+    A heap has an entry of each tenant, with a size that is never less than the tenant's: growth is noted at once, and an entry
+    whose tenant has become smaller is corrected when it comes to the top. So each correction follows a block or an end that was
+    given up, and takes O(log n) for n tenants.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, _Tenant]] = []  # -size, used; those with an older use are overtaken
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def note(self, tenant: _Tenant, tenants: Collection[_Tenant]) -> None:
+        """Note that a tenant was used and may have grown; `tenants` are all that have something."""
+        heapq.heappush(self._heap, _rank(tenant))
+        if len(self._heap) > _LEAST_HEAP + (1 + _STALE_PER_ENTRY) * len(tenants):
+            self._heap = [_rank(each) for each in tenants]
+            heapq.heapify(self._heap)
+
+    def first(self) -> _Tenant:
+        """Return the largest tenant; there is one that has something."""
+        while True:
+            size, used, tenant = self._heap[0]
+            if used != tenant.used or not tenant.size:
+                heapq.heappop(self._heap)
+            elif -size != tenant.size:
+                heapq.heapreplace(self._heap, _rank(tenant))
+            else:
+                return tenant
+
+
+def _rank(tenant: _Tenant) -> tuple[int, int, _Tenant]:
+    return -tenant.size, tenant.used, tenant
 
 
 @dataclass(eq=False, slots=True)
@@ -119,8 +155,10 @@ class RetainedBlocks:
         self._clock = clock
         self._nodes: dict[bytes, _Node] = {}
         self.hashes: Set[bytes] = self._nodes.keys()  # of what is retained, at any time
-        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()  # the least recently used first
+        self._tenants: dict[str, _Tenant] = {}
+        self._largest = _LargestFirst()
         self._num_ends = 0
+        self._size = 0  # of all tenants
         self._times: list[tuple[float, int, _End]] = []  # a heap; some of its entries are overtaken
         self._order = itertools.count()
 
@@ -129,8 +167,8 @@ class RetainedBlocks:
 
     @property
     def num_records(self) -> int:
-        """Return how many ends, and times of ends, are stored: the bounds limit them as well."""
-        return self._num_ends + len(self._times)
+        """Return how many ends, and entries of heaps, are stored: the bounds limit them as well."""
+        return self._num_ends + len(self._times) + len(self._largest)
 
     def num_of(self, tenant: str) -> int:
         """Return how many blocks are retained for a tenant."""
@@ -148,11 +186,13 @@ class RetainedBlocks:
         if not path:
             return
         self._tenants[retention.tenant] = tenant
-        self._tenants.move_to_end(retention.tenant)
+        tenant.used = next(self._order)
         until = self._clock() + retention.seconds
         self._set_end(retention.session, path[-1], until)
         for node in path[:-1]:
             self._drop_overtaken(node, retention.session, until)
+        self._count(tenant)
+        self._largest.note(tenant, self._tenants.values())
         self._keep_bounds(tenant)
 
     def release(self, tenant: str, session: str) -> int:
@@ -234,6 +274,7 @@ class RetainedBlocks:
         end.is_dropped = True
         self._num_ends -= 1
         del tenant.ends[end]
+        self._count(tenant)
         session = tenant.sessions[end.session]
         session.discard(end)
         if not session:
@@ -250,6 +291,7 @@ class RetainedBlocks:
     def _remove(self, node: _Node) -> None:
         del self._nodes[node.block_hash]
         node.tenant.num_blocks -= 1
+        self._count(node.tenant)
         if node.parent is not None:
             node.parent.children.discard(node)
         self._on_lapse(node.block_hash)
@@ -272,16 +314,19 @@ class RetainedBlocks:
 
     # Bounds.
 
+    def _count(self, tenant: _Tenant) -> None:
+        """Bring sizes up to date with a tenant's blocks and ends."""
+        size = max(tenant.num_blocks, len(tenant.ends))
+        self._size += size - tenant.size
+        tenant.size = size
+
     def _keep_bounds(self, tenant: _Tenant) -> None:
         self._cut(tenant, self.bounds.tenant)
-        total = self.bounds.total
-        if max(len(self._nodes), self._num_ends) <= total:
+        if max(len(self._nodes), self._num_ends) <= self.bounds.total:
             return
-        tenants = list(self._tenants.values())
-        level, num_above = fair_level([each.size for each in tenants], total)
-        over = [each for each in tenants if each.size > level]
-        for place, each in enumerate(over):  # what cannot be divided goes to those that were used last
-            self._cut(each, level + (len(over) - place <= num_above))
+        while self._size > self.bounds.total:
+            largest = self._largest.first()
+            self._cut(largest, largest.size - 1)
 
     def _cut(self, tenant: _Tenant, limit: int) -> None:
         while tenant.size > limit:
@@ -300,7 +345,7 @@ class RetainedBlocks:
 
     def _note_time(self, end: _End) -> None:
         heapq.heappush(self._times, (end.until, next(self._order), end))
-        if len(self._times) > _LEAST_HEAP + (1 + _STALE_PER_END) * self._num_ends:
+        if len(self._times) > _LEAST_HEAP + (1 + _STALE_PER_ENTRY) * self._num_ends:
             ends = (each for tenant in self._tenants.values() for each in tenant.ends)
             self._times = [(each.until, next(self._order), each) for each in ends]
             heapq.heapify(self._times)
@@ -318,9 +363,13 @@ class RetainedBlocks:
         if len(ends) != self._num_ends or max(len(held), len(ends)) > self.bounds.total:
             raise IntegrityError(f"{len(held)} blocks and {len(ends)} ends do not keep the bound of {self.bounds.total}")
         num_blocks = Counter(node.tenant.name for node in held)
+        if self._size != sum(tenant.size for tenant in self._tenants.values()):
+            raise IntegrityError(f"the sizes of tenants do not add up to {self._size}")
         for tenant in self._tenants.values():
             if num_blocks[tenant.name] != tenant.num_blocks or not 0 < tenant.size <= self.bounds.tenant:
                 raise IntegrityError(f"tenant {tenant.name!r} retains {num_blocks[tenant.name]} blocks, not {tenant.num_blocks}")
+            if tenant.size != max(tenant.num_blocks, len(tenant.ends)):
+                raise IntegrityError(f"tenant {tenant.name!r} has another size than {tenant.size}")
 
 
 def _held_by(ends: Iterable[_End]) -> set[_Node]:
@@ -332,15 +381,3 @@ def _held_by(ends: Iterable[_End]) -> set[_Node]:
             held.add(node)
             node = node.parent
     return held
-
-
-def fair_level(sizes: Sequence[int], total: int) -> tuple[int, int]:
-    """Return the largest size that all may have so that they take `total` at most; and how many of those above may have one
-    more."""
-    left = total
-    for place, size in enumerate(ordered := sorted(sizes)):
-        num_left = len(ordered) - place
-        if size > left // num_left:
-            return left // num_left, left % num_left
-        left -= size
-    return max(sizes, default=0), 0

@@ -94,9 +94,11 @@ class RequestTable:
         return group is not None
 
     def release_retained(self, tenant: str, session: str) -> int:
-        """Give up what is retained for a session, and what its present requests were to retain; return the retained blocks."""
+        """Give up what is retained for a session, and what its present requests were to retain; return the retained blocks. A
+        final request, which retains nothing, still ends the session: those that come in the meantime may retain something."""
         for group in self:
-            if group.retention is not None and (group.retention.tenant, group.retention.session) == (tenant, session):
+            wanted = group.retention
+            if wanted is not None and not wanted.final and (wanted.tenant, wanted.session) == (tenant, session):
                 group.retention = None
         return self._allocator.pool.release_retained(tenant, session)
 
@@ -203,9 +205,9 @@ class RequestTable:
             self._end_session(branch.group)
 
     def _end_session(self, group: SequenceGroup) -> None:
-        """Release what is retained for its session, if the request that ends here was the last one."""
+        """Release its session if the request that ends here is a final one."""
         if group.retention is not None and group.retention.final:
-            self._allocator.pool.release_retained(group.retention.tenant, group.retention.session)
+            self.release_retained(group.retention.tenant, group.retention.session)
 
 
 # Reservations: blocks that are held for a request before it is computed, and the two ways in which it then starts
