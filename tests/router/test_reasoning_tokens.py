@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import random
 import re
+import sys
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
 from pdmesh.text.detokenizer import ChoiceText, VisibleMarks
 from pdmesh.text.parsers.events import Message
-from pdmesh.text.parsers.registry import REASONING_FORMATS, TOOL_FORMATS
+from pdmesh.text.parsers.registry import REASONING_FORMATS, TOOL_FORMATS, make_parser
 from pdmesh.v1 import common_pb2, mesh_pb2
 from router.lifecycle.output import UNFINISHED, TokenChunk
+from router.lifecycle.parsed_text import ReasoningTokens
 from router.tokenization.prepared_request import FormatNames, OutputFormat, PreparedRequest, ServedModel, format_of, load
 from tests.router.mesh import write_model
 from tests.router.test_output import Client
@@ -157,3 +162,35 @@ def test_choices_count_together_also_one_that_had_ended_before_the_resumption(mo
     resumed = fed(Client(request, emitted), second, [], begin=9, choice=1)
     assert resumed.output.num_reasoning_tokens == wanted
     assert told(resumed.deltas) == len("<think>Hm.</think>") - len("<think>Hm")
+
+
+def num_lines(segments: int) -> int:
+    """How many lines of the parser's code run to settle the tokens of one more message behind so many thoughts."""
+    parser = make_parser("harmony", "none", {})
+    counted, whole = ReasoningTokens(parser), ""
+    for text in (*(["<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"] * segments), "<|channel|>final<|message|>"):
+        parser.feed(text)
+        counted.add(len(whole), len(whole) + len(text))
+        counted.settle()
+        whole += text
+    assert counted.num == segments
+    lines = Counter[str]()
+
+    def count(frame: FrameType, event: str, _: object) -> Callable[..., object] | None:
+        lines[event] += 1
+        return count
+
+    for place in range(50):
+        parser.feed("a")
+        counted.add(len(whole) + place, len(whole) + place + 1)
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        counted.settle()
+    finally:
+        sys.settrace(before)
+    return lines.total()
+
+
+def test_a_token_costs_the_same_behind_any_number_of_thoughts() -> None:
+    assert 50 < num_lines(400) == num_lines(4)
