@@ -97,7 +97,7 @@ class OutputFormat:
 
     def parser(self) -> OutputParser:
         """Return a parser of one choice."""
-        return make_parser(self.tools, self.reasoning, self.schemas, has_begun=self.has_begun)
+        return make_parser(self.tools, self.reasoning, self.schemas, has_begun=self.has_begun, is_constrained=self.is_constrained)
 
     def call_id(self, seed: int, choice: int, call: int) -> str:
         """Return the id of a call, the same wherever the output is read again."""

@@ -250,3 +250,23 @@ def test_random_tokens_are_the_same_in_every_grouping_and_none_is_lost(bpe_model
         ids = (call[0] for call in whole["calls"] if tools in ("mistral", "json", "llama"))
         found = whole["text"] + whole["reasoning"] + "".join(f"{call[1]}{call[2]}" for call in whole["calls"]) + "".join(ids)
         assert not Counter(filter(str.isalpha, filter(fuzz.PAYLOAD.__contains__, wanted))) - Counter(found), wanted
+
+
+@pytest.mark.parametrize("answer", ['{"a":"</think>"}', "a</think>b", '[TOOL_CALLS][{"name": "weather", "arguments": {}}]'])
+@pytest.mark.parametrize("thoughts", ["", "<think>So.</think>\n\n"])
+def test_a_constrained_answer_is_text_to_the_character(model: ServedModel, thoughts: str, answer: str) -> None:
+    request = prepared(model)
+    assert request.output_format is not None
+    request = replace(request, output_format=replace(request.output_format, is_constrained=True))
+    spelled = [token for character in answer for token in model.tokenizer.encode(character)]
+    tokens = [*model.tokenizer.encode(thoughts), *spelled]
+    for cuts in ([], list(range(len(tokens)))):
+        found = said(request, tokens, cuts)
+        assert (found["text"], found["reasoning"]) == (answer, "So." if thoughts else "")
+        assert not found["warnings"] and not found["calls"]
+
+
+def test_an_end_of_thoughts_that_had_not_begun_is_text_with_a_warning(model: ServedModel) -> None:
+    spelled = [token for character in "Write </think> to end." for token in model.tokenizer.encode(character)]
+    found = said(prepared(model), spelled, [])
+    assert found["text"] == "Write </think> to end." and len(found["warnings"]) == 1

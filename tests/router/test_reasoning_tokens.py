@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import random
 import re
+import sys
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 
 from pdmesh.text.detokenizer import ChoiceText, VisibleMarks
 from pdmesh.text.parsers.events import Message
-from pdmesh.text.parsers.registry import REASONING_FORMATS, TOOL_FORMATS
+from pdmesh.text.parsers.registry import REASONING_FORMATS, TOOL_FORMATS, make_parser
 from pdmesh.v1 import common_pb2, mesh_pb2
 from router.lifecycle.output import UNFINISHED, TokenChunk
+from router.lifecycle.parsed_text import ReasoningTokens
 from router.tokenization.prepared_request import FormatNames, OutputFormat, PreparedRequest, ServedModel, format_of, load
 from tests.router.mesh import write_model
 from tests.router.test_output import Client
@@ -93,6 +98,19 @@ def fed(client: Client, tokens: list[int], cuts: list[int], begin: int = 0, choi
     return client
 
 
+_BY_TOKEN: dict[tuple[object, ...], Client] = {}
+
+
+def by_token(request: PreparedRequest, tokens: list[int]) -> Client:
+    """The output that came token by token, read once for all tests."""
+    said = request.output_format
+    assert said is not None
+    key = (id(request.model), said.tools, said.reasoning, said.has_begun, *tokens)
+    if key not in _BY_TOKEN:
+        _BY_TOKEN[key] = fed(Client(request), tokens, list(range(len(tokens))))
+    return _BY_TOKEN[key]
+
+
 def told(deltas: list[mesh_pb2.Delta]) -> int:
     return sum(delta.num_reasoning_tokens for delta in deltas)
 
@@ -106,7 +124,9 @@ def test_every_cut_counts_what_the_text_says(models: dict[bool, ServedModel], na
         tokens = request.model.tokenizer.encode(shape.output)
         wanted, _ = counted_in(request, tokens, shape)
         assert wanted or not shape.message.thoughts, shape.title
-        for cuts in ([], list(range(len(tokens))), rng.choices(range(len(tokens)), k=5)):
+        single = by_token(request, tokens)
+        assert told(single.deltas) == single.output.num_reasoning_tokens == wanted, shape.title
+        for cuts in ([], rng.choices(range(len(tokens)), k=5)):
             client = fed(Client(request), tokens, cuts)
             assert told(client.deltas) == client.output.num_reasoning_tokens == wanted, (shape.title, cuts)
 
@@ -135,8 +155,8 @@ def test_a_resumed_stream_counts_all(models: dict[bool, ServedModel], name: str,
     for shape in recorded.shapes(name):
         request = prepared(models[is_spelled], shape)
         tokens = request.model.tokenizer.encode(shape.output)
-        whole = fed(Client(request), tokens, list(range(len(tokens))))
-        for at in rng.choices(range(1, len(tokens)), k=4):
+        whole = by_token(request, tokens)
+        for at in rng.choices(range(1, len(tokens)), k=2):
             after = Client(request, [common_pb2.EmittedChoice(index=0, token_ids=tokens[:at])])
             fed(after, tokens, [], begin=at)
             assert after.output.num_reasoning_tokens == whole.output.num_reasoning_tokens
@@ -157,3 +177,35 @@ def test_choices_count_together_also_one_that_had_ended_before_the_resumption(mo
     resumed = fed(Client(request, emitted), second, [], begin=9, choice=1)
     assert resumed.output.num_reasoning_tokens == wanted
     assert told(resumed.deltas) == len("<think>Hm.</think>") - len("<think>Hm")
+
+
+def num_lines(segments: int) -> int:
+    """How many lines of the parser's code run to settle the tokens of one more message behind so many thoughts."""
+    parser = make_parser("harmony", "none", {})
+    counted, whole = ReasoningTokens(parser), ""
+    for text in (*(["<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"] * segments), "<|channel|>final<|message|>"):
+        parser.feed(text)
+        counted.add(len(whole), len(whole) + len(text))
+        counted.settle()
+        whole += text
+    assert counted.num == segments
+    lines = Counter[str]()
+
+    def count(frame: FrameType, event: str, _: object) -> Any:
+        lines[event] += 1
+        return count
+
+    for place in range(50):
+        parser.feed("a")
+        counted.add(len(whole) + place, len(whole) + place + 1)
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        counted.settle()
+    finally:
+        sys.settrace(before)
+    return lines.total()
+
+
+def test_a_token_costs_the_same_behind_any_number_of_thoughts() -> None:
+    assert 50 < num_lines(400) == num_lines(4)

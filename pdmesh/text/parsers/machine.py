@@ -31,7 +31,8 @@ class OutputParser:
         return self._reader.num_settled
 
     def is_thought(self, begin: int, end: int) -> bool:
-        """Return whether any of these characters of the output stands in thoughts, or in a mark around them."""
+        """Return whether any of these characters of the output stands in thoughts, or in a mark around them. To be
+        asked in order."""
         return self._reader.is_thought(begin, end)
 
     def feed(self, text: str) -> list[Event]:

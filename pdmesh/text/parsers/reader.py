@@ -9,6 +9,7 @@ not depend on how the text was cut. What it has found by then is sent at once.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
 
@@ -21,8 +22,8 @@ SPACE = " \t\r\n"
 
 
 class Reader:
-    """Text that has come and is not read yet, the place in it, and the events so far. `strays`: marks that are no text, each with
-    the reason for a warning: the first of each that stands in text is left out."""
+    """Text that has come and is not read yet, the place in it, and the events so far. `strays`: marks that end what
+    had not begun, each with the reason for a warning: the first of each that stands in text gives one."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -33,7 +34,7 @@ class Reader:
         self.strays: dict[str, str] = {}
         self._events: list[Event] = []
         self._num_forgotten = 0
-        self._thoughts: list[list[int]] = []  # begin and end, in characters of the output; without an end: they go on
+        self._thoughts: deque[list[int]] = deque()  # begin and end, in characters of the output; without an end: they go on
 
     def feed(self, text: str) -> None:
         """Take text."""
@@ -99,8 +100,9 @@ class Reader:
             yield
 
     def text_until(self, markers: Sequence[str], on_text: Callable[[str], None]) -> Step[str]:
-        """As `until`, of text for the reader: stray marks are left out."""
+        """As `until`, of text for the reader: a stray mark is text as well, with a warning."""
         while (mark := (yield from self.until((*markers, *self.strays), on_text))) in self.strays:
+            on_text(mark)
             self.unparsed("", self.strays.pop(mark))
         return mark
 
@@ -161,8 +163,12 @@ class Reader:
 
     def is_thought(self, begin: int, end: int) -> bool:
         """Return whether any of the characters from `begin` up to `end` stands in thoughts or their marks. That is certain of
-        those before `num_settled`, and at the end of the output."""
-        return any(thought[0] < end and (len(thought) == 1 or begin < thought[1]) for thought in reversed(self._thoughts))
+        those before `num_settled`, and at the end of the output. To be asked in order: thoughts that end before `begin` are
+        forgotten. Per-token path."""
+        thoughts = self._thoughts
+        while thoughts and len(thoughts[0]) > 1 and thoughts[0][1] <= begin:
+            thoughts.popleft()
+        return bool(thoughts) and thoughts[0][0] < end
 
     def open_thoughts(self) -> None:
         """Thoughts begin at the mark, with what opens them; what was read since is no longer in question."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Protocol
 
 from pdmesh.v1 import common_pb2, mesh_pb2
@@ -146,6 +147,12 @@ def _is_json(text: str) -> bool:
     return True
 
 
+def _num_tokens(entries: Sequence[JsonObject], num_chars: int) -> int:
+    """Return how many of the first tokens it takes to write so many characters. Pure."""
+    sizes = accumulate((len(str(entry["token"])) for entry in entries), initial=0)
+    return next((number for number, size in enumerate(sizes) if size >= num_chars), len(entries))
+
+
 class Output:
     """Builds the output of one response. The ids of its items are made of `suffix`, so that a kept item is found by its id.
     `namespaces`: namespace and name of functions that are in one, by the names that the model writes."""
@@ -167,12 +174,25 @@ class Output:
         """Yield the events of a delta."""
         if delta.logprobs and not self._num_calls:
             self._logprobs += self._show_logprobs(delta.logprobs)
-            del self._logprobs[: delta.num_reasoning_tokens]
+        behind = self._without_reasoning(delta) if delta.logprobs else []
         for said in in_order(delta):
             yield from self._take_reasoning(said.reasoning)
             yield from self._take_text(said.text)
             for piece in said.calls:
                 yield from self._take_call(piece)
+            if not self._num_calls:
+                self._logprobs += behind
+            behind = []
+
+    def _without_reasoning(self, delta: mesh_pb2.Delta) -> list[JsonObject]:
+        """Drop the log-probabilities of reasoning; keep those of text before it in the delta, and return those behind it."""
+        num_chars = delta.parts[0].text_chars if delta.parts else 0
+        place = _num_tokens(self._logprobs, num_chars) if delta.num_reasoning_tokens else 0
+        behind = self._logprobs[place + delta.num_reasoning_tokens :]
+        del self._logprobs[place:]
+        if not place:
+            self._logprobs, behind = behind, []
+        return behind
 
     def end(self, *, is_complete: bool) -> Iterator[Event]:
         """Yield the events that end the output. It has a message, be it empty, unless it has calls or was cut off before one."""

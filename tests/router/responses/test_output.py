@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 from pdmesh.runtime.errors import ResourceExhausted
 from pdmesh.v1 import common_pb2, mesh_pb2
 from router.api.responses.answer import Answer, Identity, ServedModels
+from router.api.responses.output import Output
 from router.api.responses.requests import parse
 from router.api.responses.schema import ResponseEvent
 from router.lifecycle.output import UNFINISHED, TokenChunk
@@ -208,3 +209,16 @@ def test_events_have_the_types_that_openapi_shows(model: ServedModel) -> None:
         seen += run(answer, deltas_of(model, tokens, [9, 30, len(tokens)], reason, has_logprobs=True), len(tokens))
     lines = answer.error_event(ResourceExhausted("too slow")).decode().split("\n")
     exact_types.check(ResponseEvent, [*seen, *(json.loads(line[6:]) for line in lines if line.startswith("data: "))])
+
+
+def test_text_before_a_thought_keeps_the_log_probabilities_of_its_tokens() -> None:
+    told = [common_pb2.Logprobs(chosen=common_pb2.TokenLogprob(text=text)) for text in ("I ", "look", "Hm", ".", "So", "!")]
+    output = Output("x", lambda entries: [{"token": entry.chosen.text} for entry in entries], {})
+    parts = [mesh_pb2.DeltaPart(text_chars=6), mesh_pb2.DeltaPart(reasoning_chars=3), mesh_pb2.DeltaPart(text_chars=3)]
+    delta = mesh_pb2.Delta(text="I lookSo!", reasoning="Hm.", logprobs=told, num_reasoning_tokens=2, parts=parts)
+    list(output.take(delta))
+    list(output.end(is_complete=True))
+    items: Any = output.items()
+    assert [item["type"] for item in items] == ["message", "reasoning", "message"]
+    shown = [[entry["token"] for entry in item["content"][0]["logprobs"]] for item in items if item["type"] == "message"]
+    assert shown == [["I ", "look"], ["So", "!"]]

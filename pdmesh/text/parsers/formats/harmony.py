@@ -28,6 +28,7 @@ _HEADER = re.compile(
 _THOUGHTS, _FINAL = "analysis", "final"
 MAX_HEADER = 512
 """Characters: so much is held back until it is clear that it is none."""
+_WRONG = "a header of a message is wrong"
 FORM = Form(
     "",
     f"{CHANNEL}commentary to={_FUNCTIONS}{NAME} <|constrain|>json{MESSAGE}",
@@ -43,15 +44,26 @@ def parse(schemas: Schemas) -> Parse:
 
 
 def _program(reader: Reader) -> Step[None]:
+    has_begun = True  # the prompt may have begun a message
     while mark := (yield from reader.until((START, CHANNEL, MESSAGE, *ENDS), reader.content)):
-        if mark in ENDS:
+        if mark not in ENDS:
+            has_begun = yield from _headed(reader, mark)
             continue
-        reader.mark(len(mark))
-        header = _HEADER.fullmatch((yield from _header(reader, mark)))
-        if header is None:
-            reader.unparsed(reader.since_mark(), "a header of a message is wrong")
-        else:
-            yield from _message(reader, header["first"] or header["second"] or "", header["channel"] or "")
+        if not has_begun:
+            reader.unparsed(mark, "a message ends that had not begun")
+        has_begun = False
+
+
+def _headed(reader: Reader, mark: str) -> Step[bool]:
+    """Read a message with its end, or a header that is wrong; return whether that has begun a message."""
+    reader.mark(len(mark))
+    header = _HEADER.fullmatch((yield from _header(reader, mark)))
+    if header is not None:
+        yield from _message(reader, header["first"] or header["second"] or "", header["channel"] or "")
+        return False
+    wrong = reader.since_mark()
+    reader.unparsed(wrong, _WRONG)
+    return not wrong.endswith(ENDS)
 
 
 def _header(reader: Reader, mark: str) -> Step[str]:
