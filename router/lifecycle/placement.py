@@ -196,7 +196,7 @@ class PlaceStage:
             raise InvalidArgument(nothing.field, f"{nothing.field}: {nothing.reason}; {nothing.remedy}")
         if nothing.never:
             field = _UNFIT_FIELDS.get(nothing.word)
-            raise ResourceExhausted(f"{nothing.reason}; {nothing.remedy}", field=field, reason=nothing.word)
+            raise ResourceExhausted(f"{nothing.reason}; {nothing.remedy}", field=field, reason=nothing.word or None)
         if nothing.full and waited_s > config.room_timeout_s:
             raise ResourceExhausted(f"{nothing.reason}; no room for {waited_s:.0f} s", retry_delay_s=ROOM_RETRY_DELAY_S)
         limit_s = config.resubmit_timeout_s if dispatch.started else config.place_timeout_s

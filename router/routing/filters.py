@@ -120,7 +120,7 @@ class NoPlacement:
     never: bool = False
     remedy: str = ""
     field: str = ""
-    word: str | None = None
+    word: str = ""
 
 
 def same_kind(worker: WorkerSnapshot, routing_request: RoutingRequest) -> bool:

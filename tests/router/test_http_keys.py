@@ -57,21 +57,16 @@ async def test_each_route_takes_a_key_in_both_headers(
 ) -> None:
     async def status(**headers: str) -> int:
         named = {name.replace("_", "-"): value for name, value in headers.items()}
-        json = {} if method == "POST" else None
-        return (await http.request(method, path, json=json, headers={**demanded, **named})).status_code
+        body: Any = {} if method == "POST" else None
+        return (await http.request(method, path, json=body, headers={**demanded, **named})).status_code
 
     refused = (401, 403, 405)  # with a key it is the body, or the name in the path, that is refused, if anything is
     assert await status(authorization="Bearer good") not in refused
     assert await status(x_api_key="good") not in refused
     assert await status(authorization="Bearer good", x_api_key="other") not in refused
     assert await status(authorization="Basic other", x_api_key="good") not in refused
-    for headers in (
-        {},
-        {"authorization": "Bearer other"},
-        {"x_api_key": "other"},
-        {"authorization": "Bearer other", "x_api_key": "good"},
-    ):
-        assert await status(**headers) == 401
+    assert await status() == await status(authorization="Bearer other") == await status(x_api_key="other") == 401
+    assert await status(authorization="Bearer other", x_api_key="good") == 401
 
 
 async def test_both_ways_are_described(http: httpx.AsyncClient) -> None:

@@ -95,26 +95,25 @@ TENANT_HEADERS = {
     frontend.TENANT: f"As {TENANT}, which goes before it.",
 }
 TIME_HEADERS = {TIMEOUT: "The deadline in milliseconds."}
-QUEUE_HEADERS = {
+_QUEUE_HEADERS = {
     PRIORITY: "The class: interactive, standard or batch.",
     frontend.PRIORITY: f"As {PRIORITY}, which goes before it.",
     frontend.PRIORITY_HINT: "The place among the tenant's own waiting requests, from -1000 to 1000: higher ones go first.",
     frontend.SLO_TTFT: "The objective for the time to the first token, in milliseconds.",
+    frontend.SLO_TPOT: "The objective for the time between two tokens, in milliseconds.",
 }
 _SESSION_HEADERS = {
     frontend.SESSION: "The session of the request, as session_id.",
     frontend.RETENTION: "Seconds that the KV of the request is worth keeping, as kv_retention_s.",
     frontend.SESSION_FINAL: "true: nothing of the session follows, as session_final.",
-    DYNAMO_SESSION: "The session, as Dynamo names it.",
-    DYNAMO_FINAL: "true: nothing of the session follows, as Dynamo says it.",
-    **dict.fromkeys(AGENT_HEADERS, "The session, as coding agents name it; it counts where nothing else names one."),
 }
-PROMPT_HEADERS = {**TENANT_HEADERS, **TIME_HEADERS, **QUEUE_HEADERS}
+PROMPT_HEADERS = {**TENANT_HEADERS, **TIME_HEADERS, **_QUEUE_HEADERS, **_SESSION_HEADERS}
 """Headers of requests whose prompts workers compute."""
 GENERATION_HEADERS = {
     **PROMPT_HEADERS,
-    frontend.SLO_TPOT: "The objective for the time between two tokens, in milliseconds.",
-    **_SESSION_HEADERS,
+    DYNAMO_SESSION: "The session, as Dynamo names it.",
+    DYNAMO_FINAL: "true: nothing of the session follows, as Dynamo says it.",
+    **dict.fromkeys(AGENT_HEADERS, "The session, as coding agents name it; it counts where nothing else names one."),
     MODE: "local or remote: where the prompt is computed, for tests.",
 }
 """Headers of requests whose answers are generated."""
