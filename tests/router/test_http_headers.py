@@ -64,12 +64,11 @@ class Seen:
     async def of(self, path: str, headers: dict[str, str]) -> list[object]:
         method, body = PATHS[path]
         d0, p0 = self._mesh["d0"], self._mesh["p0"]
-        before = (len(self._items), len(d0.submits), len(p0.embeds), len(d0.released))
+        all_seen: list[list[Any]] = [self._items, d0.submits, p0.embeds, d0.released]
+        before = [len(each) for each in all_seen]
         answer = await self._http.request(method, path.replace("{session_id}", "s"), json=body, headers=headers)
         assert answer.status_code == 200, answer.text
-        items, submits, embeds, released = (
-            seen[start:] for start, seen in zip(before, (self._items, d0.submits, p0.embeds, d0.released), strict=True)
-        )
+        items, submits, embeds, released = (each[start:] for each, start in zip(all_seen, before, strict=True))
         told = [(each.mode, each.tpot_goal_ms, *_of_token_request(each.request)) for each in submits]
         asked = [_of_token_request(each.request) for each in embeds]
         is_named = answer.headers["x-request-id"] == headers.get("X-Request-Id")
