@@ -60,7 +60,7 @@ def _converse(client: Client, options: Options, system: list[Message]) -> int:
 
 def _one_conversation(client: Client, options: Options, system: list[Message]) -> bool:
     """Hold one conversation, which is a session: its KV is kept between turns. Return whether another one is wanted."""
-    history, session_id = list(system), f"chat-{secrets.token_hex(12)}"
+    history, session_id, was_asked = list(system), f"chat-{secrets.token_hex(12)}", False
     session = GenerateOptions(session_id=session_id, kv_retention_s=SESSION_RETENTION_S)
     try:
         while (line := _read_line()) is not None and line not in ("/exit", "/quit"):
@@ -69,10 +69,11 @@ def _one_conversation(client: Client, options: Options, system: list[Message]) -
             if line.startswith("/"):
                 print(f"{line}: unknown; {_HELP}", file=sys.stderr)
             elif line:
+                was_asked = True  # also of an answer that is stopped workers retain what they have computed
                 history = _turn(client, options, history, line, session)
         return False
     finally:
-        if len(history) > len(system):
+        if was_asked:
             with suppress(MeshError):  # what is not released ends with its time
                 client.release_session(session_id, tenant=options.routing.tenant, timeout=RELEASE_TIMEOUT_S)
 

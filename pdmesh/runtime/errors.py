@@ -31,6 +31,12 @@ MAX_FIELD_BYTES = 200
 OTHER_ENGINE = "other_engine"
 """The `reason` of FAILED_PRECONDITION where the engine of a worker can never serve the request; another kind of engine may."""
 
+CONTEXT_OVERFLOW = "context_length_exceeded"
+"""The `reason` where a prompt, alone or with its output, is longer than the model, the router or every worker takes: agents then
+shorten it. OpenAI's `code` has the same name."""
+TOO_MANY_CHOICES = "too_many_choices"
+"""The `reason` of RESOURCE_EXHAUSTED where more choices are asked for than any worker runs at a time."""
+
 logger = logging.getLogger(__name__)
 
 

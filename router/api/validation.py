@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NoReturn
 
-from pdmesh.runtime.errors import InvalidArgument
+from pdmesh.runtime.errors import CONTEXT_OVERFLOW, InvalidArgument
 from pdmesh.runtime.work_threads import WorkThreads
 from pdmesh.sampling_params import MAX_BIASES, NUMBERS, PARAMETERS, Kind, Parameter
 from pdmesh.text.grammar import CompiledGrammar, GrammarCompiler
@@ -34,11 +34,6 @@ _MODES = {
 def refuse(field: str, problem: str) -> NoReturn:
     """Raise InvalidArgument with the field's name also in the message."""
     raise InvalidArgument(field, f"{field}: {problem}")
-
-
-CONTEXT_OVERFLOW = "context_length_exceeded"
-"""The `reason` of INVALID_ARGUMENT where a prompt, alone or with its output, is longer than the model or the router takes: agents
-then shorten it. OpenAI's `code` has the same name."""
 
 
 class ContextOverflow(InvalidArgument):

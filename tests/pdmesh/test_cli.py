@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 
 from pdmesh import cli, errors
 from pdmesh.cli import parse_options, with_flags
+from pdmesh.client.types import Event, Generation
 from pdmesh.commands import chat, generate, options
 from pdmesh.runtime.child import import_path
 from pdmesh.v1 import common_pb2
@@ -188,6 +190,24 @@ async def test_chat_ends_also_where_nothing_can_be_released(monkeypatch: pytest.
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
     assert await run("chat", "--tenant", "t", "--router", router.address) == 0
     assert [released.tenant for released in router.script.released] == ["t"]
+    await router.stop()
+
+
+async def test_chat_releases_a_session_without_a_whole_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    router = await start_router()
+
+    def stopped(events: Iterable[Event]) -> Generation:
+        next(iter(events))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(chat, "show_text", stopped)
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n/new\n/exit\n"))
+    assert await run("chat", "--router", router.address) == 0
+    assert "stopped" in capsys.readouterr().err
+    (asked,) = [request.options.session_id for request in router.script.requests]
+    assert [released.session_id for released in router.script.released] == [asked]
     await router.stop()
 
 

@@ -48,6 +48,7 @@ class StubWorker(StubPrefill, decode_pb2_grpc.DecodeServiceServicer, worker_pb2_
     roles: tuple[worker_pb2.Role.ValueType, ...]
     port: int = 0
     max_num_seqs: int = 64
+    num_blocks: int = 1000
     engine: str = "pdmesh"
     lacks: tuple[worker_pb2.EngineLack.ValueType, ...] = ()
     epoch: int = field(default_factory=lambda: secrets.randbits(63) or 1)
@@ -125,7 +126,7 @@ class StubWorker(StubPrefill, decode_pb2_grpc.DecodeServiceServicer, worker_pb2_
             transports=["tcp"],
             max_context=stub_model.MAX_CONTEXT,
             max_num_seqs=self.max_num_seqs,
-            num_blocks=1000,
+            num_blocks=self.num_blocks,
             engine=self.engine,
             lacks=self.lacks,
         )
@@ -137,8 +138,8 @@ class StubWorker(StubPrefill, decode_pb2_grpc.DecodeServiceServicer, worker_pb2_
             roles=self.roles,
             num_running=len(self.held),
             draining=self.draining,
-            num_free_blocks=1000 - 10 * len(self.held) if self.num_free_blocks is None else self.num_free_blocks,
-            num_total_blocks=1000,
+            num_free_blocks=self.num_blocks - 10 * len(self.held) if self.num_free_blocks is None else self.num_free_blocks,
+            num_total_blocks=self.num_blocks,
             max_num_seqs=self.max_num_seqs,
         )
 

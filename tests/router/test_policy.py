@@ -97,7 +97,7 @@ def test_placement(workers: list[WorkerSnapshot], routing_request: dict[str, obj
         ([P0], {}, "no decode worker", False),
         ([worker("d0", num_total_blocks=9)], {}, "exceed the KV pool", True),
         ([worker("d0", max_context=499)], {}, "exceed the KV pool or context", True),
-        ([D0], {"num_choices": 65}, "", True),
+        ([D0], {"num_choices": 65}, "65 choices are more than any decode worker runs", True),
         ([P0, D0], {"excluded_decode": frozenset({D0.key})}, "refused or were lost", False),
         ([D0], {"mode": Mode.REMOTE}, "REMOTE was asked for", False),
         ([worker("pd")], {"mode": Mode.REMOTE}, "REMOTE was asked for", False),  # no hand-off to oneself

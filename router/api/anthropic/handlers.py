@@ -31,7 +31,15 @@ from router.api.http.body import HttpSettings, guarded, json_response, parsed, r
 from router.api.http.errors import renamed
 from router.api.http.exchange import Exchange
 from router.api.http.fields import JsonObject
-from router.api.http.headers import HEADER_NAMES, authorization_of, options_of, request_id_of, requested_time_left_s
+from router.api.http.headers import (
+    GENERATION_HEADERS,
+    HEADER_NAMES,
+    TIME_HEADERS,
+    authorization_of,
+    options_of,
+    request_id_of,
+    requested_time_left_s,
+)
 from router.api.http.openapi import Endpoint
 from router.auth import identity
 from router.telemetry.request_trace import CHAT
@@ -109,12 +117,13 @@ def routes(frontend: Frontend, settings: HttpSettings) -> list[Route]:
     versioned = partial(VersionedEndpoint, method="GET", error=MessageError, header=VERSION.decode(), wrap=_answered)
     return [
         Endpoint(
-            "/v1/messages", handlers.create, "The next message of a conversation, in Anthropic's form", has_options=True,
+            "/v1/messages", handlers.create, "The next message of a conversation, in Anthropic's form",
+            headers=GENERATION_HEADERS,
             body=MessageBody, answer=MessageAnswer, event=MessageEvent, error=MessageError, wrap=_answered,
         ),
         Endpoint(
             "/v1/messages/count_tokens", handlers.count_tokens, "The tokens of a conversation",
-            body=PromptBody, answer=TokenCount, error=MessageError, wrap=_answered,
+            has_options=True, headers=TIME_HEADERS, body=PromptBody, answer=TokenCount, error=MessageError, wrap=_answered,
         ),
         versioned("/v1/models", handlers.list_models, "The models that are served", answer=ModelPage),
         versioned("/v1/models/{model:path}", handlers.get_model, "One of them", answer=ModelInfo),

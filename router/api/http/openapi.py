@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any, cast
 
@@ -21,20 +21,17 @@ from router.api.http import docs_page
 from router.api.http.body import Endpoint as Handler
 from router.api.http.body import guarded, json_response
 from router.api.http.errors import ErrorBody
-from router.api.http.headers import DYNAMO_FINAL, DYNAMO_SESSION, MODE, PRIORITY, REQUEST_ID, TENANT, TIMEOUT
+from router.api.http.headers import API_KEY, REQUEST_ID, TENANT_HEADERS
 
 Form = Any
 """A type of bodies, or a union of such types."""
 
 VERSION = "3.1.0"
-OPTION_HEADERS = {
-    REQUEST_ID: "The id of the request; the answer has it, too.",
-    TENANT: "The tenant; prefix caches are shared within one.",
-    PRIORITY: "interactive, standard or batch.",
-    TIMEOUT: "The deadline in milliseconds.",
-    DYNAMO_SESSION: "The session of the request, as session_id.",
-    DYNAMO_FINAL: "true: nothing of the session follows, as session_final.",
-    MODE: "local or remote: where the prompt is computed, for tests.",
+_ANY = {REQUEST_ID: "The id of the request; the answer has it, too."}
+"""What counts for every endpoint."""
+_SECURITY = {
+    "key": {"type": "http", "scheme": "bearer", "description": "Needed where the router has API keys (--api-keys)."},
+    "header_key": {"type": "apiKey", "in": "header", "name": API_KEY, "description": "The same key; a bearer's goes before it."},
 }
 
 
@@ -42,8 +39,9 @@ OPTION_HEADERS = {
 class Operation:
     """Describe an endpoint: what it is for, and the types of its request's body, of its answer, of an event's data where it
     streams, and of errors. `form`: the body is multipart/form-data with these fields. `raw`: the media type of an answer that is
-    no JSON. `needs_key`: API keys are checked, where there are some. `has_options`: `OPTION_HEADERS` count. `header`: one that
-    requests must have, where other requests to the same path are another endpoint's."""
+    no JSON. `needs_key`: API keys are checked, where there are some. `has_options`: the tenant counts. `headers`: what else
+    counts, with its meaning. `header`: one that requests must have, where other requests to the same path are another
+    endpoint's."""
 
     summary: str
     body: Form = None
@@ -52,6 +50,7 @@ class Operation:
     error: Form = ErrorBody
     needs_key: bool = True
     has_options: bool = False
+    headers: Mapping[str, str] = field(default_factory=dict)
     form: Form = None
     raw: str = ""
     header: str = ""
@@ -73,6 +72,7 @@ class Endpoint(Route):
         error: Form = ErrorBody,
         needs_key: bool = True,
         has_options: bool = False,
+        headers: Mapping[str, str] | None = None,
         form: Form = None,
         raw: str = "",
         header: str = "",
@@ -80,7 +80,7 @@ class Endpoint(Route):
     ) -> None:
         """`wrap` makes responses of errors, for an API that has a form of its own for them."""
         super().__init__(path, wrap(handler), methods=[method])
-        self.operation = Operation(summary, body, answer, event, error, needs_key, has_options, form, raw, header)
+        self.operation = Operation(summary, body, answer, event, error, needs_key, has_options, headers or {}, form, raw, header)
 
 
 def document(routes: Sequence[Route]) -> dict[str, Any]:
@@ -95,8 +95,7 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
             other = operations.get(method.lower())
             operations[method.lower()] = described if other is None else _either(described, other)
     info = {"title": "pdmesh", "version": _version(), "summary": "LLMs over HTTP; prefill and decode are separated."}
-    bearer = {"type": "http", "scheme": "bearer", "description": "Needed where the router has API keys (--api-keys)."}
-    components = {"schemas": schemas, "securitySchemes": {"key": bearer}}
+    components = {"schemas": schemas, "securitySchemes": _SECURITY}
     return {"openapi": VERSION, "info": info, "paths": paths, "components": components}
 
 
@@ -134,12 +133,7 @@ def _described(route: Route, path: str, method: str, refs: dict[int, dict[str, A
         "summary": operation.summary,
         "parameters": [
             *_path_parameters(path),
-            *(_header(name, what) for name, what in OPTION_HEADERS.items() if operation.has_options),
-            *(
-                [_header(operation.header, "With it the answer is in the form of the API that has it.")]
-                if operation.header
-                else []
-            ),
+            *(_header(name, what) for name, what in _headers(operation).items()),
         ],
         "responses": {"200": _answered(operation, refs)},
     }
@@ -150,8 +144,14 @@ def _described(route: Route, path: str, method: str, refs: dict[int, dict[str, A
     if operation.error is not None:
         made["responses"]["default"] = {"description": "An error", "content": _json(refs[id(operation.error)])}
     if operation.needs_key and isinstance(route, Endpoint):
-        made["security"] = [{}, {"key": []}]
+        made["security"] = [{}, *({name: []} for name in _SECURITY)]
     return made
+
+
+def _headers(operation: Operation) -> dict[str, str]:
+    tenant = TENANT_HEADERS if operation.has_options else {}
+    version = {operation.header: "With it the answer is in the form of the API that has it."} if operation.header else {}
+    return {**_ANY, **tenant, **operation.headers, **version}
 
 
 def _answered(operation: Operation, refs: dict[int, dict[str, Any]]) -> dict[str, Any]:

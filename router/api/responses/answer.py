@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from pdmesh.runtime.errors import MeshError
+from pdmesh.runtime.errors import CONTEXT_OVERFLOW, MeshError
 from pdmesh.v1 import common_pb2, mesh_pb2
 from router.api.http.body import from_json
 from router.api.http.errors import answer_to
@@ -106,7 +106,8 @@ class Answer:
         message, code = shown["message"], shown["code"]
         self._status, self._completed_at = FAILED, None
         self.is_kept = False
-        self._error = {"code": _ERROR_CODES.get(told.status, "server_error"), "message": message}
+        kind = CONTEXT_OVERFLOW if code == CONTEXT_OVERFLOW else _ERROR_CODES.get(told.status, "server_error")
+        self._error = {"code": kind, "message": message}
         error_event: Event = {"type": "error", "code": code or self._error["code"], "message": message, "param": shown["param"]}
         return self._sent(error_event) + self._sent({"type": "response.failed", "response": self.body()})
 

@@ -81,7 +81,8 @@ OutputPart = Annotated[OutputText | ReasoningText, Field(discriminator="type")]
 class ResponseError(AnswerBody):
     """What ended a response before its time."""
 
-    code: Literal["server_error", "rate_limit_exceeded", "invalid_prompt"]
+    code: Literal["server_error", "rate_limit_exceeded", "invalid_prompt", "context_length_exceeded"]
+    """With the last one agents shorten what they send, and do not send the same again."""
     message: str
 
 

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from html import escape
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from starlette.routing import Route
 from pdmesh.runtime.errors import InvalidArgument
 from pdmesh.sampling_params import PARAMETERS
 from router.api.anthropic.bodies import MessageBody
+from router.api.http import docs_page
 from router.api.http.body import HttpSettings
 from router.api.http.openapi import Endpoint, document, with_description
 from router.api.http.types import Body, checked
@@ -281,6 +283,20 @@ async def test_both_are_served(served: Mesh) -> None:
     for path in answer.json()["paths"]:
         assert path in page.text
     assert "max_completion_tokens" in page.text and not re.search(r"(src|href)=[\"']?(https?:)?//", page.text)
+
+
+async def test_the_page_says_what_each_field_and_header_means(described: dict[str, Any]) -> None:
+    shown = docs_page.page(described)
+    schemas = described["components"]["schemas"]
+    tables = re.findall(r"<table>(.*?)</table>", shown)
+    assert all(re.match(r"<tr>(<th>[a-z]+)+</tr>", table) or table.startswith("<tr><th>endpoint<th></tr>") for table in tables)
+    for name, schema in schemas.items():
+        for field, value in schema.get("properties", {}).items():
+            if "description" in value:
+                assert escape(value["description"]) in shown, f"{name}.{field}"
+    by_type = {row.name: row.description for row in docs_page.rows(schemas["MessageBody"], schemas)}
+    assert by_type["cache_control"] == schemas["CacheControl"]["description"]
+    assert "<code>x-pdmesh-session-id</code>" in shown
 
 
 async def test_answers_are_checked(served: Mesh) -> None:
