@@ -156,7 +156,7 @@ def test_a_resumed_stream_counts_all(models: dict[bool, ServedModel], name: str,
         request = prepared(models[is_spelled], shape)
         tokens = request.model.tokenizer.encode(shape.output)
         whole = by_token(request, tokens)
-        for at in rng.choices(range(1, len(tokens)), k=2):
+        for at in rng.choices(range(1, len(tokens)), k=4):
             after = Client(request, [common_pb2.EmittedChoice(index=0, token_ids=tokens[:at])])
             fed(after, tokens, [], begin=at)
             assert after.output.num_reasoning_tokens == whole.output.num_reasoning_tokens
