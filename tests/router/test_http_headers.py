@@ -15,6 +15,7 @@ from router.api.http.headers import AGENT_HEADERS, GENERATION_HEADERS
 from router.flow_control.slo_admission import FlowItem
 from tests.router.mesh import Mesh, running_mesh
 from tests.router.test_http_sessions import ENDPOINTS, url
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 Json = dict[str, Any]
@@ -68,6 +69,7 @@ class Seen:
         before = [len(each) for each in all_seen]
         answer = await self._http.request(method, path.replace("{session_id}", "s"), json=body, headers=headers)
         assert answer.status_code == 200, answer.text
+        await eventually(lambda: len(self._mesh.router.core.background) == 0)  # the release behind a final request
         items, submits, embeds, released = (each[start:] for each, start in zip(all_seen, before, strict=True))
         told = [(each.mode, each.tpot_goal_ms, *_of_token_request(each.request)) for each in submits]
         asked = [_of_token_request(each.request) for each in embeds]
