@@ -76,7 +76,9 @@ class Connection:
                 for size, message in held:
                     self._carry(target, size, message, again_ns=self.network.world.rng.randrange(200) * MILLISECOND)
             if target.is_breaking and not self.network.is_cut(source.process, target.process):
+                target.is_breaking = False
                 self.break_at(receiver, "connection reset by peer")
+        self.network.forget(self)
 
     def close(self, closer: int, reason: str) -> None:
         """Close one end; the other learns it behind all that was sent."""
@@ -183,7 +185,7 @@ class Network:
                     connection.close(index, "connection reset by peer")
 
     def forget(self, connection: Connection) -> None:
-        if not any(end.held or end.is_breaking for end in connection.ends):
+        if not all(end.is_open for end in connection.ends) and not any(end.held or end.is_breaking for end in connection.ends):
             self.connections.pop(connection, None)
 
     def _give_up(self, connection: Connection, index: int, link: tuple[str, str], number: int) -> None:

@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> int:
     if os.environ.get("PYTHONHASHSEED") != "0":
         os.execvpe(sys.executable, [sys.executable, "-m", "tests.simulation.run", *arguments], {**os.environ, "PYTHONHASHSEED": "0"})
     machine.install()
-    prepare()
+    prepare(options.mutant)
     if options.seed is not None:
         return _show(options.seed, log=options.log)
     first, _, last = options.seeds.partition("-")
@@ -35,6 +35,10 @@ def main(arguments: list[str]) -> int:
         virtual_s += outcome.get("virtual_s", 0.0)
         if outcome["violations"]:
             num_bad += 1
+            if options.stop:
+                print(f"found after {num} seeds")
+                print(f"seed {seed}: {outcome['violations'][0]}"[:300])
+                return 1
             print(f"seed {seed}: {outcome['violations'][0]}"[:400], flush=True)
             if len(outcome["violations"]) > 1:
                 print(f"    and {len(outcome['violations']) - 1} more")
@@ -43,7 +47,7 @@ def main(arguments: list[str]) -> int:
     return int(num_bad > 0)
 
 
-def prepare() -> None:
+def prepare(mutant: str = "") -> None:
     """Import, and make what all runs share."""
     import torch
 
@@ -54,6 +58,10 @@ def prepare() -> None:
 
     prepare_native()
     model_folder()
+    if mutant:
+        from tests.simulation.mutants import MUTANTS
+
+        MUTANTS[mutant]()
     logging.disable(logging.CRITICAL)
     gc.collect()
     gc.freeze()
@@ -127,6 +135,8 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation.run")
     parser.add_argument("--seed", type=int)
     parser.add_argument("--seeds", default="1-100")
+    parser.add_argument("--mutant", default="")
+    parser.add_argument("--stop", action="store_true", help="end at the first seed with a violation")
     parser.add_argument("--log", action="store_true")
     return parser.parse_args(arguments)
 
