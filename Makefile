@@ -92,12 +92,13 @@ protos-lint: $(READY)  ## style of the proto files, and that generated code of c
 # three runs.
 REPEAT = $(BIN)/python -m tests.repeat
 
-# By whole files: fixtures of a file are made once. Most tests compute with one thread, and many only wait.
+# By whole files: fixtures of a file are made once. Most tests compute with one thread, and many only wait. Order: tests/order.py.
+BESIDE = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 unit: $(READY) $(TRITON) model kernels
-	$(REPEAT) unit -n $(JOBS) --dist loadfile tests --ignore=tests/mesh --ignore=tests/cluster
+	$(REPEAT) unit $(BESIDE) tests --ignore=tests/mesh --ignore=tests/cluster
 
 mesh: $(READY) model kernels
-	$(REPEAT) mesh -n $(JOBS) --dist loadfile tests/mesh -m "not thorough and not alone"
+	$(REPEAT) mesh $(BESIDE) tests/mesh -m "not thorough and not alone"
 	$(REPEAT) mesh-alone tests/mesh -m "not thorough and alone"
 
 test-thorough: $(READY) $(TRITON) model kernels  ## takes minutes: every variant of every GPU kernel compiled

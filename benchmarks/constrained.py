@@ -230,7 +230,7 @@ async def main() -> None:
     config = LocalMeshConfig(model=str(folder), port=0, http_port=0, worker_args=PLAIN_FLAGS)
     async with LocalMesh(config) as mesh, AsyncClient(mesh.router_addresses) as client:
         samples = await measure(client, NUM_REQUESTS, ROUNDS)
-        calls = await forced_calls.measure(mesh.http_urls[0], folder.name)
+        calls = await forced_calls.measure(mesh.http_urls[0], folder.name, mesh.pids)
     wrong = samples.wrong + calls.wrong
     write("constrained", figures(samples) + forced_calls.figures(calls), streams=STREAMS, wrong=wrong, differing=calls.differing)
     if wrong or calls.differing:

@@ -371,8 +371,7 @@ class Process:
     @property
     def cpu_s(self) -> float:
         """CPU time of all of its threads so far, in user and kernel."""
-        fields = Path(f"/proc/{self.popen.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / CLOCK_TICKS
+        return process_cpu_s(self.popen.pid)
 
     @property
     def rss_bytes(self) -> int:
@@ -421,8 +420,14 @@ def resident_bytes(pid: int) -> int:
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
 
 
+def process_cpu_s(pid: int) -> float:
+    """Time on a core of a process in whole ticks, also of threads that have ended, in user and kernel."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / CLOCK_TICKS
+
+
 def process_cpu_ns(pid: int) -> int:
-    """Time on a core of all threads of a process."""
+    """Time on a core of the threads of a process that are there now."""
     return sum(_on_cpu_ns(task) for task in Path(f"/proc/{pid}/task").iterdir())
 
 

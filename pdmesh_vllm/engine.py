@@ -56,7 +56,7 @@ from pdmesh_vllm.prefix_cache import PrefixIndex
 from pdmesh_vllm.staging import raw_blocks, stage, zero
 
 logger = logging.getLogger(__name__)
-LACKS = frozenset({Lack.CHOICES_HANDOFF, Lack.DRAFT_STATES, Lack.EMBEDDINGS, Lack.PACES, Lack.PROMPT_SHARES})
+LACKS = frozenset({Lack.CHOICES_HANDOFF, Lack.DRAFT_STATES, Lack.EMBEDDINGS, Lack.PACES, Lack.PROMPT_SHARES, Lack.RETENTION})
 
 
 class VllmEngine:
@@ -143,6 +143,9 @@ class VllmEngine:
 
     def prefix_cache(self, max_changes: int) -> VllmPrefixCache:
         return VllmPrefixCache(self, max_changes)
+
+    async def release_retained(self, tenant: str, session: str) -> int:
+        return 0  # Lack.RETENTION
 
     def first_stats(self) -> EngineStats:
         return self.core.stats()

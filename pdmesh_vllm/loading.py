@@ -18,8 +18,8 @@ from pdmesh.engine.hardware import ModelCost
 from pdmesh.engine.loader.hash import weights_hash
 from pdmesh.engine.models.config import token_ids
 from pdmesh.worker.engines.registry import PACKAGES
-from pdmesh_vllm.amx import permit_amx
 from pdmesh_vllm.link import LINK, RANKS, Link, close_link, open_link
+from pdmesh_vllm.ranks.link import permit_amx
 from pdmesh_vllm.ranks.server import RankServer
 
 if TYPE_CHECKING:

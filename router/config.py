@@ -211,6 +211,13 @@ class RouterConfig:
         default=1_000_000,
         metadata={"help": "prompt blocks in the prefix index; a block on two workers counts twice"},
     )
+    session_kv_retention_s: int = field(
+        default=0,
+        metadata={
+            "help": "how long the KV of a request with a session is worth keeping that does not say so itself, in seconds; "
+            "0: no longer than any other"
+        },
+    )
     stream_timeout_s: float = field(default=1.0, metadata={"help": "silence after which a worker's stream counts as broken"})
     heartbeat_ms: int = field(default=100, metadata={"help": "period of heartbeats to and from decode workers"})
     report_period_ms: int = field(default=200, metadata={"help": "period of workers' load reports"})
@@ -281,6 +288,7 @@ class RouterConfig:
             _require(getattr(self, name) >= 0, name, "must not be negative")
         for name in _POSITIVE:
             _require(getattr(self, name) > 0, name, "must be positive")
+        _require(0 <= self.session_kv_retention_s <= 86_400, "session_kv_retention_s", "must be between 0 and 86400 (a day)")
         _require(0 <= self.hedge_share <= 1, "hedge_share", "must be between 0 and 1")
         _require(0 < self.tenants_share <= 1, "tenants_share", "must be more than 0 and at most 1")
         _require(0 <= self.port <= 65535, "port", "must be between 0 and 65535")

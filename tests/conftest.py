@@ -5,7 +5,7 @@ import os
 import pytest
 from hypothesis import settings
 
-from tests import thorough
+from tests import order, thorough
 
 # The same examples in every run: who changes one thing is not to meet a failure of another by chance. `PDMESH_EXPLORE=1` looks
 # for new ones.
@@ -18,3 +18,5 @@ if not os.environ.get("PDMESH_EXPLORE"):
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Before tests are chosen by their marks."""
     thorough.mark(items)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        order.sort(items)

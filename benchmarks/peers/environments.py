@@ -33,12 +33,14 @@ TORCH = ("install", "torch==2.13.0")
 
 @dataclass(frozen=True)
 class Environment:
-    """A virtual environment of a peer's: `steps` are arguments of pip, in order; `variables` hold while pip runs."""
+    """A virtual environment of a peer's: `steps` are arguments of pip, in order; `variables` hold while pip runs, and no step may
+    take longer than `limit_s`."""
 
     name: str
     steps: tuple[tuple[str, ...], ...]
     variables: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
+    limit_s: float = 7200.0
 
 
 @dataclass(frozen=True)
@@ -140,14 +142,17 @@ def _install(folder: Path, environment: Environment, say: Progress) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     log = folder.with_suffix(".log")
     log.write_text("")
-    _run([sys.executable, "-m", "venv", str(folder)], log, {}, f"{environment.name}: virtual environment", say)
+    _run(
+        [sys.executable, "-m", "venv", str(folder)], log, {}, f"{environment.name}: virtual environment", environment.limit_s, say
+    )
     for step in environment.steps:
         command = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--no-input", *step]
-        _run(command, log, environment.variables, f"{environment.name}: pip {' '.join(step)}", say)
+        what = f"{environment.name}: pip {' '.join(step)}"
+        _run(command, log, environment.variables, what, environment.limit_s, say)
     (folder / MARKER).write_text(json.dumps(_recipe(environment)))
 
 
-def _run(command: list[str], log: Path, variables: Mapping[str, str], what: str, say: Progress) -> None:
+def _run(command: list[str], log: Path, variables: Mapping[str, str], what: str, limit_s: float, say: Progress) -> None:
     """One step with its output in `log` and a line of progress now and then; the process never outlives this call."""
     say(what)
     with log.open("ab") as output:
@@ -156,7 +161,10 @@ def _run(command: list[str], log: Path, variables: Mapping[str, str], what: str,
     started = time.monotonic()
     try:
         while _is_running(process):
-            say(f"{what}: {time.monotonic() - started:.0f} s")
+            took_s = time.monotonic() - started
+            if took_s > limit_s:
+                raise PeerError(f"not installed: {what} had not ended after {limit_s:g} s")
+            say(f"{what}: {took_s:.0f} s")
     finally:
         process.kill()
         process.wait()

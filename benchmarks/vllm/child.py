@@ -54,7 +54,7 @@ class Stock:
         os.environ.update(environment(config))
         import vllm
 
-        from pdmesh_vllm.amx import permit_amx
+        from pdmesh_vllm.ranks.link import permit_amx
 
         permit_amx()  # else it is ended by SIGILL in its kernels for quantized weights
 

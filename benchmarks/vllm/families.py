@@ -1,6 +1,6 @@
 """Adapters, a mixture of experts and quantized checkpoints on vLLM: the tokens of tiny random models through separation, beside
 those of vLLM alone. Where vLLM's CPU backend does not run one, the figure has its reason. Stock vLLM, too, may use AMX
-from the start, as it does not see to that itself (`pdmesh_vllm.amx.permit_amx`)."""
+from the start, as it does not see to that itself (`pdmesh_vllm.ranks.link.permit_amx`)."""
 
 from __future__ import annotations
 

@@ -35,6 +35,7 @@ from pdmesh.client.types import (
     MessageLike,
     Model,
     Pooling,
+    ReleasedSession,
     Started,
     Tokens,
     Tool,
@@ -194,6 +195,13 @@ class Client(_Base):
         """Return the models that the mesh serves."""
         return wire.models(self._unary(lambda stub: stub.ListModels, mesh_pb2.ListModelsRequest(), timeout))
 
+    def release_session(
+        self, session_id: str, *, tenant: str = "", model: str = "", timeout: float | None = None
+    ) -> ReleasedSession:
+        """Give up what workers retain for a session, those of `model` or all. Idempotent: an unknown session has nothing."""
+        request = mesh_pb2.ReleaseSessionRequest(session_id=session_id, tenant=tenant, model=model)
+        return wire.released(self._unary(lambda stub: stub.ReleaseSession, request, timeout))
+
     def status(self, *, timeout: float | None = None) -> mesh_pb2.GetStatusResponse:
         """Return a router's view of the mesh; its fields are documented in protos/pdmesh/v1/mesh.proto."""
         return self._unary(lambda stub: stub.GetStatus, mesh_pb2.GetStatusRequest(), timeout)
@@ -333,6 +341,13 @@ class AsyncClient(_Base):
     async def list_models(self, *, timeout: float | None = None) -> tuple[Model, ...]:
         """See Client.list_models."""
         return wire.models(await self._unary(lambda stub: stub.ListModels, mesh_pb2.ListModelsRequest(), timeout))
+
+    async def release_session(
+        self, session_id: str, *, tenant: str = "", model: str = "", timeout: float | None = None
+    ) -> ReleasedSession:
+        """See Client.release_session."""
+        request = mesh_pb2.ReleaseSessionRequest(session_id=session_id, tenant=tenant, model=model)
+        return wire.released(await self._unary(lambda stub: stub.ReleaseSession, request, timeout))
 
     async def status(self, *, timeout: float | None = None) -> mesh_pb2.GetStatusResponse:
         """See Client.status."""

@@ -107,6 +107,10 @@ class GenerateOptions(SamplingOptions, total=False):
     slo_tpot_ms: int
     mode: PrefillMode | str
     cache_salt: str
+    session_id: str  # the conversation or agent that the request is a part of, unique in its tenant
+    kv_retention_s: int  # how long its KV is worth keeping past others'; a hint
+    session_final: bool  # nothing of this session follows
+    priority_hint: int  # the place among the tenant's own requests of one priority; higher ones first
     attempt: int  # how often the caller has sent this request before; the client adds its own attempts
 
 
@@ -317,6 +321,16 @@ class Embedding:
 
     values: tuple[float, ...]
     num_tokens: int
+
+
+@dataclass(frozen=True)
+class ReleasedSession:
+    """Hold what workers retained for a session until it was released. `num_unreachable` workers did not answer: what they retain
+    is released when its time is over."""
+
+    num_blocks: int
+    num_workers: int
+    num_unreachable: int
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from pdmesh.client.types import (
     Pooling,
     PrefillMode,
     Priority,
+    ReleasedSession,
     Started,
     Timings,
     TokenLogprob,
@@ -231,6 +232,11 @@ def _call(call: ToolCall | Mapping[str, Any]) -> ToolCall:
     return ToolCall(
         function["name"], arguments if isinstance(arguments, str) else json.dumps(_mapping(arguments)), call.get("id") or ""
     )
+
+
+def released(response: mesh_pb2.ReleaseSessionResponse) -> ReleasedSession:
+    """Return the response of ReleaseSession."""
+    return ReleasedSession(response.num_blocks, response.num_workers, response.num_unreachable)
 
 
 def _split(options: GenerateOptions) -> tuple[common_pb2.SamplingParams, mesh_pb2.RequestOptions]:

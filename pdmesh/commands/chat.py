@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import importlib
+import secrets
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from pdmesh.cli import explain
 from pdmesh.client.client import Client
-from pdmesh.client.types import Generation, Message
+from pdmesh.client.types import GenerateOptions, Generation, Message
 from pdmesh.commands.options import Connection, Constraint, Routing, Sampling, flat
 from pdmesh.commands.streaming import show_json, show_text
 from pdmesh.errors import MeshError
 
+SESSION_RETENTION_S = 600
+"""Someone who reads an answer and thinks finds the conversation cached for so long."""
+RELEASE_TIMEOUT_S = 3.0
 _HELP = "/exit ends, /new starts over, Ctrl-C stops an answer"
 
 
@@ -39,7 +44,7 @@ def run(options: Options) -> int:
     history = [Message("system", options.system)] if options.system else []
     with options.connection.client() as client:
         if options.message:
-            _answer(client, options, [*history, Message("user", options.message)])
+            _answer(client, options, [*history, Message("user", options.message)], {})
             return 0
         return _converse(client, options, history)
 
@@ -48,17 +53,29 @@ def _converse(client: Client, options: Options, system: list[Message]) -> int:
     if sys.stdin.isatty():
         names = ", ".join(model.name for model in client.list_models(timeout=options.connection.timeout))
         print(f"{names} · {_HELP}", file=sys.stderr)
-    history = list(system)
-    while (line := _read_line()) is not None:
-        if line in ("/exit", "/quit"):
-            return 0
-        if line == "/new":
-            history = list(system)
-        elif line.startswith("/"):
-            print(f"{line}: unknown; {_HELP}", file=sys.stderr)
-        elif line:
-            history = _turn(client, options, history, line)
+    while _one_conversation(client, options, system):
+        pass
     return 0
+
+
+def _one_conversation(client: Client, options: Options, system: list[Message]) -> bool:
+    """Hold one conversation, which is a session: its KV is kept between turns. Return whether another one is wanted."""
+    history, session_id, was_asked = list(system), f"chat-{secrets.token_hex(12)}", False
+    session = GenerateOptions(session_id=session_id, kv_retention_s=SESSION_RETENTION_S)
+    try:
+        while (line := _read_line()) is not None and line not in ("/exit", "/quit"):
+            if line == "/new":
+                return True
+            if line.startswith("/"):
+                print(f"{line}: unknown; {_HELP}", file=sys.stderr)
+            elif line:
+                was_asked = True  # also of an answer that is stopped workers retain what they have computed
+                history = _turn(client, options, history, line, session)
+        return False
+    finally:
+        if was_asked:
+            with suppress(MeshError):  # what is not released ends with its time
+                client.release_session(session_id, tenant=options.routing.tenant, timeout=RELEASE_TIMEOUT_S)
 
 
 def _read_line() -> str | None:
@@ -70,11 +87,11 @@ def _read_line() -> str | None:
         return None
 
 
-def _turn(client: Client, options: Options, history: list[Message], line: str) -> list[Message]:
+def _turn(client: Client, options: Options, history: list[Message], line: str, session: GenerateOptions) -> list[Message]:
     """Return the history after one exchange; unchanged without a whole answer."""
     asked = [*history, Message("user", line)]
     try:
-        return [*asked, Message("assistant", _answer(client, options, asked).text)]
+        return [*asked, Message("assistant", _answer(client, options, asked, session).text)]
     except KeyboardInterrupt:
         print("\n(stopped; the question is forgotten)", file=sys.stderr)
     except MeshError as error:
@@ -82,8 +99,8 @@ def _turn(client: Client, options: Options, history: list[Message], line: str) -
     return history
 
 
-def _answer(client: Client, options: Options, messages: list[Message]) -> Generation:
-    given = {**options.sampling.given(), **options.constraint.given(), **options.routing.given()}
+def _answer(client: Client, options: Options, messages: list[Message], session: GenerateOptions) -> Generation:
+    given = {**options.sampling.given(), **options.constraint.given(), **options.routing.given(), **session}
     events = client.chat_stream(
         messages,
         model=options.routing.model,

@@ -15,7 +15,7 @@ from typing import Literal
 from pdmesh import overrides
 from pdmesh.commands.options import flat
 from pdmesh.models import registry
-from pdmesh.models.headers import check_headers
+from pdmesh.models.registry import check_headers
 from pdmesh.planner import overlay, report_html, report_text
 from pdmesh.planner.measure import MeasureError, measure
 from pdmesh.planner.meshes import AGGREGATED, SEPARATED, Limitation, WorkerKind, measured_kinds, roofline_kinds

@@ -165,7 +165,9 @@ def _load_row(worker: mesh_pb2.WorkerStatus) -> tuple[str, ...]:
         str(load.num_waiting),
         str(load.num_reserved),
         f"{load.num_total_blocks - load.num_free_blocks}/{load.num_total_blocks}",
-        str(load.num_cached_blocks),
+        f"{load.num_cached_blocks} ({load.num_retained_blocks} kept)"
+        if load.num_retained_blocks
+        else str(load.num_cached_blocks),
         str(load.num_prefilled_tokens),
         str(load.num_prefix_hit_tokens),
         str(load.num_generated_tokens),

@@ -25,7 +25,7 @@ from pdmesh.launcher.local_state import TARGETS_FILE, DecisionFile, MetricsFiles
 from pdmesh.launcher.mesh import LocalMesh, process_table
 from pdmesh.launcher.plan import EMBEDDED_REDIS, START_TIMEOUT_HELP, LocalMeshConfig, check_packages, engine_python
 from pdmesh.models import registry
-from pdmesh.models.headers import check_headers
+from pdmesh.models.registry import check_headers
 from pdmesh.runtime.child import StartFailed
 from pdmesh.runtime.config import ConfigError
 from pdmesh.runtime.rpc.tls import TlsConfig

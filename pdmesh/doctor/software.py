@@ -13,7 +13,7 @@ from pathlib import Path
 from pdmesh.doctor.machine import Check, missing, ok, warn
 from pdmesh.launcher.plan import EMBEDDED_REDIS, found_python
 from pdmesh.models.catalogue import KNOWN_MODELS, KnownModel, ModelError, cache_folder
-from pdmesh.models.headers import check_headers
+from pdmesh.models.registry import check_headers
 from pdmesh.runtime.child import import_path, python_command
 from pdmesh.terminal import size
 from pdmesh.worker.engines.registry import ENGINES, PACKAGES

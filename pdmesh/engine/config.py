@@ -67,6 +67,10 @@ class EngineConfig:
     )
     max_context: int = field(default=0, metadata={"help": "longest sequence in tokens; 0: the model's"})
     prefix_caching: bool = field(default=True, metadata={"help": "share KV blocks between prompts with equal beginnings"})
+    max_retained_share: float = field(
+        default=0.25,
+        metadata={"help": "share of KV blocks that one tenant may retain for its sessions' next requests; 0: none are"},
+    )
     speculation: str = field(
         default="none",
         metadata={"help": "proposers of draft tokens: auto (as far as it pays), none, or names joined by commas"},
@@ -135,6 +139,8 @@ class EngineConfig:
             raise ValueError(f"num_threads: {self.num_threads} is more than {MAX_THREADS}; give the cores that it may use")
         if not 0.0 <= self.kv_memory_share <= 1.0:
             raise ValueError(f"kv_memory_share: {self.kv_memory_share} is not in [0, 1]; give a share such as 0.3, or 0")
+        if not 0.0 <= self.max_retained_share <= 1.0:
+            raise ValueError(f"max_retained_share: {self.max_retained_share} is not in [0, 1]; give a share such as 0.25, or 0")
         if self.num_blocks and self.kv_memory_mb:
             raise ValueError("num_blocks and kv_memory_mb both size the KV pool; give one of them")
         self._check_drafts()

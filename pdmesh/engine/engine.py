@@ -24,6 +24,7 @@ from pdmesh.engine.kv_cache.block_manager import BlockManager, HashBlock
 from pdmesh.engine.kv_cache.block_pool import BlockChanges, BlockLog, BlockPool, num_blocks_for
 from pdmesh.engine.kv_cache.events import KVEvents, LayerReadiness
 from pdmesh.engine.kv_cache.pool import KVPool
+from pdmesh.engine.kv_cache.retention import RetentionBounds
 from pdmesh.engine.loader.loader import LoadedModel, load_model
 from pdmesh.engine.lora.registry import AdapterRegistry
 from pdmesh.engine.memory import effective_max_context, free_memory, kv_shape
@@ -76,10 +77,11 @@ class Engine:
         hash_block: HashBlock,
         loaded: LoadedModel | None = None,
         proposers: Sequence[Proposer] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Load the model unless one is given, and make the proposers that `config` names unless some are given.
 
-        `hash_block(parent, token_ids) -> bytes` chains the hashes of the prefix cache.
+        `hash_block(parent, token_ids) -> bytes` chains the hashes of the prefix cache. `clock`: seconds, by which retention ends.
 
         Raises ValueError for impossible settings, and what the loader and the KV pool raise.
         """
@@ -103,7 +105,9 @@ class Engine:
         loaded.prepare(self.kv.tensor)  # before the speculator times steps
         self.cost = cost_of(loaded, self.kv.shape)
         self.sampler = sampler = loaded.sampler()
-        self._pool = BlockPool(self.kv.shape.num_blocks)
+        bounds = RetentionBounds.of(self.kv.shape.num_blocks, config.max_retained_share if config.prefix_caching else 0.0)
+        self.can_retain = bounds.tenant > 0
+        self._pool = BlockPool(self.kv.shape.num_blocks, bounds, clock)
         self._final_norm = final_norm(loaded.model)
         limits = self._limits()
         self._allocator = BlockManager(self._pool, config.block_size, hash_block, prefix_caching=config.prefix_caching)
@@ -195,6 +199,11 @@ class Engine:
     def release(self, request_id: str) -> bool:
         """End a request in any state and free everything it has. False: it is not here (any more)."""
         return self._table.release(request_id)
+
+    def release_retained(self, tenant: str, session: str) -> int:
+        """Give up what is retained for a session; return how many blocks that were. Requests of it that are here retain nothing
+        any more, later ones do; its blocks stay in the prefix cache as others do."""
+        return self._table.release_retained(tenant, session)
 
     def held_blocks(self, request_id: str) -> tuple[int, ...]:
         """Return the blocks of a prefill_only request after its first tokens, in the order of its tokens, held until release().

@@ -116,6 +116,8 @@ class EngineStats:
     pace_s: float = 0.0  # TPOT objective of the sequence that leaves prompts least room (scheduler.py); 0: none has one
     slack_s: float = 0.0  # slack of that sequence
     num_oldest_tokens: int = 0  # not yet computed of the prompt that arrived first
+    num_retained_blocks: int = 0  # cached blocks that are evicted last
+    num_retained_evicted: int = 0  # those that were evicted before their time, since start
     speculation: SpeculationStats | None = None  # None: there is no draft proposer
 
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from pdmesh.adapter_id import AdapterId
+from pdmesh.engine.kv_cache.retention import Retention
 from pdmesh.engine.outputs import FinishReason
 from pdmesh.engine.sampling.grammar import Grammar, Matcher
 from pdmesh.sampling_params import SamplingParams
@@ -33,6 +34,7 @@ class EngineRequest:
     tpot_goal_s: float = 0.0  # TPOT objective: the longest average time between its tokens; 0: none
     prefill_only: bool = False  # stop after each choice's first new token and hold the blocks until release()
     pooling: Pooling | None = None  # the prompt's embedding is wanted, beside one token
+    retention: Retention | None = None  # how long its KV is worth keeping, and for whom; None: no longer than any other
     grammar: Grammar | None = None  # each choice's output is one of its sentences, or the beginning of one
     # () or one per choice: matchers of the grammar, behind `emitted`, which follows it; None for a finished choice. A caller
     # that gives them has replayed the history off the engine's thread; else the engine does, and a long one delays its step.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from pdmesh.engine.errors import InvalidRequest, RequestTooLarge
 from pdmesh.engine.kv_cache.block_pool import num_blocks_for
+from pdmesh.engine.kv_cache.retention import MAX_SECONDS
 from pdmesh.engine.outputs import FinishReason
 from pdmesh.engine.request import EngineRequest, finish_reason
 from pdmesh.engine.scheduler.sequence import unfinished_choices
@@ -45,6 +46,7 @@ def check_request(request: EngineRequest, limits: Limits) -> None:
     _check_pooling(request, limits)
     _check_tokens(request, limits)
     _check_history(request, limits)
+    _check_retention(request)
     _check_grammar(request, limits)
     _check_size(request, limits)
 
@@ -67,7 +69,7 @@ def _check_pooling(request: EngineRequest, limits: Limits) -> None:
         return
     if not limits.can_pool:
         raise InvalidRequest(
-            "pooling: this engine's backend gives no hidden states; the native and the torch backend on one rank do"
+            "pooling: this engine's backend gives no hidden states; the native, the torch and the Triton backend do"
         )
     if request.sampling.n > 1 or request.sampling.max_tokens > 1 or request.emitted or request.prefill_only or request.grammar:
         raise InvalidRequest("sampling: pooling needs n=1, max_tokens=1, no history, no grammar and no hand-off")
@@ -84,6 +86,16 @@ def _check_history(request: EngineRequest, limits: Limits) -> None:
         reason = limits.finish_reason(request, request.emitted[choice]) if request.emitted else None
         if reason is not None:
             raise InvalidRequest(f"emitted: choice {choice} has ended already ({reason.value}); mark it as finished")
+
+
+def _check_retention(request: EngineRequest) -> None:
+    retention = request.retention
+    if retention is None:
+        return
+    if not 0 <= retention.seconds <= MAX_SECONDS:
+        raise InvalidRequest(f"retention.seconds: {retention.seconds} is not within 0 to {MAX_SECONDS}")
+    if retention.final and not retention.session:
+        raise InvalidRequest("retention.final: it ends a session, and the request names none")
 
 
 def _check_grammar(request: EngineRequest, limits: Limits) -> None:

@@ -10,6 +10,7 @@ import argparse
 import errno
 import hashlib
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +29,6 @@ from pdmesh.models.catalogue import (
     write_marker,
 )
 from pdmesh.models.download import StderrProgress, ensure_gguf, megabytes, require_space, run_reporting
-from pdmesh.models.headers import check_headers
 from pdmesh.models.hub import PICKLES, HubName, fetch, how_to_convert
 from pdmesh.runtime.child import import_path, python_command
 from pdmesh.text.tokenizer_files import has_tokenizer
@@ -232,6 +232,23 @@ def _explain_os_error(error: OSError) -> str:
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"{error.filename or cache_folder()} is not writable or readable; change its permissions or set PDMESH_CACHE"
     return f"{error.filename or cache_folder()}: {error.strerror or error}; set PDMESH_CACHE if another folder is better"
+
+
+# Refusal of a model by its headers before anything else starts, in a child process that keeps torch out of this one
+
+_MODULE = "pdmesh.engine.loader.headers"
+
+
+def check_headers(path: Path, overrides: Sequence[str] = ()) -> None:
+    """Raise ModelError, in one line, for a folder or .gguf file that no worker can load. What pdmesh converted itself was checked
+    then."""
+    if not overrides and path.is_relative_to(cache_folder()):
+        return
+    command = python_command("-m", _MODULE, str(path), *overrides)
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **import_path()}, stdin=subprocess.DEVNULL)
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        raise ModelError(lines[-1] if lines else f"{path}: its headers cannot be read (exit code {done.returncode})")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -31,6 +31,12 @@ MAX_FIELD_BYTES = 200
 OTHER_ENGINE = "other_engine"
 """The `reason` of FAILED_PRECONDITION where the engine of a worker can never serve the request; another kind of engine may."""
 
+CONTEXT_OVERFLOW = "context_length_exceeded"
+"""The `reason` where a prompt, alone or with its output, is longer than the model, the router or every worker takes: agents then
+shorten it. OpenAI's `code` has the same name."""
+TOO_MANY_CHOICES = "too_many_choices"
+"""The `reason` of RESOURCE_EXHAUSTED where more choices are asked for than any worker runs at a time."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -174,15 +180,21 @@ def _with_field(error: MeshError) -> str:
     return f"{_shortened(error.field, MAX_FIELD_BYTES)}: {error.message}"
 
 
+_OF_STUB = "Method not implemented!"
+"""What generated servicers raise in methods that their subclass leaves out."""
+
+
 def as_mesh_error(error: BaseException) -> MeshError:
-    """Return `error` as a MeshError. A timeout is DEADLINE_EXCEEDED, an RPC's error keeps its status, any other is INTERNAL with
-    an id."""
+    """Return `error` as a MeshError. A timeout is DEADLINE_EXCEEDED, a method that only the stub has UNIMPLEMENTED,
+    an RPC's error keeps its status, any other is INTERNAL with an id."""
     if isinstance(error, MeshError):
         return error
     if isinstance(error, grpc.aio.AioRpcError):
         return error_from_rpc(error)
     if isinstance(error, TimeoutError):
         return DeadlineExceeded(str(error) or "the time limit of an inner step has passed")
+    if isinstance(error, NotImplementedError) and str(error) == _OF_STUB:
+        return Unimplemented("this server does not have the method")
     error_id = secrets.token_hex(4)
     logger.error("internal error %s", error_id, exc_info=error)
     return Internal(f"internal error {error_id}; the server's log has the details under this id")

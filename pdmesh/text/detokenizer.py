@@ -348,6 +348,7 @@ class ChoiceText:
         self._detokenizer = IncrementalDetokenizer(tokenizer)
         self._stop = StopChecker(stop) if stop else None
         self._silent = frozenset(silent_token_ids)
+        self.num_chars = 0  # of all text so far, also of what may not be sent yet
 
     @property
     def matched(self) -> str | None:
@@ -359,6 +360,7 @@ class ChoiceText:
         if token_id in self._silent:
             return StopResult("", self.matched)
         text = self._detokenizer.push(token_id)
+        self.num_chars += len(text)
         return StopResult(text, None) if self._stop is None else self._stop.push(text)
 
     def finish(self) -> str:

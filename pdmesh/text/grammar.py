@@ -25,7 +25,8 @@ import llguidance
 import numpy as np
 from numpy.typing import NDArray
 
-from pdmesh.text.json_schema import number_of, prepared, with_schemas
+from pdmesh.text.exact_json import number_of
+from pdmesh.text.json_schema import prepared, with_schemas
 
 # The depth of a grammar's definitions. llguidance recurses along them, and a stack overflow ends the whole process: a few KB of
 # `$ref` after `$ref` would do. So a grammar that is too deep is rejected, and any other is compiled on a stack that surely
@@ -128,6 +129,8 @@ MAX_ERROR_CHARS = 300
 MAX_REMEMBERED_BYTES = 1 << 20  # of source text; the compiled form may take a hundred times as much
 MAX_REMEMBERED = 512
 SLICE_S, PAUSE_S = 0.0005, 0.00005  # of a long replay: work with the GIL, then a pause for waiting threads
+MAX_RENEWAL_S = 0.05  # the engine waits for it; what took longer to compile is not compiled once more in the middle of an output
+_OUT_OF_STATES = "too many states"  # in llguidance's error
 
 _JSON_STYLE: llguidance._lib.JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -174,8 +177,8 @@ class GrammarCompiler:
                 raise
 
     def known(self, kind: str, source: str | Sequence[str]) -> CompiledGrammar | None:
-        """Return a grammar compiled before; None: it must be compiled. Raises ValueError if it was rejected before, or is too
-        large."""
+        """Return a grammar compiled before; None: it must be compiled, perhaps once more. Raises ValueError if it was rejected
+        before, or is too large."""
         _check_size(source)
         key = (kind, _text(source))
         with self._lock:
@@ -184,7 +187,7 @@ class GrammarCompiler:
                 self._known.move_to_end(key)
         if isinstance(known, str):
             raise ValueError(known)
-        return known
+        return None if known is None or known.is_spent else known
 
     def compile(self, kind: str, source: str | Sequence[str]) -> CompiledGrammar:
         """Compile a grammar. `kind` is one of KINDS; `source` a text, or for "choice" the strings. Raises ValueError that says
@@ -225,16 +228,24 @@ class GrammarCompiler:
 
 
 class CompiledGrammar:
-    """Hold a constraint for one model. Immutable; its matchers are copies of one at the beginning."""
+    """Hold a constraint for one model; its matchers are copies of one at the beginning.
+
+    They share the lexer's states, which are found as outputs lead to them: what one request has paid for is there for the next.
+    So all together may run into the limit on states. `is_spent` says that they have: the next request compiles the grammar again,
+    and a matcher under way follows its output once more on states of its own."""
 
     def __init__(self, tokens: llguidance.LLTokenizer, grammar: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         """Compile. Raises ValueError: not a grammar, too complex, or nothing matches it."""
         self.vocab_size = vocab_size
-        matcher = llguidance.LLMatcher(tokens, grammar, log_level=0, limits=_limits())
+        self.is_spent = False
+        self._tokens, self._grammar = tokens, grammar
+        began_s = time.perf_counter()
+        matcher = self._begun()
         _raise_error(matcher)
+        self._is_renewed = time.perf_counter() - began_s <= MAX_RENEWAL_S
         matcher.compute_bitmask()
         _raise_error(matcher)
-        self._origin = GrammarMatcher(matcher, vocab_size, eos_token_ids)
+        self._origin = GrammarMatcher(matcher, vocab_size, eos_token_ids, self._renewed)
         trial = self.matcher()
         if trial.forced is not None:  # an endless forced text runs into the limits at its first token
             trial.take(trial.forced)
@@ -264,6 +275,14 @@ class CompiledGrammar:
                 pause_at = time.perf_counter() + SLICE_S
         return matcher, None
 
+    def _begun(self) -> llguidance.LLMatcher:
+        return llguidance.LLMatcher(self._tokens, self._grammar, log_level=0, limits=_limits())
+
+    def _renewed(self) -> llguidance.LLMatcher | None:
+        """Note that the shared states are used up; return a matcher with states of its own, or None where that takes too long."""
+        self.is_spent = True
+        return with_deep_stack(self._begun) if self._is_renewed else None
+
     def _allows(self, output: Sequence[int], token_id: int) -> bool:
         return bool(self.follow(output)[0].allowed()[token_id // 32] >> token_id % 32 & 1)
 
@@ -275,9 +294,19 @@ class GrammarMatcher:
     A run of tokens that the grammar forces is found where it begins and followed to its end: the tokenization of a text depends
     on what comes before it, so another look-up in its middle could give other tokens."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        matcher: llguidance.LLMatcher,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        renewed: Callable[[], llguidance.LLMatcher | None] | None = None,
+    ) -> None:
+        """`renewed` returns a matcher at the beginning with lexer states of its own, for when those that are shared are used
+        up."""
         self.failed = False
         self._matcher = matcher
+        self._renewed = renewed
+        self._taken: list[int] = []
         self._vocab_size = vocab_size
         self._end = eos_token_ids[0]
         self._ends = frozenset(eos_token_ids)
@@ -288,7 +317,7 @@ class GrammarMatcher:
     def copy(self) -> GrammarMatcher:
         """Return an independent copy at the same place."""
         copied = copy(self)
-        copied._matcher, copied._run = self._matcher.deep_copy(), list(self._run)
+        copied._matcher, copied._run, copied._taken = self._matcher.deep_copy(), list(self._run), list(self._taken)
         return copied
 
     @property
@@ -301,9 +330,10 @@ class GrammarMatcher:
         if self.failed:
             return
         self._allowed = None
+        self._taken.append(token_id)
         if self._run and self._run.pop() != token_id:
             self._run.clear()
-        if not self._matcher.consume_token(token_id):
+        if not self._matcher.consume_token(token_id) and not self._renew():
             self._fail()
         elif not self._run:
             self._find_run()
@@ -326,6 +356,8 @@ class GrammarMatcher:
         bits = np.zeros(-(-self._vocab_size // 32), np.uint32)
         if not self._run:
             self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+            if self._matcher.is_error() and self._renew():
+                self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
             if self._matcher.is_error():
                 self._fail()
                 bits[:] = 0
@@ -338,10 +370,24 @@ class GrammarMatcher:
             self._run = [self._end]
             return
         self._run = self._matcher.compute_ff_tokens()[::-1]
+        if self._matcher.is_error() and self._renew():
+            self._run = self._matcher.compute_ff_tokens()[::-1]
         if self._matcher.is_error():
             self._fail()
         elif not self._ends.isdisjoint(self._run):
             self._fail()  # a text that spells an end-of-sequence token cannot be told from the end
+
+    def _renew(self) -> bool:
+        """Go on with lexer states of its own where the shared ones are used up, once; return whether it is where it was. What
+        fails then has found too many states by itself."""
+        renewed, self._renewed = self._renewed, None
+        if renewed is None or _OUT_OF_STATES not in self._matcher.get_error():
+            return False
+        matcher = renewed()
+        if matcher is None or not matcher.consume_tokens(self._taken):
+            return False
+        self._matcher = matcher
+        return True
 
     def _fail(self) -> None:
         self.failed = True

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from decimal import Decimal
 from typing import NoReturn
 
+from pdmesh.text.exact_json import MAX_DIGITS, LongNumber, dumps
+
 # Numbers. llguidance keeps them as doubles, and integers as i64 made of these: a larger one would force or allow its neighbours,
 # and -2^63 overflows its stack.
 
@@ -19,36 +21,12 @@ MAX_MULTIPLE, MAX_ROUND_MULTIPLE, MAX_ROUND_DIGITS = 100_000, 10**8, 1000
 """Bound multipleOf, whose remainders are compiled one by one (half a second for a prime number of this size): any number up to
 the first; up to the second one with at most so many as its digits before zeros at the end."""
 
-MAX_DIGITS = 17
-"""Of a number with a fraction: so many say which double is meant, more say a number that no double is."""
-
 _VALUES = ("const", "enum")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _NOT_READ = ("default", "examples", "title", "description")
 _MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
 Object = dict[str, object]
-
-
-_DIGITS = re.compile(r"[^0-9]")
-
-
-class LongNumber(float):
-    """A number of a schema that is written with more digits than a double keeps; `text`: as it is written."""
-
-    text: str
-
-
-def number_of(text: str) -> float:
-    """Return a number with a fraction or an exponent, for `json.loads`: a LongNumber where a double is another number. Pure."""
-    if len(text) <= MAX_DIGITS and "e-" not in text.lower():
-        return float(text)
-    number, digits = float(text), _DIGITS.sub("", text.lower().partition("e")[0]).strip("0")
-    if len(digits) <= MAX_DIGITS and bool(number) == bool(digits):
-        return number
-    found = LongNumber(number)
-    found.text = text
-    return found
 
 
 def prepared(source: str, schema: Object) -> str:
@@ -208,7 +186,7 @@ def _membership(item: str) -> Callable[[str], object] | None:
 
 def _dumped(schema: Object) -> str:
     try:
-        return json.dumps(schema)
+        return dumps(schema)
     except RecursionError:
         raise ValueError("is nested too deeply") from None
 

@@ -7,12 +7,12 @@ tool        becomes a user's turn: <tool_response>…</tool_response>
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from pdmesh.text.chat_template import Message, ToolCall
+from pdmesh.text.exact_json import dumps
 
 _SYSTEM = "system"
 _RULES = (
@@ -27,7 +27,7 @@ def with_tools(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) 
     turns = [_plain(message) for message in messages]
     if not tools:
         return turns
-    described = "\n".join([_RULES, *(json.dumps(_function(tool), ensure_ascii=False) for tool in tools)])
+    described = "\n".join([_RULES, *(dumps(_function(tool), ensure_ascii=False) for tool in tools)])
     if turns and turns[0].role == _SYSTEM:
         return [replace(turns[0], content=f"{turns[0].content}\n\n{described}".lstrip()), *turns[1:]]
     return [Message(_SYSTEM, described), *turns]
@@ -47,5 +47,5 @@ def _plain(message: Message) -> Message:
 
 
 def _written(call: ToolCall) -> str:
-    said = json.dumps({"name": call.name, "arguments": dict(call.arguments)}, ensure_ascii=False)
+    said = dumps({"name": call.name, "arguments": dict(call.arguments)}, ensure_ascii=False)
     return f"<tool_call>\n{said}\n</tool_call>"

@@ -595,7 +595,10 @@ class Delta(_message.Message):
     warning: _builtins.str
     """warning says, for people, that the model wrote something like a call that is none; what it wrote is in text. Empty otherwise."""
     num_reasoning_tokens: _builtins.int
-    """num_reasoning_tokens of token_ids are reasoning, marks included. Tokens whose text has not come yet count with that text."""
+    """num_reasoning_tokens that are counted with this message: tokens of this choice, up to the last of token_ids, any of whose text
+    is reasoning or a mark around it. One whose text is held back counts once it is clear what that is, so this may count tokens of
+    earlier messages, and be more than token_ids. All of a choice add up to its share of Usage.reasoning_tokens.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """token_ids new with this message; may be empty when only text or the finish reason follows."""
@@ -766,8 +769,10 @@ class Usage(_message.Message):
     it. They count as the workers drew them, those after a stop string included.
     """
     reasoning_tokens: _builtins.int
-    """reasoning_tokens of completion_tokens: those with which the model thought before its answer, the marks around included. 0 means
-    none, or that they are not told apart.
+    """reasoning_tokens of completion_tokens: those with which the model thought before its answer, the marks around included, also
+    where a mark is spelled with several tokens; a mark that stands in the prompt is no part of them. Where thoughts are cut off, all
+    tokens to the end count. They are the sum of Delta.num_reasoning_tokens, over all choices; of a resumed stream that of all its
+    parts. 0 means none, or that they are not told apart.
     """
     def __init__(
         self,

@@ -177,7 +177,8 @@ class MeshServicer:
 
     def ReleaseSession(self, request, context):
         """ReleaseSession gives up what workers retain for a session; requests of it that run go on, and its blocks stay in the prefix cache
-        as any other's. Idempotent: an unknown session has no blocks. INVALID_ARGUMENT names the field; NOT_FOUND: unknown model.
+        as any other's. Idempotent: an unknown session has no blocks. INVALID_ARGUMENT names the field; NOT_FOUND: unknown model;
+        RESOURCE_EXHAUSTED: too many releases wait, and this one has changed nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

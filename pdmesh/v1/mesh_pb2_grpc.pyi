@@ -69,7 +69,8 @@ class MeshStub:
     """ListAdapters returns the adapters of all models, with the workers that have them."""
     ReleaseSession: _grpc.UnaryUnaryMultiCallable[_mesh_pb2.ReleaseSessionRequest, _mesh_pb2.ReleaseSessionResponse]
     """ReleaseSession gives up what workers retain for a session; requests of it that run go on, and its blocks stay in the prefix cache
-    as any other's. Idempotent: an unknown session has no blocks. INVALID_ARGUMENT names the field; NOT_FOUND: unknown model.
+    as any other's. Idempotent: an unknown session has no blocks. INVALID_ARGUMENT names the field; NOT_FOUND: unknown model;
+    RESOURCE_EXHAUSTED: too many releases wait, and this one has changed nothing.
     """
 
 @_typing.type_check_only
@@ -112,7 +113,8 @@ class MeshAsyncStub(MeshStub):
     """ListAdapters returns the adapters of all models, with the workers that have them."""
     ReleaseSession: _aio.UnaryUnaryMultiCallable[_mesh_pb2.ReleaseSessionRequest, _mesh_pb2.ReleaseSessionResponse]  # type: ignore[assignment]
     """ReleaseSession gives up what workers retain for a session; requests of it that run go on, and its blocks stay in the prefix cache
-    as any other's. Idempotent: an unknown session has no blocks. INVALID_ARGUMENT names the field; NOT_FOUND: unknown model.
+    as any other's. Idempotent: an unknown session has no blocks. INVALID_ARGUMENT names the field; NOT_FOUND: unknown model;
+    RESOURCE_EXHAUSTED: too many releases wait, and this one has changed nothing.
     """
 
 class MeshServicer(metaclass=_abc_1.ABCMeta):
@@ -218,7 +220,8 @@ class MeshServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_mesh_pb2.ReleaseSessionResponse, _abc.Awaitable[_mesh_pb2.ReleaseSessionResponse]]:
         """ReleaseSession gives up what workers retain for a session; requests of it that run go on, and its blocks stay in the prefix cache
-        as any other's. Idempotent: an unknown session has no blocks. INVALID_ARGUMENT names the field; NOT_FOUND: unknown model.
+        as any other's. Idempotent: an unknown session has no blocks. INVALID_ARGUMENT names the field; NOT_FOUND: unknown model;
+        RESOURCE_EXHAUSTED: too many releases wait, and this one has changed nothing.
         """
 
 def add_MeshServicer_to_server(servicer: MeshServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

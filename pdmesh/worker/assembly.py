@@ -125,6 +125,7 @@ class Worker:
             set_roles=self.set_roles,
             list_blocks=lambda: list_blocks(self._prefix_cache, self.epoch),
             keep_traces=self.tracing.keep,
+            release_retained=self.engine.release_retained,
             adapters=self.adapters,
         )
         add_decode = decode_pb2_grpc.add_DecodeServiceServicer_to_server

@@ -11,6 +11,7 @@ from pdmesh.v1 import common_pb2, worker_pb2
 from pdmesh.v1.worker_pb2_grpc import WorkerControlServicer
 from pdmesh.worker.adapters import WorkerAdapters
 from pdmesh.worker.roles import Role, check_roles
+from pdmesh.worker.token_request import check_session
 
 if TYPE_CHECKING:
     from pdmesh.v1.worker_pb2_grpc import _ServicerContext
@@ -58,7 +59,7 @@ class RoleChanges:
 
 
 class ControlServicer(WorkerControlServicer):
-    """Serve GetInfo, Watch, SetRoles, ListBlocks, KeepTraces, and the loading of adapters."""
+    """Serve GetInfo, Watch, SetRoles, ListBlocks, KeepTraces, ReleaseRetained, and the loading of adapters."""
 
     def __init__(
         self,
@@ -69,15 +70,18 @@ class ControlServicer(WorkerControlServicer):
         set_roles: Callable[[frozenset[Role], float], Awaitable[None]],
         list_blocks: Callable[[], AsyncIterator[worker_pb2.BlockList]],
         keep_traces: Callable[[Sequence[int]], None],
+        release_retained: Callable[[str, str], Awaitable[int]],
         adapters: WorkerAdapters,
     ) -> None:
-        """Create the servicer. `set_roles(roles, drain_timeout_s)` returns when removed roles have no work left."""
+        """Create the servicer. `set_roles(roles, drain_timeout_s)` returns when removed roles have no work left;
+        `release_retained(tenant, session)` returns the number of blocks."""
         self._info = info
         self._report = report
         self._changes = changes
         self._set_roles = set_roles
         self._list_blocks = list_blocks
         self._keep_traces = keep_traces
+        self._release_retained = release_retained
         self._adapters = adapters
 
     async def GetInfo(self, request: worker_pb2.GetInfoRequest, context: _ServicerContext) -> worker_pb2.WorkerInfo:
@@ -113,6 +117,14 @@ class ControlServicer(WorkerControlServicer):
                 raise InvalidArgument(f"trace_ids[{index}]", f"has {len(trace_id)} bytes; a trace id has {TRACE_ID_BYTES}")
         self._keep_traces([int.from_bytes(trace_id, "big") for trace_id in request.trace_ids])
         return worker_pb2.KeepTracesResponse()
+
+    async def ReleaseRetained(
+        self, request: worker_pb2.ReleaseRetainedRequest, context: _ServicerContext
+    ) -> worker_pb2.ReleaseRetainedResponse:
+        if not request.session_id:
+            raise InvalidArgument("session_id", "empty; give that of the session's requests")
+        check_session("session_id", request.session_id)
+        return worker_pb2.ReleaseRetainedResponse(num_blocks=await self._release_retained(request.tenant, request.session_id))
 
     async def LoadAdapter(self, request: worker_pb2.LoadAdapterRequest, context: _ServicerContext) -> common_pb2.AdapterInfo:
         return await self._adapters.load(request)

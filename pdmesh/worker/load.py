@@ -198,6 +198,7 @@ class LoadReporter:
             decode_context=stats.decode_context,
             num_prefilling=stats.num_prefilling,
             oldest_prompt_tokens=stats.num_oldest_tokens,
+            num_retained_blocks=stats.num_retained_blocks,
             pace_s=stats.pace_s,
             slack_s=stats.slack_s,
             speculation=None if stats.speculation is None else speculation_message(self._drafts),

@@ -54,8 +54,9 @@ LEASES_EXPIRED = counter("pdmesh.leases.expired", "Reservations that ended witho
 SEQUENCES = gauge("pdmesh.engine.sequences", "Sequences by state: running, waiting, reserved, held", ("state",))
 MAX_SEQUENCES = gauge("pdmesh.engine.max_sequences", "Most sequences at a time")
 WAITING_TOKENS = gauge("pdmesh.engine.waiting.tokens", "Prompt tokens that are still to be computed")
-BLOCKS = gauge("pdmesh.kv.blocks", "Blocks by state: free, of which some are cached, and used", ("state",))
+BLOCKS = gauge("pdmesh.kv.blocks", "Blocks by state: free or used; cached, of which some are retained", ("state",))
 BLOCKS_TOTAL = gauge("pdmesh.kv.blocks.capacity", "Blocks of the pool")
+RETAINED_EVICTED = counter("pdmesh.kv.retained.evicted", "Retained blocks that were evicted before their time, for room")
 STEPS = counter("pdmesh.engine.steps", "Steps")
 TOKENS = counter(
     "pdmesh.engine.tokens", "Tokens: prefilled, cached (of prompts, found in the prefix cache), generated", ("kind",)
@@ -86,7 +87,7 @@ PER_STEP = (STEP_TIME, BATCH_SEQUENCES, BATCH_TOKENS, OPERATIONS, BYTES_MOVED, B
 PER_HANDOFF = (HANDOFF_TIME, HANDOFF_EXPOSED, HANDOFF_BYTES, HANDOFF_EXPOSED_BYTES, HANDOFFS)
 AT_SCRAPE = (
     PEAK_OPERATIONS, PEAK_BANDWIDTH, HANDOFF_FAILURES, CORRUPT, LEASES_EXPIRED, SEQUENCES, MAX_SEQUENCES, WAITING_TOKENS, BLOCKS,
-    BLOCKS_TOTAL, STEPS, TOKENS, PREEMPTIONS, MODEL_ERROR, ROLES, DRAINING,
+    BLOCKS_TOTAL, RETAINED_EVICTED, STEPS, TOKENS, PREEMPTIONS, MODEL_ERROR, ROLES, DRAINING,
 )  # fmt: skip
 SPECULATION = (DRAFTED, ACCEPTED, SPECULATION_ROWS, SPECULATION_TOKENS, DRAFTING, VERIFYING, FAILED_PROPOSER)
 EXPERTS = (EXPERT_TOKENS, EXPERT_LOAD, EXPERT_IMBALANCE, EXPERTS_IDLE)
@@ -205,9 +206,15 @@ def _read_engine(readings: Readings, stats: EngineStats) -> None:
     for state in ("running", "waiting", "reserved", "held"):
         readings.put(SEQUENCES, getattr(stats, f"num_{state}"), state)
     used = stats.num_total_blocks - stats.num_free_blocks
-    for state, count in (("free", stats.num_free_blocks), ("cached", stats.num_cached_blocks), ("used", used)):
+    for state, count in (
+        ("free", stats.num_free_blocks),
+        ("cached", stats.num_cached_blocks),
+        ("used", used),
+        ("retained", stats.num_retained_blocks),
+    ):
         readings.put(BLOCKS, count, state)
     readings.put(BLOCKS_TOTAL, stats.num_total_blocks)
+    readings.put(RETAINED_EVICTED, stats.num_retained_evicted)
     readings.put(WAITING_TOKENS, stats.num_waiting_tokens)
     readings.put(STEPS, stats.num_steps)
     for kind, count in (

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from pdmesh.adapter_id import AdapterId
+from pdmesh.engine.kv_cache.retention import MAX_SECONDS, Retention
 from pdmesh.engine.request import EngineRequest
 from pdmesh.engine.sampling.grammar import Grammar, Matcher
 from pdmesh.runtime.errors import FailedPrecondition, InvalidArgument
@@ -25,6 +26,7 @@ from pdmesh.worker.description import identity_of, layout_of
 from pdmesh.worker.engines.base import EngineFacts
 
 _FIELDS = common_pb2.SamplingParams.DESCRIPTOR.fields_by_name
+MAX_SESSION_ID = 256
 AdapterOf = Callable[[str, str], AdapterId]
 _Emitted = tuple[tuple[int, ...], ...]
 _Matchers = tuple[Matcher | None, ...]
@@ -62,6 +64,7 @@ class TokenRequestTranslator:
             finished=finished,
             cache_root=self.cache_root(request.tenant, request.cache_salt),
             adapter=self._adapter(request),
+            retention=_retention(request),
             grammar=grammar,
             matchers=matchers,
         )
@@ -109,6 +112,25 @@ def _replay(grammar: CompiledGrammar, emitted: _Emitted, finished: tuple[bool, .
             raise InvalidArgument(field, "does not follow sampling.constraint")
         matchers.append(matcher)
     return tuple(matchers)
+
+
+def check_session(field: str, session_id: str) -> None:
+    """Raise InvalidArgument, naming the field, unless it may be the id of a session, or none. The error does not repeat it: ids
+    of sessions are kept out of logs."""
+    if len(session_id) > MAX_SESSION_ID or not all("!" <= character <= "~" for character in session_id):
+        problem = f"its {len(session_id)} characters are not up to {MAX_SESSION_ID} printable ones of ASCII without spaces"
+        raise InvalidArgument(field, problem)
+
+
+def _retention(request: common_pb2.TokenRequest) -> Retention | None:
+    """Return what the request retains, or whose blocks it releases; None: neither."""
+    session, seconds, is_final = request.session_id, request.kv_retention_s, request.session_final
+    check_session("request.session_id", session)
+    if seconds > MAX_SECONDS:
+        raise InvalidArgument("request.kv_retention_s", f"{seconds} is more than {MAX_SECONDS}; give at most that")
+    if is_final and not session:
+        raise InvalidArgument("request.session_final", "set without session_id; name the session that ends")
+    return Retention(request.tenant, session, seconds, is_final) if seconds or is_final else None
 
 
 def _source(constraint: common_pb2.Constraint) -> str | tuple[str, ...]:

@@ -106,8 +106,6 @@ def connect(address: str) -> RankLink:
     """Connect a rank with its engine. Call it once vLLM has made its groups."""
     from vllm.distributed import get_tensor_model_parallel_rank
 
-    from pdmesh_vllm.amx import permit_amx
-
     permit_amx()
     return RankLink(Client(address, family="AF_UNIX"), get_tensor_model_parallel_rank())
 
@@ -137,3 +135,15 @@ def move(caches: Mapping[str, Tensor], path: str, num_heads: int, first_head: in
     pool = torch.frombuffer(mapping, dtype=first.dtype).view(len(caches), num_blocks, num_heads, *head)
     for index, cache in enumerate(caches.values()):
         cache.set_(pool[index, :, first_head : first_head + own_heads])  # type: ignore[call-overload]  # typed for storages alone
+
+
+# Leave to use the AMX tiles of a CPU, which the system gives to processes that ask.
+
+
+def permit_amx() -> bool:
+    """Ask the system for the use of AMX tiles, for this process; return whether it has it.
+
+    vLLM 0.32's CPU kernels for quantized weights execute AMX instructions without asking, and Linux ends a process that does with
+    SIGILL. In bfloat16 oneDNN asks before its first product."""
+    ask = getattr(torch.cpu, "_init_amx", None)
+    return bool(ask is not None and ask())

@@ -2,7 +2,7 @@
 hold nothing of a prompt but its length."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 from pdmesh.runtime.errors import InvalidArgument, NotFound
 from pdmesh.v1 import mesh_pb2
@@ -57,6 +57,7 @@ def dry_run(core: RouterContext, prepared: PreparedRequest) -> mesh_pb2.ExplainR
         len(fleet_snapshot),
         choice,
         cached,
+        session_workers=routing_request.session_workers,
     )
     return _response([decision])
 
@@ -112,8 +113,7 @@ def _decision(decision: Decision, now_ns: int) -> mesh_pb2.Decision:
         num_tokens=decision.num_tokens,
         reason=reason_of(placement),
         candidates=[
-            _candidate(c, decision.cached_tokens, chosen=(c.decode, c.prefill) == (placement.decode, placement.prefill))
-            for c in candidates
+            _candidate(c, decision, chosen=(c.decode, c.prefill) == (placement.decode, placement.prefill)) for c in candidates
         ],
         num_workers=decision.num_workers,
         decision_us=decision.decision_ns / 1e3,
@@ -122,8 +122,8 @@ def _decision(decision: Decision, now_ns: int) -> mesh_pb2.Decision:
     )
 
 
-def _candidate(candidate: Candidate, cached: Mapping[WorkerKey, int], *, chosen: bool) -> mesh_pb2.Candidate:
-    decode, prefill, predicted = candidate.decode, candidate.prefill, candidate.prediction
+def _candidate(candidate: Candidate, decision: Decision, *, chosen: bool) -> mesh_pb2.Candidate:
+    decode, prefill, predicted, cached = candidate.decode, candidate.prefill, candidate.prediction, decision.cached_tokens
     message = mesh_pb2.Candidate(
         decode_worker_id=decode.worker_id,
         prefill_worker_id="" if prefill is None else prefill.worker_id,
@@ -131,7 +131,7 @@ def _candidate(candidate: Candidate, cached: Mapping[WorkerKey, int], *, chosen:
         prefill_cached_tokens=0 if prefill is None else cached.get(prefill.key, 0),
         cost=candidate.cost,
         chosen=chosen,
-        note=_note(candidate),
+        note=_note(candidate, decision.session_workers),
         engine=decode.engine,
         may_redraw=not all(view.is_reproducible for view in candidate.workers),
     )
@@ -141,8 +141,10 @@ def _candidate(candidate: Candidate, cached: Mapping[WorkerKey, int], *, chosen:
     return message
 
 
-def _note(candidate: Candidate) -> str:
+def _note(candidate: Candidate, session_workers: Sequence[WorkerKey]) -> str:
     notes = [] if candidate.has_room else ["no room"]
+    if session_workers and candidate.decode.key == session_workers[0]:
+        notes.append("the session's last worker")
     if candidate.prediction is not None:
         notes += _predicted_notes(candidate.prediction)
     if any(view.latency is None for view in candidate.workers):

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 
 from pdmesh.planning.objectives import ModelObjective
 from pdmesh.runtime.errors import InvalidArgument, Unavailable
 from pdmesh.v1 import common_pb2, mesh_pb2, worker_pb2
 from router.api import embedding, explain, status
-from router.api.validation import refuse
+from router.api.validation import MAX_PRIORITY_HINT, MAX_RETENTION_S, MAX_TENANT_CHARS, check_session_id, refuse
+from router.auth import identity
 from router.context import RouterContext
 from router.lifecycle.request import OpenRequests, Request
 from router.lifecycle.stages import Pipeline
@@ -124,6 +125,14 @@ class Frontend:
         """Return all adapters, with the workers that have them."""
         return self.core.adapters.listed(self.core.models)
 
+    async def release_session(self, request: mesh_pb2.ReleaseSessionRequest) -> mesh_pb2.ReleaseSessionResponse:
+        """Have all workers of a model, or all, give up what they retain for a session. Raises MeshError."""
+        model = self.model_of(request.model).name if request.model else ""
+        check_session_id("session_id", request.session_id)
+        if len(request.tenant) > MAX_TENANT_CHARS:
+            refuse("tenant", f"has {len(request.tenant)} characters, {MAX_TENANT_CHARS} are allowed")
+        return await self.core.releases.release(identity.claimed(request.tenant, "tenant"), request.session_id, model)
+
     def status(self) -> mesh_pb2.GetStatusResponse:
         """Return this router's view of the mesh."""
         return status.status(self.core, self._objectives, registry_connected=self._registry_connected())
@@ -182,6 +191,12 @@ RETRIES = ("grpc-previous-rpc-attempts", "x-stainless-retry-count")
 """Headers in which gRPC itself and OpenAI's clients give the number of earlier attempts."""
 
 PRIORITY, TENANT = "x-pdmesh-priority", "x-pdmesh-tenant"
+SESSION, RETENTION, SESSION_FINAL = "x-pdmesh-session-id", "x-pdmesh-kv-retention-s", "x-pdmesh-session-final"
+PRIORITY_HINT = "x-pdmesh-priority-hint"
+_SESSION_KEYS = (SESSION, RETENTION, SESSION_FINAL, PRIORITY_HINT)
+_OF_OTHERS = LLM_D_TTFT, LLM_D_TPOT = "x-llm-d-slo-ttft-ms", "x-llm-d-slo-tpot-ms"
+"""What llm-d's clients send for the same objectives; those by pdmesh's own names go before."""
+_ONCE = frozenset((SLO_TTFT, SLO_TPOT, *_OF_OTHERS, PRIORITY, TENANT, *_SESSION_KEYS))
 MAX_MS = MAX_ATTEMPT = 2**32 - 1
 
 _PRIORITIES = {
@@ -190,18 +205,17 @@ _PRIORITIES = {
     "batch": common_pb2.PRIORITY_BATCH,
 }
 _DIGITS = re.compile(r"[0-9]{1,10}")
+_NUMBER = re.compile(r"-?[0-9]{1,10}")
+_TRUTHS = {"true": True, "1": True, "false": False, "0": False}
 
 
 def fill_options(options: mesh_pb2.RequestOptions, metadata: Iterable[tuple[str, str | bytes]]) -> None:
     """Set the fields of `options` that are unset from `metadata`. Raises InvalidArgument that names the key, also for a key that
     a field overrides."""
-    for key, value in metadata:
-        name = key.lower()
-        if not isinstance(value, str):
-            continue
-        if name == SLO_TTFT:
+    for name, value in sorted(_known(metadata), key=lambda said: said[0] in _OF_OTHERS):
+        if name in (SLO_TTFT, LLM_D_TTFT):
             options.slo_ttft_ms = options.slo_ttft_ms or _milliseconds(name, value)
-        elif name == SLO_TPOT:
+        elif name in (SLO_TPOT, LLM_D_TPOT):
             options.slo_tpot_ms = options.slo_tpot_ms or _milliseconds(name, value)
         elif name == PRIORITY:
             options.priority = options.priority or _priority(value)
@@ -209,6 +223,45 @@ def fill_options(options: mesh_pb2.RequestOptions, metadata: Iterable[tuple[str,
             options.tenant = options.tenant or value
         elif name in RETRIES:
             options.attempt = options.attempt or _attempt(name, value)
+        elif name in _SESSION_KEYS:
+            _fill_session(options, name, value)
+
+
+def _known(metadata: Iterable[tuple[str, str | bytes]]) -> Iterator[tuple[str, str]]:
+    """Yield the keys that say something here, in lower case. Refuses a key that is there twice, with two values."""
+    seen: dict[str, str] = {}
+    for key, value in metadata:
+        name = key.lower()
+        if not isinstance(value, str) or (name not in _ONCE and name not in RETRIES):
+            continue
+        if name in _ONCE and seen.setdefault(name, value) != value:
+            refuse(name, "is there twice, with different values; send it once")
+        yield name, value
+
+
+def _fill_session(options: mesh_pb2.RequestOptions, name: str, value: str) -> None:
+    if name == SESSION:
+        check_session_id(name, value)
+        options.session_id = options.session_id or value
+    elif name == RETENTION:
+        options.kv_retention_s = options.kv_retention_s or _number(name, value, 0, MAX_RETENTION_S)
+    elif name == PRIORITY_HINT:
+        options.priority_hint = options.priority_hint or _number(name, value, -MAX_PRIORITY_HINT, MAX_PRIORITY_HINT)
+    else:
+        options.session_final = truth(name, value) or options.session_final
+
+
+def truth(name: str, value: str) -> bool:
+    """Return what a header says that is true or false. Raises InvalidArgument."""
+    if value.lower() not in _TRUTHS:
+        refuse(name, f"{value[:40]!r} is neither true nor false")
+    return _TRUTHS[value.lower()]
+
+
+def _number(name: str, value: str, low: int, high: int) -> int:
+    if not _NUMBER.fullmatch(value) or not low <= int(value) <= high:
+        refuse(name, f"{value[:40]!r} is not a whole number from {low} to {high}")
+    return int(value)
 
 
 def _milliseconds(name: str, value: str) -> int:

@@ -17,6 +17,7 @@ from router.api.batches import handlers as batches_handlers
 from router.api.batches.runner import BatchKeys, LineRunner
 from router.api.batches.service import Batches
 from router.api.frontend import Frontend
+from router.api.http import sessions
 from router.api.http.body import HttpSettings
 from router.api.http.openapi import with_description
 from router.api.kserve import service as kserve_service
@@ -39,6 +40,7 @@ PROTOCOLS: dict[str, ClientProtocol] = {
     "anthropic": ClientProtocol(routes=anthropic_handlers.routes),  # before OpenAI: both have /v1/models
     "openai": ClientProtocol(routes=openai_handlers.routes),
     "responses": ClientProtocol(routes=responses_service.routes),
+    "sessions": ClientProtocol(routes=sessions.routes),
     "kserve": ClientProtocol(add_services=kserve_service.add_services),
     "vllm": ClientProtocol(add_services=vllm_service.add_services),
 }

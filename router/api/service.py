@@ -56,6 +56,11 @@ class MeshService(MeshServicer):
     async def Explain(self, request: mesh_pb2.ExplainRequest, context: _ServicerContext) -> mesh_pb2.ExplainResponse:
         return await self._frontend.explain(request)
 
+    async def ReleaseSession(
+        self, request: mesh_pb2.ReleaseSessionRequest, context: _ServicerContext
+    ) -> mesh_pb2.ReleaseSessionResponse:
+        return await self._frontend.release_session(request)
+
     async def LoadAdapter(self, request: worker_pb2.LoadAdapterRequest, context: _ServicerContext) -> mesh_pb2.MeshAdapter:
         return await self._frontend.load_adapter(request)
 

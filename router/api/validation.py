@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NoReturn
 
-from pdmesh.runtime.errors import InvalidArgument
+from pdmesh.runtime.errors import CONTEXT_OVERFLOW, InvalidArgument
 from pdmesh.runtime.work_threads import WorkThreads
 from pdmesh.sampling_params import MAX_BIASES, NUMBERS, PARAMETERS, Kind, Parameter
 from pdmesh.text.grammar import CompiledGrammar, GrammarCompiler
@@ -18,8 +18,11 @@ MAX_TENANT_CHARS = 128
 MAX_SALT_CHARS = 256
 MAX_MESSAGES = 10_000
 MAX_ROLE_CHARS = 64
+MAX_RETENTION_S = 86_400
+MAX_PRIORITY_HINT = 1000
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_SESSION_ID = re.compile(r"[!-~]{1,256}")
 Messages = Sequence[mesh_pb2.ChatMessage]
 _MODES = {
     mesh_pb2.PREFILL_MODE_UNSPECIFIED: None,
@@ -31,11 +34,6 @@ _MODES = {
 def refuse(field: str, problem: str) -> NoReturn:
     """Raise InvalidArgument with the field's name also in the message."""
     raise InvalidArgument(field, f"{field}: {problem}")
-
-
-CONTEXT_OVERFLOW = "context_length_exceeded"
-"""The `reason` of INVALID_ARGUMENT where a prompt, alone or with its output, is longer than the model or the router takes: agents
-then shorten it. OpenAI's `code` has the same name."""
 
 
 class ContextOverflow(InvalidArgument):
@@ -131,6 +129,29 @@ def check_options(options: mesh_pb2.RequestOptions) -> None:
         refuse("options.priority", f"{options.priority} is none of {', '.join(common_pb2.Priority.keys())}")
     if options.mode not in _MODES:
         refuse("options.mode", f"{options.mode} is none of {', '.join(mesh_pb2.PrefillMode.keys())}")
+    _check_session(options)
+
+
+def _check_session(options: mesh_pb2.RequestOptions) -> None:
+    if options.session_id:
+        check_session_id("options.session_id", options.session_id)
+    elif options.session_final:
+        refuse("options.session_final", "there is no session that could end; send its session_id, too")
+    if options.kv_retention_s > MAX_RETENTION_S:
+        refuse("options.kv_retention_s", f"{options.kv_retention_s} is more than {MAX_RETENTION_S} seconds, which are a day")
+    if abs(options.priority_hint) > MAX_PRIORITY_HINT:
+        refuse("options.priority_hint", f"{options.priority_hint} is not from -{MAX_PRIORITY_HINT} to {MAX_PRIORITY_HINT}")
+
+
+def is_session_id(text: str) -> bool:
+    """Return whether `text` can name a session: 1 to 256 printable ASCII characters without spaces."""
+    return bool(_SESSION_ID.fullmatch(text))
+
+
+def check_session_id(field: str, text: str) -> None:
+    """Refuse what cannot name a session. The error does not repeat it: ids of sessions are kept out of logs."""
+    if not is_session_id(text):
+        refuse(field, f"its {len(text)} characters are not 1 to 256 printable ones of ASCII without spaces")
 
 
 def mode_of(options: mesh_pb2.RequestOptions) -> Mode | None:

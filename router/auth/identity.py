@@ -70,12 +70,18 @@ def authenticate(store: KeyStore | None, authorization: str | None) -> None:
 
 def claim(options: mesh_pb2.RequestOptions) -> None:
     """Set the request's tenant to its caller's. Raises PermissionDenied when the request names another one."""
+    options.tenant = claimed(options.tenant, "options.tenant")
+
+
+def claimed(named: str, field: str) -> str:
+    """Return the tenant of a call that names one in `field`, or none: its caller's, where keys are required. Raises
+    PermissionDenied when it names another one."""
     caller = _caller.get()
     if caller is None:
-        return
-    if options.tenant not in ("", caller.tenant):
-        raise PermissionDenied("options.tenant: the API key belongs to another tenant; leave it out", field="options.tenant")
-    options.tenant = caller.tenant
+        return named
+    if named not in ("", caller.tenant):
+        raise PermissionDenied(f"{field}: the API key belongs to another tenant; leave it out", field=field)
+    return caller.tenant
 
 
 def tenant() -> str | None:

@@ -44,6 +44,7 @@ LACKS = (
     worker_pb2.ENGINE_LACK_REPRODUCIBLE,
     worker_pb2.ENGINE_LACK_PROMPT_SHARES,
     worker_pb2.ENGINE_LACK_EMBEDDINGS,
+    worker_pb2.ENGINE_LACK_RETENTION,
 )
 _STOCK = "a stock engine has its roles, its cache and its adapters to itself"
 
@@ -148,6 +149,11 @@ class EngineBridge(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.Worker
 
     async def ListAdapters(self, request: worker_pb2.ListAdaptersRequest, context: _ControlContext) -> worker_pb2.AdapterList:
         return worker_pb2.AdapterList()
+
+    async def ReleaseRetained(
+        self, request: worker_pb2.ReleaseRetainedRequest, context: _ControlContext
+    ) -> worker_pb2.ReleaseRetainedResponse:
+        return worker_pb2.ReleaseRetainedResponse()  # a stock engine evicts in its own order, and retains nothing
 
     # DecodeService
 

@@ -16,7 +16,7 @@ from router.fleet.change_notifier import ChangeNotifier
 from router.fleet.decode_stream import StreamSettings
 from router.fleet.worker import Incarnation, Worker
 from router.routing.fleet_snapshot import FleetSnapshot
-from router.routing.worker_snapshot import WorkerSnapshot
+from router.routing.worker_snapshot import WorkerKey, WorkerSnapshot
 
 # The largest context of any worker of a model, without a look at every worker: each request asks.
 
@@ -117,6 +117,11 @@ class FleetRegistry:
     def views(self) -> list[WorkerSnapshot]:
         """Return the workers that are alive and take requests."""
         return list(self.fleet_snapshot.views())
+
+    def is_gone(self, key: WorkerKey) -> bool:
+        """Return whether a worker was forgotten, or is another process now. One that is silent for a while is not gone."""
+        worker = self.workers.get(key[0])
+        return worker is None or (worker.last is not None and worker.last.info.epoch != key[1])
 
     def ready(self) -> bool:
         """Return whether a decode worker can take a request. A decode worker can also prefill, so it suffices alone."""

@@ -209,6 +209,11 @@ class Worker:
         """Have the worker unload a LoRA adapter. Raises AioRpcError."""
         return await self._control.UnloadAdapter(request, timeout=timeout_s)
 
+    async def release_retained(self, tenant: str, session_id: str, timeout_s: float) -> int:
+        """Have the worker give up what it retains for a session; return the number of blocks. Raises AioRpcError."""
+        request = worker_pb2.ReleaseRetainedRequest(tenant=tenant, session_id=session_id)
+        return (await self._control.ReleaseRetained(request, timeout=timeout_s)).num_blocks
+
     def told_adapter(self, info: common_pb2.AdapterInfo) -> None:
         """Count an adapter that the worker has said it loaded, before its next report does."""
         self.forget_adapter(info.name)

@@ -15,7 +15,6 @@ import itertools
 from pdmesh.runtime.errors import DeadlineExceeded, MeshError, ResourceExhausted
 from router.flow_control.capacity import AdmissionSettings, InflightLimiter, SameForAll, Tally, TenantBook, TenantLimits
 from router.flow_control.queue import DispatchOrder, Lane, RequestQueue
-from router.flow_control.retry_delay import retry_delay_s
 from router.flow_control.slo_admission import (
     FlowItem,
     Forecast,
@@ -25,6 +24,7 @@ from router.flow_control.slo_admission import (
     Verdict,
     alone_s,
     expected_ttft_s,
+    retry_delay_s,
 )
 
 
@@ -199,7 +199,7 @@ class Admission:
             victim = self._room.victim(item, limits.weight)
             if victim is None:
                 return False
-            for_rank = victim.item.rank > item.rank
+            for_rank = victim.item.rank > item.rank or victim.item.tenant == item.tenant
             favoured = "requests of higher priority" if for_rank else "tenants that hold less of it"
             message = f"the queue is full, and this request makes way for {favoured}; retry later"
             delay_s = self._full_delay_s(self._room.lanes[victim.item.lane])

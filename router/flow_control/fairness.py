@@ -4,17 +4,17 @@ Every tenant has a virtual start: the tokens that it was given, divided by its w
 served next, so a tenant with a backlog gets its share, however many requests another tenant sends and whatever rank it gives
 them. A tenant that was idle starts at the present virtual time less a bounded saving (SAVED): two requests of a modest tenant
 that come together do not wait like those of a flood. Rank orders the requests of one tenant, and of tenants with equal starts,
-which includes all tenants below their share.
+which includes all tenants below their share. Hints (priority_hint) order the requests of one tenant and one rank alone: whose
+turn it is, and which tenant loses a request, is decided before any hint is looked at.
 """
 
 import heapq
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
-from router.flow_control.slo_admission import BATCH, INTERACTIVE, RANKS, STANDARD, FlowItem, SloEstimate, Ticket, TicketState
+from router.flow_control.slo_admission import BATCH, INTERACTIVE, RANKS, STANDARD, FlowItem, Line, SloEstimate, Ticket
 
 # The heaviest load: a heap whose stale entries are skipped.
 
@@ -128,12 +128,13 @@ class Share:
 @dataclass(eq=False)
 class Flow:
     """Hold one tenant's tickets in a queue. `resumed`: those whose clients have tokens already. `aside`: those that wait for
-    their own objective. All three may contain tickets that no longer wait, which are skipped."""
+    their own objective. `costs`: the tokens of its requests by hint."""
 
     share: Share
-    tickets: deque[Ticket] = field(default_factory=deque)
-    resumed: deque[Ticket] = field(default_factory=deque)
-    aside: deque[Ticket] = field(default_factory=deque)
+    tickets: Line = field(default_factory=Line)
+    resumed: Line = field(default_factory=Line)
+    aside: Line = field(default_factory=Line)
+    costs: dict[int, float] = field(default_factory=dict)
     num_waiting: int = 0
     num_bytes: int = 0
     cost: float = 0.0
@@ -142,36 +143,43 @@ class Flow:
     resumed_is_next: bool = True
 
     def head(self) -> Ticket | None:
-        """Return the next ticket: the oldest one, alternating between resumed and other tickets."""
-        for line in (self.tickets, self.resumed):
-            while line and line[0].state is not TicketState.WAITING:
-                line.popleft()
-        line = self.resumed if self.resumed and (self.resumed_is_next or not self.tickets) else self.tickets
-        return line[0] if line else None
+        """Return the next ticket: that of the highest hint, the oldest of equals; resumed and other tickets take turns."""
+        new, resumed = self.tickets.first(), self.resumed.first()
+        if new is None or resumed is None:
+            return new or resumed
+        if new.item.hint != resumed.item.hint:
+            return max(new, resumed, key=lambda ticket: ticket.item.hint)
+        return resumed if self.resumed_is_next else new
 
-    def newest(self) -> Ticket | None:
-        """Return the ticket that came last."""
-        waiting = []
-        for line in (self.tickets, self.resumed, self.aside):
-            while line and line[-1].state is not TicketState.WAITING:
-                line.pop()
-            waiting += [line[-1]] if line else []
-        return max(waiting, key=lambda ticket: ticket.number, default=None)
+    def last(self) -> Ticket | None:
+        """Return the ticket that is evicted first: that of the lowest hint, the newest of equals."""
+        waiting = [ticket for line in (self.tickets, self.resumed, self.aside) if (ticket := line.last()) is not None]
+        return max(waiting, key=lambda ticket: (-ticket.item.hint, ticket.number), default=None)
 
-    def line_of(self, ticket: Ticket) -> deque[Ticket]:
-        """Return the deque in which the ticket waits for its turn."""
+    def line_of(self, ticket: Ticket) -> Line:
+        """Return the line in which the ticket waits for its turn."""
         return self.resumed if ticket.item.started else self.tickets
+
+    def cost_before(self, hint: int) -> float:
+        """Return the tokens that are served before a new request with this hint."""
+        return sum(cost for other, cost in self.costs.items() if other >= hint)
+
+    def count(self, item: FlowItem, sign: int) -> None:
+        """Count a request that comes (1) or goes (-1)."""
+        self.num_waiting += sign
+        self.num_bytes += sign * item.num_bytes
+        self.cost += sign * item.cost
+        left = self.costs.get(item.hint, 0.0) + sign * item.cost
+        if left > 0:
+            self.costs[item.hint] = left
+        else:
+            self.costs.pop(item.hint, None)
 
     def tidy(self, gone: Ticket) -> None:
         """Bound the number of stale tickets; `gone` is about to become one."""
-        if not self.num_waiting:
-            for line in (self.tickets, self.resumed, self.aside):
-                line.clear()
-        elif len(self.tickets) + len(self.resumed) + len(self.aside) > 2 * self.num_waiting + 16:
-            self.tickets, self.resumed, self.aside = (
-                deque(old for old in line if old.state is TicketState.WAITING and old is not gone)
-                for line in (self.tickets, self.resumed, self.aside)
-            )
+        num_held = len(self.tickets) + len(self.resumed) + len(self.aside)
+        if not self.num_waiting or num_held > 2 * self.num_waiting + 16:
+            self.tickets, self.resumed, self.aside = (line.tidied(gone) for line in (self.tickets, self.resumed, self.aside))
 
 
 class FairQueue:
@@ -194,10 +202,10 @@ class FairQueue:
         """Return the tenant's flow, if it waits here."""
         return self._flows.get(tenant)
 
-    def newest(self, tenant: str) -> Ticket | None:
-        """Return the tenant's last ticket that waits here."""
+    def last(self, tenant: str) -> Ticket | None:
+        """Return the tenant's ticket here that is evicted first."""
         flow = self._flows.get(tenant)
-        return None if flow is None else flow.newest()
+        return None if flow is None else flow.last()
 
     def push(self, ticket: Ticket, share: Share) -> None:
         """Append a ticket to the tenant's flow."""
@@ -239,7 +247,7 @@ class FairQueue:
     def set_aside(self, ticket: Ticket) -> None:
         """Set the tenant's head aside, because it waits for its own objective: the tenant's other tickets go on."""
         flow = self._flows[ticket.item.tenant]
-        flow.line_of(ticket).popleft()
+        flow.line_of(ticket).remove(ticket)
         flow.aside.append(ticket)
 
     def bring_back(self, ticket: Ticket) -> None:
@@ -261,10 +269,9 @@ class FairQueue:
             self._enter(flow)
 
     def _count(self, flow: Flow, ticket: Ticket, sign: int) -> None:
-        for counted in (self, flow):
-            counted.num_waiting += sign
-            counted.cost += sign * ticket.item.cost
-        flow.num_bytes += sign * ticket.item.num_bytes
+        self.num_waiting += sign
+        self.cost += sign * ticket.item.cost
+        flow.count(ticket.item, sign)
         flow.load = self._load(flow.num_waiting, flow.num_bytes, flow.share.weight)
 
     def _enter(self, flow: Flow) -> None:
@@ -396,22 +403,27 @@ class FairShare:
         return bool(self._shares) if share is None else self._recent.is_below(share.recent, share.weight)
 
     def cost_ahead(self, item: FlowItem, weight: float) -> float:
-        """Return the tokens that are served before a new item: those of its own tenant, except of lower ranks, and those that
-        other tenants are given meanwhile; for batch also everything that is not batch."""
+        """Return the tokens that are served before a new item: those of its own tenant, except of lower ranks and, in its rank,
+        of lower hints, and those that other tenants are given meanwhile; for batch also everything that is not batch."""
         share = self.share(item.tenant, weight)
         others_weight = self._weight - (share.weight if share.num_waiting else 0.0)
         above = self.queues[INTERACTIVE].cost + self.queues[STANDARD].cost
         if item.rank == BATCH:
-            flow_cost = self._flow_cost(item.tenant, BATCH)
+            flow_cost = self._cost_before(item)
             return above + min(self.queues[BATCH].cost, flow_cost * (others_weight + weight) / weight)
         costs = {rank: self._flow_cost(item.tenant, rank) for rank in (INTERACTIVE, STANDARD)}
-        own = sum(cost for rank, cost in costs.items() if rank <= item.rank)
+        own = sum(cost for rank, cost in costs.items() if rank < item.rank) + self._cost_before(item)
         saved = max(0.0, self._virtual - self._begin(share))
         return own + min(above - sum(costs.values()), max(0.0, own / weight - saved) * others_weight)
 
     def _flow_cost(self, tenant: str, rank: int) -> float:
         flow = self.queues[rank].flow(tenant)
         return 0.0 if flow is None else flow.cost
+
+    def _cost_before(self, item: FlowItem) -> float:
+        """Return the tokens of its own tenant and rank that are served before a new item."""
+        flow = self.queues[item.rank].flow(item.tenant)
+        return 0.0 if flow is None else flow.cost_before(item.hint)
 
     def _begin(self, share: Share) -> float:
         return max(self._virtual - SAVED, share.start)

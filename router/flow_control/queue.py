@@ -3,7 +3,8 @@ dispatched. Pure.
 
 A lower rank cannot fill the queue: the last quarter is closed to batch, the last eighth to standard. In a full queue the tenant
 that holds most for its weight loses a request to one that holds less, whatever ranks they declare; among equal tenants, and
-within a tenant, lower ranks lose to higher ones. The newest request of the lowest rank is evicted. Batch evicts only batch.
+within a tenant, lower ranks lose to higher ones, and lower hints of a rank to higher ones. Of the lowest rank, the request with
+the lowest hint is evicted, the newest among equals. Batch evicts only batch.
 """
 
 import heapq
@@ -13,7 +14,6 @@ from collections.abc import Hashable
 from pdmesh.planning.latency_model import MUCH_SHORTER
 from router.flow_control.capacity import AdmissionSettings, BusyClock, DrainRate, InflightLimiter
 from router.flow_control.fairness import FairQueue, FairShare
-from router.flow_control.retry_delay import retry_delay_s
 from router.flow_control.slo_admission import (
     BATCH,
     INTERACTIVE,
@@ -31,6 +31,7 @@ from router.flow_control.slo_admission import (
     deadline_refusal,
     expired,
     never_fast_enough,
+    retry_delay_s,
     too_slow,
     verdict,
 )
@@ -239,7 +240,7 @@ class RequestQueue:
         if top.tenant == item.tenant or load <= self._load_with(item, weight):
             return None
         ranks = (BATCH,) if item.rank == BATCH else (BATCH, STANDARD, INTERACTIVE)
-        return next((ticket for rank in ranks if (ticket := lane.queues[rank].newest(top.tenant)) is not None), None)
+        return next((ticket for rank in ranks if (ticket := lane.queues[rank].last(top.tenant)) is not None), None)
 
     def _of_lower_rank(self, item: FlowItem, weight: float) -> Ticket | None:
         """Return a ticket of lower rank, of a tenant that holds at least as much as the item's tenant would."""
@@ -248,15 +249,17 @@ class RequestQueue:
             for lane in self.lanes.values():
                 flow = lane.queues[rank].heaviest()
                 if flow is not None and flow.share.load >= mine:
-                    return flow.newest()
+                    return flow.last()
         return None
 
     def _own(self, item: FlowItem) -> Ticket | None:
-        """Return a ticket of the item's own tenant, of a lower rank."""
+        """Return a ticket of the item's own tenant, of a lower rank, or of its rank with a lower hint."""
         lane = self.lanes.get(item.lane)
-        ranks = range(BATCH, item.rank, -1) if lane is not None else ()
-        found = (lane.queues[rank].newest(item.tenant) for rank in ranks if lane is not None)
-        return next((ticket for ticket in found if ticket is not None), None)
+        for rank in range(BATCH, item.rank - 1, -1) if lane is not None else ():
+            ticket = lane.queues[rank].last(item.tenant) if lane is not None else None
+            if ticket is not None and (rank > item.rank or ticket.item.hint < item.hint):
+                return ticket
+        return None
 
 
 # The order of dispatch: fair between tenants, by rank, when the forecast is good.
@@ -423,6 +426,8 @@ class DispatchOrder:
     def _is_much_shorter(self, item: FlowItem, head: Ticket) -> bool:
         tokens, most = item.prompt_tokens, head.item.prompt_tokens
         if tokens > MUCH_SHORTER * most or head.overtaken_tokens + tokens > most:
+            return False
+        if (item.tenant, item.rank) == (head.item.tenant, head.item.rank) and item.hint < head.item.hint:
             return False
         return item.rank <= head.item.rank and self._limiter.within_limit(item.tenant)
 

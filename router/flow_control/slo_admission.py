@@ -5,13 +5,27 @@ it is refused at once as long as the mesh has other work; a request that would b
 """
 
 import enum
+from bisect import insort
+from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from router.flow_control.retry_delay import MAX_RETRY_DELAY_S, retry_delay_s
 from router.routing.cost_model import MAX_AHEAD_S, is_saturated
 from router.tokenization.prepared_request import PreparedRequest
+
+# The retry delay that a refused request gets. How soon slots come free is measured by `DrainRate` (`capacity.py`).
+
+MIN_RETRY_DELAY_S = 0.1
+MAX_RETRY_DELAY_S = 30.0
+UNKNOWN_RETRY_DELAY_S = 1.0
+
+
+def retry_delay_s(seconds: float | None) -> float:
+    """Return the retry delay that a client gets: within bounds, and a default while nothing is known."""
+    if seconds is None:
+        return UNKNOWN_RETRY_DELAY_S
+    return min(MAX_RETRY_DELAY_S, max(MIN_RETRY_DELAY_S, seconds))
 
 
 @dataclass(frozen=True)
@@ -52,8 +66,8 @@ class FlowItem:
     `priority` is that of common.proto. `started`: the client resumes a stream and has tokens of it. `lane`: requests of different
     lanes run on different workers, and do not wait for each other. `ttft_s` and `tpot_s` are its objectives, `guard_ttft_s` and
     `guard_tpot_s` those of other requests that it must not spoil (batch); None: there is none. `deadline` is on the clock that
-    admission is given. `num_bytes`: the memory that it holds while it waits. `foresee` returns a forecast for the fleet as it is
-    now.
+    admission is given. `num_bytes`: the memory that it holds while it waits. `hint` orders it among the waiting requests of its
+    tenant and priority, higher ones first. `foresee` returns a forecast for the fleet as it is now.
     """
 
     tenant: str = ""
@@ -68,6 +82,7 @@ class FlowItem:
     guard_ttft_s: float | None = None
     guard_tpot_s: float | None = None
     deadline: float | None = None
+    hint: int = 0
     foresee: Callable[[], Forecast | None] = nothing_known
 
     @property
@@ -115,6 +130,74 @@ class Ticket:
     expected_s: float | None = None  # predicted time to first token, on arrival
     charged: float = field(default=0.0, repr=False)  # tokens taken from the tenant's bucket
     overtaken_tokens: int = 0  # prompt tokens of shorter requests that were admitted while it was first
+
+
+class Line:
+    """Hold tickets in the order of their turns: higher hints first, among equals the older one. It may contain tickets that no
+    longer wait, which are skipped."""
+
+    def __init__(self) -> None:
+        self._levels: dict[int, deque[Ticket]] = {}  # by hint
+        self._hints: list[int] = []  # ascending
+        self._num = 0
+
+    def __len__(self) -> int:
+        """Return the number of tickets, those included that no longer wait."""
+        return self._num
+
+    def append(self, ticket: Ticket) -> None:
+        """Add a ticket behind those of its hint."""
+        self._level(ticket.item.hint).append(ticket)
+        self._num += 1
+
+    def appendleft(self, ticket: Ticket) -> None:
+        """Add a ticket before those of its hint."""
+        self._level(ticket.item.hint).appendleft(ticket)
+        self._num += 1
+
+    def remove(self, ticket: Ticket) -> None:
+        """Remove a ticket that is in the line."""
+        self._levels[ticket.item.hint].remove(ticket)
+        self._num -= 1
+
+    def first(self) -> Ticket | None:
+        """Return the ticket whose turn is next; None when none waits."""
+        while self._hints:
+            level = self._levels[self._hints[-1]]
+            while level and level[0].state is not TicketState.WAITING:
+                level.popleft()
+                self._num -= 1
+            if level:
+                return level[0]
+            del self._levels[self._hints.pop()]
+        return None
+
+    def last(self) -> Ticket | None:
+        """Return the ticket whose turn comes last; None when none waits."""
+        while self._hints:
+            level = self._levels[self._hints[0]]
+            while level and level[-1].state is not TicketState.WAITING:
+                level.pop()
+                self._num -= 1
+            if level:
+                return level[-1]
+            del self._levels[self._hints.pop(0)]
+        return None
+
+    def tidied(self, gone: Ticket) -> "Line":
+        """Return the line without `gone` and the tickets that no longer wait."""
+        tidy = Line()
+        for level in self._levels.values():
+            for ticket in level:
+                if ticket.state is TicketState.WAITING and ticket is not gone:
+                    tidy.append(ticket)
+        return tidy
+
+    def _level(self, hint: int) -> deque[Ticket]:
+        if hint not in self._levels:
+            self._levels[hint] = deque()
+            insort(self._hints, hint)
+        return self._levels[hint]
 
 
 # Accuracy of TTFT forecasts, from the requests that were admitted by them.

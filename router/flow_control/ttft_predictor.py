@@ -91,6 +91,7 @@ def flow_item_of(core: RouterContext, prepared: PreparedRequest) -> FlowItem:
         guard_ttft_s=_seconds(guarded.ttft_ms),
         guard_tpot_s=_seconds(guarded.tpot_ms),
         deadline=prepared.deadline,
+        hint=prepared.priority_hint,
         foresee=nothing_known if forecaster is None else lambda: forecaster.forecast(prepared),
     )
 

@@ -1,7 +1,8 @@
 """The queue of admitted requests that found no room on any decode worker: the first one tries again, so that none starves.
 
 It is in order of arrival, which is the order of admission: fair between tenants. A request that was interrupted here goes first.
-A priority orders the requests of one tenant among the places that they have in the queue: it takes none from other tenants.
+A priority orders the requests of one tenant among the places that they have in the queue, and a hint (priority_hint) those of one
+priority: they take none from other tenants.
 
 One try at a time would be no faster than Submit, which a worker answers between two of its steps: after a short shortage the
 queue would last as long as the load. So each success of the first request doubles the number that may try at once, and after a
@@ -18,9 +19,11 @@ MAX_TRYING = 64
 
 @dataclass(order=True)
 class Waiter:
-    """Hold a request in the queue. `may_try` is set while it is among the first, as many as may try at once."""
+    """Hold a request in the queue. `lateness`: the negative hint. `may_try` is set while it is among the first, as many as may
+    try at once."""
 
     priority: int
+    lateness: int
     arrival: int
     tenant: str = ""
     interrupted: bool = False
@@ -44,9 +47,9 @@ class CapacityQueue:
         """Return True if no request waits."""
         return key not in self._queues
 
-    def enter(self, key: Hashable, priority: int, tenant: str = "", *, interrupted: bool = False) -> Waiter:
+    def enter(self, key: Hashable, priority: int, tenant: str = "", *, interrupted: bool = False, hint: int = 0) -> Waiter:
         """Add a request; `leave` has to follow. `interrupted`: this router has placed it before, and its output is under way."""
-        waiter = Waiter(priority, next(self._arrivals), tenant, interrupted)
+        waiter = Waiter(priority, -hint, next(self._arrivals), tenant, interrupted)
         queue = self._queues.setdefault(key, _Queue())
         if interrupted:
             queue.waiters.insert(sum(other.interrupted for other in queue.waiters), waiter)
@@ -84,7 +87,7 @@ def _call(queue: _Queue) -> None:
 
 
 def _order_own(waiters: list[Waiter], tenant: str) -> None:
-    """Sort the tenant's requests among the places that they have, by priority, then arrival."""
+    """Sort the tenant's requests among the places that they have, by priority, then hint, then arrival."""
     places = [place for place, waiter in enumerate(waiters) if waiter.tenant == tenant and not waiter.interrupted]
     for place, waiter in zip(places, sorted(waiters[place] for place in places), strict=True):
         waiters[place] = waiter

@@ -8,7 +8,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from pdmesh.runtime.errors import MeshError, Unavailable
+from pdmesh.runtime.errors import MeshError, ResourceExhausted, Unavailable
 from pdmesh.v1 import worker_pb2
 from router.context import RouterContext
 from router.fleet.circuit_breaker import Role
@@ -51,7 +51,7 @@ class DecodeStage:
 
     async def _is_over(self, request: Request, session: DecodeSession) -> bool:
         """Wait for the end of `session`; return False when the request was asked to move before. Raises WorkerLost, MeshError."""
-        request.session = session
+        request.session, request.ran_on = session, session.incarnation
         since_ns, since_steps = now_ns(), _num_steps(request, session)
         asked = request.move = asyncio.get_running_loop().create_future()
         await asyncio.wait((session.ended, asked), return_when=asyncio.FIRST_COMPLETED)
@@ -164,3 +164,30 @@ async def _arrival(arriving: asyncio.Task[Assignment], old: DecodeSession) -> As
         await asyncio.wait((arriving,))
         if taken is None and not arriving.cancelled() and arriving.exception() is None:
             arriving.result().session.leave("the request has ended meanwhile")
+
+
+# What the next turn of a conversation finds.
+
+CHEAP_OUTPUT_TOKENS = 512
+"""So many tokens of output are hashed in some 30 microseconds."""
+
+
+def remember_turn(core: RouterContext, request: Request) -> None:
+    """Remember where the KV of a request is that has ended: its prompt and the output of each choice, without the last token,
+    which has no KV. Those of chats without a session are remembered where that is cheap."""
+    prepared, tracker, worker = request.prepared, request.tracker, request.ran_on
+    is_wanted = bool(prepared.session_id) and not prepared.session_final and not prepared.is_released
+    is_cheap = prepared.is_chat and tracker.num_tokens <= CHEAP_OUTPUT_TOKENS
+    if worker is not None and tracker.anything_emitted and (is_wanted or is_cheap):
+        outputs = [choice.token_ids[:-1] for choice in tracker.history()]
+        work = core.prefixes.remember_output(prepared, outputs, worker)
+        core.background.spawn(work, f"remember the output of {prepared.request_id}")
+
+
+def end_session(core: RouterContext, request: Request, error: BaseException | None) -> None:
+    """Release the session of a last request that has ended, however it has: workers that were no part of it retain what earlier
+    requests left. One that was refused before any worker had it goes on, since its client sends it again."""
+    prepared = request.prepared
+    is_refused = isinstance(error, ResourceExhausted | Unavailable) and not request.is_submitted
+    if prepared.session_final and not is_refused:
+        core.releases.release_ended(prepared.tenant, prepared.session_id, prepared.model.name)

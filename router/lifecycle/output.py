@@ -308,6 +308,8 @@ class Output:
     def _replay_choice(self, emitted: common_pb2.EmittedChoice) -> mesh_pb2.Delta | None:
         choice, tokens = emitted.index, emitted.token_ids
         _, num_pushed, matched = self._push(choice, tokens)
+        if emitted.finish_reason:
+            self._texts[choice].finish()
         if self._parsed:
             self._parsed[choice].fill(mesh_pb2.Delta())  # the client has it
         ends_at = next((number for number, token in enumerate(tokens, start=1) if self._ends(token, number)), None)

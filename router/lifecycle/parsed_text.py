@@ -2,17 +2,49 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Literal
 
 from pdmesh.text.detokenizer import ChoiceText, DetokenizerSource, VisibleMarks
 from pdmesh.text.parsers.events import CallArguments, CallClosed, CallOpened, Content, Event, Thought, Unparsed
+from pdmesh.text.parsers.machine import OutputParser
 from pdmesh.text.stop_strings import StopResult
 from pdmesh.v1 import mesh_pb2
 from router.tokenization.prepared_request import OutputFormat
 
 PartKind = Literal["text_chars", "reasoning_chars", "num_tool_calls"]
 """Fields of DeltaPart."""
+
+
+class ReasoningTokens:
+    """Count the tokens of one output with which the model thought. Usage and deltas have this one count.
+
+    A token counts if any of its text stands in thoughts or in a mark around them. One without text of its own (a special token, a
+    part of a character) counts as the character that comes next does. Thoughts that are cut off go on to the end of the output:
+    whatever ended it counts as well, also where it is a stop string. It is a function of the tokens alone: a token whose text is
+    held back counts once it is clear what that text is."""
+
+    def __init__(self, parser: OutputParser) -> None:
+        self._parser = parser
+        self._open: deque[tuple[int, int]] = deque()  # characters, from and to, of tokens that are not settled
+        self._num_taken = 0
+        self.num = 0
+
+    def add(self, begin: int, end: int) -> None:
+        """Take the next token, by the characters of the output that it brought. Per-token path."""
+        self._open.append((begin, max(end, begin + 1)))
+
+    def settle(self, *, is_end: bool = False) -> None:
+        """Count tokens about which the parser is certain; at the end of the output all. Per-token path."""
+        num_settled = self._parser.num_settled
+        while self._open and (is_end or self._open[0][1] <= num_settled):
+            self.num += self._parser.is_thought(*self._open.popleft())
+
+    def take_new(self) -> int:
+        """Return how many were counted since the last call."""
+        num_new, self._num_taken = self.num - self._num_taken, self.num
+        return num_new
 
 
 class ParsedText(ChoiceText):
@@ -36,12 +68,17 @@ class ParsedText(ChoiceText):
         self._seen: set[str] = set()
         self._call_id = call_id
         self._max_calls = output_format.max_calls
+        self._keeps_text = output_format.is_constrained  # no mark stands in it but one that it spells
         self._ids: set[str] = set()
         self._num_whole = 0
-        self.num_reasoning_tokens = 0
+        self._reasoning = ReasoningTokens(self._parser)
         self._pending = mesh_pb2.Delta()
-        self._num_unread = 0  # tokens since the last event
         self._parts: list[tuple[PartKind, int]] = []  # kinds alternate
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Return the number of tokens with which the model thought, as far as that is certain; at the end it is."""
+        return self._reasoning.num
 
     @property
     def has_called(self) -> bool:
@@ -51,37 +88,36 @@ class ParsedText(ChoiceText):
     def push(self, token_id: int) -> StopResult:
         if token_id in self._marks:
             self._seen.add(self._marks[token_id])
-        self._num_unread += 1
+        begin = self.num_chars
         piece, matched = super().push(token_id)
-        was_thinking, num_thought = self._parser.is_thinking, len(self._pending.reasoning)
+        self._reasoning.add(begin, self.num_chars)
         text = self._text_of(self._parser.feed(piece)) if piece else ""
-        is_thought = was_thinking or self._parser.is_thinking or len(self._pending.reasoning) > num_thought
-        self.num_reasoning_tokens += is_thought
         if matched is not None:
-            text += self._text_of(self._parser.finish())
+            return StopResult(text + self._rest(), matched)
+        self._reasoning.settle()
         return StopResult(text, matched)
 
     def finish(self) -> str:
         piece = super().finish()
-        return self._text_of(self._parser.feed(piece)) + self._text_of(self._parser.finish())
+        return self._text_of(self._parser.feed(piece)) + self._rest()
+
+    def _rest(self) -> str:
+        text = self._text_of(self._parser.finish())
+        self._reasoning.settle(is_end=True)
+        return text
 
     def fill(self, delta: mesh_pb2.Delta) -> None:
         """Add to a delta what has come besides text since the last one, and in which order where that is not clear."""
         if len(self._parts) > 1:
             self._pending.parts.extend(mesh_pb2.DeltaPart(**{kind: size}) for kind, size in self._parts)
+        self._pending.num_reasoning_tokens = self._reasoning.take_new()
         delta.MergeFrom(self._pending)
         self._pending.Clear()
         self._parts.clear()
 
     def _text_of(self, events: Iterable[Event]) -> str:
         """Return the text in events; collect the rest."""
-        pieces = []
-        for event in events:
-            pieces.append(self._take(event))
-            if isinstance(event, Thought):
-                self._pending.num_reasoning_tokens += self._num_unread
-            self._num_unread = 0
-        return "".join(pieces)
+        return "".join([self._take(event) for event in events])
 
     def _take(self, event: Event) -> str:
         match event:
@@ -103,7 +139,7 @@ class ParsedText(ChoiceText):
         return ""
 
     def _shown(self, text: str) -> str:
-        text = self._without_marks(text)
+        text = text if self._keeps_text else self._without_marks(text)
         self._note("text_chars", len(text))
         return text
 

@@ -10,7 +10,16 @@ import logging
 import time
 from dataclasses import replace
 
-from pdmesh.runtime.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, MeshError, ResourceExhausted, Unavailable
+from pdmesh.runtime.errors import (
+    CONTEXT_OVERFLOW,
+    TOO_MANY_CHOICES,
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    MeshError,
+    ResourceExhausted,
+    Unavailable,
+)
 from router.context import RouterContext
 from router.fleet.change_notifier import wait_at_most
 from router.fleet.circuit_breaker import Role
@@ -27,6 +36,9 @@ from router.telemetry import timings
 RETRY_PERIOD_S = 0.25
 MIN_RETRY_GAP_S = 0.02
 ROOM_RETRY_DELAY_S = 1.0
+
+_UNFIT_FIELDS = {CONTEXT_OVERFLOW: "prompt", TOO_MANY_CHOICES: "sampling.n"}
+"""The field to change in a request that never fits, by the error's `reason`."""
 
 logger = logging.getLogger(__name__)
 
@@ -125,6 +137,7 @@ class PlaceStage:
             placement=choice,
             cached_tokens=cached_of(choice, routing_request),
             timings=dispatch.timings,
+            session_workers=routing_request.session_workers,
         )
         dispatch.request.decision = decision
         self._core.decisions.record(decision)
@@ -160,7 +173,11 @@ class PlaceStage:
     def _enter_queue(self, dispatch: Dispatch) -> None:
         search, prepared = dispatch.search, dispatch.request.prepared
         search.waiter = self._core.capacity_queue.enter(
-            dispatch.queue_key, prepared.priority, prepared.tenant, interrupted=dispatch.interrupted
+            dispatch.queue_key,
+            prepared.priority,
+            prepared.tenant,
+            interrupted=dispatch.interrupted,
+            hint=prepared.priority_hint,
         )
         search.began_s, search.waiting_ns = asyncio.get_running_loop().time(), timings.now_ns()
 
@@ -178,7 +195,8 @@ class PlaceStage:
         if nothing.field:
             raise InvalidArgument(nothing.field, f"{nothing.field}: {nothing.reason}; {nothing.remedy}")
         if nothing.never:
-            raise ResourceExhausted(f"{nothing.reason}; {nothing.remedy}")
+            field = _UNFIT_FIELDS.get(nothing.word)
+            raise ResourceExhausted(f"{nothing.reason}; {nothing.remedy}", field=field, reason=nothing.word or None)
         if nothing.full and waited_s > config.room_timeout_s:
             raise ResourceExhausted(f"{nothing.reason}; no room for {waited_s:.0f} s", retry_delay_s=ROOM_RETRY_DELAY_S)
         limit_s = config.resubmit_timeout_s if dispatch.started else config.place_timeout_s
@@ -245,6 +263,7 @@ class ReserveStage:
         sent.arrived_at = time.monotonic()
         if prefill is None:
             self._core.prefixes.remember(request.prepared, (incarnation,))
+        self._core.sessions.note(request.prepared, tuple(view.key for view in choice.workers))
         logger.debug("%s attempt %d: %s", session.wire_id, session.attempt, choice.reason or choice.mode.name)
         return Assignment(session, sent, reservation, prefill, dispatch.emitted)
 

@@ -7,7 +7,7 @@ Dispatch    one pass through place, reserve, prefill and decode; a lost decode w
 import asyncio
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from pdmesh.runtime.errors import OTHER_ENGINE, MeshError, Unavailable
@@ -24,7 +24,7 @@ from router.routing.worker_snapshot import Mode, WorkerKey
 from router.telemetry.request_trace import RequestTrace, Yield
 from router.telemetry.timings import RequestTimings
 from router.telemetry.traffic import Visit
-from router.tokenization.prepared_request import PreparedRequest
+from router.tokenization.prepared_request import PreparedRequest, SessionState
 from router.tokenization.preprocessor import ClientMessage, ValidatedRequest
 
 
@@ -46,6 +46,7 @@ class Request:
         self.time_left_s = time_left_s
         self.timings = timings
         self.trace = trace
+        self.session_state: SessionState | None = None  # validate; None without a session
         self.is_open = False  # admit: from now on it counts with its model and tenant
         self.replayed: list[mesh_pb2.GenerateResponse] = []  # admit: ends of choices that a resumed stream's client was not sent
         self.visit: Visit | None = None  # admit
@@ -54,6 +55,7 @@ class Request:
         self.decision: Decision | None = None  # place: the latest
         self.is_submitted = False  # reserve: a Submit was sent
         self.session: DecodeSession | None = None  # decode: the present session
+        self.ran_on: Incarnation | None = None  # decode: the latest worker
         self.move: asyncio.Future[str] | None = None  # decode: resolved with the reason to migrate; None while it cannot
         self.drafts = DraftTotals()  # of all decode sessions
         self.is_winding_up = False  # workers have finished every choice; the remaining work ends soon by itself
@@ -63,9 +65,9 @@ class Request:
 
     def open_stream(self, prepared: PreparedRequest, max_buffered_tokens: int) -> None:
         """Set the fields that follow from the prepared request."""
-        self.prepared = prepared
+        self.prepared = prepared if self.session_state is None else replace(prepared, session_state=self.session_state)
         self.tracker = OutputTracker(prepared.num_choices, prepared.emitted)
-        self.output = Output(prepared, self.tracker)
+        self.output = Output(self.prepared, self.tracker)
         self.client_stream = ClientStream(max_buffered_tokens, self.output.render)
 
     @property

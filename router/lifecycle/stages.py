@@ -28,7 +28,7 @@ from router.context import RouterContext
 from router.fleet.circuit_breaker import Role
 from router.flow_control.ttft_predictor import flow_item_of, num_emitted
 from router.lifecycle.decode_session import DecodeSession, WorkerLost
-from router.lifecycle.decode_stage import DecodeStage
+from router.lifecycle.decode_stage import DecodeStage, end_session, remember_turn
 from router.lifecycle.embed_stage import EmbedStage
 from router.lifecycle.output import ResumeMismatch
 from router.lifecycle.placement import PlaceStage, ReserveStage
@@ -52,12 +52,15 @@ logger = logging.getLogger(__name__)
 class ValidateStage:
     """Set `validated` from the message. Raises InvalidArgument naming the field, NotFound, DeadlineExceeded."""
 
-    def __init__(self, preprocessor: Preprocessor) -> None:
+    def __init__(self, core: RouterContext, preprocessor: Preprocessor) -> None:
+        self._releases = core.releases
         self._preprocessor = preprocessor
 
     async def run(self, request: Request) -> None:
-        """Find the model, and check every field that needs no tokens."""
+        """Find the model, and check every field that needs no tokens. From now on a release of its session reaches it."""
         request.validated = self._preprocessor.validate(request.message, request.time_left_s)
+        request.session_state = request.validated.session_state()
+        self._releases.enter(request.session_state)
 
 
 class TokenizeStage:
@@ -175,6 +178,8 @@ class AccountStage:
                 self._learn(request)
         finally:
             self._release(request, error)
+            remember_turn(self._core, request)
+            end_session(self._core, request, error)
             self._report(request, error)
 
     def _learn(self, request: Request) -> None:
@@ -302,7 +307,14 @@ _TTFT_PART, _HANDOFF_PART = "pdmesh.ttft.part", "pdmesh.handoff.part"
 
 # In the client's task, one after the other.
 INTAKE: Sequence[Stage[IntakeStage]] = (
-    Stage("validate", ValidateStage, lambda parts: ValidateStage(parts.preprocessor), ("route",), ("route",), (_TTFT_PART,)),
+    Stage(
+        "validate",
+        ValidateStage,
+        lambda parts: ValidateStage(parts.core, parts.preprocessor),
+        ("route",),
+        ("route",),
+        (_TTFT_PART,),
+    ),
     Stage(
         "tokenize",
         TokenizeStage,
@@ -439,6 +451,7 @@ class Pipeline:
     def end(self, request: Request, error: BaseException | None) -> None:
         """Account for a request that has ended, also for one that could not be parsed and so entered no other stage."""
         self._open_requests.leave(request)
+        self._core.releases.leave(request.session_state)
         self._account.run(request, error)
 
     async def _run_dispatches(self, request: Request) -> None:

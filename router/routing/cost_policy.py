@@ -7,7 +7,7 @@
 
 The candidates are LOCAL on a decode worker (aggregated), and REMOTE on a decode worker with a prefill worker that reaches it. In
 a large fleet they are the best few by the rankings of `router/routing/fleet_snapshot.py`, and the workers with the longest cached
-prefix. `docs/routing.md` says more.
+prefix. Among candidates that cost the same the last workers of the request's session are taken. `docs/routing.md` says more.
 """
 
 import math
@@ -39,6 +39,7 @@ from router.routing.filters import (
     explain_no_candidate,
     first,
     has_room_now,
+    is_away,
     no_partner,
 )
 from router.routing.fleet_snapshot import FleetSnapshot, Pool, Ranking
@@ -139,6 +140,8 @@ MISS_PENALTY_S = 10.0
 MISSES_MORE = 0.1
 LATER = 1.5
 """When the best candidate has to wait, one that can begin at once wins with up to so many more misses and times its TTFT."""
+ALIKE = 0.02
+"""Costs that differ by less than this share are the same to a request with a session: predictions are no more exact."""
 SHORTLIST, LARGE_FLEET, SHORTLIST_OF_LARGE = 4, 64, 2
 """In a pool of more than LARGE_FLEET workers, the best two of a ranking differ little from the next."""
 
@@ -170,7 +173,7 @@ class PredictPolicy:
         if not candidates:
             searched = self._search_all(fleet_snapshot, routing_request, now)
             return searched or no_partner([decode.view for decode in decodes], fleet_snapshot.views(), routing_request)
-        best = _least(candidates)
+        best = _least(candidates, routing_request)
         return Placement(best.decode, best.prefill, "", candidates)
 
     def choose_prefill(
@@ -181,7 +184,7 @@ class PredictPolicy:
         decodes = [pool.estimates[decode.address]]
         search = _CandidateSearch(pool, routing_request, now, self._overheads, self._count(pool))
         candidates = search.remote(decodes, search.prefills(decodes))
-        return _least(candidates).prefill if candidates else None
+        return _least(candidates, routing_request).prefill if candidates else None
 
     def placed(self, decode: WorkerSnapshot, prefill: WorkerSnapshot | None) -> None:
         """Remember nothing: the snapshots count what was dispatched."""
@@ -203,6 +206,7 @@ class PredictPolicy:
         cached_on = [estimate for estimate in search.cached_on(pool.decode_ranking) if estimate.view.decode]
         ranked = first(_ranked(pool, pool.decode_ranking), routing_request, count)
         decodes = _union(ranked, first(cached_on, routing_request, count))
+        decodes = _union(decodes, first(search.of_session(), routing_request, 1))
         if routing_request.mode is Mode.REMOTE:
             return decodes, search.remote(decodes, search.prefills(decodes))
         aggregated = _union(first(_ranked(pool, pool.aggregated_ranking), routing_request, count), decodes)
@@ -263,6 +267,12 @@ class _CandidateSearch:
             known = ((tokens, estimates.get(key[0]), key) for key, tokens in cached.items())
             self._cached_on = self._longest([(tokens, key[0]) for tokens, worker, key in known if worker and worker.key == key])
         return self._cached_on
+
+    def of_session(self) -> list[WorkerEstimate]:
+        """Return the decode worker on which the request's session was last, if it is in this pool."""
+        key, *_ = self._routing_request.session_workers or (None,)
+        estimate = None if key is None else self._pool.estimates.get(key[0])
+        return [estimate] if estimate is not None and estimate.key == key and estimate.view.decode else []
 
     def prefills(self, decodes: Sequence[WorkerEstimate]) -> list[WorkerEstimate]:
         """Return the best prefill workers for any of `decodes`, and those with the longest cached prefix."""
@@ -367,15 +377,27 @@ def cost_s(predicted: Prediction, expected_tokens: float, pressure: float) -> fl
     return own_s + predicted.delay_s + pressure * predicted.work_s + MISS_PENALTY_S * predicted.misses
 
 
-def _least(candidates: list[Candidate]) -> Candidate:
+def _least(candidates: list[Candidate], routing_request: RoutingRequest) -> Candidate:
     """Return the first by `Candidate.order`. If it has to wait and others can begin without one more missed objective, return the
     first of those: no worker is idle while requests wait."""
     roomy = [candidate for candidate in candidates if candidate.has_room] or candidates
     best = _first(roomy)
-    if best.prediction is None or not is_saturated(best.prediction.ttft_s, best.prediction.ahead_s):
-        return best
-    free = [candidate for candidate in roomy if _is_free(candidate, best.prediction)]
-    return _first(free) if free else best
+    if best.prediction is not None and is_saturated(best.prediction.ttft_s, best.prediction.ahead_s):
+        free = [candidate for candidate in roomy if _is_free(candidate, best.prediction)]
+        roomy, best = (free, _first(free)) if free else (roomy, best)
+    return _of_session(best, roomy, routing_request) if routing_request.session_workers else best
+
+
+def _of_session(best: Candidate, candidates: Iterable[Candidate], routing_request: RoutingRequest) -> Candidate:
+    """Return the candidate on the last workers of the request's session where it costs the same as the best one."""
+    most = best.cost * (1 + ALIKE)
+    alike = [candidate for candidate in candidates if candidate.cost <= most]
+
+    def distance(candidate: Candidate) -> tuple[bool, bool, tuple[object, ...]]:
+        has_moved = candidate.prefill is not None and is_away(candidate.prefill, routing_request)
+        return candidate.decode.key != routing_request.session_workers[0], has_moved, candidate.order
+
+    return min(alike, key=distance)
 
 
 def _is_free(candidate: Candidate, best: Prediction) -> bool:

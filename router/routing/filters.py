@@ -5,19 +5,21 @@ passes if it can hand KV over.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
 
 from kvtransfer.layout import Layout, Transports
 from pdmesh.adapter_id import AdapterId
+from pdmesh.runtime.errors import CONTEXT_OVERFLOW, TOO_MANY_CHOICES
 from router.routing.cost_model import Prediction, WorkerEstimate
 from router.routing.worker_snapshot import Mode, WorkerKey, WorkerSnapshot
 
 
 @dataclass(slots=True)
 class RoutingRequest:
-    """Hold what a request needs. `cached_tokens` by worker; `kind` pins the kind of worker that the request started on.
+    """Hold what a request needs. `cached_tokens` by worker; `kind` pins the kind of worker that the request started on;
+    `session_workers`: the last ones of its session, the decode worker first, which are taken among equals.
 
     It is never changed. It is not frozen, because each decision makes one and freezing takes three times as long.
 
@@ -39,10 +41,16 @@ class RoutingRequest:
     tpot_goal_s: float | None = None
     running_tpot_goal_s: float | None = None
     adapter: AdapterId | None = None
+    session_workers: tuple[WorkerKey, ...] = ()
 
     def uncached(self, worker: WorkerSnapshot) -> int:
         """Return the tokens that `worker` has to compute or receive: at least one, as the last is never served from cache."""
         return max(1, self.num_tokens - self.cached_tokens.get(worker.key, 0))
+
+
+def is_away(worker: WorkerSnapshot | None, routing_request: RoutingRequest) -> bool:
+    """Return whether `worker` is none of those on which the request's session was last."""
+    return worker is None or worker.key not in routing_request.session_workers
 
 
 class Candidate(NamedTuple):
@@ -104,13 +112,15 @@ class Placement:
 @dataclass(frozen=True)
 class NoPlacement:
     """Report that no worker can take the request now. `full`: some worker fits but has no room. `never`: none of them ever will;
-    `remedy` says what to do then, and `field` names the field of the request that rules all of them out."""
+    `remedy` says what to do then, `word` is the `reason` of the error, and `field` names the field of the request that rules all
+    of them out."""
 
     reason: str
     full: bool = False
     never: bool = False
     remedy: str = ""
     field: str = ""
+    word: str = ""
 
 
 def same_kind(worker: WorkerSnapshot, routing_request: RoutingRequest) -> bool:
@@ -190,11 +200,19 @@ def explain_no_candidate(workers: Iterable[WorkerSnapshot], routing_request: Rou
     if not decodes:
         return NoPlacement(f"no decode worker of model {routing_request.model!r} is reachable")
     large_enough = [worker for worker in decodes if can_ever_hold(worker, routing_request)]
+    if not large_enough and any(can_ever_hold(worker, replace(routing_request, num_choices=1)) for worker in decodes):
+        return NoPlacement(
+            f"{routing_request.num_choices} choices are more than any decode worker runs at a time",
+            never=True,
+            remedy="ask for fewer (n), or start workers with a larger --max-num-seqs",
+            word=TOO_MANY_CHOICES,
+        )
     if not large_enough:
         return NoPlacement(
             f"{routing_request.num_tokens} tokens exceed the KV pool or context of every decode worker",
             never=True,
             remedy="send a shorter prompt or start larger workers",
+            word=CONTEXT_OVERFLOW,
         )
     return NoPlacement(f"all {len(large_enough)} decode workers of model {routing_request.model!r} refused or were lost")
 

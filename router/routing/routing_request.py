@@ -42,6 +42,7 @@ def routing_request_of(
         tpot_goal_s=_seconds(tpot_goal_ms),
         running_tpot_goal_s=_seconds(running_tpot_ms),
         adapter=prepared.adapter,
+        session_workers=core.sessions.workers_of(prepared, core.fleet.is_gone) if prepared.session_id else (),
     )
 
 

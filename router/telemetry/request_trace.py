@@ -149,6 +149,7 @@ def _request_attributes(prepared: PreparedRequest) -> dict[str, Value]:
         "pdmesh.tenant": prepared.tenant,
         "pdmesh.priority": _PRIORITIES.get(prepared.priority, ""),
         "pdmesh.client_attempt": prepared.attempt,
+        **({"session.id": prepared.session_id} if prepared.session_id else {}),
     }
 
 

@@ -1,13 +1,14 @@
-"""Grammars of calls, which hold the output of a request to its tools: of a required call, or of one that the model opens."""
+"""Grammars of calls, which hold the output of a request to its tools: of a required call, or of one that the model opens. And
+that of an answer which a client's constraint describes, where the model thinks first."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pdmesh.runtime.errors import InvalidArgument
-from pdmesh.text.parsers.forcing import Choice, Form, grammar, opened_grammar
+from pdmesh.text.exact_json import dumps
+from pdmesh.text.parsers.forcing import Choice, Form, answer_grammar, grammar, opened_grammar
 from pdmesh.text.parsers.machine import Schemas
 from pdmesh.text.parsers.registry import NONE, TOOL_FORMATS
 from pdmesh.v1 import common_pb2
@@ -49,6 +50,28 @@ async def constrained(
     if not takes_grammar(sampling) or not (forces_opened or offered.strict):
         return sampling
     return await _opened(model, sampling, offered, wanted)
+
+
+async def behind_thoughts(
+    model: ServedModel, sampling: common_pb2.SamplingParams, wanted: OutputFormat | None
+) -> common_pb2.SamplingParams | None:
+    """Return the sampling parameters with a constraint that holds behind thoughts; None where it holds from the first token on:
+    the model does not think, the constraint is a grammar (which describes a whole output), or both together are too complex.
+
+    Raises InvalidArgument: the constraint itself cannot be followed."""
+    await validation.compile_constraint(model.grammars, sampling)
+    if wanted is None or wanted.thoughts is None:
+        return None
+    kind, thoughts = str(sampling.constraint.WhichOneof("kind")), wanted.thoughts
+    source = list(sampling.constraint.choice.values) if kind == "choice" else str(getattr(sampling.constraint, kind))
+    written = "".join((thoughts.open, thoughts.close, thoughts.behind, thoughts.answer))
+    tokens = {text: token_id for text, token_id in model.tokenizer.special_tokens.items() if text in written}
+    try:
+        text = answer_grammar(kind, source, Choice((), thoughts=thoughts, has_begun=wanted.has_begun), tokens)
+        await _compiled(model, common_pb2.Constraint(grammar=text), "sampling.constraint")
+    except (InvalidArgument, ValueError, RecursionError):
+        return None
+    return _with(sampling, common_pb2.Constraint(grammar=text))
 
 
 async def _check_strict(model: ServedModel, offered: OfferedTools) -> None:
@@ -163,4 +186,4 @@ def _tokens(model: ServedModel, form: Form, *others: str) -> dict[str, int]:
 
 
 def _text(schema: Mapping[str, Any]) -> str:
-    return json.dumps(schema, ensure_ascii=False)
+    return dumps(schema, ensure_ascii=False)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pdmesh.text.chat_template import Message, Rendering, ToolCall
+from pdmesh.text.exact_json import number_of
 from pdmesh.v1 import mesh_pb2
 from router.api.validation import Messages, check_messages, refuse
 
@@ -85,7 +86,7 @@ def json_object(field: str, text: str) -> dict[str, Any]:
     if not text:
         return {}
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
+        value = json.loads(text, parse_constant=_refuse_constant, parse_float=number_of)
     except (ValueError, RecursionError):
         refuse(field, "is no JSON that can be read; send an object as text")
     if not isinstance(value, dict):

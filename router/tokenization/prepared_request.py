@@ -2,9 +2,10 @@
 
 import contextlib
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
+from typing import NamedTuple
 
 from pdmesh.adapter_id import AdapterId
 from pdmesh.runtime.config import ConfigError
@@ -82,7 +83,7 @@ class OutputFormat:
     """Hold how an output is read. `tools`, `reasoning`: names of formats, or "none". `has_begun`: the prompt ends within
     thoughts. `thoughts`: the marks of those that may come first; None where there are none, or the prompt has ended them.
     `marks`: texts of the special tokens that the parser has to see, by id. `max_calls`: None for any number. `origin`: what
-    determines the output, for ids of calls."""
+    determines the output, for ids of calls. `is_constrained`: the answer behind thoughts is held by a constraint."""
 
     tools: str
     reasoning: str
@@ -92,10 +93,11 @@ class OutputFormat:
     marks: Mapping[int, str] = field(default_factory=dict)
     max_calls: int | None = None
     origin: bytes = b""
+    is_constrained: bool = False
 
     def parser(self) -> OutputParser:
         """Return a parser of one choice."""
-        return make_parser(self.tools, self.reasoning, self.schemas, has_begun=self.has_begun)
+        return make_parser(self.tools, self.reasoning, self.schemas, has_begun=self.has_begun, is_constrained=self.is_constrained)
 
     def call_id(self, seed: int, choice: int, call: int) -> str:
         """Return the id of a call, the same wherever the output is read again."""
@@ -137,6 +139,28 @@ def format_of(
     )
 
 
+class _Chain(NamedTuple):
+    """Hold the short hashes of a prompt's full blocks, and the whole hash of the last: the root where there are none."""
+
+    names: list[int]
+    last: bytes
+
+
+@dataclass(eq=False)
+class SessionState:
+    """Tell whether the session of a request was released since the request came. All that is sent of the request looks it up."""
+
+    tenant: str
+    session_id: str
+    model: str
+    is_released: bool = False
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Return what names the session in the mesh."""
+        return self.tenant, self.session_id
+
+
 @dataclass(frozen=True, eq=False)
 class PreparedRequest:
     """Hold one request, ready for placement.
@@ -144,7 +168,8 @@ class PreparedRequest:
     `sampling` is what workers get: seed, max_tokens and n are set; stop strings stay in the router, in `stop`. `emitted` is
     empty, or holds one entry for each choice in order. `deadline` is monotonic seconds, None without one. `slo_ttft_ms` and
     `slo_tpot_ms` are the request's own objectives; 0: those of its model and priority. `attempt`: how often it was sent before.
-    `output_format`: how the output of a chat is read; None: all of it is text.
+    `output_format`: how the output of a chat is read; None: all of it is text. `kv_retention_s`: with the router's default filled
+    in; 0: its KV is kept no longer than any other. `session_state`: of a request that is open in this router, with a session.
     """
 
     request_id: str
@@ -161,15 +186,25 @@ class PreparedRequest:
     slo_ttft_ms: int = 0
     slo_tpot_ms: int = 0
     attempt: int = 0
+    session_id: str = ""
+    kv_retention_s: int = 0
+    session_final: bool = False
+    priority_hint: int = 0
     is_chat: bool = False
     adapter: AdapterId | None = None  # LoRA adapter that the request asked for in place of the model
     output_format: OutputFormat | None = None
-    _names: dict[tuple[bytes, int], list[int]] = field(default_factory=dict, repr=False)
+    session_state: SessionState | None = None
+    _chains: dict[tuple[bytes, int], _Chain] = field(default_factory=dict, repr=False)
 
     @property
     def served_name(self) -> str:
         """Return what the client asked for: the adapter's name, or the model's."""
         return self.model.name if self.adapter is None else self.adapter.name
+
+    @property
+    def is_released(self) -> bool:
+        """Return whether the request's session was released while it was open: it retains nothing any more."""
+        return self.session_state is not None and self.session_state.is_released
 
     @property
     def num_choices(self) -> int:
@@ -184,13 +219,29 @@ class PreparedRequest:
 
     def block_names(self, identity: common_pb2.Identity, kv_dtype: str, block_size: int) -> list[int]:
         """Return the short block hashes of the prompt's full blocks, as workers of this kind compute them."""
+        return self._chain(identity, kv_dtype, block_size).names
+
+    def output_names(
+        self, identity: common_pb2.Identity, kv_dtype: str, block_size: int, output: Sequence[int], at_once: int
+    ) -> Iterator[list[int]]:
+        """Yield the short hashes of the full blocks that come after the prompt's with `output`, `at_once` blocks at a time: each
+        costs one or two microseconds."""
+        names, parent = self._chain(identity, kv_dtype, block_size)
+        tokens = (*self.prompt[len(names) * block_size :], *output)
+        for start in range(0, len(tokens) - block_size + 1, at_once * block_size):
+            hashes = hash_prompt(parent, tokens[start : start + at_once * block_size], block_size)
+            parent = hashes[-1]
+            yield [short_name(block) for block in hashes]
+
+    def _chain(self, identity: common_pb2.Identity, kv_dtype: str, block_size: int) -> _Chain:
         root = cache_root_of(identity, kv_dtype, tenant=self.tenant, cache_salt=self.cache_salt)
         root = root if self.adapter is None else self.adapter.root(root)
-        names = self._names.get((root, block_size))
-        if names is None:
-            names = [short_name(block) for block in hash_prompt(root, self.prompt, block_size)]
-            self._names[root, block_size] = names
-        return names
+        chain = self._chains.get((root, block_size))
+        if chain is None:
+            hashes = hash_prompt(root, self.prompt, block_size)
+            chain = _Chain([short_name(block) for block in hashes], hashes[-1] if hashes else root)
+            self._chains[root, block_size] = chain
+        return chain
 
     def token_request(self, emitted: list[common_pb2.EmittedChoice]) -> common_pb2.TokenRequest:
         """Return the message for workers, with `emitted` as forced tokens."""
@@ -204,6 +255,9 @@ class PreparedRequest:
             priority=self.priority,
             adapter=self.adapter.name if self.adapter else "",
             adapter_digest=self.adapter.digest if self.adapter else "",
+            session_id=self.session_id,
+            kv_retention_s=0 if self.is_released else self.kv_retention_s,
+            session_final=self.session_final,
         )
 
 

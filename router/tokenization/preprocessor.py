@@ -18,13 +18,14 @@ from router.api import validation
 from router.auth import identity
 from router.context import RouterContext
 from router.tokenization import chat_prompt
-from router.tokenization.call_grammar import constrained
+from router.tokenization.call_grammar import behind_thoughts, constrained
 from router.tokenization.chat_prompt import ChatPrompt
 from router.tokenization.prepared_request import (
     FormatNames,
     OutputFormat,
     PreparedRequest,
     ServedModel,
+    SessionState,
     format_of,
     scoped_salt,
 )
@@ -139,6 +140,11 @@ class ValidatedRequest:
     adapter: AdapterId | None = None
     chat: ChatPrompt | None = None  # of a ChatRequest
 
+    def session_state(self) -> SessionState | None:
+        """Return the state of the request's session, not released yet; None without a session."""
+        options = self.message.options
+        return SessionState(options.tenant, options.session_id, self.model.name) if options.session_id else None
+
 
 @dataclass(frozen=True)
 class _Rest:
@@ -202,14 +208,29 @@ class Preprocessor:
         max_calls = None if offered.is_parallel else 1
         names = self._formats[model.name]
         if sampling.HasField("constraint"):
-            names = replace(names, reasoning=NONE)  # it holds from the first token on
+            names = replace(names, reasoning=NONE)  # it holds from the first token on, unless the model thinks before
         output_format = format_of(model.tokenizer, names, offered.schemas, prompt, max_calls=max_calls)
         is_ours = not self._core.config.engine_address  # a stock engine may not read these grammars
         held = await constrained(model, sampling, offered, output_format, forces_opened=is_ours)
+        if sampling.HasField("constraint") and is_ours:
+            thinking = await self._thinking_rest(validated, chat, prompt)
+            if thinking is not None:
+                return thinking
         rest = await _rest(validated, held, output_format)
         if held is sampling or offered.is_required or await _follows(rest):
             return rest
         return await _rest(validated, sampling, output_format)
+
+    async def _thinking_rest(self, validated: ValidatedRequest, chat: ChatPrompt, prompt: str) -> _Rest | None:
+        """As `_chat_rest`, with a constraint that holds behind thoughts; None where it holds from the first token on."""
+        model, max_calls = validated.model, None if chat.tools.is_parallel else 1
+        names, schemas = self._formats[model.name], chat.tools.schemas
+        output_format = format_of(model.tokenizer, names, schemas, prompt, max_calls=max_calls)
+        held = await behind_thoughts(model, validated.message.sampling, output_format)
+        if held is None or output_format is None:
+            return None
+        rest = await _rest(validated, held, replace(output_format, is_constrained=True))
+        return rest if await _follows(rest) else None
 
     async def tokenize(
         self, request: mesh_pb2.TokenizeRequest, time_left_s: float | None, *, add_special_tokens: bool = True
@@ -340,10 +361,19 @@ class Preprocessor:
             slo_ttft_ms=options.slo_ttft_ms,
             slo_tpot_ms=options.slo_tpot_ms,
             attempt=options.attempt,
+            session_id=options.session_id,
+            kv_retention_s=self._retention_s(options),
+            session_final=options.session_final,
+            priority_hint=options.priority_hint,
             is_chat=rest.is_chat,
             adapter=rest.adapter,
             output_format=rest.output_format,
         )
+
+    def _retention_s(self, options: mesh_pb2.RequestOptions) -> int:
+        """Return how long the KV is to be kept. The last request of a session leaves nothing that is worth keeping."""
+        default_s = self._core.config.session_kv_retention_s if options.session_id else 0
+        return 0 if options.session_final else options.kv_retention_s or default_s
 
 
 def deadline_of(time_left_s: float | None) -> float | None:

@@ -1,8 +1,10 @@
 """Children of benchmarks: real processes that answer, fail, pause and end."""
 
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -97,3 +99,19 @@ def test_failed_installation_leaves_no_marker(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(PeerError, match="not installed: one: virtual environment failed"):
         ensure_environment(Environment("one", ()), lambda _: None)
     assert not (tmp_path / "peers" / "one" / MARKER).exists()
+
+
+def test_a_step_of_an_installation_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(environments, "_HEARTBEAT_S", 0.01)
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        started.append(popen([sys.executable, "-c", "import time; time.sleep(600)"], **options))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setenv("PDMESH_CACHE", str(tmp_path))
+    with pytest.raises(PeerError, match=r"not installed: one: virtual environment had not ended after 0\.05 s"):
+        ensure_environment(Environment("one", (), limit_s=0.05), lambda _: None)
+    assert [process.poll() is not None for process in started] == [True]

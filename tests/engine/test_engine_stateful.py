@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from unittest import mock
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from pdmesh.engine import engine as engine_module
+from pdmesh.engine.engine import Engine
 from pdmesh.engine.errors import RequestTooLarge
 from pdmesh.engine.interface import ReservedBlocks
+from pdmesh.engine.kv_cache.retention import Retention
 from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.runner.model_runner import SampledOutput
+from pdmesh.engine.scheduler.scheduler import SchedulerOutput
+from pdmesh.engine.scheduler.sequence import Sequence
 from pdmesh.sampling_params import SamplingParams
 from tests.support.ahead_model import AheadMock
 from tests.support.guesser import Guesser
-from tests.support.mock_engine import Answer, Collector, answer, make_engine, run_to_end, write_kv
+from tests.support.mock_engine import Answer, Collector, FreeRows, answer, make_engine, run_to_end, write_kv
 
 MAX_CONTEXT = 40
 HISTORY = st.sampled_from([0, 0, 0, 2, 5])  # tokens emitted elsewhere before
@@ -28,6 +36,14 @@ class Reserved:
 
     request: EngineRequest
     granted: ReservedBlocks
+
+
+SESSIONS = st.sampled_from(["x", "y"])
+
+
+def retentions(tenant: str) -> st.SearchStrategy[Retention | None]:
+    some = st.builds(Retention, st.just(tenant), SESSIONS, st.sampled_from([0, 5, 60]), st.sampled_from([False, False, True]))
+    return st.one_of(st.none(), some)
 
 
 @st.composite
@@ -45,7 +61,24 @@ def requests(draw: st.DrawFn) -> EngineRequest:
     )
     beginning = draw(st.sampled_from(BEGINNINGS))[: draw(st.integers(0, 12))]
     rest = draw(st.lists(st.integers(4, 7), min_size=1, max_size=4))
-    return EngineRequest("", (*beginning, *rest), sampling, cache_root=draw(st.sampled_from([b"", b"", b"tenant"])))
+    tenant = draw(st.sampled_from(["", "", "tenant"]))
+    return EngineRequest("", (*beginning, *rest), sampling, cache_root=tenant.encode(), retention=draw(retentions(tenant)))
+
+
+def stop_clocks(engine: Engine) -> None:
+    """Let all drafts and all steps take the same time. It decides what is drafted, with that when requests end, and so which
+    rules are possible: an example would run differently on a machine that is busy."""
+    speculator = engine.speculator
+    if speculator is not None:
+        learn = speculator.learn
+        speculator._clock_ns = lambda: 0
+
+        def timeless(
+            plan: SchedulerOutput, draws: Mapping[Sequence, list[SampledOutput]], step_ns: int, num_prompt_tokens: int
+        ) -> None:
+            learn(plan, draws, 1_000_000, num_prompt_tokens)
+
+        speculator.learn = timeless  # type: ignore[method-assign]
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -59,6 +92,7 @@ class EngineMachine(RuleBasedStateMachine):
         right=st.sampled_from([None, 0.0, 0.5, 0.5, 1.0]),
         branches=st.booleans(),
         ahead=st.booleans(),
+        share=st.sampled_from([0.0, 0.25, 0.5]),
     )
     def open(
         self,
@@ -69,18 +103,25 @@ class EngineMachine(RuleBasedStateMachine):
         right: float | None,
         branches: bool,
         ahead: bool,
+        share: float,
     ) -> None:
-        self.engine = make_engine(
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_num_seqs=6,
-            max_num_batched_tokens=budget,
-            max_context=MAX_CONTEXT,
-            prefix_caching=prefix_caching,
-            proposers=[] if right is None else [Guesser(right, branches=branches)],
-            draft_length=0 if branches else 4,
-            model=AheadMock() if ahead else None,
-        )
+        self.now = 0.0
+        self.most_retained = int(share * num_blocks) if prefix_caching else 0
+        with mock.patch.object(engine_module, "measure_curve", return_value=FreeRows((1,), (1.0,))):  # a third of all time
+            self.engine = make_engine(
+                num_blocks=num_blocks,
+                block_size=block_size,
+                max_num_seqs=6,
+                max_num_batched_tokens=budget,
+                max_context=MAX_CONTEXT,
+                prefix_caching=prefix_caching,
+                proposers=[] if right is None else [Guesser(right, branches=branches)],
+                draft_length=0 if branches else 4,
+                model=AheadMock() if ahead else None,
+                max_retained_share=share,
+                clock=lambda: self.now,
+            )
+        stop_clocks(self.engine)
         self.collector = Collector()
         self.running: dict[str, EngineRequest] = {}  # whatever is to be answered, or was
         self.prefilling: dict[str, EngineRequest] = {}
@@ -201,11 +242,21 @@ class EngineMachine(RuleBasedStateMachine):
                 stuck = self.engine.has_work and not (stats.num_reserved or stats.num_held)
                 assert not stuck, f"it has work and all the room there is: {stats}"
 
+    @rule(tenant=st.sampled_from(["", "tenant"]), session=SESSIONS)
+    def release_retained(self, tenant: str, session: str) -> None:
+        assert 0 <= self.engine.release_retained(tenant, session) <= self.most_retained
+        assert not self.engine.release_retained(tenant, session)
+
+    @rule(seconds=st.sampled_from([1.0, 5.0, 60.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
     @invariant()
     def is_whole(self) -> None:
         if hasattr(self, "engine"):
             self.engine.check_integrity()
             stats = self.engine.stats()
+            assert stats.num_retained_blocks <= min(2 * self.most_retained, stats.num_cached_blocks)
             assert stats.num_running + stats.num_waiting + stats.num_reserved <= 6
 
     def teardown(self) -> None:
@@ -216,6 +267,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.finish()
         stats = self.engine.stats()
         assert stats.num_free_blocks == stats.num_total_blocks
+        self.now += 60
+        assert self.engine.stats().num_retained_blocks == 0
         assert (stats.num_running, stats.num_waiting, stats.num_reserved, stats.num_held) == (0, 0, 0, 0)
         self.engine.kv.close()
 
@@ -240,5 +293,5 @@ class EngineMachine(RuleBasedStateMachine):
             assert self.collector.answer(request.request_id, choice) == expected, (request, choice)
 
 
-EngineMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+EngineMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
 TestEngine = EngineMachine.TestCase

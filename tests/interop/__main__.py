@@ -70,6 +70,7 @@ async def main(parts: Sequence[str]) -> None:
             port=0,
             http_port=0,
             worker_args=("--kv-memory-mb", "512", *PLAIN_FLAGS),
+            router_args=("--http-keep-responses-s", "600"),  # the default of npm's `ai` refers to what was said before
             adjust=partial(recording, records=path),
         )
         async with LocalMesh(config, on_event=say) as mesh:

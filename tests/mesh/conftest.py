@@ -1,7 +1,7 @@
 """Meshes of real processes. After each test every pool is whole; after each mesh nothing is left behind."""
 
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +10,7 @@ import pytest_asyncio
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.launcher.plan import LocalMeshConfig
 from tests.mesh.checks import Footprint
+from tests.support.forked_processes import ForkServers
 from tests.support.tiny_models import make_tiny_model
 
 
@@ -17,6 +18,27 @@ from tests.support.tiny_models import make_tiny_model
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random model called "tiny"."""
     return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+EXECUTED = {"test_first_start", "test_mesh", "test_wheel"}
+"""Here processes are started as users start them: by their whole command, which imports everything for itself."""
+
+
+@pytest.fixture(scope="session")
+def fork_servers() -> Iterator[ForkServers]:
+    """They import torch once for all processes."""
+    with ForkServers() as servers:
+        yield servers
+
+
+@pytest.fixture(scope="module", autouse=True)
+def processes_are_forked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Except in EXECUTED."""
+    if request.path.stem in EXECUTED:
+        yield
+        return
+    with request.getfixturevalue("fork_servers").used():
+        yield
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")

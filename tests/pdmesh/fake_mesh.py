@@ -46,6 +46,8 @@ class Script:
     messages: Sequence[mesh_pb2.GenerateResponse] | None = None
     workers: Sequence[mesh_pb2.WorkerStatus] = ()
     requests: list[mesh_pb2.GenerateRequest | mesh_pb2.ChatRequest] = field(default_factory=list)
+    release_failure: MeshError | None = None
+    released: list[mesh_pb2.ReleaseSessionRequest] = field(default_factory=list)
     time_left_s: list[float | None] = field(default_factory=list)
     callers: list[SpanContext | None] = field(default_factory=list)  # as the metadata say
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
@@ -80,6 +82,12 @@ class FakeMesh(MeshServicer):
         return mesh_pb2.ListModelsResponse(models=[model])
 
     Explain = None  # type: ignore[assignment]
+
+    async def ReleaseSession(self, request: mesh_pb2.ReleaseSessionRequest, context: Context) -> mesh_pb2.ReleaseSessionResponse:
+        self.script.released.append(request)
+        if self.script.release_failure is not None:
+            raise self.script.release_failure
+        return mesh_pb2.ReleaseSessionResponse(num_blocks=7, num_workers=2, num_unreachable=1)
 
     async def GetStatus(self, request: mesh_pb2.GetStatusRequest, context: Context) -> mesh_pb2.GetStatusResponse:
         return mesh_pb2.GetStatusResponse(router_id="fake-router", max_inflight=4, workers=self.script.workers)

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 
 from pdmesh import cli, errors
 from pdmesh.cli import parse_options, with_flags
+from pdmesh.client.types import Event, Generation
 from pdmesh.commands import chat, generate, options
 from pdmesh.runtime.child import import_path
 from pdmesh.v1 import common_pb2
@@ -172,6 +174,40 @@ async def test_chat_keeps_its_history(monkeypatch: pytest.MonkeyPatch, capsys: p
     turns = [[message.content for message in request.messages] for request in router.script.requests]  # type: ignore[union-attr]
     assert turns == [["be brief", "first"], ["be brief", "first", ANSWER, "second"], ["be brief", "third"]]
     assert "/nonsense: unknown" in capsys.readouterr().err
+    sessions = [request.options.session_id for request in router.script.requests]
+    assert sessions[0] == sessions[1] != sessions[2] and all(sessions)
+    assert {request.options.kv_retention_s for request in router.script.requests} == {600}
+    assert [released.session_id for released in router.script.released] == [sessions[0], sessions[2]]
+    await router.stop()
+
+
+async def test_chat_ends_also_where_nothing_can_be_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    router = await start_router()
+    monkeypatch.setattr("sys.stdin", io.StringIO("/exit\n"))
+    assert await run("chat", "--router", router.address) == 0
+    assert not router.script.released  # nothing was said, so nothing is retained
+    router.script.release_failure = errors.InvalidArgument("session_id", "not here")
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    assert await run("chat", "--tenant", "t", "--router", router.address) == 0
+    assert [released.tenant for released in router.script.released] == ["t"]
+    await router.stop()
+
+
+async def test_chat_releases_a_session_without_a_whole_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    router = await start_router()
+
+    def stopped(events: Iterable[Event]) -> Generation:
+        next(iter(events))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(chat, "show_text", stopped)
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n/new\n/exit\n"))
+    assert await run("chat", "--router", router.address) == 0
+    assert "stopped" in capsys.readouterr().err
+    (asked,) = [request.options.session_id for request in router.script.requests]
+    assert [released.session_id for released in router.script.released] == [asked]
     await router.stop()
 
 

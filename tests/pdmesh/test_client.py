@@ -11,7 +11,7 @@ import pytest
 
 from pdmesh import errors
 from pdmesh.client.client import AsyncClient, Client, Completed, Delta, Event, Message, Started
-from pdmesh.client.types import FinishReason, GenerateOptions, PrefillMode
+from pdmesh.client.types import FinishReason, GenerateOptions, PrefillMode, ReleasedSession
 from pdmesh.v1 import common_pb2, mesh_pb2
 from tests.pdmesh.fake_mesh import NUM_TOKENS, SEED, FakeRouter, Script, delta, start_router, text, token
 from tests.support.waiting import eventually
@@ -381,3 +381,24 @@ async def test_closing_the_client_ends_its_streams_for_good(routers: Routers) ->
     with pytest.raises(errors.Cancelled):
         await asyncio.wait_for(reading, 5)
     assert len(router.script.requests) == 1
+
+
+async def test_a_session_is_released(routers: Routers) -> None:
+    router = await routers()
+
+    def released() -> ReleasedSession:
+        with Client(router.address) as client:
+            return client.release_session("s", tenant="t", model="m")
+
+    assert await asyncio.to_thread(released) == ReleasedSession(num_blocks=7, num_workers=2, num_unreachable=1)
+    async with AsyncClient(router.address) as client:
+        assert (await client.release_session("s")).num_blocks == 7
+    asked = [(request.session_id, request.tenant, request.model) for request in router.script.released]
+    assert asked == [("s", "t", "m"), ("s", "", "")]
+
+
+async def test_the_options_of_a_session_are_sent(routers: Routers, collect: Collect) -> None:
+    router = await routers()
+    await collect([router.address], session_id="s", kv_retention_s=5, session_final=True, priority_hint=-7)
+    options = router.script.requests[0].options
+    assert (options.session_id, options.kv_retention_s, options.session_final, options.priority_hint) == ("s", 5, True, -7)

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 
-from pdmesh.runtime.errors import Aborted, Cancelled, FailedPrecondition, MeshError, ResourceExhausted
+from pdmesh.runtime.errors import Aborted, Cancelled, FailedPrecondition, MeshError, ResourceExhausted, Unimplemented
 from pdmesh.runtime.rpc.server import GrpcServer
 from pdmesh.runtime.telemetry.propagation import SubmitContext, read_submit
 from pdmesh.v1 import common_pb2, decode_pb2, decode_pb2_grpc, mesh_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -48,6 +48,7 @@ class StubWorker(StubPrefill, decode_pb2_grpc.DecodeServiceServicer, worker_pb2_
     roles: tuple[worker_pb2.Role.ValueType, ...]
     port: int = 0
     max_num_seqs: int = 64
+    num_blocks: int = 1000
     engine: str = "pdmesh"
     lacks: tuple[worker_pb2.EngineLack.ValueType, ...] = ()
     epoch: int = field(default_factory=lambda: secrets.randbits(63) or 1)
@@ -62,12 +63,15 @@ class StubWorker(StubPrefill, decode_pb2_grpc.DecodeServiceServicer, worker_pb2_
     wrong_token_at: int | None = None
     omit_committed: bool = False
     guesses: int = 0  # so many for each token that is sent; every second token was one of them
+    retained: dict[tuple[str, str], int] | None = None  # blocks by tenant and session; None: an engine of an earlier version
+    release_mute: bool = False
     give_up_while_refusing: bool = False  # a new attempt of what runs: it fails while the answer is on its way
     # What happened.
     submits: list[decode_pb2.SubmitRequest] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
     attaches: list[decode_pb2.AttachRequest] = field(default_factory=list)
     contexts: list[SubmitContext | None] = field(default_factory=list)
+    released: list[tuple[str, str]] = field(default_factory=list)
     kept: list[bytes] = field(default_factory=list)
 
     LoadAdapter = UnloadAdapter = ListAdapters = None  # type: ignore[assignment]
@@ -122,7 +126,7 @@ class StubWorker(StubPrefill, decode_pb2_grpc.DecodeServiceServicer, worker_pb2_
             transports=["tcp"],
             max_context=stub_model.MAX_CONTEXT,
             max_num_seqs=self.max_num_seqs,
-            num_blocks=1000,
+            num_blocks=self.num_blocks,
             engine=self.engine,
             lacks=self.lacks,
         )
@@ -134,8 +138,8 @@ class StubWorker(StubPrefill, decode_pb2_grpc.DecodeServiceServicer, worker_pb2_
             roles=self.roles,
             num_running=len(self.held),
             draining=self.draining,
-            num_free_blocks=1000 - 10 * len(self.held) if self.num_free_blocks is None else self.num_free_blocks,
-            num_total_blocks=1000,
+            num_free_blocks=self.num_blocks - 10 * len(self.held) if self.num_free_blocks is None else self.num_free_blocks,
+            num_total_blocks=self.num_blocks,
             max_num_seqs=self.max_num_seqs,
         )
 
@@ -158,6 +162,16 @@ class StubWorker(StubPrefill, decode_pb2_grpc.DecodeServiceServicer, worker_pb2_
     async def KeepTraces(self, request: worker_pb2.KeepTracesRequest, context: object) -> worker_pb2.KeepTracesResponse:
         self.kept.extend(request.trace_ids)
         return worker_pb2.KeepTracesResponse()
+
+    async def ReleaseRetained(
+        self, request: worker_pb2.ReleaseRetainedRequest, context: Any
+    ) -> worker_pb2.ReleaseRetainedResponse:
+        self.released.append((request.tenant, request.session_id))
+        if self.release_mute:
+            await asyncio.sleep(3600)
+        if self.retained is None:
+            raise Unimplemented("no such method")
+        return worker_pb2.ReleaseRetainedResponse(num_blocks=self.retained.pop((request.tenant, request.session_id), 0))
 
     # DecodeService
 

@@ -299,10 +299,16 @@ class AnyOrder(RuleBasedStateMachine):
         self.num_asked = 0
         self.now = 0.0
 
-    @rule(tenant=st.sampled_from("abc"), priority=st.integers(1, 3), size=st.integers(1, 20), started=st.booleans())
-    def ask(self, tenant: str, priority: int, size: int, started: bool) -> None:
+    @rule(
+        tenant=st.sampled_from("abc"),
+        priority=st.integers(1, 3),
+        size=st.integers(1, 20),
+        started=st.booleans(),
+        hint=st.sampled_from((0, 0, 0, -5, 1, 7)),
+    )
+    def ask(self, tenant: str, priority: int, size: int, started: bool, hint: int) -> None:
         self.num_asked += 1
-        item = FlowItem(tenant=tenant, priority=priority, started=started, prompt_tokens=size, num_bytes=size)
+        item = FlowItem(tenant=tenant, priority=priority, started=started, prompt_tokens=size, num_bytes=size, hint=hint)
         answer = self.admission.ask(item, self.now)
         if isinstance(answer, Refusal):
             self.num_refused += 1

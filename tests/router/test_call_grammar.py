@@ -39,7 +39,12 @@ CALLS = common_pb2.FINISH_REASON_TOOL_CALLS
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
-    folder: Path = write_model(tmp_path_factory.mktemp("marks"))
+    return marked_model(tmp_path_factory.mktemp("marks"))
+
+
+def marked_model(at: Path) -> ServedModel:
+    """A model whose marks are special tokens."""
+    folder = write_model(at)
     backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
     backend.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in MARKS])
     backend.save(str(folder / "tokenizer.json"))

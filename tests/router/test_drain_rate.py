@@ -3,7 +3,7 @@
 import pytest
 
 from router.flow_control.capacity import BusyClock, DrainRate
-from router.flow_control.retry_delay import MAX_RETRY_DELAY_S, MIN_RETRY_DELAY_S, retry_delay_s
+from router.flow_control.slo_admission import MAX_RETRY_DELAY_S, MIN_RETRY_DELAY_S, retry_delay_s
 
 
 @pytest.mark.parametrize(

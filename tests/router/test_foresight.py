@@ -7,10 +7,10 @@ import pytest
 
 from router.flow_control.capacity import AdmissionSettings
 from router.flow_control.controller import Admission
-from router.flow_control.retry_delay import MAX_RETRY_DELAY_S
 from router.flow_control.slo_admission import (
     BATCH,
     INTERACTIVE,
+    MAX_RETRY_DELAY_S,
     MAX_WAIT_S,
     STANDARD,
     FlowItem,

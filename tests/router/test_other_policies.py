@@ -60,6 +60,8 @@ def place(workers: list[WorkerSnapshot], **routing_request: object) -> tuple[str
         ([P0, D0, D1], {"cached_tokens": {D1.key: 64}}, ("d1", "p0")),  # a prefix breaks the tie
         ([P0, D0, worker("d1", num_seqs=7)], {"cached_tokens": {D1.key: 64}}, ("d0", "p0")),  # but not against a full worker
         ([P0, P1, D0], {"cached_tokens": {P1.key: 64}}, ("d0", "p1")),
+        ([P0, P1, D0, D1], {"session_workers": (D1.key, P1.key)}, ("d1", "p1")),  # among equals, where the session was
+        ([P0, worker("p1", num_waiting_tokens=100), D0], {"session_workers": (D0.key, P1.key)}, ("d0", "p0")),
         ([P0, worker("p1", num_waiting_tokens=100), D0], {"cached_tokens": {P1.key: 64}}, ("d0", "p0")),
         ([worker("p0", dispatched_tokens=500), P1, D0], {}, ("d0", "p1")),
         ([P0, worker("d0", num_seqs=2), D1], {}, ("d1", "p0")),

@@ -10,8 +10,7 @@ import pytest
 
 from router.flow_control.capacity import AdmissionSettings
 from router.flow_control.controller import Admission
-from router.flow_control.retry_delay import MAX_RETRY_DELAY_S
-from router.flow_control.slo_admission import FlowItem, Forecast, Refusal, Ticket, TicketState
+from router.flow_control.slo_admission import MAX_RETRY_DELAY_S, FlowItem, Forecast, Refusal, Ticket, TicketState
 
 PROMPT_S, OUTPUT_S, OBJECTIVE_S, SECONDS = 0.1, 2.0, 0.5, 60.0
 CAPACITY = SECONDS / PROMPT_S

@@ -180,15 +180,20 @@ def test_a_model_without_formats_has_text_alone(model_folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def bpe_model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
-    """Tokens of several characters, and of parts of characters; the marks of all formats are special tokens."""
-    folder = write_model(tmp_path_factory.mktemp("bpe"))
+    return load({"tiny": str(write_marked_model(tmp_path_factory.mktemp("bpe")))})["tiny"]
+
+
+def write_marked_model(at: Path) -> Path:
+    """Write a model with tokens of several characters, and of parts of characters; the marks of all formats of calls are special
+    tokens. Return its folder."""
+    folder = write_model(at)
     backend = byte_level_backend()
     shown = {mark for form in TOOL_FORMATS.values() for mark in form.marks} - {"functools["}
     backend.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in sorted(shown)])
     backend.save(str(folder / "tokenizer.json"))
     config = json.loads((folder / "config.json").read_text()) | {"eos_token_id": backend.token_to_id("<|im_end|>")}
     (folder / "config.json").write_text(json.dumps(config))
-    return load({"tiny": str(folder)})["tiny"]
+    return folder
 
 
 @pytest.mark.parametrize("name", recorded.names())
@@ -245,3 +250,23 @@ def test_random_tokens_are_the_same_in_every_grouping_and_none_is_lost(bpe_model
         ids = (call[0] for call in whole["calls"] if tools in ("mistral", "json", "llama"))
         found = whole["text"] + whole["reasoning"] + "".join(f"{call[1]}{call[2]}" for call in whole["calls"]) + "".join(ids)
         assert not Counter(filter(str.isalpha, filter(fuzz.PAYLOAD.__contains__, wanted))) - Counter(found), wanted
+
+
+@pytest.mark.parametrize("answer", ['{"a":"</think>"}', "a</think>b", '[TOOL_CALLS][{"name": "weather", "arguments": {}}]'])
+@pytest.mark.parametrize("thoughts", ["", "<think>So.</think>\n\n"])
+def test_a_constrained_answer_is_text_to_the_character(model: ServedModel, thoughts: str, answer: str) -> None:
+    request = prepared(model)
+    assert request.output_format is not None
+    request = replace(request, output_format=replace(request.output_format, is_constrained=True))
+    spelled = [token for character in answer for token in model.tokenizer.encode(character)]
+    tokens = [*model.tokenizer.encode(thoughts), *spelled]
+    for cuts in ([], list(range(len(tokens)))):
+        found = said(request, tokens, cuts)
+        assert (found["text"], found["reasoning"]) == (answer, "So." if thoughts else "")
+        assert not found["warnings"] and not found["calls"]
+
+
+def test_an_end_of_thoughts_that_had_not_begun_is_text_with_a_warning(model: ServedModel) -> None:
+    spelled = [token for character in "Write </think> to end." for token in model.tokenizer.encode(character)]
+    found = said(prepared(model), spelled, [])
+    assert found["text"] == "Write </think> to end." and len(found["warnings"]) == 1

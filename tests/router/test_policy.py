@@ -76,6 +76,12 @@ BUSY = running("d0", 12)
         ([replace(P0, latency=None), replace(BUSY, latency=None)], {"num_tokens": 2000}, ("d0", "p0")),  # nobody says how fast
         ([replace(P0, latency=None), BUSY], {}, ("d0", "p0")),  # as fast as the others, it is thought
         ([P0, D0], {"num_choices": 2, "mode": Mode.LOCAL}, ("d0", None)),
+        ([D0, D1], {"session_workers": (D1.key,)}, ("d1", None)),  # among equals, where the session was
+        ([D0, running("d1", 4)], {"session_workers": (D1.key,)}, ("d0", None)),  # not where that costs
+        ([worker("d0", penalty_s=0.001), D1], {"session_workers": (D0.key,)}, ("d0", None)),  # predictions are no more exact
+        ([D0, D1], {"session_workers": (("d1", 99),)}, ("d0", None)),  # that process is gone
+        ([P0, P1, BUSY], {"session_workers": (D0.key, P1.key)}, ("d0", "p1")),
+        ([worker("d0", num_free_blocks=5), D1], {"session_workers": (D0.key,)}, ("d1", None)),  # room first
     ],
 )
 def test_placement(workers: list[WorkerSnapshot], routing_request: dict[str, object], expected: tuple[str, str | None]) -> None:
@@ -91,7 +97,7 @@ def test_placement(workers: list[WorkerSnapshot], routing_request: dict[str, obj
         ([P0], {}, "no decode worker", False),
         ([worker("d0", num_total_blocks=9)], {}, "exceed the KV pool", True),
         ([worker("d0", max_context=499)], {}, "exceed the KV pool or context", True),
-        ([D0], {"num_choices": 65}, "", True),
+        ([D0], {"num_choices": 65}, "65 choices are more than any decode worker runs", True),
         ([P0, D0], {"excluded_decode": frozenset({D0.key})}, "refused or were lost", False),
         ([D0], {"mode": Mode.REMOTE}, "REMOTE was asked for", False),
         ([worker("pd")], {"mode": Mode.REMOTE}, "REMOTE was asked for", False),  # no hand-off to oneself
@@ -342,3 +348,10 @@ def test_a_worker_whose_start_was_disturbed_is_believed_to_be_like_the_others() 
     assert engine is not None and engine.model.fixed_s == pytest.approx(SPEED.fixed_s)
     alone = FleetSnapshot([worker("d1", latency=disturbed)]).get("d1")
     assert alone is not None and alone.model is disturbed
+
+
+def test_the_sessions_worker_is_compared_also_where_it_is_not_among_the_first_of_a_large_fleet() -> None:
+    workers = [worker(f"d{number:02}") for number in range(40)]
+    home = workers[-1]
+    assert names(choose(workers, replace(DEMAND, session_workers=(home.key,)))) == ("d39", None)
+    assert names(choose(workers)) == ("d00", None)

@@ -129,7 +129,7 @@ def test_a_request_is_looked_up_again_only_after_a_change(model: ServedModel) ->
 async def test_the_longer_of_told_and_sent_counts(model: ServedModel) -> None:
     index, prepared, info = PrefixIndex(1000), job_of(model), info_of(A)
     index.set_workers([info])
-    index.remember(replace(prepared, prompt=PROMPT[:33], _names={}), [incarnation(info)])
+    index.remember(replace(prepared, prompt=PROMPT[:33], _chains={}), [incarnation(info)])
     index.apply(A, names_on_wire(prepared, info)[:1], [])
     assert index.cached_tokens(prepared) == {A: 32}
     await index.replace(A, names_on_wire(prepared, info))

@@ -132,6 +132,17 @@ async def test_what_the_conventions_ask_for(model_folder: Path) -> None:
         assert (attributes["pdmesh.decode.worker"], attributes["pdmesh.prefill.worker"]) == ("d0", "p0")
 
 
+async def test_a_session_is_an_attribute_of_the_request_alone(model_folder: Path) -> None:
+    async with traced(model_folder) as seen:
+        message = request(mode=LOCAL)
+        message.options.session_id = "agent-42"
+        await seen.ask(message)
+        root = await seen.root()
+        assert root.attributes["session.id"] == "agent-42"
+        others = [span for span in seen.all("attempt") if "agent-42" in f"{span.attributes} {span.name}"]
+        assert seen.all("attempt") and not others
+
+
 async def test_local_has_an_attempt_without_prefill(model_folder: Path) -> None:
     async with traced(model_folder) as seen:
         await seen.ask(request(mode=LOCAL))

@@ -95,12 +95,32 @@ def test_any_numbers_are_completed_or_refused_by_name(sampling: common_pb2.Sampl
         ({"cache_salt": "x" * 257}, "cache_salt"),
         ({"priority": 9}, "priority"),
         ({"mode": 9}, "mode"),
+        ({"session_id": "two words"}, "session_id"),
+        ({"session_id": "ü"}, "session_id"),
+        ({"session_id": "a\x7f"}, "session_id"),
+        ({"session_id": "x" * 257}, "session_id"),
+        ({"session_final": True}, "session_final"),
+        ({"kv_retention_s": 86_401}, "kv_retention_s"),
+        ({"priority_hint": 1001}, "priority_hint"),
+        ({"priority_hint": -1001}, "priority_hint"),
     ],
 )
 def test_wrong_options(options: dict[str, object], name: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
         validation.check_options(mesh_pb2.RequestOptions(**options))  # type: ignore[arg-type]
     assert refused.value.field == f"options.{name}"
+
+
+def test_the_widest_options_of_a_session_pass() -> None:
+    widest = {"session_id": "!~" * 128, "kv_retention_s": 86_400, "session_final": True, "priority_hint": -1000}
+    validation.check_options(mesh_pb2.RequestOptions(**widest))  # type: ignore[arg-type]
+    validation.check_options(mesh_pb2.RequestOptions(kv_retention_s=5, priority_hint=1000))
+
+
+def test_the_error_about_a_session_does_not_repeat_its_id() -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        validation.check_options(mesh_pb2.RequestOptions(session_id="secret name"))
+    assert "secret" not in refused.value.message
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from pdmesh.runtime.errors import (
     MeshError,
     ResourceExhausted,
     Unavailable,
+    as_mesh_error,
     error_from_rpc,
     status_of,
 )
@@ -81,6 +82,11 @@ def test_unreadable_details_are_no_error(garbage: bytes) -> None:
 def test_a_code_without_a_class_of_its_own() -> None:
     error = grpc.aio.AioRpcError(grpc.StatusCode.OUT_OF_RANGE, grpc.aio.Metadata(), grpc.aio.Metadata(), None)
     assert (type(error_from_rpc(error)), error_from_rpc(error).message) == (MeshError, "OUT_OF_RANGE")
+
+
+def test_a_method_that_only_the_stub_has_is_not_implemented() -> None:
+    assert as_mesh_error(NotImplementedError("Method not implemented!")).code is grpc.StatusCode.UNIMPLEMENTED
+    assert as_mesh_error(NotImplementedError("an operator of a device")).code is grpc.StatusCode.INTERNAL
 
 
 def test_an_internal_error_tells_no_details() -> None:

@@ -342,9 +342,9 @@ async def paths(recorder: Recorder) -> dict[str, Entered]:
 def measure() -> Figures:
     """Return all figures of the tree around this file."""
     modules = product()
+    names = static_names(modules)
     recorder = Recorder(modules)
     recorder.install()
-    names = static_names(modules)
     counts = {
         "modules": len(modules),
         "modules_with_code": sum(module.has_code for module in modules.values()),

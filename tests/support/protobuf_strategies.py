@@ -7,11 +7,13 @@ from hypothesis import strategies as st
 
 NAMES = ["", "tiny", "x", "../../etc/passwd", "a" * 300, "naïve", "\x00", "0", "r1", "decode-0"]
 UNSIGNED = [0, 1, 2, 16, 255, 256, 319, 320, 2047, 2048, 2**31, 2**32 - 1]
+SIGNED = [0, 1, -1, 1000, 1001, -1001, 2**31 - 1, -(2**31)]
 WIDE = [0, 1, 2**32, 2**63, 2**64 - 1]
 FLOATS = [0.0, 1.0, -1.0, 0.5, 2.0, 1e-300, 1e300, float("nan"), float("inf"), float("-inf")]
 
 _KINDS = {
     FieldDescriptor.CPPTYPE_STRING: st.sampled_from(NAMES) | st.text(max_size=20),
+    FieldDescriptor.CPPTYPE_INT32: st.sampled_from(SIGNED),
     FieldDescriptor.CPPTYPE_UINT32: st.sampled_from(UNSIGNED),
     FieldDescriptor.CPPTYPE_UINT64: st.sampled_from(WIDE),
     FieldDescriptor.CPPTYPE_DOUBLE: st.sampled_from(FLOATS),

@@ -16,7 +16,7 @@ import pytest
 
 from pdmesh.models.catalogue import SMOLLM2, cache_folder, is_complete
 from pdmesh.text import grammar as grammar_module
-from pdmesh.text.grammar import MAX_BYTES, GrammarCompiler, GrammarMatcher
+from pdmesh.text.grammar import MAX_BYTES, CompiledGrammar, GrammarCompiler, GrammarMatcher
 from pdmesh.text.tokenizer import Tokenizer
 from tests.support.tiny_models import IM_END, VOCAB_SIZE, write_byte_tokenizer
 
@@ -325,6 +325,54 @@ def test_a_long_history_is_followed_in_slices(of_bytes: GrammarCompiler, monkeyp
     assert allowed(matcher) == allowed(expected)
     stray_token = next(token for token in range(256) if token not in allowed(expected))
     assert grammar.follow([*history, stray_token, letter])[1] == 500
+
+
+MANY_STATES = r"(?s:.*)a(?s:.){24}"
+"""How far back each "a" stands is a state of its own."""
+
+
+@pytest.fixture
+def few_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = llguidance.LLParserLimits(max_lexer_states=1000, verbose_errors=False)
+    monkeypatch.setattr(grammar_module, "_limits", lambda: limits)
+
+
+def _masks(grammar: CompiledGrammar, letters: Sequence[int], seed: int) -> list[bytes]:
+    """What is allowed behind each of 100 letters, until the grammar cannot be followed."""
+    matcher, chance, found = grammar.matcher(), random.Random(seed), list[bytes]()
+    for _ in range(100):
+        if matcher.failed:
+            break
+        found.append(matcher.allowed().tobytes())
+        matcher.take(chance.choice(letters))
+    return found
+
+
+@pytest.mark.usefixtures("few_states")
+def test_states_that_other_outputs_have_found_end_no_output(tmp_path: Path) -> None:
+    write_byte_tokenizer(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+    compiler, letters = compiler_of(tokenizer), tokenizer.encode("ab")
+    shared = compiler.compile("regex", MANY_STATES)
+    for seed in range(12):
+        alone = compiler._compile("regex", MANY_STATES)
+        assert len(_masks(alone, letters, seed)) == 100 and not alone.is_spent
+        assert _masks(shared, letters, seed) == _masks(alone, letters, seed)
+    assert shared.is_spent and compiler.known("regex", MANY_STATES) is None
+    again = compiler.compile("regex", MANY_STATES)
+    assert again is not shared and compiler.known("regex", MANY_STATES) is again and compiler._num_bytes == len(MANY_STATES)
+
+
+@pytest.mark.usefixtures("few_states")
+def test_a_grammar_that_compiles_slowly_is_not_compiled_within_an_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_module, "MAX_RENEWAL_S", -1.0)
+    write_byte_tokenizer(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+    compiler, letters = compiler_of(tokenizer), tokenizer.encode("ab")
+    shared = compiler.compile("regex", MANY_STATES)
+    lengths = [len(_masks(shared, letters, seed)) for seed in range(12)]
+    assert lengths[0] == 100 and lengths[-1] < 100 and shared.is_spent
+    assert len(_masks(compiler.compile("regex", MANY_STATES), letters, 11)) == 100
 
 
 def test_without_an_end_nothing_can_be_constrained(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 ARCH_GET_XCOMP_PERM, XTILEDATA, SYS_ARCH_PRCTL = 0x1022, 18, 158  # linux: arch/x86/include/uapi/asm/prctl.h
 _CODE = f"""
 import ctypes
-from pdmesh_vllm.amx import permit_amx
+from pdmesh_vllm.ranks.link import permit_amx
 asked = permit_amx()
 found = ctypes.c_uint64()
 assert ctypes.CDLL(None).syscall({SYS_ARCH_PRCTL}, {ARCH_GET_XCOMP_PERM}, ctypes.byref(found)) == 0

@@ -51,9 +51,10 @@ async def look(peer: Peer) -> Page:
 
 
 async def hand_off(prefiller: Peer, decoder: Peer, router: MiniRouter, transport: str) -> prefill_pb2.HandoffOutcome:
-    reservation = await router.submit(decoder, "r1", token_request(PROMPT))
-    request = only_transport(reservation, transport)
-    _, outcome = await router.prefill(prefiller, decoder, "r1", token_request(PROMPT), request)
+    request = token_request(PROMPT)
+    request.session_id, request.kv_retention_s = "s", 600
+    reservation = only_transport(await router.submit(decoder, "r1", request), transport)
+    _, outcome = await router.prefill(prefiller, decoder, "r1", request, reservation)
     await router.until_finished("r1", 1)
     return outcome
 
@@ -76,6 +77,8 @@ async def test_a_hand_off_is_seen_at_both_ends(prefiller: Peer, decoder: Peer, r
     assert receiver.value("pdmesh_engine_step_seconds_count", kind="decode") == receiver.value("pdmesh_engine_steps_total")
     assert receiver.value("pdmesh_engine_batch_sequences_count") == receiver.value("pdmesh_engine_steps_total")
     assert receiver.value("pdmesh_kv_blocks", state="free") == receiver.value("pdmesh_kv_blocks_capacity")
+    assert receiver.value("pdmesh_kv_blocks", state="retained") == 4, "48 tokens of the prompt, and 16 of those behind it"
+    assert receiver.value("pdmesh_kv_retained_evicted_total") == 0
     assert receiver.value("pdmesh_worker_role", role="decode") == 1 and receiver.value("pdmesh_worker_role", role="prefill") == 0
 
 

@@ -19,6 +19,7 @@ import {
   type ListMeshAdaptersResponse,
   type MeshAdapter,
   MeshClient,
+  type ReleaseSessionResponse,
 } from "./gen/pdmesh/v1/mesh.js";
 import { addresses, CONNECT_TIMEOUT_MS, connection, DEFAULT_ADDRESS, type TlsOptions } from "./channel.js";
 import { Cancelled, errorFromStatus, invalidArgument, meshError, type MeshError } from "./errors.js";
@@ -96,6 +97,12 @@ export class Client {
   /** Return the models that the mesh serves. */
   async listModels(options: CallOptions = {}): Promise<Model[]> {
     return (await this.#unary((stub) => stub.listModels.bind(stub), {}, options)).models;
+  }
+
+  /** Give up what workers retain for a session, those of one model or all. Idempotent: an unknown session has nothing. */
+  async releaseSession(sessionId: string, options: Named & { tenant?: string } = {}): Promise<ReleaseSessionResponse> {
+    const request = { sessionId, tenant: options.tenant ?? "", model: options.model ?? "" };
+    return this.#unary((stub) => stub.releaseSession.bind(stub), request, options);
   }
 
   /** Return a router's view of the mesh. */

@@ -332,3 +332,18 @@ async function eventually(condition: () => boolean): Promise<void> {
     await new Promise((resolve) => setTimeout(resolve, 10));
   }
 }
+
+test("the options of a session are sent, and a session is released", async () => {
+  await withRouters([[whole(1)]], async (client, router) => {
+    const session = { sessionId: "s", kvRetentionS: 5, sessionFinal: true, priorityHint: -7 };
+    await client.chat([{ role: "user", content: "hello" }], session);
+    assert.deepEqual({ ...router.requests[0]?.options, ...session }, router.requests[0]?.options);
+    const counts = await client.releaseSession("s", { tenant: "t", model: "m" });
+    assert.deepEqual(counts, { numBlocks: 7, numWorkers: 2, numUnreachable: 1 });
+    await client.releaseSession("s");
+    assert.deepEqual(router.released, [
+      { sessionId: "s", tenant: "t", model: "m" },
+      { sessionId: "s", tenant: "", model: "" },
+    ]);
+  });
+});

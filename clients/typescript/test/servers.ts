@@ -10,6 +10,8 @@ import {
   type GenerateRequest,
   type GenerateResponse,
   MeshService,
+  type ReleaseSessionRequest,
+  type ReleaseSessionResponse,
   Started,
   type TokenizeRequest,
   type TokenizeResponse,
@@ -58,6 +60,7 @@ export function whole(num: number): Script {
 /** A router whose calls of Generate take one script after the other; the last one stays. */
 export class ScriptedRouter {
   readonly requests: GenerateRequest[] = [];
+  readonly released: ReleaseSessionRequest[] = [];
   readonly arrivals: number[] = [];
   readonly headers: Metadata[] = [];
   readonly server = new Server();
@@ -88,7 +91,14 @@ export class ScriptedRouter {
       if (failure === undefined) callback(null, { tokenIds: [1, 2], maxContext: 9 });
       else callback(failure);
     };
-    this.server.addService(MeshService, { generate: take, chat: take, tokenize } as never);
+    const releaseSession = (
+      call: { request: ReleaseSessionRequest },
+      callback: (error: Failure | null, value?: ReleaseSessionResponse) => void,
+    ) => {
+      this.released.push(call.request);
+      callback(null, { numBlocks: 7, numWorkers: 2, numUnreachable: 1 });
+    };
+    this.server.addService(MeshService, { generate: take, chat: take, tokenize, releaseSession } as never);
     this.port = await new Promise<number>((resolve, reject) => {
       const bound = (error: Error | null, port: number) => (error === null ? resolve(port) : reject(error));
       this.server.bindAsync("127.0.0.1:0", credentials, bound);

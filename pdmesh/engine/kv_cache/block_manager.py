@@ -95,11 +95,18 @@ class BlockManager:
         branches = trunk.part()
         for branch in branches:
             self.pool.acquire(branch.block_ids)
-        self.release(trunk)
+        self._give_back(trunk)
         return branches
 
     def release(self, sequence: Sequence) -> None:
-        """Give its references back. What it published can be found until it is evicted."""
+        """Give its references back. What it published can be found until it is evicted, and is retained if its request asks for
+        that."""
+        retention = sequence.group.retention
+        if retention is not None and not retention.final:
+            self.pool.retain(retention, sequence.block_hashes[: sequence.num_published])
+        self._give_back(sequence)
+
+    def _give_back(self, sequence: Sequence) -> None:
         self.pool.release(sequence.block_ids)
         sequence.block_ids = []
         sequence.num_computed = 0

@@ -1,19 +1,26 @@
 """The pool of KV blocks: reference counts, cached prefixes, and the order of eviction.
 
-    free, LRU:   uncached ... | cached, oldest ... cached, youngest      allocate() takes from the left
+    free, LRU:   uncached ... | lapsed ... | cached, oldest ... cached, youngest | retained     allocate() takes from the left
     in use:      ref count >= 1; a block with a hash may be held by several sequences
 
 A block that is freed keeps its hash and its content until it is allocated again, so a later prompt may find it.
-Blocks without a hash cannot be reused by a prompt and are allocated first.
+Blocks without a hash cannot be reused by a prompt and are allocated first. Retained blocks (retention.py) are allocated when no
+other is free: they are as free as the others, so retention makes no request wait.
+
+A retained block is set aside when its turn to be evicted comes. So blocks that are set aside are less recently used than all
+others, and one that lapses, because its time is over or its session was released, is the next to go.
 """
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 
 from pdmesh.engine.errors import IntegrityError
+from pdmesh.engine.kv_cache.retention import NO_RETENTION, RetainedBlocks, Retention, RetentionBounds
 
 # What a prefix cache has gained and lost, for an index of it elsewhere
 #
@@ -70,19 +77,37 @@ def num_blocks_for(num_tokens: int, block_size: int) -> int:
 class BlockPool:
     """Count references of block ids 0 to num_blocks - 1. It knows no tokens and no tensors."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        retention: RetentionBounds = NO_RETENTION,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`retention`: how many blocks may be retained. `clock`: seconds, by which their times end."""
         self.num_total = num_blocks
+        self.retained = RetainedBlocks(retention, self._lapse, clock)
+        self._retained_hashes = self.retained.hashes
         self.log: BlockLog | None = None  # logs what is published and evicted, if it is set
         self._refs = [0] * num_blocks
         self.highest_used = -1  # the highest block id that was ever used
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self.num_retained_evicted = 0  # retained blocks that were evicted before their time, since no other was free
+        # Free blocks, in the order in which they are allocated.
+        self._expendable: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # uncached, then lapsed
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._set_aside: OrderedDict[int, None] = OrderedDict()  # retained
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
 
     @property
     def num_free(self) -> int:
         """Return the free blocks, those with a reusable prefix included."""
-        return len(self._free)
+        return len(self._expendable) + len(self._cached) + len(self._set_aside)
+
+    @property
+    def num_retained(self) -> int:
+        """Return the blocks that are retained now, in use or free."""
+        self.retained.expire()
+        return len(self.retained)
 
     @property
     def num_cached(self) -> int:
@@ -110,14 +135,16 @@ class BlockPool:
     def acquire(self, block_ids: Iterable[int]) -> None:
         """Add one reference to each block."""
         for block_id in block_ids:
-            self._free.pop(block_id, None)
+            if not self._refs[block_id]:
+                self._pop_free(block_id)
             self._refs[block_id] += 1
 
     def allocate(self, count: int) -> list[int] | None:
         """Return `count` blocks of undefined content, one reference each; None when fewer are free. Evicts the least recently
-        used."""
-        if count > len(self._free):
+        used, and retained ones last."""
+        if count > self.num_free:
             return None
+        self.retained.expire()
         return [self._take() for _ in range(count)]
 
     def release(self, block_ids: Iterable[int]) -> None:
@@ -128,8 +155,11 @@ class BlockPool:
                 raise IntegrityError(f"block {block_id} is released but no sequence holds it")
             self._refs[block_id] -= 1
             if not self._refs[block_id]:
-                self._free[block_id] = None
-                self._free.move_to_end(block_id, last=block_id in self._hash_of)
+                if block_id in self._hash_of:
+                    self._cached[block_id] = None
+                else:
+                    self._expendable[block_id] = None
+                    self._expendable.move_to_end(block_id, last=False)
 
     def publish(self, block_id: int, block_hash: bytes) -> None:
         """Publish a full, computed block as a prefix. Of equal blocks the one that was published first is found."""
@@ -144,6 +174,20 @@ class BlockPool:
         for block_id in block_ids:
             self._forget(block_id)
 
+    def retain(self, retention: Retention, hashes: Iterable[bytes]) -> None:
+        """Retain the longest published prefix of a hash chain, as far as the bounds allow. Its time begins now."""
+        chain = list(takewhile(self._block_of.__contains__, hashes))
+        for block_id in map(self._block_of.__getitem__, chain):
+            if self._expendable.pop(block_id, 0) is None:  # a copy of it was used
+                self._cached[block_id] = None
+        self.retained.expire()
+        self.retained.retain(retention, chain)
+
+    def release_retained(self, tenant: str, session: str) -> int:
+        """Give up what is retained for a session; its blocks stay in the prefix cache as others do. Return how many they were."""
+        self.retained.expire()
+        return self.retained.release(tenant, session)
+
     def published(self) -> tuple[bytes, ...]:
         """Return the hashes of all blocks that hold a reusable prefix."""
         return tuple(self._block_of)
@@ -153,21 +197,52 @@ class BlockPool:
         used = {block_id: refs for block_id, refs in enumerate(self._refs) if refs}
         if used != dict(references):
             raise IntegrityError(f"ref counts {used} are not what sequences hold: {dict(references)}")
-        if len(self._free) + len(used) != self.num_total or not used.keys().isdisjoint(self._free):
-            raise IntegrityError(f"{len(self._free)} free + {len(used)} used blocks are not {self.num_total}")
+        free = {*self._expendable, *self._cached, *self._set_aside}
+        if not len(free) + len(used) == self.num_free + len(used) == self.num_total or not used.keys().isdisjoint(free):
+            raise IntegrityError(f"{self.num_free} free + {len(used)} used blocks are not {self.num_total}")
         if self._hash_of != {block_id: block_hash for block_hash, block_id in self._block_of.items()}:
             raise IntegrityError("the prefix cache's two maps contradict each other")
+        self.retained.check(self._block_of)
+        if any(self._hash_of.get(block_id, b"") not in self._retained_hashes for block_id in self._set_aside):
+            raise IntegrityError("a block is set aside that is not retained")
+        if any(self._hash_of.get(block_id, b"") in self._retained_hashes for block_id in self._expendable):
+            raise IntegrityError("a retained block is among those that are evicted first")
 
     def _take(self) -> int:
-        block_id, _ = self._free.popitem(last=False)
+        block_id = self._next_free()
         self._forget(block_id)
         self._refs[block_id] = 1
         self.highest_used = max(self.highest_used, block_id)
         return block_id
 
+    def _next_free(self) -> int:
+        """Take the free block that is worth least out of its queue."""
+        if self._expendable:
+            return self._expendable.popitem(last=False)[0]
+        while self._cached:
+            block_id, _ = self._cached.popitem(last=False)
+            if self._hash_of[block_id] not in self._retained_hashes:
+                return block_id
+            self._set_aside[block_id] = None
+        self.num_retained_evicted += 1
+        return self._set_aside.popitem(last=False)[0]
+
+    def _pop_free(self, block_id: int) -> None:
+        for queue in (self._cached, self._set_aside, self._expendable):
+            if queue.pop(block_id, 0) is None:
+                return
+
+    def _lapse(self, block_hash: bytes) -> None:
+        """Let a block be evicted that is not retained any more; unless it has been set aside, it has kept its place."""
+        block_id = self._block_of.get(block_hash)
+        if block_id is not None and self._set_aside.pop(block_id, 0) is None:
+            self._expendable[block_id] = None
+
     def _forget(self, block_id: int) -> None:
         block_hash = self._hash_of.pop(block_id, None)
         if block_hash is not None:
             del self._block_of[block_hash]
+            if block_hash in self._retained_hashes:
+                self.retained.forget(block_hash)
             if self.log is not None:
                 self.log.note(block_hash, stored=False)

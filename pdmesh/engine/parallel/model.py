@@ -20,6 +20,7 @@ from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.kv_cache.events import LayerReadiness
 from pdmesh.engine.kv_cache.pool import KVPool, KVShape
 from pdmesh.engine.memory import torch_step_bytes
+from pdmesh.engine.models.layers import Norm
 from pdmesh.engine.parallel import tp_protocol
 from pdmesh.engine.parallel.collectives import Group
 from pdmesh.engine.parallel.copies import CopyChannel
@@ -96,6 +97,11 @@ class ParallelModel:
     def embedding(self) -> Tensor:
         """Return the embedding: every rank has all of it."""
         return self._share.model.embedding
+
+    @property
+    def norm(self) -> Norm:
+        """Return the norm before the head, which every rank has."""
+        return self._share.model.norm
 
     @property
     def bytes_per_step(self) -> int:

@@ -117,7 +117,7 @@ class ModelRunner:
     def _run_pooling(
         self, pieces: list[ScheduledSequence], batch: StepBatch, signal: LayerReadiness | None, pooler: Pooler
     ) -> dict[Sequence, list[SampledOutput]]:
-        hidden = torch.empty((len(batch.logits_rows), pooler.hidden_size), dtype=torch.float32)
+        hidden = torch.empty((len(batch.logits_rows), pooler.hidden_size), dtype=torch.float32, device=self._kv.device)
         logits = self._model.forward(batch, self._kv, signal, hidden)
         pooled = pooler.take(pieces, hidden)
         draws = self._draw(pieces, logits, None if self._hidden_size is None else hidden)

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from torch import Tensor, float64
 
 from pdmesh.engine.kernels.cpu.model import NativeModel, PackedNorm
-from pdmesh.engine.models.decoder import DecoderModel
 from pdmesh.engine.models.layers import Norm
 from pdmesh.engine.request import Pooling
 from pdmesh.engine.runner.prompt_scores import rows_of
@@ -22,11 +21,13 @@ FinalNorm = Callable[[Tensor], Tensor]
 
 
 def final_norm(model: object) -> FinalNorm | None:
-    """Return the norm before a model's head, [R, hidden_size] -> the same shape; None for models whose states are not read:
-    those of CUDA's kernels, and models that several ranks share."""
+    """Return the norm before a model's head, [R, hidden_size] -> the same shape; None for models whose states are not read.
+
+    Where several ranks share a model, its states are whole on each of them, and rank 0's are pooled."""
     if isinstance(model, NativeModel):
         return _unpacked(model.weights.norm, model.config.hidden_size)
-    return model.norm if type(model) is DecoderModel else None
+    norm = getattr(model, "norm", None)
+    return norm if isinstance(norm, Norm) else None
 
 
 def _unpacked(norm: PackedNorm, hidden_size: int) -> Norm:
@@ -47,9 +48,10 @@ class Pooler:
             sequence, pooling = piece.sequence, piece.sequence.group.request.pooling
             if pooling is None or not rows:
                 continue
-            normed = self._norm(states[rows.start : rows.stop]).to(float64)
+            normed = self._norm(states[rows.start : rows.stop])
             if pooling is Pooling.MEAN:
-                sequence.state_sum = normed.sum(0) if sequence.num_computed == 0 else sequence.state_sum + normed.sum(0)
+                added = normed.sum(0, dtype=float64)
+                sequence.state_sum = added if sequence.num_computed == 0 else sequence.state_sum + added
             if piece.reaches_end:
                 whole = sequence.state_sum / sequence.num_tokens if pooling is Pooling.MEAN else normed[-1]
                 pooled[sequence] = tuple(whole.tolist())

@@ -89,7 +89,18 @@ class RequestTable:
         for sequence in group.sequences if group else ():
             self._scheduler.discard(sequence)
             self._allocator.release(sequence)
+        if group is not None:
+            self._end_session(group)
         return group is not None
+
+    def release_retained(self, tenant: str, session: str) -> int:
+        """Give up what is retained for a session, and what its present requests were to retain; return the retained blocks. A
+        final request, which retains nothing, still ends the session: those that come in the meantime may retain something."""
+        for group in self:
+            wanted = group.retention
+            if wanted is not None and not wanted.final and (wanted.tenant, wanted.session) == (tenant, session):
+                group.retention = None
+        return self._allocator.pool.release_retained(tenant, session)
 
     def start(self, sequence: Sequence, tokens: Mapping[int, int], finished: Collection[int]) -> None:
         """Start a sequence that was prefilled elsewhere: its choices become sequences and take their first tokens.
@@ -191,6 +202,12 @@ class RequestTable:
         branch.group.sequences.remove(branch)
         if not branch.group.sequences:
             del self._groups[branch.group.request.request_id]
+            self._end_session(branch.group)
+
+    def _end_session(self, group: SequenceGroup) -> None:
+        """Release its session if the request that ends here is a final one."""
+        if group.retention is not None and group.retention.final:
+            self.release_retained(group.retention.tenant, group.retention.session)
 
 
 # Reservations: blocks that are held for a request before it is computed, and the two ways in which it then starts
@@ -255,6 +272,7 @@ class Reservations:
         group = self._table.find(request_id, Phase.RESERVED)
         check_request(request, self._limits)
         restated = SequenceGroup(request, group.arrival, Phase.RESERVED)
+        restated.retention = group.retention
         _check_same_beginning(group, restated)
         restated.sequences[0].inherit(group.sequences[0])
         return restated

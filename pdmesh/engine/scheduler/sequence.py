@@ -188,6 +188,7 @@ class SequenceGroup:
         self.arrival = arrival
         self.phase = phase
         self.clock = clock  # None while reserved
+        self.retention = request.retention  # None from when its session was released on, unless it is final
         self.sequences = [self._first_sequence()]
 
     @property

@@ -87,6 +87,8 @@ class EngineStatsCollector:
             num_prefix_hit_tokens=self._allocator.num_prefix_hit_tokens,
             num_preemptions=self._scheduler.num_preemptions,
             num_oldest_tokens=_oldest(running, waiting),
+            num_retained_blocks=pool.num_retained,
+            num_retained_evicted=pool.num_retained_evicted,
             speculation=None if self._tally is None else self._tally.stats(),
         )
 

@@ -2,6 +2,7 @@
 
     grammar         the output is nothing but calls, perhaps behind thoughts
     opened_grammar  the output is free, until the model opens a call: then it is one
+    answer_grammar  the output is what a constraint describes, behind thoughts
 
 What a format writes around names and arguments is its `Form`, which with how it is read is a `ToolFormat`. A mark that is a token
 of its own in the model's vocabulary is forced as that token, because no other tokens spell it for the model.
@@ -15,6 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from pdmesh.text.exact_json import dumps
 from pdmesh.text.parsers.machine import Parse, Schemas
 from pdmesh.text.parsers.reasoning import ThinkMarks
 from pdmesh.text.parsers.tagged import Tags, is_told, options_of, schema_of
@@ -114,6 +116,17 @@ def opened_grammar(
     return writer.grammar(f"{ended} | {within} {writer.any_without(close)}")
 
 
+def answer_grammar(kind: str, source: str | Sequence[str], choice: Choice, tokens: Mapping[str, int]) -> str:
+    """Return the Lark grammar of an output that is thoughts, and then what a constraint describes. `kind`, `source`: as
+    `GrammarCompiler.compile` has them; a grammar describes a whole output, so there is none of it behind thoughts.
+
+    Raises ValueError for such a one, and for a choice without thoughts."""
+    if choice.thoughts is None:
+        raise ValueError("there are no thoughts to stand before the answer")
+    writer = _Writer(tokens)
+    return writer.grammar(f"{_thoughts(writer, choice)} {writer.text(choice.thoughts.answer)} {writer.answer(kind, source)}")
+
+
 def _thoughts(writer: _Writer, choice: Choice) -> str:
     if choice.thoughts is None:
         return ""
@@ -177,6 +190,19 @@ class _Writer:
         self.rules.append(f"{name}: /(?s:.*)/ & ~/(?s:.*){_pattern(mark)}(?s:.*)/")
         return self.rule(name)
 
+    def answer(self, kind: str, source: str | Sequence[str]) -> str:
+        """Return what a constraint describes."""
+        if kind == "choice":
+            return self.rule(" | ".join(_literal(each) for each in source))
+        if not isinstance(source, str) or kind not in ("json_schema", "regex"):
+            raise ValueError(f"{kind} describes a whole output")
+        if kind == "regex":
+            return self.rule(f"/{_SLASH.sub(_escaped, source)}/")
+        schema = json.loads(source)
+        own = schema.get("x-guidance")
+        style = {**_JSON_STYLE, **(own if isinstance(own, dict) else {})}
+        return self.rule("%json " + json.dumps({**schema, "x-guidance": style}, ensure_ascii=False))
+
     def call(self, form: Form, name: str, schema: Mapping[str, Any]) -> str:
         """Return one call of a tool."""
         before, behind = self.text(form.before.replace(NAME, name)), self.text(form.behind)
@@ -219,12 +245,20 @@ class _Writer:
         return first
 
     def _json(self, schema: Mapping[str, Any]) -> str:
-        return self.rule("%json " + json.dumps({**schema, "x-guidance": _JSON_STYLE}, ensure_ascii=False))
+        return self.rule("%json " + dumps({**schema, "x-guidance": _JSON_STYLE}, ensure_ascii=False))
 
 
 def _with_definitions(described: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a property's schema with the definitions that it may refer to. Pure."""
     return {**{name: schema[name] for name in ("$defs", "definitions") if name in schema}, **described}
+
+
+_SLASH = re.compile(r"\\.|[/\n\r]", re.DOTALL)
+"""What has to be written otherwise where a regular expression stands between slashes; also what is escaped already."""
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return {"/": r"\/", "\n": r"\n", "\r": r"\r"}.get(found[0], found[0])
 
 
 def _pattern(text: str) -> str:

@@ -26,9 +26,14 @@ class OutputParser:
         self._program: Step[None] | None = parse(self._reader)
 
     @property
-    def is_thinking(self) -> bool:
-        """Return whether the output so far ends within thoughts."""
-        return self._reader.is_thinking
+    def num_settled(self) -> int:
+        """Return of how many characters of the output it is certain whether they are thought."""
+        return self._reader.num_settled
+
+    def is_thought(self, begin: int, end: int) -> bool:
+        """Return whether any of these characters of the output stands in thoughts, or in a mark around them. To be
+        asked in order."""
+        return self._reader.is_thought(begin, end)
 
     def feed(self, text: str) -> list[Event]:
         """Return what the output so far has beyond what was returned before."""

@@ -9,6 +9,7 @@ not depend on how the text was cut. What it has found by then is sent at once.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
 
@@ -21,8 +22,8 @@ SPACE = " \t\r\n"
 
 
 class Reader:
-    """Text that has come and is not read yet, the place in it, and the events so far. `is_thinking`: thoughts are read.
-    `strays`: marks that are no text, each with the reason for a warning: the first of each that stands in text is left out."""
+    """Text that has come and is not read yet, the place in it, and the events so far. `strays`: marks that end what
+    had not begun, each with the reason for a warning: the first of each that stands in text gives one."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -30,9 +31,10 @@ class Reader:
         self.has_ended = False
         self.num_calls = 0
         self.num_closed = 0
-        self.is_thinking = False
         self.strays: dict[str, str] = {}
         self._events: list[Event] = []
+        self._num_forgotten = 0
+        self._thoughts: deque[list[int]] = deque()  # begin and end, in characters of the output; without an end: they go on
 
     def feed(self, text: str) -> None:
         """Take text."""
@@ -98,8 +100,9 @@ class Reader:
             yield
 
     def text_until(self, markers: Sequence[str], on_text: Callable[[str], None]) -> Step[str]:
-        """As `until`, of text for the reader: stray marks are left out."""
+        """As `until`, of text for the reader: a stray mark is text as well, with a warning."""
         while (mark := (yield from self.until((*markers, *self.strays), on_text))) in self.strays:
+            on_text(mark)
             self.unparsed("", self.strays.pop(mark))
         return mark
 
@@ -133,6 +136,11 @@ class Reader:
         read, self._mark = self.text[self._mark : self.at], None
         return read
 
+    def unread(self) -> None:
+        """Go back to the mark, which stays."""
+        assert self._mark is not None, "no place was marked"
+        self.at = self._mark
+
     def settle(self) -> None:
         """What was read since the mark is a part of calls, and will not be read again."""
         if self._mark is not None:
@@ -143,7 +151,34 @@ class Reader:
         keep = self.at if self._mark is None else self._mark
         self.text = self.text[keep:]
         self.at -= keep
+        self._num_forgotten += keep
         self._mark = None if self._mark is None else 0
+
+    # Where thoughts stand, in characters of the whole output.
+
+    @property
+    def num_settled(self) -> int:
+        """Return up to where it is certain what is thought: the place that was read, or the mark behind which it may change."""
+        return self._num_forgotten + (self.at if self._mark is None else self._mark)
+
+    def is_thought(self, begin: int, end: int) -> bool:
+        """Return whether any of the characters from `begin` up to `end` stands in thoughts or their marks. That is certain of
+        those before `num_settled`, and at the end of the output. To be asked in order: thoughts that end before `begin` are
+        forgotten. Per-token path."""
+        thoughts = self._thoughts
+        while thoughts and len(thoughts[0]) > 1 and thoughts[0][1] <= begin:
+            thoughts.popleft()
+        return bool(thoughts) and thoughts[0][0] < end
+
+    def open_thoughts(self) -> None:
+        """Thoughts begin at the mark, with what opens them; what was read since is no longer in question."""
+        assert self._mark is not None, "no place was marked"
+        self._thoughts.append([self._num_forgotten + self._mark])
+        self.unmark()
+
+    def close_thoughts(self) -> None:
+        """Thoughts end here, behind what closes them. Those that the end of the output cuts off are left open."""
+        self._thoughts[-1].append(self._num_forgotten + self.at)
 
     # Events.
 

@@ -20,7 +20,7 @@ from pdmesh.text.parsers.formats import (
     qwen_coder,
 )
 from pdmesh.text.parsers.machine import OutputParser, Schemas
-from pdmesh.text.parsers.reasoning import ThinkMarks, plain, thinking
+from pdmesh.text.parsers.reasoning import ThinkMarks, before_answer, plain, thinking
 
 NONE, AUTO = "none", "auto"
 
@@ -88,9 +88,16 @@ def may_think(prompt: str, reasoning: str) -> bool:
     return reasoning != NONE and not prompt.rstrip().endswith(REASONING_FORMATS[reasoning].close)
 
 
-def make_parser(tools: str, reasoning: str, schemas: Schemas, *, has_begun: bool = False) -> OutputParser:
-    """Return a parser for one output. `tools`, `reasoning`: names of formats, or `none`; `has_begun`: see `begins_inside`."""
+def make_parser(
+    tools: str, reasoning: str, schemas: Schemas, *, has_begun: bool = False, is_constrained: bool = False
+) -> OutputParser:
+    """Return a parser for one output. `tools`, `reasoning`: names of formats, or `none`; `has_begun`: see `begins_inside`;
+    `is_constrained`: a constraint holds the answer behind thoughts, so that is text, with no call in it."""
     tool_format = TOOL_FORMATS.get(tools)
+    if is_constrained:
+        own = None if tool_format is None else tool_format.thoughts
+        marks = own or REASONING_FORMATS.get(reasoning)
+        return OutputParser(before_answer(marks, has_begun=has_begun, trims=own is None) if marks else plain)
     parse = tool_format.parse(schemas) if tool_format is not None else plain
     if reasoning != NONE and (tool_format is None or tool_format.thoughts is None):
         ends = (tool_format.opening,) if tool_format is not None and tool_format.ends_thoughts else ()

@@ -33,6 +33,7 @@ class Lack(enum.Enum):
     PACES = worker_pb2.ENGINE_LACK_PACES  # steps hold back prompts so that running sequences keep their TPOT objective
     EMBEDDINGS = worker_pb2.ENGINE_LACK_EMBEDDINGS  # pooled hidden states of a prompt
     REPRODUCIBLE = worker_pb2.ENGINE_LACK_REPRODUCIBLE  # equal logits for equal input, whatever else is in the batch
+    RETENTION = worker_pb2.ENGINE_LACK_RETENTION  # blocks that requests ask to retain are evicted after all others
     PROMPT_SHARES = worker_pb2.ENGINE_LACK_PROMPT_SHARES  # a prompt much shorter than the oldest one shares its steps
 
 
@@ -151,6 +152,10 @@ class WorkerEngine(ServingEngine, Protocol):
     def prefix_cache(self, max_changes: int) -> PrefixCache:
         """Return the prefix cache, which logs at most `max_changes` between two calls (0: it logs none). Call it once, before
         `open`."""
+
+    async def release_retained(self, tenant: str, session: str) -> int:
+        """Give up what is retained for a session; return how many blocks that were (0: none, or the engine lacks retention).
+        Requests of it that are in the engine retain nothing any more, later ones do."""
 
     def first_stats(self) -> EngineStats:
         """Return the counts before the first step. Call it before `open`."""

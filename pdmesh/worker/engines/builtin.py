@@ -94,6 +94,9 @@ class BuiltinEngine:
     def prefix_cache(self, max_changes: int) -> BuiltinPrefixCache:
         return BuiltinPrefixCache(self, max_changes)
 
+    async def release_retained(self, tenant: str, session: str) -> int:
+        return await self.calls.call(lambda engine: engine.release_retained(tenant, session))
+
     def first_stats(self) -> EngineStats:
         return self.engine.stats()
 
@@ -162,7 +165,11 @@ def facts_of(engine: Engine) -> EngineFacts:
 
 
 def _lacks_of(engine: Engine) -> frozenset[Lack]:
-    can = {Lack.PACES: engine.config.keep_pace, Lack.EMBEDDINGS: engine.can_pool}
+    can = {
+        Lack.PACES: engine.config.keep_pace,
+        Lack.EMBEDDINGS: engine.can_pool,
+        Lack.RETENTION: engine.can_retain,
+    }
     return frozenset(lack for lack, is_able in can.items() if not is_able)
 
 

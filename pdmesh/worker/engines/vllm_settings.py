@@ -52,6 +52,7 @@ REFUSED: Mapping[str, str] = {
     "fp8_activations": _ITS_OWN,
     "kv_dtype": "KV is handed over as wide as activations; leave it out",
     "kv_shared": "vLLM allocates its pool by itself; leave it out",
+    "max_retained_share": "vLLM evicts blocks by their last use alone; leave it out",
     "speculation": _NO_DRAFTS,
     "draft_model": _NO_DRAFTS,
     "draft_heads": _NO_DRAFTS,

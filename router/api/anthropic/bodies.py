@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag
 
 from router.api.http.fields import MAX_UINT32, shown
-from router.api.http.types import Body, Ignored, Text, unsupported
+from router.api.http.sessions import CacheControl, SessionBody
+from router.api.http.types import Body, Ignored, Refused, Text, unsupported
 
 
 def _filled(text: str) -> str:
@@ -29,7 +31,7 @@ class TextBlock(Body):
 
     type: Literal["text"]
     text: Text
-    cache_control: Ignored = None
+    cache_control: CacheControl | None = None
     citations: Ignored = None
 
 
@@ -40,7 +42,7 @@ class ToolUseBlock(Body):
     id: Name
     name: Name
     input: dict[str, Any]
-    cache_control: Ignored = None
+    cache_control: CacheControl | None = None
     caller: Ignored = None
     toolset_name: unsupported() = None  # type: ignore[valid-type]
 
@@ -68,7 +70,7 @@ class OtherBlock(Body):
     """A block of any other kind, which is refused."""
 
     model_config = ConfigDict(extra="allow")
-    type: Annotated[Text, AfterValidator(_refuse_block)]
+    type: Annotated[Text, Refused(_refuse_block)]
 
 
 def _type_of(value: object) -> object:
@@ -97,7 +99,7 @@ class ToolResultBlock(Body):
     tool_use_id: Name
     content: Text | list[ResultBlock] = ""
     is_error: bool = False
-    cache_control: Ignored = None
+    cache_control: CacheControl | None = None
     toolset_name: unsupported() = None  # type: ignore[valid-type]
 
 
@@ -131,7 +133,7 @@ class CustomTool(Body):
     input_schema: dict[str, Any]
     strict: bool = False
     input_examples: list[dict[str, Any]] = Field(default_factory=list)
-    cache_control: Ignored = None
+    cache_control: CacheControl | None = None
     eager_input_streaming: Ignored = None
     defer_loading: unsupported(False) = None  # type: ignore[valid-type]
     allowed_callers: unsupported(["direct"], []) = None  # type: ignore[valid-type]
@@ -145,7 +147,7 @@ class OtherTool(Body):
     """A tool of any other type, which is refused."""
 
     model_config = ConfigDict(extra="allow")
-    type: Annotated[Text, AfterValidator(_refuse_tool)]
+    type: Annotated[Text, Refused(_refuse_tool)]
 
 
 def _tool_tag(value: object) -> str:
@@ -203,7 +205,7 @@ class PromptBody(Body):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
-    cache_control: Ignored = None
+    cache_control: CacheControl | None = None
     context_management: Ignored = None
     billing_policy: Ignored = None
     speed: Ignored = None
@@ -211,7 +213,7 @@ class PromptBody(Body):
     mcp_servers: unsupported([]) = None  # type: ignore[valid-type]
 
 
-class MessageBody(PromptBody):
+class MessageBody(PromptBody, SessionBody):
     """The body of `POST /v1/messages`."""
 
     max_tokens: Annotated[int, Field(ge=1, le=MAX_UINT32)]
@@ -229,3 +231,20 @@ class MessageBody(PromptBody):
     fallback_credit_token: Ignored = None
     container: unsupported() = None  # type: ignore[valid-type]
     thread: unsupported() = None  # type: ignore[valid-type]
+
+    def wishes_s(self) -> Iterator[int]:
+        """Yield also what each `cache_control` says: it means the whole request, whatever it stands at."""
+        yield from super().wishes_s()
+        marks = (self.cache_control, *(each.cache_control for each in self._marked()))
+        yield from (mark.ttl for mark in marks if mark is not None)
+
+    def _marked(self) -> Iterator[TextBlock | ToolUseBlock | ToolResultBlock | CustomTool]:
+        """Yield everything that may have a `cache_control`."""
+        yield from (tool for tool in self.tools if isinstance(tool, CustomTool))
+        yield from (() if isinstance(self.system, str) else self.system)
+        blocks = [block for message in self.messages if not isinstance(message.content, str) for block in message.content]
+        for block in blocks:
+            if isinstance(block, TextBlock | ToolUseBlock | ToolResultBlock):
+                yield block
+            if isinstance(block, ToolResultBlock) and not isinstance(block.content, str):
+                yield from (part for part in block.content if isinstance(part, TextBlock))

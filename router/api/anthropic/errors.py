@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pdmesh.runtime.errors import InvalidArgument, MeshError
+from pdmesh.runtime.errors import CONTEXT_OVERFLOW, InvalidArgument, MeshError
 from router.api.http.body import json_response
 from router.api.http.errors import HttpError, answer_to
 from router.api.http.fields import JsonObject
 from router.api.http.headers import request_id_of
-from router.api.validation import CONTEXT_OVERFLOW, ContextOverflow
+from router.api.validation import ContextOverflow
 
 REQUEST_ID = "request-id"
 """Header in which Anthropic's clients look for the request's id."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,14 +15,31 @@ from pdmesh.runtime.errors import MeshError, NotFound
 from router.api.anthropic.bodies import MessageBody, PromptBody
 from router.api.anthropic.errors import REQUEST_ID, error_response
 from router.api.anthropic.requests import Call, parse_count, parse_message
-from router.api.anthropic.responses import PING, Answer
+from router.api.anthropic.responses import (
+    PING,
+    Answer,
+    MessageAnswer,
+    MessageError,
+    MessageEvent,
+    ModelInfo,
+    ModelPage,
+    TokenCount,
+)
 from router.api.frontend import Frontend
 from router.api.http.body import Endpoint as Handler
 from router.api.http.body import HttpSettings, guarded, json_response, parsed, read_body
 from router.api.http.errors import renamed
 from router.api.http.exchange import Exchange
 from router.api.http.fields import JsonObject
-from router.api.http.headers import HEADER_NAMES, authorization_of, options_of, request_id_of, requested_time_left_s
+from router.api.http.headers import (
+    GENERATION_HEADERS,
+    HEADER_NAMES,
+    TIME_HEADERS,
+    authorization_of,
+    options_of,
+    request_id_of,
+    requested_time_left_s,
+)
 from router.api.http.openapi import Endpoint
 from router.auth import identity
 from router.telemetry.request_trace import CHAT
@@ -96,17 +114,19 @@ class VersionedEndpoint(Endpoint):
 def routes(frontend: Frontend, settings: HttpSettings) -> list[Route]:
     """Return the endpoints of Anthropic's API. Those of models go before OpenAI's."""
     handlers = Handlers(frontend, settings)
+    versioned = partial(VersionedEndpoint, method="GET", error=MessageError, header=VERSION.decode(), wrap=_answered)
     return [
         Endpoint(
-            "/v1/messages", handlers.create, "The next message of a conversation, in Anthropic's form", body=MessageBody,
-            error=None, has_options=True, wrap=_answered,
+            "/v1/messages", handlers.create, "The next message of a conversation, in Anthropic's form",
+            headers=GENERATION_HEADERS,
+            body=MessageBody, answer=MessageAnswer, event=MessageEvent, error=MessageError, wrap=_answered,
         ),
         Endpoint(
-            "/v1/messages/count_tokens", handlers.count_tokens, "The tokens of a conversation", body=PromptBody, error=None,
-            wrap=_answered,
+            "/v1/messages/count_tokens", handlers.count_tokens, "The tokens of a conversation",
+            has_options=True, headers=TIME_HEADERS, body=PromptBody, answer=TokenCount, error=MessageError, wrap=_answered,
         ),
-        VersionedEndpoint("/v1/models", handlers.list_models, "The models that are served", method="GET", wrap=_answered),
-        VersionedEndpoint("/v1/models/{model:path}", handlers.get_model, "One of them", method="GET", wrap=_answered),
+        versioned("/v1/models", handlers.list_models, "The models that are served", answer=ModelPage),
+        versioned("/v1/models/{model:path}", handlers.get_model, "One of them", answer=ModelInfo),
     ]  # fmt: skip
 
 

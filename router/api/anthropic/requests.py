@@ -29,6 +29,7 @@ from router.api.anthropic.bodies import (
 )
 from router.api.http.errors import Names
 from router.api.http.fields import JsonObject, json_text
+from router.api.http.sessions import NO_SESSION, SessionBody
 from router.api.http.types import checked
 from router.api.validation import refuse
 
@@ -47,6 +48,7 @@ class Call:
     is_streamed: bool = False
     stop_sequences: tuple[str, ...] = ()
     hides_thoughts: bool = False
+    session: SessionBody = NO_SESSION
 
     @property
     def requests(self) -> tuple[mesh_pb2.ChatRequest]:
@@ -77,7 +79,7 @@ def parse_message(body: JsonObject, options: mesh_pb2.RequestOptions) -> Call:
     request.sampling.CopyFrom(_sampling(message))
     request.options.clip_max_tokens = True  # agents ask for what Anthropic's models could write, whatever the context
     hides_thoughts = message.thinking is not None and message.thinking.display == "omitted"
-    return Call(request, origins, message.stream, tuple(message.stop_sequences), hides_thoughts)
+    return Call(request, origins, message.stream, tuple(message.stop_sequences), hides_thoughts, message)
 
 
 def parse_count(body: JsonObject, options: mesh_pb2.RequestOptions) -> Call:

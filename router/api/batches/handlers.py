@@ -7,6 +7,7 @@ import errno
 import re
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -16,15 +17,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pdmesh.runtime.errors import MeshError, ResourceExhausted
-from router.api.batches import upload
-from router.api.batches.records import FORMAT, BatchRecord, FileRecord, new_id
+from router.api.batches import records, upload
+from router.api.batches.records import FORMAT, MAX_EXPIRE_S, MIN_EXPIRE_S, BatchRecord, FileRecord, new_id
 from router.api.batches.service import Batches
 from router.api.batches.store import now_s
 from router.api.http.body import HttpSettings, json_response, parsed, read_body
 from router.api.http.connection import EventStream
 from router.api.http.errors import HttpError
 from router.api.http.fields import JsonObject
-from router.api.http.headers import TENANT, options_of, request_id_of
+from router.api.http.headers import TENANT, authorization_of, options_of, request_id_of
 from router.api.http.openapi import Endpoint
 from router.api.http.types import Body, Text, checked
 from router.api.validation import check_options, refuse
@@ -32,7 +33,6 @@ from router.auth import identity
 
 DAY_S = 24 * 3600
 FILES_EXPIRE_S = 30 * DAY_S
-MIN_EXPIRE_S, MAX_EXPIRE_S = 3600, 30 * DAY_S
 MAX_WINDOW_S = 30 * DAY_S
 MAX_FILENAME_CHARS = 255
 MAX_METADATA, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512
@@ -175,7 +175,7 @@ class Handlers:
 
     def _tenant_of(self, request: Request) -> str:
         """Return the tenant of the caller. Raises Unauthenticated, PermissionDenied, InvalidArgument."""
-        identity.authenticate(self._settings.keys, request.headers.get("authorization"))
+        identity.authenticate(self._settings.keys, authorization_of(request.headers))
         options = options_of(request.headers, request_id_of(request.scope))
         identity.claim(options)
         check_options(options)
@@ -332,14 +332,15 @@ def _page(
 def routes(batches: Batches, settings: HttpSettings) -> list[Route]:
     """Return the endpoints of files and batches."""
     handlers = Handlers(batches, settings)
+    endpoint = partial(Endpoint, has_options=True)
     return [
-        Endpoint("/v1/files", handlers.create_file, "Send a file of requests, as multipart/form-data"),
-        Endpoint("/v1/files", handlers.list_files, "The files that are here", method="GET"),
-        Endpoint("/v1/files/{file_id}", handlers.get_file, "One of them", method="GET"),
-        Endpoint("/v1/files/{file_id}", handlers.delete_file, "Delete it", method="DELETE"),
-        Endpoint("/v1/files/{file_id}/content", handlers.get_content, "Its lines", method="GET"),
-        Endpoint("/v1/batches", handlers.create_batch, "Run the requests of a file", body=BatchBody),
-        Endpoint("/v1/batches", handlers.list_batches, "The batches that are here", method="GET"),
-        Endpoint("/v1/batches/{batch_id}", handlers.get_batch, "One of them", method="GET"),
-        Endpoint("/v1/batches/{batch_id}/cancel", handlers.cancel_batch, "Stop it"),
+        endpoint("/v1/files", handlers.create_file, "Send a file of requests", form=records.FileForm, answer=records.FileObject),
+        endpoint("/v1/files", handlers.list_files, "The files that are here", method="GET", answer=records.FilePage),
+        endpoint("/v1/files/{file_id}", handlers.get_file, "One of them", method="GET", answer=records.FileObject),
+        endpoint("/v1/files/{file_id}", handlers.delete_file, "Delete it", method="DELETE", answer=records.DeletedFile),
+        endpoint("/v1/files/{file_id}/content", handlers.get_content, "Its lines", method="GET", raw=_Content.media_type),
+        endpoint("/v1/batches", handlers.create_batch, "Run the requests of a file", body=BatchBody, answer=records.BatchObject),
+        endpoint("/v1/batches", handlers.list_batches, "The batches that are here", method="GET", answer=records.BatchPage),
+        endpoint("/v1/batches/{batch_id}", handlers.get_batch, "One of them", method="GET", answer=records.BatchObject),
+        endpoint("/v1/batches/{batch_id}/cancel", handlers.cancel_batch, "Stop it", answer=records.BatchObject),
     ]

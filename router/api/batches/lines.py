@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from pdmesh.runtime.errors import InvalidArgument
+from pdmesh.text.exact_json import dumps
 from router.api.batches.records import LineProblem
 from router.api.http.body import parse_json
 from router.api.http.errors import HttpError
@@ -84,7 +84,7 @@ def parse_line(number: int, raw: bytes, endpoint: str) -> Line:
         )
     if wanted.body.get("stream"):
         raise _wrong(number, "body.stream", "body.stream: the result of a line is a whole body; leave it out")
-    return Line(number, wanted.custom_id, json.dumps(wanted.body, separators=(",", ":")).encode())
+    return Line(number, wanted.custom_id, dumps(wanted.body, separators=(",", ":")).encode())
 
 
 def _wrong(number: int, param: str, message: str, code: str = "invalid_request") -> LineError:

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from pdmesh.runtime.errors import MeshError, as_mesh_error
 from pdmesh.runtime.work_threads import WorkThreads
+from pdmesh.text.exact_json import number_of
 from router.api.http.errors import HttpError, answer_to
 from router.api.http.fields import JsonObject
 from router.auth.api_keys import KeyStore
@@ -44,7 +45,7 @@ def parse_json(body: bytes, what: str = "the body") -> JsonObject:
     """Return the JSON object in the body. Raises HttpError with status 400 that says what is wrong and where. `what`: the name of
     `body` in messages."""
     try:
-        value = json.loads(body.decode(), parse_constant=_refuse_constant)
+        value = json.loads(body.decode(), parse_constant=_refuse_constant, parse_float=number_of)
     except UnicodeDecodeError as error:
         raise HttpError(400, f"{what} is not UTF-8 (at byte {error.start}); send JSON in UTF-8") from None
     except RecursionError:

@@ -41,7 +41,7 @@ def rows(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> list[Row]:
     for each in _objects(schema, schemas):
         required = each.get("required", ())
         for name, value in each.get("properties", {}).items():
-            found.setdefault(name, _row(name, value, is_required=name in required))
+            found.setdefault(name, _row(name, value, schemas, is_required=name in required))
     return sorted(found.values(), key=lambda row: ("", "ignored", "unsupported").index(row.mark))
 
 
@@ -64,9 +64,17 @@ def _short(name: str) -> str:
     return name.rpartition("__")[2]
 
 
-def _row(name: str, schema: Mapping[str, Any], *, is_required: bool) -> Row:
+def _row(name: str, schema: Mapping[str, Any], schemas: Mapping[str, Any], *, is_required: bool) -> Row:
     mark, harmless = schema.get(MARK, ""), tuple(value for value in schema.get("enum", ()) if value is not None)
-    return Row(name, _type(schema) + _bounds(schema), mark, is_required, schema.get("description", ""), harmless)
+    return Row(name, _type(schema) + _bounds(schema), mark, is_required, _description(schema, schemas), harmless)
+
+
+def _description(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
+    """Return what a field's schema says of it; where it says nothing, what the one type that it names says of itself."""
+    if "description" in schema:
+        return str(schema["description"])
+    named = list(_named(schema))
+    return str(schemas[named[0]].get("description", "")) if len(named) == 1 else ""
 
 
 def _type(schema: Mapping[str, Any]) -> str:
@@ -126,6 +134,7 @@ def _endpoint(path: str, method: str) -> str:
 
 def _section(path: str, method: str, operation: Mapping[str, Any], schemas: Mapping[str, Any]) -> Iterator[str]:
     yield f'<h2 id="{operation["operationId"]}">{_endpoint(path, method)}</h2><p>{escape(operation["summary"])}</p>'
+    yield _headers(operation)
     contents = {"request": operation.get("requestBody", {})}
     contents |= {f"answer ({status})": each for status, each in operation["responses"].items()}
     for what, body in contents.items():
@@ -138,19 +147,35 @@ def _section(path: str, method: str, operation: Mapping[str, Any], schemas: Mapp
 
 def _links(schema: Mapping[str, Any]) -> Iterator[str]:
     """Yield a link to each type that a schema names, at any depth."""
+    for name in _named(schema):
+        yield f'<a href="#{escape(name)}">{escape(_short(name))}</a>'
+
+
+def _named(schema: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the name of each type that a schema names, at any depth."""
     if "$ref" in schema:
-        yield f'<a href="#{escape(_name(schema))}">{escape(_short(_name(schema)))}</a>'
+        yield _name(schema)
     for each in (*schema.get("anyOf", ()), *schema.get("oneOf", ()), *([schema["items"]] if "items" in schema else ())):
-        yield from _links(each)
+        yield from _named(each)
 
 
 def _words(schema: Mapping[str, Any]) -> str:
     return f"<p>{escape(schema.get('description', ''))}</p>"
 
 
+def _headers(operation: Mapping[str, Any]) -> str:
+    """Return the table of the headers that count, one line for those that mean the same."""
+    names: dict[str, list[str]] = {}
+    for each in operation.get("parameters", ()):
+        if each["in"] == "header":
+            names.setdefault(each["description"], []).append(f"<code>{escape(each['name'])}</code>")
+    lines = "".join(f"<tr><td>{', '.join(alike)}<td>{escape(what)}</tr>" for what, alike in names.items())
+    return f"<table><tr><th>header<th>meaning</tr>{lines}</table>" if lines else ""
+
+
 def _table(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
     lines = "".join(_line(row) for row in rows(schema, schemas))
-    return f"<table><tr><th>field<th>type<th></tr>{lines}</table>" if lines else ""
+    return f"<table><tr><th>field<th>type<th>meaning</tr>{lines}</table>" if lines else ""
 
 
 def _line(row: Row) -> str:

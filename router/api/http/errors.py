@@ -9,10 +9,10 @@ from http import HTTPStatus
 
 import grpc
 
-from pdmesh.runtime.errors import DeadlineExceeded, InvalidArgument, MeshError
+from pdmesh.runtime.errors import CONTEXT_OVERFLOW, TOO_MANY_CHOICES, DeadlineExceeded, InvalidArgument, MeshError
 from router.api.http.fields import JsonObject, UnknownName
 from router.api.http.types import AnswerBody
-from router.api.validation import CONTEXT_OVERFLOW, ContextOverflow
+from router.api.validation import ContextOverflow
 
 Names = Mapping[str, str]
 """Maps a field of pdmesh.v1 to the name by which the client knows it; also for paths below the field."""
@@ -25,6 +25,8 @@ _STATUS = {
     _CODE.RESOURCE_EXHAUSTED: 429, _CODE.CANCELLED: 499, _CODE.UNIMPLEMENTED: 501, _CODE.UNAVAILABLE: 503,
     _CODE.DEADLINE_EXCEEDED: 504,
 }  # fmt: skip
+_NEVER = frozenset({CONTEXT_OVERFLOW, TOO_MANY_CHOICES})
+"""Reasons why a request never fits, whatever its gRPC code: clients try again after 429, and would only get the same."""
 _CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded", 503: "service_unavailable", 504: "deadline_exceeded"}
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
@@ -65,7 +67,7 @@ def answer_to(error: HttpError | MeshError) -> ErrorAnswer:
     if isinstance(error, HttpError):
         body = _body(error.status, error.message, error.param, error.code)
         return ErrorAnswer(error.status, body, {})
-    status = _STATUS.get(error.code, 500)
+    status = 400 if error.reason in _NEVER else _STATUS.get(error.code, 500)
     code = "model_not_found" if status == 404 and error.field == "model" else _CODES.get(status)
     code = CONTEXT_OVERFLOW if error.reason == CONTEXT_OVERFLOW else code
     return ErrorAnswer(status, _body(status, error.message, error.field, code), _headers(status, error))

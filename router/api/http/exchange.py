@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Protocol, TypeVar
@@ -24,6 +24,7 @@ from router.api.http.connection import RECEIVED_NS, EventStream, while_connected
 from router.api.http.errors import HttpError, Names, as_told, renamed
 from router.api.http.fields import JsonObject
 from router.api.http.headers import HEADER_NAMES, authorization_of, options_of, request_id_of, requested_time_left_s
+from router.api.http.sessions import SessionBody, settle
 from router.auth import identity
 
 MeshRequest = mesh_pb2.GenerateRequest | mesh_pb2.ChatRequest
@@ -39,6 +40,10 @@ class Call(Protocol):
     @property
     def is_streamed(self) -> bool:
         """Return whether the output is wanted as events."""
+
+    @property
+    def session(self) -> SessionBody:
+        """Return what the body says of the session that the request is a part of."""
 
     def names_of(self, number: int) -> Names:
         """Return the names of fields for errors about the prompt `number`."""
@@ -123,7 +128,7 @@ class Exchange:
         options, limit_s = options_of(request.headers, request_id_of(request.scope)), requested_time_left_s(request.headers)
         deadline = None if limit_s is None else loop.time() + limit_s
         sent = await read_body(request, self._settings.max_body_bytes)
-        call = await parsed(lambda body: parse(body, options), sent)
+        call = await parsed(lambda body: _with_session(parse(body, options), request.headers), sent)
         return call, None if deadline is None else deadline - loop.time()
 
     def _open(
@@ -134,6 +139,13 @@ class Exchange:
         if isinstance(wanted, mesh_pb2.ChatRequest):
             return self._frontend.chat(wanted, time_left_s, received_ns, sent_headers)
         return self._frontend.generate(wanted, time_left_s, received_ns, sent_headers)
+
+
+def _with_session(call: C, headers: Mapping[str, str]) -> C:
+    """Return the call, whose messages have what body and headers say of its session. Raises InvalidArgument."""
+    for wanted in call.requests:
+        settle(wanted.options, call.session, headers)
+    return call
 
 
 async def _whole(answer: Answer, stream: AsyncGenerator[Numbered, None], end: Callable[[], Awaitable[None]]) -> JsonObject:

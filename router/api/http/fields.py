@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-
 from pdmesh.runtime.errors import InvalidArgument
+from pdmesh.text import exact_json
 from router.api.validation import refuse
 
 JsonObject = dict[str, object]
@@ -19,7 +18,7 @@ class UnknownName(InvalidArgument):
 def dumped(value: object) -> str:
     """Return a value as JSON text. Raises ValueError where it cannot be sent as such."""
     try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text = exact_json.dumps(value, ensure_ascii=False, allow_nan=False)
         text.encode()
     except (ValueError, RecursionError):
         raise ValueError("is not valid Unicode, not a JSON number, or nested too deeply") from None

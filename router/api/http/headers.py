@@ -11,7 +11,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pdmesh.v1 import common_pb2, mesh_pb2
-from router.api.frontend import fill_options
+from router.api import frontend
 from router.api.validation import refuse
 
 # Every response names its request: by the client's own X-Request-Id where that is valid, else by an id that is made here.
@@ -69,7 +69,54 @@ def authorization_of(headers: Mapping[str, str]) -> str | None:
 
 REQUEST_ID, TENANT, PRIORITY, MODE, TIMEOUT = HEADER, "X-Tenant", "X-Priority", "X-Prefill-Mode", "X-Request-Timeout-Ms"
 MAX_TIMEOUT_MS = 10**9
-HEADER_NAMES = {"options.request_id": REQUEST_ID, "options.tenant": TENANT, "options.cache_salt": "cache_salt"}
+HEADER_NAMES = {
+    "options.request_id": REQUEST_ID, "options.tenant": TENANT, "options.cache_salt": "cache_salt",
+    "options.session_id": "session_id", "options.session_final": "session_final",
+    "options.kv_retention_s": "kv_retention_s", "options.priority_hint": "priority",
+}  # fmt: skip
+
+DYNAMO_SESSION, DYNAMO_FINAL = "X-Dynamo-Session-ID", "X-Dynamo-Session-Final"
+AGENT_HEADERS = (
+    "x-claude-code-agent-id",  # of a subagent; the session id is that of the agent that started it
+    "x-claude-code-session-id",
+    "session-id",  # Codex
+    "session_id",  # Codex, earlier versions
+    "x-session-id",  # OpenCode, llm-d
+    "x-session-affinity",  # OpenCode
+    "thread-id",  # Codex
+)
+"""Headers of coding agents; the first that is there counts. What cannot name a session is passed over: other programs send some
+of these names, too."""
+
+# What the description of an endpoint says of its headers: those that count there.
+
+TENANT_HEADERS = {
+    TENANT: "The tenant; prefix caches are shared within one. Where there are keys, it is that of the key.",
+    frontend.TENANT: f"As {TENANT}, which goes before it.",
+}
+TIME_HEADERS = {TIMEOUT: "The deadline in milliseconds."}
+_QUEUE_HEADERS = {
+    PRIORITY: "The class: interactive, standard or batch.",
+    frontend.PRIORITY: f"As {PRIORITY}, which goes before it.",
+    frontend.PRIORITY_HINT: "The place among the tenant's own waiting requests, from -1000 to 1000: higher ones go first.",
+    frontend.SLO_TTFT: "The objective for the time to the first token, in milliseconds.",
+    frontend.SLO_TPOT: "The objective for the time between two tokens, in milliseconds.",
+}
+_SESSION_HEADERS = {
+    frontend.SESSION: "The session of the request, as session_id.",
+    frontend.RETENTION: "Seconds that the KV of the request is worth keeping, as kv_retention_s.",
+    frontend.SESSION_FINAL: "true: nothing of the session follows, as session_final.",
+}
+PROMPT_HEADERS = {**TENANT_HEADERS, **TIME_HEADERS, **_QUEUE_HEADERS, **_SESSION_HEADERS}
+"""Headers of requests whose prompts workers compute."""
+GENERATION_HEADERS = {
+    **PROMPT_HEADERS,
+    DYNAMO_SESSION: "The session, as Dynamo names it.",
+    DYNAMO_FINAL: "true: nothing of the session follows, as Dynamo says it.",
+    **dict.fromkeys(AGENT_HEADERS, "The session, as coding agents name it; it counts where nothing else names one."),
+    MODE: "local or remote: where the prompt is computed, for tests.",
+}
+"""Headers of requests whose answers are generated."""
 
 _PRIORITIES = {
     "": common_pb2.PRIORITY_UNSPECIFIED,
@@ -93,7 +140,7 @@ def options_of(headers: Mapping[str, str], request_id: str) -> mesh_pb2.RequestO
         priority=_PRIORITIES[_one_of(headers, PRIORITY, _PRIORITIES)],
         mode=_MODES[_one_of(headers, MODE, _MODES)],
     )
-    fill_options(said, headers.items())
+    frontend.fill_options(said, headers.items())
     return said
 
 

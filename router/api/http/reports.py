@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from pdmesh.v1 import common_pb2, mesh_pb2
 from router.api.http.fields import JsonObject
+from router.api.http.types import AnswerBody
 
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot express; OpenAI's own bound."""
@@ -18,6 +19,30 @@ SpellingOf = Callable[[str, int], bytes]
 """Maps the name of a model and a token id to the bytes of that token."""
 
 _MODES = {mesh_pb2.PREFILL_MODE_LOCAL: "local", mesh_pb2.PREFILL_MODE_REMOTE: "remote"}
+
+
+class Report(AnswerBody):
+    """What pdmesh says of a prompt."""
+
+    request_id: str
+    seed: int
+    """The seed in force."""
+    timings: dict[str, int | str] | None
+    """The fields of Timings in protos/pdmesh/v1/mesh.proto: durations in nanoseconds, workers, mode."""
+
+
+class TopLogprob(AnswerBody):
+    """A token that might have been drawn."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    """A token of the output."""
+
+    top_logprobs: list[TopLogprob]
 
 
 class Said(NamedTuple):

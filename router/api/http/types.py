@@ -7,6 +7,7 @@ tables of docs/ show all three. A body of an answer is a subclass of `AnswerBody
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, NoReturn, TypeVar, cast
@@ -26,6 +27,8 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
 
+from pdmesh.sampling_params import LEAST_TOP_P, MIN_TEMPERATURE, NUMBERS, PARAMETERS, Kind
+from pdmesh.v1 import common_pb2
 from router.api.http.fields import MAX_SHOWN_CHARS, MAX_UINT32, JsonObject, UnknownName, shown
 from router.api.validation import refuse
 
@@ -117,12 +120,27 @@ class Only:
         return core_schema.no_info_after_validator_function(self._check, handler(source))
 
     def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        return {**handler(core), "enum": list(self._values)}
+        made = handler(core)
+        may_be_null = {"type": "null"} in made.get("anyOf", ())
+        return {**made, "enum": [*self._values, *([None] if may_be_null else [])]}
 
     def _check(self, value: str | None) -> str | None:
         if value is not None and value not in self._values:
             raise ValueError(self._words)
         return value
+
+
+class Refused:
+    """Mark a field of a form that nothing may have: one of what is no other form. `refuse` raises ValueError, which says why."""
+
+    def __init__(self, refuse: Callable[[Any], object]) -> None:
+        self._refuse = refuse
+
+    def __get_pydantic_core_schema__(self, source: type[Any], handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._refuse, handler(source))
+
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"not": {}}
 
 
 def missing(advice: str) -> PydanticCustomError:
@@ -263,3 +281,57 @@ _WORDS: dict[str, Callable[[object, dict[str, Any]], str]] = {
     "less_than": _bound("less than", "lt"),
     "value_error": lambda _, context: str(context["error"]),
 }
+
+
+# How tokens are drawn: what the bodies of OpenAI's endpoints share.
+
+
+class DrawnBody(Body):
+    """How tokens are drawn. The ranges are those of pdmesh/sampling_params.py."""
+
+    temperature: float | None = None
+    """0 is greedy. Left out, this and the following ones are what the model's generation_config.json says, or change nothing."""
+    top_p: float | None = None
+    """Of the likeliest tokens so many stay that their probabilities add up to this; 0 leaves the likeliest one."""
+    top_k: Annotated[int, Field(ge=-1, le=MAX_UINT32)] | None = None
+    """The number of likeliest tokens that stay; 0 and -1 are all."""
+    min_p: float | None = None
+    """Tokens stay that have this share of the likeliest one's probability."""
+    repetition_penalty: float | None = None
+    """Divides positive logits of the tokens of prompt and output, and multiplies negative ones; 1 is none."""
+    presence_penalty: float | None = None
+    """Is subtracted from the logits of tokens that the output contains."""
+    frequency_penalty: float | None = None
+    """Is subtracted from the logit of a token as many times as the output contains it."""
+    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
+    """The same seed gives the same tokens. Left out, it is drawn, and the answer names it."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Show the ranges that the router serves."""
+        made = handler.resolve_ref_schema(handler(core))
+        for parameter in PARAMETERS:
+            served = parameter.rules.served or parameter.rules.computed
+            field = made.get("properties", {}).get(parameter.name, {})
+            if served is not None and parameter.kind is Kind.NUMBER:
+                bounds = {"minimum": 0.0 if parameter.rules.zero else served.low, "maximum": served.high}
+                field |= {name: bound for name, bound in bounds.items() if math.isfinite(bound)}
+        return made
+
+
+def drawn(asked: DrawnBody) -> common_pb2.SamplingParams:
+    """Return these parameters. The router checks ranges; a value that does not fit the wire has been refused."""
+    sampling = common_pb2.SamplingParams()
+    for parameter in NUMBERS:
+        number = getattr(asked, parameter.name)
+        if number is not None:
+            setattr(sampling, parameter.name, number)
+    if 0 < sampling.temperature < MIN_TEMPERATURE:
+        sampling.temperature = 0  # OpenAI's range has no gap between greedy and the lowest temperature that can be computed
+    if sampling.HasField("top_p") and sampling.top_p == 0:
+        sampling.top_p = LEAST_TOP_P  # the likeliest token always stays
+    if asked.top_k is not None:
+        sampling.top_k = max(0, asked.top_k)
+    if asked.seed is not None:
+        sampling.seed = asked.seed % 2**64
+    return sampling

@@ -9,11 +9,12 @@ from typing import Any
 
 from pdmesh.runtime.errors import InvalidArgument, NotFound
 from pdmesh.sampling_params import PARAMETERS, Kind, Parameter
+from pdmesh.text.exact_json import dumps, number_of
 from pdmesh.third_party.kserve import grpc_service_pb2 as pb
 from pdmesh.v1 import common_pb2, mesh_pb2
 from router.api.kserve.tensors import FLAGS, LATE_OUTPUTS, OUTPUTS, PIECE_OUTPUTS, VERSION, WHOLE_OUTPUTS, Inputs, input_name
 from router.api.protocol_errors import mesh_request_id
-from router.api.validation import MAX_MESSAGES, refuse
+from router.api.validation import MAX_MESSAGES, MAX_PRIORITY_HINT, refuse
 
 # Readers for the values of parameters, which come as JSON or as InferParameter, and often as text ("0.7"). Errors name the field.
 
@@ -128,7 +129,7 @@ def _read_schema(field: str, value: Value) -> str:
         return _read_text(field, value)
     if not isinstance(value, dict):
         refuse(field, f"{str(value)[:100]} is no JSON Schema: send an object, or its text")
-    return _read_text(field, json.dumps(value, ensure_ascii=False))
+    return _read_text(field, dumps(value, ensure_ascii=False))
 
 
 def _read_alternatives(field: str, value: Value) -> common_pb2.Alternatives:
@@ -141,7 +142,7 @@ def _from_json(value: str, begin: str) -> Value:
     if not value.lstrip().startswith(begin):
         return value
     try:
-        return json.loads(value)
+        return json.loads(value, parse_float=number_of)
     except (ValueError, RecursionError):
         return value
 
@@ -176,6 +177,10 @@ _OPTIONS: dict[str, Read] = {
     "cache_salt": _read_text,
     "slo_ttft_ms": _read_count,
     "slo_tpot_ms": _read_count,
+    "session_id": _read_text,
+    "kv_retention_s": _read_count,
+    "session_final": _read_flag,
+    "priority_hint": _reader_between(-MAX_PRIORITY_HINT, MAX_PRIORITY_HINT + 1),
 }
 _MODES = {"local": mesh_pb2.PREFILL_MODE_LOCAL, "remote": mesh_pb2.PREFILL_MODE_REMOTE}
 # Triton's priorities: 0 is the default, 1 the highest.
@@ -283,7 +288,7 @@ def _of_tensor(inputs: Inputs) -> Iterator[tuple[str, str, Value]]:
 
 def _object(where: str, text: str) -> dict[str, Value]:
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_float=number_of)
     except (ValueError, RecursionError) as error:
         refuse(where, f"is no JSON: {error}")
     if not isinstance(value, dict):

@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from router.api.http.reports import Report, TokenLogprob
 from router.api.http.types import AnswerBody
 
 # What chat completions and completions have in common.
@@ -40,16 +41,6 @@ class Usage(AnswerBody):
     total_tokens: int
     prompt_tokens_details: CachedTokens
     completion_tokens_details: OutputTokens
-
-
-class Report(AnswerBody):
-    """What pdmesh says of a prompt."""
-
-    request_id: str
-    seed: int
-    """The seed in force."""
-    timings: dict[str, int | str] | None
-    """The fields of Timings in protos/pdmesh/v1/mesh.proto: durations in nanoseconds, workers, mode."""
 
 
 class _Whole(AnswerBody):
@@ -129,20 +120,6 @@ class Delta(AnswerBody):
     reasoning_content: str = ""
     reasoning: str = ""
     tool_calls: list[AnswerCall | AnswerCallPiece] = Field(default_factory=list)
-
-
-class TopLogprob(AnswerBody):
-    """A token that might have been drawn."""
-
-    token: str
-    logprob: float
-    bytes: list[int] | None
-
-
-class TokenLogprob(TopLogprob):
-    """A token of the output."""
-
-    top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(AnswerBody):

@@ -3,8 +3,6 @@ and grammars are checked later, for all protocols (router/api/validation.py)."""
 
 from __future__ import annotations
 
-import json
-import math
 import re
 from typing import Annotated, Any, Literal
 
@@ -13,18 +11,17 @@ from pydantic import (
     BeforeValidator,
     Discriminator,
     Field,
-    GetJsonSchemaHandler,
     Tag,
     ValidationInfo,
     WithJsonSchema,
     field_validator,
 )
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
 
-from pdmesh.sampling_params import MAX_BIASES, MAX_CHOICES, MAX_LOGPROBS, PARAMETERS, Kind
+from pdmesh.sampling_params import MAX_BIASES, MAX_CHOICES, MAX_LOGPROBS
+from pdmesh.text.exact_json import dumps
 from router.api.http.fields import MAX_UINT32
-from router.api.http.types import FIRST_ERROR, Body, Count, Hint, Ids, Text, Unsupported, at_most, valid_unicode
+from router.api.http.sessions import SessionBody
+from router.api.http.types import FIRST_ERROR, Body, Count, DrawnBody, Hint, Ids, Text, Unsupported, at_most, valid_unicode
 from router.api.openai.messages import Choice, Messages, Tool
 from router.api.validation import MAX_STOP_STRINGS, MAX_STOP_TOKENS
 
@@ -37,7 +34,7 @@ def _schema(value: object) -> str:
         return valid_unicode(value)
     if not isinstance(value, dict | bool):
         raise ValueError("is not a JSON Schema")
-    return json.dumps(value, separators=(",", ":"))
+    return dumps(value, separators=(",", ":"))
 
 
 Schema = Annotated[Any, AfterValidator(_schema), WithJsonSchema({"type": ["object", "boolean", "string"]})]
@@ -119,25 +116,9 @@ LogitBias = Annotated[
 ]
 
 
-class Sampling(Body):
-    """How tokens are drawn. The ranges are those of pdmesh/sampling_params.py."""
+class Sampling(DrawnBody):
+    """How tokens are drawn, and how many."""
 
-    temperature: float | None = None
-    """0 is greedy. Left out, this and the following ones are what the model's generation_config.json says, or change nothing."""
-    top_p: float | None = None
-    """Of the likeliest tokens so many stay that their probabilities add up to this; 0 leaves the likeliest one."""
-    top_k: Annotated[int, Field(ge=-1, le=MAX_UINT32)] | None = None
-    """The number of likeliest tokens that stay; 0 and -1 are all."""
-    min_p: float | None = None
-    """Tokens stay that have this share of the likeliest one's probability."""
-    repetition_penalty: float | None = None
-    """Divides positive logits of the tokens of prompt and output, and multiplies negative ones; 1 is none."""
-    presence_penalty: float | None = None
-    """Is subtracted from the logits of tokens that the output contains."""
-    frequency_penalty: float | None = None
-    """Is subtracted from the logit of a token as many times as the output contains it."""
-    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
-    """The same seed gives the same tokens. Left out, it is drawn, and the answer names it."""
     max_tokens: Annotated[int, Field(ge=1, le=MAX_UINT32)] | None = None
     """At most so many tokens; left out: chat what is left of the context, completions 16."""
     min_tokens: Count | None = None
@@ -168,18 +149,6 @@ class Sampling(Body):
     guided_grammar: Text | None = None
     """As structured_outputs.grammar: a grammar in Lark's syntax."""
 
-    @classmethod
-    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Show the ranges that the router serves."""
-        made = handler.resolve_ref_schema(handler(core))
-        for parameter in PARAMETERS:
-            served = parameter.rules.served or parameter.rules.computed
-            shown = made.get("properties", {}).get(parameter.name, {})
-            if served is not None and parameter.kind is Kind.NUMBER:
-                bounds = {"minimum": 0.0 if parameter.rules.zero else served.low, "maximum": served.high}
-                shown |= {name: bound for name, bound in bounds.items() if math.isfinite(bound)}
-        return made
-
 
 class _Foreign(Body):
     """What other servers take, and would change the output."""
@@ -194,7 +163,7 @@ class _Foreign(Body):
     return_token_ids: Annotated[Any, Unsupported(False, why="/tokenize gives token ids")] = None
 
 
-class Generation(Sampling, _Foreign):
+class Generation(Sampling, SessionBody, _Foreign):
     """What chat completions and completions have in common."""
 
     model: Text = ""
@@ -210,12 +179,9 @@ class Generation(Sampling, _Foreign):
     store: Annotated[Any, Hint("nothing is stored")] = None
     service_tier: Annotated[Any, Hint("accounting; X-Priority is the priority")] = None
     safety_identifier: Annotated[Any, Hint("accounting")] = None
-    prompt_cache_key: Annotated[Any, Hint("prefixes of prompts are cached by themselves")] = None
-    prompt_cache_retention: Annotated[Any, Hint("prefixes of prompts are cached by themselves")] = None
     prompt_cache_options: Annotated[Any, Hint("prefixes of prompts are cached by themselves")] = None
     prediction: Annotated[Any, Hint("workers draft by themselves")] = None
     request_id: Annotated[Any, Hint("X-Request-Id is the id")] = None
-    priority: Annotated[Any, Hint("X-Priority is the priority")] = None
 
     @field_validator("stream_options")
     @classmethod

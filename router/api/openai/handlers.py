@@ -18,7 +18,16 @@ from router.api.http.connection import RECEIVED_NS, while_connected
 from router.api.http.errors import ErrorBody, HttpError, as_told, renamed
 from router.api.http.exchange import Exchange, Parse
 from router.api.http.fields import JsonObject
-from router.api.http.headers import HEADER_NAMES, authorization_of, options_of, request_id_of, requested_time_left_s
+from router.api.http.headers import (
+    GENERATION_HEADERS,
+    HEADER_NAMES,
+    PROMPT_HEADERS,
+    TIME_HEADERS,
+    authorization_of,
+    options_of,
+    request_id_of,
+    requested_time_left_s,
+)
 from router.api.http.openapi import Endpoint
 from router.api.openai import answers, bodies, embeddings, requests
 from router.api.openai.responses import Answer, Call
@@ -47,7 +56,7 @@ class Handlers:
 
     async def embed(self, request: Request) -> Response:
         """Handle POST /v1/embeddings."""
-        identity.authenticate(self._settings.keys, request.headers.get("authorization"))
+        identity.authenticate(self._settings.keys, authorization_of(request.headers))
         sent_headers = request.headers.items()
         options = options_of(request.headers, request_id_of(request.scope))
         time_left_s = requested_time_left_s(request.headers)
@@ -150,19 +159,19 @@ def routes(frontend: Frontend, settings: HttpSettings) -> list[Route]:
     health = partial(Endpoint, method="GET", answer=answers.Health, error=None, needs_key=False)
     return [
         Endpoint(
-            "/v1/chat/completions", handlers.chat, "The next message of a conversation", has_options=True,
+            "/v1/chat/completions", handlers.chat, "The next message of a conversation", headers=GENERATION_HEADERS,
             body=bodies.ChatCompletionRequest, answer=answers.ChatCompletion, event=answers.ChatCompletionChunk | ErrorBody,
         ),
         Endpoint(
-            "/v1/completions", handlers.complete, "Continuations of prompts", has_options=True,
+            "/v1/completions", handlers.complete, "Continuations of prompts", headers=GENERATION_HEADERS,
             body=bodies.CompletionRequest, answer=answers.Completion, event=answers.CompletionChunk | ErrorBody,
         ),
         Endpoint(
-            "/v1/embeddings", handlers.embed, "Embeddings of texts", has_options=True,
+            "/v1/embeddings", handlers.embed, "Embeddings of texts", headers=PROMPT_HEADERS,
             body=embeddings.EmbeddingsBody, answer=embeddings.Embeddings,
         ),
         Endpoint(
-            "/tokenize", handlers.tokenize, "The tokens of a text or a conversation",
+            "/tokenize", handlers.tokenize, "The tokens of a text or a conversation", headers=TIME_HEADERS,
             body=bodies.TokenizeTextRequest | bodies.TokenizeChatRequest, answer=answers.Tokenized,
         ),
         Endpoint(

@@ -40,7 +40,9 @@ def parse_chat(body: JsonObject, options: mesh_pb2.RequestOptions) -> Call:
     tools.read_template(wanted, request)
     request.sampling.CopyFrom(params)
     names |= {"sampling.logprobs": "top_logprobs", "prompt": "messages"}
-    return Call((request,), params.n or 1, ChatShape(), _streaming(wanted), names, scoring=Scoring(_shown(wanted)))
+    return Call(
+        (request,), params.n or 1, ChatShape(), _streaming(wanted), names, scoring=Scoring(_shown(wanted)), session=wanted
+    )
 
 
 def _streaming(wanted: Generation) -> Streaming | None:
@@ -100,7 +102,7 @@ def parse_completion(body: JsonObject, options: mesh_pb2.RequestOptions) -> Call
     base.options.cache_salt = wanted.cache_salt
     names["tokens.ids"] = "prompt"
     requests = _numbered(base, _prompts(wanted))
-    return Call(requests, num_choices, TextShape(), _streaming(wanted), names, wanted.echo, best, scoring)
+    return Call(requests, num_choices, TextShape(), _streaming(wanted), names, wanted.echo, best, scoring, wanted)
 
 
 def _scoring(wanted: CompletionRequest, params: common_pb2.SamplingParams) -> Scoring:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import codecs
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from pdmesh.runtime.errors import MeshError
 from pdmesh.v1 import common_pb2, mesh_pb2
@@ -15,6 +15,7 @@ from router.api.http.errors import Names, answer_to
 from router.api.http.exchange import MeshRequest
 from router.api.http.fields import JsonObject
 from router.api.http.reports import LOWEST_LOGPROB, BytesOf, SpellingOf, bytes_of, logprob_of, report
+from router.api.http.sessions import NO_SESSION, SessionBody
 
 # The two forms of a choice: chat completions and (text) completions.
 
@@ -210,6 +211,7 @@ class Call:
     echo: bool = False
     best: Best | None = None
     scoring: Scoring = NOT_SCORED
+    session: SessionBody = NO_SESSION
 
     @property
     def is_streamed(self) -> bool:
@@ -305,8 +307,8 @@ class Answer:
         return [choice for choices in ranked for choice in choices[: best.num_kept]]
 
     def events(self, number: int, response: mesh_pb2.GenerateResponse) -> Iterable[bytes]:
-        """Return the event that shows `response`, for a stream; none where there is nothing to show."""
-        return _event(self.chunk(number, response))
+        """Return the events that show `response`, for a stream; none where there is nothing to show."""
+        return [event for chunk in _ends_apart(self.chunk(number, response)) for event in _event(chunk)]
 
     def last_events(self) -> Iterable[bytes]:
         """Return the events that end a stream."""
@@ -456,6 +458,20 @@ def _likelihood(choice: _Choice) -> float:
     """Return the mean log-probability of a choice's tokens, by which OpenAI's completions rank what `best_of` made."""
     values = [logprob_of(entry.chosen) for entry in choice.entries]
     return sum(values) / len(values) if values else LOWEST_LOGPROB
+
+
+def _ends_apart(chunk: JsonObject | None) -> Iterator[JsonObject | None]:
+    """Yield a chunk; as two if it has calls and the end of its choice, which OpenAI sends in a chunk of its own: the helper of
+    its package tells the end of a call only behind the call's last piece."""
+    choices: Any = [] if chunk is None else chunk["choices"]
+    if chunk is None or not any(choice["finish_reason"] and choice.get("delta", {}).get("tool_calls") for choice in choices):
+        yield chunk
+        return
+    for choice in choices:
+        ending = {name: choice[name] for name in ("index", "finish_reason", "stop_reason") if name in choice}
+        said = {name: value for name, value in choice.items() if name != "stop_reason"}
+        yield {**chunk, "choices": [{**said, "finish_reason": None}]}
+        yield {**chunk, "choices": [{"delta": {}, "logprobs": None, **ending}]}
 
 
 def _event(chunk: JsonObject | None) -> tuple[bytes, ...]:

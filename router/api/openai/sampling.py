@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from pdmesh.sampling_params import LEAST_TOP_P, MIN_TEMPERATURE, NUMBERS, PARAMETERS, Kind
+from pdmesh.sampling_params import PARAMETERS, Kind
 from pdmesh.text.grammar import MAX_BYTES
 from pdmesh.v1 import common_pb2
 from router.api.http.fields import JsonObject
+from router.api.http.types import drawn
 from router.api.openai.bodies import JsonObjectFormat, JsonSchemaFormat, ResponseFormat, Sampling, StructuredOutputs
 from router.api.validation import refuse
 
@@ -68,21 +69,17 @@ def _constraints(
 
 
 # Each endpoint has a way of its own to ask for log-probabilities.
-_COUNTS = tuple(parameter for parameter in PARAMETERS if parameter.kind is Kind.COUNT and parameter.name != "logprobs")
+_COUNTS = tuple(
+    parameter for parameter in PARAMETERS if parameter.kind is Kind.COUNT and parameter.name not in ("logprobs", "top_k", "seed")
+)
 
 
 def read_sampling(asked: Sampling) -> tuple[common_pb2.SamplingParams, dict[str, str]]:
     """Return the parameters that both endpoints have in common, and names for `errors.renamed`. The router checks ranges; a value
     that does not fit the wire has been refused. Raises InvalidArgument."""
-    sampling = common_pb2.SamplingParams(ignore_eos=asked.ignore_eos, stop_token_ids=asked.stop_token_ids or ())
-    for parameter in NUMBERS:
-        number = getattr(asked, parameter.name)
-        if number is not None:
-            setattr(sampling, parameter.name, number)
-    if 0 < sampling.temperature < MIN_TEMPERATURE:
-        sampling.temperature = 0  # OpenAI's range has no gap between greedy and the lowest temperature that can be computed
-    if sampling.HasField("top_p") and sampling.top_p == 0:
-        sampling.top_p = LEAST_TOP_P  # the likeliest token always stays
+    sampling = drawn(asked)
+    sampling.ignore_eos = asked.ignore_eos
+    sampling.stop_token_ids.extend(asked.stop_token_ids or ())
     _set_counts(asked, sampling)
     for token_id, bias in (asked.logit_bias or {}).items():
         sampling.logit_bias.add(token_id=int(token_id), bias=bias)
@@ -102,9 +99,9 @@ def set_parameters(sampling: common_pb2.SamplingParams) -> JsonObject:
 
 def _set_counts(asked: Sampling, sampling: common_pb2.SamplingParams) -> None:
     for parameter in _COUNTS:
-        rules, integer = parameter.rules, getattr(asked, parameter.name)
+        integer = getattr(asked, parameter.name)
         if integer is not None:
-            setattr(sampling, parameter.name, max(0, integer) if rules.is_minus_one_all else integer % 2**rules.bits)
+            setattr(sampling, parameter.name, integer)
 
 
 def _read_stop(asked: Sampling, sampling: common_pb2.SamplingParams) -> dict[str, str]:

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from pdmesh.runtime.errors import MeshError
+from pdmesh.runtime.errors import CONTEXT_OVERFLOW, MeshError
 from pdmesh.v1 import common_pb2, mesh_pb2
 from router.api.http.body import from_json
 from router.api.http.errors import answer_to
@@ -15,7 +15,7 @@ from router.api.http.fields import JsonObject
 from router.api.http.reports import SpellingOf, bytes_of, logprob_of, report
 from router.api.responses.output import COMPLETED, IN_PROGRESS, INCOMPLETE, Event, Output
 from router.api.responses.requests import Call, CreateResponse
-from router.api.responses.tools import FunctionTool
+from router.api.responses.tools import FunctionTool, NamespaceTool, left_out, namespaces_of
 
 FAILED = "failed"
 OBFUSCATION_CHARS = 32
@@ -54,14 +54,14 @@ class Answer:
         self._models = models
         self._now = now
         self.is_kept = is_kept
-        self._output = Output(identity.suffix, self._logprobs)
+        self._output = Output(identity.suffix, self._logprobs, namespaces_of(call.body.tools))
         self._started = mesh_pb2.Started()
         self._completed: mesh_pb2.Completed | None = None
         self._status = IN_PROGRESS
         self._completed_at: int | None = None
         self._error: JsonObject | None = None
         self._num_tokens = self._num_reasoning = self._num_events = 0
-        self._warnings: list[str] = []
+        self._warnings = left_out(call.body.tools)
 
     def add(self, number: int, response: mesh_pb2.GenerateResponse) -> None:
         """Take in a message, for a whole body."""
@@ -106,7 +106,8 @@ class Answer:
         message, code = shown["message"], shown["code"]
         self._status, self._completed_at = FAILED, None
         self.is_kept = False
-        self._error = {"code": _ERROR_CODES.get(told.status, "server_error"), "message": message}
+        kind = CONTEXT_OVERFLOW if code == CONTEXT_OVERFLOW else _ERROR_CODES.get(told.status, "server_error")
+        self._error = {"code": kind, "message": message}
         error_event: Event = {"type": "error", "code": code or self._error["code"], "message": message, "param": shown["param"]}
         return self._sent(error_event) + self._sent({"type": "response.failed", "response": self.body()})
 
@@ -181,8 +182,8 @@ def _echoed(body: CreateResponse, sampling: Mapping[str, float]) -> JsonObject:
         "service_tier": "default",
         "temperature": sampling["temperature"] if body.temperature is None else body.temperature,
         "text": {"format": body.text.format.shown(), "verbosity": body.text.verbosity or "medium"},
-        "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
-        "tools": [tool.shown() for tool in body.tools if isinstance(tool, FunctionTool)],
+        "tool_choice": choice if isinstance(choice, str) else choice.model_dump(exclude_none=True),
+        "tools": [tool.shown() for tool in body.tools if isinstance(tool, FunctionTool | NamespaceTool)],
         "top_logprobs": body.top_logprobs,
         "top_p": sampling["top_p"] if body.top_p is None else body.top_p,
         "truncation": "disabled",

@@ -10,11 +10,11 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from pdmesh.v1 import mesh_pb2
 from router.api.http.fields import shown
-from router.api.http.types import Body, Ignored, Text
+from router.api.http.types import Body, Ignored, Refused, Text
 from router.api.validation import refuse
 
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -80,7 +80,7 @@ class OtherPart(Body):
     """A part that is no text."""
 
     model_config = ConfigDict(extra="ignore")
-    type: Annotated[Any, AfterValidator(_no_text)]
+    type: Annotated[Any, Refused(_no_text)]
 
 
 Part = Annotated[
@@ -111,12 +111,18 @@ class MessageItem(Body):
     phase: Ignored = None
 
 
+def model_name(name: str, namespace: str | None) -> str:
+    """Return the name by which the model knows a function."""
+    return f"{namespace}__{name}" if namespace else name
+
+
 class FunctionCall(Body):
     """A call that the assistant made. `arguments` is JSON text."""
 
     type: Literal["function_call"]
     call_id: Text
     name: Text
+    namespace: Text | None = None
     arguments: Text
     parsed_arguments: Ignored = None  # openai's own addition
     id: Text | None = None
@@ -132,6 +138,7 @@ class FunctionCallOutput(Body):
     output: Content
     id: Text | None = None
     name: Ignored = None
+    namespace: Ignored = None
     status: Ignored = None
     caller: Ignored = None
 
@@ -163,7 +170,7 @@ class OtherItem(Body):
     """An item of a tool that runs at OpenAI, or of none that is known."""
 
     model_config = ConfigDict(extra="ignore")
-    type: Annotated[Any, AfterValidator(_no_item)]
+    type: Annotated[Any, Refused(_no_item)]
 
 
 Item = Annotated[
@@ -208,7 +215,8 @@ class Conversation:
             case FunctionCall():
                 self._call_ids.add(item.call_id)
                 calls = self._turn(path).tool_calls
-                calls.add(id=item.call_id, name=item.name, arguments=_arguments(located.param("arguments"), item.arguments))
+                arguments = _arguments(located.param("arguments"), item.arguments)
+                calls.add(id=item.call_id, name=model_name(item.name, item.namespace), arguments=arguments)
             case FunctionCallOutput():
                 self._add_output(path, item)
             case ReasoningItem():

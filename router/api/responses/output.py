@@ -11,7 +11,8 @@ events.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Protocol
 
 from pdmesh.v1 import common_pb2, mesh_pb2
@@ -111,15 +112,17 @@ class _MessageItem:
 
 
 class _CallItem:
-    def __init__(self, item_id: str, piece: mesh_pb2.ToolCallDelta) -> None:
+    def __init__(self, item_id: str, piece: mesh_pb2.ToolCallDelta, namespaced: tuple[str, str] | None) -> None:
+        """`namespaced`: namespace and name of the function, where it is in one."""
         self.id = item_id
         self._call_id = piece.id
-        self._name = piece.name
+        namespace, self._name = namespaced or ("", piece.name)
+        self._namespace: JsonObject = {"namespace": namespace} if namespace else {}
         self._pieces: list[str] = []
 
     def shown(self, status: str) -> JsonObject:
         arguments = "".join(self._pieces)
-        said: JsonObject = {"call_id": self._call_id, "name": self._name, "arguments": arguments}
+        said: JsonObject = {"call_id": self._call_id, "name": self._name, **self._namespace, "arguments": arguments}
         if status == COMPLETED and not _is_json(arguments):  # cut off, or not written as a call: text follows
             status = INCOMPLETE
         return {"id": self.id, "type": "function_call", **said, "status": status}
@@ -144,11 +147,19 @@ def _is_json(text: str) -> bool:
     return True
 
 
-class Output:
-    """Builds the output of one response. The ids of its items are made of `suffix`, so that a kept item is found by its id."""
+def _num_tokens(entries: Sequence[JsonObject], num_chars: int) -> int:
+    """Return how many of the first tokens it takes to write so many characters. Pure."""
+    sizes = accumulate((len(str(entry["token"])) for entry in entries), initial=0)
+    return next((number for number, size in enumerate(sizes) if size >= num_chars), len(entries))
 
-    def __init__(self, suffix: str, show_logprobs: ShowLogprobs) -> None:
+
+class Output:
+    """Builds the output of one response. The ids of its items are made of `suffix`, so that a kept item is found by its id.
+    `namespaces`: namespace and name of functions that are in one, by the names that the model writes."""
+
+    def __init__(self, suffix: str, show_logprobs: ShowLogprobs, namespaces: Mapping[str, tuple[str, str]]) -> None:
         self._suffix = suffix
+        self._namespaces = namespaces
         self._show_logprobs = show_logprobs
         self._done: list[JsonObject] = []
         self._open: _Item | None = None
@@ -163,12 +174,25 @@ class Output:
         """Yield the events of a delta."""
         if delta.logprobs and not self._num_calls:
             self._logprobs += self._show_logprobs(delta.logprobs)
-            del self._logprobs[: delta.num_reasoning_tokens]
+        behind = self._without_reasoning(delta) if delta.logprobs else []
         for said in in_order(delta):
             yield from self._take_reasoning(said.reasoning)
             yield from self._take_text(said.text)
             for piece in said.calls:
                 yield from self._take_call(piece)
+            if not self._num_calls:
+                self._logprobs += behind
+            behind = []
+
+    def _without_reasoning(self, delta: mesh_pb2.Delta) -> list[JsonObject]:
+        """Drop the log-probabilities of reasoning; keep those of text before it in the delta, and return those behind it."""
+        num_chars = delta.parts[0].text_chars if delta.parts else 0
+        place = _num_tokens(self._logprobs, num_chars) if delta.num_reasoning_tokens else 0
+        behind = self._logprobs[place + delta.num_reasoning_tokens :]
+        del self._logprobs[place:]
+        if not place:
+            self._logprobs, behind = behind, []
+        return behind
 
     def end(self, *, is_complete: bool) -> Iterator[Event]:
         """Yield the events that end the output. It has a message, be it empty, unless it has calls or was cut off before one."""
@@ -195,7 +219,7 @@ class Output:
 
     def _take_call(self, piece: mesh_pb2.ToolCallDelta) -> Iterator[Event]:
         if piece.name:
-            call = _CallItem(f"fc_{self._next_suffix()}", piece)
+            call = _CallItem(f"fc_{self._next_suffix()}", piece, self._namespaces.get(piece.name))
             self._num_calls += 1
             self._logprobs = []
             yield from self._begin(call)

@@ -8,12 +8,12 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field, Tag
 
-from pdmesh.sampling_params import MIN_TEMPERATURE
 from pdmesh.text.grammar import MAX_BYTES
 from pdmesh.v1 import common_pb2, mesh_pb2
 from router.api.http.errors import Names
 from router.api.http.fields import MAX_UINT32, JsonObject
-from router.api.http.types import Body, Ignored, Text, Unsupported, checked
+from router.api.http.sessions import SessionBody
+from router.api.http.types import Body, DrawnBody, Ignored, Refused, Text, Unsupported, checked, drawn
 from router.api.responses.items import Conversation, Item, ItemReference, Located, tagged
 from router.api.responses.tools import Tool, ToolChoice, choose, dumped, offer
 from router.api.validation import MAX_STOP_STRINGS, refuse
@@ -24,7 +24,6 @@ MAX_METADATA = 16
 MAX_METADATA_KEY_CHARS = 64
 MAX_METADATA_CHARS = 512
 MAX_ITEMS = 10_000
-LEAST_TOP_P = 1e-6
 JSON_OBJECT = '{"type":"object"}'
 
 
@@ -76,7 +75,7 @@ class OtherFormat(Body):
     """`text.format` of no kind that is known."""
 
     model_config = Body.model_config | {"extra": "ignore"}
-    type: Annotated[Any, AfterValidator(_no_format)]
+    type: Annotated[Any, Refused(_no_format)]
 
     def shown(self) -> JsonObject:
         """Return nothing: it was refused."""
@@ -115,7 +114,7 @@ class StreamOptions(Body):
     include_obfuscation: bool = False
 
 
-class CreateResponse(Body):
+class CreateResponse(DrawnBody, SessionBody):
     """The body of `POST /v1/responses`."""
 
     model: Text | None = None
@@ -132,8 +131,6 @@ class CreateResponse(Body):
     text: TextConfig = TextConfig()
     reasoning: Reasoning = Reasoning()
     max_output_tokens: Annotated[int, Field(ge=1, le=MAX_UINT32)] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
     include: list[
         Literal[
@@ -154,11 +151,10 @@ class CreateResponse(Body):
     metadata: Annotated[dict[Text, Text], AfterValidator(_metadata)] = Field(default_factory=dict)
     user: Text | None = None
     safety_identifier: Text | None = None
-    prompt_cache_key: Text | None = None
     service_tier: Ignored = None
-    prompt_cache_retention: Ignored = None
     prompt_cache_options: Ignored = None
     access_programs: Ignored = None
+    client_metadata: Ignored = None
     image: Ignored = None
     background: Annotated[Any, Unsupported(False, why="a response is computed while its client waits")] = None
     conversation: Annotated[Any, Unsupported(words="is not supported; send previous_response_id, or the items themselves")] = None
@@ -168,13 +164,7 @@ class CreateResponse(Body):
     context_management: Annotated[Any, Unsupported([])] = None
     moderation: Annotated[Any, Unsupported()] = None
     # As vLLM has them.
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stop: Text | Annotated[list[Text], Field(max_length=MAX_STOP_STRINGS)] = Field(default_factory=list)
-    top_k: Annotated[int, Field(ge=-1, le=MAX_UINT32)] | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
     cache_salt: Text | None = None
 
     @property
@@ -210,6 +200,11 @@ class Call:
     def is_streamed(self) -> bool:
         """Return whether the output is wanted as events."""
         return self.body.stream
+
+    @property
+    def session(self) -> SessionBody:
+        """Return what the body says of the session."""
+        return self.body
 
     @property
     def named(self) -> Sequence[tuple[str, str]]:
@@ -269,11 +264,11 @@ def parse(values: JsonObject, options: mesh_pb2.RequestOptions) -> Call:
         refuse("stream_options", "needs stream: true")
     request = mesh_pb2.ChatRequest(model=body.model or "", options=options, sampling=_sampling(body))
     request.options.cache_salt = body.cache_salt or ""
-    offer(request, body.tools)
+    names = offer(request, body.tools)
     choose(request, body.tool_choice)
     request.parallel_tool_calls = body.parallel_tool_calls
     _set_template(request, body)
-    names = _constrain(request, body.text)
+    names |= _constrain(request, body.text)
     if isinstance(body.stop, str):
         names["sampling.stop[0]"] = "stop"
     call = Call(body, request, _as_items(values["input"]), names=names)
@@ -285,18 +280,8 @@ def _as_items(given: object) -> list[JsonObject]:
 
 
 def _sampling(body: CreateResponse) -> common_pb2.SamplingParams:
-    sampling = common_pb2.SamplingParams(stop=[body.stop] if isinstance(body.stop, str) else body.stop)
-    for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
-        if (value := getattr(body, name)) is not None:
-            setattr(sampling, name, value)
-    if 0 < sampling.temperature < MIN_TEMPERATURE:
-        sampling.temperature = 0  # OpenAI's range has no gap between greedy and the lowest temperature that can be computed
-    if body.top_p == 0:
-        sampling.top_p = LEAST_TOP_P  # the likeliest token always stays
-    if body.top_k is not None:
-        sampling.top_k = max(0, body.top_k)
-    if body.seed is not None:
-        sampling.seed = body.seed % 2**64
+    sampling = drawn(body)
+    sampling.stop.extend([body.stop] if isinstance(body.stop, str) else body.stop)
     if body.max_output_tokens is not None:
         sampling.max_tokens = body.max_output_tokens
     if body.wants_logprobs:

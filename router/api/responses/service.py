@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,11 +16,12 @@ from router.api.frontend import Frontend
 from router.api.http.body import HttpSettings, json_response
 from router.api.http.errors import HttpError
 from router.api.http.exchange import Exchange
-from router.api.http.headers import options_of, request_id_of
+from router.api.http.headers import GENERATION_HEADERS, authorization_of, options_of, request_id_of
 from router.api.http.openapi import Endpoint
 from router.api.responses.answer import Answer, Identity, ServedModels
 from router.api.responses.kept import KeepSettings, KeptResponses, completed
 from router.api.responses.requests import Call, CreateResponse, parse
+from router.api.responses.schema import DeletedResponse, ResponseEvent, ResponseObject
 from router.api.validation import refuse
 from router.auth import identity
 from router.config import RouterConfig
@@ -79,7 +81,7 @@ class Handlers:
 
     def _asked(self, request: Request) -> tuple[KeptResponses, str, str]:
         """Return the store, the tenant and the response's id. Raises HttpError, MeshError."""
-        identity.authenticate(self._settings.keys, request.headers.get("authorization"))
+        identity.authenticate(self._settings.keys, authorization_of(request.headers))
         tenant = _tenant_of(options_of(request.headers, request_id_of(request.scope)))
         if self._store is None:
             raise HttpError(404, "responses are not kept here; start the router with --http-keep-responses-s")
@@ -115,8 +117,12 @@ def routes(frontend: Frontend, settings: HttpSettings) -> list[Route]:
     if store is not None:
         frontend.closing.append(store.close)
     handlers = Handlers(frontend, settings, store)
+    kept = partial(Endpoint, has_options=True)
     return [
-        Endpoint("/v1/responses", handlers.create, "A response to items of input", body=CreateResponse, has_options=True),
-        Endpoint("/v1/responses/{response_id}", handlers.get, "A response that is kept", method="GET"),
-        Endpoint("/v1/responses/{response_id}", handlers.delete, "Forget it", method="DELETE"),
-    ]
+        Endpoint(
+            "/v1/responses", handlers.create, "A response to items of input", headers=GENERATION_HEADERS,
+            body=CreateResponse, answer=ResponseObject, event=ResponseEvent,
+        ),
+        kept("/v1/responses/{response_id}", handlers.get, "A response that is kept", method="GET", answer=ResponseObject),
+        kept("/v1/responses/{response_id}", handlers.delete, "Forget it", method="DELETE", answer=DeletedResponse),
+    ]  # fmt: skip

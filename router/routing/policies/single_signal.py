@@ -18,6 +18,7 @@ from router.routing.filters import (
     compatible,
     explain_no_candidate,
     has_room,
+    is_away,
     no_partner,
     same_kind,
 )
@@ -59,7 +60,7 @@ class SingleSignalPolicy:
         candidates = [
             Candidate(w, None, self._signal.decode_cost(w, routing_request), has_room(w, routing_request)) for w in decodes
         ]
-        decode = min(candidates, key=lambda candidate: candidate.order).decode
+        decode = min(candidates, key=lambda each: (*each.order[:2], is_away(each.decode, routing_request), each.order)).decode
         return self._with_prefill(decode, kind, routing_request)
 
     def choose_prefill(
@@ -97,8 +98,9 @@ class SingleSignalPolicy:
             return None
         candidates = [worker for worker in workers if can_prefill(worker, routing_request) and compatible(worker, decode)]
 
-        def cost(worker: WorkerSnapshot) -> tuple[bool, float, str]:
+        def cost(worker: WorkerSnapshot) -> tuple[bool, float, bool, str]:
             # KV of another element type than the decode worker's changes the tokens: it is the last resort.
-            return (worker.kind != decode.kind, self._signal.prefill_cost(worker, routing_request), worker.address)
+            cost = self._signal.prefill_cost(worker, routing_request)
+            return (worker.kind != decode.kind, cost, is_away(worker, routing_request), worker.address)
 
         return min(candidates, key=cost, default=None)

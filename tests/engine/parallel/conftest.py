@@ -15,8 +15,29 @@ from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.loader.loader import load_model
 from pdmesh.engine.parallel.model import ParallelModel
+from tests.support.forked_processes import ForkServers
 from tests.support.mock_engine import hash_block
 from tests.support.tiny_models import make_tiny_model
+
+EXECUTED = {"test_faults", "test_group", "test_ranks_staging"}
+"""Here ranks are started as a worker starts them, and import everything for themselves."""
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[ForkServers]:
+    """It imports torch once for all ranks."""
+    with ForkServers(1) as server:
+        yield server
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks_are_forked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Except in EXECUTED."""
+    if request.path.stem in EXECUTED:
+        yield
+        return
+    with request.getfixturevalue("fork_server").used_for_ranks():
+        yield
 
 
 @pytest.fixture(scope="session", params=["llama", "qwen2", "qwen3"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from pdmesh.engine.engine import Engine
 from pdmesh.engine.kv_cache.pool import KVShape
 from pdmesh.engine.loader.loader import load_model
 from pdmesh.engine.parallel.model import ParallelModel
-from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.request import EngineRequest, Pooling
 from pdmesh.engine.runner.batch import StepBatch
 from pdmesh.engine.speculation.draft_heads.weights import save_heads
 from pdmesh.sampling_params import SamplingParams
@@ -195,3 +195,28 @@ def test_prefilled_by_one_degree_and_decoded_by_another(
             [first] = run_to_end(source).answer(str(index)).token_ids
             hand_over(source, target, request, {0: first})
             assert (first, *run_to_end(target).answer(str(index)).token_ids) == expected, f"prompt {index}"
+
+
+def test_embeddings_are_those_of_one_rank(folder: Path, pair: Engine) -> None:
+    """States are whole on rank 0, whose norm is the model's; a prompt of several chunks, and short ones beside it."""
+    assert pair.can_pool
+    with running(config_of(folder, 1)) as one:
+        alone, shared = embeddings(one, prompts()), embeddings(pair, prompts())
+    assert shared.keys() == alone.keys() and len(alone) == 2 * len(prompts())
+    for name, found in shared.items():
+        torch.testing.assert_close(found, alone[name], rtol=1e-4, atol=1e-5)
+    assert answers(pair, GREEDY)
+
+
+def embeddings(engine: Engine, texts: Sequence[tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    """Of all texts at once, pooled in every way."""
+    one_token = SamplingParams(temperature=0.0, max_tokens=1)
+    for number, text in enumerate(texts):
+        for pooling in Pooling:
+            assert engine.add(EngineRequest(f"{pooling.value}-{number}", text, one_token, pooling=pooling))
+    found: dict[str, torch.Tensor] = {}
+    while engine.has_work:
+        result = engine.step()
+        assert result is not None
+        found |= {update.request_id: torch.tensor(update.pooled) for update in result.updates if update.pooled}
+    return found

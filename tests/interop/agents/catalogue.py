@@ -6,20 +6,29 @@ from dataclasses import dataclass
 from importlib.metadata import version
 
 from benchmarks.peers.environments import Environment
+from tests.interop.agents.node import locked_version
+
+INSTALL_LIMIT_S = 900.0
+"""Each of these comes as wheels: some minutes on a slow machine."""
 
 
 @dataclass(frozen=True)
 class Library:
-    """`program`: a module of this package. `environment` None: this very Python."""
+    """`program`: a module of this package, or a file of its folder `npm`. `environment` None: this Python, or npm's packages."""
 
     name: str
     program: str
     environment: Environment | None = None
 
+    @property
+    def is_node(self) -> bool:
+        """Return whether Node.js runs the program."""
+        return self.program.endswith(".mjs")
+
 
 def _installed(name: str, pinned: str, program: str, *beside: str) -> Library:
     package = pinned.partition("[")[0] if "[" in pinned else pinned.partition("==")[0]
-    environment = Environment(f"agents-{package}", (("install", pinned, *beside),))
+    environment = Environment(f"agents-{package}", (("install", pinned, *beside),), limit_s=INSTALL_LIMIT_S)
     return Library(f"{name} {pinned.rpartition('==')[2]}", program, environment)
 
 
@@ -32,4 +41,5 @@ LIBRARIES = (
     _installed("llama-index-llms-openai-like", "llama-index-llms-openai-like==0.8.1", "llama_index_llm"),
     Library(f"openai {version('openai')}", "openai_client"),
     Library(f"anthropic {version('anthropic')}", "anthropic_client"),
+    Library(f"ai {locked_version('ai')} (npm)", "ai.mjs"),
 )

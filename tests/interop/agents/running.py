@@ -13,6 +13,7 @@ from benchmarks.harness import Figure, say
 from benchmarks.peers.environments import PeerError, child_environment, ensure_environment
 from tests.interop.agents.catalogue import LIBRARIES, Library
 from tests.interop.agents.checks import Asked
+from tests.interop.agents.node import ensure_packages
 from tests.interop.site import Site
 
 RUN_TIMEOUT_S = 300.0
@@ -43,18 +44,24 @@ def run_all(site: Site) -> list[Tried]:
 def run(library: Library, site: Site) -> Tried:
     """One library's program."""
     try:
-        python = ensure_environment(library.environment, say) if library.environment else Path(sys.executable)
-        return Tried(library.name, _ask(python, library.program, site))
+        return Tried(library.name, _ask(_command(library), site))
     except PeerError as error:
         return Tried(library.name, problem=str(error))
 
 
-def _ask(python: Path, program: str, site: Site) -> tuple[Asked, ...]:
+def _command(library: Library) -> list[str]:
+    """Return the command of a program, but for its options; what it needs is installed first."""
+    if library.is_node:
+        return ["node", str(ensure_packages("agents-npm", say) / library.program)]
+    python = ensure_environment(library.environment, say) if library.environment else Path(sys.executable)
+    return [str(python), "-m", f"tests.interop.agents.{library.program}"]
+
+
+def _ask(command: Sequence[str], site: Site) -> tuple[Asked, ...]:
     options = json.dumps({"url": site.http, "model": site.model})
-    command = [str(python), "-m", f"tests.interop.agents.{program}", options]
     try:
         done = subprocess.run(
-            command,
+            [*command, options],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

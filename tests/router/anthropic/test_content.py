@@ -12,12 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
+from pdmesh.runtime.errors import InvalidArgument, ResourceExhausted
 from pdmesh.v1 import common_pb2, mesh_pb2
 from router.api.anthropic.content import input_of
 from router.api.anthropic.requests import Call, parse_message
-from router.api.anthropic.responses import Answer
+from router.api.anthropic.responses import PING, Answer, MessageEvent
 from router.lifecycle.output import UNFINISHED, TokenChunk
 from router.tokenization.prepared_request import FormatNames, OutputFormat, PreparedRequest, ServedModel, format_of, load
+from tests.router import exact_types
 from tests.router.mesh import write_model
 from tests.router.test_output import Client
 
@@ -198,3 +200,15 @@ def test_ids_of_the_model_are_kept(model: ServedModel) -> None:
 )
 def test_the_input_of_a_call_holds_what_had_come_whole(text: str, value: Any) -> None:
     assert input_of(text) == value
+
+
+def test_events_have_the_types_that_openapi_shows(model: ServedModel) -> None:
+    tokens = model.tokenizer.encode(OUTPUTS[0])
+    shown = events(call(), responses(prepared(model), tokens, [5, 30, 60], STOP))
+    errors = (ResourceExhausted("too slow"), InvalidArgument("thread", "thread: is not kept"))
+    failed = [Answer(call(), "id").error_event(error) for error in errors]
+    lines = [line.decode().split("\n")[1].removeprefix("data: ") for line in (PING, *failed)]
+    exact_types.check(MessageEvent, [*shown, *map(json.loads, lines)])
+    assert {event["delta"]["type"] for event in shown if event["type"] == "content_block_delta"} == {
+        "thinking_delta", "signature_delta", "text_delta", "input_json_delta",
+    }  # fmt: skip

@@ -24,6 +24,7 @@ HELLO: Any = [{"role": "user", "content": "hello"}]
 BODY: dict[str, Any] = {"model": "tiny", "messages": HELLO, "max_tokens": 2}
 TOOL: dict[str, Any] = {"name": "weather", "input_schema": {"type": "object"}}
 USE: dict[str, Any] = {"type": "tool_use", "id": "c", "name": "weather", "input": {}}
+THOUGHT: dict[str, Any] = {"type": "thinking", "thinking": "a", "signature": ""}
 RESULT: dict[str, Any] = {"type": "tool_result", "tool_use_id": "c", "content": "Sunny."}
 IMAGE: dict[str, Any] = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
 
@@ -51,7 +52,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (said([{"type": "document", "source": {}}]), "messages[0].content[0].type"),
     (said([{"type": "server_tool_use", "id": "x", "name": "web_search", "input": {}}]), "messages[0].content[0].type"),
     (said([USE]), "messages[0].content[0].type"),
-    (said([{"type": "thinking", "thinking": "a", "signature": ""}]), "messages[0].content[0].type"),
+    (said([THOUGHT]), "messages[0].content[0].type"),
     (said([{**RESULT, "content": [IMAGE]}]), "messages[0].content[0].content[0].type"),
     (said([{**RESULT, "is_error": "yes"}]), "messages[0].content[0].is_error"),
     (said([{**RESULT, "tool_use_id": ""}]), "messages[0].content[0].tool_use_id"),
@@ -61,6 +62,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (
         {"messages": [{"role": "assistant", "content": [{**USE, "input": {"a": "\ud800"}}]}, *HELLO]},
         "messages[0].content[0].input",
+    ),
+    (
+        {"messages": [*HELLO, {"role": "assistant", "content": [{**THOUGHT, "cache_control": {"type": "ephemeral"}}]}]},
+        "messages[1].content[0].cache_control",
     ),
     ({"messages": [*HELLO, {"role": "assistant", "content": ""}]}, "messages[1].content"),
     ({"messages": [*HELLO, {"role": "assistant", "content": [USE]}]}, "messages[1].content"),

@@ -150,6 +150,10 @@ async def test_structured_outputs(served: Mesh, client: Any, says: Say) -> None:
     assert json.loads(sampling_of(served).constraint.json_schema) == WEATHER
     await client.messages.create(**asked | {"extra_body": {"output_format": beta["format"]}})
     assert json.loads(sampling_of(served).constraint.json_schema) == WEATHER
+    asked["max_tokens"] = says(served, 'Hm.</think>\n\n{"city": "Lyon", "degrees": 21}')
+    message = await client.messages.parse(**asked, output_format=Reading, thinking={"type": "adaptive"})
+    assert [block.type for block in message.content] == ["thinking", "text"] and message.content[0].thinking == "Hm."
+    assert message.parsed_output == Reading(city="Lyon", degrees=21) and sampling_of(served).constraint.grammar
 
 
 # Tools.

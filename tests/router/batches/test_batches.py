@@ -62,6 +62,16 @@ async def test_chat_lines_run_too(served: Served) -> None:
     assert results["a"]["response"]["body"]["object"] == "chat.completion"
 
 
+async def test_a_line_may_be_of_a_session(served: Served) -> None:
+    mesh, client = served
+    before = len(mesh["d0"].submits)
+    lines = [line(0, session_id="agent", kv_retention_s=30), line(1, nvext={"agent_hints": {"priority": 2}})]
+    done = await ended(client, (await begin(client, lines)).id)
+    assert done.request_counts is not None and done.request_counts.completed == 2
+    told = sorted((each.request.session_id, each.request.kv_retention_s) for each in mesh["d0"].submits[before:])
+    assert told == [("", 0), ("agent", 30)]
+
+
 async def test_embeddings_run_too(served: Served) -> None:
     _, client = served
     lines = [{"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": {"model": "tiny", "input": "hello"}}]

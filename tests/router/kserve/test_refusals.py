@@ -101,6 +101,13 @@ JSON = [
     ("constraint", {"other": "a"}),
     ("mode", "fast"),
     ("priority", 9),
+    ("session_id", 5),
+    ("session_id", "two words"),
+    ("kv_retention_s", 86_401),
+    ("kv_retention_s", "5m"),
+    ("session_final", "maybe"),
+    ("session_final", True),
+    ("priority_hint", 1001),
     ("tenant", "x" * 200),
     ("frobnicate", 1),
 ]

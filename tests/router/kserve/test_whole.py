@@ -64,6 +64,9 @@ async def test_every_parameter_reaches_the_workers(model_folder: Path) -> None:
         "n": 2,
         "tenant": "t",
         "cache_salt": "s",
+        "session_id": "agent",
+        "kv_retention_s": "60",
+        "priority_hint": -4,
         "priority": 1,
         "mode": "remote",
     }
@@ -77,6 +80,7 @@ async def test_every_parameter_reaches_the_workers(model_folder: Path) -> None:
             logit_bias=[common_pb2.TokenBias(token_id=70, bias=-1.5)],
         )  # fmt: skip
         assert worker_request.tenant == "t" and worker_request.cache_salt == "1:t:s"
+        assert (worker_request.session_id, worker_request.kv_retention_s, worker_request.session_final) == ("agent", 60, False)
         assert worker_request.priority == common_pb2.PRIORITY_INTERACTIVE
         assert mesh["d0"].submits[0].mode == mesh_pb2.PREFILL_MODE_REMOTE
 

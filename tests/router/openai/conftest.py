@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import openai
 import pytest
 import pytest_asyncio
-from starlette.applications import Starlette
-from starlette.routing import Route
 
-from router.api.http import server
 from tests.router.api_keys import add_key
 from tests.router.mesh import Mesh, running_mesh
-from tests.router.openai.answer_checks import RecordedAnswers, problems
 
 
 def url(mesh: Mesh, path: str = "") -> str:
@@ -24,28 +20,6 @@ def url(mesh: Mesh, path: str = "") -> str:
 
 def client_of(mesh: Mesh, *, api_key: str = "none", max_retries: int = 0) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=url(mesh, "/v1"), api_key=api_key, max_retries=max_retries, timeout=20.0)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _answers_are_checked() -> Iterator[None]:
-    """Every answer of every test here has the type that its endpoint declares."""
-    build_app = server.build_app
-
-    def checked_app(routes: Sequence[Route], cors_origins: Sequence[str] = ()) -> Starlette:
-        app = build_app(routes, cors_origins)
-        app.add_middleware(RecordedAnswers, routes=routes)
-        return app
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server, "build_app", checked_app)
-        yield
-
-
-@pytest.fixture(autouse=True)
-def _answers_have_their_types() -> Iterator[None]:
-    RecordedAnswers.answers.clear()
-    yield
-    assert not [*problems(RecordedAnswers.answers)]
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")

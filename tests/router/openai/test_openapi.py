@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from html import escape
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,14 +18,17 @@ from starlette.routing import Route
 
 from pdmesh.runtime.errors import InvalidArgument
 from pdmesh.sampling_params import PARAMETERS
+from router.api.anthropic.bodies import MessageBody
+from router.api.http import docs_page
 from router.api.http.body import HttpSettings
 from router.api.http.openapi import Endpoint, document, with_description
 from router.api.http.types import Body, checked
 from router.api.openai.bodies import ChatCompletionRequest, CompletionRequest, TokenizeChatRequest
 from router.api.protocols import all_routes
+from router.api.responses.requests import CreateResponse
 from router.config import RouterConfig
+from tests.router.answer_checks import RecordedAnswers, problems
 from tests.router.mesh import Mesh
-from tests.router.openai.answer_checks import RecordedAnswers, problems
 from tests.router.openai.conftest import url
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -104,12 +108,22 @@ def _refs(value: object) -> Iterator[str]:
             yield from _refs(each)
 
 
+def _with_defaults(value: object, name: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    if isinstance(value, dict):
+        if "default" in value:
+            yield name, value
+        for key, each in value.items():
+            yield from _with_defaults(each, f"{name}.{key}")
+
+
 async def test_it_is_valid(described: dict[str, Any]) -> None:
     jsonschema.validate(described, SCHEMA)
     schemas = described["components"]["schemas"]
     for schema in schemas.values():
         Draft202012Validator.check_schema(schema)
     assert {ref.removeprefix("#/components/schemas/") for ref in _refs(described)} == set(schemas)
+    for name, each in _with_defaults(described["components"]["schemas"]):
+        assert Draft202012Validator({**each, "components": described["components"]}).is_valid(each["default"]), name
     operations = [(path, each) for path, of in described["paths"].items() for each in of.values()]
     assert len({each["operationId"] for _, each in operations}) == len(operations)
     for path, each in operations:
@@ -128,6 +142,33 @@ async def test_every_route_is_described(described: dict[str, Any]) -> None:
             if method != "POST" or path in WITHOUT_JSON:
                 continue
             assert operation["requestBody"]["content"]["application/json"]["schema"]
+
+
+async def test_every_answer_has_a_type(described: dict[str, Any]) -> None:
+    for path, operations in described["paths"].items():
+        for method, operation in operations.items():
+            content = operation["responses"]["200"]["content"]
+            assert all(each["schema"] for each in content.values()), f"{method} {path}"
+            assert not operation.get("security") or "content" in operation["responses"]["default"], f"{method} {path}"
+
+
+@pytest.mark.parametrize(("path", "least"), [("/v1/responses", 16), ("/v1/messages", 8)])
+async def test_events_are_told_apart_by_their_type(described: dict[str, Any], path: str, least: int) -> None:
+    content = described["paths"][path]["post"]["responses"]["200"]["content"]
+    schema, schemas = content["text/event-stream"]["schema"], described["components"]["schemas"]
+    assert schema["discriminator"]["propertyName"] == "type" and len(schema["oneOf"]) == len(schema["discriminator"]["mapping"])
+    refs = {each["$ref"] for each in schema["oneOf"]}
+    for kind, ref in schema["discriminator"]["mapping"].items():
+        assert ref in refs and schemas[ref.rpartition("/")[2]]["properties"]["type"]["const"] == kind
+        assert schemas[ref.rpartition("/")[2]]["additionalProperties"] is False
+    assert len(refs) >= least
+
+
+async def test_a_path_of_two_apis_has_both_answers(described: dict[str, Any]) -> None:
+    models = described["paths"]["/v1/models"]["get"]
+    shown = models["responses"]["200"]["content"]["application/json"]["schema"]["anyOf"]
+    assert {each["$ref"].rpartition("/")[2] for each in shown} == {"ModelList", "ModelPage"}
+    assert "anthropic-version" in {each["name"] for each in models["parameters"]}
 
 
 async def test_a_route_without_a_description_is_listed() -> None:
@@ -169,6 +210,28 @@ BODIES: list[tuple[type[Body], dict[str, Any], str | None]] = [
     (ChatCompletionRequest, {"messages": HELLO, "max_token": 3}, "max_token"),
     (TokenizeChatRequest, {"messages": HELLO, "add_special_tokens": False}, None),
     (TokenizeChatRequest, {"messages": HELLO, "prompt": "a"}, "prompt"),
+]
+
+
+BODIES += [
+    (CreateResponse, {"input": [{"role": "user", "content": "a"}], "text": {"format": {"type": "json_object"}}}, None),
+    (CreateResponse, {"input": "a", "tools": [{"type": "function", "name": "f"}], "tool_choice": "required"}, None),
+    (
+        CreateResponse,
+        {"input": [{"type": "reasoning", "summary": []}, {"type": "message", "role": "user", "content": "a"}]},
+        None,
+    ),
+    (CreateResponse, {"input": "a", "tools": [{"type": "code_interpreter"}]}, "tools[0].type"),
+    (CreateResponse, {"input": "a", "text": {"format": {"type": "xml"}}}, "text.format.type"),
+    (CreateResponse, {"input": [{"type": "web_search_call", "id": "w"}]}, "input[0].type"),
+    (CreateResponse, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+    (MessageBody, {"max_tokens": 1, "messages": HELLO, "tools": [{"name": "f", "input_schema": {"type": "object"}}]}, None),
+    (
+        MessageBody,
+        {"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": "image"}]}]},
+        "messages[0].content[0].type",
+    ),
+    (MessageBody, {"max_tokens": 1, "messages": HELLO, "tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
 ]
 
 
@@ -220,6 +283,20 @@ async def test_both_are_served(served: Mesh) -> None:
     for path in answer.json()["paths"]:
         assert path in page.text
     assert "max_completion_tokens" in page.text and not re.search(r"(src|href)=[\"']?(https?:)?//", page.text)
+
+
+async def test_the_page_says_what_each_field_and_header_means(described: dict[str, Any]) -> None:
+    shown = docs_page.page(described)
+    schemas = described["components"]["schemas"]
+    tables = re.findall(r"<table>(.*?)</table>", shown)
+    assert all(re.match(r"<tr>(<th>[a-z]+)+</tr>", table) or table.startswith("<tr><th>endpoint<th></tr>") for table in tables)
+    for name, schema in schemas.items():
+        for field, value in schema.get("properties", {}).items():
+            if "description" in value:
+                assert escape(value["description"]) in shown, f"{name}.{field}"
+    by_type = {row.name: row.description for row in docs_page.rows(schemas["MessageBody"], schemas)}
+    assert by_type["cache_control"] == schemas["CacheControl"]["description"]
+    assert "<code>x-pdmesh-session-id</code>" in shown
 
 
 async def test_answers_are_checked(served: Mesh) -> None:

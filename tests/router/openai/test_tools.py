@@ -20,6 +20,7 @@ from tests.router.openai.conftest import client_of, url
 from tests.router.stub_texts import Say, model_with_template, prompt_of, sayer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+JSON = {"content-type": "application/json"}
 HELLO: Any = [{"role": "user", "content": "hello"}]
 WEATHER: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS: Any = [
@@ -172,6 +173,28 @@ async def test_a_schema_beyond_grammars_is_held_to_its_names(served: Mesh, clien
     assert refused.value.param == "tools[0].function.parameters"
 
 
+async def test_numbers_of_schemas_stay_as_they_are_written(served: Mesh, client: Any) -> None:
+    """Sent as text: Python's own client would round them. The grammar cannot keep this one, so it is refused where it must."""
+    number = "0.1234567890123456789"
+    body = {"model": "tiny", "messages": HELLO, "max_tokens": 1}
+    tool = '{"type": "function", "function": {"name": "odd", "strict": %s, "parameters": {"properties": {"a": {"const": %s}}}}}'
+
+    async def post(more: str) -> httpx.Response:
+        async with httpx.AsyncClient() as http:
+            return await http.post(
+                url(served, "/v1/chat/completions"), headers=JSON, content=f"{json.dumps(body)[:-1]}, {more}}}"
+            )
+
+    answer = await post(f'"temperature": {number}, "tools": [{tool % ("false", number)}]')
+    assert answer.status_code == 200 and f'"const": {number}' in prompt_of(served)
+    answer = await post(f'"tools": [{tool % ("true", number)}]')
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools[0].function.parameters"
+    assert f"const: {number} cannot be kept exactly" in answer.json()["error"]["message"]
+    schema = f'{{"name": "n", "schema": {{"const": {number}}}}}'
+    answer = await post(f'"response_format": {{"type": "json_schema", "json_schema": {schema}}}')
+    assert answer.status_code == 400 and f"const: {number} cannot be kept" in answer.json()["error"]["message"]
+
+
 async def test_a_history_is_rendered_with_its_calls(thinking: Mesh, thinker: Any, says: Say) -> None:
     size = says(thinking, "So.</think>Yes.")
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Lyon"}'}}
@@ -256,11 +279,53 @@ async def test_a_model_that_is_not_to_think_answers(thinking: Mesh, thinker: Any
     assert (found["reasoning_content"], found["content"]) == ("", "Yes.")
 
 
-async def test_a_constraint_is_the_answer_from_its_first_token(thinking: Mesh, thinker: Any, says: Say) -> None:
+def constraint_of(mesh: Mesh) -> common_pb2.Constraint:
+    return mesh["d0"].submits[-1].request.sampling.constraint
+
+
+@pytest.mark.parametrize("text", ['{"a": 1}', '{"a": "</think> b"}'])
+async def test_a_model_thinks_before_an_answer_with_a_constraint(thinking: Mesh, thinker: Any, says: Say, text: str) -> None:
+    size = says(thinking, f"So.</think>\n\n{text}")
+    found = await answered(thinker, HELLO, size, response_format={"type": "json_object"})
+    assert (found["reasoning_content"], found["content"], found["warnings"]) == ("So.", text, [])
+    grammars, written = thinking.router.core.models["tiny"].grammars, grammar_of(thinking)
+    encode = thinking.router.core.models["tiny"].tokenizer.encode
+    assert grammars.compile("grammar", written).first_stray(encode(f"So.</think>\n\n{text}")) is None
+    assert grammars.compile("grammar", written).first_stray(encode("So.</think>\n\n[")) is not None
+
+
+async def test_a_constraint_is_the_answer_from_its_first_token_where_nothing_is_thought(
+    thinking: Mesh, thinker: Any, says: Say
+) -> None:
     for text in ('{"a": 1}', '{"a": "</think> b"}'):
         size = says(thinking, text)
-        found = await answered(thinker, HELLO, size, response_format={"type": "json_object"})
-        assert (found["reasoning_content"], found["content"], found["warnings"]) == ("", text, [])
+        for more in ({"extra_body": {"enable_thinking": False}}, {"reasoning_effort": "none"}):
+            found = await answered(thinker, HELLO, size, response_format={"type": "json_object"}, **more)
+            assert (found["reasoning_content"], found["content"], found["warnings"]) == ("", text, [])
+            assert constraint_of(thinking).WhichOneof("kind") == "json_schema"
+    size = says(thinking, "ab")
+    found = await answered(thinker, HELLO, size, extra_body={"guided_grammar": 'start: "ab"'})
+    assert (found["reasoning_content"], found["content"]) == ("", "ab")  # a grammar describes the whole output
+    assert grammar_of(thinking) == 'start: "ab"'
+
+
+async def test_a_stream_is_resumed_within_thoughts_before_a_constraint(thinking: Mesh, says: Say) -> None:
+    encode, text = thinking.router.core.models["tiny"].tokenizer.encode, 'So.</think>\n\n{"a": 1}'
+    size = says(thinking, text)
+    for at in (2, text.index("1")):
+        request = mesh_pb2.ChatRequest(
+            messages=[mesh_pb2.ChatMessage(role="user", content="hello")],
+            sampling=common_pb2.SamplingParams(
+                max_tokens=size, seed=5, constraint=common_pb2.Constraint(json_schema='{"type": "object"}')
+            ),
+            resume=mesh_pb2.Resume(seed=5, emitted=[common_pb2.EmittedChoice(token_ids=encode(text)[:at])]),
+        )
+        answer = Answer()
+        async for message in thinking.stub.Chat(request, timeout=20):
+            answer.take(message)
+        assert "".join(delta.text for delta in answer.deltas) == ('{"a": 1}' if at == 2 else "1}")
+        assert "".join(delta.reasoning for delta in answer.deltas) == ("." if at == 2 else "")
+        assert grammar_of(thinking)
 
 
 async def test_the_last_message_goes_on(thinking: Mesh, thinker: Any, says: Say) -> None:

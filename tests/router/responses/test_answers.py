@@ -184,6 +184,14 @@ async def test_typed_output(client: Any, served: Mesh, says: Say) -> None:
     assert json.loads(served["d0"].submits[-1].request.sampling.constraint.json_schema) == {"type": "object"}
 
 
+async def test_a_model_thinks_before_typed_output(thinker: Any, thinking: Mesh, says: Say) -> None:
+    size = says(thinking, 'Hm.</think>\n\n{"city": "Lyon", "degrees": 25}')
+    parsed = await thinker.responses.parse(model="tiny", input="hello", text_format=Weather, max_output_tokens=size)
+    assert [item.type for item in parsed.output] == ["reasoning", "message"]
+    assert parsed.output[0].content[0].text == "Hm." and parsed.output_parsed == Weather(city="Lyon", degrees=25)
+    assert thinking["d0"].submits[-1].request.sampling.constraint.WhichOneof("kind") == "grammar"
+
+
 @pytest.mark.parametrize(
     "choice",
     ["required", {"type": "function", "name": "weather"}, {"type": "allowed_tools", "mode": "required", "tools": TOOLS[1:]}],

@@ -11,11 +11,15 @@ from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from pdmesh.runtime.errors import ResourceExhausted
 from pdmesh.v1 import common_pb2, mesh_pb2
 from router.api.responses.answer import Answer, Identity, ServedModels
+from router.api.responses.output import Output
 from router.api.responses.requests import parse
+from router.api.responses.schema import ResponseEvent
 from router.lifecycle.output import UNFINISHED, TokenChunk
 from router.tokenization.prepared_request import FormatNames, PreparedRequest, ServedModel, format_of, load
+from tests.router import exact_types
 from tests.router.mesh import write_model
 from tests.router.test_output import Client
 
@@ -156,7 +160,7 @@ def test_reasoning_text_calls_and_what_follows_are_items_in_that_order(model: Se
     assert [item["arguments"] for item in output if item["type"] == "function_call"] == ['{"city": "Łódź"}'] * 2
     assert len({item["id"] for item in output}) == 5
     usage: Any = answer.body()["usage"]
-    assert usage["output_tokens_details"] == {"reasoning_tokens": len(model.tokenizer.encode("<think>Hm."))}
+    assert usage["output_tokens_details"] == {"reasoning_tokens": len(model.tokenizer.encode("<think>Hm.</think>"))}
 
 
 def test_text_has_the_log_probabilities_of_its_tokens_and_reasoning_none(model: ServedModel) -> None:
@@ -165,7 +169,7 @@ def test_text_has_the_log_probabilities_of_its_tokens_and_reasoning_none(model: 
     run(answer, deltas_of(model, tokens, list(range(1, len(tokens) + 1)), STOP, has_logprobs=True), len(tokens))
     output: Any = answer.body()["output"]
     entries = output[1]["content"][0]["logprobs"]
-    assert bytes(byte for entry in entries for byte in entry["bytes"]).decode() == "</think>Köln 🙂"
+    assert bytes(byte for entry in entries for byte in entry["bytes"]).decode() == "Köln 🙂"
 
 
 @pytest.mark.parametrize("reason", [STOP, LENGTH])
@@ -185,3 +189,36 @@ def test_padding_hides_the_length_of_a_delta(model: ServedModel) -> None:
     assert len(deltas) == 3
     assert {len(json.dumps(event["delta"])) + len(event["obfuscation"]) for event in deltas} == {32}
     assert not any("obfuscation" in event for event in run(answer_of(model), deltas_of(model, tokens, [len(tokens)], STOP), 1))
+
+
+def test_events_have_the_types_that_openapi_shows(model: ServedModel) -> None:
+    tool = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
+    named = {"type": "function", "name": "weather"}
+    asked: dict[str, Any] = {
+        "tools": [tool],
+        "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [named]},
+        "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}},
+        "metadata": {"a": "b"},
+        "include": ["message.output_text.logprobs"],
+        "stream_options": {"include_obfuscation": True},
+    }
+    tokens = model.tokenizer.encode(f"<think>Hm.</think>I look. {CALL} Wait.", add_special_tokens=False)
+    seen = []
+    for reason, choice in ((STOP, asked["tool_choice"]), (LENGTH, named)):
+        answer = answer_of(model, **{**asked, "tool_choice": choice})
+        seen += run(answer, deltas_of(model, tokens, [9, 30, len(tokens)], reason, has_logprobs=True), len(tokens))
+    lines = answer.error_event(ResourceExhausted("too slow")).decode().split("\n")
+    exact_types.check(ResponseEvent, [*seen, *(json.loads(line[6:]) for line in lines if line.startswith("data: "))])
+
+
+def test_text_before_a_thought_keeps_the_log_probabilities_of_its_tokens() -> None:
+    told = [common_pb2.Logprobs(chosen=common_pb2.TokenLogprob(text=text)) for text in ("I ", "look", "Hm", ".", "So", "!")]
+    output = Output("x", lambda entries: [{"token": entry.chosen.text} for entry in entries], {})
+    parts = [mesh_pb2.DeltaPart(text_chars=6), mesh_pb2.DeltaPart(reasoning_chars=3), mesh_pb2.DeltaPart(text_chars=3)]
+    delta = mesh_pb2.Delta(text="I lookSo!", reasoning="Hm.", logprobs=told, num_reasoning_tokens=2, parts=parts)
+    list(output.take(delta))
+    list(output.end(is_complete=True))
+    items: Any = output.items()
+    assert [item["type"] for item in items] == ["message", "reasoning", "message"]
+    shown = [[entry["token"] for entry in item["content"][0]["logprobs"]] for item in items if item["type"] == "message"]
+    assert shown == [["I ", "look"], ["So", "!"]]

@@ -17,6 +17,8 @@ from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 USER: dict[str, Any] = {"role": "user", "content": "a"}
+FUNCTION: dict[str, Any] = {"type": "function", "name": "f"}
+GROUP: dict[str, Any] = {"type": "namespace", "name": "g", "description": "", "tools": [FUNCTION]}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": []}, "input"),
     ({"input": 5}, "input"),
@@ -30,6 +32,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input[0].call_id"),
     ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]}, "input[0].arguments"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tools": [{"type": "custom", "name": "apply_patch", "format": {"type": "text"}}]}, "tools[0].type"),
+    ({"tools": [{**GROUP, "name": ""}]}, "tools[0].name"),
+    ({"tools": [{"type": "function", "name": "g__f"}, GROUP]}, "tools[1].tools[0].name"),
+    ({"tools": [{**GROUP, "tools": [{"type": "custom", "name": "f"}]}]}, "tools[0].tools[0].type"),
+    ({"tools": [{**GROUP, "tools": [{**FUNCTION, "parameters": {"type": "array"}}]}]}, "tools[0].tools[0].parameters"),
+    ({"tools": [{**GROUP, "tools": []}, {"type": "web_search"}]}, "tools[1].type"),
+    ({"tools": [FUNCTION, {"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
     ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools[0].type"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].name"),
     ({"tools": [{"type": "function", "name": "f", "parameters": {"type": "array"}}]}, "tools[0].parameters"),

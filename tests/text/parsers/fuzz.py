@@ -6,7 +6,9 @@ whole.
 An output is a list of tokens: marks, parts of marks, pieces of calls, text in several scripts, single bytes of characters. Every
 Greek letter, Chinese character, emoji and replacement character of it is *payload*: no mark and no syntax has any, so each one
 has to come out once, in content, in thoughts, or in the name, the id or the arguments of a call. Where nothing was called, every
-other character has to come out as well, in order, but for white space and marks.
+other character has to come out as well, in order, but for white space and the marks that stand around thoughts; so has a mark
+that stands around nothing. In harmony, where headers are written in several ways, that is so of the marks that end messages.
+Where a constraint holds the answer, all that stands behind thoughts is the answer, to the character.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdmesh.text.parsers.events import CallArguments, CallOpened, Content, Event, Message, Thought, Unparsed
+from pdmesh.text.parsers.formats.harmony import ENDS, MESSAGE
+from pdmesh.text.parsers.reader import SPACE
 from pdmesh.text.parsers.registry import NONE, REASONING_FORMATS, TOOL_FORMATS, make_parser, marks_of
 from tests.text.parsers.writers import WRITERS
 
@@ -159,9 +163,10 @@ def _cut(rng: random.Random, whole: bytes, num_cuts: int) -> list[bytes]:
     return [whole[begin:end] for begin, end in zip([0, *ends], [*ends, len(whole)], strict=True)]
 
 
-def events_of(stream: Stream, pieces: Iterable[str]) -> list[Event]:
+def events_of(stream: Stream, pieces: Iterable[str], *, is_constrained: bool = False) -> list[Event]:
     """What the parser finds in an output that comes in these pieces."""
-    parser = make_parser(stream.tools, stream.reasoning, SCHEMAS, has_begun=stream.has_begun)
+    begun = stream.has_begun
+    parser = make_parser(stream.tools, stream.reasoning, SCHEMAS, has_begun=begun, is_constrained=is_constrained)
     found = [event for piece in pieces for event in parser.feed(piece)]
     return found + parser.finish()
 
@@ -184,10 +189,51 @@ def check(stream: Stream) -> None:
     _check_payload(text, whole, stream)
     if not message.calls:
         said = "".join(event.text for event in whole if isinstance(event, Content | Thought | Unparsed))
-        assert _bare(said, stream.marks) == _bare(text, stream.marks), f"text is lost: {stream}"
+        _check_said(text, said, whole, stream)
     for call in message.calls:
         assert not call.is_whole or isinstance(json.loads(call.arguments), dict), f"whole, and no object: {stream}"
         assert call.is_whole or message.warnings, f"not whole, and no warning: {stream}"
+
+
+def _check_said(text: str, said: str, events: Sequence[Event], stream: Stream) -> None:
+    """Where nothing was called, only marks that stand around something are missing."""
+    if stream.tools != "harmony":
+        assert _SPACE.sub("", said) == _SPACE.sub("", "".join(_apart(text, stream))), f"text is lost: {stream}"
+        return
+    assert _bare(said, stream.marks) == _bare(text, stream.marks), f"text is lost: {stream}"
+    num_ends, num_messages = (sum(text.count(mark) - said.count(mark) for mark in marks) for marks in (ENDS, (MESSAGE,)))
+    num_headers = sum(isinstance(event, Unparsed) and event.text not in ENDS for event in events)  # those that are text
+    assert num_ends <= num_messages + num_headers + 1, f"ends are lost, beyond those of messages and of the prompt's: {stream}"
+
+
+def check_constrained(stream: Stream) -> None:
+    """Raise AssertionError that shows the output, where something of an answer that a constraint holds is lost or changed."""
+    text = "".join(stream.pieces)
+    message = message_of(events_of(stream, [text], is_constrained=True))
+    tokens = message_of(events_of(stream, stream.pieces, is_constrained=True))
+    assert tokens == message, f"by tokens it is another: {stream}"
+    thoughts, answer = _apart(text, stream, is_constrained=True)
+    assert message.content == answer and not message.calls and not message.warnings, f"the answer is lost: {stream}"
+    assert _SPACE.sub("", message.thoughts) == _SPACE.sub("", thoughts), f"thoughts are lost: {stream}"
+
+
+def _apart(text: str, stream: Stream, *, is_constrained: bool = False) -> tuple[str, str]:
+    """Thoughts and what follows them, without the marks around thoughts that the output begins with: another reading."""
+    form = TOOL_FORMATS.get(stream.tools)
+    marks = (form.thoughts if form else None) or REASONING_FORMATS.get(stream.reasoning)
+    if marks is None:
+        return "", text
+    thoughts, answer, begun = "", text, text.lstrip(SPACE)
+    if begun.startswith(marks.open) or stream.has_begun:
+        within = begun.removeprefix(marks.open)
+        thoughts, close, answer = within.partition(marks.close)
+        opening = form.opening if form and form.ends_thoughts and not is_constrained else ""
+        if opening and opening in thoughts:
+            thoughts, _, rest = within.partition(opening)
+            answer, close = opening + rest, ""
+        if is_constrained and close:
+            answer = answer.removeprefix(marks.behind)
+    return thoughts, answer.removeprefix(marks.answer) if is_constrained else answer
 
 
 def _check_payload(text: str, events: Sequence[Event], stream: Stream) -> None:
@@ -236,6 +282,7 @@ def main(arguments: Sequence[str]) -> int:
     for _ in range(asked.streams):
         stream = drawn(rng, names)
         check(stream)
+        check_constrained(stream)
         num_tokens += len(stream.tokens)
         num_calls += sum(isinstance(event, CallOpened) for event in events_of(stream, stream.pieces))
     figures = {"streams": asked.streams, "seed": asked.seed, "tools": names, "tokens": num_tokens, "calls": num_calls}

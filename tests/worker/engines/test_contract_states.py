@@ -22,6 +22,7 @@ from pdmesh.engine.errors import (
     UnknownRequest,
 )
 from pdmesh.engine.interface import ReservedBlocks
+from pdmesh.engine.kv_cache.retention import Retention
 from pdmesh.engine.outputs import FinishReason, KVReady
 from pdmesh.text.block_hash import hash_prompt
 from pdmesh.text.tokenizer import Tokenizer
@@ -294,6 +295,20 @@ async def test_routers_learn_what_was_evicted(kind: Kind) -> None:
         assert changes is not None and not set(changes.stored) & set(changes.evicted)
         gone = names & set(changes.evicted)
         assert gone and names - gone <= set(blocks) and not gone & set(blocks)
+
+
+async def test_sessions_retain_blocks_or_the_lack_is_said(kind: Kind) -> None:
+    async with kind.open() as it:
+        asked = request("r", retention=Retention("t", "s", 600))
+        followed = await it.run(asked)
+        stats = await it.engine.stats()
+        block_size = it.engine.facts.block_size
+        num_full = (len(asked.prompt) + len(followed.output) - 1) // block_size
+        expected = 0 if Lack.RETENTION in it.engine.facts.lacks else num_full
+        assert stats.num_retained_blocks == expected
+        assert await it.engine.release_retained("t", "other") == 0
+        assert await it.engine.release_retained("t", "s") == expected
+        assert (await it.engine.stats()).num_retained_blocks == 0
 
 
 # Adapters

@@ -98,6 +98,7 @@ def test_ranks_share_the_memory_and_the_threads() -> None:
         (["--draft-model", "small"], "--draft-model"),
         (["--override", "rope_theta=1"], "--override"),
         (["--kv-shared"], "--kv-shared"),
+        (["--max-retained-share", "0.5"], "--max-retained-share"),
         (["--tensor-parallel", "2", "--device", "cuda"], "--tensor-parallel"),
         (["--block-size", "24"], "--block-size"),
         (["--max-num-batched-tokens", "8"], "--max-num-batched-tokens"),

@@ -32,7 +32,7 @@ from pdmesh.engine.lora.triton_maps import TritonAdapters
 from pdmesh.engine.memory import MIB, effective_max_context, free_memory
 from pdmesh.engine.models.config import ModelConfig
 from pdmesh.engine.models.decoder import DecoderModel, LatentMaps, sinks_of
-from pdmesh.engine.models.layers import ROW_MULTIPLE, Linear
+from pdmesh.engine.models.layers import ROW_MULTIPLE, Linear, Norm
 from pdmesh.engine.runner.batch import StepBatch
 
 # Compilation and loading of every kernel that steps of a model launch, before the first request.
@@ -296,6 +296,11 @@ class TritonModel:
     @property
     def embedding(self) -> Tensor:
         return self.decoder.embedding
+
+    @property
+    def norm(self) -> Norm:
+        """Return the norm before the head."""
+        return self.decoder.norm
 
     def first_layers(self, num_layers: int) -> TritonModel:
         """See DecoderModel.first_layers. Adapters are the whole model's alone: a draft is the base's."""

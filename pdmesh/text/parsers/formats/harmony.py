@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from pdmesh.text.parsers.calls import arguments
 from pdmesh.text.parsers.forcing import NAME, Form, ToolFormat
@@ -24,9 +25,10 @@ _HEADER = re.compile(
     rf"(?:(?:{re.escape(CONSTRAIN)})?\s*(?:json|code)\s*)?{re.escape(MESSAGE)}"
 )
 """A header, whole. A model may leave out the mark before `json`."""
-_THOUGHTS = "analysis"
+_THOUGHTS, _FINAL = "analysis", "final"
 MAX_HEADER = 512
 """Characters: so much is held back until it is clear that it is none."""
+_WRONG = "a header of a message is wrong"
 FORM = Form(
     "",
     f"{CHANNEL}commentary to={_FUNCTIONS}{NAME} <|constrain|>json{MESSAGE}",
@@ -42,15 +44,26 @@ def parse(schemas: Schemas) -> Parse:
 
 
 def _program(reader: Reader) -> Step[None]:
+    has_begun = True  # the prompt may have begun a message
     while mark := (yield from reader.until((START, CHANNEL, MESSAGE, *ENDS), reader.content)):
-        if mark in ENDS:
+        if mark not in ENDS:
+            has_begun = yield from _headed(reader, mark)
             continue
-        reader.mark(len(mark))
-        header = _HEADER.fullmatch((yield from _header(reader, mark)))
-        if header is None:
-            reader.unparsed(reader.since_mark(), "a header of a message is wrong")
-        else:
-            yield from _message(reader, header["first"] or header["second"] or "", header["channel"] or "")
+        if not has_begun:
+            reader.unparsed(mark, "a message ends that had not begun")
+        has_begun = False
+
+
+def _headed(reader: Reader, mark: str) -> Step[bool]:
+    """Read a message with its end, or a header that is wrong; return whether that has begun a message."""
+    reader.mark(len(mark))
+    header = _HEADER.fullmatch((yield from _header(reader, mark)))
+    if header is not None:
+        yield from _message(reader, header["first"] or header["second"] or "", header["channel"] or "")
+        return False
+    wrong = reader.since_mark()
+    reader.unparsed(wrong, _WRONG)
+    return not wrong.endswith(ENDS)
 
 
 def _header(reader: Reader, mark: str) -> Step[str]:
@@ -71,9 +84,12 @@ def _message(reader: Reader, recipient: str, channel: str) -> Step[None]:
         yield from attempt(reader, "", lambda reader, mark: _call(reader, recipient.removeprefix(_FUNCTIONS)))
     elif recipient:
         reader.unparsed(reader.since_mark(), f"a message to {recipient[:80]}, which is no function")
+    elif channel == _THOUGHTS:
+        yield from _thoughts(reader)
+        return
     else:
         reader.unmark()
-    yield from _rest(reader, is_thought=not recipient and channel == _THOUGHTS)
+    yield from _rest(reader, reader.content)
 
 
 def _call(reader: Reader, name: str) -> Step[None]:
@@ -83,12 +99,18 @@ def _call(reader: Reader, name: str) -> Step[None]:
     yield from reader.skip_space()
 
 
-def _rest(reader: Reader, *, is_thought: bool) -> Step[None]:
-    reader.is_thinking = is_thought
-    mark = yield from reader.until((START, *ENDS), reader.thought if is_thought else reader.content)
-    reader.is_thinking = False
+def _thoughts(reader: Reader) -> Step[None]:
+    reader.open_thoughts()
+    if (yield from _rest(reader, reader.thought)):
+        reader.close_thoughts()
+
+
+def _rest(reader: Reader, on_text: Callable[[str], None]) -> Step[bool]:
+    """Read a message to its end; return whether that has come."""
+    mark = yield from reader.until((START, *ENDS), on_text)
     if mark == START:
         reader.at -= len(mark)
+    return bool(mark)
 
 
 FORMAT = ToolFormat(
@@ -96,5 +118,7 @@ FORMAT = ToolFormat(
     FORM,
     signs=(("<|channel|>", "<|message|>"),),
     more_marks=(START, CHANNEL, MESSAGE, *ENDS, CONSTRAIN),
-    thoughts=ThinkMarks(f"{CHANNEL}{_THOUGHTS}{MESSAGE}", ENDS[0], behind=f"{START}assistant"),
+    thoughts=ThinkMarks(
+        f"{CHANNEL}{_THOUGHTS}{MESSAGE}", ENDS[0], behind=f"{START}assistant", answer=f"{CHANNEL}{_FINAL}{MESSAGE}"
+    ),
 )

@@ -14,7 +14,7 @@ def mend() -> None:
     _scalars_as_indices()
     _products_of_bfloat16()
     _rounding_to_bfloat16()
-    _patch_once_a_launch()
+    _patch_once()
     interpreter_costs.lower()
     _stand_in_for_graphs()
 
@@ -74,23 +74,19 @@ def _rounding_to_bfloat16() -> None:
     interpreter.InterpreterBuilder.cast_impl = cast
 
 
-def _patch_once_a_launch() -> None:
-    """The interpreter replaces the language's functions again at every call of one kernel function by another, which takes most
-    of its time; once for a launch and module is enough."""
+def _patch_once() -> None:
+    """The interpreter replaces the language's functions for a launch, and again at every call of one kernel function by another,
+    which takes most of its time. Here they are replaced once and stay so: in this process all kernels are interpreted."""
     import triton.language as tl
     from triton.runtime import interpreter
 
-    before, launch, done = interpreter._patch_lang, interpreter.GridExecutor.__call__, set[frozenset[int]]()
+    before, done = interpreter._patch_lang, set[frozenset[int]]()
 
     def patched(fn: Any) -> Any:
         langs = frozenset(id(value) for value in fn.__globals__.values() if value is tl or value is tl.core)
-        if langs in done:
-            return interpreter._LangPatchScope()
-        done.add(langs)
-        return before(fn)
+        if langs not in done:
+            before(fn)
+            done.add(langs)
+        return interpreter._LangPatchScope()
 
-    def launched(self: Any, *args: Any, **kwargs: Any) -> None:
-        done.clear()
-        launch(self, *args, **kwargs)
-
-    interpreter._patch_lang, interpreter.GridExecutor.__call__ = patched, launched
+    interpreter._patch_lang = patched

@@ -12,6 +12,9 @@ import numpy as np
 def lower() -> None:
     """Imports triton: `TRITON_INTERPRET=1` must be set before."""
     _keep_numpy_types()
+    _make_handles_quickly()
+    _call_builtins_directly()
+    _keep_what_operands_become()
     _keep_shapes()
     _type_tuples_when_asked()
     _broadcast_what_differs()
@@ -30,6 +33,80 @@ def _keep_numpy_types() -> None:
         return kept[key]
 
     interpreter._get_np_dtype = found
+
+
+def _make_handles_quickly() -> None:
+    """With the same check, without a dataclass's ways."""
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    widths = dict[str, int]()
+
+    def fits(array: Any, dtype: Any) -> bool:
+        if isinstance(dtype, core.pointer_type):
+            return True
+        if dtype.name not in widths:
+            widths[dtype.name] = max(8, dtype.primitive_bitwidth)
+        return int(array.itemsize) * 8 <= widths[dtype.name]
+
+    def made(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+        if not fits(data, dtype):
+            raise ValueError(f"numpy data itemsize ({data.itemsize * 8} bits) exceeds that of triton type {dtype}")
+
+    interpreter._validate_np_data_size, interpreter.TensorHandle.__init__ = fits, made
+
+
+def _call_builtins_directly() -> None:
+    """What refuses to run without `_semantic` is given it, so it need not be asked."""
+    from triton.language import core
+    from triton.language.semantic import TritonSemantic
+    from triton.runtime import interpreter
+
+    asking = core.builtin(lambda: None).__code__
+
+    def patch(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        called = member.__wrapped__ if getattr(member, "__code__", None) is asking else member
+        semantic = TritonSemantic(builder)
+
+        def given(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return called(*args, **kwargs)
+
+        scope.set_attr(obj, name, given)
+
+    interpreter._patch_attr = patch
+
+
+def _keep_what_operands_become() -> None:
+    """Which conversions two operands need follows from their types, and what a number becomes beside a tensor from the number
+    and the tensor's type: none is decided twice. Numbers beside unsigned integers are left alone: a shift writes to them."""
+    from triton.language import core, semantic
+
+    before = semantic.TritonSemantic.binary_op_type_checking_impl
+    alike, numbers = dict[tuple[Any, ...], bool](), dict[tuple[Any, ...], Any]()
+
+    def check(self: Any, lhs: Any, rhs: Any, *flags: Any, **more: Any) -> Any:
+        kinds = type(lhs), type(rhs)
+        if kinds == (core.tensor, core.tensor):
+            key = (lhs.dtype.name, rhs.dtype.name, *flags, *more.items())
+            if alike.get(key):
+                return self.broadcast_impl_value(lhs, rhs)
+            if lhs.shape is rhs.shape and key not in alike:
+                found = before(self, lhs, rhs, *flags, **more)
+                alike[key] = found[0] is lhs and found[1] is rhs
+                return found
+        elif kinds[0] is core.tensor and kinds[1] in (int, float) and rhs == rhs and not lhs.dtype.is_int_unsigned():
+            key = (lhs.dtype.name, id(lhs.shape), kinds[1], rhs, *flags, *more.items())
+            if key in numbers:
+                return lhs, numbers[key]
+            found = before(self, lhs, rhs, *flags, **more)
+            if found[0] is lhs:
+                numbers[key] = found[1]
+            return found
+        return before(self, lhs, rhs, *flags, **more)
+
+    semantic.TritonSemantic.binary_op_type_checking_impl = check
 
 
 def _keep_shapes() -> None:
