@@ -35,22 +35,26 @@ def install() -> None:
         return
     for name in ("monotonic", "monotonic_ns", "time", "time_ns", "perf_counter", "perf_counter_ns"):
         _real[name] = getattr(time, name)
-    time.monotonic = lambda: _monotonic_ns() / 1e9  # type: ignore[assignment]
-    time.monotonic_ns = _monotonic_ns  # type: ignore[assignment]
-    time.perf_counter = time.monotonic
-    time.perf_counter_ns = time.monotonic_ns
-    time.time = lambda: _time_ns() / 1e9  # type: ignore[assignment]
-    time.time_ns = _time_ns  # type: ignore[assignment]
-    secrets.token_hex = lambda nbytes=32: _bytes(nbytes or 32).hex()
-    secrets.token_bytes = lambda nbytes=32: _bytes(nbytes or 32)
-    secrets.randbits = lambda k: _rng().getrandbits(k)
+    _put(time, "monotonic", lambda: _monotonic_ns() / 1e9)
+    _put(time, "monotonic_ns", _monotonic_ns)
+    _put(time, "perf_counter", time.monotonic)
+    _put(time, "perf_counter_ns", time.monotonic_ns)
+    _put(time, "time", lambda: _time_ns() / 1e9)
+    _put(time, "time_ns", _time_ns)
+    _put(secrets, "token_hex", lambda nbytes=32: _bytes(nbytes or 32).hex())
+    _put(secrets, "token_bytes", lambda nbytes=32: _bytes(nbytes or 32))
+    _put(secrets, "randbits", lambda k: _rng().getrandbits(k))
     _real["urandom"] = os.urandom
-    os.urandom = _bytes
-    uuid.uuid4 = lambda: uuid.UUID(bytes=_bytes(16), version=4)
+    _put(os, "urandom", _bytes)
+    _put(uuid, "uuid4", lambda: uuid.UUID(bytes=_bytes(16), version=4))
     _real["submit"] = ThreadPoolExecutor.submit
-    ThreadPoolExecutor.submit = _submit  # type: ignore[method-assign]
+    _put(ThreadPoolExecutor, "submit", _submit)
     _real["Random"] = random.Random
-    random.Random = _SeededRandom  # type: ignore[misc]
+    _put(random, "Random", _SeededRandom)
+
+
+def _put(owner: object, name: str, new: object) -> None:
+    setattr(owner, name, new)
 
 
 def real(name: str) -> Callable[..., Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from router.config import RouterConfig
 from router.main import Router
 from tests.simulation.engine import CONFIG, SimulatedEngine, make_engine
 from tests.simulation.network import Network
-from tests.simulation.world import SECOND, Process, World
+from tests.simulation.world import Process, World
 from tests.support.tiny_models import write_byte_tokenizer
 
 MODEL = "sim"
@@ -41,6 +41,8 @@ class Member:
     process: Process | None = None
     worker: Worker | None = None
     router: Router | None = None
+    roles: tuple[str, ...] = ()
+    sizes: dict[str, int] = field(default_factory=dict)
     failures: list[BaseException] = field(default_factory=list)
 
     @property
@@ -60,7 +62,7 @@ class SimulatedMesh:
     def add_worker(self, name: str, roles: tuple[str, ...], **sizes: int) -> Member:
         member = Member(name, f"10.0.0.{len(self.workers) + 1}:7000")
         self.workers[name] = member
-        member.roles, member.sizes = roles, sizes  # type: ignore[attr-defined]
+        member.roles, member.sizes = roles, sizes
         return member
 
     def add_router(self, name: str) -> Member:
@@ -88,10 +90,10 @@ class SimulatedMesh:
 
     async def _run_worker(self, member: Member) -> None:
         host, _, port = member.address.rpartition(":")
-        engine = make_engine(model_folder(), **member.sizes)  # type: ignore[attr-defined]
+        engine = make_engine(model_folder(), **member.sizes)
         config = WorkerConfig(
             engine=engine.config, model_name=MODEL, host=host, port=int(port), transports=("grpc",), worker_id=member.name,
-            roles=member.roles,  # type: ignore[attr-defined]
+            roles=member.roles,
         )  # fmt: skip
         config.validate()
         worker = Worker(config, SimulatedEngine(engine), worker_id=member.name, on_failure=member.failures.append)
@@ -104,12 +106,7 @@ class SimulatedMesh:
             host=host, port=int(port), http_port=None, models=(f"{MODEL}={model_folder()}",), router_id=member.name,
             workers=tuple(worker.address for worker in self.workers.values()),
         )  # fmt: skip
-        config = replace(config, **getattr(member, "overrides", {}))
         config.validate()
         router = Router(config)
         member.router = router
         await router.start()
-
-
-def until_ns(seconds: float) -> int:
-    return round(seconds * SECOND)

@@ -8,6 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+
+def put(owner: object, name: str, new: object) -> None:
+    """Replace a method or function of the product."""
+    setattr(owner, name, new)
+
+
 MUTANTS: dict[str, Callable[[], None]] = {}
 
 
@@ -20,7 +26,7 @@ def mutant(change: Callable[[], None]) -> Callable[[], None]:
 def stale_attempts_are_taken() -> None:
     from kvtransfer import reservation
 
-    reservation._check_attempt = lambda current, event, attempt: None
+    put(reservation, "_check_attempt", lambda current, event, attempt: None)
 
 
 @mutant
@@ -33,21 +39,21 @@ def a_failed_attempt_keeps_its_number() -> None:
     def fail(current: Any, event: Any, attempt: int, now: float) -> Any:
         return replace(reservation._renewed(current, now), state=State.RESERVED) if current.accepts_bytes(attempt) else current
 
-    reservation._fail_attempt = fail
+    put(reservation, "_fail_attempt", fail)
 
 
 @mutant
 def leases_never_expire() -> None:
     from kvtransfer import reservation
 
-    reservation._expire = lambda current, now: current
+    put(reservation, "_expire", lambda current, now: current)
 
 
 @mutant
 def leases_are_not_renewed() -> None:
     from kvtransfer import reservation
 
-    reservation._renewed = lambda current, now: current
+    put(reservation, "_renewed", lambda current, now: current)
 
 
 @mutant
@@ -58,7 +64,7 @@ def a_freed_request_keeps_its_blocks() -> None:
         self._forget(record, ending)
         self._set_inactive(record)
 
-    Reservations._free = free  # type: ignore[method-assign]
+    put(Reservations, "_free", free)
 
 
 @mutant
@@ -68,28 +74,28 @@ def blocks_are_freed_under_a_writer() -> None:
     async def quiesce(self: Any, reservation_id: str) -> None:
         return None
 
-    Receiver.quiesce = quiesce  # type: ignore[method-assign]
+    put(Receiver, "quiesce", quiesce)
 
 
 @mutant
 def an_early_cancel_is_forgotten() -> None:
     from decode_service import requests
 
-    requests.Tombstones.note_early_cancel = lambda self, request_id, now: None  # type: ignore[attr-defined]
+    put(requests.Tombstones, "note_early_cancel", lambda self, request_id, now: None)
 
 
 @mutant
 def a_router_names_no_resume_points() -> None:
     from router.fleet.decode_stream import DecodeStream
 
-    DecodeStream._resume_points = lambda self: []  # type: ignore[method-assign]
+    put(DecodeStream, "_resume_points", lambda self: [])
 
 
 @mutant
 def a_new_incarnation_is_not_noticed() -> None:
     from router.fleet.decode_stream import DecodeStream
 
-    DecodeStream._alive = lambda self, epoch: None  # type: ignore[method-assign]
+    put(DecodeStream, "_alive", lambda self, epoch: None)
 
 
 @mutant
@@ -99,7 +105,7 @@ def a_cancelled_request_is_not_cancelled_on_the_worker() -> None:
     async def cancel(self: Any, reason: str) -> None:
         return None
 
-    DecodeSession._cancel = cancel  # type: ignore[method-assign]
+    put(DecodeSession, "_cancel", cancel)
 
 
 @mutant
@@ -113,12 +119,12 @@ def a_late_first_token_is_told_before_output() -> None:
         for chunk in chunks:
             self.deliver(chunk)
 
-    DecodeSession.deliver_first = deliver_first  # type: ignore[method-assign]
+    put(DecodeSession, "deliver_first", deliver_first)
 
 
 @mutant
 def a_wake_up_is_lost() -> None:
-    from router.flow_control.controller import FlowController  # type: ignore[attr-defined]
+    from router.flow_control.controller import FlowController
 
     wake = FlowController._wake
     count = [0]
@@ -128,7 +134,7 @@ def a_wake_up_is_lost() -> None:
         if count[0] % 5:
             wake(self, decided)
 
-    FlowController._wake = sometimes
+    put(FlowController, "_wake", sometimes)
 
 
 @mutant
@@ -138,28 +144,28 @@ def a_prefilled_request_is_not_released() -> None:
     async def nothing(self: Any, engine_id: str) -> None:
         return None
 
-    Handoff._clean_up = nothing  # type: ignore[method-assign]
+    put(Handoff, "_clean_up", nothing)
 
 
 @mutant
 def a_client_resumes_from_the_beginning() -> None:
     from pdmesh.client import stream
 
-    stream.StreamSession.resuming = property(lambda self: False)  # type: ignore[assignment]
+    put(stream.StreamSession, "resuming", property(lambda self: False))
 
 
 @mutant
 def a_stream_never_breaks_by_silence() -> None:
-    from router.fleet import decode_stream
+    from router.fleet.heartbeat import Watchdog
 
-    decode_stream.Watchdog.heard = lambda self: None  # type: ignore[attr-defined]
+    put(Watchdog, "heard", lambda self: None)
 
 
 @mutant
 def the_pool_is_not_copied_on_write() -> None:
     from pdmesh.engine.kv_cache.block_manager import BlockManager
 
-    BlockManager._shared_to_write = lambda self, sequence, num_tokens: []  # type: ignore[method-assign]
+    put(BlockManager, "_shared_to_write", lambda self, sequence, num_tokens: [])
 
 
 @mutant
@@ -176,4 +182,4 @@ def a_block_is_published_before_it_is_full() -> None:
         finally:
             sequence.num_computed -= 1
 
-    BlockManager.publish = early  # type: ignore[method-assign]
+    put(BlockManager, "publish", early)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 
@@ -14,7 +14,7 @@ from tests.simulation.engine import CONFIG, checksum_after, logits_of
 EOS = frozenset({300})
 
 
-@lru_cache(maxsize=None)
+@cache
 def answer(prompt: tuple[int, ...], max_tokens: int, seed: int, temperature: float, choice: int) -> tuple[int, ...]:
     """Return the tokens of one choice."""
     params = SamplingParams(max_tokens=max_tokens, seed=seed, temperature=temperature)

@@ -1,4 +1,4 @@
-"""gRPC over the simulated network: `grpc.aio.server` and `grpc.aio.insecure_channel`, with the promises that the product relies on.
+"""gRPC over the simulated network: `grpc.aio.server` and `grpc.aio.insecure_channel`, with what the product relies on.
 
     client: Call ── open, message, half-close, cancel ──► ServerCall (a task of the server's process)
                  ◄── message, status, credit ──
@@ -18,7 +18,7 @@ import grpc
 import grpc.aio
 
 from tests.simulation.network import Connection, Network
-from tests.simulation.world import MILLISECOND, Process, current_process
+from tests.simulation.world import MILLISECOND, current_process
 
 WINDOW_BYTES = 64 * 1024
 BACKOFF_NS = 200 * MILLISECOND

@@ -1,7 +1,7 @@
 """Runs seeds, each in a process of its own: python -m tests.simulation.run --seeds 1-1000, or --seed 17 --log.
 
-A seed replays to the same event wherever it runs: hashes of texts are fixed (PYTHONHASHSEED), and each run begins in a copy of the
-same fresh process.
+A seed replays to the same event wherever it runs: hashes of texts are fixed (PYTHONHASHSEED), and each run begins in a copy of
+the same fresh process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from tests.simulation import machine
 def main(arguments: list[str]) -> int:
     options = _options(arguments)
     if os.environ.get("PYTHONHASHSEED") != "0":
-        os.execvpe(sys.executable, [sys.executable, "-m", "tests.simulation.run", *arguments], {**os.environ, "PYTHONHASHSEED": "0"})
+        os.execvpe(
+            sys.executable, [sys.executable, "-m", "tests.simulation.run", *arguments], {**os.environ, "PYTHONHASHSEED": "0"}
+        )
     machine.install()
     prepare(options.mutant)
     if options.seed is not None:
@@ -104,7 +106,7 @@ def in_child(seed: int, *, log: bool = False, timeout_s: int = 60) -> dict[str, 
     with os.fdopen(reading, "rb") as pipe:
         data = pipe.read()
     os.waitpid(pid, 0)
-    return pickle.loads(data) if data else {"violations": ["the run did not end"], "digest": 0}  # noqa: S301
+    return pickle.loads(data) if data else {"violations": ["the run did not end"], "digest": 0}
 
 
 def _show(seed: int, *, log: bool) -> int:

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pdmesh.client.client import AsyncClient
-from pdmesh.client.types import Completed, Delta
+from pdmesh.client.types import Completed, Delta, GenerateOptions
 from pdmesh.errors import MeshError
 from tests.simulation import machine, oracle, rpc
+from tests.simulation.engine import SimulatedEngine
 from tests.simulation.mesh import MODEL, Member, SimulatedMesh
 from tests.simulation.network import Network
 from tests.simulation.scenario import Ask, Fault, Scenario
@@ -79,9 +80,12 @@ class Run:
             "max_num_seqs": scenario.max_num_seqs,
             "max_num_batched_tokens": 64,
         }
-        for names, roles in ((scenario.decodes, ("decode",)), (scenario.prefills, ("prefill",)), (scenario.boths, ("prefill", "decode"))):
-            for name in names:
-                self.mesh.add_worker(name, roles, **sizes)
+        for name in scenario.decodes:
+            self.mesh.add_worker(name, ("decode",), **sizes)
+        for name in scenario.prefills:
+            self.mesh.add_worker(name, ("prefill",), **sizes)
+        for name in scenario.boths:
+            self.mesh.add_worker(name, ("prefill", "decode"), **sizes)
         for name in scenario.routers:
             self.mesh.add_router(name)
         for member in self.mesh.members():
@@ -119,13 +123,18 @@ class Run:
 
     async def _request(self, got: Got) -> None:
         ask = got.ask
+        options: GenerateOptions = {
+            "max_tokens": ask.max_tokens,
+            "seed": ask.seed,
+            "temperature": ask.temperature,
+            "n": ask.num_choices,
+        }
+        if ask.mode is not None:
+            options["mode"] = ask.mode
         addresses = [member.address for member in self.mesh.routers.values()]
         async with AsyncClient(addresses, retry_overload=True) as client:
             try:
-                stream = client.generate_stream(
-                    list(ask.prompt), model=MODEL, max_tokens=ask.max_tokens, seed=ask.seed, temperature=ask.temperature,
-                    n=ask.num_choices, **({} if ask.mode is None else {"mode": ask.mode}),
-                )  # fmt: skip
+                stream = client.generate_stream(list(ask.prompt), model=MODEL, **options)
                 if ask.cancels_s is not None:
                     asyncio.get_running_loop().call_later(ask.cancels_s, stream.cancel)
                 last = self.world.now_ns
@@ -183,16 +192,18 @@ class Run:
             await asyncio.sleep(fault.for_s)
             process.resume()
         elif fault.kind in ("cut", "cut both"):
-            pairs = [fault.targets] + [fault.targets[::-1]] * (fault.kind == "cut both")
+            source, target = fault.targets
+            pairs = [(source, target)] + [(target, source)] * (fault.kind == "cut both")
             for pair in pairs:
                 self.network.cut(*pair)
             await asyncio.sleep(fault.for_s)
             for pair in pairs:
                 self.network.heal(*pair)
         elif fault.kind == "slow link":
-            self.network.slow(*fault.targets, round(fault.amount * SECOND))
+            source, target = fault.targets
+            self.network.slow(source, target, round(fault.amount * SECOND))
             await asyncio.sleep(fault.for_s)
-            self.network.slow(*fault.targets, 0)
+            self.network.slow(source, target, 0)
         elif fault.kind == "slow process" and process is not None:
             process.slowness = fault.amount
             await asyncio.sleep(fault.for_s)
@@ -210,11 +221,14 @@ class Run:
         for failure in member.failures:
             self._fail(f"{member.name} failed: {failure!r}")
         if member.worker is not None:
-            engine = member.worker.engine.engine  # type: ignore[attr-defined]
+            composed = member.worker.engine
+            assert isinstance(composed, SimulatedEngine)
+            engine = composed.engine
             stats = engine.stats()
             busy = (stats.num_running, stats.num_waiting, stats.num_reserved, stats.num_held)
             if any(busy) or stats.num_free_blocks != stats.num_total_blocks:
-                self._fail(f"{member.name} is not whole: running, waiting, reserved, held are {busy}, {stats.num_free_blocks} free")
+                held = f"running, waiting, reserved, held are {busy}, {stats.num_free_blocks} blocks free"
+                self._fail(f"{member.name} is not whole: {held}")
             engine.check_integrity()
             if len(member.worker.dispatcher):
                 self._fail(f"{member.name} has {len(member.worker.dispatcher)} sinks left")

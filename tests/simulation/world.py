@@ -1,8 +1,8 @@
 """A simulated world: one virtual clock, processes that take turns, and a random number generator that decides everything.
 
-The event loop is asyncio's with another heart: `_run_once` takes the next event of the world, in virtual time. Each process has its
-own queue of callbacks, which run in order, as on a loop of its own; which process runs next, and how long its callback takes, the
-seed decides. A process that is killed runs nothing any more, no `finally` either; one that is frozen goes on where it was.
+The event loop is asyncio's, but `_run_once` takes the next event of the world, in virtual time. Each process has its own queue of
+callbacks, which run in order, as on a loop of its own. The seed decides which process runs next, and how long its callback takes.
+A process that is killed runs nothing any more, no `finally` either; one that is frozen goes on where it was.
 """
 
 from __future__ import annotations
@@ -141,14 +141,21 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def time(self) -> float:
         return self._current().now_ns() / 1e9
 
-    def call_soon(self, callback: Any, *args: Any, context: Context | None = None) -> asyncio.Handle:
+    def call_soon(  # type: ignore[override]
+        self, callback: Any, *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
         handle = asyncio.Handle(callback, args, self, context)
         self._enqueue(self._owner(handle), handle)
         return handle
 
-    call_soon_threadsafe = call_soon
+    def call_soon_threadsafe(  # type: ignore[override]
+        self, callback: Any, *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        return self.call_soon(callback, *args, context=context)
 
-    def call_at(self, when: float, callback: Any, *args: Any, context: Context | None = None) -> asyncio.TimerHandle:
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Any, *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
         timer = asyncio.TimerHandle(when, callback, args, self, context)
         owner = self._owner(timer)
         self.push(max(self._world.now_ns, round(when * 1e9) - owner.offset_ns), owner, timer)
@@ -165,7 +172,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
             process.is_scheduled = True
             self.push(max(self._world.now_ns, process.busy_until_ns), process, None)
 
-    def run_in_executor(self, executor: object, func: Callable[..., T], *args: object) -> asyncio.Future[T]:  # type: ignore[override]
+    def run_in_executor(self, executor: object, func: Callable[..., T], *args: object) -> asyncio.Future[T]:
         """Run a function that a thread would run: at once, its result later."""
         future: asyncio.Future[T] = self.create_future()
         process = self._current()
@@ -199,7 +206,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
             if when_ns > world.now_ns:
                 world.now_ns = when_ns
             if handle is not None:
-                if not handle._cancelled:  # type: ignore[attr-defined]
+                if not handle._cancelled:
                     self._enqueue(process, handle)
                 continue
             process.is_scheduled = False
@@ -212,9 +219,9 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         world, rng = self._world, self._world.rng
         for _ in range(min(len(process.ready), 1 + rng.getrandbits(2))):
             handle = process.ready.popleft()
-            if not handle._cancelled:  # type: ignore[attr-defined]
+            if not handle._cancelled:
                 world.num_events += 1
-                handle._run()  # type: ignore[attr-defined]
+                handle._run()
             if process.is_dead or process.is_frozen:
                 return
         pause_ns = (2_000 + rng.getrandbits(14)) * process.slowness
@@ -232,13 +239,15 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         return _process.get(self._world.outside)
 
     def _owner(self, handle: asyncio.Handle) -> Process:
-        return handle._context.get(_process, self._world.outside)  # type: ignore[attr-defined]
+        owner = handle._context.get(_process, self._world.outside)  # type: ignore[attr-defined]
+        assert isinstance(owner, Process)
+        return owner
 
     def _make_task(self, loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
         context = options.get("context")
         owner = _process.get(self._world.outside) if context is None else context.get(_process, self._world.outside)
         task = asyncio.Task(work, loop=loop, **options)
-        task._log_destroy_pending = False  # type: ignore[attr-defined]  a killed process leaves its tasks as they are
+        task._log_destroy_pending = False  # type: ignore[attr-defined]  # a killed process leaves its tasks behind
         owner.tasks.add(task)
         task.add_done_callback(owner.tasks.discard, context=owner.context)
         return task
