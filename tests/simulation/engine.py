@@ -1,8 +1,8 @@
-"""The real engine (scheduler, block pool, reservations, prefix cache), stepping in virtual time on a model that is a function of KV.
+"""The real engine (scheduler, block pool, reservations, prefix cache), in virtual time, on a model that is a function of KV.
 
-The model keeps no history: it writes each token and a checksum of those before it into the KV slots that it is told, and reads the
-whole context back through the block tables. KV that came from another worker, a cached prefix or a copy gives an error at once if
-a single slot of it is wrong.
+The model keeps no history: it writes each token and a checksum of those before it into the KV slots that it is told, and reads
+the whole context back through the block tables. KV that came from another worker, a cached prefix or a copy gives an error at
+once if a single slot of it is wrong.
 """
 
 from __future__ import annotations

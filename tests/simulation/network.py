@@ -1,7 +1,8 @@
 """A simulated network: connections between processes, in order within each direction, late, cut, broken.
 
-A connection is TCP's: nothing is lost while it lives. A cut link holds what is sent (TCP sends it again) until it is whole; a side
-that pings and hears nothing gives its end up. A process that dies breaks its connections; the other ends learn it over whole links.
+A connection is TCP's: nothing is lost while it lives. A cut link holds what is sent (TCP sends it again) until it is whole; a
+side that pings and hears nothing gives its end up. A process that dies breaks its connections; the other ends learn it over
+whole links.
 """
 
 from __future__ import annotations

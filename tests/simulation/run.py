@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import logging
 import os
 import pickle
@@ -17,6 +18,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from tests.simulation import machine
+
+SHOWN = ("violations", "digest", "num_events", "virtual_s")
 
 
 def main(arguments: list[str]) -> int:
@@ -34,6 +37,8 @@ def main(arguments: list[str]) -> int:
     for seed in range(int(first), int(last or first) + 1):
         outcome = in_child(seed)
         num += 1
+        if options.json:
+            print(json.dumps({"seed": seed, **{key: outcome.get(key) for key in SHOWN}}), flush=True)
         virtual_s += outcome.get("virtual_s", 0.0)
         if outcome["violations"]:
             num_bad += 1
@@ -139,6 +144,7 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--seeds", default="1-100")
     parser.add_argument("--mutant", default="")
     parser.add_argument("--stop", action="store_true", help="end at the first seed with a violation")
+    parser.add_argument("--json", action="store_true", help="print a line of JSON for each seed")
     parser.add_argument("--log", action="store_true")
     return parser.parse_args(arguments)
 

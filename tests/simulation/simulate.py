@@ -9,7 +9,7 @@ from typing import Any
 from pdmesh.client.client import AsyncClient
 from pdmesh.client.types import Completed, Delta, GenerateOptions
 from pdmesh.errors import MeshError
-from tests.simulation import machine, oracle, rpc
+from tests.simulation import machine, oracle, rpc_server
 from tests.simulation.engine import SimulatedEngine
 from tests.simulation.mesh import MODEL, Member, SimulatedMesh
 from tests.simulation.network import Network
@@ -61,7 +61,7 @@ class Run:
     def run(self) -> Outcome:
         """Run it to the end."""
         machine.enter(self.world)
-        rpc.install(lambda: self.network)
+        rpc_server.install(lambda: self.network)
         self.world.loop.set_exception_handler(self._on_exception)
         self.world.loop.knock = self._knock
         try:
