@@ -1,0 +1,125 @@
+"""What happens in a run, chosen by its seed: the mesh's shape, requests, and faults."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+FIRST_TOKEN, LAST_TOKEN = 64, 300
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request of a client process of its own. `leaves_s`: after how long its process is killed, `cancels_s`: it cancels."""
+
+    at_s: float
+    prompt: tuple[int, ...]
+    max_tokens: int
+    seed: int
+    temperature: float
+    num_choices: int
+    mode: str | None
+    cancels_s: float | None = None
+    leaves_s: float | None = None
+    pause_s: float = 0.0  # between two events that it reads
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that goes wrong for a while. `targets` are names of members; cut and slow have two."""
+
+    at_s: float
+    kind: str  # kill, freeze, cut, slow link, slow process
+    targets: tuple[str, ...]
+    for_s: float
+    amount: float = 0.0
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One run. `spared`: members that nothing happens to, one of each kind, or none."""
+
+    seed: int
+    decodes: tuple[str, ...]
+    prefills: tuple[str, ...]
+    boths: tuple[str, ...]
+    routers: tuple[str, ...]
+    num_blocks: int
+    max_num_seqs: int
+    asks: tuple[Ask, ...]
+    faults: tuple[Fault, ...]
+    is_spared: bool
+    spared: frozenset[str] = field(default=frozenset())
+
+    @property
+    def ends_s(self) -> float:
+        """Return when all faults are over and all requests were sent."""
+        return max([fault.at_s + fault.for_s for fault in self.faults] + [ask.at_s for ask in self.asks])
+
+
+START_S = 1.5
+SPAN_S = 4.0
+LONGEST_FAULT_S = 5.0
+
+
+def scenario(seed: int) -> Scenario:
+    """Return the scenario of a seed."""
+    rng = random.Random(seed * 2 + 1)
+    decodes = tuple(f"decode-{index}" for index in range(rng.randrange(1, 4)))
+    prefills = tuple(f"prefill-{index}" for index in range(rng.randrange(1, 3)))
+    boths = ("both-0",) if not rng.randrange(4) else ()
+    routers = tuple(f"router-{index}" for index in range(rng.choice((1, 1, 2))))
+    is_spared = rng.random() < 0.7
+    spared = frozenset({decodes[0], prefills[0], routers[0]} if is_spared else ())
+    num_blocks = rng.choice((12, 24, 64))
+    faults = tuple(_fault(rng, (*decodes, *prefills, *boths), routers, spared) for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4))))
+    return Scenario(
+        seed=seed,
+        decodes=decodes,
+        prefills=prefills,
+        boths=boths,
+        routers=routers,
+        num_blocks=num_blocks,
+        max_num_seqs=rng.choice((4, 16)),
+        asks=tuple(_ask(rng, num_blocks * 16) for _ in range(rng.randrange(1, 8))),
+        faults=tuple(fault for fault in faults if fault is not None),
+        is_spared=is_spared,
+        spared=spared,
+    )
+
+
+def _ask(rng: random.Random, room: int) -> Ask:
+    shared = tuple(range(FIRST_TOKEN, FIRST_TOKEN + rng.choice((0, 16, 40))))
+    own = tuple(rng.randrange(FIRST_TOKEN, LAST_TOKEN) for _ in range(rng.choice((1, 3, 17, 60))))
+    prompt = (shared + own)[: room // 3]
+    odd = rng.random()
+    return Ask(
+        at_s=START_S + rng.random() * SPAN_S,
+        prompt=prompt,
+        max_tokens=rng.choice((1, 2, 8, 30, 60)),
+        seed=rng.randrange(1, 1000),
+        temperature=rng.choice((0.0, 1.0)),
+        num_choices=rng.choice((1, 1, 1, 1, 2)),
+        mode=rng.choice((None, None, "remote", "local")),
+        cancels_s=rng.random() if odd < 0.1 else None,
+        leaves_s=rng.random() if 0.1 <= odd < 0.2 else None,
+        pause_s=rng.random() * 0.2 if 0.2 <= odd < 0.3 else 0.0,
+    )
+
+
+def _fault(rng: random.Random, workers: tuple[str, ...], routers: tuple[str, ...], spared: frozenset[str]) -> Fault | None:
+    """Return a fault of members that are not spared; None: there are none."""
+    struck = [name for name in (*workers, *routers) if name not in spared]
+    if not struck:
+        return None
+    kind = rng.choice(("kill", "kill", "freeze", "freeze", "cut", "cut", "cut both", "slow link", "slow process"))
+    target = rng.choice(struck)
+    at_s, for_s = START_S + rng.random() * SPAN_S, rng.choice((0.05, 0.5, 2.0, LONGEST_FAULT_S)) * rng.random()
+    targets: tuple[str, ...] = (target,)
+    if kind in ("cut", "cut both", "slow link"):
+        other = rng.choice([name for name in (*workers, *routers) if name != target] or [target])
+        if other == target:
+            return None
+        targets = (target, other) if rng.random() < 0.5 else (other, target)
+    amount = {"slow link": rng.random() * 0.3, "slow process": 2 + rng.random() * 30}.get(kind, 0.0)
+    return Fault(at_s, kind, targets, for_s, amount)

@@ -1,0 +1,270 @@
+"""One run of a scenario, and what must be true during it and after it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+from pdmesh.client.client import AsyncClient
+from pdmesh.client.types import Completed, Delta, GenerateOptions
+from pdmesh.errors import MeshError
+from tests.simulation import machine, oracle, rpc_server
+from tests.simulation.engine import SimulatedEngine
+from tests.simulation.mesh import MODEL, Member, SimulatedMesh
+from tests.simulation.network import Network
+from tests.simulation.scenario import Ask, Fault, Scenario
+from tests.simulation.world import SECOND, World, current_process
+
+LONGEST_REQUEST_S = 40.0
+QUIET_S = 12.0
+READY_S = 1.4
+
+
+@dataclass
+class Got:
+    """What one request got."""
+
+    ask: Ask
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    error: MeshError | None = None
+    is_over: bool = False
+    has_left: bool = False
+    took_s: float = 0.0
+    longest_gap_s: float = 0.0
+
+
+@dataclass
+class Outcome:
+    """The end of a run."""
+
+    seed: int
+    violations: list[str]
+    digest: int
+    virtual_s: float
+    num_events: int
+    got: list[Got]
+
+
+class Run:
+    """A scenario in a world of its own."""
+
+    def __init__(self, scenario: Scenario, *, log: bool = False) -> None:
+        self.scenario = scenario
+        self.world = World(scenario.seed)
+        self.world.log = [] if log else None
+        self.network = Network(self.world)
+        self.mesh = SimulatedMesh(self.world, self.network)
+        self.violations: list[str] = []
+        self.got: list[Got] = []
+
+    def run(self) -> Outcome:
+        """Run it to the end."""
+        machine.enter(self.world)
+        rpc_server.install(lambda: self.network)
+        self.world.loop.set_exception_handler(self._on_exception)
+        self.world.loop.knock = self._knock
+        try:
+            self.world.run(self._main())
+        finally:
+            machine.enter(None)
+        return Outcome(
+            self.scenario.seed, self.violations, self.world.digest, self.world.now_ns / SECOND, self.world.num_events, self.got
+        )
+
+    async def _main(self) -> None:
+        scenario = self.scenario
+        sizes = {
+            "num_blocks": scenario.num_blocks,
+            "block_size": 16,
+            "max_num_seqs": scenario.max_num_seqs,
+            "max_num_batched_tokens": 64,
+        }
+        for name in scenario.decodes:
+            self.mesh.add_worker(name, ("decode",), **sizes)
+        for name in scenario.prefills:
+            self.mesh.add_worker(name, ("prefill",), **sizes)
+        for name in scenario.boths:
+            self.mesh.add_worker(name, ("prefill", "decode"), **sizes)
+        for name in scenario.routers:
+            self.mesh.add_router(name)
+        for member in self.mesh.members():
+            self.mesh.start(member)
+        tasks = [asyncio.ensure_future(self._strike(fault)) for fault in scenario.faults]
+        tasks += [asyncio.ensure_future(self._ask(number, ask)) for number, ask in enumerate(scenario.asks)]
+        done, late = await asyncio.wait(tasks, timeout=scenario.ends_s + LONGEST_REQUEST_S)
+        for task in done:
+            task.result()
+        if late:
+            self._fail(f"{len(late)} requests have not ended")
+        await asyncio.sleep(QUIET_S)
+        self._check_quiet()
+        self._check_answers()
+
+    # Requests
+
+    async def _ask(self, number: int, ask: Ask) -> None:
+        await asyncio.sleep(ask.at_s)
+        got = Got(ask)
+        self.got.append(got)
+        process = self.world.process(f"client-{number}")
+        task = process.start(self._request(got))
+        began = self.world.now_ns
+        if ask.leaves_s is not None:
+            await asyncio.wait([task], timeout=ask.leaves_s)
+            if not task.done():
+                got.has_left = True
+                self.mesh.graveyard.append(set(process.tasks))
+                process.kill()
+                self.network.died(process)
+                return
+        await task
+        got.took_s = (self.world.now_ns - began) / SECOND
+
+    async def _request(self, got: Got) -> None:
+        ask = got.ask
+        options: GenerateOptions = {
+            "max_tokens": ask.max_tokens,
+            "seed": ask.seed,
+            "temperature": ask.temperature,
+            "n": ask.num_choices,
+        }
+        if ask.mode is not None:
+            options["mode"] = ask.mode
+        addresses = [member.address for member in self.mesh.routers.values()]
+        async with AsyncClient(addresses, retry_overload=True) as client:
+            try:
+                stream = client.generate_stream(list(ask.prompt), model=MODEL, **options)
+                if ask.cancels_s is not None:
+                    asyncio.get_running_loop().call_later(ask.cancels_s, stream.cancel)
+                last = self.world.now_ns
+                async for event in stream:
+                    got.longest_gap_s = max(got.longest_gap_s, (self.world.now_ns - last) / SECOND)
+                    self._take(got, event)
+                    if ask.pause_s:
+                        await asyncio.sleep(ask.pause_s)
+                    last = self.world.now_ns
+            except MeshError as error:
+                got.error = error
+
+    def _take(self, got: Got, event: object) -> None:
+        if isinstance(event, Completed):
+            got.is_over = True
+        if isinstance(event, Delta) and event.token_ids:
+            tokens = got.tokens.setdefault(event.choice, [])
+            if event.first_index != len(tokens):
+                self._fail(f"{got.ask}: index {event.first_index} came after {len(tokens)} tokens")
+            tokens += event.token_ids
+            self.world.note("tokens", event.choice, event.first_index, event.token_ids)
+
+    def _check_answers(self) -> None:
+        for got in self.got:
+            ask = got.ask
+            for choice in range(ask.num_choices):
+                right = oracle.answer(ask.prompt, ask.max_tokens, ask.seed, ask.temperature, choice)
+                tokens = tuple(got.tokens.get(choice, ()))
+                if tokens != right[: len(tokens)]:
+                    self._fail(f"{ask} choice {choice}: got {tokens}, right is {right}")
+                elif got.is_over and got.error is None and ask.cancels_s is None and tokens != right:
+                    self._fail(f"{ask} choice {choice}: ended with {len(tokens)} of {len(right)} tokens")
+            if got.error is not None and not self._may_fail(got):
+                self._fail(f"{ask}: {type(got.error).__name__}: {got.error}")
+
+    def _may_fail(self, got: Got) -> bool:
+        if got.ask.cancels_s is not None:
+            return True
+        return not self.scenario.is_spared
+
+    # Faults
+
+    async def _strike(self, fault: Fault) -> None:
+        await asyncio.sleep(fault.at_s)
+        members = {member.name: member for member in self.mesh.members()}
+        first = members[fault.targets[0]]
+        process = first.process
+        if fault.kind == "kill":
+            self.mesh.kill(first)
+            await asyncio.sleep(fault.for_s + 0.2)
+            if not first.is_up:
+                self.mesh.start(first)
+        elif fault.kind == "freeze" and process is not None:
+            process.freeze()
+            await asyncio.sleep(fault.for_s)
+            process.resume()
+        elif fault.kind in ("cut", "cut both"):
+            source, target = fault.targets
+            pairs = [(source, target)] + [(target, source)] * (fault.kind == "cut both")
+            for pair in pairs:
+                self.network.cut(*pair)
+            await asyncio.sleep(fault.for_s)
+            for pair in pairs:
+                self.network.heal(*pair)
+        elif fault.kind == "slow link":
+            source, target = fault.targets
+            self.network.slow(source, target, round(fault.amount * SECOND))
+            await asyncio.sleep(fault.for_s)
+            self.network.slow(source, target, 0)
+        elif fault.kind == "slow process" and process is not None:
+            process.slowness = fault.amount
+            await asyncio.sleep(fault.for_s)
+            process.slowness = 1.0
+
+    # What must be true
+
+    def _check_quiet(self) -> None:
+        for member in self.mesh.members():
+            self._violations_of(member)
+        if any(connection.ends[index].process.is_dead for connection in self.network.connections for index in (0, 1)):
+            self._fail("a connection to a dead process is left")
+
+    def _violations_of(self, member: Member) -> None:
+        for failure in member.failures:
+            self._fail(f"{member.name} failed: {failure!r}")
+        if member.worker is not None:
+            composed = member.worker.engine
+            assert isinstance(composed, SimulatedEngine)
+            engine = composed.engine
+            stats = engine.stats()
+            busy = (stats.num_running, stats.num_waiting, stats.num_reserved, stats.num_held)
+            if any(busy) or stats.num_free_blocks != stats.num_total_blocks:
+                held = f"running, waiting, reserved, held are {busy}, {stats.num_free_blocks} blocks free"
+                self._fail(f"{member.name} is not whole: {held}")
+            engine.check_integrity()
+            if len(member.worker.dispatcher):
+                self._fail(f"{member.name} has {len(member.worker.dispatcher)} sinks left")
+        if member.router is not None:
+            admission = member.router.core.flow_control.admission
+            if admission.num_inflight or admission.num_queued or len(member.router.core.background):
+                self._fail(f"{member.name} has {admission.num_inflight} requests in flight, {admission.num_queued} queued")
+
+    def _knock(self, protocol_factory: Any, host: str, port: int) -> Any:
+        async def knock() -> tuple[Any, Any]:
+            await asyncio.sleep(0.0001)
+            if f"{host}:{port}" not in self.network.listeners:
+                raise ConnectionRefusedError
+            return _Transport(), protocol_factory()
+
+        return knock()
+
+    def _on_exception(self, loop: object, context: dict[str, Any]) -> None:
+        if self._is_of_the_dead():
+            return
+        self._fail(f"nobody took an exception: {context.get('message')}: {context.get('exception')!r}")
+
+    def _is_of_the_dead(self) -> bool:
+        process = current_process()
+        return process is not None and process.is_dead
+
+    def _fail(self, what: str) -> None:
+        self.violations.append(what)
+        self.world.note("VIOLATION", what)
+
+
+class _Transport(asyncio.Transport):
+    """A connection that somebody closes at once."""
+
+    def close(self) -> None:
+        pass
+
+    def is_closing(self) -> bool:
+        return True

@@ -1,0 +1,259 @@
+"""A simulated world: one virtual clock, processes that take turns, and a random number generator that decides everything.
+
+The event loop is asyncio's, but `_run_once` takes the next event of the world, in virtual time. Each process has its own queue of
+callbacks, which run in order, as on a loop of its own. The seed decides which process runs next, and how long its callback takes.
+A process that is killed runs nothing any more, no `finally` either; one that is frozen goes on where it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import random
+import zlib
+from collections import deque
+from collections.abc import Callable, Coroutine
+from contextvars import Context, ContextVar, copy_context
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+SECOND = 1_000_000_000
+MILLISECOND = 1_000_000
+MICROSECOND = 1_000
+CLOCK_TICK_NS = 100
+"""What a reading of the clock takes: a loop that waits for a time without giving way comes to its end."""
+
+
+class Unsimulated(RuntimeError):
+    """Something reached for the real machine."""
+
+
+class Stuck(AssertionError):
+    """Nothing can happen any more, and somebody still waits."""
+
+
+@dataclass(eq=False)
+class Process:
+    """A process of the simulated machine. `slowness`: how many times as long its callbacks take."""
+
+    name: str
+    world: World
+    offset_ns: int = 0  # its monotonic clock began elsewhere
+    slowness: float = 1.0
+    is_dead: bool = False
+    is_frozen: bool = False
+    tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+    ready: deque[asyncio.Handle] = field(default_factory=deque)
+    is_scheduled: bool = False
+    busy_until_ns: int = 0
+    context: Context = field(default_factory=copy_context)
+
+    def __post_init__(self) -> None:
+        self.context.run(_process.set, self)
+
+    def now_ns(self) -> int:
+        """Return its monotonic clock."""
+        return self.world.now_ns + self.offset_ns
+
+    def later(self, delay_ns: int, callback: Callable[..., object], *args: object) -> None:
+        """Call in this process, whatever it is by then; a dead one is not called."""
+        self.world.push(self.world.now_ns + delay_ns, self, asyncio.Handle(callback, args, self.world.loop, self.context))
+
+    def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run a coroutine as a task of this process."""
+        return self.context.run(self.world.loop.create_task, work)
+
+    def kill(self) -> None:
+        """Stop it for ever, in the middle of anything."""
+        self.is_dead = True
+        self.ready.clear()
+        self.world.note("killed", self.name)
+
+    def freeze(self) -> None:
+        """Run nothing until `resume`: timers and messages wait."""
+        self.is_frozen = True
+        self.world.note("frozen", self.name)
+
+    def resume(self) -> None:
+        self.is_frozen = False
+        self.world.note("resumed", self.name)
+        self.world.loop.wake(self)
+
+
+_process: ContextVar[Process] = ContextVar("process")
+
+
+class World:
+    """One run, determined by its seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.rng = random.Random(seed)
+        self.now_ns = 0
+        self.num_events = 0
+        self.digest = 0
+        self.log: list[str] | None = None
+        self.processes: list[Process] = []
+        self.loop = SimulatedLoop(self)
+        self.outside = self.process("outside")
+        self.outside.offset_ns = 0
+
+    def process(self, name: str) -> Process:
+        """Make a process."""
+        made = Process(name, self, offset_ns=self.rng.randrange(1, 10**6) * SECOND)
+        self.processes.append(made)
+        return made
+
+    def note(self, *what: object) -> None:
+        """Add to what tells two runs apart, and to the log where one is kept."""
+        text = f"{self.now_ns} {' '.join(map(str, what))}"
+        self.digest = zlib.crc32(text.encode(), self.digest)
+        if self.log is not None:
+            self.log.append(text)
+
+    def push(self, when_ns: int, process: Process, handle: asyncio.Handle) -> None:
+        """Have `handle` run in `process` at a time of the world."""
+        self.loop.push(when_ns, process, handle)
+
+    def run(self, main: Coroutine[Any, Any, T]) -> T:
+        """Run to the end of `main`, a task outside of all processes."""
+        return self.loop.run_until_complete(self.outside.start(main))
+
+
+def current_process() -> Process | None:
+    """Return the process whose code runs."""
+    return _process.get(None)
+
+
+class SimulatedLoop(asyncio.BaseEventLoop):
+    """asyncio's loop on the world's clock."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+        self._events: list[tuple[int, int, Process, asyncio.Handle | None]] = []
+        self._order = 0
+        self.set_task_factory(self._make_task)
+        self.listeners: dict[tuple[str, int], object] = {}
+
+    def time(self) -> float:
+        return self._current().now_ns() / 1e9
+
+    def call_soon(  # type: ignore[override]
+        self, callback: Any, *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        handle = asyncio.Handle(callback, args, self, context)
+        self._enqueue(self._owner(handle), handle)
+        return handle
+
+    def call_soon_threadsafe(  # type: ignore[override]
+        self, callback: Any, *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        return self.call_soon(callback, *args, context=context)
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Any, *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        owner = self._owner(timer)
+        self.push(max(self._world.now_ns, round(when * 1e9) - owner.offset_ns), owner, timer)
+        timer._scheduled = True  # type: ignore[attr-defined]
+        return timer
+
+    def push(self, when_ns: int, process: Process, handle: asyncio.Handle | None) -> None:
+        self._order += 1
+        heapq.heappush(self._events, (when_ns, self._order, process, handle))
+
+    def wake(self, process: Process) -> None:
+        """Give the process its turn, as soon as it is free."""
+        if process.ready and not process.is_scheduled and not process.is_frozen:
+            process.is_scheduled = True
+            self.push(max(self._world.now_ns, process.busy_until_ns), process, None)
+
+    def run_in_executor(self, executor: object, func: Callable[..., T], *args: object) -> asyncio.Future[T]:
+        """Run a function that a thread would run: at once, its result later."""
+        future: asyncio.Future[T] = self.create_future()
+        process = self._current()
+
+        def run() -> None:
+            if future.cancelled():
+                return
+            try:
+                future.set_result(func(*args))
+            except BaseException as error:  # noqa: BLE001  the caller gets it
+                future.set_exception(error)
+
+        process.later(self._world.rng.randrange(10, 2000) * MICROSECOND, run)
+        return future
+
+    async def create_connection(self, protocol_factory: Any, host: Any = None, port: Any = None, **_: Any) -> Any:
+        """Return a connection that carries nothing, or the error of one that fails: for those that only knock."""
+        return await self.knock(protocol_factory, host, port)
+
+    knock: Callable[..., Any]
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        pass  # it is skipped when its time has come
+
+    def _run_once(self) -> None:
+        world = self._world
+        while True:
+            if not self._events:
+                raise Stuck("no event is left")
+            when_ns, _, process, handle = heapq.heappop(self._events)
+            if when_ns > world.now_ns:
+                world.now_ns = when_ns
+            if handle is not None:
+                if not handle._cancelled:
+                    self._enqueue(process, handle)
+                continue
+            process.is_scheduled = False
+            if process.ready and not process.is_frozen:
+                self._turn(process)
+                return
+
+    def _turn(self, process: Process) -> None:
+        """Run a few callbacks of one process, and charge it their time."""
+        world, rng = self._world, self._world.rng
+        for _ in range(min(len(process.ready), 1 + rng.getrandbits(2))):
+            handle = process.ready.popleft()
+            if not handle._cancelled:
+                world.num_events += 1
+                handle._run()
+            if process.is_dead or process.is_frozen:
+                return
+        pause_ns = (2_000 + rng.getrandbits(14)) * process.slowness
+        if not rng.getrandbits(11):
+            pause_ns += rng.randrange(50) * MILLISECOND  # the system ran something else
+        process.busy_until_ns = world.now_ns + round(pause_ns)
+        self.wake(process)
+
+    def _enqueue(self, process: Process, handle: asyncio.Handle) -> None:
+        if not process.is_dead:
+            process.ready.append(handle)
+            self.wake(process)
+
+    def _current(self) -> Process:
+        return _process.get(self._world.outside)
+
+    def _owner(self, handle: asyncio.Handle) -> Process:
+        owner = handle._context.get(_process, self._world.outside)  # type: ignore[attr-defined]
+        assert isinstance(owner, Process)
+        return owner
+
+    def _make_task(self, loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
+        context = options.get("context")
+        owner = _process.get(self._world.outside) if context is None else context.get(_process, self._world.outside)
+        task = asyncio.Task(work, loop=loop, **options)
+        task._log_destroy_pending = False  # type: ignore[attr-defined]  # a killed process leaves its tasks behind
+        owner.tasks.add(task)
+        task.add_done_callback(owner.tasks.discard, context=owner.context)
+        return task
+
+    def _process_events(self, event_list: Any) -> None:
+        raise Unsimulated("a selector")
+
+    def _write_to_self(self) -> None:
+        pass
