@@ -27,8 +27,8 @@ const tpot = new Trend('tpot', true)
 const completed = new Counter('completed')
 
 const client = new Client()
-const repository = import.meta.resolve('../../../').replace('file://', '')
-client.load([repository], 'protos/pdmesh/v1/mesh.proto')
+const protos = import.meta.resolve('../../../protos/').replace('file://', '')
+client.load([protos], 'pdmesh/v1/mesh.proto')
 
 export const options = {
   scenarios: { generate: { executor: 'per-vu-iterations', vus: 1, iterations: WARM_UP + REQUESTS } },
