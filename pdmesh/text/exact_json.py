@@ -20,7 +20,7 @@ MAX_DIGITS = 17
 
 _DIGITS = re.compile(r"[^0-9]")
 _MARK = f"number-{secrets.token_hex(16)}-"
-"""Stands for a LongNumber while the rest is written. Nobody knows it, so no text holds it."""
+"""Stands for a LongNumber while the rest is written. It is random, so no text holds it."""
 _MARKED = re.compile(rf'"{_MARK}(\d+)"')
 
 

@@ -48,7 +48,7 @@ class End:
 
 
 def _nothing(*_: Any) -> None:
-    """Ignore what arrives at an end that nobody uses any more."""
+    """Ignore what arrives at an end that is not in use."""
 
 
 class Connection:

@@ -128,7 +128,7 @@ class Channel:
     def _dialled(self, number: int, connection: Connection | None, reason: str) -> None:
         if number != self._dialling or self._is_closed:
             if connection is not None:
-                connection.close(0, "nobody wants it any more")
+                connection.close(0, "the channel has another connection, or is closed")
             return
         self._dialling = 0
         if connection is None:

@@ -228,7 +228,7 @@ class ServerCall:
             self.abandon(grpc.StatusCode.CANCELLED, "the client cancelled")
 
     def abandon(self, code: grpc.StatusCode, details: str, *, tell: bool = False) -> None:
-        """Cancel the handler: nobody waits for it."""
+        """Cancel the handler: its call is over."""
         if self._is_over:
             return
         self._is_cancelled = True

@@ -249,7 +249,7 @@ class Run:
     def _on_exception(self, loop: object, context: dict[str, Any]) -> None:
         if self._is_of_the_dead():
             return
-        self._fail(f"nobody took an exception: {context.get('message')}: {context.get('exception')!r}")
+        self._fail(f"an exception was not handled: {context.get('message')}: {context.get('exception')!r}")
 
     def _is_of_the_dead(self) -> bool:
         process = current_process()
@@ -261,7 +261,7 @@ class Run:
 
 
 class _Transport(asyncio.Transport):
-    """A connection that somebody closes at once."""
+    """A connection that is closed at once."""
 
     def close(self) -> None:
         pass

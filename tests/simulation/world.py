@@ -31,7 +31,7 @@ class Unsimulated(RuntimeError):
 
 
 class Stuck(AssertionError):
-    """Nothing can happen any more, and somebody still waits."""
+    """Nothing can happen any more, and a task still waits."""
 
 
 @dataclass(eq=False)

@@ -198,7 +198,7 @@ def serve(asking: socket.socket) -> dict[str, Any] | None:
                 return _become(json.loads(message), fds)
             os.write(writing, str(pid).encode())
             os._exit(0)
-        os.waitpid(between, 0)  # from now on it is the child of who asked
+        os.waitpid(between, 0)  # from now on it is the child of the process that asked
         asking.send(os.read(reading, 64))
         for fd in (reading, writing, *fds):
             os.close(fd)

@@ -17,7 +17,7 @@ from tests.router.mesh import Mesh, running_mesh
 from tests.router.openai.conftest import url
 from tests.router.openai.public_cases import answers, refusals, tools
 from tests.router.openai.public_cases.case import CHAT, ORIGIN, TEXT, Case, Seen
-from tests.support.tiny_models import IM_END
+from tests.router.stub_texts import sayer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 CASES = [*tools.CASES, *answers.CASES, *refusals.CASES]
@@ -47,20 +47,6 @@ def _alternatives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stub_model, "logprobs", logprobs)
 
 
-def _say(mesh: Mesh, text: str, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Make every choice this text; return the number of its tokens."""
-    tokens = [*mesh.router.core.models["tiny"].tokenizer.encode(text, add_special_tokens=False), IM_END]
-
-    def finish_reason(request: common_pb2.TokenRequest, index: int) -> common_pb2.FinishReason.ValueType:
-        if index + 1 >= len(tokens):
-            return common_pb2.FINISH_REASON_STOP
-        return stub_model.LENGTH if index + 1 >= request.sampling.max_tokens else stub_model.UNFINISHED
-
-    monkeypatch.setattr(stub_model, "token", lambda request, choice, index: tokens[min(index, len(tokens) - 1)])
-    monkeypatch.setattr(stub_model, "finish_reason", finish_reason)
-    return len(tokens)
-
-
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def http() -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient() as http:
@@ -82,7 +68,7 @@ async def _asked(http: httpx.AsyncClient, mesh: Mesh, case: Case, body: dict[str
 async def test_a_public_case_is_right(http: httpx.AsyncClient, mesh: Mesh, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     body = {"model": "tiny", "seed": 5, **case.body}
     if case.says:
-        body = {LIMITS[case.path]: _say(mesh, case.says, monkeypatch), **body}
+        body = {LIMITS[case.path]: sayer(monkeypatch)(mesh, case.says), **body}
     seen = await _asked(http, mesh, case, body)
     assert case.find(seen) == case.right, f"{case.about}: {seen.text[:2000]}"
     await mesh.until_whole()
