@@ -16,10 +16,10 @@ from pdmesh.engine.kernels.triton.cuda_graphs import DecodeSizes, fewest_rows, m
 from pdmesh.engine.kernels.triton.linear.linear import make_triton_linear
 from pdmesh.engine.kernels.triton.model import TritonModel
 from pdmesh.engine.kernels.triton.piecewise_graphs import token_buckets
-from pdmesh.engine.loader.builder import TorchBuilder
 from pdmesh.engine.loader.loader import LoadedModel
 from pdmesh.engine.loader.quantize import Fp8Weight, Int4Weight, Int8Weight
 from pdmesh.engine.loader.triton import QuantizedMaps
+from pdmesh.engine.loader.triton_builder import TritonBuilder
 from pdmesh.engine.memory import effective_max_context
 from pdmesh.engine.models.config import ModelConfig
 from pdmesh.engine.models.decoder import DecoderModel
@@ -62,7 +62,7 @@ def make_decoder(
     numerics = Numerics("triton", name, config.quantization_group if weights == "int4" else 0, dtype, dtype)
     source = RandomSource(shape, place or config.device, dtype)
     maps = None if is_plain else RandomMaps(source, numerics, place or config.device)
-    builder = TorchBuilder(source, dtype, place or config.device, maps)
+    builder = TritonBuilder(source, dtype, place or config.device, maps)
     return builder.build(effective_max_context(config, shape), lambda _share, _text: None)
 
 

@@ -115,7 +115,7 @@ class TorchBuilder:
     def _head(self, embedding: Tensor) -> Linear:
         weight = embedding if self.config.tie_word_embeddings else self._tensor("lm_head.weight", *embedding.shape)
         bias = self._tensor("lm_head.bias", len(embedding)) if self.config.head_bias else None
-        return make_linear(weight, bias) if self.maps is None else self.maps.head(weight, bias)
+        return self._map(weight, bias) if self.maps is None else self.maps.head(weight, bias)
 
     def _layer(self, index: int) -> DecoderLayer:
         config, prefix = self.config, f"model.layers.{index}"
@@ -157,7 +157,7 @@ class TorchBuilder:
             own = self._tensor(f"{query[0]}.bias", query[1]) if latent.query_rank else none
             biases = joined((own, self._tensor(f"{parts[1][0]}.bias", latent.width)))
         weights = [self._tensor(f"{name}.weight", rows, config.hidden_size) for name, rows in parts]
-        return make_linear(joined(weights), biases)
+        return self._map(joined(weights), biases)
 
     def _latent(self, attention: str, latent: LatentConfig) -> LatentMaps:
         heads, rank, nope = self.config.num_heads, latent.kv_rank, latent.nope_dim
@@ -240,7 +240,11 @@ class TorchBuilder:
         joined_bias = joined(biases) if biases else None
         if self.maps is not None:
             return self.maps.joined(parts, width, joined_bias)
-        return make_linear(joined([self._tensor(f"{name}.weight", rows, width) for name, rows in parts]), joined_bias)
+        return self._map(joined([self._tensor(f"{name}.weight", rows, width) for name, rows in parts]), joined_bias)
+
+    def _map(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """Return the map of an unquantized weight."""
+        return make_linear(weight, bias)
 
     def _tensor(self, name: str, *shape: int) -> Tensor:
         return checked(self.source, name, shape).to(self.device, self.dtype)

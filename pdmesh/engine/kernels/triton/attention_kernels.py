@@ -38,6 +38,41 @@ def split_len_of(context, MIN_KEYS: tl.constexpr, MOST: tl.constexpr):
     return length
 
 
+@triton.constexpr_function
+def _log2(power: int) -> int:
+    return int(power).bit_length() - 1
+
+
+@triton.jit
+def _log_len_of(context, MIN_KEYS: tl.constexpr, MOST: tl.constexpr):
+    """Return the logarithm of `split_len_of`, by which a number is divided with a shift."""
+    log_len = context * 0 + _log2(MIN_KEYS)
+    for _ in tl.static_range(DOUBLINGS):
+        log_len = tl.where((MOST << log_len) < context, log_len + 1, log_len)
+    return log_len
+
+
+@triton.jit
+def _log_lens(first, last, position, MIN_KEYS: tl.constexpr, MOST: tl.constexpr):
+    """Return logarithms of split lengths: of the first and last position of a tile, and of each row's `position` between them,
+    which nearly always is one and the same."""
+    shortest, longest = _log_len_of(first + 1, MIN_KEYS, MOST), _log_len_of(last + 1, MIN_KEYS, MOST)
+    own = position * 0 + shortest
+    for _ in range(shortest, longest):
+        own = tl.where((MOST << own) <= position, own + 1, own)
+    return shortest, longest, own
+
+
+@triton.jit
+def _keys_of(log_len, shortest, longest, first, last, window, MOST: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """Return the first key that rows with splits of this length see, and how many keys there are up to their last."""
+    first_key = first * 0
+    if HAS_WINDOW:
+        first = tl.where(log_len == shortest, first, tl.maximum(first, (MOST << log_len) // 2))
+        first_key = tl.maximum(first - window + 1, 0)
+    return first_key, tl.where(log_len == longest, last + 1, tl.minimum(last + 1, MOST << log_len))
+
+
 @triton.jit
 def _slots(positions, inside, table, tails, tail_first, BLOCK_SIZE: tl.constexpr, HAS_TAILS: tl.constexpr):
     """Return slots of keys; for keys that are not `inside`, some slot of block 0."""
@@ -69,11 +104,17 @@ def _attend_tiles(
     (0 * NaN is NaN). A tile of which a row sees nothing leaves that row as it is, to the bit. MASKED False: all rows see all
     keys. HAS_CAP: the hyperbolic tangent of `cap` times the product is what is scaled."""
     columns = tl.arange(0, DIM_PAD)
+    # A tile's slots are read while the one before is computed: keys whose address is still being read cannot be fetched ahead.
+    ahead = start + tl.arange(0, BLOCK_N)
+    wanted = (ahead >= first_key) & (ahead < num_keys)
+    slots = _slots(ahead, wanted, table, tails, tail_first, BLOCK_SIZE, HAS_TAILS)
     for tile in range(start, end, BLOCK_N):
         positions = tile + tl.arange(0, BLOCK_N)
         inside = (positions >= first_key) & (positions < num_keys)
-        slots = _slots(positions, inside, table, tails, tail_first, BLOCK_SIZE, HAS_TAILS)
         offsets = slots.to(tl.int64)[:, None] * slot_stride + columns[None, :]
+        ahead = positions + BLOCK_N
+        wanted = (ahead >= first_key) & (ahead < num_keys)
+        slots = _slots(ahead, wanted, table, tails, tail_first, BLOCK_SIZE, HAS_TAILS)
         present = inside[:, None] & (columns < DIM)[None, :]
         key = tl.load(keys + offsets, mask=present, other=0.0)
         scores = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee")
@@ -121,6 +162,13 @@ def _rows(tile, num_queries, context, window, kv_head, GROUP: tl.constexpr, BLOC
 
 
 @triton.jit
+def _ends(tile, num_queries, context, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Return the first and the last position of a tile's rows."""
+    before = context - num_queries
+    return before + tile * BLOCK_M // GROUP, before + tl.minimum(num_queries, ((tile + 1) * BLOCK_M - 1) // GROUP + 1) - 1
+
+
+@triton.jit
 def _sequence_of(program, starts, num_seqs, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
     """Return the last sequence whose first tile is not behind `program`. First tiles are computed without a table: sequence b's
     is starts[b] * GROUP // BLOCK_M + b, which leaves each sequence at least the tiles that it needs, and one if it needs none."""
@@ -150,7 +198,6 @@ def split_kernel(
 ):  # fmt: skip
     """Program (sequence and tile of rows, key/value head, z): splits z, z + num_programs, ... of the sequence's keys. For
     sequences with at most `max_queries` queries; 0 in `has_tiles`: each is one tile. Padding has one, that stores its zeros."""
-    behind_last(OVERLAPS)
     sequence = tl.program_id(0)
     tile = sequence * 0
     if has_tiles > 0:
@@ -160,6 +207,9 @@ def split_kernel(
     start = tl.load(query_starts + sequence)
     num_queries = tl.load(query_starts + sequence + 1) - start
     context = tl.load(context_lens + sequence)
+    tail_first = tl.load(tail_firsts + sequence)
+    first_part = tl.load(split_starts + sequence).to(tl.int64) * num_heads * num_parts
+    behind_last(OVERLAPS)  # numbers of the step were there before any kernel that overlaps
     if ((num_queries > max_queries) & (context > 0)) | (tile * BLOCK_M >= num_queries * GROUP):
         return
     index, head, alive, position, lowest = _rows(tile, num_queries, context, window, kv_head, GROUP, BLOCK_M, HAS_WINDOW)
@@ -181,7 +231,6 @@ def split_kernel(
     rows = tl.load(query + query_offsets, mask=present, other=0.0)
     table = block_tables + sequence.to(tl.int64) * table_stride
     tails = tail_slots + sequence.to(tl.int64) * tail_stride
-    tail_first = tl.load(tail_firsts + sequence)
     value_scale = 1.0
     if HAS_SCALES:
         if HAS_CAP:
@@ -189,19 +238,18 @@ def split_kernel(
         else:
             scale = scale * tl.load(scales)
         value_scale = tl.load(scales + 1)
-    own_len = split_len_of(position + 1, MIN_KEYS, MOST)
-    first_split, last_split = lowest // own_len, position // own_len
-    first_part = tl.load(split_starts + sequence).to(tl.int64) * num_heads * num_parts
+    first, last = _ends(tile, num_queries, context, GROUP, BLOCK_M)
+    shortest, longest, own = _log_lens(first, last, position, MIN_KEYS, MOST)
+    first_split, last_split = lowest >> own, position >> own
     part_acc += first_part * DIM
     part_stats += first_part * 2
     # Queries of a tile may have splits of two lengths, where a doubling falls between them: a pass for each.
-    length = tl.min(tl.where(alive, own_len, 1 << 30))
-    while length <= tl.max(tl.where(alive, own_len, 0)):
-        member = alive & (own_len == length)
+    for log_len in range(shortest, longest + 1):
+        length = 1 << log_len
+        member = alive & (own == log_len)
         horizon = tl.where(member, position, -1)
-        num_keys = tl.max(horizon) + 1
-        first_key = tl.min(tl.where(member, lowest, 1 << 30))
-        for split in range(first_key // length + z, (num_keys + length - 1) // length, num_programs):
+        first_key, num_keys = _keys_of(log_len, shortest, longest, first, last, window, MOST, HAS_WINDOW)
+        for split in range((first_key >> log_len) + z, (num_keys + length - 1) >> log_len, num_programs):
             peak = tl.full([BLOCK_M], LOWEST, tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
             acc = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
@@ -225,7 +273,6 @@ def split_kernel(
             tl.store(part_stats + part * 2, peak, mask=wanted)
             tl.store(part_stats + part * 2 + 1, total, mask=wanted)
             tl.store(part_acc + part[:, None] * DIM + columns[None, :], acc, mask=present & wanted[:, None])
-        length = length * 2
 
 
 @triton.jit(do_not_specialize=["num_parts", "window", "num_seqs", "max_queries", "has_more"])
@@ -238,7 +285,6 @@ def merge_kernel(
 ):  # fmt: skip
     """Program (query of a sequence, head): folds the parts of its splits, in order. Does nothing where there is one split. 0 in
     `has_more`: no sequence has more than one query."""
-    behind_last(OVERLAPS)
     sequence, head = tl.program_id(0), tl.program_id(1)
     index = sequence * 0
     if has_more > 0:
@@ -247,17 +293,18 @@ def merge_kernel(
     start = tl.load(query_starts + sequence)
     num_queries = tl.load(query_starts + sequence + 1) - start
     context = tl.load(context_lens + sequence)
+    part = (tl.load(split_starts + sequence) + index).to(tl.int64) * num_heads + head
+    behind_last(OVERLAPS)  # numbers of the step were there before any kernel that overlaps
     if (num_queries > max_queries) | (index >= num_queries) | (context == 0):
         return
     position = context - num_queries + index
     lowest = position * 0
     if HAS_WINDOW:
         lowest = tl.maximum(position - window + 1, 0)
-    length = split_len_of(position + 1, MIN_KEYS, MOST)
-    first_split, last_split = lowest // length, position // length
+    log_len = _log_len_of(position + 1, MIN_KEYS, MOST)
+    first_split, last_split = lowest >> log_len, position >> log_len
     if first_split == last_split:
         return
-    part = (tl.load(split_starts + sequence) + index).to(tl.int64) * num_heads + head
     columns = tl.arange(0, DIM_PAD)
     peak = tl.full([1], LOWEST, tl.float32)
     total = tl.zeros([1], tl.float32)
@@ -327,25 +374,24 @@ def walk_kernel(
             scale = scale * tl.load(scales)
         value_scale = tl.load(scales + 1)
     head_keys, head_values = keys + kv_head * head_stride, values + kv_head * head_stride
-    own_len = split_len_of(position + 1, MIN_KEYS, MOST)
+    first, last = _ends(tile, num_queries, context, GROUP, BLOCK_M)
+    shortest, longest, own = _log_lens(first, last, position, MIN_KEYS, MOST)
     sum_peak = tl.full([BLOCK_M], LOWEST, tl.float32)
     sum_total = tl.zeros([BLOCK_M], tl.float32)
     if HAS_SINKS:
         sum_peak, sum_total = _sinks_of(sinks, head, alive)
     sum_acc = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
-    shortest, longest = tl.min(tl.where(alive, own_len, 1 << 30)), tl.max(tl.where(alive, own_len, 0))
     # Keys that every row sees need no mask; where rows differ in their splits or windows begin, all are masked.
-    all_see = tl.min(tl.where(alive, position, 1 << 30)) + 1
+    all_see = (first + 1) // BLOCK_N * BLOCK_N
     if HAS_WINDOW:
         all_see = all_see * 0
-    all_see = tl.where(shortest == longest, all_see // BLOCK_N * BLOCK_N, 0)
-    length = shortest
-    while length <= longest:
-        member = alive & (own_len == length)
+    all_see = tl.where(shortest == longest, all_see, 0)
+    for log_len in range(shortest, longest + 1):
+        length = 1 << log_len
+        member = alive & (own == log_len)
         horizon = tl.where(member, position, -1)
-        num_keys = tl.max(horizon) + 1
-        first_key = tl.min(tl.where(member, lowest, 1 << 30))
-        for split in range(first_key // length, (num_keys + length - 1) // length):
+        first_key, num_keys = _keys_of(log_len, shortest, longest, first, last, window, MOST, HAS_WINDOW)
+        for split in range(first_key >> log_len, (num_keys + length - 1) >> log_len):
             begin = tl.maximum(split * length, first_key // BLOCK_N * BLOCK_N)
             end = tl.minimum((split + 1) * length, num_keys)
             between = tl.minimum(tl.maximum(all_see, begin), end)
@@ -364,7 +410,6 @@ def walk_kernel(
             )  # fmt: skip
             sum_peak, sum_total, decay, share = _fold(sum_peak, sum_total, peak, total)
             sum_acc = tl.fma(sum_acc, decay[:, None], acc * share[:, None])
-        length = length * 2
     result = sum_acc / tl.where(alive, sum_total, 1.0)[:, None] * value_scale
     tl.store(out_at, result.to(out.dtype.element_ty), mask=present)
 

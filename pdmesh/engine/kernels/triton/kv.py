@@ -66,7 +66,6 @@ def rope_store_kernel(
 ):  # fmt: skip
     """Program: ROWS rows. KIND of the norm: as in norms.py; ROTARY 0: nothing is rotated. Each result is rounded to the dtype
     where torch's code rounds it."""
-    behind_last(OVERLAPS)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     token, head = rows // (HEADS + 2 * KV_HEADS), (rows % (HEADS + 2 * KV_HEADS)).to(tl.int32)
     columns = tl.arange(0, DIM_PAD)
@@ -77,6 +76,14 @@ def rope_store_kernel(
     # The other half's column, with which a column is rotated.
     other = tl.where(columns < ROTARY // 2, columns + ROTARY // 2, columns - ROTARY // 2)
     dtype = qkv.dtype.element_ty
+    # Numbers of the step and tables were there before any kernel that overlaps.
+    slot = tl.load(slots + token, mask=alive, other=-1)
+    if ROTARY > 0:
+        position = tl.load(positions + token, mask=alive, other=0)
+        at = position.to(tl.int64)[:, None] * ROTARY + columns[None, :]
+        c = tl.load(cos + at, mask=present & turned, other=0.0)
+        s = tl.load(sin + at, mask=present & turned, other=0.0)
+    behind_last(OVERLAPS)
     start = qkv + token * qkv_stride + head * DIM
     x = tl.load(start[:, None] + columns[None, :], mask=present, other=0.0)
     swapped = tl.load(start[:, None] + other[None, :], mask=present & turned, other=0.0)
@@ -96,16 +103,11 @@ def rope_store_kernel(
             x = tl.where(normed, _product(weight, wide * factor, dtype), x)
             swapped = _product(swapped_weight, wide_swapped * factor, dtype)
     if ROTARY > 0:
-        position = tl.load(positions + token, mask=alive, other=0)
-        at = position.to(tl.int64)[:, None] * ROTARY + columns[None, :]
-        c = tl.load(cos + at, mask=present & turned, other=0.0)
-        s = tl.load(sin + at, mask=present & turned, other=0.0)
         sum_of_both = _product(x, c, dtype).to(tl.float32) + _product(swapped, s, dtype).to(tl.float32)
         x = tl.where(turned, sum_of_both.to(dtype), x)
     is_query = present & (head < HEADS)[:, None]
     query_at = query + token * query_token_stride + head * query_head_stride
     tl.store(query_at[:, None] + columns[None, :], x, mask=is_query)
-    slot = tl.load(slots + token, mask=alive, other=-1)
     kept = present & (slot >= 0)[:, None]
     is_key, is_value = (rotated & (head >= HEADS))[:, None], (head >= HEADS + KV_HEADS)[:, None]
     key_at = keys + slot.to(tl.int64) * slot_stride + (head - HEADS) * head_stride

@@ -249,7 +249,7 @@ def bounds_of(config: EngineConfig, max_context: int) -> StepBounds:
 
 # Part of the numeric mode: raise it with every change of the kernels, or of the quantization of weights, that changes bits of a
 # logit.
-KERNEL_REVISION = 4
+KERNEL_REVISION = 5
 
 logger = logging.getLogger(__name__)
 

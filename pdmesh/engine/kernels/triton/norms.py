@@ -33,10 +33,11 @@ def _norm_kernel(
     OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program: a row. KIND: rms, wide (whose weight multiplies before the result is rounded) or layer."""
-    behind_last(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < width
+    scale = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    behind_last(OVERLAPS)
     dtype = out.dtype.element_ty
     wide = tl.load(x + row * stride_x + at, mask=inside, other=0.0).to(tl.float32)
     if HAS_FACTOR:
@@ -51,7 +52,7 @@ def _norm_kernel(
     normed = wide * (1.0 / tl.sqrt_rn(mean + eps))
     if KIND == "rms":
         normed = normed.to(dtype).to(tl.float32)
-    scaled = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32) * normed
+    scaled = scale * normed
     if HAS_BIAS:
         scaled = scaled + tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * stride_out + at, scaled.to(dtype), mask=inside)

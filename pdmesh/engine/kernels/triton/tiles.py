@@ -133,8 +133,8 @@ def latent_columns(width: int) -> tuple[int, int]:
 
 
 def shared_bound(keys: int, rows: int, columns: int, item_size: int, stages: int) -> int:
-    """Return bytes of shared memory, no less than the compiler takes: queries, keys and values of all stages but the one that is
-    computed (of one stage: keys and weights only, one after the other), sums of rows."""
+    """Return bytes of shared memory, no less than the compiler takes: queries, keys and values of all stages (of one stage: keys
+    and weights only, one after the other), sums of rows."""
     tile = columns * item_size
-    waiting = 2 * (stages - 1) * keys * tile if stages > 1 else keys * tile + 4 * rows * keys
+    waiting = 2 * stages * keys * tile if stages > 1 else keys * tile + 4 * rows * keys
     return rows * tile + waiting + 2048

@@ -14,7 +14,7 @@ from pdmesh.engine.kernels.triton.experts.experts import GroupedExperts
 from pdmesh.engine.kernels.triton.kv import rope_and_store, store_kv
 from pdmesh.engine.kernels.triton.latent.attention import LatentCall
 from pdmesh.engine.kernels.triton.latent.maps import store_latents
-from pdmesh.engine.kernels.triton.linear.dense import TritonDense
+from pdmesh.engine.kernels.triton.linear.dense import TritonDense, VectorDense
 from pdmesh.engine.kernels.triton.linear.linear import make_triton_linear, rounded_rows
 from pdmesh.engine.kernels.triton.lora import AdapterRows, AdapterWeights
 from pdmesh.engine.kernels.triton.norms import (
@@ -61,6 +61,9 @@ def products() -> None:
     dense = TritonDense(wide.to(BF16), torch.zeros(640, dtype=BF16))
     for num_rows in (1, 17, 131):
         dense(torch.zeros(num_rows, 1024, dtype=BF16))
+    row = VectorDense(wide.to(BF16), torch.zeros(640, dtype=BF16))
+    row(torch.zeros(1, 1024, dtype=BF16))
+    row.gated(torch.zeros(1, 1024, dtype=BF16), "silu")
 
 
 def rows() -> None:

@@ -143,7 +143,7 @@ def bound(kernel: dict[str, Any]) -> int:
     if kernel["kernel"] == "latent_kernel":
         item_size = 4 if kernel["num_stages"] == 1 else 2
         return LatentTiles.of(2 * kernel["HALF"], item_size).shared_bound(item_size)
-    if "BLOCK_N" not in kernel or kernel["kernel"] == "lora_expand_kernel":
+    if "BLOCK_N" not in kernel or kernel["kernel"] in ("lora_expand_kernel", "dense_vector_kernel"):
         return 48 * 1024
     item_size = 4 if kernel["num_stages"] == 1 else 2
     return shared_bound(kernel["BLOCK_N"], kernel["BLOCK_M"], kernel["DIM_PAD"], item_size, kernel["num_stages"])

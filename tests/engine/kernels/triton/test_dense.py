@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from pdmesh.engine.kernels.triton.cuda_graphs import make_recorder
-from pdmesh.engine.kernels.triton.linear.dense import FEW_ROWS, TritonDense
+from pdmesh.engine.kernels.triton.linear.dense import FEW_ROWS, TritonDense, VectorDense
+from pdmesh.engine.kernels.triton.norms import gate_mul
 from tests.gpu.errors import UNIT, over_bound
 from tests.support.random_weights import generator_of
 
@@ -79,3 +80,34 @@ def test_graphs_are_recorded_again_after_all_were_dropped() -> None:
         recording.replay()
         assert torch.equal(recording.output[0], x * 2)
         del recording
+
+
+@pytest.mark.parametrize(("n", "k"), [*SHAPES, (10, 4128)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("biased", [True, False])
+def test_a_row_by_the_vector_kernel(n: int, k: int, dtype: torch.dtype, biased: bool) -> None:
+    weight, x = random("w", n, k, dtype=dtype), random("x", 1, k, dtype=dtype)
+    bias = random("b", n, dtype=dtype) if biased else None
+    assert over(VectorDense(weight, bias)(x), x, weight, bias) <= 1
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("biased", [True, False])
+def test_gate_and_up_come_as_one_kernel_makes_of_two(activation: str, biased: bool) -> None:
+    weight, x = random("w", 2 * 37, 2064, dtype=torch.bfloat16) / 45, random("x", 1, 2064, dtype=torch.bfloat16)
+    linear = VectorDense(weight, random("b", 2 * 37, dtype=torch.bfloat16) if biased else None)
+    assert torch.equal(linear.gated(x, activation), gate_mul(linear(x), activation))
+
+
+def test_more_rows_are_the_librarys() -> None:
+    weight, x = random("w", 16, 96, dtype=torch.bfloat16), random("x", 8, 96, dtype=torch.bfloat16)
+    linear = VectorDense(weight)
+    assert torch.equal(linear(x), torch.nn.functional.linear(x, weight))
+    assert torch.equal(linear.gated(x, "silu"), gate_mul(linear(x), "silu"))
+
+
+def test_what_the_vector_kernel_cannot_take_is_named() -> None:
+    with pytest.raises(ValueError, match=r"weight: torch\.float32; give float16 or bfloat16"):
+        VectorDense(torch.zeros(4, 16))
+    with pytest.raises(ValueError, match=r"x: torch\.bfloat16 \(1, 17\); give \[1, 16\] of torch\.bfloat16"):
+        VectorDense(torch.zeros(4, 16, dtype=torch.bfloat16))(torch.zeros(1, 17, dtype=torch.bfloat16))

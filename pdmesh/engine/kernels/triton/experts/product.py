@@ -29,8 +29,8 @@ from torch import Tensor
 from pdmesh.engine.kernels.triton.experts.routing import Routed
 from pdmesh.engine.kernels.triton.experts.weights import ExpertWeights
 from pdmesh.engine.kernels.triton.launching import settle_keys
-from pdmesh.engine.kernels.triton.linear.weight_product import EXPONENT, TILE_ROWS_MAX, _pair, _plane, _shrink
-from pdmesh.engine.kernels.triton.linear.weight_words import TILE_ROWS, TILE_WORDS
+from pdmesh.engine.kernels.triton.linear.weight_product import TILE_ROWS_MAX
+from pdmesh.engine.kernels.triton.linear.weight_words import EXPONENT, TILE_ROWS, TILE_WORDS, group_scale, plane_values, shrink
 from pdmesh.engine.kernels.triton.norms import gated
 
 _BLOCK = 1024  # of the sum's columns
@@ -76,15 +76,15 @@ def _product(
             base = (expert * num_row_tiles + row_tile) * num_tiles + tile
             word = tl.load(weights + (base * 64 + r[:, None]) * 32 + c[None, :])
             if BITS == 4:
-                scale, minimum = _pair(scales, (base * 64 + r[:, None]) * (32 // RUN) + (c // RUN)[None, :])
+                scale, minimum = group_scale(scales, (base * 64 + r[:, None]) * (32 // RUN) + (c // RUN)[None, :])
             for plane in tl.static_range(PLANES):
                 k = tile * (32 * PLANES) + first_k + plane * RUN
                 here = tl.load(rows[None, :] + k[:, None], mask=alive[None, :] & (k < K)[:, None], other=0.0)
-                w = _plane(word, plane, EXPONENT, BITS, FP8)
+                w = plane_values(word, plane, EXPONENT, BITS, FP8)
                 if BITS == 4:
-                    w = w * (scale * _shrink(plane, BITS, FP8)) + minimum
+                    w = w * (scale * shrink(plane, BITS, FP8)) + minimum
                 else:
-                    w = w * _shrink(plane, BITS, FP8)
+                    w = w * shrink(plane, BITS, FP8)
                 total = tl.dot(w.to(here.dtype), here, total, input_precision="ieee")
         if BITS == 8:
             total = total * tl.load(scales + expert * N + n, mask=n < N, other=0.0)[:, None]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdmesh.engine.kernels.triton.linear.dense import TritonDense
+from pdmesh.engine.kernels.triton.linear.dense import TritonDense, VectorDense
 from pdmesh.engine.kernels.triton.linear.linear import WordLinear
 from pdmesh.engine.kernels.triton.linear.weight_words import TILE_ROWS, WeightWords
 from pdmesh.engine.models.layers import DenseLinear, Linear, PackedLinear
@@ -80,7 +80,7 @@ class ExpertStack:
 
 
 def _parts(linear: Linear, halves: int) -> tuple[tuple[str, int, int, int], dict[str, Tensor]]:
-    if not isinstance(linear, (WordLinear, DenseLinear, PackedLinear, TritonDense)):
+    if not isinstance(linear, (WordLinear, DenseLinear, PackedLinear, TritonDense, VectorDense)):
         raise TypeError(f"{type(linear).__name__} is no map of an expert that the kernels read")
     bias = {} if linear.bias is None else {"bias": linear.bias}
     if isinstance(linear, WordLinear):

@@ -1,4 +1,5 @@
-"""Products with unquantized weights whose rows have the same bits in every batch: `invariant` of make_triton_linear.
+"""Products with unquantized weights: of one row, and such whose rows have the same bits in every batch (`invariant` of
+make_triton_linear).
 
 A library chooses its kernel by the number of rows, so a row's bits change with its batch. Here the inputs are divided into splits
 that follow from the weight's shape alone, and tiles are added in order:
@@ -16,11 +17,13 @@ map 1.17. In whole decode steps it was slower than cuBLAS by a tenth, for a reas
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from pdmesh.engine.kernels.triton.launching import behind_last, overlap, settle_keys
+from pdmesh.engine.kernels.triton.norms import gate_mul, gated
 from pdmesh.engine.kernels.triton.tiles import shared_bytes
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -79,6 +82,61 @@ def dense_tile_kernel(
             total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
         at = out + m.to(tl.int64)[None, :] * stride_out + n[:, None]
         tl.store(at, total.to(out.dtype.element_ty), mask=is_row & is_output)
+
+
+@triton.jit
+def dense_vector_kernel(
+    x, weight, bias, out, N, K, stride_weight,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr,
+    HAS_BIAS: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """One row. Program: BLOCK_N outputs, all their inputs in STEPS tiles. GATED: as many rows of gate and of up, N rows further,
+    and what KIND makes of both."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    is_output = (n < N)[:, None]
+    from_weight = weight + n.to(tl.int64)[:, None] * stride_weight + k[None, :]
+    from_up = from_weight + N.to(tl.int64) * stride_weight
+    # Weights come while the kernels before this one still run: nothing writes them.
+    w = tl.load(from_weight, mask=is_output & (k < K)[None, :], other=0.0)
+    if GATED:
+        w_up = tl.load(from_up, mask=is_output & (k < K)[None, :], other=0.0)
+    behind_last(OVERLAPS)
+    total = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
+    total_up = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
+    for step in tl.static_range(STEPS):
+        first = step * BLOCK_K
+        here = tl.load(x + first + k, mask=first + k < K, other=0.0)
+        now = w
+        if GATED:
+            now_up = w_up
+        if step + 1 < STEPS:
+            inside = is_output & (first + BLOCK_K + k < K)[None, :]
+            w = tl.load(from_weight + first + BLOCK_K, mask=inside, other=0.0)
+            if GATED:
+                w_up = tl.load(from_up + first + BLOCK_K, mask=inside, other=0.0)
+        total += _of_eight(now, here, BLOCK_N, BLOCK_K)
+        if GATED:
+            total_up += _of_eight(now_up, here, BLOCK_N, BLOCK_K)
+    result = _finished(total, bias, n, N, out, HAS_BIAS)
+    if GATED:
+        result = gated(result, _finished(total_up, bias + N, n, N, out, HAS_BIAS), 0.0, out.dtype.element_ty, KIND)
+    tl.store(out + n, result.to(out.dtype.element_ty), mask=n < N)
+
+
+@triton.jit
+def _finished(total, bias, n, N, out, HAS_BIAS: tl.constexpr):
+    """Return the sums with the bias, rounded to `out`'s dtype, as float32."""
+    result = tl.sum(total, axis=1)
+    if HAS_BIAS:
+        result += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
+    return result.to(out.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _of_eight(w, x, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return sums of eight neighbouring products, which one thread has: [BLOCK_N, BLOCK_K] -> [BLOCK_N, BLOCK_K / 8]."""
+    return tl.sum((w.to(tl.float32) * x.to(tl.float32)[None, :]).reshape(BLOCK_N, BLOCK_K // 8, 8), axis=2)
 
 
 settle_keys(globals())
@@ -140,3 +198,45 @@ def shape_of(num_rows: int, room: int) -> tuple[int, int, int, int]:
 def shared_bound(outputs: int, rows: int, stages: int) -> int:
     """Return bytes of shared memory, no less than the compiler takes."""
     return stages * (outputs + rows) * _INPUTS * 2
+
+
+_VECTOR_INPUTS = 2048  # of a tile; a program's outputs and warps were tried: 1 to 4 and 2 to 8
+
+
+class VectorDense:
+    """torch's product, but of one row by `dense_vector_kernel`, for weights of float16 or bfloat16. Error as TritonDense's.
+
+    A library's kernels begin when the last one has ended. Of ours each multiprocessor has some 100 KB of weights on their way by
+    then, and what gate and up become is no kernel of its own. Measured (H200, bfloat16, steps of one row, beside cuBLAS): 8B 4.43
+    in place of 5.07 ms, 1B 0.94 in place of 1.17. A norm in the same kernel cost more, as every program computes it (8B 4.28 in
+    place of 4.02 ms), and so did asking for a program's whole share into the L2 cache.
+    """
+
+    kind = "triton-dense-vector-torch"
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Raises ValueError for weights of another dtype."""
+        if weight.dtype not in _HALVES:
+            raise ValueError(f"weight: {weight.dtype}; give float16 or bfloat16")
+        self.weight, self.bias = weight.contiguous(), bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._row(x, len(self.weight), "") if len(x) == 1 else F.linear(x, self.weight, self.bias)
+
+    def gated(self, x: Tensor, activation: str) -> Tensor:
+        """Return what `gate_mul` makes of the product: the weight's rows are gate and up. For one row this is one kernel."""
+        return self._row(x, len(self.weight) // 2, activation) if len(x) == 1 else gate_mul(self(x), activation)
+
+    def _row(self, x: Tensor, num_outputs: int, activation: str) -> Tensor:
+        """Raises ValueError for other shapes and dtypes."""
+        num_inputs = self.weight.shape[1]
+        if x.shape != (1, num_inputs) or x.stride(1) != 1 or x.dtype != self.weight.dtype:
+            raise ValueError(f"x: {x.dtype} {tuple(x.shape)}; give [1, {num_inputs}] of {self.weight.dtype}")
+        out = x.new_empty((1, num_outputs))
+        inputs, outputs = min(_VECTOR_INPUTS, triton.next_power_of_2(num_inputs)), 1 if activation else 2
+        dense_vector_kernel[(triton.cdiv(num_outputs, outputs),)](
+            x, self.weight, out if self.bias is None else self.bias, out, num_outputs, num_inputs, self.weight.stride(0),
+            BLOCK_N=outputs, BLOCK_K=inputs, STEPS=triton.cdiv(num_inputs, inputs), GATED=bool(activation), KIND=activation,
+            HAS_BIAS=self.bias is not None, num_warps=4, **overlap(),
+        )  # fmt: skip
+        return out

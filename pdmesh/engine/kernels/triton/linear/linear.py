@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pdmesh.engine.kernels.triton.kv import FLOAT8_MAX, FLOAT8_MIN_NORMAL, FLOAT8_SUBNORMAL
 from pdmesh.engine.kernels.triton.launching import settle_keys
-from pdmesh.engine.kernels.triton.linear.dense import TritonDense
+from pdmesh.engine.kernels.triton.linear.dense import TritonDense, VectorDense
 from pdmesh.engine.kernels.triton.linear.weight_product import (
     HALVES,
     INVARIANT_BLOCK,
@@ -241,4 +241,8 @@ def make_triton_linear(
         return int4_linear(weight, bias, invariant)
     if isinstance(weight, Fp8Weight):
         return fp8_linear(weight, bias, invariant, rounds_activations)
-    return TritonDense(weight, bias) if invariant else make_linear(weight, bias)
+    if invariant:
+        return TritonDense(weight, bias)
+    if weight.device.type != "cpu" and weight.dtype in HALVES:
+        return VectorDense(weight, bias)
+    return make_linear(weight, bias)

@@ -5,17 +5,19 @@ N K bits / 8 bytes of weights (int4: and 4 bytes a group, half a bit a weight mo
 and does 2 M N K operations. Bandwidth allows 36 bytes a nanosecond and multiprocessor, at 1.8 GHz 20 bytes a clock: 20 int8 or 40
 int4 weights a clock. A clock also has 128 float32 operations, 64 integer ones and 2048 fused tensor-core ones.
 
-- `vector_kernel`, for one row: some four operations a weight, so int8 keeps up with memory and int4 reaches half of it.
+- `vector_kernel`, for one row: some four operations a weight, so 8 bits keep up with memory and int4 reaches half of it.
 - `tile_kernel`: as many, and the tensor cores' work behind them, for up to 16 rows at once. That passes the memory's time at
   some 80 rows (int8) or 40 (int4).
 - Expanding costs one more write and read of 2 bytes a weight, and then runs at the library's speed.
 
-Measured (H200, 4.2 TB/s copied, 28672 x 4096): one row 37 us (int8; vector), 45 us (tile), 58 us (cuBLAS, bfloat16).
+Measured (H200, 4.2 TB/s copied), the four maps of a layer of 8B: one row int8 70, fp8 71, int4 65 us (limits 51, 51, 29); 32
+rows int8 110, fp8 107, int4 216 us, cuBLAS in bfloat16 120.
 
 Fixed configurations, by shape only (an autotuner would change the split, and with it the bits, from one start to the next):
 64 outputs a program (4 rows a thread share each activation), 4 warps, and so many shares of the inputs that about four programs
-come to each multiprocessor: with 8 KiB in flight each that covers the latency of memory. Shares are 2 input tiles at least. Only
-the tile kernel's rows and stages follow from the device: as many as fit into its shared memory.
+come to each multiprocessor, of the vector kernel as many as its registers allow at once: with 8 KiB in flight each that covers
+the latency of memory. Shares are 2 input tiles at least. Only the tile kernel's rows and stages follow from the device: as many
+as fit into its shared memory.
 """
 
 from __future__ import annotations
@@ -29,7 +31,22 @@ import triton.language as tl
 from torch import Tensor
 
 from pdmesh.engine.kernels.triton.launching import behind_last, overlap, settle_keys
-from pdmesh.engine.kernels.triton.linear.weight_words import TILE_ROWS, TILE_WORDS, WeightWords
+from pdmesh.engine.kernels.triton.linear.weight_words import (
+    EXPONENT,
+    HALF_WAY,
+    TILE_ROWS,
+    TILE_WORDS,
+    WeightWords,
+    byte_planes,
+    exponent_in_register,
+    group_scale,
+    int4_plane,
+    int4_planes,
+    nibble_values,
+    plane_values,
+    shrink,
+    small_fp8,
+)
 from pdmesh.engine.kernels.triton.tiles import shared_bytes
 
 # Kernels that multiply by weights in words (weight_words.py has their order)
@@ -41,58 +58,8 @@ from pdmesh.engine.kernels.triton.tiles import shared_bytes
 #     64 outputs|  sum 0 |  sum 1 |  sum 2 |   each in float32 to `partials`; the program that arrives last (a counter
 #               +--------+--------+--------+   per 64 outputs says so) adds them in the order 0, 1, 2, ..., whichever it is
 #
-# How a value leaves its word: OR-ed under the exponent of 2^23 a plane's bits are the float 2^23 + value * 2^shift, exactly; one
-# subtraction leaves value * 2^shift. That is two operations a weight where shift, mask and conversion from integer would be
-# three, the conversion at a quarter of the rate. Bits from 23 up would fall into the exponent, so the upper planes are shifted
-# down first, all at once. The 2^shift goes into the other factor, which is exact too.
-#
 # Triton compiles a kernel once for each kind of integer it is given (1, a multiple of 16, other). M has no kinds, since it
 # differs from step to step; sizes of a weight have, since wide loads want to know that rows begin at multiples of 16 bytes.
-
-
-@triton.constexpr_function
-def _shift(plane: int, bits: int) -> int:
-    """Return by how many bits plane's values are still shifted up when `_plane` returns them."""
-    return bits * (plane % (23 // bits))
-
-
-@triton.constexpr_function
-def _shrink(plane: int, bits: int, is_fp8: bool) -> float:
-    """Return the factor that turns what `_plane` returns into values."""
-    return 1.0 if is_fp8 else 2.0 ** -_shift(plane, bits)
-
-
-EXPONENT = tl.constexpr(0x4B000000)  # of 2^23
-
-
-@triton.jit
-def exponent_in_register(M: tl.tensor) -> tl.tensor:
-    """Return EXPONENT, in a way that the compiler cannot know it: `word & mask | exponent` is one instruction with one number
-    written into it, and two with two. Not for the tensor cores' operands, which it would send through shared memory."""
-    return EXPONENT + tl.minimum(M, 0)
-
-
-@triton.jit
-def _plane(word: tl.tensor, plane: tl.constexpr, exponent: tl.tensor, BITS: tl.constexpr, FP8: tl.constexpr) -> tl.tensor:
-    """Return the float32 values of one plane, times 2^_shift (fp8: the values)."""
-    if FP8:
-        # e4m3's exponent and mantissa at the place of float32's lack a factor 2^(127 - 7): subnormal numbers are right as
-        # well.
-        code = word >> (8 * plane)
-        return (((code & 0x80) << 24) | ((code & 0x7F) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36
-    shift: tl.constexpr = _shift(plane, BITS)
-    down: tl.constexpr = 0 if plane < 23 // BITS else BITS * (23 // BITS)
-    zero: tl.constexpr = 8388608.0 + (128 if BITS == 8 else 0) * 2.0**shift
-    return (((word >> down) & (((1 << BITS) - 1) << shift)) | exponent).to(tl.float32, bitcast=True) - zero
-
-
-@triton.jit
-def _pair(scales: tl.tensor, at: tl.tensor) -> tl.tensor:
-    """Return scale and minimum (float32) of an int4 group."""
-    pair = tl.load(scales + at)
-    scale = (pair & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    minimum = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    return scale, minimum
 
 
 @triton.jit
@@ -152,7 +119,8 @@ def vector_kernel(
     first_k = tl.max_contiguous(tl.multiple_of((c // RUN) * SPAN + c % RUN, 4), 4)
     thread = tl.arange(0, 128)
     group = thread // 8 * (WORDS // RUN) + thread % 8 * 4 // RUN
-    exponent = exponent_in_register(M)
+    exponent = exponent_in_register(M, 0x43800000 if BITS == 4 else EXPONENT)
+    exponent_high = exponent_in_register(M, 0x41800000)
     first = row_tile.to(tl.int64) * num_tiles
     total_0, total_1, total_2, total_3 = _zeros(128), _zeros(128), _zeros(128), _zeros(128)
     from_here = words + (first + tl.minimum(split * TILES, num_tiles - 1)) * 2048 + at
@@ -167,25 +135,43 @@ def vector_kernel(
         wanted = (at >= 0) & (step + 1 < TILES)
         next_0, next_1 = tl.load(from_next, mask=wanted, other=0), tl.load(from_next + 512, mask=wanted, other=0)
         next_2, next_3 = tl.load(from_next + 1024, mask=wanted, other=0), tl.load(from_next + 1536, mask=wanted, other=0)
-        sums_0, sums_1, sums_2, sums_3, inputs = _zeros(512), _zeros(512), _zeros(512), _zeros(512), _zeros(512)
+        sums_0, sums_1, sums_2, sums_3 = _zeros(512), _zeros(512), _zeros(512), _zeros(512)
+        low, high = _zeros(512), _zeros(512)  # sums of activations, of planes below and above in a pair
         for plane in tl.static_range(PLANES):
             k = tile * (WORDS * PLANES) + first_k + plane * RUN
             here = tl.load(x + k, mask=(k < K) & (M > 0), other=0.0).to(tl.float32)
             if BITS == 4:
-                inputs += here
-            here = here * _shrink(plane, BITS, FP8)
-            sums_0 += _plane(word_0, plane, exponent, BITS, FP8) * here
-            sums_1 += _plane(word_1, plane, exponent, BITS, FP8) * here
-            sums_2 += _plane(word_2, plane, exponent, BITS, FP8) * here
-            sums_3 += _plane(word_3, plane, exponent, BITS, FP8) * here
-        of_inputs = _of_threads(inputs)
+                if plane % 2 == 0:
+                    low += here
+                else:
+                    high += here
+                sums_0 += nibble_values(word_0, plane, exponent, exponent_high) * here
+                sums_1 += nibble_values(word_1, plane, exponent, exponent_high) * here
+                sums_2 += nibble_values(word_2, plane, exponent, exponent_high) * here
+                sums_3 += nibble_values(word_3, plane, exponent, exponent_high) * here
+            elif FP8:
+                here = here * HALF_WAY
+                sums_0 += small_fp8(word_0, plane) * here
+                sums_1 += small_fp8(word_1, plane) * here
+                sums_2 += small_fp8(word_2, plane) * here
+                sums_3 += small_fp8(word_3, plane) * here
+            else:
+                here = here * shrink(plane, BITS, FP8)
+                sums_0 += plane_values(word_0, plane, exponent, BITS, FP8) * here
+                sums_1 += plane_values(word_1, plane, exponent, BITS, FP8) * here
+                sums_2 += plane_values(word_2, plane, exponent, BITS, FP8) * here
+                sums_3 += plane_values(word_3, plane, exponent, BITS, FP8) * here
+        of_low, of_high = _of_threads(low), _of_threads(high)
+        of_inputs, added = of_low + of_high, 256.0 * of_low + 16.0 * of_high
         groups = scales + base * (64 * (WORDS // RUN)) + group
-        total_0 = _grown(total_0, sums_0, of_inputs, groups, BITS)
-        total_1 = _grown(total_1, sums_1, of_inputs, groups + 16 * (WORDS // RUN), BITS)
-        total_2 = _grown(total_2, sums_2, of_inputs, groups + 32 * (WORDS // RUN), BITS)
-        total_3 = _grown(total_3, sums_3, of_inputs, groups + 48 * (WORDS // RUN), BITS)
+        total_0 = _grown(total_0, sums_0, of_inputs, added, groups, BITS)
+        total_1 = _grown(total_1, sums_1, of_inputs, added, groups + 16 * (WORDS // RUN), BITS)
+        total_2 = _grown(total_2, sums_2, of_inputs, added, groups + 32 * (WORDS // RUN), BITS)
+        total_3 = _grown(total_3, sums_3, of_inputs, added, groups + 48 * (WORDS // RUN), BITS)
         word_0, word_1, word_2, word_3 = next_0, next_1, next_2, next_3
     total = _joined(_joined(_of_run(total_0), _of_run(total_1)), _joined(_of_run(total_2), _of_run(total_3)))
+    if FP8:
+        total = total * HALF_WAY
     m = tl.arange(0, 1)
     _finish(
         total[None, :], m[:, None], (row_tile * 64 + tl.arange(0, 64))[None, :], scales, bias, out, partials, arrivals, row_tile,
@@ -205,11 +191,13 @@ def _of_threads(values: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _grown(total: tl.tensor, sums: tl.tensor, inputs: tl.tensor, groups: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
-    """Return [128] with a tile's share added."""
+def _grown(
+    total: tl.tensor, sums: tl.tensor, inputs: tl.tensor, added: tl.tensor, groups: tl.tensor, BITS: tl.constexpr
+) -> tl.tensor:  # fmt: skip
+    """Return [128] with a tile's share added. `added`: what the sums have too much of."""
     if BITS == 4:
-        scale, minimum = _pair(groups, 0)
-        return total + scale * _of_threads(sums) + minimum * inputs
+        scale, minimum = group_scale(groups, 0)
+        return total + scale * (_of_threads(sums) - added) + minimum * inputs
     return total + _of_threads(sums)
 
 
@@ -235,9 +223,11 @@ def tile_kernel(
     """More rows: weights become x's dtype in registers and go to the tensor cores as their left operand, which may stay there;
     activations, few, go through shared memory. Grid (row tiles, SPLITS, M / BLOCK_M).
 
-        [64 outputs, 32 words] plane p  x  [32 inputs of plane p, BLOCK_M]  +->  [64, BLOCK_M] float32
+        [64 outputs, 32 words of P planes]  x  [32 P inputs, plane by plane, BLOCK_M]  +->  [64, BLOCK_M] float32
 
-    int4 weights are rounded to x's dtype (scale * value + minimum, one rounding); int8 and fp8 values fit it exactly.
+    All planes of a tile are one product: one after the other each would be waited for. But int4 of 16 rows comes plane by plane:
+    its registers let three programs be on a multiprocessor, not two (measured: 121 in place of 155 us). int4 weights are rounded
+    to x's dtype (scale * value + minimum, one rounding); int8 and fp8 values fit it exactly.
     """
     row_tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -245,10 +235,13 @@ def tile_kernel(
     WORDS: tl.constexpr = 32
     PLANES: tl.constexpr = 32 // BITS
     RUN: tl.constexpr = SPAN // PLANES
+    APART: tl.constexpr = BITS == 4 and BLOCK_M == 16
     r = tl.arange(0, 64)
     c = tl.arange(0, WORDS)
     m = m_tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    first_k = (c // RUN) * SPAN + c % RUN
+    of_tile = tl.arange(0, WORDS * PLANES)  # inputs, plane by plane
+    first_k = (of_tile % WORDS // RUN) * SPAN + of_tile % RUN + of_tile // WORDS * RUN
+    first_k = tl.max_contiguous(tl.multiple_of(first_k, RUN), RUN)
     behind_last(OVERLAPS)
     rows = x + m.to(tl.int64)[None, :] * stride_x
     total = tl.zeros([64, BLOCK_M], tl.float32)
@@ -258,16 +251,21 @@ def tile_kernel(
         base = row_tile.to(tl.int64) * num_tiles + tl.minimum(tile, num_tiles - 1)
         word = tl.load(words + (base * 64 + r[:, None]) * WORDS + c[None, :])
         if BITS == 4:
-            scale, minimum = _pair(scales, (base * 64 + r[:, None]) * (WORDS // RUN) + (c // RUN)[None, :])
-        for plane in tl.static_range(PLANES):
-            k = tile * (WORDS * PLANES) + first_k + plane * RUN
+            scale, minimum = group_scale(scales, (base * 64 + r[:, None]) * (WORDS // RUN) + (c // RUN)[None, :])
+        if APART:
+            for plane in tl.static_range(PLANES):
+                k = tile * (WORDS * PLANES) + (c // RUN) * SPAN + c % RUN + plane * RUN
+                here = tl.load(rows + k[:, None], mask=(m[None, :] < M) & (k[:, None] < K), other=0.0)
+                w = int4_plane(word, plane, scale, tl.fma(scale, -16.0 if plane % 2 else -256.0, minimum), x.dtype.element_ty)
+                total = tl.dot(w, here, total)
+        else:
+            k = tile * (WORDS * PLANES) + first_k
             here = tl.load(rows + k[:, None], mask=(m[None, :] < M) & (k[:, None] < K), other=0.0)
-            w = _plane(word, plane, EXPONENT, BITS, FP8)
             if BITS == 4:
-                w = w * (scale * _shrink(plane, BITS, FP8)) + minimum
+                w = int4_planes(word, scale, minimum, x.dtype.element_ty)
             else:
-                w = w * _shrink(plane, BITS, FP8)
-            total = tl.dot(w.to(x.dtype.element_ty), here, total)
+                w = byte_planes(word, FP8, x.dtype.element_ty)
+            total = tl.dot(w, here, total)
     slot = m_tile * tl.num_programs(0) + row_tile
     _finish(
         total, m[None, :], (row_tile * 64 + r)[:, None], scales, bias, out, partials, arrivals, slot, split,
@@ -293,7 +291,7 @@ def expand_kernel(
     base = row_tile.to(tl.int64) * num_tiles + tile
     word = tl.load(words + (base * 64 + r[:, None]) * WORDS + c[None, :])
     if BITS == 4:
-        scale, minimum = _pair(scales, (base * 64 + r[:, None]) * (WORDS // RUN) + (c // RUN)[None, :])
+        scale, minimum = group_scale(scales, (base * 64 + r[:, None]) * (WORDS // RUN) + (c // RUN)[None, :])
     else:
         scale = tl.load(scales + n, mask=n < N, other=0.0)[:, None]
     for plane in tl.static_range(PLANES):
@@ -301,7 +299,7 @@ def expand_kernel(
         if RAW:
             value = (word >> (BITS * plane)) & 0xFF
         else:
-            value = _plane(word, plane, EXPONENT, BITS, FP8) * _shrink(plane, BITS, FP8) * scale
+            value = plane_values(word, plane, EXPONENT, BITS, FP8) * shrink(plane, BITS, FP8) * scale
             if BITS == 4:
                 value = value + minimum
         at = out + n.to(tl.int64)[:, None] * K + k[None, :]
@@ -314,7 +312,10 @@ settle_keys(globals())
 VECTOR_ROWS = 1  # up to so many rows take the vector kernel
 TILE_ROWS_MAX = 128  # up to so many take the tile kernel; above, expand and torch.mm
 INVARIANT_BLOCK = 16  # rows of the one tile that `invariant` products use
-_PROGRAMS = 4 * 132
+_MULTIPROCESSORS = 132
+_PROGRAMS = 4 * _MULTIPROCESSORS
+_RESIDENT = {4: 6, 8: 7}  # programs of the vector kernel on a multiprocessor, by bits, as their registers allow
+_VECTOR_REGISTERS = {4: 80, 8: 72}
 _MAX_SPLITS = 16
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -327,8 +328,11 @@ class Shares:
     tiles: int  # input tiles of a split; the last may have fewer
 
     @staticmethod
-    def of(row_tiles: int, input_tiles: int) -> Shares:
-        wanted = min(_MAX_SPLITS, -(-_PROGRAMS // max(1, row_tiles)), max(1, input_tiles // 2))
+    def of(row_tiles: int, input_tiles: int, resident: int = 0) -> Shares:
+        """Return the shares. `resident`: as many programs of a multiprocessor run at once, so that more may be wanted."""
+        row_tiles = max(1, row_tiles)
+        wanted = max(-(-_PROGRAMS // row_tiles), resident * _MULTIPROCESSORS // row_tiles)
+        wanted = min(_MAX_SPLITS, wanted, max(1, input_tiles // 2))
         tiles = max(1, -(-input_tiles // wanted))
         return Shares(max(1, -(-input_tiles // tiles)), tiles)
 
@@ -369,6 +373,7 @@ class WordProduct:
             raise ValueError(f"bias: shape {tuple(bias.shape)}, not ({weight.num_outputs},)")
         self.weight, self.bias = weight, bias
         self.shares = Shares.of(weight.num_row_tiles, weight.num_tiles)
+        self.vector_shares = Shares.of(weight.num_row_tiles, weight.num_tiles, _RESIDENT[weight.bits])
         slots = weight.num_row_tiles * (TILE_ROWS_MAX // INVARIANT_BLOCK)
         self._arrivals = torch.zeros(slots, dtype=torch.int32, device=weight.words.device)
 
@@ -376,7 +381,8 @@ class WordProduct:
         """Multiply x [M, K], M <= 1."""
         if x.shape[0] > VECTOR_ROWS:
             raise ValueError(f"x: {x.shape[0]} rows; the vector kernel takes {VECTOR_ROWS}")
-        return self._launch(vector_kernel, x, out, 1)
+        options = {"maxnreg": _VECTOR_REGISTERS[self.weight.bits]}
+        return self._launch(vector_kernel, x, out, (1, self.vector_shares), options)
 
     def tile(self, x: Tensor, out: Tensor | None = None, block: int | None = None) -> Tensor:
         """Multiply x [M, K] float16 or bfloat16, M <= 128; `block` rows a tile (by default M, rounded up to a power of two, 16 at
@@ -386,10 +392,11 @@ class WordProduct:
         block = block or max(16, triton.next_power_of_2(x.shape[0]))
         shape = TileShape.of(self.weight.bits, block, shared_bytes(x.device))
         m_tiles = triton.cdiv(x.shape[0], shape.rows)
-        return self._launch(tile_kernel, x, out, m_tiles, BLOCK_M=shape.rows, num_stages=shape.stages)
+        options = {"BLOCK_M": shape.rows, "num_stages": shape.stages}
+        return self._launch(tile_kernel, x, out, (m_tiles, self.shares), options)
 
-    def _launch(self, kernel: Any, x: Tensor, out: Tensor | None, m_tiles: int, **block: int) -> Tensor:
-        weight, shares = self.weight, self.shares
+    def _launch(self, kernel: Any, x: Tensor, out: Tensor | None, grid: tuple[int, Shares], options: dict[str, int]) -> Tensor:
+        weight, (m_tiles, shares) = self.weight, grid
         num_rows = _check(x, weight)
         out = x.new_empty((num_rows, weight.num_outputs)) if out is None else _checked_out(out, x, weight)
         if num_rows == 0:
@@ -401,7 +408,7 @@ class WordProduct:
             x, weight.words, weight.scales, bias, out, partials, self._arrivals,
             num_rows, weight.num_outputs, weight.num_inputs, weight.num_tiles, x.stride(0), out.stride(0),
             BITS=weight.bits, SPAN=weight.span, FP8=weight.encoding == "fp8",
-            SPLITS=shares.splits, TILES=shares.tiles, HAS_BIAS=self.bias is not None, num_warps=4, **block, **overlap(),
+            SPLITS=shares.splits, TILES=shares.tiles, HAS_BIAS=self.bias is not None, num_warps=4, **options, **overlap(),
         )  # fmt: skip
         return out
 
