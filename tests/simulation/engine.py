@@ -113,7 +113,9 @@ class HashModel:
         self.step_ns += round(seconds * 1e9)
 
 
-def make_engine(folder: str, *, num_blocks: int, block_size: int, max_num_seqs: int, max_num_batched_tokens: int) -> Engine:
+def make_engine(
+    folder: str, *, num_blocks: int, block_size: int, max_num_seqs: int, max_num_batched_tokens: int, kv_shared: bool = False
+) -> Engine:
     """Return an engine on the model, whose folder has a tokenizer and a config.json."""
     config = EngineConfig(
         model=folder,
@@ -123,6 +125,7 @@ def make_engine(folder: str, *, num_blocks: int, block_size: int, max_num_seqs: 
         max_num_batched_tokens=max_num_batched_tokens,
         steps_ahead=False,
         num_threads=1,
+        kv_shared=kv_shared,
     )
     loaded = LoadedModel(
         config=model_config(CONFIG),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 FIRST_TOKEN, LAST_TOKEN = 64, 300
 
@@ -29,15 +29,27 @@ class Fault:
     """Something that goes wrong for a while. `targets` are names of members; cut and slow have two."""
 
     at_s: float
-    kind: str  # kill, freeze, cut, slow link, slow process
+    kind: str
     targets: tuple[str, ...]
     for_s: float
     amount: float = 0.0
 
 
 @dataclass(frozen=True)
+class Machine:
+    """Where a member runs: its host, by how many millionths its monotonic clock is fast, how wrong its wall clock is."""
+
+    host: str = "host"
+    clock_ppm: int = 0
+    wall_skew_ms: int = 0
+
+
+@dataclass(frozen=True)
 class Scenario:
-    """One run. `spared`: members that nothing happens to, one of each kind, or none."""
+    """One run. `spared`: members that nothing happens to, one of each kind, or none.
+
+    `transports`: what workers offer for KV. `redis`: none, or what is left of its keys when it starts again: saved or lost.
+    `is_static`: routers know the workers without it."""
 
     seed: int
     decodes: tuple[str, ...]
@@ -50,6 +62,10 @@ class Scenario:
     faults: tuple[Fault, ...]
     is_spared: bool
     spared: frozenset[str] = field(default=frozenset())
+    transports: tuple[str, ...] = ("grpc",)
+    redis: str = "none"
+    is_static: bool = True
+    machines: tuple[tuple[str, Machine], ...] = ()
 
     @property
     def ends_s(self) -> float:
@@ -73,7 +89,7 @@ def scenario(seed: int) -> Scenario:
     spared = frozenset({decodes[0], prefills[0], routers[0]} if is_spared else ())
     num_blocks = rng.choice((12, 24, 64))
     faults = tuple(_fault(rng, (*decodes, *prefills, *boths), routers, spared) for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4))))
-    return Scenario(
+    chosen = Scenario(
         seed=seed,
         decodes=decodes,
         prefills=prefills,
@@ -86,6 +102,7 @@ def scenario(seed: int) -> Scenario:
         is_spared=is_spared,
         spared=spared,
     )
+    return _with_environment(random.Random(f"environment of {seed}"), chosen)
 
 
 def _ask(rng: random.Random, room: int) -> Ask:
@@ -123,3 +140,78 @@ def _fault(rng: random.Random, workers: tuple[str, ...], routers: tuple[str, ...
         targets = (target, other) if rng.random() < 0.5 else (other, target)
     amount = {"slow link": rng.random() * 0.3, "slow process": 2 + rng.random() * 30}.get(kind, 0.0)
     return Fault(at_s, kind, targets, for_s, amount)
+
+
+TRANSPORTS = (("grpc",), ("tcp",), ("tcp",), ("tcp", "grpc"), ("shm", "tcp"), ("shm", "tcp", "grpc"))
+
+
+def _with_environment(rng: random.Random, chosen: Scenario) -> Scenario:
+    """Return the scenario with machines, transports and a Redis of its own, their faults, and perhaps pools that are too small."""
+    members = (*chosen.decodes, *chosen.prefills, *chosen.boths, *chosen.routers)
+    redis = rng.choice(("none", "none", "saved", "lost", "lost"))
+    is_static = redis == "none" or rng.random() < 0.4
+    if redis != "none":
+        members = (*members, "redis")
+        if len(chosen.routers) == 1 and rng.random() < 0.6:
+            chosen = replace(chosen, routers=(*chosen.routers, "router-1"))
+            members = (*members, "router-1")
+    machines = _machines(rng, members)
+    chosen = replace(
+        chosen, transports=rng.choice(TRANSPORTS), redis=redis, is_static=is_static, machines=tuple(machines.items())
+    )
+    if rng.random() < 0.25:
+        chosen = _with_small_pools(rng, chosen)
+    faults = [_machine_fault(rng, members, machines, chosen.spared) for _ in range(rng.choice((0, 0, 1, 1, 2, 3)))]
+    return replace(chosen, faults=(*chosen.faults, *(fault for fault in faults if fault is not None)))
+
+
+def _machines(rng: random.Random, members: tuple[str, ...]) -> dict[str, Machine]:
+    num_hosts = rng.randrange(1, len(members) + 1)
+    has_good_clocks = rng.random() < 0.5
+    return {
+        name: Machine(
+            host=f"host-{rng.randrange(num_hosts)}",
+            clock_ppm=0 if has_good_clocks else rng.randrange(-20_000, 20_000),
+            wall_skew_ms=0 if has_good_clocks else rng.randrange(-60_000, 60_000),
+        )
+        for name in members
+    }
+
+
+def _with_small_pools(rng: random.Random, chosen: Scenario) -> Scenario:
+    """Return it with pools of a few blocks and many requests at once: their sequences are preempted."""
+    num_blocks = rng.choice((6, 8, 10))
+    room = num_blocks * 16 // 3
+    asks = [
+        replace(ask, at_s=START_S + rng.random(), prompt=ask.prompt[:room], max_tokens=min(ask.max_tokens, room), num_choices=1)
+        for ask in (*chosen.asks, *(_ask(rng, room * 3) for _ in range(rng.randrange(8))))
+    ]
+    return replace(chosen, num_blocks=num_blocks, asks=tuple(asks))
+
+
+def _machine_fault(
+    rng: random.Random, members: tuple[str, ...], machines: dict[str, Machine], spared: frozenset[str]
+) -> Fault | None:
+    """Return a fault of hosts, connections, clocks or Redis; None: there are none that it could strike."""
+    kind = rng.choice(("power loss", "sever", "sever", "narrow link", "wall clock jump", "redis", "redis"))
+    at_s, for_s = START_S + rng.random() * SPAN_S, rng.choice((0.05, 0.5, 2.0, LONGEST_FAULT_S)) * rng.random()
+    if kind == "redis":
+        if "redis" not in members:
+            return None
+        kind = rng.choice(("kill", "kill", "freeze", "late redis", "late redis"))
+        return Fault(at_s, kind, ("redis",), for_s, rng.choice((0.02, 0.3, 0.9, 2.0)) * rng.random())
+    if kind == "wall clock jump":
+        return Fault(at_s, kind, (rng.choice(members),), 0.0, rng.choice((-3600, -5, -0.5, 0.5, 5, 3600)) * rng.random())
+    struck = [name for name in members if name not in spared]
+    if kind == "power loss":
+        dark = {machines[name].host for name in struck} - {machines[name].host for name in spared}
+        if not dark:
+            return None
+        host = rng.choice(sorted(dark))
+        return Fault(at_s, kind, tuple(name for name in members if machines[name].host == host), for_s)
+    if not struck:
+        return None
+    target = rng.choice(struck)
+    targets = (target, rng.choice([name for name in members if name != target]))
+    amount = rng.choice((2e4, 1e5, 1e6)) if kind == "narrow link" else 0.0
+    return Fault(at_s, kind, targets if rng.random() < 0.5 else targets[::-1], for_s, amount)

@@ -17,6 +17,8 @@ from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from tests.simulation.environment.socket_loop import SocketCalls
+
 T = TypeVar("T")
 
 SECOND = 1_000_000_000
@@ -41,6 +43,9 @@ class Process:
     name: str
     world: World
     offset_ns: int = 0  # its monotonic clock began elsewhere
+    clock_ppm: int = 0  # by how much its monotonic clock is fast
+    host: str = ""
+    wall_skew_ns: int = 0  # by how much its wall clock is wrong
     slowness: float = 1.0
     is_dead: bool = False
     is_frozen: bool = False
@@ -55,7 +60,11 @@ class Process:
 
     def now_ns(self) -> int:
         """Return its monotonic clock."""
-        return self.world.now_ns + self.offset_ns
+        return self.world.now_ns + self.offset_ns + self.world.now_ns * self.clock_ppm // 1_000_000
+
+    def world_ns(self, clock_ns: int) -> int:
+        """Return when its monotonic clock shows `clock_ns`."""
+        return -(-(clock_ns - self.offset_ns) * 1_000_000 // (1_000_000 + self.clock_ppm))
 
     def later(self, delay_ns: int, callback: Callable[..., object], *args: object) -> None:
         """Call in this process, whatever it is by then; a dead one is not called."""
@@ -127,7 +136,7 @@ def current_process() -> Process | None:
     return _process.get(None)
 
 
-class SimulatedLoop(asyncio.BaseEventLoop):
+class SimulatedLoop(SocketCalls, asyncio.BaseEventLoop):  # type: ignore[misc]  # asyncio's have more parameters
     """asyncio's loop on the world's clock."""
 
     def __init__(self, world: World) -> None:
@@ -158,7 +167,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     ) -> asyncio.TimerHandle:
         timer = asyncio.TimerHandle(when, callback, args, self, context)
         owner = self._owner(timer)
-        self.push(max(self._world.now_ns, round(when * 1e9) - owner.offset_ns), owner, timer)
+        self.push(max(self._world.now_ns, owner.world_ns(round(when * 1e9))), owner, timer)
         timer._scheduled = True  # type: ignore[attr-defined]
         return timer
 
@@ -187,12 +196,6 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
         process.later(self._world.rng.randrange(10, 2000) * MICROSECOND, run)
         return future
-
-    async def create_connection(self, protocol_factory: Any, host: Any = None, port: Any = None, **_: Any) -> Any:
-        """Return a connection that carries nothing, or the error of one that fails: for those that only knock."""
-        return await self.knock(protocol_factory, host, port)
-
-    knock: Callable[..., Any]
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         pass  # it is skipped when its time has come
