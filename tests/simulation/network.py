@@ -16,6 +16,8 @@ from tests.simulation.world import MICROSECOND, MILLISECOND, SECOND, Process, Wo
 
 CLIENT_KEEPALIVE_NS = 15 * SECOND
 SERVER_KEEPALIVE_NS = 40 * SECOND
+RETRANSMIT_NS = 200 * MILLISECOND
+LONGEST_RETRANSMIT_NS = 2 * SECOND
 
 
 class Listener(Protocol):
@@ -39,6 +41,7 @@ class End:
     is_breaking: bool = False
     early: list[tuple[Any, ...]] = field(default_factory=list)  # what came before the process took the connection
     reason: str = ""  # why it is not open
+    is_blocked: Callable[[], bool] = field(default=lambda: False)  # by a peer that has not read; it then probes the peer
 
     def deliver(self, *message: Any) -> None:
         if not self.is_open:
@@ -75,8 +78,7 @@ class Connection:
         if not source.is_open:
             return
         if self.is_severed:
-            if not self.network.is_dark(target.process.name):
-                self.break_at(sender, "connection reset by peer")
+            self._retransmit(sender)
             return
         if self._is_cut(source, target) or target.held:
             target.held.append((size, message))
@@ -91,6 +93,16 @@ class Connection:
             end.held.clear()
             if self.pings:
                 end.process.later(patience, end.fail, "keepalive watchdog timeout")
+            if self.ends[1 - index].last_arrival_ns > self.network.world.now_ns or end.is_blocked():
+                end.process.later(RETRANSMIT_NS, self._retransmit, index)
+
+    def _retransmit(self, sender: int, pause_ns: int = RETRANSMIT_NS) -> None:
+        """Send again what was lost, until the other host answers that it knows no such connection."""
+        end, target = self.ends[sender], self.ends[1 - sender]
+        if end.is_open and self.network.is_dark(target.process.name):
+            end.process.later(pause_ns, self._retransmit, sender, min(2 * pause_ns, LONGEST_RETRANSMIT_NS))
+        elif end.is_open:
+            self.break_at(sender, "connection reset by peer")
 
     def _is_cut(self, source: End, target: End) -> bool:
         return not self.is_local and self.network.is_cut(source.process, target.process)

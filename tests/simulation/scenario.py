@@ -147,8 +147,10 @@ TRANSPORTS = (("grpc",), ("tcp",), ("tcp",), ("tcp", "grpc"), ("shm", "tcp"), ("
 
 def _with_environment(rng: random.Random, chosen: Scenario) -> Scenario:
     """Return the scenario with machines, transports and a Redis of its own, their faults, and perhaps pools that are too small."""
+    if rng.random() < 0.25:
+        chosen = _with_small_pools(rng, chosen)
     members = (*chosen.decodes, *chosen.prefills, *chosen.boths, *chosen.routers)
-    redis = rng.choice(("none", "none", "saved", "lost", "lost"))
+    redis = rng.choice(("none", "none", "none", "saved", "lost"))
     is_static = redis == "none" or rng.random() < 0.4
     if redis != "none":
         members = (*members, "redis")
@@ -156,11 +158,15 @@ def _with_environment(rng: random.Random, chosen: Scenario) -> Scenario:
             chosen = replace(chosen, routers=(*chosen.routers, "router-1"))
             members = (*members, "router-1")
     machines = _machines(rng, members)
+    asks = tuple(replace(ask, mode="remote") if rng.random() < 0.4 else ask for ask in chosen.asks)
     chosen = replace(
-        chosen, transports=rng.choice(TRANSPORTS), redis=redis, is_static=is_static, machines=tuple(machines.items())
+        chosen,
+        asks=asks,
+        transports=rng.choice(TRANSPORTS),
+        redis=redis,
+        is_static=is_static,
+        machines=tuple(machines.items()),
     )
-    if rng.random() < 0.25:
-        chosen = _with_small_pools(rng, chosen)
     faults = [_machine_fault(rng, members, machines, chosen.spared) for _ in range(rng.choice((0, 0, 1, 1, 2, 3)))]
     return replace(chosen, faults=(*chosen.faults, *(fault for fault in faults if fault is not None)))
 
@@ -179,14 +185,14 @@ def _machines(rng: random.Random, members: tuple[str, ...]) -> dict[str, Machine
 
 
 def _with_small_pools(rng: random.Random, chosen: Scenario) -> Scenario:
-    """Return it with pools of a few blocks and many requests at once: their sequences are preempted."""
+    """Return it with pools of a few blocks and many requests at once, which grow: sequences are preempted."""
     num_blocks = rng.choice((6, 8, 10))
-    room = num_blocks * 16 // 3
+    room = num_blocks * 16 // 2
     asks = [
-        replace(ask, at_s=START_S + rng.random(), prompt=ask.prompt[:room], max_tokens=min(ask.max_tokens, room), num_choices=1)
-        for ask in (*chosen.asks, *(_ask(rng, room * 3) for _ in range(rng.randrange(8))))
+        replace(ask, at_s=START_S + rng.random() * 0.2, prompt=ask.prompt[: room // 2], max_tokens=room, num_choices=1)
+        for ask in (*chosen.asks, *(_ask(rng, room) for _ in range(2 + rng.randrange(8))))
     ]
-    return replace(chosen, num_blocks=num_blocks, asks=tuple(asks))
+    return replace(chosen, num_blocks=num_blocks, max_num_seqs=16, decodes=chosen.decodes[:1], boths=(), asks=tuple(asks))
 
 
 def _machine_fault(
@@ -212,6 +218,10 @@ def _machine_fault(
     if not struck:
         return None
     target = rng.choice(struck)
-    targets = (target, rng.choice([name for name in members if name != target]))
+    others = [name for name in members if name != target]
+    if rng.random() < 0.6:  # the link that KV takes
+        kinds = ("decode", "both") if target.startswith("prefill") else ("prefill", "both")
+        others = [name for name in others if name.startswith(kinds)] or others
+    targets = (target, rng.choice(others))
     amount = rng.choice((2e4, 1e5, 1e6)) if kind == "narrow link" else 0.0
     return Fault(at_s, kind, targets if rng.random() < 0.5 else targets[::-1], for_s, amount)

@@ -228,4 +228,3 @@ class Run:
     def _fail(self, what: str) -> None:
         self.violations.append(what)
         self.world.note("VIOLATION", what)
-

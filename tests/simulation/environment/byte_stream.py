@@ -154,6 +154,7 @@ class StreamSocket:
         end = connection.ends[side]
         early, end.early = end.early, []
         end.received, end.broken = self._received, self._broken
+        end.is_blocked = lambda: self._num_unread >= self._window
         for message in early:
             self._received(*message)
         if not end.is_open:
