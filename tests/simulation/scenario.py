@@ -192,7 +192,12 @@ def _with_small_pools(rng: random.Random, chosen: Scenario) -> Scenario:
         replace(ask, at_s=START_S + rng.random() * 0.2, prompt=ask.prompt[: room // 2], max_tokens=room, num_choices=1)
         for ask in (*chosen.asks, *(_ask(rng, room) for _ in range(2 + rng.randrange(8))))
     ]
-    return replace(chosen, num_blocks=num_blocks, max_num_seqs=16, decodes=chosen.decodes[:1], boths=(), asks=tuple(asks))
+    left = {chosen.decodes[0], *chosen.prefills, *chosen.routers}
+    faults = tuple(fault for fault in chosen.faults if left.issuperset(fault.targets))
+    decodes = chosen.decodes[:1]
+    return replace(
+        chosen, num_blocks=num_blocks, max_num_seqs=16, decodes=decodes, boths=(), asks=tuple(asks), faults=faults
+    )
 
 
 def _machine_fault(

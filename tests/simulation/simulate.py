@@ -16,10 +16,12 @@ from tests.simulation.environment.faults import STALL_S, Faults, StallWatch
 from tests.simulation.mesh import MODEL, Member, SimulatedMesh, install_hosts
 from tests.simulation.network import Network
 from tests.simulation.scenario import Ask, Scenario
-from tests.simulation.world import SECOND, World, current_process
+from tests.simulation.world import MILLISECOND, SECOND, World, current_process
 
 LONGEST_REQUEST_S = 40.0
 QUIET_S = 12.0
+QUIET_GRAIN_NS = 200 * MILLISECOND
+"""Timers end together, at multiples of it, when all requests are over: heartbeats come in time, most other ticks find nothing new."""
 READY_S = 1.4
 
 
@@ -103,6 +105,7 @@ class Run:
             task.result()
         if late:
             self._fail(f"{len(late)} requests have not ended")
+        self.world.loop.grain_ns = QUIET_GRAIN_NS
         await asyncio.sleep(QUIET_S)
         self._check_quiet()
         self._check_answers()
