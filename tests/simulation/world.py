@@ -237,12 +237,6 @@ class SimulatedLoop(SocketCalls, asyncio.BaseEventLoop):  # type: ignore[misc]  
         process.later(self._world.rng.randrange(10, 2000) * MICROSECOND, run)
         return future
 
-    async def create_connection(self, protocol_factory: Any, host: Any = None, port: Any = None, **_: Any) -> Any:
-        """Return a connection that carries nothing, or the error of one that fails: for those that only knock."""
-        return await self.knock(protocol_factory, host, port)
-
-    knock: Callable[..., Any]
-
     def _run_once(self) -> None:
         """Run all events until the loop is stopped. An event is a callback whose time has come, or a turn of a process."""
         world, events = self._world, self._events
