@@ -146,7 +146,7 @@ TRANSPORTS = (("grpc",), ("tcp",), ("tcp",), ("tcp", "grpc"), ("shm", "tcp"), ("
 
 
 def _with_environment(rng: random.Random, chosen: Scenario) -> Scenario:
-    """Return the scenario with machines, transports and a Redis of its own, their faults, and perhaps pools that are too small."""
+    """Return the scenario with machines, transports, a Redis and their faults, and perhaps pools that are too small."""
     if rng.random() < 0.25:
         chosen = _with_small_pools(rng, chosen)
     members = (*chosen.decodes, *chosen.prefills, *chosen.boths, *chosen.routers)
@@ -195,9 +195,7 @@ def _with_small_pools(rng: random.Random, chosen: Scenario) -> Scenario:
     left = {chosen.decodes[0], *chosen.prefills, *chosen.routers}
     faults = tuple(fault for fault in chosen.faults if left.issuperset(fault.targets))
     decodes = chosen.decodes[:1]
-    return replace(
-        chosen, num_blocks=num_blocks, max_num_seqs=16, decodes=decodes, boths=(), asks=tuple(asks), faults=faults
-    )
+    return replace(chosen, num_blocks=num_blocks, max_num_seqs=16, decodes=decodes, boths=(), asks=tuple(asks), faults=faults)
 
 
 def _machine_fault(

@@ -310,7 +310,7 @@ class StreamSocket:
         self.changed()
 
     def _broken(self, reason: str) -> None:
-        """Learn that the peer has closed or reset the connection. A process that dies closes what it had read, resets the rest."""
+        """Learn that the peer has closed or reset the connection; the kernel of a process that died does either."""
         if reason == CLOSED or (reason == RESET and self._rng.getrandbits(1)):
             self._has_peer_finished = self._is_peer_gone = True
         else:

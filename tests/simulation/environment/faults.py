@@ -1,8 +1,8 @@
 """What goes wrong in a run, done to its members; and the bound on how long a request may wait for its next token.
 
-The bound. Counted from the last token, or from the last moment at which a fault began or ended, a request gets its next token within
-STALL_S of virtual time wherever one router, one prefill worker and one decode worker are spared. It is the longest chain of the
-product's own limits, each of which is waited for at most once:
+The bound. Counted from the last token, or from the last moment at which a fault began or ended, a request gets its next token
+within STALL_S of virtual time wherever one router, one prefill worker and one decode worker are spared. It is the longest chain
+of the product's own limits, each of which is waited for at most once:
 
     15.0  a client that hears nothing of its router      pdmesh/client/channel.py: keepalive_time 10 s + keepalive_timeout 5 s
      2.0  its pause before the next router               pdmesh/client/stream.py: max_backoff_s

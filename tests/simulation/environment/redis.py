@@ -172,10 +172,11 @@ class RedisServer:
         return len(stored) - before
 
     def do_eval(self, script: bytes, _: bytes, key: bytes, *arguments: bytes) -> int:
-        scripts = {registry._PUT.encode(): self._put, registry._REMOVE.encode(): self._remove}
-        if script not in scripts:
-            raise CommandError("ERR the simulation does not know this script")
-        return scripts[script](key, *arguments)
+        if script == registry._PUT.encode():
+            return self._put(key, *arguments)
+        if script == registry._REMOVE.encode():
+            return self._remove(key, *arguments)
+        raise CommandError("ERR the simulation does not know this script")
 
     def _put(self, key: bytes, generation: bytes, epoch: bytes, payload: bytes, ttl_ms: bytes) -> int:
         now = time.time_ns() // 1000

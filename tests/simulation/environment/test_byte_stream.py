@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -147,10 +148,8 @@ def test_a_connection_to_a_killed_process_ends() -> None:
             two.network.died(two.server)
 
         asyncio.get_running_loop().call_later(0.01, kill)
-        try:
+        with contextlib.suppress(ConnectionResetError):
             assert await read_all(sock) == b""
-        except ConnectionResetError:
-            pass
 
     two.serve(handle)
     two.run(talk)

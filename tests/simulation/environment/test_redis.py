@@ -1,4 +1,4 @@
-"""The simulated Redis answers as a redis-server does, byte for byte, to what the product sends; and the product's registry on it."""
+"""The simulated Redis answers as a redis-server does, byte for byte, to what the product sends; the registry works on it."""
 
 from __future__ import annotations
 
