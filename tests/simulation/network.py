@@ -219,12 +219,24 @@ class Network:
     def sever(self, one: str, other: str) -> None:
         """Sever the connections between two processes; one end of each, by chance, learns it at once."""
         self.world.note("severed", one, other)
-        for connection in list(self.connections):
-            names = tuple(end.process.name for end in connection.ends)
-            if names in ((one, other), (other, one)) and not connection.is_local and not connection.is_severed:
-                connection.sever()
-                end = connection.ends[self.world.rng.getrandbits(1)]
-                end.process.later(self.latency_ns(end.process, end.process), end.fail, "connection reset by peer")
+        for connection in self._between(one, other):
+            connection.sever()
+            end = connection.ends[self.world.rng.getrandbits(1)]
+            end.process.later(self.latency_ns(end.process, end.process), end.fail, "connection reset by peer")
+
+    def has_bytes(self, one: str, other: str) -> bool:
+        """Return whether bytes of a socket are on their way between two processes."""
+        found = self._between(one, other)
+        return any(end.last_arrival_ns > self.world.now_ns for each in found if not each.pings for end in each.ends)
+
+    def _between(self, one: str, other: str) -> list[Connection]:
+        return [
+            connection
+            for connection in self.connections
+            if not connection.is_local
+            and not connection.is_severed
+            and {end.process.name for end in connection.ends} == {one, other}
+        ]
 
     def lose_power(self, process: Process) -> None:
         """Let a process vanish with its host, whose kernel closes nothing."""

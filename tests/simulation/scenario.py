@@ -26,7 +26,9 @@ class Ask:
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that goes wrong for a while. `targets` are names of members; cut and slow have two."""
+    """Something that goes wrong for a while. `targets` are names of members; links have two.
+
+    `amount`: seconds of a latency or of a jump, bytes per second, times as slow, whether to wait for bytes before severing."""
 
     at_s: float
     kind: str
@@ -226,5 +228,5 @@ def _machine_fault(
         kinds = ("decode", "both") if target.startswith("prefill") else ("prefill", "both")
         others = [name for name in others if name.startswith(kinds)] or others
     targets = (target, rng.choice(others))
-    amount = rng.choice((2e4, 1e5, 1e6)) if kind == "narrow link" else 0.0
+    amount = {"narrow link": rng.choice((2e4, 1e5, 1e6)), "sever": float(rng.random() < 0.7)}.get(kind, 0.0)
     return Fault(at_s, kind, targets if rng.random() < 0.5 else targets[::-1], for_s, amount)
