@@ -77,6 +77,8 @@ class Connection:
         source, target = self.ends[sender], self.ends[1 - sender]
         if not source.is_open:
             return
+        if not self.pings:
+            self.network.count_segment(self)
         if self.is_severed:
             self._retransmit(sender)
             return
@@ -167,6 +169,7 @@ class Network:
         self._dark: set[str] = set()  # names of processes whose host is without power
         self.hosts: dict[str, str] = {}  # names of processes by IP address
         self._ports = 40_000
+        self._armed: dict[frozenset[str], int] = {}
 
     def new_port(self) -> int:
         self._ports += 1
@@ -224,10 +227,20 @@ class Network:
             end = connection.ends[self.world.rng.getrandbits(1)]
             end.process.later(self.latency_ns(end.process, end.process), end.fail, "connection reset by peer")
 
-    def has_bytes(self, one: str, other: str) -> bool:
-        """Return whether bytes of a socket are on their way between two processes."""
-        found = self._between(one, other)
-        return any(end.last_arrival_ns > self.world.now_ns for each in found if not each.pings for end in each.ends)
+    def sever_at_segment(self, one: str, other: str, number: int) -> None:
+        """Sever the connections between two processes when their sockets send the segment of this number, from 0."""
+        self._armed[frozenset({one, other})] = number
+
+    def count_segment(self, connection: Connection) -> None:
+        """Note that a socket sends a segment."""
+        if not self._armed or connection.is_local:
+            return
+        pair = frozenset(end.process.name for end in connection.ends)
+        if pair in self._armed:
+            self._armed[pair] -= 1
+            if self._armed[pair] < 0:
+                del self._armed[pair]
+                self.sever(*sorted(pair))
 
     def _between(self, one: str, other: str) -> list[Connection]:
         return [

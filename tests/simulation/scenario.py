@@ -28,7 +28,7 @@ class Ask:
 class Fault:
     """Something that goes wrong for a while. `targets` are names of members; links have two.
 
-    `amount`: seconds of a latency or of a jump, bytes per second, times as slow, whether to wait for bytes before severing."""
+    `amount`: seconds of a latency or of a jump, bytes per second, times as slow, or at which segment of a socket, from 1, a connection is severed (0: at its time)."""
 
     at_s: float
     kind: str
@@ -228,5 +228,5 @@ def _machine_fault(
         kinds = ("decode", "both") if target.startswith("prefill") else ("prefill", "both")
         others = [name for name in others if name.startswith(kinds)] or others
     targets = (target, rng.choice(others))
-    amount = {"narrow link": rng.choice((2e4, 1e5, 1e6)), "sever": float(rng.random() < 0.7)}.get(kind, 0.0)
+    amount = {"narrow link": rng.choice((2e4, 1e5, 1e6)), "sever": float(rng.choice((0, 1, 8, 40)))}.get(kind, 0.0)
     return Fault(at_s, kind, targets if rng.random() < 0.5 else targets[::-1], for_s, amount)

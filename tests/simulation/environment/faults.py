@@ -26,7 +26,6 @@ from tests.simulation.world import SECOND, World
 
 STALL_S = 15.0 + 2.0 + 1.0 + 2.0 + 5.0 + 2.0 + 3.0
 RESTART_S = 0.2
-LONGEST_WAIT_NS, LOOK_PERIOD_S = 3 * SECOND, 0.0003
 
 
 @dataclass(eq=False)
@@ -100,8 +99,9 @@ class Faults:
         network = self._network
         if fault.kind == "sever":
             if fault.amount:
-                await self._until_bytes_flow(source, target)
-            network.sever(source, target)
+                network.sever_at_segment(source, target, round(fault.amount) - 1)
+            else:
+                network.sever(source, target)
         elif fault.kind in ("cut", "cut both"):
             pairs = [(source, target)] + [(target, source)] * (fault.kind == "cut both")
             for pair in pairs:
@@ -116,13 +116,6 @@ class Faults:
             change(source, target, round(amount))
             await asyncio.sleep(fault.for_s)
             change(source, target, 0)
-
-    async def _until_bytes_flow(self, one: str, other: str) -> None:
-        """Wait for a moment in the middle of a transfer, not for ever."""
-        ends_ns = self._mesh.world.now_ns + LONGEST_WAIT_NS
-        while not self._network.has_bytes(one, other) and self._mesh.world.now_ns < ends_ns:
-            await asyncio.sleep(LOOK_PERIOD_S)
-        await asyncio.sleep(self._mesh.world.rng.random() * 2 * LOOK_PERIOD_S)
 
     async def _strike_process(self, fault: Fault) -> None:
         process = self._member(fault.targets[0]).process
