@@ -18,8 +18,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Reduction:
-    """What is left. `asks` and `faults` are numbers, from 0, None: all; `without`: members that are not there; `world`: the seed of
-    latencies and turns, where it is not the scenario's."""
+    """What is left. `asks` and `faults` are numbers, from 0, None: all; `without`: members that are not there; `world`: the seed
+    of latencies and turns, where it is not the scenario's."""
 
     asks: tuple[int, ...] | None = None
     faults: tuple[int, ...] | None = None

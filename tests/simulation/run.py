@@ -1,4 +1,4 @@
-"""Runs seeds in child processes: python -m tests.simulation.run --seeds 1-1000, or --seed 17 --log; --shrink makes a failure small.
+"""Runs seeds in child processes: python -m tests.simulation.run --seeds 1-1000, or --seed 17 --log, or --seed 17 --shrink.
 
 A seed replays to the same event wherever it runs: hashes of texts are fixed (PYTHONHASHSEED), and each run begins in a copy of
 the same fresh process.
@@ -36,7 +36,8 @@ def main(arguments: list[str]) -> int:
             print(f"found after {num} seeds")
             break
     cpu_s = children_cpu_s()
-    print(f"{num} seeds, {num_bad} with violations, {virtual_s / cpu_s:.1f} s in 1 s of CPU, {cpu_s / num * 1e3:.0f} ms of CPU a seed")
+    speed = f"{virtual_s / cpu_s:.1f} s in 1 s of CPU, {cpu_s / num * 1e3:.0f} ms of CPU a seed"
+    print(f"{num} seeds, {num_bad} with violations, {speed}")
     return int(num_bad > 0)
 
 

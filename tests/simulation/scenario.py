@@ -78,6 +78,8 @@ class Scenario:
 START_S = 1.5
 SPAN_S = 4.0
 LONGEST_FAULT_S = 5.0
+REQUEST_S = 0.3
+"""What most requests take."""
 
 
 def scenario(seed: int) -> Scenario:
@@ -91,6 +93,8 @@ def scenario(seed: int) -> Scenario:
     spared = frozenset({decodes[0], prefills[0], routers[0]} if is_spared else ())
     num_blocks = rng.choice((12, 24, 64))
     faults = tuple(_fault(rng, (*decodes, *prefills, *boths), routers, spared) for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4))))
+    max_num_seqs = rng.choice((4, 16))
+    asks = tuple(_ask(rng, num_blocks * 16) for _ in range(rng.randrange(1, 8)))
     chosen = Scenario(
         seed=seed,
         decodes=decodes,
@@ -98,9 +102,9 @@ def scenario(seed: int) -> Scenario:
         boths=boths,
         routers=routers,
         num_blocks=num_blocks,
-        max_num_seqs=rng.choice((4, 16)),
-        asks=tuple(_ask(rng, num_blocks * 16) for _ in range(rng.randrange(1, 8))),
-        faults=tuple(fault for fault in faults if fault is not None),
+        max_num_seqs=max_num_seqs,
+        asks=asks,
+        faults=tuple(_in_the_middle(rng, fault, asks) for fault in faults if fault is not None),
         is_spared=is_spared,
         spared=spared,
     )
@@ -112,18 +116,24 @@ def _ask(rng: random.Random, room: int) -> Ask:
     own = tuple(rng.randrange(FIRST_TOKEN, LAST_TOKEN) for _ in range(rng.choice((1, 3, 17, 60))))
     prompt = (shared + own)[: room // 3]
     odd = rng.random()
+    num_choices = rng.choice((1, 1, 1, 1, 2))
     return Ask(
         at_s=START_S + rng.random() * SPAN_S,
         prompt=prompt,
-        max_tokens=rng.choice((1, 2, 8, 30, 60)),
+        max_tokens=rng.choice((1, 2, 8, 30, 60, 120 if num_choices == 1 else 60)),
         seed=rng.randrange(1, 1000),
         temperature=rng.choice((0.0, 1.0)),
-        num_choices=rng.choice((1, 1, 1, 1, 2)),
+        num_choices=num_choices,
         mode=rng.choice((None, None, "remote", "local")),
         cancels_s=rng.random() if odd < 0.1 else None,
         leaves_s=rng.random() if 0.1 <= odd < 0.2 else None,
         pause_s=rng.random() * 0.2 if 0.2 <= odd < 0.3 else 0.0,
     )
+
+
+def _in_the_middle(rng: random.Random, fault: Fault, asks: tuple[Ask, ...]) -> Fault:
+    """Return the fault, most often moved to where a request is under way: most of the time there is none."""
+    return replace(fault, at_s=rng.choice(asks).at_s + rng.random() * REQUEST_S) if rng.random() < 0.7 else fault
 
 
 def _fault(rng: random.Random, workers: tuple[str, ...], routers: tuple[str, ...], spared: frozenset[str]) -> Fault | None:
@@ -170,7 +180,8 @@ def _with_environment(rng: random.Random, chosen: Scenario) -> Scenario:
         machines=tuple(machines.items()),
     )
     faults = [_machine_fault(rng, members, machines, chosen.spared) for _ in range(rng.choice((0, 0, 1, 1, 2, 3)))]
-    return replace(chosen, faults=(*chosen.faults, *(fault for fault in faults if fault is not None)))
+    moved = (_in_the_middle(rng, fault, chosen.asks) for fault in faults if fault is not None)
+    return replace(chosen, faults=(*chosen.faults, *moved))
 
 
 def _machines(rng: random.Random, members: tuple[str, ...]) -> dict[str, Machine]:
@@ -228,5 +239,5 @@ def _machine_fault(
         kinds = ("decode", "both") if target.startswith("prefill") else ("prefill", "both")
         others = [name for name in others if name.startswith(kinds)] or others
     targets = (target, rng.choice(others))
-    amount = {"narrow link": rng.choice((2e4, 1e5, 1e6)), "sever": float(rng.choice((0, 1, 8, 40)))}.get(kind, 0.0)
+    amount = {"narrow link": rng.choice((2e4, 1e5, 1e6)), "sever": float(rng.choice((0, 1, 4, 12, 30)))}.get(kind, 0.0)
     return Fault(at_s, kind, targets if rng.random() < 0.5 else targets[::-1], for_s, amount)

@@ -21,7 +21,7 @@ from tests.simulation.world import MILLISECOND, SECOND, World, current_process
 LONGEST_REQUEST_S = 40.0
 QUIET_S = 12.0
 QUIET_GRAIN_NS = 200 * MILLISECOND
-"""Timers end together, at multiples of it, when all requests are over: heartbeats come in time, most other ticks find nothing new."""
+"""Timers end together, at multiples of it, when all requests are over: heartbeats come in time, most ticks find nothing new."""
 READY_S = 1.4
 
 
