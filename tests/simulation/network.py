@@ -169,7 +169,7 @@ class Network:
         self._dark: set[str] = set()  # names of processes whose host is without power
         self.hosts: dict[str, str] = {}  # names of processes by IP address
         self._ports = 40_000
-        self._armed: dict[frozenset[str], int] = {}
+        self._armed: dict[str, int] = {}
 
     def new_port(self) -> int:
         self._ports += 1
@@ -227,20 +227,21 @@ class Network:
             end = connection.ends[self.world.rng.getrandbits(1)]
             end.process.later(self.latency_ns(end.process, end.process), end.fail, "connection reset by peer")
 
-    def sever_at_segment(self, one: str, other: str, number: int) -> None:
-        """Sever the connections between two processes when their sockets send the segment of this number, from 0."""
-        self._armed[frozenset({one, other})] = number
+    def sever_at_segment(self, name: str, number: int) -> None:
+        """When sockets of a process send or get the segment of this number, from 0, sever the connections with the other end."""
+        self._armed[name] = number
 
     def count_segment(self, connection: Connection) -> None:
         """Note that a socket sends a segment."""
         if not self._armed or connection.is_local:
             return
-        pair = frozenset(end.process.name for end in connection.ends)
-        if pair in self._armed:
-            self._armed[pair] -= 1
-            if self._armed[pair] < 0:
-                del self._armed[pair]
-                self.sever(*sorted(pair))
+        names = [end.process.name for end in connection.ends]
+        for name in names:
+            if name in self._armed:
+                self._armed[name] -= 1
+                if self._armed[name] < 0:
+                    del self._armed[name]
+                    self.sever(names[0], names[1])
 
     def _between(self, one: str, other: str) -> list[Connection]:
         return [

@@ -28,7 +28,7 @@ class Ask:
 class Fault:
     """Something that goes wrong for a while. `targets` are names of members; links have two.
 
-    `amount`: seconds of a latency or of a jump, bytes per second, times as slow, or at which segment of a socket, from 1, a connection is severed (0: at its time)."""
+    `amount`: seconds of a latency or of a jump, bytes per second, times as slow, or at which segment, from 0, a transfer is severed."""
 
     at_s: float
     kind: str
@@ -180,7 +180,12 @@ def _with_environment(rng: random.Random, chosen: Scenario) -> Scenario:
         machines=tuple(machines.items()),
     )
     faults = [_machine_fault(rng, members, machines, chosen.spared) for _ in range(rng.choice((0, 0, 1, 1, 2, 3)))]
-    moved = (_in_the_middle(rng, fault, chosen.asks) for fault in faults if fault is not None)
+    has_sockets = "grpc" not in chosen.transports[:1]
+    struck = [name for name in (*chosen.decodes, *chosen.prefills, *chosen.boths) if name not in chosen.spared]
+    for _ in range(rng.choice((0, 1, 2)) if has_sockets and struck else 0):
+        segments = rng.choice((4, 15, 60))
+        faults.append(Fault(START_S, "sever transfer", (rng.choice(struck),), 0.0, float(rng.randrange(segments))))
+    moved = (fault if fault.kind == "sever transfer" else _in_the_middle(rng, fault, chosen.asks) for fault in faults if fault)
     return replace(chosen, faults=(*chosen.faults, *moved))
 
 
@@ -239,5 +244,5 @@ def _machine_fault(
         kinds = ("decode", "both") if target.startswith("prefill") else ("prefill", "both")
         others = [name for name in others if name.startswith(kinds)] or others
     targets = (target, rng.choice(others))
-    amount = {"narrow link": rng.choice((2e4, 1e5, 1e6)), "sever": float(rng.choice((0, 1, 4, 12, 30)))}.get(kind, 0.0)
+    amount = rng.choice((2e4, 1e5, 1e6)) if kind == "narrow link" else 0.0
     return Fault(at_s, kind, targets if rng.random() < 0.5 else targets[::-1], for_s, amount)

@@ -98,10 +98,7 @@ class Faults:
         source, target = fault.targets
         network = self._network
         if fault.kind == "sever":
-            if fault.amount:
-                network.sever_at_segment(source, target, round(fault.amount) - 1)
-            else:
-                network.sever(source, target)
+            network.sever(source, target)
         elif fault.kind in ("cut", "cut both"):
             pairs = [(source, target)] + [(target, source)] * (fault.kind == "cut both")
             for pair in pairs:
@@ -118,6 +115,9 @@ class Faults:
             change(source, target, 0)
 
     async def _strike_process(self, fault: Fault) -> None:
+        if fault.kind == "sever transfer":
+            self._network.sever_at_segment(fault.targets[0], round(fault.amount))
+            return
         process = self._member(fault.targets[0]).process
         if process is None:
             return
