@@ -28,7 +28,8 @@ class Ask:
 class Fault:
     """Something that goes wrong for a while. `targets` are names of members; links have two.
 
-    `amount`: seconds of a latency or of a jump, bytes per second, times as slow, or at which segment, from 0, a transfer is severed."""
+    `amount`: seconds of a latency or of a jump, bytes per second, times as slow, or at which segment, from 0, a transfer is
+    severed."""
 
     at_s: float
     kind: str
