@@ -14,6 +14,12 @@ def put(owner: object, name: str, new: object) -> None:
     setattr(owner, name, new)
 
 
+def is_turn(owner: Any, number: int) -> bool:
+    """Return True every so many calls, counted by object: another run begins anew."""
+    owner.num_turns = getattr(owner, "num_turns", 0) + 1
+    return bool(owner.num_turns % number == 0)
+
+
 MUTANTS: dict[str, Callable[[], None]] = {}
 
 
@@ -127,11 +133,9 @@ def a_wake_up_is_lost() -> None:
     from router.flow_control.controller import FlowController
 
     wake = FlowController._wake
-    count = [0]
 
     def sometimes(self: Any, decided: Any) -> None:
-        count[0] += 1
-        if count[0] % 5:
+        if not is_turn(self, 5):
             wake(self, decided)
 
     put(FlowController, "_wake", sometimes)
@@ -280,31 +284,13 @@ def a_lease_is_counted_from_the_wrong_end() -> None:
 def a_request_keeps_its_place_in_the_queue() -> None:
     from router.flow_control.controller import FlowController
 
-    count = [0]
     leave = FlowController.leave
 
     def sometimes(self: Any, ticket: Any, used_tokens: int | None = None) -> None:
-        count[0] += 1
-        if count[0] % 16:
+        if not is_turn(self, 16):
             leave(self, ticket, used_tokens)
 
     put(FlowController, "leave", sometimes)
-
-
-@mutant
-def a_sink_stays_behind_its_request() -> None:
-    from decode_service.requests import Reservations
-
-    finished = Reservations._on_finished
-
-    def kept(self: Any, record: Any) -> None:
-        sinks, self._sinks = self._sinks, type("Kept", (), {"remove": lambda self, engine_id: None})()
-        try:
-            finished(self, record)
-        finally:
-            self._sinks = sinks
-
-    put(Reservations, "_on_finished", kept)
 
 
 @mutant
@@ -312,14 +298,12 @@ def a_part_is_acknowledged_before_it_is_written() -> None:
     from kvtransfer.receiver.push import InboundConnection
 
     write = InboundConnection._write_part
-    count = [0]
 
     async def sometimes(self: Any, header: Any, part: Any, push: Any) -> tuple[int, int]:
         blocks = push.target.block_ids
         before = [bytes(view) for view in _views(self._host.memory, part, blocks)]
         result = await write(self, header, part, push)
-        count[0] += 1
-        if count[0] % 4 == 0:  # the bytes are still on their way when they are acknowledged, and never come
+        if is_turn(self, 4):  # the bytes are still on their way when they are acknowledged, and never come
             for view, data in zip(_views(self._host.memory, part, blocks), before, strict=True):
                 view[:] = data
         return result

@@ -16,6 +16,7 @@ import sys
 from tests.simulation import machine
 from tests.simulation.reduction import add_options, reduction_of
 from tests.simulation.runs import BATCH, Case, Ran, children_cpu_s, outcomes, run_alone
+from tests.simulation.shrink import MAX_RUNS, shrunk
 
 
 def main(arguments: list[str]) -> int:
@@ -80,7 +81,7 @@ def _tell(ran: Ran, *, as_json: bool) -> None:
         print(f"    {ran.case.command}", flush=True)
 
 
-def _show(case: Case, *, log: bool, shrink: bool, mutant: str) -> int:
+def _show(case: Case, *, log: bool, shrink: int, mutant: str) -> int:
     from tests.simulation.scenario import scenario
 
     if log:
@@ -95,9 +96,7 @@ def _show(case: Case, *, log: bool, shrink: bool, mutant: str) -> int:
     for violation in ran.violations:
         print(violation)
     if shrink and ran.violations:
-        from tests.simulation.shrink import shrunk
-
-        small, num_runs = shrunk(ran)
+        small, num_runs = shrunk(ran, shrink)
         print(f"after {num_runs} runs: {small.violations[0]}")
         print(f"    {small.case.command}{f' --mutant {mutant}' if mutant else ''}")
     return int(bool(ran.violations))
@@ -117,7 +116,7 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--seeds", default="1-100", help="the first and the last")
     parser.add_argument("--mutant", default="", help="a bug that is put in, by its name in mutants.py")
     parser.add_argument("--stop", action="store_true", help="end at the first seed with a violation")
-    parser.add_argument("--shrink", action="store_true", help="make the scenario of --seed smaller while it still fails")
+    parser.add_argument("--shrink", type=int, nargs="?", const=MAX_RUNS, default=0, help="runs to make a failing --seed small")
     parser.add_argument("--children", type=int, default=1, help="processes that run at a time")
     parser.add_argument("--batch", type=int, default=BATCH, help="seeds that a process runs, one after the other")
     parser.add_argument("--json", action="store_true", help="print a line of JSON for each seed")

@@ -79,6 +79,8 @@ class Scenario:
 START_S = 1.5
 SPAN_S = 4.0
 LONGEST_FAULT_S = 5.0
+BREAKS_S = 1.0
+"""A stream that is silent for so long is broken, and may come back for two more."""
 REQUEST_S = 0.3
 """What most requests take."""
 
@@ -147,10 +149,13 @@ def _fault(rng: random.Random, workers: tuple[str, ...], routers: tuple[str, ...
     at_s, for_s = START_S + rng.random() * SPAN_S, rng.choice((0.05, 0.5, 2.0, LONGEST_FAULT_S)) * rng.random()
     targets: tuple[str, ...] = (target,)
     if kind in ("cut", "cut both", "slow link"):
-        other = rng.choice([name for name in (*workers, *routers) if name != target] or [target])
+        others = routers if target not in routers and rng.random() < 0.5 else (*workers, *routers)
+        other = rng.choice([name for name in others if name != target] or [target])
         if other == target:
             return None
         targets = (target, other) if rng.random() < 0.5 else (other, target)
+        if kind != "slow link" and rng.random() < 0.5:
+            for_s = BREAKS_S + rng.random() * 2.0
     amount = {"slow link": rng.random() * 0.3, "slow process": 2 + rng.random() * 30}.get(kind, 0.0)
     return Fault(at_s, kind, targets, for_s, amount)
 

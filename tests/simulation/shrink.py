@@ -103,9 +103,9 @@ class Shrinking:
         return False
 
 
-def shrunk(ran: Ran) -> tuple[Ran, int]:
+def shrunk(ran: Ran, max_runs: int = MAX_RUNS) -> tuple[Ran, int]:
     """Return the smallest case found that fails as `ran` did, and how many runs that took."""
-    search = Shrinking(ran)
+    search = Shrinking(ran, max_runs=max_runs)
     return search.shrink(), search.num_runs
 
 

@@ -1,4 +1,4 @@
-"""Seeds run without a violation, replay to the same event, and a bug that is put in is found."""
+"""Seeds run without a violation, and replay to the same event: alone, or behind others in the same process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_nothing_is_violated_and_a_seed_replays_to_the_same_event() -> None:
     first = run("--seeds", SEEDS)
     assert len(first) == 6 and not any(outcome["violations"] for outcome in first), first
     assert all(outcome["num_events"] > 1000 for outcome in first)
-    again = run("--seeds", "3-4")
+    again = run("--seeds", "3-4", "--batch", "1")
     assert [outcome["digest"] for outcome in again] == [outcome["digest"] for outcome in first[2:4]]
     assert len({outcome["digest"] for outcome in first}) == len(first)
 
@@ -55,8 +55,3 @@ def test_what_surrounds_the_processes_replays_too() -> None:
     once, again = run("--seeds", seeds), run("--seeds", seeds, "--batch", "1")
     assert len(once) == NUM_SURROUNDED and not any(outcome["violations"] for outcome in once), once
     assert once == again
-
-
-def test_a_bug_is_found() -> None:
-    [outcome] = run("--seeds", "1", "--mutant", "a_freed_request_keeps_its_blocks")
-    assert any("is not whole" in violation for violation in outcome["violations"])
