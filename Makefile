@@ -16,7 +16,7 @@ CODE := pdmesh pdmesh_vllm router prefill_service decode_service kvtransfer tool
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-vllm model kernels demo test lint types contracts stubs-fresh protos-lint unit mesh test-thorough test-vllm test-k8s test-clients equality
-.PHONY: fuzz-parsers chaos chaos-vllm bench-mesh bench-cpu bench-models bench-handoff bench-loadtest bench-profile bench-latency bench-clients bench-constrained bench-soak bench-capacity bench-router bench-autoscale bench-spec bench-sparsity bench-lora bench-observability bench-vllm bench-gpu train-heads stubs format clean
+.PHONY: fuzz-parsers simulate chaos chaos-vllm bench-mesh bench-cpu bench-models bench-handoff bench-loadtest bench-profile bench-latency bench-clients bench-constrained bench-soak bench-capacity bench-router bench-autoscale bench-spec bench-sparsity bench-lora bench-observability bench-vllm bench-gpu train-heads stubs format clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -122,6 +122,9 @@ test-clients: $(READY) kernels  ## clients in TypeScript, Go and Java against on
 
 equality: $(READY) model kernels  ## all prompts, every way through the mesh, against transformers and one engine (slow)
 	$(BIN)/python -m tests.equality
+
+simulate: $(READY) kernels  ## a million simulated runs, on all cores, and bugs that are put in to be found (hours; resumes where it was stopped)
+	$(BIN)/python -m tests.simulation.simulate_all $(ARGS)
 
 chaos: $(READY) model kernels  ## some 2 600 faults at every state of the hand-off, under load (an hour; resumes where it was stopped)
 	$(BIN)/python -m tests.chaos

@@ -112,7 +112,13 @@ def show(figures: Sequence[Figure]) -> None:
         print(json.dumps(asdict(figure)), flush=True)
 
 
-TARGETS = {"equality": "equality", "chaos": "chaos", "chaos_vllm": "chaos-vllm", "vllm_contract": "test-vllm"}
+TARGETS = {
+    "equality": "equality",
+    "chaos": "chaos",
+    "chaos_vllm": "chaos-vllm",
+    "simulation": "simulate",
+    "vllm_contract": "test-vllm",
+}
 """The targets of make that write a file of results and are not called bench-NAME."""
 
 

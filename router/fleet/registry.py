@@ -72,6 +72,7 @@ class FleetRegistry:
         self._workers: dict[str, Worker] = {}
         self._fleet_snapshot = FleetSnapshot()
         self._outdated: set[str] = set()
+        self._decodes_at = ""  # the address of a worker that could take a request when that was asked last
         self._contexts = ContextLimits()
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -125,7 +126,12 @@ class FleetRegistry:
 
     def ready(self) -> bool:
         """Return whether a decode worker can take a request. A decode worker can also prefill, so it suffices alone."""
-        return self.fleet_snapshot.has_decode_workers  # loops over pools, not workers: every heartbeat and request asks
+        # Every heartbeat asks: most often a look at the worker that could last time is enough, and the snapshot stays as it is.
+        worker = self._workers.get(self._decodes_at)
+        if worker is not None and worker.takes_decodes:
+            return True
+        self._decodes_at = self.fleet_snapshot.a_decode_worker or ""
+        return bool(self._decodes_at)
 
     def max_context(self, model: str) -> int | None:
         """Return the largest context of any known worker of `model`; None without one."""

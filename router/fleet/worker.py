@@ -157,6 +157,14 @@ class Worker:
             )
         return self._view
 
+    @property
+    def takes_decodes(self) -> bool:
+        """Return whether `view` is one of a worker that decodes, without making it."""
+        current = self.current
+        if current is None or current.load.draining or worker_pb2.ROLE_DECODE not in current.load.roles:
+            return False
+        return self.decode_stream.attached and self.decode_stream.epoch == current.info.epoch
+
     def dispatched(self, sent: Dispatched) -> None:
         """Count what was just sent to the worker, until its heartbeats contain it or `done` is called."""
         self._dispatched.append(sent)

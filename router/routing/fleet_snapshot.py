@@ -176,9 +176,9 @@ class FleetSnapshot:
             pool.put(view)
 
     @property
-    def has_decode_workers(self) -> bool:
-        """Return True if any worker takes requests to decode."""
-        return any(pool.decode_ranking.names for pool in self._pools.values())
+    def a_decode_worker(self) -> str | None:
+        """Return the address of a worker that takes requests to decode; None if there is none. It loops over pools, not workers."""
+        return next((pool.decode_ranking.names[0] for pool in self._pools.values() if pool.decode_ranking.names), None)
 
     def views(self) -> Iterator[WorkerSnapshot]:
         """Return the snapshots of all workers."""

@@ -146,6 +146,23 @@ async def test_draining_worker_takes_nothing_new() -> None:
         await worker.kill()
 
 
+async def test_a_heartbeat_makes_no_snapshot_where_only_readiness_is_asked() -> None:
+    worker, other = await StubWorker("d0", (DECODE,)).start(), await StubWorker("d1", (DECODE,)).start()
+    async with running_fleet(worker.address, other.address) as fleet:
+        await eventually(lambda: len([view for view in fleet.views() if view.decode]) == 2 and fleet.ready())
+        first = fleet.workers[worker.address]
+        before, current = fleet._fleet_snapshot.get(worker.address), first.current
+        assert before is not None and current is not None
+        reported_at = current.reported_at
+        await eventually(lambda: fleet.ready() and current.reported_at != reported_at)
+        assert fleet._fleet_snapshot.get(worker.address) is before
+        await worker.kill()
+        await eventually(lambda: first.current is None)
+        assert fleet.ready()  # the other still takes requests
+        await other.kill()
+        await eventually(lambda: not fleet.ready())
+
+
 async def test_dispatches_count_until_the_second_report() -> None:
     worker = await StubWorker("p0", (PREFILL,)).start()
     async with running_fleet(worker.address) as fleet:

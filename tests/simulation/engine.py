@@ -11,7 +11,7 @@ import asyncio
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -41,6 +41,9 @@ STEP = LatencyModel(
 )
 
 
+Checksum = TypeVar("Checksum", int, np.ndarray[Any, Any])
+
+
 class WrongKv(AssertionError):
     """A slot holds the KV of another history."""
 
@@ -53,8 +56,10 @@ def logits_of(checksum: int, length: int) -> np.ndarray[Any, Any]:
     return ((mixed >> np.uint64(40)).astype(np.float32)) / np.float32(2**22)
 
 
-def checksum_after(checksum: int, token_id: int) -> int:
-    return (checksum * 31 + token_id + 7) % _PRIME
+def checksum_after(checksum: Checksum, token_id: Checksum) -> Checksum:
+    """Return the checksum after one more token; arrays: of each history with its token."""
+    after: Checksum = (checksum * 31 + token_id + 7) % _PRIME
+    return after
 
 
 class HashModel:
@@ -100,12 +105,11 @@ class HashModel:
         content = pool[:, :, blocks, offsets]  # [layers, 2, length, heads, dim]
         if not (content == content[:1, :, :, :1, :1]).all():
             raise WrongKv("layers or heads of one slot differ")
-        checksum = 0
-        for position, (token_id, written) in enumerate(content[0, :, :, 0, 0].T.astype(np.int64).tolist()):
-            checksum = checksum_after(checksum, token_id)
-            if written != checksum:
-                raise WrongKv(f"position {position} holds the KV of another history")
-        return checksum
+        token_ids, written = content[0, :, :, 0, 0].astype(np.int64)
+        expected = checksum_after(np.concatenate(([0], written[:-1])), token_ids)
+        if not np.array_equal(written, expected):
+            raise WrongKv(f"position {int((written != expected).argmax())} holds the KV of another history")
+        return int(written[-1])
 
     def _take_time(self, batch: StepBatch) -> None:
         num_tokens, context = int(batch.num_tokens), int(sum(batch.context_lens))
@@ -113,7 +117,9 @@ class HashModel:
         self.step_ns += round(seconds * 1e9)
 
 
-def make_engine(folder: str, *, num_blocks: int, block_size: int, max_num_seqs: int, max_num_batched_tokens: int) -> Engine:
+def make_engine(
+    folder: str, *, num_blocks: int, block_size: int, max_num_seqs: int, max_num_batched_tokens: int, kv_shared: bool = False
+) -> Engine:
     """Return an engine on the model, whose folder has a tokenizer and a config.json."""
     config = EngineConfig(
         model=folder,
@@ -123,6 +129,7 @@ def make_engine(folder: str, *, num_blocks: int, block_size: int, max_num_seqs: 
         max_num_batched_tokens=max_num_batched_tokens,
         steps_ahead=False,
         num_threads=1,
+        kv_shared=kv_shared,
     )
     loaded = LoadedModel(
         config=model_config(CONFIG),

@@ -92,7 +92,8 @@ def _monotonic_ns() -> int:
 def _time_ns() -> int:
     if _world is None:
         return int(_real["time_ns"]())
-    return EPOCH_S * 10**9 + _world.now_ns
+    process = current_process()
+    return EPOCH_S * 10**9 + _world.now_ns + (0 if process is None else process.wall_skew_ns)
 
 
 def _rng() -> random.Random:

@@ -14,6 +14,12 @@ def put(owner: object, name: str, new: object) -> None:
     setattr(owner, name, new)
 
 
+def is_turn(owner: Any, number: int) -> bool:
+    """Return True every so many calls, counted by object: another run begins anew."""
+    owner.num_turns = getattr(owner, "num_turns", 0) + 1
+    return bool(owner.num_turns % number == 0)
+
+
 MUTANTS: dict[str, Callable[[], None]] = {}
 
 
@@ -127,11 +133,9 @@ def a_wake_up_is_lost() -> None:
     from router.flow_control.controller import FlowController
 
     wake = FlowController._wake
-    count = [0]
 
     def sometimes(self: Any, decided: Any) -> None:
-        count[0] += 1
-        if count[0] % 5:
+        if not is_turn(self, 5):
             wake(self, decided)
 
     put(FlowController, "_wake", sometimes)
@@ -183,3 +187,166 @@ def a_block_is_published_before_it_is_full() -> None:
             sequence.num_computed -= 1
 
     put(BlockManager, "publish", early)
+
+
+@mutant
+def a_resumed_output_skips_a_token() -> None:
+    from decode_service.request import ChoiceOutput
+
+    def rewind(self: Any, next_index: int) -> None:
+        self.num_sent = min(max(next_index - self.first_index + 1, 0), len(self.token_ids))
+        self.finish_sent = False
+
+    put(ChoiceOutput, "rewind", rewind)
+
+
+@mutant
+def a_resumed_output_is_not_sent_again() -> None:
+    from decode_service.request import ChoiceOutput
+
+    put(ChoiceOutput, "rewind", lambda self, next_index: None)
+
+
+@mutant
+def a_router_repeats_what_it_has_told() -> None:
+    from router.lifecycle.output import OutputTracker
+
+    def append(self: Any, state: Any, chunk: Any) -> Any:
+        state.token_ids += chunk.token_ids
+        state.finish_reason = chunk.finish_reason
+        return [chunk]
+
+    put(OutputTracker, "_append", append)
+
+
+@mutant
+def tokens_that_come_early_are_dropped() -> None:
+    from router.lifecycle.output import OutputTracker
+
+    put(OutputTracker, "_hold_back", lambda self, state, chunk: None)
+
+
+@mutant
+def a_history_ends_with_its_last_token_twice() -> None:
+    from router.lifecycle.output import OutputTracker
+
+    history = OutputTracker.history
+
+    def longer(self: Any) -> Any:
+        told = history(self)
+        for choice in told:
+            choice.token_ids.extend(choice.token_ids[-1:])
+        return told
+
+    put(OutputTracker, "history", longer)
+
+
+@mutant
+def a_client_takes_a_token_twice_after_a_resume() -> None:
+    from pdmesh.client.stream import StreamSession
+
+    put(StreamSession, "_is_next", lambda self, delta, emitted: True)
+
+
+@mutant
+def a_client_does_not_try_again() -> None:
+    from pdmesh.client.stream import Retrier
+
+    def failed(self: Any, error: Exception, now: float, *, resuming: bool = False) -> float:
+        raise error
+
+    put(Retrier, "failed", failed)
+
+
+@mutant
+def a_router_that_is_gone_keeps_its_requests() -> None:
+    from decode_service.token_stream import TokenStreams
+
+    tick = TokenStreams.tick
+
+    def quiet(self: Any, now: float) -> list[Any]:
+        tick(self, now)
+        return []
+
+    put(TokenStreams, "tick", quiet)
+
+
+@mutant
+def a_lease_is_counted_from_the_wrong_end() -> None:
+    from dataclasses import replace
+
+    from kvtransfer import reservation
+
+    put(reservation, "_renewed", lambda current, now: replace(current, lease_deadline=now - current.lease_s))
+
+
+@mutant
+def a_request_keeps_its_place_in_the_queue() -> None:
+    from router.flow_control.controller import FlowController
+
+    leave = FlowController.leave
+
+    def sometimes(self: Any, ticket: Any, used_tokens: int | None = None) -> None:
+        if not is_turn(self, 16):
+            leave(self, ticket, used_tokens)
+
+    put(FlowController, "leave", sometimes)
+
+
+@mutant
+def a_part_is_acknowledged_before_it_is_written() -> None:
+    from kvtransfer.receiver.push import InboundConnection
+
+    write = InboundConnection._write_part
+
+    async def sometimes(self: Any, header: Any, part: Any, push: Any) -> tuple[int, int]:
+        blocks = push.target.block_ids
+        before = [bytes(view) for view in _views(self._host.memory, part, blocks)]
+        result = await write(self, header, part, push)
+        if is_turn(self, 4):  # the bytes are still on their way when they are acknowledged, and never come
+            for view, data in zip(_views(self._host.memory, part, blocks), before, strict=True):
+                view[:] = data
+        return result
+
+    put(InboundConnection, "_write_part", sometimes)
+
+
+def _views(memory: Any, part: Any, block_ids: Any) -> list[memoryview]:
+    from kvtransfer.manifest import part_views
+
+    return [view.cast("B") for view in part_views(memory, part.layers, block_ids[part.block_start : part.block_end])]
+
+
+@mutant
+def a_block_that_is_used_anew_keeps_its_hash() -> None:
+    from pdmesh.engine.kv_cache.block_pool import BlockPool
+
+    put(BlockPool, "_forget", lambda self, block_id: None)
+
+
+@mutant
+def a_prefix_is_found_one_block_too_long() -> None:
+    from pdmesh.engine.kv_cache.block_manager import BlockManager
+
+    find = BlockManager._find_prefix
+
+    def longer(self: Any, sequence: Any) -> list[int]:
+        found = find(self, sequence)
+        return [*found, found[-1]] if found and (len(found) + 1) * self._block_size < sequence.num_tokens else found
+
+    put(BlockManager, "_find_prefix", longer)
+
+
+@mutant
+def a_lost_worker_fails_its_requests() -> None:
+    from pdmesh.errors import Unavailable
+    from router.lifecycle.decode_session import DecodeSession
+
+    put(DecodeSession, "on_lost", lambda self, reason: self.end(Unavailable(reason)))
+
+
+@mutant
+def a_stream_that_breaks_is_never_given_up() -> None:
+    from router.fleet.decode_stream import DecodeStream
+
+    put(DecodeStream, "_grace_over", lambda self, reason: None)

@@ -2,7 +2,8 @@
 
 A connection is TCP's: nothing is lost while it lives. A cut link holds what is sent (TCP sends it again) until it is whole; a
 side that pings and hears nothing gives its end up. A process that dies breaks its connections; the other ends learn it over
-whole links.
+whole links. A severed connection loses what is on its way, and its ends learn of it at different times: at their next message, or
+by their keep-alive. A host without power answers nothing, and closes nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from tests.simulation.world import MICROSECOND, MILLISECOND, SECOND, Process, Wo
 
 CLIENT_KEEPALIVE_NS = 15 * SECOND
 SERVER_KEEPALIVE_NS = 40 * SECOND
+RETRANSMIT_NS = 200 * MILLISECOND
+LONGEST_RETRANSMIT_NS = 2 * SECOND
 
 
 class Listener(Protocol):
@@ -36,14 +39,22 @@ class End:
     last_arrival_ns: int = 0
     held: list[tuple[int, tuple[Any, ...]]] = field(default_factory=list)
     is_breaking: bool = False
+    early: list[tuple[Any, ...]] = field(default_factory=list)  # what came before the process took the connection
+    reason: str = ""  # why it is not open
+    is_blocked: Callable[[], bool] = field(default=lambda: False)  # by a peer that has not read; it then probes the peer
 
     def deliver(self, *message: Any) -> None:
-        if self.is_open:
+        if not self.is_open:
+            return
+        if self.received is _nothing:
+            self.early.append(message)
+        else:
             self.received(*message)
 
     def fail(self, reason: str) -> None:
         if self.is_open:
             self.is_open = False
+            self.reason = reason
             self.broken(reason)
 
 
@@ -54,8 +65,11 @@ def _nothing(*_: Any) -> None:
 class Connection:
     """Two ends: 0 called, 1 accepted."""
 
-    def __init__(self, network: Network, client: Process, server: Process) -> None:
+    def __init__(self, network: Network, client: Process, server: Process, *, is_local: bool = False) -> None:
         self.network = network
+        self.is_local = is_local  # within a host: no link carries it
+        self.is_severed = False
+        self.pings = True  # gRPC does, sockets do not
         self.ends = (End(client, _nothing, _nothing), End(server, _nothing, _nothing))
 
     def send(self, sender: int, size: int, *message: Any) -> None:
@@ -63,20 +77,47 @@ class Connection:
         source, target = self.ends[sender], self.ends[1 - sender]
         if not source.is_open:
             return
-        if self.network.is_cut(source.process, target.process) or target.held:
+        if not self.pings:
+            self.network.count_segment(self)
+        if self.is_severed:
+            self._retransmit(sender)
+            return
+        if self._is_cut(source, target) or target.held:
             target.held.append((size, message))
             return
         self._carry(target, size, message)
+
+    def sever(self) -> None:
+        """Lose what is on its way, and all that is sent from now on. Each end learns it when it sends, or by its keep-alive."""
+        self.is_severed = True
+        for index, patience in ((0, CLIENT_KEEPALIVE_NS), (1, SERVER_KEEPALIVE_NS)):
+            end = self.ends[index]
+            end.held.clear()
+            if self.pings:
+                end.process.later(patience, end.fail, "keepalive watchdog timeout")
+            if self.ends[1 - index].last_arrival_ns > self.network.world.now_ns or end.is_blocked():
+                end.process.later(RETRANSMIT_NS, self._retransmit, index)
+
+    def _retransmit(self, sender: int, pause_ns: int = RETRANSMIT_NS) -> None:
+        """Send again what was lost, until the other host answers that it knows no such connection."""
+        end, target = self.ends[sender], self.ends[1 - sender]
+        if end.is_open and self.network.is_dark(target.process.name):
+            end.process.later(pause_ns, self._retransmit, sender, min(2 * pause_ns, LONGEST_RETRANSMIT_NS))
+        elif end.is_open:
+            self.break_at(sender, "connection reset by peer")
+
+    def _is_cut(self, source: End, target: End) -> bool:
+        return not self.is_local and self.network.is_cut(source.process, target.process)
 
     def release(self) -> None:
         """Send what was held, where the link is whole again."""
         for receiver in (0, 1):
             target, source = self.ends[receiver], self.ends[1 - receiver]
-            if target.held and not self.network.is_cut(source.process, target.process):
+            if target.held and not self._is_cut(source, target):
                 held, target.held = target.held, []
                 for size, message in held:
                     self._carry(target, size, message, again_ns=self.network.world.rng.randrange(200) * MILLISECOND)
-            if target.is_breaking and not self.network.is_cut(source.process, target.process):
+            if target.is_breaking and not self._is_cut(source, target):
                 target.is_breaking = False
                 self.break_at(receiver, "connection reset by peer")
         self.network.forget(self)
@@ -85,7 +126,9 @@ class Connection:
         """Close one end; the other learns it behind all that was sent."""
         source, target = self.ends[closer], self.ends[1 - closer]
         source.is_open = False
-        if self.network.is_cut(source.process, target.process):
+        if self.is_severed:
+            pass  # it does not come through; the other end learns it when it sends
+        elif self._is_cut(source, target):
             target.is_breaking = True
         else:
             self._carry(target, 0, None, broken=reason)
@@ -100,12 +143,17 @@ class Connection:
         network = self.network
         source = self.ends[0] if target is self.ends[1] else self.ends[1]
         arrival = network.world.now_ns + network.latency_ns(source.process, target.process) + again_ns + size
-        target.last_arrival_ns = arrival = max(arrival, target.last_arrival_ns + 1)
+        busy_ns = 0 if self.is_local else size * network.ns_per_byte(source.process, target.process)
+        target.last_arrival_ns = arrival = max(arrival, target.last_arrival_ns + 1 + busy_ns)
         delay = arrival - network.world.now_ns
         if message is None:
-            target.process.later(delay, target.fail, broken)
+            target.process.later(delay, self._arrive, target.fail, broken)
         else:
-            target.process.later(delay, target.deliver, *message)
+            target.process.later(delay, self._arrive, target.deliver, *message)
+
+    def _arrive(self, what: Callable[..., None], *message: Any) -> None:
+        if not self.is_severed:
+            what(*message)
 
 
 class Network:
@@ -117,7 +165,11 @@ class Network:
         self.connections: dict[Connection, None] = {}
         self._cuts: dict[tuple[str, str], int] = {}
         self._slow: dict[tuple[str, str], int] = {}
+        self._narrow: dict[tuple[str, str], int] = {}
+        self._dark: set[str] = set()  # names of processes whose host is without power
+        self.hosts: dict[str, str] = {}  # names of processes by IP address
         self._ports = 40_000
+        self._armed: dict[str, int] = {}
 
     def new_port(self) -> int:
         self._ports += 1
@@ -156,17 +208,78 @@ class Network:
         self._slow[source, target] = latency_ns
         self.world.note("slow", source, target, latency_ns)
 
+    def narrow(self, source: str, target: str, ns_per_byte: int) -> None:
+        """Let each byte take that long, behind those before it; 0: as usual."""
+        self._narrow[source, target] = ns_per_byte
+        self.world.note("narrow", source, target, ns_per_byte)
+
+    def ns_per_byte(self, source: Process, target: Process) -> int:
+        return self._narrow.get((source.name, target.name), 0)
+
+    def is_dark(self, name: str) -> bool:
+        return name in self._dark
+
+    def sever(self, one: str, other: str) -> None:
+        """Sever the connections between two processes; one end of each, by chance, learns it at once."""
+        self.world.note("severed", one, other)
+        for connection in self._between(one, other):
+            connection.sever()
+            end = connection.ends[self.world.rng.getrandbits(1)]
+            end.process.later(self.latency_ns(end.process, end.process), end.fail, "connection reset by peer")
+
+    def sever_at_segment(self, name: str, number: int) -> None:
+        """When sockets of a process send or get the segment of this number, from 0, sever the connections with the other end."""
+        self._armed[name] = number
+
+    def count_segment(self, connection: Connection) -> None:
+        """Note that a socket sends a segment."""
+        if not self._armed or connection.is_local:
+            return
+        names = [end.process.name for end in connection.ends]
+        for name in names:
+            if name in self._armed:
+                self._armed[name] -= 1
+                if self._armed[name] < 0:
+                    del self._armed[name]
+                    self.sever(names[0], names[1])
+
+    def _between(self, one: str, other: str) -> list[Connection]:
+        return [
+            connection
+            for connection in self.connections
+            if not connection.is_local
+            and not connection.is_severed
+            and {end.process.name for end in connection.ends} == {one, other}
+        ]
+
+    def lose_power(self, process: Process) -> None:
+        """Let a process vanish with its host, whose kernel closes nothing."""
+        self._dark.add(process.name)
+        self._close_listeners(process)
+        for connection in list(self.connections):
+            if any(end.process is process for end in connection.ends):
+                connection.sever()
+                for end in connection.ends:
+                    end.is_open = end.is_open and end.process is not process
+
+    def get_power(self, name: str) -> None:
+        """Let the host answer again: it knows no connection of before."""
+        self._dark.discard(name)
+
     def dial(self, client: Process, address: str, done: Callable[[Connection | None, str], None]) -> None:
         """Connect, and call `done` in the client's process with a connection, or with the reason why there is none."""
         listener = self.listeners.get(address)
         round_trip = 2 * self.latency_ns(client, client)
+        if listener is None and self.is_dark(self.hosts.get(address.rpartition(":")[0], "")):
+            return
         if listener is None:
             client.later(round_trip, done, None, f"connect failed (Connection refused) to {address}")
             return
         server = listener.process
-        if self.is_cut(client, server) or self.is_cut(server, client):
+        is_local = address.startswith("unix:")
+        if not is_local and (self.is_cut(client, server) or self.is_cut(server, client)):
             return  # the caller has a limit of its own
-        connection = Connection(self, client, server)
+        connection = Connection(self, client, server, is_local=is_local)
         self.connections[connection] = None
         there = self.latency_ns(client, server)
         connection.ends[1].last_arrival_ns = self.world.now_ns + there
@@ -177,13 +290,16 @@ class Network:
 
     def died(self, process: Process) -> None:
         """Break what a process had: its kernel closes its sockets."""
-        for address, listener in list(self.listeners.items()):
-            if listener.process is process:
-                del self.listeners[address]
+        self._close_listeners(process)
         for connection in list(self.connections):
             for index in (0, 1):
                 if connection.ends[index].process is process:
                     connection.close(index, "connection reset by peer")
+
+    def _close_listeners(self, process: Process) -> None:
+        for address, listener in list(self.listeners.items()):
+            if listener.process is process:
+                del self.listeners[address]
 
     def forget(self, connection: Connection) -> None:
         if not all(end.is_open for end in connection.ends) and not any(end.held or end.is_breaking for end in connection.ends):

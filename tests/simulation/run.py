@@ -1,4 +1,4 @@
-"""Runs seeds, each in a process of its own: python -m tests.simulation.run --seeds 1-1000, or --seed 17 --log.
+"""Runs seeds in child processes: python -m tests.simulation.run --seeds 1-1000, or --seed 17 --log, or --seed 17 --shrink.
 
 A seed replays to the same event wherever it runs: hashes of texts are fixed (PYTHONHASHSEED), and each run begins in a copy of
 the same fresh process.
@@ -11,51 +11,46 @@ import gc
 import json
 import logging
 import os
-import pickle
 import sys
-import traceback
-from collections.abc import Iterator
-from typing import Any
 
 from tests.simulation import machine
-
-SHOWN = ("violations", "digest", "num_events", "virtual_s")
+from tests.simulation.reduction import add_options, reduction_of
+from tests.simulation.runs import BATCH, Case, Ran, children_cpu_s, outcomes, run_alone
+from tests.simulation.shrink import MAX_RUNS, shrunk
 
 
 def main(arguments: list[str]) -> int:
     options = _options(arguments)
-    if os.environ.get("PYTHONHASHSEED") != "0":
-        os.execvpe(
-            sys.executable, [sys.executable, "-m", "tests.simulation.run", *arguments], {**os.environ, "PYTHONHASHSEED": "0"}
-        )
-    machine.install()
+    with_fixed_hashes("tests.simulation.run", arguments)
     prepare(options.mutant)
     if options.seed is not None:
-        return _show(options.seed, log=options.log)
+        return _show(Case(options.seed, reduction_of(options)), log=options.log, shrink=options.shrink, mutant=options.mutant)
     first, _, last = options.seeds.partition("-")
-    began, num_bad, virtual_s, num = machine.real("monotonic")(), 0, 0.0, 0
-    for seed in range(int(first), int(last or first) + 1):
-        outcome = in_child(seed)
+    num_bad, virtual_s, num = 0, 0.0, 0
+    cases = (Case(seed, reduction_of(options)) for seed in range(int(first), int(last or first) + 1))
+    for ran in outcomes(cases, num_children=options.children, batch=options.batch):
         num += 1
-        if options.json:
-            print(json.dumps({"seed": seed, **{key: outcome.get(key) for key in SHOWN}}), flush=True)
-        virtual_s += outcome.get("virtual_s", 0.0)
-        if outcome["violations"]:
-            num_bad += 1
-            if options.stop:
-                print(f"found after {num} seeds")
-                print(f"seed {seed}: {outcome['violations'][0]}"[:300])
-                return 1
-            print(f"seed {seed}: {outcome['violations'][0]}"[:400], flush=True)
-            if len(outcome["violations"]) > 1:
-                print(f"    and {len(outcome['violations']) - 1} more")
-    took = machine.real("monotonic")() - began
-    print(f"{num} seeds, {num_bad} with violations, {virtual_s / took:.1f} x real time, {took / num * 1e3:.0f} ms a seed")
+        virtual_s += ran.virtual_s
+        num_bad += bool(ran.violations)
+        _tell(ran, as_json=options.json)
+        if ran.violations and options.stop:
+            print(f"found after {num} seeds")
+            break
+    cpu_s = children_cpu_s()
+    speed = f"{virtual_s / cpu_s:.1f} s in 1 s of CPU, {cpu_s / num * 1e3:.0f} ms of CPU a seed"
+    print(f"{num} seeds, {num_bad} with violations, {speed}")
     return int(num_bad > 0)
 
 
+def with_fixed_hashes(module: str, arguments: list[str]) -> None:
+    """Begin the program again where hashes of texts are not the same in each process."""
+    if os.environ.get("PYTHONHASHSEED") != "0":
+        os.execvpe(sys.executable, [sys.executable, "-m", module, *arguments], {**os.environ, "PYTHONHASHSEED": "0"})
+
+
 def prepare(mutant: str = "") -> None:
-    """Import, and make what all runs share."""
+    """Replace the machine, import, and make what all runs share."""
+    machine.install()
     import torch
 
     torch.set_num_threads(1)
@@ -75,59 +70,36 @@ def prepare(mutant: str = "") -> None:
     gc.disable()
 
 
-def run_seed(seed: int, *, log: bool = False) -> dict[str, Any]:
-    """Run one seed in this process."""
-    from tests.simulation.scenario import scenario
-    from tests.simulation.simulate import Run
-
-    run = Run(scenario(seed), log=log)
-    outcome = run.run()
-    return {
-        "violations": outcome.violations,
-        "digest": outcome.digest,
-        "virtual_s": outcome.virtual_s,
-        "num_events": outcome.num_events,
-        "log": run.world.log,
-        "got": [(got.took_s, got.longest_gap_s, got.is_over, repr(got.error)) for got in outcome.got],
-    }
+def _tell(ran: Ran, *, as_json: bool) -> None:
+    if as_json:
+        shown = {"violations": ran.violations, "digest": ran.digest, "num_events": ran.num_events, "virtual_s": ran.virtual_s}
+        print(json.dumps({"seed": ran.case.seed, **shown}), flush=True)
+    if ran.violations:
+        print(f"seed {ran.case.seed}: {ran.violations[0]}"[:400])
+        if len(ran.violations) > 1:
+            print(f"    and {len(ran.violations) - 1} more")
+        print(f"    {ran.case.command}", flush=True)
 
 
-def in_child(seed: int, *, log: bool = False, timeout_s: int = 60) -> dict[str, Any]:
-    """Run one seed in a child process, which ends by itself."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if not pid:
-        import signal
-
-        signal.alarm(timeout_s)
-        try:
-            outcome = run_seed(seed, log=log)
-        except BaseException:  # noqa: BLE001  reported
-            outcome = {"violations": [traceback.format_exc()], "digest": 0}
-        with os.fdopen(writing, "wb") as pipe:
-            pickle.dump(outcome, pipe)
-        os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as pipe:
-        data = pipe.read()
-    os.waitpid(pid, 0)
-    return pickle.loads(data) if data else {"violations": ["the run did not end"], "digest": 0}
-
-
-def _show(seed: int, *, log: bool) -> int:
+def _show(case: Case, *, log: bool, shrink: int, mutant: str) -> int:
     from tests.simulation.scenario import scenario
 
-    logging.disable(logging.NOTSET)
     if log:
+        logging.disable(logging.NOTSET)
         logging.basicConfig(level=logging.INFO, format="%(vnow)s %(name)s %(message)s")
         logging.getLogger().handlers[0].addFilter(_with_time)
-    shown = scenario(seed)
-    print(shown)
-    outcome = in_child(seed, log=log)
-    for line in outcome.get("log") or ():
+    print(case.reduction.of(scenario(case.seed)))
+    ran = run_alone(case, log=log)
+    for line in ran.log:
         print(line)
-    print({key: value for key, value in outcome.items() if key != "log"})
-    return int(bool(outcome["violations"]))
+    print(f"{ran.num_events} events in {ran.virtual_s:.3f} s, digest {ran.digest}")
+    for violation in ran.violations:
+        print(violation)
+    if shrink and ran.violations:
+        small, num_runs = shrunk(ran, shrink)
+        print(f"after {num_runs} runs: {small.violations[0]}")
+        print(f"    {small.case.command}{f' --mutant {mutant}' if mutant else ''}")
+    return int(bool(ran.violations))
 
 
 def _with_time(record: logging.LogRecord) -> bool:
@@ -140,18 +112,17 @@ def _with_time(record: logging.LogRecord) -> bool:
 
 def _options(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation.run")
-    parser.add_argument("--seed", type=int)
-    parser.add_argument("--seeds", default="1-100")
-    parser.add_argument("--mutant", default="")
+    parser.add_argument("--seed", type=int, help="one seed, with its scenario")
+    parser.add_argument("--seeds", default="1-100", help="the first and the last")
+    parser.add_argument("--mutant", default="", help="a bug that is put in, by its name in mutants.py")
     parser.add_argument("--stop", action="store_true", help="end at the first seed with a violation")
+    parser.add_argument("--shrink", type=int, nargs="?", const=MAX_RUNS, default=0, help="runs to make a failing --seed small")
+    parser.add_argument("--children", type=int, default=1, help="processes that run at a time")
+    parser.add_argument("--batch", type=int, default=BATCH, help="seeds that a process runs, one after the other")
     parser.add_argument("--json", action="store_true", help="print a line of JSON for each seed")
-    parser.add_argument("--log", action="store_true")
+    parser.add_argument("--log", action="store_true", help="print what happens in --seed")
+    add_options(parser)
     return parser.parse_args(arguments)
-
-
-def seeds(text: str) -> Iterator[int]:
-    first, _, last = text.partition("-")
-    return iter(range(int(first), int(last or first) + 1))
 
 
 if __name__ == "__main__":

@@ -11,13 +11,17 @@ from pdmesh.client.types import Completed, Delta, GenerateOptions
 from pdmesh.errors import MeshError
 from tests.simulation import machine, oracle, rpc_server
 from tests.simulation.engine import SimulatedEngine
-from tests.simulation.mesh import MODEL, Member, SimulatedMesh
+from tests.simulation.environment import byte_stream
+from tests.simulation.environment.faults import STALL_S, Faults, StallWatch
+from tests.simulation.mesh import MODEL, Member, SimulatedMesh, install_hosts
 from tests.simulation.network import Network
-from tests.simulation.scenario import Ask, Fault, Scenario
-from tests.simulation.world import SECOND, World, current_process
+from tests.simulation.scenario import Ask, Scenario
+from tests.simulation.world import MILLISECOND, SECOND, World, current_process
 
 LONGEST_REQUEST_S = 40.0
 QUIET_S = 12.0
+QUIET_GRAIN_NS = 200 * MILLISECOND
+"""Timers end together, at multiples of it, when all requests are over: heartbeats come in time, most ticks find nothing new."""
 READY_S = 1.4
 
 
@@ -32,6 +36,7 @@ class Got:
     has_left: bool = False
     took_s: float = 0.0
     longest_gap_s: float = 0.0
+    longest_stall_s: float = 0.0  # without a token, and without a fault that began or ended
 
 
 @dataclass
@@ -54,7 +59,9 @@ class Run:
         self.world = World(scenario.seed)
         self.world.log = [] if log else None
         self.network = Network(self.world)
-        self.mesh = SimulatedMesh(self.world, self.network)
+        self.mesh = SimulatedMesh(self.world, self.network, scenario)
+        self.stalls = StallWatch(self.world)
+        self.faults = Faults(self.mesh, self.stalls.changed)
         self.violations: list[str] = []
         self.got: list[Got] = []
 
@@ -62,8 +69,9 @@ class Run:
         """Run it to the end."""
         machine.enter(self.world)
         rpc_server.install(lambda: self.network)
+        byte_stream.install(lambda: self.network)
+        install_hosts()
         self.world.loop.set_exception_handler(self._on_exception)
-        self.world.loop.knock = self._knock
         try:
             self.world.run(self._main())
         finally:
@@ -90,13 +98,14 @@ class Run:
             self.mesh.add_router(name)
         for member in self.mesh.members():
             self.mesh.start(member)
-        tasks = [asyncio.ensure_future(self._strike(fault)) for fault in scenario.faults]
+        tasks = [asyncio.ensure_future(self.faults.strike(fault)) for fault in scenario.faults]
         tasks += [asyncio.ensure_future(self._ask(number, ask)) for number, ask in enumerate(scenario.asks)]
         done, late = await asyncio.wait(tasks, timeout=scenario.ends_s + LONGEST_REQUEST_S)
         for task in done:
             task.result()
         if late:
             self._fail(f"{len(late)} requests have not ended")
+        self.world.loop.grain_ns = QUIET_GRAIN_NS
         await asyncio.sleep(QUIET_S)
         self._check_quiet()
         self._check_answers()
@@ -132,6 +141,7 @@ class Run:
         if ask.mode is not None:
             options["mode"] = ask.mode
         addresses = [member.address for member in self.mesh.routers.values()]
+        waiting = self.stalls.begin(f"{ask}")
         async with AsyncClient(addresses, retry_overload=True) as client:
             try:
                 stream = client.generate_stream(list(ask.prompt), model=MODEL, **options)
@@ -139,13 +149,16 @@ class Run:
                     asyncio.get_running_loop().call_later(ask.cancels_s, stream.cancel)
                 last = self.world.now_ns
                 async for event in stream:
+                    self.stalls.progress(waiting)
                     got.longest_gap_s = max(got.longest_gap_s, (self.world.now_ns - last) / SECOND)
                     self._take(got, event)
                     if ask.pause_s:
                         await asyncio.sleep(ask.pause_s)
+                        self.stalls.progress(waiting)
                     last = self.world.now_ns
             except MeshError as error:
                 got.error = error
+            got.longest_stall_s = self.stalls.end(waiting)
 
     def _take(self, got: Got, event: object) -> None:
         if isinstance(event, Completed):
@@ -167,6 +180,8 @@ class Run:
                     self._fail(f"{ask} choice {choice}: got {tokens}, right is {right}")
                 elif got.is_over and got.error is None and ask.cancels_s is None and tokens != right:
                     self._fail(f"{ask} choice {choice}: ended with {len(tokens)} of {len(right)} tokens")
+            if self.scenario.is_spared and got.longest_stall_s > STALL_S:
+                self._fail(f"{ask}: no token for {got.longest_stall_s:.1f} s, longer than {STALL_S:g} s")
             if got.error is not None and not self._may_fail(got):
                 self._fail(f"{ask}: {type(got.error).__name__}: {got.error}")
 
@@ -175,46 +190,13 @@ class Run:
             return True
         return not self.scenario.is_spared
 
-    # Faults
-
-    async def _strike(self, fault: Fault) -> None:
-        await asyncio.sleep(fault.at_s)
-        members = {member.name: member for member in self.mesh.members()}
-        first = members[fault.targets[0]]
-        process = first.process
-        if fault.kind == "kill":
-            self.mesh.kill(first)
-            await asyncio.sleep(fault.for_s + 0.2)
-            if not first.is_up:
-                self.mesh.start(first)
-        elif fault.kind == "freeze" and process is not None:
-            process.freeze()
-            await asyncio.sleep(fault.for_s)
-            process.resume()
-        elif fault.kind in ("cut", "cut both"):
-            source, target = fault.targets
-            pairs = [(source, target)] + [(target, source)] * (fault.kind == "cut both")
-            for pair in pairs:
-                self.network.cut(*pair)
-            await asyncio.sleep(fault.for_s)
-            for pair in pairs:
-                self.network.heal(*pair)
-        elif fault.kind == "slow link":
-            source, target = fault.targets
-            self.network.slow(source, target, round(fault.amount * SECOND))
-            await asyncio.sleep(fault.for_s)
-            self.network.slow(source, target, 0)
-        elif fault.kind == "slow process" and process is not None:
-            process.slowness = fault.amount
-            await asyncio.sleep(fault.for_s)
-            process.slowness = 1.0
-
     # What must be true
 
     def _check_quiet(self) -> None:
         for member in self.mesh.members():
             self._violations_of(member)
-        if any(connection.ends[index].process.is_dead for connection in self.network.connections for index in (0, 1)):
+        whole = [connection for connection in self.network.connections if not connection.is_severed]
+        if any(end.process.is_dead for connection in whole for end in connection.ends):
             self._fail("a connection to a dead process is left")
 
     def _violations_of(self, member: Member) -> None:
@@ -237,15 +219,6 @@ class Run:
             if admission.num_inflight or admission.num_queued or len(member.router.core.background):
                 self._fail(f"{member.name} has {admission.num_inflight} requests in flight, {admission.num_queued} queued")
 
-    def _knock(self, protocol_factory: Any, host: str, port: int) -> Any:
-        async def knock() -> tuple[Any, Any]:
-            await asyncio.sleep(0.0001)
-            if f"{host}:{port}" not in self.network.listeners:
-                raise ConnectionRefusedError
-            return _Transport(), protocol_factory()
-
-        return knock()
-
     def _on_exception(self, loop: object, context: dict[str, Any]) -> None:
         if self._is_of_the_dead():
             return
@@ -258,13 +231,3 @@ class Run:
     def _fail(self, what: str) -> None:
         self.violations.append(what)
         self.world.note("VIOLATION", what)
-
-
-class _Transport(asyncio.Transport):
-    """A connection that is closed at once."""
-
-    def close(self) -> None:
-        pass
-
-    def is_closing(self) -> bool:
-        return True

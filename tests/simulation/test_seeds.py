@@ -1,4 +1,4 @@
-"""Seeds run without a violation, replay to the same event, and a bug that is put in is found."""
+"""Seeds run without a violation, and replay to the same event: alone, or behind others in the same process."""
 
 from __future__ import annotations
 
@@ -6,9 +6,28 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
+from tests.simulation.scenario import Scenario, scenario
+
 SEEDS = "1-6"
+NUM_SURROUNDED = 5
+SHOWN: tuple[Callable[[Scenario], bool], ...] = (
+    lambda chosen: chosen.redis != "none" and not chosen.is_static and len(chosen.routers) > 1,
+    lambda chosen: any(fault.targets == ("redis",) for fault in chosen.faults),
+    lambda chosen: any(fault.kind == "sever transfer" for fault in chosen.faults),
+    lambda chosen: any(fault.kind == "power loss" for fault in chosen.faults),
+    lambda chosen: any(fault.kind == "wall clock jump" for fault in chosen.faults),
+    lambda chosen: "shm" in chosen.transports,
+    lambda chosen: chosen.num_blocks < 12,
+)
+
+
+def _shows_all(seeds: range) -> bool:
+    """Return whether each of the things around the processes is in one of the scenarios."""
+    chosen = [scenario(seed) for seed in seeds]
+    return all(any(map(shows, chosen)) for shows in SHOWN)
 
 
 def run(*arguments: str) -> list[dict[str, Any]]:
@@ -25,11 +44,14 @@ def test_nothing_is_violated_and_a_seed_replays_to_the_same_event() -> None:
     first = run("--seeds", SEEDS)
     assert len(first) == 6 and not any(outcome["violations"] for outcome in first), first
     assert all(outcome["num_events"] > 1000 for outcome in first)
-    again = run("--seeds", "3-4")
+    again = run("--seeds", "3-4", "--batch", "1")
     assert [outcome["digest"] for outcome in again] == [outcome["digest"] for outcome in first[2:4]]
     assert len({outcome["digest"] for outcome in first}) == len(first)
 
 
-def test_a_bug_is_found() -> None:
-    [outcome] = run("--seeds", "1", "--mutant", "a_freed_request_keeps_its_blocks")
-    assert any("is not whole" in violation for violation in outcome["violations"])
+def test_what_surrounds_the_processes_replays_too() -> None:
+    first = next(seed for seed in range(1, 1000) if _shows_all(range(seed, seed + NUM_SURROUNDED)))
+    seeds = f"{first}-{first + NUM_SURROUNDED - 1}"
+    once, again = run("--seeds", seeds), run("--seeds", seeds, "--batch", "1")
+    assert len(once) == NUM_SURROUNDED and not any(outcome["violations"] for outcome in once), once
+    assert once == again

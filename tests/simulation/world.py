@@ -8,14 +8,16 @@ A process that is killed runs nothing any more, no `finally` either; one that is
 from __future__ import annotations
 
 import asyncio
-import heapq
 import random
 import zlib
 from collections import deque
 from collections.abc import Callable, Coroutine
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
+from heapq import heappop, heappush, heappushpop
 from typing import Any, TypeVar
+
+from tests.simulation.environment.socket_loop import SocketCalls
 
 T = TypeVar("T")
 
@@ -41,11 +43,14 @@ class Process:
     name: str
     world: World
     offset_ns: int = 0  # its monotonic clock began elsewhere
+    clock_ppm: int = 0  # by how much its monotonic clock is fast
+    host: str = ""
+    wall_skew_ns: int = 0  # by how much its wall clock is wrong
     slowness: float = 1.0
     is_dead: bool = False
     is_frozen: bool = False
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
-    ready: deque[asyncio.Handle] = field(default_factory=deque)
+    ready: deque[SimulatedHandle] = field(default_factory=deque)
     is_scheduled: bool = False
     busy_until_ns: int = 0
     context: Context = field(default_factory=copy_context)
@@ -55,11 +60,15 @@ class Process:
 
     def now_ns(self) -> int:
         """Return its monotonic clock."""
-        return self.world.now_ns + self.offset_ns
+        return self.world.now_ns + self.offset_ns + self.world.now_ns * self.clock_ppm // 1_000_000
+
+    def world_ns(self, clock_ns: int) -> int:
+        """Return when its monotonic clock shows `clock_ns`."""
+        return -(-(clock_ns - self.offset_ns) * 1_000_000 // (1_000_000 + self.clock_ppm))
 
     def later(self, delay_ns: int, callback: Callable[..., object], *args: object) -> None:
         """Call in this process, whatever it is by then; a dead one is not called."""
-        self.world.push(self.world.now_ns + delay_ns, self, asyncio.Handle(callback, args, self.world.loop, self.context))
+        self.world.push(self.world.now_ns + delay_ns, self, SimulatedHandle(callback, args, self.context))
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run a coroutine as a task of this process."""
@@ -113,7 +122,7 @@ class World:
         if self.log is not None:
             self.log.append(text)
 
-    def push(self, when_ns: int, process: Process, handle: asyncio.Handle) -> None:
+    def push(self, when_ns: int, process: Process, handle: SimulatedHandle) -> None:
         """Have `handle` run in `process` at a time of the world."""
         self.loop.push(when_ns, process, handle)
 
@@ -127,44 +136,84 @@ def current_process() -> Process | None:
     return _process.get(None)
 
 
-class SimulatedLoop(asyncio.BaseEventLoop):
+class SimulatedHandle:
+    """A callback that is to run, as asyncio's `Handle` and `TimerHandle`, of which there are too many in a run to be larger."""
+
+    __slots__ = ("_args", "_callback", "_cancelled", "_context", "_when")
+
+    def __init__(self, callback: Callable[..., object], args: tuple[object, ...], context: Context, when: float = 0.0) -> None:
+        self._callback, self._args, self._context, self._when = callback, args, context, when
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        self._cancelled = True  # it is skipped when its time has come
+        self._callback, self._args = _ignore, ()
+
+    def cancelled(self) -> bool:
+        return self._cancelled
+
+    def when(self) -> float:
+        return self._when
+
+
+def _ignore(*_: object) -> None:
+    """Do what a cancelled callback does."""
+
+
+class SimulatedLoop(SocketCalls, asyncio.BaseEventLoop):  # type: ignore[misc]  # asyncio's have more parameters
     """asyncio's loop on the world's clock."""
+
+    _stopping: bool
 
     def __init__(self, world: World) -> None:
         super().__init__()
         self._world = world
-        self._events: list[tuple[int, int, Process, asyncio.Handle | None]] = []
+        self._events: list[tuple[int, int, Process, SimulatedHandle | None]] = []
         self._order = 0
         self.set_task_factory(self._make_task)
         self.listeners: dict[tuple[str, int], object] = {}
+        self.grain_ns = 1
+        """Timers end at multiples of it: a coarse one lets many end together, and time without requests passes faster."""
 
     def time(self) -> float:
-        return self._current().now_ns() / 1e9
+        return _process.get(self._world.outside).now_ns() / 1e9
 
     def call_soon(  # type: ignore[override]
         self, callback: Any, *args: Any, context: Context | None = None
-    ) -> asyncio.Handle:
-        handle = asyncio.Handle(callback, args, self, context)
-        self._enqueue(self._owner(handle), handle)
+    ) -> SimulatedHandle:
+        handle = SimulatedHandle(callback, args, copy_context() if context is None else context)
+        owner = handle._context.get(_process, self._world.outside)
+        if not owner.is_dead:
+            owner.ready.append(handle)
+            if not owner.is_scheduled:
+                self.wake(owner)
         return handle
 
     def call_soon_threadsafe(  # type: ignore[override]
         self, callback: Any, *args: Any, context: Context | None = None
-    ) -> asyncio.Handle:
+    ) -> SimulatedHandle:
         return self.call_soon(callback, *args, context=context)
+
+    def call_later(  # type: ignore[override]
+        self, delay: float, callback: Any, *args: Any, context: Context | None = None
+    ) -> SimulatedHandle:
+        return self.call_at(self.time() + delay, callback, *args, context=context)
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Any, *args: Any, context: Context | None = None
-    ) -> asyncio.TimerHandle:
-        timer = asyncio.TimerHandle(when, callback, args, self, context)
-        owner = self._owner(timer)
-        self.push(max(self._world.now_ns, round(when * 1e9) - owner.offset_ns), owner, timer)
-        timer._scheduled = True  # type: ignore[attr-defined]
+    ) -> SimulatedHandle:
+        timer = SimulatedHandle(callback, args, copy_context() if context is None else context, when)
+        owner = timer._context.get(_process, self._world.outside)
+        when_ns = owner.world_ns(round(when * 1e9))
+        if self.grain_ns > 1:
+            when_ns += -when_ns % self.grain_ns
+        now_ns = self._world.now_ns
+        self.push(when_ns if when_ns > now_ns else now_ns, owner, timer)
         return timer
 
-    def push(self, when_ns: int, process: Process, handle: asyncio.Handle | None) -> None:
-        self._order += 1
-        heapq.heappush(self._events, (when_ns, self._order, process, handle))
+    def push(self, when_ns: int, process: Process, handle: SimulatedHandle | None) -> None:
+        self._order = order = self._order + 1
+        heappush(self._events, (when_ns, order, process, handle))
 
     def wake(self, process: Process) -> None:
         """Give the process its turn, as soon as it is free."""
@@ -175,7 +224,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def run_in_executor(self, executor: object, func: Callable[..., T], *args: object) -> asyncio.Future[T]:
         """Run a function that a thread would run: at once, its result later."""
         future: asyncio.Future[T] = self.create_future()
-        process = self._current()
+        process = _process.get(self._world.outside)
 
         def run() -> None:
             if future.cancelled():
@@ -188,60 +237,59 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         process.later(self._world.rng.randrange(10, 2000) * MICROSECOND, run)
         return future
 
-    async def create_connection(self, protocol_factory: Any, host: Any = None, port: Any = None, **_: Any) -> Any:
-        """Return a connection that carries nothing, or the error of one that fails: for those that only knock."""
-        return await self.knock(protocol_factory, host, port)
-
-    knock: Callable[..., Any]
-
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        pass  # it is skipped when its time has come
-
     def _run_once(self) -> None:
-        world = self._world
-        while True:
-            if not self._events:
+        """Run all events until the loop is stopped. An event is a callback whose time has come, or a turn of a process."""
+        world, events = self._world, self._events
+        nothing: tuple[int, int, Process, SimulatedHandle | None] | None = None
+        following = nothing  # an event that is not in the heap: most often it is the next one
+        while not self._stopping:
+            if following is not None:
+                when_ns, _, process, handle = heappushpop(events, following)
+                following = None
+            elif events:
+                when_ns, _, process, handle = heappop(events)
+            else:
                 raise Stuck("no event is left")
-            when_ns, _, process, handle = heapq.heappop(self._events)
             if when_ns > world.now_ns:
                 world.now_ns = when_ns
-            if handle is not None:
-                if not handle._cancelled:
-                    self._enqueue(process, handle)
+            if handle is None:
+                # It stays scheduled during its turn: what it adds to its queue waits until it is free again.
+                if process.ready and not process.is_frozen:
+                    self._turn(process)
+                process.is_scheduled = False
+            elif handle._cancelled or process.is_dead:
                 continue
-            process.is_scheduled = False
-            if process.ready and not process.is_frozen:
-                self._turn(process)
-                return
+            else:
+                process.ready.append(handle)
+            if process.ready and not process.is_scheduled and not process.is_frozen:
+                process.is_scheduled = True
+                self._order = order = self._order + 1
+                now_ns, free_ns = world.now_ns, process.busy_until_ns
+                following = (free_ns if free_ns > now_ns else now_ns, order, process, None)
+        if following is not None:
+            heappush(events, following)
 
     def _turn(self, process: Process) -> None:
         """Run a few callbacks of one process, and charge it their time."""
-        world, rng = self._world, self._world.rng
-        for _ in range(min(len(process.ready), 1 + rng.getrandbits(2))):
-            handle = process.ready.popleft()
+        world, ready = self._world, process.ready
+        getrandbits = world.rng.getrandbits
+        for _ in range(min(len(ready), 1 + getrandbits(2))):
+            handle = ready.popleft()
             if not handle._cancelled:
                 world.num_events += 1
-                handle._run()
+                try:
+                    handle._context.run(handle._callback, *handle._args)
+                except (SystemExit, KeyboardInterrupt):
+                    raise
+                except BaseException as error:  # noqa: BLE001  as asyncio does
+                    context = {"message": f"Exception in callback {handle._callback!r}", "exception": error}
+                    handle._context.run(self.call_exception_handler, context)
             if process.is_dead or process.is_frozen:
                 return
-        pause_ns = (2_000 + rng.getrandbits(14)) * process.slowness
-        if not rng.getrandbits(11):
-            pause_ns += rng.randrange(50) * MILLISECOND  # the system ran something else
+        pause_ns = (2_000 + getrandbits(14)) * process.slowness
+        if not getrandbits(11):
+            pause_ns += world.rng.randrange(50) * MILLISECOND  # the system ran something else
         process.busy_until_ns = world.now_ns + round(pause_ns)
-        self.wake(process)
-
-    def _enqueue(self, process: Process, handle: asyncio.Handle) -> None:
-        if not process.is_dead:
-            process.ready.append(handle)
-            self.wake(process)
-
-    def _current(self) -> Process:
-        return _process.get(self._world.outside)
-
-    def _owner(self, handle: asyncio.Handle) -> Process:
-        owner = handle._context.get(_process, self._world.outside)  # type: ignore[attr-defined]
-        assert isinstance(owner, Process)
-        return owner
 
     def _make_task(self, loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
         context = options.get("context")

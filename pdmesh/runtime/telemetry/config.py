@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import metadata
 
 from pdmesh.runtime.telemetry.spans import Attributes, Value
@@ -107,6 +108,7 @@ def resource_of(instance_id: str, mesh: str, roles: Sequence[str], epoch: int | 
     return attributes
 
 
+@cache
 def _version() -> str:
     try:
         return metadata.version("pdmesh")
