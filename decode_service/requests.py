@@ -27,7 +27,7 @@ from decode_service.ports import ReservationSettings, in_own_task, start
 from decode_service.request import CommittedTokens, DecodeRequest, DecodeSpans, Handoff, Submission, failed_event, monotonic_ns
 from decode_service.token_stream import TokenStream, TokenStreams
 from decode_service.validation import OUTPUT_GONE, no_room, refusal_of, released_by_worker
-from kvtransfer.receiver.push import new_token
+from kvtransfer.manifest import new_token
 from kvtransfer.reservation import (
     Cancelled,
     Committed,
