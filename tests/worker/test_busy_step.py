@@ -7,6 +7,7 @@ import contextlib
 import threading
 from collections.abc import AsyncIterator
 
+import grpc.aio
 import pytest
 
 from pdmesh.engine.engine import Engine, EngineStep
@@ -112,6 +113,22 @@ async def test_the_state_of_a_worker_is_told_while_a_step_runs(decoder: Peer, ro
         released = await decoder.control.ReleaseRetained(worker_pb2.ReleaseRetainedRequest(tenant="t", session_id="s"))
         assert released.num_blocks == 0
         assert not (await decoder.control.ListAdapters(worker_pb2.ListAdaptersRequest())).adapters
+
+
+async def test_an_engine_that_has_stopped_is_said_in_one_line(model: Model, caplog: pytest.LogCaptureFixture) -> None:
+    async with running_worker(model, roles=("prefill", "decode"), worker_id="d") as peer:
+        await peer.worker.engine.stop()
+        router = MiniRouter()
+        for call in (
+            router.submit(peer, "r1", LONG),
+            router.submit(peer, "r2", LONG, mode=LOCAL),
+            anext(aiter(peer.control.ListBlocks(worker_pb2.ListBlocksRequest()))),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await call
+            assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert "this worker is stopping" in (raised.value.details() or "")
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 async def test_a_prefix_that_the_step_is_computing_is_not_found(model: Model, decoder: Peer, router: MiniRouter) -> None:
