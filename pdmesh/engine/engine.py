@@ -39,6 +39,7 @@ from pdmesh.engine.kv_cache.events import KVEvents, LayerReadiness
 from pdmesh.engine.kv_cache.pool import KVPool
 from pdmesh.engine.kv_cache.retention import RetentionBounds
 from pdmesh.engine.loader.loader import LoadedModel, load_model
+from pdmesh.engine.lora.adapter import Adapter
 from pdmesh.engine.lora.registry import AdapterRegistry
 from pdmesh.engine.memory import effective_max_context, free_memory, kv_shape
 from pdmesh.engine.outputs import EngineStats, StartClock, StepResult
@@ -256,6 +257,12 @@ class Engine:
         any more, later ones do; its blocks stay in the prefix cache as others do."""
         with self._lock:
             return self._table.release_retained(tenant, session)
+
+    def load_adapter(self, adapter: Adapter) -> None:
+        """Load between two steps: see AdapterRegistry.load. Adapters that leave, and that no request has any more, make room."""
+        with self._lock:
+            self.adapters.sweep()
+        self.adapters.load(adapter)
 
     def unload_adapter(self, name: str) -> int | None:
         """Unload between two steps: see AdapterRegistry.unload."""

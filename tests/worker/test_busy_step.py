@@ -36,11 +36,11 @@ class HeldStep:
             if not computes_first:
                 run(step)
 
+        self._engine, self._run = engine, run
         engine.run_step = held  # type: ignore[method-assign]
-        self._restore = lambda: setattr(engine, "run_step", run)
 
     def end(self) -> None:
-        self._restore()
+        self._engine.run_step = self._run  # type: ignore[method-assign]
         self._may_end.set()
 
     @property

@@ -240,7 +240,7 @@ class BuiltinAdapters:
         adapter = await asyncio.to_thread(load_adapter, name, folder, self._engine.engine.model_config)
 
         def put(engine: Engine) -> Loaded:
-            engine.adapters.load(adapter)
+            engine.load_adapter(adapter)
             return _loaded(engine)
 
         return await self._engine.calls.call(put)
