@@ -6,6 +6,9 @@ The pure state machine (`kvtransfer.reservation`) decides; this module acts on t
                         returns when no writer is inside a part
   COMMITTED, RUNNING    by the engine when the request finishes, or by this module when it ends it; no writer is left
 
+A request that ends here is forgotten at once: its Cancel is answered, its router is told. It stays in `active` until the engine
+has released it, which is after the step that computes it, if one does.
+
 Every change of a request runs under its lock, in a task that the end of an RPC cannot interrupt half-way.
 """
 
@@ -24,7 +27,7 @@ from decode_service.ports import ReservationSettings, in_own_task, start
 from decode_service.request import CommittedTokens, DecodeRequest, DecodeSpans, Handoff, Submission, failed_event, monotonic_ns
 from decode_service.token_stream import TokenStream, TokenStreams
 from decode_service.validation import OUTPUT_GONE, no_room, refusal_of, released_by_worker
-from kvtransfer.receiver.push import new_token
+from kvtransfer.manifest import new_token
 from kvtransfer.reservation import (
     Cancelled,
     Committed,
@@ -159,7 +162,7 @@ class Reservations:
         self._spans = spans or DecodeSpans()
         self._by_request: dict[str, DecodeRequest] = {}
         self._by_reservation: dict[str, DecodeRequest] = {}
-        self._active: dict[str, DecodeRequest] = {}  # the requests that hold blocks or seats in the engine
+        self._active: dict[str, DecodeRequest] = {}  # by engine id, the requests that hold blocks or seats in the engine
         self._idle = asyncio.Event()
         self._idle.set()
         self._kept: deque[tuple[float, DecodeRequest]] = deque()  # finished requests, until their router must have all output
@@ -185,7 +188,7 @@ class Reservations:
         return await in_own_task(self._submit(submission))
 
     async def cancel(self, request_id: str, reason: str) -> bool:
-        """Cancel a request; return whether it was known and has been released."""
+        """Cancel a request; return whether it was known and is released, with the end of the step that computes it."""
         return await in_own_task(self._cancel(request_id, reason))
 
     async def end(self, record: DecodeRequest, event: Event, failure: MeshError | None = None) -> bool:
@@ -358,13 +361,18 @@ class Reservations:
     async def _free(self, record: DecodeRequest, ending: MeshError | None) -> None:
         self._forget(record, ending)
         await self._quiesce(record.reservation_id)
-        await self._engine.release(record.engine_id)
-        self._set_inactive(record)
+        start(self._release(record))
+
+    async def _release(self, record: DecodeRequest) -> None:
+        """Release a request in the engine, which may have to end a step before."""
+        try:
+            await self._engine.release(record.engine_id)
+        finally:  # an engine that has stopped holds nothing
+            self._set_inactive(record)
 
     def _set_inactive(self, record: DecodeRequest) -> None:
         """Record that the request holds nothing in the engine any more."""
-        if self._active.get(record.request_id) is record:
-            del self._active[record.request_id]
+        self._active.pop(record.engine_id, None)
         if not self._active:
             self._idle.set()
 
@@ -383,7 +391,7 @@ class Reservations:
             start(self.end(record, Failed("its logits are not finite"), DataLoss.of_logits()))
 
     def _remember(self, record: DecodeRequest) -> None:
-        self._by_request[record.request_id] = self._active[record.request_id] = record
+        self._by_request[record.request_id] = self._active[record.engine_id] = record
         self._idle.clear()
         self._by_reservation[record.reservation_id] = record
         record.token_stream.records[record.request_id] = record

@@ -15,7 +15,7 @@ from decode_service.token_stream import Stream, TokenStream, TokenStreams
 from decode_service.transfer_delegate import PushDelegate
 from decode_service.validation import SubmitValidator, Translate, check_attach, check_id, has_passed, released_by_worker
 from kvtransfer.reservation import Cancelled, Event, Failed, LeaseExpired, Mode
-from pdmesh.engine.errors import InvalidRequest, RequestTooLarge, UnknownAdapter
+from pdmesh.engine.errors import EngineStopped, InvalidRequest, RequestTooLarge, UnknownAdapter
 from pdmesh.engine.interface import ServingEngine, Sinks
 from pdmesh.runtime import log
 from pdmesh.runtime.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, MeshError, Unavailable
@@ -82,6 +82,8 @@ class DecodeServicer(DecodeServiceServicer):
             return await self._reservations.submit(replace(submission, trace=trace))
         except UnknownAdapter as error:  # it was unloaded meanwhile
             raise FailedPrecondition("request.adapter", str(error)) from error
+        except EngineStopped as error:
+            raise Unavailable(f"this worker is stopping: {error}") from error
         except (InvalidRequest, RequestTooLarge) as error:
             field, _, problem = str(error).partition(": ")
             raise InvalidArgument(f"request.{field}", problem or field) from error

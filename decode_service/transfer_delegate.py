@@ -10,7 +10,8 @@ from decode_service.ports import start
 from decode_service.request import CommittedTokens, DecodeRequest, Handoff
 from decode_service.requests import Reservations
 from kvtransfer.errors import TransferRefused
-from kvtransfer.receiver.push import PushTarget, check_epoch, check_push_token, unknown_reservation
+from kvtransfer.manifest import check_epoch, check_push_token, unknown_reservation
+from kvtransfer.receiver.push import PushTarget
 from kvtransfer.reservation import AttemptFailed, Finished, InvalidTransition, Progress, PushOpened, StaleAttempt, transition
 from pdmesh.runtime.failpoints import hit
 from pdmesh.v1 import common_pb2, transfer_pb2

@@ -9,6 +9,8 @@ they are joined, both of each block).
           2 │        │ part 1                       │
 """
 
+import hmac
+import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -206,6 +208,47 @@ def check_memory(memory: KVMemory, identity: common_pb2.Identity, layout: common
 def refuse(field: str, message: str) -> TransferRefused:
     """Return an INVALID_ARGUMENT refusal for a field that the receiver can accept in no state."""
     return TransferRefused(grpc.StatusCode.INVALID_ARGUMENT, message, field=field)
+
+
+# The push token, the right to push into a reservation: the owner of the reservations checks epoch, token and attempt in
+# `open_push`
+
+
+def new_token() -> bytes:
+    """Return a fresh secret of 32 bytes for one reservation."""
+    return secrets.token_bytes(32)
+
+
+def unknown_reservation(reservation_id: str) -> TransferRefused:
+    """Return the refusal for a reservation that is not (or no longer) held."""
+    return _refused(grpc.StatusCode.NOT_FOUND, "reservation_id", f"{reservation_id!r} is not held here")
+
+
+def check_epoch(hello: transfer_pb2.TransferHello, epoch: int) -> None:
+    """Raise FAILED_PRECONDITION for a reservation of an earlier start of this worker; call it before any lookup by
+    reservation_id."""
+    if hello.epoch != epoch:
+        raise _refused(grpc.StatusCode.FAILED_PRECONDITION, "epoch", f"{hello.epoch:#x} is not this worker's: it has restarted")
+
+
+def check_push_token(hello: transfer_pb2.TransferHello, *, epoch: int, token: bytes, attempt: int) -> None:
+    """Raise TransferRefused unless `hello` names this epoch, token and attempt.
+
+    FAILED_PRECONDITION: foreign epoch, or an attempt that was never granted; PERMISSION_DENIED: wrong token; ABORTED: an attempt
+    that a newer one has replaced. The token is checked before the attempt: without it a peer learns nothing about the
+    reservation.
+    """
+    check_epoch(hello, epoch)
+    if not hmac.compare_digest(hello.token, token):
+        raise _refused(grpc.StatusCode.PERMISSION_DENIED, "token", "it is not the one that came with the reservation")
+    if hello.attempt < attempt:
+        raise _refused(grpc.StatusCode.ABORTED, "attempt", f"{hello.attempt} was replaced by attempt {attempt}")
+    if hello.attempt > attempt:
+        raise _refused(grpc.StatusCode.FAILED_PRECONDITION, "attempt", f"{hello.attempt} was never granted, {attempt} was")
+
+
+def _refused(code: grpc.StatusCode, field: str, message: str) -> TransferRefused:
+    return TransferRefused(code, message, field=field)
 
 
 def _check_equal(name: str, ours: Message, theirs: Message) -> None:

@@ -12,7 +12,7 @@ import select
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
@@ -346,6 +346,18 @@ async def all_or_first_error(*work: Coroutine[object, object, T]) -> list[T]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def with_signs(work: Coroutine[object, object, None], say_alive: Callable[[], Awaitable[None]], every_s: float) -> None:
+    """Run `work`, and call `say_alive` again and again until it has ended. A cancellation ends it first."""
+    task = asyncio.create_task(work)
+    try:
+        while not (await asyncio.wait([task], timeout=every_s))[0]:
+            await say_alive()
+        task.result()
+    finally:
+        task.cancel()
+        await ended(task)
 
 
 async def settled(copy: Future[None]) -> None:

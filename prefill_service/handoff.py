@@ -53,6 +53,7 @@ class HandoffTools:
     num_steps: Callable[[], int]  # the engine's steps so far
     notify_every: Callable[[int], None]  # sets the number of layers of a step between calls of `on_ready`
     pushed: Callable[[PushResult, int], None] = lambda result, exposed_ns: None  # called after each hand-off that succeeded
+    longest_step_s: Callable[[], float] = lambda: 0.0  # how long a step of the engine may be expected to take
 
 
 class Handoff:
@@ -130,6 +131,7 @@ class Handoff:
                 self._feed,
                 self._tools.num_steps,
                 self._assignment.spans.part_moved if self._assignment.spans.is_on else None,
+                self._tools.longest_step_s,
             )
             self._push = asyncio.create_task(self._tools.sender.push(job, timeout_s=MAX_PUSH_S))
 

@@ -13,10 +13,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from kvtransfer.manifest import check_identity, check_layout
-from pdmesh.engine.errors import InvalidRequest, RequestTooLarge, UnknownAdapter
+from pdmesh.engine.errors import EngineStopped, InvalidRequest, RequestTooLarge, UnknownAdapter
 from pdmesh.engine.request import EngineRequest
 from pdmesh.runtime import log
-from pdmesh.runtime.errors import FailedPrecondition, InvalidArgument
+from pdmesh.runtime.errors import FailedPrecondition, InvalidArgument, Unavailable
 from pdmesh.runtime.telemetry.spans import StepLog
 from pdmesh.runtime.telemetry.tracing import OFF, Tracing
 from pdmesh.v1 import common_pb2, prefill_pb2
@@ -226,6 +226,8 @@ async def _events(handoff: Handoff) -> AsyncGenerator[prefill_pb2.PrefillEvent, 
             yield event
     except UnknownAdapter as error:  # it was unloaded meanwhile
         raise FailedPrecondition("request.adapter", str(error)) from error
+    except EngineStopped as error:
+        raise Unavailable(f"this worker is stopping: {error}") from error
     except (InvalidRequest, RequestTooLarge) as error:
         field, _, problem = str(error).partition(": ")
         raise InvalidArgument(f"request.{field}", problem or field) from error

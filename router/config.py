@@ -222,7 +222,9 @@ class RouterConfig:
     heartbeat_ms: int = field(default=100, metadata={"help": "period of heartbeats to and from decode workers"})
     report_period_ms: int = field(default=200, metadata={"help": "period of workers' load reports"})
     reattach_grace_s: float = field(default=2.0, metadata={"help": "how long a broken decode stream may take to come back"})
-    submit_timeout_s: float = field(default=30.0, metadata={"help": "deadline of one Submit call"})
+    submit_timeout_s: float = field(
+        default=30.0, metadata={"help": "deadline of one Submit call, unless the worker's steps are longer"}
+    )
     place_timeout_s: float = field(
         default=5.0, metadata={"help": "how long a new request waits while no worker serves its model"}
     )

@@ -7,8 +7,8 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-import secrets
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -30,7 +30,7 @@ from kvtransfer.manifest import (
     refuse,
 )
 from kvtransfer.staging import StagedMemory
-from kvtransfer.stream import Stream, expect
+from kvtransfer.stream import Stream, expect, with_signs
 from kvtransfer.transports.base import DeviceReadTarget, Incoming
 from pdmesh.runtime.errors import MeshError
 from pdmesh.v1 import common_pb2, transfer_pb2
@@ -79,47 +79,6 @@ class ReceiverDelegate(Protocol):
 
     def push_finished(self, target: PushTarget) -> None:
         """Release the reservation: every choice ended with its first token."""
-
-
-# The push token, the right to push into a reservation: the owner of the reservations checks epoch, token and attempt in
-# `open_push`
-
-
-def new_token() -> bytes:
-    """Return a fresh secret of 32 bytes for one reservation."""
-    return secrets.token_bytes(32)
-
-
-def unknown_reservation(reservation_id: str) -> TransferRefused:
-    """Return the refusal for a reservation that is not (or no longer) held."""
-    return _refuse(grpc.StatusCode.NOT_FOUND, "reservation_id", f"{reservation_id!r} is not held here")
-
-
-def check_epoch(hello: transfer_pb2.TransferHello, epoch: int) -> None:
-    """Raise FAILED_PRECONDITION for a reservation of an earlier start of this worker; call it before any lookup by
-    reservation_id."""
-    if hello.epoch != epoch:
-        raise _refuse(grpc.StatusCode.FAILED_PRECONDITION, "epoch", f"{hello.epoch:#x} is not this worker's: it has restarted")
-
-
-def check_push_token(hello: transfer_pb2.TransferHello, *, epoch: int, token: bytes, attempt: int) -> None:
-    """Raise TransferRefused unless `hello` names this epoch, token and attempt.
-
-    FAILED_PRECONDITION: foreign epoch, or an attempt that was never granted; PERMISSION_DENIED: wrong token; ABORTED: an attempt
-    that a newer one has replaced. The token is checked before the attempt: without it a peer learns nothing about the
-    reservation.
-    """
-    check_epoch(hello, epoch)
-    if not hmac.compare_digest(hello.token, token):
-        raise _refuse(grpc.StatusCode.PERMISSION_DENIED, "token", "it is not the one that came with the reservation")
-    if hello.attempt < attempt:
-        raise _refuse(grpc.StatusCode.ABORTED, "attempt", f"{hello.attempt} was replaced by attempt {attempt}")
-    if hello.attempt > attempt:
-        raise _refuse(grpc.StatusCode.FAILED_PRECONDITION, "attempt", f"{hello.attempt} was never granted, {attempt} was")
-
-
-def _refuse(code: grpc.StatusCode, field: str, message: str) -> TransferRefused:
-    return TransferRefused(code, message, field=field)
 
 
 @dataclass(frozen=True)
@@ -270,6 +229,7 @@ class InboundPush:
 
 HANDSHAKE_TIMEOUT_S = 2.0
 LINGER_S = 1.0
+ALIVE_S = 0.5  # between two signs of life while the engine makes the sender wait
 PROGRESS_BYTES = 256 << 10  # within a part: a peer must send this much to renew its lease
 
 logger = logging.getLogger(__name__)
@@ -385,7 +345,7 @@ class InboundConnection:
                 self._check_fence()
                 return True
             case "commit" if self._is_first:
-                await self._push.commit(message.commit)
+                await with_signs(self._push.commit(message.commit), self._say_alive, ALIVE_S)
                 reply = transfer_pb2.TransferReply(code=code_number(grpc.StatusCode.OK))
                 await self.stream.write_message(transfer_pb2.TransferMessage(commit_reply=reply))
             case "abort" if self._is_first:
@@ -393,6 +353,12 @@ class InboundConnection:
             case kind:
                 raise FrameError(f"a sender does not send {kind} here")
         return False
+
+    async def _say_alive(self) -> None:
+        """Tell the sender, if it listens, that the event loop runs: the engine may have to end a step before it commits."""
+        if self._push.hello.reads_alive:
+            with suppress(OSError):  # the commit goes on without its sender
+                await self.stream.write_message(transfer_pb2.TransferMessage(alive=transfer_pb2.TransferAlive()))
 
     async def _part(self, header: transfer_pb2.PartHeader) -> None:
         manifest = self._push.manifest(self._layout)

@@ -11,9 +11,9 @@ from kvtransfer.conversion import FP8Scales
 from kvtransfer.errors import Incompatible, TransferRefused
 from kvtransfer.grpc_stream import MessageStream, Wire
 from kvtransfer.layout import Reach
-from kvtransfer.manifest import KVMemory, check_memory, refuse
+from kvtransfer.manifest import KVMemory, check_memory, refuse, unknown_reservation
 from kvtransfer.native.library import prepare
-from kvtransfer.receiver.push import Host, InboundConnection, InboundPush, PushTarget, ReceiverDelegate, unknown_reservation
+from kvtransfer.receiver.push import Host, InboundConnection, InboundPush, PushTarget, ReceiverDelegate
 from kvtransfer.transports.base import Incoming, SocketTransport
 from kvtransfer.transports.registry import GRPC, TRANSPORTS, defaults, socket_transports
 from pdmesh.runtime.errors import MeshError, ResourceExhausted, Unavailable

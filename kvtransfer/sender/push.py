@@ -69,7 +69,8 @@ class PushJob:
     source_block_ids are the ids in the sender's pool of the request's blocks, including the prefix that the decode worker has: of
     all, or of those that `feed` may announce by now, and then the list grows while the prefill goes on. num_tokens is how many
     tokens they hold; `feed` says which of them may be sent by now. While `num_steps()` grows the engine makes progress, so the
-    lease is renewed though nothing is sent. `on_part` is called for each part that the receiver has verified.
+    lease is renewed though nothing is sent; also while a step may still run that takes `longest_step_s()`. `on_part` is called
+    for each part that the receiver has verified.
     """
 
     reservation: common_pb2.Reservation
@@ -78,6 +79,7 @@ class PushJob:
     feed: KVReadiness
     num_steps: Callable[[], int] = lambda: 0
     on_part: Callable[[PartMoved], None] | None = None
+    longest_step_s: Callable[[], float] = lambda: 0.0
 
 
 @dataclass(frozen=True)
@@ -313,6 +315,8 @@ class PushConnection:
             case "commit_reply":
                 _check_reply(message.commit_reply)
                 self._is_committed = True
+            case "alive" if self._is_ending:
+                return  # the receiver's event loop runs: its engine is slow
             case kind:
                 raise FrameError(f"a receiver does not send {kind} here")
 
@@ -376,6 +380,7 @@ def _check_reply(reply: transfer_pb2.TransferReply) -> None:
 
 ALIVE_S = 1.0  # the longest time between two keepalives while nothing is sent
 SIGNS_IN_A_LEASE = 5
+PATIENCE_STEPS = 5  # a step may take this many times as long as predicted, on a machine that is busy
 
 
 class Push:
@@ -389,6 +394,7 @@ class Push:
         self._alive_s = min(ALIVE_S, lease_s / SIGNS_IN_A_LEASE)
         self._pipeline = pipeline
         self._num_steps_seen = -1
+        self._moved_at = time.monotonic()  # when the engine was last seen to make progress
         self._num_exposed_bytes = 0
 
     @property
@@ -470,8 +476,13 @@ class Push:
         return feed.group
 
     async def _is_quiet(self, job: PushJob) -> bool:
-        """Wait for progress of the prefill; return True if there was none for a while although the engine makes steps."""
-        if await job.feed.changed(self._alive_s) or job.num_steps() == self._num_steps_seen:
+        """Wait for progress of the prefill; return True if there was none for a while although the engine is not stuck: it makes
+        steps, or the step that it is in may last so long."""
+        has_moved, num_steps, now = await job.feed.changed(self._alive_s), job.num_steps(), time.monotonic()
+        if has_moved or num_steps != self._num_steps_seen:
+            self._moved_at = now
+        if has_moved:
             return False
-        self._num_steps_seen = job.num_steps()
-        return True
+        is_stuck = num_steps == self._num_steps_seen and now - self._moved_at >= PATIENCE_STEPS * job.longest_step_s()
+        self._num_steps_seen = num_steps
+        return not is_stuck

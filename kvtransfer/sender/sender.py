@@ -82,7 +82,8 @@ logger = logging.getLogger(__name__)
 
 
 class Sender:
-    """Push KV out of `memory`. identity, layout and epoch are this worker's. reply_timeout_s bounds every wait for a receiver.
+    """Push KV out of `memory`. identity, layout and epoch are this worker's. reply_timeout_s bounds every wait for a receiver
+    that is silent: one whose event loop runs says so while its engine makes it wait.
     part_bytes is the largest size of a part; None: what suits the transport. tls encrypts what crosses hosts.
 
     Raises ValueError for memory that does not have the shape of identity and layout.
@@ -310,6 +311,7 @@ class Sender:
             layout=self._layout,
             sender_epoch=self._epoch,
             push_id=secrets.token_bytes(16),
+            reads_alive=True,
         )
 
     async def _close(self, *connections: Outgoing) -> None:

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 import grpc
 
 from kvtransfer.errors import PushFailed
-from kvtransfer.manifest import PoolShape, bytes_per_layer_block
-from kvtransfer.receiver.push import PushTarget, check_push_token, new_token
+from kvtransfer.manifest import PoolShape, bytes_per_layer_block, check_push_token, new_token
+from kvtransfer.receiver.push import PushTarget
 from kvtransfer.receiver.receiver import Receiver
 from kvtransfer.sender.push import PushJob
 from kvtransfer.sender.send_queue import FirstTokensDrawn, complete_readiness

@@ -1,7 +1,19 @@
-"""The engine: requests go in, and every step returns a batch of new tokens. One thread owns it; it is not thread-safe.
+"""The engine: requests go in, and every step returns a batch of new tokens.
 
 A request enters by reserve() (its KV comes from another worker, or is computed here after all) or by add() (computed here), and
-leaves when its last choice ends or by release(), which may be called at any time.
+leaves when its last choice ends or by release().
+
+One thread runs steps. The others' calls do not wait for them: one lock guards blocks, lists and requests, and a step holds it
+only while it plans and while it applies what was computed.
+
+    step()      schedule_step ─────── run_step ─────── postprocess_step
+    lock        ███ (drafts) ████     kernels          ██████
+    another     ·····reserve, restate, start, run_local, add, try_release·····
+
+Sequences that ran when the step began, or that it schedules, belong to it until its end (`Scheduler.in_step`): nothing else
+changes them, takes their blocks or releases them. Their blocks are not free, so that what is granted meanwhile is none that the
+step reads or writes; a prefix is found only when it was computed by an earlier step. What the plan copies is copied before the
+lock is released, since the source of a copy may be free by then.
 """
 
 from __future__ import annotations
@@ -9,6 +21,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from torch import Tensor
@@ -26,6 +39,7 @@ from pdmesh.engine.kv_cache.events import KVEvents, LayerReadiness
 from pdmesh.engine.kv_cache.pool import KVPool
 from pdmesh.engine.kv_cache.retention import RetentionBounds
 from pdmesh.engine.loader.loader import LoadedModel, load_model
+from pdmesh.engine.lora.adapter import Adapter
 from pdmesh.engine.lora.registry import AdapterRegistry
 from pdmesh.engine.memory import effective_max_context, free_memory, kv_shape
 from pdmesh.engine.outputs import EngineStats, StartClock, StepResult
@@ -61,6 +75,17 @@ def check_integrity(pool: BlockPool, groups: Iterable[SequenceGroup], scheduler:
         raise IntegrityError(f"{len(scheduled)} sequences are scheduled, {len(active)} of known requests are active")
     if any(sequence.block_ids for sequence in scheduler.waiting):
         raise IntegrityError("a waiting sequence holds blocks")
+
+
+@dataclass
+class EngineStep:
+    """Hold a step under way: its plan, and what was drawn for it in `compute_ns`."""
+
+    plan: SchedulerOutput
+    started_ns: int
+    signal: LayerReadiness | None
+    draws: dict[EngineSequence, list[SampledOutput]] = field(default_factory=dict)
+    compute_ns: int = 0
 
 
 PROMPT_LOGITS_BYTES = 64 << 20
@@ -111,6 +136,7 @@ class Engine:
         self._final_norm = final_norm(loaded.model)
         limits = self._limits()
         self._allocator = BlockManager(self._pool, config.block_size, hash_block, prefix_caching=config.prefix_caching)
+        self._lock = self._allocator.lock
         if proposers is None:
             parts = Parts(config, loaded, drafts, self.kv, self._allocator, sampler, lambda: len(self._scheduler.running))
             proposers = make_proposers(parts)
@@ -131,6 +157,7 @@ class Engine:
         tally = self.speculator.tally if self.speculator else None
         self._stats = EngineStatsCollector(counters, self._table, self._scheduler, self._allocator, self.pacer, tally)
         self._postprocess = OutputProcessor(self._table, self._allocator, counters, self._stats)
+        self._handed_over: list[tuple[EngineSequence, Tensor]] = []  # states for the speculator, until the next step
         self.exports = KVEvents(loaded.config.num_layers)
         for adapter in loaded.adapters:
             self.adapters.load(adapter)
@@ -140,9 +167,10 @@ class Engine:
 
         Raises InvalidRequest, RequestTooLarge (it never fits) or DuplicateRequest.
         """
-        reserved = self._reservations.reserve(request)
-        self.kv.reach(self._pool.highest_used)
-        return reserved
+        with self._lock:
+            reserved = self._reservations.reserve(request)
+            self.kv.reach(self._pool.highest_used)
+            return reserved
 
     def restate(self, request_id: str, request: EngineRequest) -> ReservedBlocks | None:
         """Return the same reservation for a request with more history, grown if it needs more blocks; None: no room, nothing
@@ -150,7 +178,8 @@ class Engine:
 
         Raises UnknownRequest, InvalidState (not reserved any more) or InvalidRequest (not the tokens that were reserved for).
         """
-        return self._reservations.restate(request_id, request)
+        with self._lock:
+            return self._reservations.restate(request_id, request)
 
     def start(
         self,
@@ -166,13 +195,14 @@ class Engine:
         `draft_states` (speculation/handover.py) of choices come from the prefill worker: one that does not fit is ignored.
         Raises UnknownRequest, InvalidState or InvalidRequest; the reservation is then unchanged.
         """
-        group = self._reservations.start(request_id, first_tokens, finished, time.monotonic_ns())
-        if self.speculator is not None and self.speculator.wants_hidden:
-            for sequence in group.sequences:
-                state = draft_states.get(sequence.choices[0])
-                hidden = unpacked(state, self.model_config.hidden_size) if state else None
-                if hidden is not None:
-                    self.speculator.take_over(sequence, hidden)
+        with self._lock:
+            group = self._reservations.start(request_id, first_tokens, finished, time.monotonic_ns())
+            if self.speculator is not None and self.speculator.wants_hidden:
+                for sequence in group.sequences:
+                    state = draft_states.get(sequence.choices[0])
+                    hidden = unpacked(state, self.model_config.hidden_size) if state else None
+                    if hidden is not None:
+                        self._handed_over.append((sequence, hidden))
 
     def run_local(self, request_id: str, request: EngineRequest) -> int:
         """Compute here what the reservation lacks, as no push comes. `request` restates it, perhaps with more history.
@@ -181,29 +211,63 @@ class Engine:
         Raises UnknownRequest, InvalidState, InvalidRequest or RequestTooLarge; the reservation is then unchanged.
         """
         now_ns = time.monotonic_ns()
-        self._reservations.run_local(request_id, request, now_ns)
+        with self._lock:
+            self._reservations.run_local(request_id, request, now_ns)
         return now_ns
+
+    def reserve_local(self, request: EngineRequest) -> tuple[ReservedBlocks, int] | None:
+        """Do `reserve` and `run_local` in one turn; return what both do. None: no room now."""
+        with self._lock:
+            blocks = self.reserve(request)
+            return None if blocks is None else (blocks, self.run_local(request.request_id, request))
 
     def add(self, request: EngineRequest) -> bool:
         """Queue a request to be computed here; it gets blocks when its turn comes. False: max_num_seqs are taken.
 
         Raises InvalidRequest, RequestTooLarge or DuplicateRequest.
         """
-        group = self._table.open(request, Phase.ACTIVE, StartClock(time.monotonic_ns(), remote=False))
-        if group is None:
-            return False
-        self._table.put(group)
-        self._scheduler.wait(group.sequences[0])
-        return True
+        with self._lock:
+            group = self._table.open(request, Phase.ACTIVE, StartClock(time.monotonic_ns(), remote=False))
+            if group is None:
+                return False
+            self._table.put(group)
+            self._scheduler.wait(group.sequences[0])
+            return True
 
     def release(self, request_id: str) -> bool:
-        """End a request in any state and free everything it has. False: it is not here (any more)."""
-        return self._table.release(request_id)
+        """End a request in any state and free everything it has, between two steps. False: it is not here (any more)."""
+        released = self.try_release(request_id)
+        assert released is not None, f"{request_id} is released in a step that computes it"
+        return released
+
+    def try_release(self, request_id: str) -> bool | None:
+        """Do `release` now, also while a step runs. None: the step computes the request, so release it behind the step."""
+        with self._lock:
+            if self._table.has_any(request_id, self._scheduler.in_step):
+                return None
+            return self._table.release(request_id)
+
+    @property
+    def holds_back(self) -> bool:
+        """Return whether a step runs that may keep blocks of drafts which could be taken back behind it."""
+        return self.speculator is not None and bool(self._scheduler.in_step)
 
     def release_retained(self, tenant: str, session: str) -> int:
         """Give up what is retained for a session; return how many blocks that were. Requests of it that are here retain nothing
         any more, later ones do; its blocks stay in the prefix cache as others do."""
-        return self._table.release_retained(tenant, session)
+        with self._lock:
+            return self._table.release_retained(tenant, session)
+
+    def load_adapter(self, adapter: Adapter) -> None:
+        """Load between two steps: see AdapterRegistry.load. Adapters that leave, and that no request has any more, make room."""
+        with self._lock:
+            self.adapters.sweep()
+        self.adapters.load(adapter)
+
+    def unload_adapter(self, name: str) -> int | None:
+        """Unload between two steps: see AdapterRegistry.unload."""
+        with self._lock:  # no request may come with it between the count of those that have it and its end
+            return self.adapters.unload(name)
 
     def held_blocks(self, request_id: str) -> tuple[int, ...]:
         """Return the blocks of a prefill_only request after its first tokens, in the order of its tokens, held until release().
@@ -214,22 +278,53 @@ class Engine:
 
     def step(self) -> StepResult | None:
         """Run one step for all sequences that fit into it. None: nothing to do until another call changes that."""
-        started_ns = time.monotonic_ns()
-        if self.adapters.leaving:
-            self.adapters.sweep()
-        plan = self._next_plan(started_ns)
-        if not plan.pieces:
-            self.check_integrity()
+        step = self.schedule_step()
+        if step is None:
             return None
-        self.kv.reach(self._pool.highest_used)
-        planned_ns = time.monotonic_ns()
-        draws = self._run(plan, self.exports.begin(plan))
-        computed_ns = time.monotonic_ns()
-        num_prefilled = self._counters.num_prefilled_tokens
-        result = self._postprocess.postprocess(plan, draws, started_ns, self.exports.end())
-        if self.speculator is not None:
+        self.run_step(step)
+        return self.postprocess_step(step)
+
+    def schedule_step(self) -> EngineStep | None:
+        """Plan a step, and copy the blocks that it writes to and others share. None: nothing to do until another call changes
+        that."""
+        started_ns = time.monotonic_ns()
+        with self._lock:
+            if self.adapters.leaving:
+                self.adapters.sweep()
+            running = list(self._scheduler.running)
+            self._scheduler.in_step = frozenset(running)
+            has_prompts = bool(self._scheduler.waiting) or not all(sequence.is_going_on for sequence in running)
+        drafts = self._drafts(running, has_prompts=has_prompts)
+        with self._lock:
+            plan = self._next_plan(started_ns, drafts)
+            if not plan.pieces:
+                self._scheduler.in_step = frozenset()
+                self.check_integrity()
+                return None
+            self._scheduler.in_step |= {piece.sequence for piece in plan.pieces}
+            self.kv.reach(self._pool.highest_used)
+            self._runner.copy_blocks(plan.pieces)
+            return EngineStep(plan, started_ns, self.exports.begin(plan))
+
+    def run_step(self, step: EngineStep) -> None:
+        """Compute what is planned, and draw tokens."""
+        began_ns = time.monotonic_ns()
+        if self._overlap is not None:
+            step.draws = self._overlap.run(step.plan, step.signal)
+        else:
+            step.draws = self._runner.run(step.plan, step.signal, keep_hidden=self._wants_hidden(step.plan))
+        step.compute_ns = time.monotonic_ns() - began_ns
+
+    def postprocess_step(self, step: EngineStep) -> StepResult:
+        """Apply what was computed to the sequences, and return it."""
+        with self._lock:
+            num_prefilled = self._counters.num_prefilled_tokens
+            result = self._postprocess.postprocess(step.plan, step.draws, step.started_ns, self.exports.end())
             num_prompt_tokens = self._counters.num_prefilled_tokens - num_prefilled
-            self.speculator.learn(plan, draws, computed_ns - planned_ns, num_prompt_tokens)
+        if self.speculator is not None:
+            self.speculator.learn(step.plan, step.draws, step.compute_ns, num_prompt_tokens)
+        with self._lock:
+            self._scheduler.in_step = frozenset()
         return result
 
     @property
@@ -271,7 +366,8 @@ class Engine:
     def stats(self) -> EngineStats:
         """Return counts of now and since start. Sequences count by choice, so running + waiting + reserved is at most
         max_num_seqs."""
-        return self._stats.take(time.monotonic_ns())
+        with self._lock:
+            return self._stats.take(time.monotonic_ns())
 
     def watch_blocks(self, max_changes: int) -> BlockLog:
         """Log the prefix cache's changes from now on, at most `max_changes` at a time. Call it before the first request."""
@@ -280,11 +376,13 @@ class Engine:
 
     def take_block_changes(self) -> BlockChanges | None:
         """Return what the prefix cache gained and lost since the last call; None: nothing, or watch_blocks() was not called."""
-        return self._pool.log.take() if self._pool.log is not None else None
+        with self._lock:
+            return self._pool.log.take() if self._pool.log is not None else None
 
     def published_blocks(self) -> tuple[int, tuple[bytes, ...]]:
         """Return hashes of all blocks with a reusable prefix, and the sequence number of the last changes that they contain."""
-        return self._pool.log.sequence if self._pool.log is not None else 0, self._pool.published()
+        with self._lock:
+            return self._pool.log.sequence if self._pool.log is not None else 0, self._pool.published()
 
     @property
     def ranks_with_pools(self) -> ParallelModel | None:
@@ -304,7 +402,8 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless free + used == total and every reference is accounted for. Also runs whenever idle."""
-        check_integrity(self._pool, self._table, self._scheduler)
+        with self._lock:
+            check_integrity(self._pool, self._table, self._scheduler)
 
     def _adapters_in_use(self) -> Iterable[AdapterId | None]:
         return (group.request.adapter for group in self._table)
@@ -335,25 +434,26 @@ class Engine:
             max_rows=self.config.max_num_batched_tokens,
         )
 
-    def _next_plan(self, now_ns: int) -> SchedulerOutput:
+    def _next_plan(self, now_ns: int, drafts: Mapping[EngineSequence, Draft]) -> SchedulerOutput:
         """Return the plan that is under way already, else the scheduler's next."""
         plan = self._overlap.planned() if self._overlap is not None else None
-        if plan is None:
-            return self._scheduler.schedule(now_ns, self._drafts())
-        self.pacer.start([piece.sequence for piece in plan.pieces], now_ns)
+        if plan is not None:
+            self.pacer.start([piece.sequence for piece in plan.pieces], now_ns)
+            return plan
+        plan = self._scheduler.schedule(now_ns, drafts)
+        if self._overlap is not None:
+            self._overlap.note_refusal(plan)
         return plan
 
-    def _run(self, plan: SchedulerOutput, signal: LayerReadiness | None) -> dict[EngineSequence, list[SampledOutput]]:
-        if self._overlap is not None:
-            return self._overlap.run(plan, signal)
-        return self._runner.run(plan, signal, keep_hidden=self._wants_hidden(plan))
-
-    def _drafts(self) -> dict[EngineSequence, Draft]:
+    def _drafts(self, running: list[EngineSequence], *, has_prompts: bool) -> Mapping[EngineSequence, Draft]:
         if self.speculator is None:
             return {}
-        scheduler = self._scheduler
-        has_prompts = bool(scheduler.waiting) or not all(sequence.is_going_on for sequence in scheduler.running)
-        return self.speculator.draft(scheduler.running, has_prompts=has_prompts)
+        with self._lock:
+            handed_over, self._handed_over = self._handed_over, []
+        for sequence, hidden in handed_over:
+            if sequence in running:
+                self.speculator.take_over(sequence, hidden)
+        return self.speculator.draft(running, has_prompts=has_prompts)
 
     def _wants_hidden(self, plan: SchedulerOutput) -> bool:
         """Return whether the hidden states are needed, by a draft proposer or for a hand-off."""

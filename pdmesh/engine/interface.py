@@ -1,6 +1,7 @@
 """What the services of a worker need of an engine, whichever computes: ours (pdmesh/engine/engine.py), or vLLM (pdmesh_vllm/).
 
-Everything here is called on the event loop and waits for no step. Results of steps come through sinks, in their order.
+Everything here is called on the event loop. Our engine answers at once, also while a step runs, and waits for the step only
+before it releases what that computes; vLLM answers between steps. Results of steps come through sinks, in their order.
 
     reserve ──► reserved ──start (its KV has arrived) / run_local (it is computed here)──► runs ──► ends by itself
     add ─────────────────────────────────────────────────────────────────────────────────► runs, or is held (prefill_only)
@@ -75,10 +76,11 @@ class ServingEngine(Protocol):
         """
 
     async def release(self, request_id: str) -> bool:
-        """End a request in any state and free everything it has. False: it is not here (any more)."""
+        """End a request in any state and free everything it has, behind the step if one computes it. False: it is not here (any
+        more)."""
 
     async def stats(self) -> EngineStats:
-        """Return counts of now and since start."""
+        """Return counts between two steps, behind all calls before this one, and since start."""
 
 
 class Sink(Protocol):

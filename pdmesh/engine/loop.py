@@ -1,12 +1,14 @@
 """The engine thread and its bridge to asyncio.
 
     event loop                               engine thread
+    now(fn): fn(engine) ── wakes it ───────► step(), if it slept
     call(fn) ── queue of commands ─────────► fn(engine), between steps
     on_ready(KV) ◄─ a pipe wakes it ──────── step(), after every few layers of a prefill_only request
     on_step(result) ◄─ call_soon_threadsafe ─ step(), one batch of results for each
 
-Neither waits for the other: the event loop queues commands and continues; the engine posts results and continues. Only an engine
-with nothing to do sleeps, on the queue. Context variables do not cross: spans belong to the task that calls.
+Neither waits for the other: the event loop queues commands and continues; the engine posts results and continues. What needs no
+step does not wait for one either: `now` calls a function of the engine that takes its lock, which a step holds for moments only.
+Only an engine with nothing to do sleeps, on the queue. Context variables do not cross: spans belong to the task that calls.
 """
 
 from __future__ import annotations
@@ -63,6 +65,10 @@ class _Command(Generic[E, T]):
             self.future.set_exception(EngineStopped(message))
 
 
+def _wake(_engine: object) -> None:
+    """Do nothing: a command that makes the engine look for work."""
+
+
 class EngineLoop(Generic[E]):
     """Run an engine in a thread of its own. Everything here but the thread's own functions is called on the event loop.
 
@@ -101,6 +107,18 @@ class EngineLoop(Generic[E]):
             loop.add_reader(self._pipe[0], self._read_signals, self._pipe[0], self._on_ready)
             self._engine.exports.signal.fd = self._pipe[1]
         self._thread.start()
+
+    def now(self, fn: Callable[[E], T]) -> T:
+        """Run `fn` here and at once, also while a step runs; return or raise what it does. It must be safe on any thread.
+
+        Raises EngineStopped when the loop is not running.
+        """
+        if self._closed_reason is not None:
+            raise EngineStopped(self._closed_reason)
+        try:
+            return fn(self._engine)
+        finally:
+            self._commands.put(_Command(_wake))
 
     async def call(self, fn: Callable[[E], T]) -> T:
         """Run `fn` on the engine thread between two steps; return or raise what it does.

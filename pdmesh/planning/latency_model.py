@@ -54,6 +54,12 @@ class LatencyModel:
             + self.per_context_token_s * work.decode_context
         )
 
+    def longest_step_s(self, chunk: int) -> float:
+        """Return the time of a step that is full of prompt tokens, `chunk` of them, which attend to as many as is usual at
+        most."""
+        last = max(chunk, int(USUAL_CONTEXT))
+        return self.step_s(Work(chunk, prefill_context(last - chunk, last)))
+
     def prefill_s(self, first: int, last: int, *, chunk: int, num_decoding: int = 0, decode_context: int = 0) -> float:
         """Return the time of the steps that compute a prompt's tokens `first` to `last` (excluded), at most `chunk` tokens in
         each, while `num_decoding` sequences get a token in every step."""

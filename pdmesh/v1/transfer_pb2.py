@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pdmesh.v1 import common_pb2 as pdmesh_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pdmesh/v1/transfer.proto\x12\tpdmesh.v1\x1a\x16pdmesh/v1/common.proto\"\x1d\n\rTransferChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"\xa8\x03\n\x0fTransferMessage\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.pdmesh.v1.TransferHelloH\x00\x12/\n\x0bhello_reply\x18\x02 \x01(\x0b\x32\x18.pdmesh.v1.TransferReplyH\x00\x12%\n\x04part\x18\x03 \x01(\x0b\x32\x15.pdmesh.v1.PartHeaderH\x00\x12*\n\npart_reply\x18\x04 \x01(\x0b\x32\x14.pdmesh.v1.PartReplyH\x00\x12+\n\x06\x63ommit\x18\x05 \x01(\x0b\x32\x19.pdmesh.v1.TransferCommitH\x00\x12\x30\n\x0c\x63ommit_reply\x18\x06 \x01(\x0b\x32\x18.pdmesh.v1.TransferReplyH\x00\x12)\n\x05\x61\x62ort\x18\x07 \x01(\x0b\x32\x18.pdmesh.v1.TransferAbortH\x00\x12)\n\x05\x61live\x18\x08 \x01(\x0b\x32\x18.pdmesh.v1.TransferAliveH\x00\x12&\n\x08part_end\x18\t \x01(\x0b\x32\x12.pdmesh.v1.PartEndH\x00\x42\t\n\x07message\"\x95\x03\n\rTransferHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x16\n\x0ereservation_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x06\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\x12\r\n\x05token\x18\x05 \x01(\x0c\x12%\n\x08identity\x18\x06 \x01(\x0b\x32\x13.pdmesh.v1.Identity\x12#\n\x06layout\x18\x07 \x01(\x0b\x32\x13.pdmesh.v1.KVLayout\x12\x14\n\x0csender_epoch\x18\x08 \x01(\x06\x12\x17\n\x0fpool_num_blocks\x18\t \x01(\r\x12\x0f\n\x07push_id\x18\n \x01(\x0c\x12\x12\n\nconnection\x18\x0b \x01(\r\x12\x15\n\rnixl_metadata\x18\x0c \x01(\x0c\x12\x14\n\x0cpool_address\x18\r \x01(\x04\x12*\n\x0b\x64\x65vice_pool\x18\x0e \x01(\x0b\x32\x15.pdmesh.v1.DevicePool\x12*\n\x0bnixl_device\x18\x0f \x01(\x0b\x32\x15.pdmesh.v1.NixlDevice\"*\n\nNixlDevice\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\r\"<\n\nDevicePool\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\x0c\".\n\rTransferReply\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t\"\x9e\x01\n\nPartHeader\x12\x0f\n\x07part_id\x18\x01 \x01(\r\x12\x13\n\x0blayer_start\x18\x02 \x01(\r\x12\x11\n\tlayer_end\x18\x03 \x01(\r\x12\x13\n\x0b\x62lock_start\x18\x04 \x01(\r\x12\x11\n\tblock_end\x18\x05 \x01(\r\x12\x11\n\tnum_bytes\x18\x06 \x01(\x04\x12\x1c\n\x10source_block_ids\x18\x07 \x03(\rB\x02\x10\x01\"<\n\x07PartEnd\x12\x0f\n\x07part_id\x18\x01 \x01(\r\x12\x0e\n\x06\x63rc32c\x18\x02 \x01(\x07\x12\x10\n\x08word_sum\x18\x03 \x01(\x06\"9\n\tPartReply\x12\x0f\n\x07part_id\x18\x01 \x01(\r\x12\n\n\x02ok\x18\x02 \x01(\x08\x12\x0f\n\x07message\x18\x03 \x01(\t\"\x0f\n\rTransferAlive\"d\n\x0eTransferCommit\x12\x11\n\tnum_parts\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12+\n\x07\x63hoices\x18\x03 \x03(\x0b\x32\x1a.pdmesh.v1.CommittedChoice\"\x87\x01\n\x0f\x43ommittedChoice\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\r\n\x05index\x18\x02 \x01(\r\x12\x10\n\x08token_id\x18\x03 \x01(\r\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.pdmesh.v1.FinishReason\x12\x13\n\x0b\x64raft_state\x18\x05 \x01(\x0c\"1\n\rTransferAbort\x12\x10\n\x08\x66inished\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t2Q\n\x0fTransferService\x12>\n\x04Push\x12\x18.pdmesh.v1.TransferChunk\x1a\x18.pdmesh.v1.TransferChunk(\x01\x30\x01\x42\x7f\n\x13io.github.pdmesh.v1B\rTransferProtoP\x01Z2github.com/pdmesh/pdmesh/gen/go/pdmesh/v1;pdmeshv1\xaa\x02\tPdmesh.V1\xca\x02\tPdmesh\\V1\xea\x02\nPdmesh::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pdmesh/v1/transfer.proto\x12\tpdmesh.v1\x1a\x16pdmesh/v1/common.proto\"\x1d\n\rTransferChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"\xa8\x03\n\x0fTransferMessage\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.pdmesh.v1.TransferHelloH\x00\x12/\n\x0bhello_reply\x18\x02 \x01(\x0b\x32\x18.pdmesh.v1.TransferReplyH\x00\x12%\n\x04part\x18\x03 \x01(\x0b\x32\x15.pdmesh.v1.PartHeaderH\x00\x12*\n\npart_reply\x18\x04 \x01(\x0b\x32\x14.pdmesh.v1.PartReplyH\x00\x12+\n\x06\x63ommit\x18\x05 \x01(\x0b\x32\x19.pdmesh.v1.TransferCommitH\x00\x12\x30\n\x0c\x63ommit_reply\x18\x06 \x01(\x0b\x32\x18.pdmesh.v1.TransferReplyH\x00\x12)\n\x05\x61\x62ort\x18\x07 \x01(\x0b\x32\x18.pdmesh.v1.TransferAbortH\x00\x12)\n\x05\x61live\x18\x08 \x01(\x0b\x32\x18.pdmesh.v1.TransferAliveH\x00\x12&\n\x08part_end\x18\t \x01(\x0b\x32\x12.pdmesh.v1.PartEndH\x00\x42\t\n\x07message\"\xaa\x03\n\rTransferHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x16\n\x0ereservation_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x06\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\x12\r\n\x05token\x18\x05 \x01(\x0c\x12%\n\x08identity\x18\x06 \x01(\x0b\x32\x13.pdmesh.v1.Identity\x12#\n\x06layout\x18\x07 \x01(\x0b\x32\x13.pdmesh.v1.KVLayout\x12\x14\n\x0csender_epoch\x18\x08 \x01(\x06\x12\x17\n\x0fpool_num_blocks\x18\t \x01(\r\x12\x0f\n\x07push_id\x18\n \x01(\x0c\x12\x12\n\nconnection\x18\x0b \x01(\r\x12\x15\n\rnixl_metadata\x18\x0c \x01(\x0c\x12\x14\n\x0cpool_address\x18\r \x01(\x04\x12*\n\x0b\x64\x65vice_pool\x18\x0e \x01(\x0b\x32\x15.pdmesh.v1.DevicePool\x12*\n\x0bnixl_device\x18\x0f \x01(\x0b\x32\x15.pdmesh.v1.NixlDevice\x12\x13\n\x0breads_alive\x18\x10 \x01(\x08\"*\n\nNixlDevice\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\r\"<\n\nDevicePool\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\x0c\".\n\rTransferReply\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t\"\x9e\x01\n\nPartHeader\x12\x0f\n\x07part_id\x18\x01 \x01(\r\x12\x13\n\x0blayer_start\x18\x02 \x01(\r\x12\x11\n\tlayer_end\x18\x03 \x01(\r\x12\x13\n\x0b\x62lock_start\x18\x04 \x01(\r\x12\x11\n\tblock_end\x18\x05 \x01(\r\x12\x11\n\tnum_bytes\x18\x06 \x01(\x04\x12\x1c\n\x10source_block_ids\x18\x07 \x03(\rB\x02\x10\x01\"<\n\x07PartEnd\x12\x0f\n\x07part_id\x18\x01 \x01(\r\x12\x0e\n\x06\x63rc32c\x18\x02 \x01(\x07\x12\x10\n\x08word_sum\x18\x03 \x01(\x06\"9\n\tPartReply\x12\x0f\n\x07part_id\x18\x01 \x01(\r\x12\n\n\x02ok\x18\x02 \x01(\x08\x12\x0f\n\x07message\x18\x03 \x01(\t\"\x0f\n\rTransferAlive\"d\n\x0eTransferCommit\x12\x11\n\tnum_parts\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12+\n\x07\x63hoices\x18\x03 \x03(\x0b\x32\x1a.pdmesh.v1.CommittedChoice\"\x87\x01\n\x0f\x43ommittedChoice\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\r\n\x05index\x18\x02 \x01(\r\x12\x10\n\x08token_id\x18\x03 \x01(\r\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.pdmesh.v1.FinishReason\x12\x13\n\x0b\x64raft_state\x18\x05 \x01(\x0c\"1\n\rTransferAbort\x12\x10\n\x08\x66inished\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t2Q\n\x0fTransferService\x12>\n\x04Push\x12\x18.pdmesh.v1.TransferChunk\x1a\x18.pdmesh.v1.TransferChunk(\x01\x30\x01\x42\x7f\n\x13io.github.pdmesh.v1B\rTransferProtoP\x01Z2github.com/pdmesh/pdmesh/gen/go/pdmesh/v1;pdmeshv1\xaa\x02\tPdmesh.V1\xca\x02\tPdmesh\\V1\xea\x02\nPdmesh::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,27 +40,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TRANSFERMESSAGE']._serialized_start=95
   _globals['_TRANSFERMESSAGE']._serialized_end=519
   _globals['_TRANSFERHELLO']._serialized_start=522
-  _globals['_TRANSFERHELLO']._serialized_end=927
-  _globals['_NIXLDEVICE']._serialized_start=929
-  _globals['_NIXLDEVICE']._serialized_end=971
-  _globals['_DEVICEPOOL']._serialized_start=973
-  _globals['_DEVICEPOOL']._serialized_end=1033
-  _globals['_TRANSFERREPLY']._serialized_start=1035
-  _globals['_TRANSFERREPLY']._serialized_end=1081
-  _globals['_PARTHEADER']._serialized_start=1084
-  _globals['_PARTHEADER']._serialized_end=1242
-  _globals['_PARTEND']._serialized_start=1244
-  _globals['_PARTEND']._serialized_end=1304
-  _globals['_PARTREPLY']._serialized_start=1306
-  _globals['_PARTREPLY']._serialized_end=1363
-  _globals['_TRANSFERALIVE']._serialized_start=1365
-  _globals['_TRANSFERALIVE']._serialized_end=1380
-  _globals['_TRANSFERCOMMIT']._serialized_start=1382
-  _globals['_TRANSFERCOMMIT']._serialized_end=1482
-  _globals['_COMMITTEDCHOICE']._serialized_start=1485
-  _globals['_COMMITTEDCHOICE']._serialized_end=1620
-  _globals['_TRANSFERABORT']._serialized_start=1622
-  _globals['_TRANSFERABORT']._serialized_end=1671
-  _globals['_TRANSFERSERVICE']._serialized_start=1673
-  _globals['_TRANSFERSERVICE']._serialized_end=1754
+  _globals['_TRANSFERHELLO']._serialized_end=948
+  _globals['_NIXLDEVICE']._serialized_start=950
+  _globals['_NIXLDEVICE']._serialized_end=992
+  _globals['_DEVICEPOOL']._serialized_start=994
+  _globals['_DEVICEPOOL']._serialized_end=1054
+  _globals['_TRANSFERREPLY']._serialized_start=1056
+  _globals['_TRANSFERREPLY']._serialized_end=1102
+  _globals['_PARTHEADER']._serialized_start=1105
+  _globals['_PARTHEADER']._serialized_end=1263
+  _globals['_PARTEND']._serialized_start=1265
+  _globals['_PARTEND']._serialized_end=1325
+  _globals['_PARTREPLY']._serialized_start=1327
+  _globals['_PARTREPLY']._serialized_end=1384
+  _globals['_TRANSFERALIVE']._serialized_start=1386
+  _globals['_TRANSFERALIVE']._serialized_end=1401
+  _globals['_TRANSFERCOMMIT']._serialized_start=1403
+  _globals['_TRANSFERCOMMIT']._serialized_end=1503
+  _globals['_COMMITTEDCHOICE']._serialized_start=1506
+  _globals['_COMMITTEDCHOICE']._serialized_end=1641
+  _globals['_TRANSFERABORT']._serialized_start=1643
+  _globals['_TRANSFERABORT']._serialized_end=1692
+  _globals['_TRANSFERSERVICE']._serialized_start=1694
+  _globals['_TRANSFERSERVICE']._serialized_end=1775
 # @@protoc_insertion_point(module_scope)

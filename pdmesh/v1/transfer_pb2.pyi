@@ -108,7 +108,7 @@ class TransferMessage(_message.Message):
 
     @_builtins.property
     def alive(self) -> Global___TransferAlive:
-        """alive renews the lease."""
+        """alive renews the lease; from the receiver it asks for patience."""
 
     @_builtins.property
     def part_end(self) -> Global___PartEnd:
@@ -158,6 +158,7 @@ class TransferHello(_message.Message):
     POOL_ADDRESS_FIELD_NUMBER: _builtins.int
     DEVICE_POOL_FIELD_NUMBER: _builtins.int
     NIXL_DEVICE_FIELD_NUMBER: _builtins.int
+    READS_ALIVE_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """protocol_version of the sender."""
     reservation_id: _builtins.str
@@ -182,6 +183,8 @@ class TransferHello(_message.Message):
     """nixl_metadata of the sender's NIXL agent, with which the pool is registered. Only over nixl."""
     pool_address: _builtins.int
     """pool_address of the pool's first byte in the sender's process. Only over nixl."""
+    reads_alive: _builtins.bool
+    """reads_alive says that the sender reads `alive` while it waits for the answer to its commit. Without it the receiver sends none."""
     @_builtins.property
     def identity(self) -> _common_pb2.Identity:
         """identity of the sender."""
@@ -216,10 +219,11 @@ class TransferHello(_message.Message):
         pool_address: _builtins.int = ...,
         device_pool: Global___DevicePool | None = ...,
         nixl_device: Global___NixlDevice | None = ...,
+        reads_alive: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["device_pool", b"device_pool", "identity", b"identity", "layout", b"layout", "nixl_device", b"nixl_device"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "connection", b"connection", "device_pool", b"device_pool", "epoch", b"epoch", "identity", b"identity", "layout", b"layout", "nixl_device", b"nixl_device", "nixl_metadata", b"nixl_metadata", "pool_address", b"pool_address", "pool_num_blocks", b"pool_num_blocks", "protocol_version", b"protocol_version", "push_id", b"push_id", "reservation_id", b"reservation_id", "sender_epoch", b"sender_epoch", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "connection", b"connection", "device_pool", b"device_pool", "epoch", b"epoch", "identity", b"identity", "layout", b"layout", "nixl_device", b"nixl_device", "nixl_metadata", b"nixl_metadata", "pool_address", b"pool_address", "pool_num_blocks", b"pool_num_blocks", "protocol_version", b"protocol_version", "push_id", b"push_id", "reads_alive", b"reads_alive", "reservation_id", b"reservation_id", "sender_epoch", b"sender_epoch", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -425,7 +429,9 @@ Global___PartReply: _TypeAlias = PartReply  # noqa: Y015
 
 @_typing.final
 class TransferAlive(_message.Message):
-    """TransferAlive says, while there is nothing to send, that the prefill goes on. A sender whose engine is stuck sends none."""
+    """TransferAlive says, while there is nothing to send, that the prefill goes on. A sender whose engine is stuck sends none. From the
+    receiver it says that its event loop runs and the commit is under way: an engine may begin a sequence between two steps only.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -242,6 +242,7 @@ class Worker:
             lambda: self.dispatcher.num_steps,
             self.engine.notify_every,
             self.metrics.pushed,
+            lambda: self.watch.longest_step_s(self.engine.facts.max_num_batched_tokens),
         )
         return PrefillServicer(
             PrefillValidator(served_model.identity, served_model.layout, served_model.translate),

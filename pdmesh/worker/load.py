@@ -103,6 +103,11 @@ class StepWatch:
         """Return the fitted latency model; None before `start_from`."""
         return None if self._fit is None else self._fit.model(self._clock())
 
+    def longest_step_s(self, chunk: int) -> float:
+        """Return how long a step of `chunk` prompt tokens is expected to take: a step under way is not stuck before."""
+        model = self.model
+        return 0.0 if model is None else model.longest_step_s(chunk)
+
     def _set_pacer_cost(self) -> None:
         model = self.model
         if self._pacer is None or model is None:

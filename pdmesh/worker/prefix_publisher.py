@@ -1,9 +1,9 @@
 """The publisher of KV events: it tells routers which prompt blocks this worker's prefix cache holds, as changes through the
 registry, and as a full list on request.
 
-Changes are taken between two engine steps and sent at most every PERIOD_S. A change that Redis does not take is retried, and
-meanwhile the engine's log collects further changes, each block once; when the log overflows, the sequence has a gap and routers
-ask for the full list. Neither the engine nor a request waits for any of this.
+Changes are taken at once, also while the engine is in a step, and sent at most every PERIOD_S. A change that Redis does not take
+is retried, and meanwhile the engine's log collects further changes, each block once; when the log overflows, the sequence has a
+gap and routers ask for the full list. Neither the engine nor a request waits for any of this.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
+from pdmesh.engine.errors import EngineStopped
+from pdmesh.runtime.errors import Unavailable
 from pdmesh.runtime.registry.block_stream import BlockStream
 from pdmesh.text.block_hash import short_name
 from pdmesh.v1 import worker_pb2
@@ -52,8 +54,11 @@ class PrefixPublisher:
 
 
 async def list_blocks(cache: PrefixCache, epoch: int) -> AsyncIterator[worker_pb2.BlockList]:
-    """Yield all blocks of the prefix cache at one moment, in parts."""
-    sequence, hashes = await cache.blocks()
+    """Yield all blocks of the prefix cache at one moment, in parts. Raises Unavailable when the engine has stopped."""
+    try:
+        sequence, hashes = await cache.blocks()
+    except EngineStopped as error:
+        raise Unavailable(f"this worker is stopping: {error}") from error
     for start in range(0, max(1, len(hashes)), PART_NAMES):
         yield worker_pb2.BlockList(
             epoch=epoch,

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ MAX_BACKOFF_S = 0.25
 UNUSABLE_RETRY_S = 1.0
 TRANSIT_S = 0.2
 MAX_CONFIRMED = 256
+LATE_PERIODS = 2.5
+"""Periods of heartbeats after which the next one is late: its sender, this router or both had no time for it."""
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +35,19 @@ class Incarnation:
     info: worker_pb2.WorkerInfo
     load: worker_pb2.LoadReport
     reported_at: float
+    late_at: float = -math.inf  # monotonic seconds: when a heartbeat last came late
     lost: Signal = field(default_factory=Signal)
     described: worker_reports.Described = field(init=False)
+
+    @property
+    def longest_step_s(self) -> float:
+        """Return the predicted time of a step full of prompts; 0 while the worker does not report its speed."""
+        model = worker_reports.latency_of(self.load)
+        return 0.0 if model is None else model.longest_step_s(self.info.max_num_batched_tokens)
+
+    def was_late_since(self, then: float) -> bool:
+        """Return whether a heartbeat came late after `then` (monotonic seconds): the process, or this one, had no time."""
+        return self.late_at >= then
 
     @property
     def adapters(self) -> frozenset[AdapterId]:
@@ -322,7 +336,10 @@ class Worker:
         current = self.current
         if current is None or load.epoch != current.info.epoch:
             return
-        current.load, current.reported_at = load, time.monotonic()
+        now = time.monotonic()
+        if now - current.reported_at > LATE_PERIODS * self._report_period_ms / 1000:
+            current.late_at = now
+        current.load, current.reported_at = load, now
         figures_at = self._figures_at()
         if self._dispatched:
             self._confirm([sent for sent in self._dispatched if sent.is_contained(figures_at)], figures_at)

@@ -166,8 +166,8 @@ class PrefixFollower:
                 logger.info("the blocks of %s are not known: %s", followed.info.worker_id, error.details())
                 if error.code() in _NEVER_AGAIN:
                     return
-            except asyncio.CancelledError:
-                if being_cancelled():
+            except (asyncio.CancelledError, grpc.aio.UsageError) as error:
+                if isinstance(error, asyncio.CancelledError) and being_cancelled():
                     raise
                 logger.info("the blocks of %s are not known: its channel was closed", followed.info.worker_id)
             except Exception:  # a bug costs the index of this worker until the next try only

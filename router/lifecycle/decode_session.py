@@ -23,6 +23,8 @@ from router.telemetry.timings import RequestTimings
 from router.tokenization.prepared_request import PreparedRequest
 
 MAX_HELD_CHUNKS = 4096
+SUBMIT_STEPS = 5
+"""How many of the worker's longest steps a Submit may take, beyond `submit_timeout_s`."""
 CANCEL_TIMEOUT_S = 1.0
 CANCEL_FOR_S = 5.0
 WIRE_MODES = {Mode.LOCAL: mesh_pb2.PREFILL_MODE_LOCAL, Mode.REMOTE: mesh_pb2.PREFILL_MODE_REMOTE}
@@ -261,8 +263,9 @@ class DecodeSession:
         )
 
     def _submit_timeout_s(self) -> float:
+        """Return the limit of the call to a worker that is alive: an engine may have to end a step before it answers."""
         left_s = time_left_s(self._prepared.deadline)
-        limit_s = self._core.config.submit_timeout_s
+        limit_s = max(self._core.config.submit_timeout_s, SUBMIT_STEPS * self._incarnation.longest_step_s)
         return limit_s if left_s is None else min(limit_s, left_s)
 
     async def _cancel(self, reason: str) -> None:

@@ -41,6 +41,8 @@ STALLED_SHARE = 0.6
 
 _NO_FAULT = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.FAILED_PRECONDITION)
 
+_UNANSWERED = (grpc.StatusCode.DEADLINE_EXCEEDED.value[0], grpc.StatusCode.UNAVAILABLE.value[0])
+
 logger = logging.getLogger(__name__)
 
 
@@ -284,11 +286,18 @@ class PrefillCall:
         logger.warning("%s attempt %d: %s", self._session.wire_id, self._session.attempt, problem)
 
     def _note_failure(self, end: PrefillEnd) -> None:
-        """Record a failure. A failed hand-off counts against both workers: the faulty one takes part in more, and is ejected."""
+        """Record a failure. A failed hand-off counts against both workers: the faulty one takes part in more, and is ejected. One
+        that was not answered in time counts only if both kept their heartbeats up: a machine that is busy is not broken."""
+        if end.outcome is not None and end.outcome.code in _UNANSWERED and self._was_late():
+            logger.info("%s: %s, and heartbeats were late, too: it counts against no worker", self._session.wire_id, end.problem)
+            return
         if end.at_fault:
             self._core.health_recorder.failed(self._prefill.key, Role.PREFILL, end.problem or "")
         if end.outcome is not None:
             self._core.health_recorder.failed(self._session.key, Role.DECODE, end.problem or "")
+
+    def _was_late(self) -> bool:
+        return any(each.was_late_since(self._began) for each in (self._prefill.incarnation, self._session.incarnation))
 
 
 def _stalled_s(config: RouterConfig) -> float:

@@ -1,4 +1,5 @@
-"""Any interleaving of calls on an engine with a tiny pool gives every request the oracle's tokens and leaves the pool whole."""
+"""Any interleaving of calls on an engine with a tiny pool, between steps and inside of them, gives every request the oracle's
+tokens and leaves the pool whole."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pdmesh.engine import engine as engine_module
-from pdmesh.engine.engine import Engine
+from pdmesh.engine.engine import Engine, EngineStep
 from pdmesh.engine.errors import RequestTooLarge
 from pdmesh.engine.interface import ReservedBlocks
 from pdmesh.engine.kv_cache.retention import Retention
@@ -126,6 +127,9 @@ class EngineMachine(RuleBasedStateMachine):
         self.running: dict[str, EngineRequest] = {}  # whatever is to be answered, or was
         self.prefilling: dict[str, EngineRequest] = {}
         self.reserved: dict[str, Reserved] = {}
+        self.under_way: EngineStep | None = None
+        self.is_computed = False  # the step under way
+        self.to_release: list[str] = []  # behind it
         self.num_requests = 0
 
     def named(self, request: EngineRequest) -> EngineRequest:
@@ -227,13 +231,45 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         request_id = data.draw(st.sampled_from(sorted({**self.running, **self.prefilling, **self.reserved})))
-        self.engine.release(request_id)
-        assert not self.engine.release(request_id)
+        if self.engine.try_release(request_id) is None:
+            assert self.under_way is not None and request_id not in self.reserved
+            self.to_release.append(request_id)
+        else:
+            assert not self.engine.try_release(request_id)
         for table in (self.running, self.prefilling, self.reserved):
             table.pop(request_id, None)
 
+    @precondition(lambda self: self.under_way is None)
+    @rule(is_computed=st.booleans())
+    def begin_step(self, is_computed: bool) -> None:
+        """Other rules come before the kernels of the step, or after them."""
+        self.under_way, self.is_computed = self.engine.schedule_step(), False
+        if is_computed:
+            self.compute()
+
+    @precondition(lambda self: self.under_way is not None and not self.is_computed)
+    @rule()
+    def compute(self) -> None:
+        if self.under_way is not None:
+            self.engine.run_step(self.under_way)
+            self.is_computed = True
+
+    @precondition(lambda self: self.under_way is not None)
+    @rule()
+    def end_step(self) -> None:
+        step, self.under_way = self.under_way, None
+        if step is None:
+            return
+        if not self.is_computed:
+            self.engine.run_step(step)
+        self.collector.take(self.engine.postprocess_step(step))
+        for request_id in self.to_release:
+            self.engine.release(request_id)
+        self.to_release.clear()
+
     @rule(num_steps=st.integers(1, 15))
     def step(self, num_steps: int) -> None:
+        self.end_step()
         for _ in range(num_steps):
             result = self.engine.step()
             self.collector.take(result)
@@ -262,6 +298,7 @@ class EngineMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
+        self.end_step()
         for request_id in self.reserved:
             assert self.engine.release(request_id)
         self.finish()

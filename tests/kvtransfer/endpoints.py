@@ -14,8 +14,8 @@ import grpc
 
 from kvtransfer.conversion import FP8Scales
 from kvtransfer.errors import TransferRefused
-from kvtransfer.manifest import PROTOCOL_VERSION, KVMemory, Part, part_views
-from kvtransfer.receiver.push import PushTarget, check_push_token, new_token, unknown_reservation
+from kvtransfer.manifest import PROTOCOL_VERSION, KVMemory, Part, check_push_token, new_token, part_views, unknown_reservation
+from kvtransfer.receiver.push import PushTarget
 from kvtransfer.receiver.receiver import Receiver
 from kvtransfer.reservation import (
     AttemptFailed,

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvtransfer.errors import PushFailed
-from kvtransfer.receiver.push import new_token
+from kvtransfer.manifest import new_token
 from kvtransfer.reservation import Cancelled, Mode, NewAttempt, State, reserved, transition
 from kvtransfer.sender import push as sender_push
 from kvtransfer.sender import sender

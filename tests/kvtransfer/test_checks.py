@@ -13,10 +13,11 @@ from kvtransfer.manifest import (
     check_identity,
     check_memory,
     check_protocol,
+    check_push_token,
+    new_token,
     part_views,
     runs,
 )
-from kvtransfer.receiver.push import check_push_token, new_token
 from kvtransfer.stream import Cursor
 from kvtransfer.transports.tcp import split_address
 from pdmesh.v1 import common_pb2, transfer_pb2

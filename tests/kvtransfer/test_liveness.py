@@ -5,17 +5,21 @@ import itertools
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 
 import grpc
 import pytest
 
 from kvtransfer.errors import PushFailed
 from kvtransfer.manifest import Part, part_views
+from kvtransfer.receiver import push as receiver_push
+from kvtransfer.receiver.push import PushTarget
 from kvtransfer.receiver.receiver import Receiver
 from kvtransfer.reservation import Cancelled, transition
 from kvtransfer.sender import sender as sender_module
-from kvtransfer.sender.push import PushJob
+from kvtransfer.sender.push import PushConnection, PushJob
 from kvtransfer.sender.send_queue import FirstTokensDrawn, KVReadiness, Ready
+from pdmesh.v1 import common_pb2, transfer_pb2
 from tests.kvtransfer.endpoints import CHOICES, World, nothing_left, running, until
 from tests.support.kv_memory import make_identity, make_layout
 
@@ -100,6 +104,101 @@ async def test_signs_of_life_come_well_within_the_lease(num_connections: int, mo
         await push
         world.check_arrived(job)
         await sender.close()
+
+
+class SlowCommits:
+    """A delegate whose engine has to end a step before it commits: until `step` is set."""
+
+    def __init__(self, world: World) -> None:
+        self.is_asked, self.step = asyncio.Event(), asyncio.Event()
+        self._commit = world.delegate.commit_push
+        world.delegate.commit_push = self._wait_and_commit  # type: ignore[method-assign]
+
+    async def _wait_and_commit(
+        self, target: PushTarget, commit: transfer_pb2.TransferCommit, *, num_bytes: int, transport: str
+    ) -> None:
+        self.is_asked.set()
+        await self.step.wait()
+        await self._commit(target, commit, num_bytes=num_bytes, transport=transport)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm", "grpc"])
+async def test_a_commit_may_take_a_step_of_the_engine_while_the_receiver_is_alive(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receiver_push, "ALIVE_S", 0.05)
+    async with running(World(transport)) as world:
+        commits, sender = SlowCommits(world), world.make_sender(reply_timeout_s=0.5)
+        push = asyncio.create_task(sender.push(world.job(), timeout_s=30))
+        await commits.is_asked.wait()
+        await asyncio.sleep(1.5)  # three times what a silent receiver gets
+        assert not push.done()
+        commits.step.set()
+        assert (await push).committed
+        await sender.close()
+
+
+async def test_a_receiver_that_is_silent_after_the_commit_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiver_push, "ALIVE_S", 60.0)
+    async with running(World("tcp")) as world:
+        commits, sender = SlowCommits(world), world.make_sender(reply_timeout_s=0.5)
+        with pytest.raises(PushFailed) as raised:
+            await sender.push(world.job(), timeout_s=30)
+        assert raised.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+        commits.step.set()
+        await until(lambda: world.delegate.kinds() == ["open", "commit"], "it was committed all the same")
+        await sender.close()
+
+
+async def test_an_older_sender_gets_no_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take them for a broken protocol."""
+    monkeypatch.setattr(receiver_push, "ALIVE_S", 0.02)
+    async with running(World("tcp")) as world:
+        commits, sender = SlowCommits(world), world.make_sender(reply_timeout_s=10)
+        hello = sender._hello
+
+        def as_before(reservation: common_pb2.Reservation) -> transfer_pb2.TransferHello:
+            older = hello(reservation)
+            older.ClearField("reads_alive")
+            return older
+
+        sender._hello = as_before  # type: ignore[method-assign]
+        monkeypatch.setattr(PushConnection, "_take", _without_signs)
+        push = asyncio.create_task(sender.push(world.job(), timeout_s=30))
+        await commits.is_asked.wait()
+        await asyncio.sleep(0.3)
+        commits.step.set()
+        assert (await push).committed
+        await sender.close()
+
+
+_take = PushConnection._take
+
+
+def _without_signs(self: PushConnection, message: transfer_pb2.TransferMessage) -> None:
+    assert message.WhichOneof("message") != "alive"
+    _take(self, message)
+
+
+@pytest.mark.parametrize("longest_step_s", [0.0, 30.0], ids=["its engine is stuck", "its engine is in a long step"])
+async def test_a_prefill_in_a_long_step_keeps_its_lease(longest_step_s: float) -> None:
+    """No step ends for three leases. Whether that is long is for the worker to say, who knows its steps."""
+    async with running(World("tcp", idle_timeout_s=0.5)) as world:
+        ready = world.job(feed=KVReadiness())
+        job = replace(ready, num_steps=lambda: 7, longest_step_s=lambda: longest_step_s)
+        job.reservation.lease_ms = 500
+        job.feed.advance(Ready(4, 20, 0))
+        push = asyncio.create_task(world.sender.push(job, timeout_s=10))
+        await asyncio.sleep(1.5)
+        assert push.done() != bool(longest_step_s)
+        job.feed.advance(Ready(20, 20, LAYERS))
+        job.feed.end(FirstTokensDrawn(CHOICES))
+        if longest_step_s:
+            await push
+            world.check_arrived(job)
+        else:
+            with pytest.raises(PushFailed):
+                await push
 
 
 async def test_the_time_of_a_push_is_bounded_from_the_end_of_its_prefill_on() -> None:

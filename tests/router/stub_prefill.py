@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Protocol
 
+import grpc
+
 from pdmesh.runtime.errors import Aborted, DataLoss, ResourceExhausted, Unavailable
 from pdmesh.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from tests.router import stub_model
@@ -34,7 +36,10 @@ class StubPrefill(prefill_pb2_grpc.PrefillServiceServicer):
     """`prefill_plan` is empty when all goes well, else one word for each call:
 
     reject | not_finite | mute | break | lie | late | fail | final | break_after_first | committed_but_failed | tokenless | untold
+    unanswered (decode does not answer in time) | busy (the same on a machine that has no time for heartbeats, either)
     """
+
+    watch_mute: bool
 
     def __init__(self) -> None:
         self.prefill_plan: list[str] = []
@@ -57,10 +62,15 @@ class StubPrefill(prefill_pb2_grpc.PrefillServiceServicer):
             if plan == "lie":  # the commit went through, nobody hears of it
                 self._push(request)
                 raise Aborted("the stub broke the stream after the commit")
+            if plan == "busy":
+                self.watch_mute = True
+                await asyncio.sleep(0.3)  # of 50 ms between heartbeats
+                self.watch_mute = False
+                await asyncio.sleep(0.1)
             if plan == "late":  # decode has sent everything before the first tokens are out
                 self._push(request)
                 await _drained(request)
-            if plan not in ("fail", "final", "tokenless"):
+            if plan not in ("fail", "final", "tokenless", "unanswered", "busy"):
                 yield prefill_pb2.PrefillEvent(first_tokens=_first_tokens(request.request))
             if plan == "committed_but_failed":
                 self._push(request)
@@ -91,6 +101,12 @@ class StubPrefill(prefill_pb2_grpc.PrefillServiceServicer):
         return prefill_pb2.EmbedPromptResponse(values=values, timings=TIMINGS)
 
     def _outcome(self, request: prefill_pb2.PrefillRequest, plan: str) -> prefill_pb2.HandoffOutcome:
+        if plan in ("unanswered", "busy"):
+            code = grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
+            status = prefill_pb2.HANDOFF_STATUS_FAILED
+            return prefill_pb2.HandoffOutcome(
+                status=status, message="the receiver did not answer in time", retryable=True, code=code
+            )
         if plan in ("fail", "final"):
             status = prefill_pb2.HANDOFF_STATUS_FAILED
             return prefill_pb2.HandoffOutcome(status=status, message="as planned", retryable=plan == "fail")

@@ -50,6 +50,8 @@ class StubWorker(StubPrefill, decode_pb2_grpc.DecodeServiceServicer, worker_pb2_
     max_num_seqs: int = 64
     num_blocks: int = 1000
     engine: str = "pdmesh"
+    max_num_batched_tokens: int = 0
+    latency_model: worker_pb2.LatencyModel | None = None
     lacks: tuple[worker_pb2.EngineLack.ValueType, ...] = ()
     epoch: int = field(default_factory=lambda: secrets.randbits(63) or 1)
     # What goes wrong, and when.
@@ -68,6 +70,7 @@ class StubWorker(StubPrefill, decode_pb2_grpc.DecodeServiceServicer, worker_pb2_
     give_up_while_refusing: bool = False  # a new attempt of what runs: it fails while the answer is on its way
     # What happened.
     submits: list[decode_pb2.SubmitRequest] = field(default_factory=list)
+    submit_limits_s: list[float] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
     attaches: list[decode_pb2.AttachRequest] = field(default_factory=list)
     contexts: list[SubmitContext | None] = field(default_factory=list)
@@ -127,6 +130,7 @@ class StubWorker(StubPrefill, decode_pb2_grpc.DecodeServiceServicer, worker_pb2_
             max_context=stub_model.MAX_CONTEXT,
             max_num_seqs=self.max_num_seqs,
             num_blocks=self.num_blocks,
+            max_num_batched_tokens=self.max_num_batched_tokens,
             engine=self.engine,
             lacks=self.lacks,
         )
@@ -141,6 +145,7 @@ class StubWorker(StubPrefill, decode_pb2_grpc.DecodeServiceServicer, worker_pb2_
             num_free_blocks=self.num_blocks - 10 * len(self.held) if self.num_free_blocks is None else self.num_free_blocks,
             num_total_blocks=self.num_blocks,
             max_num_seqs=self.max_num_seqs,
+            latency_model=self.latency_model,
         )
 
     async def GetInfo(self, request: worker_pb2.GetInfoRequest, context: object) -> worker_pb2.WorkerInfo:
@@ -177,6 +182,7 @@ class StubWorker(StubPrefill, decode_pb2_grpc.DecodeServiceServicer, worker_pb2_
 
     async def Submit(self, request: decode_pb2.SubmitRequest, context: Any) -> decode_pb2.SubmitResponse:
         self.submits.append(request)
+        self.submit_limits_s.append(context.time_remaining())
         self.contexts.append(read_submit(context.invocation_metadata()))
         if self.submit_errors:
             raise self.submit_errors.pop(0)

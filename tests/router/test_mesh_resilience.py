@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pdmesh.runtime.errors import Unavailable
-from pdmesh.v1 import mesh_pb2
+from pdmesh.v1 import mesh_pb2, worker_pb2
 from router.fleet.circuit_breaker import HealthLimits, Role, State
 from router.fleet.hedging import HedgeLimits
 from router.fleet.migration import RebalanceLimits
@@ -124,6 +124,37 @@ async def test_prefill_worker_that_fails_is_left_out_until_its_probe_goes_well(m
                 role=PREFILL, state=mesh_pb2.BREAKER_STATE_CLOSED, num_ejections=1, reason="its probe went well"
             )
         ]
+
+
+@pytest.mark.parametrize("plan", ["busy", "unanswered"])
+async def test_a_handoff_that_is_not_answered_in_time_is_a_fault_only_of_workers_that_have_time(
+    model_folder: Path, plan: str
+) -> None:
+    """Slow is not broken: where heartbeats are late as well, the machine is busy."""
+    async with running_mesh(model_folder, decode=2) as mesh:
+        health = mesh.router.core.health_recorder.health
+        mesh["p0"].prefill_plan = [plan] * 3
+        for seed in range(3):
+            assert (await mesh.generate(request([seed] * 50, seed=seed, mode=REMOTE))).tokens() == expected(
+                8, prompt=[seed] * 50, seed=seed
+            )
+        sick = [health.breaker((mesh[name].address, mesh[name].epoch), Role.DECODE) for name in ("d0", "d1")]
+        counted = [breaker.errors for breaker in sick if breaker is not None and breaker.errors]
+        prefill = health.state((mesh["p0"].address, mesh["p0"].epoch), Role.PREFILL)
+        assert (bool(counted), prefill) == ((False, State.CLOSED) if plan == "busy" else (True, State.OPEN))
+        await mesh.until_whole()
+
+
+async def test_a_submit_may_take_several_of_the_workers_longest_steps(model_folder: Path) -> None:
+    async with running_mesh(model_folder) as mesh:
+        await mesh.generate(request(), timeout=1000)
+        await mesh["d0"].kill()
+        slow = StubWorker("d0", (DECODE,), mesh["d0"].port, max_num_batched_tokens=8192)
+        slow.latency_model = worker_pb2.LatencyModel(fixed_s=0.5, per_prefill_token_s=0.01)
+        mesh.workers["d0"] = await slow.start()
+        await eventually(lambda: mesh.router.core.fleet.workers[slow.address].current is not None)
+        await mesh.generate(request(), timeout=1000)
+        assert slow.submit_limits_s[-1] == pytest.approx(5 * 82.42, abs=10), "not 30 s: such a step takes 82"
 
 
 async def test_when_nobody_else_is_left_an_ejected_worker_serves(model_folder: Path) -> None:

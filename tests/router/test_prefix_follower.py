@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 
 from pdmesh.runtime.registry.block_stream import BlockStream, Entry
 from pdmesh.runtime.registry.redis_server import EmbeddedRedis
+from pdmesh.runtime.rpc.channel import connect
 from pdmesh.v1 import worker_pb2
+from router.fleet.decode_stream import StreamSettings
 from router.fleet.registry import FleetRegistry
 from router.fleet.worker import Worker
 from router.kv_index import subscriber
@@ -169,6 +171,31 @@ async def test_a_listing_that_breaks_is_logged_and_tried_again(
     async with following(worker, None) as index:
         await eventually(lambda: holds(index, worker, NAMES))
     assert "listing the blocks of d0 failed" in caplog.text
+
+
+async def test_a_channel_that_is_closed_meanwhile_is_one_line_of_the_log(
+    worker: TellingWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    """So it is when a worker restarts: its channel is closed while a listing waits for its next try."""
+    caplog.set_level(logging.INFO, subscriber.logger.name)
+    channel = connect(worker.address)
+    lost = Worker(
+        worker.address,
+        channel,
+        StreamSettings("router"),
+        report_period_ms=50,
+        static=True,
+        on_change=lambda: None,
+        on_view=lambda: None,
+    )
+    await channel.close()
+    follower = PrefixFollower(NOBODY, PrefixIndex(1000), None)
+    listing = asyncio.create_task(follower._list_until_done(Followed(lost, worker.info())))
+    await eventually(lambda: "its channel was closed" in caplog.text)
+    listing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await listing
+    assert not [record for record in caplog.records if record.exc_info or "\n" in record.getMessage()]
 
 
 async def test_a_worker_whose_blocks_could_not_be_forgotten_is_listed_again(

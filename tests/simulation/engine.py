@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pdmesh.engine.config import EngineConfig
-from pdmesh.engine.engine import Engine
+from pdmesh.engine.engine import Engine, EngineStep
 from pdmesh.engine.errors import EngineStopped
 from pdmesh.engine.hardware import MachineLimits
 from pdmesh.engine.kv_cache.events import LayerReadiness
@@ -63,10 +63,7 @@ def checksum_after(checksum: Checksum, token_id: Checksum) -> Checksum:
 
 
 class HashModel:
-    """`forward` of a model whose attention is reading back what was written. A step's time is added to its process' clock."""
-
-    def __init__(self) -> None:
-        self.step_ns = 0
+    """`forward` of a model whose attention is reading back what was written."""
 
     def forward(self, batch: StepBatch, kv: Tensor, signal: LayerReadiness | None = None, hidden: Tensor | None = None) -> Tensor:
         """Return logits [R, vocab] float32 of the batch's logits rows."""
@@ -75,7 +72,6 @@ class HashModel:
         wanted = set(batch.logits_rows.tolist())
         for index in range(batch.num_seqs):
             self._compute(batch, index, pool, wanted, ends)
-        self._take_time(batch)
         rows = [logits_of(*ends[row]) for row in batch.logits_rows.tolist()]
         return torch.from_numpy(np.stack(rows)) if rows else torch.zeros(0, VOCAB_SIZE)
 
@@ -111,10 +107,11 @@ class HashModel:
             raise WrongKv(f"position {int((written != expected).argmax())} holds the KV of another history")
         return int(written[-1])
 
-    def _take_time(self, batch: StepBatch) -> None:
-        num_tokens, context = int(batch.num_tokens), int(sum(batch.context_lens))
-        seconds = STEP.fixed_s + STEP.per_prefill_token_s * num_tokens + STEP.per_context_token_s * context
-        self.step_ns += round(seconds * 1e9)
+
+def seconds_of(step: EngineStep) -> float:
+    """Return the time that the kernels of a step take."""
+    context = sum(piece.sequence.num_computed + piece.num_rows for piece in step.plan.pieces)
+    return STEP.fixed_s + STEP.per_prefill_token_s * step.plan.num_tokens + STEP.per_context_token_s * context
 
 
 def make_engine(
@@ -156,7 +153,10 @@ CONFIG: dict[str, object] = {
 
 
 class VirtualThread:
-    """What `EngineLoop` does, as a task: commands between steps, results when a step's time has passed."""
+    """What `EngineLoop` does, as a task: commands between steps, results when a step's time has passed.
+
+    Other calls come while the kernels of a step run: they read and write the pool when their time has passed, or before, as the
+    seed says."""
 
     def __init__(self, engine: Engine, events: EngineEvents) -> None:
         process = current_process()
@@ -166,6 +166,14 @@ class VirtualThread:
         self._closed_reason: str | None = None
         self._wake = asyncio.Event()
         self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def now(self, fn: Callable[[Engine], Any]) -> Any:
+        if self._closed_reason is not None:
+            raise EngineStopped(self._closed_reason)
+        try:
+            return fn(self._engine)
+        finally:
+            self._wake.set()
 
     async def call(self, fn: Callable[[Engine], Any]) -> Any:
         if self._closed_reason is not None:
@@ -197,15 +205,17 @@ class VirtualThread:
             self._events.on_failure(error)
 
     async def _step(self) -> bool:
-        model = self._engine._loaded.model
-        assert isinstance(model, HashModel)
-        model.step_ns = 0
-        result = self._engine.step()
-        if result is None:
+        step = self._engine.schedule_step()
+        if step is None:
             return False
-        jitter = 0.7 + 0.6 * self._process.world.rng.random()
-        await asyncio.sleep(model.step_ns * jitter * self._process.slowness / 1e9)
-        self._events.on_step(result)
+        rng = self._process.world.rng
+        jitter, is_early = 0.7 + 0.6 * rng.random(), rng.random() < 0.5
+        if is_early:
+            self._engine.run_step(step)
+        await asyncio.sleep(seconds_of(step) * jitter * self._process.slowness)
+        if not is_early:
+            self._engine.run_step(step)
+        self._events.on_step(self._engine.postprocess_step(step))
         return True
 
     def _run_commands(self) -> None:

@@ -1,10 +1,13 @@
 """The block manager gives sequences their blocks: cached prefix first, growth, copy-on-write, publishing computed blocks.
 
 Every block id in a `Sequence.block_ids` is one reference in the pool, and only this module changes either.
+
+`BlockManager.lock` guards both, the scheduler's lists and the table of requests. An engine's methods take it (engine.py).
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
@@ -28,6 +31,7 @@ class BlockManager:
 
     def __init__(self, pool: BlockPool, block_size: int, hash_block: HashBlock, *, prefix_caching: bool) -> None:
         self.pool = pool
+        self.lock = threading.RLock()
         self.num_prefix_hit_tokens = 0
         self._block_size = block_size
         self._hash_block = hash_block

@@ -38,7 +38,7 @@ class BlockChanges:
 
 
 class BlockLog:
-    """Log changes. It is written and taken on the engine thread; `pending` may be called on any."""
+    """Log changes. It is written and taken under the engine's lock; `pending` may be called without."""
 
     def __init__(self, max_changes: int) -> None:
         self.sequence = 0  # number of what was taken last

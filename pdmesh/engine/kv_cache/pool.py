@@ -55,7 +55,7 @@ class TouchedPages:
         return self._end
 
     def reach(self, block_id: int) -> None:
-        """Record that `block_id` is in use. One thread calls it."""
+        """Record that `block_id` is in use. One thread at a time calls it."""
         if block_id + self._stripe // 2 < self._end or self._end >= self._num_blocks:
             return
         if self._thread is None or not self._thread.is_alive():
@@ -234,7 +234,7 @@ class KVPool:
             return whole[start : start + size]
 
     def reach(self, block_id: int) -> None:
-        """Record that blocks up to this one are in use, and the next ones will be soon. One thread calls it."""
+        """Record that blocks up to this one are in use, and the next ones will be soon. One thread at a time calls it."""
         if self._pages is not None:
             self._pages.reach(block_id)
 

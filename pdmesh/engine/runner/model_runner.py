@@ -102,10 +102,9 @@ class ModelRunner:
     def run(
         self, plan: SchedulerOutput, signal: LayerReadiness | None = None, *, keep_hidden: bool = True
     ) -> dict[Sequence, list[SampledOutput]]:
-        """Compute the scheduled sequences; return the draws of those that reach their end. `keep_hidden`: the hidden states of
-        this step are needed, if they are ever."""
+        """Compute the scheduled sequences, whose blocks have been copied; return the draws of those that reach their end.
+        `keep_hidden`: the hidden states of this step are needed, if they are ever."""
         pieces = plan.pieces
-        self.copy_blocks(pieces)
         batch = self.batch_of(pieces)
         if self._pooler is not None and any(piece.sequence.group.request.pooling for piece in pieces):
             return self._run_pooling(pieces, batch, signal, self._pooler)
@@ -137,8 +136,9 @@ class ModelRunner:
         """Return `StepBatch.adapter_slots` of sequences with one part each."""
         return _slots_of(pieces, self._adapter_slots) if self._adapter_slots else ()
 
+    @torch.inference_mode()
     def copy_blocks(self, pieces: list[ScheduledSequence]) -> None:
-        """Copy the blocks that have to be copied before the step writes."""
+        """Copy the blocks that have to be copied before the step writes. Until it returns, no freed block may be granted."""
         copies = [copy for piece in pieces for copy in piece.copies]
         if copies:
             # All sources are read before any target is written: a source may have been freed and be a target by now.

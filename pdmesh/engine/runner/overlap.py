@@ -139,7 +139,6 @@ class OverlapScheduler:
         if plan is self._plan:
             flight = self._flight
         else:
-            self._refused = self._refusal(plan)
             flight = self._launched(plan) if signal is None else None
         self._flight = self._plan = None
         if flight is None:
@@ -148,11 +147,11 @@ class OverlapScheduler:
         draws = flight.draws()
         return {piece.sequence: draws[piece.sequence] for piece in plan.pieces}
 
-    def _refusal(self, plan: SchedulerOutput) -> _Refused | None:
-        """Return the refusal of a plan of the scheduler's: None unless it tried to admit a request, and had no blocks for it."""
-        if not self._scheduler.waiting or plan.budget <= 0 or plan.preempted:
-            return None
-        return self._circumstances()
+    def note_refusal(self, plan: SchedulerOutput) -> None:
+        """Record whether the scheduler, whose plan this is, tried to admit a request and had no blocks for it. Call it before
+        another request can arrive."""
+        has_tried = bool(self._scheduler.waiting) and plan.budget > 0 and not plan.preempted
+        self._refused = self._circumstances() if has_tried else None
 
     def _circumstances(self) -> _Refused:
         scheduler = self._scheduler
@@ -164,19 +163,14 @@ class OverlapScheduler:
         if not all(piece.reaches_end and not piece.draft and _is_simple(piece) for piece in pieces):
             return None
         batch = self._runner.batch_of(pieces)
-        self._runner.copy_blocks(pieces)
         sequences = [piece.sequence for piece in pieces]
         return self._fly(batch, sequences, [len(sequence.output) for sequence in sequences])
 
     def _next(self, flight: _InFlightStep, plan: SchedulerOutput) -> _InFlightStep | None:
         """Launch the step behind a flight whose tokens are not read yet, if it has all sequences that could be in it, and their
         blocks."""
-        staying = [piece for piece in plan.pieces if not self._is_last(piece.sequence)]
-        if not staying or not set(self._scheduler.running) <= {piece.sequence for piece in plan.pieces}:
-            return None
-        if self._scheduler.waiting and not (len(staying) == len(plan.pieces) and self._would_refuse()):
-            return None
-        pieces = self._extended(staying)
+        with self._allocator.lock:
+            pieces = self._pieces_behind(plan)
         if pieces is None:
             return None
         rows = {sequence: row for row, sequence in enumerate(flight.sequences)}
@@ -188,6 +182,14 @@ class OverlapScheduler:
         sequences = [piece.sequence for piece in pieces]
         unseen = Unseen(flight.drawing.tokens, [rows[sequence] for sequence in sequences])
         return self._fly(batch, sequences, [len(sequence.output) + 1 for sequence in sequences], unseen)
+
+    def _pieces_behind(self, plan: SchedulerOutput) -> list[ScheduledSequence] | None:
+        staying = [piece for piece in plan.pieces if not self._is_last(piece.sequence)]
+        if not staying or not set(self._scheduler.running) <= {piece.sequence for piece in plan.pieces}:
+            return None
+        if self._scheduler.waiting and not (len(staying) == len(plan.pieces) and self._would_refuse()):
+            return None
+        return self._extended(staying)
 
     def _would_refuse(self) -> bool:
         now, refused = self._circumstances(), self._refused

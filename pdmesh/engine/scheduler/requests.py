@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
 
@@ -82,6 +83,11 @@ class RequestTable:
     def put(self, group: SequenceGroup) -> None:
         """Insert a group, or replace the group of the same request, whose blocks it has taken over."""
         self._groups[group.request.request_id] = group
+
+    def has_any(self, request_id: str, sequences: AbstractSet[Sequence]) -> bool:
+        """Return whether any of `sequences` belongs to the request."""
+        group = self._groups.get(request_id)
+        return group is not None and any(sequence in sequences for sequence in group.sequences)
 
     def release(self, request_id: str) -> bool:
         """Free all blocks of a request in any state; return False if it is not in the table."""

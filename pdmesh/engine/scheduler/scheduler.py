@@ -260,6 +260,7 @@ class Scheduler:
         """`max_logits_rows`: rows of logits that a step has room for."""
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
+        self.in_step: frozenset[Sequence] = frozenset()  # those that the step under way computes, or may plan to compute
         self.num_preemptions = 0
         self._allocator = allocator
         self._pacer = pacer or TpotLimiter()
@@ -306,9 +307,13 @@ class Scheduler:
 
     def trim(self, plan: SchedulerOutput | None = None) -> bool:
         """Take back the blocks that running sequences got for drafts and do not need any more; return False if there were none.
-        It is called only when a sequence lacks a block, because the next step would use the same blocks again."""
+        It is called only when a sequence lacks a block, because the next step would use the same blocks again.
+
+        `plan`: the step that is being planned. Without one, sequences of a step under way keep what it may write."""
         is_trimmed = False
         for sequence in self.running:
+            if plan is None and sequence in self.in_step:
+                continue
             piece = plan.piece_of(sequence) if plan is not None else None
             num_planned = sequence.num_computed + piece.num_rows if piece else 0
             is_trimmed |= self._allocator.trim(sequence, max(sequence.num_tokens, num_planned))

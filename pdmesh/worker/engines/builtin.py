@@ -1,11 +1,17 @@
-"""Our own engine (pdmesh/engine/) behind the interface that a worker composes: calls run on its thread, between two steps."""
+"""Our own engine (pdmesh/engine/) behind the interface that a worker composes.
+
+What needs no step runs on the event loop, at once: reserve, restate, start, run_local, add, and release of what no step computes.
+On the engine's thread, between two steps, run the release of a request that a step computes, statistics as they are between
+steps, and changes of weights (adapters).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -33,6 +39,8 @@ from pdmesh.worker.config import WorkerConfig, bind, bound
 from pdmesh.worker.engines.base import EngineEvents, EngineFacts, Lack, Loaded, shape_of
 from pdmesh.worker.kv_memory import staged_memory
 
+T = TypeVar("T")
+
 _GLOO_SUM_S = 2e-4  # to sum a row over two processes; 0.3 to 0.5 ms were measured on two busy cores
 
 
@@ -49,36 +57,47 @@ class BuiltinEngine:
         self.pacer = Pacer(engine.pacer) if engine.config.keep_pace else None
         self._loop: EngineLoop[Engine] | None = None
         self._limits: MachineLimits | None = None
+        self._num_releasing = 0  # requests whose blocks come free at the end of the step
         self.adapters = BuiltinAdapters(self)
 
     # What the services call.
 
     async def reserve(self, request: EngineRequest) -> ReservedBlocks | None:
-        return await self.calls.call(lambda engine: engine.reserve(request))
+        return await self._granted(lambda engine: engine.reserve(request))
 
     async def restate(self, request_id: str, request: EngineRequest) -> ReservedBlocks | None:
-        return await self.calls.call(lambda engine: engine.restate(request_id, request))
+        return await self._granted(lambda engine: engine.restate(request_id, request))
 
     async def start(
         self, request_id: str, first_tokens: Mapping[int, int], draft_states: Mapping[int, bytes] = NO_STATES
     ) -> None:
-        await self.calls.call(lambda engine: engine.start(request_id, first_tokens, draft_states=draft_states))
+        self.calls.now(lambda engine: engine.start(request_id, first_tokens, draft_states=draft_states))
 
     async def run_local(self, request_id: str, request: EngineRequest) -> int:
-        return await self.calls.call(lambda engine: engine.run_local(request_id, request))
+        return self.calls.now(lambda engine: engine.run_local(request_id, request))
 
     async def reserve_local(self, request: EngineRequest) -> tuple[ReservedBlocks, int] | None:
-        def fill(engine: Engine) -> tuple[ReservedBlocks, int] | None:
-            blocks = engine.reserve(request)
-            return None if blocks is None else (blocks, engine.run_local(request.request_id, request))
-
-        return await self.calls.call(fill)
+        return await self._granted(lambda engine: engine.reserve_local(request))
 
     async def add(self, request: EngineRequest) -> bool:
-        return await self.calls.call(lambda engine: engine.add(request))
+        return self.calls.now(lambda engine: engine.add(request))
 
     async def release(self, request_id: str) -> bool:
-        return await self.calls.call(lambda engine: engine.release(request_id))
+        released = self.calls.now(lambda engine: engine.try_release(request_id))
+        if released is not None:
+            return released
+        self._num_releasing += 1
+        try:
+            return await self.calls.call(lambda engine: engine.release(request_id))
+        finally:
+            self._num_releasing -= 1
+
+    async def _granted(self, grant: Callable[[Engine], T | None]) -> T | None:
+        """Return what is granted now. Only where the end of the step under way gives blocks back that are due, wait for it."""
+        granted = self.calls.now(grant)
+        if granted is None and (self._num_releasing or self.engine.holds_back):
+            return await self.calls.call(grant)
+        return granted
 
     async def stats(self) -> EngineStats:
         return await self.calls.call(Engine.stats)
@@ -95,7 +114,7 @@ class BuiltinEngine:
         return BuiltinPrefixCache(self, max_changes)
 
     async def release_retained(self, tenant: str, session: str) -> int:
-        return await self.calls.call(lambda engine: engine.release_retained(tenant, session))
+        return self.calls.now(lambda engine: engine.release_retained(tenant, session))
 
     def first_stats(self) -> EngineStats:
         return self.engine.stats()
@@ -203,10 +222,10 @@ class BuiltinPrefixCache:
         return self._log is not None and bool(self._log.pending)
 
     async def take_changes(self) -> BlockChanges | None:
-        return await self._engine.calls.call(Engine.take_block_changes)
+        return self._engine.calls.now(Engine.take_block_changes)
 
     async def blocks(self) -> tuple[int, tuple[bytes, ...]]:
-        return await self._engine.calls.call(Engine.published_blocks)
+        return self._engine.calls.now(Engine.published_blocks)
 
 
 class BuiltinAdapters:
@@ -221,13 +240,13 @@ class BuiltinAdapters:
         adapter = await asyncio.to_thread(load_adapter, name, folder, self._engine.engine.model_config)
 
         def put(engine: Engine) -> Loaded:
-            engine.adapters.load(adapter)
+            engine.load_adapter(adapter)
             return _loaded(engine)
 
         return await self._engine.calls.call(put)
 
     async def unload(self, name: str) -> int:
-        return await self._engine.calls.call(lambda engine: engine.adapters.unload(name)) or 0
+        return await self._engine.calls.call(lambda engine: engine.unload_adapter(name)) or 0
 
 
 def _loaded(engine: Engine) -> Loaded:

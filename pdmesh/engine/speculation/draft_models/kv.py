@@ -216,10 +216,11 @@ def room_in(allocator: BlockManager, num_running: Callable[[], int] = lambda: 0)
     """
 
     def make_room(sequence: Sequence, num_tokens: int, num_kept: int) -> bool:
-        num_new = max(0, allocator.num_blocks_for(num_tokens) - len(sequence.block_ids))
-        num_shared = allocator.num_missing(sequence, num_tokens - sequence.num_computed) - num_new
-        if num_shared or (num_new and num_new + max(num_kept, num_running()) > allocator.pool.num_free):
-            return False
-        return allocator.grow(sequence, num_tokens)
+        with allocator.lock:  # drafts are made outside of it
+            num_new = max(0, allocator.num_blocks_for(num_tokens) - len(sequence.block_ids))
+            num_shared = allocator.num_missing(sequence, num_tokens - sequence.num_computed) - num_new
+            if num_shared or (num_new and num_new + max(num_kept, num_running()) > allocator.pool.num_free):
+                return False
+            return allocator.grow(sequence, num_tokens)
 
     return make_room
