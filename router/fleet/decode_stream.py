@@ -62,6 +62,8 @@ class DecodeStream:
         *,
         on_change: Callable[[], None],
         on_load: Callable[[worker_pb2.LoadReport], None],
+        on_heard: Callable[[], None],
+        is_silent: Callable[[], bool],
     ) -> None:
         self.address = address
         self.epoch: int | None = None
@@ -70,6 +72,9 @@ class DecodeStream:
         self._settings = settings
         self._on_change = on_change
         self._on_load = on_load
+        self._on_heard = on_heard
+        self._is_silent = is_silent
+        self._break: Callable[[], None] | None = None  # ends the present session; None between two
         self._followers: dict[str, tuple[int, Follower]] = {}
         self._waiting: set[str] = set()  # those without output so far: the decode worker holds their blocks under a lease
         self._grace: asyncio.TimerHandle | None = None
@@ -85,6 +90,13 @@ class DecodeStream:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         self._lose(reason)
+
+    def fell_silent(self, reason: str) -> None:
+        """Lose all followers: the worker is silent on every stream. The next session names none of them, so that a worker that
+        was stopped and goes on drops their requests."""
+        self._lose(reason)
+        if self._break is not None:
+            self._break()
 
     def follow(self, request_id: str, epoch: int, follower: Follower) -> None:
         """Give `follower` what the incarnation `epoch` sends about `request_id`, from now on. Call it before Submit."""
@@ -122,7 +134,8 @@ class DecodeStream:
             silent.set()
             call.cancel()
 
-        with Watchdog(self._settings.stream_timeout_s, give_up) as watchdog:
+        self._break = give_up
+        with Watchdog(self._settings.stream_timeout_s, give_up, self._is_silent) as watchdog:
             heartbeats = asyncio.create_task(self._send(call), name=f"heartbeats {self.address}")
             try:
                 await self._read(call, watchdog)
@@ -130,6 +143,7 @@ class DecodeStream:
                 if not silent.is_set() or being_cancelled():
                     raise
             finally:
+                self._break = None
                 call.cancel()
                 heartbeats.cancel()
                 await asyncio.gather(heartbeats, return_exceptions=True)
@@ -151,6 +165,7 @@ class DecodeStream:
             if not isinstance(frame, decode_pb2.Frame):  # EOF
                 return
             watchdog.heard()
+            self._on_heard()
             self._take(frame)
 
     def _take(self, frame: decode_pb2.Frame) -> None:

@@ -72,6 +72,7 @@ class FleetRegistry:
         self._workers: dict[str, Worker] = {}
         self._fleet_snapshot = FleetSnapshot()
         self._outdated: set[str] = set()
+        self._suspects: set[str] = set()
         self._contexts = ContextLimits()
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -122,6 +123,14 @@ class FleetRegistry:
         """Return whether a worker was forgotten, or is another process now. One that is silent for a while is not gone."""
         worker = self.workers.get(key[0])
         return worker is None or (worker.last is not None and worker.last.info.epoch != key[1])
+
+    @property
+    def suspects(self) -> frozenset[WorkerKey]:
+        """Return the workers that have been silent for a while and are not lost yet: what can go elsewhere does."""
+        if not self._suspects:
+            return frozenset()
+        alive = ((address, self._workers[address].current) for address in self._suspects if address in self._workers)
+        return frozenset((address, current.info.epoch) for address, current in alive if current is not None)
 
     def ready(self) -> bool:
         """Return whether a decode worker can take a request. A decode worker can also prefill, so it suffices alone."""
@@ -195,6 +204,7 @@ class FleetRegistry:
             on_view=lambda: self._outdated.add(address),
             on_dispatch=self._was_dispatched,
             on_up=self._is_up,
+            on_suspect=lambda: self._suspected(worker),
         )
         self._workers[address] = worker
         worker.start()
@@ -204,6 +214,14 @@ class FleetRegistry:
         described = incarnation.described
         self._contexts.put(described.address, described.model, described.max_context)
         self.arrivals.fire()
+
+    def _suspected(self, worker: Worker) -> None:
+        """Take over whether the worker is a suspect."""
+        if worker.is_suspect:
+            self._suspects.add(worker.address)
+        else:
+            self._suspects.discard(worker.address)
+            self.openings.fire()
 
     def _was_dispatched(self) -> None:
         if self.on_dispatch is not None:
