@@ -11,6 +11,7 @@ from functools import partial
 from pdmesh.planning import objectives
 from pdmesh.runtime import config as runtime_config
 from pdmesh.runtime import log, process
+from pdmesh.runtime.addresses import join_address
 from pdmesh.runtime.registry.block_stream import BlockStream
 from pdmesh.runtime.registry.registry import Registry
 from pdmesh.runtime.rpc.channel import Channels
@@ -114,7 +115,7 @@ class Router:
         if self.batches is not None:
             await self.batches.start()
         self._health = asyncio.create_task(self._follow_readiness(), name="health")
-        return f"{self.config.host}:{port}"
+        return join_address(self.config.host, port)
 
     async def stop(self) -> None:
         """Drain, then release everything."""

@@ -19,6 +19,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from pdmesh.runtime import ports
+from pdmesh.runtime.addresses import join_address
 from pdmesh.runtime.child import ManagedProcess, StartFailed, import_path, python_command, restart_delay_s
 from pdmesh.runtime.config import ConfigError, to_env
 from pdmesh.runtime.process import Lifecycle
@@ -155,7 +156,7 @@ async def serve(config: RouterConfig, life: Lifecycle) -> None:
         try:
             await asyncio.gather(*(replica.start() for replica in replicas))
             life.ready(
-                f"{config.host}:{config.port}",
+                join_address(config.host, config.port),
                 router_id=base,
                 http_url=_http_url(config),
                 processes=config.processes,
@@ -212,4 +213,4 @@ def _http_url(config: RouterConfig) -> str:
     if config.http_port is None:
         return ""
     host = config.http_host or config.host
-    return f"{'https' if config.tls.is_set else 'http'}://{f'[{host}]' if ':' in host else host}:{config.http_port}"
+    return f"{'https' if config.tls.is_set else 'http'}://{join_address(host, config.http_port)}"

@@ -30,6 +30,7 @@ from pdmesh.console.store import Bounds, Store
 from pdmesh.console.topology import Topology
 from pdmesh.runtime import config as runtime_config
 from pdmesh.runtime import log, process
+from pdmesh.runtime.addresses import join_address
 from pdmesh.runtime.config import ConfigError
 from pdmesh.runtime.rpc.tls import ClientTlsConfig, open_tls
 from pdmesh.runtime.telemetry.config import parse_endpoint
@@ -107,7 +108,7 @@ class HttpServer:
     @property
     def address(self) -> str:
         """Return "host:port" as bound."""
-        return f"{f'[{self._host}]' if ':' in self._host else self._host}:{self._port}"
+        return join_address(self._host, self._port)
 
     async def start(self) -> None:
         """Bind and answer. Raises ConfigError if the port is taken."""

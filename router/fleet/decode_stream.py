@@ -14,6 +14,7 @@ from typing import Protocol
 
 import grpc.aio
 
+from pdmesh.runtime.addresses import split_address
 from pdmesh.v1 import decode_pb2, decode_pb2_grpc, worker_pb2
 from router.fleet.heartbeat import Watchdog, being_cancelled
 
@@ -226,9 +227,8 @@ class DecodeStream:
 
 async def is_refused(address: str) -> bool:
     """Return whether the host refuses connections to the port. Then the process is gone, and waiting for it is useless."""
-    host, _, port = address.rpartition(":")
     try:
-        _, writer = await asyncio.wait_for(asyncio.open_connection(host.strip("[]"), int(port)), PROBE_TIMEOUT_S)
+        _, writer = await asyncio.wait_for(asyncio.open_connection(*split_address(address)), PROBE_TIMEOUT_S)
     except ConnectionRefusedError:
         return True
     except (OSError, ValueError, TimeoutError):

@@ -25,6 +25,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from pdmesh.runtime.addresses import bare_host, join_address
 from pdmesh.runtime.config import ConfigError
 from pdmesh.runtime.errors import MeshError, NotFound, ResourceExhausted, Unavailable
 from pdmesh.runtime.rpc.channel import MAX_MESSAGE_BYTES, message_size_options
@@ -249,7 +250,7 @@ class GrpcServer:
     @property
     def address(self) -> str:
         """Return "host:port" as bound."""
-        return _joined(self.host, self.port)
+        return join_address(self.host, self.port)
 
     def register(self, add: Callable[[S, grpc.aio.Server], object], servicer: S, full_service_name: str) -> None:
         """Add a service before `start`: the generated `add_XServicer_to_server`, its servicer, and "package.Service"."""
@@ -319,19 +320,15 @@ def _time_option(name: str, seconds: float) -> list[tuple[str, int]]:
     return [(name, round(seconds * 1000))] if seconds else []
 
 
-def _joined(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
-
-
 def _bind_error(host: str, port: int) -> ConfigError:
     """Return the reason: gRPC says only that binding failed, so a bind of our own finds out why."""
     reason = "the address cannot be bound"
     try:
-        family, kind, number, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+        family, kind, number, _, address = socket.getaddrinfo(bare_host(host), port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, number) as probe:
             probe.bind(address)
     except OSError as error:
         reason = error.strerror or str(error)
     return ConfigError(
-        "--port", f"cannot listen on {_joined(host, port)}: {reason}", "choose another --port, or 0 for any free one"
+        "--port", f"cannot listen on {join_address(host, port)}: {reason}", "choose another --port, or 0 for any free one"
     )
