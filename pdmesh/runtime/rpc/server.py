@@ -202,7 +202,7 @@ DEFAULT_LIMITS = ConnectionLimits()
 
 S = TypeVar("S")
 Callers = Literal["members", "certified", "any"]
-MIN_PING_INTERVAL_S = 5.0
+MIN_PING_INTERVAL_S = 0.2  # clients notice by their pings that a router stands still
 KEEPALIVE_TIME_S = 30.0
 KEEPALIVE_TIMEOUT_S = 10.0
 MAX_PING_STRIKES = 2
@@ -307,6 +307,7 @@ def _options(max_message_bytes: int, limits: ConnectionLimits, *, share_port: bo
         ("grpc.http2.max_ping_strikes", MAX_PING_STRIKES),
         ("grpc.keepalive_time_ms", round(KEEPALIVE_TIME_S * 1000)),
         ("grpc.keepalive_timeout_ms", round(KEEPALIVE_TIMEOUT_S * 1000)),
+        ("grpc.http2.ping_timeout_ms", round(KEEPALIVE_TIMEOUT_S * 1000)),  # what grpcio 1.85 goes by; a minute by default
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", round(MIN_PING_INTERVAL_S * 1000)),
         # What a client may send ahead of a handler that does not read. By default gRPC opens it to tens of megabytes.
