@@ -16,6 +16,7 @@ import grpc.aio
 
 from pdmesh.runtime.addresses import split_address
 from pdmesh.v1 import decode_pb2, decode_pb2_grpc, worker_pb2
+from router.fleet.change_notifier import wait_at_most
 from router.fleet.heartbeat import Watchdog, being_cancelled
 
 MIN_BACKOFF_S = 0.05
@@ -75,6 +76,7 @@ class DecodeStream:
         self._on_load = on_load
         self._on_heard = on_heard
         self._is_silent = is_silent
+        self._retry = asyncio.Event()
         self._break: Callable[[], None] | None = None  # ends the present session; None between two
         self._followers: dict[str, tuple[int, Follower]] = {}
         self._waiting: set[str] = set()  # those without output so far: the decode worker holds their blocks under a lease
@@ -91,6 +93,10 @@ class DecodeStream:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         self._lose(reason)
+
+    def try_now(self) -> None:
+        """Attach without further delay, if it waits to do so again: the worker has just shown that it is there."""
+        self._retry.set()
 
     def fell_silent(self, reason: str) -> None:
         """Lose all followers: the worker is silent on every stream. The next session names none of them, so that a worker that
@@ -124,7 +130,8 @@ class DecodeStream:
             self._broken(problem)
             if self._followers and await is_refused(self.address):
                 self._lose(f"nothing listens at {self.address} any more")
-            await asyncio.sleep(backoff_s)
+            self._retry.clear()
+            await wait_at_most(self._retry, backoff_s)
 
     async def _session(self) -> None:
         """Run one stream, from opening to its end. Silence ends it, too."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from pdmesh.runtime.rpc.channel import Channels
 from pdmesh.v1 import worker_pb2
-from router.fleet.change_notifier import ChangeNotifier
+from router.fleet.change_notifier import ChangeNotifier, wait_at_most
 from router.fleet.decode_stream import StreamSettings
 from router.fleet.worker import Incarnation, Worker
 from router.routing.fleet_snapshot import FleetSnapshot
@@ -53,6 +53,7 @@ class ContextLimits:
 
 
 SWEEP_PERIOD_S = 1.0
+MIN_SWEEP_GAP_S = 0.05
 
 logger = logging.getLogger(__name__)
 
@@ -186,7 +187,9 @@ class FleetRegistry:
 
     async def _sweep_forever(self) -> None:
         while True:
-            await asyncio.sleep(SWEEP_PERIOD_S)
+            came = self.arrivals.next
+            await asyncio.sleep(MIN_SWEEP_GAP_S)  # many may come at the same time
+            await wait_at_most(came, SWEEP_PERIOD_S)  # what came may replace what is lost
             try:
                 await self.forget_lost(time.monotonic())
                 await self.reopen_outdated(time.monotonic())

@@ -335,6 +335,7 @@ class Worker:
         self._dispatched.clear()
         self._foreign.clear()
         self._confirmed.clear()
+        self.decode_stream.try_now()
         self._on_up(incarnation)
 
     def _report(self, load: worker_pb2.LoadReport) -> None:
