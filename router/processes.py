@@ -102,7 +102,7 @@ class Replica:
         while True:
             began = self._clock()
             code = await self._ended()
-            self._num_failures = 1 if self._clock() - began > STABLE_AFTER_S else self._num_failures + 1
+            self._num_failures = 0 if self._clock() - began > STABLE_AFTER_S else self._num_failures + 1
             delay_s = restart_delay_s(self._num_failures, first_s=FIRST_BACKOFF_S, max_s=MAX_BACKOFF_S)
             logger.error("%s (pid %d) ended with code %s; starting it again in %g s", self.name, self._process.pid, code, delay_s)
             await asyncio.sleep(delay_s)

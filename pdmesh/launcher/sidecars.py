@@ -69,7 +69,7 @@ class RedisMember:
             if not self._restart:
                 self._on_event(report)
                 return
-            self._num_failures = 1 if time.monotonic() - self._started_at >= STABLE_AFTER_S else self._num_failures + 1
+            self._num_failures = 0 if time.monotonic() - self._started_at >= STABLE_AFTER_S else self._num_failures + 1
             await self._start_again(report)
 
     async def _start_again(self, report: str) -> None:
