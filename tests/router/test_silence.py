@@ -180,6 +180,6 @@ def test_a_loss_is_one_failure_however_many_requests_it_costs() -> None:
     for number in range(20):
         judged.failed(worker, Role.DECODE, 5.0 + number / 100, "no sign of life", lost=True)
     assert judged.state(worker, Role.DECODE) is State.CLOSED
-    for number in (6.5, 8.0):
-        judged.failed(worker, Role.DECODE, number, "no sign of life", lost=True)
+    for later in (6.5, 8.0):
+        judged.failed(worker, Role.DECODE, later, "no sign of life", lost=True)
     assert judged.state(worker, Role.DECODE) is State.OPEN, "three losses in a row are three failures"

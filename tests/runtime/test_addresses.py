@@ -50,7 +50,7 @@ def test_a_server_on_all_addresses_is_reached_at_the_loopback(host: str, reached
 
 def test_no_other_module_writes_or_reads_host_and_port() -> None:
     found = [
-        f"{path.relative_to(ROOT)}:{node.lineno}"
+        f"{path.relative_to(ROOT)}: {ast.unparse(node)}"
         for package in PACKAGES
         for path in (ROOT / package).rglob("*.py")
         if path not in PLACES and "third_party" not in path.parts and not path.stem.endswith(("_pb2", "_pb2_grpc"))
