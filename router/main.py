@@ -6,11 +6,11 @@ import logging
 import os
 import secrets
 import sys
-from functools import partial
 
 from pdmesh.planning import objectives
 from pdmesh.runtime import config as runtime_config
 from pdmesh.runtime import log, process
+from pdmesh.runtime.addresses import join_address
 from pdmesh.runtime.registry.block_stream import BlockStream
 from pdmesh.runtime.registry.registry import Registry
 from pdmesh.runtime.rpc.channel import Channels
@@ -22,7 +22,6 @@ from pdmesh.runtime.telemetry.tracing import open_tracing
 from router import processes
 from router.api import protocols
 from router.api.frontend import Frontend
-from router.api.http.server import open_gateway
 from router.auth import api_keys
 from router.auth.identity import KeyInterceptor
 from router.auth.tenants import Tenants
@@ -90,7 +89,7 @@ class Router:
         )
         protocols.add_services(self.server, self.frontend)
         self.batches = protocols.open_batches(config, self.frontend)
-        self.http = open_gateway(config, partial(protocols.all_routes, self.frontend, self.batches), tls, self.keys)
+        self.http = protocols.open_http(config, self.frontend, self.batches, tls, self.keys)
         self._health: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
@@ -114,7 +113,7 @@ class Router:
         if self.batches is not None:
             await self.batches.start()
         self._health = asyncio.create_task(self._follow_readiness(), name="health")
-        return f"{self.config.host}:{port}"
+        return join_address(self.config.host, port)
 
     async def stop(self) -> None:
         """Drain, then release everything."""

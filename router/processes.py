@@ -19,6 +19,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from pdmesh.runtime import ports
+from pdmesh.runtime.addresses import join_address
 from pdmesh.runtime.child import ManagedProcess, StartFailed, import_path, python_command, restart_delay_s
 from pdmesh.runtime.config import ConfigError, to_env
 from pdmesh.runtime.process import Lifecycle
@@ -101,7 +102,7 @@ class Replica:
         while True:
             began = self._clock()
             code = await self._ended()
-            self._num_failures = 1 if self._clock() - began > STABLE_AFTER_S else self._num_failures + 1
+            self._num_failures = 0 if self._clock() - began > STABLE_AFTER_S else self._num_failures + 1
             delay_s = restart_delay_s(self._num_failures, first_s=FIRST_BACKOFF_S, max_s=MAX_BACKOFF_S)
             logger.error("%s (pid %d) ended with code %s; starting it again in %g s", self.name, self._process.pid, code, delay_s)
             await asyncio.sleep(delay_s)
@@ -155,7 +156,7 @@ async def serve(config: RouterConfig, life: Lifecycle) -> None:
         try:
             await asyncio.gather(*(replica.start() for replica in replicas))
             life.ready(
-                f"{config.host}:{config.port}",
+                join_address(config.host, config.port),
                 router_id=base,
                 http_url=_http_url(config),
                 processes=config.processes,
@@ -212,4 +213,4 @@ def _http_url(config: RouterConfig) -> str:
     if config.http_port is None:
         return ""
     host = config.http_host or config.host
-    return f"{'https' if config.tls.is_set else 'http'}://{f'[{host}]' if ':' in host else host}:{config.http_port}"
+    return f"{'https' if config.tls.is_set else 'http'}://{join_address(host, config.http_port)}"

@@ -14,6 +14,7 @@ from kvtransfer.manifest import KVMemory
 from kvtransfer.stream import SocketStream
 from kvtransfer.tls_stream import TlsStream
 from kvtransfer.transports.common import InlineIncoming, InlineOutgoing
+from pdmesh.runtime.addresses import bare_host, join_address, split_address
 from pdmesh.runtime.rpc.tls import Tls
 from pdmesh.v1 import common_pb2
 
@@ -44,13 +45,13 @@ class TcpTransport:
         return True
 
     def listen(self, host: str, port: int) -> socket.socket:
+        host = bare_host(host)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
 
     def endpoint(self, listener: socket.socket, advertise: str | None) -> common_pb2.TransferEndpoint:
         host, port = listener.getsockname()[:2]
-        host = advertise or host
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        address = join_address(advertise or host, port)
         return common_pb2.TransferEndpoint(transport=self.name, address=address, tls=self._tls is not None)
 
     async def connect(
@@ -90,14 +91,6 @@ class TcpTransport:
         one, other = ("the receiver", "this worker") if endpoint.tls else ("this worker", "the receiver")
         remedy = f"{one} uses TLS and {other} does not; give {other} --tls-cert, --tls-key and --tls-ca"
         raise TransportUnavailable(f"{self.name}: cannot use {endpoint.address}: {remedy}")
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Return ("host", port) of "host:port" or "[host]:port". Raises ValueError naming what is wrong."""
-    host, separator, port = address.rpartition(":")
-    if not separator or not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ValueError(f"the address must be host:port, got {address!r}")
-    return host.strip("[]"), int(port)
 
 
 async def _resolve(loop: asyncio.AbstractEventLoop, host: str, port: int) -> tuple[socket.AddressFamily, object]:

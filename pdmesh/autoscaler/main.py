@@ -25,6 +25,7 @@ from pdmesh.autoscaler.roles import Flipped, RoleChanger
 from pdmesh.autoscaler.views import AGGREGATED, SEPARATED, Flip, PoolDecision, PoolName
 from pdmesh.runtime import config as runtime_config
 from pdmesh.runtime import log, process
+from pdmesh.runtime.addresses import join_address
 from pdmesh.runtime.rpc.server import GrpcServer
 from pdmesh.runtime.rpc.tls import open_tls
 from pdmesh.runtime.telemetry.config import resource_of
@@ -162,7 +163,7 @@ async def serve(config: AutoscalerConfig, life: process.Lifecycle) -> None:
     rounds = asyncio.create_task(loop.run(), name="rounds")
     wellness = asyncio.create_task(_follow(loop, server, config.period_s), name="health")
     try:
-        life.ready(f"{config.host}:{port}", metrics_url=metrics_url)
+        life.ready(join_address(config.host, port), metrics_url=metrics_url)
         await life.wait_for_stop()
     finally:
         for task in (rounds, wellness):

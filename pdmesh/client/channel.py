@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,16 +13,23 @@ from grpc.experimental import ChannelOptions
 from pdmesh.runtime.rpc.tls import Tls
 
 DEFAULT_ADDRESS = "127.0.0.1:8100"
+_TARGET = re.compile(r"(dns|ipv4|ipv6|unix|unix-abstract|vsock|xds):")  # gRPC's names of other kinds of addresses
 
-# A router that stops answering is noticed within keepalive_time + keepalive_timeout; a restarted one is reconnected within
+# While a call runs, a router that sends nothing is asked for a sign of life after keepalive_time and has ping_timeout to give it:
+# one that stands still is left after the sum. gRPC's own threads answer, so one that is only slow is not left. keepalive_timeout
+# says the same and is not enough: grpcio 1.85 goes by ping_timeout, a minute by default. A restarted router is reconnected within
 # max_reconnect_backoff. min_reconnect_backoff is gRPC's name for its connection timeout.
-CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.max_pings_without_data", 0),
+RECONNECT_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.keepalive_time_ms", 400),
+    ("grpc.keepalive_timeout_ms", 800),
+    ("grpc.http2.ping_timeout_ms", 800),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 2_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+)
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    *RECONNECT_OPTIONS,
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.max_send_message_length", 64 << 20),
     ("grpc.enable_http_proxy", 0),
@@ -56,6 +64,9 @@ def addresses(given: str | Sequence[str]) -> tuple[str, ...]:
     found = tuple(name.strip() for name in names if name.strip())
     if not found:
         raise ValueError("routers: name at least one address, such as 127.0.0.1:8100")
+    for address in found:
+        if address.count(":") > 1 and "[" not in address and not _TARGET.match(address):
+            raise ValueError(f"routers: an IPv6 host stands in brackets, as in [::1]:8100, got {address!r}")
     return found
 
 
@@ -68,6 +79,11 @@ def checked_key(api_key: str) -> str:
 
 @dataclass
 class Preference:
-    """Hold the index of the router that answered last: it is tried first next time."""
+    """Hold the index of the router that answered last, or that follows one that was lost: it is tried first next time."""
 
     address: int = 0
+
+    def lost(self, address: int, following: int) -> None:
+        """Note that the router `address` is lost: other calls need not find that out for themselves."""
+        if self.address == address:
+            self.address = following

@@ -19,6 +19,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pdmesh.client.channel import RECONNECT_OPTIONS
+
 PATH = Path(__file__).with_name("service_config.json")
 
 
@@ -28,11 +30,6 @@ def text() -> str:
 
 
 def channel_options() -> tuple[tuple[str, str | int], ...]:
-    """Return options for any channel of grpcio: the service config, and reconnects as fast as routers restart."""
-    return (
-        ("grpc.service_config", text()),
-        ("grpc.keepalive_time_ms", 10_000),
-        ("grpc.keepalive_timeout_ms", 5_000),
-        ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.max_reconnect_backoff_ms", 1_000),
-    )
+    """Return options for any channel of grpcio: the service config, pings by which a router that stands still is noticed, and
+    reconnects as fast as routers restart."""
+    return (("grpc.service_config", text()), *RECONNECT_OPTIONS)

@@ -255,6 +255,7 @@ class _Attempts:
     def failed(self, error: MeshError) -> float:
         """Return the seconds until the next attempt; raise when there is none. The caller has not cancelled the stream."""
         error = unasked(error)
+        failed = self._retrier.address
         try:
             delay = self._retrier.failed(error, time.monotonic(), resuming=self.session.resuming)
         except MeshError as final:
@@ -262,6 +263,7 @@ class _Attempts:
             raise
         if isinstance(error, Unavailable):
             self.session.lost()
+            self._preference.lost(failed, self._retrier.address)
         return delay
 
 

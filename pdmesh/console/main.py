@@ -30,6 +30,7 @@ from pdmesh.console.store import Bounds, Store
 from pdmesh.console.topology import Topology
 from pdmesh.runtime import config as runtime_config
 from pdmesh.runtime import log, process
+from pdmesh.runtime.addresses import bare_host, join_address
 from pdmesh.runtime.config import ConfigError
 from pdmesh.runtime.rpc.tls import ClientTlsConfig, open_tls
 from pdmesh.runtime.telemetry.config import parse_endpoint
@@ -107,7 +108,7 @@ class HttpServer:
     @property
     def address(self) -> str:
         """Return "host:port" as bound."""
-        return f"{f'[{self._host}]' if ':' in self._host else self._host}:{self._port}"
+        return join_address(self._host, self._port)
 
     async def start(self) -> None:
         """Bind and answer. Raises ConfigError if the port is taken."""
@@ -126,8 +127,8 @@ class HttpServer:
 
     def _bind(self) -> socket.socket:
         try:
-            family = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)[0][0]
-            return socket.create_server((self._host, self._port), family=family, backlog=BACKLOG)
+            family = socket.getaddrinfo(bare_host(self._host), self._port, type=socket.SOCK_STREAM)[0][0]
+            return socket.create_server((bare_host(self._host), self._port), family=family, backlog=BACKLOG)
         except OSError as error:
             problem = f"cannot listen on {self._host} port {self._port}: {error.strerror or error}"
             raise ConfigError("--port", problem, "choose another --port, or 0 for any free one") from None

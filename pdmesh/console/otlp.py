@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import grpc
 import grpc.aio
 
+from pdmesh.runtime.addresses import join_address
 from pdmesh.runtime.config import ConfigError
 from pdmesh.runtime.telemetry.config import Endpoint
 from pdmesh.runtime.telemetry.otlp import headers, read_ca
@@ -56,12 +57,12 @@ class OtlpReceiver:
         self._server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CALLS)
         self._server.add_generic_rpc_handlers((_Methods({TRACES: self._traces, METRICS: self._other, LOGS: self._other}),))
         try:
-            port = self._server.add_insecure_port(f"{self._host}:{self._port}")
+            port = self._server.add_insecure_port(join_address(self._host, self._port))
         except RuntimeError as error:
             problem = f"cannot listen on {self._host} port {self._port}: {error}"
             raise ConfigError("--otlp-port", problem, "choose another --otlp-port, or 0 for any free one") from None
         await self._server.start()
-        return f"{self._host}:{port}"
+        return join_address(self._host, port)
 
     async def stop(self) -> None:
         """Stop. Idempotent."""

@@ -22,7 +22,7 @@ STABLE_AFTER_S = 30.0
 
 
 def backoff_s(num_failures: int) -> float:
-    """Return the seconds to wait before the restart that follows `num_failures` (at least 1) short lives in a row."""
+    """Return the seconds to wait before the restart that follows `num_failures` short lives in a row; 0 after a long one."""
     return restart_delay_s(num_failures, first_s=FIRST_BACKOFF_S, max_s=MAX_BACKOFF_S)
 
 
@@ -135,7 +135,7 @@ class Member:
         while True:
             code = await self._latest.wait()
             lifetime_s = time.monotonic() - self._started_at
-            self._num_failures = 1 if lifetime_s >= STABLE_AFTER_S else self._num_failures + 1
+            self._num_failures = 0 if lifetime_s >= STABLE_AFTER_S else self._num_failures + 1
             report = f"{self.name} (pid {self.pid}) {how_it_ended(code)}"
             if not self._restart:
                 self._on_event(f"{report}; its log: {self.log_path}")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pdmesh
 from pdmesh.engine.config import default_kv_share
+from pdmesh.runtime.addresses import split_address
 from pdmesh.runtime.child import StartFailed, import_path, python_command
 from pdmesh.runtime.config import to_env
 from pdmesh.runtime.rpc.tls import TlsConfig
@@ -230,13 +231,13 @@ def console_plan(
 ) -> ProcessPlan:
     """Return the plan of the console, which receives traces at `otlp_address` and forwards them to the collector at `forward`, if
     any."""
-    host, _, port = otlp_address.rpartition(":")
+    host, port = split_address(otlp_address)
     flags = {
         "--routers": ",".join(routers),
         "--host": config.console_host,
         "--port": str(config.console_port),
         "--otlp-host": host,
-        "--otlp-port": port,
+        "--otlp-port": str(port),
         "--forward-otlp": forward,
     }
     return ProcessPlan(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from pdmesh.launcher.member import STABLE_AFTER_S, OnEvent, backoff_s, how_it_ended
 from pdmesh.runtime import ports
+from pdmesh.runtime.addresses import join_address
 from pdmesh.runtime.child import StartFailed
 from pdmesh.runtime.config import ConfigError
 from pdmesh.runtime.registry.redis_server import EmbeddedRedis
@@ -68,7 +69,7 @@ class RedisMember:
             if not self._restart:
                 self._on_event(report)
                 return
-            self._num_failures = 1 if time.monotonic() - self._started_at >= STABLE_AFTER_S else self._num_failures + 1
+            self._num_failures = 0 if time.monotonic() - self._started_at >= STABLE_AFTER_S else self._num_failures + 1
             await self._start_again(report)
 
     async def _start_again(self, report: str) -> None:
@@ -138,7 +139,7 @@ class Traces:
     @property
     def address(self) -> str:
         """Return the address of the console's OTLP."""
-        return f"{HOST}:{self.held.getsockname()[1]}"
+        return join_address(HOST, self.held.getsockname()[1])
 
     @property
     def env(self) -> dict[str, str]:

@@ -40,7 +40,10 @@ def import_path(python: str = "") -> dict[str, str]:
 
 
 def restart_delay_s(num_failures: int, *, first_s: float, max_s: float) -> float:
-    """Return the seconds before the restart that follows `num_failures` (at least 1) short lives in a row; each doubles them."""
+    """Return the seconds before the restart that follows `num_failures` short lives in a row; each doubles them. After a long
+    life (0) there is nothing to wait for: 0."""
+    if num_failures == 0:
+        return 0.0
     return float(min(max_s, first_s * 2 ** min(num_failures - 1, 16)))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 
+from pdmesh.runtime.addresses import bare_host
 from pdmesh.runtime.config import ConfigError
 
 
@@ -35,7 +36,7 @@ def share(listening: socket.socket) -> None:
 
 
 def _bound(host: str, port: int, *, shared: bool) -> socket.socket:
-    family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+    family, kind, protocol, _, address = socket.getaddrinfo(bare_host(host), port, type=socket.SOCK_STREAM)[0]
     made = socket.socket(family, kind, protocol)
     try:
         if shared:

@@ -3,7 +3,7 @@
     async def main(life: Lifecycle) -> None:
         server = ...
         port = await server.start()
-        life.ready(f"{host}:{port}")           # one JSON line on stdout: {"ready": true, "address": "..."}
+        life.ready(server.address)             # one JSON line on stdout: {"ready": true, "address": "..."}
         await life.wait_for_stop()             # SIGTERM, SIGINT, life.stop(...) or life.fail(...)
         await server.drain(grace_s)
 

@@ -17,6 +17,7 @@ from kvtransfer.transports.grpc import SERVICE as PUSH_SERVICE
 from kvtransfer.transports.grpc import add_push_service
 from pdmesh.engine.errors import EngineStopped
 from pdmesh.engine.outputs import StepResult
+from pdmesh.runtime.addresses import join_address
 from pdmesh.runtime.config import ConfigError
 from pdmesh.runtime.process import new_epoch
 from pdmesh.runtime.registry.block_stream import MAX_NAMES, BlockStream
@@ -289,13 +290,12 @@ class Worker:
 
     @property
     def _transfer_address(self) -> str:
-        return f"{self._config.host}:{self._config.transfer_port}"
+        return join_address(self._config.host, self._config.transfer_port)
 
     @property
     def _address(self) -> str:
         """Return the host:port at which others reach the gRPC server. Call it only once that has started."""
-        host = self._config.advertise or self._config.host
-        return f"[{host}]:{self._server.port}" if ":" in host and not host.startswith("[") else f"{host}:{self._server.port}"
+        return join_address(self._config.advertise or self._config.host, self._server.port)
 
     def _describe(self) -> Description:
         return describe(

@@ -61,6 +61,7 @@ class HealthLimits:
     jitter: float = 0.25  # a random share up to this is added, so that workers do not come back all at once
     probe_s: float = 10.0  # another probe is sent if one has not ended by then
     max_share: float = 0.5
+    loss_s: float = 1.0  # the requests that a lost worker had say so within this time of each other
 
 
 @dataclass(eq=False)
@@ -79,6 +80,7 @@ class Breaker:
     touched_at: float = 0.0
     num_ejections: int = 0
     reason: str = ""
+    lost_at: float = -math.inf
 
     def fade(self, now: float, memory_s: float) -> None:
         """Decay the counts to the time `now`."""
@@ -125,9 +127,14 @@ class CircuitBreaker:
         elif breaker.state is State.CLOSED and now - breaker.until > self.limits.max_ejection_s:
             breaker.times = 0
 
-    def failed(self, worker: WorkerKey, role: Role, now: float, reason: str) -> None:
-        """Record a failure that the request did not cause."""
+    def failed(self, worker: WorkerKey, role: Role, now: float, reason: str, *, lost: bool = False) -> None:
+        """Record a failure that the request did not cause. `lost`: the worker was lost, which is one failure, however many
+        requests it costs."""
         breaker = self._touch(worker, role, now)
+        if lost:
+            is_known, breaker.lost_at = now - breaker.lost_at < self.limits.loss_s, now
+            if is_known:
+                return
         breaker.errors += 1
         share = breaker.errors / (breaker.errors + breaker.successes)
         if breaker.state is State.HALF_OPEN:
@@ -218,12 +225,26 @@ logger = logging.getLogger(__name__)
 class HealthRecorder:
     """Take results of requests from all callers, and tell the placer which workers are ejected."""
 
-    def __init__(self, views: Callable[[], Iterable[WorkerSnapshot]]) -> None:
-        """Create the recorder. `views` returns the current workers."""
+    def __init__(
+        self,
+        views: Callable[[], Iterable[WorkerSnapshot]],
+        silent: Callable[[], frozenset[WorkerKey]] = frozenset,
+    ) -> None:
+        """Create the recorder. `views` returns the current workers, `silent` those that have been silent for a while."""
         self.health = CircuitBreaker(jitter=random.random, on_change=_log)
         self._views = views
+        self._silent = silent
         self._peers: dict[tuple[WorkerKey, Role], Iterable[WorkerKey]] = {}
         self._peers_until = 0.0
+
+    @property
+    def leaves_any_out(self) -> bool:
+        """Return whether `left_out` may return any worker."""
+        return self.health.suspects or bool(self._silent())
+
+    def left_out(self, fleet_snapshot: FleetSnapshot, role: Role) -> frozenset[WorkerKey]:
+        """Return the workers that get nothing while there are others: the ejected ones, and those that are silent."""
+        return self.ejected(fleet_snapshot, role) | self._silent()
 
     def ejected(self, fleet_snapshot: FleetSnapshot, role: Role) -> frozenset[WorkerKey]:
         """Return the workers that are ejected now in this role: of each kind at most a share, and never the last."""
@@ -257,9 +278,10 @@ class HealthRecorder:
         """Record how slow the worker was: observed ÷ expected, or seconds; in the same unit for all workers of a role."""
         self.health.measured(worker, role, slowness, self._peers_of(worker, role), _now())
 
-    def failed(self, worker: WorkerKey, role: Role, reason: str) -> None:
-        """Record that the worker failed its part of a request, and that the request did not cause it."""
-        self.health.failed(worker, role, _now(), reason)
+    def failed(self, worker: WorkerKey, role: Role, reason: str, *, lost: bool = False) -> None:
+        """Record that the worker failed its part of a request, and that the request did not cause it. `lost`: because the worker
+        was lost, with all that it had."""
+        self.health.failed(worker, role, _now(), reason, lost=lost)
 
     def _peers_of(self, worker: WorkerKey, role: Role) -> Iterable[WorkerKey]:
         now = _now()

@@ -14,7 +14,9 @@ from typing import Protocol
 
 import grpc.aio
 
+from pdmesh.runtime.addresses import split_address
 from pdmesh.v1 import decode_pb2, decode_pb2_grpc, worker_pb2
+from router.fleet.change_notifier import wait_at_most
 from router.fleet.heartbeat import Watchdog, being_cancelled
 
 MIN_BACKOFF_S = 0.05
@@ -62,6 +64,8 @@ class DecodeStream:
         *,
         on_change: Callable[[], None],
         on_load: Callable[[worker_pb2.LoadReport], None],
+        on_heard: Callable[[], None],
+        is_silent: Callable[[], bool],
     ) -> None:
         self.address = address
         self.epoch: int | None = None
@@ -70,6 +74,10 @@ class DecodeStream:
         self._settings = settings
         self._on_change = on_change
         self._on_load = on_load
+        self._on_heard = on_heard
+        self._is_silent = is_silent
+        self._retry = asyncio.Event()
+        self._break: Callable[[], None] | None = None  # ends the present session; None between two
         self._followers: dict[str, tuple[int, Follower]] = {}
         self._waiting: set[str] = set()  # those without output so far: the decode worker holds their blocks under a lease
         self._grace: asyncio.TimerHandle | None = None
@@ -85,6 +93,17 @@ class DecodeStream:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         self._lose(reason)
+
+    def try_now(self) -> None:
+        """Attach without further delay, if it waits to do so again: the worker has just shown that it is there."""
+        self._retry.set()
+
+    def fell_silent(self, reason: str) -> None:
+        """Lose all followers: the worker is silent on every stream. The next session names none of them, so that a worker that
+        was stopped and goes on drops their requests."""
+        self._lose(reason)
+        if self._break is not None:
+            self._break()
 
     def follow(self, request_id: str, epoch: int, follower: Follower) -> None:
         """Give `follower` what the incarnation `epoch` sends about `request_id`, from now on. Call it before Submit."""
@@ -111,7 +130,8 @@ class DecodeStream:
             self._broken(problem)
             if self._followers and await is_refused(self.address):
                 self._lose(f"nothing listens at {self.address} any more")
-            await asyncio.sleep(backoff_s)
+            self._retry.clear()
+            await wait_at_most(self._retry, backoff_s)
 
     async def _session(self) -> None:
         """Run one stream, from opening to its end. Silence ends it, too."""
@@ -122,7 +142,8 @@ class DecodeStream:
             silent.set()
             call.cancel()
 
-        with Watchdog(self._settings.stream_timeout_s, give_up) as watchdog:
+        self._break = give_up
+        with Watchdog(self._settings.stream_timeout_s, give_up, self._is_silent) as watchdog:
             heartbeats = asyncio.create_task(self._send(call), name=f"heartbeats {self.address}")
             try:
                 await self._read(call, watchdog)
@@ -130,6 +151,7 @@ class DecodeStream:
                 if not silent.is_set() or being_cancelled():
                     raise
             finally:
+                self._break = None
                 call.cancel()
                 heartbeats.cancel()
                 await asyncio.gather(heartbeats, return_exceptions=True)
@@ -151,6 +173,7 @@ class DecodeStream:
             if not isinstance(frame, decode_pb2.Frame):  # EOF
                 return
             watchdog.heard()
+            self._on_heard()
             self._take(frame)
 
     def _take(self, frame: decode_pb2.Frame) -> None:
@@ -211,9 +234,8 @@ class DecodeStream:
 
 async def is_refused(address: str) -> bool:
     """Return whether the host refuses connections to the port. Then the process is gone, and waiting for it is useless."""
-    host, _, port = address.rpartition(":")
     try:
-        _, writer = await asyncio.wait_for(asyncio.open_connection(host.strip("[]"), int(port)), PROBE_TIMEOUT_S)
+        _, writer = await asyncio.wait_for(asyncio.open_connection(*split_address(address)), PROBE_TIMEOUT_S)
     except ConnectionRefusedError:
         return True
     except (OSError, ValueError, TimeoutError):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from pdmesh.runtime.rpc.channel import Channels
 from pdmesh.v1 import worker_pb2
-from router.fleet.change_notifier import ChangeNotifier
+from router.fleet.change_notifier import ChangeNotifier, wait_at_most
 from router.fleet.decode_stream import StreamSettings
 from router.fleet.worker import Incarnation, Worker
 from router.routing.fleet_snapshot import FleetSnapshot
@@ -53,6 +53,7 @@ class ContextLimits:
 
 
 SWEEP_PERIOD_S = 1.0
+MIN_SWEEP_GAP_S = 0.05
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ class FleetRegistry:
         self._fleet_snapshot = FleetSnapshot()
         self._outdated: set[str] = set()
         self._decodes_at = ""  # the address of a worker that could take a request when that was asked last
+        self._suspects: set[str] = set()
         self._contexts = ContextLimits()
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -123,6 +125,14 @@ class FleetRegistry:
         """Return whether a worker was forgotten, or is another process now. One that is silent for a while is not gone."""
         worker = self.workers.get(key[0])
         return worker is None or (worker.last is not None and worker.last.info.epoch != key[1])
+
+    @property
+    def suspects(self) -> frozenset[WorkerKey]:
+        """Return the workers that have been silent for a while and are not lost yet: what can go elsewhere does."""
+        if not self._suspects:
+            return frozenset()
+        alive = ((address, self._workers[address].current) for address in self._suspects if address in self._workers)
+        return frozenset((address, current.info.epoch) for address, current in alive if current is not None)
 
     def ready(self) -> bool:
         """Return whether a decode worker can take a request. A decode worker can also prefill, so it suffices alone."""
@@ -183,7 +193,9 @@ class FleetRegistry:
 
     async def _sweep_forever(self) -> None:
         while True:
-            await asyncio.sleep(SWEEP_PERIOD_S)
+            came = self.arrivals.next
+            await asyncio.sleep(MIN_SWEEP_GAP_S)  # many may come at the same time
+            await wait_at_most(came, SWEEP_PERIOD_S)  # what came may replace what is lost
             try:
                 await self.forget_lost(time.monotonic())
                 await self.reopen_outdated(time.monotonic())
@@ -201,6 +213,7 @@ class FleetRegistry:
             on_view=lambda: self._outdated.add(address),
             on_dispatch=self._was_dispatched,
             on_up=self._is_up,
+            on_suspect=lambda: self._suspected(worker),
         )
         self._workers[address] = worker
         worker.start()
@@ -210,6 +223,14 @@ class FleetRegistry:
         described = incarnation.described
         self._contexts.put(described.address, described.model, described.max_context)
         self.arrivals.fire()
+
+    def _suspected(self, worker: Worker) -> None:
+        """Take over whether the worker is a suspect."""
+        if worker.is_suspect:
+            self._suspects.add(worker.address)
+        else:
+            self._suspects.discard(worker.address)
+            self.openings.fire()
 
     def _was_dispatched(self) -> None:
         if self.on_dispatch is not None:

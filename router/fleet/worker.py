@@ -13,7 +13,7 @@ from pdmesh.adapter_id import AdapterId
 from pdmesh.v1 import common_pb2, decode_pb2_grpc, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 from router.fleet.change_notifier import Signal
 from router.fleet.decode_stream import DecodeStream, StreamSettings
-from router.fleet.heartbeat import Watchdog, being_cancelled
+from router.fleet.heartbeat import SilenceDetector, SilenceLimits, Watchdog, being_cancelled, tick_s_of
 from router.routing import worker_reports
 from router.routing.worker_snapshot import WorkerSnapshot
 
@@ -24,6 +24,8 @@ TRANSIT_S = 0.2
 MAX_CONFIRMED = 256
 LATE_PERIODS = 2.5
 """Periods of heartbeats after which the next one is late: its sender, this router or both had no time for it."""
+SLOWEST = 3.0
+"""A worker that is slow to answer may be silent for so many times the stream's time limit."""
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +106,10 @@ def _nothing(*_: object) -> None:
 
 
 class Worker:
-    """Follow one worker: GetInfo, then Watch, again after every break. With the decode role it has a DecodeStream, too."""
+    """Follow one worker: GetInfo, then Watch, again after every break. With the decode role it has a DecodeStream, too.
+
+    Both streams are written by the worker's event loop. When both are silent for too long, the worker is lost for all of its
+    requests at once; before that, while it is `suspect`, nothing more is sent to it if there is another one."""
 
     def __init__(
         self,
@@ -118,6 +123,7 @@ class Worker:
         on_view: Callable[[], None],
         on_dispatch: Callable[[], None] = _nothing,
         on_up: Callable[[Incarnation], None] = _nothing,
+        on_suspect: Callable[[], None] = _nothing,
     ) -> None:
         self.address = address
         self.static = static
@@ -126,7 +132,16 @@ class Worker:
         self.last: Incarnation | None = None
         self.prefill = prefill_pb2_grpc.PrefillServiceStub(channel)
         self.decode = decode_pb2_grpc.DecodeServiceStub(channel)
-        self.decode_stream = DecodeStream(address, self.decode, settings, on_change=on_change, on_load=self._report)
+        self.is_suspect = False
+        self.decode_stream = DecodeStream(
+            address,
+            self.decode,
+            settings,
+            on_change=on_change,
+            on_load=self._report,
+            on_heard=self._heard,
+            is_silent=lambda: self.is_suspect,
+        )
         self._control = worker_pb2_grpc.WorkerControlStub(channel)
         self._settings = settings
         self._report_period_ms = report_period_ms
@@ -134,6 +149,12 @@ class Worker:
         self._on_view = on_view
         self._on_dispatch = on_dispatch
         self._on_up = on_up
+        self._on_suspect = on_suspect
+        timeout_s = settings.stream_timeout_s
+        self._tick_s = tick_s_of(timeout_s)
+        self._silence = SilenceDetector(SilenceLimits(timeout_s, SLOWEST * timeout_s), self._tick_s)
+        self._ticking: asyncio.TimerHandle | None = None  # None: nothing was heard yet
+        self._watch: grpc.aio.UnaryStreamCall[worker_pb2.WatchRequest, worker_pb2.LoadReport] | None = None
         self._dispatched: list[Dispatched] = []
         self._confirmed: list[Dispatched] = []
         self._foreign: list[Dispatched] = []
@@ -148,6 +169,9 @@ class Worker:
 
     async def stop(self) -> None:
         """Stop watching; requests on the worker are lost."""
+        if self._ticking is not None:
+            self._ticking.cancel()
+        self._set_suspect(False)
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -292,7 +316,7 @@ class Worker:
 
     async def _session(self) -> None:
         """Follow one incarnation, from its first heartbeat until the stream breaks, falls silent or shows another epoch."""
-        info = await self._control.GetInfo(worker_pb2.GetInfoRequest(), timeout=self._settings.stream_timeout_s)
+        info = await self._control.GetInfo(worker_pb2.GetInfoRequest(), timeout=self._silence.limit_s)
         problem = worker_reports.problem_of(info)
         if problem is not None:
             logger.error("worker %s cannot be used: its GetInfo says that %s", self.address, problem)
@@ -300,13 +324,15 @@ class Worker:
             return
         info.address = self.address
         call = self._control.Watch(worker_pb2.WatchRequest(period_ms=self._report_period_ms))
-        with Watchdog(self._settings.stream_timeout_s, call.cancel) as watchdog:
+        self._watch = call
+        with Watchdog(self._settings.stream_timeout_s, call.cancel, lambda: self.is_suspect) as watchdog:
             try:
                 await self._follow(info, call, watchdog)
             except asyncio.CancelledError:
                 if not call.cancelled() or being_cancelled():
                     raise
             finally:
+                self._watch = None
                 call.cancel()
 
     async def _follow(
@@ -317,6 +343,7 @@ class Worker:
     ) -> None:
         async for load in call:
             watchdog.heard()
+            self._heard()
             if load.epoch != info.epoch:
                 return
             if self.current is None:
@@ -330,6 +357,7 @@ class Worker:
         self._dispatched.clear()
         self._foreign.clear()
         self._confirmed.clear()
+        self.decode_stream.try_now()
         self._on_up(incarnation)
 
     def _report(self, load: worker_pb2.LoadReport) -> None:
@@ -350,6 +378,36 @@ class Worker:
             self._stream_started = True
             self.decode_stream.start()
         self._on_change()
+
+    def _heard(self) -> None:
+        """Record a sign of life. Per-token path."""
+        self._silence.heard()
+        if self.is_suspect:
+            self._set_suspect(False)
+        if self._ticking is None:
+            self._tick()
+
+    def _tick(self) -> None:
+        loop = asyncio.get_running_loop()
+        was_lost = self._silence.is_lost
+        self._silence.tick(loop.time())
+        self._set_suspect(self._silence.is_suspect)
+        if self._silence.is_lost and not was_lost:
+            self._fell_silent()
+        self._ticking = loop.call_later(self._tick_s, self._tick)  # also of a lost one: a pause counts only if it was short
+
+    def _set_suspect(self, is_suspect: bool) -> None:
+        if is_suspect != self.is_suspect:
+            self.is_suspect = is_suspect
+            self._on_suspect()
+
+    def _fell_silent(self) -> None:
+        """Give the worker up, with all of its requests, and look for it again."""
+        reason = f"no sign of life of {self.address} for {self._silence.silence_s:.1f} s"
+        self._down(reason)
+        if self._watch is not None:
+            self._watch.cancel()
+        self.decode_stream.fell_silent(reason)
 
     def _down(self, problem: str) -> None:
         current, self.current = self.current, None

@@ -30,8 +30,8 @@ class TtftPredictor:
             self._core,
             prepared,
             prepared.emitted,
-            excluded_decode=health_recorder.ejected(fleet_snapshot, Role.DECODE),
-            excluded_prefill=health_recorder.ejected(fleet_snapshot, Role.PREFILL),
+            excluded_decode=health_recorder.left_out(fleet_snapshot, Role.DECODE),
+            excluded_prefill=health_recorder.left_out(fleet_snapshot, Role.PREFILL),
         )
         choice = self._core.policy.choose(fleet_snapshot, routing_request, time.monotonic())
         best = None if isinstance(choice, NoPlacement) else choice.chosen

@@ -68,7 +68,8 @@ class EmbedStage:
                 errors.append(error)
                 refused.add(found[0].key)
                 if error.code not in _NO_FAULT:
-                    self._core.health_recorder.failed(found[0].key, Role.PREFILL, error.message)
+                    is_lost = found[2].lost.is_set()
+                    self._core.health_recorder.failed(found[0].key, Role.PREFILL, error.message, lost=is_lost)
 
     def _views(self, request: Request) -> list[WorkerSnapshot]:
         """Return the prefill workers of the request's model and adapter."""
@@ -79,7 +80,7 @@ class EmbedStage:
 
     def _choose(self, request: Request, refused: set[WorkerKey]) -> Found | None:
         """Return the worker with the fewest prompt tokens ahead; one whose circuit breaker is open only if there is no other."""
-        ejected = self._core.health_recorder.ejected(self._core.fleet.fleet_snapshot, Role.PREFILL)
+        ejected = self._core.health_recorder.left_out(self._core.fleet.fleet_snapshot, Role.PREFILL)
         able = [view for view in self._views(request) if view.can_embed and view.key not in refused]
         for view in sorted(able, key=lambda view: (view.key in ejected, view.tokens_ahead, view.num_seqs + view.dispatched_seqs)):
             worker = self._core.fleet.workers.get(view.address)

@@ -78,7 +78,7 @@ class PlaceStage:
         nearly all of it cached. Raises NoRoomElsewhere."""
         if dispatch.search.errors:  # the one try has failed
             raise NoRoomElsewhere(dispatch.search.errors[-1].message)
-        fleet_snapshot, ejected = self._core.fleet.fleet_snapshot, self._core.health_recorder.ejected
+        fleet_snapshot, ejected = self._core.fleet.fleet_snapshot, self._core.health_recorder.left_out
         routing_request = routing_request_for(
             self._core,
             dispatch,
@@ -103,7 +103,7 @@ class PlaceStage:
                 dispatch.placement, dispatch.routing_request = choice, routing_request
                 return None
             nothing = _with_answers(choice, search.errors)
-            if search.takes_ejected or not self._core.health_recorder.health.suspects:
+            if search.takes_ejected or not self._core.health_recorder.leaves_any_out:
                 return nothing
             search.begin_round(takes_ejected=True)
 
@@ -112,8 +112,8 @@ class PlaceStage:
         search, fleet_snapshot = dispatch.search, self._core.fleet.fleet_snapshot
         ejected_decode = ejected_prefill = NO_WORKERS
         if not search.takes_ejected:
-            ejected_decode = self._core.health_recorder.ejected(fleet_snapshot, Role.DECODE)
-            ejected_prefill = self._core.health_recorder.ejected(fleet_snapshot, Role.PREFILL)
+            ejected_decode = self._core.health_recorder.left_out(fleet_snapshot, Role.DECODE)
+            ejected_prefill = self._core.health_recorder.left_out(fleet_snapshot, Role.PREFILL)
         decode = search.avoid | search.refused | search.unfit | ejected_decode
         routing_request = routing_request_for(self._core, dispatch, decode=decode, prefill=ejected_prefill)
         began_ns = timings.now_ns()
@@ -299,7 +299,8 @@ class ReserveStage:
         else:
             logger.warning("Submit of %s to %s: %s %s", session.wire_id, session.info.worker_id, error.code.name, error.message)
             if not isinstance(error, (DeadlineExceeded, FailedPrecondition)):
-                self._core.health_recorder.failed(session.key, Role.DECODE, error.message)
+                is_lost = session.incarnation.lost.is_set()
+                self._core.health_recorder.failed(session.key, Role.DECODE, error.message, lost=is_lost)
         session.leave("its Submit failed")
         if isinstance(error, InvalidArgument):
             raise error
@@ -314,7 +315,7 @@ def next_prefill(core: RouterContext, dispatch: Dispatch) -> PrefillTarget | Non
     decode = fleet_snapshot.get(session.worker.address)
     if decode is None or decode.view.epoch != session.info.epoch:
         return None
-    excluded = dispatch.tried | core.health_recorder.ejected(fleet_snapshot, Role.PREFILL)
+    excluded = dispatch.tried | core.health_recorder.left_out(fleet_snapshot, Role.PREFILL)
     routing_request = routing_request_for(core, dispatch, prefill=excluded)
     prefill = core.policy.choose_prefill(fleet_snapshot, decode.view, routing_request, time.monotonic())
     return _prefill_target(core, prefill, routing_request)

@@ -23,11 +23,9 @@ from pdmesh.runtime.errors import MeshError, error_from_rpc
 from pdmesh.runtime.telemetry.propagation import Metadata
 from pdmesh.runtime.telemetry.spans import Attributes
 from pdmesh.v1 import prefill_pb2
-from router.config import RouterConfig
 from router.context import RouterContext, time_left_ms, time_left_s
 from router.fleet.change_notifier import unless
 from router.fleet.circuit_breaker import Role
-from router.fleet.heartbeat import HeartbeatClock
 from router.lifecycle.decode_session import WorkerLost
 from router.lifecycle.output import TokenChunk
 from router.lifecycle.placement import ReserveStage, give_up, next_prefill
@@ -36,8 +34,6 @@ from router.lifecycle.request import Assignment, Dispatch, PrefillTarget
 OUTCOME_GRACE_S = 1.0
 """Time in which a Prefill call may still report its hand-off after every choice has ended."""
 WATCH_PERIOD_S = 0.1
-STALLED_SHARE = 0.6
-"""Share of the time after which a silent worker is lost: a request that waits for its first token leaves earlier."""
 
 _NO_FAULT = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.FAILED_PRECONDITION)
 
@@ -159,8 +155,6 @@ class PrefillCall:
         hedging, loop, prefill = self._core.hedging, asyncio.get_running_loop(), self._prefill
         hedging.budget.earn()
         bound_s = hedging.bound_s(prefill.sent.tokens, prefill.predicted_s)
-        silence = HeartbeatClock(_stalled_s(self._core.config), WATCH_PERIOD_S)
-        heard_at = prefill.incarnation.reported_at
         may_hedge = True
         while not running.done() and not self._session.ended.done():
             is_due = may_hedge and self._waits_for_first()
@@ -169,10 +163,7 @@ class PrefillCall:
                 timeout=WATCH_PERIOD_S if is_due else None,
                 return_when=asyncio.FIRST_COMPLETED,
             )
-            if prefill.incarnation.reported_at != heard_at:
-                heard_at = prefill.incarnation.reported_at
-                silence.heard()
-            is_silent = silence.tick(loop.time())
+            is_silent = prefill.worker.is_suspect
             if not is_due or running.done() or self._session.ended.done() or not self._waits_for_first():
                 continue
             if hedging.may_hedge(loop.time() - self._began, bound_s, silent=is_silent):
@@ -199,7 +190,7 @@ class PrefillCall:
         prefill, session = self._prefill, self._session
         late = f"no first token from {self._worker_id} within {waited_s:.2f} s"
         if silent:
-            self._core.health_recorder.failed(prefill.key, Role.PREFILL, late)
+            self._core.health_recorder.failed(prefill.key, Role.PREFILL, late, lost=True)
         else:
             self._core.health_recorder.took(prefill.key, Role.PREFILL, self._slowness(waited_s))
         self._dispatch.tried |= {prefill.key}
@@ -292,17 +283,13 @@ class PrefillCall:
             logger.info("%s: %s, and heartbeats were late, too: it counts against no worker", self._session.wire_id, end.problem)
             return
         if end.at_fault:
-            self._core.health_recorder.failed(self._prefill.key, Role.PREFILL, end.problem or "")
+            is_lost = self._prefill.incarnation.lost.is_set()
+            self._core.health_recorder.failed(self._prefill.key, Role.PREFILL, end.problem or "", lost=is_lost)
         if end.outcome is not None:
             self._core.health_recorder.failed(self._session.key, Role.DECODE, end.problem or "")
 
     def _was_late(self) -> bool:
         return any(each.was_late_since(self._began) for each in (self._prefill.incarnation, self._session.incarnation))
-
-
-def _stalled_s(config: RouterConfig) -> float:
-    """Return the seconds of silence in which at least two reports are missing."""
-    return max(STALLED_SHARE * config.stream_timeout_s, 2.5 * config.report_period_ms / 1000)
 
 
 def _moved(end: PrefillEnd) -> Attributes:

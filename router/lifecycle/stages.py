@@ -487,7 +487,7 @@ class Pipeline:
         """Record the loss; the next dispatch avoids the worker. Raises Unavailable after too many losses."""
         parts, tracker = request.timings.parts, request.tracker
         logger.warning("%s: %s; %d tokens are out, it goes on elsewhere", session.wire_id, loss, tracker.num_tokens)
-        self._core.health_recorder.failed(session.key, Role.DECODE, str(loss))
+        self._core.health_recorder.failed(session.key, Role.DECODE, str(loss), lost=session.incarnation.lost.is_set())
         request.timings.failed(str(loss))
         tracker.drop_early()
         request.avoid = frozenset({session.key})

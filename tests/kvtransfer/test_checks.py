@@ -19,7 +19,7 @@ from kvtransfer.manifest import (
     runs,
 )
 from kvtransfer.stream import Cursor
-from kvtransfer.transports.tcp import split_address
+from pdmesh.runtime.addresses import split_address
 from pdmesh.v1 import common_pb2, transfer_pb2
 from tests.support.kv_memory import FakeKVMemory, make_identity, make_layout, make_memory
 

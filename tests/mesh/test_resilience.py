@@ -68,15 +68,15 @@ def expected(folder: Path, numbers: Sequence[int], num_tokens: int) -> list[list
 class Asked:
     """A request under way: what has come, in order."""
 
-    def __init__(self, client: AsyncClient, number: int, num_tokens: int) -> None:
+    def __init__(self, client: AsyncClient, number: int, num_tokens: int, timeout_s: float = 100) -> None:
         self.tokens: list[int] = []
         self.timings: Timings | None = None
-        self.task = asyncio.create_task(self._run(client, number, num_tokens))
+        self.task = asyncio.create_task(self._run(client, number, num_tokens, timeout_s))
 
-    async def _run(self, client: AsyncClient, number: int, num_tokens: int) -> None:
+    async def _run(self, client: AsyncClient, number: int, num_tokens: int, timeout_s: float) -> None:
         prompt = oracle.prompt_of(number, PROMPT)
         options = {"temperature": 0.8, "seed": number, "max_tokens": num_tokens, "ignore_eos": True}
-        async with client.generate_stream(prompt, mode="remote", timeout=100, **options) as events:  # type: ignore[arg-type]
+        async with client.generate_stream(prompt, mode="remote", timeout=timeout_s, **options) as events:  # type: ignore[arg-type]
             async for event in events:
                 if isinstance(event, Delta):
                     assert event.first_index == len(self.tokens)
@@ -162,6 +162,29 @@ async def test_streams_of_a_killed_router_resume_at_the_other(mesh: LocalMesh, t
         assert await all_of(untouched) == expected(tiny, others, LONG)
     timings = [each.timings for each in untouched if each.timings is not None]
     assert [(each.num_resubmissions, each.num_retries) for each in timings] == [(0, 0)] * len(others)
+    await mesh.wait_ready(60)
+    await assert_whole(mesh, timeout_s=30)
+
+
+UNANSWERED_S = 50
+"""Less than the minute for which gRPC waits for the answer to a ping, if nobody tells it otherwise."""
+
+
+async def test_streams_of_a_router_that_stands_still_go_on_at_the_other(mesh: LocalMesh, tiny: Path) -> None:
+    """New requests go there, too: of clients that know that it stands still, and of those that do not."""
+    lost, new, others = range(2300, 2308), range(2308, 2312), range(2312, 2316)
+    async with AsyncClient(mesh.router_addresses) as client, AsyncClient(mesh.router_addresses) as stranger:
+        asked = [Asked(client, number, LONG, UNANSWERED_S) for number in lost]
+        await under_way(asked)
+        mesh.kill("router-0", signal.SIGSTOP)
+        try:
+            assert not all(each.task.done() for each in asked)
+            later = [Asked(stranger, number, SHORT, UNANSWERED_S) for number in others]
+            assert await all_of(asked) == expected(tiny, lost, LONG)
+            assert await all_of([Asked(client, number, SHORT, UNANSWERED_S) for number in new]) == expected(tiny, new, SHORT)
+            assert await all_of(later) == expected(tiny, others, SHORT)
+        finally:
+            mesh.kill("router-0", signal.SIGCONT)
     await mesh.wait_ready(60)
     await assert_whole(mesh, timeout_s=30)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdmesh.client.channel import addresses
+from pdmesh.client.channel import Preference, addresses
 from pdmesh.client.stream import Retrier, RetryPolicy
 from pdmesh.errors import Cancelled, DeadlineExceeded, InvalidArgument, MeshError, Overloaded, Unavailable
 
@@ -59,5 +59,19 @@ def test_overload_waits_for_the_delay_that_was_named() -> None:
 def test_addresses() -> None:
     assert addresses(" a:1, b:2 ,") == ("a:1", "b:2")
     assert addresses(["a:1"]) == ("a:1",)
+    assert addresses("[::1]:8100,dns:///[::1]:8100,ipv6:[::1]:8100") == ("[::1]:8100", "dns:///[::1]:8100", "ipv6:[::1]:8100")
     with pytest.raises(ValueError, match="at least one"):
         addresses(" , ")
+    with pytest.raises(ValueError, match=r"routers: an IPv6 host stands in brackets, as in \[::1\]:8100, got '::1:8100'"):
+        addresses("a:1,::1:8100")
+
+
+def test_a_router_that_was_lost_is_not_tried_first_by_other_calls() -> None:
+    preference = Preference()
+    preference.lost(0, 1)
+    assert preference.address == 1
+    preference.lost(0, 1)  # another call of the same connection says so later
+    assert preference.address == 1
+    preference.address = 0  # it has answered again
+    preference.lost(1, 0)
+    assert preference.address == 0

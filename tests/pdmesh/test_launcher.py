@@ -126,7 +126,7 @@ def test_missing_packages_are_named_at_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_backoff_and_words() -> None:
-    assert [backoff_s(n) for n in (1, 2, 3)] == [0.5, 1.0, 2.0]
+    assert [backoff_s(n) for n in (0, 1, 2, 3)] == [0.0, 0.5, 1.0, 2.0]
     assert backoff_s(1000) == MAX_BACKOFF_S
     assert how_it_ended(-9) == "was ended by SIGKILL" and how_it_ended(3) == "ended with code 3"
 

@@ -24,9 +24,11 @@ SETTINGS = StreamSettings("r", heartbeat_ms=50, stream_timeout_s=0.5, grace_s=0.
 
 
 @asynccontextmanager
-async def running_fleet(*static: str, forget_s: float = 60.0) -> AsyncIterator[FleetRegistry]:
+async def running_fleet(
+    *static: str, forget_s: float = 60.0, settings: StreamSettings = SETTINGS
+) -> AsyncIterator[FleetRegistry]:
     channels = Channels()
-    fleet = FleetRegistry(SETTINGS, channels, report_period_ms=50, forget_s=forget_s)
+    fleet = FleetRegistry(settings, channels, report_period_ms=50, forget_s=forget_s)
     fleet.start(static)
     yield fleet
     await fleet.stop()

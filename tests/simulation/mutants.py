@@ -159,10 +159,10 @@ def a_client_resumes_from_the_beginning() -> None:
 
 
 @mutant
-def a_stream_never_breaks_by_silence() -> None:
-    from router.fleet.heartbeat import Watchdog
+def a_silent_worker_is_never_lost() -> None:
+    from router.fleet.heartbeat import SilenceDetector
 
-    put(Watchdog, "heard", lambda self: None)
+    put(SilenceDetector, "is_lost", property(lambda self: False))
 
 
 @mutant

@@ -5,13 +5,14 @@ import { invalidArgument } from "./errors.js";
 
 export const DEFAULT_ADDRESS = "127.0.0.1:8100";
 /** A router that takes a connection and then says nothing is given up after so long, as one that cannot be reached. */
-export const CONNECT_TIMEOUT_MS = 2_000;
+export const CONNECT_TIMEOUT_MS = 1_000;
 
-// A router that stops answering is noticed within keepalive_time + keepalive_timeout; a restarted one is reconnected within
-// max_reconnect_backoff. Each client has connections of its own: closing one does not affect another's.
+// While a call runs, a router is asked for a sign of life every keepalive_time, and has keepalive_timeout to give it: one that
+// stands still is left after the sum. A restarted one is reconnected within max_reconnect_backoff. Each client has connections of
+// its own: closing one does not affect another's.
 const OPTIONS: ChannelOptions = {
-  "grpc.keepalive_time_ms": 10_000,
-  "grpc.keepalive_timeout_ms": 5_000,
+  "grpc.keepalive_time_ms": 400,
+  "grpc.keepalive_timeout_ms": 800,
   "grpc.initial_reconnect_backoff_ms": 100,
   "grpc.max_reconnect_backoff_ms": 1_000,
   "grpc.max_receive_message_length": 64 << 20,

@@ -149,7 +149,11 @@ export class Client {
     const answered = (address: number) => {
       this.#preferred = address;
     };
-    return new Stream(open, request, this.#retrier(options.timeoutMs), answered, this.#signal(options));
+    // Other calls need not find out for themselves that a router is lost.
+    const lost = (address: number, following: number) => {
+      if (this.#preferred === address) this.#preferred = following;
+    };
+    return new Stream(open, request, this.#retrier(options.timeoutMs), answered, lost, this.#signal(options));
   }
 
   async #unary<Q, R>(method: (stub: MeshClient) => Unary<Q, R>, request: Q, options: CallOptions): Promise<R> {

@@ -35,6 +35,7 @@ export class Stream implements AsyncIterableIterator<Event> {
     request: Request,
     private readonly retrier: Retrier,
     private readonly answered: (address: number) => void,
+    private readonly lost: (address: number, following: number) => void,
     private readonly signal: AbortSignal,
   ) {
     this.#session = new StreamSession(request);
@@ -113,8 +114,12 @@ export class Stream implements AsyncIterableIterator<Event> {
     if (this.#session.completed) return this.#close();
     this.#throwIfStopped();
     const error = unasked(failure);
+    const failed = this.retrier.address;
     const delay = this.retrier.failed(error, performance.now(), this.#session.resuming);
-    if (error instanceof Unavailable) this.#session.lost();
+    if (error instanceof Unavailable) {
+      this.#session.lost();
+      this.lost(failed, this.retrier.address);
+    }
     if (delay > 0) await sleep(delay, undefined, { signal: this.#stopped.signal }).catch(() => undefined);
     this.#throwIfStopped();
     this.#call = this.#nextCall();

@@ -21,6 +21,7 @@ import grpc.aio
 from pdmesh.autoscaler.collect.traffic import Key, Rounds, counts_of, traffic_of
 from pdmesh.autoscaler.collect.workers import SeenWorker, workers_of
 from pdmesh.autoscaler.views import Traffic
+from pdmesh.runtime.addresses import bare_host, join_address
 from pdmesh.runtime.rpc.channel import Channels, connect
 from pdmesh.v1 import mesh_pb2, mesh_pb2_grpc
 
@@ -154,7 +155,7 @@ class Collector:
         try:
             async with asyncio.timeout(ASK_TIMEOUT_S):
                 infos = await loop.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
-            self._resolved[target] = tuple(sorted({_joined(host, port) for host in _hosts(infos)}))
+            self._resolved[target] = tuple(sorted({join_address(host, port) for host in _hosts(infos)}))
         except (OSError, TimeoutError) as error:
             self.problems[target] = f"{host} cannot be resolved: {error or 'no answer'}"
         return self._resolved.get(target, ())
@@ -213,7 +214,7 @@ class Collector:
 
 def _is_address(host: str) -> bool:
     try:
-        ipaddress.ip_address(host.strip("[]"))
+        ipaddress.ip_address(bare_host(host))
     except ValueError:
         return False
     return True
@@ -224,10 +225,6 @@ def _hosts(infos: Sequence[tuple[socket.AddressFamily, int, int, str, tuple[str 
     families = [info[0] for info in infos]
     family = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
     return [str(info[4][0]) for info in infos if info[0] is family]
-
-
-def _joined(host: str, port: str) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 @asynccontextmanager

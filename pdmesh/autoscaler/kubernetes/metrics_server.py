@@ -22,6 +22,7 @@ from pdmesh.autoscaler.kubernetes.api import Api, open_api
 from pdmesh.autoscaler.kubernetes.external_metrics import ExternalMetrics
 from pdmesh.autoscaler.kubernetes.settings import KubernetesSettings, MetricsSettings
 from pdmesh.autoscaler.platform import PlatformError
+from pdmesh.runtime.addresses import bare_host
 from pdmesh.runtime.config import ConfigError
 
 # Authentication of external metrics: only the API server may ask, with a client certificate of the front proxy's CA.
@@ -240,7 +241,7 @@ def _certificates(path: str) -> str:
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    found = socket.getaddrinfo(bare_host(host), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     listening = socket.socket(found[0][0], socket.SOCK_STREAM)  # refuses connections until it listens
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

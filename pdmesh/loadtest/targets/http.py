@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import h11
 
+from pdmesh.runtime.addresses import join_address
 from pdmesh.runtime.rpc.tls import TlsConfig
 
 _READ_BYTES = 1 << 16
@@ -50,8 +51,7 @@ class BaseUrl:
     @property
     def host_header(self) -> str:
         """Return the host with the port, also where it is the scheme's own: servers accept both."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self.port}"
+        return join_address(self.host, self.port)
 
 
 class _Connection:

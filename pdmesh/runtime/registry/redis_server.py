@@ -14,6 +14,7 @@ import socket
 from pathlib import Path
 from types import TracebackType
 
+from pdmesh.runtime.addresses import join_address
 from pdmesh.runtime.child import ChildProcess, StartFailed
 
 HOST = "127.0.0.1"
@@ -44,7 +45,7 @@ class EmbeddedRedis:
     @property
     def url(self) -> str:
         """Return the URL for `redis` clients."""
-        return f"redis://{HOST}:{self.port}/0"
+        return f"redis://{join_address(HOST, self.port)}/0"
 
     @property
     def pid(self) -> int:

@@ -31,6 +31,7 @@ def connect(
         *message_size_options(max_message_bytes),
         ("grpc.keepalive_time_ms", round(keepalive_time_s * 1000)),
         ("grpc.keepalive_timeout_ms", round(KEEPALIVE_TIMEOUT_S * 1000)),
+        ("grpc.http2.ping_timeout_ms", round(KEEPALIVE_TIMEOUT_S * 1000)),  # what grpcio 1.85 goes by; a minute by default
         ("grpc.keepalive_permit_without_calls", 1),
         # gRPC's own back-off reaches two minutes; a restarted worker should serve within a second of being ready.
         ("grpc.initial_reconnect_backoff_ms", 100),

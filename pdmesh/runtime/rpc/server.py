@@ -25,6 +25,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from pdmesh.runtime.addresses import bare_host, join_address
 from pdmesh.runtime.config import ConfigError
 from pdmesh.runtime.errors import MeshError, NotFound, ResourceExhausted, Unavailable
 from pdmesh.runtime.rpc.channel import MAX_MESSAGE_BYTES, message_size_options
@@ -201,7 +202,7 @@ DEFAULT_LIMITS = ConnectionLimits()
 
 S = TypeVar("S")
 Callers = Literal["members", "certified", "any"]
-MIN_PING_INTERVAL_S = 5.0
+MIN_PING_INTERVAL_S = 0.2  # clients notice by their pings that a router stands still
 KEEPALIVE_TIME_S = 30.0
 KEEPALIVE_TIMEOUT_S = 10.0
 MAX_PING_STRIKES = 2
@@ -249,7 +250,7 @@ class GrpcServer:
     @property
     def address(self) -> str:
         """Return "host:port" as bound."""
-        return _joined(self.host, self.port)
+        return join_address(self.host, self.port)
 
     def register(self, add: Callable[[S, grpc.aio.Server], object], servicer: S, full_service_name: str) -> None:
         """Add a service before `start`: the generated `add_XServicer_to_server`, its servicer, and "package.Service"."""
@@ -306,6 +307,7 @@ def _options(max_message_bytes: int, limits: ConnectionLimits, *, share_port: bo
         ("grpc.http2.max_ping_strikes", MAX_PING_STRIKES),
         ("grpc.keepalive_time_ms", round(KEEPALIVE_TIME_S * 1000)),
         ("grpc.keepalive_timeout_ms", round(KEEPALIVE_TIMEOUT_S * 1000)),
+        ("grpc.http2.ping_timeout_ms", round(KEEPALIVE_TIMEOUT_S * 1000)),  # what grpcio 1.85 goes by; a minute by default
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", round(MIN_PING_INTERVAL_S * 1000)),
         # What a client may send ahead of a handler that does not read. By default gRPC opens it to tens of megabytes.
@@ -319,19 +321,15 @@ def _time_option(name: str, seconds: float) -> list[tuple[str, int]]:
     return [(name, round(seconds * 1000))] if seconds else []
 
 
-def _joined(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
-
-
 def _bind_error(host: str, port: int) -> ConfigError:
     """Return the reason: gRPC says only that binding failed, so a bind of our own finds out why."""
     reason = "the address cannot be bound"
     try:
-        family, kind, number, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+        family, kind, number, _, address = socket.getaddrinfo(bare_host(host), port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, number) as probe:
             probe.bind(address)
     except OSError as error:
         reason = error.strerror or str(error)
     return ConfigError(
-        "--port", f"cannot listen on {_joined(host, port)}: {reason}", "choose another --port, or 0 for any free one"
+        "--port", f"cannot listen on {join_address(host, port)}: {reason}", "choose another --port, or 0 for any free one"
     )

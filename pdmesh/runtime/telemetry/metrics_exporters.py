@@ -20,6 +20,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from pdmesh.runtime.addresses import join_address, reachable_host
 from pdmesh.runtime.config import ConfigError
 from pdmesh.runtime.telemetry.metrics import Instrument, Kind, Metrics, Reader, gauge
 from pdmesh.runtime.telemetry.metrics_registry import Reading, Registry
@@ -64,8 +65,7 @@ class MetricsServer:
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="metrics", daemon=True)
         self._thread.start()
         self.port = self._started.result()
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(self.host, self.host)
-        return f"http://[{host}]:{self.port}/metrics" if ":" in host else f"http://{host}:{self.port}/metrics"
+        return f"http://{join_address(reachable_host(self.host), self.port)}/metrics"
 
     def stop(self) -> None:
         """Stop. Idempotent."""
@@ -218,7 +218,7 @@ class LiveMetrics(Metrics):
         try:
             return await asyncio.to_thread(self._server.start)
         except OSError as error:
-            problem = f"cannot listen on {self._server.host}:{self._server.port}: {error.strerror or error}"
+            problem = f"cannot listen on {join_address(self._server.host, self._server.port)}: {error.strerror or error}"
             raise ConfigError("--metrics-port", problem, "give another one, or 0 for any that is free") from error
 
     async def stop(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
+from pdmesh.runtime.addresses import bare_host
 from pdmesh.runtime.config import ConfigError
 from pdmesh.runtime.telemetry.config import TelemetryConfig
 from pdmesh.runtime.telemetry.metrics import OFF, Metrics
@@ -29,7 +30,7 @@ def open_metrics(config: TelemetryConfig, service: str, resource: Attributes, en
 
     metrics = LiveMetrics(service, resource)
     if config.metrics_port is not None:
-        metrics.listen((config.metrics_host or host).strip("[]"), config.metrics_port)
+        metrics.listen(bare_host(config.metrics_host or host), config.metrics_port)
     if endpoint is not None:
         from pdmesh.runtime.telemetry.metrics_otlp import open_exporter
 

@@ -26,6 +26,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pdmesh.runtime import ports
+from pdmesh.runtime.addresses import bare_host, join_address
 from pdmesh.runtime.config import ConfigError
 from pdmesh.runtime.rpc.tls import Tls
 from router.api.http import connection
@@ -172,8 +173,7 @@ class HttpServer:
     @property
     def url(self) -> str:
         """Return the bound address without a path."""
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"{'https' if self._server.config.ssl else 'http'}://{host}:{self._port}"
+        return f"{'https' if self._server.config.ssl else 'http'}://{join_address(self._host, self._port)}"
 
     async def start(self) -> None:
         """Bind the address and serve. Raises ConfigError when it cannot be bound."""
@@ -262,7 +262,7 @@ class _Server(uvicorn.Server):
 
 def _listen(host: str, port: int, *, share_port: bool = False) -> socket.socket:
     """Return a listening socket. Raises OSError."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    found = socket.getaddrinfo(bare_host(host), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, kind, protocol, _, address = found[0]
     # With its protocol named, asyncio disables Nagle's algorithm on the connections: else each event may wait for an ACK.
     listening = socket.socket(family, kind, protocol)

@@ -36,10 +36,16 @@ MARK = "x-pdmesh"
 """Key of a field's JSON schema: "ignored" or "unsupported"."""
 
 
+# A type is built when the first message needs it, not when a router starts.
+MODEL_CONFIG = ConfigDict(
+    extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True, defer_build=True
+)
+
+
 class Body(BaseModel):
     """A JSON object of a request. Null is as good as absent for every field that may be absent."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = MODEL_CONFIG
 
     @model_validator(mode="before")
     @classmethod
@@ -61,7 +67,7 @@ def _few(kind: type[Body], given: dict[Any, object]) -> dict[Any, object]:
 class AnswerBody(BaseModel):
     """A JSON object of an answer."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = MODEL_CONFIG
 
 
 # What fields are made of.
