@@ -59,7 +59,8 @@ class SecretStream(SocketStream):
         try:
             answer = await self._read_exactly(NONCE_BYTES + MAC_BYTES)
         except (PeerClosed, ConnectionError) as error:
-            raise PeerClosed(f"the receiver ended the handshake: it has no mesh secret; give it {FLAG}") from error
+            problem = f"the receiver closed the connection at the handshake: it has no room, or no mesh secret (give it {FLAG})"
+            raise PeerClosed(problem) from error
         nonces = nonce + answer[:NONCE_BYTES]
         if not self._secret.kv_proves(answer[NONCE_BYTES:], RECEIVER, nonces):
             raise PeerClosed(f"the receiver has another mesh secret than this process; give both the same file with {FLAG}")
