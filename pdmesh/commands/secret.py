@@ -15,9 +15,7 @@ class Options:
     """Make the secret of a mesh, without which its workers serve nobody: pdmesh secret FILE."""
 
     file: str = field(default="", metadata={"help": "new file to write, also as a bare word", "positional": True})
-    add: bool = field(
-        default=False, metadata={"help": "add a secret to an existing file, the first step of a rotation"}
-    )
+    add: bool = field(default=False, metadata={"help": "add a secret to an existing file, the first step of a rotation"})
 
     def validate(self) -> None:
         """Raise ValueError that names the field."""

@@ -15,6 +15,7 @@ from router.fleet.wanted_adapters import UNWANTED, AdapterKey, Wanted, WantedAda
 from router.routing.filters import NoPlacement, RoutingRequest, can_prefill, explain_no_candidate, same_kind
 from router.routing.worker_reports import adapters_of
 from tests.router.fleets import worker
+from tests.support.certificates import new_secret
 
 A, B = AdapterId("a", "1" * 64), AdapterId("b", "2" * 64)
 KEY = AdapterKey("m", "a")
@@ -68,6 +69,24 @@ async def test_routers_agree_through_redis(tmp_path: Path) -> None:
         await one.refresh()
         assert not one.entries[KEY].is_wanted
         for each in (one, other, of_another_mesh):
+            await each.close()
+
+
+async def test_an_entry_of_an_outsider_is_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Who can write into Redis cannot make workers open a folder of theirs."""
+    ours, key, wanted = new_secret(tmp_path), AdapterKey("tiny", "legal"), Wanted("/adapters/legal", "ab" * 32)
+    async with EmbeddedRedis() as redis:
+        writer, reader = (WantedAdapters(redis.url, "m", ours) for _ in range(2))
+        outsiders = [WantedAdapters(redis.url, "m", secret) for secret in (None, new_secret(tmp_path))]
+        await writer.put(key, wanted)
+        for number, outsider in enumerate(outsiders):
+            await outsider.put(AdapterKey("tiny", f"theirs-{number}"), Wanted("/tmp/theirs", ""))
+        for _ in range(2):
+            await reader.refresh()
+            assert reader.entries == {key: wanted}
+        assert caplog.text.count("is ignored: it is not signed") == 1
+        assert caplog.text.count("is ignored: it is signed with another mesh secret") == 1
+        for each in (writer, reader, *outsiders):
             await each.close()
 
 
