@@ -53,6 +53,7 @@ class WantedAdapters:
         that they name. Raises ConfigError for a malformed URL."""
         self._secret = secret
         self._ignored: set[bytes] = set()
+        self._of_former_secret: set[AdapterKey] = set()
         self._link = RedisLink(url) if url else None
         self._redis_key = f"pdmesh:{records.check_id('mesh', mesh)}:adapters"
         self._entries: dict[AdapterKey, Wanted] = {}
@@ -75,6 +76,9 @@ class WantedAdapters:
         stored = await self._link.call(self._read)
         if stored is not None and not self._unwritten:
             self._entries = stored
+            for key in self._of_former_secret & stored.keys():  # sealed again before that secret is removed
+                await self.put(key, stored[key])
+            self._of_former_secret.clear()
 
     async def close(self) -> None:
         if self._link is not None:
@@ -99,15 +103,18 @@ class WantedAdapters:
         )
 
     def _opened(self, field: bytes, value: bytes) -> tuple[AdapterKey, Wanted] | None:
-        if self._secret is not None:
-            try:
-                value = self._secret.unseal(field.decode(), 0, value, ages=False)
-            except ValueError as error:
-                if field not in self._ignored:
-                    self._ignored.add(field)
-                    logger.warning("the adapter %a in Redis is ignored: %s", field[:200], error)
-                return None
-        return _entry(field, value)
+        if self._secret is None:
+            return _entry(field, value)
+        try:
+            entry = _entry(field, self._secret.unseal(field.decode(), 0, value, ages=False))
+        except ValueError as error:
+            if field not in self._ignored:
+                self._ignored.add(field)
+                logger.warning("the adapter %a in Redis is ignored: %s", field[:200], error)
+            return None
+        if entry is not None and not self._secret.is_newest_seal(field.decode(), 0, value):
+            self._of_former_secret.add(entry[0])
+        return entry
 
 
 async def _put(redis: Redis, key: str, field: str, value: str | bytes) -> int:

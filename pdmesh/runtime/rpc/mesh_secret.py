@@ -201,6 +201,11 @@ class MeshSecret:
             self._check_time(made_ms, "its writer's clock (or it is an old record)", ValueError)
         return payload
 
+    def is_newest_seal(self, key: str, epoch: int, sealed: bytes) -> bool:
+        """Return whether the secret that signs now has made the seal: in a rotation, lasting records have to be sealed again."""
+        _, made_ms, mac = _SEAL.unpack_from(sealed)
+        return hmac.compare_digest(mac, _seal_mac(self._current()[0], key, epoch, made_ms, sealed[_SEAL.size :]))
+
     def _check_time(self, made_ms: int, whose: str, error: Callable[[str], Exception]) -> None:
         apart_s = abs(self._clock() - made_ms / 1000)
         if apart_s > MAX_SKEW_S:
