@@ -22,10 +22,11 @@ GOALS = {
     "up_arrows": 0,
 }
 """What is wanted."""
-REACHED = {"remote_files": 112, "tcp_push_files": 16, "modules_not_registered": 528}
+REACHED = {"remote_files": 112, "tcp_push_files": 16, "modules_not_registered": 529}
 """What is allowed where a goal is not reached. The files of a request may shrink only; modules grow with what is built (adapters,
 headers, distillation, GGUF's architectures, a step's memory, engines behind an interface, stock engines, parsers of calls, the
-shared layer of APIs over HTTP and its bodies as types, batch files, embeddings, the mesh secret came after 420)."""
+shared layer of APIs over HTTP and its bodies as types, batch files, embeddings, the mesh secret and
+bills of materials came after 420)."""
 
 SEEN_BY_A_REQUEST = {"router", "prefill_service", "decode_service", "kvtransfer", "engine", "worker", "text"}
 
