@@ -9,8 +9,8 @@
 #
 # tests/cluster/images runs these steps in plain folders and starts the results, where there is no Docker.
 #
-# Packages are pinned by requirements.lock (torch pins CUDA's itself). They are installed before the code is copied, so that
-# another version of the code is a small layer. The longer steps are in k8s/docker/, where they run without Docker, too.
+# Packages are pinned by requirements.lock (torch pins CUDA's itself), and each image lists its own in /opt/pdmesh/sbom.cdx.json
+# (SECURITY.md). They are installed before the code is copied, so that another version of the code is a small layer. The longer steps are in k8s/docker/, where they run without Docker, too.
 
 ARG PYTHON=3.13
 
@@ -30,7 +30,7 @@ COPY k8s/docker k8s/docker
 FROM packages AS router-build
 RUN sh k8s/docker/install.sh /opt/pdmesh services,loadtest
 COPY . .
-RUN python -m pip install --no-cache-dir --no-deps --no-build-isolation .
+RUN python -m pip install --no-cache-dir --no-deps --no-build-isolation . && python k8s/docker/sbom.py
 
 FROM base AS router
 COPY --from=router-build /opt/pdmesh /opt/pdmesh
@@ -43,7 +43,7 @@ CMD ["python", "-m", "router"]
 FROM packages AS autoscaler-build
 RUN sh k8s/docker/install.sh /opt/pdmesh autoscaler
 COPY . .
-RUN python -m pip install --no-cache-dir --no-deps --no-build-isolation .
+RUN python -m pip install --no-cache-dir --no-deps --no-build-isolation . && python k8s/docker/sbom.py
 
 FROM base AS autoscaler
 COPY --from=autoscaler-build /opt/pdmesh /opt/pdmesh
@@ -67,7 +67,7 @@ FROM packages AS worker-cpu-build
 ARG TORCH_INDEX=
 RUN sh k8s/docker/install.sh /opt/pdmesh worker
 COPY . .
-RUN python -m pip install --no-cache-dir --no-deps --no-build-isolation .
+RUN python -m pip install --no-cache-dir --no-deps --no-build-isolation . && python k8s/docker/sbom.py
 
 FROM base AS worker-cpu
 COPY --from=kernels /opt/pdmesh-kernels /opt/pdmesh-kernels
@@ -80,7 +80,7 @@ CMD ["python", "-m", "pdmesh.worker"]
 FROM packages AS worker-cuda-build
 RUN sh k8s/docker/install.sh /opt/pdmesh worker
 COPY . .
-RUN python -m pip install --no-cache-dir --no-deps --no-build-isolation .
+RUN python -m pip install --no-cache-dir --no-deps --no-build-isolation . && python k8s/docker/sbom.py
 
 # When a worker starts, Triton compiles its kernel launchers in C; the cache keeps them.
 FROM base AS with-compiler
@@ -102,7 +102,7 @@ CMD ["python", "-m", "pdmesh.worker"]
 FROM packages AS worker-vllm-build
 RUN PYTHON=python sh k8s/docker/install_vllm.sh /opt/pdmesh vllm==0.32.0 worker
 COPY . .
-RUN python -m pip install --no-cache-dir --no-deps --no-build-isolation .
+RUN python -m pip install --no-cache-dir --no-deps --no-build-isolation . && python k8s/docker/sbom.py
 
 # When a worker starts, torch compiles the model's graphs: host code in C++.
 FROM with-compiler AS with-cxx

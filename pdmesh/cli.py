@@ -103,6 +103,7 @@ COMMANDS: dict[str, Command] = {
     "profile": Command("show where the time of an engine's step goes on this machine", extra="local"),
     "keys": Command("make, list and revoke the API keys that routers ask for", extra="services"),
     "tls": Command("make certificates, so that a mesh encrypts and rejects other clients", extra="services"),
+    "secret": Command("make the secret that tells the processes of a mesh from others on the network", extra="services"),
     "doctor": Command("check what this machine has and lacks"),
     "plan": Command(
         "say what a deployment takes: how many workers of which kind keep the objectives under a load", extra="services"

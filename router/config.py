@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from pdmesh.runtime.rpc.mesh_secret import MeshSecretConfig
 from pdmesh.runtime.rpc.tls import TlsConfig
 from pdmesh.runtime.telemetry.config import TelemetryConfig
 from pdmesh.text.generation_config import GenerationConfig
@@ -254,6 +255,7 @@ class RouterConfig:
         },
     )
     tls: TlsConfig = field(default_factory=TlsConfig, metadata={"flatten": True})
+    mesh_secret: MeshSecretConfig = field(default_factory=MeshSecretConfig, metadata={"flatten": True})
     tls_client_auth: Literal["require", "none"] = field(
         default="require",
         metadata={"help": "with TLS, whether clients show a certificate of the CA: require, or none to serve any client"},

@@ -18,6 +18,7 @@ import grpc.aio
 from pdmesh.planning.objectives import ModelObjective
 from pdmesh.runtime.errors import ResourceExhausted
 from pdmesh.runtime.process import new_epoch
+from pdmesh.runtime.rpc.mesh_secret import open_secret
 from pdmesh.runtime.telemetry.tracing import OFF, Tracing
 from pdmesh.v1 import mesh_pb2, worker_pb2
 from router.config import RouterConfig
@@ -333,7 +334,7 @@ class RouterContext:
         prefixes, overheads = PrefixIndex(config.prefix_index_blocks), Overheads()
         goals = {goal.model: goal for goal in objectives}
         policy = make_policy(config.policy, overheads, config.local_prefill_tokens)
-        wanted = WantedAdapters(config.redis, config.mesh)
+        wanted = WantedAdapters(config.redis, config.mesh, open_secret(config.mesh_secret))
         adapters = FleetAdapters(fleet, wanted, may_change=config.lets_clients_change_adapters)
         return cls(config, router_id, models, fleet, flow_control, prefixes, policy, overheads, adapters, goals)
 

@@ -14,6 +14,7 @@ from pdmesh.runtime.addresses import join_address
 from pdmesh.runtime.registry.block_stream import BlockStream
 from pdmesh.runtime.registry.registry import Registry
 from pdmesh.runtime.rpc.channel import Channels
+from pdmesh.runtime.rpc.mesh_secret import open_secret
 from pdmesh.runtime.rpc.server import Callers, ConnectionLimits, GrpcServer
 from pdmesh.runtime.rpc.tls import open_tls
 from pdmesh.runtime.telemetry.config import resource_of
@@ -51,8 +52,8 @@ class Router:
         self.config = config
         router_id = config.router_id or f"router-{secrets.token_hex(4)}"
         links = StreamSettings(router_id, config.heartbeat_ms, config.stream_timeout_s, config.reattach_grace_s)
-        tls = open_tls(config.tls)
-        self.channels = Channels(tls=tls)
+        tls, secret = open_tls(config.tls), open_secret(config.mesh_secret)
+        self.channels = Channels(tls=tls, secret=secret)
         self.engines = EngineBridges(config, self.channels)
         fleet = FleetRegistry(links, self.channels, report_period_ms=config.report_period_ms, forget_s=config.forget_worker_s)
         goals = objectives.load(config.objectives)
@@ -66,7 +67,7 @@ class Router:
         self.metrics.read_by(StatusReader(self.core, self._registry_connected).read)
         self.core.metrics.metrics = self.metrics
         self.core.tracing = open_tracing(config.telemetry, "pdmesh-router", resource)
-        self.registry = Registry(config.redis, config.mesh) if config.redis else None
+        self.registry = Registry(config.redis, config.mesh, secret=secret) if config.redis else None
         self.shared: SharedState | None = None
         if config.redis:
             self.shared = SharedState(config.redis, config.mesh, router_id, fleet, self.tenants.routing_request.rates)

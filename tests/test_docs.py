@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _FENCE = re.compile(r"^(```|~~~).*?^\1[^\n]*$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"!?\[(?:[^\[\]]|\[[^\[\]]*\])*\]\(([^()\s]+)\)")
 _HEADING = re.compile(r"^#{1,6}\s+(.+?)\s*#*$", re.MULTILINE)
@@ -53,6 +53,30 @@ def _leads_somewhere(page: Path, link: str) -> bool:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_relative_link_leads_somewhere(page: Path) -> None:
     assert broken(page) == []
+
+
+def named_in_the_threat_model() -> list[tuple[str, str]]:
+    """Return file and name of every test in the last column of the table; each row has at least one."""
+    rows = [line for line in (ROOT / "SECURITY.md").read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    model = [row.strip("| ").split(" | ") for row in rows if len(row.split(" | ")) == 4]
+    found = []
+    for row in model[2:]:
+        named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row[-1])
+        assert named, f"no test in the row: {row}"
+        found += named
+    return found
+
+
+def test_every_row_of_the_threat_model_names_tests_that_exist() -> None:
+    named = named_in_the_threat_model()
+    assert len(named) > 20
+    lacking = [f"{file}::{name}" for file, name in named if not re.search(rf"def {name}\(", _source(file))]
+    assert not lacking
+
+
+@cache
+def _source(file: str) -> str:
+    return (ROOT / file).read_text(encoding="utf-8")
 
 
 def test_a_link_that_leads_nowhere_is_found(tmp_path: Path) -> None:

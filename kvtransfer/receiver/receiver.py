@@ -17,6 +17,7 @@ from kvtransfer.receiver.push import Host, InboundConnection, InboundPush, PushT
 from kvtransfer.transports.base import Incoming, SocketTransport
 from kvtransfer.transports.registry import GRPC, TRANSPORTS, defaults, socket_transports
 from pdmesh.runtime.errors import MeshError, ResourceExhausted, Unavailable
+from pdmesh.runtime.rpc.mesh_secret import MeshSecret
 from pdmesh.runtime.rpc.tls import Tls
 from pdmesh.v1 import common_pb2, transfer_pb2
 
@@ -36,7 +37,8 @@ class Receiver:
     identity and layout are compared with every sender's. `transports` None: the default ones. host and port
     are tcp's (port 0, and nixl: any free one); advertise is the host that peers are told (None: `host`). `grpc_address` is
     the address of the worker's gRPC server, to be set once that has started; it passes calls on to `serve_push`.
-    idle_timeout_s, the lease, bounds every wait for a sender. tls encrypts what crosses hosts (over nixl only the conversation).
+    idle_timeout_s, the lease, bounds every wait for a sender. tls encrypts what crosses hosts (over nixl only the conversation);
+    with secret, senders on other hosts prove that they are of the mesh.
     fp8_scales: see Conversion. Raises ValueError for an unknown transport or memory that does not have the shape of identity and
     layout.
     """
@@ -55,6 +57,7 @@ class Receiver:
         idle_timeout_s: float = 5.0,
         max_connections: int = 256,
         tls: Tls | None = None,
+        secret: MeshSecret | None = None,
         fp8_scales: FP8Scales = (),
     ) -> None:
         transports = defaults() if transports is None else transports
@@ -64,7 +67,8 @@ class Receiver:
         check_memory(memory, identity, layout)
         self._shared = Host(memory, delegate, identity, layout, fp8_scales)
         self.num_corrupt = self._shared.num_corrupt
-        self._transports = [each for each in socket_transports(tls).values() if each.name in transports and each.receives(memory)]
+        known = socket_transports(tls, secret).values()
+        self._transports = [each for each in known if each.name in transports and each.receives(memory)]
         self.takes_calls = GRPC.name in transports
         self.grpc_address: str | None = None
         self._host, self._port, self._advertise = host, port, advertise

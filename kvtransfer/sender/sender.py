@@ -28,6 +28,7 @@ from kvtransfer.transports.base import Outgoing, Transport
 from kvtransfer.transports.common import shown_by
 from kvtransfer.transports.registry import transports_with
 from pdmesh.runtime import failpoints
+from pdmesh.runtime.rpc.mesh_secret import MeshSecret
 from pdmesh.runtime.rpc.tls import Tls
 from pdmesh.v1 import common_pb2, transfer_pb2
 
@@ -84,7 +85,8 @@ logger = logging.getLogger(__name__)
 class Sender:
     """Push KV out of `memory`. identity, layout and epoch are this worker's. reply_timeout_s bounds every wait for a receiver
     that is silent: one whose event loop runs says so while its engine makes it wait.
-    part_bytes is the largest size of a part; None: what suits the transport. tls encrypts what crosses hosts.
+    part_bytes is the largest size of a part; None: what suits the transport. tls encrypts what crosses hosts;
+    with secret both ends prove that they are of one mesh.
 
     Raises ValueError for memory that does not have the shape of identity and layout.
     """
@@ -100,6 +102,7 @@ class Sender:
         part_bytes: int | None = None,
         num_connections: int = NUM_CONNECTIONS,
         tls: Tls | None = None,
+        secret: MeshSecret | None = None,
     ) -> None:
         check_memory(memory, identity, layout)
         self._memory = memory
@@ -109,7 +112,7 @@ class Sender:
         self._reply_timeout_s = reply_timeout_s
         self._part_bytes = part_bytes
         self._num_connections = num_connections
-        self._transports = transports_with(tls)
+        self._transports = transports_with(tls, secret)
         self._bytes_per_s: dict[str, float] = {}
         self._silent = Silent()
         self._executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kv-send")

@@ -49,7 +49,7 @@ class InlineOutgoing:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 await self.stream.open()
         except (PeerClosed, TimeoutError) as error:
-            raise TransportUnavailable(f"{self._name}: {str(error) or 'no TLS handshake in time'}") from error
+            raise TransportUnavailable(f"{self._name}: {str(error) or 'no handshake in time'}") from error
         await self.stream.write_message(transfer_pb2.TransferMessage(hello=hello))
 
     async def send_part(

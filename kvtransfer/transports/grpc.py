@@ -17,6 +17,7 @@ from kvtransfer.layout import EVERYWHERE
 from kvtransfer.manifest import KVMemory
 from kvtransfer.transports.common import InlineIncoming, InlineOutgoing
 from pdmesh.runtime.rpc.channel import connect
+from pdmesh.runtime.rpc.mesh_secret import MeshSecret
 from pdmesh.runtime.rpc.tls import Tls
 from pdmesh.v1 import common_pb2
 
@@ -73,8 +74,8 @@ class GrpcTransport:
     gains_by_connections = True
     max_shown_bytes = None
 
-    def __init__(self, tls: Tls | None = None) -> None:
-        self._tls = tls
+    def __init__(self, tls: Tls | None = None, secret: MeshSecret | None = None) -> None:
+        self._tls, self._secret = tls, secret
 
     def sends(self, memory: KVMemory) -> bool:
         return True
@@ -92,7 +93,7 @@ class GrpcTransport:
     async def connect(
         self, endpoint: common_pb2.TransferEndpoint, memory: KVMemory, executor: Executor, reply_timeout_s: float
     ) -> InlineOutgoing:
-        channel = connect(endpoint.address, tls=self._tls)
+        channel = connect(endpoint.address, tls=self._tls, secret=self._secret)
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 await _connected(channel)

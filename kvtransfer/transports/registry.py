@@ -10,29 +10,31 @@ from kvtransfer.transports.nixl.agent import is_installed
 from kvtransfer.transports.nixl.transport import NixlTransport
 from kvtransfer.transports.shm import ShmTransport
 from kvtransfer.transports.tcp import TcpTransport
+from pdmesh.runtime.rpc.mesh_secret import MeshSecret
 from pdmesh.runtime.rpc.tls import Tls
 
 GRPC = GrpcTransport()  # listens on no socket of its own
 
-# Each function makes a transport from the mesh's certificates, if it has any. cuda_ipc and shm need none: the kernel identifies
-# the peer. nixl comes before tcp, because workers offer nixl only where the configuration names it.
-TRANSPORTS: dict[str, Callable[[Tls | None], Transport]] = {
-    CudaIpcTransport.name: lambda tls: CudaIpcTransport(),
-    ShmTransport.name: lambda tls: ShmTransport(),
+# Each function makes a transport from the mesh's certificates and its secret, if it has any. cuda_ipc and shm need none: the
+# kernel identifies the peer. nixl comes before tcp, because workers offer nixl only where the configuration names it.
+TRANSPORTS: dict[str, Callable[[Tls | None, MeshSecret | None], Transport]] = {
+    CudaIpcTransport.name: lambda tls, secret: CudaIpcTransport(),
+    ShmTransport.name: lambda tls, secret: ShmTransport(),
     NixlTransport.name: NixlTransport,
     TcpTransport.name: TcpTransport,
     GrpcTransport.name: GrpcTransport,
 }
 
 
-def transports_with(tls: Tls | None) -> dict[str, Transport]:
-    """Return all transports, for one owner that closes them; with `tls`, those that can encrypt do so."""
-    return {name: make(tls) for name, make in TRANSPORTS.items()}
+def transports_with(tls: Tls | None, secret: MeshSecret | None = None) -> dict[str, Transport]:
+    """Return all transports, for one owner that closes them; with `tls`, those that can encrypt do so; with `secret`, peers on
+    other hosts prove that they are of the mesh."""
+    return {name: make(tls, secret) for name, make in TRANSPORTS.items()}
 
 
-def socket_transports(tls: Tls | None) -> dict[str, SocketTransport]:
+def socket_transports(tls: Tls | None, secret: MeshSecret | None = None) -> dict[str, SocketTransport]:
     """Return the transports that listen on a socket, as `transports_with` does."""
-    return {name: each for name, each in transports_with(tls).items() if isinstance(each, SocketTransport)}
+    return {name: each for name, each in transports_with(tls, secret).items() if isinstance(each, SocketTransport)}
 
 
 def defaults() -> tuple[str, ...]:

@@ -1,7 +1,8 @@
 """tcp: the bytes of a part follow its header on the socket, straight from and into pool memory.
 
 Socket buffers are left to the kernel, which grows them to megabytes as the link needs; a fixed SO_RCVBUF would turn that off and,
-on an untuned host, cap them at 208 KiB. With certificates the whole stream is encrypted, and a peer without them is refused.
+on an untuned host, cap them at 208 KiB. With certificates the whole stream is encrypted, and a peer without them is refused. With
+a mesh secret alone both ends prove that they have it before the first frame.
 """
 
 import asyncio
@@ -11,10 +12,12 @@ from concurrent.futures import Executor
 from kvtransfer.errors import TransportUnavailable
 from kvtransfer.layout import EVERYWHERE
 from kvtransfer.manifest import KVMemory
+from kvtransfer.secret_stream import SecretStream
 from kvtransfer.stream import SocketStream
 from kvtransfer.tls_stream import TlsStream
 from kvtransfer.transports.common import InlineIncoming, InlineOutgoing
 from pdmesh.runtime.addresses import bare_host, join_address, split_address
+from pdmesh.runtime.rpc.mesh_secret import MeshSecret
 from pdmesh.runtime.rpc.tls import Tls
 from pdmesh.v1 import common_pb2
 
@@ -23,7 +26,7 @@ BACKLOG = 128
 
 
 class TcpTransport:
-    """Transfer between any two hosts; encrypted if `tls` is given."""
+    """Transfer between any two hosts; encrypted if `tls` is given, else among those that have `secret`, if that is."""
 
     name = "tcp"
     reach = EVERYWHERE
@@ -32,8 +35,8 @@ class TcpTransport:
     gains_by_connections = True
     max_shown_bytes: int | None = None
 
-    def __init__(self, tls: Tls | None = None) -> None:
-        self._tls = tls
+    def __init__(self, tls: Tls | None = None, secret: MeshSecret | None = None) -> None:
+        self._tls, self._secret = tls, secret
 
     def sends(self, memory: KVMemory) -> bool:
         return True
@@ -80,9 +83,11 @@ class TcpTransport:
         return self._stream(sock, executor, idle_timeout_s, server_side=True)
 
     def _stream(self, sock: socket.socket, executor: Executor, timeout_s: float, *, server_side: bool) -> SocketStream:
-        if self._tls is None:
-            return SocketStream(sock, executor, timeout_s)
-        return TlsStream(sock, executor, timeout_s, self._tls, server_side=server_side)
+        if self._tls is not None:  # its certificates prove membership, and nobody in between can take the connection over
+            return TlsStream(sock, executor, timeout_s, self._tls, server_side=server_side)
+        if self._secret is not None:
+            return SecretStream(sock, executor, timeout_s, self._secret, server_side=server_side)
+        return SocketStream(sock, executor, timeout_s)
 
     def _check_agreement(self, endpoint: common_pb2.TransferEndpoint) -> None:
         """Raise TransportUnavailable when one end uses TLS and the other does not: nothing goes out unencrypted by accident."""

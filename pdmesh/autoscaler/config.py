@@ -11,6 +11,7 @@ from pdmesh.planning import objectives
 from pdmesh.planning.capacity_load import Goals
 from pdmesh.planning.objectives import ModelObjective
 from pdmesh.runtime.config import ConfigError
+from pdmesh.runtime.rpc.mesh_secret import MeshSecretConfig
 from pdmesh.runtime.rpc.tls import TlsConfig
 from pdmesh.runtime.telemetry.config import TelemetryConfig
 
@@ -42,6 +43,7 @@ class AutoscalerConfig:
     )
     api_key: str = field(default="", metadata={"help": "API key of an admin, for routers that require one", "secret": True})
     tls: TlsConfig = field(default_factory=TlsConfig, metadata={"flatten": True})
+    mesh_secret: MeshSecretConfig = field(default_factory=MeshSecretConfig, metadata={"flatten": True})
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig, metadata={"flatten": True})
     scaling: AutoscalerSettings = field(default_factory=AutoscalerSettings, metadata={"flatten": True})
     kubernetes: KubernetesSettings = field(default_factory=KubernetesSettings)

@@ -26,6 +26,7 @@ from pdmesh.autoscaler.views import AGGREGATED, SEPARATED, Flip, PoolDecision, P
 from pdmesh.runtime import config as runtime_config
 from pdmesh.runtime import log, process
 from pdmesh.runtime.addresses import join_address
+from pdmesh.runtime.rpc.mesh_secret import open_secret
 from pdmesh.runtime.rpc.server import GrpcServer
 from pdmesh.runtime.rpc.tls import open_tls
 from pdmesh.runtime.telemetry.config import resource_of
@@ -114,11 +115,12 @@ def open_loop(
     objectives = ObjectivesFile(config.objectives, config.model, config.transit_ms)
     tls = open_tls(config.tls)
     collector = Collector(config.routers, objectives.model, window_s=config.window_s, tls=tls, api_key=config.api_key)
+    changer = RoleChanger(drain_timeout_s=config.role_drain_s, tls=tls, secret=open_secret(config.mesh_secret))
     parts = Parts(
         policy=Policy(config.scaling, objectives.goals, forecaster_of(config.scaling, config.window_s)),
         collector=collector,
         platform=_platform(config, collector),
-        roles=DryRunRoles(_say) if config.platform == "dry-run" else RoleChanger(drain_timeout_s=config.role_drain_s, tls=tls),
+        roles=DryRunRoles(_say) if config.platform == "dry-run" else changer,
         scaling=config.scaling,
         objectives=objectives,
         on_decision=list(listeners),

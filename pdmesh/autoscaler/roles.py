@@ -22,6 +22,7 @@ from pdmesh.v1 import worker_pb2, worker_pb2_grpc
 if TYPE_CHECKING:
     from pdmesh.autoscaler.collect.workers import SeenWorker
     from pdmesh.autoscaler.views import Flip
+    from pdmesh.runtime.rpc.mesh_secret import MeshSecret
     from pdmesh.runtime.rpc.tls import Tls
 
 ROLES: Mapping[PoolName, tuple[worker_pb2.Role.ValueType, ...]] = {
@@ -63,9 +64,9 @@ class Roles(Protocol):
 class RoleChanger:
     """Switch roles by SetRoles, on one event loop. Close it after use: drains that are under way continue without it."""
 
-    def __init__(self, *, drain_timeout_s: float, tls: Tls | None = None) -> None:
+    def __init__(self, *, drain_timeout_s: float, tls: Tls | None = None, secret: MeshSecret | None = None) -> None:
         """Create it. `drain_timeout_s`: after which a worker gives up its work in a lost role; routers continue it elsewhere."""
-        self._drain_timeout_s, self._tls = drain_timeout_s, tls
+        self._drain_timeout_s, self._tls, self._secret = drain_timeout_s, tls, secret
         self._draining: set[asyncio.Task[None]] = set()
 
     async def flip(self, flip: Flip, pools: Pools) -> Flipped:
@@ -101,7 +102,7 @@ class RoleChanger:
 
     async def _call(self, worker: SeenWorker, pool: PoolName) -> None:
         request = worker_pb2.SetRolesRequest(roles=ROLES[pool], drain_timeout_ms=max(1, round(self._drain_timeout_s * 1000)))
-        channel = connect(worker.address, tls=self._tls)
+        channel = connect(worker.address, tls=self._tls, secret=self._secret)
         try:
             control: worker_pb2_grpc.WorkerControlAsyncStub = worker_pb2_grpc.WorkerControlStub(channel)
             info = await control.GetInfo(worker_pb2.GetInfoRequest(), timeout=CALL_TIMEOUT_S / 2)

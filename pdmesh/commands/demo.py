@@ -65,6 +65,7 @@ async def _demo(options: Options, folder: Path, python: str) -> int:
         device=options.device,
         port=0,
         num_threads=options.threads,
+        throwaway_secret=True,
         start_timeout_s=options.start_timeout_s or start_timeout_s(options.engine),
     )
     mesh = LocalMesh(config, on_event=_note, on_progress=_note)

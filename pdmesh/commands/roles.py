@@ -13,6 +13,8 @@ from pdmesh.client.channel import open_channel
 from pdmesh.commands.options import Connection, flat
 from pdmesh.commands.status import role_names
 from pdmesh.errors import FailedPrecondition, MeshError, NotFound, Unavailable, error_from_rpc
+from pdmesh.runtime.rpc.mesh_secret import MeshSecretConfig, open_secret
+from pdmesh.runtime.rpc.proof import proving
 from pdmesh.runtime.rpc.tls import open_tls
 from pdmesh.v1 import mesh_pb2, worker_pb2
 from pdmesh.v1.worker_pb2_grpc import WorkerControlStub
@@ -31,6 +33,7 @@ class Options:
     )
     drain_timeout_s: float = field(default=30.0, metadata={"help": "how long work of a role that is taken away may finish"})
     connection: Connection = field(default_factory=Connection, metadata=flat())
+    mesh_secret: MeshSecretConfig = field(default_factory=MeshSecretConfig, metadata=flat())
 
     def validate(self) -> None:
         """Raise ValueError that names the field."""
@@ -76,7 +79,8 @@ def _set_roles(worker: worker_pb2.WorkerInfo, options: Options) -> worker_pb2.Wo
     roles = [worker_pb2.Role.Value(f"ROLE_{name.upper()}") for name in options.roles]
     request = worker_pb2.SetRolesRequest(roles=roles, drain_timeout_ms=round(options.drain_timeout_s * 1000))
     timeout_s = options.connection.timeout or options.drain_timeout_s + _MARGIN_S
-    with open_channel(worker.address, open_tls(options.connection.tls)) as channel:
+    with open_channel(worker.address, open_tls(options.connection.tls)) as opened:
+        channel = proving(opened, open_secret(options.mesh_secret))
         control = WorkerControlStub(channel)
         try:
             answer = control.GetInfo(worker_pb2.GetInfoRequest(), timeout=timeout_s)

@@ -28,6 +28,7 @@ from pdmesh.models import registry
 from pdmesh.models.registry import check_headers
 from pdmesh.runtime.child import StartFailed
 from pdmesh.runtime.config import ConfigError
+from pdmesh.runtime.rpc.mesh_secret import VARIABLE, MeshSecretConfig
 from pdmesh.runtime.rpc.tls import TlsConfig
 from pdmesh.runtime.telemetry.config import parse_endpoint
 from pdmesh.terminal import show
@@ -94,6 +95,7 @@ class Options:
     bind_cpus: bool = field(default=False, metadata={"help": "each worker computes on cores of its own, where there are enough"})
     tls: bool = field(default=False, metadata={"help": "encrypt, with certificates made for this mesh and deleted with it"})
     certificates: TlsConfig = field(default_factory=TlsConfig, metadata={"flatten": True})
+    mesh_secret: MeshSecretConfig = field(default_factory=MeshSecretConfig, metadata={"flatten": True})
     log_dir: str = field(default="", metadata={"help": "folder for the logs of the processes; empty: a new temporary one"})
     start_timeout_s: float = field(default=0.0, metadata={"help": START_TIMEOUT_HELP})
     otlp_endpoint: str = field(
@@ -204,6 +206,8 @@ def _mesh_config(options: Options, folder: Path) -> LocalMeshConfig:
         log_dir=options.log_dir,
         tls=options.certificates,
         throwaway_tls=options.tls,
+        mesh_secret=options.mesh_secret,
+        throwaway_secret=not options.mesh_secret.is_set,
         otlp_endpoint=options.otlp_endpoint,
         worker_args=(
             *_speculation(options.speculation),
@@ -347,6 +351,7 @@ def _summary(mesh: LocalMesh, scaling: AutoscaleOptions) -> list[RenderableType]
         process_table(mesh),
         "",
         *_tls_lines(config),
+        f"for `pdmesh roles` in another terminal: export {VARIABLE}={config.mesh_secret.mesh_secret_file}",
         f"{config.name_of_model} on {config.device}; logs in {mesh.log_dir}",
         *scaling.summary(config, mesh.log_dir),
         *(f"OpenAI's API: {url}/v1" for url in mesh.http_urls),

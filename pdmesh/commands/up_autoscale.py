@@ -23,6 +23,7 @@ from pdmesh.launcher.plan import LocalMeshConfig, usable_cores
 from pdmesh.launcher.scale import LocalPlatform
 from pdmesh.launcher.sidecars import collector_of
 from pdmesh.planning.objectives import load as load_objectives
+from pdmesh.runtime.rpc.mesh_secret import open_secret
 from pdmesh.runtime.rpc.tls import open_tls
 from pdmesh.runtime.telemetry.config import TelemetryConfig, resource_of
 from pdmesh.runtime.telemetry.open_metrics import open_metrics
@@ -168,7 +169,7 @@ def local_loop(
         policy=Policy(scaling, goals),
         collector=Collector(mesh.router_addresses, objective.model, window_s=WINDOW_S, tls=tls),
         platform=LocalPlatform(mesh, say),
-        roles=RoleChanger(drain_timeout_s=30.0, tls=tls),
+        roles=RoleChanger(drain_timeout_s=30.0, tls=tls, secret=open_secret(mesh.config.mesh_secret)),
         scaling=scaling,
         history=History(tell),
         spans=DecisionSpans(shown.tracing),

@@ -42,6 +42,7 @@ from pdmesh.launcher.plan import (
 )
 from pdmesh.launcher.sidecars import RedisMember, Traces, require_free, require_redis
 from pdmesh.runtime.child import StartFailed
+from pdmesh.runtime.rpc.mesh_secret import MeshSecretConfig, write_secret
 from pdmesh.runtime.rpc.tls import TlsConfig
 from pdmesh.terminal import table
 
@@ -69,6 +70,7 @@ class LocalMesh:
         self.started = False  # whether everything is ready, and not stopped
         self._redis: RedisMember | None = None
         self._certificates: tempfile.TemporaryDirectory[str] | None = None
+        self._secret: tempfile.TemporaryDirectory[str] | None = None
         self._traces: Traces | None = None
         self._on_event = on_event
         self._on_progress = on_progress
@@ -197,6 +199,8 @@ class LocalMesh:
             await require_redis(self.redis_url, min(_REDIS_PATIENCE_S, self.config.start_timeout_s))
         if self.config.throwaway_tls and self._certificates is None:
             await self._make_certificates()
+        if self.config.throwaway_secret and self._secret is None:
+            self._make_secret()
         if self.config.console_port is not None:
             self._take_traces()
         cores = usable_cores()
@@ -241,6 +245,17 @@ class LocalMesh:
             self._certificates.cleanup()
             self._certificates = None
             self.config = replace(self.config, tls=TlsConfig())
+
+    def _make_secret(self) -> None:
+        """Make a mesh secret in a folder that only this user can read."""
+        self._secret = tempfile.TemporaryDirectory(prefix="pdmesh-secret-")
+        self.config = replace(self.config, mesh_secret=write_secret(Path(self._secret.name) / "mesh-secret"))
+
+    def _delete_secret(self) -> None:
+        if self._secret is not None:
+            self._secret.cleanup()
+            self._secret = None
+            self.config = replace(self.config, mesh_secret=MeshSecretConfig())
 
     def _member(self, plan: ProcessPlan) -> Member:
         adjusted = self.config.adjust(plan) if self.config.adjust is not None else plan
@@ -290,6 +305,7 @@ class LocalMesh:
             self.config = replace(self.config, env=self._traces.release())
             self._traces = None
         self._delete_certificates()
+        self._delete_secret()
 
     async def __aenter__(self) -> Self:
         await self.start()

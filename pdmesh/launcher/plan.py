@@ -15,6 +15,7 @@ from pdmesh.engine.config import default_kv_share
 from pdmesh.runtime.addresses import split_address
 from pdmesh.runtime.child import StartFailed, import_path, python_command
 from pdmesh.runtime.config import to_env
+from pdmesh.runtime.rpc.mesh_secret import MeshSecretConfig
 from pdmesh.runtime.rpc.tls import TlsConfig
 from pdmesh.worker.engines.registry import DEFAULT_ENGINE, PACKAGES, START_TIMEOUT_S
 
@@ -63,6 +64,8 @@ class LocalMeshConfig:
     log_dir: str = ""  # empty: a new temporary folder, which stays
     tls: TlsConfig = field(default_factory=TlsConfig)  # certificates of every process; none: nothing is encrypted
     throwaway_tls: bool = False  # make certificates for this mesh, and delete them when it stops
+    mesh_secret: MeshSecretConfig = field(default_factory=MeshSecretConfig)  # of every process; none: ports serve all
+    throwaway_secret: bool = False  # make a secret for this mesh, and delete it when it stops
     otlp_endpoint: str = ""  # collector that gets traces and metrics of every process; empty: what the environment says
     worker_args: tuple[str, ...] = ()
     router_args: tuple[str, ...] = ()
@@ -109,6 +112,8 @@ class LocalMeshConfig:
             raise ValueError("metrics_port: must be a port that leaves one for each process behind it")
         if self.throwaway_tls and self.tls.is_set:
             raise ValueError("throwaway_tls: excludes certificates of your own (tls)")
+        if self.throwaway_secret and self.mesh_secret.is_set:
+            raise ValueError("throwaway_secret: excludes a secret of your own (mesh_secret)")
 
 
 @dataclass(frozen=True)
@@ -262,10 +267,11 @@ def _command(module: str, flags: Mapping[str, str], more: tuple[str, ...], pytho
 
 def _environment(config: LocalMeshConfig, redis_url: str, interpreter: str = "") -> dict[str, str]:
     """Return what children need: the import path of this code, installed or not; the Redis URL, which may hold a password and so
-    is not a flag; and the certificates, or that there are none, whatever our own environment says."""
+    is not a flag; and the certificates and the mesh secret, or that there are none, whatever our own environment says."""
     collector = {"PDMESH_OTLP_ENDPOINT": config.otlp_endpoint} if config.otlp_endpoint else {}
     python = {**import_path(interpreter), "PYTHONUNBUFFERED": "1"}
-    return {**python, "PDMESH_REDIS": redis_url, **to_env(config.tls), **collector, **config.env}
+    trust = {**to_env(config.tls), **to_env(config.mesh_secret)}
+    return {**python, "PDMESH_REDIS": redis_url, **trust, **collector, **config.env}
 
 
 def check_packages() -> None:

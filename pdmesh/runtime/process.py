@@ -16,6 +16,7 @@ Exit codes: 0 stopped as asked; 1 `main` raised or `life.fail` was called; 2 a s
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -103,9 +104,18 @@ async def _coroutine(main: Main, life: Lifecycle) -> None:
 
 def run(main: Main, *, exit_with_parent: bool = False) -> int:
     """Run `main` on a new event loop until it returns; the exit code is for `sys.exit`."""
+    forbid_core_dumps()
     if exit_with_parent:
         parent_death.exit_with_parent()
     return asyncio.run(run_until_signal(main))
+
+
+def forbid_core_dumps() -> None:
+    """Keep prompts and keys out of core dumps. The hard limit stays: `prlimit` can allow a dump of one process."""
+    with contextlib.suppress(ImportError):  # Windows has none
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
 
 async def run_until_signal(main: Main) -> int:

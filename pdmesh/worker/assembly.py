@@ -21,6 +21,7 @@ from pdmesh.runtime.addresses import join_address
 from pdmesh.runtime.config import ConfigError
 from pdmesh.runtime.process import new_epoch
 from pdmesh.runtime.registry.block_stream import MAX_NAMES, BlockStream
+from pdmesh.runtime.rpc.mesh_secret import MeshSecret, is_loopback, open_secret
 from pdmesh.runtime.rpc.server import GrpcServer
 from pdmesh.runtime.rpc.tls import Tls, open_tls
 from pdmesh.runtime.telemetry.config import resource_of
@@ -86,12 +87,13 @@ class Worker:
         self._experts = ExpertWindow()
         self.load = self._load_reporter()
         self.load.adapters = self.adapters.infos()
-        tls = open_tls(config.tls)
-        self._sender = Sender(engine.memory, served_model.identity, served_model.layout, self.epoch, tls=tls)
+        tls, self.secret = open_tls(config.tls), open_secret(config.mesh_secret)
+        _warn_if_open(config, tls, self.secret)
+        self._sender = Sender(engine.memory, served_model.identity, served_model.layout, self.epoch, tls=tls, secret=self.secret)
         self.prefill = self._prefill_servicer(served_model)
         self.decode = DecodeService(config.decode_settings, self._dependencies(served_model))
         self._receiver = self._kv_receiver(served_model, tls)
-        self._server = GrpcServer(config.host, config.port, tls=tls)
+        self._server = GrpcServer(config.host, config.port, tls=tls, secret=self.secret)
         self._tasks: list[asyncio.Task[None]] = []
         self._role_change = asyncio.Lock()
 
@@ -285,6 +287,7 @@ class Worker:
             advertise=config.advertise or None,
             idle_timeout_s=config.lease_s,
             tls=tls,
+            secret=self.secret,
             fp8_scales=self.engine.fp8_scales,
         )
 
@@ -307,6 +310,16 @@ class Worker:
             address=self._address,
             model=self._config.served_name,
             transports=self._receiver.reach(),
+        )
+
+
+def _warn_if_open(config: WorkerConfig, tls: Tls | None, secret: MeshSecret | None) -> None:
+    """Say that nothing tells the mesh from others, where others reach the ports. It is no error: a network policy may do it."""
+    if tls is None and secret is None and not is_loopback(config.host):
+        logger.warning(
+            "listening on %s without --mesh-secret-file and without TLS: everybody who reaches the ports can submit and cancel "
+            "requests, read tokens, write KV and change roles; see docs/security.md",
+            config.host,
         )
 
 

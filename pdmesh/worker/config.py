@@ -13,6 +13,7 @@ from pathlib import Path
 from decode_service.ports import DecodeSettings, ReservationSettings, StreamSettings
 from kvtransfer.transports.registry import TRANSPORTS, defaults
 from pdmesh.engine.config import EngineConfig
+from pdmesh.runtime.rpc.mesh_secret import MeshSecretConfig
 from pdmesh.runtime.rpc.tls import TlsConfig
 from pdmesh.runtime.telemetry.config import TelemetryConfig
 from pdmesh.worker.engines.registry import DEFAULT_ENGINE, ENGINE_HELP, ENGINES, check_settings
@@ -98,6 +99,7 @@ class WorkerConfig:
     drain_grace_s: float = field(default=30.0, metadata={"help": "how long running requests may finish after SIGTERM"})
     cpus: tuple[int, ...] = field(default=(), metadata={"help": "cores of the engine's threads, such as 0,1; empty: any (Linux)"})
     tls: TlsConfig = field(default_factory=TlsConfig, metadata={"flatten": True})
+    mesh_secret: MeshSecretConfig = field(default_factory=MeshSecretConfig, metadata={"flatten": True})
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig, metadata={"flatten": True})
     exit_with_parent: bool = field(default=False, metadata={"help": "end when the process that started this one ends"})
 

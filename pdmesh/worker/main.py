@@ -66,7 +66,7 @@ async def serve(life: Lifecycle, config: WorkerConfig, *, prog: str = "worker") 
 async def _announced(life: Lifecycle, config: WorkerConfig, worker: Worker, address: str) -> None:
     """Register the worker and report it ready until the process is to stop; withdraw the registration before the worker
     drains."""
-    registry = Registry(config.redis, config.mesh, ttl_s=config.registry_ttl_s) if config.redis else None
+    registry = Registry(config.redis, config.mesh, ttl_s=config.registry_ttl_s, secret=worker.secret) if config.redis else None
     announcer = worker_announcer(registry, worker.info) if registry else None
     if announcer is not None:
         announcer.start()

@@ -16,6 +16,7 @@ from redis.asyncio import Redis
 
 from pdmesh.runtime.registry import records
 from pdmesh.runtime.registry.redis_link import RedisLink
+from pdmesh.runtime.rpc.mesh_secret import MeshSecret
 
 MAX_ENTRIES = 4096
 
@@ -47,8 +48,12 @@ UNWANTED = Wanted("", "")
 class WantedAdapters:
     """Hold what is wanted; `refresh` exchanges it with Redis."""
 
-    def __init__(self, url: str, mesh: str) -> None:
-        """Without a `url` nothing is exchanged. Raises ConfigError for a malformed one."""
+    def __init__(self, url: str, mesh: str, secret: MeshSecret | None = None) -> None:
+        """Without a `url` nothing is exchanged. With `secret` entries are sealed and others ignored: workers open the folders
+        that they name. Raises ConfigError for a malformed URL."""
+        self._secret = secret
+        self._ignored: set[bytes] = set()
+        self._of_former_secret: set[AdapterKey] = set()
         self._link = RedisLink(url) if url else None
         self._redis_key = f"pdmesh:{records.check_id('mesh', mesh)}:adapters"
         self._entries: dict[AdapterKey, Wanted] = {}
@@ -71,6 +76,9 @@ class WantedAdapters:
         stored = await self._link.call(self._read)
         if stored is not None and not self._unwritten:
             self._entries = stored
+            for key in self._of_former_secret & stored.keys():  # sealed again before that secret is removed
+                await self.put(key, stored[key])
+            self._of_former_secret.clear()
 
     async def close(self) -> None:
         if self._link is not None:
@@ -82,17 +90,34 @@ class WantedAdapters:
             return False
         for key in list(self._unwritten):
             field, value = json.dumps(key), json.dumps([self._entries[key].folder, self._entries[key].digest])
-            if await self._link.call(lambda redis, f=field, v=value: _put(redis, self._redis_key, f, v)) is None:  # type: ignore[misc]
+            sealed = value if self._secret is None else self._secret.seal(field, 0, value.encode())
+            if await self._link.call(lambda redis, f=field, v=sealed: _put(redis, self._redis_key, f, v)) is None:  # type: ignore[misc]
                 return False
             self._unwritten.discard(key)
         return True
 
     async def _read(self, redis: Redis) -> dict[AdapterKey, Wanted]:
         stored = await cast("Awaitable[dict[bytes, bytes]]", redis.hgetall(self._redis_key))
-        return dict(entry for field, value in list(stored.items())[:MAX_ENTRIES] if (entry := _entry(field, value)) is not None)
+        return dict(
+            entry for field, value in list(stored.items())[:MAX_ENTRIES] if (entry := self._opened(field, value)) is not None
+        )
+
+    def _opened(self, field: bytes, value: bytes) -> tuple[AdapterKey, Wanted] | None:
+        if self._secret is None:
+            return _entry(field, value)
+        try:
+            entry = _entry(field, self._secret.unseal(field.decode(), 0, value, ages=False))
+        except ValueError as error:
+            if field not in self._ignored:
+                self._ignored.add(field)
+                logger.warning("the adapter %a in Redis is ignored: %s", field[:200], error)
+            return None
+        if entry is not None and not self._secret.is_newest_seal(field.decode(), 0, value):
+            self._of_former_secret.add(entry[0])
+        return entry
 
 
-async def _put(redis: Redis, key: str, field: str, value: str) -> int:
+async def _put(redis: Redis, key: str, field: str, value: str | bytes) -> int:
     return int(await redis.hset(key, field, value))
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+import grpc
 import grpc.aio
 
 from pdmesh.adapter_id import AdapterId
@@ -160,6 +161,7 @@ class Worker:
         self._foreign: list[Dispatched] = []
         self._view: WorkerSnapshot | None = None
         self._stream_started = False
+        self._refusal = ""
         self._task: asyncio.Task[None] | None = None
         self.lost_at: float = time.monotonic()
 
@@ -307,6 +309,8 @@ class Worker:
                 problem = "it was restarted or ended the stream"
             except grpc.aio.AioRpcError as error:
                 problem = error.details() or error.code().name
+                if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                    self._refused(problem)
             except Exception as error:  # a bug must not make a worker disappear for good
                 logger.exception("watching %s failed", self.address)
                 problem = f"internal error: {error}"
@@ -354,6 +358,7 @@ class Worker:
         info = incarnation.info
         logger.info("worker %s is alive at %s, epoch %016x", info.worker_id, self.address, info.epoch)
         self.current = self.last = incarnation
+        self._refusal = ""
         self._dispatched.clear()
         self._foreign.clear()
         self._confirmed.clear()
@@ -408,6 +413,12 @@ class Worker:
         if self._watch is not None:
             self._watch.cancel()
         self.decode_stream.fell_silent(reason)
+
+    def _refused(self, problem: str) -> None:
+        """Say once why the worker takes no calls of this router: it lives, and waiting does not help."""
+        if problem != self._refusal:
+            self._refusal = problem
+            logger.error("worker at %s refuses this router: %s", self.address, problem)
 
     def _down(self, problem: str) -> None:
         current, self.current = self.current, None

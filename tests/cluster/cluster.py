@@ -123,6 +123,7 @@ class Cluster:
         password = secrets.token_hex(16)
         url = f"redis://:{password}@pdmesh-redis:6379/0"
         self._secret("pdmesh-redis", f"--from-literal=redis.conf=requirepass {password}", f"--from-literal=url={url}")
+        self._secret("pdmesh-mesh-secret", f"--from-literal=secret={secrets.token_hex(32)}")
         keys = self._folder / "keys.json"
         command = [sys.executable, "-m", "pdmesh", "keys", "new", "test", "--admin", "--tenant=search", f"--api-keys={keys}"]
         made = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=True)

@@ -30,6 +30,7 @@ PROGRAMS: Mapping[tuple[str, ...], type] = {
 OTHER_VARIABLES = {"PDMESH_CACHE", "PDMESH_KERNELS_DIR"}
 SECRETS = {
     ("pdmesh-redis", "url"): "redis://:password@pdmesh-redis:6379/0",
+    ("pdmesh-mesh-secret", "secret"): "5e" * 32,
     ("pdmesh-loadtest", "key"): "key",
     ("pdmesh-autoscaler", "key"): "key",
 }

@@ -14,6 +14,7 @@ from tests.k8s.meshes import MESHES, Workload, of_kind, selects, workloads
 # What people bring themselves, as docs/kubernetes.md tells them: (kind, name) and the keys that are used.
 PROVIDED = {
     ("Secret", "pdmesh-redis"): {"url", "redis.conf"},
+    ("Secret", "pdmesh-mesh-secret"): {"secret"},
     ("Secret", "pdmesh-api-keys"): {"keys.json"},
     ("Secret", "pdmesh-loadtest"): {"key"},
     ("Secret", "pdmesh-autoscaler"): {"key"},

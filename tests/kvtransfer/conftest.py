@@ -12,7 +12,7 @@ from kvtransfer.transports.nixl.reader import Reader
 from tests.kvtransfer.endpoints import World, nothing_left, running
 from tests.support.nixl import NIXL, NIXL_DEVICE, NIXL_TLS
 
-CONVERTING = ["shm", "tcp", "tcp+tls", "grpc", "grpc+tls", NIXL, NIXL_TLS]  # between layouts
+CONVERTING = ["shm", "tcp", "tcp+tls", "tcp+secret", "grpc", "grpc+tls", "grpc+secret", NIXL, NIXL_TLS]  # between layouts
 
 
 @pytest.fixture(scope="session", autouse=True)

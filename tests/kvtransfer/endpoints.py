@@ -35,10 +35,11 @@ from kvtransfer.stream import expect
 from kvtransfer.transports.base import DeviceReadSource, Outgoing
 from kvtransfer.transports.grpc import SERVICE, PushService, add_push_service
 from kvtransfer.transports.registry import transports_with
+from pdmesh.runtime.rpc.mesh_secret import MeshSecret
 from pdmesh.runtime.rpc.server import GrpcServer
 from pdmesh.runtime.rpc.tls import Tls
 from pdmesh.v1 import common_pb2, transfer_pb2
-from tests.support.certificates import mesh_tls
+from tests.support.certificates import mesh_secret, mesh_tls
 from tests.support.kv_memory import FakeKVMemory, make_identity, make_layout, make_memory
 
 EPOCH = 0xE0
@@ -107,7 +108,8 @@ class FakeDelegate:
 
 
 class World:
-    """A receiver and a sender over one transport ("tcp+tls", "grpc+tls": encrypted; "cuda_ipc+gpu", "nixl+gpu": on a real GPU;
+    """A receiver and a sender over one transport ("tcp+tls", "grpc+tls": encrypted; "tcp+secret",
+    "grpc+secret": in a mesh with a secret; "cuda_ipc+gpu", "nixl+gpu": on a real GPU;
     "nixl+device": as on one), on pools of different sizes."""
 
     def __init__(
@@ -122,12 +124,14 @@ class World:
         layout: common_pb2.KVLayout | None = None,
         source_layout: common_pb2.KVLayout | None = None,
         tls: Tls | None = None,
+        secret: MeshSecret | None = None,
         fp8_scales: FP8Scales = (),
     ) -> None:
         """`layout` is the receiver's, `source_layout` the sender's: the same unless given."""
         self.transport, _, self.variant = transport.partition("+")
         self.tls = mesh_tls() if self.variant == "tls" else tls
-        self.transports = transports_with(self.tls)
+        self.secret = mesh_secret() if self.variant == "secret" else secret
+        self.transports = transports_with(self.tls, self.secret)
         self.fp8_scales = fp8_scales
         self.identity = identity or make_identity(num_layers=num_layers)
         self.layout = layout or make_layout()
@@ -147,6 +151,7 @@ class World:
             transports=(self.transport,),
             idle_timeout_s=idle_timeout_s,
             tls=self.tls,
+            secret=self.secret,
             fp8_scales=fp8_scales,
         )
         self.sender = self.make_sender(part_bytes=part_bytes)
@@ -180,6 +185,7 @@ class World:
             part_bytes=part_bytes,
             num_connections=num_connections,
             tls=self.tls,
+            secret=self.secret,
         )
 
     def job(
@@ -363,7 +369,7 @@ async def running(world: World) -> AsyncIterator[World]:
     """Start the receiver; stop everything afterwards. No view of either pool may be left then: close() would raise."""
     await world.receiver.start()
     try:
-        async with grpc_server(world.receiver, world.tls) as world.receiver.grpc_address:
+        async with grpc_server(world.receiver, world.tls, world.secret) as world.receiver.grpc_address:
             try:
                 yield world
             finally:
@@ -381,12 +387,14 @@ async def running(world: World) -> AsyncIterator[World]:
 
 
 @asynccontextmanager
-async def grpc_server(service: PushService, tls: Tls | None = None) -> AsyncIterator[str | None]:
+async def grpc_server(
+    service: PushService, tls: Tls | None = None, secret: MeshSecret | None = None
+) -> AsyncIterator[str | None]:
     """A worker's gRPC server; yields its address. None: the receiver takes no calls."""
     if isinstance(service, Receiver) and not service.takes_calls:
         yield None
         return
-    server = GrpcServer("127.0.0.1", 0, tls=tls)
+    server = GrpcServer("127.0.0.1", 0, tls=tls, secret=secret)
     server.register(add_push_service, service, SERVICE)
     await server.start()
     try:

@@ -212,7 +212,7 @@ async def stuck_receiver(world: World) -> AsyncIterator[tuple[common_pb2.Transfe
 
     with ThreadPoolExecutor(1) as executor:
         if world.transport == "grpc":
-            async with grpc_server(StuckService(serve, world, executor), world.tls) as address:
+            async with grpc_server(StuckService(serve, world, executor), world.tls, world.secret) as address:
                 yield GRPC.endpoint(str(address)), greeted
         else:
             async with stuck_listener(serve, world, executor) as endpoint:
@@ -223,7 +223,7 @@ async def stuck_receiver(world: World) -> AsyncIterator[tuple[common_pb2.Transfe
 async def stuck_listener(
     serve: Callable[[Incoming], Awaitable[None]], world: World, executor: Executor
 ) -> AsyncIterator[common_pb2.TransferEndpoint]:
-    transport = socket_transports(world.tls)[world.transport]
+    transport = socket_transports(world.tls, world.secret)[world.transport]
     listener = transport.listen("127.0.0.1", 0)
     listener.setblocking(False)
 

@@ -64,7 +64,7 @@ async def test_quiesce_without_a_writer_returns_at_once(world: World) -> None:
         assert (await peer.send_part(Part(0, 0, 1, 0, 4), [0, 1, 2, 3])).part_reply.ok  # and disturbs nobody
 
 
-@pytest.mark.parametrize("inline", ["tcp", "tcp+tls", "grpc", "grpc+tls"])
+@pytest.mark.parametrize("inline", ["tcp", "tcp+tls", "tcp+secret", "grpc", "grpc+tls"])
 async def test_quiesce_cuts_off_a_writer_in_the_middle_of_a_part(inline: str) -> None:
     with nothing_left():
         async with running(World(inline, idle_timeout_s=60)) as world:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.kvtransfer.conftest import CONVERTING
-from tests.support.certificates import mesh_tls
+from tests.support.certificates import mesh_secret, mesh_tls
 from tests.support.nixl import NEEDS_NIXL, NIXL_DEVICE
 
 DEADLINE_S = 30
@@ -23,7 +23,7 @@ NIXL_ON_GPU = pytest.param("nixl+gpu", marks=[pytest.mark.gpu, NEEDS_GPU, NEEDS_
 
 @contextmanager
 def process(*arguments: str, failpoints: str = "") -> Iterator["subprocess.Popen[str]"]:
-    mesh_tls()  # once, for both of them
+    mesh_tls(), mesh_secret()  # once, for both of them
     command = [sys.executable, "-m", "tests.kvtransfer.transfer_process", *arguments]
     environment = {**os.environ, "PDMESH_FAILPOINTS": failpoints}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as child:

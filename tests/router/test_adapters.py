@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,12 +10,15 @@ import pytest
 
 from pdmesh.adapter_id import AdapterId, check_adapter_name
 from pdmesh.runtime.registry.redis_server import EmbeddedRedis
+from pdmesh.runtime.rpc import mesh_secret
+from pdmesh.runtime.rpc.mesh_secret import MeshSecret, write_secret
 from pdmesh.v1 import common_pb2, worker_pb2
 from router.config import RouterConfig
 from router.fleet.wanted_adapters import UNWANTED, AdapterKey, Wanted, WantedAdapters
 from router.routing.filters import NoPlacement, RoutingRequest, can_prefill, explain_no_candidate, same_kind
 from router.routing.worker_reports import adapters_of
 from tests.router.fleets import worker
+from tests.support.certificates import new_secret
 
 A, B = AdapterId("a", "1" * 64), AdapterId("b", "2" * 64)
 KEY = AdapterKey("m", "a")
@@ -69,6 +73,41 @@ async def test_routers_agree_through_redis(tmp_path: Path) -> None:
         assert not one.entries[KEY].is_wanted
         for each in (one, other, of_another_mesh):
             await each.close()
+
+
+async def test_an_entry_of_an_outsider_is_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Who can write into Redis cannot make workers open a folder of theirs."""
+    ours, key, wanted = new_secret(tmp_path), AdapterKey("tiny", "legal"), Wanted("/adapters/legal", "ab" * 32)
+    async with EmbeddedRedis() as redis:
+        writer, reader = (WantedAdapters(redis.url, "m", ours) for _ in range(2))
+        outsiders = [WantedAdapters(redis.url, "m", secret) for secret in (None, new_secret(tmp_path))]
+        await writer.put(key, wanted)
+        for number, outsider in enumerate(outsiders):
+            await outsider.put(AdapterKey("tiny", f"theirs-{number}"), Wanted("/tmp/theirs", ""))
+        for _ in range(2):
+            await reader.refresh()
+            assert reader.entries == {key: wanted}
+        assert caplog.text.count("is ignored: it is not signed") == 1
+        assert caplog.text.count("is ignored: it is signed with another mesh secret") == 1
+        for each in (writer, reader, *outsiders):
+            await each.close()
+
+
+async def test_entries_outlive_a_rotation_of_the_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mesh_secret, "_RECHECK_S", 0.0)
+    file = tmp_path / "rotated"
+    secret, key, wanted = MeshSecret(write_secret(file)), AdapterKey("tiny", "legal"), Wanted("/adapters/legal", "ab" * 32)
+    former, new = file.read_text().strip(), secrets.token_hex(32)
+    async with EmbeddedRedis() as redis:
+        writer = WantedAdapters(redis.url, "m", secret)
+        await writer.put(key, wanted)
+        for lines in ((former, new), (new, former), (new,)):
+            file.write_text("\n".join(lines))
+            router = WantedAdapters(redis.url, "m", secret)
+            await router.refresh()
+            assert router.entries == {key: wanted}, lines
+            await router.close()
+        await writer.close()
 
 
 async def test_what_redis_did_not_take_is_told_later() -> None:

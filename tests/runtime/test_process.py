@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -47,6 +48,13 @@ async def test_ready_line_progress_output_and_a_clean_stop(launch: Launch) -> No
     assert lines == ["a line of its own", "drained after SIGTERM"]
     assert not process.running
     assert await process.stop() == 0
+
+
+async def test_a_service_leaves_no_core_dump(launch: Launch) -> None:
+    process = launch("plain")
+    await process.start(30)
+    soft, hard = resource.prlimit(process.pid, resource.RLIMIT_CORE)
+    assert (soft, hard) == (0, resource.getrlimit(resource.RLIMIT_CORE)[1])
 
 
 async def test_ctrl_c_is_a_clean_stop_too(launch: Launch) -> None:

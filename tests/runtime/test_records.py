@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdmesh.runtime.registry.records import InvalidRecord, check_address, check_worker, decode_router, decode_worker
+from pdmesh.runtime.registry.records import InvalidRecord, check_address, check_worker, decode_router, decode_worker, split
 from pdmesh.v1.common_pb2 import Identity, KVLayout
 from pdmesh.v1.worker_pb2 import ROLE_DECODE, ROLE_PREFILL, TransportReach, WorkerInfo
 
@@ -37,14 +37,14 @@ def record(payload: bytes, epoch: int = 7, generation: int = 1) -> bytes:
 
 
 def test_a_right_record_is_read_back() -> None:
-    assert decode_worker("w1", record(worker().SerializeToString())) == worker()
+    assert decode_worker("w1", *split(record(worker().SerializeToString()))) == worker()
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "float16", "int8", "float8_e4m3fn"])
 def test_element_types_of_kv(kv_dtype: str) -> None:
     info = worker()
     info.layout.kv_dtype = kv_dtype
-    assert decode_worker("w1", record(info.SerializeToString())).layout.kv_dtype == kv_dtype
+    assert decode_worker("w1", *split(record(info.SerializeToString()))).layout.kv_dtype == kv_dtype
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_each_field_is_checked(change: Callable[[WorkerInfo], None], named: str)
     info = worker()
     change(info)
     with pytest.raises(InvalidRecord, match=named):
-        decode_worker("w1", record(info.SerializeToString()))
+        decode_worker("w1", *split(record(info.SerializeToString())))
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "decode-0.decode.ns.svc:50051", "[::1]:65535", "a_b:80"])
@@ -111,7 +111,7 @@ mutated = st.builds(
 @given(st.text(max_size=70) | st.just("w1"), st.binary(max_size=400) | headers | mutated)
 def test_garbage_is_an_invalid_record_or_a_worker_that_is_right(worker_id: str, value: bytes) -> None:
     try:
-        info = decode_worker(worker_id, value)
+        info = decode_worker(worker_id, *split(value))
     except InvalidRecord as error:
         assert len(str(error)) < 600
     else:
@@ -122,7 +122,7 @@ def test_garbage_is_an_invalid_record_or_a_worker_that_is_right(worker_id: str, 
 @given(st.text(max_size=70) | st.just("r1"), st.binary(max_size=400) | headers)
 def test_garbage_is_no_router(router_id: str, value: bytes) -> None:
     try:
-        address = decode_router(router_id, value)
+        address = decode_router(router_id, *split(value))
     except InvalidRecord:
         return
     assert check_address(address) == address

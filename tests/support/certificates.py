@@ -1,4 +1,4 @@
-"""Certificates of the tests' own CAs: good ones, and each kind of bad one."""
+"""Certificates of the tests' own CAs, good ones and each kind of bad one, and mesh secrets."""
 
 import atexit
 import os
@@ -9,9 +9,11 @@ from functools import cache
 from pathlib import Path
 
 from pdmesh.launcher.certificates import make_ca, make_certificates, sign
+from pdmesh.runtime.rpc.mesh_secret import MeshSecret, MeshSecretConfig, write_secret
 from pdmesh.runtime.rpc.tls import MESH_NAME, Tls, TlsConfig
 
 _FOLDER_VARIABLE = "PDMESH_TEST_CERTIFICATES"  # child processes use those of their parent
+_SECRET_VARIABLE = "PDMESH_TEST_SECRET_OF_THE_MESH"
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,22 @@ def mesh_tls() -> Tls:
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         make_certificates(Path(folder), days=30)
     return Tls(TlsConfig(*(str(Path(folder) / name) for name in ("tls.crt", "tls.key", "ca.crt"))))
+
+
+def new_secret(folder: Path) -> MeshSecret:
+    """A mesh secret in a new file of `folder`."""
+    return MeshSecret(write_secret(folder / os.urandom(8).hex()))
+
+
+@cache
+def mesh_secret() -> MeshSecret:
+    """Of the one mesh that a test run has, this process's and its children's."""
+    file = os.environ.get(_SECRET_VARIABLE)
+    if file is None:
+        folder = tempfile.mkdtemp(prefix="pdmesh-test-secret-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        file = os.environ[_SECRET_VARIABLE] = write_secret(Path(folder) / "secret").mesh_secret_file
+    return MeshSecret(MeshSecretConfig(file))
 
 
 def copied(config: TlsConfig, folder: Path) -> TlsConfig:

@@ -41,6 +41,7 @@ from kvtransfer.transports.nixl.device import (
 )
 from kvtransfer.transports.nixl.reader import Pull, Reader, Remote
 from kvtransfer.transports.tcp import TcpTransport
+from pdmesh.runtime.rpc.mesh_secret import MeshSecret
 from pdmesh.runtime.rpc.tls import Tls
 from pdmesh.v1 import common_pb2, transfer_pb2
 
@@ -154,8 +155,8 @@ class NixlTransport(TcpTransport):
     gains_by_connections = False
     max_shown_bytes = ROOM_BYTES
 
-    def __init__(self, tls: Tls | None = None) -> None:
-        super().__init__(tls)
+    def __init__(self, tls: Tls | None = None, secret: MeshSecret | None = None) -> None:
+        super().__init__(tls, secret)
         self._opening = threading.Lock()
         self._agents: dict[tuple[int, int], Agent] = {}  # the sender's agents, by address and size of the pool
         self._reader: Reader | None = None

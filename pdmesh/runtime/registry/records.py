@@ -3,7 +3,8 @@
     key    pdmesh:<mesh>:worker:<worker_id>        pdmesh:<mesh>:router:<router_id>
     value  PDM1:<generation, 16 digits>:<epoch, 16 hex digits>:<payload>
 
-The payload is a serialized WorkerInfo, or a router's address as UTF-8. The generation orders processes that used the same id
+The payload is a serialized WorkerInfo, or a router's address as UTF-8; in a mesh
+with a secret behind a seal (`MeshSecret`). The generation orders processes that used the same id
 (epochs are random and have no order): the script that writes a record draws it from Redis's clock at a process's first
 registration.
 """
@@ -45,9 +46,8 @@ def check_address(address: str) -> str:
     return address
 
 
-def decode_worker(worker_id: str, value: bytes) -> worker_pb2.WorkerInfo:
-    """Return the worker in a record's value, read under the key of `worker_id`. Raises InvalidRecord for an invalid one."""
-    epoch, payload = _split(value)
+def decode_worker(worker_id: str, epoch: int, payload: bytes) -> worker_pb2.WorkerInfo:
+    """Return the worker in a record, read under the key of `worker_id`. Raises InvalidRecord for an invalid one."""
     try:
         info = worker_pb2.WorkerInfo.FromString(payload)
     except DecodeError as error:
@@ -60,10 +60,9 @@ def decode_worker(worker_id: str, value: bytes) -> worker_pb2.WorkerInfo:
     return info
 
 
-def decode_router(router_id: str, value: bytes) -> str:
+def decode_router(router_id: str, _epoch: int, payload: bytes) -> str:
     """Return the address in a router's record. Raises InvalidRecord."""
     check_id("router_id", router_id)
-    _, payload = _split(value)
     try:
         return check_address(payload.decode("utf-8"))
     except UnicodeDecodeError:
@@ -87,8 +86,8 @@ def check_worker(info: worker_pb2.WorkerInfo) -> None:
     _check_text("host_id", info.host_id)
 
 
-def _split(value: bytes) -> tuple[int, bytes]:
-    """Return (epoch, payload)."""
+def split(value: bytes) -> tuple[int, bytes]:
+    """Return (epoch, payload) of a record's value. Raises InvalidRecord."""
     if len(value) > MAX_RECORD_BYTES:
         raise InvalidRecord(f"value is larger than {MAX_RECORD_BYTES} bytes")
     match = _HEADER.match(value)

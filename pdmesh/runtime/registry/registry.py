@@ -24,6 +24,7 @@ from redis.exceptions import RedisError, ResponseError
 from pdmesh.runtime.config import ConfigError
 from pdmesh.runtime.registry import records
 from pdmesh.runtime.registry.redis_link import RedisLink
+from pdmesh.runtime.rpc.mesh_secret import FLAG, MeshSecret, is_sealed
 from pdmesh.v1.worker_pb2 import WorkerInfo
 
 Kind = Literal["worker", "router"]
@@ -88,9 +89,10 @@ class Registry:
         ttl_s: float = 3.0,
         timeout_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
+        secret: MeshSecret | None = None,
     ) -> None:
-        """Create the client. A record lives `ttl_s` seconds without renewal. Raises ConfigError for a malformed URL or mesh
-        name."""
+        """Create the client. A record lives `ttl_s` seconds without renewal. With `secret` records are sealed and others
+        ignored. Raises ConfigError for a malformed URL or mesh name."""
         try:
             self._mesh = records.check_id("mesh", mesh)
         except records.InvalidRecord as error:
@@ -98,6 +100,7 @@ class Registry:
         self._link = RedisLink(url, timeout_s=timeout_s, clock=clock)
         self.ttl_s = ttl_s
         self._clock = clock
+        self._secret = secret
         self._generations: dict[str, int] = {}
         self._ousted: set[str] = set()  # keys that newer processes own
         self._invalid: dict[bytes, str] = {}
@@ -185,6 +188,8 @@ class Registry:
             await asyncio.sleep(poll_period_s)
 
     async def _put(self, key: str, epoch: int, payload: bytes) -> bool:
+        if self._secret is not None:
+            payload = self._secret.seal(key, epoch, payload)
         arguments = (self._generations.get(key, 0), f"{epoch:016x}", payload, round(self.ttl_s * 1000))
         generation = await self._link.call(lambda redis: _eval(redis, _PUT, key, arguments))
         if generation:
@@ -215,7 +220,11 @@ class Registry:
         return {key: value for key, value in zip(unique, values, strict=True) if value != b""}  # b"": expired meanwhile
 
     def _decode(
-        self, kind: Kind, values: dict[bytes, bytes | RedisError], decode: Callable[[str, bytes], T], invalid: dict[bytes, str]
+        self,
+        kind: Kind,
+        values: dict[bytes, bytes | RedisError],
+        decode: Callable[[str, int, bytes], T],
+        invalid: dict[bytes, str],
     ) -> dict[str, T]:
         prefix = self._key(kind, "").encode()
         decoded: dict[str, T] = {}
@@ -226,10 +235,20 @@ class Registry:
                 if isinstance(value, Exception):
                     raise records.InvalidRecord(f"it cannot be read: {value}")
                 id_ = key[len(prefix) :].decode("utf-8")
-                decoded[id_] = decode(id_, value)
+                epoch, payload = self._opened(key.decode("utf-8"), value)
+                decoded[id_] = decode(id_, epoch, payload)
             except ValueError as error:  # InvalidRecord, or a key that is not UTF-8
                 invalid[key] = str(error)
         return decoded
+
+    def _opened(self, key: str, value: bytes) -> tuple[int, bytes]:
+        """Return epoch and payload of a record. Raises ValueError for an invalid one, or one from outside of the mesh."""
+        epoch, payload = records.split(value)
+        if self._secret is not None:
+            return epoch, self._secret.unseal(key, epoch, payload)
+        if is_sealed(payload):
+            raise records.InvalidRecord(f"it is signed with a mesh secret, and this process has none; give it {FLAG}")
+        return epoch, payload
 
     def _report_invalid(self, invalid: dict[bytes, str]) -> None:
         """Count and log each garbage record once, and again when its problem changes."""

@@ -6,6 +6,8 @@ import asyncio
 
 import grpc.aio
 
+from pdmesh.runtime.rpc.mesh_secret import MeshSecret
+from pdmesh.runtime.rpc.proof import proving
 from pdmesh.runtime.rpc.tls import Tls
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
@@ -21,12 +23,13 @@ def connect(
     max_message_bytes: int = MAX_MESSAGE_BYTES,
     keepalive_time_s: float = KEEPALIVE_TIME_S,
     tls: Tls | None = None,
+    secret: MeshSecret | None = None,
 ) -> grpc.aio.Channel:
     """Return a channel to "host:port". It connects at the first call and again, soon, whenever the connection is lost. Close it
     after use.
 
     It uses no proxy (mesh traffic stays in its network) and its own connection, so that closing the channel closes it. With `tls`
-    it is encrypted, and the server must be one of the mesh."""
+    it is encrypted, and the server must be one of the mesh. With `secret` each call proves that the caller is."""
     options: list[Option] = [
         *message_size_options(max_message_bytes),
         ("grpc.keepalive_time_ms", round(keepalive_time_s * 1000)),
@@ -41,8 +44,9 @@ def connect(
         ("grpc.use_local_subchannel_pool", 1),
     ]
     if tls is None:
-        return grpc.aio.insecure_channel(address, options=options)
-    return grpc.aio.secure_channel(address, tls.channel_credentials(), options=[*options, *tls.channel_options])
+        return proving(grpc.aio.insecure_channel(address, options=options), secret)
+    options += tls.channel_options
+    return proving(grpc.aio.secure_channel(address, tls.channel_credentials(), options=options), secret)
 
 
 def message_size_options(max_message_bytes: int) -> list[tuple[str, int]]:
@@ -53,8 +57,10 @@ def message_size_options(max_message_bytes: int) -> list[tuple[str, int]]:
 class Channels:
     """Cache one channel for each address, opened at first use. On one event loop."""
 
-    def __init__(self, *, max_message_bytes: int = MAX_MESSAGE_BYTES, tls: Tls | None = None) -> None:
-        self._tls = tls
+    def __init__(
+        self, *, max_message_bytes: int = MAX_MESSAGE_BYTES, tls: Tls | None = None, secret: MeshSecret | None = None
+    ) -> None:
+        self._tls, self._secret = tls, secret
         self._max_message_bytes = max_message_bytes
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._given: dict[str, grpc.aio.Channel] = {}
@@ -70,7 +76,9 @@ class Channels:
             return self._given[address]
         if address not in self._channels:
             self._opened_with[address] = self._num_changes()
-            self._channels[address] = connect(address, max_message_bytes=self._max_message_bytes, tls=self._tls)
+            self._channels[address] = connect(
+                address, max_message_bytes=self._max_message_bytes, tls=self._tls, secret=self._secret
+            )
         return self._channels[address]
 
     def is_outdated(self, address: str) -> bool:

@@ -18,7 +18,7 @@ from typing import NoReturn, TypeAlias, TypeVar, cast
 import grpc
 import grpc.aio
 
-from pdmesh.runtime.errors import Cancelled, InvalidArgument, status_of
+from pdmesh.runtime.errors import Cancelled, InvalidArgument, MeshError, status_of
 
 Req = TypeVar("Req")
 Resp = TypeVar("Resp")
@@ -48,9 +48,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 @dataclass(frozen=True)
 class _Unparsed:
-    """Hold the parse error of a unary request until the wrapper, which can answer, sees it."""
+    """Hold the error of a unary request that was not parsed until the wrapper, which can answer, sees it."""
 
-    error: InvalidArgument
+    error: MeshError
 
 
 def _wrapped(handler: Handler) -> Handler:
@@ -120,6 +120,10 @@ def _checked(deserialize: Callable[[bytes], object], *, raises: bool) -> Callabl
     def parse(data: bytes) -> object:
         try:
             return deserialize(data)
+        except MeshError as error:  # of an interceptor that looks at the bytes
+            if raises:
+                raise
+            return _Unparsed(error)
         except Exception as error:
             problem = f"the message cannot be parsed ({error}); check the client's protos and that text is UTF-8"
             invalid = InvalidArgument("request", problem)

@@ -30,6 +30,8 @@ from pdmesh.runtime.config import ConfigError
 from pdmesh.runtime.errors import MeshError, NotFound, ResourceExhausted, Unavailable
 from pdmesh.runtime.rpc.channel import MAX_MESSAGE_BYTES, message_size_options
 from pdmesh.runtime.rpc.interceptor import Context, ErrorInterceptor, Handler, parts_of
+from pdmesh.runtime.rpc.mesh_secret import MeshSecret
+from pdmesh.runtime.rpc.proof import ProofInterceptor
 from pdmesh.runtime.rpc.tls import Tls
 
 # The standard gRPC health service, with watches that end when the server does.
@@ -224,6 +226,7 @@ class GrpcServer:
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
         tls: Tls | None = None,
         callers: Callers = "members",
+        secret: MeshSecret | None = None,
         limits: ConnectionLimits = DEFAULT_LIMITS,
         share_port: bool = False,
     ) -> None:
@@ -231,13 +234,18 @@ class GrpcServer:
         RESOURCE_EXHAUSTED.
 
         With `tls`, `callers` says which clients may call: those whose certificate carries the mesh's name, those with any
-        certificate of the CA, or all. `share_port`: other processes of this user may listen there, too, and the kernel
-        distributes the connections."""
+        certificate of the CA, or all. With `secret` every call
+        but those of health and reflection must prove it. `share_port`: other processes of this user may listen there, too, and
+        the kernel distributes the connections."""
         self.host = host
         self.port = port
         self._tls = tls
         self._callers = callers
-        checks = [MemberInterceptor(tls.name)] if tls is not None and callers == "members" else []
+        checks: list[grpc.aio.ServerInterceptor] = []
+        if tls is not None and callers == "members":
+            checks.append(MemberInterceptor(tls.name))
+        if secret is not None:
+            checks.append(ProofInterceptor(secret))
         self.bound = None if limits.max_calls is None else CallBound(limits.max_calls)
         bounds = () if self.bound is None else (self.bound,)
         chain = [ErrorInterceptor(), *bounds, *checks, *interceptors]
