@@ -177,7 +177,7 @@ class FleetSnapshot:
 
     @property
     def a_decode_worker(self) -> str | None:
-        """Return the address of a worker that takes requests to decode; None if there is none. It loops over pools, not workers."""
+        """Return the address of a worker that takes requests to decode; None if there is none. Loops over pools, not workers."""
         return next((pool.decode_ranking.names[0] for pool in self._pools.values() if pool.decode_ranking.names), None)
 
     def views(self) -> Iterator[WorkerSnapshot]:

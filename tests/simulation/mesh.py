@@ -14,8 +14,8 @@ from pdmesh.worker.config import WorkerConfig
 from router.config import RouterConfig
 from router.main import Router
 from tests.simulation.engine import CONFIG, SimulatedEngine, make_engine
+from tests.simulation.environment.network import Network
 from tests.simulation.environment.redis import Keys, RedisServer
-from tests.simulation.network import Network
 from tests.simulation.scenario import Machine, Scenario
 from tests.simulation.world import Process, World, current_process
 from tests.support.tiny_models import write_byte_tokenizer

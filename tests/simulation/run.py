@@ -14,9 +14,9 @@ import os
 import sys
 
 from tests.simulation import machine
-from tests.simulation.reduction import add_options, reduction_of
 from tests.simulation.runs import BATCH, Case, Ran, children_cpu_s, outcomes, run_alone
-from tests.simulation.shrink import MAX_RUNS, shrunk
+from tests.simulation.shrinking.reduction import add_options, reduction_of
+from tests.simulation.shrinking.shrink import MAX_RUNS, shrunk
 
 
 def main(arguments: list[str]) -> int:

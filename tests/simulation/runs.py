@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, BinaryIO
 
-from tests.simulation.reduction import WHOLE, Reduction
+from tests.simulation.shrinking.reduction import WHOLE, Reduction
 
 BATCH = 8
 TIMEOUT_S = 60

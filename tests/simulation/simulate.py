@@ -9,12 +9,13 @@ from typing import Any
 from pdmesh.client.client import AsyncClient
 from pdmesh.client.types import Completed, Delta, GenerateOptions
 from pdmesh.errors import MeshError
-from tests.simulation import machine, oracle, rpc_server
+from tests.simulation import machine, oracle
 from tests.simulation.engine import SimulatedEngine
 from tests.simulation.environment import byte_stream
 from tests.simulation.environment.faults import STALL_S, Faults, StallWatch
+from tests.simulation.environment.network import Network
 from tests.simulation.mesh import MODEL, Member, SimulatedMesh, install_hosts
-from tests.simulation.network import Network
+from tests.simulation.rpc import server as rpc_server
 from tests.simulation.scenario import Ask, Scenario
 from tests.simulation.world import MILLISECOND, SECOND, World, current_process
 

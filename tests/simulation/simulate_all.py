@@ -23,7 +23,7 @@ from typing import Any
 from tests.simulation import machine
 from tests.simulation.run import prepare, with_fixed_hashes
 from tests.simulation.runs import BATCH, Case, Ran, children_cpu_s, outcomes
-from tests.simulation.shrink import kind_of, shrunk
+from tests.simulation.shrinking.shrink import kind_of, shrunk
 
 ROOT = Path(__file__).parents[2]
 STATE = ROOT / "build" / "simulation.json"

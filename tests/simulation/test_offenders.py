@@ -25,7 +25,6 @@ TLS = "certificates: a simulated mesh has none"
 START = "the start of a real process, its end or its ports: simulated ones are started by mesh.py"
 SYNC = "the synchronous client: simulated clients are asyncio's"
 DATE = "the date in a text; no decision depends on it"
-HTTP = "the HTTP port, which simulated routers do not open"
 
 ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
     ("kvtransfer.receiver.receiver", "concurrent.futures.ThreadPoolExecutor"): (1, SUBMIT),
@@ -78,9 +77,6 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
     ("pdmesh.text.chat_template", "datetime.datetime.now"): (1, DATE),
     ("pdmesh.text.grammar", "threading.Thread"): (1, "compiles grammars; simulated requests have none"),
     ("pdmesh.text.grammar", "time.sleep"): (1, "compiles grammars; simulated requests have none"),
-    ("router.api.anthropic.handlers", "time.gmtime"): (1, DATE),
-    ("router.api.http.server", "socket.getaddrinfo"): (1, HTTP),
-    ("router.api.http.server", "socket.socket"): (1, HTTP),
     ("router.api.vllm.responses", "datetime.datetime.now"): (1, DATE),
     ("router.auth.api_keys", "secrets.token_urlsafe"): (1, "makes an API key, at a command"),
     ("router.fleet.decode_stream", "asyncio.open_connection"): (1, "through the loop's create_connection, which is simulated"),

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from tests.simulation.network import Connection, Network
+from tests.simulation.environment.network import Connection, Network
 from tests.simulation.world import current_process
 
 DATA, FIN, ACK = range(3)

@@ -11,8 +11,8 @@ import pytest
 
 from tests.simulation.environment import byte_stream
 from tests.simulation.environment.byte_stream import StreamSocket
+from tests.simulation.environment.network import Network
 from tests.simulation.environment.socket_loop import StreamServer, StreamTransport
-from tests.simulation.network import Network
 from tests.simulation.world import MILLISECOND, Process, World
 
 ADDRESS = ("10.0.0.1", 7)

@@ -9,9 +9,9 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from tests.simulation.network import Connection, Network
-from tests.simulation.rpc_calls import CANCEL, CREDIT, END, MESSAGE, OPEN, STATUS, Mailbox, Window
-from tests.simulation.rpc_client import Channel
+from tests.simulation.environment.network import Connection, Network
+from tests.simulation.rpc.calls import CANCEL, CREDIT, END, MESSAGE, OPEN, STATUS, Mailbox, Window
+from tests.simulation.rpc.client import Channel
 from tests.simulation.world import current_process
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from tests.simulation.network import Connection, Network
-from tests.simulation.rpc_calls import (
+from tests.simulation.environment.network import Connection, Network
+from tests.simulation.rpc.calls import (
     BACKOFF_NS,
     CANCEL,
     CONNECT_TIMEOUT_NS,

@@ -1,0 +1,1 @@
+"""Smaller scenarios with the same violation."""
