@@ -20,7 +20,7 @@ from benchmarks.spec.runs import Bench, Task, answer, guessed, of_length
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.kv_cache.events import LayerReadiness
 from pdmesh.engine.runner.model_runner import ModelRunner, SampledOutput
-from pdmesh.engine.scheduler.scheduler import SchedulerOutput
+from pdmesh.engine.scheduler.scheduler import ScheduledSequence, SchedulerOutput
 from pdmesh.engine.scheduler.sequence import Sequence as EngineSequence
 from pdmesh.engine.speculation.draft import NOTHING, Draft, Verified
 from pdmesh.engine.speculation.proposer import Ask
@@ -88,6 +88,9 @@ class TimedRunner:
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
         self.seconds: dict[int, list[float]] = {}
+
+    def copy_blocks(self, pieces: list[ScheduledSequence]) -> None:
+        self.runner.copy_blocks(pieces)
 
     def run(
         self, plan: SchedulerOutput, signal: LayerReadiness | None = None, *, keep_hidden: bool = True

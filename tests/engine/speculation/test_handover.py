@@ -74,6 +74,7 @@ def test_decode_goes_on_from_it_or_without(state: bytes) -> None:
     engine = make_engine(proposers=[proposer])
     assert engine.reserve(request("r", PROMPT[:7], max_tokens=5)) is not None
     engine.start("r", {0: 11}, draft_states={0: state, 3: state})
+    engine.step()  # drafts belong to steps: what was handed over waits for one
     assert proposer.states == ([(11, [6.0] * HIDDEN_SIZE)] if len(state) == 2 * HIDDEN_SIZE else [])
     engine.release("r")
     engine.check_integrity()
@@ -85,6 +86,7 @@ def test_who_does_not_want_it_is_not_asked() -> None:
     engine = make_engine(proposers=[proposer])
     assert engine.reserve(request("r", PROMPT[:7], max_tokens=5)) is not None
     engine.start("r", {0: 11}, draft_states={0: packed(torch.zeros(HIDDEN_SIZE))})
+    engine.step()
     assert proposer.states == []
     engine.release("r")
 
