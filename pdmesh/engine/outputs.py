@@ -159,6 +159,7 @@ class StartClock:
         blocks."""
         if self._num_steps == 0:  # after a preemption the cached tokens are the request's own
             self._num_cached_tokens = num_cached_tokens
+        started_ns = max(started_ns, self._since_ns)  # a request may come while its first step is already being planned
         self._queue_ns += started_ns - self._since_ns
         self._compute_ns += ended_ns - started_ns
         self._since_ns = ended_ns

@@ -131,10 +131,10 @@ class CircuitBreaker:
         """Record a failure that the request did not cause. `lost`: the worker was lost, which is one failure, however many
         requests it costs."""
         breaker = self._touch(worker, role, now)
+        if lost and breaker.state is not State.HALF_OPEN and now - breaker.lost_at < self.limits.loss_s:
+            return
         if lost:
-            is_known, breaker.lost_at = now - breaker.lost_at < self.limits.loss_s, now
-            if is_known:
-                return
+            breaker.lost_at = now
         breaker.errors += 1
         share = breaker.errors / (breaker.errors + breaker.successes)
         if breaker.state is State.HALF_OPEN:
@@ -243,8 +243,19 @@ class HealthRecorder:
         return self.health.suspects or bool(self._silent())
 
     def left_out(self, fleet_snapshot: FleetSnapshot, role: Role) -> frozenset[WorkerKey]:
-        """Return the workers that get nothing while there are others: the ejected ones, and those that are silent."""
-        return self.ejected(fleet_snapshot, role) | self._silent()
+        """Return the workers that get nothing while there are others: the ejected ones, and those that are silent, but for a kind
+        of which all others are left out."""
+        ejected, silent = self.ejected(fleet_snapshot, role), self._silent()
+        if not silent:
+            return ejected
+        estimates = (fleet_snapshot.get(address) for address, _ in silent)
+        views = [estimate.view for estimate in estimates if estimate is not None]
+        out = ejected
+        for suspects in _by_kind(views, role):
+            peers = fleet_snapshot.peers(next(iter(suspects.values())), prefill=role is Role.PREFILL)
+            if any(peer.key not in silent and peer.key not in ejected for peer in peers):
+                out |= frozenset(suspects)
+        return out
 
     def ejected(self, fleet_snapshot: FleetSnapshot, role: Role) -> frozenset[WorkerKey]:
         """Return the workers that are ejected now in this role: of each kind at most a share, and never the last."""

@@ -65,6 +65,7 @@ class DecodeStream:
         on_change: Callable[[], None],
         on_load: Callable[[worker_pb2.LoadReport], None],
         on_heard: Callable[[], None],
+        silence_limit_s: Callable[[], float],
         is_silent: Callable[[], bool],
     ) -> None:
         self.address = address
@@ -75,6 +76,7 @@ class DecodeStream:
         self._on_change = on_change
         self._on_load = on_load
         self._on_heard = on_heard
+        self._silence_limit_s = silence_limit_s
         self._is_silent = is_silent
         self._retry = asyncio.Event()
         self._break: Callable[[], None] | None = None  # ends the present session; None between two
@@ -143,7 +145,7 @@ class DecodeStream:
             call.cancel()
 
         self._break = give_up
-        with Watchdog(self._settings.stream_timeout_s, give_up, self._is_silent) as watchdog:
+        with Watchdog(self._silence_limit_s, give_up, self._is_silent) as watchdog:
             heartbeats = asyncio.create_task(self._send(call), name=f"heartbeats {self.address}")
             try:
                 await self._read(call, watchdog)

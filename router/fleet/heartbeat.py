@@ -111,15 +111,18 @@ def being_cancelled() -> bool:
 
 
 class Watchdog:
-    """Call `on_silence` once, on the running event loop, when nothing was heard on a stream for `timeout_s`. Use it as a context
-    manager.
+    """Call `on_silence` once, on the running event loop, when nothing was heard on a stream for the seconds that `limit_s` gives.
+    Use it as a context manager.
 
     Time in which the worker `is_silent` on all streams does not count: the stream is not at fault, and a new one would hear no
     more."""
 
-    def __init__(self, timeout_s: float, on_silence: Callable[[], object], is_silent: Callable[[], bool]) -> None:
-        self._tick_s = tick_s_of(timeout_s)
-        self._clock = HeartbeatClock(timeout_s, self._tick_s)
+    def __init__(
+        self, limit_s: Callable[[], float], on_silence: Callable[[], object], is_silent: Callable[[], bool]
+    ) -> None:  # fmt: skip
+        self._limit_s = limit_s
+        self._tick_s = tick_s_of(limit_s())
+        self._clock = HeartbeatClock(limit_s(), self._tick_s)
         self._on_silence = on_silence
         self._is_silent = is_silent
         self._handle: asyncio.TimerHandle | None = None
@@ -138,7 +141,8 @@ class Watchdog:
         loop = asyncio.get_running_loop()
         if self._is_silent():
             self._clock.heard()
-        if self._clock.tick(loop.time()):
+        self._clock.tick(loop.time())
+        if self._clock.silence_s >= self._limit_s():
             self._on_silence()
         else:
             self._handle = loop.call_later(self._tick_s, self._tick)

@@ -141,6 +141,7 @@ class Worker:
             on_change=on_change,
             on_load=self._report,
             on_heard=self._heard,
+            silence_limit_s=lambda: self._silence.limit_s,
             is_silent=lambda: self.is_suspect,
         )
         self._control = worker_pb2_grpc.WorkerControlStub(channel)
@@ -329,7 +330,7 @@ class Worker:
         info.address = self.address
         call = self._control.Watch(worker_pb2.WatchRequest(period_ms=self._report_period_ms))
         self._watch = call
-        with Watchdog(self._settings.stream_timeout_s, call.cancel, lambda: self.is_suspect) as watchdog:
+        with Watchdog(lambda: self._silence.limit_s, call.cancel, lambda: self.is_suspect) as watchdog:
             try:
                 await self._follow(info, call, watchdog)
             except asyncio.CancelledError:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Sequence_
 from dataclasses import replace
 
+from pdmesh.engine.outputs import RequestStarted
 from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.speculation.draft import Draft
+from pdmesh.engine.speculation.proposer import Ask
 from pdmesh.sampling_params import SamplingParams
 from tests.support.guesser import Guesser
 from tests.support.mock_engine import Answer, Collector, answer, make_engine, run_to_end, write_kv
@@ -126,3 +130,27 @@ def test_no_step_is_under_way_when_nothing_can_be_planned() -> None:
     assert engine.schedule_step() is None
     assert engine.try_release("waits") is True and engine.try_release("kept") is True
     assert Collector().answer("waits") == Answer((), None)
+
+
+def test_a_request_that_comes_while_its_first_step_is_planned_has_waited_for_no_time() -> None:
+    """Its clock opens behind the step's: what it waited is none, and never less."""
+
+    class Interrupted(Guesser):
+        def propose(self, asks: Sequence_[Ask]) -> list[Draft]:
+            if not added:
+                added.append(engine.add(late))
+            return super().propose(asks)
+
+    late, added = request("late"), list[bool]()
+    engine = make_engine(proposers=[Interrupted(1.0)], draft_length=2)
+    assert engine.add(request("first"))
+    started: list[RequestStarted] = []
+    ended_ns = 0
+    while len(started) < 2:
+        result = engine.step()
+        assert result is not None
+        started += result.started
+        ended_ns = result.ended_ns
+    timing = started[1].timing
+    assert started[1].request_id == "late" and timing is not None
+    assert timing.queue_ns == 0 and 0 < timing.compute_ns <= ended_ns - timing.opened_ns

@@ -48,3 +48,18 @@ async def test_a_few_peers_are_enough_to_know(views: list[WorkerSnapshot], bad: 
     for role in Role:
         everybody = (health_recorder.health.ejected(role, group, 0.0) for group in by_kind(views, role))
         assert health_recorder.ejected(fleet_snapshot, role) == frozenset[WorkerKey]().union(*everybody)
+
+
+def test_silent_workers_get_nothing_while_there_are_others_of_their_kind() -> None:
+    views = [worker(name, identity=("m", "a")) for name in ("p0", "p1", "pd2")]
+    silent: set[WorkerKey] = set()
+    health_recorder = HealthRecorder(lambda: views, lambda: frozenset(silent))
+    fleet_snapshot = FleetSnapshot(views)
+    assert health_recorder.left_out(fleet_snapshot, Role.PREFILL) == frozenset()
+    silent.add(views[0].key)
+    assert health_recorder.left_out(fleet_snapshot, Role.PREFILL) == {views[0].key}
+    silent.update(view.key for view in views)
+    assert health_recorder.left_out(fleet_snapshot, Role.PREFILL) == frozenset(), "one of them has to"
+    silent.discard(views[2].key)
+    assert health_recorder.left_out(fleet_snapshot, Role.PREFILL) == {views[0].key, views[1].key}
+    assert health_recorder.left_out(fleet_snapshot, Role.DECODE) == frozenset(), "those that prefill only are not asked"

@@ -1,6 +1,7 @@
 """When a worker that says nothing is suspected and lost: its own pauses, and those of the router, are taken into account."""
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from pdmesh.v1 import decode_pb2
 from router.fleet.circuit_breaker import CircuitBreaker, HealthLimits, Role, State
 from router.fleet.decode_stream import StreamSettings
-from router.fleet.heartbeat import SilenceDetector, SilenceLimits
+from router.fleet.heartbeat import SilenceDetector, SilenceLimits, Watchdog
 from tests.router.stub_workers import DECODE, PREFILL, StubWorker
 from tests.router.test_fleet import running_fleet
 from tests.support.waiting import eventually
@@ -183,3 +184,49 @@ def test_a_loss_is_one_failure_however_many_requests_it_costs() -> None:
     for later in (6.5, 8.0):
         judged.failed(worker, Role.DECODE, later, "no sign of life", lost=True)
     assert judged.state(worker, Role.DECODE) is State.OPEN, "three losses in a row are three failures"
+
+
+def test_a_worker_that_is_lost_again_and_again_is_ejected() -> None:
+    worker, judged = ("slow:1", 1), CircuitBreaker(HealthLimits(loss_s=1.0))
+    for number in range(8):
+        judged.failed(worker, Role.DECODE, 5.0 + 0.9 * number, "no sign of life", lost=True)
+    assert judged.state(worker, Role.DECODE) is State.OPEN
+    judged.chosen(worker, Role.DECODE, 100.0)
+    assert judged.state(worker, Role.DECODE) is State.HALF_OPEN
+    for now in (100.1, 100.2):
+        judged.failed(worker, Role.DECODE, now, "no sign of life", lost=True)
+    assert judged.state(worker, Role.DECODE) is State.OPEN, "a probe that is lost has failed"
+
+
+class Clock:
+    """Stands in for the loop: time passes when a test says so."""
+
+    def __init__(self) -> None:
+        self.now, self.due = 0.0, list[tuple[float, Callable[[], None]]]()
+
+    def time(self) -> float:
+        return self.now
+
+    def call_later(self, delay: float, callback: Callable[[], None]) -> None:
+        self.due.append((self.now + delay, callback))
+
+    def run(self, until: float) -> None:
+        while self.due and self.due[0][0] <= until:
+            self.now, callback = self.due.pop(0)
+            callback()
+
+
+def test_a_stream_is_waited_for_as_long_as_its_worker_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that paused for 0.9 s may be silent for 2.25 s, on each of its streams, too."""
+    clock, ended, limits_s = Clock(), list[float](), [1.0]
+    monkeypatch.setattr(asyncio, "get_running_loop", lambda: clock)
+    watchdog = Watchdog(lambda: limits_s[-1], lambda: ended.append(clock.now), lambda: False)
+    watchdog.__enter__()
+    clock.run(0.95)
+    watchdog.heard()
+    limits_s.append(2.25)
+    clock.run(3.0)
+    assert ended == []
+    clock.run(4.0)
+    [at] = ended
+    assert at == pytest.approx(0.9 + 2.25, abs=0.11)

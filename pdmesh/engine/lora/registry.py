@@ -1,4 +1,5 @@
-"""The adapters of one engine: which are loaded, in which slot, and which requests still use them. On the engine's thread.
+"""The adapters of one engine: which are loaded, in which slot, and which requests still use them. Changes come between steps;
+`may_have` is asked while one runs, and looks up one key.
 
     load ──► LOADED ──unload──► LEAVING: no new request may have it ──its last request ends──► gone, the slot is free
 

@@ -3,10 +3,9 @@
     key    pdmesh:<mesh>:worker:<worker_id>        pdmesh:<mesh>:router:<router_id>
     value  PDM1:<generation, 16 digits>:<epoch, 16 hex digits>:<payload>
 
-The payload is a serialized WorkerInfo, or a router's address as UTF-8; in a mesh
-with a secret behind a seal (`MeshSecret`). The generation orders processes that used the same id
-(epochs are random and have no order): the script that writes a record draws it from Redis's clock at a process's first
-registration.
+The payload is a serialized WorkerInfo, or a router's address as UTF-8; in a mesh with a secret behind a seal (`MeshSecret`). The
+generation orders processes that used the same id (epochs are random and have no order): the script that writes a record draws it
+from Redis's clock at a process's first registration.
 """
 
 from __future__ import annotations

@@ -234,9 +234,8 @@ class GrpcServer:
         RESOURCE_EXHAUSTED.
 
         With `tls`, `callers` says which clients may call: those whose certificate carries the mesh's name, those with any
-        certificate of the CA, or all. With `secret` every call
-        but those of health and reflection must prove it. `share_port`: other processes of this user may listen there, too, and
-        the kernel distributes the connections."""
+        certificate of the CA, or all. With `secret` every call but those of health and reflection must prove it. `share_port`:
+        other processes of this user may listen there, too, and the kernel distributes the connections."""
         self.host = host
         self.port = port
         self._tls = tls

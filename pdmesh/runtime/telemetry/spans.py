@@ -165,10 +165,10 @@ class StepLog:
         return self._steps[-1 - offset] if 0 <= offset < len(self._steps) else None
 
     def between(self, started_ns: int, ended_ns: int) -> list[Step]:
-        """Return the steps with prompt tokens that lie within, in order."""
+        """Return the steps with prompt tokens that end within, in order: a request may come while a step is being planned."""
         found = []
         for step in reversed(self._steps):
-            if step.started_ns < started_ns:
+            if step.ended_ns <= started_ns:
                 break
             if step.ended_ns <= ended_ns and step.prefill_tokens:
                 found.append(step)
