@@ -106,7 +106,7 @@ def test_blocks_that_drafts_of_the_step_write_are_not_taken_back_in_it() -> None
 
 def test_a_block_is_copied_before_its_source_can_be_granted() -> None:
     """Choices that part share their last block. Each but one copies it, in the plan of the step: behind the plan no step needs
-    the source on behalf of the copies, whoever gets it and writes into it."""
+    the source on behalf of the copies, whatever request gets it and writes into it."""
     engine, collector = make_engine(num_blocks=16), Collector()
     many = request("many", (5, 6, 7, 8, 9, 4), max_tokens=6, n=3)
     assert engine.add(many)

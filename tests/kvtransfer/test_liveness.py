@@ -182,7 +182,7 @@ def _without_signs(self: PushConnection, message: transfer_pb2.TransferMessage) 
 
 @pytest.mark.parametrize("longest_step_s", [0.0, 30.0], ids=["its engine is stuck", "its engine is in a long step"])
 async def test_a_prefill_in_a_long_step_keeps_its_lease(longest_step_s: float) -> None:
-    """No step ends for three leases. Whether that is long is for the worker to say, who knows its steps."""
+    """No step ends for three leases. Whether that is long is for the worker to say, which knows its steps."""
     async with running(World("tcp", idle_timeout_s=0.5)) as world:
         ready = world.job(feed=KVReadiness())
         job = replace(ready, num_steps=lambda: 7, longest_step_s=lambda: longest_step_s)

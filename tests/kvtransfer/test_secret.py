@@ -1,5 +1,5 @@
-"""What is particular to tcp in a mesh with a secret: who is let in before the first frame, what each side says of a peer that is
-not, and bytes that are no handshake."""
+"""What is particular to tcp in a mesh with a secret: which peers are let in before the first frame, what each side says of a
+peer that is not, and bytes that are no handshake."""
 
 import asyncio
 import socket

@@ -30,6 +30,7 @@ from pdmesh.runtime.rpc.mesh_secret import MAX_SKEW_S, MeshSecret, MeshSecretCon
 from pdmesh.runtime.rpc.server import GrpcServer
 from tests.runtime.echo import KINDS, SERVICE, Behaviours, add_to_server, call
 from tests.runtime.test_records import worker
+from tests.runtime.test_tls import last, mirror
 
 METHOD = "/pdmesh.v1.DecodeService/Submit"
 
@@ -205,16 +206,7 @@ async def _stream(request: StringValue, context: object) -> AsyncIterator[String
     yield request
 
 
-async def _last(requests: AsyncIterator[StringValue], context: object) -> StringValue:
-    return [each async for each in requests][-1]
-
-
-async def _mirror(requests: AsyncIterator[StringValue], context: object) -> AsyncIterator[StringValue]:
-    async for each in requests:
-        yield each
-
-
-BEHAVIOURS: Behaviours = dict(zip(KINDS, (_unary, _stream, _last, _mirror), strict=True))
+BEHAVIOURS: Behaviours = dict(zip(KINDS, (_unary, _stream, last, mirror), strict=True))
 
 
 @asynccontextmanager

@@ -29,15 +29,6 @@ LOWEST = tl.constexpr(-1e30)
 LOG2E = tl.constexpr(math.log2(math.e))
 
 
-@triton.jit
-def split_len_of(context, MIN_KEYS: tl.constexpr, MOST: tl.constexpr):
-    """Return `Splits.split_len` of a scalar or of a tensor."""
-    length = context * 0 + MIN_KEYS
-    for _ in tl.static_range(DOUBLINGS):
-        length = tl.where(length * MOST < context, length * 2, length)
-    return length
-
-
 @triton.constexpr_function
 def _log2(power: int) -> int:
     return int(power).bit_length() - 1
@@ -45,11 +36,17 @@ def _log2(power: int) -> int:
 
 @triton.jit
 def _log_len_of(context, MIN_KEYS: tl.constexpr, MOST: tl.constexpr):
-    """Return the logarithm of `split_len_of`, by which a number is divided with a shift."""
+    """Return the logarithm of `Splits.split_len`, of a scalar or of a tensor: a number is divided by the length with a shift."""
     log_len = context * 0 + _log2(MIN_KEYS)
     for _ in tl.static_range(DOUBLINGS):
         log_len = tl.where((MOST << log_len) < context, log_len + 1, log_len)
     return log_len
+
+
+@triton.jit
+def split_len_of(context, MIN_KEYS: tl.constexpr, MOST: tl.constexpr):
+    """Return `Splits.split_len` of a scalar or of a tensor."""
+    return 1 << _log_len_of(context, MIN_KEYS, MOST)
 
 
 @triton.jit
