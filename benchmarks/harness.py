@@ -116,6 +116,7 @@ TARGETS = {
     "equality": "equality",
     "chaos": "chaos",
     "chaos_vllm": "chaos-vllm",
+    "fuzz": "fuzz",
     "simulation": "simulate",
     "vllm_contract": "test-vllm",
 }

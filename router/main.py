@@ -13,7 +13,7 @@ from pdmesh.runtime import log, process
 from pdmesh.runtime.addresses import join_address
 from pdmesh.runtime.registry.block_stream import BlockStream
 from pdmesh.runtime.registry.registry import Registry
-from pdmesh.runtime.rpc.channel import Channels
+from pdmesh.runtime.rpc.channel import WITHIN_MESH, Channels
 from pdmesh.runtime.rpc.mesh_secret import open_secret
 from pdmesh.runtime.rpc.server import Callers, ConnectionLimits, GrpcServer
 from pdmesh.runtime.rpc.tls import open_tls
@@ -53,7 +53,7 @@ class Router:
         router_id = config.router_id or f"router-{secrets.token_hex(4)}"
         links = StreamSettings(router_id, config.heartbeat_ms, config.stream_timeout_s, config.reattach_grace_s)
         tls, secret = open_tls(config.tls), open_secret(config.mesh_secret)
-        self.channels = Channels(tls=tls, secret=secret)
+        self.channels = Channels(keepalive=WITHIN_MESH, tls=tls, secret=secret)
         self.engines = EngineBridges(config, self.channels)
         fleet = FleetRegistry(links, self.channels, report_period_ms=config.report_period_ms, forget_s=config.forget_worker_s)
         goals = objectives.load(config.objectives)

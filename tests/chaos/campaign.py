@@ -1,4 +1,5 @@
-"""A round of faults in a mesh under load: lanes deal them side by side, and always leave a healthy worker of each kind."""
+"""A round of faults in a mesh under load: lanes deal them side by side, and always leave a healthy worker of each kind, and a
+healthy router."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from tests.chaos.faults import ENDS_PROCESS, Fault, Kill, alone, make_fault
 from tests.chaos.load import Load
 from tests.chaos.mesh import ChaosMesh, Victim
-from tests.chaos.plan import ANY_MOMENT, ROLES, PlannedFault
+from tests.chaos.plan import ROLES, PlannedFault
 from tests.chaos.record import Dealt, Round, with_stalls
 
 REACH_TIMEOUT_S = 4.0
@@ -27,7 +28,7 @@ class Campaign:
         self._mesh = mesh
         self._load = load
         self._turn: contextlib.AbstractAsyncContextManager[object] = asyncio.Lock() if one_at_a_time else contextlib.nullcontext()
-        self._struck: set[str] = set()  # workers that are, or may be, unhealthy
+        self._struck = mesh.struck
         self._dealt: list[Dealt] = []
         self._not_dealt: list[int] = []
         self._problems: list[str] = []
@@ -75,7 +76,7 @@ class Campaign:
 
     @contextlib.contextmanager
     def _claimed(self, planned: PlannedFault) -> Iterator[Victim]:
-        """A worker that no other lane has."""
+        """A worker or router that no other lane has."""
         free = [victim for victim in self._of_role(planned.role) if victim.name not in self._struck]
         victim = free[int(planned.pick * len(free))]
         self._struck.add(victim.name)
@@ -126,7 +127,7 @@ class Campaign:
     async def _reach(self, fault: Fault) -> bool:
         """Waits until the victim is at the state, where its failpoint acts at once."""
         state, victim = fault.planned.state, fault.victim
-        if state == ANY_MOMENT:
+        if not fault.planned.at_state:
             return True
         if isinstance(fault, Kill):
             self._mesh.expect_death(victim)

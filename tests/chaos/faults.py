@@ -6,6 +6,7 @@ the worker is there. Then `strike`, the time of the plan, `mend`. `strike` says 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import signal
 from abc import ABC, abstractmethod
@@ -13,10 +14,13 @@ from collections.abc import AsyncIterator
 
 from tests.chaos.links import Link
 from tests.chaos.mesh import ChaosMesh, Victim
-from tests.chaos.plan import ANY_MOMENT, Kind, LinkName, PlannedFault
+from tests.chaos.plan import Kind, LinkName, PlannedFault
 
 DWELL = "delay:150@1"
 _SLOW_DELAY_S = 0.01
+_LOST_SHARE = 0.5
+_RUNS_S, _STANDS_S = 0.01, 0.09
+"""Of a process that gets a tenth of the time."""
 
 
 class Fault(ABC):
@@ -28,11 +32,6 @@ class Fault(ABC):
         self.planned = planned
         self.victim = victim
         self.mesh = mesh
-
-    @property
-    def at_state(self) -> bool:
-        """Did a failpoint act?"""
-        return self.planned.state != ANY_MOMENT
 
     @abstractmethod
     async def strike(self) -> bool:
@@ -48,7 +47,7 @@ class Kill(Fault):
     action = "kill@1"
 
     async def strike(self) -> bool:
-        if not self.at_state:
+        if not self.planned.at_state:
             await self.mesh.kill(self.victim)
         return True
 
@@ -62,7 +61,7 @@ class Stop(Fault):
     action = "pause@1"
 
     async def strike(self) -> bool:
-        if not self.at_state:
+        if not self.planned.at_state:
             self.victim.member.kill(signal.SIGSTOP)
         return True
 
@@ -76,6 +75,29 @@ class Restart(Fault):
     async def strike(self) -> bool:
         await self.mesh.restart(self.victim)
         return True
+
+
+class SlowProcess(Fault):
+    """The process is ten times as slow: it stands still most of the time, and runs every now and then."""
+
+    _turns: asyncio.Task[None] | None = None
+
+    async def strike(self) -> bool:
+        self._turns = asyncio.create_task(self._take_turns())
+        return True
+
+    async def mend(self) -> None:
+        if self._turns is not None:
+            self._turns.cancel()
+            await asyncio.gather(self._turns, return_exceptions=True)
+        self.victim.member.kill(signal.SIGCONT)
+
+    async def _take_turns(self) -> None:
+        while True:
+            self.victim.member.kill(signal.SIGSTOP)
+            await asyncio.sleep(_STANDS_S)
+            self.victim.member.kill(signal.SIGCONT)
+            await asyncio.sleep(_RUNS_S)
 
 
 class LinkFault(Fault):
@@ -113,9 +135,23 @@ class BlackHole(LinkFault):
         self.link.mend()
 
 
+class Drop(LinkFault):
+    async def strike(self) -> bool:
+        return self.link.drop() > 0
+
+
 class Slow(LinkFault):
     async def strike(self) -> bool:
         self.link.slow(delay_s=_SLOW_DELAY_S, bytes_per_s=self.planned.amount)
+        return True
+
+    async def mend(self) -> None:
+        self.link.mend()
+
+
+class Lossy(LinkFault):
+    async def strike(self) -> bool:
+        self.link.lose(_LOST_SHARE)
         return True
 
     async def mend(self) -> None:
@@ -172,7 +208,10 @@ KINDS: dict[Kind, type[Fault]] = {
     Kind.RESTART: Restart,
     Kind.RESET: Reset,
     Kind.BLACK_HOLE: BlackHole,
+    Kind.DROP: Drop,
     Kind.SLOW: Slow,
+    Kind.LOSSY: Lossy,
+    Kind.SLOW_PROCESS: SlowProcess,
     Kind.SHM_FULL: ShmFull,
     Kind.REDIS_STOP: RedisStop,
     Kind.REDIS_EMPTY: RedisEmpty,

@@ -51,7 +51,7 @@ def _is_free(host: str, port: int) -> bool:
         return True
 
 
-# A link of our own: a TCP proxy that resets, swallows, delays and throttles what passes between two processes.
+# A link of our own: a TCP proxy that resets, swallows, loses, delays and throttles what passes between two processes.
 #
 # Both ends believe that they talk to each other. It listens if and only if the process behind it does, so that who connects to a
 # dead process is refused as by the dead process's own machine. Bytes that a black hole holds back arrive when it ends, as TCP's
@@ -59,6 +59,8 @@ def _is_free(host: str, port: int) -> bool:
 
 
 _CHUNK_BYTES = 64 << 10
+_RETRANSMITS_S = (0.2, 0.4, 0.8)
+"""What TCP waits before it sends again, from Linux's least on; more is unlikely where what came behind is acknowledged."""
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close with RST
 
 
@@ -76,6 +78,7 @@ class Link:
         self._open.set()
         self._delay_s = 0.0
         self._bytes_per_s: float | None = None
+        self._lost_share = 0.0
 
     @property
     def num_connections(self) -> int:
@@ -97,6 +100,12 @@ class Link:
             relay.reset()
         return len(relays)
 
+    def drop(self) -> int:
+        """Has the connections that there are carry nothing more, as a firewall that has forgotten them; returns how many."""
+        for relay in self._relays:
+            relay.is_dropped = True
+        return len(self._relays)
+
     def black_hole(self) -> None:
         """Nothing passes any more, not even the end of a connection."""
         self._open.clear()
@@ -105,9 +114,13 @@ class Link:
         """Each piece, 64 KiB at most, comes `delay_s` late; no direction of a connection carries more than `bytes_per_s`."""
         self._delay_s, self._bytes_per_s = delay_s, bytes_per_s
 
+    def lose(self, share: float) -> None:
+        """Of all pieces a share is lost, and of what is sent again, too: TCP waits before each repeat, each time longer."""
+        self._lost_share = share
+
     def mend(self) -> None:
         """Passes everything at once again."""
-        self._delay_s, self._bytes_per_s = 0.0, None
+        self._delay_s, self._bytes_per_s, self._lost_share = 0.0, None, 0.0
         self._open.set()
 
     async def close(self) -> None:
@@ -125,6 +138,10 @@ class Link:
         delay_s = self._delay_s + (num_bytes / self._bytes_per_s if self._bytes_per_s else 0.0)
         if delay_s:
             await asyncio.sleep(delay_s)
+        for pause_s in _RETRANSMITS_S:
+            if random.random() >= self._lost_share:
+                break
+            await asyncio.sleep(pause_s)
         await self._open.wait()
 
     async def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -150,6 +167,7 @@ class _Relay:
         self._near = (reader, writer)
         self._writers = [writer]
         self._was_reset = False
+        self.is_dropped = False
 
     async def run(self) -> None:
         """Until both directions have ended, or either is broken."""
@@ -185,8 +203,9 @@ class _Relay:
         """One direction; the end of it is passed on as well, after what came before."""
         while data := await reader.read(_CHUNK_BYTES):
             await self._link.let_pass(len(data))
-            writer.write(data)
-            await writer.drain()
+            if not self.is_dropped:
+                writer.write(data)
+                await writer.drain()
         await self._link.let_pass(0)
         if writer.can_write_eof() and not writer.is_closing():
             with contextlib.suppress(OSError):

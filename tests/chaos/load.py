@@ -21,6 +21,7 @@ from pdmesh.client.stream import AsyncStream
 from pdmesh.client.types import GenerateOptions
 from pdmesh.engine.sampling.counter_rng import gumbel
 from pdmesh.errors import MeshError
+from pdmesh.runtime.rpc.tls import TlsConfig
 from pdmesh.sampling_params import SamplingParams
 from tests.chaos.record import Answer, Tally
 from tests.mesh import oracle
@@ -121,9 +122,16 @@ class Load:
     `choices_handed_over`, how a request of several choices is computed is left to the router."""
 
     def __init__(
-        self, routers: Sequence[str], jobs: Sequence[Job], *, seed: int, num_clients: int, choices_handed_over: bool = True
+        self,
+        routers: Sequence[str],
+        jobs: Sequence[Job],
+        *,
+        seed: int,
+        num_clients: int,
+        choices_handed_over: bool = True,
+        tls: TlsConfig | None = None,
     ) -> None:
-        self._routers = routers
+        self._routers, self._tls = routers, tls
         self._jobs = jobs
         self._rng = random.Random(seed)
         self._num_clients = num_clients
@@ -139,18 +147,20 @@ class Load:
     async def running(self) -> AsyncIterator[None]:
         """Clients ask within the block; leaving it waits until the last stream has ended."""
         stop = asyncio.Event()
-        async with AsyncClient(self._routers) as client:
-            tasks = [asyncio.create_task(self._ask_until(stop, client)) for _ in range(self._num_clients)]
-            try:
-                yield
-            finally:
-                stop.set()
-                await asyncio.gather(*tasks)
+        tasks = [asyncio.create_task(self._ask_until(stop, number)) for number in range(self._num_clients)]
+        try:
+            yield
+        finally:
+            stop.set()
+            await asyncio.gather(*tasks)
 
-    async def _ask_until(self, stop: asyncio.Event, client: AsyncClient) -> None:
-        while not stop.is_set():
-            await self._ask(client, self._rng.choice(self._jobs))
-            await asyncio.sleep(_PAUSE_S)
+    async def _ask_until(self, stop: asyncio.Event, number: int) -> None:
+        """A client of its own, which prefers the router of its number."""
+        first = number % len(self._routers)
+        async with AsyncClient([*self._routers[first:], *self._routers[:first]], tls=self._tls) as client:
+            while not stop.is_set():
+                await self._ask(client, self._rng.choice(self._jobs))
+                await asyncio.sleep(_PAUSE_S)
 
     async def _ask(self, client: AsyncClient, job: Job) -> None:
         answer = Answer(job.expected)

@@ -1,8 +1,10 @@
-"""A mesh that can be hurt: each worker behind links of ours, with its own clock, and failpoints that are armed while it runs."""
+"""A mesh that can be hurt: each worker behind links of ours, workers and routers with clocks of their own, and failpoints that
+are armed while they run."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import mmap
 import os
 import shutil
@@ -17,10 +19,12 @@ from typing import Self
 from redis.asyncio import Redis
 
 from pdmesh.client.client import AsyncClient
+from pdmesh.errors import MeshError
 from pdmesh.launcher.member import Member
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.launcher.plan import LocalMeshConfig, ProcessPlan, engine_python
 from pdmesh.runtime.registry.redis_server import EmbeddedRedis
+from pdmesh.runtime.rpc.tls import TlsConfig
 from pdmesh.v1 import mesh_pb2
 from pdmesh.worker.engines.registry import DEFAULT_ENGINE, start_timeout_s
 from tests.chaos.arming import Arming
@@ -140,11 +144,13 @@ class MeshSize:
     kv_memory_mb: int
     engine: str = DEFAULT_ENGINE
     engine_flags: tuple[str, ...] = ()
+    num_routers: int = 2
+    is_encrypted: bool = False
 
 
 @dataclass(frozen=True)
 class Victim:
-    """A worker, and everything by which it can be hurt."""
+    """A worker or router, and everything by which it can be hurt; a router has no links."""
 
     name: str
     role: str
@@ -165,22 +171,29 @@ class ChaosMesh:
         self.victims: tuple[Victim, ...] = ()
         self._size = size
         self._folder = folder
+        self.struck: set[str] = set()  # names of workers and routers that are, or may be, unhealthy
         self._names = [
             f"{role}-{i}" for role, n in (("prefill", size.num_prefill), ("decode", size.num_decode)) for i in range(n)
         ]
         self._links = Links(self._names)
         library = build(folder)
-        self._armings = {name: Arming(folder / f"{name}.failpoints") for name in self._names}
-        self._clocks = {name: Clock(library, folder / f"{name}.clock") for name in self._names}
+        everybody = (*self._names, *(f"router-{i}" for i in range(size.num_routers)))
+        self._armings = {name: Arming(folder / f"{name}.failpoints") for name in everybody}
+        self._clocks = {name: Clock(library, folder / f"{name}.clock") for name in everybody}
         self._may_die: set[str] = set()
         self._footprint: Footprint | None = None
-        self._client: AsyncClient | None = None
+        self._clients: dict[str, AsyncClient] = {}  # one for each router, by its name
         self.mesh: LocalMesh | None = None
 
     @property
     def routers(self) -> tuple[str, ...]:
         """Addresses for clients."""
         return self._running.router_addresses
+
+    @property
+    def tls(self) -> TlsConfig:
+        """What clients need to trust the routers."""
+        return self._running.tls
 
     @property
     def shm_victim(self) -> Victim:
@@ -214,6 +227,9 @@ class ChaosMesh:
             start_timeout_s=start_timeout_s(self._size.engine),
             num_prefill=self._size.num_prefill,
             num_decode=self._size.num_decode,
+            num_routers=self._size.num_routers,
+            throwaway_tls=self._size.is_encrypted,
+            throwaway_secret=self._size.is_encrypted,
             port=0,
             redis=self.registry.url,
             num_threads=1,
@@ -224,17 +240,17 @@ class ChaosMesh:
         )
         self.mesh = LocalMesh(config, on_event=self._on_event)
         await self.mesh.start()
-        self.victims = tuple(self._victim(member) for member in self.mesh.workers)
+        self.victims = tuple(self._victim(member) for member in (*self.mesh.workers, *self.mesh.routers))
         self._footprint = Footprint.of(self.mesh)
-        self._client = AsyncClient(self.routers)
+        self._clients = {member.name: AsyncClient([member.address], tls=self.tls) for member in self.mesh.routers}
 
     async def stop(self) -> None:
         """Ends everything; idempotent."""
-        if self._client is not None:
-            await self._client.close()
-            self._client = None
+        for client in self._clients.values():
+            await client.close()
+        self._clients.clear()
         if self.mesh is not None:
-            self._may_die.update(self._names)
+            self._may_die.update(self._armings)
             await self.mesh.stop()
         await self._links.close()
         await self.registry.stop()
@@ -272,23 +288,36 @@ class ChaosMesh:
             self._footprint.pids[f"{victim.name} {victim.member.pid}"] = victim.member.pid
 
     async def status(self) -> mesh_pb2.GetStatusResponse:
-        """The router's view. Raises MeshError."""
-        assert self._client is not None, "the mesh has not been started"
-        return await self._client.status(timeout=_STATUS_TIMEOUT_S)
+        """The view of a router that is not struck. Raises MeshError."""
+        name = next(name for name in self._clients if name not in self.struck)
+        return await self._clients[name].status(timeout=_STATUS_TIMEOUT_S)
 
     async def epoch_of(self, victim: Victim) -> int:
-        """The incarnation that the router knows; 0: none."""
+        """The incarnation that the router knows; 0: none, or a router's own."""
         views = [view for view in (await self.status()).workers if view.info.worker_id == victim.name]
         return views[0].info.epoch if views else 0
 
     async def until_serving(self, victim: Victim, *, former_epoch: int = 0) -> float:
-        """Waits until the router has the worker alive, as another incarnation than `former_epoch` and as no second one beside it;
-        returns how long that took, in seconds. Raises TimeoutError."""
+        """Waits until the router has the worker alive, as another incarnation than `former_epoch` and as no second one beside it,
+        or until the router answers; returns how long that took, in seconds. Raises TimeoutError."""
         started = asyncio.get_running_loop().time()
         async with asyncio.timeout(_SERVING_TIMEOUT_S):
+            if victim.role == "router":
+                await self._until_answers(victim)
+                return asyncio.get_running_loop().time() - started
             while not self._serves(await self.status(), victim, former_epoch):  # noqa: ASYNC110
                 await asyncio.sleep(_POLL_PERIOD_S)
         return asyncio.get_running_loop().time() - started
+
+    async def _until_answers(self, victim: Victim) -> None:
+        """Waits until the router answers a client that it has not seen before, and sees a worker again."""
+        async with AsyncClient([victim.member.address], tls=self.tls) as client:
+            while True:
+                with contextlib.suppress(MeshError):
+                    status = await client.status(timeout=1.0)
+                    if any(view.alive for view in status.workers):
+                        return
+                await asyncio.sleep(_POLL_PERIOD_S)
 
     def _serves(self, status: mesh_pb2.GetStatusResponse, victim: Victim, former_epoch: int) -> bool:
         views = [view for view in status.workers if view.info.worker_id == victim.name]
@@ -299,8 +328,10 @@ class ChaosMesh:
         (0, []) when every pool is whole and every worker alive."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while True:
-            status = await self.status()
-            problems = [*unwhole(status), *self._not_at_rest(status)]
+            problems: list[str] = []
+            for name, client in self._clients.items():
+                status = await client.status(timeout=_STATUS_TIMEOUT_S)
+                problems += [f"{name} says: {problem}" for problem in (*unwhole(status), *self._not_at_rest(status))]
             if not problems:
                 return 0, []
             if asyncio.get_running_loop().time() > deadline:
@@ -323,15 +354,15 @@ class ChaosMesh:
 
     def _victim(self, member: Member) -> Victim:
         name = member.name
-        links = {link: self._links.get(name, link) for link in LinkName}
+        links = {link: self._links.get(name, link) for link in LinkName} if name in self._names else {}
         return Victim(name, member.roles[0], member, self._armings[name], self._clocks[name], links)
 
     def _adjust(self, plan: ProcessPlan) -> ProcessPlan:
+        env = {**plan.env, **self._armings[plan.name].environment, **self._clocks[plan.name].environment}
         if not plan.is_worker:
-            return plan
+            return replace(plan, env=env)
         transports = _DECODE_TRANSPORTS.get(plan.name, "shm,tcp,grpc")
         argv = (*plan.argv, *self._links.flags(plan.name), "--transports", transports)
-        env = {**plan.env, **self._armings[plan.name].environment, **self._clocks[plan.name].environment}
         return replace(plan, argv=argv, env=env)
 
     def _on_event(self, event: str) -> None:

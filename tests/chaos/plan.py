@@ -22,8 +22,13 @@ PREFILL_STATES = (
     "push.committed",
 )
 DECODE_STATES = ("decode.reserved", "decode.receiving", "decode.committed", "decode.running")
+ANY_OF_ROUTER = "any moment of a router"
+ROUTER_STATES = (ANY_OF_ROUTER, "router.route", "router.admission")
 STATES = (ANY_MOMENT, *PREFILL_STATES, *DECODE_STATES)
-ROLES = ("prefill", "decode")
+"""Those of workers."""
+MOMENTS = (ANY_MOMENT, ANY_OF_ROUTER)
+WORKERS = ("prefill", "decode")
+ROLES = (*WORKERS, "router")
 
 
 class Kind(StrEnum):
@@ -34,12 +39,19 @@ class Kind(StrEnum):
     RESTART = "restart"  # SIGTERM, then a new process: what a rollout does to each worker
     RESET = "reset"  # connections end at both ends at once
     BLACK_HOLE = "black hole"  # nothing passes a link, and nobody is told
+    DROP = "dropped connection"  # those that a link has carry nothing more, and nobody is told; new ones do
     SLOW = "slow link"  # delay and few bytes per second
+    LOSSY = "lossy link"  # half of what is sent has to be sent again, and again
+    SLOW_PROCESS = "slow process"  # it gets a tenth of the time
     SHM_FULL = "shm full"  # no memory for mapping a peer's pool
     REDIS_STOP = "redis stopped"
     REDIS_EMPTY = "redis emptied"
     REDIS_RESTART = "redis restarted"  # killed, some time later started again: empty as well
     CLOCK = "clock jump"  # of one process, and back
+
+
+ROUTER_KINDS = (Kind.KILL, Kind.STOP, Kind.RESTART, Kind.SLOW_PROCESS, Kind.CLOCK)
+"""What routers are struck with; workers with every kind."""
 
 
 class LinkName(StrEnum):
@@ -63,12 +75,20 @@ class PlannedFault:
     link: LinkName
     amount: float
 
+    @property
+    def at_state(self) -> bool:
+        """Does a failpoint say when it is dealt?"""
+        return self.state not in MOMENTS
+
 
 _HOLDS_S: dict[Kind, tuple[float, ...]] = {
     # Around the silence of 1 s after which a stream counts as broken, the grace of 2 s and the lease of 5 s.
     Kind.STOP: (0.1, 0.3, 0.3, 0.7, 1.2, 1.2, 2.2, 3.2, 5.5),
     Kind.BLACK_HOLE: (0.1, 0.3, 0.3, 0.7, 1.2, 1.2, 2.2, 3.2),
+    Kind.DROP: (0.1,),
     Kind.SLOW: (0.5, 1.0, 1.5),
+    Kind.LOSSY: (0.5, 1.0, 3.0),
+    Kind.SLOW_PROCESS: (0.5, 1.5, 4.0),
     Kind.SHM_FULL: (3.0,),  # at most: it ends when it was felt
     Kind.REDIS_STOP: (0.2, 1.2, 2.0, 4.0),  # a registration lapses after 3 s
     Kind.REDIS_EMPTY: (0.2,),
@@ -80,19 +100,26 @@ _BYTES_PER_S = (32e3, 128e3, 512e3)
 
 
 def role_of(state: str) -> str | None:
-    """Who passes through `state`; None: anybody, at any moment."""
+    """Who passes through `state`; None: any worker, at any moment."""
+    if state in ROUTER_STATES:
+        return "router"
     if state in PREFILL_STATES:
         return "prefill"
     return "decode" if state in DECODE_STATES else None
 
 
+def cells(kinds: Sequence[Kind]) -> list[tuple[Kind, str]]:
+    """What there is to deal: kinds at states."""
+    return [*product(kinds, STATES), *product([kind for kind in kinds if kind in ROUTER_KINDS], ROUTER_STATES)]
+
+
 def make_plan(seed: int, num_faults: int, kinds: Sequence[Kind] = tuple(Kind)) -> list[PlannedFault]:
     """`num_faults` faults, numbered from 0; the same arguments give the same list."""
     rng = random.Random(seed)
-    cells = list(product(kinds, STATES))
+    all_cells = cells(kinds)
     faults: list[PlannedFault] = []
-    while len(faults) < num_faults and cells:
-        for kind, state in rng.sample(cells, len(cells)):
+    while len(faults) < num_faults and all_cells:
+        for kind, state in rng.sample(all_cells, len(all_cells)):
             faults.append(_fault(rng, len(faults), kind, state))
     return faults[:num_faults]
 
@@ -102,7 +129,7 @@ def _fault(rng: random.Random, number: int, kind: Kind, state: str) -> PlannedFa
         number=number,
         kind=kind,
         state=state,
-        role=role_of(state) or rng.choice(ROLES),
+        role=role_of(state) or rng.choice(WORKERS),
         pick=rng.random(),
         hold_s=rng.choice(_HOLDS_S.get(kind, (0.0,))),
         link=rng.choice(tuple(LinkName)),

@@ -1,4 +1,5 @@
-"""`make chaos`: thousands of faults in a mesh of a tiny model, some hundreds in one of SmolLM2; goes on where it was stopped.
+"""`make chaos`: thousands of faults in meshes of a tiny model, the second one encrypted, some hundreds in one of SmolLM2; goes on
+where it was stopped.
 
     python -m tests.chaos --seconds 600 --kinds kill,stop --seed 7
     python -m tests.chaos --engine vllm
@@ -11,11 +12,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,7 @@ from tests.chaos.plan import Kind, PlannedFault, make_plan
 from tests.chaos.record import Progress, Round, Tally
 from tests.support.tiny_models import make_tiny_model
 
-TINY_FAULTS, REAL_FAULTS = 2420, 220  # 20 and some of each kind at each state
+TINY_FAULTS, REAL_FAULTS = 5070, 280  # 30 of each kind at each state; a quarter of the latter on a busy machine
 VLLM_TINY_FAULTS, VLLM_REAL_FAULTS = 440, 110  # a worker takes some 20 s to come back
 ROUND_FAULTS = 55
 NUM_JOBS = 64
@@ -54,6 +56,7 @@ class Stage:
     one_at_a_time: bool = False
     min_lead: float = 0.0
     choices_handed_over: bool = True
+    num_busy_loops: int = 0  # processes beside the mesh that compute all the time
 
     @property
     def rounds(self) -> list[Sequence[PlannedFault]]:
@@ -72,6 +75,16 @@ def real_stage(model: Path, plan: Sequence[PlannedFault]) -> Stage:
     size = MeshSize(model, num_prefill=2, num_decode=2, kv_memory_mb=256)
     sizes = Sizes(prompt=(40, 120), output=(8, 32), first_id=1000, last_id=40_000)
     return Stage(report.REAL_MODEL, size, sizes, num_clients=4, plan=plan, one_at_a_time=True)
+
+
+def busy(stage: Stage) -> Stage:
+    """The stage on a machine that has something else to do as well."""
+    return replace(stage, name=f"{stage.name}, {report.BUSY}", num_busy_loops=3)
+
+
+def encrypted(stage: Stage) -> Stage:
+    """The stage with certificates and a secret in its mesh."""
+    return replace(stage, name=f"{stage.name}, encrypted", size=replace(stage.size, is_encrypted=True))
 
 
 def on_vllm(stage: Stage) -> Stage:
@@ -112,6 +125,18 @@ CAMPAIGNS: Mapping[str, EngineCampaigns] = {
 }
 
 
+@contextlib.asynccontextmanager
+async def busy_loops(number: int) -> AsyncIterator[None]:
+    """Have so many processes compute within the block, each on a core if it gets one."""
+    loops = [await asyncio.create_subprocess_exec(sys.executable, "-c", "while True: pass") for _ in range(number)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            await loop.wait()
+
+
 async def run_stage(stage: Stage, progress: Progress, *, seed: int, until: float) -> None:
     """The rounds that are not done yet, as far as they begin before `until` (monotonic seconds)."""
     missing = [number for number in range(len(stage.rounds)) if progress.find(stage.name, number) is None]
@@ -123,13 +148,14 @@ async def run_stage(stage: Stage, progress: Progress, *, seed: int, until: float
     jobs = make_jobs(stage.size.model, stage.sizes, seed, NUM_JOBS, min_lead=stage.min_lead)
     folder = Path(tempfile.mkdtemp(prefix="pdmesh-chaos-"))
     mesh = ChaosMesh(stage.size, folder)
-    async with mesh:
+    async with mesh, busy_loops(stage.num_busy_loops):
         load = Load(
             mesh.routers,
             jobs,
             seed=seed + missing[0],
             num_clients=stage.num_clients,
             choices_handed_over=stage.choices_handed_over,
+            tls=mesh.tls,
         )
         campaign = Campaign(stage.name, mesh, load, one_at_a_time=stage.one_at_a_time)
         for number in missing:
@@ -185,12 +211,16 @@ async def _run(arguments: argparse.Namespace, kinds: Sequence[Kind], progress: P
     until, numbers = time.monotonic() + arguments.seconds, CAMPAIGNS[arguments.engine]
     if arguments.faults:
         tiny = make_tiny_model(cache_folder() / "chaos" / numbers.tiny_model, **numbers.tiny_fields)
+        half = (arguments.faults + 1) // 2
         plan = make_plan(arguments.seed, arguments.faults, kinds)
-        await run_stage(numbers.adapted(tiny_stage(tiny, plan)), progress, seed=arguments.seed, until=until)
+        for stage in (tiny_stage(tiny, plan[:half]), encrypted(tiny_stage(tiny, plan[half:]))):
+            await run_stage(numbers.adapted(stage), progress, seed=arguments.seed, until=until)
     if arguments.real_faults:
         real = ensure_model("smollm2-135m-instruct", say)
         plan = make_plan(arguments.seed + 1, arguments.real_faults, kinds)
-        await run_stage(numbers.adapted(real_stage(real, plan)), progress, seed=arguments.seed, until=until)
+        most = len(plan) - len(plan) // 4
+        for stage in (real_stage(real, plan[:most]), busy(real_stage(real, plan[most:]))):
+            await run_stage(numbers.adapted(stage), progress, seed=arguments.seed, until=until)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

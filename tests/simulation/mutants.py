@@ -1,6 +1,7 @@
 """Bugs put in on purpose: a simulation that does not find them proves nothing.
 
-Each is a function that changes the product in this process, before a run.
+Each is a function that changes the product in this process, before a run. There are none behind a second line of defence, where
+nobody would see the difference: a lease that never expires, for one, since a router's silence frees what its leases would.
 """
 
 from __future__ import annotations
@@ -29,37 +30,14 @@ def mutant(change: Callable[[], None]) -> Callable[[], None]:
 
 
 @mutant
-def stale_attempts_are_taken() -> None:
+def fences_do_not_look_at_the_attempt() -> None:
+    from decode_service import transfer_delegate
     from kvtransfer import reservation
+    from kvtransfer.reservation import ReservationState, State
 
+    put(ReservationState, "accepts_bytes", lambda self, attempt: self.state is State.RECEIVING)
     put(reservation, "_check_attempt", lambda current, event, attempt: None)
-
-
-@mutant
-def a_failed_attempt_keeps_its_number() -> None:
-    from dataclasses import replace
-
-    from kvtransfer import reservation
-    from kvtransfer.reservation import State
-
-    def fail(current: Any, event: Any, attempt: int, now: float) -> Any:
-        return replace(reservation._renewed(current, now), state=State.RESERVED) if current.accepts_bytes(attempt) else current
-
-    put(reservation, "_fail_attempt", fail)
-
-
-@mutant
-def leases_never_expire() -> None:
-    from kvtransfer import reservation
-
-    put(reservation, "_expire", lambda current, now: current)
-
-
-@mutant
-def leases_are_not_renewed() -> None:
-    from kvtransfer import reservation
-
-    put(reservation, "_renewed", lambda current, now: current)
+    put(transfer_delegate, "check_push_token", lambda hello, **expected: None)
 
 
 @mutant
@@ -343,6 +321,94 @@ def a_lost_worker_fails_its_requests() -> None:
     from router.lifecycle.decode_session import DecodeSession
 
     put(DecodeSession, "on_lost", lambda self, reason: self.end(Unavailable(reason)))
+
+
+@mutant
+def a_short_write_is_taken_for_a_whole_one() -> None:
+    from kvtransfer.stream import SocketStream
+
+    send = SocketStream._send_some
+
+    def send_all(self: Any, pieces: Any) -> int:
+        send(self, pieces)
+        return sum(piece.nbytes for piece in pieces)
+
+    put(SocketStream, "_send_some", send_all)
+
+
+@mutant
+def a_transfer_waits_for_ever() -> None:
+    from kvtransfer.stream import Stream
+
+    begin = Stream.__init__
+    put(Stream, "__init__", lambda self, executor, idle_timeout_s: begin(self, executor, 1e9))
+
+
+@mutant
+def a_preempted_sequence_keeps_its_blocks() -> None:
+    from pdmesh.engine.scheduler.scheduler import Scheduler
+
+    preempt = Scheduler._preempt
+
+    def kept(self: Any, victim: Any, plan: Any) -> None:
+        blocks, num_computed = victim.block_ids, victim.num_computed
+        preempt(self, victim, plan)
+        victim.block_ids, victim.num_computed = blocks, num_computed
+
+    put(Scheduler, "_preempt", kept)
+
+
+@mutant
+def a_breaker_never_lets_a_worker_back() -> None:
+    from math import inf
+
+    from router.fleet.circuit_breaker import CircuitBreaker
+
+    eject = CircuitBreaker._open
+
+    def for_ever(self: Any, worker: Any, role: Any, breaker: Any, now: float, reason: str) -> None:
+        eject(self, worker, role, breaker, now, reason)
+        breaker.until = inf
+
+    put(CircuitBreaker, "_open", for_ever)
+    put(CircuitBreaker, "ejected", lambda self, role, peers, now: frozenset(p for p in peers if self._left_out(p, role, now)))
+
+
+@mutant
+def routers_live_by_the_wall_clock() -> None:
+    import importlib
+    import pkgutil
+    import time
+    from types import SimpleNamespace
+
+    import router
+
+    wall = SimpleNamespace(**vars(time))
+    wall.monotonic, wall.monotonic_ns = time.time, time.time_ns
+    for found in pkgutil.walk_packages(router.__path__, "router."):
+        module = importlib.import_module(found.name) if not found.name.endswith("__main__") else None
+        if getattr(module, "time", None) is time:
+            put(module, "time", wall)
+
+
+@mutant
+def output_is_counted_as_sent_that_was_not() -> None:
+    from decode_service.request import ChoiceOutput
+
+    take = ChoiceOutput.take
+
+    def sometimes(self: Any, request_id: str) -> Any:
+        output = take(self, request_id)
+        return None if is_turn(self, 7) else output
+
+    put(ChoiceOutput, "take", sometimes)
+
+
+@mutant
+def a_cancelled_stream_keeps_its_call() -> None:
+    from pdmesh.client.stream import AsyncStream
+
+    put(AsyncStream, "cancel", lambda self: self._stopped.set())
 
 
 @mutant

@@ -1,5 +1,7 @@
 """Runs seeds in child processes: python -m tests.simulation.run --seeds 1-1000, or --seed 17 --log, or --seed 17 --shrink.
 
+`make test` runs --today: seeds that no other day runs, for so many --seconds.
+
 A seed replays to the same event wherever it runs: hashes of texts are fixed (PYTHONHASHSEED), and each run begins in a copy of
 the same fresh process.
 """
@@ -12,11 +14,15 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from datetime import UTC, date, datetime
 
 from tests.simulation import machine
 from tests.simulation.runs import BATCH, Case, Ran, children_cpu_s, outcomes, run_alone
 from tests.simulation.shrinking.reduction import add_options, reduction_of
 from tests.simulation.shrinking.shrink import MAX_RUNS, shrunk
+
+FIRST_DAY, FIRST_OF_DAYS, SEEDS_OF_DAY = date(2026, 1, 1), 10_000_001, 10_000
 
 
 def main(arguments: list[str]) -> int:
@@ -25,9 +31,8 @@ def main(arguments: list[str]) -> int:
     prepare(options.mutant)
     if options.seed is not None:
         return _show(Case(options.seed, reduction_of(options)), log=options.log, shrink=options.shrink, mutant=options.mutant)
-    first, _, last = options.seeds.partition("-")
     num_bad, virtual_s, num = 0, 0.0, 0
-    cases = (Case(seed, reduction_of(options)) for seed in range(int(first), int(last or first) + 1))
+    cases = (Case(seed, reduction_of(options)) for seed in _seeds(options))
     for ran in outcomes(cases, num_children=options.children, batch=options.batch):
         num += 1
         virtual_s += ran.virtual_s
@@ -37,9 +42,27 @@ def main(arguments: list[str]) -> int:
             print(f"found after {num} seeds")
             break
     cpu_s = children_cpu_s()
-    speed = f"{virtual_s / cpu_s:.1f} s in 1 s of CPU, {cpu_s / num * 1e3:.0f} ms of CPU a seed"
+    speed = f"{virtual_s / max(cpu_s, 1e-9):.1f} s in 1 s of CPU, {cpu_s / max(1, num) * 1e3:.0f} ms of CPU a seed"
     print(f"{num} seeds, {num_bad} with violations, {speed}")
     return int(num_bad > 0)
+
+
+def _seeds(options: argparse.Namespace) -> Iterator[int]:
+    """Yield the seeds that the options name, until the time is over."""
+    now = machine.real("monotonic")
+    ends_at = now() + options.seconds
+    first, _, last = options.seeds.partition("-")
+    chosen = range(int(first), int(last or first) + 1)
+    for seed in seeds_of(datetime.now(UTC).date()) if options.today else chosen:
+        if now() >= ends_at:
+            return
+        yield seed
+
+
+def seeds_of(day: date) -> range:
+    """Return the seeds of a day: those of `make simulate`, from 1, are none of them."""
+    first = FIRST_OF_DAYS + (day - FIRST_DAY).days * SEEDS_OF_DAY
+    return range(first, first + SEEDS_OF_DAY)
 
 
 def with_fixed_hashes(module: str, arguments: list[str]) -> None:
@@ -82,7 +105,7 @@ def _tell(ran: Ran, *, as_json: bool) -> None:
 
 
 def _show(case: Case, *, log: bool, shrink: int, mutant: str) -> int:
-    from tests.simulation.scenario import scenario
+    from tests.simulation.profiles import scenario
 
     if log:
         logging.disable(logging.NOTSET)
@@ -114,6 +137,8 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation.run")
     parser.add_argument("--seed", type=int, help="one seed, with its scenario")
     parser.add_argument("--seeds", default="1-100", help="the first and the last")
+    parser.add_argument("--today", action="store_true", help="the seeds of this day (UTC), in place of --seeds")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no more after that time")
     parser.add_argument("--mutant", default="", help="a bug that is put in, by its name in mutants.py")
     parser.add_argument("--stop", action="store_true", help="end at the first seed with a violation")
     parser.add_argument("--shrink", type=int, nargs="?", const=MAX_RUNS, default=0, help="runs to make a failing --seed small")

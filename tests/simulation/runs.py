@@ -54,7 +54,7 @@ class Ran:
 
 def run_case(case: Case, *, log: bool = False) -> tuple[Ran, Any]:
     """Run a case in this process; return how it ended, and what must be kept until the process ends."""
-    from tests.simulation.scenario import scenario
+    from tests.simulation.profiles import scenario
     from tests.simulation.simulate import Run
 
     run = Run(case.reduction.of(scenario(case.seed)), log=log)

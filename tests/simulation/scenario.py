@@ -22,6 +22,12 @@ class Ask:
     cancels_s: float | None = None
     leaves_s: float | None = None
     pause_s: float = 0.0  # between two events that it reads
+    number: int = 0
+
+    @property
+    def client(self) -> str:
+        """Return the name of its client's process."""
+        return f"client-{self.number}"
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,7 @@ class Scenario:
     """One run. `spared`: members that nothing happens to, one of each kind, or none.
 
     `transports`: what workers offer for KV. `redis`: none, or what is left of its keys when it starts again: saved or lost.
-    `is_static`: routers know the workers without it."""
+    `is_static`: routers know the workers without it. `profile`: what it is about (profiles.py)."""
 
     seed: int
     decodes: tuple[str, ...]
@@ -69,6 +75,12 @@ class Scenario:
     redis: str = "none"
     is_static: bool = True
     machines: tuple[tuple[str, Machine], ...] = ()
+    profile: str = "mixture"
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Return the names of all workers and routers."""
+        return (*self.decodes, *self.prefills, *self.boths, *self.routers)
 
     @property
     def ends_s(self) -> float:
@@ -85,8 +97,8 @@ REQUEST_S = 0.3
 """What most requests take."""
 
 
-def scenario(seed: int) -> Scenario:
-    """Return the scenario of a seed."""
+def mixture(seed: int) -> Scenario:
+    """Return a scenario with a bit of everything."""
     rng = random.Random(seed * 2 + 1)
     decodes = tuple(f"decode-{index}" for index in range(rng.randrange(1, 4)))
     prefills = tuple(f"prefill-{index}" for index in range(rng.randrange(1, 3)))
@@ -111,7 +123,8 @@ def scenario(seed: int) -> Scenario:
         is_spared=is_spared,
         spared=spared,
     )
-    return _with_environment(random.Random(f"environment of {seed}"), chosen)
+    chosen = _with_environment(random.Random(f"environment of {seed}"), chosen)
+    return replace(chosen, asks=tuple(replace(ask, number=number) for number, ask in enumerate(chosen.asks)))
 
 
 def _ask(rng: random.Random, room: int) -> Ask:

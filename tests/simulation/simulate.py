@@ -9,18 +9,21 @@ from typing import Any
 from pdmesh.client.client import AsyncClient
 from pdmesh.client.types import Completed, Delta, GenerateOptions
 from pdmesh.errors import MeshError
-from tests.simulation import machine, oracle
+from tests.simulation import invariants, machine, oracle
 from tests.simulation.engine import SimulatedEngine
 from tests.simulation.environment import byte_stream
 from tests.simulation.environment.faults import STALL_S, Faults, StallWatch
 from tests.simulation.environment.network import Network
 from tests.simulation.mesh import MODEL, Member, SimulatedMesh, install_hosts
+from tests.simulation.profiles import CALM
 from tests.simulation.rpc import server as rpc_server
 from tests.simulation.scenario import Ask, Scenario
 from tests.simulation.world import MILLISECOND, SECOND, World, current_process
 
 LONGEST_REQUEST_S = 40.0
 QUIET_S = 12.0
+DROPPED_S = 40.0
+"""How much longer a router keeps a client that nobody says is gone: its pings, KEEPALIVE_TIME_S and KEEPALIVE_TIMEOUT_S."""
 QUIET_GRAIN_NS = 200 * MILLISECOND
 """Timers end together, at multiples of it, when all requests are over: heartbeats come in time, most ticks find nothing new."""
 READY_S = 1.4
@@ -33,7 +36,7 @@ class Got:
     ask: Ask
     tokens: dict[int, list[int]] = field(default_factory=dict)
     error: MeshError | None = None
-    is_over: bool = False
+    completed: Completed | None = None
     has_left: bool = False
     took_s: float = 0.0
     longest_gap_s: float = 0.0
@@ -72,6 +75,7 @@ class Run:
         rpc_server.install(lambda: self.network)
         byte_stream.install(lambda: self.network)
         install_hosts()
+        invariants.install(self._fail)
         self.world.loop.set_exception_handler(self._on_exception)
         try:
             self.world.run(self._main())
@@ -100,26 +104,29 @@ class Run:
         for member in self.mesh.members():
             self.mesh.start(member)
         tasks = [asyncio.ensure_future(self.faults.strike(fault)) for fault in scenario.faults]
-        tasks += [asyncio.ensure_future(self._ask(number, ask)) for number, ask in enumerate(scenario.asks)]
+        tasks += [asyncio.ensure_future(self._ask(ask)) for ask in scenario.asks]
         done, late = await asyncio.wait(tasks, timeout=scenario.ends_s + LONGEST_REQUEST_S)
         for task in done:
             task.result()
         if late:
             self._fail(f"{len(late)} requests have not ended")
         self.world.loop.grain_ns = QUIET_GRAIN_NS
-        await asyncio.sleep(QUIET_S)
+        is_dropped = any(fault.kind == "drop" for fault in scenario.faults)
+        await asyncio.sleep(QUIET_S + DROPPED_S if is_dropped else QUIET_S)
         self._check_quiet()
         self._check_answers()
 
     # Requests
 
-    async def _ask(self, number: int, ask: Ask) -> None:
+    async def _ask(self, ask: Ask) -> None:
         await asyncio.sleep(ask.at_s)
         got = Got(ask)
         self.got.append(got)
-        process = self.world.process(f"client-{number}")
+        process = self.world.process(ask.client)
         task = process.start(self._request(got))
         began = self.world.now_ns
+        if self.is_calm and (over_s := ask.leaves_s or ask.cancels_s):
+            asyncio.get_running_loop().call_later(over_s + invariants.RELEASED_S, self._check_released, ask)
         if ask.leaves_s is not None:
             await asyncio.wait([task], timeout=ask.leaves_s)
             if not task.done():
@@ -139,6 +146,8 @@ class Run:
             "temperature": ask.temperature,
             "n": ask.num_choices,
         }
+        if self.is_calm:
+            options["request_id"] = _request_id(ask)
         if ask.mode is not None:
             options["mode"] = ask.mode
         addresses = [member.address for member in self.mesh.routers.values()]
@@ -163,7 +172,7 @@ class Run:
 
     def _take(self, got: Got, event: object) -> None:
         if isinstance(event, Completed):
-            got.is_over = True
+            got.completed = event
         if isinstance(event, Delta) and event.token_ids:
             tokens = got.tokens.setdefault(event.choice, [])
             if event.first_index != len(tokens):
@@ -179,10 +188,13 @@ class Run:
                 tokens = tuple(got.tokens.get(choice, ()))
                 if tokens != right[: len(tokens)]:
                     self._fail(f"{ask} choice {choice}: got {tokens}, right is {right}")
-                elif got.is_over and got.error is None and ask.cancels_s is None and tokens != right:
+                elif got.completed is not None and got.error is None and ask.cancels_s is None and tokens != right:
                     self._fail(f"{ask} choice {choice}: ended with {len(tokens)} of {len(right)} tokens")
-            if self.scenario.is_spared and got.longest_stall_s > STALL_S:
-                self._fail(f"{ask}: no token for {got.longest_stall_s:.1f} s, longer than {STALL_S:g} s")
+            bound_s = invariants.CALM_STALL_S if self.is_calm else STALL_S
+            if self.scenario.is_spared and got.longest_stall_s > bound_s:
+                self._fail(f"{ask}: no token for {got.longest_stall_s:.1f} s, longer than {bound_s:g} s")
+            if got.completed is not None and (problem := invariants.repeated(self.scenario, got.completed)):
+                self._fail(f"{ask}: {problem} without a cause")
             if got.error is not None and not self._may_fail(got):
                 self._fail(f"{ask}: {type(got.error).__name__}: {got.error}")
 
@@ -192,6 +204,14 @@ class Run:
         return not self.scenario.is_spared
 
     # What must be true
+
+    @property
+    def is_calm(self) -> bool:
+        return self.scenario.profile == CALM
+
+    def _check_released(self, ask: Ask) -> None:
+        for held in invariants.held_requests(self.mesh.workers.values(), _request_id(ask)):
+            self._fail(f"{held} {invariants.RELEASED_S:g} s after its client has cancelled it or left")
 
     def _check_quiet(self) -> None:
         for member in self.mesh.members():
@@ -232,3 +252,8 @@ class Run:
     def _fail(self, what: str) -> None:
         self.violations.append(what)
         self.world.note("VIOLATION", what)
+
+
+def _request_id(ask: Ask) -> str:
+    """Return the id that the client of a calm run gives: no other begins as it does."""
+    return f"calm-{ask.number:03}"

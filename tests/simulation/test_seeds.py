@@ -6,10 +6,16 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
+from datetime import date, timedelta
+from itertools import pairwise
 from typing import Any
 
-from tests.simulation.scenario import Scenario, scenario
+from tests.simulation.profiles import SHARES, scenario
+from tests.simulation.run import seeds_of
+from tests.simulation.scenario import Scenario
+from tests.simulation.simulate_all import NUM_SEEDS
 
 SEEDS = "1-6"
 NUM_SURROUNDED = 5
@@ -55,3 +61,21 @@ def test_what_surrounds_the_processes_replays_too() -> None:
     once, again = run("--seeds", seeds), run("--seeds", seeds, "--batch", "1")
     assert len(once) == NUM_SURROUNDED and not any(outcome["violations"] for outcome in once), once
     assert once == again
+
+
+def test_each_day_has_seeds_of_its_own() -> None:
+    first = date(2026, 11, 30)
+    days = [seeds_of(first + timedelta(days=number)) for number in range(40)]
+    assert days[0].start > NUM_SEEDS
+    assert all(before.stop == after.start for before, after in pairwise(days))
+
+
+def test_a_seed_is_about_one_thing_and_faults_strike_who_is_there() -> None:
+    seen = Counter[str]()
+    for seed in range(1, 300):
+        chosen = scenario(seed)
+        seen[chosen.profile] += 1
+        there = {*chosen.members, "redis", *(ask.client for ask in chosen.asks)}
+        assert all(there.issuperset(fault.targets) for fault in chosen.faults)
+        assert not chosen.faults or chosen.profile != "calm"
+    assert seen.keys() == {*SHARES, "mixture"} and min(seen.values()) > 20

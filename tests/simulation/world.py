@@ -49,6 +49,7 @@ class Process:
     slowness: float = 1.0
     is_dead: bool = False
     is_frozen: bool = False
+    num_freezes: int = 0
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     ready: deque[SimulatedHandle] = field(default_factory=deque)
     is_scheduled: bool = False
@@ -83,6 +84,7 @@ class Process:
     def freeze(self) -> None:
         """Run nothing until `resume`: timers and messages wait."""
         self.is_frozen = True
+        self.num_freezes += 1
         self.world.note("frozen", self.name)
 
     def resume(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import NamedTuple
 
 import grpc.aio
 
@@ -11,8 +12,20 @@ from pdmesh.runtime.rpc.proof import proving
 from pdmesh.runtime.rpc.tls import Tls
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
-KEEPALIVE_TIME_S = 10.0
-KEEPALIVE_TIMEOUT_S = 5.0
+
+
+class Keepalive(NamedTuple):
+    """Hold how long a peer may be silent before it is asked for a sign of life, and how long it has to give it, in seconds.
+    gRPC's own threads answer, so one that is only slow does."""
+
+    quiet_s: float
+    limit_s: float
+
+
+PATIENT = Keepalive(10.0, 5.0)
+WITHIN_MESH = Keepalive(1.0, 1.5)
+"""Of a router, which hears each worker ten times a second: where something on the way has forgotten the connection, the worker is
+back over a new one after two and a half seconds of silence. Its requests are elsewhere by then, if there is another one."""
 
 Option = tuple[str, int | str]
 
@@ -21,7 +34,7 @@ def connect(
     address: str,
     *,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
-    keepalive_time_s: float = KEEPALIVE_TIME_S,
+    keepalive: Keepalive = PATIENT,
     tls: Tls | None = None,
     secret: MeshSecret | None = None,
 ) -> grpc.aio.Channel:
@@ -32,9 +45,9 @@ def connect(
     it is encrypted, and the server must be one of the mesh. With `secret` each call proves that the caller is."""
     options: list[Option] = [
         *message_size_options(max_message_bytes),
-        ("grpc.keepalive_time_ms", round(keepalive_time_s * 1000)),
-        ("grpc.keepalive_timeout_ms", round(KEEPALIVE_TIMEOUT_S * 1000)),
-        ("grpc.http2.ping_timeout_ms", round(KEEPALIVE_TIMEOUT_S * 1000)),  # what grpcio 1.85 goes by; a minute by default
+        ("grpc.keepalive_time_ms", round(keepalive.quiet_s * 1000)),
+        ("grpc.keepalive_timeout_ms", round(keepalive.limit_s * 1000)),
+        ("grpc.http2.ping_timeout_ms", round(keepalive.limit_s * 1000)),  # what grpcio 1.85 goes by; a minute by default
         ("grpc.keepalive_permit_without_calls", 1),
         # gRPC's own back-off reaches two minutes; a restarted worker should serve within a second of being ready.
         ("grpc.initial_reconnect_backoff_ms", 100),
@@ -58,9 +71,14 @@ class Channels:
     """Cache one channel for each address, opened at first use. On one event loop."""
 
     def __init__(
-        self, *, max_message_bytes: int = MAX_MESSAGE_BYTES, tls: Tls | None = None, secret: MeshSecret | None = None
+        self,
+        *,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        keepalive: Keepalive = PATIENT,
+        tls: Tls | None = None,
+        secret: MeshSecret | None = None,
     ) -> None:
-        self._tls, self._secret = tls, secret
+        self._tls, self._secret, self._keepalive = tls, secret, keepalive
         self._max_message_bytes = max_message_bytes
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._given: dict[str, grpc.aio.Channel] = {}
@@ -77,7 +95,11 @@ class Channels:
         if address not in self._channels:
             self._opened_with[address] = self._num_changes()
             self._channels[address] = connect(
-                address, max_message_bytes=self._max_message_bytes, tls=self._tls, secret=self._secret
+                address,
+                max_message_bytes=self._max_message_bytes,
+                keepalive=self._keepalive,
+                tls=self._tls,
+                secret=self._secret,
             )
         return self._channels[address]
 

@@ -77,6 +77,32 @@ async def test_a_black_hole_holds_bytes_until_it_ends(link: Link) -> None:
     ends[1].close()
 
 
+async def test_a_dropped_connection_is_silent_and_a_new_one_is_not(link: Link) -> None:
+    ends = await connect(link)
+    await say(ends, b"there")
+    assert link.drop() == 1
+    ends[1].write(b"lost")
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(ends[0].readexactly(4), 0.1)
+    new = await connect(link)
+    assert await say(new, b"there") == b"there"
+    new[1].close()
+    ends[1].close()
+
+
+async def test_a_lossy_link_passes_everything_late(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = await connect(link)
+    await say(ends, b"there")
+    drawn = iter((0.1, 0.3, 0.9))  # lost, lost again, passes
+    monkeypatch.setattr("tests.chaos.links.random.random", lambda: next(drawn, 0.9))
+    link.lose(0.5)
+    began = time.monotonic()
+    assert await say(ends, b"123456") == b"123456"
+    assert time.monotonic() - began > 0.6
+    link.mend()
+    ends[1].close()
+
+
 async def test_a_new_connection_into_a_black_hole_gets_nothing(link: Link) -> None:
     link.black_hole()
     ends = await connect(link)

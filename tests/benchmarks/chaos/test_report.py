@@ -65,6 +65,16 @@ def test_figures_count_faults_requests_and_stalls() -> None:
     assert report.failures(rounds) == []
 
 
+def test_stalls_on_a_busy_machine_are_figures_of_their_own() -> None:
+    rounds = [a_round(0, report.REAL_MODEL), a_round(1, f"{report.REAL_MODEL}, {report.BUSY}")]
+    stalls = {figure.name: figure.goal for figure in report.figures(rounds) if "SIGKILL of a decode worker" in figure.name}
+    name = "longest stall after SIGKILL of a decode worker, no other fault beside it (1 stalls)"
+    assert stalls == {
+        name: "<= 1.3 and the time to prefill",
+        f"{name}, three busy loops beside the mesh": "<= 3.9 and the time to prefill",
+    }
+
+
 def test_whatever_must_not_be_is_a_failure() -> None:
     assert report.failures([a_round(num_wrong=2)]) == ["2 wrong tokens"]
     broken = Round("tiny", 0, 1.0, [], [], Tally(errors=["Unavailable: x"]), blocks_leaked=3, problems=["decode-0: 3 blocks"])

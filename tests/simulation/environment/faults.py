@@ -4,7 +4,7 @@ The bound. Counted from the last token, or from the last moment at which a fault
 within STALL_S of virtual time wherever one router, one prefill worker and one decode worker are spared. It is the longest chain
 of the product's own limits, each of which is waited for at most once:
 
-    15.0  a client that hears nothing of its router      pdmesh/client/channel.py: keepalive_time 10 s + keepalive_timeout 5 s
+     1.2  a client that hears nothing of its router      pdmesh/client/channel.py: keepalive_time 0.4 s + ping_timeout 0.8 s
      2.0  its pause before the next router               pdmesh/client/stream.py: max_backoff_s
      1.0  a worker's stream that is silent               router/config.py: stream_timeout_s
      2.0  time to come back before it is resubmitted     router/config.py: reattach_grace_s
@@ -24,7 +24,7 @@ from tests.simulation.mesh import Member, SimulatedMesh
 from tests.simulation.scenario import Fault
 from tests.simulation.world import SECOND, World
 
-STALL_S = 15.0 + 2.0 + 1.0 + 2.0 + 5.0 + 2.0 + 3.0
+STALL_S = 1.2 + 2.0 + 1.0 + 2.0 + 5.0 + 2.0 + 3.0
 RESTART_S = 0.2
 
 
@@ -79,7 +79,7 @@ class Faults:
         self._on_change()
         if fault.kind in ("kill", "power loss"):
             await self._stop(fault)
-        elif fault.kind in ("cut", "cut both", "slow link", "narrow link", "sever"):
+        elif fault.kind in ("cut", "cut both", "slow link", "narrow link", "sever", "drop"):
             await self._strike_link(fault)
         else:
             await self._strike_process(fault)
@@ -99,6 +99,8 @@ class Faults:
         network = self._network
         if fault.kind == "sever":
             network.sever(source, target)
+        elif fault.kind == "drop":
+            network.drop(source, target)
         elif fault.kind in ("cut", "cut both"):
             pairs = [(source, target)] + [(target, source)] * (fault.kind == "cut both")
             for pair in pairs:
@@ -123,6 +125,7 @@ class Faults:
             return
         if fault.kind == "freeze":
             process.freeze()
+            self._network.froze(process)
             await asyncio.sleep(fault.for_s)
             process.resume()
         elif fault.kind == "slow process":

@@ -1,9 +1,10 @@
 """A simulated network: connections between processes, in order within each direction, late, cut, broken.
 
 A connection is TCP's: nothing is lost while it lives. A cut link holds what is sent (TCP sends it again) until it is whole; a
-side that pings and hears nothing gives its end up. A process that dies breaks its connections; the other ends learn it over
-whole links. A severed connection loses what is on its way, and its ends learn of it at different times: at their next message, or
-by their keep-alive. A host without power answers nothing, and closes nothing.
+side that pings and hears nothing gives its end up, also where the peer stands still. A process that dies breaks its connections;
+the other ends learn it over whole links. A severed connection loses what is on its way, and its ends learn of it at different
+times: at their next message, or by their keep-alive; where it was dropped, by that alone. A host without power answers nothing,
+and closes nothing.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from typing import Any, Protocol
 
 from tests.simulation.world import MICROSECOND, MILLISECOND, SECOND, Process, World
 
-CLIENT_KEEPALIVE_NS = 15 * SECOND
-SERVER_KEEPALIVE_NS = 40 * SECOND
+NO_PINGS_NS = 7200 * SECOND
+"""After how long a gRPC that was told nothing asks whether its peer lives, and longer than any run."""
 RETRANSMIT_NS = 200 * MILLISECOND
 LONGEST_RETRANSMIT_NS = 2 * SECOND
 
@@ -69,7 +70,9 @@ class Connection:
         self.network = network
         self.is_local = is_local  # within a host: no link carries it
         self.is_severed = False
+        self.is_dropped = False
         self.pings = True  # gRPC does, sockets do not
+        self.patience_ns = [NO_PINGS_NS, NO_PINGS_NS]  # of each end, until it gives up a peer that it does not hear
         self.ends = (End(client, _nothing, _nothing), End(server, _nothing, _nothing))
 
     def send(self, sender: int, size: int, *message: Any) -> None:
@@ -79,6 +82,8 @@ class Connection:
             return
         if not self.pings:
             self.network.count_segment(self)
+        if self.is_dropped:
+            return
         if self.is_severed:
             self._retransmit(sender)
             return
@@ -87,14 +92,16 @@ class Connection:
             return
         self._carry(target, size, message)
 
-    def sever(self) -> None:
-        """Lose what is on its way, and all that is sent from now on. Each end learns it when it sends, or by its keep-alive."""
-        self.is_severed = True
-        for index, patience in ((0, CLIENT_KEEPALIVE_NS), (1, SERVER_KEEPALIVE_NS)):
-            end = self.ends[index]
+    def sever(self, *, is_dropped: bool = False) -> None:
+        """Lose what is on its way, and all that is sent later. Each end learns it when it sends, or by its keep-alive; where it
+        `is_dropped`, as by a firewall that forgets it, by its keep-alive alone."""
+        self.is_severed, self.is_dropped = True, is_dropped
+        for index, end in enumerate(self.ends):
             end.held.clear()
             if self.pings:
-                end.process.later(patience, end.fail, "keepalive watchdog timeout")
+                end.process.later(self.patience_ns[index], end.fail, "keepalive watchdog timeout")
+            if is_dropped:
+                continue
             if self.ends[1 - index].last_arrival_ns > self.network.world.now_ns or end.is_blocked():
                 end.process.later(RETRANSMIT_NS, self._retransmit, index)
 
@@ -193,9 +200,9 @@ class Network:
         for connection in list(self.connections):
             names = tuple(end.process.name for end in connection.ends)
             if names in ((source, target), (target, source)):
-                for index, patience in ((0, CLIENT_KEEPALIVE_NS), (1, SERVER_KEEPALIVE_NS)):
-                    end = connection.ends[index]
-                    end.process.later(patience, self._give_up, connection, index, (source, target), number)
+                for index, end in enumerate(connection.ends):
+                    patience_ns = connection.patience_ns[index]
+                    end.process.later(patience_ns, self._give_up, connection, index, (source, target), number)
 
     def heal(self, source: str, target: str) -> None:
         if self._cuts.pop((source, target), None) is not None:
@@ -226,6 +233,26 @@ class Network:
             connection.sever()
             end = connection.ends[self.world.rng.getrandbits(1)]
             end.process.later(self.latency_ns(end.process, end.process), end.fail, "connection reset by peer")
+
+    def drop(self, one: str, other: str) -> None:
+        """Have the connections between two processes carry nothing more, and tell nobody."""
+        self.world.note("dropped", one, other)
+        for connection in self._between(one, other):
+            connection.sever(is_dropped=True)
+
+    def froze(self, process: Process) -> None:
+        """Have the peers of a process that stands still give it up, as pings are answered by the process itself."""
+        since = process.num_freezes
+        for connection in list(self.connections):
+            for index, end in enumerate(connection.ends):
+                if connection.pings and connection.ends[1 - index].process is process and end.process is not process:
+                    end.process.later(connection.patience_ns[index], self._give_up_frozen, connection, index, since)
+
+    def _give_up_frozen(self, connection: Connection, index: int, since: int) -> None:
+        end, process = connection.ends[index], connection.ends[1 - index].process
+        if process.is_frozen and process.num_freezes == since and end.is_open:
+            end.fail("keepalive watchdog timeout")
+            connection.close(index, "keepalive watchdog timeout")
 
     def sever_at_segment(self, name: str, number: int) -> None:
         """When sockets of a process send or get the segment of this number, from 0, sever the connections with the other end."""

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
+from collections.abc import Iterable
+from typing import Any
 
 import grpc
 
+from tests.simulation.environment.network import NO_PINGS_NS
 from tests.simulation.world import MILLISECOND
 
 WINDOW_BYTES = 64 * 1024
@@ -20,6 +23,13 @@ READY, IDLE, FAILING = (
     grpc.ChannelConnectivity.TRANSIENT_FAILURE,
 )
 _call_ids = itertools.count(1)
+
+
+def patience_ns(options: Iterable[tuple[str, Any]]) -> int:
+    """Return after how long an end with these options of gRPC gives up a peer that it does not hear."""
+    given = dict(options)
+    quiet_ms, limit_ms = given.get("grpc.keepalive_time_ms"), given.get("grpc.http2.ping_timeout_ms", 60_000)
+    return NO_PINGS_NS if quiet_ms is None else (quiet_ms + limit_ms) * MILLISECOND
 
 
 def new_call_id() -> int:

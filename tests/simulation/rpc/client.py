@@ -31,6 +31,7 @@ from tests.simulation.rpc.calls import (
     Mailbox,
     Window,
     new_call_id,
+    patience_ns,
 )
 from tests.simulation.world import current_process
 
@@ -38,7 +39,7 @@ from tests.simulation.world import current_process
 class Channel:
     """A channel to one address: it connects at the first call, and again after a failure, with a pause."""
 
-    def __init__(self, network: Network, address: str) -> None:
+    def __init__(self, network: Network, address: str, options: Sequence[tuple[str, Any]] = ()) -> None:
         process = current_process()
         assert process is not None
         self.network, self.address, self.process = network, address, process
@@ -50,6 +51,7 @@ class Channel:
         self._is_closed = False
         self.calls: dict[int, Call] = {}
         self._watchers: list[asyncio.Future[None]] = []
+        self._patience_ns = patience_ns(options)
 
     def unary_unary(self, path: str, request_serializer: Any = None, response_deserializer: Any = None, **_: Any) -> Any:
         return self._method(UnaryCall, path, request_serializer, response_deserializer, streams=False)
@@ -135,6 +137,7 @@ class Channel:
             self._down(reason)
             return
         self._connection = connection
+        connection.patience_ns[0] = self._patience_ns
         connection.ends[0].received = self._received
         connection.ends[0].broken = self._broken
         self._set(READY)

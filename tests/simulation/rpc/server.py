@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 
 from tests.simulation.environment.network import Connection, Network
-from tests.simulation.rpc.calls import CANCEL, CREDIT, END, MESSAGE, OPEN, STATUS, Mailbox, Window
+from tests.simulation.rpc.calls import CANCEL, CREDIT, END, MESSAGE, OPEN, STATUS, Mailbox, Window, patience_ns
 from tests.simulation.rpc.client import Channel
 from tests.simulation.world import current_process
 
@@ -18,11 +18,12 @@ from tests.simulation.world import current_process
 class Server:
     """A gRPC server of a process."""
 
-    def __init__(self, network: Network, interceptors: Sequence[Any]) -> None:
+    def __init__(self, network: Network, interceptors: Sequence[Any], patience_ns: int) -> None:
         process = current_process()
         assert process is not None
         self.network, self.process = network, process
         self._interceptors = tuple(interceptors)
+        self._patience_ns = patience_ns
         self._generic: list[Any] = []
         self._handlers: dict[str, Any] = {}
         self._connections: dict[Connection, dict[int, ServerCall]] = {}
@@ -75,6 +76,7 @@ class Server:
             connection.close(1, "the server stops")
             return
         self._connections[connection] = calls
+        connection.patience_ns[1] = self._patience_ns
         connection.ends[1].received = lambda kind, call_id, *content: self._received(connection, calls, kind, call_id, *content)
         connection.ends[1].broken = lambda reason: self._broken(connection, calls)
 
@@ -302,5 +304,7 @@ class ServerCall:
 
 def install(network: Callable[[], Network]) -> None:
     """Have grpc.aio make simulated channels and servers."""
-    grpc.aio.insecure_channel = lambda target, options=None, **_: Channel(network(), target)  # type: ignore[assignment]
-    grpc.aio.server = lambda *, interceptors=(), **_: Server(network(), interceptors or ())  # type: ignore[assignment]
+    grpc.aio.insecure_channel = lambda target, options=None, **_: Channel(network(), target, options or ())  # type: ignore[assignment]
+    grpc.aio.server = lambda *, interceptors=(), options=None, **_: Server(  # type: ignore[assignment]
+        network(), interceptors or (), patience_ns(options or ())
+    )

@@ -10,8 +10,9 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+from tests.simulation.profiles import scenario
 from tests.simulation.runs import Case, Ran, run_alone
-from tests.simulation.scenario import Scenario, scenario
+from tests.simulation.scenario import Scenario
 from tests.simulation.shrinking.reduction import Reduction
 
 NUM_WORLDS = 3

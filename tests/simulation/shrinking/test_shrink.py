@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.simulation.profiles import scenario
 from tests.simulation.runs import Case, Ran
-from tests.simulation.scenario import scenario
 from tests.simulation.shrinking.reduction import WHOLE, Reduction, add_options, reduction_of
 from tests.simulation.shrinking.shrink import Shrinking, kind_of
 from tests.simulation.simulate_all import State

@@ -1,0 +1,81 @@
+"""What must be true while a run goes on, beside what `simulate` looks at when all is quiet.
+
+Fences: KV is written only for the attempt at which the reservation is, while it waits for KV.
+Releases: in a calm run a request that its client has cancelled or left holds nothing on a decode worker half a second later.
+Repetitions: a request that was answered in a calm run was tried once; where only connections were lost, on one decode worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from pdmesh.client.types import Completed
+from tests.simulation.profiles import CALM, LOST_CONNECTIONS, STREAMS
+from tests.simulation.scenario import Scenario
+
+if TYPE_CHECKING:
+    from tests.simulation.mesh import Member
+
+RELEASED_S = 0.5
+"""A cancelled call is known to the router within a few milliseconds, to its worker as soon; a step takes 3 to 10."""
+CALM_STALL_S = 1.0
+"""How long a request waits for a token in a calm run: 32 requests beside it compute prompts of at most 500 tokens."""
+
+_report: list[Callable[[str], None]] = []
+
+
+def install(report: Callable[[str], None]) -> None:
+    """Look at each part of KV that is written, in all runs of this process; `report` gets what is wrong in the present one."""
+    from kvtransfer.receiver.push import InboundConnection
+
+    is_installed = bool(_report)
+    _report[:] = [report]
+    if is_installed:
+        return
+    write = InboundConnection._write_part
+
+    async def watched(self: Any, header: Any, part: Any, push: Any) -> tuple[int, int]:
+        result = await write(self, header, part, push)
+        problem = _problem_of_write(push)
+        if problem:
+            _report[0](problem)
+        return result
+
+    setattr(InboundConnection, "_write_part", watched)  # noqa: B010  mypy forbids to assign a method
+
+
+def _problem_of_write(push: Any) -> str:
+    """Return what is wrong with a part that was just written, if anything is."""
+    target = push.target
+    record = push.host.delegate._reservations.find(target.reservation_id)
+    if record is None:
+        return f"a part was written into {target.reservation_id}, which has been released"
+    at = record.reservation
+    if at.accepts_bytes(target.attempt):
+        return ""
+    return f"a part of attempt {target.attempt} was written into a reservation that is {at.state.value} at attempt {at.attempt}"
+
+
+def held_requests(members: Iterable[Member], request_id: str) -> list[str]:
+    """Return what the decode workers hold of a request, in words."""
+    return [
+        f"{member.name} holds {record.request_id} ({record.reservation.state.value})"
+        for member in members
+        if member.worker is not None
+        for record in member.worker.decode.reservations.active
+        if record.request_id.startswith(request_id)
+    ]
+
+
+def repeated(scenario: Scenario, completed: Completed) -> str:
+    """Return what a request did more than once without a cause: in a calm run anything, and where only connections are lost it
+    stays on its decode worker."""
+    timings = completed.timings
+    kinds = {fault.kind for fault in scenario.faults}
+    counts = {}
+    if kinds.issubset(LOST_CONNECTIONS) and scenario.profile in (CALM, STREAMS):
+        counts["resubmitted"] = timings.num_resubmissions
+    if scenario.profile == CALM:
+        counts |= {"resumed": completed.num_resumes, "tried again": timings.num_retries}
+    return ", ".join(f"{name} {count} times" for name, count in counts.items() if count)
