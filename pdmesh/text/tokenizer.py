@@ -316,6 +316,11 @@ class Tokenizer:
             messages = with_tools(messages, how.tools)
         return self._template.render(messages, how)
 
+    @property
+    def template(self) -> str:
+        """Return the source of the model's chat template; "" without one."""
+        return "" if self._template is None else self._template.source
+
     @cached_property
     def tool_format(self) -> str:
         """Return the name of the format in which the model is expected to write calls, by its chat template."""

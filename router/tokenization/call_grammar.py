@@ -88,7 +88,8 @@ async def _required(
         validation.refuse("tool_choice", "requires calls, which excludes another constraint on the output; drop one of the two")
     if wanted.tools == NONE:
         validation.refuse("tool_choice", "requires calls, which are not read here (--tool-parser none)")
-    form, is_parallel = _ended(model, TOOL_FORMATS[wanted.tools].form, is_parallel=offered.is_parallel)
+    written, _ = TOOL_FORMATS[wanted.tools].written_by(model.tokenizer.template)
+    form, is_parallel = _ended(model, written, is_parallel=offered.is_parallel)
     thoughts = wanted.thoughts
     choice = Choice(offered.names, is_parallel, thoughts, wanted.has_begun)
     tokens = _tokens(model, form, *((thoughts.open, thoughts.close, thoughts.behind) if thoughts else ()))
@@ -109,9 +110,12 @@ async def _opened(
     model: ServedModel, sampling: common_pb2.SamplingParams, offered: OfferedTools, wanted: OutputFormat
 ) -> common_pb2.SamplingParams:
     """Return the parameters as they are where a call cannot be forced: the model may still write one."""
-    if wanted.tools == NONE or not (opening := TOOL_FORMATS[wanted.tools].opening):
+    if wanted.tools == NONE:
         return sampling
-    form, is_parallel = _ended(model, TOOL_FORMATS[wanted.tools].form, is_parallel=offered.is_parallel)
+    written, opening = TOOL_FORMATS[wanted.tools].written_by(model.tokenizer.template)
+    if not opening:
+        return sampling
+    form, is_parallel = _ended(model, written, is_parallel=offered.is_parallel)
     tokens = _tokens(model, form, opening)
     others = {*model.tokenizer.special_tokens.values()} - {*model.eos_token_ids, *tokens.values()}
     choice = Choice(offered.names, is_parallel)

@@ -17,8 +17,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from pdmesh.third_party.kserve import grpc_service_pb2 as kserve
-from pdmesh.third_party.vllm import vllm_engine_pb2 as vllm
+from pdmesh.third_party.kserve import grpc_service_pb2
+from pdmesh.third_party.vllm import vllm_engine_pb2
 from pdmesh.v1 import common_pb2, decode_pb2, mesh_pb2, transfer_pb2, worker_pb2
 
 LIMIT_S = 10
@@ -297,29 +297,29 @@ def rpc_chat() -> Made:
     return _prepared("ChatRequest")
 
 
-TEXT = kserve.ModelInferRequest.InferInputTensor(
-    name="text_input", datatype="BYTES", shape=[1], contents=kserve.InferTensorContents(bytes_contents=[b"a"])
+TEXT = grpc_service_pb2.ModelInferRequest.InferInputTensor(
+    name="text_input", datatype="BYTES", shape=[1], contents=grpc_service_pb2.InferTensorContents(bytes_contents=[b"a"])
 )
 
 
-@target(kserve.ModelInferRequest(model_name="m", id="r", inputs=[TEXT]).SerializeToString())
+@target(grpc_service_pb2.ModelInferRequest(model_name="m", id="r", inputs=[TEXT]).SerializeToString())
 def rpc_kserve() -> Made:
     from google.protobuf.message import DecodeError
 
     from pdmesh.runtime.errors import MeshError
     from router.api.kserve.requests import Ask
 
-    return lambda data: Ask.read(kserve.ModelInferRequest.FromString(data), can_stream=True), (DecodeError, MeshError)
+    return lambda data: Ask.read(grpc_service_pb2.ModelInferRequest.FromString(data), can_stream=True), (DecodeError, MeshError)
 
 
-@target(vllm.GenerateRequest(request_id="r", text="a").SerializeToString())
+@target(vllm_engine_pb2.GenerateRequest(request_id="r", text="a").SerializeToString())
 def rpc_vllm() -> Made:
     from google.protobuf.message import DecodeError
 
     from pdmesh.runtime.errors import MeshError
     from router.api.vllm.requests import to_mesh
 
-    return lambda data: to_mesh(vllm.GenerateRequest.FromString(data)), (DecodeError, MeshError)
+    return lambda data: to_mesh(vllm_engine_pb2.GenerateRequest.FromString(data)), (DecodeError, MeshError)
 
 
 SUBMIT = decode_pb2.SubmitRequest(

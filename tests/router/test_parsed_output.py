@@ -270,3 +270,23 @@ def test_an_end_of_thoughts_that_had_not_begun_is_text_with_a_warning(model: Ser
     spelled = [token for character in "Write </think> to end." for token in model.tokenizer.encode(character)]
     found = said(prepared(model), spelled, [])
     assert found["text"] == "Write </think> to end." and len(found["warnings"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("tools", "text", "city"),
+    [
+        ("pythonic", r'[weather(city="Lyon \ud83d\ude00")]', "Lyon \U0001f600"),
+        ("gemma", '```tool_code\nweather(city="Lyon \\ud83d\\ude00")\n```', "Lyon \U0001f600"),
+        (
+            "hermes",
+            r'<tool_call>{"name": "weather", "arguments": "{\"city\": \"\\ud83d' + "\n" + r'\"}"}</tool_call>',
+            "\ud83d\n",
+        ),
+    ],
+)
+def test_escapes_of_a_model_that_are_no_text_are_sent_as_escapes(model: ServedModel, tools: str, text: str, city: str) -> None:
+    output_format = format_of(model.tokenizer, FormatNames(tools, "none"), SCHEMAS, "")
+    params = common_pb2.SamplingParams(n=1, max_tokens=1000, seed=1)
+    request = PreparedRequest("id", model, (1, 2), params, (), output_format=output_format)
+    found = said(request, model.tokenizer.encode(text, add_special_tokens=False), [])
+    assert [(call[1], json.loads(call[2])) for call in found["calls"]] == [("weather", {"city": city})]

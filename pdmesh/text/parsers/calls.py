@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from pdmesh.text.parsers.json_text import NotJson, expect, text_of, text_of_string, value
+from pdmesh.text.parsers.json_text import NotJson, dumped, expect, text_of, text_of_string, value
 from pdmesh.text.parsers.machine import listed
 from pdmesh.text.parsers.reader import Reader, Step
 
@@ -104,7 +104,12 @@ def _held_arguments(reader: Reader) -> Step[str]:
         held = None
     if not isinstance(held, dict):
         raise NotJson("arguments are no object")
-    return text if _is_strict(text) else json.dumps(held, ensure_ascii=False)
+    if _is_strict(text):
+        return text
+    try:
+        return dumped(held)
+    except ValueError:
+        raise NotJson("arguments hold a number that is none") from None
 
 
 def _is_strict(text: str) -> bool:

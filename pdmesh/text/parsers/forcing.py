@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 from pdmesh.text.exact_json import dumps
 from pdmesh.text.parsers.machine import Parse, Schemas
 from pdmesh.text.parsers.reasoning import ThinkMarks
-from pdmesh.text.parsers.tagged import Tags, is_told, options_of, schema_of
+from pdmesh.text.parsers.tagged import Tags, is_told, options_of, resolved, schema_of
 
-NAME = "NAME"
-"""Stands in a form for the name of the tool."""
+NAME, INDEX = "NAME", "INDEX"
+"""Stand in a form for the name of the tool, and for a number that the model gives the call."""
 MAX_CALLS = 16
+_INDEX = "/[0-9]{1,3}/"
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
@@ -41,6 +42,15 @@ class Form(NamedTuple):
     is_python: bool = False
 
 
+class Variant(NamedTuple):
+    """Another way in which models of a format write calls: those whose template has all `signs` and none of `lacks`."""
+
+    form: Form
+    opening: str
+    signs: tuple[str, ...]
+    lacks: tuple[str, ...] = ()
+
+
 _MARK = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")
 
 
@@ -50,7 +60,8 @@ class ToolFormat:
     it. `opening`: the mark behind which a call can be forced; "" where text before it cannot be told from it. `more_marks`: those
     that may be special tokens of a tokenizer, `opening` and what `form` writes aside. `thoughts`: the format itself has them, so
     a reasoning format has no effect. `ends_thoughts`: no thought has `opening`, a token that a
-    model writes for a call alone, so it ends thoughts where the closing mark is missing."""
+    model writes for a call alone, so it ends thoughts where the closing mark is missing. `variants`: ways in which
+    some of its models write calls, by their template."""
 
     parse: Callable[[Schemas], Parse]
     form: Form
@@ -59,6 +70,14 @@ class ToolFormat:
     more_marks: tuple[str, ...] = ()
     thoughts: ThinkMarks | None = None
     ends_thoughts: bool = False
+    variants: tuple[Variant, ...] = ()
+
+    def written_by(self, template: str) -> tuple[Form, str]:
+        """Return form and opening of the calls of a model with this chat template. Pure."""
+        for each in self.variants:
+            if all(sign in template for sign in each.signs) and not any(sign in template for sign in each.lacks):
+                return each.form, each.opening
+        return self.form, self.opening
 
     def is_shown_by(self, template: str) -> bool:
         """Return whether a chat template has the marks of this format. Pure."""
@@ -67,7 +86,8 @@ class ToolFormat:
     @property
     def marks(self) -> tuple[str, ...]:
         """Return the marks of the format, which a parser has to see also where they are special tokens."""
-        written = _MARK.findall(" ".join((*self.form[:5], self.opening)))
+        ways = ((self.form, self.opening), *((each.form, each.opening) for each in self.variants))
+        written = dict.fromkeys(_MARK.findall(" ".join(text for form, opening in ways for text in (*form[:5], opening))))
         return (*(mark for mark in written if mark not in self.more_marks), *self.more_marks)
 
 
@@ -205,12 +225,14 @@ class _Writer:
 
     def call(self, form: Form, name: str, schema: Mapping[str, Any]) -> str:
         """Return one call of a tool."""
-        before, behind = self.text(form.before.replace(NAME, name)), self.text(form.behind)
+        parts = [self.text(part.replace(NAME, name)) for part in form.before.split(INDEX)]
+        before, behind = f" {_INDEX} ".join(parts), self.text(form.behind)
         return f"{before} {self._arguments(form, schema or ANY_OBJECT)} {behind}"
 
     def _arguments(self, form: Form, schema: Mapping[str, Any]) -> str:
         if form.tags is None and not form.is_python:
             return self._json({"type": "object", **schema})
+        schema = resolved(schema)
         properties = schema.get("properties") or {}
         required = set(schema.get("required") or ())
         members = [self._member(form, schema, key) for key in properties]

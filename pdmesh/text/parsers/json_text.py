@@ -63,6 +63,17 @@ def decoded(text: str) -> str:
     return str(found)
 
 
+def dumped(value: object) -> str:
+    """Return JSON that UTF-8 can hold: where a string has half of a surrogate pair, its characters are escapes, which readers of
+    JSON join. Raises ValueError for NaN and infinities. Pure."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value, allow_nan=False)
+    return text
+
+
 def expect(reader: Reader, character: str) -> Step[None]:
     """Read a character behind white space. Raises NotJson where another stands."""
     found = yield from reader.skip_space()

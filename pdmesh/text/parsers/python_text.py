@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import ast
 import json
+import re
+from typing import NoReturn
 
-from pdmesh.text.parsers.json_text import MAX_DEPTH, NotJson
+from pdmesh.text.parsers.json_text import MAX_DEPTH, NotJson, dumped
 from pdmesh.text.parsers.machine import name_until
 from pdmesh.text.parsers.reader import Reader, Step
 
 _CONSTANTS = {"true": True, "false": False, "null": None}
 _OPEN, _CLOSE = "([{", ")]}"
+_NAME = re.compile(r"[\w.:/-]+")
+"""Of tools, which may have names that Python has not: those of MCP often have a hyphen."""
+_KEY = re.compile(r"""[^\s"'()\[\]{}=,#]+""")
 MAX_SOURCE = 1 << 20
 """Characters of one argument."""
 
@@ -18,13 +23,13 @@ MAX_SOURCE = 1 << 20
 def call(reader: Reader) -> Step[None]:
     """Read one call. Raises NotJson."""
     name, _ = yield from name_until(reader, "(")
-    if not all(part.isidentifier() for part in name.split(".")):
+    if not _NAME.fullmatch(name):
         raise NotJson(f"{name[:40]!r} is no name of a function")
     reader.open_call(name)
     separator = "{"
     while (yield from reader.skip_space()) != ")":
         key, _ = yield from name_until(reader, "=")
-        if not key.isidentifier():
+        if not _KEY.fullmatch(key):
             raise NotJson(f"{key[:40]!r} is no name of an argument")
         text = as_json((yield from source(reader)))
         reader.arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: {text}")
@@ -63,11 +68,26 @@ def source(reader: Reader) -> Step[str]:
 
 
 def as_json(text: str) -> str:
-    """Return the JSON of a literal. Raises NotJson. Pure."""
+    """Return the JSON of a literal; one that Python cannot hold, such as 1e400, is taken if it is JSON. Raises NotJson. Pure."""
+    written = text.strip()
     try:
-        return _json_of(ast.parse(text.strip(), mode="eval").body)
+        return _json_of(ast.parse(written, mode="eval").body)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-        raise NotJson(f"{text.strip()[:40]!r} is no literal") from None
+        if _is_json(written):
+            return written
+        raise NotJson(f"{written[:40]!r} is no literal") from None
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(constant)  # NaN and the infinities are no JSON
 
 
 def _json_of(node: ast.expr | None) -> str:
@@ -80,7 +100,7 @@ def _json_of(node: ast.expr | None) -> str:
         case ast.Dict(keys, values):
             return "{" + ", ".join(f"{_key_of(key)}: {_json_of(each)}" for key, each in zip(keys, values, strict=True)) + "}"
         case ast.expr():
-            return json.dumps(ast.literal_eval(node), ensure_ascii=False, allow_nan=False)
+            return dumped(ast.literal_eval(node))
     raise ValueError("a dict is unpacked")
 
 

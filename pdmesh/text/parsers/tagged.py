@@ -10,6 +10,8 @@ from pdmesh.text.parsers.json_text import NotJson
 from pdmesh.text.parsers.machine import Schemas, expect_mark, name_until
 from pdmesh.text.parsers.reader import Reader, Step
 
+MAX_REFERENCES = 8
+
 
 class Tags(NamedTuple):
     """`<parameter=KEY>VALUE</parameter>`: before a key, behind it, before its value if that has a tag of its own, behind it.
@@ -46,7 +48,7 @@ def schema_of(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 def parameters(schemas: Schemas, name: str) -> Mapping[str, Any]:
     """Return the schema of a tool's parameters; an empty one of a tool that is not described. Pure."""
-    return schemas.get(name, {})
+    return resolved(schemas.get(name, {}))
 
 
 def _value(reader: Reader, tags: Tags, schema: Mapping[str, Any]) -> Step[None]:
@@ -69,14 +71,21 @@ def _text(reader: Reader, tags: Tags, give: Callable[[str], None]) -> Step[None]
 
 def as_json(text: str, schema: Mapping[str, Any]) -> str:
     """Return JSON: the text itself if it is any that the schema may mean, else a string of it. Pure."""
-    if text in (options_of(schema) or ()):
+    options = options_of(schema)
+    if text in (options or ()):
         return json.dumps(text, ensure_ascii=False)
     try:
         found = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
         lowered = {"True": "true", "False": "false", "None": "null"}.get(text.strip())
         return lowered or json.dumps(text, ensure_ascii=False)
-    return json.dumps(text, ensure_ascii=False) if isinstance(found, str) and not is_told(schema) else text.strip()
+    if options is not None and found in options:
+        return text.strip()
+    kinds = kinds_of(schema)
+    is_text = isinstance(found, str) and not is_told(schema)
+    if kinds is not None and "string" in kinds:
+        is_text = not isinstance(found, str) and kinds.isdisjoint(_KINDS[type(found)])
+    return json.dumps(text, ensure_ascii=False) if is_text else text.strip()
 
 
 def options_of(schema: Mapping[str, Any]) -> Sequence[Any] | None:
@@ -84,6 +93,44 @@ def options_of(schema: Mapping[str, Any]) -> Sequence[Any] | None:
     if "const" in schema:
         return [schema["const"]]
     return schema["enum"] if isinstance(schema.get("enum"), list) else None
+
+
+_KINDS: Mapping[type, frozenset[str]] = {
+    bool: frozenset({"boolean"}),
+    int: frozenset({"integer", "number"}),
+    float: frozenset({"number", "integer"}),  # 5.0 is one, too
+    dict: frozenset({"object"}),
+    list: frozenset({"array"}),
+    type(None): frozenset({"null"}),
+    str: frozenset({"string"}),
+}
+
+
+def kinds_of(schema: Mapping[str, Any]) -> frozenset[str] | None:
+    """Return the types of JSON that a schema may allow; None where that cannot be told at a glance. Pure."""
+    if isinstance(said := schema.get("type"), str):
+        return frozenset({said})
+    if isinstance(said, list):
+        return frozenset(each for each in said if isinstance(each, str))
+    for several in ("anyOf", "oneOf"):
+        if isinstance(found := schema.get(several), list):
+            each = [kinds_of(one) if isinstance(one, Mapping) else None for one in found]
+            return None if None in each else frozenset().union(*filter(None, each))
+    return None
+
+
+def resolved(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a schema whose members are named at its top: where it is a reference to one of its definitions, that. Pure."""
+    for _ in range(MAX_REFERENCES):
+        reference = schema.get("$ref")
+        _, _, path = reference.partition("#/") if isinstance(reference, str) else ("", "", "")
+        where, _, name = path.partition("/")
+        definitions = schema.get(where) if where in ("$defs", "definitions") else None
+        found = definitions.get(name) if isinstance(definitions, Mapping) else None
+        if not isinstance(found, Mapping):
+            return schema
+        schema = {where: definitions, **found, **{key: each for key, each in schema.items() if key != "$ref"}}
+    return schema
 
 
 def is_told(schema: Mapping[str, Any]) -> bool:

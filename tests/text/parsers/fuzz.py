@@ -190,9 +190,17 @@ def check(stream: Stream) -> None:
     if not message.calls:
         said = "".join(event.text for event in whole if isinstance(event, Content | Thought | Unparsed))
         _check_said(text, said, whole, stream)
+    for event in whole:
+        _check_sendable(event, stream)
     for call in message.calls:
         assert not call.is_whole or isinstance(json.loads(call.arguments), dict), f"whole, and no object: {stream}"
         assert call.is_whole or message.warnings, f"not whole, and no warning: {stream}"
+
+
+def _check_sendable(event: Event, stream: Stream) -> None:
+    """Half of a surrogate pair is no text: no message could carry it."""
+    for value in vars(event).values():
+        assert not isinstance(value, str) or value.encode("utf-8", "ignore").decode() == value, f"no UTF-8: {stream}"
 
 
 def _check_said(text: str, said: str, events: Sequence[Event], stream: Stream) -> None:

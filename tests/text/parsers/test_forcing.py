@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pdmesh.text.grammar import GrammarCompiler
-from pdmesh.text.parsers.forcing import Choice, grammar, opened_grammar
+from pdmesh.text.parsers.forcing import Choice, Form, grammar, opened_grammar
 from pdmesh.text.parsers.registry import REASONING_FORMATS, TOOL_FORMATS
 from pdmesh.text.tokenizer import Tokenizer
 from tests.support.tiny_models import IM_END, VOCAB_SIZE, write_byte_tokenizer
@@ -38,8 +38,35 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         },
     },
     "stop": {"type": "object", "properties": {}, "additionalProperties": False},
+    "mail/get-all": {
+        "type": "object",
+        "properties": {
+            "user-id": {"type": "string"},
+            "state": {"enum": ["a", None, 3]},
+            "zip": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "size": {"type": ["number", "null"]},
+        },
+        "required": ["user-id", "state"],
+        "additionalProperties": False,
+    },
+    "walk": {
+        "$ref": "#/$defs/node",
+        "$defs": {
+            "node": {
+                "type": "object",
+                "properties": {"label": {"type": "string"}, "next": {"$ref": "#/$defs/node"}},
+                "required": ["label"],
+                "additionalProperties": False,
+            }
+        },
+    },
 }
 LONGEST = 1500
+FORMS = [
+    (name, form)
+    for name, tool_format in TOOL_FORMATS.items()
+    for form in (tool_format.form, *(variant.form for variant in tool_format.variants))
+]
 
 
 @pytest.fixture(scope="module")
@@ -73,13 +100,13 @@ def drawn(compiler: GrammarCompiler, tokenizer: Tokenizer, source: str, rng: ran
 ENDINGS = {*b'"}]),<\n'}
 
 
-@pytest.mark.parametrize("name", TOOL_FORMATS)
+@pytest.mark.parametrize(("name", "form"), FORMS)
 def test_every_output_within_the_grammar_is_calls_that_validate(
-    name: str, compiler: GrammarCompiler, tokenizer: Tokenizer
+    name: str, form: Form, compiler: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:
     rng, num_ended = random.Random(name), 0
-    for names, is_parallel in ((list(SCHEMAS), True), (["weather"], False), (["set"], False), (["stop"], False)) * 3:
-        source = grammar(TOOL_FORMATS[name].form, SCHEMAS, Choice(names, is_parallel), {})
+    for names, is_parallel in ((list(SCHEMAS), True), *(([each], False) for each in SCHEMAS)) * 3:
+        source = grammar(form, SCHEMAS, Choice(names, is_parallel), {})
         text = drawn(compiler, tokenizer, source, rng)
         if not text:
             continue
@@ -205,3 +232,41 @@ def test_thoughts_that_have_begun_are_free_where_marks_are_text(compiler: Gramma
 def test_a_format_without_a_mark_is_not_forced_in_the_middle() -> None:
     with pytest.raises(ValueError, match="no mark"):
         opened_grammar(TOOL_FORMATS["llama"].form, "", SCHEMAS, Choice(["stop"]), {})
+
+
+KIMI = "<|tool_calls_section_begin|><|tool_call_begin|>functions.stop:{}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+
+
+@pytest.mark.parametrize(
+    ("name", "template", "call"),
+    [
+        ("mistral", "[TOOL_CALLS]", '[TOOL_CALLS][{"name": "stop", "arguments": {}}]'),
+        ("mistral", "[TOOL_CALLS]{{ name }}[ARGS]", "[TOOL_CALLS]stop[ARGS]{}"),
+        (
+            "deepseek",
+            "",
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>stop\n```json\n{}\n```<｜tool▁call▁end｜>",
+        ),
+        (
+            "deepseek",
+            "<｜tool▁call▁begin｜>{{ name }}",
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>stop<｜tool▁sep｜>{}<｜tool▁call▁end｜>",
+        ),
+        ("granite", "<|tool_call|>", '<|tool_call|>[{"name": "stop", "arguments": {}}]'),
+        ("granite", "<tool_call>", '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'),
+        ("phi", "functools", 'functools[{"name": "stop", "arguments": {}}]'),
+        ("phi", "<|/tool_call|>", '<|tool_call|>[{"name": "stop", "arguments": {}}]<|/tool_call|>'),
+        ("kimi", "", KIMI.format(0)),
+        ("kimi", "", KIMI.format(12)),
+    ],
+)
+def test_a_call_is_forced_as_the_template_writes_it(
+    name: str, template: str, call: str, compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    form, opening = TOOL_FORMATS[name].written_by(template)
+    assert call.startswith(opening)
+    tokens = tokenizer.encode(call, add_special_tokens=False)
+    choice = Choice(list(SCHEMAS))
+    for source in (grammar(form, SCHEMAS, choice, {}), opened_grammar(form, opening, SCHEMAS, choice, {})):
+        assert compiler.compile("grammar", source).first_stray(tokens) is None
+    assert make_calls(name, call) == [("stop", {})]

@@ -4,7 +4,7 @@ block of code; V3.1 has the name, the mark and the arguments."""
 from __future__ import annotations
 
 from pdmesh.text.parsers.calls import arguments
-from pdmesh.text.parsers.forcing import NAME, Form, ToolFormat
+from pdmesh.text.parsers.forcing import NAME, Form, ToolFormat, Variant
 from pdmesh.text.parsers.machine import Marks, Parse, Schemas, another, closed, ended, marked, name_until
 from pdmesh.text.parsers.reader import Reader, Step
 
@@ -13,6 +13,12 @@ _END = "<｜tool▁calls▁end｜>"
 _CALL, _SEPARATOR, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 _FENCE = "```"
 FORM = Form(MARKS.open[0], f"{_CALL}function{_SEPARATOR}{NAME}\n{_FENCE}json\n", f"\n{_FENCE}{_CALL_END}", "\n", _END)
+PLAIN = Variant(
+    Form(MARKS.open[0], f"{_CALL}{NAME}{_SEPARATOR}", _CALL_END, "", _END),
+    MARKS.open[0],
+    signs=(_CALL,),
+    lacks=(f"{_FENCE}json",),
+)
 
 
 def parse(schemas: Schemas) -> Parse:
@@ -35,4 +41,4 @@ def _calls(reader: Reader, mark: str) -> Step[None]:
         yield from ended(reader, _CALL_END)
 
 
-FORMAT = ToolFormat(parse, FORM, signs=(MARKS.open,), opening=MARKS.open[0], ends_thoughts=True)
+FORMAT = ToolFormat(parse, FORM, signs=(MARKS.open,), opening=MARKS.open[0], ends_thoughts=True, variants=(PLAIN,))

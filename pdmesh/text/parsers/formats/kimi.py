@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pdmesh.text.parsers.calls import arguments
-from pdmesh.text.parsers.forcing import NAME, Form, ToolFormat
+from pdmesh.text.parsers.forcing import INDEX, NAME, Form, ToolFormat
 from pdmesh.text.parsers.machine import Marks, Parse, Schemas, another, ended, marked, name_until
 from pdmesh.text.parsers.reader import Reader, Step
 
 MARKS = Marks(("<|tool_calls_section_begin|>",))
 _END = "<|tool_calls_section_end|>"
 _CALL, _ARGUMENTS, _CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
-FORM = Form(MARKS.open[0], f"{_CALL}functions.{NAME}:0{_ARGUMENTS}", _CALL_END, "", _END)
+FORM = Form(MARKS.open[0], f"{_CALL}functions.{NAME}:{INDEX}{_ARGUMENTS}", _CALL_END, "", _END)
 
 
 def parse(schemas: Schemas) -> Parse:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pdmesh.text.parsers.calls import arguments, calls
-from pdmesh.text.parsers.forcing import NAME, Form, ToolFormat
+from pdmesh.text.parsers.forcing import NAME, Form, ToolFormat, Variant
 from pdmesh.text.parsers.machine import Marks, Parse, Schemas, marked, name_until
 from pdmesh.text.parsers.reader import Reader, Step
 
 MARKS = Marks(("[TOOL_CALLS]",))
 _ARGUMENTS, _ID = "[ARGS]", "[CALL_ID]"
 FORM = Form("[TOOL_CALLS][", f'{{"name": "{NAME}", "arguments": ', "}", ", ", "]")
+BY_NAME = Variant(Form("", f"{MARKS.open[0]}{NAME}{_ARGUMENTS}", "", "", ""), MARKS.open[0], signs=(_ARGUMENTS,))
 
 
 def parse(schemas: Schemas) -> Parse:
@@ -32,4 +33,12 @@ def _calls(reader: Reader, mark: str) -> Step[None]:
     reader.close_call()
 
 
-FORMAT = ToolFormat(parse, FORM, signs=(MARKS.open,), opening=MARKS.open[0], more_marks=(_ARGUMENTS, _ID), ends_thoughts=True)
+FORMAT = ToolFormat(
+    parse,
+    FORM,
+    signs=(MARKS.open,),
+    opening=MARKS.open[0],
+    more_marks=(_ARGUMENTS, _ID),
+    ends_thoughts=True,
+    variants=(BY_NAME,),
+)

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from pdmesh.text.parsers.calls import calls
-from pdmesh.text.parsers.forcing import NAME, Form, ToolFormat
+from pdmesh.text.parsers.forcing import NAME, Form, ToolFormat, Variant
 from pdmesh.text.parsers.json_text import NotJson
 from pdmesh.text.parsers.machine import Marks, Parse, Schemas, marked
 from pdmesh.text.parsers.reader import Reader, Step
 
 MARKS = Marks(("functools", "<|tool_call|>"), ("<|/tool_call|>",))
 FORM = Form("functools[", f'{{"name": "{NAME}", "arguments": ', "}", ", ", "]")
+
+MARKED = Variant(
+    Form("<|tool_call|>[", FORM.before, "}", ", ", "]<|/tool_call|>"),
+    "<|tool_call|>",
+    signs=("<|/tool_call|>",),
+    lacks=("functools",),
+)
 
 
 def parse(schemas: Schemas) -> Parse:
@@ -29,4 +36,5 @@ FORMAT = ToolFormat(
     signs=(("functools",), ("<|/tool_call|>",), ("<|tool|>", "<|/tool|>")),
     opening="functools[",
     more_marks=("<|tool_call|>", "<|/tool_call|>"),
+    variants=(MARKED,),
 )
