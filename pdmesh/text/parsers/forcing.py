@@ -119,6 +119,8 @@ def opened_grammar(
     Raises ValueError for a tool that is not described, and for a form that begins with something else: there a call cannot be
     told from text before it is written."""
     writer, most = _Writer(tokens), MAX_CALLS if choice.is_parallel else 1
+    if (token := _headed_by(opening, tokens)) and form.before.startswith(opening) and not form.begin:
+        return writer.grammar(_headed(writer, form, opening, token, schemas, choice, {*others, *tokens.values()}))
     if form.begin.startswith(opening) and opening:
         behind = form._replace(begin=form.begin[len(opening) :])
     elif form.before.startswith(opening) and opening and not form.begin:
@@ -134,6 +136,26 @@ def opened_grammar(
     within = writer.free(close, {*others, *tokens.values()} - {tokens.get(close)})
     ended = writer.rule(f"{within} {writer.any_until(close)} {rest}")
     return writer.grammar(f"{ended} | {within} {writer.any_without(close)}")
+
+
+def _headed_by(opening: str, tokens: Mapping[str, int]) -> str:
+    """Return the mark, a token of its own, with which an opening begins that goes on as text: a header of a message, of which
+    others are none of calls. "" for any other. Pure."""
+    return next((mark for mark in tokens if opening.startswith(mark) and opening != mark), "")
+
+
+def _headed(
+    writer: _Writer, form: Form, opening: str, mark: str, schemas: Schemas, choice: Choice, special: Collection[int]
+) -> str:
+    """Return any messages, in which a header that begins as those of calls do is one of a call."""
+    header, token = opening.removeprefix(mark), writer.text(mark)
+    behind = form._replace(before=form.before.removeprefix(opening))
+    call = writer.rule(f"{token} {_literal(header)} {_calls(writer, behind, schemas, choice._replace(is_parallel=False))}")
+    other = writer.rule(f"{token} {writer.any_but(header)}")
+    free = writer.rule("/(?s:.*)/")
+    rest = ",".join(map(str, sorted({*special} - {writer.id_of(mark)})))
+    piece = writer.rule(" | ".join(filter(None, [f"<[{rest}]> {free}" if rest else "", other, f"{call} {free}"])))
+    return f"{free} {piece}*"
 
 
 def answer_grammar(kind: str, source: str | Sequence[str], choice: Choice, tokens: Mapping[str, int]) -> str:
@@ -201,6 +223,16 @@ class _Writer:
     def free(self, mark: str, others: Collection[int]) -> str:
         """Return any text in which a mark does not occur, up to the last of some special tokens in it."""
         return f"({self.any_without(mark)} <[{','.join(map(str, sorted(others)))}]>)*" if others else ""
+
+    def id_of(self, mark: str) -> int:
+        """Return the id of a mark that is a token of its own."""
+        return self._tokens[mark]
+
+    def any_but(self, beginning: str) -> str:
+        """Return any text that begins otherwise."""
+        name = f"OTHER{len(self.rules)}"
+        self.rules.append(f"{name}: /(?s:.*)/ & ~/{_pattern(beginning)}(?s:.*)/")
+        return self.rule(name)
 
     def any_without(self, mark: str) -> str:
         """Return any text in which a mark does not occur; one that is a token of its own is in no text."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from typing import Any
 
 import jsonschema
@@ -270,3 +271,38 @@ def test_a_call_is_forced_as_the_template_writes_it(
     for source in (grammar(form, SCHEMAS, choice, {}), opened_grammar(form, opening, SCHEMAS, choice, {})):
         assert compiler.compile("grammar", source).first_stray(tokens) is None
     assert make_calls(name, call) == [("stop", {})]
+
+
+HEADER_MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>")
+
+
+@pytest.mark.parametrize(
+    "before", ["", "analysis<|message|>Let me see, commentary to=functions.<|end|><|start|>assistant<|channel|>"]
+)
+def test_a_message_of_harmony_that_is_headed_as_a_call_is_one(
+    before: str, compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    marks = {mark: VOCAB_SIZE - 1 - number for number, mark in enumerate(HEADER_MARKS)}
+    form, opening = TOOL_FORMATS["harmony"].form, TOOL_FORMATS["harmony"].opening
+    source = opened_grammar(form, opening, SCHEMAS, Choice(list(SCHEMAS)), marks)
+
+    def tokens(text: str) -> list[int]:
+        pieces = re.split("(" + "|".join(map(re.escape, HEADER_MARKS)) + ")", text)
+        parts = [[marks[piece]] if piece in marks else tokenizer.encode(piece, add_special_tokens=False) for piece in pieces]
+        return [token for part in parts for token in part]
+
+    begin = f"<|channel|>{before}"
+    compiled = compiler.compile("grammar", source)
+    for right in (
+        'commentary to=functions.weather <|constrain|>json<|message|>{"city": "Rome"}<|call|>',
+        "final<|message|>It is commentary to=functions.<|end|>",
+        "commentary<|message|>First I look.<|end|><|start|>assistant<|channel|>commentary to=functions.stop <|constrain|>json"
+        "<|message|>{}<|call|>",
+    ):
+        assert compiled.first_stray(tokens(begin + right)) is None, right
+    for wrong in (
+        "commentary to=functions.fly <|constrain|>json<|message|>{}",
+        'commentary to=functions.weather <|constrain|>json<|message|>{"days": 3',
+        "commentary to=functions.stop<|message|>",
+    ):
+        assert compiled.first_stray(tokens(begin + wrong)) is not None, wrong

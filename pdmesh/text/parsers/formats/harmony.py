@@ -117,6 +117,7 @@ FORMAT = ToolFormat(
     parse,
     FORM,
     signs=(("<|channel|>", "<|message|>"),),
+    opening=f"{CHANNEL}commentary to={_FUNCTIONS}",
     more_marks=(START, CHANNEL, MESSAGE, *ENDS, CONSTRAIN),
     thoughts=ThinkMarks(
         f"{CHANNEL}{_THOUGHTS}{MESSAGE}", ENDS[0], behind=f"{START}assistant", answer=f"{CHANNEL}{_FINAL}{MESSAGE}"
