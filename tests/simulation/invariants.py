@@ -1,6 +1,6 @@
 """What must be true while a run goes on, beside what `simulate` looks at when all is quiet.
 
-Fences: KV is written only for the attempt at which the reservation is, while it waits for KV.
+Fences: KV is written only for the attempt at which the reservation is, or before anybody else has its blocks.
 Releases: in a calm run a request that its client has cancelled or left holds nothing on a decode worker half a second later.
 Repetitions: a request that was answered in a calm run was tried once; where only connections were lost, on one decode worker.
 """
@@ -46,13 +46,19 @@ def install(report: Callable[[str], None]) -> None:
 
 
 def _problem_of_write(push: Any) -> str:
-    """Return what is wrong with a part that was just written, if anything is."""
-    target = push.target
-    record = push.host.delegate._reservations.find(target.reservation_id)
+    """Return what is wrong with a part that was just written, if anything is. A writer may end behind its fence, as long as
+    nobody else has the blocks: no other attempt writes, and the engine has not got them back."""
+    target, reservations = push.target, push.host.delegate._reservations
+    record = reservations.find(target.reservation_id)
     if record is None:
-        return f"a part was written into {target.reservation_id}, which has been released"
+        holders = [each.reservation_id for each in reservations.active]
+        return (
+            ""
+            if target.reservation_id in holders
+            else f"a part was written into {target.reservation_id}, which has been released"
+        )
     at = record.reservation
-    if at.accepts_bytes(target.attempt):
+    if at.accepts_bytes(target.attempt) or at.state.value == "reserved":
         return ""
     return f"a part of attempt {target.attempt} was written into a reservation that is {at.state.value} at attempt {at.attempt}"
 
