@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
+from typing import Any, NoReturn
 
 from pdmesh.text.parsers.reader import Reader, Step
 
@@ -11,6 +13,7 @@ MAX_DEPTH = 64
 _ESCAPES = '"\\/bfnrt'
 _LITERALS = ("true", "false", "null")
 _NUMBER = "0123456789+-.eE"
+_HALF = re.compile(r"[\ud800-\udfff]")
 
 
 class NotJson(Exception):
@@ -63,15 +66,19 @@ def decoded(text: str) -> str:
     return str(found)
 
 
+def loaded(text: str) -> Any:
+    """Return what JSON says. Raises ValueError (NaN and the infinities are no JSON), RecursionError. Pure."""
+    return json.loads(text, parse_constant=_refuse)
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(constant)
+
+
 def dumped(value: object) -> str:
-    """Return JSON that UTF-8 can hold: where a string has half of a surrogate pair, its characters are escapes, which readers of
-    JSON join. Raises ValueError for NaN and infinities. Pure."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return json.dumps(value, allow_nan=False)
-    return text
+    """Return JSON that UTF-8 can hold: halves of surrogate pairs, which stand in strings alone, are escapes, and readers of JSON
+    join them. Raises ValueError for NaN and infinities. Pure."""
+    return _HALF.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(value, ensure_ascii=False, allow_nan=False))
 
 
 def expect(reader: Reader, character: str) -> Step[None]:

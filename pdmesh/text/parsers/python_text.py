@@ -5,9 +5,8 @@ from __future__ import annotations
 import ast
 import json
 import re
-from typing import NoReturn
 
-from pdmesh.text.parsers.json_text import MAX_DEPTH, NotJson, dumped
+from pdmesh.text.parsers.json_text import MAX_DEPTH, NotJson, dumped, loaded
 from pdmesh.text.parsers.machine import name_until
 from pdmesh.text.parsers.reader import Reader, Step
 
@@ -80,14 +79,10 @@ def as_json(text: str) -> str:
 
 def _is_json(text: str) -> bool:
     try:
-        json.loads(text, parse_constant=_refuse)
+        loaded(text)
     except (ValueError, RecursionError):
         return False
     return True
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(constant)  # NaN and the infinities are no JSON
 
 
 def _json_of(node: ast.expr | None) -> str:

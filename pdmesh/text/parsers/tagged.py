@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
-from pdmesh.text.parsers.json_text import NotJson
+from pdmesh.text.parsers.json_text import NotJson, loaded
 from pdmesh.text.parsers.machine import Schemas, expect_mark, name_until
 from pdmesh.text.parsers.reader import Reader, Step
 
@@ -75,7 +75,7 @@ def as_json(text: str, schema: Mapping[str, Any]) -> str:
     if text in (options or ()):
         return json.dumps(text, ensure_ascii=False)
     try:
-        found = json.loads(text, parse_constant=_refuse)
+        found = loaded(text)
     except (ValueError, RecursionError):
         lowered = {"True": "true", "False": "false", "None": "null"}.get(text.strip())
         return lowered or json.dumps(text, ensure_ascii=False)
@@ -136,10 +136,6 @@ def resolved(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 def is_told(schema: Mapping[str, Any]) -> bool:
     """Return whether a schema may say which type a value has. Pure."""
     return not {"type", "anyOf", "oneOf", "allOf", "$ref"}.isdisjoint(schema)
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(constant)  # NaN and the infinities are no JSON
 
 
 class _Lines:
