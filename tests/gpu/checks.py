@@ -237,10 +237,11 @@ def ragged_batch(lengths: list[tuple[int, int]]) -> StepBatch:
 
 ENCODINGS = ("int8", "int4", "fp8")
 LINEAR_ROWS = (
+    1,
     4,
     32,
     300,
-)  # of the vector kernel, of tiles, and more than both take; as decode has them, whose kernels are compiled then
+)  # of each kind of tiles, and more than they take; as decode has them, whose kernels are compiled then
 ROUNDINGS = 3.0  # of the weight, of the result, and one for good measure
 
 

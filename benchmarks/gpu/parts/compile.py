@@ -50,7 +50,7 @@ from tests.support.random_weights import engine_config
 
 
 HOPPER = 90
-SLOWEST = ("limits_kernel", "scores_kernel", "split_kernel", "vector_kernel", "walk_kernel", "merge_kernel", "tile_kernel")
+SLOWEST = ("limits_kernel", "scores_kernel", "split_kernel", "product_kernel", "walk_kernel", "merge_kernel")
 """Compiled first, so that none of them is begun last."""
 
 

@@ -18,7 +18,7 @@ from pdmesh.engine.kernels.triton.cuda_graphs import DecodeGraphs, DecodeSizes, 
 from pdmesh.engine.kernels.triton.experts.experts import GroupedExperts
 from pdmesh.engine.kernels.triton.linear.linear import Fp8Linear, WordLinear
 from pdmesh.engine.kernels.triton.linear.mlps import MLPStep
-from pdmesh.engine.kernels.triton.linear.weight_product import TILE_ROWS_MAX
+from pdmesh.engine.kernels.triton.linear.weight_product import PRODUCT_ROWS_MAX
 from pdmesh.engine.kernels.triton.linear.weight_words import WeightWords
 from pdmesh.engine.kernels.triton.metadata import Capacity, StepMetadata, has_adapters
 from pdmesh.engine.kernels.triton.piecewise_graphs import PieceGraphs
@@ -46,7 +46,7 @@ from pdmesh.engine.runner.batch import StepBatch
 
 
 @torch.inference_mode()
-def warm(step: TritonStep, kv: Tensor, max_logits: int = TILE_ROWS_MAX + ROW_MULTIPLE) -> None:
+def warm(step: TritonStep, kv: Tensor, max_logits: int = PRODUCT_ROWS_MAX + ROW_MULTIPLE) -> None:
     """Launch the kernels of all kinds of steps. kv is the pool, which is not changed. `max_logits`: the most rows of logits of a
     step. Takes the memory of a step of 132 tokens."""
     for capacity in padding_steps(step.attention.splits, max_logits, fewest_rows(kv.device)):
@@ -86,9 +86,9 @@ def padding_steps(splits: Splits, max_logits: int, fewest: int = ROW_MULTIPLE) -
 
 def _rows(fewest: int) -> list[int]:
     powers = [fewest]
-    while powers[-1] < TILE_ROWS_MAX:
+    while powers[-1] < PRODUCT_ROWS_MAX:
         powers.append(2 * powers[-1])
-    return [*powers, TILE_ROWS_MAX + ROW_MULTIPLE]
+    return [*powers, PRODUCT_ROWS_MAX + ROW_MULTIPLE]
 
 
 def _nothing() -> StepBatch:
@@ -116,8 +116,8 @@ NODE_BYTES = 16 << 10
 OTHERS_BYTES = 256 << 20
 LAUNCHES_PER_LAYER = 11
 ADAPTER_LAUNCHES = 8  # of a layer: two around each of four products
-EXPANDED_FROM = 129  # rows: above TILE_ROWS_MAX of weight_product.py
-WIDE_EXPANDED_FROM = 2  # rows of float32, which tiles do not take: above VECTOR_ROWS there
+EXPANDED_FROM = 129  # rows: above PRODUCT_ROWS_MAX of weight_product.py
+WIDE_EXPANDED_FROM = 1  # rows of float32, which tiles do not take
 _SCRATCH_BYTES = 12  # of the sampler for a row and token of the vocabulary
 _LOGIT_BYTES = 4
 _SELECTED_BYTES = 28  # of a row with log-probabilities: those, logits once more, keys of 8 bytes, temporaries
@@ -249,7 +249,7 @@ def bounds_of(config: EngineConfig, max_context: int) -> StepBounds:
 
 # Part of the numeric mode: raise it with every change of the kernels, or of the quantization of weights, that changes bits of a
 # logit.
-KERNEL_REVISION = 5
+KERNEL_REVISION = 6
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from pdmesh.engine.kernels.triton.kv import rope_and_store, store_kv
 from pdmesh.engine.kernels.triton.latent.attention import LatentCall
 from pdmesh.engine.kernels.triton.latent.maps import store_latents
 from pdmesh.engine.kernels.triton.linear.dense import TritonDense, VectorDense
-from pdmesh.engine.kernels.triton.linear.linear import make_triton_linear, rounded_rows
+from pdmesh.engine.kernels.triton.linear.linear import WordLinear, make_triton_linear, rounded_rows
 from pdmesh.engine.kernels.triton.lora import AdapterRows, AdapterWeights
 from pdmesh.engine.kernels.triton.norms import (
     activate,
@@ -55,8 +55,11 @@ def products() -> None:
     ):
         width = weight.values.shape[1]
         linear = make_triton_linear(weight, torch.zeros(len(weight.values)))
+        assert isinstance(linear, WordLinear)
         for num_rows in (1, 3, 8, 17, 100, 131):
-            linear(torch.zeros(num_rows, width, dtype=BF16))
+            x = torch.zeros(num_rows, width, dtype=BF16)
+            linear(x)
+            linear.gated(x, "silu")
     make_triton_linear(quantize_int8(wide), None, True)(torch.zeros(1, 1024, dtype=BF16))
     dense = TritonDense(wide.to(BF16), torch.zeros(640, dtype=BF16))
     for num_rows in (1, 17, 131):

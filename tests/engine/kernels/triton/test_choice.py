@@ -68,7 +68,7 @@ def triton_of(loaded: LoadedModel) -> TritonModel:
 def test_what_is_loaded(folder: Path) -> None:
     loaded = load_model(config_of(folder))
     assert isinstance(loaded.sampler(), DeviceSampler)
-    assert loaded.numeric_mode.startswith("float32-triton5-")
+    assert loaded.numeric_mode.startswith("float32-triton6-")
     assert loaded.kv_dtype == torch.float32
 
 
@@ -109,7 +109,7 @@ def test_quantized_weights_are_read_as_they_are_held(rounded: tuple[Path, str]) 
     folder, form = rounded
     loaded, plain = (load_model(config_of(folder, quantization=which, dtype="float16")) for which in (form, "none"))
     model = triton_of(loaded)
-    assert loaded.numeric_mode.startswith(f"{'int4g32' if form == 'int4' else form}+float16-triton5-triton-{form}-")
+    assert loaded.numeric_mode.startswith(f"{'int4g32' if form == 'int4' else form}+float16-triton6-triton-{form}-")
     assert model.decoder.head.kind.startswith("triton-int8")
     share = model.bytes_per_step / triton_of(plain).bytes_per_step
     assert 0.3 < share < 0.45 if form == "int4" else 0.5 < share < 0.53
@@ -124,8 +124,8 @@ def test_rounded_activations_are_named_and_are_those_of_many_rows(rounded: tuple
         return
     settings = {"quantization": "fp8", "dtype": "float16"}
     plain, loaded = (load_model(config_of(folder, **settings, fp8_activations=rounds)) for rounds in (False, True))
-    assert plain.numeric_mode.startswith("fp8+float16-triton5-triton-fp8-vector-tile128-mm-")
-    assert loaded.numeric_mode.startswith("fp8a8+float16-triton5-triton-fp8-vector-tile128-scaledmm-")
+    assert plain.numeric_mode.startswith("fp8+float16-triton6-triton-fp8-tile128-mm-")
+    assert loaded.numeric_mode.startswith("fp8a8+float16-triton6-triton-fp8-tile128-scaledmm-")
     exact, down = (triton_of(each).decoder.layers[0].gated_mlp.down for each in (plain, loaded))
     x = torch.randn((129, 256), generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.float16)
     assert torch.equal(down(x[:8]), exact(x[:8]))

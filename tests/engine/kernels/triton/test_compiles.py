@@ -15,7 +15,7 @@ import triton
 
 from pdmesh.engine.kernels.triton.experts.product import Tile
 from pdmesh.engine.kernels.triton.linear import dense
-from pdmesh.engine.kernels.triton.linear.weight_product import TileShape
+from pdmesh.engine.kernels.triton.linear.weight_product import ProductShape
 from pdmesh.engine.kernels.triton.tiles import LatentTiles, shared_bound
 from tests.engine.kernels.triton.arrivals import lacking
 from tests.engine.kernels.triton.cubins import count_spills
@@ -31,6 +31,7 @@ STACKS |= {("walk_kernel", 64): 64, ("walk_kernel", 96): 64, ("walk_kernel", 128
 STACKS |= {("capped split_kernel", 128): 400, ("capped split_kernel", 256): 1100}  # with a softcap
 STACKS |= {("capped walk_kernel", 128): 96, ("capped walk_kernel", 256): 640}
 STACKS |= {("latent_kernel", 0): 400}
+BITS = {"plain": 0, "int4": 4, "int8": 8, "fp8": 8}
 # Instructions in a loop that the assembler chose to spill for.
 INNER = {"capped split_kernel": 1}
 
@@ -53,7 +54,7 @@ def one_of_each() -> list[dict[str, Any]]:
 @needs_tools
 def test_every_kernel_compiles_for_hopper_and_spills_in_no_inner_loop(one_of_each: list[dict[str, Any]]) -> None:
     assert {kernel["kernel"] for kernel in one_of_each} >= {
-        *("tile_kernel", "vector_kernel", "split_kernel", "walk_kernel"),
+        *("product_kernel", "split_kernel", "walk_kernel"),
         *("router_kernel", "route_kernel", "sort_kernel", "gate_up_kernel", "down_kernel", "sum_kernel"),
         *("lora_shrink_kernel", "lora_expand_kernel", "latent_kernel", "latent_store_kernel"),
     }
@@ -112,11 +113,9 @@ def test_what_is_stored_in_float8_is_divided_as_ieee_says(one_of_each: list[dict
 def test_the_last_program_reads_what_the_others_wrote(one_of_each: list[dict[str, Any]]) -> None:
     """And a thread what other threads of its program wrote, between the two halves of limits_kernel."""
     arriving = {
-        each["kernel"]: each
-        for each in one_of_each
-        if each["kernel"] in ("greedy_kernel", "vector_kernel", "tile_kernel", "dense_tile_kernel")
+        each["kernel"]: each for each in one_of_each if each["kernel"] in ("greedy_kernel", "product_kernel", "dense_tile_kernel")
     }
-    assert len(arriving) == 4 and all(each.get("SPLITS", 2) > 1 for each in arriving.values())
+    assert len(arriving) == 3 and all(each.get("SPLITS", 2) > 1 for each in arriving.values())
     assert {name: each["lacking"] for name, each in arriving.items() if each["lacking"]} == {}
     [limits] = [each for each in one_of_each if each["kernel"] == "limits_kernel"]
     assert limits["barriers"] == 1
@@ -134,12 +133,13 @@ def test_what_an_arrival_lacks_is_named() -> None:
 
 def bound(kernel: dict[str, Any]) -> int:
     """What the launchers count with when they choose tiles."""
-    if kernel["kernel"] == "tile_kernel":
-        return TileShape(kernel["BLOCK_M"], kernel["num_stages"]).shared_bound(kernel["BITS"])
+    if kernel["kernel"] == "product_kernel":
+        shape = ProductShape(kernel["BLOCK_M"], kernel["CHUNK"], kernel["num_stages"], 4, kernel["AHEAD"], 1)
+        return shape.shared_bound(BITS[kernel["FORMAT"]])
     if kernel["kernel"] == "dense_tile_kernel":
         return dense.shared_bound(kernel["BLOCK_N"], kernel["BLOCK_M"], kernel["num_stages"])
     if kernel["kernel"] in ("gate_up_kernel", "down_kernel"):
-        return Tile(kernel["BLOCK_M"], kernel["COLUMNS"], kernel["num_stages"]).shared_bound(kernel["BITS"])
+        return Tile(kernel["BLOCK_M"], kernel["COLUMNS"], kernel["num_stages"]).shared_bound(BITS[kernel["FORMAT"]])
     if kernel["kernel"] == "latent_kernel":
         item_size = 4 if kernel["num_stages"] == 1 else 2
         return LatentTiles.of(2 * kernel["HALF"], item_size).shared_bound(item_size)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pdmesh.engine.kernels.triton.linear.linear import make_triton_linear
-from pdmesh.engine.kernels.triton.linear.weight_product import TILE_ROWS_MAX, VECTOR_ROWS
+from pdmesh.engine.kernels.triton.linear.weight_product import NARROW_ROWS, PRODUCT_ROWS_MAX
 from pdmesh.engine.kernels.triton.norms import add_rms_norm, rms_norm, silu_mul
 from pdmesh.engine.models import layers
 from tests.engine.kernels.triton.grid import name_of, pairwise
@@ -77,7 +77,7 @@ def test_products(row: dict[str, Any]) -> None:
     x = activations(row["num_rows"], row["num_inputs"], dtype)
     bias = activations(1, row["num_outputs"], dtype, 2)[0] if row["bias"] else None
     result = make_triton_linear(weight, bias, invariant)(x)
-    # WordLinear's table: what is rounded before it is multiplied.
-    is_vector = not invariant and row["num_rows"] <= VECTOR_ROWS
-    is_tile = invariant or (row["num_rows"] <= TILE_ROWS_MAX and dtype != torch.float32)
-    assert_within_bound(result, x, dense, bias, 1 if is_vector or (is_tile and not is_int4) else 2)
+    # WordLinear's table: which weights are rounded.
+    is_exact = invariant or (row["num_rows"] <= PRODUCT_ROWS_MAX and dtype != torch.float32)
+    is_exact &= not is_int4 or (row["num_rows"] <= NARROW_ROWS and not invariant)
+    assert_within_bound(result, x, dense, bias, 1 if is_exact else 2)

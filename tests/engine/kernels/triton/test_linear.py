@@ -13,8 +13,17 @@ from pdmesh.engine.kernels.triton.linear.linear import (
     rounded_rows,
     scaled_product,
 )
-from pdmesh.engine.kernels.triton.linear.weight_product import Shares, WordProduct, expanded
-from pdmesh.engine.kernels.triton.linear.weight_words import WeightWords, words_of_fp8, words_of_int4, words_of_int8
+from pdmesh.engine.kernels.triton.linear.weight_product import NARROW_ROWS, ProductShape, Shares, WordProduct, expanded
+from pdmesh.engine.kernels.triton.linear.weight_words import (
+    WeightWords,
+    packed,
+    unpacked,
+    words_of_fp8,
+    words_of_int4,
+    words_of_int8,
+)
+from pdmesh.engine.kernels.triton.norms import gate_mul
+from pdmesh.engine.kernels.triton.tiles import HOPPER_BYTES
 from pdmesh.engine.loader.quantize import (
     Fp8Weight,
     Int4Weight,
@@ -77,21 +86,30 @@ def test_words_hold_every_weight_exactly(name: str, n: int, k: int) -> None:
     assert torch.equal(expanded(words_of(weight), torch.float32), dense)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("n", "k"), [(70, 384), (5, 128), (66, 1152), (64, 128)])
-def test_the_vector_kernel_equals_the_product_with_dequantized_weights(name: str, dtype: torch.dtype, n: int, k: int) -> None:
-    weight, dense = quantized(name, n, k)
-    x, bias = activations(1, k, dtype), activations(1, n, dtype, 2)[0]
-    assert_within_bound(WordProduct(words_of(weight), bias).vector(x), x, dense, bias, 1)
+@pytest.mark.parametrize(("encoding", "most"), [("int4", 16), ("int8", 256), ("fp8", 256)])
+def test_what_was_packed_can_be_unpacked(encoding: str, most: int) -> None:
+    codes = torch.randint(0, most, (200, 300), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    back = unpacked(packed(codes, encoding), encoding)
+    assert back.shape == (256, 512) and torch.equal(back[:200, :300], codes)
+
+
+def test_a_thread_holds_what_the_tensor_cores_want_of_it() -> None:
+    """PTX, mma.m16n8k16: of outputs g and g + 8 two pairs of inputs each; the pairs are ours to choose, here four neighbours."""
+    codes = torch.zeros((128, 256), dtype=torch.uint8)
+    codes[16 + 3, 16 * 2 + 4 * 1 + 3] = 5  # warp 1, g = 3, block 2, t = 1, second pair, upper half
+    [(row_tile, tile, place)] = packed(codes, "int4").nonzero().tolist()
+    assert (row_tile, tile, place) == (0, 0, (1 * 32 + 4 * 3 + 1) * 4 + 2)
+    assert packed(codes, "int4")[0, 0, place] == 5 << (16 + 8)
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 64, 128), (9, 70, 384), (17, 5, 128), (33, 10, 1152)])
-def test_the_tile_kernel_does(name: str, m: int, n: int, k: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 64, 128), (1, 70, 2048), (2, 66, 1152), (8, 5, 512), (9, 70, 384), (33, 10, 1152)])
+def test_the_kernel_equals_the_product_with_dequantized_weights(name: str, dtype: torch.dtype, m: int, n: int, k: int) -> None:
     weight, dense = quantized(name, n, k)
-    x = activations(m, k, torch.float16)
-    assert_within_bound(WordProduct(words_of(weight), None).tile(x), x, dense, None, 2 if name.startswith("int4") else 1)
+    x, bias = activations(m, k, dtype), activations(1, n, dtype, 2)[0]
+    rounded = name.startswith("int4") and m > NARROW_ROWS
+    assert_within_bound(WordProduct(words_of(weight), bias)(x), x, dense, bias, 2 if rounded else 1)
 
 
 @pytest.mark.parametrize("name", ["int8", "int4-64", "fp8"])
@@ -100,6 +118,25 @@ def test_the_linear_map_takes_any_number_of_rows(name: str, m: int) -> None:
     weight, dense = quantized(name, 66, 256)
     x, bias = activations(m, 256, torch.float16), activations(1, 66, torch.float16, 2)[0]
     assert_within_bound(make_triton_linear(weight, bias)(x), x, dense, bias, 3)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("m", [1, 2, 20, 130])
+def test_a_gate_in_the_product_gives_the_bits_of_one_behind_it(name: str, dtype: torch.dtype, m: int) -> None:
+    weight, _ = quantized(name, 256, 512)
+    linear, x = make_triton_linear(weight, activations(1, 256, dtype, 2)[0]), activations(m, 512, dtype)
+    assert isinstance(linear, WordLinear)
+    for activation in ("silu", "gelu_tanh") if m == 1 else ("silu",):
+        assert torch.equal(linear.gated(x, activation), gate_mul(linear(x), activation))
+
+
+def test_a_gate_that_begins_within_a_tile_comes_behind_the_product() -> None:
+    linear, x = make_triton_linear(quantized("int8", 70, 256)[0]), activations(2, 256, torch.float16)
+    assert isinstance(linear, WordLinear)
+    assert torch.equal(linear.gated(x, "silu"), gate_mul(linear(x), "silu"))
+    with pytest.raises(ValueError, match="activation: gate and up of 70 outputs do not both begin with a tile"):
+        linear.product(x, activation="silu")
 
 
 @pytest.mark.parametrize("name", ["int8", "int4-32", "fp8"])
@@ -116,22 +153,26 @@ def test_an_invariant_map_gives_a_row_the_same_bits_wherever_it_stands(name: str
 def test_a_product_leaves_its_counters_as_it_found_them() -> None:
     weight, _ = quantized("int8", 66, 1024)
     product, x = WordProduct(words_of(weight), None), activations(1, 1024, torch.float16)
-    assert product.shares.splits > 1
-    first = product.vector(x)
+    assert product.shares(ProductShape.of(8, 1, HOPPER_BYTES)).splits > 1
+    first = product(x)
     assert not product._arrivals.any()
     out = torch.empty_like(first)
-    assert product.vector(x, out) is out and torch.equal(out, first)
-    with pytest.raises(ValueError, match="x: 2 rows; the vector kernel takes 1"):
-        product.vector(activations(2, 1024, torch.float16))
+    assert product(x, out) is out and torch.equal(out, first)
+    with pytest.raises(ValueError, match="x: 129 rows; a launch takes 128"):
+        product(activations(129, 1024, torch.float16))
 
 
 def test_shares_cover_the_inputs_and_depend_on_the_shape_alone() -> None:
-    for row_tiles in (1, 3, 64, 448, 2004):
-        for input_tiles in (1, 2, 7, 16, 112):
-            shares = Shares.of(row_tiles, input_tiles)
-            assert (shares.splits - 1) * shares.tiles < input_tiles <= shares.splits * shares.tiles
-    assert Shares.of(64, 16) == Shares(8, 2)  # 4096 x 4096 in int4: 512 programs
-    assert Shares.of(2004, 16) == Shares(1, 16)  # a head of 128 k tokens
+    for outputs in (1, 3, 32, 224, 1002):
+        for num_chunks in (1, 2, 7, 16, 37, 112):
+            for programs in (132, 448, 896):
+                shares = Shares.of(outputs, num_chunks, programs)
+                assert (shares.splits - 1) * shares.chunks < num_chunks <= shares.splits * shares.chunks
+                assert shares.chunks > 1 or num_chunks == 1
+    assert Shares.of(32, 16, 448) == Shares(8, 2)  # one row by 4096 x 4096 in int4: 256 programs
+    assert Shares.of(224, 16, 448) == Shares(2, 8)  # gate and up of 8B
+    assert Shares.of(32, 37, 448) == Shares(13, 3)  # a number of chunks that cannot be divided
+    assert Shares.of(1002, 16, 448) == Shares(1, 16)  # a head of 128 k tokens
 
 
 def test_every_code_of_fp8_is_itself() -> None:
@@ -184,7 +225,7 @@ def test_a_row_that_is_not_finite_has_such_a_scale(value: float) -> None:
 def test_what_the_kernels_cannot_read_is_named() -> None:
     weight, dense = quantized("int8", 8, 128)
     linear = make_triton_linear(weight)
-    assert isinstance(linear, WordLinear) and linear.kind == "triton-int8-vector-tile128-mm"
+    assert isinstance(linear, WordLinear) and linear.kind == "triton-int8-tile128-mm"
     with pytest.raises(ValueError, match=r"x: shape \(1, 64\)"):
         linear(activations(1, 64, torch.float16))
     with pytest.raises(ValueError, match=r"bias: shape \(3,\), not \(8,\)"):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pdmesh.engine.kernels.triton.linear.weight_product import TileShape
+from pdmesh.engine.kernels.triton.linear.weight_product import ProductShape
 from pdmesh.engine.kernels.triton.support import why_not
 from pdmesh.engine.kernels.triton.tiles import HOPPER_BYTES, Tiles, choose_tiles, shared_bound, shared_bytes
 from pdmesh.engine.models.registry import model_config
@@ -19,22 +19,20 @@ ROOMS = (HOPPER_BYTES, A100, L40S)
 
 
 def test_a_products_tile_fits_where_it_runs() -> None:
-    assert [TileShape.of(4, 128, room) for room in ROOMS] == [TileShape(128, 3), TileShape(64, 3), TileShape(64, 2)]
-    assert [TileShape.of(4, 64, room) for room in ROOMS] == [TileShape(64, 3), TileShape(64, 3), TileShape(64, 2)]
-    assert [TileShape.of(8, 128, room) for room in ROOMS] == [TileShape(128, 3), TileShape(128, 3), TileShape(64, 3)]
+    def tiles(bits: int, rows: int) -> list[tuple[int, int]]:
+        return [(shape.rows, shape.stages) for shape in (ProductShape.of(bits, rows, room) for room in ROOMS)]
+
+    assert tiles(4, 1) == [(1, 3)] * 3 and tiles(8, 1) == [(8, 2)] * 3
+    assert tiles(4, 128) == [(128, 3), (128, 3), (64, 3)]
+    assert tiles(8, 128) == [(128, 4), (128, 2), (64, 2)]
     for room in ROOMS:
         for bits in (4, 8):
-            for rows in (16, 32, 64, 128):
-                shape = TileShape.of(bits, rows, room)
-                assert shape.rows <= rows and shape.shared_bound(bits) <= room
-    with pytest.raises(ValueError, match="weights of 4 bits: tiles of 16 rows do not fit into 30000 bytes"):
-        TileShape.of(4, 128, 30_000)
-
-
-def test_what_the_compiler_was_seen_to_take() -> None:
-    """Of shared memory, for Hopper."""
-    seen = {(4, 128): 229_376, (4, 64): 131_072, (4, 16): 57_344, (8, 128): 114_688, (8, 32): 40_960}
-    assert {key: TileShape(key[1], 3).shared_bound(key[0]) for key in seen} == seen
+            for rows in (1, 2, 8, 9, 16, 32, 64, 128):
+                assert ProductShape.of(bits, rows, room).shared_bound(bits) <= room
+    with pytest.raises(ValueError, match="weights of 4 bits: tiles of 16 rows do not fit into 15000 bytes"):
+        ProductShape.of(4, 128, 15_000)
+    with pytest.raises(ValueError, match="weights of 8 bits: tiles of 8 rows do not fit"):
+        ProductShape.of(8, 1, 4000)
 
 
 @pytest.mark.parametrize("item_size", [2, 4])

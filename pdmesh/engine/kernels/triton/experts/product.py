@@ -29,8 +29,8 @@ from torch import Tensor
 from pdmesh.engine.kernels.triton.experts.routing import Routed
 from pdmesh.engine.kernels.triton.experts.weights import ExpertWeights
 from pdmesh.engine.kernels.triton.launching import settle_keys
-from pdmesh.engine.kernels.triton.linear.weight_product import TILE_ROWS_MAX
-from pdmesh.engine.kernels.triton.linear.weight_words import EXPONENT, TILE_ROWS, TILE_WORDS, group_scale, plane_values, shrink
+from pdmesh.engine.kernels.triton.linear.weight_product import PRODUCT_ROWS_MAX
+from pdmesh.engine.kernels.triton.linear.weight_words import TILE_ROWS, group_words, in_order, numbers, scale_and_minimum
 from pdmesh.engine.kernels.triton.norms import gated
 
 _BLOCK = 1024  # of the sum's columns
@@ -52,7 +52,7 @@ def _tile_of(program, starts, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, 
 @triton.jit
 def _product(
     rows, alive, weights, scales, expert, row_tile, first_output, num_row_tiles, num_tiles, N, K,
-    BLOCK_M: tl.constexpr, BITS: tl.constexpr, SPAN: tl.constexpr, FP8: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Return 64 outputs of the places whose inputs begin at `rows` [BLOCK_M], float32 [64, BLOCK_M]: outputs of a row tile of
     words, or from `first_output` on."""
@@ -60,7 +60,7 @@ def _product(
     total = tl.zeros([64, BLOCK_M], tl.float32)
     r = tl.arange(0, 64)
     n = first_output + r
-    if BITS == 0:
+    if FORMAT == "plain":
         own = weights + (expert * N + n)[:, None] * K
         for first in range(0, K, COLUMNS):
             k = first + tl.arange(0, COLUMNS)
@@ -68,25 +68,23 @@ def _product(
             here = tl.load(rows[None, :] + k[:, None], mask=alive[None, :] & (k < K)[:, None], other=0.0)
             total = tl.dot(w, here, total, input_precision="ieee")
     else:
-        PLANES: tl.constexpr = 32 // BITS
-        RUN: tl.constexpr = SPAN // PLANES
-        c = tl.arange(0, 32)
-        first_k = (c // RUN) * SPAN + c % RUN
-        for tile in range(num_tiles):
-            base = (expert * num_row_tiles + row_tile) * num_tiles + tile
-            word = tl.load(weights + (base * 64 + r[:, None]) * 32 + c[None, :])
-            if BITS == 4:
-                scale, minimum = group_scale(scales, (base * 64 + r[:, None]) * (32 // RUN) + (c // RUN)[None, :])
-            for plane in tl.static_range(PLANES):
-                k = tile * (32 * PLANES) + first_k + plane * RUN
-                here = tl.load(rows[None, :] + k[:, None], mask=alive[None, :] & (k < K)[:, None], other=0.0)
-                w = plane_values(word, plane, EXPONENT, BITS, FP8)
-                if BITS == 4:
-                    w = w * (scale * shrink(plane, BITS, FP8)) + minimum
-                else:
-                    w = w * shrink(plane, BITS, FP8)
-                total = tl.dot(w.to(here.dtype), here, total, input_precision="ieee")
-        if BITS == 8:
+        INT4: tl.constexpr = FORMAT == "int4"
+        INPUTS: tl.constexpr = GROUP if INT4 else 128
+        WIDE: tl.constexpr = rows.dtype.element_ty.primitive_bitwidth == 16
+        from_tile = (expert * num_row_tiles + row_tile) * num_tiles
+        for chunk in range(num_tiles * (64 if INT4 else 32) // INPUTS):
+            k = chunk * INPUTS + tl.arange(0, INPUTS)
+            here = tl.load(rows[None, :] + k[:, None], mask=alive[None, :] & (k < K)[:, None], other=0.0)
+            if INT4:
+                word = tl.load(weights + from_tile * 512 + group_words(chunk, GROUP)[None, None, :])
+                scale, minimum = scale_and_minimum(tl.load(scales + (from_tile * (64 // GROUP) + chunk) * 64 + r))
+                w = numbers(word, FORMAT, 1, 1, WIDE) * scale[:, None] + minimum[:, None]
+            else:
+                tile = (from_tile + chunk * 4 + tl.arange(0, 4))[None, :, None]
+                word = tl.load(weights + tile * 512 + tl.arange(0, 512)[None, None, :])
+                w = numbers(word, FORMAT, 4, 1, WIDE)
+            total = tl.dot(w.to(here.dtype), in_order(here, WIDE), total, input_precision="ieee")
+        if not INT4:
             total = total * tl.load(scales + expert * N + n, mask=n < N, other=0.0)[:, None]
     return total
 
@@ -104,7 +102,7 @@ def _rounded(total, bias, expert, first_output, N, dtype: tl.constexpr, HAS_BIAS
 def gate_up_kernel(
     x, order, starts, weights, scales, bias, out, limit, stride_x, inner, K, num_row_tiles, num_tiles,
     TOP_K: tl.constexpr, KIND: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
-    BITS: tl.constexpr, SPAN: tl.constexpr, FP8: tl.constexpr, COLUMNS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Program (64 outputs of gate and of up, tile): x [T, K] of tokens by their places -> out [M, inner], in the order."""
     row_tile = tl.program_id(0)
@@ -119,11 +117,11 @@ def gate_up_kernel(
     at = row_tile * 64
     gate = _product(
         rows, alive, weights, scales, expert, row_tile, at, num_row_tiles, num_tiles, 2 * inner, K,
-        BLOCK_M, BITS, SPAN, FP8, COLUMNS,
+        BLOCK_M, FORMAT, GROUP, COLUMNS,
     )  # fmt: skip
     up = _product(
         rows, alive, weights, scales, expert, row_tile + num_row_tiles // 2, inner + at, num_row_tiles, num_tiles, 2 * inner, K,
-        BLOCK_M, BITS, SPAN, FP8, COLUMNS,
+        BLOCK_M, FORMAT, GROUP, COLUMNS,
     )  # fmt: skip
     gate = _rounded(gate, bias, expert, at, 2 * inner, dtype, HAS_BIAS)
     up = _rounded(up, bias, expert, inner + at, 2 * inner, dtype, HAS_BIAS)
@@ -135,8 +133,8 @@ def gate_up_kernel(
 @triton.jit
 def down_kernel(
     x, order, starts, scores, weights, scales, bias, out, N, K, num_row_tiles, num_tiles,
-    EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BITS: tl.constexpr, SPAN: tl.constexpr,
-    FP8: tl.constexpr, COLUMNS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr, FORMAT: tl.constexpr,
+    GROUP: tl.constexpr, COLUMNS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Program (64 outputs, tile): x [M, K] in the order -> out [M, N] by places, times their scores."""
     row_tile = tl.program_id(0)
@@ -149,7 +147,7 @@ def down_kernel(
     dtype = out.dtype.element_ty
     total = _product(
         x + m.to(tl.int64) * K, alive, weights, scales, expert, row_tile, row_tile * 64, num_row_tiles, num_tiles, N, K,
-        BLOCK_M, BITS, SPAN, FP8, COLUMNS,
+        BLOCK_M, FORMAT, GROUP, COLUMNS,
     )  # fmt: skip
     total = _rounded(total, bias, expert, row_tile * 64, N, dtype, HAS_BIAS)
     total = total * tl.load(scores + choice, mask=alive, other=0.0)[None, :]
@@ -201,7 +199,7 @@ class Tile:
         float32 has no matrix units that are exact: each product is written out."""
         if dtype == torch.float32:
             return Tile(16, 32, 1)
-        if num_tokens <= TILE_ROWS_MAX:
+        if num_tokens <= PRODUCT_ROWS_MAX:
             return Tile(16, 64, 3)
         return Tile(32 if bits else 64, 64, 3)
 
@@ -209,8 +207,8 @@ class Tile:
         """Return bytes of shared memory, no less than the compiler takes, of 16 bits an activation."""
         if not bits:
             return self.stages * (TILE_ROWS + self.rows) * self.columns * 2
-        words = TILE_ROWS * TILE_WORDS * 4 * (2 if bits == 4 else 1)
-        return self.stages * 32 // bits * 32 * self.rows * 2 + (self.stages - 1) * words
+        inputs = 64 if bits == 4 else 128
+        return self.stages * (inputs * self.rows * 2 + TILE_ROWS * inputs * bits // 8 + TILE_ROWS * 4)
 
     def num_tiles(self, num_places: int, num_experts: int) -> int:
         """Return the most tiles that any division among experts has."""
@@ -274,9 +272,8 @@ def _switches(tile: Tile, routed: Routed, weights: ExpertWeights) -> dict[str, o
         "EXPERTS": num_experts,
         "EXPERTS_PAD": triton.next_power_of_2(num_experts),
         "BLOCK_M": tile.rows,
-        "BITS": weights.bits,
-        "SPAN": weights.span,
-        "FP8": weights.encoding == "fp8",
+        "FORMAT": weights.encoding,
+        "GROUP": weights.span,
         "COLUMNS": tile.columns,
         "HAS_BIAS": weights.bias is not None,
         "num_warps": 4,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from pdmesh.engine.kernels.triton.linear.dense import TritonDense, VectorDense
 from pdmesh.engine.kernels.triton.linear.linear import WordLinear
-from pdmesh.engine.kernels.triton.linear.weight_words import TILE_ROWS, WeightWords
+from pdmesh.engine.kernels.triton.linear.weight_words import TILE_ROWS, WeightWords, packed
 from pdmesh.engine.models.layers import DenseLinear, Linear, PackedLinear
 
 PLAIN = "plain"
@@ -24,8 +24,8 @@ class ExpertWeights:
     """
 
     encoding: str  # plain, int8, int4 or fp8
-    values: Tensor  # plain: [E, N, K]; words: [E, row tiles, input tiles, 64, 32] int32
-    scales: Tensor  # int4: [E, row tiles, input tiles, 64, ...] int32; int8 and fp8: [E, N] float32; plain: the values
+    values: Tensor  # plain: [E, N, K]; words: [E, row tiles, input tiles, 512] int32
+    scales: Tensor  # int4: [E, row tiles, groups, 64] int32; int8 and fp8: [E, N] float32; plain: the values
     bias: Tensor | None  # [E, N]
     span: int
     num_outputs: int
@@ -84,20 +84,26 @@ def _parts(linear: Linear, halves: int) -> tuple[tuple[str, int, int, int], dict
         raise TypeError(f"{type(linear).__name__} is no map of an expert that the kernels read")
     bias = {} if linear.bias is None else {"bias": linear.bias}
     if isinstance(linear, WordLinear):
-        words = linear.weight
+        words = _by_halves(linear.weight, halves)
         kind = (words.encoding, words.span, words.num_outputs, words.num_inputs)
-        return kind, {"values": _by_halves(words.words, words, halves), "scales": _scales(words, halves), **bias}
+        return kind, {"values": words.words, "scales": words.scales, **bias}
     weight = linear.weight.to_dense() if isinstance(linear, PackedLinear) else linear.weight
     return (PLAIN, 0, *weight.shape), {"values": weight, **bias}
 
 
-def _scales(words: WeightWords, halves: int) -> Tensor:
-    return _by_halves(words.scales, words, halves) if words.bits == 4 else words.scales
+def _by_halves(words: WeightWords, halves: int) -> WeightWords:
+    """Let each half of the outputs begin with a row tile; what fills it up has scales of zero."""
+    if words.num_outputs // halves % TILE_ROWS == 0:
+        return words
+    codes, rows = words.codes(), -(-words.num_outputs // halves // TILE_ROWS) * TILE_ROWS
 
+    def moved(by_rows: Tensor) -> Tensor:
+        parts = by_rows[: words.num_outputs].view(halves, -1, by_rows.shape[1])
+        return F.pad(parts, (0, 0, 0, rows - parts.shape[1])).flatten(0, 1)
 
-def _by_halves(tiled: Tensor, words: WeightWords, halves: int) -> Tensor:
-    """Let each half of the rows of [row tiles, input tiles, 64, X] begin with a row tile; what fills it up is zero."""
-    num_tiles, width = tiled.shape[1], tiled.shape[3]
-    rows = tiled.transpose(1, 2).reshape(-1, num_tiles * width)[: words.num_outputs].view(halves, -1, num_tiles * width)
-    padded = F.pad(rows, (0, 0, 0, -rows.shape[1] % TILE_ROWS))
-    return padded.view(-1, TILE_ROWS, num_tiles, width).transpose(1, 2).contiguous()
+    scales = words.scales
+    if words.bits == 4:
+        by_rows = moved(scales.transpose(1, 2).reshape(-1, scales.shape[1]))
+        scales = by_rows.view(-1, TILE_ROWS, scales.shape[1]).transpose(1, 2).contiguous()
+    values = packed(moved(codes), words.encoding)
+    return replace(words, words=values[: halves * rows // TILE_ROWS], scales=scales)

@@ -14,12 +14,12 @@ from pdmesh.engine.kernels.triton.linear.dense import TritonDense, VectorDense
 from pdmesh.engine.kernels.triton.linear.weight_product import (
     HALVES,
     INVARIANT_BLOCK,
-    TILE_ROWS_MAX,
-    VECTOR_ROWS,
+    PRODUCT_ROWS_MAX,
     WordProduct,
     expanded,
 )
 from pdmesh.engine.kernels.triton.linear.weight_words import WeightWords, words_of_fp8, words_of_int4, words_of_int8
+from pdmesh.engine.kernels.triton.norms import gate_mul
 from pdmesh.engine.loader.quantize import Fp8Weight, Int4Weight, Int8Weight
 from pdmesh.engine.models.layers import Linear, make_linear
 
@@ -31,23 +31,23 @@ class WordLinear:
 
     | rows | kernel | numbers |
     | --- | --- | --- |
-    | 1 | vector | float32 weights, products and sums |
-    | up to 128 | tile | int4 rounded to x's dtype, int8 and fp8 exact; float32 sums on the tensor cores |
+    | up to 128 | product | int4 of more than 8 rows rounded to x's dtype, others exact; float32 sums on the tensor cores |
     | more | expand, `F.linear` | weights rounded to x's dtype; the library's sums (activations in fp8: linear.py) |
 
-    A row's bits depend on nothing beside it within a kernel, but the three differ from each other, and tiles between powers of
-    two that M rounds up to. `invariant` takes the tile kernel with tiles of 16 rows for every M: slower for a prompt
-    (each 16 rows read the weights again, from the L2 cache), the same bits for a row wherever it stands.
+    A row's bits depend on nothing beside it, but differ between one row, up to 8, and up to 16, 32, 64 and 128, where M rounds up
+    to. `invariant` takes tiles of 16 rows for every M: slower for a prompt (each 16 rows read the weights again, from the L2
+    cache), the same bits for a row wherever it stands.
 
-    Error of the sum of K products, u = 2^-24 and d = x's unit roundoff (2^-8 bfloat16, 2^-11 float16), S = sum |x| |w|:
-    at most (K u + d) S by the vector kernel, int8 and fp8 tiles; (K u + 2 d) S otherwise; plus d |result| by the last rounding.
-    float32 inputs: vector for one row, else expand and `F.linear`; not with `invariant`, which refuses them.
+    Error of the sum of K products, u = 2^-24 and d = x's unit roundoff (2^-8 bfloat16, 2^-11 float16), S = sum |x| |w|: at
+    most K u S where weights are exact (int4 in bfloat16: K u (S + 128 sum |x| scale), as a group's products are of weights that
+    are 128 scales too large, and the sum of the group's activations is subtracted); (K u + d) S otherwise; plus d |result| by the
+    last rounding. float32 inputs: expand and `F.linear`; not with `invariant`, which refuses them.
     """
 
     def __init__(self, weight: WeightWords, bias: Tensor | None, invariant: bool) -> None:
         self.weight, self.bias, self.invariant = weight, bias, invariant
         self.product = WordProduct(weight, bias)
-        kernels = f"tile{INVARIANT_BLOCK}" if invariant else f"vector-tile{TILE_ROWS_MAX}-{self._many}"
+        kernels = f"tile{INVARIANT_BLOCK}" if invariant else f"tile{PRODUCT_ROWS_MAX}-{self._many}"
         self.kind = f"triton-{weight.encoding}-{kernels}"
 
     @property
@@ -58,17 +58,21 @@ class WordLinear:
     def __call__(self, x: Tensor) -> Tensor:
         if self.invariant:
             return self._invariant(x)
-        if x.shape[0] <= VECTOR_ROWS:
-            return self.product.vector(x)
-        if x.shape[0] <= TILE_ROWS_MAX and x.dtype in HALVES:
-            return self.product.tile(x)
+        if x.shape[0] <= PRODUCT_ROWS_MAX and x.dtype in HALVES:
+            return self.product(x)
         return self._product_of_many(x)
+
+    def gated(self, x: Tensor, activation: str) -> Tensor:
+        """Return what `gate_mul` makes of the product: the weight's rows are gate and up. Up to 128 rows are one kernel."""
+        if self.invariant or x.shape[0] > PRODUCT_ROWS_MAX or x.dtype not in HALVES or not self.product.gates:
+            return gate_mul(self(x), activation)
+        return self.product(x, activation=activation)
 
     def _invariant(self, x: Tensor) -> Tensor:
         out = x.new_empty((x.shape[0], self.weight.num_outputs))
-        for first in range(0, x.shape[0], TILE_ROWS_MAX):
-            part = slice(first, first + TILE_ROWS_MAX)
-            self.product.tile(x[part], out[part], INVARIANT_BLOCK)
+        for first in range(0, x.shape[0], PRODUCT_ROWS_MAX):
+            part = slice(first, first + PRODUCT_ROWS_MAX)
+            self.product(x[part], out[part], INVARIANT_BLOCK)
         return out
 
     def _product_of_many(self, x: Tensor) -> Tensor:

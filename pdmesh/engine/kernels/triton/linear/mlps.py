@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from pdmesh.engine.kernels.triton.linear.dense import VectorDense
+from pdmesh.engine.kernels.triton.linear.linear import WordLinear
 from pdmesh.engine.kernels.triton.norms import activate, gate_mul
 from pdmesh.engine.models.layers import Linear
 
@@ -37,7 +38,7 @@ class GatedStep:
         yield from (self.gate_up, self.down)
 
     def __call__(self, x: Tensor, slots: Tensor) -> Tensor:
-        if isinstance(self.gate_up, VectorDense):
+        if isinstance(self.gate_up, VectorDense | WordLinear):
             return self.down(self.gate_up.gated(x, self.activation))
         return self.down(gate_mul(self.gate_up(x), self.activation))
 

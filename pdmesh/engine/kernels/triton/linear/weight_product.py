@@ -1,29 +1,33 @@
 """Products with weights in words: the kernels, which one for how many rows, in which shares, and the launch.
 
-Limits on an H200 (132 multiprocessors, 4.8 TB/s, 790 TFLOP/s measured in bfloat16). A product of M rows with [N, K] reads
-N K bits / 8 bytes of weights (int4: and 4 bytes a group, half a bit a weight more with groups of 64) and M (N + K) activations,
-and does 2 M N K operations. Bandwidth allows 36 bytes a nanosecond and multiprocessor, at 1.8 GHz 20 bytes a clock: 20 int8 or 40
-int4 weights a clock. A clock also has 128 float32 operations, 64 integer ones and 2048 fused tensor-core ones.
+Limits on an H200 (132 multiprocessors, 4.3 TB/s copied, 790 TFLOP/s measured in bfloat16). A product of M rows with [N, K] reads
+N K bits / 8 bytes of weights (int4: and 4 bytes for each 32 or 64 of them) and M (N + K) activations, and does 2 M N K
+operations. A multiprocessor gets some 18 bytes a clock: 18 int8 or 36 int4 weights. A clock also has 128 operations, so that a
+weight may cost three of them, and 128 bytes from shared memory, of which a warp reads its activations again for each 16 or 32
+outputs. Hence tensor cores for a single row, too: weights that are converted two at a time (weight_words.py) cost 1 to 2.5
+operations, and 128 outputs a program make four bytes of activations for one of weights bearable.
 
-- `vector_kernel`, for one row: some four operations a weight, so 8 bits keep up with memory and int4 reaches half of it.
-- `tile_kernel`: as many, and the tensor cores' work behind them, for up to 16 rows at once. That passes the memory's time at
-  some 80 rows (int8) or 40 (int4).
-- Expanding costs one more write and read of 2 bytes a weight, and then runs at the library's speed.
+Measured (H200), the four maps of a layer of 8B, us; int4 has groups of 32:
 
-Measured (H200, 4.2 TB/s copied), the four maps of a layer of 8B: one row int8 70, fp8 71, int4 65 us (limits 51, 51, 29); 32
-rows int8 110, fp8 107, int4 216 us, cuBLAS in bfloat16 120.
+| rows | int4 | int8 | fp8 |
+| --- | --- | --- | --- |
+| 1 | 50 | 69 | 65 |
+| 4 | 81 | - | - |
+| 32 | 92 | 87 | 85 |
+| limit | 33 | 51 | 51 |
 
-Fixed configurations, by shape only (an autotuner would change the split, and with it the bits, from one start to the next):
-64 outputs a program (4 rows a thread share each activation), 4 warps, and so many shares of the inputs that about four programs
-come to each multiprocessor, of the vector kernel as many as its registers allow at once: with 8 KiB in flight each that covers
-the latency of memory. Shares are 2 input tiles at least. Only the tile kernel's rows and stages follow from the device: as many
-as fit into its shared memory.
+For one row of int4 the groups of a chunk are the columns of the activations' tile, each with zeros where another group is: one
+product then gives each group's sum by itself, to be scaled. Up to 8 rows each group is a product; more rows have as many sums to
+be scaled as weights, which are scaled instead, and rounded.
+
+Fixed configurations, by shape only (an autotuner would change the split, and with it the bits, from one start to the next): as
+many shares of the inputs as make some three or six programs a multiprocessor, if the inputs can be divided so. Only rows and
+stages of the widest tiles follow from the device: as many as fit into its shared memory.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -32,383 +36,389 @@ from torch import Tensor
 
 from pdmesh.engine.kernels.triton.launching import behind_last, overlap, settle_keys
 from pdmesh.engine.kernels.triton.linear.weight_words import (
-    EXPONENT,
-    HALF_WAY,
+    CHUNK_INPUTS,
+    PROGRAM_ROWS,
     TILE_ROWS,
-    TILE_WORDS,
     WeightWords,
-    byte_planes,
-    exponent_in_register,
-    group_scale,
-    int4_plane,
-    int4_planes,
-    nibble_values,
-    plane_values,
-    shrink,
-    small_fp8,
+    byte_values,
+    excess,
+    exponents,
+    group_words,
+    in_order,
+    int4_values,
+    is_bfloat16,
+    lacking,
+    numbers,
+    scale_and_minimum,
 )
+from pdmesh.engine.kernels.triton.norms import gated
 from pdmesh.engine.kernels.triton.tiles import shared_bytes
 
-# Kernels that multiply by weights in words (weight_words.py has their order)
+# Kernels that multiply by weights in words
 #
-# A program of both products owns 64 outputs (one row tile) and one share of the inputs, a run of input tiles:
+# A program owns 128 outputs (two row tiles) and one share of the inputs, a run of chunks:
 #
 #               shares of the inputs (fixed by the weight's shape)
 #               +--------+--------+--------+
-#     64 outputs|  sum 0 |  sum 1 |  sum 2 |   each in float32 to `partials`; the program that arrives last (a counter
-#               +--------+--------+--------+   per 64 outputs says so) adds them in the order 0, 1, 2, ..., whichever it is
+#    128 outputs|  sum 0 |  sum 1 |  sum 2 |   each in float32 to `partials`; the program that arrives last (a counter
+#               +--------+--------+--------+   per 128 outputs says so) adds them in the order 0, 1, 2, ..., whichever it is
 #
 # Triton compiles a kernel once for each kind of integer it is given (1, a multiple of 16, other). M has no kinds, since it
 # differs from step to step; sizes of a weight have, since wide loads want to know that rows begin at multiples of 16 bytes.
+
+OUTPUTS = tl.constexpr(PROGRAM_ROWS)
+_HALF_WAY = tl.constexpr(2.0**60)  # of what fp8's values lack in bfloat16: so much is put right before, the rest at the end
+
+
+@triton.jit(do_not_specialize=["M"])
+def product_kernel(
+    x: tl.tensor, words: tl.tensor, scales: tl.tensor, bias: tl.tensor, out: tl.tensor, partials: tl.tensor, arrivals: tl.tensor,
+    M: tl.tensor, N: tl.tensor, K: tl.tensor, num_tiles: tl.tensor, stride_x: tl.tensor, stride_out: tl.tensor,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    KIND: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Grid (outputs / 128, SPLITS, M / BLOCK_M). A chunk has CHUNK inputs, in groups of GROUP (int4), a share CHUNKS chunks.
+
+    AHEAD: its first words come while the kernels before this one still run. EVEN: no share ends behind the inputs. BLOCK_M 1: one
+    row, of int4. KIND: of a gated MLP; a program's second 64 outputs are then the up's of its first ones, and `out` has what
+    `gated` makes of both."""
+    ONE: tl.constexpr = BLOCK_M == 1
+    COLUMNS: tl.constexpr = 8 if ONE else BLOCK_M
+    GROUPS: tl.constexpr = CHUNK // GROUP
+    row = tl.program_id(2) * BLOCK_M + tl.arange(0, COLUMNS)
+    first, last = tl.program_id(1) * CHUNKS, num_tiles // (CHUNK // (64 if FORMAT == "int4" else 32)) - 1
+    n, from_tile, apart = _outputs_of(N, num_tiles, KIND != "")
+    exponent = exponents(M, x.dtype.element_ty)
+    total = tl.zeros([OUTPUTS, COLUMNS], tl.float32)
+    if AHEAD:
+        begin = first if EVEN else tl.minimum(first, last)
+        head = _words_of(words, from_tile, apart, begin, FORMAT, CHUNK)
+        head_pair = scales
+        if FORMAT == "int4":
+            head_pair = _pairs_of(scales, from_tile, apart, begin * GROUPS, GROUP, GROUPS, COLUMNS)
+    behind_last(OVERLAPS)
+    if AHEAD:
+        total = _added(total, head, head_pair, x, row, first, exponent, M, K, stride_x, FORMAT, GROUP, CHUNK, ONE, EVEN, WIDE)
+    for chunk in range(1 if AHEAD else 0, CHUNKS):
+        at = first + chunk
+        here = at if EVEN else tl.minimum(at, last)  # behind the last chunk: its words, times activations that are masked off
+        if FORMAT == "int4" and BLOCK_M == 8:
+            for group in tl.static_range(GROUPS):  # each has scales of its own
+                word = _group_of(words, from_tile, apart, here * GROUPS + group, GROUP)
+                pair = _pairs_of(scales, from_tile, apart, here * GROUPS + group, GROUP, 1, 1)
+                k = at * GROUPS + group
+                total = _added(total, word, pair, x, row, k, exponent, M, K, stride_x, FORMAT, GROUP, GROUP, ONE, EVEN, WIDE)
+        else:
+            word = _words_of(words, from_tile, apart, here, FORMAT, CHUNK)
+            pair = scales
+            if FORMAT == "int4":
+                pair = _pairs_of(scales, from_tile, apart, here * GROUPS, GROUP, GROUPS, COLUMNS if ONE else GROUPS)
+            total = _added(total, word, pair, x, row, at, exponent, M, K, stride_x, FORMAT, GROUP, CHUNK, ONE, EVEN, WIDE)
+    if ONE:
+        _finish(
+            tl.sum(total, axis=1), n * 0, n, scales, bias, out, partials, arrivals, M, N, stride_out, SPLITS, FORMAT, HAS_BIAS,
+            KIND,
+        )  # fmt: skip
+    else:
+        _finish(
+            total, row[None, :], n[:, None], scales, bias, out, partials, arrivals, M, N, stride_out, SPLITS, FORMAT, HAS_BIAS,
+            KIND,
+        )  # fmt: skip
+
+
+@triton.jit
+def _outputs_of(N: tl.tensor, num_tiles: tl.tensor, GATED: tl.constexpr) -> tl.tensor:
+    """Return a program's outputs [128], its first tile, and how many tiles further its second row tile begins."""
+    r = tl.arange(0, OUTPUTS)
+    program = tl.program_id(0)
+    if GATED:
+        n, from_tile, apart = program * 64 + r % 64 + r // 64 * (N // 2), program.to(tl.int64) * num_tiles, tl.num_programs(0)
+    else:
+        n, from_tile, apart = program * OUTPUTS + r, program.to(tl.int64) * 2 * num_tiles, program * 0 + 1
+    return n, from_tile, apart * num_tiles
+
+
+@triton.jit
+def _words_of(
+    words: tl.tensor, from_tile: tl.tensor, apart: tl.tensor, chunk: tl.tensor, FORMAT: tl.constexpr, CHUNK: tl.constexpr
+) -> tl.tensor:  # fmt: skip
+    """Return a chunk's [2, tiles, 512]."""
+    TILES: tl.constexpr = CHUNK // (64 if FORMAT == "int4" else 32)
+    tiles = (chunk * TILES + tl.arange(0, TILES))[None, :, None] + tl.arange(0, 2)[:, None, None] * apart
+    return tl.load(words + from_tile * 512 + tiles * 512 + tl.arange(0, 512)[None, None, :])
+
+
+@triton.jit
+def _group_of(
+    words: tl.tensor, from_tile: tl.tensor, apart: tl.tensor, group: tl.tensor, GROUP: tl.constexpr
+) -> tl.tensor:  # fmt: skip
+    """Return a group's words of int4, [2, 1, 512 or 256]."""
+    at = group_words(group, GROUP)
+    return tl.load(words + from_tile * 512 + tl.arange(0, 2)[:, None, None] * (apart * 512) + at[None, None, :])
+
+
+@triton.jit
+def _pairs_of(
+    scales: tl.tensor, from_tile: tl.tensor, apart: tl.tensor, group: tl.tensor,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Return int4's scales and minimums of GROUPS groups [128, COLUMNS]."""
+    r, column = tl.arange(0, OUTPUTS)[:, None], tl.arange(0, COLUMNS)[None, :]
+    at = scales + ((from_tile + r // 64 * apart) * (64 // GROUP) + group) * 64 + r % 64
+    return tl.load(at + column * 64, mask=column + 0 * r < GROUPS, other=0)
+
+
+@triton.jit
+def _added(
+    total: tl.tensor, word: tl.tensor, pair: tl.tensor, x: tl.tensor, row: tl.tensor, chunk: tl.tensor, exponent: tl.tensor,
+    M: tl.tensor, K: tl.tensor, stride_x: tl.tensor, FORMAT: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
+    ONE: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Return `total` with the products of CHUNK inputs."""
+    TILES: tl.constexpr = word.shape[1]
+    dtype = x.dtype.element_ty
+    at = tl.arange(0, CHUNK)
+    k = chunk * CHUNK + at
+    if ONE:
+        column = tl.arange(0, total.shape[1])
+        mask = (at // GROUP)[:, None] == column[None, :]
+        from_x = x + k[:, None] + 0 * column[None, :]
+    else:
+        mask = (row < M)[None, :]
+        from_x = x + row.to(tl.int64)[None, :] * stride_x + k[:, None]
+    if not EVEN:
+        mask = mask & (k < K)[:, None]
+    here = in_order(tl.load(from_x, mask=mask, other=0.0), WIDE)
+    if FORMAT == "int4" and total.shape[1] > 8:
+        scale, minimum = scale_and_minimum(pair)
+        weight = int4_values(word, exponent, dtype, TILES, 2, WIDE).to(tl.float32).reshape(OUTPUTS, CHUNK // GROUP, GROUP)
+        weight = tl.fma(weight, scale[:, :, None], (minimum - excess(dtype) * scale)[:, :, None])
+        total = tl.dot(weight.reshape(OUTPUTS, CHUNK).to(dtype), here, total)
+    elif FORMAT == "int4":
+        scale, minimum = scale_and_minimum(pair)
+        sums = tl.dot(int4_values(word, exponent, dtype, TILES, 2, WIDE), here)
+        inputs = tl.dot(_ones(word, dtype, TILES, WIDE), here)  # sums of activations, where the others lie
+        total += scale * sums + (minimum - excess(dtype) * scale) * inputs
+    else:
+        if FORMAT == "fp8" and is_bfloat16(dtype):
+            here = (here.to(tl.float32) * _HALF_WAY).to(dtype)
+        total = tl.dot(byte_values(word, exponent, dtype, FORMAT == "fp8", TILES, 2, WIDE), here, total)
+    return total
+
+
+@triton.jit
+def _ones(word: tl.tensor, dtype: tl.constexpr, TILES: tl.constexpr, WIDE: tl.constexpr) -> tl.tensor:
+    """Return ones in the place of weights: made like these, they share the activations that are in registers."""
+    one = (word & 0) | (0x3F803F80 if is_bfloat16(dtype) else 0x64016401)
+    return int4_values(word & 0, one, dtype, TILES, 2, WIDE)
 
 
 @triton.jit
 def _finish(
     part: tl.tensor, m: tl.tensor, n: tl.tensor, scales: tl.tensor, bias: tl.tensor, out: tl.tensor, partials: tl.tensor,
-    arrivals: tl.tensor, slot: tl.tensor, split: tl.tensor,
-    M: tl.tensor, N: tl.tensor, padded_n: tl.tensor, stride_out: tl.tensor, SPLITS: tl.constexpr, OUTPUT_SCALES: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+    arrivals: tl.tensor, M: tl.tensor, N: tl.tensor, stride_out: tl.tensor, SPLITS: tl.constexpr, FORMAT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, KIND: tl.constexpr,
+) -> None:  # fmt: skip
     """Add up `part`, this program's sums for rows m and outputs n (two index tensors that broadcast to its shape)."""
-    is_row = m < M
+    is_row = (m < M) & (n >= 0)
     total = part
     last = True
     if SPLITS > 1:
+        padded_n = tl.num_programs(0) * OUTPUTS
         place = m.to(tl.int64) * padded_n + n
         step = M.to(tl.int64) * padded_n
-        tl.store(partials + split * step + place, part, mask=is_row)
+        tl.store(partials + tl.program_id(1) * step + place, part, mask=is_row)
         tl.debug_barrier()  # all threads have stored before one of them reports it
-        arrived = tl.atomic_add(arrivals + slot, 1, sem="acq_rel")
-        last = arrived == SPLITS - 1
+        slot = arrivals + tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+        last = tl.atomic_add(slot, 1, sem="acq_rel") == SPLITS - 1
         if last:
-            tl.store(arrivals + slot, 0)  # reset for the next launch
+            tl.store(slot, 0)  # reset for the next launch
             total = tl.zeros_like(part)
             for other in range(SPLITS):
                 total += tl.load(partials + other * step + place, mask=is_row, other=0.0, cache_modifier=".cg")
     if last:
-        if OUTPUT_SCALES:
+        if FORMAT != "int4":
             total = total * tl.load(scales + n, mask=n < N, other=0.0)
+        if FORMAT == "fp8":
+            half: tl.constexpr = _HALF_WAY if is_bfloat16(out.dtype.element_ty) else 1.0
+            total = total * (lacking(out.dtype.element_ty) / half)
         if HAS_BIAS:
             total = total + tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
-        tl.store(out + m.to(tl.int64) * stride_out + n, total.to(out.dtype.element_ty), mask=is_row & (n < N))
-
-
-@triton.jit(do_not_specialize=["M"])
-def vector_kernel(
-    x: tl.tensor, words: tl.tensor, scales: tl.tensor, bias: tl.tensor, out: tl.tensor, partials: tl.tensor, arrivals: tl.tensor,
-    M: tl.tensor, N: tl.tensor, K: tl.tensor, num_tiles: tl.tensor, stride_x: tl.tensor, stride_out: tl.tensor,
-    BITS: tl.constexpr, SPAN: tl.constexpr, FP8: tl.constexpr,
-    SPLITS: tl.constexpr, TILES: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAPS: tl.constexpr,
-) -> None:  # fmt: skip
-    """One row: every weight is multiplied with its activation in float32 as it comes by; nothing is shared or waited for until
-    the loop has ended. Grid (row tiles, SPLITS); TILES input tiles a split.
-
-        words of a tile, as they lie:  | run 0: outputs 0 .. 15 | run 1: 16 .. 31 | run 2 | run 3 |     512 words each
-                                       thread: 4 neighbouring words of each run, whose activations it loads once for the four
-
-    All tensors of the loop lie alike over the threads, so none of them goes through shared memory, which would be a barrier for
-    each plane; the next tile's words are asked for before this one's are used.
-    """
-    row_tile = tl.program_id(0)
-    split = tl.program_id(1)
-    WORDS: tl.constexpr = 32
-    PLANES: tl.constexpr = 32 // BITS
-    RUN: tl.constexpr = SPAN // PLANES  # number of words of a span
-    at = tl.arange(0, 512)
-    c = at % WORDS
-    first_k = tl.max_contiguous(tl.multiple_of((c // RUN) * SPAN + c % RUN, 4), 4)
-    thread = tl.arange(0, 128)
-    group = thread // 8 * (WORDS // RUN) + thread % 8 * 4 // RUN
-    exponent = exponent_in_register(M, 0x43800000 if BITS == 4 else EXPONENT)
-    exponent_high = exponent_in_register(M, 0x41800000)
-    first = row_tile.to(tl.int64) * num_tiles
-    total_0, total_1, total_2, total_3 = _zeros(128), _zeros(128), _zeros(128), _zeros(128)
-    from_here = words + (first + tl.minimum(split * TILES, num_tiles - 1)) * 2048 + at
-    word_0, word_1 = tl.load(from_here), tl.load(from_here + 512)
-    word_2, word_3 = tl.load(from_here + 1024), tl.load(from_here + 1536)
-    behind_last(OVERLAPS)
-    for step in range(TILES):
-        # Behind the last tile: its words once more, times activations that are masked off, for k >= K.
-        tile = split * TILES + step
-        base = first + tl.minimum(tile, num_tiles - 1)
-        from_next = words + (first + tl.minimum(tile + 1, num_tiles - 1)) * 2048 + at
-        wanted = (at >= 0) & (step + 1 < TILES)
-        next_0, next_1 = tl.load(from_next, mask=wanted, other=0), tl.load(from_next + 512, mask=wanted, other=0)
-        next_2, next_3 = tl.load(from_next + 1024, mask=wanted, other=0), tl.load(from_next + 1536, mask=wanted, other=0)
-        sums_0, sums_1, sums_2, sums_3 = _zeros(512), _zeros(512), _zeros(512), _zeros(512)
-        low, high = _zeros(512), _zeros(512)  # sums of activations, of planes below and above in a pair
-        for plane in tl.static_range(PLANES):
-            k = tile * (WORDS * PLANES) + first_k + plane * RUN
-            here = tl.load(x + k, mask=(k < K) & (M > 0), other=0.0).to(tl.float32)
-            if BITS == 4:
-                if plane % 2 == 0:
-                    low += here
-                else:
-                    high += here
-                sums_0 += nibble_values(word_0, plane, exponent, exponent_high) * here
-                sums_1 += nibble_values(word_1, plane, exponent, exponent_high) * here
-                sums_2 += nibble_values(word_2, plane, exponent, exponent_high) * here
-                sums_3 += nibble_values(word_3, plane, exponent, exponent_high) * here
-            elif FP8:
-                here = here * HALF_WAY
-                sums_0 += small_fp8(word_0, plane) * here
-                sums_1 += small_fp8(word_1, plane) * here
-                sums_2 += small_fp8(word_2, plane) * here
-                sums_3 += small_fp8(word_3, plane) * here
-            else:
-                here = here * shrink(plane, BITS, FP8)
-                sums_0 += plane_values(word_0, plane, exponent, BITS, FP8) * here
-                sums_1 += plane_values(word_1, plane, exponent, BITS, FP8) * here
-                sums_2 += plane_values(word_2, plane, exponent, BITS, FP8) * here
-                sums_3 += plane_values(word_3, plane, exponent, BITS, FP8) * here
-        of_low, of_high = _of_threads(low), _of_threads(high)
-        of_inputs, added = of_low + of_high, 256.0 * of_low + 16.0 * of_high
-        groups = scales + base * (64 * (WORDS // RUN)) + group
-        total_0 = _grown(total_0, sums_0, of_inputs, added, groups, BITS)
-        total_1 = _grown(total_1, sums_1, of_inputs, added, groups + 16 * (WORDS // RUN), BITS)
-        total_2 = _grown(total_2, sums_2, of_inputs, added, groups + 32 * (WORDS // RUN), BITS)
-        total_3 = _grown(total_3, sums_3, of_inputs, added, groups + 48 * (WORDS // RUN), BITS)
-        word_0, word_1, word_2, word_3 = next_0, next_1, next_2, next_3
-    total = _joined(_joined(_of_run(total_0), _of_run(total_1)), _joined(_of_run(total_2), _of_run(total_3)))
-    if FP8:
-        total = total * HALF_WAY
-    m = tl.arange(0, 1)
-    _finish(
-        total[None, :], m[:, None], (row_tile * 64 + tl.arange(0, 64))[None, :], scales, bias, out, partials, arrivals, row_tile,
-        split, M, N, tl.num_programs(0) * 64, stride_out, SPLITS, BITS == 8, HAS_BIAS,
-    )  # fmt: skip
-
-
-@triton.jit
-def _zeros(width: tl.constexpr) -> tl.tensor:
-    return tl.zeros([width], tl.float32)
-
-
-@triton.jit
-def _of_threads(values: tl.tensor) -> tl.tensor:
-    """Return the sums of what each thread has of a run: [512] -> [128]."""
-    return tl.sum(values.reshape(128, 4), axis=1)
-
-
-@triton.jit
-def _grown(
-    total: tl.tensor, sums: tl.tensor, inputs: tl.tensor, added: tl.tensor, groups: tl.tensor, BITS: tl.constexpr
-) -> tl.tensor:  # fmt: skip
-    """Return [128] with a tile's share added. `added`: what the sums have too much of."""
-    if BITS == 4:
-        scale, minimum = group_scale(groups, 0)
-        return total + scale * (_of_threads(sums) - added) + minimum * inputs
-    return total + _of_threads(sums)
-
-
-@triton.jit
-def _of_run(total: tl.tensor) -> tl.tensor:
-    """Return [16], a run's outputs: eight threads share the inputs of each."""
-    return tl.sum(total.reshape(16, 8), axis=1)
-
-
-@triton.jit
-def _joined(one: tl.tensor, other: tl.tensor) -> tl.tensor:
-    """Return both [n], one behind the other: [2 n]."""
-    return tl.permute(tl.join(one, other), (1, 0)).reshape(2 * one.shape[0])
-
-
-@triton.jit(do_not_specialize=["M"])
-def tile_kernel(
-    x: tl.tensor, words: tl.tensor, scales: tl.tensor, bias: tl.tensor, out: tl.tensor, partials: tl.tensor, arrivals: tl.tensor,
-    M: tl.tensor, N: tl.tensor, K: tl.tensor, num_tiles: tl.tensor, stride_x: tl.tensor, stride_out: tl.tensor,
-    BLOCK_M: tl.constexpr, BITS: tl.constexpr, SPAN: tl.constexpr, FP8: tl.constexpr,
-    SPLITS: tl.constexpr, TILES: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAPS: tl.constexpr,
-) -> None:  # fmt: skip
-    """More rows: weights become x's dtype in registers and go to the tensor cores as their left operand, which may stay there;
-    activations, few, go through shared memory. Grid (row tiles, SPLITS, M / BLOCK_M).
-
-        [64 outputs, 32 words of P planes]  x  [32 P inputs, plane by plane, BLOCK_M]  +->  [64, BLOCK_M] float32
-
-    All planes of a tile are one product: one after the other each would be waited for. But int4 of 16 rows comes plane by plane:
-    its registers let three programs be on a multiprocessor, not two (measured: 121 in place of 155 us). int4 weights are rounded
-    to x's dtype (scale * value + minimum, one rounding); int8 and fp8 values fit it exactly.
-    """
-    row_tile = tl.program_id(0)
-    split = tl.program_id(1)
-    m_tile = tl.program_id(2)
-    WORDS: tl.constexpr = 32
-    PLANES: tl.constexpr = 32 // BITS
-    RUN: tl.constexpr = SPAN // PLANES
-    APART: tl.constexpr = BITS == 4 and BLOCK_M == 16
-    r = tl.arange(0, 64)
-    c = tl.arange(0, WORDS)
-    m = m_tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    of_tile = tl.arange(0, WORDS * PLANES)  # inputs, plane by plane
-    first_k = (of_tile % WORDS // RUN) * SPAN + of_tile % RUN + of_tile // WORDS * RUN
-    first_k = tl.max_contiguous(tl.multiple_of(first_k, RUN), RUN)
-    behind_last(OVERLAPS)
-    rows = x + m.to(tl.int64)[None, :] * stride_x
-    total = tl.zeros([64, BLOCK_M], tl.float32)
-    for step in range(TILES):
-        # Behind the last tile: its words once more, times activations that are masked off, for k >= K.
-        tile = split * TILES + step
-        base = row_tile.to(tl.int64) * num_tiles + tl.minimum(tile, num_tiles - 1)
-        word = tl.load(words + (base * 64 + r[:, None]) * WORDS + c[None, :])
-        if BITS == 4:
-            scale, minimum = group_scale(scales, (base * 64 + r[:, None]) * (WORDS // RUN) + (c // RUN)[None, :])
-        if APART:
-            for plane in tl.static_range(PLANES):
-                k = tile * (WORDS * PLANES) + (c // RUN) * SPAN + c % RUN + plane * RUN
-                here = tl.load(rows + k[:, None], mask=(m[None, :] < M) & (k[:, None] < K), other=0.0)
-                w = int4_plane(word, plane, scale, tl.fma(scale, -16.0 if plane % 2 else -256.0, minimum), x.dtype.element_ty)
-                total = tl.dot(w, here, total)
+        if KIND != "":
+            _store_gated(total, m, out, M, N, stride_out, KIND)
         else:
-            k = tile * (WORDS * PLANES) + first_k
-            here = tl.load(rows + k[:, None], mask=(m[None, :] < M) & (k[:, None] < K), other=0.0)
-            if BITS == 4:
-                w = int4_planes(word, scale, minimum, x.dtype.element_ty)
-            else:
-                w = byte_planes(word, FP8, x.dtype.element_ty)
-            total = tl.dot(w, here, total)
-    slot = m_tile * tl.num_programs(0) + row_tile
-    _finish(
-        total, m[None, :], (row_tile * 64 + r)[:, None], scales, bias, out, partials, arrivals, slot, split,
-        M, N, tl.num_programs(0) * 64, stride_out, SPLITS, BITS == 8, HAS_BIAS,
-    )  # fmt: skip
+            tl.store(out + m.to(tl.int64) * stride_out + n, total.to(out.dtype.element_ty), mask=is_row & (n < N))
+
+
+@triton.jit
+def _store_gated(
+    total: tl.tensor, m: tl.tensor, out: tl.tensor, M: tl.tensor, N: tl.tensor, stride_out: tl.tensor, KIND: tl.constexpr
+) -> None:  # fmt: skip
+    """total: [128] or [128, rows], of gate and below it of up."""
+    dtype = out.dtype.element_ty
+    n = tl.program_id(0) * 64 + tl.arange(0, 64)
+    rounded = total.to(dtype).to(tl.float32)
+    if len(total.shape) == 1:
+        gate, up = tl.split(tl.permute(rounded.reshape(2, 64), (1, 0)))
+        tl.store(out + n, gated(gate, up, 0.0, dtype, KIND), mask=n < N // 2)
+    else:
+        gate, up = tl.split(tl.permute(rounded.reshape(2, 64, total.shape[1]), (1, 2, 0)))
+        at = out + m.to(tl.int64) * stride_out + n[:, None]
+        tl.store(at, gated(gate, up, 0.0, dtype, KIND), mask=(m < M) & (n < N // 2)[:, None])
 
 
 @triton.jit
 def expand_kernel(
     words: tl.tensor, scales: tl.tensor, out: tl.tensor, N: tl.tensor, K: tl.tensor, num_tiles: tl.tensor,
-    BITS: tl.constexpr, SPAN: tl.constexpr, FP8: tl.constexpr, RAW: tl.constexpr,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, RAW: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write one tile to out [N, K], dequantized and rounded once to its dtype; RAW: the codes themselves (8 bits). Grid:
-    row tiles, input tiles."""
-    row_tile = tl.program_id(0)
-    tile = tl.program_id(1)
-    WORDS: tl.constexpr = 32
-    PLANES: tl.constexpr = 32 // BITS
-    RUN: tl.constexpr = SPAN // PLANES
-    r = tl.arange(0, 64)
-    c = tl.arange(0, WORDS)
-    n = row_tile * 64 + r
-    base = row_tile.to(tl.int64) * num_tiles + tile
-    word = tl.load(words + (base * 64 + r[:, None]) * WORDS + c[None, :])
-    if BITS == 4:
-        scale, minimum = group_scale(scales, (base * 64 + r[:, None]) * (WORDS // RUN) + (c // RUN)[None, :])
+    """Grid (row tiles, groups of int4 or chunks of 128 inputs). RAW: fp8's codes, without scales."""
+    row_tile, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    n = row_tile * 64 + tl.arange(0, 64)
+    if FORMAT == "int4":
+        k = part * GROUP + tl.arange(0, GROUP)
+        word = tl.load(words + row_tile * num_tiles * 512 + group_words(part, GROUP)[None, None, :])
+        pair = tl.load(scales + (row_tile * num_tiles * (64 // GROUP) + part) * 64 + tl.arange(0, 64))
+        scale, minimum = scale_and_minimum(pair)
+        value = numbers(word, FORMAT, 1, 1, False) * scale[:, None] + minimum[:, None]
     else:
-        scale = tl.load(scales + n, mask=n < N, other=0.0)[:, None]
-    for plane in tl.static_range(PLANES):
-        k = tile * (WORDS * PLANES) + (c // RUN) * SPAN + c % RUN + plane * RUN
+        k = part * 128 + tl.arange(0, 128)
+        tiles = row_tile * num_tiles + part * 4 + tl.arange(0, 4)
+        word = tl.load(words + tiles[None, :, None] * 512 + tl.arange(0, 512)[None, None, :])
         if RAW:
-            value = (word >> (BITS * plane)) & 0xFF
+            bits = byte_values(word, 0, tl.bfloat16, True, 4, 1, False).to(tl.int16, bitcast=True)
+            value = ((bits >> 8) & 0x80) | ((bits >> 4) & 0x7F)
         else:
-            value = plane_values(word, plane, EXPONENT, BITS, FP8) * shrink(plane, BITS, FP8) * scale
-            if BITS == 4:
-                value = value + minimum
-        at = out + n.to(tl.int64)[:, None] * K + k[None, :]
-        tl.store(at, value.to(out.dtype.element_ty), mask=(n[:, None] < N) & (k[None, :] < K))
+            value = numbers(word, FORMAT, 4, 1, False) * tl.load(scales + n, mask=n < N, other=0.0)[:, None]
+    mask = (n < N)[:, None] & (k < K)[None, :]
+    tl.store(out + n[:, None] * K + k[None, :], value.to(out.dtype.element_ty), mask=mask)
 
 
 settle_keys(globals())
 
 
-VECTOR_ROWS = 1  # up to so many rows take the vector kernel
-TILE_ROWS_MAX = 128  # up to so many take the tile kernel; above, expand and torch.mm
+NARROW_ROWS = 8  # up to so many rows take the tensor cores' narrowest tile
+PRODUCT_ROWS_MAX = 128  # up to so many take the kernel; above, expand and torch.mm
 INVARIANT_BLOCK = 16  # rows of the one tile that `invariant` products use
 _MULTIPROCESSORS = 132
-_PROGRAMS = 4 * _MULTIPROCESSORS
-_RESIDENT = {4: 6, 8: 7}  # programs of the vector kernel on a multiprocessor, by bits, as their registers allow
-_VECTOR_REGISTERS = {4: 80, 8: 72}
-_MAX_SPLITS = 16
+_MAX_SPLITS = 28
 HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
-class Shares:
-    """Describe how the inputs are divided among programs: a function of the weight's shape alone."""
+class ProductShape:
+    """Describe a launch: a function of the format, the number of rows and, for the widest tiles, the shared memory."""
 
-    splits: int
-    tiles: int  # input tiles of a split; the last may have fewer
-
-    @staticmethod
-    def of(row_tiles: int, input_tiles: int, resident: int = 0) -> Shares:
-        """Return the shares. `resident`: as many programs of a multiprocessor run at once, so that more may be wanted."""
-        row_tiles = max(1, row_tiles)
-        wanted = max(-(-_PROGRAMS // row_tiles), resident * _MULTIPROCESSORS // row_tiles)
-        wanted = min(_MAX_SPLITS, wanted, max(1, input_tiles // 2))
-        tiles = max(1, -(-input_tiles // wanted))
-        return Shares(max(1, -(-input_tiles // tiles)), tiles)
-
-
-@dataclass(frozen=True)
-class TileShape:
-    """Hold the rows of the tile kernel's tile, and the stages of its pipeline."""
-
-    rows: int
+    rows: int  # of a tile; 1 for one row of int4
+    chunk: int  # inputs of a chunk
     stages: int
+    warps: int
+    ahead: bool  # a share's first words come early
+    programs: int  # as many are wanted
 
     @staticmethod
-    def of(bits: int, rows: int, room: int) -> TileShape:
-        """Return the largest of at most `rows` whose pipeline fits into `room` bytes of shared memory, of three stages or, up to
-        64 rows, of two: 128 rows of int4 fit into the registers of Hopper alone. A row's bits do not depend on the stages, and on
-        the tile as WordLinear says. Raises ValueError where none of 16 rows fits."""
+    def of(bits: int, num_rows: int, room: int) -> ProductShape:
+        """Return the shape for `num_rows` of at most PRODUCT_ROWS_MAX, or the widest one that fits into `room` bytes of shared
+        memory. Raises ValueError where the narrowest does not."""
+        if num_rows <= NARROW_ROWS:
+            return _narrow(bits, num_rows, room)
+        rows = min(max(16, triton.next_power_of_2(num_rows)), PRODUCT_ROWS_MAX)
         while rows >= 16:
-            for stages in (3, 2) if rows <= 64 else (3,):
-                if TileShape(rows, stages).shared_bound(bits) <= room:
-                    return TileShape(rows, stages)
+            for stages in (3, 2) if bits == 4 else (4, 3, 2):
+                shape = ProductShape(rows, 128, stages, 4 if bits == 4 and rows <= 32 else 8, False, 2 * _MULTIPROCESSORS)
+                if shape.shared_bound(bits) <= room:
+                    return shape
             rows //= 2
         raise ValueError(f"weights of {bits} bits: tiles of 16 rows do not fit into {room} bytes of shared memory")
 
     def shared_bound(self, bits: int) -> int:
-        """Return the bytes that the compiler takes: of each stage all planes' activations, of each but the last words, and int4's
-        scales."""
-        activations = 32 // bits * 32 * self.rows * 2
-        words = TILE_ROWS * TILE_WORDS * 4 * (2 if bits == 4 else 1)
-        return self.stages * activations + (self.stages - 1) * words
+        """Return the bytes that the compiler takes at most: each stage's words, scales and activations."""
+        scales = PROGRAM_ROWS * 4 * (self.chunk // 32) if bits == 4 else 0
+        words, activations = PROGRAM_ROWS * self.chunk * bits // 8, self.chunk * max(8, self.rows) * 2
+        return (self.stages - (1 if self.ahead else 0)) * (words + scales + activations) + activations + scales
+
+
+def _narrow(bits: int, num_rows: int, room: int) -> ProductShape:
+    if bits == 4 and num_rows == 1:
+        shapes = [ProductShape(1, CHUNK_INPUTS, stages, 4, True, 448) for stages in (3, 2, 1)]
+    elif bits == 4:
+        shapes = [ProductShape(NARROW_ROWS, 64, stages, 4, False, 1600) for stages in (4, 3, 2, 1)]
+    else:
+        shapes = [ProductShape(NARROW_ROWS, CHUNK_INPUTS, stages, 4, True, 896) for stages in (2, 1)]
+    for shape in shapes:
+        if shape.shared_bound(bits) <= room:
+            return shape
+    raise ValueError(f"weights of {bits} bits: tiles of {NARROW_ROWS} rows do not fit into {room} bytes of shared memory")
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Describe how the inputs are divided among programs: a function of the weight's shape and the product's alone."""
+
+    splits: int
+    chunks: int  # of a split; the last may have fewer
+
+    @staticmethod
+    def of(outputs: int, num_chunks: int, programs: int) -> Shares:
+        """Return the shares, of equal size if that makes half as many programs as are wanted. `outputs`: programs of a share."""
+        wanted = max(1, min(_MAX_SPLITS, round(programs / max(1, outputs)), num_chunks // 2))
+        equal = max(splits for splits in range(1, wanted + 1) if num_chunks % splits == 0)
+        chunks = -(-num_chunks // (equal if 2 * equal >= wanted else wanted))
+        return Shares(-(-num_chunks // chunks), chunks)
 
 
 class WordProduct:
-    """Compute x [M, K] @ weight.T (+ bias) by one of the two kernels. One stream at a time: launches share arrival counters."""
+    """Compute x [M, K] @ weight.T (+ bias). One stream at a time: launches share arrival counters."""
 
     def __init__(self, weight: WeightWords, bias: Tensor | None) -> None:
         """Prepare the product. bias [N]. Raises ValueError for another shape."""
         if bias is not None and bias.shape != (weight.num_outputs,):
             raise ValueError(f"bias: shape {tuple(bias.shape)}, not ({weight.num_outputs},)")
         self.weight, self.bias = weight, bias
-        self.shares = Shares.of(weight.num_row_tiles, weight.num_tiles)
-        self.vector_shares = Shares.of(weight.num_row_tiles, weight.num_tiles, _RESIDENT[weight.bits])
-        slots = weight.num_row_tiles * (TILE_ROWS_MAX // INVARIANT_BLOCK)
+        slots = self._outputs * (PRODUCT_ROWS_MAX // INVARIANT_BLOCK)
         self._arrivals = torch.zeros(slots, dtype=torch.int32, device=weight.words.device)
 
-    def vector(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Multiply x [M, K], M <= 1."""
-        if x.shape[0] > VECTOR_ROWS:
-            raise ValueError(f"x: {x.shape[0]} rows; the vector kernel takes {VECTOR_ROWS}")
-        options = {"maxnreg": _VECTOR_REGISTERS[self.weight.bits]}
-        return self._launch(vector_kernel, x, out, (1, self.vector_shares), options)
+    @property
+    def _outputs(self) -> int:
+        """Return the number of programs for a share of the inputs."""
+        return self.weight.num_row_tiles * TILE_ROWS // PROGRAM_ROWS
 
-    def tile(self, x: Tensor, out: Tensor | None = None, block: int | None = None) -> Tensor:
-        """Multiply x [M, K] float16 or bfloat16, M <= 128; `block` rows a tile (by default M, rounded up to a power of two, 16 at
-        least)."""
+    def shares(self, shape: ProductShape) -> Shares:
+        return Shares.of(self._outputs, self.weight.num_tiles * self.weight.tile_inputs // shape.chunk, shape.programs)
+
+    @property
+    def gates(self) -> bool:
+        """Return whether the first half of the outputs may be a gate and the second one up: each begins with a tile."""
+        return self.weight.num_outputs % PROGRAM_ROWS == 0
+
+    def __call__(self, x: Tensor, out: Tensor | None = None, block: int | None = None, activation: str = "") -> Tensor:
+        """Multiply x [M, K] float16 or bfloat16, M <= 128, in tiles of `block` rows (by default as suits M). `activation`: return
+        what `gate_mul` makes of the product."""
         if x.dtype not in HALVES:
             raise ValueError(f"x: dtype {x.dtype}; the tensor cores take float16 or bfloat16")
-        block = block or max(16, triton.next_power_of_2(x.shape[0]))
-        shape = TileShape.of(self.weight.bits, block, shared_bytes(x.device))
-        m_tiles = triton.cdiv(x.shape[0], shape.rows)
-        options = {"BLOCK_M": shape.rows, "num_stages": shape.stages}
-        return self._launch(tile_kernel, x, out, (m_tiles, self.shares), options)
-
-    def _launch(self, kernel: Any, x: Tensor, out: Tensor | None, grid: tuple[int, Shares], options: dict[str, int]) -> Tensor:
-        weight, (m_tiles, shares) = self.weight, grid
-        num_rows = _check(x, weight)
-        out = x.new_empty((num_rows, weight.num_outputs)) if out is None else _checked_out(out, x, weight)
+        weight, num_rows = self.weight, _check(x, self.weight)
+        if activation and not self.gates:
+            raise ValueError(f"activation: gate and up of {weight.num_outputs} outputs do not both begin with a tile")
+        num_outputs = weight.num_outputs // 2 if activation else weight.num_outputs
+        out = x.new_empty((num_rows, num_outputs)) if out is None else _checked_out(out, x, num_outputs)
         if num_rows == 0:
             return out
-        padded = weight.num_row_tiles * TILE_ROWS
+        shape = ProductShape.of(weight.bits, block or num_rows, shared_bytes(x.device))
+        shares = self.shares(shape)
+        m_tiles = triton.cdiv(num_rows, shape.rows)
+        padded = self._outputs * PROGRAM_ROWS
         partials = x.new_empty((shares.splits if shares.splits > 1 else 0, num_rows, padded), dtype=torch.float32)
         bias = out if self.bias is None else self.bias
-        kernel[(weight.num_row_tiles, shares.splits, m_tiles)](
+        overlapping = overlap()
+        product_kernel[(self._outputs, shares.splits, m_tiles)](
             x, weight.words, weight.scales, bias, out, partials, self._arrivals,
             num_rows, weight.num_outputs, weight.num_inputs, weight.num_tiles, x.stride(0), out.stride(0),
-            BITS=weight.bits, SPAN=weight.span, FP8=weight.encoding == "fp8",
-            SPLITS=shares.splits, TILES=shares.tiles, HAS_BIAS=self.bias is not None, num_warps=4, **options, **overlap(),
+            FORMAT=weight.encoding, GROUP=weight.span or shape.chunk, CHUNK=shape.chunk, CHUNKS=shares.chunks,
+            SPLITS=shares.splits, BLOCK_M=shape.rows, AHEAD=shape.ahead,
+            EVEN=shares.splits * shares.chunks * shape.chunk == weight.num_inputs,
+            WIDE=shape.rows > NARROW_ROWS and overlapping["OVERLAPS"], HAS_BIAS=self.bias is not None, KIND=activation,
+            num_warps=shape.warps, num_stages=shape.stages, **overlapping,
         )  # fmt: skip
         return out
 
@@ -419,9 +429,10 @@ def expanded(weight: WeightWords, dtype: torch.dtype) -> Tensor:
     is_raw = dtype == torch.uint8
     if is_raw and weight.bits != 8:
         raise ValueError(f"dtype: uint8 is for weights of 8 bits, not {weight.encoding}")
-    expand_kernel[(weight.num_row_tiles, weight.num_tiles)](
+    inputs = weight.span or 128
+    expand_kernel[(weight.num_row_tiles, weight.num_tiles * weight.tile_inputs // inputs)](
         weight.words, weight.scales, out, weight.num_outputs, weight.num_inputs, weight.num_tiles,
-        BITS=weight.bits, SPAN=weight.span, FP8=weight.encoding == "fp8", RAW=is_raw, num_warps=4,
+        FORMAT=weight.encoding, GROUP=inputs, RAW=is_raw, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -430,12 +441,12 @@ def _check(x: Tensor, weight: WeightWords) -> int:
     """Return the number of rows. Raises ValueError for what the kernels cannot read."""
     if x.dim() != 2 or x.shape[1] != weight.num_inputs or x.stride(1) != 1:
         raise ValueError(f"x: shape {tuple(x.shape)}, strides {x.stride()}; give [M, {weight.num_inputs}] with contiguous rows")
-    if x.shape[0] > TILE_ROWS_MAX:
-        raise ValueError(f"x: {x.shape[0]} rows; a launch takes {TILE_ROWS_MAX}")
+    if x.shape[0] > PRODUCT_ROWS_MAX:
+        raise ValueError(f"x: {x.shape[0]} rows; a launch takes {PRODUCT_ROWS_MAX}")
     return x.shape[0]
 
 
-def _checked_out(out: Tensor, x: Tensor, weight: WeightWords) -> Tensor:
-    if out.shape != (x.shape[0], weight.num_outputs) or out.dtype != x.dtype or out.stride(1) != 1:
-        raise ValueError(f"out: shape {tuple(out.shape)} of {out.dtype}, not {(x.shape[0], weight.num_outputs)} of {x.dtype}")
+def _checked_out(out: Tensor, x: Tensor, num_outputs: int) -> Tensor:
+    if out.shape != (x.shape[0], num_outputs) or out.dtype != x.dtype or out.stride(1) != 1:
+        raise ValueError(f"out: shape {tuple(out.shape)} of {out.dtype}, not {(x.shape[0], num_outputs)} of {x.dtype}")
     return out
