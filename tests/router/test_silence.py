@@ -161,6 +161,7 @@ async def test_a_worker_heard_on_one_stream_is_alive() -> None:
         await eventually(lambda: watched.decode_stream.attached)
         assert not follower.lost.is_set()
         assert not incarnation.lost.is_set()
+        watched.decode_stream.unfollow("r0")  # else it is lost now, with the worker or because the fleet stops
         await worker.kill()
 
 
