@@ -122,13 +122,23 @@ def test_the_linear_map_takes_any_number_of_rows(name: str, m: int) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("m", [1, 2, 20, 130])
-def test_a_gate_in_the_product_gives_the_bits_of_one_behind_it(name: str, dtype: torch.dtype, m: int) -> None:
-    weight, _ = quantized(name, 256, 512)
-    linear, x = make_triton_linear(weight, activations(1, 256, dtype, 2)[0]), activations(m, 512, dtype)
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(1, 256, 512), (1, 128, 1152), (2, 256, 512), (8, 128, 1152), (20, 256, 512), (130, 128, 256)]
+)
+def test_a_gate_in_the_product_gives_the_bits_of_one_behind_it(name: str, dtype: torch.dtype, m: int, n: int, k: int) -> None:
+    """In one share of the inputs, in several, and in such as end behind the inputs."""
+    weight, _ = quantized(name, n, k)
+    linear, x = make_triton_linear(weight, activations(1, n, dtype, 2)[0]), activations(m, k, dtype)
     assert isinstance(linear, WordLinear)
     for activation in ("silu", "gelu_tanh") if m == 1 else ("silu",):
         assert torch.equal(linear.gated(x, activation), gate_mul(linear(x), activation))
+
+
+@pytest.mark.parametrize(("invariant", "dtype"), [(True, torch.float16), (False, torch.float32)])
+def test_a_gate_of_other_products_comes_behind_them(invariant: bool, dtype: torch.dtype) -> None:
+    linear, x = make_triton_linear(quantized("int8", 128, 256)[0], None, invariant), activations(3, 256, dtype)
+    assert isinstance(linear, WordLinear)
+    assert torch.equal(linear.gated(x, "silu"), gate_mul(linear(x), "silu"))
 
 
 def test_a_gate_that_begins_within_a_tile_comes_behind_the_product() -> None:
@@ -181,6 +191,17 @@ def test_every_code_of_fp8_is_itself() -> None:
     words = words_of_fp8(values, torch.ones(1, device=DEVICE))
     assert torch.equal(expanded(words, torch.float32), values.float())
     assert torch.equal(expanded(words, torch.uint8), values.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("block", [None, 16])
+def test_every_code_of_fp8_is_itself_in_the_product(dtype: torch.dtype, block: int | None) -> None:
+    """Small numbers, too: those of e4m3 below its normal ones are such numbers of bfloat16 to the tensor cores."""
+    codes = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F], dtype=torch.uint8, device=DEVICE)
+    values = torch.cat((codes, codes[:2])).view(1, 256).view(torch.float8_e4m3fn)
+    product, one = WordProduct(words_of_fp8(values, torch.ones(1, device=DEVICE)), None), torch.eye(256, device=DEVICE).to(dtype)
+    rows = [product(one[first : first + 8], block=block) for first in range(0, 256, 8)]
+    assert torch.equal(torch.cat(rows).flatten().float(), values.float().flatten())
 
 
 def test_fp8_is_off_by_a_sixteenth_at_most() -> None:

@@ -63,6 +63,8 @@ def test_words_are_expanded_for_many_rows_alone() -> None:
 def test_in_float32_few_rows_are_expanded() -> None:
     wide = replace(MEMORY, itemsize=4)
     assert replace(wide, is_expanded=True).num_bytes(BOUNDS) - wide.num_bytes(BOUNDS) == 1000 * 64 * 4
+    one = replace(BOUNDS, num_tokens=1, num_rows=1)
+    assert replace(wide, is_expanded=True).num_bytes(one) - wide.num_bytes(one) == 1000 * 64 * 4
 
 
 @pytest.mark.parametrize(

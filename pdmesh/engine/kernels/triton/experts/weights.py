@@ -92,7 +92,8 @@ def _parts(linear: Linear, halves: int) -> tuple[tuple[str, int, int, int], dict
 
 
 def _by_halves(words: WeightWords, halves: int) -> WeightWords:
-    """Let each half of the outputs begin with a row tile; what fills it up has scales of zero."""
+    """Let each half of the outputs begin with a row tile; what fills it up has scales of zero (int4), or results that are
+    not stored."""
     if words.num_outputs // halves % TILE_ROWS == 0:
         return words
     codes, rows = words.codes(), -(-words.num_outputs // halves // TILE_ROWS) * TILE_ROWS

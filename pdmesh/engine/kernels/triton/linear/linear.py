@@ -211,7 +211,7 @@ def scaled_product(x: Tensor, weight: WeightWords, bias: Tensor | None) -> Tenso
 
 # Weight-only int4: a float16 scale and minimum for each group of 32, 64 or 128 inputs of an output.
 #
-# Each weight is read as 4 bits, and each group as 32 bits: 1, 0.5 or 0.25 bits more a weight.
+# Each weight is read as 4 bits, and each group as 32 bits: 1 or 0.5 bits more a weight, as a group of 128 lies as two of 64.
 
 
 def int4_linear(weight: Int4Weight, bias: Tensor | None = None, invariant: bool = False) -> WordLinear:

@@ -21,8 +21,8 @@ product then gives each group's sum by itself, to be scaled. Up to 8 rows each g
 be scaled as weights, which are scaled instead, and rounded.
 
 Fixed configurations, by shape only (an autotuner would change the split, and with it the bits, from one start to the next): as
-many shares of the inputs as make some three or six programs a multiprocessor, if the inputs can be divided so. Only rows and
-stages of the widest tiles follow from the device: as many as fit into its shared memory.
+many shares of the inputs as make some three or six programs a multiprocessor, if the inputs can be divided so. Only stages,
+and rows of the widest tiles, follow from the device: as many as fit into its shared memory.
 """
 
 from __future__ import annotations
@@ -308,7 +308,8 @@ HALVES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class ProductShape:
-    """Describe a launch: a function of the format, the number of rows and, for the widest tiles, the shared memory."""
+    """Describe a launch: a function of the format, the number of rows and the shared memory, which limits stages and the
+    rows of the widest tiles."""
 
     rows: int  # of a tile; 1 for one row of int4
     chunk: int  # inputs of a chunk
