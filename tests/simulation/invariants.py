@@ -47,7 +47,7 @@ def install(report: Callable[[str], None]) -> None:
 
 def _problem_of_write(push: Any) -> str:
     """Return what is wrong with a part that was just written, if anything is. A writer may end behind its fence, as long as
-    nobody else has the blocks: no other attempt writes, and the engine has not got them back."""
+    nothing else has the blocks: no other attempt writes, and the engine has not got them back."""
     target, reservations = push.target, push.host.delegate._reservations
     record = reservations.find(target.reservation_id)
     if record is None:

@@ -36,6 +36,21 @@ def test_a_products_tile_fits_where_it_runs() -> None:
         ProductShape.of(8, 1, 4000)
 
 
+def test_what_the_compiler_was_seen_to_take() -> None:
+    """Of shared memory, for Hopper, with loops long enough for all stages: no more than counted, and not half of it."""
+    seen = {
+        (4, 1): 45_056,
+        (4, 8): 15_872,
+        (4, 32): 45_056,
+        (4, 128): 118_784,
+        (8, 1): 36_864,
+        (8, 32): 81_920,
+        (8, 128): 180_224,
+    }
+    for (bits, rows), taken in seen.items():
+        assert taken <= ProductShape.of(bits, rows, HOPPER_BYTES).shared_bound(bits) < 2 * taken
+
+
 @pytest.mark.parametrize("item_size", [2, 4])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 def test_attentions_tiles_stay_and_their_pipeline_fits(head_dim: int, item_size: int) -> None:

@@ -7,13 +7,13 @@ weight may cost three of them, and 128 bytes from shared memory, of which a warp
 outputs. Hence tensor cores for a single row, too: weights that are converted two at a time (weight_words.py) cost 1 to 2.5
 operations, and 128 outputs a program make four bytes of activations for one of weights bearable.
 
-Measured (H200), the four maps of a layer of 8B, us; int4 has groups of 32:
+Measured alone (H200), the four maps of a layer of 8B, us; int4 has groups of 32:
 
 | rows | int4 | int8 | fp8 |
 | --- | --- | --- | --- |
-| 1 | 50 | 69 | 65 |
+| 1 | 51 | 71 or more | 66 |
 | 4 | 81 | - | - |
-| 32 | 92 | 87 | 85 |
+| 32 | 92 | 87 | 86 |
 | limit | 33 | 51 | 51 |
 
 For one row of int4 the groups of a chunk are the columns of the activations' tile, each with zeros where another group is: one
