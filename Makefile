@@ -172,8 +172,8 @@ bench-clients: $(READY) model kernels  ## third parties' clients, gateways and l
 bench-constrained: $(READY) model kernels  ## 500 requests with a JSON schema each and 500 that have to call a tool, beside as many unconstrained tokens
 	$(BIN)/python -m benchmarks.constrained
 
-bench-soak: $(READY) model kernels  ## an hour of mixed traffic over all protocols, with cancellations and rejections: memory stays constant (slow)
-	$(BIN)/python -m tests.soak
+bench-soak: $(READY) model kernels  ## four hours of mixed traffic over all protocols, with cancellations and rejections: memory stays constant (ARGS="--seconds 3600")
+	$(BIN)/python -m tests.soak $(ARGS)
 
 bench-spec: $(READY) model kernels  ## speculative decoding: same tokens, the gain, that it never loses (slow; trained heads if there are some)
 	$(BIN)/python -m benchmarks.spec

@@ -127,6 +127,12 @@ def is_refusal(side: str, error: BaseException) -> bool:
     return bool(error.retry_delay_s) or (side == "kserve" and "retry later" in error.message)
 
 
+def is_hopeless(error: BaseException) -> bool:
+    """A first token that is predicted after the request's deadline: whoever waits for it holds up others for nothing."""
+    is_exhausted = isinstance(error, MeshError) and error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    return is_exhausted and "deadline: the first token is predicted" in str(error)
+
+
 def is_about(field: str, error: BaseException) -> bool:
     """INVALID_ARGUMENT that names the field."""
     if not isinstance(error, MeshError) or error.code is not grpc.StatusCode.INVALID_ARGUMENT:

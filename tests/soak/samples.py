@@ -19,7 +19,7 @@ from tests.mesh.checks import shared_memory_names
 
 MAX_SLOPE = 1.0  # MB per 1000 requests
 FEWEST = 6  # samples
-MAX_GROWTH = 0.03  # share of the value at the beginning of the last half
+MAX_GROWTH = 0.01  # share of the value at the beginning of the last half
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,19 @@ def flatness(requests: Sequence[float], memory: Sequence[float]) -> Flatness:
     if count < FEWEST or count != len(memory):
         raise ValueError(f"{count} samples with {len(memory)} values are too few to see a slope; let it run longer")
     slope, _ = line(requests[count // 3 :], memory[count // 3 :])
-    half_slope, at_half = line(requests[count // 2 :], memory[count // 2 :])
     return Flatness(
         slope=slope * 1000,
-        growth=half_slope * (requests[-1] - requests[count // 2]) / at_half,
+        growth=growth(requests, memory),
         peak=max(memory),
         first_third=statistics.median(memory[: count // 3]),
         last_third=statistics.median(memory[-(count // 3) :]),
     )
+
+
+def growth(at: Sequence[float], values: Sequence[float]) -> float:
+    """Share of itself by which something grew over its last half."""
+    slope, at_half = line(at[len(at) // 2 :], values[len(at) // 2 :])
+    return slope * (at[-1] - at[len(at) // 2]) / at_half
 
 
 def line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:

@@ -10,8 +10,9 @@ from contextlib import asynccontextmanager, suppress
 import grpc
 
 from pdmesh.errors import MeshError
+from tests.soak.agents import Agents
 from tests.soak.cases import Case, Cases, next_turn
-from tests.soak.ledger import Ledger, is_about, is_refusal
+from tests.soak.ledger import Ledger, is_about, is_hopeless, is_refusal
 from tests.soak.sides.base import Answer, MakeSide, Side
 
 TIMEOUT_S = 120.0  # of a request that should be answered: to reach it is an error
@@ -27,6 +28,7 @@ _WEIGHTS = {
     "drop": 3,
     "lapse": 6,
     "malformed": 8,
+    "agent": 6,
 }
 
 
@@ -34,7 +36,9 @@ class Traffic:
     """`num_clients` clients with one request at a time, and every `BURST_PERIOD_S` a burst of `burst_size` at once. Nobody else
     starts a request during a burst: whoever is refused belongs to it."""
 
-    def __init__(self, sides: Sequence[MakeSide], ledger: Ledger, *, seed: int, num_clients: int, burst_size: int) -> None:
+    def __init__(
+        self, sides: Sequence[MakeSide], ledger: Ledger, *, url: str, seed: int, num_clients: int, burst_size: int
+    ) -> None:
         self._make = sides
         self._sides: list[Side] = []
         self._ledger = ledger
@@ -43,6 +47,7 @@ class Traffic:
         self._num_clients = num_clients
         self._burst_size = burst_size
         self._open = asyncio.Event()
+        self._agents = Agents(url, ledger, self._open, random.Random(f"agents of {seed}"))
         self._acts: dict[str, Callable[[int], Awaitable[None]]] = {
             "known": self._known,
             "fresh": self._fresh,
@@ -52,6 +57,7 @@ class Traffic:
             "drop": self._drop,
             "lapse": self._lapse,
             "malformed": self._err,
+            "agent": lambda _: self._agents.act(),
         }
 
     @asynccontextmanager
@@ -71,6 +77,7 @@ class Traffic:
             await asyncio.gather(*tasks)
             for side in self._sides:
                 await side.close()
+            await self._agents.close()
 
     async def _fill_caches(self) -> None:
         numbers = iter(range(NUM_FILLING))
@@ -168,6 +175,8 @@ class Traffic:
         except Exception as error:  # noqa: BLE001  # whatever it is goes into the ledger
             if isinstance(error, MeshError) and error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
                 self._ledger.count("lapsed")
+            elif is_hopeless(error):
+                self._ledger.count("refused: its deadline is too near")
             else:
                 self._ledger.failed(side.name, "lapse", error)
         else:
