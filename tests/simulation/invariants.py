@@ -2,7 +2,11 @@
 
 Fences: KV is written only for the attempt at which the reservation is, or before anybody else has its blocks.
 Releases: in a calm run a request that its client has cancelled or left holds nothing on a decode worker half a second later.
-Repetitions: a request that was answered in a calm run was tried once; where only connections were lost, on one decode worker.
+Repetitions: a request that was answered in a calm run was tried once; where only connections were lost, on one decode worker;
+where only a worker died, at one router.
+Deaths: where one member dies and nothing else is wrong, the next token comes within DEATH_STALL_S; what a dead router had is
+given back.
+Breakers: no worker is left out for longer than the longest ejection.
 """
 
 from __future__ import annotations
@@ -11,14 +15,20 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from pdmesh.client.types import Completed
-from tests.simulation.profiles import CALM, LOST_CONNECTIONS, STREAMS
+from tests.simulation.profiles import CALM, DEATHS, LOST_CONNECTIONS, STREAMS
 from tests.simulation.scenario import Scenario
 
 if TYPE_CHECKING:
+    from router.main import Router
     from tests.simulation.mesh import Member
 
 RELEASED_S = 0.5
 """A cancelled call is known to the router within a few milliseconds, to its worker as soon; a step takes 3 to 10."""
+DEATH_STALL_S = 2.0
+"""One second of silence, or 1.2 s of a client's channel, and what it takes to look and to compute the prompt elsewhere: at most
+four requests of at most 160 tokens."""
+ORPHANED_S = 4.0
+"""A worker hears nothing for 1 s, waits 2 s for the router to attach again, and looks every 0.1 s."""
 CALM_STALL_S = 1.0
 """How long a request waits for a token in a calm run: 32 requests beside it compute prompts of at most 500 tokens."""
 
@@ -58,7 +68,8 @@ def _problem_of_write(push: Any) -> str:
             else f"a part was written into {target.reservation_id}, which has been released"
         )
     at = record.reservation
-    if at.accepts_bytes(target.attempt) or at.state.value == "reserved":
+    is_right = at.state.value == "receiving" and at.attempt == target.attempt  # as accepts_bytes should say
+    if is_right or at.state.value == "reserved":
         return ""
     return f"a part of attempt {target.attempt} was written into a reservation that is {at.state.value} at attempt {at.attempt}"
 
@@ -74,6 +85,29 @@ def held_requests(members: Iterable[Member], request_id: str) -> list[str]:
     ]
 
 
+def orphans(members: Iterable[Member], router_id: str) -> list[str]:
+    """Return what the decode workers hold for a router, in words; not the output of what is over, which is kept."""
+    return [
+        f"{member.name} holds {request_id}"
+        for member in members
+        if member.worker is not None
+        if (token_stream := member.worker.decode._token_streams._by_router.get(router_id)) is not None
+        for request_id, record in token_stream.records.items()
+        if not record.is_released
+    ]
+
+
+def ejected_for_ever(router: Router, now: float) -> list[str]:
+    """Return the breakers that leave a worker out for longer than the longest ejection, in words."""
+    health = router.core.health_recorder.health
+    most_s = health.limits.max_ejection_s * (1 + health.limits.jitter)
+    return [
+        f"{worker} is left out as {role.value} for {breaker.until - now:.0f} s"
+        for (worker, role), breaker in health._breakers.items()
+        if breaker.state.value != "closed" and breaker.until - now > most_s
+    ]
+
+
 def repeated(scenario: Scenario, completed: Completed) -> str:
     """Return what a request did more than once without a cause: in a calm run anything, and where only connections are lost it
     stays on its decode worker."""
@@ -82,6 +116,8 @@ def repeated(scenario: Scenario, completed: Completed) -> str:
     counts = {}
     if kinds.issubset(LOST_CONNECTIONS) and scenario.profile in (CALM, STREAMS):
         counts["resubmitted"] = timings.num_resubmissions
+    if scenario.profile == DEATHS and not any(name in scenario.routers for fault in scenario.faults for name in fault.targets):
+        counts["resumed"] = completed.num_resumes
     if scenario.profile == CALM:
         counts |= {"resumed": completed.num_resumes, "tried again": timings.num_retries}
     return ", ".join(f"{name} {count} times" for name, count in counts.items() if count)

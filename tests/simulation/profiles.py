@@ -3,6 +3,9 @@
 calm        nothing goes wrong, but clients cancel and vanish: every limit is tight, nothing may be tried twice
 streams     connections break while tokens flow, between clients, routers and decode workers
 hand-offs   prompts are long, and connections, links and prefill workers fail while their KV is on its way
+deaths      one member is killed or frozen for long, everything else is well: limits are as tight as the product promises
+writers     a prefill worker stands still, or hears nothing of its router, while its KV is slowly on its way: it writes on later
+prefixes    prompts that begin alike come within milliseconds: blocks are shared, found and published while they are computed
 """
 
 from __future__ import annotations
@@ -12,14 +15,18 @@ from dataclasses import replace
 
 from tests.simulation.scenario import FIRST_TOKEN, LAST_TOKEN, START_S, Ask, Fault, Scenario, mixture
 
-CALM, STREAMS, HANDOFFS = "calm", "streams", "hand-offs"
-SHARES = {CALM: 0.12, STREAMS: 0.2, HANDOFFS: 0.2}
+CALM, STREAMS, HANDOFFS, DEATHS, WRITERS, PREFIXES = "calm", "streams", "hand-offs", "deaths", "writers", "prefixes"
+SHARES = {CALM: 0.12, STREAMS: 0.16, HANDOFFS: 0.16, DEATHS: 0.1, WRITERS: 0.06, PREFIXES: 0.08}
 LOST_CONNECTIONS = ("sever",)
 """Faults of which one end learns at once, or when it sends: a new connection is made before anything is given up."""
 LARGE_POOL = 256
 """Blocks: enough for all requests of a run at once."""
 MANY_SEQS = 32
 LAST_BREAK_S = 1.5
+DEAD_S = 7.0
+"""Longer than any limit that a healthy member waits for."""
+NUM_OUTLASTING = 1500
+"""Tokens of an output that goes on for longer than a worker keeps it for a router that is gone: 3 to 8 ms each."""
 FIRST_KV_S = 0.003
 """The earliest that KV can be on its way after a request was sent."""
 
@@ -40,8 +47,8 @@ def _calm(rng: random.Random, chosen: Scenario) -> Scenario:
     asks = [
         replace(
             _long(rng, ask),
-            cancels_s=rng.random() if index % 3 == 1 else None,
-            leaves_s=rng.random() if index % 3 == 2 else None,
+            cancels_s=_soon(rng) if index % 3 == 1 else None,
+            leaves_s=_soon(rng) if index % 3 == 2 else None,
             pause_s=0.0,
         )
         for index, ask in enumerate(chosen.asks)
@@ -94,6 +101,69 @@ def _handoffs(rng: random.Random, chosen: Scenario) -> Scenario:
     return replace(chosen, asks=asks, faults=(*faults, *severed), num_blocks=LARGE_POOL)
 
 
+def _deaths(rng: random.Random, chosen: Scenario) -> Scenario:
+    decodes, prefills, routers = ("decode-0", "decode-1"), ("prefill-0", "prefill-1"), ("router-0", "router-1")
+    chosen = replace(chosen, decodes=decodes, prefills=prefills, boths=(), routers=routers, redis="none", is_static=True)
+    asks = [replace(_long(rng, ask), cancels_s=None, leaves_s=None, pause_s=0.0) for ask in chosen.asks[:4]]
+    struck = rng.choice(chosen.members)
+    if struck in routers:
+        asks[0] = replace(asks[0], max_tokens=NUM_OUTLASTING, prompt=asks[0].prompt[:100])
+    kind, for_s = rng.choice((("kill", 0.1), ("kill", DEAD_S), ("freeze", 1.2 + rng.random()), ("freeze", DEAD_S)))
+    fault = Fault(rng.choice(asks).at_s + rng.random() * 0.5, kind, (struck,), for_s)
+    spared = frozenset(chosen.members) - {struck}
+    machines = tuple((name, replace(each, host=f"host of {name}")) for name, each in chosen.machines if name in chosen.members)
+    return replace(
+        chosen, asks=tuple(asks), faults=(fault,), is_spared=True, spared=spared, machines=machines, num_blocks=LARGE_POOL,
+        max_num_seqs=16,
+    )  # fmt: skip
+
+
+def _writers(rng: random.Random, chosen: Scenario) -> Scenario:
+    """Have the KV of an attempt on its way while the next one begins, and the first writer go on when that one is at it."""
+    prefills = ("prefill-0", "prefill-1", "prefill-2")[: rng.choice((2, 2, 3))]
+    chosen = replace(chosen, prefills=prefills, boths=(), decodes=chosen.decodes[:1], spared=frozenset(), is_spared=False)
+    asks = tuple(_remote(rng, ask, index) for index, ask in enumerate(chosen.asks[:3]))
+    faults: list[Fault] = []
+    rates = (5e3, 1e4, 2e4, 5e4)
+    for source in prefills:
+        faults += [Fault(START_S - 0.2, "narrow link", (source, decode), 8.0, rng.choice(rates)) for decode in chosen.decodes]
+    for ask in asks:
+        source, for_s = rng.choice(prefills), 0.9 + rng.random() * 2.5
+        at_s = ask.at_s + FIRST_KV_S + rng.random() * 0.4
+        for router in chosen.routers:
+            faults.append(Fault(at_s, "cut both", (source, router), for_s))
+        if rng.random() < 0.6:
+            faults.append(Fault(at_s + rng.random() * 0.1, "freeze", (source,), for_s))
+    if rng.random() < 0.5:
+        chosen = replace(chosen, transports=rng.choice((("grpc",), ("tcp",))))
+    return replace(chosen, asks=asks, faults=tuple(faults), num_blocks=LARGE_POOL)
+
+
+def _prefixes(rng: random.Random, chosen: Scenario) -> Scenario:
+    length = rng.randrange(15, max(17, min(200, chosen.num_blocks * 16 // 3)))
+    shared = tuple(rng.randrange(FIRST_TOKEN, LAST_TOKEN) for _ in range(length))
+    burst_s, first = rng.choice((0.004, 0.02, 0.1, 1.0)), chosen.asks[0]
+    asks = []
+    for number in range(rng.randrange(4, 9)):
+        own = tuple(rng.randrange(FIRST_TOKEN, LAST_TOKEN) for _ in range(rng.choice((0, 1, 2, 17))))
+        prompt = (*shared[: rng.choice((length, length, rng.randrange(1, length)))], *own)
+        asks.append(
+            replace(
+                first, at_s=START_S + rng.random() * burst_s, prompt=prompt, max_tokens=rng.choice((2, 8, 30)), number=number,
+                temperature=0.0, num_choices=rng.choice((1, 1, 2)), cancels_s=None, leaves_s=None, pause_s=0.0,
+                mode=rng.choice(("local", "remote", None)),
+            )
+        )  # fmt: skip
+    kept = tuple(fault for fault in chosen.faults if rng.random() < 0.3)
+    gone = {ask.client for ask in chosen.asks[len(asks) :]}
+    return replace(chosen, asks=tuple(asks), faults=tuple(fault for fault in kept if not gone.intersection(fault.targets)))
+
+
+def _soon(rng: random.Random) -> float:
+    """Return after how long a client goes: often while its request is being handed on."""
+    return rng.random() * rng.choice((1.0, 0.02))
+
+
 def _long(rng: random.Random, ask: Ask) -> Ask:
     return replace(ask, max_tokens=rng.choice((30, 120, 300)), num_choices=1)
 
@@ -103,4 +173,11 @@ def _remote(rng: random.Random, ask: Ask, index: int) -> Ask:
     return replace(ask, at_s=START_S + index * rng.random() * 0.3, prompt=(*ask.prompt[:16], *own), mode="remote", max_tokens=30)
 
 
-_MAKERS = {CALM: _calm, STREAMS: _streams, HANDOFFS: _handoffs}
+_MAKERS = {
+    CALM: _calm,
+    STREAMS: _streams,
+    HANDOFFS: _handoffs,
+    DEATHS: _deaths,
+    WRITERS: _writers,
+    PREFIXES: _prefixes,
+}

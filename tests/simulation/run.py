@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from datetime import UTC, date, datetime
 
 from tests.simulation import machine
+from tests.simulation.profiles import scenario
 from tests.simulation.runs import BATCH, Case, Ran, children_cpu_s, outcomes, run_alone
 from tests.simulation.shrinking.reduction import add_options, reduction_of
 from tests.simulation.shrinking.shrink import MAX_RUNS, shrunk
@@ -56,7 +57,8 @@ def _seeds(options: argparse.Namespace) -> Iterator[int]:
     for seed in seeds_of(datetime.now(UTC).date()) if options.today else chosen:
         if now() >= ends_at:
             return
-        yield seed
+        if not options.profile or scenario(seed).profile == options.profile:
+            yield seed
 
 
 def seeds_of(day: date) -> range:
@@ -105,8 +107,6 @@ def _tell(ran: Ran, *, as_json: bool) -> None:
 
 
 def _show(case: Case, *, log: bool, shrink: int, mutant: str) -> int:
-    from tests.simulation.profiles import scenario
-
     if log:
         logging.disable(logging.NOTSET)
         logging.basicConfig(level=logging.INFO, format="%(vnow)s %(name)s %(message)s")
@@ -138,6 +138,7 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="one seed, with its scenario")
     parser.add_argument("--seeds", default="1-100", help="the first and the last")
     parser.add_argument("--today", action="store_true", help="the seeds of this day (UTC), in place of --seeds")
+    parser.add_argument("--profile", default="", help="only seeds that are about it, by its name in profiles.py")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no more after that time")
     parser.add_argument("--mutant", default="", help="a bug that is put in, by its name in mutants.py")
     parser.add_argument("--stop", action="store_true", help="end at the first seed with a violation")

@@ -15,9 +15,9 @@ from tests.simulation.environment import byte_stream
 from tests.simulation.environment.faults import STALL_S, Faults, StallWatch
 from tests.simulation.environment.network import Network
 from tests.simulation.mesh import MODEL, Member, SimulatedMesh, install_hosts
-from tests.simulation.profiles import CALM
+from tests.simulation.profiles import CALM, DEAD_S, DEATHS
 from tests.simulation.rpc import server as rpc_server
-from tests.simulation.scenario import Ask, Scenario
+from tests.simulation.scenario import Ask, Fault, Scenario
 from tests.simulation.world import MILLISECOND, SECOND, World, current_process
 
 LONGEST_REQUEST_S = 40.0
@@ -105,6 +105,8 @@ class Run:
             self.mesh.start(member)
         tasks = [asyncio.ensure_future(self.faults.strike(fault)) for fault in scenario.faults]
         tasks += [asyncio.ensure_future(self._ask(ask)) for ask in scenario.asks]
+        if scenario.profile == DEATHS:
+            tasks += [asyncio.ensure_future(self._check_orphans(fault)) for fault in scenario.faults]
         done, late = await asyncio.wait(tasks, timeout=scenario.ends_s + LONGEST_REQUEST_S)
         for task in done:
             task.result()
@@ -168,6 +170,8 @@ class Run:
                     last = self.world.now_ns
             except MeshError as error:
                 got.error = error
+            if ask.cancels_s is not None and self.is_calm:
+                await asyncio.sleep(2 * invariants.RELEASED_S)  # a client that lives on: it is the cancellation that releases
             got.longest_stall_s = self.stalls.end(waiting)
 
     def _take(self, got: Got, event: object) -> None:
@@ -190,7 +194,7 @@ class Run:
                     self._fail(f"{ask} choice {choice}: got {tokens}, right is {right}")
                 elif got.completed is not None and got.error is None and ask.cancels_s is None and tokens != right:
                     self._fail(f"{ask} choice {choice}: ended with {len(tokens)} of {len(right)} tokens")
-            bound_s = invariants.CALM_STALL_S if self.is_calm else STALL_S
+            bound_s = _BOUNDS_S.get(self.scenario.profile, STALL_S)
             if self.scenario.is_spared and got.longest_stall_s > bound_s:
                 self._fail(f"{ask}: no token for {got.longest_stall_s:.1f} s, longer than {bound_s:g} s")
             if got.completed is not None and (problem := invariants.repeated(self.scenario, got.completed)):
@@ -212,6 +216,13 @@ class Run:
     def _check_released(self, ask: Ask) -> None:
         for held in invariants.held_requests(self.mesh.workers.values(), _request_id(ask)):
             self._fail(f"{held} {invariants.RELEASED_S:g} s after its client has cancelled it or left")
+
+    async def _check_orphans(self, fault: Fault) -> None:
+        """Look whether workers let go of what a router had that is dead for long."""
+        await asyncio.sleep(fault.at_s + invariants.ORPHANED_S)
+        if fault.for_s == DEAD_S and fault.targets[0] in self.mesh.routers:
+            for held in invariants.orphans(self.mesh.workers.values(), fault.targets[0]):
+                self._fail(f"{held} {invariants.ORPHANED_S:g} s after {fault.targets[0]} was gone")
 
     def _check_quiet(self) -> None:
         for member in self.mesh.members():
@@ -237,6 +248,8 @@ class Run:
                 self._fail(f"{member.name} has {len(member.worker.dispatcher)} sinks left")
         if member.router is not None:
             admission = member.router.core.flow_control.admission
+            for left_out in invariants.ejected_for_ever(member.router, asyncio.get_running_loop().time()):
+                self._fail(f"{member.name}: {left_out}")
             if admission.num_inflight or admission.num_queued or len(member.router.core.background):
                 self._fail(f"{member.name} has {admission.num_inflight} requests in flight, {admission.num_queued} queued")
 
@@ -252,6 +265,9 @@ class Run:
     def _fail(self, what: str) -> None:
         self.violations.append(what)
         self.world.note("VIOLATION", what)
+
+
+_BOUNDS_S = {CALM: invariants.CALM_STALL_S, DEATHS: invariants.DEATH_STALL_S}
 
 
 def _request_id(ask: Ask) -> str:

@@ -293,8 +293,12 @@ class Network:
         """Let the host answer again: it knows no connection of before."""
         self._dark.discard(name)
 
-    def dial(self, client: Process, address: str, done: Callable[[Connection | None, str], None]) -> None:
-        """Connect, and call `done` in the client's process with a connection, or with the reason why there is none."""
+    def dial(
+        self, client: Process, address: str, done: Callable[[Connection | None, str], None], *, is_grpc: bool = False
+    ) -> None:
+        """Connect, and call `done` in the client's process with a connection, or with the reason why there is none.
+
+        The kernel accepts for a process that stands still. For gRPC that is no connection, as no settings come."""
         listener = self.listeners.get(address)
         round_trip = 2 * self.latency_ns(client, client)
         if listener is None and self.is_dark(self.hosts.get(address.rpartition(":")[0], "")):
@@ -306,6 +310,8 @@ class Network:
         is_local = address.startswith("unix:")
         if not is_local and (self.is_cut(client, server) or self.is_cut(server, client)):
             return  # the caller has a limit of its own
+        if is_grpc and server.is_frozen:
+            return
         connection = Connection(self, client, server, is_local=is_local)
         self.connections[connection] = None
         there = self.latency_ns(client, server)

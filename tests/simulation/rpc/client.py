@@ -124,7 +124,11 @@ class Channel:
             return
         self._dialling = number = new_call_id()
         self._set(grpc.ChannelConnectivity.CONNECTING)
-        self.network.dial(self.process, self.address, lambda connection, reason: self._dialled(number, connection, reason))
+
+        def dialled(connection: Connection | None, reason: str) -> None:
+            self._dialled(number, connection, reason)
+
+        self.network.dial(self.process, self.address, dialled, is_grpc=True)
         self.process.later(CONNECT_TIMEOUT_NS, self._dialled, number, None, f"connect timed out to {self.address}")
 
     def _dialled(self, number: int, connection: Connection | None, reason: str) -> None:
