@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import resource
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
+from pathlib import Path
 
+from tests.chaos.hosts import MemoryGroup
 from tests.chaos.links import Link
 from tests.chaos.mesh import ChaosMesh, Victim
 from tests.chaos.plan import Kind, LinkName, PlannedFault
@@ -19,6 +23,7 @@ from tests.chaos.plan import Kind, LinkName, PlannedFault
 DWELL = "delay:150@1"
 _SLOW_DELAY_S = 0.01
 _LOST_SHARE = 0.5
+_LOOK_S = 0.01
 _RUNS_S, _STANDS_S = 0.01, 0.09
 """Of a process that gets a tenth of the time."""
 
@@ -202,6 +207,104 @@ class ClockJump(Fault):
         self.victim.clock.jump(0.0)
 
 
+class DiskFull(Fault):
+    """No file of the process may grow: logs, shared memory. The limit is the process's own, so that no other one is struck."""
+
+    async def strike(self) -> bool:
+        _limit_files(self.victim.member.pid, 0)
+        return True
+
+    async def mend(self) -> None:
+        _limit_files(self.victim.member.pid, resource.RLIM_INFINITY)
+
+
+def _limit_files(pid: int, size: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)[1]
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, hard))
+
+
+class OutOfMemory(Fault):
+    """A control group that has next to no memory left. Not dealt where the process needs none meanwhile."""
+
+    _group: MemoryGroup | None = None
+    _was_killed = False
+
+    async def strike(self) -> bool:
+        self.mesh.expect_death(self.victim)
+        self._group = MemoryGroup()
+        self._group.take(self.victim.member.pid)
+        for _ in range(round(self.planned.hold_s / _LOOK_S)):
+            if not self.victim.member.running:
+                break
+            await asyncio.sleep(_LOOK_S)
+        self._was_killed = not self.victim.member.running
+        return self._was_killed
+
+    async def mend(self) -> None:
+        if self._group is not None:
+            self._group.close()
+        if self._was_killed:
+            await self.mesh.restart(self.victim)
+        else:
+            self.mesh.expect_life(self.victim)
+
+
+class RankKill(Fault):
+    """One of the processes that compute a worker's model together ends without a word: the worker cannot go on."""
+
+    async def strike(self) -> bool:
+        ranks = children_of(self.victim.member.pid)
+        if not ranks:
+            return False
+        self.mesh.expect_death(self.victim)
+        os.kill(ranks[int(self.planned.pick * len(ranks))], signal.SIGKILL)
+        return True
+
+    async def mend(self) -> None:
+        await self.mesh.restart(self.victim)
+
+
+def children_of(pid: int) -> list[int]:
+    """Process ids of the children of a process, of any of its threads (Linux)."""
+    return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+
+
+class Unplugged(Fault):
+    """The host of the victim is off the network; its processes run on."""
+
+    async def strike(self) -> bool:
+        self.mesh.network.unplug(self.victim.name)
+        return True
+
+    async def mend(self) -> None:
+        self.mesh.network.plug(self.victim.name)
+
+
+class Partition(Fault):
+    """The victim and one other host do not reach each other."""
+
+    ways = 2
+
+    async def strike(self) -> bool:
+        others = [victim.name for victim in self.mesh.victims if victim is not self.victim]
+        other = others[int(self.planned.pick * 997) % len(others)]
+        pairs = ((self.victim.name, other), (other, self.victim.name))
+        first = int(self.planned.pick * 9973) % 2
+        self._cut = pairs if self.ways == 2 else pairs[first : first + 1]
+        for source, target in self._cut:
+            self.mesh.network.cut(source, target)
+        return True
+
+    async def mend(self) -> None:
+        for source, target in self._cut:
+            self.mesh.network.heal(source, target)
+
+
+class OneWay(Partition):
+    ways = 1
+
+
 KINDS: dict[Kind, type[Fault]] = {
     Kind.KILL: Kill,
     Kind.STOP: Stop,
@@ -217,8 +320,14 @@ KINDS: dict[Kind, type[Fault]] = {
     Kind.REDIS_EMPTY: RedisEmpty,
     Kind.REDIS_RESTART: RedisRestart,
     Kind.CLOCK: ClockJump,
+    Kind.DISK_FULL: DiskFull,
+    Kind.OUT_OF_MEMORY: OutOfMemory,
+    Kind.RANK_KILL: RankKill,
+    Kind.UNPLUGGED: Unplugged,
+    Kind.PARTITION: Partition,
+    Kind.ONE_WAY: OneWay,
 }
-ENDS_PROCESS = frozenset({Kind.KILL, Kind.RESTART})
+ENDS_PROCESS = frozenset({Kind.KILL, Kind.RESTART, Kind.RANK_KILL})
 _OF_REDIS = frozenset({Kind.REDIS_STOP, Kind.REDIS_EMPTY, Kind.REDIS_RESTART})
 _OF_SHM = frozenset({Kind.SHM_FULL})
 

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import math
 import random
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pdmesh.client.client import AsyncClient, Completed, Delta
 from pdmesh.client.stream import AsyncStream
-from pdmesh.client.types import GenerateOptions
+from pdmesh.client.types import Tool
 from pdmesh.engine.sampling.counter_rng import gumbel
 from pdmesh.errors import MeshError
+from pdmesh.launcher.mesh import LocalMesh
+from pdmesh.launcher.plan import LocalMeshConfig
 from pdmesh.runtime.rpc.tls import TlsConfig
 from pdmesh.sampling_params import SamplingParams
 from tests.chaos.record import Answer, Tally
@@ -47,11 +50,13 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Job:
-    """A request, and the token ids of each choice of its answer."""
+    """A request, and the token ids of each choice of its answer. `more`: what it asks beyond `sampling`: it may end early."""
 
     prompt: tuple[int, ...]
     sampling: SamplingParams
     expected: tuple[tuple[int, ...], ...] = ()
+    messages: tuple[tuple[str, str], ...] = ()  # in place of a prompt
+    more: dict[str, Any] = field(default_factory=dict)  # a grammar, or a tool that must be called
 
 
 def make_jobs(folder: Path, sizes: Sizes, seed: int, count: int, *, min_lead: float = 0.0) -> list[Job]:
@@ -107,6 +112,66 @@ def _lead(model: PreTrainedModel, job: Job, choice: int, answer: Sequence[int]) 
         others = scores[candidates != token]
         least = min(least, float(scores[token] - others.max()))
     return least
+
+
+async def guided_jobs(folder: Path, seed: int, count: int, flags: Sequence[str]) -> list[Job]:
+    """`count` jobs whose answers are held to a grammar, or are calls of a tool. What is right is what a mesh of one worker says
+    with these flags that computes its prompts itself, without speculation."""
+    rng = random.Random(f"guided {seed}")
+    drawn = [_draw_guided(rng, number) for number in range(count)]
+    config = LocalMeshConfig(
+        model=str(folder), num_prefill=0, num_decode=0, num_both=1, num_routers=1, num_threads=1, port=0, restart=False,
+        worker_args=("--kv-memory-mb", "32", *flags),
+    )  # fmt: skip
+    async with LocalMesh(config) as mesh, AsyncClient(mesh.router_addresses) as client:
+        return [replace(job, expected=await _answer_of(client, job)) for job in drawn]
+
+
+def _draw_guided(rng: random.Random, number: int) -> Job:
+    sampling = SamplingParams(temperature=rng.choice((0.0, 1.0)), seed=rng.randint(1, 2**32), max_tokens=48)
+    prompt = tuple(rng.randint(1, 250) for _ in range(rng.randint(40, 200)))
+    if number % 3 == 0:
+        tools = [Tool("plan", "Plans a trip.", _schema(rng))]
+        asked = (("user", f"Plan trip {rng.randrange(10**6)}."),)
+        return Job((), sampling, messages=asked, more={"tools": tools, "tool_choice": "required", "parallel_tool_calls": False})
+    if number % 3 == 1:
+        return Job(
+            prompt, sampling, more={"regex": rng.choice((r"[a-z]{5,30}", r"([0-9]{3}-){2,8}[0-9]", r"(yes|no)( (yes|no)){5,20}"))}
+        )
+    return Job(prompt, sampling, more={"json_schema": json.dumps(_schema(rng))})
+
+
+def _schema(rng: random.Random) -> dict[str, Any]:
+    fields = {f"field{number}": {"type": "string", "maxLength": 8} for number in range(rng.randint(1, 3))}
+    return {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
+
+
+async def _answer_of(client: AsyncClient, job: Job) -> tuple[tuple[int, ...], ...]:
+    tokens: list[list[int]] = [[] for _ in range(job.sampling.n)]
+    async with stream_of(client, job, {**_options_of(job), "mode": "local"}) as stream:
+        async for event in stream:
+            if isinstance(event, Delta):
+                tokens[event.choice] += event.token_ids
+    return tuple(map(tuple, tokens))
+
+
+def stream_of(client: AsyncClient, job: Job, options: dict[str, Any]) -> AsyncStream:
+    """The job's request."""
+    if job.messages:
+        return client.chat_stream(list(job.messages), timeout=REQUEST_TIMEOUT_S, **options)
+    return client.generate_stream(list(job.prompt), timeout=REQUEST_TIMEOUT_S, **options)
+
+
+def _options_of(job: Job) -> dict[str, Any]:
+    sampling = job.sampling
+    return {
+        "temperature": sampling.temperature,
+        "seed": sampling.seed,
+        "max_tokens": sampling.max_tokens,
+        "ignore_eos": not job.more,
+        "n": sampling.n,
+        **job.more,
+    }
 
 
 REQUEST_TIMEOUT_S = 90.0
@@ -166,7 +231,7 @@ class Load:
         answer = Answer(job.expected)
         leaves_after = self._rng.randint(0, job.sampling.max_tokens) if self._rng.random() < _LEAVES else None
         try:
-            async with client.generate_stream(list(job.prompt), timeout=REQUEST_TIMEOUT_S, **self._options(job)) as stream:
+            async with stream_of(client, job, self._options(job)) as stream:
                 await self._follow(stream, answer, leaves_after)
         except MeshError as error:
             self._tally.errors.append(f"{type(error).__name__} after {answer.num_tokens} tokens: {error.message}")
@@ -194,15 +259,8 @@ class Load:
             self._tally.waits.append((last, now))
         return now
 
-    def _options(self, job: Job) -> GenerateOptions:
-        sampling = job.sampling
-        options = GenerateOptions(
-            temperature=sampling.temperature,
-            seed=sampling.seed,
-            max_tokens=sampling.max_tokens,
-            ignore_eos=True,
-            n=sampling.n,
-        )
+    def _options(self, job: Job) -> dict[str, Any]:
+        sampling, options = job.sampling, _options_of(job)
         if self._rng.random() >= _SHARES_CACHE:
             options["cache_salt"] = secrets.token_hex(8)
         mode = self._rng.choice(_MODES)

@@ -28,6 +28,7 @@ from pdmesh.runtime.rpc.tls import TlsConfig
 from pdmesh.v1 import mesh_pb2
 from pdmesh.worker.engines.registry import DEFAULT_ENGINE, start_timeout_s
 from tests.chaos.arming import Arming
+from tests.chaos.hosts import Hosts
 from tests.chaos.links import Link, Links
 from tests.chaos.plan import LinkName
 from tests.mesh.checks import Footprint, is_running, unwhole
@@ -146,6 +147,7 @@ class MeshSize:
     engine_flags: tuple[str, ...] = ()
     num_routers: int = 2
     is_encrypted: bool = False
+    has_hosts: bool = False  # each process has one of its own, in place of links; in a namespace of ours (hosts.py)
 
 
 @dataclass(frozen=True)
@@ -183,6 +185,7 @@ class ChaosMesh:
         self._may_die: set[str] = set()
         self._footprint: Footprint | None = None
         self._clients: dict[str, AsyncClient] = {}  # one for each router, by its name
+        self._hosts = Hosts(everybody) if size.has_hosts else None
         self.mesh: LocalMesh | None = None
 
     @property
@@ -194,6 +197,13 @@ class ChaosMesh:
     def tls(self) -> TlsConfig:
         """What clients need to trust the routers."""
         return self._running.tls
+
+    @property
+    def network(self) -> Hosts:
+        """What connects the hosts. Raises RuntimeError where all are on one."""
+        if self._hosts is None:
+            raise RuntimeError("this mesh has no hosts")
+        return self._hosts
 
     @property
     def shm_victim(self) -> Victim:
@@ -218,8 +228,14 @@ class ChaosMesh:
         await self.stop()
 
     async def _start(self) -> None:
+        if self._hosts is None:
+            self._links.start()
+        else:
+            self._hosts.start()
         await self.registry.start()
-        self._links.start()
+        redis = self.registry.url
+        if self._hosts is not None:
+            redis = f"redis://{await self._hosts.forward(int(redis.rpartition(':')[2].partition('/')[0]))}/0"
         config = LocalMeshConfig(
             model=str(self._size.model),
             engine=self._size.engine,
@@ -231,7 +247,7 @@ class ChaosMesh:
             throwaway_tls=self._size.is_encrypted,
             throwaway_secret=self._size.is_encrypted,
             port=0,
-            redis=self.registry.url,
+            redis=redis,
             num_threads=1,
             restart=False,
             log_dir=str(self._folder / "logs"),
@@ -253,6 +269,8 @@ class ChaosMesh:
             self._may_die.update(self._armings)
             await self.mesh.stop()
         await self._links.close()
+        if self._hosts is not None:
+            await self._hosts.close()
         await self.registry.stop()
 
     def left_behind(self) -> list[str]:
@@ -354,11 +372,16 @@ class ChaosMesh:
 
     def _victim(self, member: Member) -> Victim:
         name = member.name
-        links = {link: self._links.get(name, link) for link in LinkName} if name in self._names else {}
+        has_links = name in self._names and self._hosts is None
+        links = {link: self._links.get(name, link) for link in LinkName} if has_links else {}
         return Victim(name, member.roles[0], member, self._armings[name], self._clocks[name], links)
 
     def _adjust(self, plan: ProcessPlan) -> ProcessPlan:
         env = {**plan.env, **self._armings[plan.name].environment, **self._clocks[plan.name].environment}
+        if self._hosts is not None:
+            plan = self._hosts.on_host(plan)
+            argv = (*plan.argv, "--transports", "tcp,grpc") if plan.is_worker else plan.argv
+            return replace(plan, argv=argv, env=env)
         if not plan.is_worker:
             return replace(plan, env=env)
         transports = _DECODE_TRANSPORTS.get(plan.name, "shm,tcp,grpc")

@@ -10,7 +10,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import product
 
 ANY_MOMENT = "any moment"
 PREFILL_STATES = (
@@ -48,9 +47,19 @@ class Kind(StrEnum):
     REDIS_EMPTY = "redis emptied"
     REDIS_RESTART = "redis restarted"  # killed, some time later started again: empty as well
     CLOCK = "clock jump"  # of one process, and back
+    DISK_FULL = "disk full"  # no file that the process has grows any more
+    OUT_OF_MEMORY = "out of memory"  # its control group has no more: the kernel kills it
+    RANK_KILL = "rank killed"  # SIGKILL of one of the processes that are a worker together
+    UNPLUGGED = "host unplugged"  # nothing reaches a host, and nothing leaves it
+    PARTITION = "partition"  # two hosts do not reach each other, and all others do
+    ONE_WAY = "partition one way"  # what one host sends to another does not arrive, what it gets does
 
 
-ROUTER_KINDS = (Kind.KILL, Kind.STOP, Kind.RESTART, Kind.SLOW_PROCESS, Kind.CLOCK)
+LIMIT_KINDS = (Kind.DISK_FULL, Kind.OUT_OF_MEMORY)
+NETWORK_KINDS = (Kind.UNPLUGGED, Kind.PARTITION, Kind.ONE_WAY)
+"""Between hosts: each process has a network namespace of its own."""
+BASE_KINDS = tuple(kind for kind in Kind if kind not in (*LIMIT_KINDS, *NETWORK_KINDS, Kind.RANK_KILL))
+ROUTER_KINDS = (Kind.KILL, Kind.STOP, Kind.RESTART, Kind.SLOW_PROCESS, Kind.CLOCK, *LIMIT_KINDS, *NETWORK_KINDS)
 """What routers are struck with; workers with every kind."""
 
 
@@ -94,6 +103,12 @@ _HOLDS_S: dict[Kind, tuple[float, ...]] = {
     Kind.REDIS_EMPTY: (0.2,),
     Kind.REDIS_RESTART: (0.1, 0.5, 1.5, 3.5),
     Kind.CLOCK: (0.3, 0.6, 1.2),
+    Kind.DISK_FULL: (0.5, 1.5),
+    Kind.OUT_OF_MEMORY: (1.5,),  # at most: it ends when the kernel has struck
+    Kind.RANK_KILL: (0.1, 0.5),
+    Kind.UNPLUGGED: (0.1, 0.3, 0.7, 1.2, 2.2, 3.2, 5.5),
+    Kind.PARTITION: (0.3, 0.7, 1.2, 2.2, 3.2, 5.5),
+    Kind.ONE_WAY: (0.3, 0.7, 1.2, 2.2, 3.2, 5.5),
 }
 _JUMPS_S = (-30 * 86_400.0, -3600.0, -5.0, -1.0, 1.0, 5.0, 3600.0, 30 * 86_400.0)
 _BYTES_PER_S = (32e3, 128e3, 512e3)
@@ -108,12 +123,22 @@ def role_of(state: str) -> str | None:
     return "decode" if state in DECODE_STATES else None
 
 
+def states_of(kind: Kind) -> tuple[str, ...]:
+    """At which states it is dealt."""
+    if kind is Kind.RANK_KILL:
+        return (ANY_MOMENT,)
+    if kind in NETWORK_KINDS:
+        return MOMENTS
+    return (*STATES, *(ROUTER_STATES if kind in ROUTER_KINDS else ()))
+
+
 def cells(kinds: Sequence[Kind]) -> list[tuple[Kind, str]]:
     """What there is to deal: kinds at states."""
-    return [*product(kinds, STATES), *product([kind for kind in kinds if kind in ROUTER_KINDS], ROUTER_STATES)]
+    of_workers = [(kind, state) for kind in kinds for state in states_of(kind) if state not in ROUTER_STATES]
+    return of_workers + [(kind, state) for kind in kinds for state in states_of(kind) if state in ROUTER_STATES]
 
 
-def make_plan(seed: int, num_faults: int, kinds: Sequence[Kind] = tuple(Kind)) -> list[PlannedFault]:
+def make_plan(seed: int, num_faults: int, kinds: Sequence[Kind] = BASE_KINDS) -> list[PlannedFault]:
     """`num_faults` faults, numbered from 0; the same arguments give the same list."""
     rng = random.Random(seed)
     all_cells = cells(kinds)

@@ -116,6 +116,10 @@ class Progress:
         with self._file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(done.to_json()) + "\n")
 
+    def read_again(self) -> None:
+        """Take in what another process has added."""
+        self.rounds = self._read()
+
     def _read(self) -> list[Round]:
         if not self._file.exists():
             return []

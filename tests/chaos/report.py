@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.harness import Figure
 from tests.chaos import plan
-from tests.chaos.plan import ROUTER_STATES, STATES, Kind
+from tests.chaos.plan import BASE_KINDS, STATES, Kind
 from tests.chaos.record import Dealt, Round, Tally
 
 REAL_MODEL = "smollm2"
@@ -51,7 +51,7 @@ def cells(rounds: Iterable[Round]) -> Counter[tuple[str, str]]:
     return Counter((fault.kind, fault.state) for each in rounds for fault in each.dealt)
 
 
-def figures(rounds: Sequence[Round], kinds: Sequence[Kind] = tuple(Kind), goals: Goals = OWN_GOALS) -> list[Figure]:
+def figures(rounds: Sequence[Round], kinds: Sequence[Kind] = BASE_KINDS, goals: Goals = OWN_GOALS) -> list[Figure]:
     """What was asked for, as measured. `kinds`: those that were in the plan."""
     by_cell, seen = cells(rounds), total(rounds)
     by_kind = Counter[str]()
@@ -126,7 +126,7 @@ def _fewest(by_cell: Counter[tuple[str, str]], kinds: Sequence[Kind]) -> int:
 
 def _by_state(by_cell: Counter[tuple[str, str]], kind: str) -> dict[str, int]:
     """Faults of a kind by state; of routers' states those that it has."""
-    states = [*STATES, *(state for state in ROUTER_STATES if by_cell[kind, state])]
+    states = [state for state in plan.states_of(Kind(kind)) if state in STATES or by_cell[kind, state]]
     return {state: by_cell[kind, state] for state in states}
 
 

@@ -1,5 +1,6 @@
-"""`make chaos`: thousands of faults in meshes of a tiny model, the second one encrypted, some hundreds in one of SmolLM2; goes on
-where it was stopped.
+"""`make chaos`: thousands of faults in meshes of a tiny model, the second one encrypted, some hundreds in one of SmolLM2, in one
+where each process has a host of its own, and in one of pairs that speculate and answer with grammars and tools; goes on where it
+was stopped.
 
     python -m tests.chaos --seconds 600 --kinds kill,stop --seed 7
     python -m tests.chaos --engine vllm
@@ -13,7 +14,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -30,16 +33,23 @@ from pdmesh.models.registry import ensure_model
 from pdmesh.worker.engines.registry import DEFAULT_ENGINE
 from tests.chaos import report
 from tests.chaos.campaign import Campaign
-from tests.chaos.load import Load, Sizes, make_jobs
+from tests.chaos.hosts import MemoryGroup, can_have_namespaces, in_namespace
+from tests.chaos.load import Load, Sizes, guided_jobs, make_jobs
 from tests.chaos.mesh import ChaosMesh, MeshSize
-from tests.chaos.plan import Kind, PlannedFault, make_plan
+from tests.chaos.plan import BASE_KINDS, LIMIT_KINDS, NETWORK_KINDS, Kind, PlannedFault, make_plan
 from tests.chaos.record import Progress, Round, Tally
 from tests.support.tiny_models import make_tiny_model
 
 TINY_FAULTS, REAL_FAULTS = 5070, 280  # 30 of each kind at each state; a quarter of the latter on a busy machine
 VLLM_TINY_FAULTS, VLLM_REAL_FAULTS = 440, 110  # a worker takes some 20 s to come back
+LIMIT_FAULTS = 280  # 10 of each kind at each state
+PAIR_FAULTS = 200  # 100 of ranks, the others of what strikes any worker
+HOST_FAULTS = 324  # 54 of each kind, of workers and of routers
+HOSTS_VARIABLE = "PDMESH_CHAOS_HOSTS"
+"""Set in the process that is in a namespace of its own: it runs the stage of hosts alone."""
 ROUND_FAULTS = 55
 NUM_JOBS = 64
+FLOAT32_FLAGS = ("--backend", "torch", "--dtype", "float32", "--quantization", "none")
 MIN_LEAD = 1e-3
 """Nats: far above what two engines that compute in float32 differ by."""
 
@@ -57,6 +67,7 @@ class Stage:
     min_lead: float = 0.0
     choices_handed_over: bool = True
     num_busy_loops: int = 0  # processes beside the mesh that compute all the time
+    num_guided: int = 0  # of the load's requests: with a grammar, or a tool
 
     @property
     def rounds(self) -> list[Sequence[PlannedFault]]:
@@ -75,6 +86,31 @@ def real_stage(model: Path, plan: Sequence[PlannedFault]) -> Stage:
     size = MeshSize(model, num_prefill=2, num_decode=2, kv_memory_mb=256)
     sizes = Sizes(prompt=(40, 120), output=(8, 32), first_id=1000, last_id=40_000)
     return Stage(report.REAL_MODEL, size, sizes, num_clients=4, plan=plan, one_at_a_time=True)
+
+
+def limits_stage(model: Path, seed: int) -> Stage:
+    """Disks that are full, and control groups without memory where we may have some."""
+    kinds = LIMIT_KINDS if MemoryGroup.is_allowed() else (Kind.DISK_FULL,)
+    stage = tiny_stage(model, make_plan(seed, LIMIT_FAULTS, kinds))
+    return replace(stage, name="tiny, limits")
+
+
+def pairs_stage(model: Path, seed: int) -> Stage:
+    """Workers of two processes each, which speculate; a third of what is asked has a grammar or a tool."""
+    of_ranks = make_plan(seed, PAIR_FAULTS // 2, (Kind.RANK_KILL,))
+    others = make_plan(seed, PAIR_FAULTS // 2, (Kind.KILL, Kind.STOP, Kind.RESTART, Kind.RESET, Kind.BLACK_HOLE, Kind.SLOW))
+    mixed = [fault for pair in zip(of_ranks, others, strict=True) for fault in pair]
+    plan = [replace(fault, number=number) for number, fault in enumerate(mixed)]
+    stage = tiny_stage(model, plan)
+    flags = (*FLOAT32_FLAGS, "--tensor-parallel", "2", "--speculation", "auto")
+    size = replace(stage.size, num_prefill=2, num_decode=2, engine_flags=flags, kv_memory_mb=2 * stage.size.kv_memory_mb)
+    return replace(stage, name="tiny, pairs", size=size, num_clients=6, num_guided=NUM_JOBS // 2, min_lead=MIN_LEAD)
+
+
+def hosts_stage(model: Path, seed: int) -> Stage:
+    """Each process in a network namespace of its own, whose packets are lost."""
+    stage = tiny_stage(model, make_plan(seed, HOST_FAULTS, NETWORK_KINDS))
+    return replace(stage, name="tiny, hosts", size=replace(stage.size, has_hosts=True))
 
 
 def busy(stage: Stage) -> Stage:
@@ -145,7 +181,8 @@ async def run_stage(stage: Stage, progress: Progress, *, seed: int, until: float
     say(
         f"{stage.name}: {len(stage.plan)} faults, {len(missing)} of {len(stage.rounds)} rounds to do; answers of one engine first"
     )
-    jobs = make_jobs(stage.size.model, stage.sizes, seed, NUM_JOBS, min_lead=stage.min_lead)
+    jobs = make_jobs(stage.size.model, stage.sizes, seed, NUM_JOBS - stage.num_guided, min_lead=stage.min_lead)
+    jobs += await guided_jobs(stage.size.model, seed, stage.num_guided, FLOAT32_FLAGS) if stage.num_guided else []
     folder = Path(tempfile.mkdtemp(prefix="pdmesh-chaos-"))
     mesh = ChaosMesh(stage.size, folder)
     async with mesh, busy_loops(stage.num_busy_loops):
@@ -191,7 +228,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--engine", choices=tuple(CAMPAIGNS), default=DEFAULT_ENGINE, help="of the workers (default: our own)")
     parser.add_argument("--faults", type=int, help=f"on the tiny model (default: {TINY_FAULTS}; vllm: {VLLM_TINY_FAULTS})")
     parser.add_argument("--real-faults", type=int, help=f"on SmolLM2 (default: {REAL_FAULTS}; vllm: {VLLM_REAL_FAULTS})")
-    parser.add_argument("--kinds", default="", help=f"comma separated, of: {', '.join(Kind)} (default: all)")
+    parser.add_argument("--kinds", default="", help=f"comma separated, of: {', '.join(BASE_KINDS)} (default: all)")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no round later; the next run goes on")
     parser.add_argument("--fresh", action="store_true", help="forget the rounds that former runs have done")
     arguments = parser.parse_args(argv)
@@ -221,17 +258,48 @@ async def _run(arguments: argparse.Namespace, kinds: Sequence[Kind], progress: P
         most = len(plan) - len(plan) // 4
         for stage in (real_stage(real, plan[:most]), busy(real_stage(real, plan[most:]))):
             await run_stage(numbers.adapted(stage), progress, seed=arguments.seed, until=until)
+    if _is_whole(arguments) and arguments.engine == DEFAULT_ENGINE:
+        for stage in (limits_stage(tiny, arguments.seed + 2), pairs_stage(tiny, arguments.seed + 3)):
+            await run_stage(stage, progress, seed=arguments.seed, until=until)
+
+
+def _on_hosts(arguments: argparse.Namespace, progress: Progress) -> int:
+    """Run the stage of hosts, in a namespace of its own, and take in its rounds. Returns the exit code, 0 where there can be no
+    namespaces."""
+    if not can_have_namespaces():
+        say("no hosts: this machine has no network namespaces for us, or no `ip`, `unshare` and `nsenter`")
+        return 0
+    argv = [sys.executable, "-m", "tests.chaos", "--seed", str(arguments.seed), "--seconds", str(arguments.seconds)]
+    code = subprocess.run(in_namespace(argv), env={**os.environ, HOSTS_VARIABLE: "1"}, check=False).returncode
+    progress.read_again()
+    return code
+
+
+def _run_hosts(arguments: argparse.Namespace, progress: Progress) -> int:
+    tiny = make_tiny_model(cache_folder() / "chaos" / CAMPAIGNS[DEFAULT_ENGINE].tiny_model)
+    stage, until = hosts_stage(tiny, arguments.seed + 4), time.monotonic() + arguments.seconds
+    try:
+        asyncio.run(run_stage(stage, progress, seed=arguments.seed, until=until))
+    except KeyboardInterrupt:
+        return 1
+    return 1 if report.failures([each for each in progress.rounds if each.campaign == stage.name]) else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code: 1 if something was wrong."""
     arguments = _arguments(argv)
     numbers = CAMPAIGNS[arguments.engine]
-    kinds = [Kind(name.strip()) for name in arguments.kinds.split(",")] if arguments.kinds else list(Kind)
+    kinds = [Kind(name.strip()) for name in arguments.kinds.split(",")] if arguments.kinds else list(BASE_KINDS)
     name = f"{arguments.seed}-{arguments.faults}-{arguments.real_faults}-{'-'.join(kind.name.lower() for kind in kinds)}"
     progress = Progress(f"{numbers.prefix}{name}"[:120], fresh=arguments.fresh)
+    if os.environ.get(HOSTS_VARIABLE):
+        return _run_hosts(arguments, progress)
     try:
+        began = time.monotonic()
         asyncio.run(_run(arguments, kinds, progress))
+        if _is_whole(arguments) and arguments.engine == DEFAULT_ENGINE:
+            arguments.seconds -= time.monotonic() - began
+            _on_hosts(arguments, progress)
     except KeyboardInterrupt:
         say(f"stopped; the same command goes on from {progress.path}")
     for line in report.lines(progress.rounds):

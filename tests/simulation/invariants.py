@@ -68,10 +68,11 @@ def _problem_of_write(push: Any) -> str:
             else f"a part was written into {target.reservation_id}, which has been released"
         )
     at = record.reservation
-    is_right = at.state.value == "receiving" and at.attempt == target.attempt  # as accepts_bytes should say
+    attempt = push.hello.attempt  # as the sender says: whoever let it in may have taken it for another
+    is_right = at.state.value == "receiving" and at.attempt == attempt
     if is_right or at.state.value == "reserved":
         return ""
-    return f"a part of attempt {target.attempt} was written into a reservation that is {at.state.value} at attempt {at.attempt}"
+    return f"a part of attempt {attempt} was written into a reservation that is {at.state.value} at attempt {at.attempt}"
 
 
 def held_requests(members: Iterable[Member], request_id: str) -> list[str]:
@@ -97,14 +98,14 @@ def orphans(members: Iterable[Member], router_id: str) -> list[str]:
     ]
 
 
-def ejected_for_ever(router: Router, now: float) -> list[str]:
+def ejected_for_ever(router: Router) -> list[str]:
     """Return the breakers that leave a worker out for longer than the longest ejection, in words."""
     health = router.core.health_recorder.health
     most_s = health.limits.max_ejection_s * (1 + health.limits.jitter)
     return [
-        f"{worker} is left out as {role.value} for {breaker.until - now:.0f} s"
+        f"{worker} is left out as {role.value} for {breaker.until - breaker.opened_at:.0f} s"
         for (worker, role), breaker in health._breakers.items()
-        if breaker.state.value != "closed" and breaker.until - now > most_s
+        if breaker.state.value == "open" and breaker.until - breaker.opened_at > most_s
     ]
 
 

@@ -10,14 +10,16 @@ from pdmesh.engine.request import finish_reason
 from pdmesh.engine.sampling.sampler import Sampler, SampleRow
 from pdmesh.sampling_params import SamplingParams
 from tests.simulation.engine import CONFIG, checksum_after, logits_of
+from tests.simulation.scenario import Ask
 
 EOS = frozenset({300})
 
 
 @cache
-def answer(prompt: tuple[int, ...], max_tokens: int, seed: int, temperature: float, choice: int) -> tuple[int, ...]:
+def answer(ask: Ask, choice: int) -> tuple[int, ...]:
     """Return the tokens of one choice."""
-    params = SamplingParams(max_tokens=max_tokens, seed=seed, temperature=temperature)
+    prompt = ask.prompt
+    params = SamplingParams(max_tokens=ask.max_tokens, seed=ask.seed, temperature=ask.temperature, ignore_eos=ask.ignores_eos)
     checksum, output = 0, list[int]()
     for token_id in prompt:
         checksum = checksum_after(checksum, token_id)

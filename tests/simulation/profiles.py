@@ -25,8 +25,10 @@ MANY_SEQS = 32
 LAST_BREAK_S = 1.5
 DEAD_S = 7.0
 """Longer than any limit that a healthy member waits for."""
-NUM_OUTLASTING = 1500
+NUM_OUTLASTING = 1900
 """Tokens of an output that goes on for longer than a worker keeps it for a router that is gone: 3 to 8 ms each."""
+BLOCK_SIZE = 16
+"""Tokens of a block of KV, in all runs."""
 FIRST_KV_S = 0.003
 """The earliest that KV can be on its way after a request was sent."""
 
@@ -105,9 +107,9 @@ def _deaths(rng: random.Random, chosen: Scenario) -> Scenario:
     decodes, prefills, routers = ("decode-0", "decode-1"), ("prefill-0", "prefill-1"), ("router-0", "router-1")
     chosen = replace(chosen, decodes=decodes, prefills=prefills, boths=(), routers=routers, redis="none", is_static=True)
     asks = [replace(_long(rng, ask), cancels_s=None, leaves_s=None, pause_s=0.0) for ask in chosen.asks[:4]]
-    struck = rng.choice(chosen.members)
+    struck = rng.choice((rng.choice(chosen.members), routers[0]))  # clients begin with the first router
     if struck in routers:
-        asks[0] = replace(asks[0], max_tokens=NUM_OUTLASTING, prompt=asks[0].prompt[:100])
+        asks[0] = replace(asks[0], max_tokens=NUM_OUTLASTING, prompt=asks[0].prompt[:100], ignores_eos=True)
     kind, for_s = rng.choice((("kill", 0.1), ("kill", DEAD_S), ("freeze", 1.2 + rng.random()), ("freeze", DEAD_S)))
     fault = Fault(rng.choice(asks).at_s + rng.random() * 0.5, kind, (struck,), for_s)
     spared = frozenset(chosen.members) - {struck}
@@ -122,18 +124,23 @@ def _writers(rng: random.Random, chosen: Scenario) -> Scenario:
     """Have the KV of an attempt on its way while the next one begins, and the first writer go on when that one is at it."""
     prefills = ("prefill-0", "prefill-1", "prefill-2")[: rng.choice((2, 2, 3))]
     chosen = replace(chosen, prefills=prefills, boths=(), decodes=chosen.decodes[:1], spared=frozenset(), is_spared=False)
-    asks = tuple(_remote(rng, ask, index) for index, ask in enumerate(chosen.asks[:3]))
+    late = rng.random() < 0.6  # it stands still before it has told the decode worker of the transfer, and the next one is slow
+    asks = tuple(_remote(rng, ask, index) for index, ask in enumerate(chosen.asks[: 1 if late else 3]))
+    asks = tuple(replace(ask, cancels_s=None, leaves_s=None) for ask in asks)
     faults: list[Fault] = []
     rates = (5e3, 1e4, 2e4, 5e4)
     for source in prefills:
         faults += [Fault(START_S - 0.2, "narrow link", (source, decode), 8.0, rng.choice(rates)) for decode in chosen.decodes]
     for ask in asks:
-        source, for_s = rng.choice(prefills), 0.9 + rng.random() * 2.5
-        at_s = ask.at_s + FIRST_KV_S + rng.random() * 0.4
+        source, for_s = rng.choice(prefills), (0.4 if late else 0.9) + rng.random() * (1.0 if late else 2.5)
+        at_s = ask.at_s + FIRST_KV_S + rng.random() * (0.006 if late else 0.4)
         for router in chosen.routers:
-            faults.append(Fault(at_s, "cut both", (source, router), for_s))
-        if rng.random() < 0.6:
-            faults.append(Fault(at_s + rng.random() * 0.1, "freeze", (source,), for_s))
+            faults.append(Fault(at_s, "cut both", (source, router), for_s + 2.0 * late))
+        if late or rng.random() < 0.6:
+            faults.append(Fault(at_s + rng.random() * (0.003 if late else 0.1), "freeze", (source,), for_s))
+        if late:
+            others = [name for name in prefills if name != source]
+            faults += [Fault(ask.at_s, "slow process", (name,), 4.0, rng.choice((20.0, 50.0))) for name in others]
     if rng.random() < 0.5:
         chosen = replace(chosen, transports=rng.choice((("grpc",), ("tcp",))))
     return replace(chosen, asks=asks, faults=tuple(faults), num_blocks=LARGE_POOL)
@@ -147,16 +154,28 @@ def _prefixes(rng: random.Random, chosen: Scenario) -> Scenario:
     for number in range(rng.randrange(4, 9)):
         own = tuple(rng.randrange(FIRST_TOKEN, LAST_TOKEN) for _ in range(rng.choice((0, 1, 2, 17))))
         prompt = (*shared[: rng.choice((length, length, rng.randrange(1, length)))], *own)
+        up_to_block = BLOCK_SIZE - len(prompt) % BLOCK_SIZE  # the last token of an output is never computed
         asks.append(
             replace(
-                first, at_s=START_S + rng.random() * burst_s, prompt=prompt, max_tokens=rng.choice((2, 8, 30)), number=number,
+                first, at_s=START_S + rng.random() * burst_s, prompt=prompt,
+                max_tokens=rng.choice((2, 8, 30, up_to_block, up_to_block + BLOCK_SIZE)), number=number,
                 temperature=0.0, num_choices=rng.choice((1, 1, 2)), cancels_s=None, leaves_s=None, pause_s=0.0,
                 mode=rng.choice(("local", "remote", None)),
             )
         )  # fmt: skip
+    asks += [_next_turn(rng, ask, len(asks) + index) for index, ask in enumerate(rng.sample(asks, 2))]
     kept = tuple(fault for fault in chosen.faults if rng.random() < 0.3)
     gone = {ask.client for ask in chosen.asks[len(asks) :]}
     return replace(chosen, asks=tuple(asks), faults=tuple(fault for fault in kept if not gone.intersection(fault.targets)))
+
+
+def _next_turn(rng: random.Random, ask: Ask, number: int) -> Ask:
+    """Return a request whose prompt is another one with its answer, and a little more."""
+    from tests.simulation import oracle  # imports the engine
+
+    told = oracle.answer(ask, 0)
+    prompt = (*ask.prompt, *told, rng.randrange(FIRST_TOKEN, LAST_TOKEN))
+    return replace(ask, at_s=ask.at_s + rng.choice((0.1, 0.5, 1.0)), prompt=prompt, max_tokens=8, num_choices=1, number=number)
 
 
 def _soon(rng: random.Random) -> float:

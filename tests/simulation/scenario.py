@@ -23,6 +23,7 @@ class Ask:
     leaves_s: float | None = None
     pause_s: float = 0.0  # between two events that it reads
     number: int = 0
+    ignores_eos: bool = False
 
     @property
     def client(self) -> str:

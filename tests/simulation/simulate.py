@@ -15,7 +15,7 @@ from tests.simulation.environment import byte_stream
 from tests.simulation.environment.faults import STALL_S, Faults, StallWatch
 from tests.simulation.environment.network import Network
 from tests.simulation.mesh import MODEL, Member, SimulatedMesh, install_hosts
-from tests.simulation.profiles import CALM, DEAD_S, DEATHS
+from tests.simulation.profiles import BLOCK_SIZE, CALM, DEAD_S, DEATHS
 from tests.simulation.rpc import server as rpc_server
 from tests.simulation.scenario import Ask, Fault, Scenario
 from tests.simulation.world import MILLISECOND, SECOND, World, current_process
@@ -89,7 +89,7 @@ class Run:
         scenario = self.scenario
         sizes = {
             "num_blocks": scenario.num_blocks,
-            "block_size": 16,
+            "block_size": BLOCK_SIZE,
             "max_num_seqs": scenario.max_num_seqs,
             "max_num_batched_tokens": 64,
         }
@@ -150,6 +150,8 @@ class Run:
         }
         if self.is_calm:
             options["request_id"] = _request_id(ask)
+        if ask.ignores_eos:
+            options["ignore_eos"] = True
         if ask.mode is not None:
             options["mode"] = ask.mode
         addresses = [member.address for member in self.mesh.routers.values()]
@@ -188,7 +190,7 @@ class Run:
         for got in self.got:
             ask = got.ask
             for choice in range(ask.num_choices):
-                right = oracle.answer(ask.prompt, ask.max_tokens, ask.seed, ask.temperature, choice)
+                right = oracle.answer(ask, choice)
                 tokens = tuple(got.tokens.get(choice, ()))
                 if tokens != right[: len(tokens)]:
                     self._fail(f"{ask} choice {choice}: got {tokens}, right is {right}")
@@ -248,7 +250,7 @@ class Run:
                 self._fail(f"{member.name} has {len(member.worker.dispatcher)} sinks left")
         if member.router is not None:
             admission = member.router.core.flow_control.admission
-            for left_out in invariants.ejected_for_ever(member.router, asyncio.get_running_loop().time()):
+            for left_out in invariants.ejected_for_ever(member.router):
                 self._fail(f"{member.name}: {left_out}")
             if admission.num_inflight or admission.num_queued or len(member.router.core.background):
                 self._fail(f"{member.name} has {admission.num_inflight} requests in flight, {admission.num_queued} queued")
