@@ -24,8 +24,6 @@ _HUB = f"{_PREFIX}.1"
 _BRIDGE = "bridge"
 _NOWHERE = "02:00:00:00:00:00"
 """A hardware address that nobody has: what is sent to it does not arrive, and the sender is not told."""
-_FORWARDING, _DISABLED = "3", "0"
-"""States of a port of a bridge."""
 GROUPS = Path("/sys/fs/cgroup")
 GROUP_BYTES = 256 << 10
 
@@ -88,15 +86,15 @@ class Hosts:
         """The plan as it runs on the host of its name, where it listens at the host's address."""
         argv = list(plan.argv)
         argv[argv.index("--host") + 1] = self.address_of[plan.name]
-        return replace(plan, argv=(*self._enter(plan.name), *argv))
+        return replace(plan, argv=(*self.enter(plan.name), *argv))
 
     def unplug(self, name: str) -> None:
         """Let nothing pass to or from a host, of any connection."""
-        _run("ip", "link", "set", self._port(name), "type", "bridge_slave", "state", _DISABLED)
+        _run("ip", "link", "set", self._port(name), "nomaster")
 
     def plug(self, name: str) -> None:
         """Take `unplug` back."""
-        _run("ip", "link", "set", self._port(name), "type", "bridge_slave", "state", _FORWARDING)
+        _run("ip", "link", "set", self._port(name), "master", _BRIDGE)
 
     def cut(self, source: str, target: str) -> None:
         """Let nothing that `source` sends reach `target`."""
@@ -119,11 +117,12 @@ class Hosts:
     def _port(self, name: str) -> str:
         return f"port{list(self.address_of).index(name)}"
 
-    def _enter(self, name: str) -> tuple[str, ...]:
+    def enter(self, name: str) -> tuple[str, ...]:
+        """Return what a command line begins with that runs on a host."""
         return ("nsenter", "--target", str(self._holders[name].pid), "--net", "--")
 
     def _within(self, name: str, *command: str) -> None:
-        _run(*self._enter(name), *command)
+        _run(*self.enter(name), *command)
 
     @staticmethod
     def _until_apart(pid: int) -> None:
