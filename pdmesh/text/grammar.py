@@ -227,6 +227,27 @@ class GrammarCompiler:
                 self._num_bytes -= len(oldest.encode())
 
 
+class _Source:
+    """Hold what a matcher is made of, and whether the lexer states that all matchers of one grammar share are used up.
+
+    It knows neither the grammar nor its matchers: those that are no longer remembered have to go at once. One may take megabytes
+    that Python's collector of cycles does not see."""
+
+    def __init__(self, tokens: llguidance.LLTokenizer, grammar: str) -> None:
+        self.is_spent = False
+        self.is_quick = True  # to compile
+        self._tokens, self._grammar = tokens, grammar
+
+    def begun(self) -> llguidance.LLMatcher:
+        """Compile; return a matcher at the beginning, with states of its own."""
+        return llguidance.LLMatcher(self._tokens, self._grammar, log_level=0, limits=_limits())
+
+    def renewed(self) -> llguidance.LLMatcher | None:
+        """Note that the shared states are used up; return a matcher with states of its own, or None where that takes too long."""
+        self.is_spent = True
+        return with_deep_stack(self.begun) if self.is_quick else None
+
+
 class CompiledGrammar:
     """Hold a constraint for one model; its matchers are copies of one at the beginning.
 
@@ -237,20 +258,24 @@ class CompiledGrammar:
     def __init__(self, tokens: llguidance.LLTokenizer, grammar: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         """Compile. Raises ValueError: not a grammar, too complex, or nothing matches it."""
         self.vocab_size = vocab_size
-        self.is_spent = False
-        self._tokens, self._grammar = tokens, grammar
+        self._source = _Source(tokens, grammar)
         began_s = time.perf_counter()
-        matcher = self._begun()
+        matcher = self._source.begun()
         _raise_error(matcher)
-        self._is_renewed = time.perf_counter() - began_s <= MAX_RENEWAL_S
+        self._source.is_quick = time.perf_counter() - began_s <= MAX_RENEWAL_S
         matcher.compute_bitmask()
         _raise_error(matcher)
-        self._origin = GrammarMatcher(matcher, vocab_size, eos_token_ids, self._renewed)
+        self._origin = GrammarMatcher(matcher, vocab_size, eos_token_ids, self._source.renewed)
         trial = self.matcher()
         if trial.forced is not None:  # an endless forced text runs into the limits at its first token
             trial.take(trial.forced)
         if self._origin.failed or (trial.failed and self._origin.forced not in eos_token_ids):
             raise ValueError("forces a text that is too long, or that spells the end of the sequence")
+
+    @property
+    def is_spent(self) -> bool:
+        """Return whether the shared states are used up."""
+        return self._source.is_spent
 
     def matcher(self) -> GrammarMatcher:
         """Return a matcher at the beginning of an output."""
@@ -274,14 +299,6 @@ class CompiledGrammar:
                 time.sleep(PAUSE_S)
                 pause_at = time.perf_counter() + SLICE_S
         return matcher, None
-
-    def _begun(self) -> llguidance.LLMatcher:
-        return llguidance.LLMatcher(self._tokens, self._grammar, log_level=0, limits=_limits())
-
-    def _renewed(self) -> llguidance.LLMatcher | None:
-        """Note that the shared states are used up; return a matcher with states of its own, or None where that takes too long."""
-        self.is_spent = True
-        return with_deep_stack(self._begun) if self._is_renewed else None
 
     def _allows(self, output: Sequence[int], token_id: int) -> bool:
         return bool(self.follow(output)[0].allowed()[token_id // 32] >> token_id % 32 & 1)

@@ -25,7 +25,7 @@ _BRIDGE = "bridge"
 _NOWHERE = "02:00:00:00:00:00"
 """A hardware address that nobody has: what is sent to it does not arrive, and the sender is not told."""
 GROUPS = Path("/sys/fs/cgroup")
-GROUP_BYTES = 256 << 10
+GROUP_BYTES = 16 << 10
 
 
 def in_namespace(command: Sequence[str]) -> list[str]:

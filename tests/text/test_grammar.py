@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import re
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -241,6 +243,20 @@ def test_what_was_refused_is_remembered(of_bytes: GrammarCompiler, monkeypatch: 
         with pytest.raises(ValueError, match="forces a text") as refused:
             again("regex", "a{900000}")
         assert str(refused.value) == str(first.value)
+
+
+def test_what_is_forgotten_is_gone_at_once(of_bytes: GrammarCompiler) -> None:
+    """Without the collector of cycles, which does not see how much memory a compiled grammar takes."""
+    gc.disable()
+    try:
+        compiled = CompiledGrammar(of_bytes._tokens, 'start: "a" | "b"', of_bytes.vocab_size, of_bytes.eos_token_ids)
+        matcher = compiled.matcher()
+        matcher.take(ord("a"))
+        gone = weakref.ref(compiled), weakref.ref(compiled._origin), weakref.ref(compiled._source)
+        del compiled, matcher
+        assert [each() for each in gone] == [None, None, None]
+    finally:
+        gc.enable()
 
 
 def test_what_is_remembered_is_bounded(of_bytes: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
