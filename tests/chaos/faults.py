@@ -227,23 +227,24 @@ def _limit_files(pid: int, size: int) -> None:
 class OutOfMemory(Fault):
     """A control group that has next to no memory left. Not dealt where the process needs none meanwhile."""
 
-    _group: MemoryGroup | None = None
     _was_killed = False
 
     async def strike(self) -> bool:
         self.mesh.expect_death(self.victim)
-        self._group = MemoryGroup()
-        self._group.take(self.victim.member.pid)
-        for _ in range(round(self.planned.hold_s / _LOOK_S)):
-            if not self.victim.member.running:
-                break
-            await asyncio.sleep(_LOOK_S)
+        group = MemoryGroup()
+        try:
+            group.take(self.victim.member.pid)
+            for _ in range(round(self.planned.hold_s / _LOOK_S)):
+                if not self.victim.member.running:
+                    break
+                await asyncio.sleep(_LOOK_S)
+        finally:
+            group.close()
+        await asyncio.sleep(10 * _LOOK_S)  # it may be killed at the last moment
         self._was_killed = not self.victim.member.running
         return self._was_killed
 
     async def mend(self) -> None:
-        if self._group is not None:
-            self._group.close()
         if self._was_killed:
             await self.mesh.restart(self.victim)
         else:

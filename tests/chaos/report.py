@@ -18,6 +18,7 @@ BUSY = "busy"
 """Ends the names of campaigns on a machine that computes something else as well."""
 BUSY_FACTOR = 3
 MAX_SERVING_S = 1.0
+_OF_REDIS = (Kind.REDIS_STOP, Kind.REDIS_EMPTY, Kind.REDIS_RESTART)
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,11 @@ def _times_of(rounds: Sequence[Round], goals: Goals, factor: float, where: str) 
     if serving:
         name = f"longest time from a restarted worker's being ready to its serving{where}"
         found.append(Figure(name, round(max(serving), 3), "s", "lower", goal=f"<= {MAX_SERVING_S * factor:g}"))
+    if beside := _with_redis(rounds):
+        name = (
+            f"the same where Redis was there meanwhile: without it nobody learns of a new address ({len(beside)} starts){where}"
+        )
+        found.append(Figure(name, round(max(beside), 3), "s", "lower", goal=f"<= {MAX_SERVING_S * factor:g}"))
     for kind, role, victim, goal_s in (
         (Kind.KILL, "decode", "SIGKILL of a decode worker", goals.stall_s),
         (Kind.STOP, "decode", "SIGSTOP of a decode worker", goals.frozen_stall_s),
@@ -158,6 +164,18 @@ def _times_of(rounds: Sequence[Round], goals: Goals, factor: float, where: str) 
     if stalls := [fault.stall_s for fault in dealt if fault.stall_s is not None]:
         name = f"longest stall of any client, whatever faults were under way{where}"
         found.append(Figure(name, round(max(stalls), 3), "s", "lower"))
+    return found
+
+
+def _with_redis(rounds: Sequence[Round]) -> list[float]:
+    """From ready to serving, of processes beside whose start no fault of Redis lasted."""
+    found = []
+    for each in rounds:
+        away = [(fault.began, fault.ended) for fault in each.dealt if fault.kind in _OF_REDIS]
+        for fault in each.dealt:
+            is_alone = all(ended < fault.began or began > fault.ended for began, ended in away)
+            if fault.serving_s is not None and is_alone:
+                found.append(fault.serving_s)
     return found
 
 

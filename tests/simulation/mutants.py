@@ -1,7 +1,9 @@
 """Bugs put in on purpose: a simulation that does not find them proves nothing.
 
 Each is a function that changes the product in this process, before a run. There are none behind a second line of defence, where
-nobody would see the difference: a lease that never expires, for one, since a router's silence frees what its leases would.
+nobody would see the difference: a lease that never expires, for one, since a router's silence frees what its leases would; a
+transfer or a broken stream that is never given up, since the router cancels it, or loses the worker, at its silence; tokens that
+are dropped instead of held back, since a stream repeats them from where it broke.
 """
 
 from __future__ import annotations
@@ -199,13 +201,6 @@ def a_router_repeats_what_it_has_told() -> None:
 
 
 @mutant
-def tokens_that_come_early_are_dropped() -> None:
-    from router.lifecycle.output import OutputTracker
-
-    put(OutputTracker, "_hold_back", lambda self, state, chunk: None)
-
-
-@mutant
 def a_history_ends_with_its_last_token_twice() -> None:
     from router.lifecycle.output import OutputTracker
 
@@ -331,14 +326,6 @@ def a_short_write_is_taken_for_a_whole_one() -> None:
 
 
 @mutant
-def a_transfer_waits_for_ever() -> None:
-    from kvtransfer.stream import Stream
-
-    begin = Stream.__init__
-    put(Stream, "__init__", lambda self, executor, idle_timeout_s: begin(self, executor, 1e9))
-
-
-@mutant
 def a_preempted_sequence_keeps_its_blocks() -> None:
     from pdmesh.engine.scheduler.scheduler import Scheduler
 
@@ -403,10 +390,3 @@ def a_cancelled_stream_keeps_its_call() -> None:
     from pdmesh.client.stream import AsyncStream
 
     put(AsyncStream, "cancel", lambda self: self._stopped.set())
-
-
-@mutant
-def a_stream_that_breaks_is_never_given_up() -> None:
-    from router.fleet.decode_stream import DecodeStream
-
-    put(DecodeStream, "_grace_over", lambda self, reason: None)

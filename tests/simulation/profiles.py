@@ -1,6 +1,6 @@
 """What a seed is about. Most are a mixture of everything; some look closely at one thing that a mixture meets rarely.
 
-calm        nothing goes wrong, but clients cancel and vanish: every limit is tight, nothing may be tried twice
+calm        clients cancel and vanish, wall clocks jump, and nothing goes wrong: every limit is tight, nothing may be tried twice
 streams     connections break while tokens flow, between clients, routers and decode workers
 hand-offs   prompts are long, and connections, links and prefill workers fail while their KV is on its way
 deaths      one member is killed or frozen for long, everything else is well: limits are as tight as the product promises
@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from tests.simulation.scenario import FIRST_TOKEN, LAST_TOKEN, START_S, Ask, Fault, Scenario, mixture
+from tests.simulation.scenario import FIRST_TOKEN, LAST_TOKEN, REQUEST_S, START_S, Ask, Fault, Scenario, mixture
 
 CALM, STREAMS, HANDOFFS, DEATHS, WRITERS, PREFIXES = "calm", "streams", "hand-offs", "deaths", "writers", "prefixes"
 SHARES = {CALM: 0.12, STREAMS: 0.16, HANDOFFS: 0.16, DEATHS: 0.1, WRITERS: 0.06, PREFIXES: 0.08}
@@ -55,7 +55,12 @@ def _calm(rng: random.Random, chosen: Scenario) -> Scenario:
         )
         for index, ask in enumerate(chosen.asks)
     ]
-    chosen = replace(chosen, asks=tuple(asks), faults=(), num_blocks=LARGE_POOL, max_num_seqs=MANY_SEQS)
+    jumps = [fault for fault in chosen.faults if fault.kind == "wall clock jump"]
+    for _ in range(rng.choice((0, 0, 1, 2))):
+        at_s = rng.choice(asks).at_s + rng.random() * REQUEST_S
+        by_s = rng.choice((-3600, -5, -0.5, 0.5, 5, 3600)) * rng.random()
+        jumps.append(Fault(at_s, "wall clock jump", (rng.choice(chosen.members),), 0.0, by_s))
+    chosen = replace(chosen, asks=tuple(asks), faults=tuple(jumps), num_blocks=LARGE_POOL, max_num_seqs=MANY_SEQS)
     return replace(chosen, is_spared=True, spared=frozenset(chosen.members))
 
 
@@ -147,7 +152,8 @@ def _writers(rng: random.Random, chosen: Scenario) -> Scenario:
 
 
 def _prefixes(rng: random.Random, chosen: Scenario) -> Scenario:
-    length = rng.randrange(15, max(17, min(200, chosen.num_blocks * 16 // 3)))
+    chosen = replace(chosen, num_blocks=max(chosen.num_blocks, 48))
+    length = rng.randrange(15, 200)
     shared = tuple(rng.randrange(FIRST_TOKEN, LAST_TOKEN) for _ in range(length))
     burst_s, first = rng.choice((0.004, 0.02, 0.1, 1.0)), chosen.asks[0]
     asks = []
@@ -159,7 +165,8 @@ def _prefixes(rng: random.Random, chosen: Scenario) -> Scenario:
             replace(
                 first, at_s=START_S + rng.random() * burst_s, prompt=prompt,
                 max_tokens=rng.choice((2, 8, 30, up_to_block, up_to_block + BLOCK_SIZE)), number=number,
-                temperature=0.0, num_choices=rng.choice((1, 1, 2)), cancels_s=None, leaves_s=None, pause_s=0.0,
+                temperature=0.0, num_choices=rng.choice((1, 1, 2)), leaves_s=None, pause_s=0.0,
+                cancels_s=rng.random() * 0.03 if rng.random() < 0.3 else None,  # where its prompt is computed in part
                 mode=rng.choice(("local", "remote", None)),
             )
         )  # fmt: skip
@@ -175,7 +182,8 @@ def _next_turn(rng: random.Random, ask: Ask, number: int) -> Ask:
 
     told = oracle.answer(ask, 0)
     prompt = (*ask.prompt, *told, rng.randrange(FIRST_TOKEN, LAST_TOKEN))
-    return replace(ask, at_s=ask.at_s + rng.choice((0.1, 0.5, 1.0)), prompt=prompt, max_tokens=8, num_choices=1, number=number)
+    at_s = ask.at_s + rng.choice((0.1, 0.5, 1.0))
+    return replace(ask, at_s=at_s, prompt=prompt, max_tokens=8, num_choices=1, cancels_s=None, number=number)
 
 
 def _soon(rng: random.Random) -> float:

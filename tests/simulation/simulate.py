@@ -21,6 +21,7 @@ from tests.simulation.scenario import Ask, Fault, Scenario
 from tests.simulation.world import MILLISECOND, SECOND, World, current_process
 
 LONGEST_REQUEST_S = 40.0
+TIMEOUT_S = 60.0  # of each request: no run lasts so long
 QUIET_S = 12.0
 DROPPED_S = 40.0
 """How much longer a router keeps a client that nobody says is gone: its pings, KEEPALIVE_TIME_S and KEEPALIVE_TIMEOUT_S."""
@@ -158,7 +159,7 @@ class Run:
         waiting = self.stalls.begin(f"{ask}")
         async with AsyncClient(addresses, retry_overload=True) as client:
             try:
-                stream = client.generate_stream(list(ask.prompt), model=MODEL, **options)
+                stream = client.generate_stream(list(ask.prompt), model=MODEL, timeout=TIMEOUT_S, **options)
                 if ask.cancels_s is not None:
                     asyncio.get_running_loop().call_later(ask.cancels_s, stream.cancel)
                 last = self.world.now_ns
@@ -172,9 +173,9 @@ class Run:
                     last = self.world.now_ns
             except MeshError as error:
                 got.error = error
+            got.longest_stall_s = self.stalls.end(waiting)
             if ask.cancels_s is not None and self.is_calm:
                 await asyncio.sleep(2 * invariants.RELEASED_S)  # a client that lives on: it is the cancellation that releases
-            got.longest_stall_s = self.stalls.end(waiting)
 
     def _take(self, got: Got, event: object) -> None:
         if isinstance(event, Completed):

@@ -77,5 +77,5 @@ def test_a_seed_is_about_one_thing_and_faults_strike_who_is_there() -> None:
         seen[chosen.profile] += 1
         there = {*chosen.members, "redis", *(ask.client for ask in chosen.asks)}
         assert all(there.issuperset(fault.targets) for fault in chosen.faults)
-        assert not chosen.faults or chosen.profile != "calm"
+        assert chosen.profile != "calm" or {fault.kind for fault in chosen.faults} <= {"wall clock jump"}
     assert seen.keys() == {*SHARES, "mixture"} and min(seen.values()) > 20

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,17 @@ def test_progress_goes_on_behind_the_last_whole_round(tmp_path: Path, monkeypatc
     assert again.rounds == [a_round(0)]
     assert again.find("tiny", 0) is not None and again.find("tiny", 1) is None
     assert Progress("plan", fresh=True).rounds == []
+
+
+def test_starts_beside_a_fault_of_redis_are_told_apart() -> None:
+    def start(number: int, began: float, serving_s: float) -> Dealt:
+        return replace(dealt(number, began, began + 1.0), serving_s=serving_s)
+
+    redis = dealt(2, 4.5, 5.2, Kind.REDIS_STOP, "redis")
+    faults = [start(0, 1.0, 0.5), start(1, 5.0, 7.0), redis]
+    found = {figure.name: figure.value for figure in report.figures([replace(a_round(), dealt=faults)])}
+    values = [value for name, value in found.items() if "serving" in name or "Redis was there" in name]
+    assert values == [7.0, 0.5]
 
 
 def test_figures_count_faults_requests_and_stalls() -> None:
