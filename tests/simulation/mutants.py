@@ -3,7 +3,8 @@
 Each is a function that changes the product in this process, before a run. There are none behind a second line of defence, where
 nobody would see the difference: a lease that never expires, for one, since a router's silence frees what its leases would; a
 transfer or a broken stream that is never given up, since the router cancels it, or loses the worker, at its silence; tokens that
-are dropped instead of held back, since a stream repeats them from where it broke.
+are dropped instead of held back, since a stream repeats them from where it broke; a block of the prefix cache that is published
+while it is computed, since the step that fills it runs before another one reads it.
 """
 
 from __future__ import annotations
@@ -151,23 +152,6 @@ def the_pool_is_not_copied_on_write() -> None:
     from pdmesh.engine.kv_cache.block_manager import BlockManager
 
     put(BlockManager, "_shared_to_write", lambda self, sequence, num_tokens: [])
-
-
-@mutant
-def a_block_is_published_before_it_is_full() -> None:
-    from pdmesh.engine.kv_cache.block_manager import BlockManager
-
-    publish = BlockManager.publish
-
-    def early(self: Any, sequence: Any) -> None:
-        sequence.num_computed += 1
-        try:
-            if sequence.num_computed <= sequence.num_tokens:
-                publish(self, sequence)
-        finally:
-            sequence.num_computed -= 1
-
-    put(BlockManager, "publish", early)
 
 
 @mutant
@@ -356,17 +340,17 @@ def a_breaker_never_lets_a_worker_back() -> None:
 
 
 @mutant
-def routers_live_by_the_wall_clock() -> None:
+def decode_workers_live_by_the_wall_clock() -> None:
     import importlib
     import pkgutil
     import time
     from types import SimpleNamespace
 
-    import router
+    import decode_service
 
     wall = SimpleNamespace(**vars(time))
     wall.monotonic, wall.monotonic_ns = time.time, time.time_ns
-    for found in pkgutil.walk_packages(router.__path__, "router."):
+    for found in pkgutil.walk_packages(decode_service.__path__, "decode_service."):
         module = importlib.import_module(found.name) if not found.name.endswith("__main__") else None
         if getattr(module, "time", None) is time:
             put(module, "time", wall)

@@ -152,8 +152,9 @@ def _writers(rng: random.Random, chosen: Scenario) -> Scenario:
 
 
 def _prefixes(rng: random.Random, chosen: Scenario) -> Scenario:
-    chosen = replace(chosen, num_blocks=max(chosen.num_blocks, 48))
-    length = rng.randrange(15, 200)
+    is_long = rng.random() < 0.6  # many steps compute it, each up to another place within a block
+    chosen = replace(chosen, num_blocks=LARGE_POOL if is_long else max(chosen.num_blocks, 48))
+    length = rng.randrange(200, 600) if is_long else rng.randrange(15, 200)
     shared = tuple(rng.randrange(FIRST_TOKEN, LAST_TOKEN) for _ in range(length))
     burst_s, first = rng.choice((0.004, 0.02, 0.1, 1.0)), chosen.asks[0]
     asks = []
@@ -166,7 +167,7 @@ def _prefixes(rng: random.Random, chosen: Scenario) -> Scenario:
                 first, at_s=START_S + rng.random() * burst_s, prompt=prompt,
                 max_tokens=rng.choice((2, 8, 30, up_to_block, up_to_block + BLOCK_SIZE)), number=number,
                 temperature=0.0, num_choices=rng.choice((1, 1, 2)), leaves_s=None, pause_s=0.0,
-                cancels_s=rng.random() * 0.03 if rng.random() < 0.3 else None,  # where its prompt is computed in part
+                cancels_s=rng.random() * (0.1 if is_long else 0.03) if rng.random() < 0.5 else None,  # computed in part
                 mode=rng.choice(("local", "remote", None)),
             )
         )  # fmt: skip

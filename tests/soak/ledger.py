@@ -127,6 +127,14 @@ def is_refusal(side: str, error: BaseException) -> bool:
     return bool(error.retry_delay_s) or (side == "kserve" and "retry later" in error.message)
 
 
+def has_lapsed(error: BaseException) -> bool:
+    """DEADLINE_EXCEEDED, or what gRPC's own client says where the deadline passes while it begins the call (grpc/grpc#2685)."""
+    if not isinstance(error, MeshError):
+        return False
+    is_begun_late = error.code is grpc.StatusCode.INTERNAL and error.message == "Internal error from Core"
+    return error.code is grpc.StatusCode.DEADLINE_EXCEEDED or is_begun_late
+
+
 def is_hopeless(error: BaseException) -> bool:
     """A first token that is predicted after the request's deadline: whoever waits for it holds up others for nothing."""
     is_exhausted = isinstance(error, MeshError) and error.code is grpc.StatusCode.RESOURCE_EXHAUSTED

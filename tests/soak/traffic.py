@@ -12,7 +12,7 @@ import grpc
 from pdmesh.errors import MeshError
 from tests.soak.agents import Agents
 from tests.soak.cases import Case, Cases, next_turn
-from tests.soak.ledger import Ledger, is_about, is_hopeless, is_refusal
+from tests.soak.ledger import Ledger, has_lapsed, is_about, is_hopeless, is_refusal
 from tests.soak.sides.base import Answer, MakeSide, Side
 
 TIMEOUT_S = 120.0  # of a request that should be answered: to reach it is an error
@@ -173,7 +173,7 @@ class Traffic:
         try:
             answer = await side.ask(case, timeout_s=self._rng.uniform(0.002, 0.2))
         except Exception as error:  # noqa: BLE001  # whatever it is goes into the ledger
-            if isinstance(error, MeshError) and error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            if has_lapsed(error):
                 self._ledger.count("lapsed")
             elif is_hopeless(error):
                 self._ledger.count("refused: its deadline is too near")
