@@ -139,7 +139,7 @@ equality: $(READY) model kernels  ## all prompts, every way through the mesh, ag
 simulate: $(READY) kernels  ## a million simulated runs, on all cores, and bugs that are put in to be found (hours; resumes where it was stopped)
 	$(BIN)/python -m tests.simulation.simulate_all $(ARGS)
 
-chaos: $(READY) model kernels  ## some 5 300 faults at every state of the hand-off, under load (two hours; resumes where it was stopped)
+chaos: $(READY) model kernels  ## some 6 100 faults at every state of the hand-off, under load (two and a half hours; resumes where it was stopped)
 	$(BIN)/python -m tests.chaos
 
 chaos-vllm: $(VLLM_READY) model kernels  ## 550 faults of the same kinds in meshes of vLLM workers (some 40 minutes; resumes)
