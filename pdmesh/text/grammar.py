@@ -82,7 +82,10 @@ def with_deep_stack(work: Callable[[], T]) -> T:
             threading.stack_size(before)
     thread.join()
     if errors:
-        raise errors[0]
+        try:
+            raise errors.pop()
+        finally:
+            del run  # with the error's traceback it would be a cycle, which keeps all that the callers hold
     return results[0]
 
 

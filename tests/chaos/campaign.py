@@ -109,7 +109,7 @@ class Campaign:
             if struck := await fault.strike():
                 await asyncio.sleep(planned.hold_s)
             await fault.mend()
-        serving_s = await self._mesh.until_serving(victim, former_epoch=former_epoch)
+        serving_s = await self._mesh.until_serving(victim, former_epoch=former_epoch if struck else 0)
         if struck:
             self._dealt.append(
                 Dealt(

@@ -210,18 +210,17 @@ class ClockJump(Fault):
 class DiskFull(Fault):
     """No file of the process may grow: logs, shared memory. The limit is the process's own, so that no other one is struck."""
 
+    _former = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+
     async def strike(self) -> bool:
-        _limit_files(self.victim.member.pid, 0)
+        with contextlib.suppress(ProcessLookupError):
+            self._former = resource.prlimit(self.victim.member.pid, resource.RLIMIT_FSIZE)
+            resource.prlimit(self.victim.member.pid, resource.RLIMIT_FSIZE, (0, self._former[1]))
         return True
 
     async def mend(self) -> None:
-        _limit_files(self.victim.member.pid, resource.RLIM_INFINITY)
-
-
-def _limit_files(pid: int, size: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)[1]
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, hard))
+        with contextlib.suppress(ProcessLookupError):
+            resource.prlimit(self.victim.member.pid, resource.RLIMIT_FSIZE, self._former)
 
 
 class OutOfMemory(Fault):
@@ -267,7 +266,7 @@ class RankKill(Fault):
 
 
 def children_of(pid: int) -> list[int]:
-    """Process ids of the children of a process, of any of its threads (Linux)."""
+    """Return the process ids of the children of a process, of any of its threads (Linux)."""
     return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
 
 
@@ -283,7 +282,8 @@ class Unplugged(Fault):
 
 
 class Partition(Fault):
-    """The victim and one other host do not reach each other."""
+    """The victim and one other host do not reach each other. The other one, which may be the one that is spared, is well: all
+    others reach it."""
 
     ways = 2
 
@@ -303,6 +303,8 @@ class Partition(Fault):
 
 
 class OneWay(Partition):
+    """What one of the two sends does not reach the other."""
+
     ways = 1
 
 
@@ -328,7 +330,7 @@ KINDS: dict[Kind, type[Fault]] = {
     Kind.PARTITION: Partition,
     Kind.ONE_WAY: OneWay,
 }
-ENDS_PROCESS = frozenset({Kind.KILL, Kind.RESTART, Kind.RANK_KILL})
+ENDS_PROCESS = frozenset({Kind.KILL, Kind.RESTART, Kind.RANK_KILL, Kind.OUT_OF_MEMORY})
 _OF_REDIS = frozenset({Kind.REDIS_STOP, Kind.REDIS_EMPTY, Kind.REDIS_RESTART})
 _OF_SHM = frozenset({Kind.SHM_FULL})
 

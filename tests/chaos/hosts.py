@@ -1,7 +1,7 @@
 """Hosts on one machine: each process in a network namespace of its own, all of them on one bridge; and control groups of memory.
 
 The process that runs this is in a namespace of its own as well (`in_namespace`), where it may do as it likes: nothing of the
-machine's own network is touched, and all of it is gone when the last process has ended.
+machine's own network is touched. A host is held by a process that ends with us, and is gone with it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import time
 import uuid
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,8 @@ _PREFIX = "10.77.0"
 _HUB = f"{_PREFIX}.1"
 _BRIDGE = "bridge"
 _NOWHERE = "02:00:00:00:00:00"
-"""A hardware address that nobody has: what is sent to it does not arrive, and the sender is not told."""
+"""A hardware address that no host has: what is sent to it does not arrive, and the sender is not told."""
+_ENDS_WITH_US = ("setpriv", "--pdeathsig", "KILL", "--")
 GROUPS = Path("/sys/fs/cgroup")
 GROUP_BYTES = 16 << 10
 
@@ -35,11 +37,12 @@ def in_namespace(command: Sequence[str]) -> list[str]:
 
 
 def can_have_namespaces() -> bool:
-    """Whether this machine has the programs, and lets us."""
-    if not all(shutil.which(program) for program in ("unshare", "nsenter", "ip")):
+    """Return whether this machine has the programs, and lets us make bridges and pairs of interfaces."""
+    if not all(shutil.which(program) for program in ("unshare", "nsenter", "setpriv", "ip")):
         return False
-    probe = in_namespace(["ip", "link", "add", "probe", "type", "bridge"])
-    return subprocess.run(probe, capture_output=True, check=False).returncode == 0
+    probes = (["type", "bridge"], ["type", "veth", "peer", "name", "peer"])
+    commands = [in_namespace(["ip", "link", "add", "probe", *probe]) for probe in probes]
+    return all(subprocess.run(command, capture_output=True, check=False).returncode == 0 for command in commands)
 
 
 def _run(*command: str) -> None:
@@ -52,6 +55,7 @@ class Hosts:
     def __init__(self, names: Sequence[str]) -> None:
         self.address_of = {name: f"{_PREFIX}.{number}" for number, name in enumerate(names, start=10)}
         self._holders: dict[str, subprocess.Popen[bytes]] = {}
+        self._num_cuts: Counter[tuple[str, str]] = Counter()
         self._forwarder: asyncio.Server | None = None
 
     def start(self) -> None:
@@ -61,7 +65,7 @@ class Hosts:
         _run("ip", "addr", "add", f"{_HUB}/24", "dev", _BRIDGE)
         _run("ip", "link", "set", _BRIDGE, "up")
         for number, (name, address) in enumerate(self.address_of.items()):
-            holder = subprocess.Popen(["unshare", "--net", "--", "sleep", "infinity"])
+            holder = subprocess.Popen([*_ENDS_WITH_US, "unshare", "--net", "--", "sleep", "infinity"])
             self._holders[name] = holder
             self._until_apart(holder.pid)
             _run("ip", "link", "add", f"port{number}", "type", "veth", "peer", "name", "eth0", "netns", str(holder.pid))
@@ -97,13 +101,16 @@ class Hosts:
         _run("ip", "link", "set", self._port(name), "master", _BRIDGE)
 
     def cut(self, source: str, target: str) -> None:
-        """Let nothing that `source` sends reach `target`."""
+        """Let nothing that `source` sends reach `target`. Cuts of one pair add up."""
+        self._num_cuts[source, target] += 1
         address = self.address_of[target]
         self._within(source, "ip", "neigh", "replace", address, "lladdr", _NOWHERE, "dev", "eth0", "nud", "permanent")
 
     def heal(self, source: str, target: str) -> None:
-        """Take `cut` back."""
-        self._within(source, "ip", "neigh", "del", self.address_of[target], "dev", "eth0")
+        """Take one `cut` back."""
+        self._num_cuts[source, target] -= 1
+        if not self._num_cuts[source, target]:
+            self._within(source, "ip", "neigh", "del", self.address_of[target], "dev", "eth0")
 
     async def close(self) -> None:
         """End the forwarder and the hosts; idempotent. Namespaces end with their processes."""
@@ -114,12 +121,12 @@ class Hosts:
             holder.kill()
             holder.wait()
 
-    def _port(self, name: str) -> str:
-        return f"port{list(self.address_of).index(name)}"
-
     def enter(self, name: str) -> tuple[str, ...]:
         """Return what a command line begins with that runs on a host."""
         return ("nsenter", "--target", str(self._holders[name].pid), "--net", "--")
+
+    def _port(self, name: str) -> str:
+        return f"port{list(self.address_of).index(name)}"
 
     def _within(self, name: str, *command: str) -> None:
         _run(*self.enter(name), *command)
@@ -151,6 +158,7 @@ class MemoryGroup:
         """Make it. Raises OSError where that is not allowed."""
         parent = GROUPS / "memory" if (GROUPS / "memory").is_dir() else GROUPS
         self._parent, self._folder = parent, parent / f"pdmesh-chaos-{uuid.uuid4().hex[:8]}"
+        self._former = parent
         self._folder.mkdir()
         limit = "memory.limit_in_bytes" if parent != GROUPS else "memory.max"
         try:
@@ -161,19 +169,34 @@ class MemoryGroup:
 
     def take(self, pid: int) -> None:
         """Move a process into it."""
+        self._former = self._group_of(pid)
         (self._folder / "cgroup.procs").write_text(str(pid))
 
     def close(self) -> None:
-        """Move what lives back, and end the group."""
-        for pid in (self._folder / "cgroup.procs").read_text().split():
-            with contextlib.suppress(OSError):
-                (self._parent / "cgroup.procs").write_text(pid)
-        with contextlib.suppress(OSError):
-            self._folder.rmdir()
+        """Move what lives back to where it was, and end the group. Raises OSError where it does not end within a second."""
+        for tries_left in reversed(range(100)):
+            for pid in (self._folder / "cgroup.procs").read_text().split():
+                with contextlib.suppress(OSError):
+                    (self._former / "cgroup.procs").write_text(pid)
+            try:
+                self._folder.rmdir()
+                break
+            except OSError:  # what the kernel kills takes a moment to leave
+                if not tries_left:
+                    raise
+                time.sleep(0.01)
+
+    def _group_of(self, pid: int) -> Path:
+        """Return the group that a process is in."""
+        for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers == ("memory" if self._parent != GROUPS else ""):
+                return self._parent / path.lstrip("/")
+        return self._parent
 
     @classmethod
     def is_allowed(cls) -> bool:
-        """Whether there are such groups here, for us."""
+        """Return whether there are such groups here, for us."""
         try:
             cls().close()
         except OSError:

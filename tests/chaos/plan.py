@@ -124,7 +124,7 @@ def role_of(state: str) -> str | None:
 
 
 def states_of(kind: Kind) -> tuple[str, ...]:
-    """At which states it is dealt."""
+    """Return the states at which a kind is dealt."""
     if kind is Kind.RANK_KILL:
         return (ANY_MOMENT,)
     if kind in NETWORK_KINDS:

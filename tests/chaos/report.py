@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.harness import Figure
 from tests.chaos import plan
-from tests.chaos.plan import BASE_KINDS, STATES, Kind
+from tests.chaos.plan import BASE_KINDS, LIMIT_KINDS, NETWORK_KINDS, STATES, Kind
 from tests.chaos.record import Dealt, Round, Tally
 
 REAL_MODEL = "smollm2"
@@ -18,6 +18,8 @@ BUSY = "busy"
 """Ends the names of campaigns on a machine that computes something else as well."""
 BUSY_FACTOR = 3
 MAX_SERVING_S = 1.0
+_OF_THEIR_OWN = (*LIMIT_KINDS, *NETWORK_KINDS, Kind.RANK_KILL)
+"""Kinds with a campaign of their own: a mesh of pairs, or of hosts."""
 _OF_REDIS = (Kind.REDIS_STOP, Kind.REDIS_EMPTY, Kind.REDIS_RESTART)
 
 
@@ -64,6 +66,7 @@ def figures(rounds: Sequence[Round], kinds: Sequence[Kind] = BASE_KINDS, goals: 
         ("faults of the kind that has fewest", min((by_kind[kind] for kind in kinds), default=0), "faults", goals.of_kind),
         ("faults of the kind and state that have fewest", _fewest(by_cell, kinds), "faults", goals.of_cell),
         ("faults on SmolLM2", on_real, "faults", goals.on_real_model),
+        *((f"faults: {kind}", by_kind[kind], "faults", goals.of_kind) for kind in _OF_THEIR_OWN if goals is OWN_GOALS),
     ]
     zeros = [
         ("wrong tokens", seen.num_wrong, "tokens"),
@@ -145,10 +148,8 @@ def _times_of(rounds: Sequence[Round], goals: Goals, factor: float, where: str) 
     if serving:
         name = f"longest time from a restarted worker's being ready to its serving{where}"
         found.append(Figure(name, round(max(serving), 3), "s", "lower", goal=f"<= {MAX_SERVING_S * factor:g}"))
-    if beside := _with_redis(rounds):
-        name = (
-            f"the same where Redis was there meanwhile: without it nobody learns of a new address ({len(beside)} starts){where}"
-        )
+    if beside := _starts_with_redis(rounds):
+        name = f"the same where no fault of Redis lasted, which tells of new addresses ({len(beside)} starts){where}"
         found.append(Figure(name, round(max(beside), 3), "s", "lower", goal=f"<= {MAX_SERVING_S * factor:g}"))
     for kind, role, victim, goal_s in (
         (Kind.KILL, "decode", "SIGKILL of a decode worker", goals.stall_s),
@@ -167,7 +168,7 @@ def _times_of(rounds: Sequence[Round], goals: Goals, factor: float, where: str) 
     return found
 
 
-def _with_redis(rounds: Sequence[Round]) -> list[float]:
+def _starts_with_redis(rounds: Sequence[Round]) -> list[float]:
     """From ready to serving, of processes beside whose start no fault of Redis lasted."""
     found = []
     for each in rounds:

@@ -96,7 +96,7 @@ def limits_stage(model: Path, seed: int) -> Stage:
 
 
 def pairs_stage(model: Path, seed: int) -> Stage:
-    """Workers of two processes each, which speculate; a third of what is asked has a grammar or a tool."""
+    """Workers of two processes each, which speculate; half of what is asked has a grammar or a tool."""
     of_ranks = make_plan(seed, PAIR_FAULTS // 2, (Kind.RANK_KILL,))
     others = make_plan(seed, PAIR_FAULTS // 2, (Kind.KILL, Kind.STOP, Kind.RESTART, Kind.RESET, Kind.BLACK_HOLE, Kind.SLOW))
     mixed = [fault for pair in zip(of_ranks, others, strict=True) for fault in pair]
@@ -270,12 +270,17 @@ def _on_hosts(arguments: argparse.Namespace, progress: Progress) -> int:
         say("no hosts: this machine has no network namespaces for us, or no `ip`, `unshare` and `nsenter`")
         return 0
     argv = [sys.executable, "-m", "tests.chaos", "--seed", str(arguments.seed), "--seconds", str(arguments.seconds)]
-    code = subprocess.run(in_namespace(argv), env={**os.environ, HOSTS_VARIABLE: "1"}, check=False).returncode
+    with subprocess.Popen(in_namespace(argv), env={**os.environ, HOSTS_VARIABLE: "1"}) as process:
+        try:
+            code = process.wait()
+        except KeyboardInterrupt:  # the terminal has told it as well
+            code = process.wait()
     progress.read_again()
     return code
 
 
 def _run_hosts(arguments: argparse.Namespace, progress: Progress) -> int:
+    """Run the stage of hosts in this process, which is in a namespace of its own. Returns the exit code."""
     tiny = make_tiny_model(cache_folder() / "chaos" / CAMPAIGNS[DEFAULT_ENGINE].tiny_model)
     stage, until = hosts_stage(tiny, arguments.seed + 4), time.monotonic() + arguments.seconds
     try:
@@ -294,12 +299,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     progress = Progress(f"{numbers.prefix}{name}"[:120], fresh=arguments.fresh)
     if os.environ.get(HOSTS_VARIABLE):
         return _run_hosts(arguments, progress)
+    code = 0
     try:
         began = time.monotonic()
         asyncio.run(_run(arguments, kinds, progress))
         if _is_whole(arguments) and arguments.engine == DEFAULT_ENGINE:
             arguments.seconds -= time.monotonic() - began
-            _on_hosts(arguments, progress)
+            code = _on_hosts(arguments, progress)
     except KeyboardInterrupt:
         say(f"stopped; the same command goes on from {progress.path}")
     for line in report.lines(progress.rounds):
@@ -309,7 +315,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.engine == DEFAULT_ENGINE and arguments.seconds == float("inf"):
             figures += cost_figures(ensure_model("smollm2-135m-instruct", say))
         write(numbers.results, figures, seed=arguments.seed, report=report.tables(progress.rounds))
-    return 1 if report.failures(progress.rounds) else 0
+    return 1 if code or report.failures(progress.rounds) else 0
 
 
 if __name__ == "__main__":

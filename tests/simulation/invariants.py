@@ -68,7 +68,7 @@ def _problem_of_write(push: Any) -> str:
             else f"a part was written into {target.reservation_id}, which has been released"
         )
     at = record.reservation
-    attempt = push.hello.attempt  # as the sender says: whoever let it in may have taken it for another
+    attempt = push.hello.attempt  # as the sender says: the receiver may have taken it for another
     is_right = at.state.value == "receiving" and at.attempt == attempt
     if is_right or at.state.value == "reserved":
         return ""
@@ -103,9 +103,9 @@ def ejected_for_ever(router: Router) -> list[str]:
     health = router.core.health_recorder.health
     most_s = health.limits.max_ejection_s * (1 + health.limits.jitter)
     return [
-        f"{worker} is left out as {role.value} for {breaker.until - breaker.opened_at:.0f} s"
+        f"{worker} is left out as {role.value} for longer than {most_s:.0f} s"
         for (worker, role), breaker in health._breakers.items()
-        if breaker.state.value == "open" and breaker.until - breaker.opened_at > most_s
+        if worker in health.ejected(role, [worker, ("another", 0)], breaker.opened_at + most_s)
     ]
 
 

@@ -1,7 +1,7 @@
 """Bugs put in on purpose: a simulation that does not find them proves nothing.
 
 Each is a function that changes the product in this process, before a run. There are none behind a second line of defence, where
-nobody would see the difference: a lease that never expires, for one, since a router's silence frees what its leases would; a
+no run shows the difference: a lease that never expires, for one, since a router's silence frees what its leases would; a
 transfer or a broken stream that is never given up, since the router cancels it, or loses the worker, at its silence; tokens that
 are dropped instead of held back, since a stream repeats them from where it broke; a block of the prefix cache that is published
 while it is computed, since the step that fills it runs before another one reads it.

@@ -1,5 +1,5 @@
 """Agents over Anthropic's Messages and OpenAI's Responses: a tool that must be called, then an answer to what it told. Half of
-them are streamed; a turn's answer is compared with the first that anyone got to it. Embeddings, too."""
+them are streamed; a turn's answer is compared with the first one to it. Embeddings, too."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class Agents:
         first = self._first.setdefault(f"{name} {number} {turn}", told)
         self._ledger.num_compared += 1
         if told != first:
-            self._ledger.problem(name, f"question {number}, turn {turn}: {told!r}, but somebody got {first!r}")
+            self._ledger.problem(name, f"question {number}, turn {turn}: {told!r}, at first it was {first!r}")
 
 
 def _question(number: int) -> str:

@@ -136,7 +136,7 @@ def has_lapsed(error: BaseException) -> bool:
 
 
 def is_hopeless(error: BaseException) -> bool:
-    """A first token that is predicted after the request's deadline: whoever waits for it holds up others for nothing."""
+    """A first token that is predicted after the request's deadline: to wait for it would hold up others for nothing."""
     is_exhausted = isinstance(error, MeshError) and error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     return is_exhausted and "deadline: the first token is predicted" in str(error)
 

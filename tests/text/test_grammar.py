@@ -255,8 +255,17 @@ def test_what_is_forgotten_is_gone_at_once(of_bytes: GrammarCompiler) -> None:
         gone = weakref.ref(compiled), weakref.ref(compiled._origin), weakref.ref(compiled._source)
         del compiled, matcher
         assert [each() for each in gone] == [None, None, None]
+        before = _num_compiled()
+        for number in range(5):
+            with pytest.raises(ValueError, match=r"."):
+                of_bytes.compile("regex", f"a{{9000{number}}}")
+        assert _num_compiled() == before
     finally:
         gc.enable()
+
+
+def _num_compiled() -> int:
+    return sum(type(each) is CompiledGrammar for each in gc.get_objects())
 
 
 def test_what_is_remembered_is_bounded(of_bytes: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:

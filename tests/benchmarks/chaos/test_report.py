@@ -61,7 +61,7 @@ def test_starts_beside_a_fault_of_redis_are_told_apart() -> None:
     redis = dealt(2, 4.5, 5.2, Kind.REDIS_STOP, "redis")
     faults = [start(0, 1.0, 0.5), start(1, 5.0, 7.0), redis]
     found = {figure.name: figure.value for figure in report.figures([replace(a_round(), dealt=faults)])}
-    values = [value for name, value in found.items() if "serving" in name or "Redis was there" in name]
+    values = [value for name, value in found.items() if "serving" in name or "no fault of Redis" in name]
     assert values == [7.0, 0.5]
 
 
