@@ -4,7 +4,8 @@ Each is a function that changes the product in this process, before a run. There
 no run shows the difference: a lease that never expires, for one, since a router's silence frees what its leases would; a
 transfer or a broken stream that is never given up, since the router cancels it, or loses the worker, at its silence; tokens that
 are dropped instead of held back, since a stream repeats them from where it broke; a block of the prefix cache that is published
-while it is computed, since the step that fills it runs before another one reads it.
+while it is computed, since the step that fills it runs before another one reads it; a Cancel that comes before its Submit and is
+forgotten, since the router ends the Submit, too.
 """
 
 from __future__ import annotations
@@ -62,13 +63,6 @@ def blocks_are_freed_under_a_writer() -> None:
         return None
 
     put(Receiver, "quiesce", quiesce)
-
-
-@mutant
-def an_early_cancel_is_forgotten() -> None:
-    from decode_service import requests
-
-    put(requests.Tombstones, "note_early_cancel", lambda self, request_id, now: None)
 
 
 @mutant

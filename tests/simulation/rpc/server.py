@@ -14,6 +14,9 @@ from tests.simulation.rpc.calls import CANCEL, CREDIT, END, MESSAGE, OPEN, STATU
 from tests.simulation.rpc.client import Channel
 from tests.simulation.world import current_process
 
+LATE_CALL_S = 0.005
+"""How much later than calls behind it one may begin."""
+
 
 class Server:
     """A gRPC server of a process."""
@@ -243,7 +246,10 @@ class ServerCall:
         self.abandon(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", tell=True)
 
     async def _run(self) -> None:
+        rng = self._server.network.world.rng
         try:
+            if not rng.getrandbits(4):  # calls of one connection begin in any order
+                await asyncio.sleep(rng.random() * LATE_CALL_S)
             handler = await self._server.handler(self._path, self._metadata)
             if handler is None:
                 self._end(grpc.StatusCode.UNIMPLEMENTED, "Method not found!", ())
