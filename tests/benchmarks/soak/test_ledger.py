@@ -108,7 +108,7 @@ def test_a_run_that_was_cut_short_is_a_problem() -> None:
 @pytest.mark.parametrize(
     ("run", "problem"),
     [
-        (_soak(fds=40), "open files went from 20 to 40"),
+        (_soak(fds=40), "open files of router-0 went from 20 to 40"),
         (_soak(leak_mb=1.0), "grows by 5.00 MB"),
         (_soak(refused=0), "no burst was refused"),
     ],
