@@ -116,8 +116,8 @@ def _lead(model: PreTrainedModel, job: Job, choice: int, answer: Sequence[int]) 
 
 async def guided_jobs(folder: Path, seed: int, count: int, flags: Sequence[str]) -> list[Job]:
     """`count` jobs whose answers are held to a grammar, or are calls of a tool. What is right is what a mesh of one worker says
-    with these flags that computes its prompts itself, without speculation. Few tokens fit a grammar: whether
-    two of them are so near to each other that the order of a sum decides is not looked for."""
+    with these flags that computes its prompts itself, without speculation. Few tokens fit a grammar: whether two of them are so
+    near to each other that the order of a sum decides is not looked for."""
     rng = random.Random(f"guided {seed}")
     drawn = [_draw_guided(rng, number) for number in range(count)]
     config = LocalMeshConfig(

@@ -267,7 +267,7 @@ def _on_hosts(arguments: argparse.Namespace, progress: Progress) -> int:
     """Run the stage of hosts, in a namespace of its own, and take in its rounds. Returns the exit code, 0 where there can be no
     namespaces."""
     if not can_have_namespaces():
-        say("no hosts: this machine has no network namespaces for us, or no `ip`, `unshare` and `nsenter`")
+        say("no hosts: this machine has no network namespaces for us, or no `ip`, `unshare`, `nsenter` and `setpriv`")
         return 0
     argv = [sys.executable, "-m", "tests.chaos", "--seed", str(arguments.seed), "--seconds", str(arguments.seconds)]
     with subprocess.Popen(in_namespace(argv), env={**os.environ, HOSTS_VARIABLE: "1"}) as process:
