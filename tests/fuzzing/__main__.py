@@ -21,6 +21,7 @@ from typing import Any
 
 from tests.fuzzing import corpus
 from tests.fuzzing.targets import LIMIT_S, TARGETS, Target, run_one
+from tests.simulation.run import with_fixed_hashes
 
 PACKAGES = ["pdmesh", "router", "kvtransfer", "decode_service", "prefill_service"]
 MEMORY_MB = 4096
@@ -40,6 +41,8 @@ class Searched:
 
 def main(argv: list[str] | None = None) -> int:
     options = _options(argv)
+    if options.child or options.replay or options.kept:
+        with_fixed_hashes("tests.fuzzing", sys.argv[1:] if argv is None else argv)
     if options.child:
         return _search_here(TARGETS[options.child], options.arguments)
     if options.replay:
@@ -47,12 +50,26 @@ def main(argv: list[str] | None = None) -> int:
         run, refusals = TARGETS[name].make()
         run_one(run, refusals, base64.b64decode(data))
         return 0
+    if options.kept:
+        run_kept(TARGETS[options.kept])
+        return 0
     names = options.only.split(",") if options.only else list(TARGETS)
     with ThreadPoolExecutor(options.jobs) as threads:
         found = list(threads.map(lambda name: search(TARGETS[name], options.seconds), names))
     if not options.only:
         _write_results(found, options.seconds)
     return int(any(each.broken for each in found))
+
+
+def run_kept(target: Target) -> None:
+    """Run the seeds of a target and the inputs that are kept, in this process. Raises what they raise."""
+    run, refusals = target.make()
+    for data in (*target.seeds, *corpus.read(target.name)):
+        try:
+            run_one(run, refusals, data)
+        except BaseException:
+            _say(f"    python -m tests.fuzzing --replay {target.name}:{base64.b64encode(data).decode()}")
+            raise
 
 
 def search(target: Target, seconds: float) -> Searched:
@@ -132,6 +149,7 @@ def _options(argv: list[str] | None) -> Any:
     parser.add_argument("--only", default="", help=f"of {','.join(TARGETS)}")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="targets that are searched at a time")
     parser.add_argument("--replay", default="", metavar="TARGET:BASE64", help="run one input")
+    parser.add_argument("--kept", default="", choices=["", *TARGETS], metavar="TARGET", help="run what is kept of a target")
     parser.add_argument("--child", default="", help=argparse.SUPPRESS)
     options, rest = parser.parse_known_args(argv)
     options.arguments = rest

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,6 +20,8 @@ from typing import Any, cast
 from pdmesh.third_party.kserve import grpc_service_pb2
 from pdmesh.third_party.vllm import vllm_engine_pb2
 from pdmesh.v1 import common_pb2, decode_pb2, mesh_pb2, transfer_pb2, worker_pb2
+from tests.fuzzing.mesh_calls import ROUTER_METHODS, WORKER_METHODS
+from tests.fuzzing.mesh_seeds import ROUTER_SEEDS, WORKER_SEEDS
 
 LIMIT_S = 10
 Run = Callable[[bytes], object]
@@ -34,17 +36,19 @@ class Target:
     name: str
     make: Callable[[], Made]
     seeds: tuple[bytes, ...] = (b"",)
+    is_alone: bool = False
+    """It changes its process, in which nothing else can run."""
 
 
 TARGETS: dict[str, Target] = {}
 
 
-def target(*seeds: bytes | str | dict[str, Any]) -> Callable[[Callable[[], Made]], None]:
+def target(*seeds: bytes | str | dict[str, Any], is_alone: bool = False) -> Callable[[Callable[[], Made]], None]:
     """Add a target under the name of its maker. A seed may be a JSON object."""
 
     def add(make: Callable[[], Made]) -> None:
         name = make.__name__.replace("_", "-")
-        TARGETS[name] = Target(name, make, tuple(map(_as_bytes, seeds)) or (b"",))
+        TARGETS[name] = Target(name, make, tuple(map(_as_bytes, seeds)) or (b"",), is_alone)
 
     return add
 
@@ -349,6 +353,28 @@ def rpc_submit() -> Made:
         loop.run_until_complete(validator.check(decode_pb2.SubmitRequest.FromString(data), now=1.0, received_ns=1))
 
     return run, (DecodeError, MeshError)
+
+
+# A router and a worker, with all that they remember between calls
+
+
+def _mesh(methods: Sequence[str]) -> Made:
+    from tests.simulation.run import prepare
+
+    prepare()
+    from tests.fuzzing.mesh_run import run
+
+    return partial(run, methods), ()
+
+
+@target(*WORKER_SEEDS, is_alone=True)
+def mesh_worker() -> Made:
+    return _mesh(WORKER_METHODS)
+
+
+@target(*ROUTER_SEEDS, is_alone=True)
+def mesh_router() -> Made:
+    return _mesh(ROUTER_METHODS)
 
 
 # The KV port, and Redis

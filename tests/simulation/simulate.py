@@ -79,14 +79,15 @@ class Run:
         invariants.install(self._fail)
         self.world.loop.set_exception_handler(self._on_exception)
         try:
-            self.world.run(self._main())
+            self.world.run(self.main())
         finally:
             machine.enter(None)
         return Outcome(
             self.scenario.seed, self.violations, self.world.digest, self.world.now_ns / SECOND, self.world.num_events, self.got
         )
 
-    async def _main(self) -> None:
+    async def main(self) -> None:
+        """Do what the scenario says, and look at what is left."""
         scenario = self.scenario
         sizes = {
             "num_blocks": scenario.num_blocks,
@@ -116,7 +117,7 @@ class Run:
         self.world.loop.grain_ns = QUIET_GRAIN_NS
         is_dropped = any(fault.kind == "drop" for fault in scenario.faults)
         await asyncio.sleep(QUIET_S + DROPPED_S if is_dropped else QUIET_S)
-        self._check_quiet()
+        self.check_quiet()
         self._check_answers()
 
     # Requests
@@ -227,7 +228,8 @@ class Run:
             for held in invariants.orphans(self.mesh.workers.values(), fault.targets[0]):
                 self._fail(f"{held} {invariants.ORPHANED_S:g} s after {fault.targets[0]} was gone")
 
-    def _check_quiet(self) -> None:
+    def check_quiet(self) -> None:
+        """Fail for everything that a process holds when nothing is left to do."""
         for member in self.mesh.members():
             self._violations_of(member)
         whole = [connection for connection in self.network.connections if not connection.is_severed]
