@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from typing import Literal, TextIO
 
 from pdmesh.runtime.config import ConfigError
+from pdmesh.runtime.log_handler import BackgroundHandler
 
 VARIABLE = "PDMESH_LOG"
 Format = Literal["text", "json"]
@@ -30,9 +31,10 @@ LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNI
 def configure(
     service: str, *, format_: Format = "text", env: Mapping[str, str] | None = None, stream: TextIO | None = None
 ) -> None:
-    """Send all logs to `stream` (stderr), naming `service`. Raises ConfigError for a PDMESH_LOG that cannot be read."""
+    """Send all logs to stderr, naming `service`; to `stream`, where one is given, at once. Raises ConfigError for a PDMESH_LOG that
+    cannot be read."""
     levels = parse_levels((os.environ if env is None else env).get(VARIABLE, ""))
-    handler = logging.StreamHandler(stream or sys.stderr)
+    handler = BackgroundHandler(sys.stderr.fileno()) if stream is None else logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter(service) if format_ == "json" else TextFormatter(service))
     logging.root.handlers[:] = [handler]
     for name, level in levels.items():

@@ -1,4 +1,4 @@
-"""One worker at one address: its identity, its load, and whether it is alive. Its Watch stream decides that, not the registry."""
+"""One worker at one address: its identity, its load, and whether it is alive. Its streams decide that, not the registry."""
 
 import asyncio
 import logging
@@ -21,6 +21,8 @@ from router.routing.worker_snapshot import WorkerSnapshot
 MIN_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 0.25
 UNUSABLE_RETRY_S = 1.0
+OTHER_STREAM_S = 0.005
+"""How much later the second stream of a connection or process that ended may break than the first."""
 TRANSIT_S = 0.2
 MAX_CONFIRMED = 256
 LATE_PERIODS = 2.5
@@ -33,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Incarnation:
-    """Hold a worker process as long as its Watch stream lives; `lost` is set when the stream ends or falls silent."""
+    """Hold a worker process as long as it is heard; `lost` is set when all of its streams have ended or are silent."""
 
     info: worker_pb2.WorkerInfo
     load: worker_pb2.LoadReport
@@ -162,6 +164,7 @@ class Worker:
         self._foreign: list[Dispatched] = []
         self._view: WorkerSnapshot | None = None
         self._stream_started = False
+        self._has_news = False  # since the Watch stream began
         self._refusal = ""
         self._task: asyncio.Task[None] | None = None
         self.lost_at: float = time.monotonic()
@@ -316,8 +319,19 @@ class Worker:
                 logger.exception("watching %s failed", self.address)
                 problem = f"internal error: {error}"
             backoff_s = MIN_BACKOFF_S if self.current is not None else min(MAX_BACKOFF_S, 2 * backoff_s)
+            if await self._speaks_elsewhere():
+                continue
             self._down(problem)
             await asyncio.sleep(backoff_s)
+
+    async def _speaks_elsewhere(self) -> bool:
+        """Return whether only the Watch stream broke, which had brought heartbeats: the worker's other stream goes on. Where the
+        process or the connection ended, both do, at about the same time."""
+        had_news, self._has_news = self._has_news, False
+        if self.current is None or not had_news or self.is_suspect:
+            return False
+        await asyncio.sleep(OTHER_STREAM_S)
+        return self.current is not None and self.decode_stream.attached and self.decode_stream.epoch == self.current.info.epoch
 
     async def _session(self) -> None:
         """Follow one incarnation, from its first heartbeat until the stream breaks, falls silent or shows another epoch."""
@@ -327,6 +341,8 @@ class Worker:
             logger.error("worker %s cannot be used: its GetInfo says that %s", self.address, problem)
             await asyncio.sleep(UNUSABLE_RETRY_S)
             return
+        if self.current is not None and info.epoch != self.current.info.epoch:
+            self._down("it was restarted")
         info.address = self.address
         call = self._control.Watch(worker_pb2.WatchRequest(period_ms=self._report_period_ms))
         self._watch = call
@@ -353,6 +369,7 @@ class Worker:
                 return
             if self.current is None:
                 self._up(Incarnation(info, load, time.monotonic()))
+            self._has_news = True
             self._report(load)
 
     def _up(self, incarnation: Incarnation) -> None:

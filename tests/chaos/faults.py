@@ -223,6 +223,34 @@ class DiskFull(Fault):
             resource.prlimit(self.victim.member.pid, resource.RLIMIT_FSIZE, self._former)
 
 
+class SlowDisk(Fault):
+    """Whoever keeps the process's log writes none of it for a while, and the pipe to them is full."""
+
+    _reading: asyncio.ReadTransport | None = None
+
+    async def strike(self) -> bool:
+        self._reading = self.victim.log_pipe()
+        with contextlib.suppress(FileNotFoundError):
+            self._reading.pause_reading()
+            fill_pipe(f"/proc/{self.victim.member.pid}/fd/2")
+        return True
+
+    async def mend(self) -> None:
+        if self._reading is not None and not self._reading.is_closing():
+            self._reading.resume_reading()
+
+
+def fill_pipe(path: str) -> None:
+    """Write into a pipe until it takes no more."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+    try:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(descriptor, b".\n")
+    finally:
+        os.close(descriptor)
+
+
 class OutOfMemory(Fault):
     """A control group that has next to no memory left. Not dealt where the process needs none meanwhile."""
 
@@ -324,6 +352,7 @@ KINDS: dict[Kind, type[Fault]] = {
     Kind.REDIS_RESTART: RedisRestart,
     Kind.CLOCK: ClockJump,
     Kind.DISK_FULL: DiskFull,
+    Kind.SLOW_DISK: SlowDisk,
     Kind.OUT_OF_MEMORY: OutOfMemory,
     Kind.RANK_KILL: RankKill,
     Kind.UNPLUGGED: Unplugged,

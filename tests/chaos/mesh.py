@@ -161,6 +161,12 @@ class Victim:
     clock: Clock
     links: dict[LinkName, Link]
 
+    def log_pipe(self) -> asyncio.ReadTransport:
+        """Return our end of the pipe that its log comes through."""
+        pipe = self.member._latest._started._transport.get_pipe_transport(2)  # type: ignore[attr-defined]  # asyncio shows no way
+        assert isinstance(pipe, asyncio.ReadTransport)
+        return pipe
+
 
 class ChaosMesh:
     """Use as an async context manager. `unexpected` lists deaths that nobody caused; what dies stays dead until `restart`."""

@@ -1,5 +1,5 @@
 """`make chaos`: thousands of faults in meshes of a tiny model, the second one encrypted, some hundreds in one of SmolLM2, in one
-where each process has a host of its own, and in one of pairs that speculate and answer with grammars and tools; goes on where it
+where each process has a host of its own, in one whose logs stand still, and in one of pairs that speculate and answer with grammars and tools; goes on where it
 was stopped.
 
     python -m tests.chaos --seconds 600 --kinds kill,stop --seed 7
@@ -43,6 +43,7 @@ from tests.support.tiny_models import make_tiny_model
 TINY_FAULTS, REAL_FAULTS = 5070, 280  # 30 of each kind at each state; a quarter of the latter on a busy machine
 VLLM_TINY_FAULTS, VLLM_REAL_FAULTS = 440, 110  # a worker takes some 20 s to come back
 LIMIT_FAULTS = 280  # 10 of each kind at each state
+LOG_FAULTS = 220  # half of them of slow disks
 PAIR_FAULTS = 200  # 100 of ranks, the others of what strikes any worker
 HOST_FAULTS = 324  # 54 of each kind, of workers and of routers
 HOSTS_VARIABLE = "PDMESH_CHAOS_HOSTS"
@@ -95,13 +96,23 @@ def limits_stage(model: Path, seed: int) -> Stage:
     return replace(stage, name="tiny, limits")
 
 
+def logs_stage(model: Path, seed: int) -> Stage:
+    """Processes that nobody takes their lines from, while the others give them something to say."""
+    others = (Kind.KILL, Kind.RESTART, Kind.RESET, Kind.BLACK_HOLE)
+    stage = tiny_stage(model, _half_and_half(seed, LOG_FAULTS, (Kind.SLOW_DISK,), others))
+    return replace(stage, name="tiny, logs")
+
+
+def _half_and_half(seed: int, num_faults: int, kinds: Sequence[Kind], others: Sequence[Kind]) -> list[PlannedFault]:
+    """Return a plan of which every other fault is of `kinds`."""
+    pairs = zip(make_plan(seed, num_faults // 2, kinds), make_plan(seed, num_faults // 2, others), strict=True)
+    return [replace(fault, number=number) for number, fault in enumerate(fault for pair in pairs for fault in pair)]
+
+
 def pairs_stage(model: Path, seed: int) -> Stage:
     """Workers of two processes each, which speculate; half of what is asked has a grammar or a tool."""
-    of_ranks = make_plan(seed, PAIR_FAULTS // 2, (Kind.RANK_KILL,))
-    others = make_plan(seed, PAIR_FAULTS // 2, (Kind.KILL, Kind.STOP, Kind.RESTART, Kind.RESET, Kind.BLACK_HOLE, Kind.SLOW))
-    mixed = [fault for pair in zip(of_ranks, others, strict=True) for fault in pair]
-    plan = [replace(fault, number=number) for number, fault in enumerate(mixed)]
-    stage = tiny_stage(model, plan)
+    others = (Kind.KILL, Kind.STOP, Kind.RESTART, Kind.RESET, Kind.BLACK_HOLE, Kind.SLOW)
+    stage = tiny_stage(model, _half_and_half(seed, PAIR_FAULTS, (Kind.RANK_KILL,), others))
     flags = (*FLOAT32_FLAGS, "--tensor-parallel", "2", "--speculation", "auto")
     size = replace(stage.size, num_prefill=2, num_decode=2, engine_flags=flags, kv_memory_mb=2 * stage.size.kv_memory_mb)
     return replace(stage, name="tiny, pairs", size=size, num_clients=6, num_guided=NUM_JOBS // 2, min_lead=MIN_LEAD)
@@ -259,7 +270,8 @@ async def _run(arguments: argparse.Namespace, kinds: Sequence[Kind], progress: P
         for stage in (real_stage(real, plan[:most]), busy(real_stage(real, plan[most:]))):
             await run_stage(numbers.adapted(stage), progress, seed=arguments.seed, until=until)
     if _is_whole(arguments) and arguments.engine == DEFAULT_ENGINE:
-        for stage in (limits_stage(tiny, arguments.seed + 2), pairs_stage(tiny, arguments.seed + 3)):
+        seed = arguments.seed
+        for stage in (limits_stage(tiny, seed + 2), logs_stage(tiny, seed + 5), pairs_stage(tiny, seed + 3)):
             await run_stage(stage, progress, seed=arguments.seed, until=until)
 
 

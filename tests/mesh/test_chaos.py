@@ -1,5 +1,6 @@
 """The chaos suite at work: a dozen faults of all kinds in a mesh of a tiny model. `make chaos` deals thousands."""
 
+import asyncio
 import shutil
 import sys
 from pathlib import Path
@@ -8,9 +9,11 @@ import pytest
 
 from tests.chaos import report
 from tests.chaos.campaign import Campaign
+from tests.chaos.faults import SlowDisk
 from tests.chaos.load import Load, Sizes, make_jobs
 from tests.chaos.mesh import ChaosMesh, MeshSize
 from tests.chaos.plan import ANY_MOMENT, Kind, make_plan
+from tests.chaos.record import Round
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="needs 127.0.0.0/8, /proc and LD_PRELOAD"),
@@ -18,6 +21,27 @@ pytestmark = [
 ]
 
 MAX_HOLD_S = 1.5
+
+
+async def test_what_nobody_takes_from_a_log_stops_nothing(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pipes of all processes are full, and they have much to say."""
+    monkeypatch.setenv("PDMESH_LOG", "debug")
+    jobs = make_jobs(tiny, Sizes(prompt=(40, 120), output=(8, 32), first_id=1, last_id=250), seed=1, count=16)
+    mesh = ChaosMesh(MeshSize(tiny, num_prefill=1, num_decode=1, kv_memory_mb=16), tmp_path)
+    async with mesh:
+        [plan] = make_plan(5, 1, [Kind.SLOW_DISK])
+        faults = [SlowDisk(plan, victim, mesh) for victim in mesh.victims]
+        for fault in faults:
+            assert await fault.strike()
+        load = Load(mesh.routers, jobs, seed=1, num_clients=6)
+        async with load.running():
+            await asyncio.sleep(MAX_HOLD_S)
+        tally = load.take_tally()
+        for fault in faults:
+            await fault.mend()
+    assert report.failures([Round("test", 0, 1.0, [], [], tally)]) == []
+    assert mesh.left_behind() == []
+    assert tally.num_tokens > 500
 
 
 async def test_a_dozen_faults_cost_nobody_a_token(tiny: Path, tmp_path: Path) -> None:

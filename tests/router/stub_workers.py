@@ -58,6 +58,7 @@ class StubWorker(StubPrefill, decode_pb2_grpc.DecodeServiceServicer, worker_pb2_
     pause_at: int | None = None  # decode stops before the token with this index until `resume`
     submit_errors: list[MeshError] = field(default_factory=list)
     watch_mute: bool = False
+    num_watches_ended: int = 0
     frames_mute: bool = False
     full: bool = False
     draining: bool = False
@@ -71,6 +72,7 @@ class StubWorker(StubPrefill, decode_pb2_grpc.DecodeServiceServicer, worker_pb2_
     # What happened.
     submits: list[decode_pb2.SubmitRequest] = field(default_factory=list)
     submit_limits_s: list[float] = field(default_factory=list)
+    num_watches: int = 0
     cancels: list[str] = field(default_factory=list)
     attaches: list[decode_pb2.AttachRequest] = field(default_factory=list)
     contexts: list[SubmitContext | None] = field(default_factory=list)
@@ -152,7 +154,9 @@ class StubWorker(StubPrefill, decode_pb2_grpc.DecodeServiceServicer, worker_pb2_
         return self.info()
 
     async def Watch(self, request: worker_pb2.WatchRequest, context: object) -> AsyncIterator[worker_pb2.LoadReport]:
-        while True:
+        self.num_watches += 1
+        mine = self.num_watches
+        while mine > self.num_watches_ended:
             if not self.watch_mute:
                 yield self.load()
             await asyncio.sleep(request.period_ms / 1000)

@@ -165,6 +165,22 @@ async def test_a_worker_heard_on_one_stream_is_alive() -> None:
         await worker.kill()
 
 
+async def test_a_worker_whose_watch_breaks_is_alive_while_its_tokens_come() -> None:
+    worker = await StubWorker("d0", (DECODE,)).start()
+    async with running_fleet(worker.address, settings=PATIENT) as fleet:
+        await eventually(fleet.ready)
+        incarnation = fleet.workers[worker.address].current
+        assert incarnation is not None
+        for _ in range(3):
+            reported_at = incarnation.reported_at
+            await eventually(lambda before=reported_at: incarnation.reported_at > before)
+            worker.num_watches_ended = ended = worker.num_watches
+            await eventually(lambda number=ended: worker.num_watches > number)
+        assert fleet.workers[worker.address].current is incarnation
+        assert not incarnation.lost.is_set()
+        await worker.kill()
+
+
 async def test_a_prefill_worker_has_one_stream_and_is_lost_by_it() -> None:
     worker = await StubWorker("p0", (PREFILL,)).start()
     async with running_fleet(worker.address, settings=PATIENT) as fleet:

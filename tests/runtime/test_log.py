@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import fcntl
 import io
 import json
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
 
 from pdmesh.runtime import log
 from pdmesh.runtime.config import ConfigError
+from pdmesh.runtime.log_handler import BackgroundHandler
 
 
 @pytest.fixture(autouse=True)
@@ -95,6 +100,76 @@ def test_a_line_about_another_request_names_that_ones_trace() -> None:
 
     for own in ("", "def"):
         assert contextvars.copy_context().run(said_by_a_task_of, own) == ["abc", None, own or None]
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    """A pipe of 4096 bytes, as reader and writer."""
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    yield reader, writer
+    os.close(writer)
+    os.close(reader)
+
+
+def handler_on(writer: int, most_waiting: int) -> BackgroundHandler:
+    handler = BackgroundHandler(writer, most_waiting)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    return handler
+
+
+def record(text: str) -> logging.LogRecord:
+    return logging.LogRecord("x", logging.INFO, "", 0, text, None, None)
+
+
+def accounted_for(text: str) -> int:
+    """Return how many lines came or are said to be lost."""
+    whole = text[: text.rfind("\n") + 1].splitlines()
+    return sum(int(line.split()[0]) if "lost" in line else 1 for line in whole)
+
+
+def test_lines_are_written_in_order_by_the_time_of_a_flush(pipe: tuple[int, int]) -> None:
+    reader, writer = pipe
+    handler = handler_on(writer, 1000)
+    for number in range(50):
+        handler.handle(record(f"line {number}"))
+    handler.flush()
+    assert os.read(reader, 4096).decode().splitlines() == [f"line {number}" for number in range(50)]
+
+
+def test_nobody_waits_for_a_pipe_that_is_not_read_and_what_is_lost_is_counted(pipe: tuple[int, int]) -> None:
+    """Twenty kilobytes into a pipe of four: with a handler that writes itself this test would not end."""
+    reader, writer = pipe
+    handler = handler_on(writer, 30)
+    for number in range(200):
+        handler.handle(record(f"line {number}".ljust(99)))
+    got = ""
+    while accounted_for(got) < 200:
+        got += os.read(reader, 4096).decode()
+    assert "lost" in got and accounted_for(got) == 200
+    numbers = [int(line.split()[1]) for line in got.splitlines() if line.startswith("line")]
+    assert numbers == sorted(set(numbers)) and numbers[0] == 0
+    handler.handle(record("afterwards"))
+    handler.flush()
+    assert os.read(reader, 4096) == b"afterwards\n"
+
+
+def test_a_process_whose_log_stands_still_goes_on_and_ends(pipe: tuple[int, int]) -> None:
+    """Its exit code is its own: Python does not abort because a thread hangs in its standard error."""
+    _, writer = pipe
+    process = subprocess.run([sys.executable, "-c", CHATTY], stdout=subprocess.PIPE, stderr=writer, timeout=60, check=False)
+    assert (process.returncode, process.stdout) == (7, b"done\n")
+
+
+CHATTY = """
+import logging, sys
+from pdmesh.runtime import log
+log.configure("chatty", env={})
+for number in range(5000):
+    logging.getLogger("x").info("line %d", number)
+print("done", flush=True)
+sys.exit(7)
+"""
 
 
 async def _says(logger: logging.Logger) -> None:
