@@ -77,7 +77,7 @@ class Step:
 
 def steps_of(methods: Sequence[str], data: bytes) -> Iterator[Step]:
     """Yield the records of an input whose messages protobuf reads: gRPC refuses the others."""
-    pool = descriptor_pool.Default()  # type: ignore[no-untyped-call]
+    pool = descriptor_pool.Default()
     for _ in range(MOST_RECORDS):
         if len(data) < 5:
             return

@@ -15,7 +15,7 @@ TOKENS = common_pb2.TokenRequest(model="m", prompt_token_ids=[70] * 40, sampling
 IDENTITY = common_pb2.Identity(model="m")
 
 
-def _submit(mode: mesh_pb2.PrefillMode, request_id: str = "r") -> bytes:
+def _submit(mode: mesh_pb2.PrefillMode.ValueType, request_id: str = "r") -> bytes:
     submit = decode_pb2.SubmitRequest(
         request_id=request_id, router_id="a", attempt=1, mode=mode, epoch=5, identity=IDENTITY, request=TOKENS
     )
