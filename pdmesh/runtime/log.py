@@ -31,8 +31,8 @@ LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNI
 def configure(
     service: str, *, format_: Format = "text", env: Mapping[str, str] | None = None, stream: TextIO | None = None
 ) -> None:
-    """Send all logs to stderr, naming `service`; to `stream`, where one is given, at once. Raises ConfigError for a PDMESH_LOG that
-    cannot be read."""
+    """Send all logs to stderr, naming `service`; to `stream`, where one is given, at once. Raises ConfigError for a PDMESH_LOG
+    that cannot be read."""
     levels = parse_levels((os.environ if env is None else env).get(VARIABLE, ""))
     handler = BackgroundHandler(sys.stderr.fileno()) if stream is None else logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter(service) if format_ == "json" else TextFormatter(service))

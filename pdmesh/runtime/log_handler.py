@@ -20,8 +20,8 @@ RETRY_S = 0.05
 class BackgroundHandler(logging.Handler):
     """Format lines at once, and have a thread write them to a file descriptor, in order.
 
-    The process waits for the thread at its end, for `FLUSH_S` at most (`logging.shutdown` calls `flush`). It is the descriptor that
-    is written to, and not `sys.stderr`: a thread that hangs in there would have Python abort at its end."""
+    The process waits for the thread at its end, for `FLUSH_S` at most (`logging.shutdown` calls `flush`). It is the descriptor
+    that is written to, and not `sys.stderr`: a thread that hangs in there would have Python abort at its end."""
 
     def __init__(self, descriptor: int, most_waiting: int = MOST_WAITING) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """`make chaos`: thousands of faults in meshes of a tiny model, the second one encrypted, some hundreds in one of SmolLM2, in one
-where each process has a host of its own, in one whose logs stand still, and in one of pairs that speculate and answer with grammars and tools; goes on where it
-was stopped.
+where each process has a host of its own, in one whose logs stand still, and in one of pairs that speculate and answer with
+grammars and tools; goes on where it was stopped.
 
     python -m tests.chaos --seconds 600 --kinds kill,stop --seed 7
     python -m tests.chaos --engine vllm
