@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,7 @@ from pdmesh.v1 import decode_pb2
 from router.fleet.circuit_breaker import CircuitBreaker, HealthLimits, Role, State
 from router.fleet.decode_stream import StreamSettings
 from router.fleet.heartbeat import SilenceDetector, SilenceLimits, Watchdog
+from router.fleet.worker import Incarnation
 from tests.router.stub_workers import DECODE, PREFILL, StubWorker
 from tests.router.test_fleet import running_fleet
 from tests.support.waiting import eventually
@@ -165,6 +167,14 @@ async def test_a_worker_heard_on_one_stream_is_alive() -> None:
         await worker.kill()
 
 
+def has_news(incarnation: Incarnation, then: float) -> bool:
+    return incarnation.reported_at > then
+
+
+def watches_again(worker: StubWorker) -> bool:
+    return worker.num_watches > worker.num_watches_ended
+
+
 async def test_a_worker_whose_watch_breaks_is_alive_while_its_tokens_come() -> None:
     worker = await StubWorker("d0", (DECODE,)).start()
     async with running_fleet(worker.address, settings=PATIENT) as fleet:
@@ -173,9 +183,9 @@ async def test_a_worker_whose_watch_breaks_is_alive_while_its_tokens_come() -> N
         assert incarnation is not None
         for _ in range(3):
             reported_at = incarnation.reported_at
-            await eventually(lambda before=reported_at: incarnation.reported_at > before)
-            worker.num_watches_ended = ended = worker.num_watches
-            await eventually(lambda number=ended: worker.num_watches > number)
+            await eventually(partial(has_news, incarnation, reported_at))
+            worker.num_watches_ended = worker.num_watches
+            await eventually(partial(watches_again, worker))
         assert fleet.workers[worker.address].current is incarnation
         assert not incarnation.lost.is_set()
         await worker.kill()
