@@ -17,7 +17,7 @@ CODE := pdmesh pdmesh_vllm router prefill_service decode_service kvtransfer tool
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-vllm model kernels demo test lint types contracts stubs-fresh protos-lint unit simulated mesh test-thorough test-vllm test-k8s test-clients equality
-.PHONY: fuzz fuzz-parsers simulate chaos chaos-vllm bench-mesh bench-cpu bench-models bench-handoff bench-loadtest bench-profile bench-latency bench-clients bench-constrained bench-soak bench-capacity bench-router bench-autoscale bench-spec bench-sparsity bench-lora bench-observability bench-vllm bench-gpu train-heads stubs format clean
+.PHONY: fuzz fuzz-parsers simulate chaos chaos-vllm bench-mesh bench-cpu bench-models bench-handoff bench-loadtest bench-profile bench-latency bench-clients bench-constrained bench-soak bench-capacity bench-router bench-autoscale bench-spec bench-sparsity bench-lora bench-observability bench-vllm bench-kv bench-gpu train-heads stubs format clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -156,6 +156,9 @@ bench-models: $(READY) model kernels  ## every family: the tokens of transformer
 
 bench-handoff: $(READY) kernels  ## the hand-off between two processes, beside memcpy and iperf3
 	$(BIN)/python -m benchmarks.handoff
+
+bench-kv: $(READY) model kernels  ## conversations whose KV is fetched from where it is, and computed again (15 minutes)
+	$(BIN)/python -m benchmarks.kv
 
 bench-loadtest: $(READY)  ## what the load test reports about a server with known latencies, at 500 requests/s
 	$(BIN)/python -m benchmarks.loadtest

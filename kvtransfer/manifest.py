@@ -362,14 +362,14 @@ class Manifest:
             raise TransferRefused(grpc.StatusCode.DATA_LOSS, message, field="part_end")
         self._corrupt.add(part.part_id)
 
-    def check_complete(self, commit: transfer_pb2.TransferCommit, num_tokens: int) -> None:
-        """Raise TransferRefused unless everything has arrived and `commit` is for as many tokens."""
+    def check_complete(self, commit: transfer_pb2.TransferCommit, num_tokens: int, num_blocks: int | None = None) -> None:
+        """Raise TransferRefused unless everything has arrived, or the first `num_blocks`, and `commit` is for as many tokens."""
         if commit.num_tokens != num_tokens:
             raise refuse("commit.num_tokens", f"{commit.num_tokens}, but the reservation is for {num_tokens}")
         if self._under_way:
             raise refuse("commit.num_parts", f"parts {sorted(self._under_way)} are still being written")
         for layer, covered in enumerate(self._covered):
-            missing = covered.find(0, self.first_block)
+            missing = covered.find(0, self.first_block, num_blocks)
             if missing >= 0:
                 raise TransferRefused(
                     grpc.StatusCode.FAILED_PRECONDITION, f"layer {layer}, block {missing} was never sent", field="manifest"

@@ -77,6 +77,7 @@ class VllmEngine:
             self.memory, clear = stage(blocks, streams_of(self.device)), partial(zero, blocks)
         self.fp8_scales: FP8Scales = ()
         self.pacer = None
+        self.sharing = None  # its blocks are found by hashes of its own
         self.facts = facts_of(loaded)
         self.index = PrefixIndex()
         loaded.core.scheduler.kv_event_publisher = self.index

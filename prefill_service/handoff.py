@@ -23,6 +23,7 @@ from pdmesh.runtime.errors import DeadlineExceeded, ResourceExhausted
 from pdmesh.runtime.failpoints import hit_async
 from pdmesh.v1 import common_pb2, prefill_pb2
 from prefill_service.first_tokens import NO_SPANS, RETRY_DELAY_S, FirstTokens, FirstTokensSink, Spans
+from prefill_service.kv_pull import KVPuller
 
 STUCK_S = 0.5  # between two checks whether the engine is blocked
 MAX_PUSH_S = 60.0  # limit for a push that makes progress; a stuck one ends by the transport's own timeouts
@@ -40,6 +41,7 @@ class Assignment:
     deadline: float | None
     received_ns: int
     spans: Spans = NO_SPANS
+    holder: prefill_pb2.KVHolder | None = None
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class HandoffTools:
     notify_every: Callable[[int], None]  # sets the number of layers of a step between calls of `on_ready`
     pushed: Callable[[PushResult, int], None] = lambda result, exposed_ns: None  # called after each hand-off that succeeded
     longest_step_s: Callable[[], float] = lambda: 0.0  # how long a step of the engine may be expected to take
+    puller: KVPuller | None = None  # None: KV of other workers is not fetched
 
 
 class Handoff:
@@ -102,6 +105,8 @@ class Handoff:
 
     async def _prefill_and_push(self, sink: FirstTokensSink) -> None:
         await hit_async("prefill.accepted")
+        if self._tools.puller is not None and self._assignment.holder is not None:
+            await self._tools.puller.pull(self._assignment.engine_request, self._assignment.holder)
         if not await self._tools.engine.add(self._assignment.engine_request):
             raise ResourceExhausted("this worker's prefill queue is full", retry_delay_s=RETRY_DELAY_S)
         first = await self._first_tokens(sink)

@@ -58,13 +58,25 @@ class PrefillValidator:
         num_tokens = _num_kv_tokens(engine_request)
         self._check_reservation(request.reservation, num_tokens)
         _check_adapter(request.reservation, engine_request)
+        self._check_holder(request, num_tokens)
         return Assignment(
             engine_request=named(engine_request, engine_id),
             reservation=request.reservation,
             num_tokens=num_tokens,
             deadline=now + request.time_left_ms / 1000 if request.time_left_ms else None,
             received_ns=received_ns,
+            holder=request.holder if request.HasField("holder") else None,
         )
+
+    def _check_holder(self, request: prefill_pb2.PrefillRequest, num_tokens: int) -> None:
+        holder = request.holder
+        if not request.HasField("holder"):
+            return
+        for name, given in (("address", holder.address), ("epoch", holder.epoch)):
+            if not given:
+                raise InvalidArgument(f"holder.{name}", "missing")
+        if not 0 < holder.num_tokens < num_tokens:
+            raise InvalidArgument("holder.num_tokens", f"{holder.num_tokens} is not 1 to {num_tokens - 1}, fewer than asked for")
 
     def _check_reservation(self, reservation: common_pb2.Reservation, num_tokens: int) -> None:
         for name, given in (

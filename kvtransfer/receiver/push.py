@@ -47,7 +47,8 @@ class PushTarget:
     """Describe the target of an accepted push.
 
     block_ids are the pool ids of all blocks of the request, in order; those before index `first_block` are pinned prefix and are
-    neither sent nor written. num_tokens is the number of tokens whose KV must be in place at commit, prefix included.
+    neither sent nor written. num_tokens is the number of tokens whose KV must be in place at commit, prefix included; at most so
+    many where it may_be_shorter, whole blocks.
     """
 
     reservation_id: str
@@ -55,6 +56,7 @@ class PushTarget:
     block_ids: tuple[int, ...]
     first_block: int
     num_tokens: int
+    may_be_shorter: bool = False
 
 
 class ReceiverDelegate(Protocol):
@@ -182,11 +184,18 @@ class InboundPush:
         num_parts = sum(manifest.num_parts for manifest in manifests)
         if commit.num_parts != num_parts:
             raise refuse("commit.num_parts", f"{commit.num_parts}, but {num_parts} have arrived")
+        num_tokens, block_size = self._tokens_expected(commit), self.hello.layout.block_size
         for manifest in manifests:
-            manifest.check_complete(commit, self.target.num_tokens)
+            manifest.check_complete(commit, num_tokens, -(-num_tokens // block_size))
         num_bytes = sum(manifest.num_bytes for manifest in manifests)
         await self._delegate.commit_push(self.target, commit, num_bytes=num_bytes, transport=self.transport)
         self.ended = True
+
+    def _tokens_expected(self, commit: transfer_pb2.TransferCommit) -> int:
+        """Return the number of tokens that a right commit is for."""
+        target, block_size = self.target, self.host.layout.block_size
+        is_beginning = self._first_token < commit.num_tokens < target.num_tokens and not commit.num_tokens % block_size
+        return commit.num_tokens if target.may_be_shorter and is_beginning else target.num_tokens
 
     def _layouts_needed(self) -> list[Layout]:
         """Return the layouts of all ranks of the sender that hold any of our heads."""

@@ -22,11 +22,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
 from types import MappingProxyType
 
 from torch import Tensor
 
 from pdmesh.adapter_id import AdapterId
+from pdmesh.engine.block_sharing import BlockSharing
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.errors import IntegrityError
 from pdmesh.engine.hardware import cost_of
@@ -65,10 +68,12 @@ from pdmesh.engine.speculation.speculator import Bounds, Speculator
 # The integrity check of the blocks, cheap enough to run whenever the engine idles
 
 
-def check_integrity(pool: BlockPool, groups: Iterable[SequenceGroup], scheduler: Scheduler) -> None:
-    """Raise IntegrityError unless each block has as many references as sequences hold, and every sequence is in one place."""
+def check_integrity(blocks: BlockManager, groups: Iterable[SequenceGroup], scheduler: Scheduler) -> None:
+    """Raise IntegrityError unless each block has as many references as sequences and pins hold, and every sequence is in one
+    place."""
     groups = list(groups)
-    pool.check(Counter(block_id for group in groups for sequence in group.sequences for block_id in sequence.block_ids))
+    held = [sequence.block_ids for group in groups for sequence in group.sequences]
+    blocks.pool.check(Counter(chain.from_iterable((*held, *blocks.pinned.values()))))
     active = [sequence for group in groups if group.phase is Phase.ACTIVE for sequence in group.sequences]
     scheduled = scheduler.running + scheduler.waiting
     if len(scheduled) != len(active) or set(scheduled) != set(active):
@@ -171,6 +176,11 @@ class Engine:
             reserved = self._reservations.reserve(request)
             self.kv.reach(self._pool.highest_used)
             return reserved
+
+    @cached_property
+    def sharing(self) -> BlockSharing:
+        """Return what moves blocks of the prefix cache from and to other workers."""
+        return BlockSharing(self._table, self._allocator, self.reserve)
 
     def restate(self, request_id: str, request: EngineRequest) -> ReservedBlocks | None:
         """Return the same reservation for a request with more history, grown if it needs more blocks; None: no room, nothing
@@ -403,7 +413,7 @@ class Engine:
     def check_integrity(self) -> None:
         """Raise IntegrityError unless free + used == total and every reference is accounted for. Also runs whenever idle."""
         with self._lock:
-            check_integrity(self._pool, self._table, self._scheduler)
+            check_integrity(self._allocator, self._table, self._scheduler)
 
     def _adapters_in_use(self) -> Iterable[AdapterId | None]:
         return (group.request.adapter for group in self._table)

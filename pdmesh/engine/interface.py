@@ -11,7 +11,7 @@ before it releases what that computes; vLLM answers between steps. Results of st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
@@ -30,6 +30,32 @@ class ReservedBlocks:
     block_ids: tuple[int, ...]  # of the whole request, the cached prefix first
     num_cached_tokens: int  # whole blocks, fewer than num_tokens
     num_tokens: int  # tokens whose KV must be there before start()
+
+
+@dataclass(frozen=True)
+class ExpectedBlocks:
+    """Hold blocks whose KV another worker is to write: `reserved`, and the hashes of those that are not cached here, in order."""
+
+    reserved: ReservedBlocks
+    hashes: tuple[bytes, ...]
+
+
+class KVSharing(Protocol):
+    """Move blocks of the prefix cache from and to other workers. Any call may raise EngineStopped."""
+
+    async def expect(self, request: EngineRequest) -> ExpectedBlocks | None:
+        """Reserve blocks for the prompt of a request, whole blocks, which another worker has computed; None: no room now. The
+        caller releases the request. Raises InvalidRequest, RequestTooLarge, UnknownAdapter or DuplicateRequest."""
+
+    async def take_in(self, request_id: str, num_tokens: int) -> None:
+        """Add what has arrived to the prefix cache, the KV of the first `num_tokens` tokens. Raises UnknownRequest, InvalidState
+        or InvalidRequest (not so many were expected)."""
+
+    async def pin(self, pin_id: str, hashes: Sequence[bytes]) -> tuple[int, ...]:
+        """Keep the longest beginning of these blocks that is here, until `unpin`; return their ids. Raises InvalidRequest."""
+
+    async def unpin(self, pin_id: str) -> None:
+        """Let go of pinned blocks; idempotent."""
 
 
 class ServingEngine(Protocol):

@@ -63,6 +63,7 @@ class PrefillRequest(_message.Message):
     RESERVATION_FIELD_NUMBER: _builtins.int
     IDENTITY_FIELD_NUMBER: _builtins.int
     TIME_LEFT_MS_FIELD_NUMBER: _builtins.int
+    HOLDER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """request_id is unique in the mesh."""
     time_left_ms: _builtins.int
@@ -81,6 +82,10 @@ class PrefillRequest(_message.Message):
     def identity(self) -> _common_pb2.Identity:
         """identity of the decode worker."""
 
+    @_builtins.property
+    def holder(self) -> Global___KVHolder:
+        """holder of KV that the prefill worker may fetch in place of computing it. Absent means none is known."""
+
     def __init__(
         self,
         *,
@@ -89,14 +94,45 @@ class PrefillRequest(_message.Message):
         reservation: _common_pb2.Reservation | None = ...,
         identity: _common_pb2.Identity | None = ...,
         time_left_ms: _builtins.int = ...,
+        holder: Global___KVHolder | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "request", b"request", "reservation", b"reservation"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder", "identity", b"identity", "request", b"request", "reservation", b"reservation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "request", b"request", "request_id", b"request_id", "reservation", b"reservation", "time_left_ms", b"time_left_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder", "identity", b"identity", "request", b"request", "request_id", b"request_id", "reservation", b"reservation", "time_left_ms", b"time_left_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PrefillRequest: _TypeAlias = PrefillRequest  # noqa: Y015
+
+@_typing.final
+class KVHolder(_message.Message):
+    """KVHolder is a worker whose prefix cache has the KV of a request's first tokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """address of its gRPC server, host:port."""
+    epoch: _builtins.int
+    """epoch of it."""
+    num_tokens: _builtins.int
+    """num_tokens that it has, whole blocks."""
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "num_tokens", b"num_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KVHolder: _TypeAlias = KVHolder  # noqa: Y015
 
 @_typing.final
 class PrefillEvent(_message.Message):

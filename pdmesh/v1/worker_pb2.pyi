@@ -804,6 +804,78 @@ class UnloadAdapterResponse(_message.Message):
 Global___UnloadAdapterResponse: _TypeAlias = UnloadAdapterResponse  # noqa: Y015
 
 @_typing.final
+class SendBlocksRequest(_message.Message):
+    """SendBlocksRequest names blocks and where they go."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    HASHES_FIELD_NUMBER: _builtins.int
+    RESERVATION_FIELD_NUMBER: _builtins.int
+    IDENTITY_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """epoch of the worker that is asked, as the asking one knows it."""
+    @_builtins.property
+    def hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """hashes of blocks that follow each other in a prompt: those of the reservation behind its cached tokens, 1 to 65536. The longest
+        beginning that the worker has is sent.
+        """
+
+    @_builtins.property
+    def reservation(self) -> _common_pb2.Reservation:
+        """reservation on the worker that asks."""
+
+    @_builtins.property
+    def identity(self) -> _common_pb2.Identity:
+        """identity of the worker that asks."""
+
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        hashes: _abc.Iterable[_builtins.bytes] | None = ...,
+        reservation: _common_pb2.Reservation | None = ...,
+        identity: _common_pb2.Identity | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "reservation", b"reservation"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "hashes", b"hashes", "identity", b"identity", "reservation", b"reservation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SendBlocksRequest: _TypeAlias = SendBlocksRequest  # noqa: Y015
+
+@_typing.final
+class SendBlocksResponse(_message.Message):
+    """SendBlocksResponse tells what was sent."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    num_blocks: _builtins.int
+    """num_blocks of those that were asked for, the first ones."""
+    num_bytes: _builtins.int
+    """num_bytes that were moved."""
+    transport: _builtins.str
+    """transport that moved them."""
+    def __init__(
+        self,
+        *,
+        num_blocks: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+        transport: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_blocks", b"num_blocks", "num_bytes", b"num_bytes", "transport", b"transport"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SendBlocksResponse: _TypeAlias = SendBlocksResponse  # noqa: Y015
+
+@_typing.final
 class ListAdaptersRequest(_message.Message):
     """ListAdaptersRequest has no fields."""
 

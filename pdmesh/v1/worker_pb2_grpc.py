@@ -76,6 +76,11 @@ class WorkerControlStub:
                 request_serializer=pdmesh_dot_v1_dot_worker__pb2.ListAdaptersRequest.SerializeToString,
                 response_deserializer=pdmesh_dot_v1_dot_worker__pb2.AdapterList.FromString,
                 _registered_method=True)
+        self.SendBlocks = channel.unary_unary(
+                '/pdmesh.v1.WorkerControl/SendBlocks',
+                request_serializer=pdmesh_dot_v1_dot_worker__pb2.SendBlocksRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_worker__pb2.SendBlocksResponse.FromString,
+                _registered_method=True)
         self.ReleaseRetained = channel.unary_unary(
                 '/pdmesh.v1.WorkerControl/ReleaseRetained',
                 request_serializer=pdmesh_dot_v1_dot_worker__pb2.ReleaseRetainedRequest.SerializeToString,
@@ -146,6 +151,15 @@ class WorkerControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SendBlocks(self, request, context):
+        """SendBlocks pushes prompt blocks of the worker's prefix cache into a reservation on another worker, which takes them into its
+        own. It returns when they are there, or none of them. NOT_FOUND: the first of them is not here any more; RESOURCE_EXHAUSTED:
+        the worker sends as much as it may already; UNIMPLEMENTED: its engine cannot.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ReleaseRetained(self, request, context):
         """ReleaseRetained gives up what is retained for a session; idempotent.
         """
@@ -195,6 +209,11 @@ def add_WorkerControlServicer_to_server(servicer, server):
                     servicer.ListAdapters,
                     request_deserializer=pdmesh_dot_v1_dot_worker__pb2.ListAdaptersRequest.FromString,
                     response_serializer=pdmesh_dot_v1_dot_worker__pb2.AdapterList.SerializeToString,
+            ),
+            'SendBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.SendBlocks,
+                    request_deserializer=pdmesh_dot_v1_dot_worker__pb2.SendBlocksRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_worker__pb2.SendBlocksResponse.SerializeToString,
             ),
             'ReleaseRetained': grpc.unary_unary_rpc_method_handler(
                     servicer.ReleaseRetained,
@@ -419,6 +438,33 @@ class WorkerControl:
             '/pdmesh.v1.WorkerControl/ListAdapters',
             pdmesh_dot_v1_dot_worker__pb2.ListAdaptersRequest.SerializeToString,
             pdmesh_dot_v1_dot_worker__pb2.AdapterList.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SendBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdmesh.v1.WorkerControl/SendBlocks',
+            pdmesh_dot_v1_dot_worker__pb2.SendBlocksRequest.SerializeToString,
+            pdmesh_dot_v1_dot_worker__pb2.SendBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -56,6 +56,11 @@ class WorkerControlStub:
     """
     ListAdapters: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ListAdaptersRequest, _worker_pb2.AdapterList]
     """ListAdapters returns the adapters that requests may ask for."""
+    SendBlocks: _grpc.UnaryUnaryMultiCallable[_worker_pb2.SendBlocksRequest, _worker_pb2.SendBlocksResponse]
+    """SendBlocks pushes prompt blocks of the worker's prefix cache into a reservation on another worker, which takes them into its
+    own. It returns when they are there, or none of them. NOT_FOUND: the first of them is not here any more; RESOURCE_EXHAUSTED:
+    the worker sends as much as it may already; UNIMPLEMENTED: its engine cannot.
+    """
     ReleaseRetained: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ReleaseRetainedRequest, _worker_pb2.ReleaseRetainedResponse]
     """ReleaseRetained gives up what is retained for a session; idempotent."""
 
@@ -86,6 +91,11 @@ class WorkerControlAsyncStub(WorkerControlStub):
     """
     ListAdapters: _aio.UnaryUnaryMultiCallable[_worker_pb2.ListAdaptersRequest, _worker_pb2.AdapterList]  # type: ignore[assignment]
     """ListAdapters returns the adapters that requests may ask for."""
+    SendBlocks: _aio.UnaryUnaryMultiCallable[_worker_pb2.SendBlocksRequest, _worker_pb2.SendBlocksResponse]  # type: ignore[assignment]
+    """SendBlocks pushes prompt blocks of the worker's prefix cache into a reservation on another worker, which takes them into its
+    own. It returns when they are there, or none of them. NOT_FOUND: the first of them is not here any more; RESOURCE_EXHAUSTED:
+    the worker sends as much as it may already; UNIMPLEMENTED: its engine cannot.
+    """
     ReleaseRetained: _aio.UnaryUnaryMultiCallable[_worker_pb2.ReleaseRetainedRequest, _worker_pb2.ReleaseRetainedResponse]  # type: ignore[assignment]
     """ReleaseRetained gives up what is retained for a session; idempotent."""
 
@@ -161,6 +171,17 @@ class WorkerControlServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.AdapterList, _abc.Awaitable[_worker_pb2.AdapterList]]:
         """ListAdapters returns the adapters that requests may ask for."""
+
+    @_abc_1.abstractmethod
+    def SendBlocks(
+        self,
+        request: _worker_pb2.SendBlocksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.SendBlocksResponse, _abc.Awaitable[_worker_pb2.SendBlocksResponse]]:
+        """SendBlocks pushes prompt blocks of the worker's prefix cache into a reservation on another worker, which takes them into its
+        own. It returns when they are there, or none of them. NOT_FOUND: the first of them is not here any more; RESOURCE_EXHAUSTED:
+        the worker sends as much as it may already; UNIMPLEMENTED: its engine cannot.
+        """
 
     @_abc_1.abstractmethod
     def ReleaseRetained(

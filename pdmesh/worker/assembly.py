@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine
 
 from decode_service.request import DecodeSpans
 from decode_service.service import DecodeService, Dependencies
+from kvtransfer.receiver.delegates import Delegates
 from kvtransfer.receiver.receiver import Receiver
 from kvtransfer.sender.sender import Sender
 from kvtransfer.transports.grpc import SERVICE as PUSH_SERVICE
@@ -21,6 +22,7 @@ from pdmesh.runtime.addresses import join_address
 from pdmesh.runtime.config import ConfigError
 from pdmesh.runtime.process import new_epoch
 from pdmesh.runtime.registry.block_stream import MAX_NAMES, BlockStream
+from pdmesh.runtime.rpc.channel import WITHIN_MESH, Channels
 from pdmesh.runtime.rpc.mesh_secret import MeshSecret, is_loopback, open_secret
 from pdmesh.runtime.rpc.server import GrpcServer
 from pdmesh.runtime.rpc.tls import Tls, open_tls
@@ -41,6 +43,8 @@ from pdmesh.worker.roles import Role, RoleGate, roles_of
 from pdmesh.worker.step_dispatcher import StepDispatcher, StepSpans
 from pdmesh.worker.token_request import ServedModel, compiler_for
 from prefill_service.handoff import HandoffTools
+from prefill_service.kv_pull import KVPuller, PullTools
+from prefill_service.kv_send import BlockSender
 from prefill_service.service import PrefillServicer, PrefillValidator
 
 STREAM_END_GRACE_S = 2.0  # time for frames and responses that are on their way at the end
@@ -90,6 +94,9 @@ class Worker:
         tls, self.secret = open_tls(config.tls), open_secret(config.mesh_secret)
         _warn_if_open(config, tls, self.secret)
         self._sender = Sender(engine.memory, served_model.identity, served_model.layout, self.epoch, tls=tls, secret=self.secret)
+        self._channels = Channels(tls=tls, secret=self.secret, keepalive=WITHIN_MESH)
+        self.puller = self._kv_puller(served_model)
+        self._blocks = BlockSender(engine.sharing, self._sender, served_model.identity, served_model.layout, epoch=self.epoch)
         self.prefill = self._prefill_servicer(served_model)
         self.decode = DecodeService(config.decode_settings, self._dependencies(served_model))
         self._receiver = self._kv_receiver(served_model, tls)
@@ -129,6 +136,7 @@ class Worker:
             list_blocks=lambda: list_blocks(self._prefix_cache, self.epoch),
             keep_traces=self.tracing.keep,
             release_retained=self.engine.release_retained,
+            send_blocks=self._blocks.send,
             adapters=self.adapters,
         )
         add_decode = decode_pb2_grpc.add_DecodeServiceServicer_to_server
@@ -174,6 +182,7 @@ class Worker:
             await self.decode.abandon("the worker is stopping")
         await self._receiver.stop()
         await self._sender.close()
+        await self._channels.close()
         await self.engine.stop()
         self.engine.close()
         await self.metrics.stop()
@@ -214,10 +223,11 @@ class Worker:
 
     def _read_metrics(self, readings: Readings) -> None:
         expired = self.decode.keeper.num_expired
+        pulls = None if self.puller is None else self.puller.counts
         corrupt = {transport: self._receiver.num_corrupt[transport] for transport in self._config.transports}
         counts = self.engine.expert_counts()
         experts = None if counts is None else self._experts.take(counts, time.monotonic())
-        read(readings, Seen(self.load.stats, self.load.report(), self.engine.limits(), corrupt, expired, experts))
+        read(readings, Seen(self.load.stats, self.load.report(), self.engine.limits(), corrupt, expired, experts, pulls))
 
     def _background(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -246,6 +256,7 @@ class Worker:
             self.engine.notify_every,
             self.metrics.pushed,
             lambda: self.watch.longest_step_s(self.engine.facts.max_num_batched_tokens),
+            self.puller,
         )
         return PrefillServicer(
             PrefillValidator(served_model.identity, served_model.layout, served_model.translate),
@@ -254,6 +265,29 @@ class Worker:
             owns_requests=lambda: bool(self.decode.reservations.active),
             tracing=self.tracing,
             steps=self._spans.steps,
+        )
+
+    def _kv_puller(self, served_model: ServedModel) -> KVPuller | None:
+        """Return what fetches KV for prompts; None where it is switched off, or the engine cannot take it in."""
+        engine, memory = self.engine, self.engine.memory
+        if engine.sharing is None or self._config.kv_pull == "off":
+            return None
+        layout = served_model.layout
+        return KVPuller(
+            PullTools(
+                engine,
+                engine.sharing,
+                served_model.identity,
+                layout,
+                self.epoch,
+                endpoints=lambda: self._receiver.endpoints(),
+                quiesce=lambda reservation_id: self._receiver.quiesce(reservation_id),
+                channel=self._channels.get,
+                compute_s=lambda first, last: self.watch.prefill_s(first, last, engine.facts.max_num_batched_tokens),
+                bytes_per_token=2 * memory.num_layers * memory.bytes_per_layer_block / layout.block_size,
+                lease_s=self._config.lease_s,
+                is_forced=self._config.kv_pull == "always",
+            )
         )
 
     def _dependencies(self, served_model: ServedModel) -> Dependencies:
@@ -278,7 +312,7 @@ class Worker:
         config = self._config
         return Receiver(
             self.engine.memory,
-            self.decode.delegate,
+            Delegates(self.decode.delegate, self.puller),
             served_model.identity,
             served_model.layout,
             host=config.host,

@@ -67,6 +67,9 @@ def _listed(cpus: Sequence[int]) -> str:
     return ",".join(map(str, cpus))
 
 
+_KV_PULL_HELP = (
+    "fetch KV that another worker has, such as the decode worker of an earlier turn: where it is quicker, always, never"
+)
 _ROLES_HELP = "services that take requests at start: prefill, decode or both"
 _TRANSPORTS_HELP = "KV transports to offer; cuda_ipc: of pools on GPUs; nixl is one more, where its package is installed (RDMA)"
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
@@ -96,6 +99,7 @@ class WorkerConfig:
     stream_timeout_s: float = field(default=1.0, metadata={"help": "silence after which a router's stream counts as broken"})
     grace_s: float = field(default=2.0, metadata={"help": "how long a router may take to attach again"})
     report_period_s: float = field(default=0.2, metadata={"help": "period of load reports to routers"})
+    kv_pull: str = field(default="auto", metadata={"help": _KV_PULL_HELP, "choices": ("auto", "always", "off")})
     drain_grace_s: float = field(default=30.0, metadata={"help": "how long running requests may finish after SIGTERM"})
     cpus: tuple[int, ...] = field(default=(), metadata={"help": "cores of the engine's threads, such as 0,1; empty: any (Linux)"})
     tls: TlsConfig = field(default_factory=TlsConfig, metadata={"flatten": True})

@@ -59,7 +59,7 @@ class RoleChanges:
 
 
 class ControlServicer(WorkerControlServicer):
-    """Serve GetInfo, Watch, SetRoles, ListBlocks, KeepTraces, ReleaseRetained, and the loading of adapters."""
+    """Serve GetInfo, Watch, SetRoles, ListBlocks, KeepTraces, ReleaseRetained, SendBlocks, and the loading of adapters."""
 
     def __init__(
         self,
@@ -71,6 +71,7 @@ class ControlServicer(WorkerControlServicer):
         list_blocks: Callable[[], AsyncIterator[worker_pb2.BlockList]],
         keep_traces: Callable[[Sequence[int]], None],
         release_retained: Callable[[str, str], Awaitable[int]],
+        send_blocks: Callable[[worker_pb2.SendBlocksRequest], Awaitable[worker_pb2.SendBlocksResponse]],
         adapters: WorkerAdapters,
     ) -> None:
         """Create the servicer. `set_roles(roles, drain_timeout_s)` returns when removed roles have no work left;
@@ -82,6 +83,7 @@ class ControlServicer(WorkerControlServicer):
         self._list_blocks = list_blocks
         self._keep_traces = keep_traces
         self._release_retained = release_retained
+        self._send_blocks = send_blocks
         self._adapters = adapters
 
     async def GetInfo(self, request: worker_pb2.GetInfoRequest, context: _ServicerContext) -> worker_pb2.WorkerInfo:
@@ -125,6 +127,9 @@ class ControlServicer(WorkerControlServicer):
             raise InvalidArgument("session_id", "empty; give that of the session's requests")
         check_session("session_id", request.session_id)
         return worker_pb2.ReleaseRetainedResponse(num_blocks=await self._release_retained(request.tenant, request.session_id))
+
+    async def SendBlocks(self, request: worker_pb2.SendBlocksRequest, context: _ServicerContext) -> worker_pb2.SendBlocksResponse:
+        return await self._send_blocks(request)
 
     async def LoadAdapter(self, request: worker_pb2.LoadAdapterRequest, context: _ServicerContext) -> common_pb2.AdapterInfo:
         return await self._adapters.load(request)

@@ -103,6 +103,11 @@ class StepWatch:
         """Return the fitted latency model; None before `start_from`."""
         return None if self._fit is None else self._fit.model(self._clock())
 
+    def prefill_s(self, first: int, last: int, chunk: int) -> float | None:
+        """Return how long the computation of a prompt's tokens `first` to `last` should take; None before `start_from`."""
+        model = self.model
+        return None if model is None else model.prefill_s(first, last, chunk=chunk)
+
     def longest_step_s(self, chunk: int) -> float:
         """Return how long a step of `chunk` prompt tokens is expected to take: a step under way is not stuck before."""
         model = self.model

@@ -22,6 +22,7 @@ from pdmesh.runtime.telemetry.open_metrics import open_metrics
 from pdmesh.v1 import worker_pb2
 from pdmesh.worker.config import WorkerConfig
 from pdmesh.worker.expert_load import ExpertLoad
+from prefill_service.kv_pull import PullCounts
 
 # The list of metrics.
 
@@ -49,6 +50,9 @@ HANDOFF_EXPOSED_BYTES = counter("pdmesh.kv.sent.exposed", "KV that was sent afte
 HANDOFFS = counter("pdmesh.kv.handoffs", "Hand-offs that were committed, at the sender", ("transport",))
 HANDOFF_FAILURES = counter("pdmesh.kv.handoff.failures", "Hand-offs that failed, at this end")
 CORRUPT = counter("pdmesh.kv.corrupt.parts", "Parts whose checksum was wrong, at the receiver", ("transport",))
+PULLS = counter("pdmesh.kv.pulls", "Times that KV was asked for at another worker, by how it ended", ("result",))
+PULLED_TOKENS = counter("pdmesh.kv.pulled.tokens", "Prompt tokens whose KV came from another worker and was not computed")
+PULLED_BYTES = counter("pdmesh.kv.pulled", "KV that came from another worker's prefix cache", unit="By")
 LEASES_EXPIRED = counter("pdmesh.leases.expired", "Reservations that ended without progress")
 
 SEQUENCES = gauge("pdmesh.engine.sequences", "Sequences by state: running, waiting, reserved, held", ("state",))
@@ -135,6 +139,7 @@ class Seen:
     num_corrupt: dict[str, int]
     num_leases_expired: int
     experts: ExpertLoad | None = None  # of a model that has some
+    pulls: PullCounts | None = None  # of a worker that fetches KV
 
 
 class WorkerMetrics:
@@ -197,6 +202,11 @@ def read(readings: Readings, seen: Seen) -> None:
     for transport, count in seen.num_corrupt.items():
         readings.put(CORRUPT, count, transport)
     readings.put(LEASES_EXPIRED, seen.num_leases_expired)
+    if seen.pulls is not None:
+        readings.put(PULLS, seen.pulls.num_pulls, "taken")
+        readings.put(PULLS, seen.pulls.num_failed, "failed")
+        readings.put(PULLED_TOKENS, seen.pulls.num_tokens)
+        readings.put(PULLED_BYTES, seen.pulls.num_bytes)
     if seen.limits is not None:
         readings.put(PEAK_OPERATIONS, seen.limits.operations_per_s)
         readings.put(PEAK_BANDWIDTH, seen.limits.bytes_per_s)

@@ -155,6 +155,9 @@ class EngineBridge(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.Worker
     ) -> worker_pb2.ReleaseRetainedResponse:
         return worker_pb2.ReleaseRetainedResponse()  # a stock engine evicts in its own order, and retains nothing
 
+    async def SendBlocks(self, request: worker_pb2.SendBlocksRequest, context: _ControlContext) -> worker_pb2.SendBlocksResponse:
+        raise Unimplemented(_STOCK)
+
     # DecodeService
 
     async def Submit(self, request: decode_pb2.SubmitRequest, context: _ServicerContext) -> decode_pb2.SubmitResponse:

@@ -22,7 +22,7 @@ from pdmesh.runtime import failpoints
 from pdmesh.runtime.errors import MeshError, error_from_rpc
 from pdmesh.runtime.telemetry.propagation import Metadata
 from pdmesh.runtime.telemetry.spans import Attributes
-from pdmesh.v1 import prefill_pb2
+from pdmesh.v1 import common_pb2, prefill_pb2
 from router.context import RouterContext, time_left_ms, time_left_s
 from router.fleet.change_notifier import unless
 from router.fleet.circuit_breaker import Role
@@ -34,6 +34,8 @@ from router.lifecycle.request import Assignment, Dispatch, PrefillTarget
 OUTCOME_GRACE_S = 1.0
 """Time in which a Prefill call may still report its hand-off after every choice has ended."""
 WATCH_PERIOD_S = 0.1
+MAX_HOLDERS = 256
+"""When more workers than this have a part of the prompt, the decode worker is asked alone."""
 
 _NO_FAULT = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.FAILED_PRECONDITION)
 
@@ -118,6 +120,7 @@ class PrefillCall:
             reservation=attempt.reservation,
             identity=self._session.info.identity,
             time_left_ms=time_left_ms(prepared.deadline),
+            holder=self._holder(attempt.reservation),
         )
         timeout_s = time_left_s(prepared.deadline)
         call = self._prefill.worker.prefill.Prefill(message, timeout=timeout_s, metadata=metadata)
@@ -127,6 +130,21 @@ class PrefillCall:
         finally:
             call.cancel()
             self._prefill.computed()
+
+    def _holder(self, reservation: common_pb2.Reservation | None) -> prefill_pb2.KVHolder | None:
+        """Return who has KV that the prefill worker may fetch: the decode worker, of an earlier turn, which has it pinned, or the
+        worker that has more of it by the index."""
+        known = self._dispatch.routing_request.cached_tokens
+        at_decode = reservation.num_cached_tokens if reservation is not None else 0
+        num_tokens, key = at_decode, self._session.key
+        others = known.keys() - {key, self._prefill.key} if len(known) <= MAX_HOLDERS else ()
+        for other in sorted(others):
+            size = self._session.info.layout.block_size
+            there = min(known[other], self._dispatch.routing_request.num_tokens - 1) // size * size
+            num_tokens, key = (there, other) if there > num_tokens else (num_tokens, key)
+        if num_tokens <= known.get(self._prefill.key, 0):
+            return None
+        return prefill_pb2.KVHolder(address=key[0], epoch=key[1], num_tokens=num_tokens)
 
     async def _read(self, call: grpc.aio.UnaryStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillEvent]) -> PrefillEnd:
         try:

@@ -1,6 +1,6 @@
 """`make chaos`: thousands of faults in meshes of a tiny model, the second one encrypted, some hundreds in one of SmolLM2, in one
-where each process has a host of its own, in one whose logs stand still, and in one of pairs that speculate and answer with
-grammars and tools; goes on where it was stopped.
+where each process has a host of its own, in one whose logs stand still, in one whose prefill workers fetch KV, and in one of
+pairs that speculate and answer with grammars and tools; goes on where it was stopped.
 
     python -m tests.chaos --seconds 600 --kinds kill,stop --seed 7
     python -m tests.chaos --engine vllm
@@ -43,6 +43,7 @@ from tests.support.tiny_models import make_tiny_model
 TINY_FAULTS, REAL_FAULTS = 5070, 280  # 30 of each kind at each state; a quarter of the latter on a busy machine
 VLLM_TINY_FAULTS, VLLM_REAL_FAULTS = 440, 110  # a worker takes some 20 s to come back
 LIMIT_FAULTS = 280  # 10 of each kind at each state
+PULL_FAULTS = 550
 LOG_FAULTS = 220  # half of them of slow disks
 PAIR_FAULTS = 200  # 100 of ranks, the others of what strikes any worker
 HOST_FAULTS = 324  # 54 of each kind, of workers and of routers
@@ -101,6 +102,13 @@ def logs_stage(model: Path, seed: int) -> Stage:
     others = (Kind.KILL, Kind.RESTART, Kind.RESET, Kind.BLACK_HOLE)
     stage = tiny_stage(model, _half_and_half(seed, LOG_FAULTS, (Kind.SLOW_DISK,), others))
     return replace(stage, name="tiny, logs")
+
+
+def pulls_stage(model: Path, seed: int) -> Stage:
+    """Prefill workers that fetch whatever another worker has."""
+    kinds = (Kind.KILL, Kind.STOP, Kind.RESTART, Kind.RESET, Kind.BLACK_HOLE, Kind.SLOW, Kind.DROP, Kind.LOSSY)
+    stage = tiny_stage(model, make_plan(seed, PULL_FAULTS, kinds))
+    return replace(stage, name="tiny, pulls", size=replace(stage.size, engine_flags=("--kv-pull", "always")))
 
 
 def _half_and_half(seed: int, num_faults: int, kinds: Sequence[Kind], others: Sequence[Kind]) -> list[PlannedFault]:
@@ -271,7 +279,8 @@ async def _run(arguments: argparse.Namespace, kinds: Sequence[Kind], progress: P
             await run_stage(numbers.adapted(stage), progress, seed=arguments.seed, until=until)
     if _is_whole(arguments) and arguments.engine == DEFAULT_ENGINE:
         seed = arguments.seed
-        for stage in (limits_stage(tiny, seed + 2), logs_stage(tiny, seed + 5), pairs_stage(tiny, seed + 3)):
+        pulls, logs = pulls_stage(tiny, seed + 6), logs_stage(tiny, seed + 5)
+        for stage in (limits_stage(tiny, seed + 2), pulls, logs, pairs_stage(tiny, seed + 3)):
             await run_stage(stage, progress, seed=arguments.seed, until=until)
 
 

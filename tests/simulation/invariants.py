@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from pdmesh.client.types import Completed
+from prefill_service.kv_pull import KVPuller
 from tests.simulation.profiles import CALM, DEATHS, LOST_CONNECTIONS, STREAMS
 from tests.simulation.scenario import Scenario
 
@@ -58,7 +59,11 @@ def install(report: Callable[[str], None]) -> None:
 def _problem_of_write(push: Any) -> str:
     """Return what is wrong with a part that was just written, if anything is. A writer may end behind its fence, as long as
     nothing else has the blocks: no other attempt writes, and the engine has not got them back."""
-    target, reservations = push.target, push.host.delegate._reservations
+    target, delegate = push.target, push.host.delegate.of(push.target.reservation_id)
+    if isinstance(delegate, KVPuller):
+        is_held = target.reservation_id in delegate._pulls
+        return "" if is_held else f"a part was written into {target.reservation_id}, whose blocks were given back"
+    reservations = delegate._reservations
     record = reservations.find(target.reservation_id)
     if record is None:
         holders = [each.reservation_id for each in reservations.active]

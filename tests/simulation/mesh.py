@@ -121,7 +121,7 @@ class SimulatedMesh:
         engine = make_engine(model_folder(), kv_shared="shm" in transports, **member.sizes)
         config = WorkerConfig(
             engine=engine.config, model_name=MODEL, host=host, port=int(port), transports=transports, worker_id=member.name,
-            roles=member.roles, redis=self.redis_url,
+            roles=member.roles, redis=self.redis_url, kv_pull="always" if self.scenario.seed % 2 else "auto",
         )  # fmt: skip
         config.validate()
         worker = Worker(config, SimulatedEngine(engine), worker_id=member.name, on_failure=member.failures.append)

@@ -5,7 +5,8 @@ no run shows the difference: a lease that never expires, for one, since a router
 transfer or a broken stream that is never given up, since the router cancels it, or loses the worker, at its silence; tokens that
 are dropped instead of held back, since a stream repeats them from where it broke; a block of the prefix cache that is published
 while it is computed, since the step that fills it runs before another one reads it; a Cancel that comes before its Submit and is
-forgotten, since the router ends the Submit, too.
+forgotten, since the router ends the Submit, too; a holder that does not pin the blocks that it sends, since the reservation for
+which they are fetched pins them as well.
 """
 
 from __future__ import annotations
@@ -368,3 +369,17 @@ def a_cancelled_stream_keeps_its_call() -> None:
     from pdmesh.client.stream import AsyncStream
 
     put(AsyncStream, "cancel", lambda self: self._stopped.set())
+
+
+@mutant
+def fetched_blocks_are_published_before_they_have_come() -> None:
+    from prefill_service.kv_pull import KVPuller
+
+    ask = KVPuller._ask
+
+    async def early(self: Any, pull: Any, holder: Any, known: Any) -> int:
+        reserved = pull.expected.reserved
+        await self._tools.sharing.take_in(reserved.request.request_id, reserved.num_tokens)
+        return await ask(self, pull, holder, known)
+
+    put(KVPuller, "_ask", early)

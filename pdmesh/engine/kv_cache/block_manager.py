@@ -1,6 +1,6 @@
 """The block manager gives sequences their blocks: cached prefix first, growth, copy-on-write, publishing computed blocks.
 
-Every block id in a `Sequence.block_ids` is one reference in the pool, and only this module changes either.
+Every block id in a `Sequence.block_ids` or in `pinned` is one reference in the pool, and only this module changes any.
 
 `BlockManager.lock` guards both, the scheduler's lists and the table of requests. An engine's methods take it (engine.py).
 """
@@ -8,10 +8,11 @@ Every block id in a `Sequence.block_ids` is one reference in the pool, and only 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
+from pdmesh.engine.errors import InvalidRequest
 from pdmesh.engine.kv_cache.block_pool import BlockPool, num_blocks_for
 from pdmesh.engine.scheduler.sequence import Sequence
 
@@ -33,6 +34,7 @@ class BlockManager:
         self.pool = pool
         self.lock = threading.RLock()
         self.num_prefix_hit_tokens = 0
+        self.pinned: dict[str, tuple[int, ...]] = {}  # blocks that other workers read, by the reading
         self._block_size = block_size
         self._hash_block = hash_block
         self._prefix_caching = prefix_caching
@@ -93,6 +95,24 @@ class BlockManager:
     def withdraw(self, sequence: Sequence) -> None:
         """Let no other prompt find the blocks of a sequence whose logits are not finite: their content may be NaN, too."""
         self.pool.withdraw(sequence.block_ids)
+
+    def hashes(self, sequence: Sequence) -> list[bytes]:
+        """Return the hashes of all full blocks of a sequence's known tokens."""
+        return self._hashes(sequence, sequence.num_tokens // self._block_size)
+
+    def pin(self, pin_id: str, hashes: Iterable[bytes]) -> tuple[int, ...]:
+        """Take a reference of the longest published beginning of a chain, which stays until `unpin`; return the blocks. Raises
+        InvalidRequest for an id that is in use."""
+        if pin_id in self.pinned:
+            raise InvalidRequest(f"pin_id: {pin_id!r} is in use")
+        block_ids = tuple(self.pool.find(hashes))
+        self.pool.acquire(block_ids)
+        self.pinned[pin_id] = block_ids
+        return block_ids
+
+    def unpin(self, pin_id: str) -> None:
+        """Give the references of a pin back; idempotent."""
+        self.pool.release(self.pinned.pop(pin_id, ()))
 
     def part(self, trunk: Sequence) -> list[Sequence]:
         """Return the trunk's choices as sequences that share its blocks. The trunk then holds none."""

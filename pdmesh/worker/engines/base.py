@@ -18,7 +18,7 @@ from kvtransfer.conversion import FP8Scales
 from kvtransfer.manifest import KVMemory
 from pdmesh.adapter_id import AdapterId
 from pdmesh.engine.hardware import MachineLimits, ModelCost
-from pdmesh.engine.interface import ServingEngine
+from pdmesh.engine.interface import KVSharing, ServingEngine
 from pdmesh.engine.kv_cache.block_pool import BlockChanges
 from pdmesh.engine.outputs import EngineStats, KVReady, StepResult
 from pdmesh.planning.latency_model import LatencyModel, ModelShape
@@ -148,6 +148,10 @@ class WorkerEngine(ServingEngine, Protocol):
 
     @property
     def pacer(self) -> StepPacer | None: ...
+
+    @property
+    def sharing(self) -> KVSharing | None:
+        """Return what moves blocks of the prefix cache from and to other workers; None: the engine cannot."""
 
     def prefix_cache(self, max_changes: int) -> PrefixCache:
         """Return the prefix cache, which logs at most `max_changes` between two calls (0: it logs none). Call it once, before

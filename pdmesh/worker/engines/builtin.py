@@ -21,7 +21,7 @@ from kvtransfer.staging import StagedMemory
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.hardware import MachineLimits, measure_limits
-from pdmesh.engine.interface import NO_STATES, ReservedBlocks
+from pdmesh.engine.interface import NO_STATES, ExpectedBlocks, ReservedBlocks
 from pdmesh.engine.kv_cache.block_pool import BlockChanges
 from pdmesh.engine.loader.builder import Progress
 from pdmesh.engine.loader.loader import load_model
@@ -102,6 +102,10 @@ class BuiltinEngine:
     async def stats(self) -> EngineStats:
         return await self.calls.call(Engine.stats)
 
+    @property
+    def sharing(self) -> BuiltinSharing:
+        return BuiltinSharing(self)
+
     # What the worker calls.
 
     @property
@@ -145,6 +149,25 @@ class BuiltinEngine:
         if self._staged is not None:
             self._staged.close()
         self.engine.close()
+
+
+class BuiltinSharing:
+    """Satisfy `KVSharing`: everything is answered at once, also while a step runs."""
+
+    def __init__(self, engine: BuiltinEngine) -> None:
+        self._engine = engine
+
+    async def expect(self, request: EngineRequest) -> ExpectedBlocks | None:
+        return self._engine.calls.now(lambda engine: engine.sharing.expect(request))
+
+    async def take_in(self, request_id: str, num_tokens: int) -> None:
+        self._engine.calls.now(lambda engine: engine.sharing.take_in(request_id, num_tokens))
+
+    async def pin(self, pin_id: str, hashes: Sequence[bytes]) -> tuple[int, ...]:
+        return self._engine.calls.now(lambda engine: engine.sharing.pin(pin_id, hashes))
+
+    async def unpin(self, pin_id: str) -> None:
+        self._engine.calls.now(lambda engine: engine.sharing.unpin(pin_id))
 
 
 def load_engine(config: WorkerConfig, progress: Progress) -> BuiltinEngine:

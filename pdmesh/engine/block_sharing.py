@@ -1,0 +1,64 @@
+"""Blocks of the prefix cache that move between workers: those that another one reads, and those that come from another one.
+
+    here    expect ──► reserved, written by the other worker ──► take_in: published, and free to be found ──► release
+    there   pin ──► read ──► unpin
+
+Both sides name blocks by the hashes of the prompt's chain, so that a block which went away meanwhile is missed, and never another
+one is read. Under the engine's lock, so also while a step runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from pdmesh.engine.errors import InvalidRequest
+from pdmesh.engine.interface import ExpectedBlocks, ReservedBlocks
+from pdmesh.engine.kv_cache.block_manager import BlockManager
+from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.scheduler.requests import RequestTable
+from pdmesh.engine.scheduler.sequence import Phase
+
+
+class BlockSharing:
+    """Take in blocks from other workers, and pin those that others read."""
+
+    def __init__(
+        self, table: RequestTable, blocks: BlockManager, reserve: Callable[[EngineRequest], ReservedBlocks | None]
+    ) -> None:
+        self._table = table
+        self._blocks = blocks
+        self._reserve = reserve
+
+    def expect(self, request: EngineRequest) -> ExpectedBlocks | None:
+        """Reserve blocks for the tokens of a request, whole blocks, which is computed by another worker; None: no room now.
+
+        Raises InvalidRequest, RequestTooLarge or DuplicateRequest."""
+        with self._blocks.lock:
+            reserved = self._reserve(request)
+            if reserved is None:
+                return None
+            self._blocks.num_prefix_hit_tokens -= reserved.num_cached_tokens  # it counts when it spares a computation
+            [sequence] = self._table.find(request.request_id, Phase.RESERVED).sequences
+            return ExpectedBlocks(reserved, tuple(self._blocks.hashes(sequence)[sequence.num_published :]))
+
+    def take_in(self, request_id: str, num_tokens: int) -> None:
+        """Publish what has arrived, the KV of the first `num_tokens` tokens. The request stays, for its caller to release.
+
+        Raises UnknownRequest, InvalidState or InvalidRequest (more than it was reserved for)."""
+        with self._blocks.lock:
+            [sequence] = self._table.find(request_id, Phase.RESERVED).sequences
+            if not sequence.num_computed <= num_tokens <= sequence.num_tokens:
+                raise InvalidRequest(f"num_tokens: {num_tokens} is not in {sequence.num_computed} to {sequence.num_tokens}")
+            sequence.num_computed = num_tokens
+            self._blocks.publish(sequence)
+
+    def pin(self, pin_id: str, hashes: Iterable[bytes]) -> tuple[int, ...]:
+        """Pin the longest beginning of these blocks that is here, until `unpin`; return their ids. Raises InvalidRequest for a
+        pin that is there already."""
+        with self._blocks.lock:
+            return self._blocks.pin(pin_id, hashes)
+
+    def unpin(self, pin_id: str) -> None:
+        """Let go of pinned blocks; idempotent."""
+        with self._blocks.lock:
+            self._blocks.unpin(pin_id)

@@ -1,0 +1,94 @@
+"""Pushes blocks of this worker's prefix cache to another worker, which has asked for them by their hashes."""
+
+from __future__ import annotations
+
+import itertools
+
+from kvtransfer.manifest import check_identity, check_same_layout
+from kvtransfer.sender.push import PushJob
+from kvtransfer.sender.send_queue import FirstTokensDrawn, complete_readiness
+from kvtransfer.sender.sender import Sender
+from pdmesh.engine.errors import EngineStopped
+from pdmesh.engine.interface import KVSharing
+from pdmesh.runtime.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted, Unavailable, Unimplemented
+from pdmesh.v1 import common_pb2, worker_pb2
+
+MOST_SENDS = 4
+"""At a time: a worker that others read from decodes as well."""
+MAX_HASHES = 1 << 16
+MAX_HASH_BYTES = 64
+MAX_PUSH_S = 60.0
+RETRY_DELAY_S = 0.1
+
+
+class BlockSender:
+    """Serve SendBlocks. `sharing` None: the engine cannot."""
+
+    def __init__(
+        self,
+        sharing: KVSharing | None,
+        sender: Sender,
+        identity: common_pb2.Identity,
+        layout: common_pb2.KVLayout,
+        *,
+        epoch: int,
+    ) -> None:
+        self._sharing = sharing
+        self._sender = sender
+        self._identity = identity
+        self._layout = layout
+        self._epoch = epoch
+        self._serial = itertools.count(1)
+        self._num_sends = 0
+        self.num_blocks_sent = 0
+
+    async def send(self, request: worker_pb2.SendBlocksRequest) -> worker_pb2.SendBlocksResponse:
+        """Push the longest beginning of the blocks that is here. Raises MeshError; nothing stays pinned."""
+        sharing = self._sharing
+        if sharing is None:
+            raise Unimplemented("this worker's engine cannot send blocks of its prefix cache")
+        self._check(request)
+        if self._num_sends >= MOST_SENDS:
+            raise ResourceExhausted(f"{MOST_SENDS} others are sent blocks already", retry_delay_s=RETRY_DELAY_S)
+        pin_id = f"send:{next(self._serial)}"
+        self._num_sends += 1
+        try:
+            blocks = await sharing.pin(pin_id, tuple(request.hashes))
+            try:
+                if not blocks:
+                    raise NotFound("the first of these blocks is not here (any more)", field="hashes[0]")
+                return await self._push(request.reservation, blocks)
+            finally:
+                await sharing.unpin(pin_id)
+        except EngineStopped as error:
+            raise Unavailable(f"this worker is stopping: {error}") from error
+        finally:
+            self._num_sends -= 1
+
+    def _check(self, request: worker_pb2.SendBlocksRequest) -> None:
+        if request.epoch != self._epoch:
+            raise FailedPrecondition("epoch", f"{request.epoch:#x} is not this worker's: it has restarted")
+        if not 1 <= len(request.hashes) <= MAX_HASHES:
+            raise InvalidArgument("hashes", f"{len(request.hashes)} are given; give 1 to {MAX_HASHES}")
+        if any(not 1 <= len(each) <= MAX_HASH_BYTES for each in request.hashes):
+            raise InvalidArgument("hashes", f"a hash has 1 to {MAX_HASH_BYTES} bytes")
+        for name in ("reservation", "identity"):
+            if not request.HasField(name):
+                raise InvalidArgument(name, "missing")
+        check_identity(self._identity, request.identity)
+        check_same_layout(self._layout, request.reservation.layout)
+        if request.reservation.num_cached_tokens % self._layout.block_size:
+            raise InvalidArgument(
+                "reservation.num_cached_tokens",
+                f"{request.reservation.num_cached_tokens} are not whole blocks of {self._layout.block_size}",
+            )
+
+    async def _push(self, reservation: common_pb2.Reservation, blocks: tuple[int, ...]) -> worker_pb2.SendBlocksResponse:
+        first = reservation.num_cached_tokens // self._layout.block_size
+        num_blocks = first + len(blocks)
+        feed = complete_readiness(self._identity.num_layers, num_blocks, FirstTokensDrawn(()))
+        # The blocks in front, which the other worker has, are neither read nor sent.
+        job = PushJob(reservation, (*[blocks[0]] * first, *blocks), num_blocks * self._layout.block_size, feed)
+        result = await self._sender.push(job, timeout_s=MAX_PUSH_S)
+        self.num_blocks_sent += len(blocks)
+        return worker_pb2.SendBlocksResponse(num_blocks=len(blocks), num_bytes=result.num_bytes, transport=result.transport)

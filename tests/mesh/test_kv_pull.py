@@ -1,0 +1,229 @@
+"""The way back: a prefill worker fetches what the decode worker computed in an earlier turn, and computes the rest."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+
+from pdmesh.engine.request import EngineRequest
+from pdmesh.runtime import failpoints
+from pdmesh.sampling_params import SamplingParams
+from pdmesh.v1 import common_pb2, mesh_pb2, prefill_pb2, worker_pb2
+from pdmesh.worker.engines.builtin import BuiltinSharing
+from router.config import RouterConfig
+from tests.mesh import oracle
+from tests.router.mesh import Answer, Mesh, running_router
+from tests.support.waiting import eventually
+from tests.support.worker_mesh import Model, Peer, load_tiny, running_worker
+
+BLOCK = 16
+REMOTE, LOCAL = mesh_pb2.PREFILL_MODE_REMOTE, mesh_pb2.PREFILL_MODE_LOCAL
+
+
+@pytest.fixture(scope="module")
+def model(tiny: Path) -> Model:
+    return load_tiny(tiny)
+
+
+@contextmanager
+def armed(text: str) -> Iterator[None]:
+    failpoints.install(text)
+    try:
+        yield
+    finally:
+        failpoints.install("")
+
+
+class Pair:
+    """A prefill worker that always pulls, a decode worker, and a router in front of both."""
+
+    def __init__(self, mesh: Mesh, prefill: Peer, decode: Peer) -> None:
+        self.mesh, self.prefill, self.decode = mesh, prefill, decode
+
+    async def answer(
+        self, prompt: Sequence[int], mode: mesh_pb2.PrefillMode.ValueType = REMOTE, salt: str = "", n: int = 1
+    ) -> Answer:
+        sampling = common_pb2.SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, n=n)
+        options = mesh_pb2.RequestOptions(mode=mode, cache_salt=salt)
+        request = mesh_pb2.GenerateRequest(tokens=mesh_pb2.TokenIds(ids=prompt), sampling=sampling, options=options)
+        return await self.mesh.generate(request)
+
+    async def right(self, prompt: Sequence[int]) -> list[int]:
+        """What one worker answers that finds nothing in its cache."""
+        return (await self.answer(prompt, LOCAL, salt="alone")).tokens()
+
+    @property
+    def num_prefilled(self) -> int:
+        return self.prefill.engine.stats().num_prefilled_tokens
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Tokens that were pulled, pulls that failed."""
+        puller = self.prefill.worker.puller
+        assert puller is not None
+        return puller.counts.num_tokens, puller.counts.num_failed
+
+
+@pytest.fixture
+async def pair(model: Model, tiny: Path, request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
+    overrides = getattr(request, "param", {"transports": ("tcp", "shm", "grpc")})
+    async with AsyncExitStack() as stack:
+        prefill, decode = [
+            await stack.enter_async_context(running_worker(model, roles=(role,), worker_id=role, kv_pull="always", **overrides))
+            for role in ("prefill", "decode")
+        ]
+        config = RouterConfig(
+            port=0,
+            models=(f"tiny={tiny}",),
+            workers=(prefill.info.address, decode.info.address),
+            drain_grace_s=0.3,
+            linger_s=0.0,
+        )
+        router, stub = await stack.enter_async_context(running_router(config))
+        await eventually(router.core.fleet.ready)
+        yield Pair(Mesh(router, stub, {}), prefill, decode)
+
+
+async def first_turn(pair: Pair, number: int) -> list[int]:
+    """Return prompt and answer of a turn that the decode worker has computed in part."""
+    prompt = oracle.prompt_of(number, 100)
+    return [*prompt, *(await pair.answer(prompt)).tokens()]
+
+
+@pytest.mark.parametrize("pair", [{"transports": (name,)} for name in ("tcp", "shm", "grpc")], indirect=True)
+async def test_the_next_turn_computes_only_what_is_new(pair: Pair) -> None:
+    history = await first_turn(pair, 1)
+    before = pair.num_prefilled
+    prompt = [*history, *oracle.prompt_of(2, 30)]
+    answer = await pair.answer(prompt)
+    known = (len(history) - 1) // BLOCK * BLOCK  # the last token had no KV
+    assert pair.num_prefilled - before == len(prompt) - known
+    assert pair.counts == (known - 100 // BLOCK * BLOCK, 0)
+    assert answer.tokens() == await pair.right(prompt)
+    assert answer.timings.prefill_worker == "prefill"
+
+
+async def test_a_cold_prefill_worker_computes_nothing_that_the_decode_worker_has(pair: Pair) -> None:
+    prompt = oracle.prompt_of(3, 150)
+    first = (await pair.answer(prompt, LOCAL)).tokens()
+    longer = [*prompt, *first, 7]
+    answer = await pair.answer(longer, n=2)
+    known = (len(longer) - 2) // BLOCK * BLOCK
+    assert pair.num_prefilled == len(longer) - known
+    assert pair.counts == (known, 0)
+    assert answer.tokens() == await pair.right(longer)
+
+
+async def test_blocks_that_went_away_are_computed(pair: Pair) -> None:
+    """The holder lets go of the last ones between the router's word and the question: what is left comes."""
+    prompt = oracle.prompt_of(4, 150)
+    first = (await pair.answer(prompt, LOCAL)).tokens()
+    pin = BuiltinSharing.pin
+
+    async def without_the_last(self: BuiltinSharing, pin_id: str, hashes: Sequence[bytes]) -> tuple[int, ...]:
+        return await pin(self, pin_id, hashes[:3])
+
+    longer = [*prompt, *first]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BuiltinSharing, "pin", without_the_last)
+        answer = await pair.answer(longer)
+    assert pair.counts == (3 * BLOCK, 0)
+    assert answer.tokens() == await pair.right(longer)
+
+
+async def test_another_prefill_worker_fetches_from_its_peer(pair: Pair, model: Model) -> None:
+    """The first one computed the prompt, and takes no more: the decode worker has forgotten everything."""
+    prompt = oracle.prompt_of(8, 150)
+    await pair.answer(prompt)
+    async with running_worker(model, roles=("prefill",), worker_id="peer", kv_pull="always") as peer:
+        fleet = pair.mesh.router.core.fleet
+        fleet._add(peer.info.address, static=True)
+        await eventually(lambda: len(fleet.views()) == 3)
+        pair.prefill.worker.gate.draining = True
+        await eventually(lambda: len(fleet.views()) == 2)
+        held = pair.decode.engine.published_blocks()[1]
+        pair.decode.engine._pool.withdraw([pair.decode.engine._pool._block_of[each] for each in held])
+        answer = await pair.answer([*prompt, 7])
+        assert peer.worker.puller is not None
+        assert peer.worker.puller.counts.num_tokens == 150 // BLOCK * BLOCK
+        assert peer.engine.stats().num_prefilled_tokens == 151 - 150 // BLOCK * BLOCK
+        assert answer.timings.prefill_worker == "peer"
+    pair.prefill.worker.gate.draining = False
+    assert answer.tokens() == await pair.right([*prompt, 7])
+
+
+@pytest.mark.parametrize("action", ["error@1", "delay:1500@1"])
+async def test_a_pull_that_fails_or_is_late_is_computed(pair: Pair, action: str) -> None:
+    """It is the holder's push that breaks, or stands still for longer than a pull is waited for; afterwards it is left out."""
+    prompt = oracle.prompt_of(5, 150)
+    first = (await pair.answer(prompt, LOCAL)).tokens()
+    longer = [*prompt, *first]
+    with armed(f"push.part={action}"):
+        answer = await pair.answer(longer)
+    assert answer.tokens() == await pair.right(longer)
+    assert pair.counts == (0, 1)
+    again = [*longer, *answer.tokens()]
+    assert (await pair.answer(again)).tokens() == await pair.right(again)
+    assert pair.counts == (0, 1), "it is not asked again so soon"
+
+
+async def test_a_holder_that_is_gone_costs_nothing_but_the_computation(pair: Pair) -> None:
+    """Its port is closed: the router's word is old."""
+    engine_request = prefill_pb2.KVHolder(address="127.0.0.1:9", epoch=1, num_tokens=64)
+    puller = pair.prefill.worker.puller
+    assert puller is not None
+    request = EngineRequest("r", tuple(oracle.prompt_of(6, 100)), SamplingParams(max_tokens=1))
+    assert await puller.pull(request, engine_request) == 0
+    assert pair.counts == (0, 1)
+    await pair.prefill.until_whole()
+
+
+async def test_a_cancelled_pull_leaves_nothing(pair: Pair) -> None:
+    prompt = oracle.prompt_of(7, 150)
+    first = (await pair.answer(prompt, LOCAL)).tokens()
+    with armed("push.part=delay:800@1"):
+        asking = asyncio.ensure_future(pair.answer([*prompt, *first]))
+        await eventually(lambda: bool(pair.decode.engine._allocator.pinned))
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        await eventually(lambda: not pair.decode.engine._allocator.pinned)
+    await pair.prefill.until_whole()
+    await pair.decode.until_whole()
+
+
+async def test_questions_that_are_wrong_are_refused_by_field(pair: Pair) -> None:
+    info = pair.decode.info
+    right = worker_pb2.SendBlocksRequest(
+        epoch=info.epoch,
+        hashes=[b"x" * 16],
+        identity=info.identity,
+        reservation=common_pb2.Reservation(reservation_id=".1", epoch=1, attempt=1, token=b"x", layout=info.layout),
+    )
+
+    async def refused(code: grpc.StatusCode, words: str, **changes: object) -> None:
+        wrong = worker_pb2.SendBlocksRequest()
+        wrong.CopyFrom(right)
+        for name, value in changes.items():
+            wrong.ClearField(name)  # type: ignore[arg-type]
+            if value is not None:
+                wrong.MergeFrom(worker_pb2.SendBlocksRequest(**{name: value}))  # type: ignore[arg-type]
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await pair.decode.control.SendBlocks(wrong)
+        assert (caught.value.code(), words in (caught.value.details() or "")) == (code, True), caught.value.details()
+
+    await refused(grpc.StatusCode.FAILED_PRECONDITION, "epoch: ", epoch=5)
+    await refused(grpc.StatusCode.INVALID_ARGUMENT, "hashes: ", hashes=None)
+    await refused(grpc.StatusCode.INVALID_ARGUMENT, "hashes: ", hashes=[b""])
+    await refused(grpc.StatusCode.INVALID_ARGUMENT, "reservation: missing", reservation=None)
+    await refused(grpc.StatusCode.INVALID_ARGUMENT, "identity: missing", identity=None)
+    await refused(grpc.StatusCode.FAILED_PRECONDITION, "identity.model", identity=common_pb2.Identity(model="another"))
+    await refused(grpc.StatusCode.NOT_FOUND, "hashes[0]: ")
+    odd = common_pb2.Reservation(reservation_id=".1", epoch=1, attempt=1, token=b"x", layout=info.layout, num_cached_tokens=3)
+    await refused(grpc.StatusCode.INVALID_ARGUMENT, "reservation.num_cached_tokens: ", reservation=odd)
+    await pair.decode.until_whole()
