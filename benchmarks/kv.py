@@ -24,7 +24,7 @@ from pdmesh.launcher.plan import LocalMeshConfig
 from pdmesh.models.registry import ensure_model
 
 TURNS, QUESTION, ANSWER = 8, 372, 128
-NUM_ROUNDS = 5
+NUM_ROUNDS = 3
 NUM_FRESH = 12
 WITH, WITHOUT = "auto", "off"
 FIRST_ID, NUM_IDS = 1000, 40_000

@@ -12,13 +12,12 @@ import asyncio
 import logging
 import secrets
 import socket
-import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 
-from pdmesh.runtime import ports
+from pdmesh.runtime import log, ports
 from pdmesh.runtime.addresses import join_address
 from pdmesh.runtime.child import ManagedProcess, StartFailed, import_path, python_command, restart_delay_s
 from pdmesh.runtime.config import ConfigError, to_env
@@ -138,7 +137,7 @@ class Replica:
         if line == BEAT:
             self._pulse.beat()
         else:
-            print(line, file=sys.stderr, flush=True)
+            log.pass_on(line)
 
 
 async def serve(config: RouterConfig, life: Lifecycle) -> None:

@@ -134,4 +134,6 @@ def _strike(name: str, kind: str) -> None:
     if kind == "full":
         raise OSError(errno.ENOSPC, f"failpoint {name}: {os.strerror(errno.ENOSPC)}")
     if kind in ("pause", "kill"):
+        for handler in logging.root.handlers:
+            handler.flush()  # what says why comes first
         os.kill(os.getpid(), signal.SIGSTOP if kind == "pause" else signal.SIGKILL)

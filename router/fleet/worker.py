@@ -35,7 +35,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Incarnation:
-    """Hold a worker process as long as it is heard; `lost` is set when all of its streams have ended or are silent."""
+    """Hold a worker process as long as it is heard. `lost` is set when all of its streams are silent, and when its Watch stream
+    has ended and cannot be opened again, or its stream of tokens has ended as well."""
 
     info: worker_pb2.WorkerInfo
     load: worker_pb2.LoadReport
@@ -195,9 +196,8 @@ class Worker:
         if current is None or current.load.draining:
             return None
         if self._view is None:
-            attached = self.decode_stream.attached and self.decode_stream.epoch == current.info.epoch
             self._view = worker_reports.snapshot_of(
-                current.described, current.load, decode=attached, reported_at=current.reported_at, sent=self._counted()
+                current.described, current.load, decode=self._is_attached, reported_at=current.reported_at, sent=self._counted()
             )
         return self._view
 
@@ -207,7 +207,7 @@ class Worker:
         current = self.current
         if current is None or current.load.draining or worker_pb2.ROLE_DECODE not in current.load.roles:
             return False
-        return self.decode_stream.attached and self.decode_stream.epoch == current.info.epoch
+        return self._is_attached
 
     def dispatched(self, sent: Dispatched) -> None:
         """Count what was just sent to the worker, until its heartbeats contain it or `done` is called."""
@@ -308,6 +308,7 @@ class Worker:
     async def _run(self) -> None:
         backoff_s = MIN_BACKOFF_S
         while True:
+            self._has_news, began = False, time.monotonic()
             try:
                 await self._session()
                 problem = "it was restarted or ended the stream"
@@ -318,8 +319,12 @@ class Worker:
             except Exception as error:  # a bug must not make a worker disappear for good
                 logger.exception("watching %s failed", self.address)
                 problem = f"internal error: {error}"
+                self._has_news = False
             backoff_s = MIN_BACKOFF_S if self.current is not None else min(MAX_BACKOFF_S, 2 * backoff_s)
             if await self._speaks_elsewhere():
+                logger.info("the Watch stream of %s broke, and its tokens come: %s", self.address, problem)
+                is_short = time.monotonic() - began < self._report_period_ms / 1000
+                await asyncio.sleep(MAX_BACKOFF_S if is_short else 0)
                 continue
             self._down(problem)
             await asyncio.sleep(backoff_s)
@@ -327,22 +332,27 @@ class Worker:
     async def _speaks_elsewhere(self) -> bool:
         """Return whether only the Watch stream broke, which had brought heartbeats: the worker's other stream goes on. Where the
         process or the connection ended, both do, at about the same time."""
-        had_news, self._has_news = self._has_news, False
-        if self.current is None or not had_news or self.is_suspect:
+        if not self._has_news or self.is_suspect or not self._is_attached:
             return False
         await asyncio.sleep(OTHER_STREAM_S)
-        return self.current is not None and self.decode_stream.attached and self.decode_stream.epoch == self.current.info.epoch
+        return self._is_attached
+
+    @property
+    def _is_attached(self) -> bool:
+        """Return whether the other stream, of tokens, is one of the present process."""
+        current = self.current
+        return current is not None and self.decode_stream.attached and self.decode_stream.epoch == current.info.epoch
 
     async def _session(self) -> None:
         """Follow one incarnation, from its first heartbeat until the stream breaks, falls silent or shows another epoch."""
         info = await self._control.GetInfo(worker_pb2.GetInfoRequest(), timeout=self._silence.limit_s)
+        if self.current is not None and info.epoch != self.current.info.epoch:
+            self._down("it was restarted")
         problem = worker_reports.problem_of(info)
         if problem is not None:
             logger.error("worker %s cannot be used: its GetInfo says that %s", self.address, problem)
             await asyncio.sleep(UNUSABLE_RETRY_S)
             return
-        if self.current is not None and info.epoch != self.current.info.epoch:
-            self._down("it was restarted")
         info.address = self.address
         call = self._control.Watch(worker_pb2.WatchRequest(period_ms=self._report_period_ms))
         self._watch = call
@@ -369,8 +379,8 @@ class Worker:
                 return
             if self.current is None:
                 self._up(Incarnation(info, load, time.monotonic()))
-            self._has_news = True
             self._report(load)
+            self._has_news = True
 
     def _up(self, incarnation: Incarnation) -> None:
         info = incarnation.info

@@ -223,16 +223,18 @@ class DiskFull(Fault):
             resource.prlimit(self.victim.member.pid, resource.RLIMIT_FSIZE, self._former)
 
 
-class SlowDisk(Fault):
-    """Whoever keeps the process's log writes none of it for a while, and the pipe to them is full."""
+class LogStands(Fault):
+    """The log of the process is taken by nothing for a while, and the pipe that it goes into is full."""
 
     _reading: asyncio.ReadTransport | None = None
 
     async def strike(self) -> bool:
         self._reading = self.victim.log_pipe()
-        with contextlib.suppress(FileNotFoundError):
-            self._reading.pause_reading()
+        self._reading.pause_reading()
+        try:
             fill_pipe(f"/proc/{self.victim.member.pid}/fd/2")
+        except FileNotFoundError:  # it has ended
+            return False
         return True
 
     async def mend(self) -> None:
@@ -352,7 +354,7 @@ KINDS: dict[Kind, type[Fault]] = {
     Kind.REDIS_RESTART: RedisRestart,
     Kind.CLOCK: ClockJump,
     Kind.DISK_FULL: DiskFull,
-    Kind.SLOW_DISK: SlowDisk,
+    Kind.LOG_STANDS: LogStands,
     Kind.OUT_OF_MEMORY: OutOfMemory,
     Kind.RANK_KILL: RankKill,
     Kind.UNPLUGGED: Unplugged,

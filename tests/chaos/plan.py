@@ -48,7 +48,7 @@ class Kind(StrEnum):
     REDIS_RESTART = "redis restarted"  # killed, some time later started again: empty as well
     CLOCK = "clock jump"  # of one process, and back
     DISK_FULL = "disk full"  # no file that the process has grows any more
-    SLOW_DISK = "slow disk"  # what the process writes to its log waits
+    LOG_STANDS = "log stands still"  # the pipe that takes its log is full, and read by nothing
     OUT_OF_MEMORY = "out of memory"  # its control group has no more: the kernel kills it
     RANK_KILL = "rank killed"  # SIGKILL of one of the processes that are a worker together
     UNPLUGGED = "host unplugged"  # nothing reaches a host, and nothing leaves it
@@ -59,8 +59,8 @@ class Kind(StrEnum):
 LIMIT_KINDS = (Kind.DISK_FULL, Kind.OUT_OF_MEMORY)
 NETWORK_KINDS = (Kind.UNPLUGGED, Kind.PARTITION, Kind.ONE_WAY)
 """Between hosts: each process has a network namespace of its own."""
-BASE_KINDS = tuple(kind for kind in Kind if kind not in (*LIMIT_KINDS, *NETWORK_KINDS, Kind.RANK_KILL, Kind.SLOW_DISK))
-ROUTER_KINDS = (Kind.KILL, Kind.STOP, Kind.RESTART, Kind.SLOW_PROCESS, Kind.CLOCK, Kind.SLOW_DISK, *LIMIT_KINDS, *NETWORK_KINDS)
+BASE_KINDS = tuple(kind for kind in Kind if kind not in (*LIMIT_KINDS, *NETWORK_KINDS, Kind.RANK_KILL, Kind.LOG_STANDS))
+ROUTER_KINDS = (Kind.KILL, Kind.STOP, Kind.RESTART, Kind.SLOW_PROCESS, Kind.CLOCK, Kind.LOG_STANDS, *LIMIT_KINDS, *NETWORK_KINDS)
 """What routers are struck with; workers with every kind."""
 
 
@@ -105,7 +105,7 @@ _HOLDS_S: dict[Kind, tuple[float, ...]] = {
     Kind.REDIS_RESTART: (0.1, 0.5, 1.5, 3.5),
     Kind.CLOCK: (0.3, 0.6, 1.2),
     Kind.DISK_FULL: (0.5, 1.5),
-    Kind.SLOW_DISK: (0.5, 1.5, 4.0),
+    Kind.LOG_STANDS: (0.5, 1.5, 4.0),
     Kind.OUT_OF_MEMORY: (1.5,),  # at most: it ends when the kernel has struck
     Kind.RANK_KILL: (0.1, 0.5),
     Kind.UNPLUGGED: (0.1, 0.3, 0.7, 1.2, 2.2, 3.2, 5.5),

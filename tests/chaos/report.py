@@ -18,8 +18,8 @@ BUSY = "busy"
 """Ends the names of campaigns on a machine that computes something else as well."""
 BUSY_FACTOR = 3
 MAX_SERVING_S = 1.0
-_OF_THEIR_OWN = (*LIMIT_KINDS, *NETWORK_KINDS, Kind.RANK_KILL, Kind.SLOW_DISK)
-"""Kinds with a campaign of their own: a mesh of pairs, or of hosts."""
+_OF_THEIR_OWN = (*LIMIT_KINDS, *NETWORK_KINDS, Kind.RANK_KILL, Kind.LOG_STANDS)
+"""Kinds with campaigns of their own."""
 _OF_REDIS = (Kind.REDIS_STOP, Kind.REDIS_EMPTY, Kind.REDIS_RESTART)
 
 

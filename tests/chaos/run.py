@@ -44,7 +44,7 @@ TINY_FAULTS, REAL_FAULTS = 5070, 280  # 30 of each kind at each state; a quarter
 VLLM_TINY_FAULTS, VLLM_REAL_FAULTS = 440, 110  # a worker takes some 20 s to come back
 LIMIT_FAULTS = 280  # 10 of each kind at each state
 PULL_FAULTS = 550
-LOG_FAULTS = 220  # half of them of slow disks
+LOG_FAULTS = 220  # half of them of logs that stand still
 PAIR_FAULTS = 200  # 100 of ranks, the others of what strikes any worker
 HOST_FAULTS = 324  # 54 of each kind, of workers and of routers
 HOSTS_VARIABLE = "PDMESH_CHAOS_HOSTS"
@@ -98,9 +98,9 @@ def limits_stage(model: Path, seed: int) -> Stage:
 
 
 def logs_stage(model: Path, seed: int) -> Stage:
-    """Processes that nobody takes their lines from, while the others give them something to say."""
+    """Processes whose logs are taken by nothing, while the faults of others give them something to say."""
     others = (Kind.KILL, Kind.RESTART, Kind.RESET, Kind.BLACK_HOLE)
-    stage = tiny_stage(model, _half_and_half(seed, LOG_FAULTS, (Kind.SLOW_DISK,), others))
+    stage = tiny_stage(model, _half_and_half(seed, LOG_FAULTS, (Kind.LOG_STANDS,), others))
     return replace(stage, name="tiny, logs")
 
 

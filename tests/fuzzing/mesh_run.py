@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -17,13 +18,14 @@ from google.protobuf.message_factory import GetMessageClass
 
 from kvtransfer import framing
 from pdmesh.v1.transfer_pb2 import TransferChunk, TransferMessage
-from tests.fuzzing.mesh_calls import CANCEL, FILL, SAME_STREAM, WAIT, WORKER_METHODS, Step, steps_of
+from tests.fuzzing.mesh_calls import CANCEL, FILL, NOT_OURS, ROUTER_METHODS, SAME_STREAM, WAIT, WORKER_METHODS, Step, steps_of
 from tests.simulation.mesh import MODEL
+from tests.simulation.rpc.server import Server
 from tests.simulation.scenario import START_S, Scenario
 from tests.simulation.simulate import QUIET_GRAIN_NS, Run
 
 PATIENCE_S = 3.0
-"""Of a call that nobody cancels: streams have no end of their own."""
+"""Of a call that no record cancels: streams have no end of their own."""
 QUIET_S = 9.0
 """Longer than a lease, the grace of a router's streams, and the silence of a worker."""
 NEVER = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN}
@@ -62,6 +64,7 @@ class CallsRun(Run):
         self._reservation: Any = None  # the last that a worker gave
         self._streams: dict[str, asyncio.Queue[Any]] = {}
         self._channels: dict[str, Any] = {}
+        self.answered = Counter[str]()  # calls that were served, by method; streams by their first message
 
     async def main(self) -> None:
         """Start the mesh, send everything, and look at what is left."""
@@ -70,10 +73,20 @@ class CallsRun(Run):
         for member in self.mesh.members():
             self.mesh.start(member)
         await asyncio.sleep(START_S)
+        self._check_methods()
         await self.world.process("client").start(self._send_all())
         self.world.loop.grain_ns = QUIET_GRAIN_NS
         await asyncio.sleep(QUIET_S)
         self.check_quiet()
+
+    def _check_methods(self) -> None:
+        """Fail for a method that a server has and no input can call."""
+        for member, methods in ((self.mesh.workers[WORKER], WORKER_METHODS), (self.mesh.routers[ROUTER], ROUTER_METHODS)):
+            server = self.network.listeners[member.address]
+            assert isinstance(server, Server)
+            for path in server._handlers.keys() - {f"/{'/'.join(name.rsplit('.', 1))}" for name in methods}:
+                if not path.startswith(NOT_OURS):
+                    self._fail(f"{member.name} serves {path}, which is not fuzzed")
 
     async def _send_all(self) -> None:
         members = {WORKER: self.mesh.workers[WORKER], ROUTER: self.mesh.routers[ROUTER]}
@@ -120,9 +133,9 @@ class CallsRun(Run):
         try:
             if step.method.server_streaming:
                 async for response in call:
-                    self._heard(response)
+                    self._heard(step, response)
             else:
-                self._heard(await call)
+                self._heard(step, await call)
         finally:
             call.cancel()
 
@@ -132,7 +145,8 @@ class CallsRun(Run):
         while True:
             yield await queue.get()
 
-    def _heard(self, response: Any) -> None:
+    def _heard(self, step: Step, response: Any) -> None:
+        self.answered[step.path] += 1
         if response.DESCRIPTOR.name == "SubmitResponse" and response.HasField("reservation"):
             self._reservation = response.reservation
 

@@ -1,4 +1,4 @@
-"""Right calls of each RPC, with which the search for wrong ones begins."""
+"""Calls of each RPC, with which the search for those that break something begins."""
 
 from __future__ import annotations
 
@@ -32,6 +32,13 @@ RESERVATION = common_pb2.Reservation(
     reservation_id="r.1", epoch=5, attempt=1, token=b"x", layout=common_pb2.KVLayout(block_size=16)
 )
 PREFILL = prefill_pb2.PrefillRequest(request_id="r", request=TOKENS, identity=IDENTITY, reservation=RESERVATION)
+HELD = prefill_pb2.PrefillRequest(
+    request_id="r",
+    request=TOKENS,
+    identity=IDENTITY,
+    reservation=RESERVATION,
+    holder=prefill_pb2.KVHolder(address="10.0.0.1:7000", epoch=5, num_tokens=32),
+)
 HELLO = transfer_pb2.TransferHello(
     protocol_version=3, reservation_id="r.1", epoch=7, attempt=1, token=b"x", identity=IDENTITY, layout=RESERVATION.layout
 )
@@ -62,6 +69,12 @@ WORKER_SEEDS = (
     + record("WorkerControl.UnloadAdapter", worker_pb2.UnloadAdapterRequest(model="m", name="a"))
     + record("WorkerControl.ListAdapters", worker_pb2.ListAdaptersRequest())
     + record("ReleaseRetained", worker_pb2.ReleaseRetainedRequest(tenant="t", session_id="s")),
+    ATTACH
+    + _submit(mesh_pb2.PREFILL_MODE_REMOTE)
+    + record(
+        "SendBlocks", worker_pb2.SendBlocksRequest(hashes=[b"x" * 16], reservation=RESERVATION, identity=IDENTITY), FILL | WAIT
+    )
+    + record("Prefill", HELD, FILL | WAIT),
     record("Health.Check", health_pb2.HealthCheckRequest())
     + record("Health.Watch", health_pb2.HealthCheckRequest(), CANCEL)
     + record("Health.List", health_pb2.HealthListRequest()),

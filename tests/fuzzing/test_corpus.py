@@ -23,6 +23,43 @@ def test_what_was_found_breaks_nothing_in_a_simulated_mesh(name: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_a_search_in_a_simulated_mesh_begins_with_calls_that_are_served() -> None:
+    done = subprocess.run([sys.executable, "-c", SERVED], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    served = dict(line.rsplit(" ", 1) for line in done.stdout.splitlines())
+    for method in ("DecodeService/Submit", "PrefillService/Prefill", "TransferService/Push", "WorkerControl/SetRoles",
+                   "Mesh/Generate", "Mesh/Chat", "GRPCInferenceService/ModelInfer", "VllmEngine/Generate"):  # fmt: skip
+        assert any(path.endswith(method) for path in served), f"{method} is refused: {sorted(served)}"
+    committed = int(served["committed"])
+    assert committed >= 1, "the seed whose prefill worker hands over"
+
+
+SERVED = """
+from tests.fuzzing.targets import TARGETS
+TARGETS["mesh-worker"].make()
+from collections import Counter
+from pdmesh.v1 import prefill_pb2
+from tests.fuzzing import mesh_run
+from tests.fuzzing.mesh_calls import ROUTER_METHODS, WORKER_METHODS, steps_of
+served, outcomes = Counter(), []
+heard = mesh_run.CallsRun._heard
+def hears(self, step, response):
+    if isinstance(response, prefill_pb2.PrefillEvent) and response.HasField("outcome"):
+        outcomes.append(response.outcome.status)
+    heard(self, step, response)
+mesh_run.CallsRun._heard = hears
+for name, methods in (("mesh-worker", WORKER_METHODS), ("mesh-router", ROUTER_METHODS)):
+    for seed in TARGETS[name].seeds:
+        run = mesh_run.CallsRun(list(steps_of(methods, seed)))
+        run.run()
+        assert not run.violations, run.violations
+        served += run.answered
+served["committed"] = outcomes.count(prefill_pb2.HANDOFF_STATUS_COMMITTED)
+for path, number in served.items():
+    print(path, number)
+"""
+
+
 def test_a_bug_in_a_handler_is_seen_in_a_simulated_mesh() -> None:
     """The worker fails to say what it holds; the seed that asks for it is printed, and no other."""
     done = subprocess.run([sys.executable, "-c", BROKEN], capture_output=True, text=True, timeout=300, check=False)

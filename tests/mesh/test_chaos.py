@@ -9,7 +9,7 @@ import pytest
 
 from tests.chaos import report
 from tests.chaos.campaign import Campaign
-from tests.chaos.faults import SlowDisk
+from tests.chaos.faults import LogStands
 from tests.chaos.load import Load, Sizes, make_jobs
 from tests.chaos.mesh import ChaosMesh, MeshSize
 from tests.chaos.plan import ANY_MOMENT, Kind, make_plan
@@ -23,14 +23,14 @@ pytestmark = [
 MAX_HOLD_S = 1.5
 
 
-async def test_what_nobody_takes_from_a_log_stops_nothing(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_logs_that_stand_still_stop_nothing(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pipes of all processes are full, and they have much to say."""
     monkeypatch.setenv("PDMESH_LOG", "debug")
     jobs = make_jobs(tiny, Sizes(prompt=(40, 120), output=(8, 32), first_id=1, last_id=250), seed=1, count=16)
     mesh = ChaosMesh(MeshSize(tiny, num_prefill=1, num_decode=1, kv_memory_mb=16), tmp_path)
     async with mesh:
-        [plan] = make_plan(5, 1, [Kind.SLOW_DISK])
-        faults = [SlowDisk(plan, victim, mesh) for victim in mesh.victims]
+        [plan] = make_plan(5, 1, [Kind.LOG_STANDS])
+        faults = [LogStands(plan, victim, mesh) for victim in mesh.victims]
         for fault in faults:
             assert await fault.strike()
         load = Load(mesh.routers, jobs, seed=1, num_clients=6)

@@ -58,7 +58,8 @@ class StubWorker(StubPrefill, decode_pb2_grpc.DecodeServiceServicer, worker_pb2_
     pause_at: int | None = None  # decode stops before the token with this index until `resume`
     submit_errors: list[MeshError] = field(default_factory=list)
     watch_mute: bool = False
-    num_watches_ended: int = 0
+    num_watches_ended: int = 0  # those from 1 to this number
+    watch_ends: bool = False  # each after one report
     frames_mute: bool = False
     full: bool = False
     draining: bool = False
@@ -159,6 +160,8 @@ class StubWorker(StubPrefill, decode_pb2_grpc.DecodeServiceServicer, worker_pb2_
         while mine > self.num_watches_ended:
             if not self.watch_mute:
                 yield self.load()
+            if self.watch_ends:
+                return
             await asyncio.sleep(request.period_ms / 1000)
 
     async def SetRoles(self, request: worker_pb2.SetRolesRequest, context: object) -> worker_pb2.WorkerInfo:

@@ -191,6 +191,42 @@ async def test_a_worker_whose_watch_breaks_is_alive_while_its_tokens_come() -> N
         await worker.kill()
 
 
+async def test_another_process_at_the_address_is_another_worker() -> None:
+    worker = await StubWorker("d0", (DECODE,)).start()
+    async with running_fleet(worker.address, settings=PATIENT) as fleet:
+        await eventually(fleet.ready)
+        incarnation = fleet.workers[worker.address].current
+        assert incarnation is not None
+        worker.epoch += 1
+        worker.num_watches_ended = worker.num_watches
+        await asyncio.wait_for(incarnation.lost.wait(), 60)
+        await eventually(fleet.ready)
+        current = fleet.workers[worker.address].current
+        assert current is not None and current.info.epoch == worker.epoch
+        await worker.kill()
+
+
+async def test_a_worker_whose_streams_both_end_is_lost() -> None:
+    worker = await StubWorker("d0", (DECODE,)).start()
+    async with running_fleet(worker.address, settings=PATIENT) as fleet:
+        await eventually(fleet.ready)
+        incarnation = fleet.workers[worker.address].current
+        assert incarnation is not None
+        await worker.kill()
+        await asyncio.wait_for(incarnation.lost.wait(), 60)
+
+
+async def test_a_watch_that_breaks_again_and_again_is_opened_now_and_then() -> None:
+    worker = await StubWorker("d0", (DECODE,)).start()
+    async with running_fleet(worker.address, settings=PATIENT) as fleet:
+        await eventually(fleet.ready)
+        worker.watch_ends, before = True, worker.num_watches
+        await asyncio.sleep(1.0)
+        assert worker.num_watches - before < 20, "without a pause it is 150"
+        worker.watch_ends = False
+        await worker.kill()
+
+
 async def test_a_prefill_worker_has_one_stream_and_is_lost_by_it() -> None:
     worker = await StubWorker("p0", (PREFILL,)).start()
     async with running_fleet(worker.address, settings=PATIENT) as fleet:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import errno
 import fcntl
 import io
 import json
 import logging
 import os
+import select
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 
 from pdmesh.runtime import log
 from pdmesh.runtime.config import ConfigError
-from pdmesh.runtime.log_handler import BackgroundHandler
 
 
 @pytest.fixture(autouse=True)
@@ -112,14 +115,24 @@ def pipe() -> Iterator[tuple[int, int]]:
     os.close(reader)
 
 
-def handler_on(writer: int, most_waiting: int) -> BackgroundHandler:
-    handler = BackgroundHandler(writer, most_waiting)
+def handler_on(writer: int, most_bytes: int = 1 << 20) -> log.BackgroundHandler:
+    handler = log.BackgroundHandler(writer, most_bytes)
     handler.setFormatter(logging.Formatter("%(message)s"))
     return handler
 
 
 def record(text: str) -> logging.LogRecord:
     return logging.LogRecord("x", logging.INFO, "", 0, text, None, None)
+
+
+def read_until(reader: int, end: str) -> str:
+    """Read from a pipe until what came ends so. Raises TimeoutError."""
+    got, ends_at = "", time.monotonic() + 60
+    while not got.endswith(end):
+        if time.monotonic() > ends_at or not select.select([reader], [], [], 60)[0]:
+            raise TimeoutError(got)
+        got += os.read(reader, 4096).decode()
+    return got
 
 
 def accounted_for(text: str) -> int:
@@ -130,28 +143,69 @@ def accounted_for(text: str) -> int:
 
 def test_lines_are_written_in_order_by_the_time_of_a_flush(pipe: tuple[int, int]) -> None:
     reader, writer = pipe
-    handler = handler_on(writer, 1000)
+    handler = handler_on(writer)
     for number in range(50):
         handler.handle(record(f"line {number}"))
-    handler.flush()
-    assert os.read(reader, 4096).decode().splitlines() == [f"line {number}" for number in range(50)]
+    assert read_until(reader, "line 49\n").splitlines() == [f"line {number}" for number in range(50)]
 
 
-def test_nobody_waits_for_a_pipe_that_is_not_read_and_what_is_lost_is_counted(pipe: tuple[int, int]) -> None:
+def test_no_line_waits_for_a_pipe_that_is_not_read_and_what_is_lost_is_counted(pipe: tuple[int, int]) -> None:
     """Twenty kilobytes into a pipe of four: with a handler that writes itself this test would not end."""
     reader, writer = pipe
-    handler = handler_on(writer, 30)
+    handler = handler_on(writer, 3000)
     for number in range(200):
         handler.handle(record(f"line {number}".ljust(99)))
     got = ""
     while accounted_for(got) < 200:
-        got += os.read(reader, 4096).decode()
+        got += read_until(reader, "\n")
     assert "lost" in got and accounted_for(got) == 200
     numbers = [int(line.split()[1]) for line in got.splitlines() if line.startswith("line")]
     assert numbers == sorted(set(numbers)) and numbers[0] == 0
     handler.handle(record("afterwards"))
-    handler.flush()
-    assert os.read(reader, 4096) == b"afterwards\n"
+    assert read_until(reader, "\n") == "afterwards\n"
+
+
+def test_lines_that_a_full_disk_loses_are_counted(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = pipe
+    handler = handler_on(writer)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", raise_no_space)
+        handler.handle(record("lost one"))
+        handler.flush()
+    handler.handle(record("kept"))
+    assert read_until(reader, "came\n").splitlines()[0] == "kept"
+    assert handler._num_lost == 0
+
+
+def raise_no_space(descriptor: int, data: bytes) -> int:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_line_that_finds_no_thread_waits_for_the_next(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = pipe
+    handler = handler_on(writer)
+    monkeypatch.setattr(handler, "handleError", lambda _: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", raise_no_thread)
+        handler.handle(record("first"))
+    handler.handle(record("second"))
+    assert read_until(reader, "second\n") == "first\nsecond\n"
+
+
+def raise_no_thread(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_a_process_whose_stderr_is_closed_starts() -> None:
+    code = "from pdmesh.runtime import log; import logging, sys; log.configure('x', env={}); logging.error('x'); sys.exit(7)"
+    assert subprocess.run(["sh", "-c", 'exec "$0" -c "$1" 2>&-', sys.executable, code], timeout=60, check=False).returncode == 7
+
+
+def test_a_line_of_another_process_is_passed_on_as_it_is(pipe: tuple[int, int]) -> None:
+    reader, writer = pipe
+    logging.root.handlers[:] = [handler_on(writer)]
+    log.pass_on("2026 info a child: said this")
+    assert read_until(reader, "\n") == "2026 info a child: said this\n"
 
 
 def test_a_process_whose_log_stands_still_goes_on_and_ends(pipe: tuple[int, int]) -> None:

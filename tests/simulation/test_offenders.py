@@ -64,7 +64,7 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
     ("pdmesh.runtime.child", "os.killpg"): (1, START),
     ("pdmesh.runtime.failpoints", "os.kill"): (1, "failpoints are off, but where the environment names some"),
     ("pdmesh.runtime.failpoints", "time.sleep"): (1, "failpoints are off, but where the environment names some"),
-    ("pdmesh.runtime.log_handler", "threading.Thread"): (1, "writes logs of real processes"),
+    ("pdmesh.runtime.log", "threading.Thread"): (1, "writes logs of real processes"),
     ("pdmesh.runtime.parent_death", "os.execvp"): (1, START),
     ("pdmesh.runtime.parent_death", "os.kill"): (2, START),
     ("pdmesh.runtime.parent_death", "threading.Thread"): (1, START),

@@ -73,4 +73,4 @@ def test_what_a_mesh_on_one_host_cannot_be_struck_with_has_plans_of_its_own() ->
     assert set(cells(LIMIT_KINDS)) == {(fault.kind, fault.state) for fault in limits}
     assert {fault.role for fault in limits} == set(ROLES)
     assert cells((Kind.RANK_KILL,)) == [(Kind.RANK_KILL, ANY_MOMENT)] and PAIR_FAULTS >= 200
-    assert set(Kind) == {*BASE_KINDS, *LIMIT_KINDS, *NETWORK_KINDS, Kind.RANK_KILL, Kind.SLOW_DISK}
+    assert set(Kind) == {*BASE_KINDS, *LIMIT_KINDS, *NETWORK_KINDS, Kind.RANK_KILL, Kind.LOG_STANDS}
