@@ -11,6 +11,7 @@ from unittest import mock
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch import Tensor
 
 from pdmesh.engine import engine as engine_module
 from pdmesh.engine.engine import Engine, EngineStep
@@ -24,7 +25,7 @@ from pdmesh.engine.scheduler.sequence import Sequence
 from pdmesh.sampling_params import SamplingParams
 from tests.support.ahead_model import AheadMock
 from tests.support.guesser import Guesser
-from tests.support.mock_engine import Answer, Collector, FreeRows, answer, make_engine, run_to_end, write_kv
+from tests.support.mock_engine import Answer, Collector, FreeRows, answer, hash_block, make_engine, run_to_end, write_kv
 
 MAX_CONTEXT = 40
 HISTORY = st.sampled_from([0, 0, 0, 2, 5])  # tokens emitted elsewhere before
@@ -127,6 +128,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.running: dict[str, EngineRequest] = {}  # whatever is to be answered, or was
         self.prefilling: dict[str, EngineRequest] = {}
         self.reserved: dict[str, Reserved] = {}
+        self.expected: dict[str, Reserved] = {}  # blocks that another worker writes, for the prefix cache
+        self.pinned: dict[str, tuple[tuple[int, ...], Tensor]] = {}  # blocks that another worker reads, and what is in them
         self.under_way: EngineStep | None = None
         self.is_computed = False  # the step under way
         self.to_release: list[str] = []  # behind it
@@ -227,6 +230,59 @@ class EngineMachine(RuleBasedStateMachine):
             assert granted.block_ids[: len(each.granted.block_ids)] == each.granted.block_ids
             self.reserved[request_id] = Reserved(request, granted)
 
+    @rule(request=requests())
+    def expect(self, request: EngineRequest) -> None:
+        """The first blocks of a prompt are to come from another worker."""
+        size = self.engine.config.block_size
+        tokens = request.prompt[: len(request.prompt) // size * size]
+        if not tokens:
+            return
+        wanted = self.named(EngineRequest("", tokens, SamplingParams(max_tokens=1), cache_root=request.cache_root))
+        with contextlib.suppress(RequestTooLarge):
+            expected = self.engine.sharing.expect(wanted)
+            if expected is not None:
+                granted = expected.reserved
+                assert len(expected.hashes) == (granted.num_tokens - granted.num_cached_tokens) // size > 0
+                self.expected[wanted.request_id] = Reserved(wanted, granted)
+
+    @precondition(lambda self: self.expected)
+    @rule(data=st.data(), share=st.floats(0, 1))
+    def take_in(self, data: st.DataObject, share: float) -> None:
+        """Some of them have come, or none: then nothing is published."""
+        request_id = data.draw(st.sampled_from(sorted(self.expected)))
+        each, size = self.expected.pop(request_id), self.engine.config.block_size
+        come = int(share * each.granted.num_tokens) // size * size
+        if come > each.granted.num_cached_tokens:
+            self.write(each, come)
+            self.engine.sharing.take_in(request_id, come)
+        assert self.engine.release(request_id)
+
+    @rule(request=requests())
+    def pin(self, request: EngineRequest) -> None:
+        """Another worker reads the first blocks of a prompt, as far as they are here."""
+        size, hashes, parent = self.engine.config.block_size, list[bytes](), request.cache_root
+        for start in range(0, len(request.prompt) // size * size, size):
+            hashes.append(parent := hash_block(parent, request.prompt[start : start + size]))
+        pin_id = f"pin {self.num_requests}"
+        self.num_requests += 1
+        block_ids = self.engine.sharing.pin(pin_id, hashes)
+        self.pinned[pin_id] = block_ids, self.content(block_ids)
+
+    @precondition(lambda self: self.pinned)
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        self.check_pinned(data.draw(st.sampled_from(sorted(self.pinned))))
+
+    def check_pinned(self, pin_id: str) -> None:
+        """What was read is what was there when it was pinned."""
+        block_ids, content = self.pinned.pop(pin_id)
+        assert self.content(block_ids).equal(content)
+        self.engine.sharing.unpin(pin_id)
+        self.engine.sharing.unpin(pin_id)
+
+    def content(self, block_ids: tuple[int, ...]) -> Tensor:
+        return self.engine.kv.tensor[:, :, list(block_ids)].clone()
+
     @precondition(lambda self: self.running or self.prefilling or self.reserved)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
@@ -275,7 +331,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.collector.take(result)
             if result is None:
                 stats = self.engine.stats()
-                stuck = self.engine.has_work and not (stats.num_reserved or stats.num_held)
+                stuck = self.engine.has_work and not (stats.num_reserved or stats.num_held or self.pinned)
                 assert not stuck, f"it has work and all the room there is: {stats}"
 
     @rule(tenant=st.sampled_from(["", "tenant"]), session=SESSIONS)
@@ -299,8 +355,10 @@ class EngineMachine(RuleBasedStateMachine):
         if not hasattr(self, "engine"):
             return
         self.end_step()
-        for request_id in self.reserved:
+        for request_id in (*self.reserved, *self.expected):
             assert self.engine.release(request_id)
+        for pin_id in list(self.pinned):
+            self.check_pinned(pin_id)
         self.finish()
         stats = self.engine.stats()
         assert stats.num_free_blocks == stats.num_total_blocks
