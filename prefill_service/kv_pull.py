@@ -105,6 +105,11 @@ class KVPuller:
         self._holders: dict[str, _Holder] = {}
         self._serial = itertools.count(1)
 
+    @property
+    def token_s(self) -> float:
+        """Return how long a token's KV should take to come, in seconds, from a holder that was not asked before."""
+        return self._tools.bytes_per_token / ASSUMED_BYTES_PER_S
+
     async def pull(self, request: EngineRequest, holder: prefill_pb2.KVHolder) -> int:
         """Bring the KV of a request's first tokens into the prefix cache; return how many tokens came, 0 where it is not worth it
         or fails. Raises EngineStopped."""

@@ -212,6 +212,7 @@ class WorkerInfo(_message.Message):
     MAX_ADAPTERS_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
     LACKS_FIELD_NUMBER: _builtins.int
+    FETCH_TOKEN_S_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """worker_id is stable over restarts if the deployment names it."""
     epoch: _builtins.int
@@ -232,6 +233,10 @@ class WorkerInfo(_message.Message):
     """max_adapters that may be loaded at once. 0 means that it has no places for adapters."""
     engine: _builtins.str
     """engine that computes: pdmesh or vllm. For people; nothing decides by it."""
+    fetch_token_s: _builtins.float
+    """fetch_token_s is how long it expects a prompt token's KV to take to come from another worker, in seconds. 0 means that it
+    fetches none.
+    """
     @_builtins.property
     def roles(self) -> _containers.RepeatedScalarFieldContainer[Global___Role.ValueType]:
         """roles it has."""
@@ -295,10 +300,11 @@ class WorkerInfo(_message.Message):
         max_adapters: _builtins.int = ...,
         engine: _builtins.str = ...,
         lacks: _abc.Iterable[Global___EngineLack.ValueType] | None = ...,
+        fetch_token_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "address", b"address", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "home_roles", b"home_roles", "host_id", b"host_id", "identity", b"identity", "lacks", b"lacks", "layout", b"layout", "max_adapters", b"max_adapters", "max_context", b"max_context", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "roles", b"roles", "transport_reach", b"transport_reach", "transports", b"transports", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "address", b"address", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "fetch_token_s", b"fetch_token_s", "home_roles", b"home_roles", "host_id", b"host_id", "identity", b"identity", "lacks", b"lacks", "layout", b"layout", "max_adapters", b"max_adapters", "max_context", b"max_context", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "roles", b"roles", "transport_reach", b"transport_reach", "transports", b"transports", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -344,6 +344,7 @@ class Worker:
             address=self._address,
             model=self._config.served_name,
             transports=self._receiver.reach(),
+            fetch_token_s=0.0 if self.puller is None else self.puller.token_s,
         )
 
 

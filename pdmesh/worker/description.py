@@ -62,6 +62,7 @@ class Description:
     facts: EngineFacts
     gate: RoleGate
     adapters: WorkerAdapters
+    fetch_token_s: float
 
     def info(self) -> worker_pb2.WorkerInfo:
         """Return the message to register, with the present roles and adapters."""
@@ -85,6 +86,7 @@ class Description:
             max_adapters=self.adapters.max_adapters,
             engine=self.facts.name,
             lacks=sorted(lack.value for lack in self.facts.lacks),
+            fetch_token_s=self.fetch_token_s,
         )
 
 
@@ -98,6 +100,7 @@ def describe(
     address: str,
     model: str,
     transports: Mapping[str, Reach],
+    fetch_token_s: float = 0.0,
 ) -> Description:
     """Return the description of a worker around an engine with these facts."""
     return Description(
@@ -110,4 +113,5 @@ def describe(
         facts=facts,
         gate=gate,
         adapters=adapters,
+        fetch_token_s=fetch_token_s,
     )

@@ -146,6 +146,8 @@ SHORTLIST, LARGE_FLEET, SHORTLIST_OF_LARGE = 4, 64, 2
 """In a pool of more than LARGE_FLEET workers, the best two of a ranking differ little from the next."""
 
 THOROUGH = 256
+FETCH_S = 0.004
+"""What it takes to fetch KV beside its bytes: two calls and a hello (prefill_service/kv_pull.py)."""
 MAX_CACHED_ON = 64
 """When more workers than this have a part of the prompt cached, the shortlists contain good ones anyway."""
 
@@ -234,8 +236,10 @@ class _CandidateSearch:
         "_cached_on",
         "_count",
         "_expected",
+        "_fetching",
         "_gaps",
         "_goals",
+        "_held",
         "_now",
         "_outputs",
         "_overheads",
@@ -254,6 +258,9 @@ class _CandidateSearch:
         self._prompts: dict[WorkerEstimate, PromptPart] = {}
         self._outputs: dict[WorkerEstimate, OutputPart] = {}
         self._cached_on: list[WorkerEstimate] | None = None
+        self._fetching: dict[WorkerEstimate, PromptPart] = {}
+        cached = routing_request.cached_tokens
+        self._held = min(max(cached.values(), default=0), routing_request.num_tokens - 1) if len(cached) <= MAX_CACHED_ON else 0
 
     def cached_on(self, ranking: Ranking) -> list[WorkerEstimate]:
         """Return the workers with the longest cached prefix; if very many have one, only of those that `ranking` puts first."""
@@ -303,7 +310,7 @@ class _CandidateSearch:
         KV of another element type than the decode worker's changes the tokens: it is the last resort."""
         able = [decode for decode in decodes if can_hand_over(decode.view, self._routing_request)]
         prompts, outputs = sorted(prefills, key=self._prompt_order), sorted(able, key=self._output_order)
-        found, goals, gaps, parts = list[Candidate](), self._goals, self._gaps, self._prompts
+        found, goals, gaps, parts = list[Candidate](), self._goals, self._gaps, self._fetching
         expected, pressure, between = self._expected, self._pressure, self._overheads.between
         for decode in outputs[: self._count]:
             has_room, view, output = has_room_now(decode, self._routing_request), decode.view, self._outputs[decode]
@@ -331,7 +338,7 @@ class _CandidateSearch:
         return [estimates[address] for _, address in cached[: self._count]]
 
     def _prompt_order(self, estimate: WorkerEstimate) -> tuple[float, str]:
-        alone_s = _prompt_alone(self._prompt_part(estimate), self._goals)
+        alone_s = _prompt_alone(self._fetching_part(estimate), self._goals)
         return alone_s + estimate.view.penalty_s, estimate.view.address
 
     def _output_order(self, estimate: WorkerEstimate) -> tuple[bool, float, str]:
@@ -347,6 +354,21 @@ class _CandidateSearch:
             known = self._prompts[estimate] = prompt_part(side, self._expected, self._goals)
         return known
 
+    def _fetching_part(self, estimate: WorkerEstimate) -> PromptPart:
+        """Return the prompt part of a prefill worker, which may fetch what another worker has cached."""
+        known = self._fetching.get(estimate)
+        if known is None:
+            known = self._prompt_part(estimate)
+            routing_request, view = self._routing_request, estimate.view
+            missing = self._held - routing_request.cached_tokens.get(estimate.key, 0)
+            if view.fetch_token_s and missing >= view.block_size:
+                side = estimate.prompt_side(routing_request.num_tokens, self._held, self._now)
+                fetch_s = FETCH_S + missing * view.fetch_token_s
+                fetched = prompt_part(side._replace(compute_s=side.compute_s + fetch_s), self._expected, self._goals)
+                known = min(known, fetched, key=_compute_s)
+            self._fetching[estimate] = known
+        return known
+
     def _output_part(self, estimate: WorkerEstimate) -> OutputPart:
         known = self._outputs.get(estimate)
         if known is None:
@@ -357,6 +379,10 @@ class _CandidateSearch:
             )
             known = self._outputs[estimate] = output_part(side, self._expected, self._goals)
         return known
+
+
+def _compute_s(part: PromptPart) -> float:
+    return part.compute_s
 
 
 def _prompt_alone(prompt: PromptPart, goals: Goals) -> float:

@@ -14,6 +14,8 @@ from router.routing.worker_snapshot import WorkerSnapshot
 
 MAX_PACE_S, MAX_SLACK_S = 1e4, 3600.0
 """Limits of the reported TPOT objective and slack of a worker's sequences; a report above them is ignored."""
+MAX_FETCH_S = 1.0
+"""Limit of the reported time to fetch a token's KV; a worker that reports more is taken for one that fetches none."""
 NO_ADAPTERS: frozenset[AdapterId] = frozenset()
 MAX_PER_ROW = 256.0
 """Limit of the tokens of one sequence in a step; a report above it is ignored, too."""
@@ -53,6 +55,7 @@ class Described(NamedTuple):
     is_reproducible: bool = True
     shares_prompts: bool = True
     can_embed: bool = True
+    fetch_token_s: float = 0.0
 
 
 class Counted(NamedTuple):
@@ -90,6 +93,7 @@ def describe(info: worker_pb2.WorkerInfo) -> Described:
         is_reproducible=worker_pb2.ENGINE_LACK_REPRODUCIBLE not in info.lacks,
         shares_prompts=worker_pb2.ENGINE_LACK_PROMPT_SHARES not in info.lacks,
         can_embed=worker_pb2.ENGINE_LACK_EMBEDDINGS not in info.lacks,
+        fetch_token_s=info.fetch_token_s if 0 < info.fetch_token_s <= MAX_FETCH_S else 0.0,
     )
 
 
@@ -143,6 +147,7 @@ def snapshot_of(
         is_reproducible=described.is_reproducible,
         shares_prompts=described.shares_prompts,
         can_embed=described.can_embed,
+        fetch_token_s=described.fetch_token_s,
     )
 
 

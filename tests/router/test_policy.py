@@ -172,6 +172,33 @@ def test_learned_hand_offs_decide() -> None:
     assert names(choose([P0, BUSY], policy=PredictPolicy(over))) == ("d0", None)
 
 
+FETCHING = worker("p0", fetch_token_s=1e-5)
+"""A token's KV comes in a hundredth of the time in which it is computed."""
+
+
+def test_a_prompt_whose_beginning_is_fetched_leaves_a_busy_decode_worker_alone() -> None:
+    """It would have little to compute itself; what runs there would wait for that all the same."""
+    busy, demand = running("d0", 6), replace(DEMAND, num_tokens=4000, max_total_tokens=4100, cached_tokens={("d0", 1): 3600})
+    assert names(choose([P0, busy], demand)) == ("d0", None), "3 600 tokens more to compute"
+    fetched = choose([FETCHING, busy], demand)
+    assert names(fetched) == ("d0", "p0")
+    computed_s = best(choose([P0, busy], replace(demand, mode=Mode.REMOTE))).prediction.ttft_s
+    assert best(fetched).prediction.ttft_s < 0.25 * computed_s
+
+
+def test_what_is_fetched_more_slowly_than_computed_is_computed() -> None:
+    slow, demand = worker("p0", fetch_token_s=0.1), replace(DEMAND, mode=Mode.REMOTE, cached_tokens={("d0", 1): 320})
+    assert best(choose([slow, D0], demand)).prediction == best(choose([P0, D0], demand)).prediction
+
+
+def test_a_prefill_worker_fetches_from_any_worker_and_nothing_that_it_has() -> None:
+    demand = replace(DEMAND, mode=Mode.REMOTE, cached_tokens={("p1", 1): 320})
+    fetched, computed = (best(choose([each, D0], demand)).prediction.ttft_s for each in (FETCHING, P0))
+    assert fetched < 0.5 * computed
+    has_it = replace(demand, cached_tokens={("p0", 1): 320, ("d0", 1): 320})
+    assert best(choose([FETCHING, D0], has_it)).prediction == best(choose([P0, D0], has_it)).prediction
+
+
 def test_a_retry_takes_what_fits_the_reservation() -> None:
     foreign, far = worker("p1", identity=("m", "old")), worker("p2", num_waiting_tokens=9000)
     fleet_snapshot = FleetSnapshot([P0, foreign, far, BUSY])
