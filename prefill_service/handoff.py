@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 
 from kvtransfer.errors import PushFailed, code_number
@@ -22,7 +22,7 @@ from pdmesh.engine.request import EngineRequest
 from pdmesh.runtime.errors import DeadlineExceeded, ResourceExhausted
 from pdmesh.runtime.failpoints import hit_async
 from pdmesh.v1 import common_pb2, prefill_pb2
-from prefill_service.first_tokens import NO_SPANS, RETRY_DELAY_S, FirstTokens, FirstTokensSink, Spans
+from prefill_service.first_tokens import NO_SPANS, RETRY_DELAY_S, FirstTokens, FirstTokensSink, Spans, to_its_end
 from prefill_service.kv_pull import KVPuller
 
 STUCK_S = 0.5  # between two checks whether the engine is blocked
@@ -101,7 +101,7 @@ class Handoff:
             raise DeadlineExceeded("the request's deadline has passed during its prefill") from error
         finally:
             self._tools.sinks.remove(engine_id)
-            await _to_its_end(self._clean_up(engine_id))
+            await to_its_end(self._clean_up(engine_id))
 
     async def _prefill_and_push(self, sink: FirstTokensSink) -> None:
         await hit_async("prefill.accepted")
@@ -162,9 +162,11 @@ class Handoff:
         return first
 
     async def _num_steps_if_idle(self) -> int | None:
-        """Return the engine's steps so far; None while a request runs or is held for a push, because that will free blocks."""
+        """Return the engine's steps so far; None while a request runs, is held for a push or waits for KV that is
+        fetched, because that will free blocks."""
         stats = await self._tools.engine.stats()
-        return None if stats.num_running or stats.num_held else stats.num_steps
+        is_fetching = self._tools.puller is not None and self._tools.puller.num_open > 0
+        return None if stats.num_running or stats.num_held or is_fetching else stats.num_steps
 
     async def _outcome(self, first: FirstTokens) -> prefill_pb2.HandoffOutcome:
         assert self._push is not None, "the KV of a prefill that drew its first token is ready"
@@ -208,16 +210,6 @@ def _finished(message: str) -> prefill_pb2.HandoffOutcome:
 def named(request: EngineRequest, engine_id: str) -> EngineRequest:
     """Return the request with the id `engine_id` in this engine, held after its first tokens until it is released."""
     return replace(request, request_id=engine_id, prefill_only=True)
-
-
-async def _to_its_end(work: Coroutine[object, object, object]) -> None:
-    """Await the end of `work`; a cancellation meanwhile is raised after it, not instead of it."""
-    task = asyncio.create_task(work)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise
 
 
 def _loop_deadline(deadline: float | None) -> float | None:

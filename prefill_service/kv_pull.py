@@ -12,10 +12,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import secrets
 import time
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import grpc
 import grpc.aio
@@ -24,25 +26,33 @@ from kvtransfer.errors import TransferRefused
 from kvtransfer.manifest import check_epoch, check_push_token, unknown_reservation
 from kvtransfer.receiver.delegates import PULL_PREFIX
 from kvtransfer.receiver.push import PushTarget
-from pdmesh.engine.errors import DuplicateRequest, InvalidRequest, RequestTooLarge, UnknownAdapter
+from pdmesh.engine.errors import DuplicateRequest, EngineStopped, InvalidRequest, RequestTooLarge, UnknownAdapter
 from pdmesh.engine.interface import ExpectedBlocks, KVSharing, ServingEngine
 from pdmesh.engine.request import EngineRequest
-from pdmesh.runtime.failpoints import hit_async
 from pdmesh.sampling_params import SamplingParams
 from pdmesh.v1 import common_pb2, prefill_pb2, transfer_pb2, worker_pb2, worker_pb2_grpc
+from prefill_service.first_tokens import to_its_end
 
 TOKEN_BYTES = 32
 ATTEMPT = 1
 FIXED_S = 0.004
 """What a pull costs beside its bytes: two calls and a hello."""
 ASSUMED_BYTES_PER_S = 1e9
+MIN_BYTES_TO_LEARN = 1 << 20
+FORGOTTEN_S = 60.0
+"""Time in which a learned rate goes two thirds of its way back to the assumed one: a link that was busy is asked again."""
 WORTH = 0.8
 """The pull has to be predicted to take less than this share of the computation that it saves."""
-PATIENCE = 2.0
-"""A pull is given up after so many times the predicted time of the computation, and after `LEAST_LIMIT_S` at the earliest."""
-LEAST_LIMIT_S = 0.1
-LEFT_OUT_S = 5.0
-"""How long a holder that failed is not asked."""
+PATIENCE = 3.0
+"""A pull is given up after so many times its predicted time, or the time of the computation if that is less."""
+LEAST_LIMIT_S, FORCED_LIMIT_S = 0.1, 20.0
+LEFT_OUT_S, MOST_LEFT_OUT_S = 5.0, 60.0
+"""How long a holder is not asked that failed, twice as long each time; and one that cannot send what we can take."""
+RETRY_S = 0.1
+"""How long one is not asked that sends as much as it may."""
+MAX_HOLDERS = 256
+
+_CANNOT = (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.FAILED_PRECONDITION)
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +60,8 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class PullTools:
     """Hold what pulls need of the worker. `compute_s(first, last)` predicts the computation of a prompt's tokens; None: the
-    worker cannot tell yet. `quiesce(reservation_id)` returns once no writer writes into its blocks."""
+    worker cannot tell yet. `quiesce(reservation_id)` returns once no writer writes into its blocks,
+    `forget(address)` closes a channel."""
 
     engine: ServingEngine
     sharing: KVSharing
@@ -60,6 +71,7 @@ class PullTools:
     endpoints: Callable[[], list[common_pb2.TransferEndpoint]]
     quiesce: Callable[[str], Awaitable[None]]
     channel: Callable[[str], grpc.aio.Channel]
+    forget: Callable[[str], Coroutine[object, object, None]]
     compute_s: Callable[[int, int], float | None]
     bytes_per_token: float
     lease_s: float
@@ -82,17 +94,67 @@ class _Pull:
 
     reservation: common_pb2.Reservation
     expected: ExpectedBlocks
-    is_open: bool = False  # a push was accepted
+    limit_s: float
+    is_open: bool = False  # a push was accepted, and has not failed
     is_fenced: bool = False
     num_tokens: int = 0  # that were committed
 
 
 @dataclass
-class _Holder:
-    """What is known of a worker that was asked."""
+class Holder:
+    """Hold what is known of a worker that was asked. Times in monotonic seconds, passed in."""
 
-    bytes_per_s: float = ASSUMED_BYTES_PER_S
-    not_before: float = field(default=float("-inf"))  # monotonic seconds
+    not_before: float = float("-inf")
+    num_failures: int = 0  # in a row
+    _bytes_per_s: float = ASSUMED_BYTES_PER_S
+    _learned_at: float = 0.0
+
+    def bytes_per_s(self, now: float) -> float:
+        """Return the expected rate: what was learned, as far as it is not forgotten."""
+        kept = math.exp((self._learned_at - now) / FORGOTTEN_S)
+        return ASSUMED_BYTES_PER_S + (self._bytes_per_s - ASSUMED_BYTES_PER_S) * kept
+
+    def came(self, num_bytes: int, seconds: float, now: float) -> None:
+        """Learn from a pull that took so long; a small one says little about the rate."""
+        self.num_failures = 0
+        if num_bytes >= MIN_BYTES_TO_LEARN:
+            self._learn(0.7 * self.bytes_per_s(now) + 0.3 * num_bytes / max(1e-4, seconds - FIXED_S), now)
+
+    def failed(self, code: grpc.StatusCode, num_bytes: int, seconds: float, now: float) -> None:
+        """Learn from a pull of so many bytes that failed after so long."""
+        if code is grpc.StatusCode.NOT_FOUND:  # the blocks are just not there any more
+            return
+        if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+            self.not_before = now + RETRY_S
+            return
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            self._learn(min(self.bytes_per_s(now), num_bytes / max(1e-4, seconds)), now)
+        self.num_failures += 1
+        left_out_s = min(MOST_LEFT_OUT_S, LEFT_OUT_S * 2 ** (self.num_failures - 1))
+        self.not_before = now + (MOST_LEFT_OUT_S if code in _CANNOT else left_out_s)
+
+    def _learn(self, bytes_per_s: float, now: float) -> None:
+        self._bytes_per_s, self._learned_at = bytes_per_s, now
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Hold what was predicted for a pull, in seconds. `is_worth`: it is to be made."""
+
+    pull_s: float
+    saved_s: float
+
+    @property
+    def is_worth(self) -> bool:
+        return self.pull_s < WORTH * self.saved_s
+
+    @property
+    def limit_s(self) -> float:
+        """Return how long it may take."""
+        return max(LEAST_LIMIT_S, min(self.saved_s, PATIENCE * self.pull_s))
+
+
+FORCED, NOTHING = Decision(0.0, math.inf), Decision(0.0, 0.0)
 
 
 class KVPuller:
@@ -102,7 +164,9 @@ class KVPuller:
         self.counts = PullCounts()
         self._tools = tools
         self._pulls: dict[str, _Pull] = {}
-        self._holders: dict[str, _Holder] = {}
+        self._under_way: dict[tuple[bytes, tuple[int, ...]], asyncio.Event] = {}  # by root and tokens
+        self._holders: OrderedDict[tuple[str, int], Holder] = OrderedDict()  # by address and epoch, the last used last
+        self._forgetting: set[asyncio.Future[None]] = set()
         self._serial = itertools.count(1)
 
     @property
@@ -110,31 +174,83 @@ class KVPuller:
         """Return how long a token's KV should take to come, in seconds, from a holder that was not asked before."""
         return self._tools.bytes_per_token / ASSUMED_BYTES_PER_S
 
+    @property
+    def num_open(self) -> int:
+        """Return how many pulls hold blocks now, which they give back soon."""
+        return len(self._pulls)
+
     async def pull(self, request: EngineRequest, holder: prefill_pb2.KVHolder) -> int:
         """Bring the KV of a request's first tokens into the prefix cache; return how many tokens came, 0 where it is not worth it
         or fails. Raises EngineStopped."""
-        known = self._holders.setdefault(holder.address, _Holder())
+        now = time.monotonic()
+        known = self._known(holder)
         num_tokens = holder.num_tokens - holder.num_tokens % self._tools.layout.block_size
-        if time.monotonic() < known.not_before or request.sampling.prompt_logprobs is not None or request.pooling is not None:
+        if now < known.not_before or request.sampling.prompt_logprobs is not None or request.pooling is not None:
             return 0
-        if not self._is_worth(known, 0, num_tokens):  # nothing is reserved where even all of it is too little
+        tokens = history_of(request)
+        if not self._decide(known, 0, num_tokens, len(tokens)).is_worth:  # not even if nothing of it is here
             return 0
-        wanted = _of_first_tokens(request, num_tokens, f"k:{request.request_id}:{next(self._serial)}")
+        key = (request.block_root, tokens[:num_tokens])
+        if key in self._under_way:  # another request has asked for the same: it will be here
+            await self._under_way[key].wait()
+            return 0
+        self._under_way[key] = done = asyncio.Event()
+        try:
+            return await self._pull(request, tokens, num_tokens, holder, known)
+        finally:
+            del self._under_way[key]
+            done.set()
+
+    async def _pull(
+        self, request: EngineRequest, tokens: tuple[int, ...], num_tokens: int, holder: prefill_pb2.KVHolder, known: Holder
+    ) -> int:
+        request_id = f"k:{request.request_id}:{next(self._serial)}"
+        wanted = EngineRequest(
+            request_id,
+            tokens[:num_tokens],
+            SamplingParams(max_tokens=1),
+            cache_root=request.cache_root,
+            adapter=request.adapter,
+        )
+        pull: _Pull | None = None
         try:
             expected = await self._tools.sharing.expect(wanted)
+            if expected is None:
+                return 0
+            decision = self._decide(known, expected.reserved.num_cached_tokens, num_tokens, len(tokens))
+            if not decision.is_worth:
+                return 0
+            pull = self._open(wanted, expected, FORCED_LIMIT_S if self._tools.is_forced else decision.limit_s)
+            return await self._ask(pull, holder, known)
         except (InvalidRequest, RequestTooLarge, DuplicateRequest, UnknownAdapter):
             return 0
-        if expected is None:
-            return 0
-        pull = self._open(wanted, expected)
-        try:
-            if not self._is_worth(known, expected.reserved.num_cached_tokens, num_tokens):
-                return 0
-            return await self._ask(pull, holder, known)
         finally:
-            await _to_its_end(self._close(pull))
+            await to_its_end(self._close(request_id, pull))
 
-    def _open(self, wanted: EngineRequest, expected: ExpectedBlocks) -> _Pull:
+    def _known(self, holder: prefill_pb2.KVHolder) -> Holder:
+        """Return what is known of a holder; what was not used for long is forgotten."""
+        key = (holder.address, holder.epoch)
+        known = self._holders.setdefault(key, Holder())
+        self._holders.move_to_end(key)
+        if len(self._holders) > MAX_HOLDERS:
+            (address, _), _ = self._holders.popitem(last=False)
+            self._forgetting.add(task := asyncio.ensure_future(self._tools.forget(address)))
+            task.add_done_callback(self._forgetting.discard)
+        return known
+
+    def _decide(self, known: Holder, cached: int, num_tokens: int, num_all: int) -> Decision:
+        """Return what is predicted if tokens `cached` to `num_tokens` of a prompt of `num_all` come, and are not computed."""
+        if num_tokens - cached < self._tools.layout.block_size:
+            return NOTHING
+        if self._tools.is_forced:
+            return FORCED
+        whole_s, rest_s = self._tools.compute_s(cached, num_all), self._tools.compute_s(num_tokens, num_all)
+        if whole_s is None or rest_s is None:
+            return NOTHING
+        num_bytes = (num_tokens - cached) * self._tools.bytes_per_token
+        return Decision(FIXED_S + num_bytes / known.bytes_per_s(time.monotonic()), whole_s - rest_s)
+
+    def _open(self, wanted: EngineRequest, expected: ExpectedBlocks, limit_s: float) -> _Pull:
         adapter = wanted.adapter
         reservation = common_pb2.Reservation(
             reservation_id=f"{PULL_PREFIX}{next(self._serial)}",
@@ -148,16 +264,18 @@ class KVPuller:
             adapter=adapter.name if adapter else "",
             adapter_digest=adapter.digest if adapter else "",
         )
-        pull = self._pulls[reservation.reservation_id] = _Pull(reservation, expected)
+        pull = self._pulls[reservation.reservation_id] = _Pull(reservation, expected, limit_s)
         return pull
 
-    async def _close(self, pull: _Pull) -> None:
-        pull.is_fenced = True
-        await self._tools.quiesce(pull.reservation.reservation_id)
-        del self._pulls[pull.reservation.reservation_id]
-        await self._tools.engine.release(pull.expected.reserved.request.request_id)
+    async def _close(self, request_id: str, pull: _Pull | None) -> None:
+        """Give back what `expect` has reserved, if it has, behind the last writer."""
+        if pull is not None:
+            pull.is_fenced = True
+            await self._tools.quiesce(pull.reservation.reservation_id)
+            del self._pulls[pull.reservation.reservation_id]
+        await self._tools.engine.release(request_id)
 
-    async def _ask(self, pull: _Pull, holder: prefill_pb2.KVHolder, known: _Holder) -> int:
+    async def _ask(self, pull: _Pull, holder: prefill_pb2.KVHolder, known: Holder) -> int:
         """Have the holder push, and wait for it; return how many tokens came."""
         cached = pull.expected.reserved.num_cached_tokens
         message = worker_pb2.SendBlocksRequest(
@@ -166,39 +284,24 @@ class KVPuller:
             reservation=pull.reservation,
             identity=self._tools.identity,
         )
-        limit_s = max(LEAST_LIMIT_S, PATIENCE * (self._tools.compute_s(cached, pull.expected.reserved.num_tokens) or 0.0))
         stub = worker_pb2_grpc.WorkerControlStub(self._tools.channel(holder.address))
         began = time.monotonic()
-        await hit_async("pull.asked")
         try:
-            answer = await stub.SendBlocks(message, timeout=limit_s)
+            answer = await stub.SendBlocks(message, timeout=pull.limit_s)
         except grpc.aio.AioRpcError as error:
-            self._failed(holder, known, error)
+            now = time.monotonic()
+            wanted_bytes = round((pull.expected.reserved.num_tokens - cached) * self._tools.bytes_per_token)
+            known.failed(error.code(), wanted_bytes, now - began, now)
+            self.counts.num_failed += 1
+            logger.info("no KV came from %s: %s %s", holder.address, error.code().name, error.details())
             return 0
-        finally:
-            self.counts.num_tokens += max(0, pull.num_tokens - cached)
+        now = time.monotonic()
+        known.came(answer.num_bytes, now - began, now)
+        num_tokens = max(0, pull.num_tokens - cached)
         self.counts.num_pulls += 1
+        self.counts.num_tokens += num_tokens
         self.counts.num_bytes += answer.num_bytes
-        busy_s = max(1e-4, time.monotonic() - began - FIXED_S)
-        known.bytes_per_s = 0.7 * known.bytes_per_s + 0.3 * answer.num_bytes / busy_s
-        return max(0, pull.num_tokens - cached)
-
-    def _failed(self, holder: prefill_pb2.KVHolder, known: _Holder, error: grpc.aio.AioRpcError) -> None:
-        """Count a failure, and leave its holder out for a while unless the blocks are just not there any more."""
-        self.counts.num_failed += 1
-        logger.info("no KV came from %s: %s %s", holder.address, error.code().name, error.details())
-        if error.code() is not grpc.StatusCode.NOT_FOUND:
-            known.not_before = time.monotonic() + LEFT_OUT_S
-
-    def _is_worth(self, known: _Holder, cached: int, num_tokens: int) -> bool:
-        """Return whether tokens `cached` to `num_tokens` come sooner than they are computed, as far as can be told."""
-        if num_tokens - cached < self._tools.layout.block_size:
-            return False
-        if self._tools.is_forced:
-            return True
-        compute_s = self._tools.compute_s(cached, num_tokens)
-        pull_s = FIXED_S + (num_tokens - cached) * self._tools.bytes_per_token / known.bytes_per_s
-        return compute_s is not None and pull_s < WORTH * compute_s
+        return num_tokens
 
     # What the receiver asks.
 
@@ -236,33 +339,24 @@ class KVPuller:
             raise unknown_reservation(target.reservation_id)
         if commit.choices:
             raise TransferRefused(grpc.StatusCode.INVALID_ARGUMENT, "blocks alone have no first tokens", field="commit.choices")
-        await self._tools.sharing.take_in(pull.expected.reserved.request.request_id, commit.num_tokens)
+        try:
+            await self._tools.sharing.take_in(pull.expected.reserved.request.request_id, commit.num_tokens)
+        except EngineStopped as error:
+            raise TransferRefused(grpc.StatusCode.UNAVAILABLE, f"this worker is stopping: {error}") from error
         pull.num_tokens = commit.num_tokens
 
     def push_failed(self, target: PushTarget, reason: str) -> None:
-        """Do nothing: the holder's answer says it, and nothing was published."""
+        """Let the holder try another transport; nothing was published."""
+        pull = self._pulls.get(target.reservation_id)
+        if pull is not None:
+            pull.is_open = False
 
     def push_finished(self, target: PushTarget) -> None:
         """Do nothing: there is nothing to finish."""
 
 
-def _of_first_tokens(request: EngineRequest, num_tokens: int, request_id: str) -> EngineRequest:
-    """Return a request for the KV of the first tokens of another one, prompt and history."""
-    tokens = (*request.prompt, *max(request.emitted, key=len, default=()))[:num_tokens]
-    return EngineRequest(
-        request_id,
-        tokens,
-        SamplingParams(max_tokens=1),
-        cache_root=request.cache_root,
-        adapter=request.adapter,
-    )
-
-
-async def _to_its_end(work: Coroutine[object, object, object]) -> None:
-    """Await the end of `work`; a cancellation meanwhile is raised after it, not instead of it."""
-    task = asyncio.create_task(work)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise
+def history_of(request: EngineRequest) -> tuple[int, ...]:
+    """Return the tokens whose KV a request needs: its prompt, and the history of the choice that goes on."""
+    finished = request.finished or (False,) * len(request.emitted)
+    going_on = (tokens for tokens, is_over in zip(request.emitted, finished, strict=True) if not is_over)
+    return (*request.prompt, *next(going_on, ()))

@@ -32,12 +32,15 @@ class BlockSender:
         layout: common_pb2.KVLayout,
         *,
         epoch: int,
+        max_tokens: int,
     ) -> None:
+        """Create it. `max_tokens`: of the longest prompt that there is."""
         self._sharing = sharing
         self._sender = sender
         self._identity = identity
         self._layout = layout
         self._epoch = epoch
+        self._max_tokens = max_tokens
         self._serial = itertools.count(1)
         self._num_sends = 0
         self.num_blocks_sent = 0
@@ -77,11 +80,13 @@ class BlockSender:
                 raise InvalidArgument(name, "missing")
         check_identity(self._identity, request.identity)
         check_same_layout(self._layout, request.reservation.layout)
-        if request.reservation.num_cached_tokens % self._layout.block_size:
+        cached, size = request.reservation.num_cached_tokens, self._layout.block_size
+        if cached + len(request.hashes) * size > self._max_tokens:
             raise InvalidArgument(
-                "reservation.num_cached_tokens",
-                f"{request.reservation.num_cached_tokens} are not whole blocks of {self._layout.block_size}",
+                "hashes", f"{len(request.hashes)} blocks behind {cached} tokens; a prompt has {self._max_tokens} at most"
             )
+        if cached % size:
+            raise InvalidArgument("reservation.num_cached_tokens", f"{cached} are not whole blocks of {size}")
 
     async def _push(self, reservation: common_pb2.Reservation, blocks: tuple[int, ...]) -> worker_pb2.SendBlocksResponse:
         first = reservation.num_cached_tokens // self._layout.block_size

@@ -1,4 +1,4 @@
-"""Two who decide about pushes into one worker: about hand-offs, and about blocks that the worker has asked for itself."""
+"""The decision about a push into a worker: it is a hand-off, or brings blocks that the worker has asked for itself."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from kvtransfer.receiver.push import PushTarget, ReceiverDelegate
 from pdmesh.v1 import transfer_pb2
 
 PULL_PREFIX = "."
-"""Of the reservations of blocks that a worker asks for: those of hand-offs begin with a request's id, which has no dot."""
+"""The beginning of ids of reservations for blocks that a worker asks for. Those of hand-offs begin with a request's id."""
 
 
 class Delegates:
@@ -33,6 +33,6 @@ class Delegates:
         self.of(target.reservation_id).push_finished(target)
 
     def of(self, reservation_id: str) -> ReceiverDelegate:
-        """Return who decides about pushes into this reservation."""
+        """Return the delegate of this reservation."""
         is_pull = reservation_id.startswith(PULL_PREFIX)
         return self._pulls if is_pull and self._pulls is not None else self._handoffs

@@ -18,6 +18,9 @@ from pdmesh.engine.request import EngineRequest
 from pdmesh.engine.scheduler.requests import RequestTable
 from pdmesh.engine.scheduler.sequence import Phase
 
+FREE_SHARE = 0.25
+"""Of the pool, that must stay free beside blocks that are expected."""
+
 
 class BlockSharing:
     """Take in blocks from other workers, and pin those that others read."""
@@ -30,16 +33,27 @@ class BlockSharing:
         self._reserve = reserve
 
     def expect(self, request: EngineRequest) -> ExpectedBlocks | None:
-        """Reserve blocks for the tokens of a request, whole blocks, which is computed by another worker; None: no room now.
+        """Reserve blocks for the tokens of a request, whole blocks, which another worker has; None: no room now, or all are here.
 
         Raises InvalidRequest, RequestTooLarge or DuplicateRequest."""
         with self._blocks.lock:
+            if not self._has_room(len(request.prompt)):
+                return None
             reserved = self._reserve(request)
             if reserved is None:
                 return None
             self._blocks.num_prefix_hit_tokens -= reserved.num_cached_tokens  # it counts when it spares a computation
             [sequence] = self._table.find(request.request_id, Phase.RESERVED).sequences
-            return ExpectedBlocks(reserved, tuple(self._blocks.hashes(sequence)[sequence.num_published :]))
+            missing = tuple(self._blocks.hashes(sequence)[sequence.num_published :])
+            if self._blocks.pool.find(missing):  # the last block, which no prompt may find for its own last token
+                self._table.release(request.request_id)
+                return None
+            return ExpectedBlocks(reserved, missing)
+
+    def _has_room(self, num_tokens: int) -> bool:
+        """Return whether so much is free that what is fetched, which could be computed as well, is in no request's way."""
+        pool = self._blocks.pool
+        return pool.num_free - self._blocks.num_blocks_for(num_tokens) >= pool.num_total * FREE_SHARE
 
     def take_in(self, request_id: str, num_tokens: int) -> None:
         """Publish what has arrived, the KV of the first `num_tokens` tokens. The request stays, for its caller to release.

@@ -44,8 +44,10 @@ class KVSharing(Protocol):
     """Move blocks of the prefix cache from and to other workers. Any call may raise EngineStopped."""
 
     async def expect(self, request: EngineRequest) -> ExpectedBlocks | None:
-        """Reserve blocks for the prompt of a request, whole blocks, which another worker has computed; None: no room now. The
-        caller releases the request. Raises InvalidRequest, RequestTooLarge, UnknownAdapter or DuplicateRequest."""
+        """Reserve blocks for the prompt of a request, whole blocks, which another worker has; None: no room now, or all are here.
+        The caller releases the request, also where its wait was cancelled.
+
+        Raises InvalidRequest, RequestTooLarge, UnknownAdapter or DuplicateRequest."""
 
     async def take_in(self, request_id: str, num_tokens: int) -> None:
         """Add what has arrived to the prefix cache, the KV of the first `num_tokens` tokens. Raises UnknownRequest, InvalidState

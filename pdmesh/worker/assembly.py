@@ -22,7 +22,7 @@ from pdmesh.runtime.addresses import join_address
 from pdmesh.runtime.config import ConfigError
 from pdmesh.runtime.process import new_epoch
 from pdmesh.runtime.registry.block_stream import MAX_NAMES, BlockStream
-from pdmesh.runtime.rpc.channel import WITHIN_MESH, Channels
+from pdmesh.runtime.rpc.channel import PATIENT, Channels
 from pdmesh.runtime.rpc.mesh_secret import MeshSecret, is_loopback, open_secret
 from pdmesh.runtime.rpc.server import GrpcServer
 from pdmesh.runtime.rpc.tls import Tls, open_tls
@@ -94,9 +94,16 @@ class Worker:
         tls, self.secret = open_tls(config.tls), open_secret(config.mesh_secret)
         _warn_if_open(config, tls, self.secret)
         self._sender = Sender(engine.memory, served_model.identity, served_model.layout, self.epoch, tls=tls, secret=self.secret)
-        self._channels = Channels(tls=tls, secret=self.secret, keepalive=WITHIN_MESH)
+        self._channels = Channels(tls=tls, secret=self.secret, keepalive=PATIENT)
         self.puller = self._kv_puller(served_model)
-        self._blocks = BlockSender(engine.sharing, self._sender, served_model.identity, served_model.layout, epoch=self.epoch)
+        self._blocks = BlockSender(
+            engine.sharing,
+            self._sender,
+            served_model.identity,
+            served_model.layout,
+            epoch=self.epoch,
+            max_tokens=engine.facts.max_context,
+        )
         self.prefill = self._prefill_servicer(served_model)
         self.decode = DecodeService(config.decode_settings, self._dependencies(served_model))
         self._receiver = self._kv_receiver(served_model, tls)
@@ -283,6 +290,7 @@ class Worker:
                 endpoints=lambda: self._receiver.endpoints(),
                 quiesce=lambda reservation_id: self._receiver.quiesce(reservation_id),
                 channel=self._channels.get,
+                forget=self._channels.forget,
                 compute_s=lambda first, last: self.watch.prefill_s(first, last, engine.facts.max_num_batched_tokens),
                 bytes_per_token=2 * memory.num_layers * memory.bytes_per_layer_block / layout.block_size,
                 lease_s=self._config.lease_s,
@@ -353,7 +361,7 @@ def _warn_if_open(config: WorkerConfig, tls: Tls | None, secret: MeshSecret | No
     if tls is None and secret is None and not is_loopback(config.host):
         logger.warning(
             "listening on %s without --mesh-secret-file and without TLS: everybody who reaches the ports can submit and cancel "
-            "requests, read tokens, write KV and change roles; see docs/security.md",
+            "requests, read tokens, read and write KV and change roles; see docs/security.md",
             config.host,
         )
 

@@ -16,6 +16,7 @@ from pdmesh.runtime import failpoints
 from pdmesh.sampling_params import SamplingParams
 from pdmesh.v1 import common_pb2, mesh_pb2, prefill_pb2, worker_pb2
 from pdmesh.worker.engines.builtin import BuiltinSharing
+from prefill_service import kv_pull
 from router.config import RouterConfig
 from tests.mesh import oracle
 from tests.router.mesh import Answer, Mesh, running_router
@@ -158,12 +159,40 @@ async def test_another_prefill_worker_fetches_from_its_peer(pair: Pair, model: M
     assert answer.tokens() == await pair.right([*prompt, 7])
 
 
-@pytest.mark.parametrize("action", ["error@1", "delay:1500@1"])
-async def test_a_pull_that_fails_or_is_late_is_computed(pair: Pair, action: str) -> None:
+def hurry(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a pull be given up after a second, and a holder that failed be left out until the end of the test."""
+    monkeypatch.setattr(kv_pull, "FORCED_LIMIT_S", 1.0)
+    monkeypatch.setattr(kv_pull, "LEFT_OUT_S", 3600.0)
+    monkeypatch.setattr(kv_pull, "MOST_LEFT_OUT_S", 3600.0)
+
+
+async def test_no_tenant_fetches_what_another_one_has(pair: Pair) -> None:
+    prompt = oracle.prompt_of(9, 150)
+    await pair.answer(prompt, LOCAL, salt="one")
+    await pair.answer([*prompt, 7], salt="another")
+    assert pair.counts == (0, 0)
+    await pair.answer([*prompt, 7], salt="one")
+    assert pair.counts == (150 // BLOCK * BLOCK, 0)
+
+
+async def test_equal_prompts_fetch_once(pair: Pair) -> None:
+    prompt = oracle.prompt_of(10, 150)
+    await pair.answer(prompt, LOCAL)
+    answers = await asyncio.gather(*(pair.answer([*prompt, 7]) for _ in range(4)))
+    assert pair.counts == (150 // BLOCK * BLOCK, 0)
+    assert pair.prefill.worker.puller is not None
+    assert pair.prefill.worker.puller.counts.num_pulls == 1
+    right = await pair.right([*prompt, 7])
+    assert all(answer.tokens() == right for answer in answers)
+
+
+@pytest.mark.parametrize("action", ["error@1", "delay:4000@1"])
+async def test_a_pull_that_fails_or_is_late_is_computed(pair: Pair, action: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the holder's push that breaks, or stands still for longer than a pull is waited for; afterwards it is left out."""
     prompt = oracle.prompt_of(5, 150)
     first = (await pair.answer(prompt, LOCAL)).tokens()
     longer = [*prompt, *first]
+    hurry(pair, monkeypatch)
     with armed(f"push.part={action}"):
         answer = await pair.answer(longer)
     assert answer.tokens() == await pair.right(longer)
@@ -223,6 +252,9 @@ async def test_questions_that_are_wrong_are_refused_by_field(pair: Pair) -> None
     await refused(grpc.StatusCode.INVALID_ARGUMENT, "reservation: missing", reservation=None)
     await refused(grpc.StatusCode.INVALID_ARGUMENT, "identity: missing", identity=None)
     await refused(grpc.StatusCode.FAILED_PRECONDITION, "identity.model", identity=common_pb2.Identity(model="another"))
+    huge = common_pb2.Reservation(reservation_id=".1", epoch=1, attempt=1, token=b"x", layout=info.layout)
+    huge.num_cached_tokens = 0xFFFFFFF0
+    await refused(grpc.StatusCode.INVALID_ARGUMENT, "hashes: 1 blocks behind 4294967280 tokens", reservation=huge)
     await refused(grpc.StatusCode.NOT_FOUND, "hashes[0]: ")
     odd = common_pb2.Reservation(reservation_id=".1", epoch=1, attempt=1, token=b"x", layout=info.layout, num_cached_tokens=3)
     await refused(grpc.StatusCode.INVALID_ARGUMENT, "reservation.num_cached_tokens: ", reservation=odd)

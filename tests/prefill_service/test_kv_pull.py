@@ -1,0 +1,88 @@
+"""Whether a pull is worth it, and what is learned from those that were made."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+
+from pdmesh.engine.request import EngineRequest
+from pdmesh.sampling_params import SamplingParams
+from prefill_service.kv_pull import (
+    ASSUMED_BYTES_PER_S,
+    FIXED_S,
+    FORGOTTEN_S,
+    LEAST_LIMIT_S,
+    LEFT_OUT_S,
+    MOST_LEFT_OUT_S,
+    RETRY_S,
+    Decision,
+    Holder,
+    history_of,
+)
+
+MB = 1 << 20
+SLOW = 10e6
+
+
+@pytest.mark.parametrize(
+    ("pull_s", "saved_s", "is_worth", "limit_s"),
+    [
+        (0.010, 0.100, True, LEAST_LIMIT_S),
+        (0.100, 1.000, True, 0.300),  # three times what it should take
+        (0.700, 1.000, True, 1.000),  # but no longer than the computation
+        (0.090, 0.100, False, LEAST_LIMIT_S),
+        (0.004, 0.000, False, LEAST_LIMIT_S),
+    ],
+)
+def test_a_pull_is_worth_a_computation_that_takes_longer(pull_s: float, saved_s: float, is_worth: bool, limit_s: float) -> None:
+    decision = Decision(pull_s, saved_s)
+    assert decision.is_worth is is_worth
+    assert decision.limit_s == pytest.approx(limit_s)
+
+
+def test_small_pulls_say_nothing_about_the_rate() -> None:
+    holder = Holder()
+    for number in range(20):
+        holder.came(MB // 2, 0.012, float(number))
+    assert holder.bytes_per_s(20.0) == ASSUMED_BYTES_PER_S
+
+
+def test_a_rate_is_learned_and_forgotten() -> None:
+    holder = Holder()
+    for _ in range(20):
+        holder.came(round(100 * SLOW), 100 + FIXED_S, 0.0)
+    assert holder.bytes_per_s(0.0) == pytest.approx(SLOW, rel=0.1)
+    assert holder.bytes_per_s(FORGOTTEN_S) == pytest.approx(ASSUMED_BYTES_PER_S * 0.64, rel=0.05)
+    assert holder.bytes_per_s(20 * FORGOTTEN_S) == pytest.approx(ASSUMED_BYTES_PER_S)
+
+
+def test_a_link_that_is_too_slow_is_learned_from_a_pull_that_was_given_up() -> None:
+    holder = Holder()
+    holder.failed(grpc.StatusCode.DEADLINE_EXCEEDED, round(2 * SLOW), 2.0, 10.0)
+    assert holder.bytes_per_s(10.0) == pytest.approx(SLOW)
+
+
+@pytest.mark.parametrize(
+    ("code", "left_out_s"),
+    [
+        (grpc.StatusCode.NOT_FOUND, [0.0, 0.0]),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, [RETRY_S, RETRY_S]),
+        (grpc.StatusCode.UNAVAILABLE, [LEFT_OUT_S, 2 * LEFT_OUT_S, 4 * LEFT_OUT_S]),
+        (grpc.StatusCode.UNIMPLEMENTED, [MOST_LEFT_OUT_S]),
+        (grpc.StatusCode.FAILED_PRECONDITION, [MOST_LEFT_OUT_S]),
+    ],
+)
+def test_a_holder_is_left_out_by_how_it_failed(code: grpc.StatusCode, left_out_s: list[float]) -> None:
+    holder = Holder()
+    for seconds in left_out_s:
+        holder.failed(code, MB, 0.01, 100.0)
+        assert max(0.0, holder.not_before - 100.0) == pytest.approx(seconds)
+    holder.came(MB, 0.01, 200.0)
+    holder.failed(grpc.StatusCode.UNAVAILABLE, MB, 0.01, 200.0)
+    assert holder.not_before - 200.0 == LEFT_OUT_S, "a success ends the row of failures"
+
+
+def test_the_history_is_that_of_the_choice_that_goes_on() -> None:
+    several = EngineRequest("r", (1, 2), SamplingParams(max_tokens=1, n=2), emitted=((3, 4, 5), (6,)), finished=(True, False))
+    assert history_of(several) == (1, 2, 6)
+    assert history_of(EngineRequest("r", (1, 2), SamplingParams(max_tokens=1))) == (1, 2)
