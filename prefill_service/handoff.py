@@ -69,6 +69,7 @@ class Handoff:
         self._feed = KVReadiness()
         self._push: asyncio.Task[PushResult] | None = None
         self._cancelled = False
+        self._num_fetched = self._fetch_ns = 0
         self.failed = False
         self.problem: str | None = None  # why the push failed
         self.task = asyncio.create_task(self._run())
@@ -85,6 +86,7 @@ class Handoff:
         while (event := await self._events.get()) is not None:
             if isinstance(event, FirstTokens):
                 timings = event.timings(self._assignment.received_ns)
+                timings.fetch_ns, timings.num_fetched_tokens = self._fetch_ns, self._num_fetched
                 yield prefill_pb2.PrefillEvent(first_tokens=prefill_pb2.FirstTokens(tokens=event.for_router(), timings=timings))
             else:
                 yield prefill_pb2.PrefillEvent(outcome=event)
@@ -106,7 +108,9 @@ class Handoff:
     async def _prefill_and_push(self, sink: FirstTokensSink) -> None:
         await hit_async("prefill.accepted")
         if self._tools.puller is not None and self._assignment.holder is not None:
-            await self._tools.puller.pull(self._assignment.engine_request, self._assignment.holder)
+            began_ns = time.monotonic_ns()
+            self._num_fetched = await self._tools.puller.pull(self._assignment.engine_request, self._assignment.holder)
+            self._fetch_ns = time.monotonic_ns() - began_ns
         if not await self._tools.engine.add(self._assignment.engine_request):
             raise ResourceExhausted("this worker's prefill queue is full", retry_delay_s=RETRY_DELAY_S)
         first = await self._first_tokens(sink)

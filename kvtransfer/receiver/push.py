@@ -60,7 +60,7 @@ class PushTarget:
 
 
 class ReceiverDelegate(Protocol):
-    """Decide about inbound pushes; implemented by decode_service."""
+    """Decide about inbound pushes: hand-offs in decode_service, blocks that were asked for in prefill_service."""
 
     def open_push(self, hello: transfer_pb2.TransferHello) -> PushTarget:
         """Accept a sender whose identity, layout and memory were found compatible, or raise TransferRefused.

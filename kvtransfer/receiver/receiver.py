@@ -1,5 +1,4 @@
-"""The decode worker's end of transfers: `Receiver` listens on every transport that its memory allows and serves inbound
-pushes."""
+"""The receiving end of transfers: `Receiver` listens on every transport that its memory allows and serves inbound pushes."""
 
 import asyncio
 import logging

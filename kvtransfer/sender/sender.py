@@ -1,4 +1,4 @@
-"""The prefill worker's end of transfers: `Sender` pushes the KV of one request into a reservation on a decode worker."""
+"""The sending end of transfers: `Sender` pushes the KV of one request into a reservation on another worker."""
 
 import asyncio
 import logging

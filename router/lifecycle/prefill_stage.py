@@ -277,9 +277,10 @@ class PrefillCall:
         return self._session.started
 
     def _take_first_tokens(self, first: prefill_pb2.FirstTokens) -> None:
-        prefill, seconds = self._prefill, asyncio.get_running_loop().time() - self._began
+        prefill, fetch_s = self._prefill, first.timings.fetch_ns / 1e9
+        seconds = max(0.0, asyncio.get_running_loop().time() - self._began - fetch_s)  # a slow holder makes it no slow worker
         self._core.health_recorder.took(prefill.key, Role.PREFILL, self._slowness(seconds))
-        if not self._dispatch.started:  # an unknown part of a continued request is cached
+        if not self._dispatch.started and not fetch_s:  # else an unknown part is cached
             self._core.hedging.times.record(prefill.sent.tokens, seconds)
         self._timings.prefilled(first.timings)
         wants_logprobs = self._request.prepared.sampling.HasField("logprobs")

@@ -18,6 +18,7 @@ from pdmesh.v1 import common_pb2, mesh_pb2, prefill_pb2, worker_pb2
 from pdmesh.worker.engines.builtin import BuiltinSharing
 from prefill_service import kv_pull
 from router.config import RouterConfig
+from router.telemetry.timings import RequestTimings
 from tests.mesh import oracle
 from tests.router.mesh import Answer, Mesh, running_router
 from tests.support.waiting import eventually
@@ -108,6 +109,23 @@ async def test_the_next_turn_computes_only_what_is_new(pair: Pair) -> None:
     assert pair.counts == (known - 100 // BLOCK * BLOCK, 0)
     assert answer.tokens() == await pair.right(prompt)
     assert answer.timings.prefill_worker == "prefill"
+
+
+async def test_the_time_of_a_fetch_is_told_apart(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[common_pb2.PrefillTimings]()
+    prefilled = RequestTimings.prefilled
+
+    def watched(self: RequestTimings, timings: common_pb2.PrefillTimings) -> None:
+        seen.append(timings)
+        prefilled(self, timings)
+
+    monkeypatch.setattr(RequestTimings, "prefilled", watched)
+    history = await first_turn(pair, 11)
+    await pair.answer([*history, 7])
+    first, second = (each for each in seen if each.num_steps)
+    assert (first.fetch_ns, first.num_fetched_tokens) == (0, 0)
+    assert second.num_fetched_tokens == pair.counts[0] > 0
+    assert 0 < second.fetch_ns <= second.prefill_queue_ns
 
 
 async def test_a_cold_prefill_worker_computes_nothing_that_the_decode_worker_has(pair: Pair) -> None:
