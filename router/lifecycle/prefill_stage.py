@@ -144,7 +144,9 @@ class PrefillCall:
             size = self._prefill.incarnation.info.layout.block_size
             most = (self._dispatch.routing_request.num_tokens - 1) // size * size
             at_decode = found[0][0]
-            found += [(min(tokens, most), self._turn_of(key), key) for key, tokens in known.items() if tokens > at_decode]
+            # Of the decode worker the reservation says it, and the index may be late.
+            others = [(key, tokens) for key, tokens in known.items() if tokens > at_decode and key != decode]
+            found += [(min(tokens, most), self._turn_of(key), key) for key, tokens in others]
         here = known.get(self._prefill.key, 0)
         for num_tokens, _, key in sorted(found, reverse=True):
             if num_tokens > here and key != self._prefill.key and self._can_send(key):

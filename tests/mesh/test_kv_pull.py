@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -75,6 +76,12 @@ class Pair:
 @pytest.fixture
 async def pair(model: Model, tiny: Path, request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
     overrides = getattr(request, "param", {"transports": ("tcp", "shm", "grpc")})
+    async with running_pair(model, tiny, overrides) as made:
+        yield made
+
+
+@asynccontextmanager
+async def running_pair(model: Model, tiny: Path, overrides: dict[str, Any]) -> AsyncIterator[Pair]:
     async with AsyncExitStack() as stack:
         prefill, decode = [
             await stack.enter_async_context(running_worker(model, roles=(role,), worker_id=role, kv_pull="always", **overrides))
@@ -109,6 +116,17 @@ async def test_the_next_turn_computes_only_what_is_new(pair: Pair) -> None:
     assert pair.counts == (known - 100 // BLOCK * BLOCK, 0)
     assert answer.tokens() == await pair.right(prompt)
     assert answer.timings.prefill_worker == "prefill"
+
+
+async def test_kv_in_int8_is_fetched_as_it_is(tiny: Path) -> None:
+    """It is rounded once, where it was computed."""
+    native = load_tiny(tiny, backend="native")
+    async with running_pair(native, tiny, {"engine": {"backend": "native", "kv_dtype": "int8"}}) as pair:
+        history = await first_turn(pair, 12)
+        prompt = [*history, 7]
+        answer = await pair.answer(prompt)
+        assert pair.counts[0] > 0
+        assert answer.tokens() == (await pair.answer(prompt, LOCAL)).tokens()
 
 
 async def test_the_time_of_a_fetch_is_told_apart(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

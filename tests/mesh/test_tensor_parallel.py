@@ -53,6 +53,19 @@ async def test_a_hand_off_between_degrees_gives_the_same_tokens(tiny: Path, pref
     assert not any(map(is_running, ranks))
 
 
+async def test_ranks_fetch_what_ranks_have(tiny: Path) -> None:
+    """The decode worker computed the prompts; the prefill worker, cold, gets all of it but their last blocks."""
+    args = (*PATIENT, "--kv-pull", "always")
+    async with mesh_with(tiny, {"prefill-0": 2, "decode-0": 2}, args) as mesh:
+        first = await mesh_runs.run(mesh.router_addresses, PROMPTS, GREEDY, NUM_TOKENS, mode="local")
+        again = await mesh_runs.run(mesh.router_addresses, PROMPTS, GREEDY, NUM_TOKENS, mode="remote")
+        assert mesh_runs.tokens(again) == mesh_runs.tokens(first)
+        assert mesh_runs.tokens(again) == expected(tiny, GREEDY)
+        cached = [stream.timings.prefill_cached_tokens for stream in again if stream.timings]
+        assert cached == [(len(prompt) - 1) // 16 * 16 for prompt in PROMPTS]
+        await assert_whole(mesh)
+
+
 async def test_a_rank_that_dies_idle_ends_its_worker_which_comes_back(tiny: Path) -> None:
     async with mesh_with(tiny, {"decode-0": 2}) as mesh:
         worker, [rank] = mesh.pids["decode-0"], ranks_of(mesh, "decode-0")
