@@ -234,8 +234,9 @@ class KVPuller:
         self._holders.move_to_end(key)
         if len(self._holders) > MAX_HOLDERS:
             (address, _), _ = self._holders.popitem(last=False)
-            self._forgetting.add(task := asyncio.ensure_future(self._tools.forget(address)))
-            task.add_done_callback(self._forgetting.discard)
+            if all(address != other for other, _ in self._holders):  # else a later process there is asked over the channel
+                self._forgetting.add(task := asyncio.ensure_future(self._tools.forget(address)))
+                task.add_done_callback(self._forgetting.discard)
         return known
 
     def _decide(self, known: Holder, cached: int, num_tokens: int, num_all: int) -> Decision:

@@ -19,7 +19,7 @@ from pdmesh.engine.scheduler.requests import RequestTable
 from pdmesh.engine.scheduler.sequence import Phase
 
 FREE_SHARE = 0.25
-"""Of the pool, that must stay free beside blocks that are expected."""
+"""The share of the pool that must stay free beside blocks that are expected."""
 
 
 class BlockSharing:

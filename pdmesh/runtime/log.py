@@ -139,7 +139,7 @@ def _quoted(value: object) -> str:
 # The handler whose lines a thread writes
 
 MOST_BYTES = 1 << 20
-"""Of lines that wait. More are lost, which a line says when they can be written again."""
+"""How many bytes of lines may wait. More are lost, which a line says when they can be written again."""
 FLUSH_S = 1.0
 RETRY_S = 0.05
 
