@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import cast
+
 import grpc
 import pytest
 
 from pdmesh.engine.request import EngineRequest
 from pdmesh.sampling_params import SamplingParams
+from pdmesh.v1 import prefill_pb2
 from prefill_service.kv_pull import (
     ASSUMED_BYTES_PER_S,
     FIXED_S,
     FORGOTTEN_S,
     LEAST_LIMIT_S,
     LEFT_OUT_S,
+    MAX_HOLDERS,
     MOST_LEFT_OUT_S,
     RETRY_S,
     Decision,
     Holder,
+    KVPuller,
+    PullTools,
     history_of,
 )
+from tests.support.waiting import eventually
 
 MB = 1 << 20
 SLOW = 10e6
@@ -86,3 +94,18 @@ def test_the_history_is_that_of_the_choice_that_goes_on() -> None:
     several = EngineRequest("r", (1, 2), SamplingParams(max_tokens=1, n=2), emitted=((3, 4, 5), (6,)), finished=(True, False))
     assert history_of(several) == (1, 2, 6)
     assert history_of(EngineRequest("r", (1, 2), SamplingParams(max_tokens=1))) == (1, 2)
+
+
+async def test_what_was_not_used_for_long_is_forgotten_with_its_channel_unless_another_process_is_there() -> None:
+    closed = list[str]()
+
+    async def forget(address: str) -> None:
+        closed.append(address)
+
+    puller = KVPuller(cast("PullTools", SimpleNamespace(forget=forget)))
+    holders = [("again", 1), ("again", 2), ("once", 1), *((f"later-{number}", 1) for number in range(MAX_HOLDERS - 1))]
+    for address, epoch in holders:
+        puller._known(prefill_pb2.KVHolder(address=address, epoch=epoch))
+    await eventually(lambda: bool(closed))
+    assert closed == ["again"], "when its last process was forgotten, not before"
+    assert len(puller._holders) == MAX_HOLDERS
