@@ -93,6 +93,7 @@ async def running_pair(model: Model, tiny: Path, overrides: dict[str, Any]) -> A
             workers=(prefill.info.address, decode.info.address),
             drain_grace_s=0.3,
             linger_s=0.0,
+            hedge_share=0.0,  # on a busy machine a late prompt would be computed elsewhere, and nothing fetched
         )
         router, stub = await stack.enter_async_context(running_router(config))
         await eventually(router.core.fleet.ready)
