@@ -213,6 +213,7 @@ class WorkerInfo(_message.Message):
     ENGINE_FIELD_NUMBER: _builtins.int
     LACKS_FIELD_NUMBER: _builtins.int
     FETCH_TOKEN_S_FIELD_NUMBER: _builtins.int
+    RESTORE_TOKEN_S_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """worker_id is stable over restarts if the deployment names it."""
     epoch: _builtins.int
@@ -236,6 +237,10 @@ class WorkerInfo(_message.Message):
     fetch_token_s: _builtins.float
     """fetch_token_s is how long it expects a prompt token's KV to take to come from another worker, in seconds. 0 means that it
     fetches none.
+    """
+    restore_token_s: _builtins.float
+    """restore_token_s is how long it expects a prompt token's KV to take to come from its own tiers (host memory, disk), in
+    seconds. 0 means that it has none.
     """
     @_builtins.property
     def roles(self) -> _containers.RepeatedScalarFieldContainer[Global___Role.ValueType]:
@@ -301,10 +306,11 @@ class WorkerInfo(_message.Message):
         engine: _builtins.str = ...,
         lacks: _abc.Iterable[Global___EngineLack.ValueType] | None = ...,
         fetch_token_s: _builtins.float = ...,
+        restore_token_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "address", b"address", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "fetch_token_s", b"fetch_token_s", "home_roles", b"home_roles", "host_id", b"host_id", "identity", b"identity", "lacks", b"lacks", "layout", b"layout", "max_adapters", b"max_adapters", "max_context", b"max_context", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "roles", b"roles", "transport_reach", b"transport_reach", "transports", b"transports", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "address", b"address", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "fetch_token_s", b"fetch_token_s", "home_roles", b"home_roles", "host_id", b"host_id", "identity", b"identity", "lacks", b"lacks", "layout", b"layout", "max_adapters", b"max_adapters", "max_context", b"max_context", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "restore_token_s", b"restore_token_s", "roles", b"roles", "transport_reach", b"transport_reach", "transports", b"transports", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -661,6 +667,7 @@ class BlockList(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     IS_LAST_FIELD_NUMBER: _builtins.int
+    TIER_BLOCKS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """epoch of the worker."""
     sequence: _builtins.int
@@ -671,6 +678,12 @@ class BlockList(_message.Message):
     def blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """blocks are the first eight bytes of each block's hash, big-endian."""
 
+    @_builtins.property
+    def tier_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """tier_blocks, named as `blocks`, are those that a tier beneath the pool holds: the worker can restore them. A block may be in
+        both.
+        """
+
     def __init__(
         self,
         *,
@@ -678,10 +691,11 @@ class BlockList(_message.Message):
         sequence: _builtins.int = ...,
         blocks: _abc.Iterable[_builtins.int] | None = ...,
         is_last: _builtins.bool = ...,
+        tier_blocks: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "epoch", b"epoch", "is_last", b"is_last", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "epoch", b"epoch", "is_last", b"is_last", "sequence", b"sequence", "tier_blocks", b"tier_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -699,6 +713,8 @@ class BlockChange(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     STORED_FIELD_NUMBER: _builtins.int
     EVICTED_FIELD_NUMBER: _builtins.int
+    TIER_STORED_FIELD_NUMBER: _builtins.int
+    TIER_EVICTED_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """epoch of the worker."""
     sequence: _builtins.int
@@ -711,6 +727,16 @@ class BlockChange(_message.Message):
     def evicted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """evicted blocks."""
 
+    @_builtins.property
+    def tier_stored(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """tier_stored: blocks that a tier beneath the pool has taken in. Those in tier_evicted are gone from it, also when they are in
+        both.
+        """
+
+    @_builtins.property
+    def tier_evicted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """tier_evicted: blocks that are gone from the tiers."""
+
     def __init__(
         self,
         *,
@@ -718,10 +744,12 @@ class BlockChange(_message.Message):
         sequence: _builtins.int = ...,
         stored: _abc.Iterable[_builtins.int] | None = ...,
         evicted: _abc.Iterable[_builtins.int] | None = ...,
+        tier_stored: _abc.Iterable[_builtins.int] | None = ...,
+        tier_evicted: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "evicted", b"evicted", "sequence", b"sequence", "stored", b"stored"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "evicted", b"evicted", "sequence", b"sequence", "stored", b"stored", "tier_evicted", b"tier_evicted", "tier_stored", b"tier_stored"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
