@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from kvtransfer.reservation import Mode, ReservationState, State
+from kvtransfer.tiers.tiers import NOTHING, Restored
 from pdmesh.engine.interface import ReservedBlocks
 from pdmesh.engine.outputs import FinishReason, PrefillTiming, RequestStarted, SequenceUpdate, TokenLogprobs
 from pdmesh.engine.request import EngineRequest
@@ -345,6 +346,7 @@ class DecodeRequest:
     blocks: ReservedBlocks | None = None
     handoff: Handoff = Handoff()
     engine_entered_ns: int = 0  # LOCAL: when the engine got the prompt
+    restored: Restored = NOTHING  # LOCAL: what came from tiers before
     started: RequestStarted | None = None
     first_token_ns: int = 0
     span: DecodeSpan | None = None
@@ -443,6 +445,8 @@ class DecodeRequest:
             num_cached_tokens=timing.num_cached_tokens,
             num_computed_tokens=timing.num_computed_tokens,
             num_steps=timing.num_steps,
+            restore_ns=self.restored.ns,
+            num_restored_tokens=self.restored.num_tokens,
         )
 
 

@@ -42,6 +42,7 @@ from kvtransfer.reservation import (
     reserved,
     transition,
 )
+from kvtransfer.tiers.tiers import KVTiers
 from pdmesh.engine.interface import ReservedBlocks, ServingEngine, Sinks
 from pdmesh.runtime import errors, log
 from pdmesh.runtime.errors import Aborted, DataLoss, MeshError
@@ -150,6 +151,7 @@ class Reservations:
         quiesce: Callable[[str], Awaitable[None]],
         check_new_work: Callable[[], None],
         spans: DecodeSpans | None = None,
+        tiers: KVTiers | None = None,
     ) -> None:
         """Create the table. `quiesce(reservation_id)` returns once no writer writes into its blocks; `check_new_work` raises
         while the worker takes no new requests."""
@@ -160,6 +162,7 @@ class Reservations:
         self._quiesce = quiesce
         self._check_new_work = check_new_work
         self._spans = spans or DecodeSpans()
+        self._tiers = tiers
         self._by_request: dict[str, DecodeRequest] = {}
         self._by_reservation: dict[str, DecodeRequest] = {}
         self._active: dict[str, DecodeRequest] = {}  # by engine id, the requests that hold blocks or seats in the engine
@@ -294,6 +297,8 @@ class Reservations:
     async def _reserved(self, record: DecodeRequest) -> ReservedBlocks | None:
         if record.submission.mode is not Mode.LOCAL:
             return await self._engine.reserve(record.named_request)
+        if self._tiers is not None:
+            record.restored = await self._tiers.restore(record.named_request)
         granted = await self._engine.reserve_local(record.named_request)
         if granted is None:
             return None

@@ -77,6 +77,11 @@ def _copy_with_numpy(value: int, target: memoryview, source: memoryview, runs: S
     return value
 
 
+def room_for(num_bytes: int) -> memoryview:
+    """Return memory for so many bytes, which holds anything: it is not zeroed."""
+    return memoryview(np.empty(num_bytes, np.uint8)).cast("B")  # type: ignore[arg-type]  # numpy's stubs know no buffers
+
+
 MAGIC = b"PDKV"
 TLS_HANDSHAKE = b"\x16\x03"  # the first bytes of a peer that uses TLS
 MAX_FRAME_BYTES = 1 << 20

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from pdmesh.engine.kv_cache.ipc_pool import ShownPool
     from pdmesh.engine.kv_cache.staging import Marks, Staging
     from pdmesh.engine.kv_cache.streams import Mark
+
+T = TypeVar("T")
 
 
 # How pushes get the pieces of one direction: in turn, or ahead of their turn while no other push needs the piece
@@ -104,6 +106,15 @@ class PieceAllocator:
         return piece
 
 
+class Interruptible(Protocol):
+    """Run functions in a thread, until it is interrupted: a `Stream`, or a tier's threads."""
+
+    async def run(self, work: Callable[..., T], *args: object) -> T: ...
+
+    def check_interrupted(self) -> None:
+        """Raise PeerClosed when it was interrupted."""
+
+
 class StagedMemory:
     """Present a pool's KV to transfers through pinned pieces. Satisfies KVMemory, but its bytes cannot be viewed."""
 
@@ -158,7 +169,7 @@ class StagedMemory:
         filled_piece.view.release()
         self.departures.give_back(filled_piece.piece)
 
-    async def store(self, content: Bytes, layers: range, block_ids: Sequence[int], after: Mark, stream: Stream) -> None:
+    async def store(self, content: Bytes, layers: range, block_ids: Sequence[int], after: Mark, stream: Interruptible) -> None:
         """Write [layers, 2, blocks, bytes_per_layer_block] into the pool once the mark `after` is reached; return when it is
         there.
 

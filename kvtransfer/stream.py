@@ -360,12 +360,12 @@ async def with_signs(work: Coroutine[object, object, None], say_alive: Callable[
         await ended(task)
 
 
-async def settled(copy: Future[None]) -> None:
+async def settled(copy: Future[Any]) -> None:
     """Return when the copy has ended, and not before, however often the caller is cancelled. Raises the copy's error."""
     await all_settled([copy])
 
 
-async def all_settled(copies: Sequence[Future[None]]) -> None:
+async def all_settled(copies: Sequence[Future[Any]]) -> None:
     """Return when all copies have ended; the first error is raised, a cancellation before any."""
     errors = await all_ended(copies)
     if errors:
@@ -399,3 +399,13 @@ async def ended(task: asyncio.Task[T]) -> None:
         task.exception()  # retrieved
     if cancelled is not None:
         raise cancelled
+
+
+async def to_its_end(work: Coroutine[object, object, object]) -> None:
+    """Await the end of `work`; a cancellation meanwhile is raised after it, not instead of it."""
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise

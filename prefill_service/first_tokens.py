@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
 from dataclasses import dataclass
 
 from kvtransfer.sender.push import PartMoved
@@ -237,13 +236,3 @@ class LiveSpans(Spans):
             "pdmesh.attempt": self._attempt,
         }
         self._tracing.record("kv.push", self._root.context, part.sent_ns, part.verified_ns, attributes=attributes)
-
-
-async def to_its_end(work: Coroutine[object, object, object]) -> None:
-    """Await the end of `work`; a cancellation meanwhile is raised after it, not instead of it."""
-    task = asyncio.create_task(work)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise

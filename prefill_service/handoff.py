@@ -16,13 +16,15 @@ from kvtransfer.errors import PushFailed, code_number
 from kvtransfer.sender.push import PushJob, PushResult
 from kvtransfer.sender.send_queue import Ending, FirstTokensDrawn, KVReadiness, NothingToDecode, Ready
 from kvtransfer.sender.sender import Sender
+from kvtransfer.stream import to_its_end
+from kvtransfer.tiers.tiers import NOTHING, KVTiers
 from pdmesh.engine.interface import ServingEngine, Sinks
 from pdmesh.engine.outputs import KVReady
 from pdmesh.engine.request import EngineRequest
 from pdmesh.runtime.errors import DeadlineExceeded, ResourceExhausted
 from pdmesh.runtime.failpoints import hit_async
 from pdmesh.v1 import common_pb2, prefill_pb2
-from prefill_service.first_tokens import NO_SPANS, RETRY_DELAY_S, FirstTokens, FirstTokensSink, Spans, to_its_end
+from prefill_service.first_tokens import NO_SPANS, RETRY_DELAY_S, FirstTokens, FirstTokensSink, Spans
 from prefill_service.kv_pull import KVPuller
 
 STUCK_S = 0.5  # between two checks whether the engine is blocked
@@ -57,6 +59,7 @@ class HandoffTools:
     pushed: Callable[[PushResult, int], None] = lambda result, exposed_ns: None  # called after each hand-off that succeeded
     longest_step_s: Callable[[], float] = lambda: 0.0  # how long a step of the engine may be expected to take
     puller: KVPuller | None = None  # None: KV of other workers is not fetched
+    tiers: KVTiers | None = None  # None: nothing is restored
 
 
 class Handoff:
@@ -70,6 +73,7 @@ class Handoff:
         self._push: asyncio.Task[PushResult] | None = None
         self._cancelled = False
         self._num_fetched = self._fetch_ns = 0
+        self._restored = NOTHING
         self.failed = False
         self.problem: str | None = None  # why the push failed
         self.task = asyncio.create_task(self._run())
@@ -87,6 +91,7 @@ class Handoff:
             if isinstance(event, FirstTokens):
                 timings = event.timings(self._assignment.received_ns)
                 timings.fetch_ns, timings.num_fetched_tokens = self._fetch_ns, self._num_fetched
+                timings.restore_ns, timings.num_restored_tokens = self._restored.ns, self._restored.num_tokens
                 yield prefill_pb2.PrefillEvent(first_tokens=prefill_pb2.FirstTokens(tokens=event.for_router(), timings=timings))
             else:
                 yield prefill_pb2.PrefillEvent(outcome=event)
@@ -107,6 +112,8 @@ class Handoff:
 
     async def _prefill_and_push(self, sink: FirstTokensSink) -> None:
         await hit_async("prefill.accepted")
+        if self._tools.tiers is not None:
+            self._restored = await self._tools.tiers.restore(self._assignment.engine_request)
         if self._tools.puller is not None and self._assignment.holder is not None:
             began_ns = time.monotonic_ns()
             self._num_fetched = await self._tools.puller.pull(self._assignment.engine_request, self._assignment.holder)
@@ -167,10 +174,11 @@ class Handoff:
 
     async def _num_steps_if_idle(self) -> int | None:
         """Return the engine's steps so far; None while a request runs, is held for a push or waits for KV that is
-        fetched, because that will free blocks."""
+        fetched or restored, because that will free blocks."""
         stats = await self._tools.engine.stats()
         is_fetching = self._tools.puller is not None and self._tools.puller.num_open > 0
-        return None if stats.num_running or stats.num_held or is_fetching else stats.num_steps
+        is_restoring = self._tools.tiers is not None and self._tools.tiers.is_moving
+        return None if stats.num_running or stats.num_held or is_fetching or is_restoring else stats.num_steps
 
     async def _outcome(self, first: FirstTokens) -> prefill_pb2.HandoffOutcome:
         assert self._push is not None, "the KV of a prefill that drew its first token is ready"

@@ -26,12 +26,12 @@ from kvtransfer.errors import TransferRefused
 from kvtransfer.manifest import check_epoch, check_push_token, unknown_reservation
 from kvtransfer.receiver.delegates import PULL_PREFIX
 from kvtransfer.receiver.push import PushTarget
+from kvtransfer.stream import to_its_end
 from pdmesh.engine.errors import DuplicateRequest, EngineStopped, InvalidRequest, RequestTooLarge, UnknownAdapter
 from pdmesh.engine.interface import ExpectedBlocks, KVSharing, ServingEngine
 from pdmesh.engine.request import EngineRequest
 from pdmesh.sampling_params import SamplingParams
 from pdmesh.v1 import common_pb2, prefill_pb2, transfer_pb2, worker_pb2, worker_pb2_grpc
-from prefill_service.first_tokens import to_its_end
 
 TOKEN_BYTES = 32
 ATTEMPT = 1
@@ -187,7 +187,7 @@ class KVPuller:
         num_tokens = holder.num_tokens - holder.num_tokens % self._tools.layout.block_size
         if now < known.not_before or request.sampling.prompt_logprobs is not None or request.pooling is not None:
             return 0
-        tokens = history_of(request)
+        tokens = request.history
         if not self._decide(known, 0, num_tokens, len(tokens)).is_worth:  # not even if nothing of it is here
             return 0
         key = (request.block_root, tokens[:num_tokens])
@@ -354,10 +354,3 @@ class KVPuller:
 
     def push_finished(self, target: PushTarget) -> None:
         """Do nothing: there is nothing to finish."""
-
-
-def history_of(request: EngineRequest) -> tuple[int, ...]:
-    """Return the tokens whose KV a request needs: its prompt, and the history of the choice that goes on."""
-    finished = request.finished or (False,) * len(request.emitted)
-    going_on = (tokens for tokens, is_over in zip(request.emitted, finished, strict=True) if not is_over)
-    return (*request.prompt, *next(going_on, ()))

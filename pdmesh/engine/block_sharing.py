@@ -1,7 +1,8 @@
-"""Blocks of the prefix cache that move between workers: those that another one reads, and those that come from another one.
+"""Blocks of the prefix cache that move: to other workers and to tiers beneath the pool, and back from them.
 
     here    expect ──► reserved, written by the other worker ──► take_in: published, and free to be found ──► release
     there   pin ──► read ──► unpin
+    tier    take_published ──► pin_any ──► copied to the tier ──► unpin; back as from another worker
 
 Both sides name blocks by the hashes of the prompt's chain, so that a block which went away meanwhile is missed, and never another
 one is read. Under the engine's lock, so also while a step runs.
@@ -9,11 +10,12 @@ one is read. Under the engine's lock, so also while a step runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from pdmesh.engine.errors import InvalidRequest
 from pdmesh.engine.interface import ExpectedBlocks, ReservedBlocks
 from pdmesh.engine.kv_cache.block_manager import BlockManager
+from pdmesh.engine.kv_cache.published_blocks import BlockName, PublishedBlocks
 from pdmesh.engine.request import EngineRequest
 from pdmesh.engine.scheduler.requests import RequestTable
 from pdmesh.engine.scheduler.sequence import Phase
@@ -76,3 +78,37 @@ class BlockSharing:
         """Let go of pinned blocks; idempotent."""
         with self._blocks.lock:
             self._blocks.unpin(pin_id)
+
+    # For tiers.
+
+    def lacking(self, root: bytes, tokens: Sequence[int]) -> tuple[int, tuple[bytes, ...]]:
+        """Return how many of the leading blocks of some tokens are here, and the hashes of all full blocks."""
+        hashes = self._blocks.chain(root, tokens)
+        with self._blocks.lock:
+            return len(self._blocks.pool.find(hashes)), hashes
+
+    def pin_any(self, pin_id: str, hashes: Iterable[bytes]) -> tuple[int | None, ...]:
+        """Pin those of these blocks that are here, until `unpin`; return their ids, None for the others. Raises InvalidRequest
+        for a pin that is there already."""
+        with self._blocks.lock:
+            return self._blocks.pin_any(pin_id, hashes)
+
+    def watch_published(self, max_blocks: int) -> PublishedBlocks:
+        """Log the names of blocks that are published from now on, at most so many. Call it before the first request."""
+        self._blocks.published = PublishedBlocks(max_blocks)
+        return self._blocks.published
+
+    def take_published(self, most: int) -> list[tuple[BlockName, float]]:
+        """Return blocks that were published since the last call, the oldest first, with the seconds for which they are wanted."""
+        with self._blocks.lock:
+            return [] if self._blocks.published is None else self._blocks.published.take(most)
+
+    def note_tiers(self, stored: Iterable[bytes], evicted: Iterable[bytes]) -> None:
+        """Tell the log of the prefix cache what tiers hold now, and what they hold no more."""
+        with self._blocks.lock:
+            log = self._blocks.pool.log
+            if log is not None:
+                for block_hash in stored:
+                    log.note_tier(block_hash, stored=True)
+                for block_hash in evicted:
+                    log.note_tier(block_hash, stored=False)

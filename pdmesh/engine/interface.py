@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
 
+from pdmesh.engine.kv_cache.published_blocks import BlockName
 from pdmesh.engine.outputs import EngineStats, KVReady, RequestStarted, SequenceUpdate
 from pdmesh.engine.request import EngineRequest
 
@@ -58,6 +59,29 @@ class KVSharing(Protocol):
 
     async def unpin(self, pin_id: str) -> None:
         """Let go of pinned blocks; idempotent."""
+
+    # For tiers beneath the pool.
+
+    async def lacking(self, root: bytes, tokens: Sequence[int]) -> tuple[int, tuple[bytes, ...]]:
+        """Return how many of the leading blocks of some tokens are here, and the hashes of all full blocks."""
+
+    async def pin_any(self, pin_id: str, hashes: Sequence[bytes]) -> tuple[int | None, ...]:
+        """Keep those of these blocks that are here, until `unpin`; return their ids, None for the others. Raises
+        InvalidRequest."""
+
+    def watch_published(self, max_blocks: int) -> None:
+        """Log the names of published blocks from now on, at most so many. Call it before the engine is opened."""
+
+    @property
+    def has_published(self) -> bool:
+        """Return whether `take_published` would return something; cheap."""
+
+    async def take_published(self, most: int) -> list[tuple[BlockName, float]]:
+        """Return blocks that were published since the last call, the oldest first, with the seconds for which a session wants
+        them."""
+
+    async def note_tiers(self, stored: Sequence[bytes], evicted: Sequence[bytes]) -> None:
+        """Tell the prefix cache's log what tiers hold now, and what none of them holds any more."""
 
 
 class ServingEngine(Protocol):

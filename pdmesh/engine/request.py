@@ -41,6 +41,13 @@ class EngineRequest:
     matchers: tuple[Matcher | None, ...] = field(default=(), compare=False)
 
     @property
+    def history(self) -> tuple[int, ...]:
+        """Return the tokens whose KV it needs: its prompt, and the history of the choice that goes on."""
+        finished = self.finished or (False,) * len(self.emitted)
+        going_on = (tokens for tokens, is_over in zip(self.emitted, finished, strict=True) if not is_over)
+        return (*self.prompt, *next(going_on, ()))
+
+    @property
     def block_root(self) -> bytes:
         """Return the root of its blocks' hashes: KV that an adapter computed is found by requests with that adapter alone."""
         return self.cache_root if self.adapter is None else self.adapter.root(self.cache_root)

@@ -36,6 +36,7 @@ from pdmesh.worker.control import ControlServicer, RoleChanges
 from pdmesh.worker.description import Description, describe
 from pdmesh.worker.engines.base import EngineEvents, WorkerEngine
 from pdmesh.worker.expert_load import ExpertWindow
+from pdmesh.worker.kv_tiers import open_kv_tiers
 from pdmesh.worker.load import LoadReporter, StepWatch
 from pdmesh.worker.metrics import Seen, WorkerMetrics, read
 from pdmesh.worker.prefix_publisher import PrefixPublisher, list_blocks
@@ -96,6 +97,7 @@ class Worker:
         self._sender = Sender(engine.memory, served_model.identity, served_model.layout, self.epoch, tls=tls, secret=self.secret)
         self._channels = Channels(tls=tls, secret=self.secret, keepalive=PATIENT)
         self.puller = self._kv_puller(served_model)
+        self.tiers = open_kv_tiers(config, engine, served_model.identity, served_model.layout, self._prefill_s)
         self._blocks = BlockSender(
             engine.sharing,
             self._sender,
@@ -130,6 +132,8 @@ class Worker:
             self._tasks.append(self._background(work))
         if self._publisher is not None:
             self._tasks.append(self._background(self._publisher.run(BlockStream(self._config.redis, self._config.mesh))))
+        if self.tiers is not None:
+            self._tasks.append(self._background(self.tiers.run()))
         await self.metrics.start()
         await self._server.set_serving(True)
         return self.description
@@ -140,7 +144,7 @@ class Worker:
             report=self.load.report,
             changes=self.changes,
             set_roles=self.set_roles,
-            list_blocks=lambda: list_blocks(self._prefix_cache, self.epoch),
+            list_blocks=lambda: list_blocks(self._prefix_cache, self.epoch, lambda: self.tiers.held if self.tiers else ()),
             keep_traces=self.tracing.keep,
             release_retained=self.engine.release_retained,
             send_blocks=self._blocks.send,
@@ -190,6 +194,9 @@ class Worker:
         await self._receiver.stop()
         await self._sender.close()
         await self._channels.close()
+        if self.tiers is not None:
+            await self.tiers.flush()
+            self.tiers.close()
         await self.engine.stop()
         self.engine.close()
         await self.metrics.stop()
@@ -234,7 +241,8 @@ class Worker:
         corrupt = {transport: self._receiver.num_corrupt[transport] for transport in self._config.transports}
         counts = self.engine.expert_counts()
         experts = None if counts is None else self._experts.take(counts, time.monotonic())
-        read(readings, Seen(self.load.stats, self.load.report(), self.engine.limits(), corrupt, expired, experts, pulls))
+        seen = Seen(self.load.stats, self.load.report(), self.engine.limits(), corrupt, expired, experts, pulls, self.tiers)
+        read(readings, seen)
 
     def _background(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -264,6 +272,7 @@ class Worker:
             self.metrics.pushed,
             lambda: self.watch.longest_step_s(self.engine.facts.max_num_batched_tokens),
             self.puller,
+            self.tiers,
         )
         return PrefillServicer(
             PrefillValidator(served_model.identity, served_model.layout, served_model.translate),
@@ -291,12 +300,16 @@ class Worker:
                 quiesce=lambda reservation_id: self._receiver.quiesce(reservation_id),
                 channel=self._channels.get,
                 forget=self._channels.forget,
-                compute_s=lambda first, last: self.watch.prefill_s(first, last, engine.facts.max_num_batched_tokens),
+                compute_s=self._prefill_s,
                 bytes_per_token=2 * memory.num_layers * memory.bytes_per_layer_block / layout.block_size,
                 lease_s=self._config.lease_s,
                 is_forced=self._config.kv_pull == "always",
             )
         )
+
+    def _prefill_s(self, first: int, last: int) -> float | None:
+        """Return how long tokens `first` to `last` of a prompt should take to compute."""
+        return self.watch.prefill_s(first, last, self.engine.facts.max_num_batched_tokens)
 
     def _dependencies(self, served_model: ServedModel) -> Dependencies:
         return Dependencies(
@@ -312,6 +325,7 @@ class Worker:
             num_steps=lambda: self.dispatcher.num_steps,
             load_report=self.load.report,
             spans=self._spans,
+            tiers=self.tiers,
         )
 
     def _kv_receiver(self, served_model: ServedModel, tls: Tls | None) -> Receiver:
@@ -353,6 +367,7 @@ class Worker:
             model=self._config.served_name,
             transports=self._receiver.reach(),
             fetch_token_s=0.0 if self.puller is None else self.puller.token_s,
+            restore_token_s=0.0 if self.tiers is None else self.tiers.token_s,
         )
 
 

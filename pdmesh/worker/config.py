@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from decode_service.ports import DecodeSettings, ReservationSettings, StreamSettings
+from kvtransfer.tiers.settings import TierConfig
 from kvtransfer.transports.registry import TRANSPORTS, defaults
 from pdmesh.engine.config import EngineConfig
 from pdmesh.runtime.rpc.mesh_secret import MeshSecretConfig
@@ -100,6 +101,7 @@ class WorkerConfig:
     grace_s: float = field(default=2.0, metadata={"help": "how long a router may take to attach again"})
     report_period_s: float = field(default=0.2, metadata={"help": "period of load reports to routers"})
     kv_pull: str = field(default="auto", metadata={"help": _KV_PULL_HELP, "choices": ("auto", "always", "off")})
+    tiers: TierConfig = field(default_factory=TierConfig, metadata={"flatten": True})
     drain_grace_s: float = field(default=30.0, metadata={"help": "how long running requests may finish after SIGTERM"})
     cpus: tuple[int, ...] = field(default=(), metadata={"help": "cores of the engine's threads, such as 0,1; empty: any (Linux)"})
     tls: TlsConfig = field(default_factory=TlsConfig, metadata={"flatten": True})
@@ -130,6 +132,7 @@ class WorkerConfig:
             "advertise",
             f"host {self.host} is no address that others can connect to; give the one that they can",
         )
+        self.tiers.validate()
         check_settings(self.engine_name, self)
 
     @property

@@ -63,6 +63,7 @@ class Description:
     gate: RoleGate
     adapters: WorkerAdapters
     fetch_token_s: float
+    restore_token_s: float
 
     def info(self) -> worker_pb2.WorkerInfo:
         """Return the message to register, with the present roles and adapters."""
@@ -87,6 +88,7 @@ class Description:
             engine=self.facts.name,
             lacks=sorted(lack.value for lack in self.facts.lacks),
             fetch_token_s=self.fetch_token_s,
+            restore_token_s=self.restore_token_s,
         )
 
 
@@ -101,6 +103,7 @@ def describe(
     model: str,
     transports: Mapping[str, Reach],
     fetch_token_s: float = 0.0,
+    restore_token_s: float = 0.0,
 ) -> Description:
     """Return the description of a worker around an engine with these facts."""
     return Description(
@@ -114,4 +117,5 @@ def describe(
         gate=gate,
         adapters=adapters,
         fetch_token_s=fetch_token_s,
+        restore_token_s=restore_token_s,
     )

@@ -12,6 +12,7 @@ import os
 from dataclasses import dataclass
 
 from kvtransfer.sender.push import PushResult
+from kvtransfer.tiers.tiers import KVTiers
 from pdmesh.engine.hardware import MachineLimits, ModelCost
 from pdmesh.engine.outputs import EngineStats, StepResult, StepWork
 from pdmesh.engine.speculation.stats import SpeculationStats
@@ -53,6 +54,15 @@ CORRUPT = counter("pdmesh.kv.corrupt.parts", "Parts whose checksum was wrong, at
 PULLS = counter("pdmesh.kv.pulls", "Times that KV was asked for at another worker, by how it ended", ("result",))
 PULLED_TOKENS = counter("pdmesh.kv.pulled.tokens", "Prompt tokens whose KV came from another worker and was not computed")
 PULLED_BYTES = counter("pdmesh.kv.pulled", "KV that came from another worker's prefix cache", unit="By")
+TIER_BYTES = gauge("pdmesh.kv.tier.size", "KV in a tier beneath the pool", ("tier",), unit="By")
+TIER_CAPACITY = gauge("pdmesh.kv.tier.capacity", "KV that a tier may hold", ("tier",), unit="By")
+TIER_BLOCKS = counter(
+    "pdmesh.kv.tier.blocks",
+    "Blocks of a tier: written, read; corrupt: removed and not used; failed: refused by the system",
+    ("tier", "event"),
+)
+RESTORES = counter("pdmesh.kv.restores", "Times that KV came from the tiers for a prompt; late: it was given up", ("result",))
+RESTORED_TOKENS = counter("pdmesh.kv.restored.tokens", "Prompt tokens whose KV came from the tiers and was not computed")
 LEASES_EXPIRED = counter("pdmesh.leases.expired", "Reservations that ended without progress")
 
 SEQUENCES = gauge("pdmesh.engine.sequences", "Sequences by state: running, waiting, reserved, held", ("state",))
@@ -140,6 +150,7 @@ class Seen:
     num_leases_expired: int
     experts: ExpertLoad | None = None  # of a model that has some
     pulls: PullCounts | None = None  # of a worker that fetches KV
+    tiers: KVTiers | None = None  # beneath its pool
 
 
 class WorkerMetrics:
@@ -207,9 +218,22 @@ def read(readings: Readings, seen: Seen) -> None:
         readings.put(PULLS, seen.pulls.num_failed, "failed")
         readings.put(PULLED_TOKENS, seen.pulls.num_tokens)
         readings.put(PULLED_BYTES, seen.pulls.num_bytes)
+    if seen.tiers is not None:
+        _read_tiers(readings, seen.tiers)
     if seen.limits is not None:
         readings.put(PEAK_OPERATIONS, seen.limits.operations_per_s)
         readings.put(PEAK_BANDWIDTH, seen.limits.bytes_per_s)
+
+
+def _read_tiers(readings: Readings, tiers: KVTiers) -> None:
+    for tier in tiers.tiers:
+        readings.put(TIER_BYTES, tier.num_bytes, tier.name)
+        readings.put(TIER_CAPACITY, tier.max_bytes, tier.name)
+        for event in ("written", "read", "corrupt", "failed"):
+            readings.put(TIER_BLOCKS, getattr(tier.counts, f"num_{event}"), tier.name, event)
+    readings.put(RESTORES, tiers.counts.num_restores, "taken")
+    readings.put(RESTORES, tiers.counts.num_late, "late")
+    readings.put(RESTORED_TOKENS, tiers.counts.num_tokens)
 
 
 def _read_engine(readings: Readings, stats: EngineStats) -> None:

@@ -9,7 +9,7 @@ gap and routers ask for the full list. Neither the engine nor a request waits fo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from pdmesh.engine.errors import EngineStopped
 from pdmesh.runtime.errors import Unavailable
@@ -19,7 +19,7 @@ from pdmesh.v1 import worker_pb2
 from pdmesh.worker.engines.base import PrefixCache
 
 PERIOD_S = 0.03
-PART_NAMES = 1 << 15  # 256 KiB on the wire
+PART_NAMES = 1 << 15  # 256 KiB on the wire, and as much of tiers
 
 
 class PrefixPublisher:
@@ -45,24 +45,33 @@ class PrefixPublisher:
         if self._unsent is None and self._cache.has_changes:
             changes = await self._cache.take_changes()
             if changes is not None:
-                stored, evicted = map(short_name, changes.stored), map(short_name, changes.evicted)
                 self._unsent = worker_pb2.BlockChange(
-                    epoch=self._epoch, sequence=changes.sequence, stored=stored, evicted=evicted
+                    epoch=self._epoch,
+                    sequence=changes.sequence,
+                    stored=map(short_name, changes.stored),
+                    evicted=map(short_name, changes.evicted),
+                    tier_stored=map(short_name, changes.tier_stored),
+                    tier_evicted=map(short_name, changes.tier_evicted),
                 )
         if self._unsent is not None and await stream.append(self._worker_id, self._unsent):
             self._unsent = None
 
 
-async def list_blocks(cache: PrefixCache, epoch: int) -> AsyncIterator[worker_pb2.BlockList]:
-    """Yield all blocks of the prefix cache at one moment, in parts. Raises Unavailable when the engine has stopped."""
+async def list_blocks(
+    cache: PrefixCache, epoch: int, in_tiers: Callable[[], tuple[bytes, ...]] = tuple
+) -> AsyncIterator[worker_pb2.BlockList]:
+    """Yield all blocks of the prefix cache and of the tiers at one moment, in parts. Raises Unavailable once the engine stopped."""
     try:
         sequence, hashes = await cache.blocks()
     except EngineStopped as error:
         raise Unavailable(f"this worker is stopping: {error}") from error
-    for start in range(0, max(1, len(hashes)), PART_NAMES):
+    tier_hashes = in_tiers()  # of the same moment: nothing was awaited since
+    longest = max(len(hashes), len(tier_hashes), 1)
+    for start in range(0, longest, PART_NAMES):
         yield worker_pb2.BlockList(
             epoch=epoch,
             sequence=sequence,
             blocks=map(short_name, hashes[start : start + PART_NAMES]),
-            is_last=start + PART_NAMES >= len(hashes),
+            tier_blocks=map(short_name, tier_hashes[start : start + PART_NAMES]),
+            is_last=start + PART_NAMES >= longest,
         )

@@ -24,7 +24,6 @@ from prefill_service.kv_pull import (
     Holder,
     KVPuller,
     PullTools,
-    history_of,
 )
 from tests.support.waiting import eventually
 
@@ -92,8 +91,8 @@ def test_a_holder_is_left_out_by_how_it_failed(code: grpc.StatusCode, left_out_s
 
 def test_the_history_is_that_of_the_choice_that_goes_on() -> None:
     several = EngineRequest("r", (1, 2), SamplingParams(max_tokens=1, n=2), emitted=((3, 4, 5), (6,)), finished=(True, False))
-    assert history_of(several) == (1, 2, 6)
-    assert history_of(EngineRequest("r", (1, 2), SamplingParams(max_tokens=1))) == (1, 2)
+    assert several.history == (1, 2, 6)
+    assert EngineRequest("r", (1, 2), SamplingParams(max_tokens=1)).history == (1, 2)
 
 
 async def test_what_was_not_used_for_long_is_forgotten_with_its_channel_unless_another_process_is_there() -> None:

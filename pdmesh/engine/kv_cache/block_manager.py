@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from pdmesh.engine.errors import InvalidRequest
 from pdmesh.engine.kv_cache.block_pool import BlockPool, num_blocks_for
+from pdmesh.engine.kv_cache.published_blocks import PublishedBlocks, names_of
 from pdmesh.engine.scheduler.sequence import Sequence
 
 HashBlock = Callable[[bytes, Tokens[int]], bytes]
@@ -34,7 +35,8 @@ class BlockManager:
         self.pool = pool
         self.lock = threading.RLock()
         self.num_prefix_hit_tokens = 0
-        self.pinned: dict[str, tuple[int, ...]] = {}  # blocks that other workers read, by the reading
+        self.pinned: dict[str, tuple[int, ...]] = {}  # blocks that other workers and tiers read, by the reading
+        self.published: PublishedBlocks | None = None  # logs what is published, if it is set
         self._block_size = block_size
         self._hash_block = hash_block
         self._prefix_caching = prefix_caching
@@ -90,7 +92,15 @@ class BlockManager:
         hashes = self._hashes(sequence, num_full)
         for index in range(sequence.num_published, num_full):
             self.pool.publish(sequence.block_ids[index], hashes[index])
+        self._note_published(sequence, sequence.num_published, num_full)
         sequence.num_published = num_full
+
+    def _note_published(self, sequence: Sequence, first: int, end: int) -> None:
+        """Log blocks `first` to `end` of a sequence, for tiers."""
+        if self.published is not None:
+            retention = sequence.group.retention
+            keep_s = 0.0 if retention is None or retention.final else retention.seconds
+            self.published.note(names_of(sequence.group.request.block_root, sequence.block_hashes[:end], first), keep_s)
 
     def withdraw(self, sequence: Sequence) -> None:
         """Let no other prompt find the blocks of a sequence whose logits are not finite: their content may be NaN, too."""
@@ -110,6 +120,23 @@ class BlockManager:
         self.pinned[pin_id] = block_ids
         return block_ids
 
+    def pin_any(self, pin_id: str, hashes: Iterable[bytes]) -> tuple[int | None, ...]:
+        """Take a reference of each of these blocks that is published, which stays until `unpin`; return the blocks, None for the
+        others. Raises InvalidRequest for an id that is in use."""
+        if pin_id in self.pinned:
+            raise InvalidRequest(f"pin_id: {pin_id!r} is in use")
+        found = tuple(next(iter(self.pool.find([block_hash])), None) for block_hash in hashes)
+        self.pinned[pin_id] = block_ids = tuple(block_id for block_id in found if block_id is not None)
+        self.pool.acquire(block_ids)
+        return found
+
+    def chain(self, root: bytes, tokens: Tokens[int]) -> tuple[bytes, ...]:
+        """Return the hashes of the full blocks of some tokens."""
+        hashes: list[bytes] = []
+        for start in range(0, len(tokens) - self._block_size + 1, self._block_size):
+            hashes.append(self._hash_block(hashes[-1] if hashes else root, tokens[start : start + self._block_size]))
+        return tuple(hashes)
+
     def unpin(self, pin_id: str) -> None:
         """Give the references of a pin back; idempotent."""
         self.pool.release(self.pinned.pop(pin_id, ()))
@@ -128,6 +155,7 @@ class BlockManager:
         retention = sequence.group.retention
         if retention is not None and not retention.final:
             self.pool.retain(retention, sequence.block_hashes[: sequence.num_published])
+            self._note_published(sequence, 0, sequence.num_published)
         self._give_back(sequence)
 
     def _give_back(self, sequence: Sequence) -> None:

@@ -35,6 +35,8 @@ class BlockChanges:
     sequence: int
     stored: tuple[bytes, ...]
     evicted: tuple[bytes, ...]
+    tier_stored: tuple[bytes, ...] = ()  # in tiers beneath the pool, whatever is in the pool
+    tier_evicted: tuple[bytes, ...] = ()
 
 
 class BlockLog:
@@ -44,18 +46,28 @@ class BlockLog:
         self.sequence = 0  # number of what was taken last
         self._max_changes = max_changes
         self._changes: dict[bytes, bool] = {}
+        self._tier_changes: dict[bytes, bool] = {}
         self._has_overflowed = False
 
     @property
     def pending(self) -> bool:
         """Return whether there is something to take."""
-        return bool(self._changes) or self._has_overflowed
+        return bool(self._changes) or bool(self._tier_changes) or self._has_overflowed
 
     def note(self, block_hash: bytes, *, stored: bool) -> None:
         """Record that the block is stored now, or evicted."""
         self._changes[block_hash] = stored
-        if len(self._changes) > self._max_changes:
+        self._keep_bound()
+
+    def note_tier(self, block_hash: bytes, *, stored: bool) -> None:
+        """Record that some tier beneath the pool holds the block now, or none any more."""
+        self._tier_changes[block_hash] = stored
+        self._keep_bound()
+
+    def _keep_bound(self) -> None:
+        if len(self._changes) + len(self._tier_changes) > self._max_changes:
             self._changes.clear()
+            self._tier_changes.clear()
             self._has_overflowed = True
 
     def take(self) -> BlockChanges | None:
@@ -64,9 +76,14 @@ class BlockLog:
             return None
         self.sequence += 2 if self._has_overflowed else 1
         changes, self._changes, self._has_overflowed = self._changes, {}, False
-        stored = tuple(block for block, is_stored in changes.items() if is_stored)
-        evicted = tuple(block for block, is_stored in changes.items() if not is_stored)
-        return BlockChanges(self.sequence, stored, evicted)
+        tier_changes, self._tier_changes = self._tier_changes, {}
+        return BlockChanges(self.sequence, *_by_end(changes), *_by_end(tier_changes))
+
+
+def _by_end(changes: Mapping[bytes, bool]) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
+    """Return the blocks that are stored now, and the others."""
+    stored = tuple(block for block, is_stored in changes.items() if is_stored)
+    return stored, tuple(block for block, is_stored in changes.items() if not is_stored)
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:

@@ -23,6 +23,7 @@ from pdmesh.engine.engine import Engine
 from pdmesh.engine.hardware import MachineLimits, measure_limits
 from pdmesh.engine.interface import NO_STATES, ExpectedBlocks, ReservedBlocks
 from pdmesh.engine.kv_cache.block_pool import BlockChanges
+from pdmesh.engine.kv_cache.published_blocks import BlockName, PublishedBlocks
 from pdmesh.engine.loader.builder import Progress
 from pdmesh.engine.loader.loader import load_model
 from pdmesh.engine.loop import EngineLoop
@@ -58,6 +59,7 @@ class BuiltinEngine:
         self._loop: EngineLoop[Engine] | None = None
         self._limits: MachineLimits | None = None
         self._num_releasing = 0  # requests whose blocks come free at the end of the step
+        self.sharing = BuiltinSharing(self)
         self.adapters = BuiltinAdapters(self)
 
     # What the services call.
@@ -101,10 +103,6 @@ class BuiltinEngine:
 
     async def stats(self) -> EngineStats:
         return await self.calls.call(Engine.stats)
-
-    @property
-    def sharing(self) -> BuiltinSharing:
-        return BuiltinSharing(self)
 
     # What the worker calls.
 
@@ -156,6 +154,7 @@ class BuiltinSharing:
 
     def __init__(self, engine: BuiltinEngine) -> None:
         self._engine = engine
+        self._published: PublishedBlocks | None = None
 
     async def expect(self, request: EngineRequest) -> ExpectedBlocks | None:
         return self._engine.calls.now(lambda engine: engine.sharing.expect(request))
@@ -168,6 +167,25 @@ class BuiltinSharing:
 
     async def unpin(self, pin_id: str) -> None:
         self._engine.calls.now(lambda engine: engine.sharing.unpin(pin_id))
+
+    async def lacking(self, root: bytes, tokens: Sequence[int]) -> tuple[int, tuple[bytes, ...]]:
+        return self._engine.calls.now(lambda engine: engine.sharing.lacking(root, tokens))
+
+    async def pin_any(self, pin_id: str, hashes: Sequence[bytes]) -> tuple[int | None, ...]:
+        return self._engine.calls.now(lambda engine: engine.sharing.pin_any(pin_id, hashes))
+
+    def watch_published(self, max_blocks: int) -> None:
+        self._published = self._engine.engine.sharing.watch_published(max_blocks)
+
+    @property
+    def has_published(self) -> bool:
+        return self._published is not None and self._published.pending
+
+    async def take_published(self, most: int) -> list[tuple[BlockName, float]]:
+        return self._engine.calls.now(lambda engine: engine.sharing.take_published(most))
+
+    async def note_tiers(self, stored: Sequence[bytes], evicted: Sequence[bytes]) -> None:
+        self._engine.calls.now(lambda engine: engine.sharing.note_tiers(stored, evicted))
 
 
 def load_engine(config: WorkerConfig, progress: Progress) -> BuiltinEngine:

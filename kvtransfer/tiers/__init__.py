@@ -1,0 +1,1 @@
+"""Tiers beneath the block pool, where KV stays that the pool has lost: host memory and disk."""

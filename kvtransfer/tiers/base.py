@@ -1,0 +1,121 @@
+"""What a tier does, whichever memory it is on: it takes blocks in, lends them, and gives the least recently used up.
+
+Every method may be called on any thread but those of the event loop are short: `holds`, `touch` and `take_changes`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvtransfer.tiers.index import TierIndex
+from pdmesh.engine.kv_cache.published_blocks import BlockName
+
+
+@dataclass(frozen=True)
+class BlockBytes:
+    """Hold what a block holds, keys and values of all layers, and its CRC-32C."""
+
+    content: memoryview
+    crc: int
+
+
+@dataclass
+class TierCounts:
+    """Count a tier's blocks since the start."""
+
+    num_written: int = 0
+    num_read: int = 0
+    num_corrupt: int = 0  # damaged, cut short or foreign: never used, and removed
+    num_failed: int = 0  # reads and writes that the system refused
+
+
+class Tier(Protocol):
+    """Hold blocks beneath the pool."""
+
+    name: str
+    """As in metrics and logs: host, disk."""
+    counts: TierCounts
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    @property
+    def max_bytes(self) -> int: ...
+
+    def holds(self, names: Iterable[BlockName]) -> list[bool]:
+        """Return of each of these blocks whether it is here."""
+
+    def lacks(self, names: Iterable[BlockName]) -> list[BlockName]:
+        """Return those of the blocks that are not here and may be written."""
+
+    def touch(self, names: Iterable[BlockName], keep_s: float = 0.0) -> None:
+        """Record that blocks are used now, and are wanted for `keep_s` more seconds."""
+
+    def write(self, name: BlockName, block: BlockBytes, keep_s: float) -> None:
+        """Take a block in, if there is room; nothing is raised where the system refuses."""
+
+    def lend(self, name: BlockName) -> BlockBytes | None:
+        """Return a block; None: it is gone, or not as it was written, and is forgotten. Its CRC is to be compared by the reader,
+        who calls `give_back`."""
+
+    def give_back(self, name: BlockName, *, is_damaged: bool) -> None:
+        """End a `lend` that returned a block; a damaged one is forgotten and counted."""
+
+    def take_changes(self) -> list[BlockName]:
+        """Return the blocks that came or went since the last call."""
+
+    def close(self) -> None: ...
+
+
+class IndexedTier:
+    """What all tiers share: an index under a lock, and the changes of it."""
+
+    def __init__(self, max_bytes: int, clock: Callable[[], float]) -> None:
+        """`clock`: seconds, by which blocks were used."""
+        self.counts = TierCounts()
+        self._index = TierIndex(max_bytes)
+        self._lock = threading.Lock()
+        self._changes: list[BlockName] = []
+        self._clock = clock
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._index)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._index.num_bytes
+
+    @property
+    def max_bytes(self) -> int:
+        return self._index.max_bytes
+
+    def holds(self, names: Iterable[BlockName]) -> list[bool]:
+        with self._lock:
+            return [name in self._index for name in names]
+
+    def lacks(self, names: Iterable[BlockName]) -> list[BlockName]:
+        with self._lock:
+            return [name for name in names if name not in self._index]
+
+    def touch(self, names: Iterable[BlockName], keep_s: float = 0.0) -> None:
+        with self._lock:
+            until = self._clock() + keep_s
+            for name in names:
+                self._index.touch(name, until)
+
+    def take_changes(self) -> list[BlockName]:
+        with self._lock:
+            changes, self._changes = self._changes, []
+        return changes
+
+    def check(self) -> None:
+        """Raise IntegrityError unless the index is whole."""
+        with self._lock:
+            self._index.check()

@@ -1,0 +1,104 @@
+"""The file of a block on disk: a header, then keys and values of all layers.
+
+    <folder>/<identity, 16 hex>/<root>/<hash>.<parent>.kv
+
+A file appears under its name when all of it is written, so a half-written one is never found after a crash; what a lost power
+supply leaves behind fails its checksum. The header says whose the block is, so a file that was renamed, or copied from another
+model's folder, is refused.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtransfer.framing import checksum
+from pdmesh.engine.kv_cache.published_blocks import BlockName
+
+MAGIC = b"PDMKVBLK"
+VERSION = 1
+MAX_NAME_BYTES = 32
+IDENTITY_BYTES = 8
+_FIELDS = struct.Struct("<8sHBB4x8s32s32sQI")
+_SUM = struct.Struct("<I")
+HEADER_BYTES = _FIELDS.size + _SUM.size
+SUFFIX, PARTIAL = ".kv", ".partial"
+_NAME = re.compile(r"([0-9a-f]{2,64})\.([0-9a-f]{2,64})\.kv")
+_FOLDER = re.compile(r"[0-9a-f]{2,64}")
+
+
+class BadBlockFile(ValueError):
+    """Raised for a file that does not hold the block that it should; the message says why."""
+
+
+@dataclass(frozen=True)
+class BlockHeader:
+    """Hold what a header says of the block behind it. `identity`: a digest of the model, its numbers and the block's shape."""
+
+    identity: bytes
+    root: bytes
+    block_hash: bytes
+    num_bytes: int
+    crc: int
+
+    def pack(self) -> bytes:
+        fields = _FIELDS.pack(
+            MAGIC,
+            VERSION,
+            len(self.root),
+            len(self.block_hash),
+            self.identity,
+            self.root,
+            self.block_hash,
+            self.num_bytes,
+            self.crc,
+        )
+        return fields + _SUM.pack(checksum([fields]))
+
+    @classmethod
+    def unpack(cls, header: bytes) -> BlockHeader:
+        """Return the header. Raises BadBlockFile."""
+        if len(header) < HEADER_BYTES:
+            raise BadBlockFile(f"it has {len(header)} of a header's {HEADER_BYTES} bytes")
+        fields = header[: _FIELDS.size]
+        if _SUM.unpack_from(header, _FIELDS.size)[0] != checksum([fields]):
+            raise BadBlockFile("its header's checksum is wrong")
+        magic, version, root_bytes, hash_bytes, identity, root, block_hash, num_bytes, crc = _FIELDS.unpack(fields)
+        if (magic, version) != (MAGIC, VERSION):
+            raise BadBlockFile(f"it is of another format: {magic!r} version {version}")
+        return cls(identity, root[:root_bytes], block_hash[:hash_bytes], num_bytes, crc)
+
+    def check(self, expected: BlockHeader) -> None:
+        """Raise BadBlockFile naming the field that is not as expected, but for the CRC."""
+        for name in ("identity", "root", "block_hash", "num_bytes"):
+            if getattr(self, name) != getattr(expected, name):
+                raise BadBlockFile(f"its {name} is another block's")
+
+
+def relative_path(name: BlockName) -> str:
+    """Return where a block's file lies in the folder of its identity."""
+    return f"{name.root.hex()}/{name.block_hash.hex()}.{name.parent.hex()}{SUFFIX}"
+
+
+def name_of(root_folder: str, file_name: str) -> BlockName | None:
+    """Return the block that a file should hold, by its path; None: it is no block's file."""
+    match = _NAME.fullmatch(file_name)
+    if match is None or not _FOLDER.fullmatch(root_folder):
+        return None
+    try:
+        block_hash, parent = map(bytes.fromhex, match.groups())
+        return BlockName(bytes.fromhex(root_folder), parent, block_hash)
+    except ValueError:  # an odd number of digits
+        return None
+
+
+def is_storable(name: BlockName) -> bool:
+    """Return whether a block's hashes fit into a header."""
+    return all(1 <= len(part) <= MAX_NAME_BYTES for part in (name.root, name.parent, name.block_hash))
+
+
+def partial_path(path: Path, serial: str) -> Path:
+    """Return where a file is written before it gets its name."""
+    return path.with_name(f".{path.name[:32]}.{serial}{PARTIAL}")

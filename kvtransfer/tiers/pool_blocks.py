@@ -1,0 +1,135 @@
+"""Blocks of the pool as a tier has them: the bytes of a block in all layers, behind each other, with their CRC-32C.
+
+    block   layer 0: keys, values; layer 1: keys, values; ...           where they are joined: layer 0: both; ...
+
+In CPU memory they are copied by a thread; in a pool that cannot be viewed (a device, ranks), through pinned pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtransfer.framing import checksum, copy_runs, room_for
+from kvtransfer.manifest import KVMemory
+from kvtransfer.native.library import Runs
+from kvtransfer.staging import StagedMemory
+from kvtransfer.tiers.base import BlockBytes
+from kvtransfer.tiers.threads import TierThreads
+
+
+class PoolBlocks(Protocol):
+    """Read and write blocks of a pool. A call that is cancelled returns only when nothing reads or writes any more."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Return the bytes of a block in all layers."""
+
+    async def read(self, block_ids: Sequence[int]) -> list[BlockBytes]:
+        """Return what these blocks hold, copied."""
+
+    async def write(self, block_ids: Sequence[int], blocks: Sequence[BlockBytes]) -> list[bool]:
+        """Write blocks; return which of them are as their CRC says. The others' blocks hold anything."""
+
+
+def pool_blocks(memory: KVMemory, threads: TierThreads) -> PoolBlocks:
+    """Return the access to a pool, by what it is."""
+    return StagedBlocks(memory, threads) if isinstance(memory, StagedMemory) else ViewedBlocks(memory, threads)
+
+
+class ViewedBlocks:
+    """Copy blocks of a pool in CPU memory."""
+
+    def __init__(self, memory: KVMemory, threads: TierThreads) -> None:
+        self._memory, self._threads = memory, threads
+        planes, size = memory.num_layers * memory.num_planes, 2 * memory.bytes_per_layer_block // memory.num_planes
+        self.block_bytes = planes * size
+        index = np.arange(planes, dtype=np.int64)
+        # For block 0: offsets in the block, offsets in the pool, bytes. Another block's pieces lie `size` further in the pool.
+        self._runs: Runs = np.stack([index * size, index * memory.num_blocks * size, np.full(planes, size)], axis=1)
+        self._piece_bytes = size
+
+    async def read(self, block_ids: Sequence[int]) -> list[BlockBytes]:
+        return await self._threads.run(lambda: [self._read(each) for each in block_ids])
+
+    async def write(self, block_ids: Sequence[int], blocks: Sequence[BlockBytes]) -> list[bool]:
+        return await self._threads.run(lambda: [self._write(*each) for each in zip(block_ids, blocks, strict=True)])
+
+    def _read(self, block_id: int) -> BlockBytes:
+        content = room_for(self.block_bytes)
+        with self._memory.memory() as pool:
+            return BlockBytes(content, copy_runs(0, content, pool, self._runs_of(block_id)))
+
+    def _write(self, block_id: int, block: BlockBytes) -> bool:
+        runs = np.ascontiguousarray(self._runs_of(block_id)[:, [1, 0, 2]])
+        with self._memory.memory() as pool:
+            return copy_runs(0, pool, block.content, runs) == block.crc
+
+    def _runs_of(self, block_id: int) -> Runs:
+        return self._runs + np.array([0, block_id * self._piece_bytes, 0], np.int64)
+
+
+class StagedBlocks:
+    """Copy blocks of a pool that cannot be viewed."""
+
+    def __init__(self, memory: StagedMemory, threads: TierThreads) -> None:
+        self._memory, self._threads = memory, threads
+        planes, size = memory.num_planes, 2 * memory.bytes_per_layer_block // memory.num_planes
+        self._shape = (memory.num_layers, planes, size)
+        self.block_bytes = memory.num_layers * planes * size
+
+    async def read(self, block_ids: Sequence[int]) -> list[BlockBytes]:
+        contents = np.empty((len(block_ids), *self._shape), np.uint8)
+        mark = self._memory.marks.now()
+        for layers, blocks in self._cells(len(block_ids)):
+            filled = await self._memory.fetch(layers, [block_ids[index] for index in blocks], mark)
+            try:
+                await self._threads.run(_into(contents[blocks.start : blocks.stop, layers.start : layers.stop], filled.view))
+            finally:
+                self._memory.give_back(filled)
+        return await self._threads.run(lambda: [_summed(content) for content in contents])
+
+    async def write(self, block_ids: Sequence[int], blocks: Sequence[BlockBytes]) -> list[bool]:
+        are_whole = await self._threads.run(lambda: [checksum([each.content]) == each.crc for each in blocks])
+        whole = [index for index, is_whole in enumerate(are_whole) if is_whole]
+        if whole:
+            content = await self._threads.run(lambda: self._in_wire_order([blocks[index] for index in whole]))
+            ids = [block_ids[index] for index in whole]
+            await self._memory.store(content, range(self._shape[0]), ids, self._memory.marks.now(), self._threads)
+        return are_whole
+
+    def _in_wire_order(self, blocks: Sequence[BlockBytes]) -> NDArray[np.uint8]:
+        """Return [layers, planes, blocks, bytes]."""
+        arrays = [np.frombuffer(each.content, np.uint8).reshape(self._shape) for each in blocks]
+        return np.stack(arrays, axis=2)
+
+    def _cells(self, num_blocks: int) -> list[tuple[range, range]]:
+        """Return layers × blocks, each no more than a piece holds."""
+        layers, planes, size = self._shape
+        most = max(1, self._memory.part_bytes // (planes * size))
+        num_layers = min(layers, most)
+        num_each = max(1, most // num_layers)
+        return [
+            (range(first, min(layers, first + num_layers)), range(start, min(num_blocks, start + num_each)))
+            for start in range(0, num_blocks, num_each)
+            for first in range(0, layers, num_layers)
+        ]
+
+
+def _into(target: NDArray[np.uint8], view: memoryview) -> Callable[[], None]:
+    """Return the copy of a piece [layers, planes, blocks, bytes] into [blocks, layers, planes, bytes]."""
+    blocks, layers, planes, size = target.shape
+
+    def copy() -> None:
+        piece = np.frombuffer(view, np.uint8).reshape(layers, planes, blocks, size)
+        np.copyto(target, piece.transpose(2, 0, 1, 3))
+
+    return copy
+
+
+def _summed(content: NDArray[np.uint8]) -> BlockBytes:
+    view = memoryview(content.reshape(-1)).cast("B")  # type: ignore[arg-type]  # numpy's stubs know no buffers
+    return BlockBytes(view, checksum([view]))

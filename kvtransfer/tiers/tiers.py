@@ -1,0 +1,359 @@
+"""The tiers beneath a worker's block pool: what the pool publishes is written to them behind, and comes back when it is wanted.
+
+    published blocks ─► pinned ─► copied out of the pool ─► unpinned ─► host, disk       in the background, niced
+    a prompt ─► which of its blocks the pool lacks and a tier has ─► reserved ─► read, checked ─► published in the pool
+
+A restore is to the engine what KV from another worker is: blocks are reserved, filled and published, so a request finds them as
+its cached prefix. It begins when the request arrives, and runs beside the steps of others. Nothing that goes wrong is an error of
+the request: what has not come is computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from kvtransfer.stream import to_its_end
+from kvtransfer.tiers.base import BlockBytes, Tier
+from kvtransfer.tiers.pool_blocks import PoolBlocks
+from kvtransfer.tiers.rate import FIXED_S, FORCED_LIMIT_S, ReadRate, is_worth, limit_s
+from kvtransfer.tiers.threads import TierThreads
+from pdmesh.engine.errors import DuplicateRequest, EngineStopped, InvalidRequest, RequestTooLarge, UnknownAdapter
+from pdmesh.engine.interface import KVSharing
+from pdmesh.engine.kv_cache.published_blocks import BlockName, names_of
+from pdmesh.engine.request import EngineRequest
+from pdmesh.sampling_params import SamplingParams
+
+PERIOD_S = 0.05
+"""Between two looks whether there is something to write, or to tell."""
+BATCH_BYTES = 8 << 20
+"""What is read or written at once: so much is pinned, and in a buffer."""
+FLUSH_S = 5.0
+ASSUMED_BYTES_PER_S = {"host": 4e9, "disk": 5e8}
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TierTools:
+    """Hold what tiers need of the worker. `compute_s(first, last)` predicts the computation of a prompt's tokens; None: the
+    worker cannot tell yet."""
+
+    sharing: KVSharing
+    release: Callable[[str], Coroutine[object, object, bool]]
+    blocks: PoolBlocks
+    copying: TierThreads
+    reading: TierThreads
+    writing: TierThreads
+    block_size: int
+    compute_s: Callable[[int, int], float | None]
+    restores: str = "auto"  # auto: where it is quicker than computing; always; off
+
+
+@dataclass
+class RestoreCounts:
+    """Count restores since the start."""
+
+    num_restores: int = 0
+    num_tokens: int = 0
+    num_late: int = 0  # that were given up, since the tier was too slow
+
+
+@dataclass(frozen=True)
+class Restored:
+    """Hold what a restore has brought: tokens, and how long it took."""
+
+    num_tokens: int = 0
+    ns: int = 0
+
+
+NOTHING = Restored()
+
+
+@dataclass
+class _Batch:
+    """Blocks of one tier, one after the other in a prompt."""
+
+    tier: Tier
+    names: list[BlockName] = field(default_factory=list)
+
+
+class KVTiers:
+    """Write blocks behind, and restore them. Everything is called on the event loop."""
+
+    def __init__(self, tiers: Sequence[Tier], tools: TierTools) -> None:
+        """`tiers`: the fastest first."""
+        self.tiers = tuple(tiers)
+        self.counts = RestoreCounts()
+        self._tools = tools
+        self._batch_blocks = max(1, BATCH_BYTES // tools.blocks.block_bytes)
+        self._rates = {tier.name: ReadRate(ASSUMED_BYTES_PER_S[tier.name]) for tier in tiers}
+        self._under_way: dict[tuple[bytes, ...], asyncio.Event] = {}
+        self._told: dict[BlockName, None] = {}
+        self._serial = itertools.count(1)
+        self._num_moving = 0
+
+    @property
+    def token_s(self) -> float:
+        """Return how long a token's KV should take to come, in seconds, from the slowest tier."""
+        now = time.monotonic()
+        slowest = min((rate.bytes_per_s(now) for rate in self._rates.values()), default=0.0)
+        return self._tools.blocks.block_bytes / self._tools.block_size / slowest if slowest else 0.0
+
+    @property
+    def held(self) -> tuple[bytes, ...]:
+        """Return the hashes of the blocks that the prefix cache's log was told of and that are there still."""
+        return tuple(name.block_hash for name in self._told)
+
+    # Write behind.
+
+    async def run(self) -> None:
+        """Write until cancelled, and tell what tiers hold. Raises EngineStopped."""
+        while True:
+            await self.write_some()
+            await self.tell()
+            if not self._tools.sharing.has_published:
+                await asyncio.sleep(PERIOD_S)
+
+    async def flush(self, limit_s: float = FLUSH_S) -> None:
+        """Write what was published until now, for at most so long, so that the worker's successor finds it."""
+        with contextlib.suppress(TimeoutError, EngineStopped):
+            async with asyncio.timeout(limit_s):
+                while self._tools.sharing.has_published:
+                    await self.write_some()
+
+    async def write_some(self) -> None:
+        """Write the blocks that were published first, as many as a batch has."""
+        wanted = dict(await self._tools.sharing.take_published(self._batch_blocks))
+        if not wanted:
+            return
+        lacking: dict[BlockName, list[Tier]] = {}
+        for tier in self.tiers:
+            for name in tier.lacks(wanted):
+                lacking.setdefault(name, []).append(tier)
+            for keep_s in {each for each in wanted.values() if each}:
+                tier.touch([name for name, each in wanted.items() if each == keep_s], keep_s)
+        if lacking:
+            blocks = await self._copied(list(lacking))
+            writes = [(tier, name, block, wanted[name]) for name, block in blocks.items() for tier in lacking[name]]
+            # Not to its end: a disk may hold the thread for long, and what it reads are copies.
+            await asyncio.wrap_future(self._tools.writing.submit(lambda: _write_all(writes)))
+
+    @property
+    def is_moving(self) -> bool:
+        """Return whether it holds blocks of the pool now, which it gives back soon."""
+        return bool(self._num_moving)
+
+    async def _copied(self, names: Sequence[BlockName]) -> dict[BlockName, BlockBytes]:
+        """Return what those of the blocks hold that are still in the pool."""
+        pin_id = f"tier:{next(self._serial)}"
+        self._num_moving += 1
+        try:
+            found = await self._tools.sharing.pin_any(pin_id, [name.block_hash for name in names])
+            pinned = {name: block_id for name, block_id in zip(names, found, strict=True) if block_id is not None}
+            blocks = await self._tools.blocks.read(list(pinned.values())) if pinned else []
+            return dict(zip(pinned, blocks, strict=True))
+        finally:
+            self._num_moving -= 1
+            await self._tools.sharing.unpin(pin_id)
+
+    async def tell(self) -> None:
+        """Tell the prefix cache's log what has come and gone."""
+        changed = dict.fromkeys(name for tier in self.tiers for name in tier.take_changes())
+        if not changed:
+            return
+        are_here = [any(each) for each in zip(*(tier.holds(changed) for tier in self.tiers), strict=True)]
+        stored = [name for name, is_here in zip(changed, are_here, strict=True) if is_here and name not in self._told]
+        evicted = [name for name, is_here in zip(changed, are_here, strict=True) if not is_here and name in self._told]
+        self._told.update(dict.fromkeys(stored))
+        for name in evicted:
+            del self._told[name]
+        await self._tools.sharing.note_tiers([each.block_hash for each in stored], [each.block_hash for each in evicted])
+
+    # Restore.
+
+    async def restore(self, request: EngineRequest) -> Restored:
+        """Bring blocks of a request that the pool lacks and a tier has into the prefix cache; NOTHING where it is not worth it or
+        fails. Raises EngineStopped."""
+        all_computed = request.sampling.prompt_logprobs is not None or request.pooling is not None
+        if all_computed or self._tools.restores == "off":
+            return NOTHING
+        tokens = request.history
+        num_here, hashes = await self._tools.sharing.lacking(request.block_root, tokens)
+        names = names_of(request.block_root, hashes)
+        batches = self._plan(names, num_here)
+        if not batches:
+            return NOTHING
+        num_blocks = num_here + sum(len(batch.names) for batch in batches)
+        limit = self._limit(batches, num_here, num_blocks, len(tokens))
+        if limit is None:
+            return NOTHING
+        key = hashes[:num_blocks]
+        if key in self._under_way:  # another request has asked for the same: it will be here
+            await self._under_way[key].wait()
+            return NOTHING
+        self._under_way[key] = done = asyncio.Event()
+        began_ns = time.monotonic_ns()
+        try:
+            num_tokens = await self._restore(request, tokens[: num_blocks * self._tools.block_size], batches, limit)
+        finally:
+            del self._under_way[key]
+            done.set()
+        return Restored(num_tokens, time.monotonic_ns() - began_ns)
+
+    def _plan(self, names: Sequence[BlockName], num_here: int) -> list[_Batch]:
+        """Return the blocks behind those that the pool has, as far as tiers have them, by tier; all of them are touched."""
+        now = time.monotonic()
+        usable = [tier for tier in self.tiers if now >= self._rates[tier.name].not_before]
+        missing = names[num_here:]
+        batches: list[_Batch] = []
+        for tier in self.tiers:
+            tier.touch(reversed(names))
+        held = [tier.holds(missing) for tier in usable]
+        for index, name in enumerate(missing):
+            found = next((each for each, holds in zip(usable, held, strict=True) if holds[index]), None)
+            if found is None:
+                break
+            if not batches or batches[-1].tier is not found or len(batches[-1].names) >= self._batch_blocks:
+                batches.append(_Batch(found))
+            batches[-1].names.append(name)
+        return batches
+
+    def _limit(self, batches: Sequence[_Batch], num_here: int, num_blocks: int, num_tokens: int) -> float | None:
+        """Return how long to wait; None: computing is quicker."""
+        if self._tools.restores == "always":
+            return FORCED_LIMIT_S
+        size = self._tools.block_size
+        whole_s, rest_s = (
+            self._tools.compute_s(min(count * size, num_tokens - 1), num_tokens) for count in (num_here, num_blocks)
+        )
+        if whole_s is None or rest_s is None:
+            return None
+        now, block_bytes = time.monotonic(), self._tools.blocks.block_bytes
+        takes_s = FIXED_S + sum(len(each.names) * block_bytes / self._rates[each.tier.name].bytes_per_s(now) for each in batches)
+        return limit_s(takes_s, whole_s - rest_s) if is_worth(takes_s, whole_s - rest_s) else None
+
+    async def _restore(self, request: EngineRequest, tokens: tuple[int, ...], batches: list[_Batch], limit: float) -> int:
+        request_id = f"t:{request.request_id}:{next(self._serial)}"
+        wanted = EngineRequest(
+            request_id, tokens, SamplingParams(max_tokens=1), cache_root=request.cache_root, adapter=request.adapter
+        )
+        self._num_moving += 1
+        try:
+            expected = await self._tools.sharing.expect(wanted)
+            if expected is None:
+                return 0
+            size = self._tools.block_size
+            num_cached = expected.reserved.num_cached_tokens // size
+            missing = set(expected.hashes)
+            for batch in batches:  # the pool may have got some of them meanwhile, and lost others
+                batch.names = [name for name in batch.names if name.block_hash in missing]
+            batches = [batch for batch in batches if batch.names]
+            planned = [name.block_hash for batch in batches for name in batch.names]
+            if planned != list(expected.hashes):
+                return 0
+            num_blocks = await self._fill(request_id, batches, expected.reserved.block_ids, num_cached, limit)
+            self.counts.num_restores += 1
+            self.counts.num_tokens += (num_blocks - num_cached) * size
+            return (num_blocks - num_cached) * size
+        except (InvalidRequest, RequestTooLarge, DuplicateRequest, UnknownAdapter):
+            return 0
+        finally:
+            self._num_moving -= 1
+            await to_its_end(self._tools.release(request_id))
+
+    async def _fill(self, request_id: str, batches: Sequence[_Batch], block_ids: Sequence[int], first: int, limit: float) -> int:
+        """Read batches, the next one while one is written into the pool; return the blocks that are whole, from the first on."""
+        deadline = time.monotonic() + limit
+        reads: list[_Read] = []
+        try:
+            for number, batch in enumerate(batches):
+                while len(reads) < min(len(batches), number + 2):
+                    reads.append(_Read(self._tools.reading, batches[len(reads)]))
+                blocks = await self._arrived(reads[number], deadline)
+                if not blocks:
+                    break
+                are_whole = await self._tools.blocks.write(block_ids[first : first + len(blocks)], blocks)
+                reads[number].give_back(are_whole)
+                num_whole = next((index for index, is_whole in enumerate(are_whole) if not is_whole), len(blocks))
+                first += num_whole
+                await self._tools.sharing.take_in(request_id, first * self._tools.block_size)
+                if num_whole < len(batch.names):
+                    break
+        finally:
+            for read in reads:
+                read.abandon()
+        return first
+
+    async def _arrived(self, read: _Read, deadline: float) -> list[BlockBytes]:
+        """Return the leading blocks of a batch that the tier has lent; none when it took too long."""
+        rate, began = self._rates[read.batch.tier.name], read.began
+        num_bytes = len(read.batch.names) * self._tools.blocks.block_bytes
+        try:
+            async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                blocks = await asyncio.shield(asyncio.wrap_future(read.future))
+        except TimeoutError:
+            now = time.monotonic()
+            rate.was_late(num_bytes, now - began, now)
+            self.counts.num_late += 1
+            logger.warning("the %s tier took more than %.2f s for %d bytes", read.batch.tier.name, now - began, num_bytes)
+            return []
+        rate.came(len(blocks) * self._tools.blocks.block_bytes, read.seconds, time.monotonic())
+        return blocks
+
+    def close(self) -> None:
+        """End the threads and the tiers; a thread that a disk holds is left behind."""
+        for threads in (self._tools.copying, self._tools.reading, self._tools.writing):
+            threads.close()
+        for tier in self.tiers:
+            tier.close()
+
+
+def _write_all(writes: Sequence[tuple[Tier, BlockName, BlockBytes, float]]) -> None:
+    for tier, name, block, keep_s in writes:
+        tier.write(name, block, keep_s)
+
+
+class _Read:
+    """Read a batch from its tier in a thread; what was lent is given back, also where nobody waits for it any more."""
+
+    def __init__(self, threads: TierThreads, batch: _Batch) -> None:
+        self.batch = batch
+        self.began = time.monotonic()
+        self.seconds = 0.0
+        self._is_given_back = False
+        self.future: Future[list[BlockBytes]] = threads.submit(self._lend)
+
+    def _lend(self) -> list[BlockBytes]:
+        began = time.monotonic()
+        blocks: list[BlockBytes] = []
+        for name in self.batch.names:
+            block = self.batch.tier.lend(name)
+            if block is None:
+                break
+            blocks.append(block)
+        self.seconds = time.monotonic() - began
+        return blocks
+
+    def give_back(self, are_whole: Sequence[bool]) -> None:
+        """Give back what was lent; blocks that are not whole are forgotten."""
+        self._is_given_back = True
+        for name, is_whole in zip(self.batch.names, are_whole, strict=False):
+            self.batch.tier.give_back(name, is_damaged=not is_whole)
+
+    def abandon(self) -> None:
+        """Give back what was lent and is not given back yet, once it has come; idempotent."""
+        if not self._is_given_back and not self.future.cancel():
+            self._is_given_back = True
+            self.future.add_done_callback(self._give_back_later)
+
+    def _give_back_later(self, future: Future[list[BlockBytes]]) -> None:
+        if not future.cancelled() and future.exception() is None:
+            for name in self.batch.names[: len(future.result())]:
+                self.batch.tier.give_back(name, is_damaged=False)
