@@ -144,7 +144,7 @@ class DiskTier(IndexedTier):
                 _, freed, path = self._others.pop()
                 self._index.max_bytes += freed
                 path.unlink(missing_ok=True)
-            victims = self._index.victims(size, name.root, self._clock())
+            victims = self._index.victims(size, name, self._clock())
             self._changes += victims
             has_room = self._index.num_bytes + size <= self._index.max_bytes
         for victim in victims:

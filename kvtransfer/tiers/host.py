@@ -54,7 +54,7 @@ class HostTier(IndexedTier):
             if name in self._index:
                 return None
             if not self._free:
-                for victim in self._index.victims(self._block_bytes, name.root, self._clock()):
+                for victim in self._index.victims(self._block_bytes, name, self._clock()):
                     self._drop(victim)
             return self._free.pop() if self._free else None
 

@@ -143,12 +143,18 @@ class TierIndex:
             del self._roots[name.root]
         return True
 
-    def victims(self, num_bytes: int, root: bytes, now: float) -> list[BlockName]:
-        """Remove, and return, blocks to give up so that `num_bytes` more of `root` fit; fewer where readers hold the others."""
+    def victims(self, num_bytes: int, name: BlockName, now: float) -> list[BlockName]:
+        """Remove, and return, blocks to give up so that the `num_bytes` of `name` fit; fewer where readers hold the others. Never
+        the block before it, without which it is of no use."""
         gone: list[BlockName] = []
-        while self.num_bytes + num_bytes > self.max_bytes and (entry := self._next_victim(root, now)) is not None:
+        before = self._find(BlockName(name.root, b"", name.parent))
+        if before is not None:
+            before.num_holds += 1
+        while self.num_bytes + num_bytes > self.max_bytes and (entry := self._next_victim(name.root, now)) is not None:
             self.remove(entry.name)
             gone.append(entry.name)
+        if before is not None:
+            before.num_holds -= 1
         return gone
 
     def check(self) -> None:

@@ -60,7 +60,7 @@ class PrefixPublisher:
 async def list_blocks(
     cache: PrefixCache, epoch: int, in_tiers: Callable[[], tuple[bytes, ...]] = tuple
 ) -> AsyncIterator[worker_pb2.BlockList]:
-    """Yield all blocks of the prefix cache and of the tiers at one moment, in parts. Raises Unavailable once the engine stopped."""
+    """Yield all blocks of the prefix cache and of the tiers at one moment, in parts. Raises Unavailable when it has stopped."""
     try:
         sequence, hashes = await cache.blocks()
     except EngineStopped as error:

@@ -1,18 +1,23 @@
-"""KV on tiers: what a worker computed before it was restarted, or before its pool lost it, comes back from host memory or disk."""
+"""KV on tiers: what a worker computed before a restart, or before its pool lost it, comes back from host memory or disk."""
 
 from __future__ import annotations
 
-import shutil
+import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvtransfer.tiers.base import BlockBytes
+from kvtransfer.tiers.disk import DiskTier
 from kvtransfer.tiers.settings import TierConfig
 from kvtransfer.tiers.tiers import KVTiers
-from pdmesh.v1 import common_pb2, mesh_pb2
+from pdmesh.engine.kv_cache.published_blocks import BlockName
+from pdmesh.v1 import common_pb2, mesh_pb2, worker_pb2
 from router.config import RouterConfig
 from router.telemetry.timings import RequestTimings
 from tests.mesh import oracle
@@ -54,9 +59,7 @@ async def running_pair(model: Model, tiny: Path, tiers: TierConfig, **overrides:
             for role in ("prefill", "decode")
         ]
         workers = (prefill.info.address, decode.info.address)
-        config = RouterConfig(
-            port=0, models=(f"tiny={tiny}",), workers=workers, drain_grace_s=0.3, linger_s=0.0, hedge_share=0.0
-        )
+        config = RouterConfig(port=0, models=(f"tiny={tiny}",), workers=workers, drain_grace_s=0.3, linger_s=0.0, hedge_share=0.0)
         router, stub = await stack.enter_async_context(running_router(config))
         await eventually(router.core.fleet.ready)
         yield Pair(Mesh(router, stub, {}), prefill, decode)
@@ -104,3 +107,180 @@ async def test_a_restarted_worker_finds_its_blocks_again(
         assert tiers_of(computes).counts.num_tokens == 100 // BLOCK * BLOCK
         assert seen[-1].num_restored_tokens == 100 // BLOCK * BLOCK and seen[-1].restore_ns > 0
         assert seen[-1].num_computed_tokens == 100 - 100 // BLOCK * BLOCK
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "seed": 5, "n": 2}], ids=["greedy", "seeded, two choices"])
+@pytest.mark.parametrize("tier", ["host", "disk"])
+async def test_what_the_pool_has_lost_comes_back_and_gives_the_same_tokens(
+    model: Model, tiny: Path, tmp_path: Path, tier: str, sampling: dict[str, Any]
+) -> None:
+    tiers = TierConfig(kv_host_gb=0.01, kv_restore="always") if tier == "host" else on_disk(tmp_path)
+    prompts = [oracle.prompt_of(number, 150) for number in range(6)]
+    async with running_pair(model, tiny, tiers, engine={"num_blocks": 40}) as pair:
+        first = [await pair.answer(prompt, **sampling) for prompt in prompts]
+        await written(pair.prefill, 6 * (150 // BLOCK))
+        again = [await pair.answer(prompt, **sampling) for prompt in prompts]
+        counts = tiers_of(pair.prefill).counts
+        for one, other in zip(first, again, strict=True):
+            assert [one.tokens(choice) for choice in range(2)] == [other.tokens(choice) for choice in range(2)]
+        assert counts.num_tokens >= 3 * (150 // BLOCK) * BLOCK and counts.num_late == 0
+        assert tiers_of(pair.prefill).tiers[0].counts.num_corrupt == 0
+
+
+async def test_other_salts_and_cut_chains_restore_nothing(model: Model, tiny: Path, tmp_path: Path) -> None:
+    prompt = oracle.prompt_of(1, 100)
+    async with running_pair(model, tiny, on_disk(tmp_path)) as pair:
+        right = await pair.answer(prompt)
+        await written(pair.prefill, 100 // BLOCK)
+    async with running_pair(model, tiny, on_disk(tmp_path)) as pair:
+        assert (await pair.answer(prompt, salt="other")).tokens() == right.tokens()
+        assert tiers_of(pair.prefill).counts.num_tokens == 0
+        assert (await pair.answer([9, *prompt])).tokens()
+        assert tiers_of(pair.prefill).counts.num_tokens == 0
+        half = [*prompt[:40], *oracle.prompt_of(2, 60)]
+        await pair.answer(half)
+        assert tiers_of(pair.prefill).counts.num_tokens == 32
+
+
+def damaged(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-9] ^= 4
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+@pytest.mark.parametrize("damage", [damaged, cut, Path.unlink])
+async def test_damaged_blocks_are_computed_and_counted(
+    model: Model, tiny: Path, tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    """The third block of six: the first two are restored."""
+    prompt = oracle.prompt_of(1, 100)
+    async with running_pair(model, tiny, on_disk(tmp_path)) as pair:
+        right = await pair.answer(prompt)
+        await written(pair.prefill, 100 // BLOCK)
+        third = bytes(pair.prefill.engine.sharing.lacking(*root_and_tokens(pair, prompt))[1][2]).hex()
+    async with running_pair(model, tiny, on_disk(tmp_path)) as pair:
+        [path] = (tmp_path / "kv").rglob(f"{third}.*.kv")
+        damage(path)
+        assert (await pair.answer(prompt)).tokens() == right.tokens()
+        tiers = tiers_of(pair.prefill)
+        assert tiers.counts.num_tokens == 2 * BLOCK
+        assert tiers.tiers[0].counts.num_corrupt == (damage is not Path.unlink)
+        await written(pair.prefill, 100 // BLOCK)  # it is written anew
+
+
+def root_and_tokens(pair: Pair, prompt: Sequence[int]) -> tuple[bytes, Sequence[int]]:
+    """The chain of what lies on disk: there is one root in these tests."""
+    [root] = {name.root for name in tiers_of(pair.prefill)._told}
+    return root, prompt
+
+
+async def test_a_disk_that_hangs_delays_no_longer_than_computing_takes(
+    model: Model, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = oracle.prompt_of(1, 100)
+    async with running_pair(model, tiny, on_disk(tmp_path)) as pair:
+        right = await pair.answer(prompt)
+        await written(pair.prefill, 100 // BLOCK)
+    ended = threading.Event()
+    lend = DiskTier.lend
+
+    def hang(self: DiskTier, name: BlockName) -> BlockBytes | None:
+        ended.wait(60.0)
+        return lend(self, name)
+
+    monkeypatch.setattr("kvtransfer.tiers.tiers.FORCED_LIMIT_S", 0.2)
+    async with running_pair(model, tiny, on_disk(tmp_path)) as pair:
+        tiers = tiers_of(pair.prefill)
+        with monkeypatch.context() as patch:
+            patch.setattr(DiskTier, "lend", hang)
+            assert (await pair.answer(prompt)).tokens() == right.tokens()
+            assert (tiers.counts.num_late, tiers.counts.num_tokens) == (1, 0)
+            other = oracle.prompt_of(1, 60)
+            await pair.answer(other)  # the tier is left out for now
+            assert tiers.counts.num_late == 1
+            ended.set()
+        await eventually(lambda: not any(disk_of(tiers)._index.is_held(name) for name in tiers._told))
+        await eventually(lambda: pair.prefill.engine.stats().num_free_blocks == 128)
+
+
+def disk_of(tiers: KVTiers) -> DiskTier:
+    [tier] = tiers.tiers
+    assert isinstance(tier, DiskTier)
+    return tier
+
+
+async def test_equal_prompts_at_once_are_restored_once(model: Model, tiny: Path, tmp_path: Path) -> None:
+    prompt = oracle.prompt_of(1, 100)
+    async with running_pair(model, tiny, on_disk(tmp_path)) as pair:
+        right = await pair.answer(prompt)
+        await written(pair.prefill, 100 // BLOCK)
+    async with running_pair(model, tiny, on_disk(tmp_path)) as pair:
+        answers = await asyncio.gather(*(pair.answer(prompt) for _ in range(4)))
+        assert {tuple(answer.tokens()) for answer in answers} == {tuple(right.tokens())}
+        counts = tiers_of(pair.prefill).counts
+        assert (counts.num_restores, counts.num_tokens) == (1, 100 // BLOCK * BLOCK)
+
+
+async def test_a_request_that_is_cancelled_while_it_is_restored_leaves_nothing(
+    model: Model, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = oracle.prompt_of(1, 100)
+    async with running_pair(model, tiny, on_disk(tmp_path)) as pair:
+        await pair.answer(prompt)
+        await written(pair.prefill, 100 // BLOCK)
+    may_go_on, lend = threading.Event(), DiskTier.lend
+
+    def slow(self: DiskTier, name: BlockName) -> BlockBytes | None:
+        may_go_on.wait(60.0)
+        return lend(self, name)
+
+    monkeypatch.setattr(DiskTier, "lend", slow)
+    async with running_pair(model, tiny, on_disk(tmp_path)) as pair:
+        call = asyncio.ensure_future(pair.answer(prompt))
+        await eventually(lambda: tiers_of(pair.prefill).is_moving)
+        call.cancel()
+        await asyncio.wait([call])
+        await eventually(lambda: not tiers_of(pair.prefill).is_moving)
+        may_go_on.set()
+        tiers = tiers_of(pair.prefill)
+        await eventually(lambda: not any(disk_of(tiers)._index.is_held(name) for name in tiers._told))
+        await eventually(lambda: pair.prefill.engine.stats().num_free_blocks == 128)
+        assert tiers.counts.num_tokens == 0
+
+
+async def test_routers_are_told_what_tiers_hold(model: Model, tiny: Path, tmp_path: Path) -> None:
+    prompt = oracle.prompt_of(1, 100)
+    async with running_pair(model, tiny, on_disk(tmp_path)) as pair:
+        await pair.answer(prompt)
+        await written(pair.prefill, 100 // BLOCK)
+        await eventually(lambda: len(tiers_of(pair.prefill).held) == 100 // BLOCK)
+        parts = [part async for part in pair.prefill.control.ListBlocks(worker_pb2.ListBlocksRequest())]
+        assert len(parts) == 1 and set(parts[0].tier_blocks) == set(parts[0].blocks) and len(parts[0].tier_blocks) == 6
+        assert pair.prefill.info.restore_token_s > 0
+    async with running_pair(model, tiny, on_disk(tmp_path)) as pair:  # known before any request
+        num_files = len(list((tmp_path / "kv").rglob("*.kv")))
+        assert num_files > 6  # those of the decode worker, too
+        await eventually(lambda: len(tiers_of(pair.prefill).held) == num_files)
+        [part] = [part async for part in pair.prefill.control.ListBlocks(worker_pb2.ListBlocksRequest())]
+        assert len(part.tier_blocks) == num_files and not part.blocks
+
+
+async def test_by_default_what_is_quicker_to_compute_is_computed(model: Model, tiny: Path, tmp_path: Path) -> None:
+    prompts = [oracle.prompt_of(number, 40) for number in (1, 2)]
+    tiers = TierConfig(kv_disk=str(tmp_path / "kv"))
+    async with running_pair(model, tiny, tiers) as pair:
+        for prompt in prompts:
+            await pair.answer(prompt)
+        await written(pair.prefill, 4)
+    async with running_pair(model, tiny, tiers) as pair:
+        found = tiers_of(pair.prefill)
+        for prompt, token_s, num_tokens in zip(prompts, (1e-6, 10.0), (0, 32), strict=True):
+            computing = replace(found._tools, compute_s=lambda first, last, token_s=token_s: token_s * (last - first))
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(found, "_tools", computing)
+                await pair.answer(prompt)
+            assert found.counts.num_tokens == num_tokens

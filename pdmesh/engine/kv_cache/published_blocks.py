@@ -24,10 +24,7 @@ class BlockName:
 
 def names_of(root: bytes, hashes: Sequence[bytes], first: int = 0) -> list[BlockName]:
     """Return the names of the blocks of a chain from block `first` on; `hashes` are those of all its blocks."""
-    parents = hashes[max(0, first - 1) : -1] if hashes else ()
-    if first == 0:
-        parents = (root, *parents)
-    return [BlockName(root, parent, each) for parent, each in zip(parents, hashes[first:], strict=True)]
+    return [BlockName(root, hashes[index - 1] if index else root, hashes[index]) for index in range(first, len(hashes))]
 
 
 class PublishedBlocks:
