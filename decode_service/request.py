@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from kvtransfer.kv_sources import NOTHING, Brought
 from kvtransfer.reservation import Mode, ReservationState, State
-from kvtransfer.tiers.tiers import NOTHING, Restored
 from pdmesh.engine.interface import ReservedBlocks
 from pdmesh.engine.outputs import FinishReason, PrefillTiming, RequestStarted, SequenceUpdate, TokenLogprobs
 from pdmesh.engine.request import EngineRequest
@@ -17,7 +17,7 @@ from pdmesh.runtime.errors import MeshError
 from pdmesh.runtime.telemetry.propagation import SpanContext, SubmitContext
 from pdmesh.runtime.telemetry.spans import Kind, Span, StepLog, Value, chunk_events, finish_word, problem_of
 from pdmesh.runtime.telemetry.tracing import OFF, Tracing
-from pdmesh.v1 import common_pb2, decode_pb2
+from pdmesh.v1 import common_pb2, decode_pb2, prefill_pb2
 
 # Spans of decode for a request: `submit` below the router's call, the rest below its attempt.
 #
@@ -288,6 +288,7 @@ class Submission:
     request: EngineRequest
     deadline: float | None
     received_ns: int
+    holder: prefill_pb2.KVHolder | None = None  # LOCAL: has KV that may be fetched
     trace: SubmitContext | None = None
 
     @property
@@ -346,7 +347,7 @@ class DecodeRequest:
     blocks: ReservedBlocks | None = None
     handoff: Handoff = Handoff()
     engine_entered_ns: int = 0  # LOCAL: when the engine got the prompt
-    restored: Restored = NOTHING  # LOCAL: what came from tiers before
+    brought: Brought = NOTHING  # LOCAL: what came into the prefix cache before
     started: RequestStarted | None = None
     first_token_ns: int = 0
     span: DecodeSpan | None = None
@@ -436,7 +437,7 @@ class DecodeRequest:
         return event
 
     def _prefill_timings(self, timing: PrefillTiming, now_ns: int) -> common_pb2.PrefillTimings:
-        return common_pb2.PrefillTimings(
+        timings = common_pb2.PrefillTimings(
             reserve_ns=timing.opened_ns - self.submission.received_ns,
             prefill_queue_ns=timing.queue_ns,
             prefill_compute_ns=timing.compute_ns,
@@ -445,9 +446,9 @@ class DecodeRequest:
             num_cached_tokens=timing.num_cached_tokens,
             num_computed_tokens=timing.num_computed_tokens,
             num_steps=timing.num_steps,
-            restore_ns=self.restored.ns,
-            num_restored_tokens=self.restored.num_tokens,
         )
+        self.brought.put(timings)
+        return timings
 
 
 def failed_event(request_id: str, attempt: int, failure: MeshError) -> decode_pb2.RequestEvent:

@@ -27,6 +27,7 @@ from decode_service.ports import ReservationSettings, in_own_task, start
 from decode_service.request import CommittedTokens, DecodeRequest, DecodeSpans, Handoff, Submission, failed_event, monotonic_ns
 from decode_service.token_stream import TokenStream, TokenStreams
 from decode_service.validation import OUTPUT_GONE, no_room, refusal_of, released_by_worker
+from kvtransfer.kv_sources import KVSources
 from kvtransfer.manifest import new_token
 from kvtransfer.reservation import (
     Cancelled,
@@ -42,7 +43,6 @@ from kvtransfer.reservation import (
     reserved,
     transition,
 )
-from kvtransfer.tiers.tiers import KVTiers
 from pdmesh.engine.interface import ReservedBlocks, ServingEngine, Sinks
 from pdmesh.runtime import errors, log
 from pdmesh.runtime.errors import Aborted, DataLoss, MeshError
@@ -151,7 +151,7 @@ class Reservations:
         quiesce: Callable[[str], Awaitable[None]],
         check_new_work: Callable[[], None],
         spans: DecodeSpans | None = None,
-        tiers: KVTiers | None = None,
+        sources: KVSources | None = None,
     ) -> None:
         """Create the table. `quiesce(reservation_id)` returns once no writer writes into its blocks; `check_new_work` raises
         while the worker takes no new requests."""
@@ -162,7 +162,7 @@ class Reservations:
         self._quiesce = quiesce
         self._check_new_work = check_new_work
         self._spans = spans or DecodeSpans()
-        self._tiers = tiers
+        self._sources = sources
         self._by_request: dict[str, DecodeRequest] = {}
         self._by_reservation: dict[str, DecodeRequest] = {}
         self._active: dict[str, DecodeRequest] = {}  # by engine id, the requests that hold blocks or seats in the engine
@@ -297,8 +297,8 @@ class Reservations:
     async def _reserved(self, record: DecodeRequest) -> ReservedBlocks | None:
         if record.submission.mode is not Mode.LOCAL:
             return await self._engine.reserve(record.named_request)
-        if self._tiers is not None:
-            record.restored = await self._tiers.restore(record.named_request)
+        if self._sources is not None:
+            record.brought = await self._sources.bring(record.named_request, record.submission.holder)
         granted = await self._engine.reserve_local(record.named_request)
         if granted is None:
             return None

@@ -14,8 +14,8 @@ from decode_service.requests import Reservations
 from decode_service.token_stream import Stream, TokenStream, TokenStreams
 from decode_service.transfer_delegate import PushDelegate
 from decode_service.validation import SubmitValidator, Translate, check_attach, check_id, has_passed, released_by_worker
+from kvtransfer.kv_sources import KVSources
 from kvtransfer.reservation import Cancelled, Event, Failed, LeaseExpired, Mode
-from kvtransfer.tiers.tiers import KVTiers
 from pdmesh.engine.errors import EngineStopped, InvalidRequest, RequestTooLarge, UnknownAdapter
 from pdmesh.engine.interface import ServingEngine, Sinks
 from pdmesh.runtime import log
@@ -219,7 +219,7 @@ class Dependencies:
     num_steps: Callable[[], int]
     load_report: Callable[[], worker_pb2.LoadReport]
     spans: DecodeSpans = field(default_factory=DecodeSpans)
-    tiers: KVTiers | None = None  # None: nothing is restored
+    sources: KVSources | None = None  # None: what is not in the pool is computed
 
 
 class DecodeService:
@@ -237,7 +237,7 @@ class DecodeService:
             quiesce=dependencies.quiesce,
             check_new_work=dependencies.check_new_work,
             spans=dependencies.spans,
-            tiers=dependencies.tiers,
+            sources=dependencies.sources,
         )
         self.delegate = PushDelegate(self.reservations, epoch=dependencies.epoch, block_size=dependencies.layout.block_size)
         self.keeper = LeaseKeeper(self.reservations, self._token_streams)

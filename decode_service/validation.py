@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
 from decode_service.request import Submission
+from kvtransfer.kv_sources import check_holder
 from kvtransfer.reservation import AlreadyRunning, InvalidTransition, Mode, StaleAttempt
 from pdmesh.engine.request import EngineRequest
 from pdmesh.runtime.errors import Aborted, FailedPrecondition, InvalidArgument, MeshError, ResourceExhausted, Unavailable
@@ -53,6 +54,9 @@ class SubmitValidator:
         mode, engine_request = _MODES[request.mode], await self.translate(request.request)
         engine_request = replace(engine_request, tpot_goal_s=request.tpot_goal_ms / 1000)
         _check_mode(mode, engine_request)
+        holder = request.holder if request.HasField("holder") else None
+        if holder is not None:
+            check_holder(holder, len(engine_request.history))
         return Submission(
             request_id=request.request_id,
             router_id=request.router_id,
@@ -61,6 +65,7 @@ class SubmitValidator:
             request=engine_request,
             deadline=deadline_of(request.time_left_ms, now),
             received_ns=received_ns,
+            holder=holder,
         )
 
     def _check_addressee(self, request: decode_pb2.SubmitRequest) -> None:

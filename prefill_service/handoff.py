@@ -13,11 +13,11 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 
 from kvtransfer.errors import PushFailed, code_number
+from kvtransfer.kv_sources import NOTHING, KVSources
 from kvtransfer.sender.push import PushJob, PushResult
 from kvtransfer.sender.send_queue import Ending, FirstTokensDrawn, KVReadiness, NothingToDecode, Ready
 from kvtransfer.sender.sender import Sender
 from kvtransfer.stream import to_its_end
-from kvtransfer.tiers.tiers import NOTHING, KVTiers
 from pdmesh.engine.interface import ServingEngine, Sinks
 from pdmesh.engine.outputs import KVReady
 from pdmesh.engine.request import EngineRequest
@@ -25,7 +25,6 @@ from pdmesh.runtime.errors import DeadlineExceeded, ResourceExhausted
 from pdmesh.runtime.failpoints import hit_async
 from pdmesh.v1 import common_pb2, prefill_pb2
 from prefill_service.first_tokens import NO_SPANS, RETRY_DELAY_S, FirstTokens, FirstTokensSink, Spans
-from prefill_service.kv_pull import KVPuller
 
 STUCK_S = 0.5  # between two checks whether the engine is blocked
 MAX_PUSH_S = 60.0  # limit for a push that makes progress; a stuck one ends by the transport's own timeouts
@@ -58,8 +57,7 @@ class HandoffTools:
     notify_every: Callable[[int], None]  # sets the number of layers of a step between calls of `on_ready`
     pushed: Callable[[PushResult, int], None] = lambda result, exposed_ns: None  # called after each hand-off that succeeded
     longest_step_s: Callable[[], float] = lambda: 0.0  # how long a step of the engine may be expected to take
-    puller: KVPuller | None = None  # None: KV of other workers is not fetched
-    tiers: KVTiers | None = None  # None: nothing is restored
+    sources: KVSources | None = None  # None: what is not in the pool is computed
 
 
 class Handoff:
@@ -72,8 +70,7 @@ class Handoff:
         self._feed = KVReadiness()
         self._push: asyncio.Task[PushResult] | None = None
         self._cancelled = False
-        self._num_fetched = self._fetch_ns = 0
-        self._restored = NOTHING
+        self._brought = NOTHING
         self.failed = False
         self.problem: str | None = None  # why the push failed
         self.task = asyncio.create_task(self._run())
@@ -90,8 +87,7 @@ class Handoff:
         while (event := await self._events.get()) is not None:
             if isinstance(event, FirstTokens):
                 timings = event.timings(self._assignment.received_ns)
-                timings.fetch_ns, timings.num_fetched_tokens = self._fetch_ns, self._num_fetched
-                timings.restore_ns, timings.num_restored_tokens = self._restored.ns, self._restored.num_tokens
+                self._brought.put(timings)
                 yield prefill_pb2.PrefillEvent(first_tokens=prefill_pb2.FirstTokens(tokens=event.for_router(), timings=timings))
             else:
                 yield prefill_pb2.PrefillEvent(outcome=event)
@@ -112,12 +108,8 @@ class Handoff:
 
     async def _prefill_and_push(self, sink: FirstTokensSink) -> None:
         await hit_async("prefill.accepted")
-        if self._tools.tiers is not None:
-            self._restored = await self._tools.tiers.restore(self._assignment.engine_request)
-        if self._tools.puller is not None and self._assignment.holder is not None:
-            began_ns = time.monotonic_ns()
-            self._num_fetched = await self._tools.puller.pull(self._assignment.engine_request, self._assignment.holder)
-            self._fetch_ns = time.monotonic_ns() - began_ns
+        if self._tools.sources is not None:
+            self._brought = await self._tools.sources.bring(self._assignment.engine_request, self._assignment.holder)
         if not await self._tools.engine.add(self._assignment.engine_request):
             raise ResourceExhausted("this worker's prefill queue is full", retry_delay_s=RETRY_DELAY_S)
         first = await self._first_tokens(sink)
@@ -176,9 +168,8 @@ class Handoff:
         """Return the engine's steps so far; None while a request runs, is held for a push or waits for KV that is
         fetched or restored, because that will free blocks."""
         stats = await self._tools.engine.stats()
-        is_fetching = self._tools.puller is not None and self._tools.puller.num_open > 0
-        is_restoring = self._tools.tiers is not None and self._tools.tiers.is_moving
-        return None if stats.num_running or stats.num_held or is_fetching or is_restoring else stats.num_steps
+        is_moving = self._tools.sources is not None and self._tools.sources.is_moving
+        return None if stats.num_running or stats.num_held or is_moving else stats.num_steps
 
     async def _outcome(self, first: FirstTokens) -> prefill_pb2.HandoffOutcome:
         assert self._push is not None, "the KV of a prefill that drew its first token is ready"

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+from kvtransfer.kv_sources import check_holder
 from kvtransfer.manifest import check_identity, check_layout
 from pdmesh.engine.errors import EngineStopped, InvalidRequest, RequestTooLarge, UnknownAdapter
 from pdmesh.engine.request import EngineRequest
@@ -58,7 +59,8 @@ class PrefillValidator:
         num_tokens = _num_kv_tokens(engine_request)
         self._check_reservation(request.reservation, num_tokens)
         _check_adapter(request.reservation, engine_request)
-        self._check_holder(request, num_tokens)
+        if request.HasField("holder"):
+            check_holder(request.holder, num_tokens)
         return Assignment(
             engine_request=named(engine_request, engine_id),
             reservation=request.reservation,
@@ -67,16 +69,6 @@ class PrefillValidator:
             received_ns=received_ns,
             holder=request.holder if request.HasField("holder") else None,
         )
-
-    def _check_holder(self, request: prefill_pb2.PrefillRequest, num_tokens: int) -> None:
-        holder = request.holder
-        if not request.HasField("holder"):
-            return
-        for name, given in (("address", holder.address), ("epoch", holder.epoch)):
-            if not given:
-                raise InvalidArgument(f"holder.{name}", "missing")
-        if not 0 < holder.num_tokens < num_tokens:
-            raise InvalidArgument("holder.num_tokens", f"{holder.num_tokens} is not 1 to {num_tokens - 1}, fewer than asked for")
 
     def _check_reservation(self, reservation: common_pb2.Reservation, num_tokens: int) -> None:
         for name, given in (

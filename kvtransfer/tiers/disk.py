@@ -12,6 +12,7 @@ import errno
 import itertools
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -59,6 +60,7 @@ class DiskTier(IndexedTier):
         super().__init__(max_bytes, clock)
         self._folder, self._identity, self._block_bytes = folder, identity, block_bytes
         self._own = folder / identity.hex()
+        self._writer = secrets.token_hex(4)  # process ids of containers that share the folder may be equal
         self._serial = itertools.count()
         self._others: list[tuple[float, int, Path]] = []  # files of other identities: last used, bytes, path; the oldest last
         self._wanted_bytes = max_bytes
@@ -154,7 +156,7 @@ class DiskTier(IndexedTier):
 
     def _write(self, name: BlockName, block: BlockBytes) -> None:
         path = self._own / relative_path(name)
-        partial = partial_path(path, f"{os.getpid()}-{next(self._serial)}")
+        partial = partial_path(path, f"{self._writer}-{next(self._serial)}")
         header = BlockHeader(self._identity, name.root, name.block_hash, self._block_bytes, block.crc).pack()
         file = self._create(partial)
         try:

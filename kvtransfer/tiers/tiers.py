@@ -65,17 +65,6 @@ class RestoreCounts:
     num_late: int = 0  # that were given up, since the tier was too slow
 
 
-@dataclass(frozen=True)
-class Restored:
-    """Hold what a restore has brought: tokens, and how long it took."""
-
-    num_tokens: int = 0
-    ns: int = 0
-
-
-NOTHING = Restored()
-
-
 @dataclass
 class _Batch:
     """Blocks of one tier, one after the other in a prompt."""
@@ -178,34 +167,32 @@ class KVTiers:
 
     # Restore.
 
-    async def restore(self, request: EngineRequest) -> Restored:
-        """Bring blocks of a request that the pool lacks and a tier has into the prefix cache; NOTHING where it is not worth it or
-        fails. Raises EngineStopped."""
+    async def restore(self, request: EngineRequest) -> int:
+        """Bring blocks of a request that the pool lacks and a tier has into the prefix cache; return their tokens, 0 where it is
+        not worth it or fails. Raises EngineStopped."""
         all_computed = request.sampling.prompt_logprobs is not None or request.pooling is not None
         if all_computed or self._tools.restores == "off":
-            return NOTHING
+            return 0
         tokens = request.history
         num_here, hashes = await self._tools.sharing.lacking(request.block_root, tokens)
         names = names_of(request.block_root, hashes)
         batches = self._plan(names, num_here)
         if not batches:
-            return NOTHING
+            return 0
         num_blocks = num_here + sum(len(batch.names) for batch in batches)
         limit = self._limit(batches, num_here, num_blocks, len(tokens))
         if limit is None:
-            return NOTHING
+            return 0
         key = hashes[:num_blocks]
         if key in self._under_way:  # another request has asked for the same: it will be here
             await self._under_way[key].wait()
-            return NOTHING
+            return 0
         self._under_way[key] = done = asyncio.Event()
-        began_ns = time.monotonic_ns()
         try:
-            num_tokens = await self._restore(request, tokens[: num_blocks * self._tools.block_size], batches, limit)
+            return await self._restore(request, tokens[: num_blocks * self._tools.block_size], batches, limit)
         finally:
             del self._under_way[key]
             done.set()
-        return Restored(num_tokens, time.monotonic_ns() - began_ns)
 
     def _plan(self, names: Sequence[BlockName], num_here: int) -> list[_Batch]:
         """Return the blocks behind those that the pool has, as far as tiers have them, by tier; all of them are touched."""

@@ -776,7 +776,7 @@ class PrefillTimings(_message.Message):
     prefill_queue_ns begins with the receipt.
     """
     fetch_ns: _builtins.int
-    """fetch_ns: the part of prefill_queue_ns in which KV was fetched from another worker, or was to be."""
+    """fetch_ns: the part of prefill_queue_ns (reserve_ns, where that is set) in which KV was fetched from another worker, or was to be."""
     num_fetched_tokens: _builtins.int
     """num_fetched_tokens of num_cached_tokens came from another worker for this request."""
     restore_ns: _builtins.int

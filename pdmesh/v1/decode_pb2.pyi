@@ -10,6 +10,7 @@ from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from pdmesh.v1 import common_pb2 as _common_pb2
 from pdmesh.v1 import mesh_pb2 as _mesh_pb2
+from pdmesh.v1 import prefill_pb2 as _prefill_pb2
 from pdmesh.v1 import worker_pb2 as _worker_pb2
 import builtins as _builtins
 import sys
@@ -61,6 +62,7 @@ class SubmitRequest(_message.Message):
     IDENTITY_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     TPOT_GOAL_MS_FIELD_NUMBER: _builtins.int
+    HOLDER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """request_id is unique in the mesh; 1 to 64 of [A-Za-z0-9_-]."""
     router_id: _builtins.str
@@ -85,6 +87,10 @@ class SubmitRequest(_message.Message):
     def identity(self) -> _common_pb2.Identity:
         """identity that the router expects of the worker; fields that are set are compared."""
 
+    @_builtins.property
+    def holder(self) -> _prefill_pb2.KVHolder:
+        """holder of KV that the worker may fetch in place of computing it, where mode is LOCAL. Absent means none is known."""
+
     def __init__(
         self,
         *,
@@ -97,10 +103,11 @@ class SubmitRequest(_message.Message):
         identity: _common_pb2.Identity | None = ...,
         epoch: _builtins.int = ...,
         tpot_goal_ms: _builtins.int = ...,
+        holder: _prefill_pb2.KVHolder | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "request", b"request"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder", "identity", b"identity", "request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "epoch", b"epoch", "identity", b"identity", "mode", b"mode", "request", b"request", "request_id", b"request_id", "router_id", b"router_id", "time_left_ms", b"time_left_ms", "tpot_goal_ms", b"tpot_goal_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "epoch", b"epoch", "holder", b"holder", "identity", b"identity", "mode", b"mode", "request", b"request", "request_id", b"request_id", "router_id", b"router_id", "time_left_ms", b"time_left_ms", "tpot_goal_ms", b"tpot_goal_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

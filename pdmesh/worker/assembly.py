@@ -36,6 +36,7 @@ from pdmesh.worker.control import ControlServicer, RoleChanges
 from pdmesh.worker.description import Description, describe
 from pdmesh.worker.engines.base import EngineEvents, WorkerEngine
 from pdmesh.worker.expert_load import ExpertWindow
+from pdmesh.worker.kv_sources import WorkerKVSources
 from pdmesh.worker.kv_tiers import open_kv_tiers
 from pdmesh.worker.load import LoadReporter, StepWatch
 from pdmesh.worker.metrics import Seen, WorkerMetrics, read
@@ -98,6 +99,7 @@ class Worker:
         self._channels = Channels(tls=tls, secret=self.secret, keepalive=PATIENT)
         self.puller = self._kv_puller(served_model)
         self.tiers = open_kv_tiers(config, engine, served_model.identity, served_model.layout, self._prefill_s)
+        self._sources = WorkerKVSources(self.tiers, self.puller) if self.tiers or self.puller else None
         self._blocks = BlockSender(
             engine.sharing,
             self._sender,
@@ -271,8 +273,7 @@ class Worker:
             self.engine.notify_every,
             self.metrics.pushed,
             lambda: self.watch.longest_step_s(self.engine.facts.max_num_batched_tokens),
-            self.puller,
-            self.tiers,
+            self._sources,
         )
         return PrefillServicer(
             PrefillValidator(served_model.identity, served_model.layout, served_model.translate),
@@ -325,7 +326,7 @@ class Worker:
             num_steps=lambda: self.dispatcher.num_steps,
             load_report=self.load.report,
             spans=self._spans,
-            tiers=self.tiers,
+            sources=self._sources,
         )
 
     def _kv_receiver(self, served_model: ServedModel, tls: Tls | None) -> Receiver:

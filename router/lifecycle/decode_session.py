@@ -12,7 +12,7 @@ import grpc.aio
 
 from pdmesh.runtime.errors import DataLoss, DeadlineExceeded, InvalidArgument, MeshError, Unavailable, error_from_rpc
 from pdmesh.runtime.telemetry.spans import Attributes
-from pdmesh.v1 import common_pb2, decode_pb2, mesh_pb2
+from pdmesh.v1 import common_pb2, decode_pb2, mesh_pb2, prefill_pb2
 from router.context import RouterContext, time_left_ms, time_left_s
 from router.fleet.change_notifier import unless
 from router.fleet.worker import Incarnation, Worker
@@ -98,8 +98,16 @@ class DecodeSession:
         """Return the worker's process."""
         return self._incarnation
 
-    async def submit(self, mode: Mode, emitted: list[common_pb2.EmittedChoice], *, because: str = "") -> common_pb2.Reservation:
-        """Submit the next attempt. `because`: why it replaces the current one. Raises the MeshError that the worker answered."""
+    async def submit(
+        self,
+        mode: Mode,
+        emitted: list[common_pb2.EmittedChoice],
+        *,
+        because: str = "",
+        holder: prefill_pb2.KVHolder | None = None,
+    ) -> common_pb2.Reservation:
+        """Submit the next attempt. `because`: why it replaces the current one. `holder`: has KV that it may fetch (LOCAL).
+        Raises the MeshError that the worker answered."""
         self.attempt += 1
         waited_before = self._waits_for_first
         self._waits_for_first = waited_before or mode is Mode.REMOTE  # until the answer, output belongs to the attempt before
@@ -109,7 +117,7 @@ class DecodeSession:
         self._timings.submitting(self._described(mode), because)
         self._failed_meanwhile = None
         try:
-            response = await self._call_submit(self._submit_request(mode, emitted))
+            response = await self._call_submit(self._submit_request(mode, emitted, holder))
         except MeshError:
             self.attempt -= 1  # the attempt before, if any, is in force again
             if not waited_before or self._got_first:
@@ -249,7 +257,9 @@ class DecodeSession:
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error) from error
 
-    def _submit_request(self, mode: Mode, emitted: list[common_pb2.EmittedChoice]) -> decode_pb2.SubmitRequest:
+    def _submit_request(
+        self, mode: Mode, emitted: list[common_pb2.EmittedChoice], holder: prefill_pb2.KVHolder | None
+    ) -> decode_pb2.SubmitRequest:
         return decode_pb2.SubmitRequest(
             request_id=self.wire_id,
             router_id=self._core.router_id,
@@ -260,6 +270,7 @@ class DecodeSession:
             identity=self.info.identity,
             epoch=self.info.epoch,
             tpot_goal_ms=tpot_goal_ms(self._core, self._prepared),
+            holder=holder,
         )
 
     def _submit_timeout_s(self) -> float:

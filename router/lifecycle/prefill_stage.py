@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import zlib
 from dataclasses import dataclass, replace
 
 import grpc
@@ -28,16 +27,14 @@ from router.context import RouterContext, time_left_ms, time_left_s
 from router.fleet.change_notifier import unless
 from router.fleet.circuit_breaker import Role
 from router.lifecycle.decode_session import WorkerLost
+from router.lifecycle.kv_holder import find_holder
 from router.lifecycle.output import TokenChunk
 from router.lifecycle.placement import ReserveStage, give_up, next_prefill
 from router.lifecycle.request import Assignment, Dispatch, PrefillTarget
-from router.routing.worker_snapshot import WorkerKey
 
 OUTCOME_GRACE_S = 1.0
 """Time in which a Prefill call may still report its hand-off after every choice has ended."""
 WATCH_PERIOD_S = 0.1
-MAX_HOLDERS = 256
-"""When more workers than this have a part of the prompt, the decode worker is asked alone."""
 
 _NO_FAULT = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.FAILED_PRECONDITION)
 
@@ -136,35 +133,8 @@ class PrefillCall:
     def _holder(self, reservation: common_pb2.Reservation | None) -> prefill_pb2.KVHolder | None:
         """Return the worker that has KV which the prefill worker may fetch: the decode worker, of an earlier turn, which has it
         pinned, or another one that has more by the index."""
-        if not self._prefill.incarnation.info.fetch_token_s:
-            return None
-        known, decode = self._dispatch.routing_request.cached_tokens, self._session.key
-        found = [(reservation.num_cached_tokens if reservation is not None else 0, 0, decode)]
-        if len(known) <= MAX_HOLDERS:
-            size = self._prefill.incarnation.info.layout.block_size
-            most = (self._dispatch.routing_request.num_tokens - 1) // size * size
-            at_decode = found[0][0]
-            # Of the decode worker the reservation says it, and the index may be late.
-            others = [(key, tokens) for key, tokens in known.items() if tokens > at_decode and key != decode]
-            found += [(min(tokens, most), self._turn_of(key), key) for key, tokens in others]
-        here = known.get(self._prefill.key, 0)
-        for num_tokens, _, key in sorted(found, reverse=True):
-            if num_tokens > here and key != self._prefill.key and self._can_send(key):
-                return prefill_pb2.KVHolder(address=key[0], epoch=key[1], num_tokens=num_tokens)
-        return None
-
-    def _turn_of(self, key: WorkerKey) -> int:
-        """Return a number by which equal holders take turns: different ones for different requests."""
-        return zlib.crc32(f"{self._session.wire_id} {key}".encode())
-
-    def _can_send(self, key: WorkerKey) -> bool:
-        """Return whether a worker lives, has not failed this request, and has KV that the prefill worker can take."""
-        fleet, ours = self._core.fleet, self._prefill.incarnation.info
-        worker = fleet.workers.get(key[0])
-        current = worker.current if worker is not None else None
-        if current is None or current.info.epoch != key[1] or key in self._dispatch.tried or key in fleet.suspects:
-            return False
-        return current.info.identity == ours.identity and current.info.layout == ours.layout
+        pinned = (self._session.key, reservation.num_cached_tokens if reservation is not None else 0)
+        return find_holder(self._core, self._dispatch, self._prefill.incarnation.info, self._session.wire_id, pinned)
 
     async def _read(self, call: grpc.aio.UnaryStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillEvent]) -> PrefillEnd:
         try:

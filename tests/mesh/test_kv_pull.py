@@ -203,6 +203,25 @@ def hurry(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_pull, "MOST_LEFT_OUT_S", 3600.0)
 
 
+async def test_a_decode_worker_that_computes_a_prompt_itself_fetches_it_too(pair: Pair, model: Model) -> None:
+    """A worker of both roles, or one that computes what no prefill worker can: LOCAL."""
+    prompt = oracle.prompt_of(4, 150)
+    await pair.answer([*prompt, 9])
+    async with running_worker(model, roles=("decode",), worker_id="peer", kv_pull="always") as peer:
+        fleet = pair.mesh.router.core.fleet
+        fleet._add(peer.info.address, static=True)
+        await eventually(lambda: len(fleet.views()) == 3)
+        pair.decode.worker.gate.draining = True
+        await eventually(lambda: len(fleet.views()) == 2)
+        answer = await pair.answer([*prompt, 8], LOCAL)
+        assert peer.worker.puller is not None
+        assert peer.worker.puller.counts.num_tokens == 150 // BLOCK * BLOCK
+        assert peer.engine.stats().num_prefilled_tokens == 151 - 150 // BLOCK * BLOCK
+        assert answer.timings.decode_worker == "peer"
+    pair.decode.worker.gate.draining = False
+    assert answer.tokens() == await pair.right([*prompt, 8])
+
+
 async def test_no_tenant_fetches_what_another_one_has(pair: Pair) -> None:
     prompt = oracle.prompt_of(9, 150)
     await pair.answer(prompt, LOCAL, salt="one")

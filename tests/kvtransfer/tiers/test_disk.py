@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -265,3 +266,21 @@ def test_a_header_says_all_that_it_was_made_of() -> None:
 def test_a_bound_below_one_block_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="kv_disk_gb: 100 bytes"):
         DiskTier(tmp_path, 100, SIZE, IDENTITY)
+
+
+def test_workers_that_share_a_folder_write_the_same_block_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Also those of one process, or of containers in which process ids are equal."""
+    tiers, names = [opened(tmp_path, max_blocks=100) for _ in range(2)], chain(40)
+
+    def write(tier: DiskTier) -> None:
+        for number, name in enumerate(names):
+            tier.write(name, block(number), 0.0)
+
+    threads = [threading.Thread(target=write, args=(tier,)) for tier in tiers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not caplog.records and [tier.counts.num_written for tier in tiers] == [40, 40]
+    assert [content_of(tiers[0], name) for name in names] == [bytes(block(number).content) for number in range(40)]
+    assert len(files_in(tmp_path)) == 40

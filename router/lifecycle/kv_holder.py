@@ -1,0 +1,51 @@
+"""Who has KV that a worker may fetch for a request, in place of computing it (docs/kv_transfer.md, "Fetching KV")."""
+
+from __future__ import annotations
+
+import zlib
+
+from pdmesh.v1 import prefill_pb2, worker_pb2
+from router.context import RouterContext
+from router.lifecycle.request import Dispatch
+from router.routing.worker_snapshot import WorkerKey
+
+MAX_HOLDERS = 256
+"""When more workers than this have a part of the prompt, the decode worker of the reservation is asked alone."""
+
+
+def find_holder(
+    core: RouterContext,
+    dispatch: Dispatch,
+    ours: worker_pb2.WorkerInfo,
+    request_id: str,
+    pinned: tuple[WorkerKey, int] | None = None,
+) -> prefill_pb2.KVHolder | None:
+    """Return the worker that has most KV which the worker `ours` may fetch; None: nobody has more than it.
+
+    `pinned`: the decode worker of the reservation with the tokens that it holds pinned, which is certain, while the index may be
+    late. `request_id` spreads requests over equal holders.
+    """
+    if not ours.fetch_token_s:
+        return None
+    key, known = (ours.address, ours.epoch), dispatch.routing_request.cached_tokens
+    found = [(pinned[1], 0, pinned[0])] if pinned is not None else []
+    if len(known) <= MAX_HOLDERS:
+        size = ours.layout.block_size
+        most = (dispatch.routing_request.num_tokens - 1) // size * size
+        least, decode = (pinned[1], pinned[0]) if pinned is not None else (0, None)
+        others = [(other, tokens) for other, tokens in known.items() if tokens > least and other != decode]
+        found += [(min(tokens, most), zlib.crc32(f"{request_id} {other}".encode()), other) for other, tokens in others]
+    here = known.get(key, 0)
+    for num_tokens, _, other in sorted(found, reverse=True):
+        if num_tokens > here and other != key and _can_send(core, dispatch, ours, other):
+            return prefill_pb2.KVHolder(address=other[0], epoch=other[1], num_tokens=num_tokens)
+    return None
+
+
+def _can_send(core: RouterContext, dispatch: Dispatch, ours: worker_pb2.WorkerInfo, key: WorkerKey) -> bool:
+    """Return whether a worker lives, has not failed this request, and has KV that `ours` can take."""
+    worker = core.fleet.workers.get(key[0])
+    current = worker.current if worker is not None else None
+    if current is None or current.info.epoch != key[1] or key in dispatch.tried or key in core.fleet.suspects:
+        return False
+    return current.info.identity == ours.identity and current.info.layout == ours.layout
