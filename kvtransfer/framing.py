@@ -57,14 +57,15 @@ def extend_over(value: int, pieces: Sequence[memoryview], num_bytes: int) -> int
     return value
 
 
-def copy_runs(value: int, target: memoryview, source: memoryview, runs: Runs) -> int:
+def copy_runs(value: int, target: memoryview, source: memoryview, runs: Runs, *, is_cold: bool = False) -> int:
     """Copy `runs` (offsets in `target` and `source`, bytes) and return the CRC-32C `value` extended by the copies. The native
-    library sums each byte as it stores it: `source` may change meanwhile."""
+    library sums each byte as it stores it: `source` may change meanwhile. `is_cold`: nothing reads the copy soon, so a small one
+    bypasses the caches, too."""
     library = native()
     if library is None:
         return _copy_with_numpy(value, target, source, runs.tolist())
-    addresses = runs + np.array([address_of(target), address_of(source), 0])
-    return library.copy(value, addresses, streams=int(runs[:, 2].sum()) >= STREAM_BYTES)
+    addresses = np.ascontiguousarray(runs + np.array([address_of(target), address_of(source), 0]))
+    return library.copy(value, addresses, streams=is_cold or int(runs[:, 2].sum()) >= STREAM_BYTES)
 
 
 def _copy_with_numpy(value: int, target: memoryview, source: memoryview, runs: Sequence[tuple[int, int, int]]) -> int:

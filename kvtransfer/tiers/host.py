@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import time
 from collections.abc import Callable
 
@@ -10,7 +11,6 @@ import numpy as np
 
 from kvtransfer.framing import copy_runs
 from kvtransfer.tiers.base import BlockBytes, IndexedTier
-from pdmesh.engine.kv_cache.pool import private_memory
 from pdmesh.engine.kv_cache.published_blocks import BlockName
 
 
@@ -27,7 +27,8 @@ class HostTier(IndexedTier):
         super().__init__(num_places * block_bytes, clock)
         self._block_bytes = block_bytes
         self._whole = np.array([[0, 0, block_bytes]], np.int64)
-        self._arena = private_memory(num_places * block_bytes)
+        # Ordinary pages: huge ones cost ten times as much when they are first touched, and blocks are read in long runs.
+        self._arena = mmap.mmap(-1, num_places * block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._free = list(range(num_places - 1, -1, -1))
         self._places: dict[BlockName, int] = {}
         self._crcs: dict[BlockName, int] = {}
@@ -38,7 +39,7 @@ class HostTier(IndexedTier):
         if place is None:
             return
         with memoryview(self._arena)[place * self._block_bytes : (place + 1) * self._block_bytes] as target:
-            crc = copy_runs(0, target, block.content, self._whole)
+            crc = copy_runs(0, target, block.content, self._whole, is_cold=True)
         with self._lock:
             if crc != block.crc:  # it was damaged before it came here
                 self.counts.num_corrupt += 1

@@ -8,7 +8,8 @@ In CPU memory they are copied by a thread; in a pool that cannot be viewed (a de
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from functools import partial
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +18,11 @@ from kvtransfer.framing import checksum, copy_runs, room_for
 from kvtransfer.manifest import KVMemory
 from kvtransfer.native.library import Runs
 from kvtransfer.staging import StagedMemory
+from kvtransfer.stream import all_settled
 from kvtransfer.tiers.base import BlockBytes
 from kvtransfer.tiers.threads import TierThreads
+
+_Copy: TypeAlias = "Callable[[Sequence[int], Sequence[memoryview]], list[int]]"
 
 
 class PoolBlocks(Protocol):
@@ -48,28 +52,46 @@ class ViewedBlocks:
         planes, size = memory.num_layers * memory.num_planes, 2 * memory.bytes_per_layer_block // memory.num_planes
         self.block_bytes = planes * size
         index = np.arange(planes, dtype=np.int64)
-        # For block 0: offsets in the block, offsets in the pool, bytes. Another block's pieces lie `size` further in the pool.
-        self._runs: Runs = np.stack([index * size, index * memory.num_blocks * size, np.full(planes, size)], axis=1)
+        # For block 0: offsets in the pool, offsets in the block, bytes. Another block's pieces lie `size` further in the pool.
+        self._runs: Runs = np.stack([index * memory.num_blocks * size, index * size, np.full(planes, size)], axis=1)
         self._piece_bytes = size
 
     async def read(self, block_ids: Sequence[int]) -> list[BlockBytes]:
-        return await self._threads.run(lambda: [self._read(each) for each in block_ids])
+        contents = [room_for(self.block_bytes) for _ in block_ids]
+        crcs = await self._copied(block_ids, contents, self._read)
+        return [BlockBytes(content, crc) for content, crc in zip(contents, crcs, strict=True)]
 
     async def write(self, block_ids: Sequence[int], blocks: Sequence[BlockBytes]) -> list[bool]:
-        return await self._threads.run(lambda: [self._write(*each) for each in zip(block_ids, blocks, strict=True)])
+        crcs = await self._copied(block_ids, [block.content for block in blocks], self._write)
+        return [crc == block.crc for crc, block in zip(crcs, blocks, strict=True)]
 
-    def _read(self, block_id: int) -> BlockBytes:
-        content = room_for(self.block_bytes)
+    async def _copied(self, block_ids: Sequence[int], contents: Sequence[memoryview], copy: _Copy) -> list[int]:
+        """Return the CRCs of copies that all threads make, each of neighbours."""
+        share = -(-len(block_ids) // self._threads.num_threads)
+        parts = [slice(start, start + share) for start in range(0, len(block_ids), max(1, share))]
+        copies = [self._threads.submit(partial(copy, block_ids[part], contents[part])) for part in parts]
+        await all_settled(copies)
+        return [crc for each in copies for crc in each.result()]
+
+    def _read(self, block_ids: Sequence[int], contents: Sequence[memoryview]) -> list[int]:
         with self._memory.memory() as pool:
-            return BlockBytes(content, copy_runs(0, content, pool, self._runs_of(block_id)))
+            return [
+                copy_runs(0, content, pool, runs, is_cold=True)
+                for content, runs in zip(contents, np.ascontiguousarray(self._runs_of(block_ids)[:, :, [1, 0, 2]]), strict=True)
+            ]
 
-    def _write(self, block_id: int, block: BlockBytes) -> bool:
-        runs = np.ascontiguousarray(self._runs_of(block_id)[:, [1, 0, 2]])
+    def _write(self, block_ids: Sequence[int], contents: Sequence[memoryview]) -> list[int]:
         with self._memory.memory() as pool:
-            return copy_runs(0, pool, block.content, runs) == block.crc
+            return [
+                copy_runs(0, pool, content, runs, is_cold=True)
+                for content, runs in zip(contents, self._runs_of(block_ids), strict=True)
+            ]
 
-    def _runs_of(self, block_id: int) -> Runs:
-        return self._runs + np.array([0, block_id * self._piece_bytes, 0], np.int64)
+    def _runs_of(self, block_ids: Sequence[int]) -> NDArray[np.int64]:
+        """Return the runs of each block, [blocks, planes, 3]."""
+        runs = np.repeat(self._runs[np.newaxis], len(block_ids), axis=0)
+        runs[:, :, 0] += np.array(block_ids, np.int64)[:, np.newaxis] * self._piece_bytes
+        return runs
 
 
 class StagedBlocks:

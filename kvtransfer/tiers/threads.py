@@ -22,6 +22,7 @@ class TierThreads:
 
     def __init__(self, num_threads: int, *, name: str, is_behind: bool) -> None:
         """`is_behind`: they get the processor where nothing else wants it (Linux)."""
+        self.num_threads = num_threads
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._is_behind = is_behind
         self._threads = [threading.Thread(target=self._work, name=f"{name}-{n}", daemon=True) for n in range(num_threads)]

@@ -32,8 +32,10 @@ from pdmesh.sampling_params import SamplingParams
 
 PERIOD_S = 0.05
 """Between two looks whether there is something to write, or to tell."""
-BATCH_BYTES = 8 << 20
+BATCH_BYTES = 4 << 20
 """What is read or written at once: so much is pinned, and in a buffer."""
+READ_AHEAD = 4
+"""Batches that are read at once, as many as there are threads for it."""
 FLUSH_S = 5.0
 ASSUMED_BYTES_PER_S = {"host": 4e9, "disk": 5e8}
 
@@ -256,12 +258,12 @@ class KVTiers:
             await to_its_end(self._tools.release(request_id))
 
     async def _fill(self, request_id: str, batches: Sequence[_Batch], block_ids: Sequence[int], first: int, limit: float) -> int:
-        """Read batches, the next one while one is written into the pool; return the blocks that are whole, from the first on."""
+        """Read batches, the next ones while one is written into the pool; return the blocks that are whole, from the first on."""
         deadline = time.monotonic() + limit
         reads: list[_Read] = []
         try:
             for number, batch in enumerate(batches):
-                while len(reads) < min(len(batches), number + 2):
+                while len(reads) < min(len(batches), number + READ_AHEAD):
                     reads.append(_Read(self._tools.reading, batches[len(reads)]))
                 blocks = await self._arrived(reads[number], deadline)
                 if not blocks:

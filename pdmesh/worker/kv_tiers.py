@@ -7,13 +7,13 @@ from collections.abc import Callable
 from kvtransfer.tiers.pool_blocks import pool_blocks
 from kvtransfer.tiers.settings import open_tiers
 from kvtransfer.tiers.threads import TierThreads
-from kvtransfer.tiers.tiers import KVTiers, TierTools
+from kvtransfer.tiers.tiers import READ_AHEAD, KVTiers, TierTools
 from pdmesh.runtime.config import ConfigError
 from pdmesh.v1 import common_pb2
 from pdmesh.worker.config import WorkerConfig
 from pdmesh.worker.engines.base import WorkerEngine
 
-READING_THREADS = 4
+READING_THREADS = READ_AHEAD
 COPYING_THREADS = 2
 
 
