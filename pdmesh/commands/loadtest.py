@@ -8,7 +8,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from pdmesh.client.channel import DEFAULT_ADDRESS
 from pdmesh.client.types import Priority
 from pdmesh.commands.options import flat
 from pdmesh.loadtest import arrivals as loadtest_arrivals
-from pdmesh.loadtest import record, result
+from pdmesh.loadtest import record, result, traces
 from pdmesh.loadtest import workload as loadtest_workload
 from pdmesh.loadtest.measure import Found, Measurement, Search, Watch, find_capacity, measure
 from pdmesh.loadtest.progress import Progress
@@ -27,8 +27,10 @@ from pdmesh.loadtest.reports import html as reports_html
 from pdmesh.loadtest.reports import text as reports_text
 from pdmesh.loadtest.result import Result
 from pdmesh.loadtest.runner import RunSettings
+from pdmesh.loadtest.sessions import AgentFlags
 from pdmesh.loadtest.targets.grpc import GrpcSettings, GrpcTarget
 from pdmesh.loadtest.targets.target import Target, TargetError
+from pdmesh.loadtest.traces import BLOCK_TOKENS, TraceRow
 from pdmesh.loadtest.workload import Arrivals, Limits, TrafficClass, Workload, num_cut
 from pdmesh.runtime.config import dump
 from pdmesh.runtime.rpc.tls import ClientTlsConfig
@@ -52,9 +54,26 @@ class When:
     warmup_s: float = field(default=0.0, metadata={"help": "seconds of load before them, which do not count"})
     trace: str = field(default="", metadata={"help": "replay this trace: its times, lengths and shared blocks"})
     trace_speed: float = field(default=1.0, metadata={"help": "replay so many times as fast"})
+    trace_scale: float = field(default=1.0, metadata={"help": "divide the trace's lengths, and what prompts share, by this"})
+    trace_requests: int | None = field(default=None, metadata={"help": "replay the trace's first requests only, so many"})
+    trace_sessions: bool = field(
+        default=False, metadata={"help": "a request that continues an earlier one is not sent before that one has ended"}
+    )
+    max_sessions: int | None = field(default=None, metadata={"help": "start so many sessions at most"})
+    finish_sessions: bool = field(
+        default=False, metadata={"help": "sessions that have started go on after --duration-s, and all of their turns count"}
+    )
 
     def validate(self) -> None:
         """Raise ValueError that names the field."""
+        for name, default in (("trace_scale", 1.0), ("trace_requests", None), ("trace_sessions", False)):
+            if getattr(self, name) != default and not self.trace:
+                raise ValueError(f"{name}: changes how a trace is replayed; give --trace, too")
+        if not 1 <= self.trace_scale <= BLOCK_TOKENS:
+            raise ValueError(f"trace_scale: must be from 1 to {BLOCK_TOKENS}")
+        for name in ("trace_requests", "max_sessions"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name}: must be at least 1")
         for name in ("rate", "burstiness", "duration_s", "trace_speed"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}: must be more than 0")
@@ -65,6 +84,13 @@ class When:
 
     def of(self) -> Arrivals:
         return Arrivals(self.arrivals, self.rate, self.burstiness, self.ramp_to or self.rate)
+
+    def rows(self) -> tuple[TraceRow, ...]:
+        """Return the trace as it is to be replayed; empty without one. Raises TraceError."""
+        rows = traces.read_trace(self.trace)[: self.trace_requests] if self.trace else ()
+        if self.trace_sessions:
+            rows = traces.link_sessions(rows)
+        return traces.scaled(rows, self.trace_scale)
 
 
 @dataclass(frozen=True)
@@ -92,7 +118,7 @@ class What:
     def validate(self) -> None:
         """Raise ValueError that names the field."""
         for name in ("input_tokens", "output_tokens", "turns", "think_s", "cancel_after_s"):
-            _named(name, lambda name=name: loadtest_arrivals.parse(getattr(self, name)))  # type: ignore[misc]
+            loadtest_arrivals.parse_flag(name, getattr(self, name))
         for name in ("max_input_tokens", "max_output_tokens", "num_prefixes"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name}: must be at least 1")
@@ -164,6 +190,10 @@ class How:
     connections: int = field(default=1, metadata={"help": "gRPC connections; at least one for each router"})
     resume_timeout_s: float = field(default=0.0, metadata={"help": "gRPC: how long to look for another router when one is lost"})
     send_objectives: bool = field(default=True, metadata={"help": "gRPC: tell the mesh TTFT and TPOT objectives of each request"})
+    send_sessions: bool = field(default=False, metadata={"help": "gRPC: requests name their session (session_id)"})
+    return_token_ids: bool = field(
+        default=False, metadata={"help": "OpenAI completions: answers with their ids, for --turns with tokens (vLLM has it)"}
+    )
     endpoint: Literal["completions", "chat"] = field(default="completions", metadata={"help": "OpenAI: which one"})
     prompt: Literal["tokens", "words"] = field(
         default="tokens", metadata={"help": "gRPC, OpenAI completions: token ids, or text"}
@@ -184,19 +214,21 @@ class How:
             raise ValueError(f"{'temperature' if self.temperature < 0 else 'resume_timeout_s'}: must not be negative")
 
 
-def workload_of(when: When, what: What, max_context: int | None) -> tuple[Workload, Mapping[str, Objectives]]:
+def workload_of(when: When, what: What, agents: AgentFlags, max_context: int | None) -> tuple[Workload, Mapping[str, Objectives]]:
     """Return the workload, and the objectives of classes that have their own. Raises ValueError that names file and field."""
     classes, own = (what.classes(), {}) if not what.mix else loadtest_workload.read_mix(what.mix)
     workload = Workload(
         arrivals=when.of(),
         classes=classes,
-        trace=loadtest_workload.read_trace(when.trace) if when.trace else (),
+        trace=when.rows(),
         trace_speed=when.trace_speed,
-        length_rows=loadtest_workload.read_trace(what.lengths_from) if what.lengths_from else (),
+        length_rows=traces.read_trace(what.lengths_from) if what.lengths_from else (),
         prefix_tokens=what.prefix_tokens,
         num_prefixes=what.num_prefixes,
         turns=loadtest_arrivals.parse(what.turns),
         think_s=loadtest_arrivals.parse(what.think_s),
+        agents=agents.of(),
+        max_sessions=when.max_sessions,
         cancel_share=what.cancel_share,
         cancel_after_s=loadtest_arrivals.parse(what.cancel_after_s),
         limits=Limits(what.max_input_tokens, what.max_output_tokens, max_context),
@@ -235,13 +267,6 @@ def _shares(field_: str, text: str) -> dict[str, float]:
     return shares
 
 
-def _named(field_: str, parse: Callable[[], object]) -> None:
-    try:
-        parse()
-    except ValueError as error:
-        raise ValueError(f"{field_}: {error}") from None
-
-
 # A window with fewer requests says nothing about a share of them.
 _MIN_REQUESTS = 10
 EXIT_OK, EXIT_MISSED, EXIT_USAGE, EXIT_UNAVAILABLE, EXIT_INVALID, EXIT_INTERRUPTED = 0, 1, 2, 3, 5, 130
@@ -257,6 +282,7 @@ class Options:
     )
     when: When = field(default_factory=When, metadata=flat())
     what: What = field(default_factory=What, metadata=flat())
+    agents: AgentFlags = field(default_factory=AgentFlags, metadata=flat())
     goals: Goals = field(default_factory=Goals, metadata=flat())
     how: How = field(default_factory=How, metadata=flat())
     find_capacity: bool = field(
@@ -287,8 +313,25 @@ class Options:
             raise ValueError("attainments: give shares above 0 and at most 1")
         if self.find_capacity and (self.when.trace or self.when.arrivals == "ramp"):
             raise ValueError("find_capacity: sets the rate itself; a trace or a ramp has its own")
-        if self.speaks_http and self.how.endpoint == "completions" and self.how.prompt == "tokens" and self.what.turns != "1":
-            raise ValueError("how.prompt: answers of this protocol have no token ids; for --turns give words, or --endpoint chat")
+        if self.find_capacity and self.when.finish_sessions:
+            raise ValueError("find_capacity: its windows end after --duration-s; leave out --finish-sessions")
+        self._validate_sessions()
+
+    def _validate_sessions(self) -> None:
+        if self.when.trace and self.agents.are_used:
+            raise ValueError("trace: has prompts of its own; leave out --system-tokens and --tool-share")
+        if self.agents.tool_share and self.what.turns == "1":
+            raise ValueError("tool_share: is the share of later turns; give --turns, too")
+        if self.what.prefix_tokens and self.agents.of().have_system_prompts:
+            raise ValueError("system_tokens: are in front of a prompt, --prefix-tokens a part of it; give one of them")
+        sends_ids = self.speaks_http and self.how.endpoint == "completions" and self.how.prompt == "tokens"
+        if self.how.return_token_ids and not sends_ids:
+            raise ValueError("how.return_token_ids: is for completions of token ids over HTTP; leave it out")
+        if sends_ids and self.what.turns != "1" and not self.how.return_token_ids:
+            raise ValueError(
+                "how.prompt: answers of this protocol have no token ids; for --turns give words, or --endpoint chat, "
+                "or --return-token-ids if the server has it (vLLM)"
+            )
 
     @property
     def speaks_http(self) -> bool:
@@ -365,6 +408,7 @@ def _open(options: Options) -> Target:
                 api_key=how.api_key,
                 priority_header=how.priority_header,
                 tenant_header=how.tenant_header,
+                return_token_ids=how.return_token_ids,
                 tls=how.tls,
             ),
         )
@@ -379,12 +423,13 @@ def _open(options: Options) -> Target:
         tls=how.tls,
         api_key=how.api_key,
         prompt=how.prompt,
+        send_sessions=how.send_sessions,
     )
     return GrpcTarget(options.target, settings)
 
 
 def _measurement(options: Options, model: str, max_context: int | None) -> Measurement:
-    workload, own = workload_of(options.when, options.what, max_context)
+    workload, own = workload_of(options.when, options.what, options.agents, max_context)
     for name, rows in (("trace", workload.trace), ("lengths_from", workload.length_rows)):
         if cut := num_cut(rows, workload.limits):
             print(f"pdmesh loadtest: {name}: {cut} of {len(rows)} rows are longer than the limits and are cut", file=sys.stderr)
@@ -395,6 +440,7 @@ def _measurement(options: Options, model: str, max_context: int | None) -> Measu
         seed=seed,
         duration_s=options.when.duration_s,
         warmup_s=options.when.warmup_s,
+        finish_sessions=options.when.finish_sessions,
         run=RunSettings(timeout_s=options.how.timeout_s, max_concurrency=options.how.max_concurrency),
         max_lateness_s=options.how.max_lateness_ms / 1e3,
         target=options.target,

@@ -128,6 +128,14 @@ def parse(text: str) -> Distribution:
     return Distribution(kind, parameters)
 
 
+def parse_flag(name: str, text: str) -> Distribution:
+    """Parse the value of the flag `name`. Raises ValueError that names it."""
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
 def usage() -> str:
     """Return all forms, for help and errors."""
     return ", ".join(map(_form, KINDS))

@@ -3,7 +3,7 @@
 Successive requests are correlated (they met the same queue), so resampling single requests would promise too much: the bootstrap
 draws blocks of consecutive time (Künsch 1989, the jackknife and the bootstrap for general stationary observations).
 
-Eleven intervals of 95 % each would seldom all be right: they are widened so that all of one comparison are, in 95 % of
+Up to fourteen intervals of 95 % each would seldom all be right: they are widened so that all of one comparison are, in 95 % of
 comparisons (Bonferroni 1936, whatever the correlation of the figures).
 """
 
@@ -22,7 +22,7 @@ from pdmesh.loadtest.stats import quantile
 NUM_BLOCKS = 15
 NUM_RESAMPLES = 400
 CONFIDENCE = 0.95
-_NUM_FIGURES = 11
+_NUM_FIGURES = 14
 _NORMAL = statistics.NormalDist()
 _FAR = _NORMAL.inv_cdf(1 - (1 - CONFIDENCE) / 2 / _NUM_FIGURES)
 # Student's t for so few blocks (Cornish and Fisher's first term).
@@ -73,7 +73,10 @@ def compare(a: Result, b: Result, seed: int = 0) -> list[Difference]:
     differences = []
     for metric in ("ttft", "tpot", "e2e"):
         names = [f"{metric.upper()} {name}" for name in _QUANTILES]
-        differences += _differences(names, "ms", _quantiles(a, metric), _quantiles(b, metric), draws, higher_is_better=False)
+        of_a, of_b = (_quantiles(result, getattr(result.sample, metric)) for result in (a, b))
+        differences += _differences(names, "ms", of_a, of_b, draws, higher_is_better=False)
+    names = [f"TTFT of later turns {name}" for name in _QUANTILES]
+    differences += _differences(names, "ms", _later_ttft(a), _later_ttft(b), draws, higher_is_better=False)
     differences += _differences(["attainment"], "%", _attainment(a), _attainment(b), draws, higher_is_better=True)
     return differences + _differences(["goodput"], "1/s", _goodput(a), _goodput(b), draws, higher_is_better=True)
 
@@ -117,8 +120,15 @@ def _blocks(result: Result) -> list[int]:
     return [min(NUM_BLOCKS - 1, int((at_s - window.start_s) / width)) for at_s in result.sample.scheduled_s]
 
 
-def _quantiles(result: Result, metric: str) -> _Figures | None:
-    column: Sequence[float | None] = getattr(result.sample, metric)
+def _later_ttft(result: Result) -> _Figures | None:
+    """Return the figures of turns behind the first; None where there were none, or the result is older than this figure."""
+    sample = result.sample
+    if not any(sample.depth):
+        return None
+    return _quantiles(result, [ttft if depth else None for ttft, depth in zip(sample.ttft, sample.depth, strict=True)])
+
+
+def _quantiles(result: Result, column: Sequence[float | None]) -> _Figures | None:
     pairs = sorted((value, block) for value, block in zip(column, _blocks(result), strict=True) if value is not None)
     if not pairs:
         return None

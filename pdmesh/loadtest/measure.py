@@ -113,7 +113,8 @@ Watch = Callable[[Runner], AbstractAsyncContextManager[object]]
 @dataclass(frozen=True)
 class Measurement:
     """Configure what is run and how it is judged. Requests that are due in the first `warmup_s` seconds do not count;
-    `duration_s` is the time that does. If its own delay (p99) exceeds `max_lateness_s`, the load test calls its result
+    `duration_s` is the time that does. With `finish_sessions`, sessions that have started go on after it, and it ends with the
+    last request. If its own delay (p99) exceeds `max_lateness_s`, the load test calls its result
     invalid."""
 
     workload: Workload
@@ -121,6 +122,7 @@ class Measurement:
     seed: int
     duration_s: float
     warmup_s: float = 0.0
+    finish_sessions: bool = False
     run: RunSettings = field(default_factory=RunSettings)
     max_lateness_s: float = 0.01
     target: str = ""
@@ -132,15 +134,18 @@ async def measure(target: Target, measurement: Measurement, watch: Watch = nullc
     """Run it, within `watch` of the runner (progress). Cancelled (Ctrl-C), it returns what there is: `interrupted` says so, and
     the window ends there."""
     total_s = measurement.warmup_s + measurement.duration_s
+    stop_s = math.inf if measurement.finish_sessions else total_s
     seed = measurement.seed
     prefix = f"{measurement.run.request_id_prefix}-{seed}"
-    settings = replace(measurement.run, stop_turns_s=total_s, request_id_prefix=prefix, seed=seed, book=measurement.book)
+    settings = replace(measurement.run, stop_turns_s=stop_s, request_id_prefix=prefix, seed=seed, book=measurement.book)
     runner = Runner(target, settings)
     started_at = datetime.now(UTC).isoformat(timespec="seconds")
     end_s = total_s
     try:
         async with watch(runner):
             log = await runner.run(plan(measurement.workload, seed, total_s))
+        if measurement.finish_sessions:
+            end_s = round(max((record.end_s for record in log.records), default=total_s) + 5e-4, 3)
     except asyncio.CancelledError:
         log = runner.log
         log.interrupted = True

@@ -34,7 +34,11 @@ class Outcome(Enum):
 @dataclass(frozen=True, slots=True)
 class Record:
     """Record one request. Latencies count from `scheduled_s`, when it was due, so that a stall of the target (or a delay of the
-    load test) shows in all the requests that waited. `token_times` has a time for each message that carried tokens."""
+    load test) shows in all the requests that waited. `token_times` has a time for each message that carried tokens.
+
+    It is turn number `turn` of `num_turns` that its session has, behind `depth` others. It was held until `ready_s` (None: not
+    held), when the turn before it had ended. Of `prompt_tokens`, as they were planned, the first `reusable_tokens` were those of
+    a prompt or an answer that this run had sent or received before."""
 
     session: int
     turn: int
@@ -53,11 +57,21 @@ class Record:
     # Where the server says that the time went, in milliseconds, in order; empty where it says nothing.
     phases_ms: Mapping[str, float] = field(default_factory=dict)
     workers: str = ""
+    num_turns: int = 1
+    depth: int = 0
+    ready_s: float | None = None
+    prompt_tokens: int = 0
+    reusable_tokens: int = 0
 
     @property
     def lateness_s(self) -> float:
-        """Return how late the load test itself was."""
-        return self.sent_s - self.scheduled_s
+        """Return how late the load test itself was, from when the request was due, or was no longer held."""
+        return self.sent_s - (self.scheduled_s if self.ready_s is None else self.ready_s)
+
+    @property
+    def held_s(self) -> float | None:
+        """Return how long it was held after it was due; None if it was not."""
+        return None if self.ready_s is None else self.ready_s - self.scheduled_s
 
     @property
     def ttft_s(self) -> float | None:

@@ -12,12 +12,18 @@ from typing import Any
 from pdmesh.loadtest.record import ObjectiveBook, Objectives, Record
 from pdmesh.loadtest.runner import RunLog
 from pdmesh.loadtest.stats import (
+    FIRST_TURNS,
+    LATER_TURNS,
     Bin,
     FleetPoint,
     Latency,
+    Sessions,
     Summary,
+    TurnPoint,
     Window,
     by,
+    by_turn,
+    count_sessions,
     met,
     phases_of_slowest,
     slowest,
@@ -58,6 +64,8 @@ class Sample:
     tpot: Sequence[float | None] = ()
     e2e: Sequence[float | None] = ()
     met: Sequence[int | None] = ()
+    # The number of turns before each; empty in results of before they were counted.
+    depth: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -87,6 +95,10 @@ class Result:
     format: str = FORMAT
     # For a search: the rates that were found, and the windows that led there.
     capacity: Mapping[str, Any] = field(default_factory=dict)
+    # Of sessions with several turns; empty where there were none, and in results of before they were counted.
+    by_turns: Mapping[str, Summary] = field(default_factory=dict)
+    turns: Sequence[TurnPoint] = ()
+    sessions: Sessions | None = None
 
     @property
     def valid(self) -> bool:
@@ -107,6 +119,8 @@ def make_result(
     """Return the result of a run."""
     counted = [record for record in log.records if window.holds(record)]
     lateness, loop_lag = Latency.of(record.lateness_s for record in counted), Latency.of(log.loop_lag_s)
+    turns = by_turn(counted)
+    by_turns = by(counted, lambda r: LATER_TURNS if r.depth else FIRST_TURNS) if turns else {}
     return Result(
         target=target,
         model=model,
@@ -127,6 +141,9 @@ def make_result(
         slowest=[_slow(record) for record in slowest(counted, NUM_SLOWEST)],
         sample=_sample(counted, book),
         interrupted=log.interrupted,
+        by_turns={name: summarise(group, window, book) for name, group in by_turns.items()},
+        turns=turns,
+        sessions=count_sessions(log.records, window),
     )
 
 
@@ -166,6 +183,7 @@ def _sample(counted: Sequence[Record], book: ObjectiveBook) -> Sample:
         tpot=[_ms(record.tpot_s) for record in counted],
         e2e=[_ms(record.e2e_s) for record in counted],
         met=[None if verdict is None else int(verdict) for verdict in verdicts],
+        depth=[record.depth for record in counted],
     )
 
 
@@ -189,6 +207,7 @@ def read(path: str) -> Result:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise ValueError(f"is not a result of `pdmesh loadtest` ({FORMAT})")
+        document = {**_OPTIONAL, **document}
         _check(document)
         return _parse(document)
     except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
@@ -200,15 +219,18 @@ _NUMBERS = {"window": ("start_s", "end_s"), "sample": ("scheduled_s", "ttft", "t
 _LATENCIES = ("ttft", "ttft_from_sent", "tpot", "itl", "e2e")
 _OBJECTS = ("settings", "window", "objectives", "objectives_by_class", "lateness", "loop_lag", "summary", "by_class", "by_tenant")
 _LISTS = ("reasons", "timeline", "fleet", "slowest")
+# What results of before sessions were counted do not have.
+_OPTIONAL: Mapping[str, object] = {"by_turns": {}, "turns": [], "sessions": None}
 
 
 def _check(document: Mapping[str, Any]) -> None:
     """Raise ValueError that names a field which reports cannot use."""
-    for kind, names, what in ((dict, (*_OBJECTS, "phases", "sample"), "an object"), (list, _LISTS, "a list")):
+    objects = (*_OBJECTS, "phases", "sample", "by_turns", *(["sessions"] if document["sessions"] is not None else []))
+    for kind, names, what in ((dict, objects, "an object"), (list, (*_LISTS, "turns"), "a list")):
         for name in names:
             if not isinstance(document[name], kind):
                 raise ValueError(f"{name}: must be {what}")
-    summaries = {name: group for of in ("by_class", "by_tenant") for name, group in document[of].items()}
+    summaries = {name: group for of in ("by_class", "by_tenant", "by_turns") for name, group in document[of].items()}
     for name, summary in {"summary": document["summary"], **summaries}.items():
         for metric in _LATENCIES:
             if not all(map(_is_number, summary[metric].values())):
@@ -248,8 +270,28 @@ def _parse(document: Mapping[str, Any]) -> Result:
             "fleet": [FleetPoint(**value) for value in document["fleet"]],
             "slowest": [Slow(**value) for value in document["slowest"]],
             "sample": Sample(**document["sample"]),
+            "by_turns": {name: _summary(value) for name, value in document["by_turns"].items()},
+            "turns": [_turn_point(value) for value in document["turns"]],
+            "sessions": _sessions(document["sessions"]),
         }
     )
+
+
+def _turn_point(document: Mapping[str, Any]) -> TurnPoint:
+    point = TurnPoint(**document)
+    if not all(value is None or _is_number(value) for value in document.values()):
+        raise ValueError("turns: must hold numbers")
+    return point
+
+
+def _sessions(document: Mapping[str, Any] | None) -> Sessions | None:
+    if document is None:
+        return None
+    held = Latency(**document["held"])
+    counts = {name: value for name, value in document.items() if name != "held"}
+    if not all(map(_is_number, (*counts.values(), *document["held"].values()))):
+        raise ValueError("sessions: must hold numbers")
+    return Sessions(**counts, held=held)
 
 
 def _summary(document: Mapping[str, Any]) -> Summary:

@@ -1,4 +1,5 @@
-"""Runs an open loop: each session starts when it is due; only the next turn of a conversation waits for an answer.
+"""Runs an open loop: each session starts when it is due; only the next turn of a conversation waits for an answer, also where a
+trace says that it was due before (it is held, and its latencies count from when it was due).
 
 Latencies count from when a request was due. The load test's own lateness is measured: it is part of the latencies, and beyond a
 bound the result no longer describes the target (`RunLog.lateness_s`, `loop_lag_s`).
@@ -13,8 +14,9 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 from pdmesh.loadtest.record import ObjectiveBook, Objectives, Outcome, Record
+from pdmesh.loadtest.sessions import PromptIndex
 from pdmesh.loadtest.targets.target import Answer, Ask, Done, Fleet, Said, Target, TargetError, Tokens
-from pdmesh.loadtest.workload import PlannedSession, PlannedTurn
+from pdmesh.loadtest.workload import PlannedSession
 
 _LAG_PERIOD_S = 0.02
 _FLEET_PERIOD_S = 1.0
@@ -23,9 +25,9 @@ _MAX_BURST = 32
 
 @dataclass(frozen=True)
 class RunSettings:
-    """Configure a run. `timeout_s` counts from when a request is due. After `stop_turns_s` seconds of a run no conversation
-    continues; after `give_up_s` running requests have timed out. `seed` makes the words of prompts: with a new one, the target
-    has none of them in its caches. Requests carry the objectives that `book` has for their class."""
+    """Configure a run. `timeout_s` counts from when a request is due, or no longer held. After `stop_turns_s` seconds of a run no
+    conversation continues; after `give_up_s` running requests have timed out. `seed` makes the words of prompts: with a new one,
+    the target has none of them in its caches. Requests carry the objectives that `book` has for their class."""
 
     timeout_s: float = 60.0
     max_concurrency: int = 10_000
@@ -59,16 +61,50 @@ class _Call:
         self.ids: list[int] = []
         self.text: list[str] = []
         self.done = Done()
+        self.reusable_tokens = 0
 
     @property
     def answer(self) -> Answer:
-        return Answer(self.ids, "".join(self.text))
+        return Answer(self.ids, "".join(self.text), self.num_output_tokens)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_tokens if self.done.output_tokens is None else self.done.output_tokens
 
     def add(self, tokens: Tokens, now_s: float) -> None:
         self.times.append(now_s)
         self.num_tokens += tokens.count
         self.ids += tokens.token_ids
         self.text.append(tokens.text)
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """Hold a turn that is to be sent at `due_s`. `ready_s`: when the turn before it had ended, if that was later."""
+
+    session: PlannedSession
+    number: int
+    ask: Ask
+    prepared: object
+    due_s: float
+    ready_s: float | None = None
+
+    @property
+    def start_s(self) -> float:
+        return self.due_s if self.ready_s is None else self.ready_s
+
+    @property
+    def pieces(self) -> list[tuple[str, int]]:
+        """Return the prompt, answers included, as pieces that a PromptIndex knows."""
+        pieces = []
+        for place, said in enumerate(self.ask.said):
+            pieces += [(segment.key, segment.num_tokens) for segment in said.segments]
+            if said.answer is not None:
+                pieces.append(self.answer_piece(place, said.answer.num_tokens))
+        return pieces
+
+    def answer_piece(self, place: int, num_tokens: int) -> tuple[str, int]:
+        return f"answer{self.session.index}.{place}", num_tokens
 
 
 class Runner:
@@ -80,6 +116,7 @@ class Runner:
         self._settings = settings
         self._on_record = on_record
         self._clock = asyncio.get_running_loop().time
+        self._sent = PromptIndex()
 
     async def run(self, sessions: Iterable[PlannedSession]) -> RunLog:
         """Start every session when it is due and wait for all of them. Cancelling it (Ctrl-C) ends running requests, as ABORTED;
@@ -109,29 +146,48 @@ class Runner:
             # Overdue sessions start before the loop yields to others, but not without bound.
             if early_s > 0 or behind % _MAX_BURST == 0:
                 await asyncio.sleep(max(0.0, early_s))
-            group.create_task(self._session(session, ask, prepared))
+            group.create_task(self._turns(_Turn(session, 0, ask, prepared, session.at_s), group))
 
-    async def _session(self, session: PlannedSession, ask: Ask, prepared: object) -> None:
-        scheduled_s = session.at_s
-        said: tuple[Said, ...] = ()
-        for number, turn in enumerate(session.turns):
-            if number:
-                scheduled_s = self.now_s() + turn.think_s
-                if scheduled_s > self._settings.stop_turns_s:
-                    return
-                ask = self._ask(session, number, (*said, Said(turn.segments)))
-                prepared = self._target.prepare(ask)
-                await asyncio.sleep(max(0.0, scheduled_s - self.now_s()))
-            call = _Call(self.now_s())
-            try:
-                outcome, error = await self._request(turn, prepared, scheduled_s, call)
-            except asyncio.CancelledError:
-                self._keep(_record(session, number, ask, scheduled_s, call, self.now_s(), Outcome.ABORTED, ""))
-                raise
-            self._keep(_record(session, number, ask, scheduled_s, call, self.now_s(), outcome, error))
-            if outcome is not Outcome.OK:
-                return
-            said = (*said, Said(turn.segments, call.answer))
+    async def _turns(self, turn: _Turn, group: asyncio.TaskGroup) -> None:
+        """Run a turn and those that follow it; where a trace's conversation branches, the others run in tasks of their own."""
+        following = [turn]
+        while following:
+            turn, *branches = following
+            for branch in branches:
+                group.create_task(self._turns(branch, group))
+            following = await self._turn(turn)
+
+    async def _turn(self, turn: _Turn) -> list[_Turn]:
+        """Send a turn when it is due, and keep its record. Return the turns that follow it: none if it failed."""
+        early_s = turn.due_s - self.now_s()
+        if early_s > 0:
+            await asyncio.sleep(early_s)
+        call = _Call(self.now_s())
+        try:
+            outcome, error = await self._request(turn, call)
+        except asyncio.CancelledError:
+            self._keep(_record(turn, call, self.now_s(), Outcome.ABORTED, ""))
+            raise
+        self._keep(_record(turn, call, self.now_s(), outcome, error))
+        return self._following(turn, call.answer) if outcome is Outcome.OK else []
+
+    def _following(self, turn: _Turn, answer: Answer) -> list[_Turn]:
+        """Return the next turns. History is what was sent and what was answered; a trace's turns have it in their segments."""
+        session, asked, ended_s = turn.session, turn.ask.said, self.now_s()
+        said = (*asked[:-1], Said(asked[-1].segments, answer))
+        following = []
+        for number in session.next_turns(turn.number):
+            planned = session.turns[number]
+            due_s = ended_s + planned.think_s if planned.due_s is None else planned.due_s
+            if due_s > self._settings.stop_turns_s:
+                continue
+            ask = self._ask(session, number, (*(said if planned.due_s is None else ()), Said(planned.segments)))
+            ready_s = ended_s if due_s < ended_s else None
+            following.append(_Turn(session, number, ask, self._target.prepare(ask), due_s, ready_s))
+        if len(following[0].ask.said if following else ()) > 1 and answer.num_tokens > 1:
+            # A token has KV once the one after it is computed, so the last one of an answer has none.
+            self._sent.add([*turn.pieces, turn.answer_piece(len(asked) - 1, answer.num_tokens - 1)])
+        return following
 
     def _ask(self, session: PlannedSession, number: int, said: tuple[Said, ...]) -> Ask:
         settings, traffic = self._settings, session.traffic
@@ -143,19 +199,22 @@ class Runner:
             output_tokens=session.turns[number].output_tokens,
             timeout_s=settings.timeout_s,
             objectives=settings.book.of(traffic.name),
+            session_id=f"{settings.request_id_prefix}-{session.index}",
         )
 
-    async def _request(self, turn: PlannedTurn, prepared: object, scheduled_s: float, call: _Call) -> tuple[Outcome, str]:
+    async def _request(self, turn: _Turn, call: _Call) -> tuple[Outcome, str]:
         """Send one request and wait for its end. Return how it ended and, unless that was planned, why."""
         log, settings = self.log, self._settings
         if log.num_running >= settings.max_concurrency:
             return Outcome.NOT_SENT, f"{settings.max_concurrency} requests were running already"
-        timeout_s = min(settings.timeout_s, settings.give_up_s - scheduled_s)
-        waited_s = timeout_s if turn.cancel_after_s is None else min(turn.cancel_after_s, timeout_s)
+        cancel_after_s = turn.session.turns[turn.number].cancel_after_s
+        timeout_s = min(settings.timeout_s, settings.give_up_s - turn.start_s)
+        waited_s = timeout_s if cancel_after_s is None else min(cancel_after_s, timeout_s)
+        call.reusable_tokens = self._sent.add(turn.pieces)
         log.num_running += 1
         try:
-            async with asyncio.timeout_at(log.started_at + scheduled_s + waited_s):
-                await self._receive(prepared, call)
+            async with asyncio.timeout_at(log.started_at + turn.start_s + waited_s):
+                await self._receive(turn.prepared, call)
         except TimeoutError:
             if waited_s < timeout_s:
                 return Outcome.CANCELLED, ""
@@ -208,25 +267,30 @@ class Runner:
             await asyncio.sleep(_FLEET_PERIOD_S)
 
 
-def _record(
-    session: PlannedSession, turn: int, ask: Ask, scheduled_s: float, call: _Call, end_s: float, outcome: Outcome, error: str
-) -> Record:
-    traffic, done = session.traffic, call.done
+def _record(turn: _Turn, call: _Call, end_s: float, outcome: Outcome, error: str) -> Record:
+    session, traffic, done = turn.session, turn.session.traffic, call.done
+    prompt_tokens = sum(num_tokens for _, num_tokens in turn.pieces)
     return Record(
         session=session.index,
-        turn=turn,
+        turn=turn.number,
         traffic_class=traffic.name,
         tenant=traffic.tenant,
         priority=traffic.priority,
-        scheduled_s=scheduled_s,
+        scheduled_s=turn.due_s,
         sent_s=call.sent_s,
         end_s=end_s,
         outcome=outcome,
-        input_tokens=ask.num_input_tokens if done.input_tokens is None else done.input_tokens,
-        output_tokens=call.num_tokens if done.output_tokens is None else done.output_tokens,
+        input_tokens=turn.ask.num_input_tokens if done.input_tokens is None else done.input_tokens,
+        output_tokens=call.num_output_tokens,
         cached_tokens=done.cached_tokens,
         token_times=call.times,
         error=error,
         phases_ms=done.phases_ms,
         workers=done.workers,
+        num_turns=len(session.turns),
+        depth=session.depth(turn.number),
+        ready_s=turn.ready_s,
+        prompt_tokens=prompt_tokens,
+        # The last token of a prompt is computed in any case: its output is the first token of the answer.
+        reusable_tokens=min(call.reusable_tokens, prompt_tokens - 1),
     )

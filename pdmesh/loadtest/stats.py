@@ -100,6 +100,19 @@ class Summary:
     output_tokens: int
     cached_tokens: int
     phases_ms: Mapping[str, float] = field(default_factory=dict)
+    # As planned, and how many of them a cache could hold; 0 in results of before they were counted.
+    prompt_tokens: int = 0
+    reusable_tokens: int = 0
+
+    @property
+    def reusable_share(self) -> float | None:
+        """Return the ideal hit ratio of a cache: the share of prompt tokens that were those of earlier prompts and answers."""
+        return self.reusable_tokens / self.prompt_tokens if self.prompt_tokens else None
+
+    @property
+    def cached_share(self) -> float | None:
+        """Return the hit ratio that the server reports."""
+        return self.cached_tokens / self.input_tokens if self.input_tokens else None
 
 
 def summarise(records: Sequence[Record], window: Window, book: ObjectiveBook) -> Summary:
@@ -128,6 +141,8 @@ def summarise(records: Sequence[Record], window: Window, book: ObjectiveBook) ->
         output_tokens=sum(record.output_tokens for record in counted),
         cached_tokens=sum(record.cached_tokens for record in counted),
         phases_ms=mean_phases(counted),
+        prompt_tokens=sum(record.prompt_tokens for record in counted),
+        reusable_tokens=sum(record.reusable_tokens for record in counted),
     )
 
 
@@ -144,6 +159,101 @@ def by(records: Sequence[Record], key: Callable[[Record], str]) -> dict[str, lis
     for record in records:
         groups.setdefault(key(record), []).append(record)
     return dict(sorted(groups.items()))
+
+
+# Sessions of several turns.
+
+
+FIRST_TURNS, LATER_TURNS = "first", "later"
+_FAILED = (Outcome.REFUSED, Outcome.TIMEOUT, Outcome.ERROR, Outcome.NOT_SENT)
+
+
+@dataclass(frozen=True)
+class Sessions:
+    """Count the sessions with a turn in the window. Complete: every turn was answered; broken: one failed, so that those behind
+    it (`num_turns_lost`) were not sent; cancelled: one was, by plan; cut off: the run ended before it did. `held`: how long turns
+    of a trace were held that were due before the turn before them had ended; milliseconds."""
+
+    num_complete: int = 0
+    num_broken: int = 0
+    num_cancelled: int = 0
+    num_cut_off: int = 0
+    num_turns_lost: int = 0
+    held: Latency = field(default_factory=Latency)
+
+    @property
+    def num_sessions(self) -> int:
+        return self.num_complete + self.num_broken + self.num_cancelled + self.num_cut_off
+
+
+def count_sessions(records: Sequence[Record], window: Window) -> Sessions | None:
+    """Return how the sessions ended, from the records of a whole run; None if no session had several turns."""
+    if all(record.num_turns == 1 for record in records):
+        return None
+    sessions: dict[int, list[Record]] = {}
+    for record in records:
+        sessions.setdefault(record.session, []).append(record)
+    counted = [session for session in sessions.values() if any(map(window.holds, session))]
+    ended = Counter(map(_end_of_session, counted))
+    lost = sum(session[0].num_turns - len(session) for session in counted if _end_of_session(session) is Outcome.ERROR)
+    return Sessions(
+        num_complete=ended[Outcome.OK],
+        num_broken=ended[Outcome.ERROR],
+        num_cancelled=ended[Outcome.CANCELLED],
+        num_cut_off=ended[Outcome.ABORTED],
+        num_turns_lost=lost,
+        held=Latency.of(record.held_s for record in records if window.holds(record)),
+    )
+
+
+def _end_of_session(turns: Sequence[Record]) -> Outcome:
+    outcomes = {record.outcome for record in turns}
+    if outcomes & set(_FAILED):
+        return Outcome.ERROR
+    if Outcome.CANCELLED in outcomes:
+        return Outcome.CANCELLED
+    return Outcome.OK if outcomes == {Outcome.OK} and len(turns) == turns[0].num_turns else Outcome.ABORTED
+
+
+@dataclass(frozen=True)
+class TurnPoint:
+    """Hold the requests that were turn number `turn` of their session, from 1: TTFT in milliseconds (None: no first token came),
+    tokens of prompts, how many of them could be reused, and how many the server says were cached (of `input_tokens`)."""
+
+    turn: int
+    num_requests: int
+    ttft_p50: float | None
+    ttft_p90: float | None
+    ttft_p99: float | None
+    prompt_tokens: int
+    reusable_tokens: int
+    input_tokens: int
+    cached_tokens: int
+
+
+def by_turn(counted: Sequence[Record]) -> list[TurnPoint]:
+    """Return a point for each turn number, in order; none if no session had several turns."""
+    if all(record.num_turns == 1 for record in counted):
+        return []
+    groups: dict[int, list[Record]] = {}
+    for record in counted:
+        groups.setdefault(record.depth, []).append(record)
+    return [_turn_point(depth + 1, groups[depth]) for depth in sorted(groups)]
+
+
+def _turn_point(turn: int, records: Sequence[Record]) -> TurnPoint:
+    ttft = _sorted_ms(records, lambda record: record.ttft_s)
+    return TurnPoint(
+        turn=turn,
+        num_requests=len(records),
+        ttft_p50=_quantile(ttft, 0.5),
+        ttft_p90=_quantile(ttft, 0.9),
+        ttft_p99=_quantile(ttft, 0.99),
+        prompt_tokens=sum(record.prompt_tokens for record in records),
+        reusable_tokens=sum(record.reusable_tokens for record in records),
+        input_tokens=sum(record.input_tokens for record in records),
+        cached_tokens=sum(record.cached_tokens for record in records),
+    )
 
 
 def phases_of_slowest(records: Sequence[Record]) -> dict[str, dict[str, float]]:
@@ -173,7 +283,6 @@ def _tokens_before(record: Record, end_s: float) -> float:
 MAX_BINS = 240
 _MIN_BINS = 30
 _WANTED_PER_BIN = 5
-_FAILED = (Outcome.REFUSED, Outcome.TIMEOUT, Outcome.ERROR, Outcome.NOT_SENT)
 
 
 @dataclass(frozen=True)

@@ -1,117 +1,26 @@
 """Plans the workload: a seed and a description in, planned sessions out. Pure.
 
 A session is one request, or a conversation: each further turn is due when the answer to the previous one is complete and its
-think time is over. Prompts are segments, named pieces of a number of tokens: the same name is the same tokens, which is how
-prompts share a prefix. Arrivals and contents have separate random numbers: other lengths do not move the arrivals.
+think time is over, or in a replay when the trace says so. Prompts are segments, named pieces of a number of tokens: the same
+name is the same tokens, which is how prompts share a prefix. Arrivals and contents have separate random numbers: other lengths do
+not move the arrivals.
 """
 
 from __future__ import annotations
 
-import csv
-import json
-import math
 import random
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import datetime
-from itertools import takewhile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice, takewhile
 from pathlib import Path
 
 from pdmesh.client.types import Priority
 from pdmesh.loadtest import arrivals
 from pdmesh.loadtest.arrivals import Distribution, fixed, parse
 from pdmesh.loadtest.record import Objectives
-
-# Trace files of real services: arrival times, lengths, shared prefixes.
-#
-# They are recognized by their content: Azure's LLM inference traces (CSV with TIMESTAMP, ContextTokens, GeneratedTokens) and
-# Mooncake's (JSON lines with timestamp in ms, input_length, output_length and optionally hash_ids, one for each block of 512
-# prompt tokens).
-
-
-BLOCK_TOKENS = 512
-_CSV_FIELDS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-
-
-class TraceError(ValueError):
-    """Raised for a trace file that cannot be used: file, line, field and the problem."""
-
-
-@dataclass(frozen=True, slots=True)
-class TraceRow:
-    """Hold one request: seconds since the first one, lengths in tokens, ids of its prompt's blocks of BLOCK_TOKENS (may be
-    none)."""
-
-    at_s: float
-    input_tokens: int
-    output_tokens: int
-    blocks: tuple[int, ...] = ()
-
-
-def read_trace(path: str) -> tuple[TraceRow, ...]:
-    """Return the rows of a trace file by time, the first at 0 s. Raises TraceError."""
-    try:
-        with Path(path).open(encoding="utf-8-sig", newline="") as lines:
-            first = lines.readline()
-            lines.seek(0)
-            rows = list(_json_rows(lines) if first.lstrip().startswith("{") else _csv_rows(lines))
-    except (OSError, ValueError, csv.Error) as error:
-        raise TraceError(f"{path}: {error}") from error
-    if not rows:
-        raise TraceError(f"{path}: holds no request")
-    rows.sort(key=lambda row: row.at_s)
-    start = rows[0].at_s
-    return tuple(TraceRow(row.at_s - start, row.input_tokens, row.output_tokens, row.blocks) for row in rows)
-
-
-def _csv_rows(lines: Iterable[str]) -> Iterator[TraceRow]:
-    reader = csv.DictReader(lines)
-    missing = [name for name in _CSV_FIELDS if name not in (reader.fieldnames or ())]
-    if missing:
-        raise ValueError(f"is neither a CSV with {', '.join(_CSV_FIELDS)} nor lines of JSON: {missing[0]} is missing")
-    for row in reader:
-        where = f"line {reader.line_num}"
-        stamp = row["TIMESTAMP"] or ""
-        try:
-            # Some stamps have seven decimals; datetime reads six.
-            at_s = datetime.fromisoformat(stamp[:26]).timestamp()
-        except ValueError:
-            raise ValueError(f"{where}: TIMESTAMP: {stamp!r} is no time") from None
-        yield TraceRow(at_s, _count(row, "ContextTokens", where), _count(row, "GeneratedTokens", where))
-
-
-def _json_rows(lines: Iterable[str]) -> Iterator[TraceRow]:
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        where = f"line {number}"
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{where}: is no JSON ({error})") from None
-        if not isinstance(row, dict):
-            raise ValueError(f"{where}: is no JSON object")
-        at_ms = row.get("timestamp")
-        if isinstance(at_ms, bool) or not isinstance(at_ms, int | float) or not 0 <= at_ms < math.inf:
-            raise ValueError(f"{where}: timestamp: must be milliseconds, not {at_ms!r}")
-        blocks = row.get("hash_ids", [])
-        if not isinstance(blocks, list) or not all(isinstance(block, int) for block in blocks):
-            raise ValueError(f"{where}: hash_ids: must be a list of whole numbers")
-        yield TraceRow(at_ms / 1e3, _count(row, "input_length", where), _count(row, "output_length", where), tuple(blocks))
-
-
-def _count(row: Mapping[str, object], name: str, where: str) -> int:
-    """Return a number of tokens, at least 1: a logged 0 (an answer that was empty) becomes 1, the least that can be requested."""
-    value = row.get(name)
-    try:
-        number = -1.0 if isinstance(value, bool) else float(str(value))
-    except ValueError:
-        number = -1.0
-    # Some writers make floats of whole numbers.
-    if not number >= 0 or not number.is_integer():
-        raise ValueError(f"{where}: {name}: must be a number of tokens, not {value!r}")
-    return max(1, int(number))
+from pdmesh.loadtest.sessions import Agents
+from pdmesh.loadtest.traces import TraceRow, sessions_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +45,17 @@ class TrafficClass:
 
 @dataclass(frozen=True, slots=True)
 class PlannedTurn:
-    """Plan one request. `think_s` after the answer before it; `cancel_after_s` after it was due, None: it runs to its end."""
+    """Plan one request. `think_s` after the answer before it; `cancel_after_s` after it was due, None: it runs to its end.
+
+    A turn of a trace has `due_s`, its time in the run, in place of a think time, and `segments` are its whole prompt. It follows
+    turn number `after`, None: the one before it."""
 
     think_s: float
     segments: tuple[Segment, ...]
     output_tokens: int
     cancel_after_s: float | None = None
+    due_s: float | None = None
+    after: int | None = None
 
     @property
     def num_new_tokens(self) -> int:
@@ -157,6 +71,22 @@ class PlannedSession:
     at_s: float
     traffic: TrafficClass
     turns: tuple[PlannedTurn, ...]
+
+    def former(self, number: int) -> int:
+        """Return the turn that turn `number` follows; -1 for the first one."""
+        after = self.turns[number].after
+        return number - 1 if after is None else after
+
+    def next_turns(self, number: int) -> list[int]:
+        """Return the turns that follow turn `number`: one at most, but several where a trace's conversation branches."""
+        return [later for later in range(number + 1, len(self.turns)) if self.former(later) == number]
+
+    def depth(self, number: int) -> int:
+        """Return how many turns came before turn `number`, on its branch."""
+        depth = 0
+        while (number := self.former(number)) >= 0:
+            depth += 1
+        return depth
 
 
 @dataclass(frozen=True)
@@ -203,9 +133,9 @@ class Arrivals:
 
 @dataclass(frozen=True)
 class Workload:
-    """Hold everything that determines a plan, except its seed and length. With a `trace` to replay, `arrivals` and
-    `prefix_tokens` do not count; with `length_rows`, the classes' lengths do not: pairs of lengths are drawn from the rows
-    instead."""
+    """Hold everything that determines a plan, except its seed and length. With a `trace` to replay, `arrivals`, `agents` and
+    `prefix_tokens` do not count; rows that follow others are turns of sessions. With `length_rows`, the classes' lengths do not
+    count: pairs of lengths are drawn from the rows instead. `max_sessions`: the plan ends after so many."""
 
     arrivals: Arrivals = field(default_factory=Arrivals)
     classes: tuple[TrafficClass, ...] = (TrafficClass(),)
@@ -216,6 +146,8 @@ class Workload:
     num_prefixes: int = 1
     turns: Distribution = field(default=fixed(1))
     think_s: Distribution = field(default=fixed(0))
+    agents: Agents = field(default_factory=Agents)
+    max_sessions: int | None = None
     cancel_share: float = 0.0
     cancel_after_s: Distribution = field(default=Distribution("exponential", (1,)))
     limits: Limits = field(default_factory=Limits)
@@ -223,56 +155,82 @@ class Workload:
 
 def plan(workload: Workload, seed: int, duration_s: float) -> Iterator[PlannedSession]:
     """Yield the sessions that start within `duration_s` seconds, by time. The same arguments give the same sessions."""
-    rng = random.Random(f"{seed}/contents")
-    planner = _Planner(workload, rng)
+    planner = _Planner(workload, seed)
     if workload.trace:
-        times: Iterable[float] = arrivals.replay((row.at_s for row in workload.trace), workload.trace_speed)
-        rows: Iterable[TraceRow | None] = workload.trace
+        planned = planner.replay(duration_s)
     else:
         times = workload.arrivals.times(duration_s, random.Random(f"{seed}/arrivals"))
-        rows = iter(lambda: rng.choice(workload.length_rows) if workload.length_rows else None, object())
-    for index, (at_s, row) in enumerate(zip(times, rows, strict=False)):
-        if at_s >= duration_s:
-            return
-        yield planner.session(index, at_s, row)
+        planned = (planner.session(index, at_s) for index, at_s in enumerate(times))
+    return islice(planned, workload.max_sessions)
 
 
 class _Planner:
     """Draw the sessions of one plan, one after the other."""
 
-    def __init__(self, workload: Workload, rng: random.Random) -> None:
+    def __init__(self, workload: Workload, seed: int) -> None:
         self._workload = workload
-        self._rng = rng
+        self._rng = random.Random(f"{seed}/contents")
         self._shares = [traffic.share for traffic in workload.classes]
+        self._system_prompts = workload.agents.system_prompts(seed)
 
-    def session(self, index: int, at_s: float, row: TraceRow | None) -> PlannedSession:
+    def session(self, index: int, at_s: float) -> PlannedSession:
         workload, rng = self._workload, self._rng
+        row = rng.choice(workload.length_rows) if workload.length_rows else None
         traffic = rng.choices(workload.classes, self._shares)[0]
-        num_turns = 1 if workload.trace else workload.turns.draw_count(rng)
+        num_turns = workload.turns.draw_count(rng)
         turns = [self._turn(f"{index}.{number}", traffic, row, first=number == 0) for number in range(num_turns)]
         return PlannedSession(index, at_s, traffic, self._within_context(turns))
 
+    def replay(self, duration_s: float) -> Iterator[PlannedSession]:
+        """Yield the sessions of the trace, with the turns that are due within `duration_s`."""
+        workload = self._workload
+        times = list(arrivals.replay((row.at_s for row in workload.trace), workload.trace_speed))
+        for index, members in enumerate(sessions_of(workload.trace)):
+            if times[members[0]] >= duration_s:
+                return
+            traffic = self._rng.choices(workload.classes, self._shares)[0]
+            due = [number for number in members if times[number] < duration_s]
+            places = {number: place for place, number in enumerate(due)}
+            turns = []
+            for place, number in enumerate(due):
+                row = workload.trace[number]
+                turn = self._turn(f"{index}.{place}", traffic, row, first=place == 0)
+                after = places[row.after] if place and row.after is not None else None
+                turns.append(replace(turn, think_s=0.0, due_s=times[number], after=after))
+            yield PlannedSession(index, times[members[0]], traffic, tuple(turns))
+
     def _turn(self, name: str, traffic: TrafficClass, row: TraceRow | None, *, first: bool) -> PlannedTurn:
-        workload, rng = self._workload, self._rng
-        if row is None:
-            lengths = traffic.input_tokens.draw_count(rng), traffic.output_tokens.draw_count(rng)
+        workload, rng, agents = self._workload, self._rng, self._workload.agents
+        is_tool = not first and not workload.trace and agents.is_tool(rng)
+        system = self._system_prompt() if first and not workload.trace else None
+        if row is not None:
+            num_input, num_output = row.input_tokens, row.output_tokens
         else:
-            lengths = row.input_tokens, row.output_tokens
-        num_input, num_output = workload.limits.lengths(*lengths)
+            num_input, num_output = traffic.input_tokens.draw_count(rng), traffic.output_tokens.draw_count(rng)
+        if is_tool:
+            num_input = agents.tool_tokens.draw_count(rng)
+        num_input, num_output = workload.limits.lengths(num_input + (system.num_tokens if system else 0), num_output)
         if workload.trace and row is not None and row.blocks:
-            segments = _block_segments(row.blocks, num_input, name)
+            segments = _block_segments(row, num_input, name)
+        elif system is not None:
+            segments = _behind(system, num_input, name)
         else:
             segments = self._segments(name, num_input, first=first)
-        think_s = 0.0 if first else workload.think_s.draw(rng)
+        think_s = 0.0 if first else (agents.tool_think_s if is_tool else workload.think_s).draw(rng)
         return PlannedTurn(think_s, segments, num_output, self._cancellation())
+
+    def _system_prompt(self) -> Segment | None:
+        if not self._system_prompts:
+            return None
+        number = self._rng.randrange(len(self._system_prompts))
+        return Segment(f"system{number}", self._system_prompts[number])
 
     def _segments(self, name: str, num_tokens: int, *, first: bool) -> tuple[Segment, ...]:
         """Return a shared prefix before at least one token of its own; later turns have their conversation as prefix."""
         num_shared = min(self._workload.prefix_tokens, num_tokens - 1) if first else 0
         if num_shared <= 0:
             return (Segment(name, num_tokens),)
-        shared = Segment(f"prefix{self._rng.randrange(self._workload.num_prefixes)}", num_shared)
-        return shared, Segment(name, num_tokens - num_shared)
+        return _behind(Segment(f"prefix{self._rng.randrange(self._workload.num_prefixes)}", num_shared), num_tokens, name)
 
     def _cancellation(self) -> float | None:
         if self._rng.random() >= self._workload.cancel_share:
@@ -291,15 +249,22 @@ class _Planner:
         return tuple(kept)
 
 
-def _block_segments(blocks: Sequence[int], num_tokens: int, name: str) -> tuple[Segment, ...]:
+def _behind(shared: Segment, num_tokens: int, name: str) -> tuple[Segment, Segment]:
+    """Return a prompt of `num_tokens` that begins with `shared`, cut if need be: at least one token is the prompt's own."""
+    num_shared = min(shared.num_tokens, num_tokens - 1)
+    return Segment(shared.key, num_shared), Segment(name, num_tokens - num_shared)
+
+
+def _block_segments(row: TraceRow, num_tokens: int, name: str) -> tuple[Segment, ...]:
     """Return a segment for each block of the trace; what follows the last of them belongs to this request alone."""
     segments = []
-    for block in blocks:
-        if num_tokens <= 0:
+    for number, block in enumerate(row.blocks):
+        start, end = row.edge(number), min(row.edge(number + 1), num_tokens)
+        if start >= end:
             break
-        segments.append(Segment(f"block{block}", min(BLOCK_TOKENS, num_tokens)))
-        num_tokens -= BLOCK_TOKENS
-    return (*segments, *([Segment(name, num_tokens)] if num_tokens > 0 else ()))
+        segments.append(Segment(f"block{block}", end - start))
+    rest = num_tokens - min(row.edge(len(row.blocks)), num_tokens)
+    return (*segments, *([Segment(name, rest)] if rest else ()))
 
 
 # Classes of traffic from a TOML file, one table for each:

@@ -5,7 +5,7 @@ setting.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
 
@@ -23,9 +23,18 @@ from pdmesh.loadtest.reports.charts import (
     share_within,
     table,
 )
-from pdmesh.loadtest.reports.text import NAMES, durations, milliseconds, share
+from pdmesh.loadtest.reports.text import (
+    NAMES,
+    durations,
+    held_lines,
+    milliseconds,
+    reuse_line,
+    sessions_line,
+    share,
+    turn_rows,
+)
 from pdmesh.loadtest.result import Result, Slow
-from pdmesh.loadtest.stats import Bin, Summary, Window
+from pdmesh.loadtest.stats import Bin, Summary, TurnPoint, Window
 
 # The plots of the page: the run over time, latencies against their objectives, where the time goes.
 
@@ -140,10 +149,11 @@ def _chart(
     *,
     marks: Sequence[Mark] = (),
     whole: bool = False,
+    x_unit: str = "seconds",
 ) -> str:
     heights = [point[1] for line in lines for point in line.points if point is not None]
     y = linear([*heights, *(mark.value for mark in marks)], whole=whole)
-    return _figure(title, lines_chart(lines, x, y, x_unit="seconds", y_unit=unit, marks=marks, shaded=shaded))
+    return _figure(title, lines_chart(lines, x, y, x_unit=x_unit, y_unit=unit, marks=marks, shaded=shaded))
 
 
 def _figure(title: str, drawn: str) -> str:
@@ -161,6 +171,7 @@ def page(result: Result) -> str:
         section("Over time", timelines(result)),
         section("Latencies against objectives", cdfs(result)),
         section("Latencies", _latency_table(result)),
+        _sessions(result),
         _breakdowns(result),
         phases(result),
         _capacity(result.capacity),
@@ -239,6 +250,40 @@ def _latency_table(result: Result) -> str:
 def _breakdowns(result: Result) -> str:
     parts = [(title, groups) for title, groups in (("class", result.by_class), ("tenant", result.by_tenant)) if len(groups) > 1]
     return "".join(section(f"By {title}", _breakdown(title, groups)) for title, groups in parts)
+
+
+def _sessions(result: Result) -> str:
+    """Draw TTFT over the turns of a session, and what of their prompts could be reused; the numbers below."""
+    if result.sessions is None:
+        return ""
+    reuse = reuse_line(result.summary)
+    told = [sessions_line(result.sessions), *held_lines(result.sessions), *([reuse] if reuse else [])]
+    notes = "".join(f'<p class="sub">{escape(line)}</p>' for line in told)
+    head = ("turn", "requests", "TTFT p50, ms", "p90", "p99", "reusable", "cached")
+    drawn = f'<div class="charts">{_turn_charts(result.turns)}</div>' if len(result.turns) > 1 else ""
+    groups = _breakdown("turns", result.by_turns) if len(result.by_turns) > 1 else ""
+    return section("Sessions", f"{notes}{drawn}{groups}{table(head, turn_rows(result.turns))}")
+
+
+def _turn_charts(turns: Sequence[TurnPoint]) -> str:
+    x = Axis(1.0, float(turns[-1].turn))
+
+    def line(label: str, number: int, values: Iterable[float | None]) -> Line:
+        pairs = zip(turns, values, strict=True)
+        return Line(label, [None if value is None else (float(point.turn), value) for point, value in pairs], number)
+
+    ttft = [line("p50", 0, (point.ttft_p50 for point in turns)), line("p99", 3, (point.ttft_p99 for point in turns))]
+    reuse = [
+        line("reusable", 0, (_percent(point.reusable_tokens, point.prompt_tokens) for point in turns)),
+        line("cached", 1, (_percent(point.cached_tokens, point.input_tokens) for point in turns)),
+    ]
+    return _chart("TTFT by turn", ttft, x, "ms", (), x_unit="turn") + _chart(
+        "Prompt tokens that a cache could hold, and did", reuse, x, "% of the prompts", (), x_unit="turn"
+    )
+
+
+def _percent(part: int, whole: int) -> float | None:
+    return 100 * part / whole if whole else None
 
 
 def _breakdown(title: str, groups: Mapping[str, Summary]) -> str:

@@ -11,7 +11,7 @@ from rich.text import Text
 from pdmesh.loadtest.compare import CONFIDENCE, Difference
 from pdmesh.loadtest.measure import Capacity, Trial
 from pdmesh.loadtest.result import Result
-from pdmesh.loadtest.stats import Latency, Summary
+from pdmesh.loadtest.stats import Latency, Sessions, Summary, TurnPoint
 from pdmesh.terminal import table
 
 _LATENCIES = ("ttft", "ttft_from_sent", "tpot", "itl", "e2e")
@@ -35,6 +35,7 @@ def lines(result: Result) -> list[RenderableType]:
         _latency_table(result),
         "",
         *_objective_lines(result),
+        *_session_lines(result),
         *_breakdown("CLASS", result.by_class),
         *_breakdown("TENANT", result.by_tenant),
         *_phase_lines(result.phases),
@@ -99,6 +100,65 @@ def _breakdown(title: str, groups: Mapping[str, Summary]) -> list[RenderableType
         for name, summary in groups.items()
     ]
     return ["", table(head, rows)]
+
+
+_MAX_TURNS = 12
+
+
+def _session_lines(result: Result) -> list[RenderableType]:
+    """Return how sessions ended, their turns, and what of their prompts could be reused."""
+    reuse = reuse_line(result.summary)
+    if result.sessions is None:
+        return [reuse] if reuse else []
+    lines: list[RenderableType] = ["", sessions_line(result.sessions), *held_lines(result.sessions), *([reuse] if reuse else [])]
+    if len(result.turns) < 2:
+        return lines
+    head = ("TURN", "REQUESTS", "TTFT P50", "P90", "P99", "REUSABLE", "CACHED")
+    return [*lines, *_breakdown("TURNS", result.by_turns), "", table(head, turn_rows(result.turns)[:_MAX_TURNS])]
+
+
+def sessions_line(sessions: Sessions) -> str:
+    """Return how many sessions ended in which way."""
+    lost = f" ({sessions.num_turns_lost} turns behind a failed one were not sent)" if sessions.num_turns_lost else ""
+    counts = {
+        "complete": sessions.num_complete,
+        f"broken{lost}": sessions.num_broken,
+        "cancelled": sessions.num_cancelled,
+        "cut off by the end of the run": sessions.num_cut_off,
+    }
+    ended = " · ".join(f"{number} {name}" for name, number in counts.items() if number)
+    return f"{sessions.num_sessions} sessions: {ended or 'none'}"
+
+
+def held_lines(sessions: Sessions) -> list[str]:
+    """Return how many turns were held, if any."""
+    held = sessions.held
+    if not held.num_values:
+        return []
+    late = f"{milliseconds(held.p50)} ms (p50), {milliseconds(held.p99)} ms (p99)"
+    return [f"{held.num_values} turns were due before the one before them had ended: held for {late}, part of their latencies"]
+
+
+def reuse_line(summary: Summary) -> str:
+    """Return what a cache could hold of the prompts, and what the server says was cached; empty where nothing could be."""
+    if not summary.reusable_tokens:
+        return ""
+    told = f"{share(summary.cached_share)} reported as cached" if summary.cached_tokens else "none reported as cached"
+    known = f"{summary.reusable_tokens} of {summary.prompt_tokens} prompt tokens ({share(summary.reusable_share)})"
+    return f"reusable: {known} had been sent or answered before; {told}"
+
+
+def turn_rows(points: Sequence[TurnPoint]) -> list[tuple[str, ...]]:
+    """Return rows: number, requests, TTFT, and the shares of prompt tokens that were reusable and cached."""
+    tells = any(point.cached_tokens for point in points)
+    return [_turn_row(point, tells_cached=tells) for point in points]
+
+
+def _turn_row(point: TurnPoint, *, tells_cached: bool) -> tuple[str, ...]:
+    ttft = ("–" if value is None else milliseconds(value) for value in (point.ttft_p50, point.ttft_p90, point.ttft_p99))
+    reusable = share(point.reusable_tokens / point.prompt_tokens if point.prompt_tokens else None)
+    cached = share(point.cached_tokens / point.input_tokens if tells_cached and point.input_tokens else None)
+    return (str(point.turn), str(point.num_requests), *ttft, reusable, cached)
 
 
 def _phase_lines(phases: Mapping[str, Mapping[str, float]]) -> list[RenderableType]:

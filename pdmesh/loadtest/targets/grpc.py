@@ -22,7 +22,7 @@ from pdmesh.loadtest.targets.target import (
     TargetInfo,
     Tokens,
     conversation,
-    token_ids,
+    conversation_ids,
 )
 from pdmesh.runtime.rpc.tls import TlsConfig
 from pdmesh.v1 import mesh_pb2, worker_pb2
@@ -35,7 +35,8 @@ _MAX_UINT32 = 0xFFFF_FFFF
 class GrpcSettings:
     """Configure the requests. `resume_timeout_s`: how long the client looks for another router when one is lost.
     `send_objectives`: a request carries those of its class. `prompt`: token ids, or words that the router tokenizes. `mode`:
-    "local" or "remote" for every request; empty: the router chooses."""
+    "local" or "remote" for every request; empty: the router chooses. `send_sessions`: requests name their session, so that the
+    mesh may hold its KV and route its turns by it."""
 
     model: str = ""
     vocab_size: int = 32_000
@@ -48,6 +49,7 @@ class GrpcSettings:
     api_key: str = ""
     prompt: PromptKind = "tokens"
     mode: str = ""
+    send_sessions: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,7 @@ class GrpcTarget:
             tenant=ask.traffic.tenant,
             **(_objectives(ask.objectives) if settings.send_objectives else {}),
             **(GenerateOptions(mode=settings.mode) if settings.mode else {}),
+            **(GenerateOptions(session_id=ask.session_id) if settings.send_sessions else {}),
         )
         return _Prepared(self._prompt(ask), options, ask.timeout_s)
 
@@ -107,12 +110,7 @@ class GrpcTarget:
         settings = self._settings
         if settings.prompt == "words":
             return conversation(ask.said, ask.seed)
-        prompt: list[int] = []
-        for said in ask.said:
-            prompt += token_ids(said.segments, ask.seed, settings.vocab_size)
-            if said.answer is not None:
-                prompt += said.answer.token_ids
-        return prompt
+        return conversation_ids(ask.said, ask.seed, settings.vocab_size)
 
     async def stream(self, prepared: object) -> AsyncGenerator[Event, None]:
         """See Target.stream."""

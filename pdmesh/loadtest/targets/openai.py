@@ -21,7 +21,7 @@ from pdmesh.loadtest.targets.target import (
     TargetInfo,
     Tokens,
     conversation,
-    token_ids,
+    conversation_ids,
     words,
 )
 from pdmesh.runtime.rpc.tls import TlsConfig
@@ -38,10 +38,12 @@ _MAX_MESSAGE = 200
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Hold one event of a stream: the text of its first choice, reasoning included, and the counts if it has them."""
+    """Hold one event of a stream: the text of its first choice, reasoning included, and the counts if it has them. `token_ids`:
+    the new ones of that choice, of servers that report them when asked."""
 
     text: str
     done: Done | None
+    token_ids: tuple[int, ...] = ()
 
 
 def malformed(what: str) -> TargetError:
@@ -55,7 +57,7 @@ def read_chunk(data: bytes) -> Chunk:
     if value.get("error"):
         raise TargetError(Outcome.ERROR, read_message(data))
     usage = _member(value, "usage", dict, "an object")
-    return Chunk(_text(value), _done(usage) if usage else None)
+    return Chunk(_text(value), _done(usage) if usage else None, _token_ids(value))
 
 
 def read_models(body: bytes) -> dict[str, TargetInfo]:
@@ -98,6 +100,15 @@ def _text(value: Mapping[str, Any]) -> str:
         return _member(choice, "text", str, "a text", "choices[0].") or ""
     pieces = (_member(delta, name, str, "a text", "choices[0].delta.") for name in ("content", "reasoning_content"))
     return next((piece for piece in pieces if piece), "")
+
+
+def _token_ids(value: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the ids of the first choice; `_text` has checked that it is an object."""
+    choices = value.get("choices")
+    ids = _member(choices[0], "token_ids", list, "a list", "choices[0].") if choices else None
+    if ids and not all(type(token) is int and 0 <= token < _MAX_COUNT for token in ids):
+        raise malformed("choices[0].token_ids holds something else than token ids")
+    return tuple(ids or ())
 
 
 def _done(usage: Mapping[str, Any]) -> Done:
@@ -176,7 +187,8 @@ _CHECK_TIMEOUT_S = 10.0
 @dataclass(frozen=True)
 class OpenAiSettings:
     """Configure the requests. `prompt`: token ids (of /completions only) or words; chat takes words in any case.
-    `priority_header` and `tenant_header` name headers that carry them, for gateways that read such; empty: none."""
+    `priority_header` and `tenant_header` name headers that carry them, for gateways that read such; empty: none.
+    `return_token_ids`: ask /completions for the ids of answers, which are part of the next turn's prompt (vLLM has that)."""
 
     model: str = ""
     endpoint: Endpoint = "completions"
@@ -187,6 +199,7 @@ class OpenAiSettings:
     api_key: str = ""
     priority_header: str = ""
     tenant_header: str = ""
+    return_token_ids: bool = False
     tls: TlsConfig | None = None
 
 
@@ -236,6 +249,7 @@ class OpenAiTarget:
             "stream": True,
             "stream_options": {"include_usage": True},
             **({"ignore_eos": True} if settings.ignore_eos else {}),
+            **({"return_token_ids": True} if settings.return_token_ids else {}),
             **({"messages": self._messages(ask)} if settings.endpoint == "chat" else {"prompt": self._prompt(ask)}),
         }
         named = {
@@ -275,12 +289,12 @@ class OpenAiTarget:
         return messages
 
     def _prompt(self, ask: Ask) -> list[int] | str:
-        """Return the ids of the segments, or words and the answers between them: an answer comes as text, so with ids it is left
-        out."""
+        """Return the ids of the segments and of the answers between them (without `return_token_ids` an answer has none, and is
+        left out), or the words of both."""
         settings = self._settings
         if settings.prompt == "words":
             return conversation(ask.said, ask.seed)
-        return [token for said in ask.said for token in token_ids(said.segments, ask.seed, settings.vocab_size)]
+        return conversation_ids(ask.said, ask.seed, settings.vocab_size)
 
 
 async def _events(response: Response) -> AsyncGenerator[Event, None]:
@@ -294,8 +308,8 @@ async def _events(response: Response) -> AsyncGenerator[Event, None]:
                 chunk = read_chunk(data)
                 if chunk.done is not None:
                     done = chunk.done
-                if chunk.text:
-                    yield Tokens(1, (), chunk.text)
+                if chunk.text or chunk.token_ids:
+                    yield Tokens(len(chunk.token_ids) or 1, chunk.token_ids, chunk.text)
     if not ended:
         raise TargetError(Outcome.ERROR, "the stream ended without [DONE]")
     yield done

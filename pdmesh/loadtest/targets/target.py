@@ -14,10 +14,11 @@ from pdmesh.loadtest.workload import Segment, TrafficClass
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Hold what was received of an answer: ids where the protocol has them, text where it has that."""
+    """Hold what was received of an answer: ids where the protocol has them, text where it has that; and its length."""
 
     token_ids: Sequence[int] = ()
     text: str = ""
+    num_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +31,8 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Describe a request, independent of the protocol. `request_id` is unique in the run; `seed` makes its words; `objectives`
-    are those of its class."""
+    """Describe a request, independent of the protocol. `request_id` is unique in the run, `session_id` the same for all turns of
+    a session; `seed` makes its words; `objectives` are those of its class."""
 
     request_id: str
     seed: int
@@ -40,6 +41,7 @@ class Ask:
     output_tokens: int
     timeout_s: float
     objectives: Objectives = field(default_factory=Objectives)
+    session_id: str = ""
 
     @property
     def num_input_tokens(self) -> int:
@@ -155,6 +157,16 @@ def words(segments: Iterable[Segment], seed: int) -> str:
 def conversation(said: Iterable[Said], seed: int) -> str:
     """Return the words of all turns, and the answers between them."""
     return " ".join(text for one in said for text in (words(one.segments, seed), *([one.answer.text] if one.answer else ())))
+
+
+def conversation_ids(said: Iterable[Said], seed: int, vocab_size: int) -> list[int]:
+    """Return the ids of all turns, and of the answers between them as far as they are known."""
+    ids: list[int] = []
+    for one in said:
+        ids += token_ids(one.segments, seed, vocab_size)
+        if one.answer is not None:
+            ids += one.answer.token_ids
+    return ids
 
 
 @lru_cache(maxsize=256)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pdmesh.loadtest import workload
-from pdmesh.loadtest.workload import TraceError, TraceRow
+from pdmesh.loadtest import traces
+from pdmesh.loadtest.traces import TraceError, TraceRow
 
 CSV = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:50.9951690,396,109
@@ -25,18 +25,18 @@ def write(folder: Path, text: str) -> str:
 
 
 def test_a_csv_by_time_from_zero_with_at_least_one_token(tmp_path: Path) -> None:
-    rows = workload.read_trace(write(tmp_path, CSV))
+    rows = traces.read_trace(write(tmp_path, CSV))
     assert [(row.input_tokens, row.output_tokens) for row in rows] == [(374, 1), (396, 109)]
     assert rows[0].at_s == 0 and rows[1].at_s == pytest.approx(4.314579, abs=1e-5)
 
 
 def test_json_lines_with_blocks(tmp_path: Path) -> None:
-    assert workload.read_trace(write(tmp_path, LINES)) == (TraceRow(0.0, 700, 5, (0, 7)), TraceRow(1.25, 20, 6))
+    assert traces.read_trace(write(tmp_path, LINES)) == (TraceRow(0.0, 700, 5, (0, 7)), TraceRow(1.25, 20, 6))
 
 
 def test_a_byte_order_mark_and_whole_floats_are_no_errors(tmp_path: Path) -> None:
-    assert len(workload.read_trace(write(tmp_path, "\ufeff" + CSV))) == 2
-    assert workload.read_trace(write(tmp_path, LINES.replace("700", "700.0")))[0].input_tokens == 700
+    assert len(traces.read_trace(write(tmp_path, "\ufeff" + CSV))) == 2
+    assert traces.read_trace(write(tmp_path, LINES.replace("700", "700.0")))[0].input_tokens == 700
 
 
 @pytest.mark.parametrize(
@@ -58,10 +58,10 @@ def test_a_byte_order_mark_and_whole_floats_are_no_errors(tmp_path: Path) -> Non
 )
 def test_errors_name_file_line_and_field(tmp_path: Path, text: str, named: str) -> None:
     with pytest.raises(TraceError, match=named) as caught:
-        workload.read_trace(write(tmp_path, text))
+        traces.read_trace(write(tmp_path, text))
     assert "trace: " in str(caught.value)
 
 
 def test_a_missing_file_is_an_error_of_the_trace() -> None:
     with pytest.raises(TraceError, match="nowhere"):
-        workload.read_trace("/nowhere")
+        traces.read_trace("/nowhere")

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from pdmesh.loadtest.arrivals import fixed, parse
 from pdmesh.loadtest.targets.target import FIRST_TOKEN_ID, token_ids, words
-from pdmesh.loadtest.workload import Arrivals, Limits, PlannedSession, Segment, TraceRow, TrafficClass, Workload, num_cut, plan
+from pdmesh.loadtest.traces import TraceRow
+from pdmesh.loadtest.workload import Arrivals, Limits, PlannedSession, Segment, TrafficClass, Workload, num_cut, plan
 
 BUSY = Arrivals(rate=50)
 
