@@ -319,11 +319,11 @@ class Options:
 
     def _validate_sessions(self) -> None:
         if self.when.trace and self.agents.are_used:
-            raise ValueError("trace: has prompts of its own; leave out --system-tokens and --tool-share")
+            raise ValueError("when.trace: has prompts of its own; leave out --system-tokens and --tool-share")
         if self.agents.tool_share and self.what.turns == "1":
-            raise ValueError("tool_share: is the share of later turns; give --turns, too")
+            raise ValueError("agents.tool_share: is the share of later turns; give --turns, too")
         if self.what.prefix_tokens and self.agents.of().have_system_prompts:
-            raise ValueError("system_tokens: are in front of a prompt, --prefix-tokens a part of it; give one of them")
+            raise ValueError("agents.system_tokens: are in front of a prompt, --prefix-tokens a part of it; give one of them")
         sends_ids = self.speaks_http and self.how.endpoint == "completions" and self.how.prompt == "tokens"
         if self.how.return_token_ids and not sends_ids:
             raise ValueError("how.return_token_ids: is for completions of token ids over HTTP; leave it out")

@@ -55,6 +55,66 @@ def test_a_run_its_files_and_its_exit_code(kind: str, tmp_path: Path, capsys: py
     assert (tmp_path / "b.html").read_text() == (tmp_path / "a.html").read_text()
 
 
+AGENTS = ["--turns", "3", "--system-tokens", "40", "--system-prompts", "2", "--tool-share", "0.5", "--tool-tokens", "90"]
+
+
+def test_agents_and_the_reports_of_their_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = ["--output", str(tmp_path / "a.json"), "--html", str(tmp_path / "a.html")]
+    with stub("grpc") as target:
+        assert cli.run(["loadtest", target, *RUN, *AGENTS, *files, "--finish-sessions", "--max-sessions", "6"]) == 0
+    text = capsys.readouterr().out
+    assert "6 sessions: 6 complete" in text and "reusable: " in text and "none reported as cached" in text
+    assert [line.split()[:2] for line in text.splitlines() if line[:1] in ("1", "2", "3")][-3:] == [[n, "6"] for n in "123"]
+    page = (tmp_path / "a.html").read_text()
+    assert "TTFT by turn" in page and "6 sessions: 6 complete" in page
+    document = json.loads((tmp_path / "a.json").read_text())
+    assert document["sessions"]["num_complete"] == 6 and [turn["num_requests"] for turn in document["turns"]] == [6] * 3
+    assert 0 < document["summary"]["reusable_tokens"] < document["summary"]["prompt_tokens"]
+    assert cli.run(["loadtest", "report", str(tmp_path / "a.json")]) == 0
+    assert capsys.readouterr().out == text
+    assert cli.run(["loadtest", "compare", str(tmp_path / "a.json"), str(tmp_path / "a.json")]) == 0
+    assert "TTFT of later turns p50" in capsys.readouterr().out
+
+
+def test_sessions_of_a_trace_at_a_tenth_of_its_lengths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [(0, 1100, [0, 1, 2]), (10, 600, [0, 3]), (400, 1700, [0, 1, 4, 5]), (500, 9000, [9])]
+    lines = [{"timestamp": at, "input_length": length, "output_length": 30, "hash_ids": ids} for at, length, ids in rows]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    flags = ["--trace", str(trace), "--trace-sessions", "--trace-scale", "10", "--trace-requests", "3", "--duration-s", "1"]
+    with stub("grpc") as target:
+        assert cli.run(["loadtest", target, *RUN, *flags, "--json"]) == 0
+        document = json.loads(capsys.readouterr().out)
+        trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:50,9,9\n")
+        assert cli.run(["loadtest", target, *RUN, *flags]) == 2
+        assert "hash_ids" in capsys.readouterr().err
+    summary = document["summary"]
+    assert (summary["num_requests"], summary["prompt_tokens"]) == (3, 110 + 60 + 170)
+    # The first block: 51 tokens; both of the turn before: 102.
+    assert summary["reusable_tokens"] == 51 + 102
+    assert document["sessions"]["num_complete"] == 2 and document["by_turns"]["later"]["num_requests"] == 1
+
+
+NEW_FIELDS = {"": ("by_turns", "turns", "sessions"), "sample": ("depth",), "summary": ("prompt_tokens", "reusable_tokens")}
+
+
+def test_results_of_before_there_were_sessions_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new = str(tmp_path / "old.json"), str(tmp_path / "new.json")
+    result.write(measured(1, num=50), new)
+    document = json.loads(Path(new).read_text())
+    for part, names in NEW_FIELDS.items():
+        for name in names:
+            del (document[part] if part else document)[name]
+    for groups in (document["by_class"], document["by_tenant"]):
+        for summary in groups.values():
+            del summary["prompt_tokens"], summary["reusable_tokens"]
+    Path(old).write_text(json.dumps(document))
+    assert cli.run(["loadtest", "report", old, "--html", str(tmp_path / "old.html")]) == 0
+    assert "sessions" not in capsys.readouterr().out
+    for pair in ((old, new), (new, old), (old, old)):
+        assert cli.run(["loadtest", "compare", *pair, "--html", str(tmp_path / "both.html")]) == 0
+
+
 def test_a_search_for_the_capacity(capsys: pytest.CaptureFixture[str]) -> None:
     search = ["--find-capacity", "--max-rate", "60", "--windows", "1", "--attainments", "0.9", "--ttft-ms", "60000"]
     with stub("grpc") as target:
@@ -105,6 +165,23 @@ def test_a_search_that_is_interrupted_reports_what_it_found(number: signal.Signa
         (["--output", "/no/such/folder/a.json"], "--output"),
         (["--html", "/"], "--html"),
         (["http://127.0.0.1:1/v1", "--turns", "2"], "--prompt"),
+        (["http://127.0.0.1:1/v1", "--endpoint", "chat", "--return-token-ids"], "--return-token-ids"),
+        (["--return-token-ids"], "--return-token-ids"),
+        (["--trace-sessions"], "--trace-sessions"),
+        (["--trace-requests", "5"], "--trace-requests"),
+        (["--trace", "x", "--trace-requests", "0"], "--trace-requests"),
+        (["--trace", "x", "--trace-scale", "0.5"], "--trace-scale"),
+        (["--trace", "x", "--trace-scale", "600"], "--trace-scale"),
+        (["--trace", "x", "--system-tokens", "9"], "--trace"),
+        (["--max-sessions", "0"], "--max-sessions"),
+        (["--find-capacity", "--finish-sessions"], "--find-capacity"),
+        (["--system-tokens", "many"], "--system-tokens"),
+        (["--system-tokens", "9", "--prefix-tokens", "9"], "--system-tokens"),
+        (["--system-prompts", "0"], "--system-prompts"),
+        (["--turns", "2", "--tool-share", "2"], "--tool-share"),
+        (["--tool-share", "0.5"], "--tool-share"),
+        (["--tool-tokens", "uniform:9"], "--tool-tokens"),
+        (["--tool-think-s", "-1"], "--tool-think-s"),
     ],
 )
 def test_wrong_options_are_named(flags: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
