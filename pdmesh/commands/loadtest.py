@@ -59,6 +59,7 @@ class When:
     trace_sessions: bool = field(
         default=False, metadata={"help": "a request that continues an earlier one is not sent before that one has ended"}
     )
+    trace_share: float = field(default=1.0, metadata={"help": "with --trace-sessions: share of the sessions, drawn at random"})
     max_sessions: int | None = field(default=None, metadata={"help": "start so many sessions at most"})
     finish_sessions: bool = field(
         default=False, metadata={"help": "sessions that have started go on after --duration-s, and all of their turns count"}
@@ -69,6 +70,8 @@ class When:
         for name, default in (("trace_scale", 1.0), ("trace_requests", None), ("trace_sessions", False)):
             if getattr(self, name) != default and not self.trace:
                 raise ValueError(f"{name}: changes how a trace is replayed; give --trace, too")
+        if not 0 < self.trace_share <= 1 or (self.trace_share < 1 and not self.trace_sessions):
+            raise ValueError("trace_share: must be above 0 and at most 1, and needs --trace-sessions")
         if not 1 <= self.trace_scale <= BLOCK_TOKENS:
             raise ValueError(f"trace_scale: must be from 1 to {BLOCK_TOKENS}")
         for name in ("trace_requests", "max_sessions"):
@@ -87,10 +90,10 @@ class When:
 
     def rows(self) -> tuple[TraceRow, ...]:
         """Return the trace as it is to be replayed; empty without one. Raises TraceError."""
-        rows = traces.read_trace(self.trace)[: self.trace_requests] if self.trace else ()
+        rows = traces.read_trace(self.trace) if self.trace else ()
         if self.trace_sessions:
-            rows = traces.link_sessions(rows)
-        return traces.scaled(rows, self.trace_scale)
+            rows = traces.some_sessions(traces.link_sessions(rows), self.trace_share)
+        return traces.scaled(rows[: self.trace_requests], self.trace_scale)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -154,6 +155,14 @@ def sessions_of(rows: Sequence[TraceRow]) -> list[list[int]]:
         session.append(number)
         session_of.append(session)
     return sessions
+
+
+def some_sessions(rows: Sequence[TraceRow], share: float) -> tuple[TraceRow, ...]:
+    """Return about `share` of the sessions, whole. The same ones each time, and all of them among those of a larger share."""
+    chosen = [session for session in sessions_of(rows) if random.Random(session[0]).random() < share]
+    kept = sorted(number for session in chosen for number in session)
+    places: dict[int | None, int] = {number: place for place, number in enumerate(kept)}
+    return tuple(replace(rows[number], after=places.get(rows[number].after)) for number in kept)
 
 
 def scaled(rows: Iterable[TraceRow], factor: float) -> tuple[TraceRow, ...]:

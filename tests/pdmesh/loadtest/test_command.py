@@ -171,6 +171,8 @@ def test_a_search_that_is_interrupted_reports_what_it_found(number: signal.Signa
         (["--trace-requests", "5"], "--trace-requests"),
         (["--trace", "x", "--trace-requests", "0"], "--trace-requests"),
         (["--trace", "x", "--trace-scale", "0.5"], "--trace-scale"),
+        (["--trace", "x", "--trace-share", "0.5"], "--trace-share"),
+        (["--trace", "x", "--trace-sessions", "--trace-share", "0"], "--trace-share"),
         (["--trace", "x", "--trace-scale", "600"], "--trace-scale"),
         (["--trace", "x", "--system-tokens", "9"], "--trace"),
         (["--max-sessions", "0"], "--max-sessions"),

@@ -19,7 +19,7 @@ from pdmesh.loadtest.stats import Window, count_sessions
 from pdmesh.loadtest.targets.grpc import GrpcSettings, GrpcTarget
 from pdmesh.loadtest.targets.openai import OpenAiSettings
 from pdmesh.loadtest.targets.target import token_ids
-from pdmesh.loadtest.traces import TraceError, TraceRow, link_sessions, scaled
+from pdmesh.loadtest.traces import TraceError, TraceRow, link_sessions, scaled, some_sessions
 from pdmesh.loadtest.workload import Arrivals, Limits, PlannedTurn, TrafficClass, Workload, plan
 from pdmesh.v1.mesh_pb2 import GenerateRequest
 from tests.pdmesh.fake_mesh import Script, start_router
@@ -115,6 +115,18 @@ def test_sessions_of_a_trace_keep_its_times_and_branches() -> None:
     assert [second.at_s, third.at_s] == pytest.approx([0.05, 0.15]) and len(second.turns) == 1
     (cut, *_) = plan(Workload(trace=link_sessions(TRACE)), 0, 0.3)
     assert len(cut.turns) == 2
+
+
+def test_a_share_of_a_trace_has_whole_sessions() -> None:
+    copies = [(number, row) for number in range(200) for row in TRACE]
+    rows = link_sessions([replace(row, blocks=tuple(100 * number + block for block in row.blocks)) for number, row in copies])
+    some, more = some_sessions(rows, 0.2), some_sessions(rows, 0.5)
+    assert len(some) / len(rows) == pytest.approx(0.2, abs=0.05) and {row.blocks for row in some} < {row.blocks for row in more}
+    by_blocks = {row.blocks: row for row in rows}
+    for row in some:
+        former = by_blocks[row.blocks].after
+        assert (None if row.after is None else some[row.after].blocks) == (None if former is None else rows[former].blocks)
+    assert some_sessions(rows, 1.0) == rows
 
 
 @given(st.floats(1, 512), st.integers(1, 6))
