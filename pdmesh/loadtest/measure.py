@@ -122,12 +122,12 @@ class Measurement:
     seed: int
     duration_s: float
     warmup_s: float = 0.0
-    finish_sessions: bool = False
     run: RunSettings = field(default_factory=RunSettings)
     max_lateness_s: float = 0.01
     target: str = ""
     model: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
+    finish_sessions: bool = False
 
 
 async def measure(target: Target, measurement: Measurement, watch: Watch = nullcontext) -> Result:

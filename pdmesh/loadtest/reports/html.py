@@ -266,11 +266,12 @@ def _sessions(result: Result) -> str:
 
 
 def _turn_charts(turns: Sequence[TurnPoint]) -> str:
-    x = Axis(1.0, float(turns[-1].turn))
+    x = Axis(1.0, float(turns[-1].turn), whole=True)
 
     def line(label: str, number: int, values: Iterable[float | None]) -> Line:
         pairs = zip(turns, values, strict=True)
-        return Line(label, [None if value is None else (float(point.turn), value) for point, value in pairs], number)
+        points = [None if value is None else (float(point.turn), value) for point, value in pairs]
+        return Line(label, points, number, measured=True)
 
     ttft = [line("p50", 0, (point.ttft_p50 for point in turns)), line("p99", 3, (point.ttft_p99 for point in turns))]
     reuse = [

@@ -169,3 +169,24 @@ def test_a_class_without_an_answer_has_no_latency() -> None:
     page = html.page(result)
     check(page)
     assert "slow: TTFT ≤ 7 ms" in page and "<td>–</td><td>–</td>" in page
+
+
+def test_sessions_are_drawn_with_their_numbers() -> None:
+    """Also a turn that no request of it was answered in, and a server that reports nothing cached."""
+    answered = [replace(record(n, n + 0.2, session=n), num_turns=3, prompt_tokens=10) for n in range(4)]
+    second = {"num_turns": 3, "turn": 1, "depth": 1, "prompt_tokens": 30, "reusable_tokens": 15}
+    later = [replace(record(n + 1, n + 1.2, session=n), **second) for n in range(4)]  # type: ignore[arg-type]
+    failed = replace(record(3, outcome=Outcome.TIMEOUT, session=0), num_turns=3, turn=2, depth=2)
+    held = replace(record(3, 6.0, session=1), num_turns=3, turn=2, depth=2, ready_s=5.0)
+    for last in ([failed], [failed, held], []):
+        log = RunLog(records=[*answered, *later, *last])
+        made = make_result(
+            log, Window(0, 9), ObjectiveBook(Objectives()), target="t", model="", started_at="", settings={}, max_lateness_s=9
+        )
+        page, text = html.page(made), "\n".join(plain(*reports_text.lines(made)))
+        check(page)
+        for shown in (page, text):
+            assert "37.50 %" in shown and "none reported as cached" in shown
+            assert ("1 broken" in shown) == (failed in last)
+            assert ("held for 2000 ms" in shown) == (held in last)
+        assert "TTFT by turn" in page and page.count("<svg") == html.page(replace(made, turns=())).count("<svg") + 2
