@@ -150,7 +150,7 @@ class StubHttp(asyncio.Protocol):
         write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
         piece = {"delta": {"content": "word "}} if "messages" in request else {"text": "word "}
         token = _event({"choices": [{"index": 0, **piece}]})
-        with_ids = request.get("return_token_ids", False)
+        with_ids = request.get("return_token_ids", False) and "messages" not in request
         async with aclosing(self._stub.tokens(request_id, request["max_tokens"])) as numbers:
             async for number in numbers:
                 write(_event({"choices": [{"index": 0, **piece, "token_ids": [1000 + number]}]}) if with_ids else token)

@@ -266,9 +266,13 @@ class OpenAiTarget:
             async with self._http.request("POST", self._path, prepared.body, prepared.headers) as response:
                 if response.status != 200:
                     raise read_refusal(response.status, await response.read(_MAX_BODY_BYTES))
+                has_ids = not self._settings.return_token_ids
                 async with aclosing(_events(response)) as events:
                     async for event in events:
+                        has_ids = has_ids or (isinstance(event, Tokens) and bool(event.token_ids))
                         yield event
+                if not has_ids:
+                    raise malformed("no token_ids, which return_token_ids asks for; leave out --return-token-ids")
         except HttpError as error:
             raise TargetError(Outcome.ERROR, str(error)) from error
 

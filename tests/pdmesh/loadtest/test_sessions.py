@@ -24,7 +24,7 @@ from pdmesh.loadtest.workload import Arrivals, Limits, PlannedTurn, TrafficClass
 from pdmesh.v1.mesh_pb2 import GenerateRequest
 from tests.pdmesh.fake_mesh import Script, start_router
 from tests.pdmesh.loadtest.records import record
-from tests.pdmesh.loadtest.test_runner import QUICK, SHORT, run, serving
+from tests.pdmesh.loadtest.test_runner import KINDS, QUICK, SHORT, run, serving
 from tests.support.loadtest_stub import Latencies
 
 BUSY = Arrivals(rate=50)
@@ -149,8 +149,9 @@ def test_a_factor_that_leaves_no_blocks_is_refused(factor: float) -> None:
         scaled(TRACE, factor)
 
 
-async def test_a_turn_of_a_trace_waits_for_the_one_before_it_and_counts_from_when_it_was_due() -> None:
-    async with serving("grpc", Latencies(ttft_s=0.5, sigma=0.0, gap_s=0.01)) as (_, target):
+@KINDS
+async def test_a_turn_of_a_trace_waits_for_the_one_before_it_and_counts_from_when_it_was_due(kind: str) -> None:
+    async with serving(kind, Latencies(ttft_s=0.5, sigma=0.0, gap_s=0.01)) as (_, target):
         log = await run(target, Workload(trace=link_sessions(TRACE)), 5)
     first, second, third = sorted((r for r in log.records if r.session == 0), key=lambda r: r.turn)
     for held in (second, third):
@@ -190,6 +191,14 @@ async def test_ids_of_answers_over_http_are_part_of_the_next_prompt() -> None:
         log = await run(target, workload, 1)
     assert [[r.input_tokens for r in log.records if r.turn == turn] for turn in range(3)] == [[20] * 2, [44] * 2, [68] * 2]
     assert {r.turn: r.reusable_tokens for r in log.records} == {0: 0, 1: 23, 2: 47}
+
+
+async def test_a_server_that_ignores_the_wish_for_ids_is_told_by_its_errors() -> None:
+    """Else later prompts would lack the answers, and nothing would say so."""
+    settings = OpenAiSettings(endpoint="chat", return_token_ids=True)
+    async with serving("http", QUICK, settings) as (_, target):
+        log = await run(target, Workload(Arrivals("constant", 1), SHORT), 1)
+    assert [record.outcome for record in log.records] == [Outcome.ERROR] and "token_ids" in log.records[0].error
 
 
 async def test_sessions_are_finished_behind_the_end_if_that_is_wanted_and_else_cut_off() -> None:
